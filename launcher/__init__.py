@@ -1,0 +1,28 @@
+"""Declarative, config-driven training launcher for JAX: the public names.
+
+Names are loaded on first use, so that `import launcher` (and with it the command line's answer to
+a wrong setting) costs neither JAX nor Ray.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from launcher.api import grad as grad
+    from launcher.api import mark_pipeline_boundary as mark_pipeline_boundary
+    from launcher.api import microbatched as microbatched
+    from launcher.api import value_and_grad as value_and_grad
+
+__all__ = ["grad", "mark_pipeline_boundary", "microbatched", "value_and_grad"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(importlib.import_module("launcher.api"), name)
+    raise AttributeError(f"module 'launcher' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

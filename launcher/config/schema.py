@@ -1,0 +1,193 @@
+"""The settings a user can make: one frozen dataclass a section of the YAML tree.
+
+This module is data only. `build` fills it strictly from a plain tree, `checks` holds the rules that
+no single field can state. Whoever may know settings (cluster, train, report, __main__) reads these
+classes; the module itself imports nothing of ours.
+
+A field's `metadata` may hold `choices` (the words it accepts), `minimum`/`maximum` (inclusive) and
+`variants` (a section of several kinds: the class for each `name`). A default says what the YAML of
+the default options says too (a test holds them together); it serves files that leave a key out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def choice(default: str, *choices: str) -> Any:
+    """A text field that accepts only `choices`."""
+    return field(default=default, metadata={"choices": choices})
+
+
+def number(default: Any, minimum: float | None = None, maximum: float | None = None) -> Any:
+    """A number field with inclusive bounds; `None` leaves a side open."""
+    return field(default=default, metadata={"minimum": minimum, "maximum": maximum})
+
+
+@dataclass(frozen=True)
+class Run:
+    """Which run this is and where it is kept: `<dir>/<id>/`."""
+
+    id: str | None = None  # null: a fresh one is made, <model>-<utc time>-<4 hex>
+    dir: str = "outputs"
+    resume: str = choice("auto", "auto", "never", "must")
+    seed: int = number(0, minimum=0)
+
+
+@dataclass(frozen=True)
+class GPT:
+    """A decoder-only transformer. A size names a row of `sizes`; a field that is set beats it.
+
+    Once a configuration is loaded every dimension is set and `sizes` is empty.
+    """
+
+    name: str = "gpt"
+    size: str | None = "nano"
+    sizes: dict[str, dict[str, int]] = field(default_factory=dict)
+    vocab_size: int | None = number(None, minimum=2)
+    sequence_length: int | None = number(None, minimum=1)
+    num_layers: int | None = number(None, minimum=1)
+    num_heads: int | None = number(None, minimum=1)
+    hidden_size: int | None = number(None, minimum=1)
+    mlp_ratio: int = number(4, minimum=1)
+    dropout: float = number(0.0, minimum=0.0, maximum=1.0)
+    tie_embeddings: bool = True
+
+    @property
+    def layers(self) -> int:
+        """The number of pipeline layers: one more than the model's marks."""
+        assert self.num_layers is not None, "the size has not been filled in"
+        return self.num_layers
+
+
+@dataclass(frozen=True)
+class MLP:
+    """A stack of dense layers, for regression."""
+
+    name: str = "mlp"
+    input_size: int = number(32, minimum=1)
+    hidden_size: int = number(128, minimum=1)
+    output_size: int = number(8, minimum=1)
+    num_layers: int = number(4, minimum=1)
+
+    @property
+    def layers(self) -> int:
+        """The number of pipeline layers: one more than the model's marks."""
+        return self.num_layers
+
+
+@dataclass(frozen=True)
+class StdlibText:
+    """The source files of this machine's Python standard library, as bytes."""
+
+    name: str = "stdlib_text"
+    validation_fraction: float = number(0.05, minimum=0.0, maximum=0.9)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """The user's own text: one file, or every file below a folder that fits `pattern`, as bytes."""
+
+    name: str = "text"
+    path: str
+    pattern: str = "**/*.txt"
+    validation_fraction: float = number(0.05, minimum=0.0, maximum=0.9)
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """Made-up data in the model's own shapes, the same on every machine."""
+
+    name: str = "synthetic"
+    num_samples: int = number(4096, minimum=1)
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An Optax optimizer, its learning-rate schedule and its gradient clipping."""
+
+    name: str = choice("adamw", "adamw", "adam", "sgd", "lion", "adafactor")
+    learning_rate: float = number(3e-3, minimum=0.0)
+    warmup_steps: int = number(20, minimum=0)
+    decay: str = choice("cosine", "constant", "cosine", "linear")
+    final_learning_rate: float = number(0.0, minimum=0.0)
+    weight_decay: float = number(0.1, minimum=0.0)
+    momentum: float = number(0.9, minimum=0.0, maximum=1.0)
+    b1: float = number(0.9, minimum=0.0, maximum=1.0)
+    b2: float = number(0.95, minimum=0.0, maximum=1.0)
+    eps: float = number(1e-8, minimum=0.0)
+    clip_norm: float | None = number(1.0, minimum=0.0)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What is kept of a run's state."""
+
+    at_end: bool = True
+
+
+@dataclass(frozen=True)
+class Train:
+    """How long and on how much."""
+
+    steps: int = number(200, minimum=1)
+    global_batch_size: int = number(32, minimum=1)
+    precision: str = choice("fp32", "fp32", "bf16")
+    log_every: int = number(1, minimum=1)
+    eval_every: int = number(50, minimum=0)  # 0: never
+    eval_batches: int = number(8, minimum=1)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """The parallel method. `manual` cuts at the model's own marks; `data` is one stage."""
+
+    method: str = choice("manual", "manual", "data")
+    num_stages: int | None = number(None, minimum=1)  # null: as many as layers and devices allow
+    num_micro_batches: int = number(4, minimum=1)
+    schedule: str = choice("1f1b", "gpipe", "1f1b")
+    remat: str = choice("none", "none", "full")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The machines: `gpus` is the total number of devices, `hosts` the number of hosts."""
+
+    kind: str = choice("local", "local", "emulated")
+    gpus: int | None = number(None, minimum=1)  # null: all of this machine's
+    hosts: int = number(1, minimum=1)
+
+
+@dataclass(frozen=True)
+class Wandb:
+    """Weights & Biases. `mode` null: online where the user is logged in, else offline."""
+
+    mode: str | None = field(default=None, metadata={"choices": ("online", "offline", "disabled")})
+    project: str = "launcher"
+    entity: str | None = None
+    group: str | None = None
+    name: str | None = None  # null: the run id
+    tags: list[str] = field(default_factory=list)
+
+
+MODELS: dict[str, type] = {"gpt": GPT, "mlp": MLP}
+DATASETS: dict[str, type] = {"stdlib_text": StdlibText, "text": Text, "synthetic": Synthetic}
+
+
+@dataclass(frozen=True)
+class Config:
+    """The whole tree. `model` and `dataset` are of the class that their `name` picks."""
+
+    task: str = choice("train", "train", "plan", "check")
+    run: Run = field(default_factory=Run)
+    model: GPT | MLP = field(default_factory=GPT, metadata={"variants": MODELS})
+    dataset: StdlibText | Text | Synthetic = field(
+        default_factory=StdlibText, metadata={"variants": DATASETS}
+    )
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    train: Train = field(default_factory=Train)
+    parallel: Parallel = field(default_factory=Parallel)
+    cluster: Cluster = field(default_factory=Cluster)
+    wandb: Wandb = field(default_factory=Wandb)

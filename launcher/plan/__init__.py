@@ -1,0 +1,19 @@
+"""Where and when it runs. Imports `trace` only."""
+
+from launcher.plan.cluster_shape import ClusterShape, local_shape
+from launcher.plan.errors import PlanError, ScheduleError
+from launcher.plan.make import make_forward_plan, make_plan, timeline
+from launcher.plan.plan import Plan, StagePlan, Transfer
+
+__all__ = [
+    "ClusterShape",
+    "Plan",
+    "PlanError",
+    "ScheduleError",
+    "StagePlan",
+    "Transfer",
+    "local_shape",
+    "make_forward_plan",
+    "make_plan",
+    "timeline",
+]

@@ -1,0 +1,99 @@
+"""The cluster as the planner sees it: how many devices, how fast, how connected. Pure data."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ClusterShape:
+    """Hosts of equal devices.
+
+    Attributes:
+        device_kind: as JAX names it. peak_flops: dense 16-bit FLOP/s of one device by its
+            datasheet, or None where there is none to hold a run against (MFU is then unknown).
+        flops, memory_bandwidth: what one device is taken to sustain (FLOP/s, bytes/s), for
+            predictions. memory_bytes: of one device, or None if it is shared.
+        intra_host, inter_host: bytes/s of one link. latency: seconds of one transfer.
+    """
+
+    name: str
+    hosts: int
+    devices_per_host: int
+    device_kind: str
+    peak_flops: float | None
+    flops: float
+    memory_bandwidth: float
+    memory_bytes: int | None
+    intra_host: float
+    inter_host: float
+    latency: float
+
+    @property
+    def num_devices(self) -> int:
+        """Devices in all."""
+        return self.hosts * self.devices_per_host
+
+    def host_of(self, device: int) -> int:
+        """The host of a device; devices are numbered host by host."""
+        return device // self.devices_per_host
+
+
+@dataclass(frozen=True)
+class _Datasheet:
+    peak_flops: float
+    memory_bandwidth: float
+    memory_gib: int
+    link: float  # bytes/s one way, device to device on a host
+
+
+# NVIDIA datasheets (dense BF16/FP16 tensor-core rate, memory bandwidth, NVLink one way):
+# nvidia.com/en-us/data-center/{b200,h200,h100,a100,v100}.
+_GPUS = {
+    "B200": _Datasheet(2250e12, 8.0e12, 180, 900e9),
+    "H200": _Datasheet(989e12, 4.8e12, 141, 450e9),
+    "H100": _Datasheet(989e12, 3.35e12, 80, 450e9),
+    "A100": _Datasheet(312e12, 2.0e12, 80, 300e9),
+    "V100": _Datasheet(125e12, 0.9e12, 16, 150e9),
+}
+_SUSTAINED = 0.5  # of the peak, in large matrix products inside a training step
+_ETHERNET = 12.5e9  # 100 Gbit/s
+_CORE_FLOPS = 20e9  # one CPU core in fp32 matrix products of a small model; nominal
+_CPU_BANDWIDTH = 10e9  # one core; nominal
+
+
+def local_shape(num_devices: int, num_hosts: int, device_kind: str) -> ClusterShape:
+    """This machine's shape: its GPUs by `device_kind` (as JAX or nvidia-smi names them), or, for
+    `"cpu"`, emulated devices that share the machine's cores and memory."""
+    per_host = num_devices // num_hosts
+    sheet = next((s for name, s in _GPUS.items() if name in device_kind.upper()), None)
+    if sheet is not None:
+        return ClusterShape(
+            name="local",
+            hosts=num_hosts,
+            devices_per_host=per_host,
+            device_kind=device_kind,
+            peak_flops=sheet.peak_flops,
+            flops=_SUSTAINED * sheet.peak_flops,
+            memory_bandwidth=sheet.memory_bandwidth,
+            memory_bytes=sheet.memory_gib << 30,
+            intra_host=sheet.link,
+            inter_host=_ETHERNET,
+            latency=10e-6,
+        )
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    share = min(1.0, cores / num_devices)
+    return ClusterShape(
+        name="emulated" if device_kind == "cpu" else "local",
+        hosts=num_hosts,
+        devices_per_host=per_host,
+        device_kind=device_kind,
+        peak_flops=None,
+        flops=_CORE_FLOPS * share,
+        memory_bandwidth=_CPU_BANDWIDTH * share,
+        memory_bytes=None,
+        intra_host=_CPU_BANDWIDTH,
+        inter_host=1e9,
+        latency=50e-6,
+    )

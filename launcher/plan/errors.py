@@ -1,0 +1,11 @@
+"""What can be wrong with a parallel method on a given cluster. Shown by the front doors."""
+
+from __future__ import annotations
+
+
+class PlanError(ValueError):
+    """No plan exists for what was asked; the message says why and what to change."""
+
+
+class ScheduleError(ValueError):
+    """A schedule breaks its own rules (a dependency, a mesh used twice): a defect, not bad input."""

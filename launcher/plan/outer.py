@@ -1,0 +1,261 @@
+"""Where the rest of the train step runs: what comes before the loss, and the parameter update.
+
+Decides where every argument and result of the step lives, says how the parts of a result or a
+gradient (microbatches, replicas, stages) are combined, and has the equations placed by
+`plan.place`. Pure; the planner reads bytes off it and the runtime compiles it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from launcher.plan.place import Placer, Segment, Send
+from launcher.plan.stages import StageGraph
+from launcher.trace.graph import Atom, Equation, Var, inline_calls, is_var
+from launcher.trace.step import Loss, TracedStep
+
+
+@dataclass(frozen=True)
+class Slicing:
+    """How the batch is cut: `micro_batches` in time × `replicas` in space."""
+
+    micro_batches: int
+    replicas: int
+
+    @property
+    def num_slices(self) -> int:
+        """Equal slices of the batch in all."""
+        return self.micro_batches * self.replicas
+
+    def stack(self, x: Any, axis: int) -> Any:
+        """A whole-batch array as `[microbatch, (replica,) rows, …]`, rows first."""
+        x = jnp.moveaxis(x, axis, 0) if axis else x
+        lead = (self.micro_batches, self.replicas) if self.replicas > 1 else (self.micro_batches,)
+        return x.reshape(*lead, x.shape[0] // self.num_slices, *x.shape[1:])
+
+
+@dataclass(frozen=True, eq=False)
+class Operand:
+    """What holds a loss operand on the stages that read it: a value, stacked if it is sliced.
+
+    `host` says that it is a leaf of the batch, which the driver hands to each stage stacked.
+    """
+
+    value: Var
+    stacked: bool
+    host: bool
+
+
+@dataclass(frozen=True, eq=False)
+class OuterProgram:
+    """The placed outer program.
+
+    Attributes:
+        homes: the stage where each argument leaf lives; leaves of the batch have none.
+        given: leaves of the batch and constants that the outer program reads: `(value, stage)`.
+        argument_sends: arguments sent to other stages as the step begins.
+        before, after: the segments around the pipeline, in order.
+        operands: one a loss operand.
+        result_parts, grad_parts: `{(result or operand, stage): variables}`: what the stages leave
+            behind; one accumulator, or for `concat` one part a microbatch.
+        part_sends: parts sent to other stages when the pipeline is done.
+        outvars, out_homes: the value of each result leaf of the step and the stage it ends on.
+    """
+
+    homes: dict[Var, int]
+    given: tuple[tuple[Var, int], ...]
+    argument_sends: tuple[Send, ...]
+    before: tuple[Segment, ...]
+    after: tuple[Segment, ...]
+    operands: tuple[Operand, ...]
+    result_parts: dict[tuple[int, int], tuple[Var, ...]]
+    grad_parts: dict[tuple[int, int], tuple[Var, ...]]
+    part_sends: tuple[Send, ...]
+    outvars: tuple[Atom, ...]
+    out_homes: tuple[int, ...]
+
+
+def accumulator_dtype(dtype: Any) -> Any:
+    """Sums over microbatches are kept in at least float32."""
+    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
+def place_outer(
+    step: TracedStep, loss: Loss, stages: Sequence[StageGraph], slicing: Slicing
+) -> OuterProgram:
+    """Place everything that is not the pipeline itself."""
+    uses = [[s.index for s in stages if i in s.operands] for i in range(len(loss.invars))]
+    home = len(stages) - 1
+    batch = frozenset(v for v, is_batch in zip(step.invars, step.batch, strict=True) if is_batch)
+    arguments = frozenset(step.invars) - batch
+    everywhere = batch | frozenset(step.constants)
+    operands, stacking = _operands(step, loss, slicing, batch)
+    owners = {operands[i].value: uses[i][0] for i in loss.wrt if uses[i]}
+    homes = {v: s for v, s in owners.items() if v in arguments}
+    before = Placer(
+        (*step.before, *stacking), home, {v: s for v, s in owners.items() if v not in arguments},
+        homes, arguments, everywhere,
+    )
+    combined = _combine(step, loss, stages, slicing)
+    after = Placer(
+        combined.equations, home, {**before.placed, **homes, **combined.sources}, homes, arguments,
+        everywhere, before,
+    )
+    for i, operand in enumerate(operands):
+        if not operand.host:
+            for stage in uses[i]:
+                before.export(operand.value, stage)
+    after.export_placed()
+    out_homes = _export_results(step, combined.outvars, after)
+    return OuterProgram(
+        homes={v: homes.get(v, 0) for v in step.invars if v in arguments},
+        given=tuple(dict.fromkeys((*before.given, *after.given))),
+        argument_sends=tuple(dict.fromkeys((*before.argument_sends, *after.argument_sends))),
+        before=before.segments(),
+        after=after.segments(),
+        operands=operands,
+        result_parts=combined.result_parts,
+        grad_parts=combined.grad_parts,
+        part_sends=tuple(after.source_sends),
+        outvars=combined.outvars,
+        out_homes=out_homes,
+    )
+
+
+def _operands(
+    step: TracedStep, loss: Loss, slicing: Slicing, batch: frozenset[Var]
+) -> tuple[tuple[Operand, ...], list[Equation]]:
+    """What holds each loss operand, and the equations that stack those that are computed."""
+    operands, equations = [], []
+    for atom, axis in zip(step.loss_equation.invars, loss.slice_axes, strict=True):
+        if axis is None or atom in batch:
+            operands.append(Operand(atom, axis is not None, atom in batch))
+            continue
+        extra, (stacked,) = splice(lambda x, axis=axis: slicing.stack(x, axis), [atom])
+        equations += extra
+        operands.append(Operand(stacked, True, False))
+    return tuple(operands), equations
+
+
+@dataclass(frozen=True, eq=False)
+class _Combined:
+    equations: tuple[Equation, ...]
+    outvars: tuple[Atom, ...]
+    sources: dict[Var, int]
+    result_parts: dict[tuple[int, int], tuple[Var, ...]]
+    grad_parts: dict[tuple[int, int], tuple[Var, ...]]
+
+
+def _combine(
+    step: TracedStep, loss: Loss, stages: Sequence[StageGraph], slicing: Slicing
+) -> _Combined:
+    """The update program, reading the parts of results and gradients instead of whole ones."""
+    outs = step.loss_equation.outvars
+    used = {v for e in step.after for v in e.invars if is_var(v)} | {
+        v for v in step.outvars if is_var(v)
+    }
+    equations: list[Equation] = []
+    rename: dict[Var, Atom] = {}
+    result_parts: dict[tuple[int, int], tuple[Var, ...]] = {}
+    grad_parts: dict[tuple[int, int], tuple[Var, ...]] = {}
+
+    def part(aval: Any) -> Var:
+        lead = (slicing.replicas,) if slicing.replicas > 1 else ()
+        dtype = accumulator_dtype(aval.dtype) if slicing.num_slices > 1 else aval.dtype
+        return Var(jax.core.ShapedArray((*lead, *aval.shape), dtype))
+
+    def combine(whole: Var, parts: Sequence[Var], fun: Callable[..., Any]) -> None:
+        extra, (rename[whole],) = splice(lambda *xs: fun(*xs).astype(whole.aval.dtype), parts)
+        equations.extend(extra)
+
+    for i, word in enumerate(loss.reduce):
+        if outs[i] in used:
+            stage = next(s.index for s in stages if i in s.results)
+            count = slicing.micro_batches if word == "concat" else 1
+            parts = tuple(part(loss.outvars[i].aval) for _ in range(count))
+            result_parts[i, stage] = parts
+            combine(outs[i], parts, _result_combiner(word, outs[i].aval, slicing))
+    for k, i in enumerate(loss.wrt):
+        whole = outs[len(loss.reduce) + k]
+        if whole in used:
+            here = {s.index: part(loss.invars[i].aval) for s in stages if i in s.wrt}
+            grad_parts.update(((i, s), (v,)) for s, v in here.items())
+            combine(whole, list(here.values()), _grad_combiner(whole.aval, slicing))
+
+    def read(atom: Atom) -> Atom:
+        return rename.get(atom, atom) if is_var(atom) else atom
+
+    equations += [e.replace(invars=[read(v) for v in e.invars]) for e in step.after]
+    named = {**result_parts, **{(-1 - i, s): vs for (i, s), vs in grad_parts.items()}}
+    sources = {v: s for (_, s), vs in named.items() for v in vs}
+    outvars = tuple(read(v) for v in step.outvars)
+    return _Combined(tuple(equations), outvars, sources, result_parts, grad_parts)
+
+
+def _result_combiner(word: str, whole: Any, slicing: Slicing) -> Callable[..., Any]:
+    replicated = slicing.replicas > 1
+    if slicing.num_slices == 1:
+        return lambda x: x
+    if word == "concat":
+        return lambda *xs: jnp.stack(xs).reshape(whole.shape)
+    if word == "last":
+        return lambda x: x[-1] if replicated else x
+    scale = 1.0 / slicing.num_slices if word == "mean" else None
+    return lambda x: _scaled(x.sum(0) if replicated else x, scale)
+
+
+def _scaled(x: Any, scale: float | None) -> Any:
+    return x if scale is None else x * scale
+
+
+def _grad_combiner(whole: Any, slicing: Slicing) -> Callable[..., Any]:
+    def combine(*parts: Any) -> Any:
+        if not parts:  # the loss does not depend on it
+            return jnp.zeros(whole.shape, whole.dtype)
+        total = parts[0]
+        for other in parts[1:]:
+            total = total + other
+        return total.sum(0) if slicing.replicas > 1 else total
+
+    return combine
+
+
+def _export_results(step: TracedStep, outvars: Sequence[Atom], after: Placer) -> tuple[int, ...]:
+    """Bring each result of the step to its place; where that is."""
+    places: dict[int, int] = {}
+    waiting = []
+    for i, atom in enumerate(outvars):
+        argument = step.invars[step.aliases[i]] if i in step.aliases else None
+        at = after.placed.get(atom) if is_var(atom) else None
+        if argument is None:
+            places[i] = after.home if at is None else at
+        elif argument in after.homes or at is not None:
+            places[i] = after.homes.setdefault(argument, at)
+        else:
+            waiting.append((i, argument))
+    for i, stage in places.items():
+        if is_var(outvars[i]):
+            after.export(outvars[i], stage)
+    for i, argument in waiting:
+        places[i] = after.homes.setdefault(argument, 0)
+        if is_var(outvars[i]):
+            after.export(outvars[i], places[i])
+    return tuple(places[i] for i in range(len(outvars)))
+
+
+def splice(fun: Callable[..., Any], operands: Sequence[Var]) -> tuple[list[Equation], list[Atom]]:
+    """Trace `fun` on values like `operands` and name its inputs so: its equations and results."""
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands]
+    closed = inline_calls(jax.make_jaxpr(fun)(*avals))
+    rename: dict[Any, Any] = dict(zip(closed.jaxpr.invars, operands, strict=True))
+
+    def read(atom: Atom) -> Atom:
+        return rename.get(atom, atom) if is_var(atom) else atom
+
+    equations = [e.replace(invars=[read(v) for v in e.invars]) for e in closed.jaxpr.eqns]
+    return equations, [read(v) for v in closed.jaxpr.outvars]

@@ -1,0 +1,187 @@
+"""Placing a graph of equations on stages and cutting it into segments. Used by `plan.outer`.
+
+No optimizer and no model is known here. The rules, in this order:
+
+1. An equation with a bulky (not one-element) operand on some stage runs there; on the stage with
+   most of those bytes if there are several.
+2. An equation whose placed operands are all single numbers runs with them if they are on one
+   stage and so is its result a number, on the home stage (the last) if they are on several: the
+   terms of a global norm travel as numbers, and no gradient does.
+3. Any other equation is *free*: computed again wherever its result is needed (a learning rate, a
+   bias correction, a broadcast clipping factor).
+4. An argument has one home, the first stage that needs it; to others it is sent.
+
+A stage's equations form *segments*; a new one starts only where another stage's value is awaited,
+and an equation waits for the latest segment that needs it, so that XLA can fuse it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from launcher.trace.graph import Equation, Var, free_vars, is_var, nbytes
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Equations that one stage runs as one program; every list is in the stage's own values.
+
+    `sends` lists `(output, to stage)`, done right after the segment has run.
+    """
+
+    stage: int
+    level: int
+    equations: tuple[Equation, ...]
+    inputs: tuple[Var, ...]
+    outputs: tuple[Var, ...]
+    sends: tuple[tuple[Var, int], ...]
+
+
+Send = tuple[Var, int, int]  # (value, from stage, to stage)
+
+
+@dataclass(eq=False)
+class Placer:
+    """Places one graph. Call `export` for every value needed at a stage, then `segments`.
+
+    Attributes:
+        equations: the graph, in order. home: the stage that combines numbers.
+        placed: where each value is that is bound to a stage; sources (gradients) are given.
+        homes: where `arguments` live, filled as they are needed; the step's graphs share it.
+        everywhere: values that any stage can be given from outside (the batch, constants).
+        earlier: the graph that ran before this one and may be asked for its values.
+    """
+
+    equations: Sequence[Equation]
+    home: int
+    placed: dict[Var, int]
+    homes: dict[Var, int]
+    arguments: frozenset[Var]
+    everywhere: frozenset[Var]
+    earlier: Placer | None = None
+    source_sends: dict[Send, None] = field(default_factory=dict)
+    argument_sends: dict[Send, None] = field(default_factory=dict)
+    given: dict[tuple[Var, int], None] = field(default_factory=dict)
+    defined: dict[Var, int] = field(default_factory=dict)
+    _exports: dict[tuple[Var, int], None] = field(default_factory=dict)
+    _wanted: dict[tuple[Var, int], None] = field(default_factory=dict)
+    _sends: dict[Send, None] = field(default_factory=dict)
+    _instances: dict[tuple[int, int], None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.defined = {v: i for i, e in enumerate(self.equations) for v in e.outvars}
+        for eqn in self.equations:
+            stage = self._stage_of(eqn)
+            if stage is not None:
+                for v in eqn.outvars:
+                    self.placed.setdefault(v, stage)
+
+    def _stage_of(self, eqn: Equation) -> int | None:
+        pinned = [self.placed[v] for v in eqn.outvars if v in self.placed]
+        if pinned:
+            return pinned[0]
+        placed = [v for v in eqn.invars if is_var(v) and v in self.placed]
+        bulky = [v for v in placed if v.aval.size != 1]
+        if bulky:
+            weight: dict[int, int] = {}
+            for v in bulky:
+                weight[self.placed[v]] = weight.get(self.placed[v], 0) + nbytes(v.aval)
+            return min(weight, key=lambda s: (-weight[s], s))
+        stages = {self.placed[v] for v in placed}
+        if len(stages) > 1:
+            return self.home
+        if stages and all(v.aval.size == 1 for v in eqn.outvars):
+            return stages.pop()
+        return None
+
+    def export_placed(self) -> None:
+        """Require every equation that is bound to a stage, stage by stage."""
+        bound = {v: s for v, s in self.placed.items() if v in self.defined}
+        for v in sorted(bound, key=lambda v: (bound[v], self.defined[v])):
+            self._require(v, bound[v])
+
+    def export(self, var: Var, stage: int) -> None:
+        """Have `var` on `stage` when the graph has run: computed there, sent there, or given."""
+        self._exports[var, stage] = None
+        self._require(var, stage)
+
+    def _require(self, var: Var, stage: int) -> None:
+        if (var, stage) in self._wanted:
+            return
+        self._wanted[var, stage] = None
+        origin = self.placed.get(var, stage)
+        if var in self.defined:
+            if origin != stage:
+                self._sends[var, origin, stage] = None
+            self._instantiate(self.defined[var], origin)
+        elif self.earlier and var in self.earlier.defined:
+            self.earlier.export(var, stage)
+        elif var in self.everywhere:
+            self.given[var, stage] = None
+        elif var in self.arguments:
+            home = self.homes.setdefault(var, stage)
+            if home != stage:
+                self.argument_sends[var, home, stage] = None
+        elif origin != stage:
+            self.source_sends[var, origin, stage] = None
+
+    def _instantiate(self, index: int, stage: int) -> None:
+        if (index, stage) not in self._instances:
+            self._instances[index, stage] = None
+            for v in self.equations[index].invars:
+                if is_var(v):
+                    self._require(v, stage)
+
+    def segments(self) -> tuple[Segment, ...]:
+        """The programs to run, in an order that can be followed."""
+        levels = self._latest(self._earliest())
+        groups: dict[tuple[int, int], list[int]] = {}
+        for index, stage in sorted(self._instances):
+            groups.setdefault((levels[index, stage], stage), []).append(index)
+        keys = sorted(groups)
+        programs = {key: [self.equations[i] for i in groups[key]] for key in keys}
+        reads = {key: free_vars(programs[key]) for key in keys}
+        found = []
+        for key in keys:
+            level, stage = key
+            made = [v for e in programs[key] for v in e.outvars]
+            sends = [(v, to) for v in made for (w, at, to) in self._sends if w is v and at == stage]
+            later = {v for k in keys if k[1] == stage and k > key for v in reads[k]}
+            out = {v for v, _ in sends} | later | {v for v, s in self._exports if s == stage}
+            outputs = tuple(dict.fromkeys(v for v in made if v in out))
+            found.append(
+                Segment(stage, level, tuple(programs[key]), tuple(reads[key]), outputs, tuple(sends))
+            )
+        return tuple(found)
+
+    def _earliest(self) -> dict[tuple[int, int], int]:
+        level: dict[tuple[int, int], int] = {}
+        for index, stage in sorted(self._instances):
+            needs = [0]
+            for v in self.equations[index].invars:
+                if not is_var(v) or v not in self.defined:
+                    continue
+                definer = self.defined[v]
+                if (definer, stage) in level and self.placed.get(v, stage) == stage:
+                    needs.append(level[definer, stage])
+                else:
+                    needs.append(level[definer, self.placed[v]] + 1)
+            level[index, stage] = max(needs)
+        return level
+
+    def _latest(self, level: dict[tuple[int, int], int]) -> dict[tuple[int, int], int]:
+        top: dict[int, int] = {}
+        for (_, stage), value in level.items():
+            top[stage] = max(top.get(stage, 0), value)
+        sent = {(self.defined[v], at) for v, at, _ in self._sends if v in self.defined}
+        latest = dict(level)
+        bound: dict[tuple[int, int], int] = {}
+        for index, stage in sorted(self._instances, reverse=True):
+            if (index, stage) not in sent:
+                latest[index, stage] = bound.get((index, stage), top[stage])
+            for v in self.equations[index].invars:
+                if is_var(v) and v in self.defined:
+                    key = (self.defined[v], stage)
+                    bound[key] = min(bound.get(key, top[stage]), latest[index, stage])
+        return latest

@@ -1,0 +1,138 @@
+"""From layers to stages: which layers go together, and what each stage computes and exchanges.
+
+Pure functions from a traced loss to `StageGraph`s; the planner reads sizes and costs off them,
+the runtime compiles them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from launcher.trace.cost import program_flops
+from launcher.trace.graph import Atom, Equation, Var, dependents, free_vars, is_var, needed
+from launcher.trace.layers import ANY_LAYER
+from launcher.trace.step import Loss
+
+
+@dataclass(frozen=True, eq=False)
+class StageGraph:
+    """What one stage computes on one slice of the batch.
+
+    Attributes:
+        equations: its program. outs: `activations_out` first, then the results.
+        operands: the loss's operands it reads (indices). wrt: those it differentiates.
+        activations_in, activations_out: values from earlier and for later stages.
+        consumers: for every activation out, the stages that read it.
+        results: the loss's results that are made here (indices; 0 is the loss).
+        active: the floating activations in and out through which gradients flow.
+    """
+
+    index: int
+    equations: tuple[Equation, ...]
+    operands: tuple[int, ...]
+    wrt: tuple[int, ...]
+    activations_in: tuple[Var, ...]
+    activations_out: tuple[Var, ...]
+    consumers: tuple[tuple[int, ...], ...]
+    results: tuple[int, ...]
+    outs: tuple[Atom, ...]
+    active: frozenset[Var]
+
+    @property
+    def active_in(self) -> tuple[Var, ...]:
+        """The activations in whose gradients this stage sends back."""
+        return tuple(v for v in self.activations_in if v in self.active)
+
+    @property
+    def active_out(self) -> tuple[Var, ...]:
+        """The activations out whose gradients come back to this stage."""
+        return tuple(v for v in self.activations_out if v in self.active)
+
+
+def layer_flops(loss: Loss) -> list[float]:
+    """Forward operations of each layer on one slice."""
+    costs = [0.0] * loss.num_layers
+    for eqn, layer in zip(loss.equations, loss.layers, strict=True):
+        if layer != ANY_LAYER:
+            costs[layer] += program_flops([eqn])
+    return costs
+
+
+def group_layers(costs: Sequence[float], num_stages: int) -> tuple[tuple[int, ...], ...]:
+    """Consecutive layers in `num_stages` non-empty groups: the least costliest one, then the most
+    even (least sum of squares)."""
+
+    @functools.lru_cache(maxsize=None)
+    def best(first: int, groups: int) -> tuple[float, float, tuple[int, ...]]:
+        if groups == 1:
+            cost = sum(costs[first:])
+            return cost, cost * cost, (len(costs),)
+        options = []
+        for end in range(first + 1, len(costs) - groups + 2):
+            cost = sum(costs[first:end])
+            most, squares, ends = best(end, groups - 1)
+            options.append((max(cost, most), squares + cost * cost, (end, *ends)))
+        return min(options)
+
+    ends = best(0, num_stages)[2]
+    return tuple(tuple(range(a, b)) for a, b in zip((0, *ends[:-1]), ends, strict=True))
+
+
+def cut_stages(loss: Loss, stage_layers: Sequence[Sequence[int]]) -> tuple[StageGraph, ...]:
+    """The graph of every stage; `stage_layers` lists each stage's layers."""
+    stage_of_layer = {layer: s for s, layers in enumerate(stage_layers) for layer in layers}
+    last = len(stage_layers) - 1
+    own: list[list[Equation]] = [[] for _ in stage_layers]
+    constant: list[Equation] = []
+    made_in: dict[Var, int] = {}
+    for eqn, layer in zip(loss.equations, loss.layers, strict=True):
+        if layer == ANY_LAYER:
+            constant.append(eqn)
+            continue
+        own[stage_of_layer[layer]].append(eqn)
+        made_in.update((v, stage_of_layer[layer]) for v in eqn.outvars)
+    result_stage = [made_in.get(v, last) if is_var(v) else last for v in loss.outvars]
+    programs = []
+    for s, equations in enumerate(own):
+        results = tuple(i for i, home in enumerate(result_stage) if home == s)
+        reads = free_vars(equations, [loss.outvars[i] for i in results])
+        programs.append(([*needed(constant, reads), *equations], results))
+    reads = [
+        free_vars(eqns, [loss.outvars[i] for i in results]) for eqns, results in programs
+    ]
+    active = _active(loss)
+    graphs = []
+    for s, (equations, results) in enumerate(programs):
+        out = [v for eqn in equations for v in eqn.outvars if made_in.get(v) == s]
+        consumers = {
+            v: tuple(t for t in range(s + 1, last + 1) if v in set(reads[t])) for v in out
+        }
+        activations_out = tuple(v for v in out if consumers[v])
+        operand_index = {v: i for i, v in enumerate(loss.invars)}
+        operands = tuple(operand_index[v] for v in reads[s] if v in operand_index)
+        activations_in = tuple(v for v in reads[s] if v in made_in and made_in[v] < s)
+        graphs.append(
+            StageGraph(
+                index=s,
+                equations=tuple(equations),
+                operands=operands,
+                wrt=tuple(i for i in operands if i in loss.wrt),
+                activations_in=activations_in,
+                activations_out=activations_out,
+                consumers=tuple(consumers[v] for v in activations_out),
+                results=results,
+                outs=(*activations_out, *(loss.outvars[i] for i in results)),
+                active=frozenset(v for v in (*activations_in, *activations_out) if v in active),
+            )
+        )
+    return tuple(graphs)
+
+
+def _active(loss: Loss) -> set[Var]:
+    """Floating values on a path from a differentiated operand."""
+    reached = dependents(loss.equations, [loss.invars[i] for i in loss.wrt])
+    return {v for v in reached if jnp.issubdtype(v.aval.dtype, jnp.floating)}

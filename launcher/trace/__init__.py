@@ -1,0 +1,14 @@
+"""What is computed: the train step as data. Imports nothing else of ours."""
+
+from launcher.trace.errors import BatchError, BoundaryError, GradientError, TraceError
+from launcher.trace.step import Loss, TracedStep, trace_step
+
+__all__ = [
+    "BatchError",
+    "BoundaryError",
+    "GradientError",
+    "Loss",
+    "TraceError",
+    "TracedStep",
+    "trace_step",
+]

@@ -1,0 +1,62 @@
+"""What an equation costs: floating-point operations and bytes moved. Used by the planner.
+
+Counted as the field does for MFU: a multiply-add is two operations; matrix products and
+convolutions are counted from their shapes, everything else one operation an output element.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from jax.extend import core as jex
+
+from launcher.trace.graph import Equation, is_var, nbytes, sub_jaxprs
+
+
+def flops(eqn: Equation) -> float:
+    """Floating-point operations of one execution of an equation."""
+    name = eqn.primitive.name
+    if name == "dot_general":
+        (contract, _), _ = eqn.params["dimension_numbers"]
+        depth = math.prod(eqn.invars[0].aval.shape[d] for d in contract)
+        return 2.0 * depth * eqn.outvars[0].aval.size
+    if name == "conv_general_dilated":
+        kernel = eqn.invars[1].aval.shape
+        out_features = eqn.params["dimension_numbers"].rhs_spec[0]
+        per_output = math.prod(kernel) / kernel[out_features]
+        return 2.0 * per_output * eqn.outvars[0].aval.size
+    bodies = [program_flops(jaxpr.eqns) for jaxpr in sub_jaxprs(eqn)]
+    if bodies:
+        if name == "cond":
+            return max(bodies)
+        return sum(bodies) * (eqn.params["length"] if name == "scan" else 1)
+    return float(sum(v.aval.size for v in eqn.outvars if hasattr(v.aval, "size")))
+
+
+def program_flops(equations: Iterable[Equation]) -> float:
+    """Floating-point operations of a run of equations."""
+    return sum(flops(eqn) for eqn in equations)
+
+
+def matmul_flops(equations: Iterable[Equation]) -> float:
+    """Operations of the matrix products and convolutions alone: the model FLOPs that MFU counts."""
+    total = 0.0
+    for eqn in equations:
+        if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
+            total += flops(eqn)
+            continue
+        bodies = [matmul_flops(jaxpr.eqns) for jaxpr in sub_jaxprs(eqn)]
+        if bodies:
+            repeat = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+            total += max(bodies) if eqn.primitive.name == "cond" else sum(bodies) * repeat
+    return total
+
+
+def moved_bytes(eqn: Equation) -> float:
+    """Bytes that an equation reads and writes when nothing is fused."""
+    operands = {v: None for v in eqn.invars if is_var(v)}
+    return float(
+        sum(nbytes(v.aval) for v in operands)
+        + sum(nbytes(v.aval) for v in eqn.outvars if not isinstance(v, jex.DropVar))
+    )

@@ -1,0 +1,19 @@
+"""What can be wrong with a user's train step. Raised by `trace`, shown by the front doors."""
+
+from __future__ import annotations
+
+
+class TraceError(ValueError):
+    """The train step cannot be planned; the message says where and what to do."""
+
+
+class GradientError(TraceError):
+    """The step does not take its gradients through `launcher.grad`, or not in one place."""
+
+
+class BatchError(TraceError):
+    """The batch cannot be cut into microbatches."""
+
+
+class BoundaryError(TraceError):
+    """A pipeline boundary stands where the program cannot be cut."""

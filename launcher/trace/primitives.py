@@ -1,0 +1,199 @@
+"""The two primitives a train step is read by, and the functions that bind them.
+
+`microbatched_loss` keeps a whole loss as a jaxpr inside the trace of the train step, so that the
+planner sees the forward pass, what is differentiated and what is combined, before autodiff has
+mixed them up. Outside a parallelized step it means exactly `jax.value_and_grad`.
+`pipeline_boundary` has no operands and computes nothing: its place among the equations is what it
+says. Imported by `trace.step`, `trace.layers` and the public front (`launcher.api`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex
+from jax.interpreters import mlir
+
+from launcher.trace.errors import GradientError
+from launcher.trace.graph import inline_calls
+
+REDUCTIONS = ("mean", "sum", "concat", "last")
+
+boundary_p = jex.Primitive("pipeline_boundary")
+boundary_p.multiple_results = True
+boundary_p.def_impl(lambda: [])
+boundary_p.def_abstract_eval(lambda: [])
+mlir.register_lowering(boundary_p, lambda ctx: [])
+
+loss_p = jex.Primitive("microbatched_loss")
+loss_p.multiple_results = True
+
+
+def mark_pipeline_boundary() -> None:
+    """End a pipeline layer here: what follows, up to the next mark, is the next layer.
+
+    Call it in the forward pass between two blocks of the model, outside loops (`lax.scan`,
+    `while`) and outside `jax.checkpoint`. Without a pipeline it does nothing.
+    """
+    boundary_p.bind()
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    reduce: Any = "mean",
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` that a parallelized train step can cut into microbatches and stages.
+
+    Args:
+        fun: the loss, `fun(*args) -> scalar`, or `(scalar, aux)` with `has_aux`. In a parallelized
+            step it sees one microbatch at a time.
+        argnums: which arguments to differentiate.
+        has_aux: whether `fun` returns auxiliary data beside the loss.
+        reduce: how results are combined over the microbatches: one word of `"mean"`, `"sum"`,
+            `"concat"` (along axis 0), `"last"` for all of them, or, with `has_aux`, a pair
+            `(loss, aux)` whose second part may be a pytree prefix of aux. The gradients follow
+            the loss, which is a `"mean"` or a `"sum"`.
+
+    Returns:
+        A function with `fun`'s arguments, returning `(value, grads)`.
+
+    Raises:
+        TypeError: a differentiated leaf is not of a floating dtype, or the loss is no scalar.
+        GradientError: `reduce` is not a known word.
+    """
+
+    def wrapped(*args: Any) -> Any:
+        nums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        nums = tuple(range(len(args))[n] for n in nums)
+        out, grads = _bind(fun, args, nums, has_aux, reduce)
+        return out, grads[0] if isinstance(argnums, int) else grads
+
+    return wrapped
+
+
+def grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    reduce: Any = "mean",
+) -> Callable[..., Any]:
+    """`jax.grad` for a parallelized step; see `value_and_grad`. Returns `grads` or `(grads, aux)`."""
+    with_value = value_and_grad(fun, argnums, has_aux, reduce)
+
+    def wrapped(*args: Any) -> Any:
+        value, grads = with_value(*args)
+        return (grads, value[1]) if has_aux else grads
+
+    return wrapped
+
+
+def microbatched(fun: Callable[..., Any], reduce: Any = "mean") -> Callable[..., Any]:
+    """Evaluate `fun` a microbatch at a time and combine its results: the forward-only form.
+
+    `reduce` is one word or a pytree prefix of `fun`'s result, as in `value_and_grad`.
+    """
+
+    def wrapped(*args: Any) -> Any:
+        return _bind(fun, args, (), False, reduce)[0]
+
+    return wrapped
+
+
+def _bind(
+    fun: Callable[..., Any], args: tuple[Any, ...], nums: tuple[int, ...], has_aux: bool, reduce: Any
+) -> tuple[Any, tuple[Any, ...]]:
+    leaves, tree = jax.tree.flatten(args)
+    is_diff = [
+        i in nums for i, arg in enumerate(args) for _ in range(jax.tree.structure(arg).num_leaves)
+    ]
+    out_tree = None
+
+    def flat_fun(*flat: Any) -> list[Any]:
+        nonlocal out_tree
+        out = fun(*jax.tree.unflatten(tree, flat))
+        if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+            raise TypeError("has_aux=True needs a loss function that returns (loss, aux)")
+        out_leaves, out_tree = jax.tree.flatten(out)
+        return out_leaves
+
+    closed = inline_calls(jax.make_jaxpr(flat_fun)(*leaves))
+    assert out_tree is not None
+    for leaf, diff in zip(leaves, is_diff, strict=True):
+        if diff and not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            raise TypeError(f"cannot differentiate a leaf of dtype {jnp.result_type(leaf)}")
+    words = _reduction_words(out_tree, has_aux, reduce)
+    if nums:
+        _check_loss(closed.out_avals[0], words[0])
+    outs = loss_p.bind(
+        *closed.consts,
+        *leaves,
+        jaxpr=_without_consts(closed),
+        wrt=tuple(len(closed.consts) + i for i, diff in enumerate(is_diff) if diff),
+        reduce=words,
+    )
+    values, flat_grads = outs[: len(words)], iter(outs[len(words) :])
+    grads = tuple(jax.tree.map(lambda _: next(flat_grads), args[n]) for n in sorted(set(nums)))
+    by_num = dict(zip(sorted(set(nums)), grads, strict=True))
+    return jax.tree.unflatten(out_tree, values), tuple(by_num[n] for n in nums)
+
+
+def _reduction_words(out_tree: Any, has_aux: bool, reduce: Any) -> tuple[str, ...]:
+    if has_aux and isinstance(reduce, str) and reduce == "concat":
+        raise GradientError('reduce="concat" fits no scalar loss; say reduce=("mean", "concat")')
+    dummy = jax.tree.unflatten(out_tree, [0] * out_tree.num_leaves)
+    words = tuple(jax.tree.leaves(jax.tree.broadcast(reduce, dummy)))
+    for word in words:
+        if word not in REDUCTIONS:
+            raise GradientError(f"reduce={word!r} is not one of {', '.join(REDUCTIONS)}")
+    return words
+
+
+def _check_loss(aval: Any, word: str) -> None:
+    if aval.shape != () or not jnp.issubdtype(aval.dtype, jnp.floating):
+        raise TypeError(f"the loss must be one floating-point number; it is {aval.str_short()}")
+    if word not in ("mean", "sum"):
+        raise GradientError(f'a loss is combined by "mean" or "sum", not {word!r}')
+
+
+def _without_consts(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """The same program with its captured constants as leading inputs."""
+    jaxpr = closed.jaxpr
+    return jex.ClosedJaxpr(
+        jex.Jaxpr((), [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns, jaxpr.effects),
+        (),
+    )
+
+
+def _whole_batch(
+    *operands: Any, jaxpr: jex.ClosedJaxpr, wrt: tuple[int, ...], reduce: tuple[str, ...]
+) -> list[Any]:
+    """What the primitive means: the loss, its other results and its gradients, on one batch."""
+    del reduce  # one microbatch: nothing to combine
+    fun = jex.jaxpr_as_fun(jaxpr)
+    if not wrt:
+        return list(fun(*operands))
+
+    def of_wrt(*diff: Any) -> tuple[Any, list[Any]]:
+        full = list(operands)
+        for i, value in zip(wrt, diff, strict=True):
+            full[i] = value
+        outs = fun(*full)
+        return outs[0], list(outs)
+
+    _, vjp, outs = jax.vjp(of_wrt, *(operands[i] for i in wrt), has_aux=True)
+    return [*outs, *vjp(jnp.ones_like(outs[0]))]
+
+
+@loss_p.def_abstract_eval
+def _loss_avals(*avals: Any, jaxpr: Any, wrt: Any, reduce: Any) -> list[Any]:
+    del reduce
+    return [*jaxpr.out_avals, *(avals[i] for i in wrt)]
+
+
+loss_p.def_impl(_whole_batch)
+mlir.register_lowering(loss_p, mlir.lower_fun(_whole_batch, multiple_results=True))
