@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
+
+import psutil
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def local_shape(num_devices: int, num_hosts: int, device_kind: str) -> ClusterSh
             inter_host=_ETHERNET,
             latency=10e-6,
         )
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(psutil.Process().cpu_affinity() or [0])
     share = min(1.0, cores / num_devices)
     return ClusterShape(
         name="emulated" if device_kind == "cpu" else "local",

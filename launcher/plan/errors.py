@@ -8,4 +8,4 @@ class PlanError(ValueError):
 
 
 class ScheduleError(ValueError):
-    """A schedule breaks its own rules (a dependency, a mesh used twice): a defect, not bad input."""
+    """A schedule cannot be followed: a defect of ours, not bad input."""

@@ -6,6 +6,7 @@ is split over all devices. Both make replicas of a stage out of the devices that
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from launcher.plan.cluster_shape import ClusterShape
@@ -96,8 +97,8 @@ def _stage_count(asked: int | None, num_layers: int, num_devices: int) -> int:
         return fits[-1]
     if asked > num_layers:
         raise PlanError(
-            f"parallel.num_stages={asked} is more than the model's {num_layers} layers (one more than "
-            "its mark_pipeline_boundary() calls); ask for fewer stages or mark more boundaries"
+            f"parallel.num_stages={asked} is more than the model's {num_layers} layers (one more "
+            "than its mark_pipeline_boundary() calls); ask for fewer stages or mark more boundaries"
         )
     if asked not in fits:
         options = ", ".join(map(str, fits))
@@ -166,8 +167,6 @@ def _describe(
 
 
 def _with_times(draft: Plan, flops_with_remat: float) -> Plan:
-    import dataclasses
-
     expected = timeline(draft)
     seconds = step_seconds(expected)
     return dataclasses.replace(

@@ -11,10 +11,25 @@ from launcher.trace.graph import Equation, dependents, nbytes
 from launcher.trace.step import Loss, TracedStep
 
 # Equations whose backward pass needs nothing of their operands or results.
-_LINEAR = frozenset(
-    "add sub neg add_any reshape transpose broadcast_in_dim convert_element_type reduce_sum slice "
-    "concatenate squeeze expand_dims pad rev copy stop_gradient".split()
-)
+_LINEAR = {
+    "add",
+    "add_any",
+    "broadcast_in_dim",
+    "concatenate",
+    "convert_element_type",
+    "copy",
+    "expand_dims",
+    "neg",
+    "pad",
+    "reduce_sum",
+    "reshape",
+    "rev",
+    "slice",
+    "squeeze",
+    "stop_gradient",
+    "sub",
+    "transpose",
+}
 
 
 def stage_memory(

@@ -98,13 +98,22 @@ def place_outer(
     owners = {operands[i].value: uses[i][0] for i in loss.wrt if uses[i]}
     homes = {v: s for v, s in owners.items() if v in arguments}
     before = Placer(
-        (*step.before, *stacking), home, {v: s for v, s in owners.items() if v not in arguments},
-        homes, arguments, everywhere,
+        (*step.before, *stacking),
+        home,
+        {v: s for v, s in owners.items() if v not in arguments},
+        homes,
+        arguments,
+        everywhere,
     )
     combined = _combine(step, loss, stages, slicing)
     after = Placer(
-        combined.equations, home, {**before.placed, **homes, **combined.sources}, homes, arguments,
-        everywhere, before,
+        combined.equations,
+        home,
+        {**before.placed, **homes, **combined.sources},
+        homes,
+        arguments,
+        everywhere,
+        before,
     )
     for i, operand in enumerate(operands):
         if not operand.host:
@@ -235,7 +244,7 @@ def _export_results(step: TracedStep, outvars: Sequence[Atom], after: Placer) ->
         if argument is None:
             places[i] = after.home if at is None else at
         elif argument in after.homes or at is not None:
-            places[i] = after.homes.setdefault(argument, at)
+            places[i] = after.homes.setdefault(argument, -1 if at is None else at)
         else:
             waiting.append((i, argument))
     for i, stage in places.items():

@@ -151,7 +151,9 @@ class Placer:
             out = {v for v, _ in sends} | later | {v for v, s in self._exports if s == stage}
             outputs = tuple(dict.fromkeys(v for v in made if v in out))
             found.append(
-                Segment(stage, level, tuple(programs[key]), tuple(reads[key]), outputs, tuple(sends))
+                Segment(
+                    stage, level, tuple(programs[key]), tuple(reads[key]), outputs, tuple(sends)
+                )
             )
         return tuple(found)
 

@@ -93,11 +93,12 @@ class Plan:
             PlanError: a field is missing or unknown.
         """
         try:
-            stages = tuple(
-                StagePlan(**{k: tuple(v) if isinstance(v, list) else v for k, v in stage.items()})
-                for stage in tree["stages"]
-            )
+            stages = tuple(StagePlan(**_tuples(stage)) for stage in tree["stages"])
             transfers = tuple(Transfer(**t) for t in tree["transfers"])
             return cls(**{**tree, "stages": stages, "transfers": transfers})
         except (TypeError, KeyError) as error:
             raise PlanError(f"this is not a plan of this version: {error}") from error
+
+
+def _tuples(tree: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in tree.items()}

@@ -61,8 +61,7 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
 def forward_only(num_stages: int, num_micro_batches: int) -> Schedule:
     """Evaluation: every microbatch passes once."""
     return tuple(
-        tuple(Task(s, m, Kind.FORWARD) for m in range(num_micro_batches))
-        for s in range(num_stages)
+        tuple(Task(s, m, Kind.FORWARD) for m in range(num_micro_batches)) for s in range(num_stages)
     )
 
 
@@ -100,7 +99,9 @@ def clock_table(schedule: Schedule) -> tuple[tuple[Task | None, ...], ...]:
                 if all(d in done for d in dependencies(task, num_stages)):
                     row[s] = task
         if not any(row):
-            waiting = [tasks[p] for tasks, p in zip(schedule, position, strict=True) if p < len(tasks)]
+            waiting = [
+                tasks[p] for tasks, p in zip(schedule, position, strict=True) if p < len(tasks)
+            ]
             raise ScheduleError(f"no task can run next; waiting: {waiting}")
         done.update(task for task in row if task)
         position = [p + bool(task) for p, task in zip(position, row, strict=True)]

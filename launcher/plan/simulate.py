@@ -46,7 +46,9 @@ def simulate(
             if position[s] < len(tasks):
                 needs = dependencies(tasks[position[s]], num_stages)
                 if all(d in end for d in needs):
-                    arrive = [end[d] + (transfer(d.stage, s) if d.stage != s else 0.0) for d in needs]
+                    arrive = [
+                        end[d] + (transfer(d.stage, s) if d.stage != s else 0.0) for d in needs
+                    ]
                     ready.append((max([free[s], *arrive]), -s, tasks[position[s]]))
         if not ready:
             raise ScheduleError("the schedule cannot be followed: every stage waits for another")

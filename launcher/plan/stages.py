@@ -66,7 +66,7 @@ def group_layers(costs: Sequence[float], num_stages: int) -> tuple[tuple[int, ..
     """Consecutive layers in `num_stages` non-empty groups: the least costliest one, then the most
     even (least sum of squares)."""
 
-    @functools.lru_cache(maxsize=None)
+    @functools.cache
     def best(first: int, groups: int) -> tuple[float, float, tuple[int, ...]]:
         if groups == 1:
             cost = sum(costs[first:])
@@ -101,20 +101,18 @@ def cut_stages(loss: Loss, stage_layers: Sequence[Sequence[int]]) -> tuple[Stage
         results = tuple(i for i, home in enumerate(result_stage) if home == s)
         reads = free_vars(equations, [loss.outvars[i] for i in results])
         programs.append(([*needed(constant, reads), *equations], results))
-    reads = [
-        free_vars(eqns, [loss.outvars[i] for i in results]) for eqns, results in programs
-    ]
+    read_by = [free_vars(eqns, [loss.outvars[i] for i in results]) for eqns, results in programs]
     active = _active(loss)
     graphs = []
     for s, (equations, results) in enumerate(programs):
         out = [v for eqn in equations for v in eqn.outvars if made_in.get(v) == s]
         consumers = {
-            v: tuple(t for t in range(s + 1, last + 1) if v in set(reads[t])) for v in out
+            v: tuple(t for t in range(s + 1, last + 1) if v in set(read_by[t])) for v in out
         }
         activations_out = tuple(v for v in out if consumers[v])
         operand_index = {v: i for i, v in enumerate(loss.invars)}
-        operands = tuple(operand_index[v] for v in reads[s] if v in operand_index)
-        activations_in = tuple(v for v in reads[s] if v in made_in and made_in[v] < s)
+        operands = tuple(operand_index[v] for v in read_by[s] if v in operand_index)
+        activations_in = tuple(v for v in read_by[s] if v in made_in and made_in[v] < s)
         graphs.append(
             StageGraph(
                 index=s,

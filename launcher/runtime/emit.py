@@ -136,9 +136,7 @@ class _Emitter:
     def operand_slot(self, index: int, stage: int) -> int:
         operand = self.outer.operands[index]
         if not operand.host:
-            return self.outer_slot(
-                operand.value, stage, "stacked" if operand.stacked else "whole"
-            )
+            return self.outer_slot(operand.value, stage, "stacked" if operand.stacked else "whole")
         axis = self.loss.slice_axes[index]
         leaf = self.step.invars.index(operand.value)
         name = ("batch", leaf, axis, stage)
@@ -195,16 +193,16 @@ class _Emitter:
         self.programs[name] = jex.jaxpr_as_fun(
             program(segment.inputs, segment.equations, segment.outputs)
         )
-        self.listed.append(
-            Run(segment.stage, name, slots(segment.inputs), slots(segment.outputs))
-        )
+        self.listed.append(Run(segment.stage, name, slots(segment.inputs), slots(segment.outputs)))
         self.sends([(v, segment.stage, to) for v, to in segment.sends])
 
     # -- the pipeline ----------------------------------------------------------------------------
 
     def pipeline(self) -> None:
         schedule = SCHEDULES[self.plan.schedule](len(self.graphs), self.slicing.micro_batches)
-        roles = [self.roles(graph, tasks) for graph, tasks in zip(self.graphs, schedule, strict=True)]
+        roles = [
+            self.roles(graph, tasks) for graph, tasks in zip(self.graphs, schedule, strict=True)
+        ]
         for graph, role in zip(self.graphs, roles, strict=True):
             self.zeros(graph, role)
         for timed in timeline(self.plan):
@@ -274,18 +272,12 @@ class _Emitter:
             *parts,
         ]
         outputs = [
-            *(
-                self.pipeline_slot(("activation", v, m, s), s, v.aval)
-                for v in made.activations_out
-            ),
+            *(self.pipeline_slot(("activation", v, m, s), s, v.aval) for v in made.activations_out),
             *(
                 self.slot(("residual", k, m, s), s, aval, self.per_replica)
                 for k, aval in enumerate(made.residual_avals)
             ),
-            *(
-                self.pipeline_slot(("cotangent", v, s, m, s), s, v.aval)
-                for v in made.sends_back
-            ),
+            *(self.pipeline_slot(("cotangent", v, s, m, s), s, v.aval) for v in made.sends_back),
             *parts,
             *(self.part_slot(kind, i, s, m) for kind, i in made.fresh),
         ]

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from launcher.plan import Plan, PlanError
 from launcher.plan.schedule import SCHEDULES, Task
 from launcher.plan.simulate import TimedTask, bubble_fraction, simulate
-from launcher.runtime.emit import Emitted, emit
+from launcher.runtime.emit import emit
 from launcher.runtime.instructions import Free, Run, Send
 from launcher.runtime.stage_programs import DATA
 from launcher.trace.step import TracedStep
@@ -130,14 +130,14 @@ class Executable:
         self._template: list[Any] = [None] * len(emitted.slots)
         for value, slot in emitted.constants:
             self._template[slot] = jax.device_put(value, self._sharding(slot))
-        literals = {}
-        for i, (slot, literal, stage) in enumerate(emitted.results):
-            if slot is None:
-                where = NamedSharding(self._meshes[stage], PartitionSpec())
-                literals[i] = jax.device_put(np.asarray(literal.val, literal.aval.dtype), where)
+        literals: dict[int, Any] = {}
+        for i, (result, literal, stage) in enumerate(emitted.results):
+            if result is None:
+                whole = NamedSharding(self._meshes[stage], PartitionSpec())
+                literals[i] = jax.device_put(np.asarray(literal.val, literal.aval.dtype), whole)
         self._literals = literals
         self._arguments = [(i, slot, self._sharding(slot)) for i, slot in emitted.arguments]
-        where = dict((i, sharding) for i, _, sharding in self._arguments)
+        where = {i: sharding for i, _, sharding in self._arguments}
         flat = [where.get(i) for i in range(len(self._step.in_avals))]
         self.in_shardings = jax.tree.unflatten(self._step.in_tree, flat)
 
@@ -189,11 +189,10 @@ class Executable:
         return self._results(slots), times
 
     def _fill(self, args: tuple[Any, ...]) -> list[Any]:
-        leaves, tree = jax.tree.flatten(args)
-        if tree != self._step.in_tree:
-            raise TypeError(
-                f"the step was compiled for arguments {self._step.in_tree}, not {tree}"
-            )
+        leaves = jax.tree.leaves(args)
+        tree: Any = jax.tree.structure(args)
+        if self._step.in_tree != tree:
+            raise TypeError(f"the step was compiled for arguments {self._step.in_tree}, not {tree}")
         slots = self._template.copy()
         moved = []
         for i, slot, sharding in self._arguments:

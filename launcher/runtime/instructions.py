@@ -60,9 +60,7 @@ class Free:
 Instruction = Run | Send | Free
 
 
-def with_frees(
-    instructions: list[Run | Send], kept: frozenset[int]
-) -> list[Instruction]:
+def with_frees(instructions: list[Run | Send], kept: frozenset[int]) -> list[Instruction]:
     """Free every slot right after its last use, except those `kept` beyond the step."""
     last: dict[int, int] = {}
     for place, instruction in enumerate(instructions):

@@ -229,7 +229,10 @@ class StagePrograms:
 
         graph = self.graph
         return self._program(
-            body, self._result_names, graph.operands, graph.activations_in,
+            body,
+            self._result_names,
+            graph.operands,
+            graph.activations_in,
             activations_out=graph.activations_out,
         )
 
@@ -243,8 +246,12 @@ class StagePrograms:
 
         graph = self.graph
         return self._program(
-            body, [*self._result_names, *self._grad_names], graph.operands, graph.activations_in,
-            cotangents=self.cotangents, sends_back=graph.active_in,
+            body,
+            [*self._result_names, *self._grad_names],
+            graph.operands,
+            graph.activations_in,
+            cotangents=self.cotangents,
+            sends_back=graph.active_in,
         )
 
     def forward_and_backward(self) -> tuple[StageProgram, StageProgram]:
@@ -273,7 +280,9 @@ class StagePrograms:
                 closed.jaxpr.replace(
                     outvars=[*closed.jaxpr.outvars[: count_out + len(self.results)], *carried]
                 ),
-                closed.consts, *operands, *activations,
+                closed.consts,
+                *operands,
+                *activations,
             )
             results = flat[count_out : count_out + len(self.results)]
             residuals = flat[count_out + len(self.results) :]
@@ -290,12 +299,21 @@ class StagePrograms:
             return back, grads
 
         forward = self._program(
-            forward_body, self._result_names, graph.operands, graph.activations_in,
-            activations_out=graph.activations_out, residual_avals=[v.aval for v in carried],
+            forward_body,
+            self._result_names,
+            graph.operands,
+            graph.activations_in,
+            activations_out=graph.activations_out,
+            residual_avals=[v.aval for v in carried],
         )
         backward = self._program(
-            backward_body, self._grad_names, read_operands, read_activations, len(carried),
-            self.cotangents, sends_back=graph.active_in,
+            backward_body,
+            self._grad_names,
+            read_operands,
+            read_activations,
+            len(carried),
+            self.cotangents,
+            sends_back=graph.active_in,
         )
         return forward, backward
 
@@ -310,9 +328,7 @@ class StagePrograms:
         ]
         depend = dependents(jaxpr.eqns, varying)
         inputs = {*jaxpr.invars, *jaxpr.constvars}
-        return [
-            v for v in dict.fromkeys(x for x in leaves if is_var(x)) if v in depend - inputs
-        ]
+        return [v for v in dict.fromkeys(x for x in leaves if is_var(x)) if v in depend - inputs]
 
     def _reread(
         self, closed: jex.ClosedJaxpr, leaves: Sequence[Any], carried: Sequence[Var]

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 from jax.extend import core as jex
 from jax.extend.source_info_util import summarize
 
-Var = jex.Var
-Atom = Any  # Var | Literal
-Equation = jex.JaxprEqn
+if TYPE_CHECKING:  # JAX's own annotations give a variable's type no shape and no dtype
+    Var: TypeAlias = Any
+    Equation: TypeAlias = Any
+else:
+    Var = jex.Var
+    Equation = jex.JaxprEqn
+Atom: TypeAlias = Any  # Var | Literal
 
+_UNNAMED = jex.DebugInfo("launcher", "<part>", None, None)  # programs that no single function wrote
 _CALLS = ("jit", "pjit", "closed_call", "core_call")
 
 
@@ -58,8 +63,14 @@ def inline_calls(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     env = {v: v for v in (*top.constvars, *top.invars)}
     constants.update(zip(top.constvars, closed.consts, strict=True))
     outs = walk(top, env)
-    jaxpr = jex.Jaxpr(list(constants), top.invars, outs, equations, top.effects)
+    jaxpr = jex.Jaxpr(list(constants), top.invars, outs, equations, top.effects, _UNNAMED)
     return jex.ClosedJaxpr(jaxpr, list(constants.values()))
+
+
+def lift_constants(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """The same program with its captured constants as leading inputs."""
+    jaxpr = closed.jaxpr
+    return program([*jaxpr.constvars, *jaxpr.invars], jaxpr.eqns, jaxpr.outvars)
 
 
 def needed(equations: Sequence[Equation], outs: Iterable[Atom]) -> list[Equation]:
@@ -98,7 +109,8 @@ def program(
 ) -> jex.ClosedJaxpr:
     """A closed program of these parts; it captures nothing."""
     effects = frozenset().union(*(e.effects for e in equations)) if equations else frozenset()
-    return jex.ClosedJaxpr(jex.Jaxpr((), list(invars), list(outs), list(equations), effects), ())
+    jaxpr = jex.Jaxpr((), list(invars), list(outs), list(equations), effects, _UNNAMED)
+    return jex.ClosedJaxpr(jaxpr, ())
 
 
 def sub_jaxprs(eqn: Equation) -> Iterator[jex.Jaxpr]:

@@ -15,17 +15,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
+from jax.extend import source_info_util
 from jax.interpreters import mlir
 
 from launcher.trace.errors import GradientError
-from launcher.trace.graph import inline_calls
+from launcher.trace.graph import inline_calls, lift_constants
 
 REDUCTIONS = ("mean", "sum", "concat", "last")
 
+source_info_util.register_exclusion(__file__)  # an equation's source line is its caller's
+
 boundary_p = jex.Primitive("pipeline_boundary")
 boundary_p.multiple_results = True
-boundary_p.def_impl(lambda: [])
-boundary_p.def_abstract_eval(lambda: [])
+boundary_p.def_impl(list)
+boundary_p.def_abstract_eval(list)
 mlir.register_lowering(boundary_p, lambda ctx: [])
 
 loss_p = jex.Primitive("microbatched_loss")
@@ -82,7 +85,7 @@ def grad(
     has_aux: bool = False,
     reduce: Any = "mean",
 ) -> Callable[..., Any]:
-    """`jax.grad` for a parallelized step; see `value_and_grad`. Returns `grads` or `(grads, aux)`."""
+    """`jax.grad` for a parallelized step; see `value_and_grad`. Gives `grads` or `(grads, aux)`."""
     with_value = value_and_grad(fun, argnums, has_aux, reduce)
 
     def wrapped(*args: Any) -> Any:
@@ -105,12 +108,14 @@ def microbatched(fun: Callable[..., Any], reduce: Any = "mean") -> Callable[...,
 
 
 def _bind(
-    fun: Callable[..., Any], args: tuple[Any, ...], nums: tuple[int, ...], has_aux: bool, reduce: Any
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    nums: tuple[int, ...],
+    has_aux: bool,
+    reduce: Any,
 ) -> tuple[Any, tuple[Any, ...]]:
     leaves, tree = jax.tree.flatten(args)
-    is_diff = [
-        i in nums for i, arg in enumerate(args) for _ in range(jax.tree.structure(arg).num_leaves)
-    ]
+    is_diff = [i in nums for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
     out_tree = None
 
     def flat_fun(*flat: Any) -> list[Any]:
@@ -132,7 +137,7 @@ def _bind(
     outs = loss_p.bind(
         *closed.consts,
         *leaves,
-        jaxpr=_without_consts(closed),
+        jaxpr=lift_constants(closed),
         wrt=tuple(len(closed.consts) + i for i, diff in enumerate(is_diff) if diff),
         reduce=words,
     )
@@ -158,15 +163,6 @@ def _check_loss(aval: Any, word: str) -> None:
         raise TypeError(f"the loss must be one floating-point number; it is {aval.str_short()}")
     if word not in ("mean", "sum"):
         raise GradientError(f'a loss is combined by "mean" or "sum", not {word!r}')
-
-
-def _without_consts(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    """The same program with its captured constants as leading inputs."""
-    jaxpr = closed.jaxpr
-    return jex.ClosedJaxpr(
-        jex.Jaxpr((), [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns, jaxpr.effects),
-        (),
-    )
 
 
 def _whole_batch(

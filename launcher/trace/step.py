@@ -7,11 +7,10 @@ how many slices there will be. Imported by `plan` and `runtime`.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -23,7 +22,6 @@ from launcher.trace.graph import (
     Equation,
     Var,
     inline_calls,
-    is_var,
     needed,
     source_line,
     structure_text,
@@ -86,6 +84,7 @@ class TracedStep:
     aliases: dict[int, int]
     fingerprint: str
     retrace: Callable[[int], Equation]
+    losses: dict[int, Loss] = field(default_factory=dict, repr=False)  # the memo of `loss`
 
     def loss(self, num_slices: int) -> Loss:
         """The loss on one of `num_slices` equal slices of the batch (cached).
@@ -93,12 +92,14 @@ class TracedStep:
         Raises:
             BatchError: the batch does not divide, or a result changes shape with it.
         """
-        return _loss(self, num_slices)
+        if num_slices not in self.losses:
+            self.losses[num_slices] = _loss(self, num_slices)
+        return self.losses[num_slices]
 
 
 def trace_step(
     fun: Callable[..., Any],
-    args: Sequence[Any],
+    args: tuple[Any, ...],
     *,
     batch_argnums: Sequence[int] = (1,),
     donate_argnums: Sequence[int] = (0,),
@@ -110,7 +111,7 @@ def trace_step(
             exactly once.
         BatchError: the batch's leaves disagree about their first axis.
     """
-    args = jax.tree.map(_abstract, tuple(args))
+    args = tuple(jax.tree.map(_abstract, tuple(args)))
     flags = _leaf_flags(args, batch_argnums), _leaf_flags(args, donate_argnums)
     batch_size = _batch_size(args, flags[0])
     closed, out_shape = jax.make_jaxpr(fun, return_shape=True)(*args)
@@ -124,8 +125,10 @@ def trace_step(
     after = needed(rest, closed.jaxpr.outvars)
 
     def retrace(num_slices: int) -> Equation:
-        small = [_shrink(leaf, num_slices) if is_batch else leaf
-                 for leaf, is_batch in zip(jax.tree.leaves(args), flags[0], strict=True)]
+        small = [
+            _shrink(leaf, num_slices) if is_batch else leaf
+            for leaf, is_batch in zip(jax.tree.leaves(args), flags[0], strict=True)
+        ]
         again = jax.make_jaxpr(fun)(*jax.tree.unflatten(jax.tree.structure(args), small))
         again_equations = inline_calls(again).jaxpr.eqns
         return again_equations[_only_loss(fun, again_equations)]
@@ -149,7 +152,6 @@ def trace_step(
     )
 
 
-@functools.lru_cache(maxsize=16)
 def _loss(step: TracedStep, num_slices: int) -> Loss:
     eqn = step.loss_equation
     if step.batch_size % num_slices:
@@ -188,9 +190,7 @@ def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
 
 def _leaf_flags(args: tuple[Any, ...], argnums: Sequence[int]) -> tuple[bool, ...]:
     wanted = {range(len(args))[n] for n in argnums if n < len(args)}
-    return tuple(
-        i in wanted for i, arg in enumerate(args) for _ in range(jax.tree.structure(arg).num_leaves)
-    )
+    return tuple(i in wanted for i, arg in enumerate(args) for _ in jax.tree.leaves(arg))
 
 
 def _batch_size(args: tuple[Any, ...], is_batch: Sequence[bool]) -> int:
@@ -219,12 +219,13 @@ def _only_loss(fun: Callable[..., Any], equations: Sequence[Equation]) -> int:
     name = getattr(fun, "__name__", repr(fun))
     if not places:
         raise GradientError(
-            f"{name} takes no gradient through launcher.grad or launcher.value_and_grad. Use one of "
-            "them instead of jax.grad (or launcher.microbatched in an evaluation step)"
+            f"{name} takes no gradient through launcher.grad or launcher.value_and_grad. Use one "
+            "of them instead of jax.grad (or launcher.microbatched in an evaluation step)"
         )
     lines = " and ".join(source_line(equations[i]) for i in places)
     raise GradientError(
-        f"{name} calls launcher.grad, value_and_grad or microbatched {len(places)} times ({lines}); "
+        f"{name} calls launcher.grad, value_and_grad or microbatched {len(places)} times "
+        f"({lines}); "
         "a parallelized step takes its gradients in one place"
     )
 
@@ -254,7 +255,7 @@ def _check_outputs(whole: Equation, part: Equation, num_slices: int) -> None:
 
 
 def _aliases(args: tuple[Any, ...], donate_argnums: Sequence[int], out: Any) -> dict[int, int]:
-    """Result leaves that take a donated argument's place: the first result of the same structure."""
+    """Result leaves that take a donated argument's place: the first result of its structure."""
     results = list(out) if type(out) in (tuple, list) else [out]
     out_starts = _starts(results)
     in_starts = _starts(args)
@@ -262,19 +263,20 @@ def _aliases(args: tuple[Any, ...], donate_argnums: Sequence[int], out: Any) -> 
     for n in donate_argnums:
         for start, result in zip(out_starts, results, strict=True):
             if start not in aliases and _same(args[n], result):
-                count = jax.tree.structure(result).num_leaves
+                count = len(jax.tree.leaves(result))
                 aliases.update((start + i, in_starts[n] + i) for i in range(count))
                 break
     return aliases
 
 
 def _starts(trees: Sequence[Any]) -> list[int]:
-    counts = [jax.tree.structure(tree).num_leaves for tree in trees]
+    counts = [len(jax.tree.leaves(tree)) for tree in trees]
     return list(itertools.accumulate(counts, initial=0))[:-1]
 
 
 def _same(a: Any, b: Any) -> bool:
-    if jax.tree.structure(a) != jax.tree.structure(b):
+    structures: list[Any] = [jax.tree.structure(a), jax.tree.structure(b)]
+    if structures[0] != structures[1]:
         return False
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return all(x.shape == y.shape and x.dtype == y.dtype for x, y in pairs)

@@ -1,0 +1,128 @@
+"""What tracing reads off a train step, and what it refuses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import launcher
+from launcher.trace import BatchError, BoundaryError, GradientError, TraceError, trace_step
+from launcher.trace.layers import ANY_LAYER
+
+W = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+X = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+
+
+def step_of(loss, **options):
+    def step(w, x):
+        value, grads = launcher.value_and_grad(loss, **options)(w, x)
+        return w - grads, value
+
+    return step
+
+
+def test_layers_follow_the_marks_and_constants_belong_to_none():
+    def loss(w, x):
+        mask = jnp.arange(4) < 2
+        x = jnp.tanh(x @ w)
+        launcher.mark_pipeline_boundary()
+        return jnp.where(mask, x @ w, 0.0).sum()
+
+    found = trace_step(step_of(loss), (W, X)).loss(1)
+    assert found.num_layers == 2
+    by_name = {
+        e.primitive.name: layer for e, layer in zip(found.equations, found.layers, strict=True)
+    }
+    assert by_name["tanh"] == 0
+    assert by_name["reduce_sum"] == 1
+    assert by_name["iota"] == by_name["lt"] == ANY_LAYER
+
+
+def test_the_batch_is_sliced_also_after_preprocessing():
+    def step(w, x):
+        centred = (x - x.mean()).T  # grows along axis 1
+        return w, launcher.microbatched(lambda w, c, m: (w @ c).sum() + m)(w, centred, x.mean())
+
+    found = trace_step(step, (W, X)).loss(4)
+    assert found.slice_axes == (None, 1, None)
+    assert found.invars[1].aval.shape == (4, 2)
+
+
+def test_donated_state_and_its_successor():
+    step = trace_step(step_of(lambda w, x: (x @ w).sum()), (W, X))
+    assert step.donated == (True, False)
+    assert step.batch == (False, True)
+    assert step.aliases == {0: 0}
+
+
+def test_fingerprint_names_the_program():
+    def make(scale):
+        return step_of(lambda w, x: (x @ w).sum() * scale)
+
+    same = {trace_step(make(2.0), (W, X)).fingerprint for _ in range(2)}
+    assert len(same) == 1
+    assert trace_step(make(3.0), (W, X)).fingerprint not in same
+
+
+def twice(w, x):
+    grad = launcher.grad(lambda w: (x @ w).sum())
+    return grad(w) + grad(w)
+
+
+def in_scan(w, x):
+    def body(c, _):
+        launcher.mark_pipeline_boundary()
+        return c @ w, None
+
+    return jax.lax.scan(body, x, None, length=2)[0].sum()
+
+
+def printing(w, x):
+    jax.debug.print("{}", x.sum())
+    return (x @ w).sum()
+
+
+def rows(w, x):
+    return (x @ w).sum(), x @ w
+
+
+@pytest.mark.parametrize(
+    ("step", "slices", "error", "words"),
+    [
+        (lambda w, x: (x @ w, 0), 1, GradientError, "takes no gradient through launcher.grad"),
+        (twice, 1, GradientError, r"2 times \(.*test_step.py"),
+        (step_of(in_scan), 1, BoundaryError, "inside scan at .*test_step.py"),
+        (step_of(printing), 1, TraceError, "side effect"),
+        (step_of(lambda w, x: (x @ w).sum()), 3, BatchError, "batch of 8 .* into 3"),
+        (
+            step_of(rows, has_aux=True),
+            2,
+            BatchError,
+            "reduce='mean' cannot combine; say \"concat\"",
+        ),
+        (step_of(lambda w, x: (x @ x.T).sum() * w.sum()), 2, None, ""),
+        (
+            lambda w, x: (w, launcher.microbatched(lambda c: c.sum())(x @ x.T)),
+            2,
+            BatchError,
+            "grow along one axis",
+        ),
+    ],
+)
+def test_refusals(step, slices, error, words):
+    if error is None:
+        trace_step(step, (W, X)).loss(slices)
+        return
+    with pytest.raises(error, match=words):
+        trace_step(step, (W, X)).loss(slices)
+
+
+def test_batch_leaves_must_agree():
+    batch = {"x": X, "y": jax.ShapeDtypeStruct((6,), jnp.float32)}
+    with pytest.raises(BatchError, match=r"\['x'\]: 8, .*\['y'\]: 6"):
+        trace_step(lambda w, b: w, (W, batch))
+
+
+def test_values_serve_as_shapes():
+    step = trace_step(step_of(lambda w, x: (x @ w).sum()), (np.zeros((4, 4)), np.ones((8, 4))))
+    assert step.batch_size == 8
