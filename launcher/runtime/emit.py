@@ -6,6 +6,7 @@ finds its work early enough. Imported by `runtime.executable`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,7 +94,7 @@ class _Emitter:
         kept |= {slot for _, slot in self.constants}
         kept |= {slot for i, slot in arguments if not self.step.donated[i]}
         protected = frozenset(kept)
-        donating = self.donate(protected)
+        donating = self.donate(frozenset(slot for _, slot in arguments), protected)
         return Emitted(
             slots=tuple(self.slots),
             programs=self.programs,
@@ -308,20 +309,21 @@ class _Emitter:
 
     # -- donation --------------------------------------------------------------------------------
 
-    def donate(self, protected: frozenset[int]) -> list[Run | Send]:
-        """Let the update reuse the buffers it reads last, where a result of the same shape is
-        made; so parameters and optimizer state are updated in place."""
+    def donate(self, arguments: frozenset[int], protected: frozenset[int]) -> list[Run | Send]:
+        """Let the update reuse the buffers it reads last, the step's `arguments` first, where a
+        result of the same shape is made; so parameters and optimizer state change in place."""
         last = {s: i for i, x in enumerate(self.listed) for s in x.inputs}
         listed: list[Run | Send] = []
         for i, x in enumerate(self.listed):
             if isinstance(x, Run) and x.task is None and x.inputs:
+                free = [k for k, s in enumerate(x.inputs) if last[s] == i and s not in protected]
                 spare = [self.signature(s) for s in x.outputs]
                 donated = []
-                for position, slot in enumerate(x.inputs):
-                    if last[slot] == i and slot not in protected and self.signature(slot) in spare:
-                        spare.remove(self.signature(slot))
-                        donated.append(position)
-                x = Run(x.stage, x.program, x.inputs, x.outputs, tuple(donated))
+                for k in sorted(free, key=lambda k: x.inputs[k] not in arguments):
+                    if self.signature(x.inputs[k]) in spare:
+                        spare.remove(self.signature(x.inputs[k]))
+                        donated.append(k)
+                x = dataclasses.replace(x, donated=tuple(sorted(donated)))
             listed.append(x)
         return listed
 

@@ -189,9 +189,8 @@ class Executable:
         return self._results(slots), times
 
     def _fill(self, args: tuple[Any, ...]) -> list[Any]:
-        leaves = jax.tree.leaves(args)
-        tree: Any = jax.tree.structure(args)
-        if self._step.in_tree != tree:
+        leaves, tree = jax.tree.flatten(args)
+        if not self._takes(tree):
             raise TypeError(f"the step was compiled for arguments {self._step.in_tree}, not {tree}")
         slots = self._template.copy()
         moved = []
@@ -209,6 +208,9 @@ class Executable:
             for slot, value in zip(places, jax.device_put(values, shardings), strict=True):
                 slots[slot] = value
         return slots
+
+    def _takes(self, tree: Any) -> bool:
+        return bool(self._step.in_tree == tree)
 
     def _results(self, slots: list[Any]) -> Any:
         flat = [

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from jax.extend import core as jex
 
+from launcher.trace.conditionals import split_conditionals
 from launcher.trace.errors import BatchError, GradientError
 from launcher.trace.graph import (
     Atom,
@@ -122,7 +123,7 @@ def trace_step(
     before = needed(equations[:place], loss_equation.invars)
     early = {id(e) for e in before}
     rest = [e for e in equations if e is not loss_equation and id(e) not in early]
-    after = needed(rest, closed.jaxpr.outvars)
+    after = needed(split_conditionals(rest), closed.jaxpr.outvars)
 
     def retrace(num_slices: int) -> Equation:
         small = [

@@ -1,0 +1,72 @@
+"""Splitting a conditional into independent ones. Used by `trace.step` on the parameter update.
+
+"Apply the update only if all gradients are finite" is one `lax.cond` over every parameter. As one
+equation it would have to run in one place. Its results fall into groups that share no array
+operand, one group a parameter; each becomes a conditional of its own on the same predicate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jax.extend import core as jex
+
+from launcher.trace.graph import Equation, inline_calls, is_var, needed, program
+
+
+def split_conditionals(equations: Sequence[Equation]) -> list[Equation]:
+    """The same program with every `cond` split by the arrays that its results depend on."""
+    return [part for eqn in equations for part in _split(eqn)]
+
+
+def _split(eqn: Equation) -> list[Equation]:
+    if eqn.primitive.name != "cond" or len(eqn.outvars) == 1 or eqn.effects:
+        return [eqn]
+    branches = [inline_calls(branch) for branch in eqn.params["branches"]]
+    if any(branch.consts for branch in branches):
+        return [eqn]
+    reads = [_operands_read(branches, k) for k in range(len(eqn.outvars))]
+    operands = eqn.invars[1:]
+    arrays = [{i for i in used if operands[i].aval.size != 1} for used in reads]
+    parts = []
+    for group in _connected(arrays):
+        used = sorted(set().union(*(reads[k] for k in group)))
+        narrow = tuple(_narrow(branch, group, used) for branch in branches)
+        parts.append(
+            eqn.replace(
+                invars=[eqn.invars[0], *(operands[i] for i in used)],
+                outvars=[eqn.outvars[k] for k in group],
+                params={**eqn.params, "branches": narrow},
+            )
+        )
+    return parts
+
+
+def _operands_read(branches: Sequence[jex.ClosedJaxpr], result: int) -> set[int]:
+    found: set[int] = set()
+    for branch in branches:
+        out = branch.jaxpr.outvars[result]
+        used = {v for e in needed(branch.jaxpr.eqns, [out]) for v in e.invars if is_var(v)} | {out}
+        found |= {i for i, v in enumerate(branch.jaxpr.invars) if v in used}
+    return found
+
+
+def _connected(sets: Sequence[set[int]]) -> list[list[int]]:
+    """Indices grouped so that sets of different groups are disjoint; the empty ones are one."""
+    groups: list[tuple[set[int], list[int]]] = []
+    for k, members in enumerate(sets):
+        joined, indices = set(members), [k]
+        rest = []
+        for other, others in groups:
+            if other & joined or (not other and not joined):
+                joined, indices = joined | other, others + indices
+            else:
+                rest.append((other, others))
+        groups = [*rest, (joined, indices)]
+    return [sorted(indices) for _, indices in groups]
+
+
+def _narrow(branch: jex.ClosedJaxpr, results: list[int], operands: list[int]) -> jex.ClosedJaxpr:
+    jaxpr = branch.jaxpr
+    outs = [jaxpr.outvars[k] for k in results]
+    return program([jaxpr.invars[i] for i in operands], needed(jaxpr.eqns, outs), outs)

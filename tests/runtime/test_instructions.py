@@ -1,0 +1,181 @@
+"""The instruction list and the compiled programs: what is live, donated and communicated."""
+
+import collections
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import launcher
+from launcher.plan import PlanError, local_shape, make_plan
+from launcher.plan.schedule import SCHEDULES, Kind, max_in_flight
+from launcher.runtime import compile_step
+from launcher.runtime.emit import emit
+from launcher.runtime.instructions import Free, Run, Send
+from launcher.trace import trace_step
+
+LAYERS, WIDTH = 4, 8
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+
+def init(key):
+    keys = jax.random.split(key, LAYERS)
+    params = {f"w{i}": jax.random.normal(k, (WIDTH, WIDTH)) / 3 for i, k in enumerate(keys)}
+    return params, OPTIMIZER.init(params)
+
+
+def step(state, x):
+    def loss(params, x):
+        for i in range(LAYERS):
+            if i:
+                launcher.mark_pipeline_boundary()
+            x = jnp.tanh(x @ params[f"w{i}"])
+        return (x**2).mean()
+
+    params, opt = state
+    value, grads = launcher.value_and_grad(loss)(params, x)
+    updates, opt = OPTIMIZER.update(grads, opt, params)
+    return (optax.apply_updates(params, updates), opt), value
+
+
+X = np.linspace(-1, 1, 16 * WIDTH, dtype=np.float32).reshape(16, WIDTH)
+
+
+def planned(stages=4, devices=4, micro_batches=8, schedule="1f1b", method="manual"):
+    traced = trace_step(step, (jax.eval_shape(init, jax.random.key(0)), X))
+    plan = make_plan(
+        traced, method=method, num_stages=stages, num_micro_batches=micro_batches,
+        schedule=schedule, cluster=local_shape(devices, 1, "cpu"),
+    )  # fmt: skip
+    return traced, plan
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_live_activations_stay_within_the_schedules_bound(schedule):
+    """No more microbatches' residuals at once than the schedule has in flight, and nothing of the
+    pipeline outlives it."""
+    traced, plan = planned(schedule=schedule)
+    emitted = emit(traced, plan)
+    residual_runs = {
+        slot: run.task.stage
+        for run in emitted.instructions
+        if isinstance(run, Run) and run.task and run.task.kind is Kind.FORWARD
+        for slot in set(run.outputs) - set(run.inputs)  # but not the accumulators
+    }
+    live, peak = collections.Counter(), collections.Counter()
+    held = set()
+    for x in emitted.instructions:
+        if isinstance(x, Free):
+            for slot in x.slots:
+                held.discard(slot)
+                live[residual_runs.get(slot)] -= 1
+        elif isinstance(x, (Run, Send)):
+            for slot in set(x.outputs) - held:
+                held.add(slot)
+                live[residual_runs.get(slot)] += 1
+                peak[residual_runs.get(slot)] = max(
+                    peak[residual_runs.get(slot)], live[residual_runs.get(slot)]
+                )
+    per_task = collections.Counter(residual_runs.values())
+    bound = SCHEDULES[schedule](4, 8)
+    for stage in range(4):
+        made = per_task[stage] // 8
+        assert peak[stage] <= made * max_in_flight(bound[stage])
+        assert live[stage] == 0
+    results = {slot for slot, _, _ in emitted.results}
+    assert held <= results
+
+
+def test_every_slot_is_written_once_before_it_is_read():
+    traced, plan = planned()
+    emitted = emit(traced, plan)
+    ready = {slot for _, slot in emitted.arguments} | {slot for _, slot in emitted.constants}
+    ready |= {slot for _, slot, _ in emitted.batches}
+    for x in emitted.instructions:
+        if isinstance(x, Free):
+            assert ready.issuperset(x.slots)
+            ready.difference_update(x.slots)
+        else:
+            assert ready.issuperset(x.inputs)
+            in_place = set(x.inputs) if isinstance(x, Run) else set()
+            assert not ready.intersection(set(x.outputs) - in_place)
+            ready.update(x.outputs)
+
+
+def test_state_is_updated_in_place():
+    traced, plan = planned()
+    executable = compile_step(traced, plan, jax.devices())
+    state = executable.create(init, jax.random.key(0))
+    new, _ = executable(state, X)
+    jax.block_until_ready(new)
+    consumed = [leaf.is_deleted() for leaf in jax.tree.leaves(state) if leaf.size > 1]
+    assert all(consumed)
+    assert jax.tree.leaves(jax.tree.map(lambda a: a.sharding, new)) == jax.tree.leaves(
+        executable.in_shardings[0]
+    )
+
+
+def test_repeated_steps_leak_no_array():
+    traced, plan = planned(stages=2, devices=2)
+    executable = compile_step(traced, plan, jax.devices())
+    state = executable.create(init, jax.random.key(0))
+    state, _ = executable(state, X)
+    jax.block_until_ready(state)
+    before = len(jax.live_arrays())
+    for _ in range(3):
+        state, _ = executable(state, X)
+    jax.block_until_ready(state)
+    assert len(jax.live_arrays()) == before
+
+
+def count(text, op):
+    return len(re.findall(rf"= [^=]*\b{op}(?:-start)?\(", text))
+
+
+def test_replicas_are_reduced_once_a_step():
+    """The backward program of a replicated stage holds no collective; the update holds one
+    all-reduce (XLA combines them)."""
+    traced, plan = planned(method="data", devices=4, micro_batches=2)
+    assert len(plan.stages) == 1
+    text = compile_step(traced, plan, jax.devices()).hlo_text()
+    pipeline = [name for name in text if name.startswith("stage.")]
+    assert pipeline
+    for name in pipeline:
+        assert count(text[name], "all-reduce") == 0, name
+    update = "".join(text[name] for name in text if name.startswith("update"))
+    assert 1 <= count(update, "all-reduce") <= LAYERS + 1  # one a weight, and the loss
+    for op in ("all-gather", "reduce-scatter", "all-to-all"):
+        assert count(update, op) == 0
+
+
+def test_the_last_stage_runs_both_passes_in_one_program():
+    names = set(emit(*planned(schedule="1f1b")).programs)
+    assert "stage.3.forward_backward" in names
+    assert "stage.3.forward" not in names
+    assert "stage.3.backward" in emit(*planned(schedule="gpipe")).programs
+
+
+def test_profile_runs_a_real_step_and_times_it():
+    traced, plan = planned(stages=2, devices=2)
+    executable = compile_step(traced, plan, jax.devices())
+    plain, _ = executable(executable.create(init, jax.random.key(0)), X)
+    state, times = executable.profile(executable.create(init, jax.random.key(0)), X)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(plain), jax.device_get(state[0]))
+    assert len(times.stage_seconds) == 2
+    assert all(seconds > 0 for seconds in times.stage_seconds)
+    assert 0 < times.bubble_fraction < 1
+
+
+def test_misuse_is_named():
+    traced, plan = planned(stages=2, devices=2)
+    with pytest.raises(PlanError, match="needs 2 devices; here are 1"):
+        compile_step(traced, plan, jax.devices()[:1])
+    other = trace_step(lambda s, x: step(s, x * 2), (jax.eval_shape(init, jax.random.key(0)), X))
+    with pytest.raises(PlanError, match="made for another program"):
+        compile_step(other, plan, jax.devices())
+    executable = compile_step(traced, plan, jax.devices())
+    with pytest.raises(TypeError, match="compiled for arguments"):
+        executable(X)
