@@ -60,8 +60,8 @@ _GPUS = {
 }
 _SUSTAINED = 0.5  # of the peak, in large matrix products inside a training step
 _ETHERNET = 12.5e9  # 100 Gbit/s
-_CORE_FLOPS = 20e9  # one CPU core in fp32 matrix products of a small model; nominal
-_CPU_BANDWIDTH = 10e9  # one core; nominal
+_CORE_FLOPS = 60e9  # one CPU core in fp32 matrix products of a small model; nominal
+_CPU_BANDWIDTH = 30e9  # one core, out of its caches; nominal
 
 
 def local_shape(num_devices: int, num_hosts: int, device_kind: str) -> ClusterShape:

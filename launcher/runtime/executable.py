@@ -190,7 +190,7 @@ class Executable:
 
     def _fill(self, args: tuple[Any, ...]) -> list[Any]:
         leaves, tree = jax.tree.flatten(args)
-        if not self._takes(tree):
+        if not _equal(tree, self._step.in_tree):
             raise TypeError(f"the step was compiled for arguments {self._step.in_tree}, not {tree}")
         slots = self._template.copy()
         moved = []
@@ -209,9 +209,6 @@ class Executable:
                 slots[slot] = value
         return slots
 
-    def _takes(self, tree: Any) -> bool:
-        return bool(self._step.in_tree == tree)
-
     def _results(self, slots: list[Any]) -> Any:
         flat = [
             self._literals[i] if slot is None else slots[slot]
@@ -229,7 +226,7 @@ class Executable:
         """
         expected = self.in_shardings[0]
         shapes = jax.eval_shape(init, *args)
-        if jax.tree.structure(shapes) != jax.tree.structure(expected):
+        if not _equal(jax.tree.structure(shapes), jax.tree.structure(expected)):
             raise TypeError("init does not return the structure that the step takes")
         shardings = jax.tree.leaves(expected)
         made: list[Any] = [None] * len(shardings)
@@ -256,6 +253,10 @@ class Executable:
     def hlo_text(self) -> dict[str, str]:
         """The compiled programs as text, by name."""
         return {name: compiled.as_text() for name, compiled in self._compiled.items()}
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return bool(a == b)  # mypy cannot compare JAX's PyTreeDef
 
 
 class _Transfer:
