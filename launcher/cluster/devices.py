@@ -1,0 +1,191 @@
+"""Which devices there are: this machine's GPUs, or CPU devices that stand in for them.
+
+Neither JAX nor CUDA is loaded into this process: the driver plans on a machine whose devices
+belong to the workers. `launcher.train` and the command line may import it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.config.errors import ConfigError
+from launcher.config.schema import Cluster
+
+STAND_INS = 4  # emulated devices where the user named no number
+EMULATED = "emulated CPU device"
+
+# What CUDA itself enumerates, so that its own rules hold (CUDA_VISIBLE_DEVICES by index or UUID,
+# MIG, containers); in a process of its own, so that the driver opens no GPU.
+_PROBE = """
+import ctypes, json
+names, problem = [], ""
+try:
+    cuda = ctypes.CDLL("libcuda.so.1")
+    code = cuda.cuInit(0)
+    if code == 0:
+        count, name = ctypes.c_int(), ctypes.create_string_buffer(256)
+        cuda.cuDeviceGetCount(ctypes.byref(count))
+        for device in range(count.value):
+            cuda.cuDeviceGetName(name, 256, device)
+            names.append(name.value.decode())
+    elif code != 100:  # CUDA_ERROR_NO_DEVICE: none, or all hidden
+        text = ctypes.c_char_p()
+        cuda.cuGetErrorString(code, ctypes.byref(text))
+        problem = f"CUDA error {code}, {(text.value or b'unknown').decode()}"
+except OSError as error:
+    problem = str(error)
+print(json.dumps({"names": names, "problem": problem}))
+"""
+
+
+@dataclass(frozen=True)
+class DevicePool:
+    """The devices of a run: `hosts` processes with `devices_per_host` each.
+
+    `note` is the one line that tells the user what they are. `gpu_ids` holds one
+    CUDA_VISIBLE_DEVICES entry a GPU, in order; it is empty for CPU devices.
+    """
+
+    kind: str  # "gpu" | "cpu"
+    hosts: int
+    devices_per_host: int
+    device_name: str
+    note: str
+    gpu_ids: tuple[str, ...] = ()
+
+    @property
+    def num_devices(self) -> int:
+        return self.hosts * self.devices_per_host
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """The GPUs this process may use, and why JAX cannot use them ("" where it can)."""
+
+    names: tuple[str, ...] = ()
+    problem: str = ""
+
+
+def find_devices(cluster: Cluster) -> DevicePool:
+    """The devices that `cluster` asks for on this machine.
+
+    Raises:
+        ConfigError: more devices than the machine has, or hosts that do not fit.
+    """
+    if cluster.kind == "emulated":
+        return emulated_pool(cluster)
+    return local_pool(cluster, find_gpus(os.environ), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def emulated_pool(cluster: Cluster) -> DevicePool:
+    """CPU devices that stand in, spread evenly over `cluster.hosts` processes."""
+    total = cluster.gpus or STAND_INS
+    if total % cluster.hosts:
+        told = "" if cluster.gpus else " (the default)"
+        raise ConfigError(
+            f"cluster.gpus={total}{told} does not divide over cluster.hosts={cluster.hosts}",
+            f"cluster.gpus is the total number: set it to a multiple of {cluster.hosts}.",
+            ("cluster.gpus", "cluster.hosts"),
+        )
+    spread = f" on {cluster.hosts} emulated hosts" if cluster.hosts > 1 else ""
+    return DevicePool(
+        kind="cpu",
+        hosts=cluster.hosts,
+        devices_per_host=total // cluster.hosts,
+        device_name=EMULATED,
+        note=f"{_count(total, EMULATED)}{spread}, as asked",
+    )
+
+
+def local_pool(cluster: Cluster, gpus: Gpus, visible: str | None) -> DevicePool:
+    """This machine's `gpus`, or CPU devices in their place where there are none to use.
+
+    Args:
+        visible: the value of CUDA_VISIBLE_DEVICES, under which `gpus` were counted.
+    """
+    if cluster.hosts != 1:
+        raise ConfigError(
+            f"cluster.hosts={cluster.hosts}, but cluster=local is this one machine",
+            "Leave cluster.hosts at 1, or set cluster=emulated to emulate several hosts.",
+            ("cluster.hosts",),
+        )
+    usable = 0 if gpus.problem else len(gpus.names)
+    if not usable:
+        return _stand_ins(cluster.gpus, gpus)
+    wanted = cluster.gpus or usable
+    if wanted > usable:
+        raise ConfigError(
+            f"cluster.gpus={wanted}, but this machine has {_count(usable, 'GPU')}",
+            f"Set cluster.gpus={usable} or less, or cluster=emulated for CPU devices in their "
+            "place.",
+            ("cluster.gpus",),
+        )
+    # CUDA stops at the first entry it does not know, so the entries it took are the first ones.
+    ids = [entry.strip() for entry in visible.split(",")] if visible else map(str, range(usable))
+    name = ", ".join(dict.fromkeys(gpus.names[:wanted]))
+    return DevicePool(
+        kind="gpu",
+        hosts=1,
+        devices_per_host=wanted,
+        device_name=name,
+        note=f"{_count(wanted, 'GPU')}: {name}",
+        gpu_ids=tuple(ids)[:wanted],
+    )
+
+
+def _stand_ins(asked: int | None, gpus: Gpus) -> DevicePool:
+    total = asked or STAND_INS
+    if gpus.problem and gpus.names:
+        reason = f"{_count(len(gpus.names), 'GPU')} here ({gpus.names[0]}), but {gpus.problem}"
+    else:
+        reason = f"no GPU to use here ({gpus.problem})" if gpus.problem else "no GPU here"
+    if total > STAND_INS:
+        raise ConfigError(
+            f"cluster.gpus={total}, but there is {reason}",
+            f"Set cluster=emulated for {total} emulated CPU devices.",
+            ("cluster.gpus",),
+        )
+    verb = "stands" if total == 1 else "stand"
+    return DevicePool(
+        kind="cpu",
+        hosts=1,
+        devices_per_host=total,
+        device_name=EMULATED,
+        note=f"{reason}: {_count(total, EMULATED)} {verb} in",
+    )
+
+
+def find_gpus(environ: Mapping[str, str]) -> Gpus:
+    """The GPUs that CUDA shows to a process of `environ`, and whether JAX can use them."""
+    if not any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/dxg")):
+        return Gpus()
+    platforms = environ.get("JAX_PLATFORMS", "")
+    if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
+        return Gpus(problem=f"JAX_PLATFORMS={platforms} hides them")
+    try:
+        probe = subprocess.run(
+            [sys.executable, "-I", "-c", _PROBE],
+            capture_output=True,
+            check=True,
+            timeout=60,
+            env=dict(environ),
+        )
+    except (subprocess.SubprocessError, OSError) as error:
+        return Gpus(problem=f"CUDA could not be asked: {type(error).__name__}")
+    found = json.loads(probe.stdout.splitlines()[-1])
+    names, problem = tuple(found["names"]), found["problem"]
+    plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+    if names and not any(importlib.util.find_spec(plugin) for plugin in plugins):
+        problem = "JAX has no CUDA plugin (pip install 'launcher[cuda]')"
+    return Gpus(names, problem)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

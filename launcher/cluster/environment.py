@@ -1,0 +1,65 @@
+"""The environment variables of Ray's processes and of the workers: pure functions of the driver's.
+
+Only `session` imports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from launcher.cluster.devices import DevicePool
+
+_DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
+
+
+def ray_environment(environ: Mapping[str, str], token: Path) -> dict[str, str]:
+    """The environment of a private Ray: no setting of any other Ray reaches it.
+
+    Args:
+        token: the file that holds the secret without which nobody may talk to this Ray.
+    """
+    return _plain(environ) | {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        # Ray's word for a cluster of one machine: everything listens on 127.0.0.1 alone.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "DASHBOARD_METRIC_PORT": "0",  # any free one
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # Under `uv run` Ray would build a virtual environment for each worker.
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+        # The memory of a run is its own affair: Ray would kill the worker at 95 % of the machine.
+        "RAY_memory_monitor_refresh_ms": "0",
+        # Ray prints a dead worker's obituary over the progress display; WorkerError tells it.
+        "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
+    }
+
+
+def worker_environment(environ: Mapping[str, str], pool: DevicePool, host: int) -> dict[str, str]:
+    """The driver's environment with the devices of one host made visible, and no others."""
+    variables = _plain(environ)
+    if pool.kind == "gpu":
+        first = host * pool.devices_per_host
+        mine = pool.gpu_ids[first : first + pool.devices_per_host]
+        return variables | {"CUDA_VISIBLE_DEVICES": ",".join(mine), "JAX_PLATFORMS": "cuda,cpu"}
+    kept = [
+        flag
+        for flag in variables.get("XLA_FLAGS", "").split()
+        if flag.partition("=")[0] != _DEVICE_COUNT_FLAG
+    ]
+    variables.pop("JAX_NUM_CPU_DEVICES", None)  # JAX refuses it beside the flag
+    return variables | {
+        "CUDA_VISIBLE_DEVICES": "",
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": " ".join([*kept, f"{_DEVICE_COUNT_FLAG}={pool.devices_per_host}"]),
+    }
+
+
+def _plain(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` without any setting of Ray, and with this machine exempt from proxies."""
+    variables = {name: value for name, value in environ.items() if not name.startswith("RAY_")}
+    for name in ("no_proxy", "NO_PROXY"):
+        listed = [entry for entry in variables.get(name, "").split(",") if entry]
+        local = [entry for entry in ("localhost", "127.0.0.1") if entry not in listed]
+        variables[name] = ",".join([*listed, *local])
+    return variables

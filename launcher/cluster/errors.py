@@ -1,0 +1,69 @@
+"""What goes wrong with processes. Standard library only; whoever may import the package may too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class ClusterError(Exception):
+    """The processes could not be brought up, or Ray itself failed: what happened, what to do."""
+
+
+class WorkerError(Exception):
+    """A worker process died, or an exception was raised inside it.
+
+    Attributes:
+        worker: the worker's name, such as `worker_0`.
+        died: whether the process is gone; otherwise it lives and takes further calls.
+        error_type: the name of the exception's class inside the worker; "" where it died.
+        error_message: the exception's own text, or how the worker died.
+        traceback_text: the worker's traceback, as text; "" where there is none.
+        log: the file that holds the worker's output.
+        log_tail: the last lines of that file.
+    """
+
+    def __init__(
+        self,
+        worker: str,
+        error_message: str,
+        log: Path,
+        *,
+        died: bool = False,
+        error_type: str = "",
+        traceback_text: str = "",
+    ) -> None:
+        super().__init__(worker, error_message)
+        self.worker = worker
+        self.died = died
+        self.error_type = error_type
+        self.error_message = error_message
+        self.traceback_text = traceback_text
+        self.log = log
+        self.log_tail = last_lines(log)
+
+    @property
+    def summary(self) -> str:
+        """What happened, in one line."""
+        told = self.error_message.strip().splitlines() or [""]
+        kind = f" {self.error_type}:" if self.error_type else ""
+        return f"{self.worker} {'died' if self.died else 'failed'}:{kind} {told[0]}"
+
+    def __str__(self) -> str:
+        parts = [self.summary]
+        if self.traceback_text:
+            parts.append(self.traceback_text.rstrip())
+        if self.log_tail:
+            lines = "\n".join(f"  {line}" for line in self.log_tail.splitlines())
+            parts.append(f"The last lines of {self.log}:\n{lines}")
+        return "\n".join(parts)
+
+
+def last_lines(path: Path, count: int = 20, most_bytes: int = 8192) -> str:
+    """The last `count` lines of a text file, at most `most_bytes` of it; "" where it is missing."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - most_bytes))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.splitlines()[-count:])

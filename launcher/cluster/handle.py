@@ -1,0 +1,103 @@
+"""How the driver talks to a worker: calls that return at once, results that are asked for later.
+
+`session` makes the handles; `launcher.train` uses them.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from launcher.cluster.errors import ClusterError, WorkerError
+
+
+class Future:
+    """The result of one call, now or later."""
+
+    def __init__(self, reference: Any, worker: WorkerHandle, method: str) -> None:
+        self._reference = reference
+        self._worker = worker
+        self._method = method
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait for the call and return what it returned. May be asked for more than once.
+
+        Args:
+            timeout: seconds to wait; None waits for as long as the worker lives.
+
+        Raises:
+            WorkerError: the method raised, or the worker died.
+            ClusterError: Ray itself ended.
+            TimeoutError: the call is still running; ask again.
+        """
+        import ray
+
+        try:
+            done, value = ray.get(self._reference, timeout=timeout)
+        except ray.exceptions.GetTimeoutError:
+            raise TimeoutError(
+                f"{self._worker.name}: {self._method} is still running after {timeout:g} s"
+            ) from None
+        except ray.exceptions.RayTaskError as error:
+            # Outside the method itself: its arguments or its result could not be pickled.
+            raise self._worker.failure(
+                type(error.cause).__name__, str(error.cause), str(error)
+            ) from None
+        except ray.exceptions.ActorDiedError as error:
+            raise self._worker.death(str(error)) from None
+        except ray.exceptions.RayError as error:
+            output = self._worker.log.with_name("ray.log")
+            raise ClusterError(f"Ray lost {self._worker.name}; see {output}: {error}") from error
+        if not done:
+            raise self._worker.failure(*value)
+        return value
+
+
+class WorkerHandle:
+    """One worker process, `host` its index in the pool; `log` holds its output.
+
+    Calls run one at a time, in the order in which they were submitted.
+    """
+
+    def __init__(self, actor: Any, host: int, log: Path) -> None:
+        self._actor = actor
+        self._kills_before = _out_of_memory_kills()
+        self.host = host
+        self.name = f"worker_{host}"
+        self.log = log
+
+    def submit(self, method: str, *arguments: Any) -> Future:
+        """Queue a call of the worker object's `method` and return without waiting."""
+        return Future(self._actor.call.remote(method, arguments), self, method)
+
+    def failure(self, error_type: str, message: str, traceback_text: str) -> WorkerError:
+        """The error for an exception raised inside the worker."""
+        return WorkerError(
+            self.name, message, self.log, error_type=error_type, traceback_text=traceback_text
+        )
+
+    def death(self, told: str) -> WorkerError:
+        """The error for a worker whose process is gone, as far as Ray's text `told` knows why."""
+        kills = _out_of_memory_kills() - self._kills_before
+        if code := re.search(r"exit code (-?\d+)", told):
+            how = f"its process ended with exit code {code[1]}"
+        elif "creation task" in told:
+            how = f"its process could not be set up\n{told}"
+        elif kills:
+            how = (
+                "its process was killed, and since it started the kernel has killed "
+                f"{kills} process(es) here for lack of memory (dmesg names them)"
+            )
+        else:
+            how = "its process was killed by a signal or crashed"
+        return WorkerError(self.name, how, self.log, died=True)
+
+
+def _out_of_memory_kills() -> int:
+    """How many processes this machine's kernel has killed for lack of memory since it booted."""
+    try:
+        counts = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+    except OSError:
+        return 0
+    return int(counts.get("oom_kill", 0))

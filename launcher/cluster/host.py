@@ -1,0 +1,70 @@
+"""What runs inside a worker process: a Ray actor that holds the user's object.
+
+It travels to the worker by value and is the first code there, before anything of this package or
+JAX is imported, so that both see the environment and the module search path that it sets. For the
+same reason it imports the standard library only. Only `session` imports it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import signal
+import sys
+import traceback
+from typing import Any
+
+FOR_THE_DRIVER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+
+Outcome = tuple[bool, Any]  # (True, result) | (False, (exception type, message, traceback text))
+
+
+class Host:
+    """One worker process: sets the process up, builds the user's object, calls its methods."""
+
+    def __init__(
+        self, environ: dict[str, str], search_path: list[str], folder: str, log: str
+    ) -> None:
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        faulthandler.enable()  # a crash leaves the Python stack as the log's last lines
+        # The driver decides what a signal means, so none of these ends a worker. A handler, not
+        # SIG_IGN or the mask it was born with, because its own children would inherit those two.
+        for number in FOR_THE_DRIVER:
+            signal.signal(number, lambda number, frame: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_THE_DRIVER)
+        for name in set(os.environ) - set(environ):
+            if not name.startswith("RAY_"):
+                del os.environ[name]
+        os.environ.update(environ)
+        os.chdir(folder)
+        sys.path[:] = search_path + [entry for entry in sys.path if entry not in search_path]
+        self._object: Any = None
+        self._unborn: Any = None  # the failure of the constructor: the answer to every call
+
+    def construct(self, pickled: bytes) -> Outcome:
+        """Build the user's object from a pickled (class, arguments)."""
+        try:
+            worker_class, arguments = pickle.loads(pickled)
+            self._object = worker_class(*arguments)
+        except BaseException as error:
+            self._unborn = _told(error)
+            return False, self._unborn
+        return True, None
+
+    def call(self, method: str, arguments: tuple[Any, ...]) -> Outcome:
+        """Call a method of the user's object. An exception comes back as text, never pickled."""
+        if self._unborn is not None:
+            return False, self._unborn
+        try:
+            return True, getattr(self._object, method)(*arguments)
+        except BaseException as error:
+            return False, _told(error)
+
+
+def _told(error: BaseException) -> tuple[str, str, str]:
+    inner = error.__traceback__.tb_next if error.__traceback__ else None  # without our own frame
+    text = "".join(traceback.format_exception(type(error), error, inner or error.__traceback__))
+    return type(error).__name__, str(error), text

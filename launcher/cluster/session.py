@@ -1,0 +1,193 @@
+"""A private Ray on this machine, from its first process to the last trace of it.
+
+`start` returns at once and Ray comes up in the background; `Session.spawn` waits for it. Whatever
+ends the driver, nothing stays behind: see `head`. `launcher.train` and the command line import it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from launcher.cluster import host, scratch
+from launcher.cluster.devices import DevicePool
+from launcher.cluster.environment import ray_environment, worker_environment
+from launcher.cluster.errors import ClusterError, last_lines
+from launcher.cluster.handle import WorkerHandle
+
+_STORE_BYTES = 256 * 2**20  # batches and results pass through it; parameters never do
+_END_SECONDS = 30
+
+
+def start(pool: DevicePool, log_dir: Path) -> Session:
+    """Begin to bring up a Ray of our own for the hosts of `pool`, and return without waiting.
+
+    Args:
+        log_dir: an existing folder for the output of Ray (`ray.log`) and of the workers
+            (`worker_<host>.log`).
+
+    Raises:
+        ClusterError: there is no folder for Ray's sockets.
+        OSError: `log_dir` cannot be written.
+    """
+    return Session(pool, Path(log_dir).resolve())
+
+
+class Session:
+    """A Ray of our own and its workers: a context manager, to be used from the main thread.
+
+    One at a time in a process. Sessions of other processes on the machine do not matter.
+    """
+
+    def __init__(self, pool: DevicePool, log_dir: Path) -> None:
+        self._pool = pool
+        self._log_dir = log_dir
+        self._ray: Any = None
+        self._undo = ExitStack()
+        atexit.register(self.close)
+        with ExitStack() as on_error:
+            on_error.callback(self.close)
+            folder = scratch.create()
+            self._undo.callback(folder.remove)
+            token = folder.path / "token"
+            token.touch(0o600)
+            token.write_text(_secret())
+            self._environ = ray_environment(os.environ, token)
+            self._head = self._start_head(folder)
+            self._undo.callback(_end, self._head)
+            on_error.pop_all()
+
+    def spawn(self, worker_class: type, *arguments: Any) -> list[WorkerHandle]:
+        """Start one process a host and build `worker_class(*arguments)` in each.
+
+        Waits for Ray, not for the workers: what their constructors raise comes out of the results
+        of the calls that follow. The class and the arguments are pickled; a process gets the
+        driver's environment, working folder and module search path as they are now.
+
+        Raises:
+            ClusterError: Ray did not come up.
+        """
+        self._connect()
+        # As code, not as a name to import: it runs before anything of this package does.
+        self._ray.cloudpickle.register_pickle_by_value(host)
+        actor_class = self._ray.remote(num_cpus=0)(host.Host)
+        pickled = self._ray.cloudpickle.dumps((worker_class, arguments))
+        search_path = [os.path.abspath(entry) for entry in sys.path]
+        handles = []
+        for index in range(self._pool.hosts):
+            environ = worker_environment(os.environ, self._pool, index)
+            log = self._log_dir / f"worker_{index}.log"
+            actor = actor_class.remote(environ, search_path, os.getcwd(), str(log))
+            actor.construct.remote(pickled)
+            handles.append(WorkerHandle(actor, index, log))
+        return handles
+
+    def close(self) -> None:
+        """End every process of the session and delete its files. May be called again."""
+        self._undo.close()
+        atexit.unregister(self.close)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start_head(self, folder: scratch.Scratch) -> subprocess.Popen[str]:
+        command = [sys.executable, "-P", str(Path(__file__).with_name("head.py"))]
+        command += [f"--driver={os.getpid()}", f"--scratch={folder.path}"]
+        command += [f"--workers={self._pool.hosts}", f"--store-bytes={_STORE_BYTES}"]
+        with (self._log_dir / "ray.log").open("a") as log:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=self._environ,
+                pass_fds=[folder.lock],
+                start_new_session=True,
+            )
+
+    def _connect(self) -> None:
+        if self._ray is not None:
+            return
+        assert self._head.stdout is not None
+        address = self._head.stdout.readline().strip()
+        if not address:
+            log = self._log_dir / "ray.log"
+            raise ClusterError(f"Ray did not come up. The last lines of {log}:\n{last_lines(log)}")
+        # Ray reads some of its settings when it is imported, so this must be the first import.
+        with _environment(self._environ), _signals_kept():
+            import ray
+
+            self._undo.callback(ray.shutdown)
+            try:
+                ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
+            except (ray.exceptions.RayError, ConnectionError, RuntimeError) as error:
+                raise ClusterError(f"Ray came up, but cannot be talked to: {error}") from error
+            self._ray = ray
+
+
+def _end(head: subprocess.Popen[str]) -> None:
+    """Tell the head to end everything, and wait until it has."""
+    for pipe in (head.stdin, head.stdout):
+        assert pipe is not None
+        pipe.close()
+    try:
+        head.wait(_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        head.kill()
+        head.wait()
+
+
+@functools.cache
+def _secret() -> str:
+    """What it takes to talk to our Ray. One a process, because Ray reads it once."""
+    return secrets.token_hex(32)
+
+
+@contextmanager
+def _environment(environ: Mapping[str, str]) -> Iterator[None]:
+    """Exactly `environ` in place of this process's environment variables, for a while."""
+    before = dict(os.environ)
+    _change_environment(environ)
+    try:
+        yield
+    finally:
+        _change_environment(before)
+
+
+def _change_environment(environ: Mapping[str, str]) -> None:
+    for name in set(os.environ) - set(environ):
+        del os.environ[name]
+    for name, value in environ.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+
+
+@contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Hold signals back while Ray sets its own handlers, and put this process's back after.
+
+    Ray replaces the SIGTERM handler twice: in Python by one that exits, and below Python, where
+    `signal.getsignal` does not see it, by one that aborts the process three seconds later.
+    """
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, kept)
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

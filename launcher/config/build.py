@@ -1,0 +1,232 @@
+"""From a plain tree to the schema's dataclasses, strictly: no unknown name, no wrong type.
+
+`build` is generic over the dataclasses of `schema` and reads their annotations and metadata only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from launcher.config.errors import ConfigError, closest, shown
+from launcher.config.schema import Config
+
+T = TypeVar("T")
+
+_UNSET = "???"  # YAML's word for "the user must say"
+_MEANING = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    list: "a list",
+    dict: "a table of names and values",
+}
+
+
+def build(cls: type[T], tree: Any, key: str = "") -> T:
+    """Makes a `cls` from `tree`; what the tree leaves out takes the field's default.
+
+    Args:
+        cls: a dataclass of `launcher.config.schema`.
+        tree: what was said: a mapping of field names to values, nested as the schema is.
+        key: the dotted name of this section, for messages.
+    Raises:
+        ConfigError: an unknown name, a wrong type, a value out of bounds, a value not given.
+    """
+    if not isinstance(tree, Mapping):
+        raise ConfigError(
+            f"{key} must be a section of settings, not {shown(tree)}",
+            _section_remedy(cls, key),
+            [key],
+        )
+    hints = typing.get_type_hints(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for name in tree:
+        if name not in fields:
+            raise _unknown(cls, key, str(name))
+    values = {}
+    for name, field in fields.items():
+        if name in tree and tree[name] != _UNSET:
+            values[name] = _field_value(field, hints[name], tree[name], _join(key, name))
+        elif field.default is field.default_factory is dataclasses.MISSING:
+            raise ConfigError(f"{_join(key, name)} is not set", f"Give {_join(key, name)}=VALUE.")
+    return cls(**values)
+
+
+def _field_value(field: dataclasses.Field[Any], hint: Any, value: Any, key: str) -> Any:
+    variants = field.metadata.get("variants")
+    if variants is not None:
+        return build(_variant(variants, value, key), value, key)
+    converted = _convert(hint, value, key)
+    _check_bounds(field.metadata, converted, key)
+    return converted
+
+
+def _variant(variants: Mapping[str, type], tree: Any, key: str) -> type:
+    """The class that the tree's own `name` picks."""
+    name = tree.get("name") if isinstance(tree, Mapping) else tree
+    if isinstance(name, str) and name in variants:
+        return variants[name]
+    if name is None:
+        remedy = f"It says which kind of {key} this is: {', '.join(variants)}."
+        raise ConfigError(f"{key}.name is not set", remedy)
+    problem = f"{key}.name must be one of {', '.join(variants)}, not {shown(name)}"
+    raise ConfigError(problem, f"Choose one with {key}=OPTION.", [f"{key}.name"])
+
+
+def _convert(hint: Any, value: Any, key: str) -> Any:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        inner = [option for option in typing.get_args(hint) if option is not type(None)]
+        return None if value is None else _convert(inner[0], value, key)
+    if dataclasses.is_dataclass(hint):
+        return build(hint, value, key)  # type: ignore[arg-type]
+    kind = typing.get_origin(hint) or hint
+    if kind is dict and isinstance(value, Mapping):
+        _, inner_hint = typing.get_args(hint)
+        return {
+            _convert(str, name, _join(key, str(name))): _convert(inner_hint, item, f"{key}.{name}")
+            for name, item in value.items()
+        }
+    if kind is list and isinstance(value, Sequence) and not isinstance(value, str):
+        return [_convert(typing.get_args(hint)[0], item, key) for item in value]
+    if kind in _SCALARS:
+        try:
+            return _SCALARS[kind](value)
+        except ValueError:
+            pass
+    raise _wrong_type(kind, value, key)
+
+
+def _to_bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise ValueError
+
+
+def _to_int(value: Any) -> int:
+    # int("7") serves ${oc.env:…}, which always gives text.
+    if isinstance(value, int | str) and not isinstance(value, bool):
+        return int(value)
+    raise ValueError
+
+
+def _to_float(value: Any) -> float:
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        number = float(value)
+        if math.isfinite(number):
+            return number
+    raise ValueError
+
+
+def _to_str(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    raise ValueError
+
+
+_SCALARS: Mapping[type, typing.Callable[[Any], Any]] = {
+    bool: _to_bool,
+    int: _to_int,
+    float: _to_float,
+    str: _to_str,
+}
+
+
+def _wrong_type(kind: type, value: Any, key: str) -> ConfigError:
+    if kind is str and isinstance(value, bool | int | float):
+        # YAML 1.1 reads an unquoted no as false, 1_000 as 1000 and 12:30:00 as 45000.
+        problem = f"{key} must be text, but the unquoted value is read as {shown(value)}"
+        return ConfigError(problem, "Put it in quotes.", [key])
+    return ConfigError(f"{key} must be {_MEANING[kind]}, not {shown(value)}", keys=[key])
+
+
+def _check_bounds(metadata: Mapping[str, Any], value: Any, key: str) -> None:
+    if value is None:
+        return
+    choices = metadata.get("choices")
+    if choices and value not in choices:
+        raise ConfigError(
+            f"{key} must be one of {', '.join(choices)}, not {shown(value)}",
+            f"Did you mean {match}?" if (match := closest(str(value), choices)) else "",
+            [key],
+        )
+    minimum, maximum = metadata.get("minimum"), metadata.get("maximum")
+    if minimum is not None and value < minimum:
+        raise ConfigError(f"{key} must be at least {minimum:g}, not {shown(value)}", keys=[key])
+    if maximum is not None and value > maximum:
+        raise ConfigError(f"{key} must be at most {maximum:g}, not {shown(value)}", keys=[key])
+
+
+def _unknown(cls: type, section: str, name: str) -> ConfigError:
+    """The error for a name that the schema lacks, with the nearest that it has."""
+    key = _join(section, name)
+    option, homes = _variant_of(cls, section, name)
+    problem = f"{key} is not a setting{f' of {section}={option}' if option else ''}"
+    if homes:
+        return ConfigError(problem, f"It belongs to {section}={homes[0]}.", [key])
+    here = closest(name, [field.name for field in dataclasses.fields(cls)])
+    top = section.partition(".")[0]
+    elsewhere = [known for known in setting_keys() if known.partition(".")[0] != top]
+    match = (
+        (_join(section, here) if here else None)
+        or next((known for known in elsewhere if known.rpartition(".")[2] == name), None)
+        or closest(key, elsewhere)
+    )
+    remedy = f"Did you mean {match}?" if match else _section_remedy(cls, section)
+    return ConfigError(problem, remedy, [key])
+
+
+def _variant_of(cls: type, section: str, name: str) -> tuple[str, list[str]]:
+    """Which option of `section` is `cls`, and which others have a setting `name`; "" for none."""
+    for field in dataclasses.fields(Config):
+        variants = field.metadata.get("variants", {})
+        if field.name == section and cls in variants.values():
+            option = next(option for option, variant in variants.items() if variant is cls)
+            homes = [
+                option
+                for option, variant in variants.items()
+                if name in (field.name for field in dataclasses.fields(variant))
+            ]
+            return option, homes
+    return "", []
+
+
+def _section_remedy(cls: type, section: str) -> str:
+    names = ", ".join(field.name for field in dataclasses.fields(cls))
+    return f"{section or 'The top level'} has: {names}."
+
+
+def _join(section: str, name: str) -> str:
+    return f"{section}.{name}" if section else name
+
+
+def _leaves(cls: Any, section: str = "") -> Iterator[tuple[str, Any]]:
+    """The dotted name and the annotation of every setting below `cls`, all variants included."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        key = _join(section, field.name)
+        if "variants" in field.metadata:
+            for variant in field.metadata["variants"].values():
+                yield from _leaves(variant, key)
+        elif dataclasses.is_dataclass(hints[field.name]):
+            yield from _leaves(hints[field.name], key)
+        else:
+            yield key, hints[field.name]
+
+
+@functools.cache
+def setting_keys() -> tuple[str, ...]:
+    """The dotted name of every setting there is, over all models and datasets."""
+    return tuple(dict.fromkeys(key for key, _ in _leaves(Config)))
+
+
+@functools.cache
+def text_keys() -> frozenset[str]:
+    """The dotted names of the settings that hold text."""
+    return frozenset(key for key, hint in _leaves(Config) if hint in (str, str | None))

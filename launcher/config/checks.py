@@ -1,0 +1,150 @@
+"""The rules that no single setting can state: settings that do not go together.
+
+Each check is a pure function that yields the errors it finds; `check` raises the first. What needs
+this machine's devices or files is checked where they are known, not here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from launcher.config.errors import ConfigError
+from launcher.config.schema import GPT, MLP, Config, Synthetic
+
+_BYTES = 256  # text is read as bytes: the vocabulary that it needs
+
+
+def check(config: Config) -> None:
+    """Raises the first contradiction in `config` as a ConfigError."""
+    for rule in (_check_run, _check_model, _check_dataset, _check_optimizer, _check_cluster):
+        for error in rule(config):
+            raise error
+    for error in _check_parallel(config):
+        raise error
+
+
+def _check_run(config: Config) -> Iterator[ConfigError]:
+    run = config.run
+    if run.id is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", run.id):
+        yield ConfigError(
+            f"run.id={run.id!r} cannot name a folder and a Weights & Biases run",
+            "Use letters, digits, '.', '_' and '-'.",
+            ["run.id"],
+        )
+    if run.resume == "must" and run.id is None:
+        yield ConfigError(
+            "run.resume=must does not say which run", "Give run.id=VALUE.", ["run.resume"]
+        )
+
+
+def _check_model(config: Config) -> Iterator[ConfigError]:
+    model = config.model
+    if not isinstance(model, GPT):
+        return
+    if model.hidden_size and model.num_heads and model.hidden_size % model.num_heads:
+        yield ConfigError(
+            f"model.hidden_size={model.hidden_size} cannot be cut into "
+            f"model.num_heads={model.num_heads} equal heads",
+            "Make it a multiple.",
+            ["model.hidden_size", "model.num_heads"],
+        )
+
+
+def _check_dataset(config: Config) -> Iterator[ConfigError]:
+    model, dataset = config.model, config.dataset
+    if isinstance(dataset, Synthetic):
+        return
+    if isinstance(model, MLP):
+        yield ConfigError(
+            f"model=mlp cannot learn from dataset={dataset.name}: it takes vectors, not text",
+            "Use dataset=synthetic or model=gpt.",
+            ["model.name", "dataset.name"],
+        )
+    elif model.vocab_size is not None and model.vocab_size < _BYTES:
+        yield ConfigError(
+            f"model.vocab_size={model.vocab_size} is too small for dataset={dataset.name}, "
+            f"which is bytes",
+            f"Make it at least {_BYTES}.",
+            ["model.vocab_size"],
+        )
+
+
+def _check_optimizer(config: Config) -> Iterator[ConfigError]:
+    optimizer = config.optimizer
+    if optimizer.clip_norm == 0:
+        yield ConfigError(
+            "optimizer.clip_norm=0 would make every gradient zero",
+            "Use null for no clipping.",
+            ["optimizer.clip_norm"],
+        )
+    if optimizer.final_learning_rate > optimizer.learning_rate:
+        yield ConfigError(
+            f"optimizer.final_learning_rate={optimizer.final_learning_rate:g} is above "
+            f"optimizer.learning_rate={optimizer.learning_rate:g}",
+            "The rate decays from the second to the first.",
+            ["optimizer.final_learning_rate", "optimizer.learning_rate"],
+        )
+
+
+def _check_cluster(config: Config) -> Iterator[ConfigError]:
+    cluster = config.cluster
+    if cluster.kind == "local" and cluster.hosts > 1:
+        yield ConfigError(
+            f"cluster=local is this one machine, not cluster.hosts={cluster.hosts}",
+            "Use cluster=emulated to play several hosts on it.",
+            ["cluster.hosts"],
+        )
+    if cluster.gpus is not None and cluster.gpus % cluster.hosts:
+        yield ConfigError(
+            f"cluster.gpus={cluster.gpus} cannot be shared evenly by "
+            f"cluster.hosts={cluster.hosts} hosts",
+            "cluster.gpus is the total over all hosts: make it a multiple.",
+            ["cluster.gpus", "cluster.hosts"],
+        )
+
+
+def _check_parallel(config: Config) -> Iterator[ConfigError]:
+    parallel, layers, gpus = config.parallel, config.model.layers, config.cluster.gpus
+    batch, pieces = config.train.global_batch_size, parallel.num_micro_batches
+    if batch % pieces:
+        yield ConfigError(
+            f"train.global_batch_size={batch} cannot be cut into "
+            f"parallel.num_micro_batches={pieces} equal microbatches",
+            f"Use train.global_batch_size={_multiples(batch, pieces)}.",
+            ["train.global_batch_size", "parallel.num_micro_batches"],
+        )
+    stages = parallel.num_stages or 1
+    if parallel.method == "data":
+        if stages > 1:
+            yield ConfigError(
+                f"parallel=data is one stage, not parallel.num_stages={stages}",
+                "Use parallel=manual for a pipeline.",
+                ["parallel.num_stages"],
+            )
+        if gpus is not None and (batch // pieces) % gpus:
+            yield ConfigError(
+                f"A microbatch of {batch // pieces} samples (train.global_batch_size={batch} / "
+                f"parallel.num_micro_batches={pieces}) cannot be shared evenly by "
+                f"cluster.gpus={gpus} devices",
+                f"Make train.global_batch_size a multiple of {pieces * gpus}.",
+                ["train.global_batch_size", "parallel.num_micro_batches", "cluster.gpus"],
+            )
+    if stages > layers:
+        yield ConfigError(
+            f"parallel.num_stages={stages} is more than the model's {layers} layers",
+            "A stage is at least one layer: ask for fewer stages, or raise model.num_layers.",
+            ["parallel.num_stages"],
+        )
+    if gpus is not None and stages > gpus:
+        yield ConfigError(
+            f"parallel.num_stages={stages} is more than cluster.gpus={gpus}",
+            "A stage needs a device of its own: ask for fewer stages or more devices.",
+            ["parallel.num_stages", "cluster.gpus"],
+        )
+
+
+def _multiples(batch: int, pieces: int) -> str:
+    """The multiples of `pieces` next to `batch`, in words."""
+    below = batch // pieces * pieces
+    return f"{below} or {below + pieces}" if below else str(pieces)

@@ -1,0 +1,63 @@
+"""The one error that a wrong setting raises, and the nearest right name to put into it.
+
+Anything that may import `launcher.config` raises `ConfigError` for bad user input; the command
+line prints it as one line and exits with 2. Standard library only.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class ConfigError(Exception):
+    """A setting that cannot be followed: what is wrong, where it was said, what to do.
+
+    Args:
+        problem: what is wrong, naming the setting; a sentence without its full stop.
+        remedy: what to do about it; whole sentences.
+        keys: the dotted settings at fault, so that whoever knows where they were said can add it.
+        where: where they were said, such as "on the command line".
+    """
+
+    def __init__(
+        self, problem: str, remedy: str = "", keys: Sequence[str] = (), where: str = ""
+    ) -> None:
+        super().__init__(problem, remedy, tuple(keys), where)
+        self.problem = problem.rstrip(".")
+        self.remedy = remedy
+        self.keys = tuple(keys)
+        self.where = where
+
+    def __str__(self) -> str:
+        where = f" ({self.where})" if self.where else ""
+        remedy = f" {self.remedy}" if self.remedy else ""
+        return f"{self.problem}{where}.{remedy}"
+
+    def said(self, where: str) -> ConfigError:
+        """The same error with the place where its settings were said."""
+        return ConfigError(self.problem, self.remedy, self.keys, self.where or where)
+
+
+def closest(word: str, options: Iterable[str]) -> str | None:
+    """The option that `word` was most likely meant to be, or None where nothing is near."""
+    folded = {option.casefold(): option for option in options}
+    matches = difflib.get_close_matches(word.casefold(), folded, n=1)
+    return folded[matches[0]] if matches else None
+
+
+def advice(word: str, options: Sequence[str], label: str = "") -> str:
+    """ "Did you mean …?" where an option is near, otherwise all of them after `label`."""
+    match = closest(word, options)
+    if match is not None:
+        return f"Did you mean {match}?"
+    return f"{label or 'Choose one of'}: {', '.join(options)}."
+
+
+def shown(value: object) -> str:
+    """`value` as its author wrote it: YAML's words for nothing and for truth, text in quotes."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value)

@@ -1,0 +1,128 @@
+"""What is said on the command line: Hydra's override grammar, read once and made strict.
+
+Hydra tells apart settings that some YAML file holds (`key=`) and settings that none holds
+(`+key=`). Here the schema decides what exists, so each value override becomes a `++key=`, and a
+key that the schema lacks is refused afterwards however it was written.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Collection, Sequence
+
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.errors import HydraException, OverrideParseException
+
+from launcher.config.build import text_keys
+from launcher.config.errors import ConfigError
+
+COMMAND_LINE = "on the command line"
+
+
+def parse(texts: Sequence[str], loader: ConfigLoader | None = None) -> list[Override]:
+    """Reads each `group=option`, `key=value`, `+key=value`, `++key=value` and `~key`.
+
+    Args:
+        texts: the arguments as the shell handed them over.
+        loader: Hydra's config loader, which sweeps over `glob(…)` ask for the options of a group.
+    """
+    parser = OverridesParser.create(config_loader=loader)
+    return [_parse_one(parser, text) for text in texts]
+
+
+def _parse_one(parser: OverridesParser, text: str) -> Override:
+    try:
+        override = parser.parse_overrides([text])[0]
+    except OverrideParseException:
+        key, equals, value = text.partition("=")
+        if equals:
+            remedy = (
+                f"Quote special characters, inside the shell's own quotes: \"{key}='{value}'\"."
+            )
+        else:
+            remedy = "Settings are written key=value, for example train.steps=100."
+        problem = f"{text!r} cannot be read as key=value"
+        raise ConfigError(problem, remedy, where=COMMAND_LINE) from None
+    _refuse_useless(override, text)
+    return override
+
+
+def _refuse_useless(override: Override, text: str) -> None:
+    """Refuses what Hydra's grammar allows but what could change nothing here."""
+    if not override.key_or_group:
+        problem, remedy = f"{text!r} has no name before its =", "Write key=value."
+    elif override.key_or_group.split(".")[0].split("/")[0] == "hydra":
+        problem = f"{override.key_or_group} is Hydra's own setting, which has no effect here"
+        remedy = "Runs are placed by run.dir and run.id; sweeps are asked for with -m."
+    elif override.is_delete():
+        problem = f"{text} takes away a setting, but each has a value"
+        remedy = "Set it instead, to null where it may be."
+    elif override.package is not None:
+        problem = f"{text} puts a group into another section than its own"
+        remedy = f"Write {override.key_or_group}=OPTION."
+    else:
+        return
+    raise ConfigError(problem, remedy, where=COMMAND_LINE)
+
+
+def for_hydra(override: Override, groups: Collection[str], own_groups: Collection[str]) -> str:
+    """The override as Hydra is to see it: options chosen, values forced in.
+
+    An unquoted word for an option or a text setting is taken as typed: `run.id=1e3` means "1e3",
+    not 1000.0. `+recipe=x` is `recipe=x`, because the defaults list has each of `own_groups`;
+    a further group of the user's stays as written.
+    """
+    key, value = override.key_or_group, (override.input_line or "").partition("=")[2].strip()
+    said = override.value()
+    is_scalar = isinstance(said, bool | int | float)
+    if key not in groups:
+        return f"++{key}={quoted(value) if is_scalar and key in text_keys() else value}"
+    name = key if key in own_groups else override.get_key_element()
+    return f"{name}={quoted(value) if is_scalar or said is None else value}"
+
+
+def quoted(value: str) -> str:
+    """`value` as one quoted string of the override grammar, whatever characters it holds."""
+    return QuotedString(value, Quote.single).with_quotes()
+
+
+def written(value: str) -> str:
+    """The text `value` as it is best typed: in quotes only where it needs them."""
+    plain = re.fullmatch(r"[\w./-]+", value) and value.casefold() != "null"
+    return value if plain else quoted(value)
+
+
+def refuse_sweeps(overrides: Sequence[Override]) -> None:
+    """One run takes one value a setting."""
+    for override in overrides:
+        if override.is_sweep_override():
+            raise ConfigError(
+                f"{override.input_line} gives several values to one run",
+                f"Add -m to run each of them, or write {override.key_or_group}=[…] for a list.",
+                where=COMMAND_LINE,
+            )
+
+
+def sweep_points(overrides: Sequence[Override]) -> list[tuple[str, ...]]:
+    """The override texts of every run of a sweep: the product over the swept settings.
+
+    The last swept setting changes fastest. A setting that is not swept is part of every point.
+    """
+    axes = []
+    for override in overrides:
+        if not override.is_sweep_override():
+            axes.append([override.input_line or ""])
+            continue
+        try:
+            values = list(override.sweep_string_iterator())
+        except HydraException:
+            raise ConfigError(
+                f"{override.input_line} cannot be listed value by value",
+                "Write the values with commas, range(start,stop,step) or choice(a,b).",
+                where=COMMAND_LINE,
+            ) from None
+        axes.append([f"{override.get_key_element()}={value}" for value in values])
+    return list(itertools.product(*axes))

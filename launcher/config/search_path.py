@@ -1,0 +1,41 @@
+"""Gives Hydra several folders of YAML files, of which the first that has a file wins.
+
+Hydra's own `--config-dir` only adds what the application lacks. Here a copy of `conf/` with one
+edited file must take effect, so the user's folders go first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+
+from hydra import initialize_config_dir
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+# Hydra makes its plugins itself, without arguments: this is how `_UserFolders` learns its own.
+_user_folders: ContextVar[tuple[Path, ...]] = ContextVar("user_folders", default=())
+
+
+class _UserFolders(SearchPathPlugin):
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for folder in reversed(_user_folders.get()):
+            search_path.prepend("user", f"file://{folder}", SearchPathQuery(provider="main"))
+
+
+@contextmanager
+def searching(folders: Sequence[Path]) -> Iterator[ConfigLoader]:
+    """Within this context `hydra.compose` reads `folders`, the last of which is the project's."""
+    *users, own = folders
+    Plugins.instance().register(_UserFolders)
+    token = _user_folders.set(tuple(users))
+    try:
+        with initialize_config_dir(str(own), job_name="launcher", version_base="1.3"):
+            yield GlobalHydra.instance().config_loader()
+    finally:
+        _user_folders.reset(token)

@@ -1,0 +1,78 @@
+"""What Hydra, OmegaConf and PyYAML raise while composing, said in this project's words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf.errors import OmegaConfBaseException
+
+from launcher.config.errors import ConfigError, advice
+from launcher.config.origin import short
+from launcher.config.overrides import COMMAND_LINE
+
+# OSError and UnicodeDecodeError: a settings file that cannot be read, or holds no table.
+HYDRA_ERRORS = (
+    HydraException,
+    OmegaConfBaseException,
+    yaml.YAMLError,
+    OSError,
+    UnicodeDecodeError,
+)
+
+
+def translated(
+    error: BaseException, overrides: Sequence[Override], folders: Sequence[Path]
+) -> ConfigError:
+    """The ConfigError that says what `error`, one of HYDRA_ERRORS, means to the user."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return _missing_option(error, error.missing_cfg_file, overrides, folders)
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return ConfigError(f"{short(Path(mark.name))}:{mark.line + 1} is not YAML: {error.problem}")
+    if isinstance(error, HydraException) and not str(error) and error.__cause__ is not None:
+        return translated(error.__cause__, overrides, folders)
+    if isinstance(error, OmegaConfBaseException):  # its first line says what, the others how typed
+        key = error.full_key or ""
+        what = str(error).strip().splitlines()[0]
+        return ConfigError(f"{key}: {what}" if key else what, keys=[key])
+    return ConfigError(f"The settings cannot be put together: {' '.join(str(error).split())}")
+
+
+def _missing_option(
+    error: MissingConfigException,
+    wanted: str,
+    overrides: Sequence[Override],
+    folders: Sequence[Path],
+) -> ConfigError:
+    group, _, option = wanted.rpartition("/")
+    if any(override.key_or_group == group for override in overrides):
+        where = COMMAND_LINE
+    else:
+        # Hydra names the file with the defaults list, not the one that overrides it.
+        files = (file for folder in folders for file in sorted(folder.rglob("*.yaml")))
+        where = next((f"in {short(file)}" for file in files if _chooses(file, group, option)), "")
+    options = list(error.options or ())
+    if not options:
+        return ConfigError(f"There is no {wanted}.yaml", where=where)
+    return ConfigError(
+        f"There is no {group}={option}", advice(option, options, f"Options of {group}"), where=where
+    )
+
+
+def _chooses(file: Path, group: str, option: str) -> bool:
+    """Whether the file's defaults list has `group: option` or `override /group: option`."""
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, OSError, UnicodeDecodeError):
+        return False
+    defaults = content.get("defaults") if isinstance(content, dict) else None
+    choices = [entry for entry in defaults or () if isinstance(entry, dict)]
+    return any(
+        str(name).removeprefix("override ").lstrip("/") == group and str(choice) == option
+        for entry in choices
+        for name, choice in entry.items()
+    )

@@ -1,0 +1,71 @@
+"""`metrics.jsonl`: one JSON object a logged step, written and read here and nowhere else.
+
+Every line holds every key of `METRIC_KEYS`, then the step's own extra ones. What is unknown and
+what is not finite (NaN, infinity) is `null`: that is valid JSON, and every reader keeps the column
+numeric.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from launcher.report.tracker import METRIC_KEYS, Metrics
+
+
+class JsonlTracker:
+    """Appends to `path`, one flushed line a step, so that a crash costs no line but its own.
+
+    Opening it for a run that goes on at `first_step` drops the lines of that step and later, and a
+    last line that a crash tore: every step stands in the file once. Raises OSError where the file
+    cannot be written.
+    """
+
+    def __init__(self, path: Path, first_step: int = 1) -> None:
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open for as long as the run
+        self._file.truncate(_end_of_steps_before(first_step, path))
+
+    def log(self, metrics: Metrics) -> None:
+        line = {key: json_number(metrics.get(key)) for key in (*METRIC_KEYS, *metrics)}
+        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+
+    def message(self, text: str) -> None:
+        pass
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The logged steps of a `metrics.jsonl`, oldest first; none where there is no file yet."""
+    if not path.exists():
+        return []
+    whole_lines = path.read_bytes()[: _end_of_steps_before(None, path)]
+    return [json.loads(line) for line in whole_lines.splitlines()]
+
+
+def json_number(value: float | None) -> float | int | None:
+    """`value` as JSON can hold it: not-finite becomes None, and any float kind a Python float."""
+    if value is None or isinstance(value, int):
+        return value
+    return float(value) if math.isfinite(value) else None
+
+
+def _end_of_steps_before(first_step: int | None, path: Path) -> int:
+    """How many bytes of `path` hold whole lines of steps before `first_step` (None: of any)."""
+    end = 0
+    with open(path, "rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            try:
+                step = json.loads(line)["step"]
+            except (ValueError, KeyError, TypeError):
+                break
+            if first_step is not None and step >= first_step:
+                break
+            end += len(line)
+    return end

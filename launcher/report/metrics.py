@@ -1,0 +1,72 @@
+"""The contract's performance figures, computed from what was measured. Pure functions.
+
+`launcher.train` uses them to fill a step's metrics, `summary` to say what the run came to.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+
+def performance(
+    step_seconds: float,
+    *,
+    samples: int,
+    tokens: int | None = None,
+    flops: float | None = None,
+    devices: int = 1,
+    peak_flops: float | None = None,
+) -> dict[str, float | None]:
+    """The `perf/...` figures of one step that took `step_seconds`.
+
+    Args:
+        samples: samples in the global batch.
+        tokens: tokens in the global batch, None where samples have none.
+        flops: model FLOPs of one step, over all devices; recomputation does not count.
+        devices: number of devices that took part.
+        peak_flops: FLOP/s that one device can do at best, None where it is not known.
+
+    Returns:
+        `perf/step_seconds`, `perf/samples_per_second`, `perf/tokens_per_second` and `perf/mfu`
+        (model FLOPs utilization, a fraction of one); None is not known.
+    """
+    mfu = flops / (step_seconds * devices * peak_flops) if flops and peak_flops else None
+    return {
+        "perf/step_seconds": step_seconds,
+        "perf/samples_per_second": samples / step_seconds,
+        "perf/tokens_per_second": None if tokens is None else tokens / step_seconds,
+        "perf/mfu": mfu,
+    }
+
+
+def median(values: Iterable[float | None]) -> float | None:
+    """The median of the values that are known and finite; None where there are none."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    return statistics.median(known) if known else None
+
+
+def measured(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What a run's logged steps (`read_metrics`) come to, as fields of `Summary`.
+
+    Losses are the first and the last logged ones, None where they were not finite; times and rates
+    are medians over the run, so that one slow step does not colour them.
+    """
+
+    def column(key: str) -> list[Any]:
+        return [record[key] for record in records if record.get(key) is not None]
+
+    return {
+        "steps": records[-1]["step"] if records else 0,
+        "first_loss": records[0]["train/loss"] if records else None,
+        "final_loss": records[-1]["train/loss"] if records else None,
+        "eval_loss": (column("eval/loss") or [None])[-1],
+        "step_seconds_median": median(column("perf/step_seconds")),
+        "samples_per_second": median(column("perf/samples_per_second")),
+        "tokens_per_second": median(column("perf/tokens_per_second")),
+        "mfu": median(column("perf/mfu")),
+        "bubble_fraction": median(column("pipeline/bubble_fraction")),
+        "peak_memory_bytes": max(column("perf/peak_memory_bytes"), default=None),
+    }

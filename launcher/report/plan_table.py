@@ -1,0 +1,111 @@
+"""A plan as a table for a person: a row a stage, and what the whole is predicted to do.
+
+`launcher.train` prints it before a run and for `task=plan`; it reads the plan, and needs no device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from launcher.report.console import plain_table
+from launcher.report.text import (
+    bytes_text,
+    count_text,
+    percent_text,
+    ranges_text,
+    rate_text,
+    seconds_text,
+)
+
+if TYPE_CHECKING:
+    from launcher.plan.plan import Plan
+
+
+def print_plan(console: Console, plan: Plan) -> None:
+    """Print the plan: what it is, its stages, and its predictions."""
+    console.print()
+    console.print(headline(plan), style="bold", soft_wrap=True)
+    console.print(plan_table(plan))
+    console.print(predictions(plan), soft_wrap=True)
+
+
+def headline(plan: Plan) -> str:
+    """The plan in one line: method, stages, schedule, microbatches, devices."""
+    hosts = {host for stage in plan.stages for host in stage.hosts}
+    remat = {stage.remat for stage in plan.stages}
+    parts = [
+        f"plan: {plan.method}",
+        _plural(len(plan.stages), "stage"),
+        plan.schedule,
+        _plural(plan.num_micro_batches, "microbatch", "es"),
+        *(["remat full"] if remat == {"full"} else []),
+        f"{_plural(plan.num_devices, 'device')} on {_plural(len(hosts), 'host')}",
+    ]
+    return f"{', '.join(parts)} ({plan.cluster['name']})"
+
+
+def plan_table(plan: Plan) -> Table:
+    """The stages as a table that fits 80 columns.
+
+    `submesh` is hosts x devices on each, `mesh` the logical mesh as data x model. Times are for one
+    microbatch. `sends` is what the stage sends to others in a whole step, `memory` the peak on one
+    of its devices, with its share of the device's own where that is known. Whether the forward
+    pass is computed again (`remat`) is told by stage where the stages differ.
+    """
+    table = plain_table()
+    capacity = plan.cluster.get("memory_bytes")
+    columns: dict[str, list[str | Text]] = {
+        "stage": [str(index) for index in range(len(plan.stages))],
+        "layers": [ranges_text(stage.layers) for stage in plan.stages],
+        "submesh": [
+            f"{len(stage.hosts)}x{len(stage.devices) // len(stage.hosts)}" for stage in plan.stages
+        ],
+        "mesh": ["x".join(map(str, stage.logical_mesh)) for stage in plan.stages],
+        "params": [count_text(stage.num_parameters) for stage in plan.stages],
+        "remat": [stage.remat for stage in plan.stages],
+        "forward": [seconds_text(stage.forward_seconds) for stage in plan.stages],
+        "backward": [seconds_text(stage.backward_seconds) for stage in plan.stages],
+        "sends": [bytes_text(_sends(plan, index)) for index in range(len(plan.stages))],
+        "memory": [_memory(stage.memory_bytes, capacity) for stage in plan.stages],
+    }
+    if len(set(columns["remat"])) == 1:
+        del columns["remat"]
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(*row)
+    return table
+
+
+def predictions(plan: Plan) -> str:
+    """What the plan is predicted to do, in one line."""
+    parts = [
+        f"{seconds_text(plan.predicted_step_seconds)} a step",
+        rate_text(plan.predicted_samples_per_second, "samples"),
+        f"{percent_text(plan.predicted_bubble_fraction)} bubble",
+    ]
+    return f"{count_text(plan.num_parameters)} parameters; predicted: {', '.join(parts)}"
+
+
+def _sends(plan: Plan, stage: int) -> int:
+    """Bytes that a stage sends to others in one step."""
+    return sum(
+        transfer.bytes_per_microbatch * plan.num_micro_batches + transfer.bytes_per_step
+        for transfer in plan.transfers
+        if transfer.src_stage == stage
+    )
+
+
+def _memory(used: int, capacity: int | None) -> Text:
+    if capacity is None:
+        return Text(bytes_text(used))
+    style = "bold red" if used > capacity else ""
+    return Text(f"{bytes_text(used)} {used / capacity:4.0%}", style=style)
+
+
+def _plural(count: int, noun: str, ending: str = "s") -> str:
+    return f"{count} {noun}{ending if count != 1 else ''}"

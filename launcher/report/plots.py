@@ -1,0 +1,174 @@
+"""The pictures of a run: its loss over the steps, and the simulated timeline of its pipeline.
+
+`launcher.train` calls these at a run's end. Matplotlib is imported only when a picture is drawn,
+and without any global state (no pyplot).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launcher.report.text import loss_text, percent_text, seconds_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from launcher.plan.simulate import TimedTask
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
+TRAIN, EVAL = "#0072B2", "#D55E00"
+TASK_COLOURS = {"forward": "#56B4E9", "backward": "#E69F00"}
+OTHER_TASK = "#009E73"
+IDLE = "#ECECEC"
+INK = "#333333"
+SMOOTHED_FROM = 80  # logged steps
+MOST_NUMBERED_TASKS = 2000  # beyond, numbers could not be read and would only cost time
+
+
+def plot_loss(records: Sequence[Mapping[str, Any]], path: Path, title: str = "") -> Path:
+    """Draw the training loss, smoothed where it is long, and the evaluation loss.
+
+    Args:
+        records: logged steps, as `jsonl.read_metrics` gives them.
+        path: the PNG to write; its folder is made. Returned.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    figure, axes = _canvas(width=8.0, height=4.5)
+    steps, losses = _series(records, "train/loss")
+    line: dict[str, Any] = {
+        "linewidth": 1.8,
+        "color": TRAIN,
+        "marker": "o" if len(losses) == 1 else "",
+    }
+    if len(losses) >= SMOOTHED_FROM:
+        axes.plot(steps, losses, color=TRAIN, alpha=0.3, linewidth=0.8)
+        smooth = running_mean(losses, span=len(losses) // 40)
+        axes.plot(steps, smooth, label=f"train (smoothed): {loss_text(smooth[-1])}", **line)
+    elif losses:
+        axes.plot(steps, losses, label=f"train: {loss_text(losses[-1])}", **line)
+    eval_steps, evals = _series(records, "eval/loss")
+    if evals:
+        line = {"linewidth": 1.2, "color": EVAL, "marker": "o", "markersize": 4.5}
+        axes.plot(eval_steps, evals, label=f"validation: {loss_text(evals[-1])}", **line)
+    if losses or evals:
+        axes.legend(frameon=False, labelcolor=INK)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.grid(color="#E6E6E6", linewidth=0.8)
+    axes.margins(x=0.02)
+    return _save(figure, path)
+
+
+def plot_timeline(timeline: Sequence[TimedTask], path: Path, title: str = "") -> Path:
+    """Draw one simulated step: a row a stage, a box a task with its microbatch, the rest idle.
+
+    Args:
+        timeline: what `plan.simulate.simulate` returns; at least one task.
+        title: what the plan is, put before the step's length and its bubble.
+        path: the PNG to write; its folder is made. Returned.
+    """
+    from matplotlib.patches import Patch
+
+    stages = 1 + max(timed.task.stage for timed in timeline)
+    total = max(timed.end for timed in timeline)
+    busy = sum(timed.end - timed.start for timed in timeline)
+    width = min(24.0, max(9.0, 0.2 * len(timeline) / stages + 5.0))
+    figure, axes = _canvas(width, height=1.8 + 0.5 * min(stages, 32))
+    factor, unit = (1.0, "s") if total >= 10 else (1e3, "ms") if total >= 1e-3 else (1e6, "us")
+    axes.barh(range(stages), total * factor, color=IDLE, height=0.86)
+    kinds = list(dict.fromkeys(timed.task.kind.value for timed in timeline))
+    for kind in kinds:
+        tasks = [timed for timed in timeline if timed.task.kind.value == kind]
+        axes.barh(
+            [timed.task.stage for timed in tasks],
+            [(timed.end - timed.start) * factor for timed in tasks],
+            left=[timed.start * factor for timed in tasks],
+            color=TASK_COLOURS.get(kind, OTHER_TASK),
+            edgecolor="white",
+            linewidth=0.6,
+            height=0.86,
+        )
+        _number_tasks(axes, tasks, factor, inches_per_second=(width - 1.5) / total)
+    axes.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)])
+    axes.invert_yaxis()
+    axes.set_xlim(0, total * factor)
+    axes.set_xlabel(f"predicted time in the step ({unit})")
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    bubble = percent_text(1 - busy / (total * stages))
+    figures = f"{seconds_text(total)} a step, {bubble} idle"
+    axes.set_title(f"{title}: {figures}" if title else figures, loc="left", fontsize=11)
+    figure.legend(
+        handles=[Patch(color=TASK_COLOURS.get(kind, OTHER_TASK), label=kind) for kind in kinds]
+        + [Patch(color=IDLE, label="idle (bubble)")],
+        loc="outside lower center",
+        ncols=len(kinds) + 1,
+        frameon=False,
+        labelcolor=INK,
+    )
+    return _save(figure, path)
+
+
+def running_mean(values: Sequence[float], span: int) -> list[float]:
+    """For every value the mean of those at most `span` places away, fewer at the ends."""
+    sums = [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    means = []
+    for i in range(len(values)):
+        reach = min(span, i, len(values) - 1 - i)
+        means.append((sums[i + reach + 1] - sums[i - reach]) / (2 * reach + 1))
+    return means
+
+
+def _series(records: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    """Steps and values of a metric, where it is known and finite."""
+    known = [(r["step"], r[key]) for r in records if r.get(key) is not None]
+    known = [(step, value) for step, value in known if math.isfinite(value)]
+    return [step for step, _ in known], [value for _, value in known]
+
+
+def _number_tasks(
+    axes: Axes, tasks: Sequence[TimedTask], factor: float, inches_per_second: float
+) -> None:
+    """Write each microbatch's number into its box, all of one size, where there is room."""
+    longest = max(len(str(timed.task.microbatch)) for timed in tasks)
+    narrowest = min(timed.end - timed.start for timed in tasks) * inches_per_second
+    size = min(9.0, narrowest * 72 / (0.75 * longest))
+    if size < 4 or len(tasks) > MOST_NUMBERED_TASKS:
+        return
+    for timed in tasks:
+        axes.text(
+            (timed.start + timed.end) / 2 * factor,
+            timed.task.stage,
+            str(timed.task.microbatch),
+            ha="center",
+            va="center",
+            fontsize=size,
+            color=INK,
+        )
+
+
+def _canvas(width: float, height: float) -> tuple[Figure, Axes]:
+    """An empty picture of that size in inches, without the box around the axes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=INK)
+    return figure, axes
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    return path

@@ -1,0 +1,168 @@
+"""The end of a run: `summary.json`, and what a person is told.
+
+`launcher.train` fills in a `Summary`, most of it with `metrics.measured`; `sweep` reads it back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from launcher.report.jsonl import json_number
+from launcher.report.text import (
+    bytes_text,
+    clock_text,
+    count_text,
+    loss_text,
+    percent_text,
+    rate_text,
+    seconds_text,
+)
+
+FILE_NAME = "summary.json"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What one run came to. Times in seconds, None where a thing was not measured.
+
+    `exit_reason` is `done`, `interrupted`, `preempted`, or a sentence that says what failed.
+    Medians and losses are over all of the run's logged steps, also those before a restart.
+    """
+
+    run_id: str
+    exit_reason: str
+    steps: int = 0
+    first_loss: float | None = None
+    final_loss: float | None = None
+    eval_loss: float | None = None
+    step_seconds_median: float | None = None
+    predicted_step_seconds: float | None = None
+    samples_per_second: float | None = None
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    bubble_fraction: float | None = None
+    predicted_bubble_fraction: float | None = None
+    peak_memory_bytes: int | None = None
+    num_parameters: int | None = None
+    plan_seconds: float | None = None
+    compile_seconds: float | None = None
+    time_to_first_step_seconds: float | None = None
+    total_seconds: float | None = None
+    restarts: int = 0
+    wandb_url: str | None = None
+    wandb_sync_command: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields by name, as JSON can hold them: a number that is not finite becomes None."""
+        fields = dataclasses.asdict(self)
+        return {k: json_number(v) if isinstance(v, float) else v for k, v in fields.items()}
+
+
+def write_summary(run_dir: Path, summary: Summary) -> Path:
+    """Write `summary.json` whole or not at all; returns its path. Raises OSError."""
+    path = run_dir / FILE_NAME
+    partial = path.with_suffix(".partial")
+    with open(partial, "w") as file:
+        json.dump(summary.to_dict(), file, indent=2, allow_nan=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    return path
+
+
+def print_summary(
+    console: Console, run_dir: Path, summary: Summary, resume_command: str | None = None
+) -> None:
+    """Say what the run came to and where to look further.
+
+    Long paths and commands are never broken, so that they can be copied.
+
+    Args:
+        resume_command: the command that takes this run up again, where there is one.
+    """
+    done = summary.exit_reason == "done"
+    ending = f"{summary.steps} steps"
+    if summary.total_seconds is not None:
+        ending += f" in {clock_text(summary.total_seconds)}"
+    console.print()
+    style = "bold green" if done else "bold red"
+    console.print(f"{summary.exit_reason}: {ending}", style=style, soft_wrap=True)
+    for name, value in [*_results(summary), *_whereabouts(run_dir, summary, resume_command)]:
+        console.print(Text.assemble((f"  {name:<10}  ", "dim"), value), soft_wrap=True)
+
+
+def _results(summary: Summary) -> list[tuple[str, str]]:
+    """What was reached and how fast, as (name, value) lines."""
+    lines = []
+    if summary.steps:
+        final = "not finite" if summary.final_loss is None else loss_text(summary.final_loss)
+        lines.append(("loss", f"{final} (from {loss_text(summary.first_loss)})"))
+    if summary.eval_loss is not None:
+        lines.append(("eval loss", loss_text(summary.eval_loss)))
+    if summary.step_seconds_median is not None:
+        lines.append(("step time", _beside_prediction(summary)))
+    if summary.samples_per_second is not None:
+        lines.append(("throughput", _throughput(summary)))
+    if summary.bubble_fraction is not None:
+        predicted = percent_text(summary.predicted_bubble_fraction)
+        lines.append(("bubble", f"{percent_text(summary.bubble_fraction)} (predicted {predicted})"))
+    if summary.num_parameters is not None:
+        size = f"{count_text(summary.num_parameters)} parameters"
+        if summary.peak_memory_bytes is not None:
+            size += f", {bytes_text(summary.peak_memory_bytes)} at most on a device"
+        lines.append(("model", size))
+    if summary.restarts:
+        lines.append(("restarts", str(summary.restarts)))
+    return lines
+
+
+def _whereabouts(
+    run_dir: Path, summary: Summary, resume_command: str | None
+) -> list[tuple[str, str]]:
+    """Where to look and what to do next, as (name, value) lines."""
+    folder = shown_path(run_dir)
+    lines = [("run folder", folder)]
+    if (run_dir / "metrics.jsonl").exists():
+        lines.append(("metrics", os.path.join(folder, "metrics.jsonl")))
+    if pictures := ", ".join(sorted(path.name for path in run_dir.glob("plots/*.png"))):
+        lines.append(("plots", f"{os.path.join(folder, 'plots')} ({pictures})"))
+    if any((run_dir / "checkpoints").glob("*")):
+        lines.append(("checkpoint", os.path.join(folder, "checkpoints")))
+    if summary.wandb_url:
+        lines.append(("wandb", summary.wandb_url))
+    if summary.wandb_sync_command:
+        lines.append(("wandb", f"offline; to upload: {summary.wandb_sync_command}"))
+    if resume_command:
+        lines.append(("go on", resume_command))
+    return lines
+
+
+def shown_path(path: Path) -> str:
+    """`path` as the user would type it: relative where it is below the current folder."""
+    path = path.absolute()
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def _beside_prediction(summary: Summary) -> str:
+    text = seconds_text(summary.step_seconds_median)
+    if summary.predicted_step_seconds:
+        text += f" (predicted {seconds_text(summary.predicted_step_seconds)})"
+    return text
+
+
+def _throughput(summary: Summary) -> str:
+    rates = [rate_text(summary.samples_per_second or 0, "samples")]
+    if summary.tokens_per_second is not None:
+        rates.append(rate_text(summary.tokens_per_second, "tokens"))
+    if summary.mfu is not None:
+        rates.append(f"{percent_text(summary.mfu)} MFU")
+    return ", ".join(rates)

@@ -1,0 +1,156 @@
+"""The run folder `<run.dir>/<run.id>/`: whose it is, what is in it, and that no two runs share it.
+
+`check` only looks, so that a wrong setting costs no time and leaves nothing behind; `claim` makes
+the folder and holds it. `run` calls both.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from launcher.config.compose import to_dict
+from launcher.config.errors import ConfigError, shown
+from launcher.config.schema import Config, Run
+from launcher.train import checkpoint
+
+# What must not change when a run goes on: with other values its steps would be another run's.
+_FIXED = ("model", "dataset", "optimizer", "train.global_batch_size", "run.seed")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run's folder, and how many steps its newest checkpoint has behind it (0: none there)."""
+
+    path: Path
+    finished_steps: int = 0
+
+    @property
+    def id(self) -> str:
+        return self.path.name
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+
+def new_id(model_name: str) -> str:
+    """A fresh run id: `<model>-<utc yyyymmdd-hhmmss>-<4 hex digits>`."""
+    return f"{model_name}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+
+
+def check(config: Config) -> int:
+    """How many finished steps the run would go on from; 0 where it would start afresh.
+
+    Raises ConfigError where `run.id` and `run.resume` do not fit what is on disk.
+    """
+    if config.run.id is None:
+        return 0
+    path = Path(config.run.dir, config.run.id)
+    if config.run.resume == "never" and path.exists():
+        raise _taken(path)
+    return _finished_steps(config, path)
+
+
+@contextmanager
+def claim(config: Config) -> Iterator[RunFolder]:
+    """Make the run's folder, or take up the one it has, and hold it against other processes.
+
+    Raises ConfigError like `check`, or where another process holds the folder, and OSError where
+    it cannot be made or written.
+    """
+    run = config.run
+    path = _fresh_folder(run.dir, config.model.name) if run.id is None else _own_folder(run, run.id)
+    with open(path / ".lock", "ab") as lock:
+        _lock(lock, path)
+        # Looked at only now (again, after `check`), when nobody else can be writing.
+        yield RunFolder(path, _finished_steps(config, path))
+
+
+def _fresh_folder(parent: str, model_name: str) -> Path:
+    Path(parent).mkdir(parents=True, exist_ok=True)
+    while True:
+        try:
+            path = Path(parent, new_id(model_name))
+            path.mkdir()
+            return path
+        except FileExistsError:
+            continue  # somebody drew the same four digits in the same second
+
+
+def _own_folder(run: Run, run_id: str) -> Path:
+    path = Path(run.dir, run_id)
+    try:
+        path.mkdir(parents=True, exist_ok=run.resume != "never")
+    except FileExistsError:
+        raise _taken(path) from None
+    return path
+
+
+def _lock(file: BinaryIO, path: Path) -> None:
+    try:
+        # The kernel lets go of it when the process ends, however it ends.
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(
+            f"run.id={path.name} is running right now, in {path}",
+            "Wait for it to end, or choose another run.id.",
+            ["run.id"],
+        ) from None
+
+
+def _finished_steps(config: Config, path: Path) -> int:
+    checkpoints = RunFolder(path).checkpoints
+    step = checkpoint.latest_step(checkpoints)
+    if step is not None:
+        stored = checkpoint.read_metadata(checkpoints, step)["config"]
+        _check_same_run(path, step, _flat(stored), _flat(to_dict(config)))
+        return step
+    if config.run.resume == "must":
+        raise ConfigError(
+            f"run.resume=must finds nothing to go on from: {checkpoints} holds no checkpoint",
+            "Check run.id and run.dir, or use run.resume=auto.",
+            ["run.resume", "run.id"],
+        )
+    return 0
+
+
+def _check_same_run(path: Path, step: int, before: dict[str, Any], now: dict[str, Any]) -> None:
+    for key in sorted(before.keys() | now.keys()):
+        fixed = any(key == name or key.startswith(f"{name}.") for name in _FIXED)
+        if fixed and before.get(key) != now.get(key):
+            raise ConfigError(
+                f"{key}={shown(now.get(key))} does not fit run.id={path.name}, which came to step "
+                f"{step} with {key}={shown(before.get(key))}",
+                "Set it back to go on with that run, or choose another run.id.",
+                [key],
+            )
+
+
+def _taken(path: Path) -> ConfigError:
+    return ConfigError(
+        f"run.id={path.name} is taken: {path} exists, and run.resume=never",
+        "Choose another run.id, or use run.resume=auto to go on with that run.",
+        ["run.id", "run.resume"],
+    )
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"a": {"b": 1}}` as `{"a.b": 1}`."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat

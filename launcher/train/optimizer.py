@@ -1,0 +1,83 @@
+"""From the settings' `optimizer` section to an Optax transformation and its learning-rate schedule.
+
+A chain of Optax's own parts, the same for every optimizer: clip, scale, decay, learning rate.
+`program` and whoever writes a train step by hand may import it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from launcher.config.schema import Optimizer
+
+Schedule = Callable[[Any], jax.Array]
+
+
+def build_optimizer(
+    options: Optimizer, total_steps: int
+) -> tuple[optax.GradientTransformation, Schedule]:
+    """The optimizer that `options.name` picks, for a run of `total_steps` steps.
+
+    Gradients are clipped to the global norm `clip_norm` (None: not at all). Weight decay is
+    decoupled and scaled by the learning rate (Loshchilov & Hutter, 2019, "Decoupled Weight Decay
+    Regularization"), whatever the optimizer, and leaves out parameters of fewer than two
+    dimensions: biases and the scales of norms.
+
+    Returns:
+        The transformation, whose state is a plain Optax pytree, and the schedule, a function from
+        the number of finished steps to the learning rate of the next one.
+    """
+    schedule = build_schedule(options, total_steps)
+    parts = [_SCALINGS[options.name](options), optax.scale_by_learning_rate(schedule)]
+    if options.weight_decay:
+        parts.insert(1, optax.add_decayed_weights(options.weight_decay, mask=_matrices))
+    if options.clip_norm is not None:
+        parts.insert(0, optax.clip_by_global_norm(options.clip_norm))
+    return optax.chain(*parts), schedule
+
+
+def build_schedule(options: Optimizer, total_steps: int) -> Schedule:
+    """Linear warm-up to `learning_rate`, then the decay to `final_learning_rate`.
+
+    With w warm-up steps, step k (from 0) of the first w has learning rate
+    `learning_rate * (k + 1) / (w + 1)`: no step is wasted on a rate of zero. The decay ends after
+    `total_steps`; `constant` stays at `learning_rate`.
+    """
+    peak, final, warmup = options.learning_rate, options.final_learning_rate, options.warmup_steps
+    shape = _DECAYS[options.decay](max(1, total_steps - warmup))
+    rise = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
+
+    def decay(count: Any) -> Any:
+        return final + (peak - final) * shape(count)
+
+    return optax.join_schedules([rise, decay], [warmup])
+
+
+# From 1 to 0 over so many steps. Shapes and not rates, so that a peak of 0 is no special case.
+_DECAYS: dict[str, Callable[[int], Schedule]] = {
+    "constant": lambda steps: optax.constant_schedule(1.0),
+    "cosine": lambda steps: optax.cosine_decay_schedule(1.0, steps),
+    "linear": lambda steps: optax.linear_schedule(1.0, 0.0, steps),
+}
+
+_SCALINGS: dict[str, Callable[[Optimizer], optax.GradientTransformation]] = {
+    "adamw": lambda o: optax.scale_by_adam(o.b1, o.b2, o.eps),
+    "adam": lambda o: optax.scale_by_adam(o.b1, o.b2, o.eps),
+    "sgd": lambda o: optax.trace(o.momentum),
+    "lion": lambda o: optax.scale_by_lion(o.b1, o.b2),
+    # Shazeer & Stern, 2018: update clipping at 1, steps relative to the parameter's own size.
+    "adafactor": lambda o: optax.chain(
+        optax.scale_by_factored_rms(),
+        optax.clip_by_block_rms(1.0),
+        optax.scale_by_param_block_rms(),
+    ),
+}
+
+
+def _matrices(params: Any) -> Any:
+    """Which parameters decay: a pytree of booleans like `params`."""
+    return jax.tree.map(lambda leaf: leaf.ndim >= 2, params)

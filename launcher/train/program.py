@@ -1,0 +1,61 @@
+"""The run's computation, from its settings: the same in the driver, which plans it, and in each
+worker, which compiles it. `run` and `worker` build it; equal fingerprints prove it the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+
+from launcher.config.schema import Config
+from launcher.trace import TracedStep, trace_step
+from launcher.train.optimizer import build_optimizer
+from launcher.train.step import TrainState, init_state, make_eval_step, make_train_step
+from recipes import build_dataset, build_model
+
+if TYPE_CHECKING:
+    from recipes import Dataset
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a run computes, and on what data.
+
+    Attributes:
+        init: the first state, from the seed. seed: what `init` takes, uint32.
+        state: the state's shapes, a `jax.ShapeDtypeStruct` a leaf.
+        train: the train step. evaluate: the evaluation step, None where the run has none.
+    """
+
+    dataset: Dataset
+    init: Callable[[jax.Array], TrainState]
+    seed: np.ndarray
+    state: TrainState
+    train: TracedStep
+    evaluate: TracedStep | None
+
+
+def build_program(config: Config) -> Program:
+    """Build the model, the optimizer and the data, and trace both steps. Computes nothing.
+
+    Raises `recipes.InputError`, `launcher.trace.TraceError` and, for files, OSError.
+    """
+    batch_size = config.train.global_batch_size
+    dataset = build_dataset(config.dataset, config.model, batch_size, config.run.seed)
+    model = build_model(config.model, config.train.precision)
+    optimizer, schedule = build_optimizer(config.optimizer, config.train.steps)
+
+    init = functools.partial(init_state, model, optimizer)
+    seed = np.asarray(jax.random.key_data(jax.random.key(config.run.seed)))
+    state = jax.eval_shape(init, seed)
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), dataset.train(0))
+    train = trace_step(make_train_step(model, optimizer, schedule), (state, batch))
+    evaluate = None
+    if config.train.eval_every:
+        evaluate = trace_step(make_eval_step(model), (state.params, batch), donate_argnums=())
+    return Program(dataset, init, seed, state, train, evaluate)

@@ -1,0 +1,72 @@
+"""A whole run in the driver, from checked settings to an exit code. `launcher.__main__` calls it.
+
+The driver plans and directs; it computes nothing itself. Here stands what is done for which task,
+and what is said, and with which exit code, where it cannot be done.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import jax
+
+from launcher.cluster.errors import ClusterError, WorkerError
+from launcher.config.errors import ConfigError
+from launcher.config.schema import Config
+from launcher.plan import PlanError
+from launcher.report.console import make_console
+from launcher.trace import TraceError
+from launcher.train import folder
+from launcher.train.prepare import prepare
+from launcher.train.record import DivergedError
+from launcher.train.signals import StopSignals
+from launcher.train.training import train_in, write_plan
+from recipes import InputError
+
+
+def run(config: Config) -> int:
+    """Do `config.task`, "train" or "plan", and return the exit code of the process.
+
+    What goes wrong is said on standard error. The main thread only, and once a process.
+    """
+    jax.config.update("jax_platforms", "cpu")  # the devices are for the workers
+    stop = StopSignals()
+    try:
+        with stop:
+            return _plan(config) if config.task == "plan" else _train(config, stop)
+    except KeyboardInterrupt:
+        return stop.ending[0]
+    except (ConfigError, InputError, TraceError, PlanError) as error:
+        message, code = str(error), 2
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        message, code = f"{where}{error.strerror or error}", 1
+    except (DivergedError, ClusterError, WorkerError) as error:
+        message, code = str(error), 1
+    print(f"launcher: {message}", file=sys.stderr)
+    return code
+
+
+def _plan(config: Config) -> int:
+    console = make_console()
+    folder.check(config)
+    ready = prepare(config, console)
+    with folder.claim(config) as home:
+        write_plan(home, config, ready.plan)
+        console.print(f"\nthe plan is in {home.path / 'plan.json'}", soft_wrap=True)
+    return 0
+
+
+def _train(config: Config, stop: StopSignals) -> int:
+    console = make_console()
+    finished, steps = folder.check(config), config.train.steps
+    if finished >= steps:
+        console.print(
+            f"run {config.run.id} is complete, {finished} of {steps} steps; to go on with it, "
+            "raise train.steps",
+            soft_wrap=True,
+        )
+        return 0
+    ready = prepare(config, console)
+    with folder.claim(config) as home:
+        return train_in(home, config, ready, console, stop)

@@ -1,0 +1,195 @@
+"""One training run in its folder: files, workers, loop, and the account of it. `run` calls it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+from rich.console import Console
+
+from launcher.cluster.handle import WorkerHandle
+from launcher.cluster.session import start
+from launcher.config.compose import to_dict
+from launcher.config.schema import Config
+from launcher.plan import Plan, timeline
+from launcher.report.console import ConsoleTracker, status
+from launcher.report.jsonl import JsonlTracker, read_metrics
+from launcher.report.metrics import measured, performance
+from launcher.report.plots import plot_loss, plot_timeline
+from launcher.report.summary import Summary, print_summary, write_summary
+from launcher.report.tracker import CompositeTracker, Metrics, Tracker
+from launcher.report.wandb_tracker import WandbTracker, open_wandb
+from launcher.train.folder import RunFolder
+from launcher.train.loop import profiled_step, train
+from launcher.train.prepare import Prepared
+from launcher.train.record import Recorder
+from launcher.train.signals import ENDINGS, StopSignals
+from launcher.train.worker import TrainWorker
+
+_RATES = ("perf/step_seconds", "perf/samples_per_second", "perf/tokens_per_second", "perf/mfu")
+
+
+def train_in(
+    home: RunFolder, config: Config, ready: Prepared, console: Console, stop: StopSignals
+) -> int:
+    """Train in the folder `home`, from where its checkpoint left off; returns the exit code.
+
+    Whatever happens, no process stays behind and `summary.json` says how the run ended. Raises
+    ClusterError, WorkerError, DivergedError, KeyboardInterrupt and OSError.
+    """
+    config = replace(config, run=replace(config.run, id=home.id))
+    (home.path / "summary.json").unlink(missing_ok=True)
+    home.logs.mkdir(exist_ok=True)
+    write_plan(home, config, ready.plan)
+    job = _Job(home, config, ready, console)
+    reason = "failed"
+    try:
+        job.train(stop)
+        code, reason = 0, "done"
+        if stop.requested and job.recorder.finished_steps < config.train.steps:
+            code, reason = stop.ending
+        return code
+    except KeyboardInterrupt:
+        reason = stop.ending[1]
+        raise
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise
+    finally:
+        job.sum_up(reason)
+
+
+def write_plan(home: RunFolder, config: Config, plan: Plan) -> None:
+    """Write what the run is to be: `config.yaml`, resolved, and `plan.json`."""
+    tree = to_dict(replace(config, run=replace(config.run, id=home.id)))
+    (home.path / "config.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
+    (home.path / "plan.json").write_text(json.dumps(plan.to_dict(), indent=2) + "\n")
+
+
+class _Job:
+    """A run under way: its workers, who records it, and what its summary will need."""
+
+    def __init__(self, home: RunFolder, config: Config, ready: Prepared, console: Console) -> None:
+        self._home, self._config, self._console = home, config, console
+        self._pool, self._plan, self._plan_seconds = ready.pool, ready.plan, ready.plan_seconds
+        self._compile_seconds: float | None = None
+        self._wandb: WandbTracker | None = None
+        self._trackers: list[Tracker] = []
+        self.recorder = Recorder(self._log, config.train.log_every, self._performance())
+
+    def train(self, stop: StopSignals) -> None:
+        """Bring the workers up, train, save, take them down."""
+        finished, steps = self._home.finished_steps, self._config.train.steps
+        with ExitStack() as stack:
+            with status(self._console, "starting Ray and the workers"):
+                session = stack.enter_context(start(self._pool, self._home.logs))
+                (worker,) = session.spawn(TrainWorker)
+            setup = worker.submit("setup", to_dict(self._config), self._plan.to_dict())
+            self._open_files()  # while the worker traces and compiles
+            with status(self._console, "compiling"):
+                self._compile_seconds = setup.result()
+                if finished:
+                    worker.submit("restore", self._checkpoints, finished).result()
+                else:
+                    worker.submit("create").result()
+            self._trackers.append(ConsoleTracker(self._console, steps, finished + 1))
+            with stop.noted():
+                save = functools.partial(self._save, worker)
+                train(self._config.train, worker, self.recorder, stop, finished, save)
+                worker.submit("close").result()
+
+    def sum_up(self, reason: str) -> None:
+        """Finish the recording; write and print what the run came to."""
+        metrics = self._home.path / "metrics.jsonl"
+        records = read_metrics(metrics)
+        summary = self._summary(reason, records)
+        write_summary(self._home.path, summary)
+        CompositeTracker(tuple(self._trackers)).finish(summary.to_dict())
+        plots = self._home.path / "plots"
+        plot_timeline(timeline(self._plan), plots / "timeline.png", self._home.id)
+        if records:
+            plot_loss(records, plots / "loss.png", self._home.id)
+        print_summary(self._console, self._home.path, summary, self._resume_command(reason))
+
+    @property
+    def _checkpoints(self) -> str:
+        return str(self._home.checkpoints.absolute())
+
+    def _open_files(self) -> None:
+        path, config = self._home.path, self._config
+        self._trackers.append(
+            JsonlTracker(path / "metrics.jsonl", first_step=self._home.finished_steps + 1)
+        )
+        self._wandb = open_wandb(
+            config.wandb,
+            run_id=self._home.id,
+            config=to_dict(config),
+            run_dir=path,
+            warn=functools.partial(self._console.print, soft_wrap=True),
+        )
+        if self._wandb:
+            self._trackers.append(self._wandb)
+
+    def _log(self, metrics: Metrics) -> None:
+        for tracker in self._trackers:
+            tracker.log(metrics)
+
+    def _performance(self) -> Callable[[float], Metrics]:
+        samples = self._config.train.global_batch_size
+        length = getattr(self._config.model, "sequence_length", None)
+        return functools.partial(
+            performance,
+            samples=samples,
+            tokens=length and samples * length,
+            flops=self._plan.flops_per_step,
+            devices=self._plan.num_devices,
+            peak_flops=self._plan.cluster["peak_flops"],
+        )
+
+    def _save(self, worker: WorkerHandle, step: int) -> None:
+        metadata = {
+            "config": to_dict(self._config),
+            "plan": self._plan.to_dict(),
+            "data": {"next_batch": step},
+        }
+        worker.submit("save", self._checkpoints, step, metadata).result()
+
+    def _summary(self, reason: str, records: list[dict[str, Any]]) -> Summary:
+        # The step that was profiled ran task by task: its own time says nothing of the others.
+        profiled = profiled_step(self._config.train.steps, self._home.finished_steps)
+        if len(records) > 1:
+            records = [r | dict.fromkeys(_RATES) if r["step"] == profiled else r for r in records]
+        plan, started = self._plan, psutil.Process().create_time()
+        first_step_at = self.recorder.first_step_at
+        return Summary(
+            run_id=self._home.id,
+            exit_reason=reason,
+            **measured(records),
+            predicted_step_seconds=plan.predicted_step_seconds,
+            predicted_bubble_fraction=plan.predicted_bubble_fraction,
+            num_parameters=plan.num_parameters,
+            plan_seconds=self._plan_seconds,
+            compile_seconds=self._compile_seconds,
+            time_to_first_step_seconds=first_step_at and first_step_at - started,
+            total_seconds=time.time() - started,
+            wandb_url=self._wandb.url if self._wandb else None,
+            wandb_sync_command=self._wandb.sync_command if self._wandb else None,
+        )
+
+    def _resume_command(self, reason: str) -> str | None:
+        if reason not in {word for _, word in ENDINGS.values()}:
+            return None
+        program = Path(sys.argv[0]).name
+        command = [program] if program == "launcher" else ["python", "-m", "launcher"]
+        settings = [word for word in sys.argv[1:] if not word.startswith("run.id=")]
+        return shlex.join([*command, *settings, f"run.id={self._home.id}"])

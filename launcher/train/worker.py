@@ -1,0 +1,190 @@
+"""What runs inside a worker process: it owns the host's devices, the state and the data.
+
+The driver (`run`, `loop`) calls the methods of `TrainWorker` by name through `launcher.cluster`;
+each call is one message, and what it returns is plain data.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from launcher.config.compose import from_dict
+from launcher.plan import Plan, make_forward_plan
+from launcher.runtime import StageTimes, compile_step
+from launcher.train import checkpoint
+from launcher.train.feed import Feeder
+from launcher.train.program import build_program
+from launcher.train.step import TrainState
+
+if TYPE_CHECKING:
+    from recipes import Batch
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step came to.
+
+    Attributes:
+        step: its number, from 1. metrics: by the keys of `launcher.report.tracker`.
+        completed_at: the time at which it was complete, in seconds since the epoch.
+    """
+
+    step: int
+    metrics: dict[str, float]
+    completed_at: float
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A step that the devices are working on. `outcome`: its metrics and when it was complete."""
+
+    step: int
+    outcome: Future[tuple[dict[str, float], float]]
+    wait_seconds: float
+
+
+class TrainWorker:
+    """Trains on this process's devices: `setup`, then `create` or `restore`, then `step` by step.
+
+    A step is sent to the devices before the previous one's results are fetched, so that they
+    always have work; its metrics therefore come back from the next call.
+    """
+
+    _state: TrainState
+    _feeder: Feeder[Batch]
+
+    def __init__(self) -> None:
+        self._sent: _Sent | None = None
+        self._stages: StageTimes | None = None
+        # A thread of its own, so that the moment a step completes is seen while the next is sent.
+        self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="fetcher")
+        self._completed = 0.0
+
+    def setup(self, config: dict[str, Any], plan: dict[str, Any]) -> float:
+        """Trace the program again and compile it ahead of time. Returns the seconds of compiling.
+
+        Raises PlanError where the program is not the one that was planned: other code, or other
+        versions of the libraries, than the driver's.
+        """
+        self._config = from_dict(config)
+        self._program = program = build_program(self._config)
+        train_plan = Plan.from_dict(plan)
+        devices = jax.devices()
+        self._train = compile_step(program.train, train_plan, devices)
+        seconds = self._train.compile_seconds
+        if program.evaluate:
+            evaluate_plan = make_forward_plan(program.evaluate, like=train_plan)
+            self._evaluate = compile_step(program.evaluate, evaluate_plan, devices)
+            seconds += self._evaluate.compile_seconds
+        return seconds
+
+    def create(self) -> None:
+        """Make the first state, each array in its place."""
+        self._state = self._train.create(self._program.init, self._program.seed)
+        self._feed(start=0)
+
+    def restore(self, folder: str, step: int) -> None:
+        """Read the state that was saved after `step` steps, each array into its place."""
+        like = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            self._program.state,
+            self._train.in_shardings[0],
+        )
+        self._state = checkpoint.restore(Path(folder), step, like)
+        self._feed(start=step)
+
+    def step(self, step: int, profile: bool = False) -> StepResult | None:
+        """Send step number `step` (from 1) to the devices; returns what the step before came to.
+
+        With `profile` the step runs alone and task by task; its stage times are part of every
+        result from this call's on. Returns None where no result is outstanding.
+        """
+        if self._sent is None:
+            self._completed = time.perf_counter()
+        batch, waited = self._feeder.get(step - 1)
+        if profile:
+            result = self._finish()
+            (self._state, metrics), self._stages = self._train.profile(self._state, batch)
+        else:
+            self._state, metrics = self._train(self._state, batch)
+            result = self._finish()
+        self._sent = _Sent(step, self._fetcher.submit(_fetch, metrics), waited)
+        return self._with_stage_times(result)
+
+    def flush(self) -> StepResult | None:
+        """Wait for the step that is under way; None where there is none."""
+        return self._with_stage_times(self._finish())
+
+    def evaluate(self) -> StepResult:
+        """Wait for the step that was just sent and add `eval/...` to what it came to.
+
+        Always the same validation batches, so that the figures can be compared.
+        """
+        result, validation = self.flush(), self._program.dataset.validation
+        assert result is not None
+        assert validation is not None
+        batches = map(validation, range(self._config.train.eval_batches))
+        sent = [self._evaluate(self._state.params, batch) for batch in batches]
+        values = jax.device_get(sent)
+        means = {f"eval/{name}": float(np.mean([v[name] for v in values])) for name in values[0]}
+        return replace(result, metrics=result.metrics | means)
+
+    def save(self, folder: str, step: int, metadata: dict[str, Any]) -> None:
+        """Write the state after `step` steps, the newest, to `folder/<step>`."""
+        checkpoint.save(Path(folder), step, self._state, metadata)
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._fetcher.shutdown()
+        self._feeder.close()
+
+    def _feed(self, start: int) -> None:
+        self._feeder = Feeder(self._program.dataset.train, start, self._config.train.steps)
+
+    def _finish(self) -> StepResult | None:
+        if self._sent is None:
+            return None
+        sent, self._sent = self._sent, None
+        values, completed = sent.outcome.result()
+        before, self._completed = self._completed, completed
+        metrics = {f"train/{name}": value for name, value in values.items()}
+        metrics |= {
+            "perf/step_seconds": completed - before,
+            "perf/peak_memory_bytes": _peak_memory_bytes(),
+            "data/wait_seconds": sent.wait_seconds,
+        }
+        completed_at = time.time() - (time.perf_counter() - completed)
+        return StepResult(sent.step, metrics, completed_at)
+
+    def _with_stage_times(self, result: StepResult | None) -> StepResult | None:
+        if result is None or self._stages is None:
+            return result
+        times = {"pipeline/bubble_fraction": self._stages.bubble_fraction}
+        for i, seconds in enumerate(self._stages.stage_seconds):
+            times[f"pipeline/stage_{i}_seconds"] = seconds
+        return replace(result, metrics=result.metrics | times)
+
+
+def _fetch(metrics: dict[str, jax.Array]) -> tuple[dict[str, float], float]:
+    """The metrics as numbers, once they are there, and `time.perf_counter()` then."""
+    values = jax.device_get(metrics)
+    completed = time.perf_counter()
+    return {name: float(value) for name, value in values.items()}, completed
+
+
+def _peak_memory_bytes() -> float:
+    """The most that any one device has held; where devices are this CPU, the process's memory."""
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    if all(stats):
+        return max(s["peak_bytes_in_use"] for s in stats)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,100 @@
+"""What is trained: one module a model family, one a dataset family, and the two doors to them.
+
+The modules here are plain single-device JAX and NumPy code. They know nothing of parallelism except
+`launcher.mark_pipeline_boundary`, which they call between the layers of a model. `launcher.train`
+comes in through `build_model`, `build_dataset` and `check_dataset`. Importing this package imports
+neither JAX nor Grain, so that settings can be checked before anything heavy is loaded.
+
+To add a model, write a module with `build(options, precision) -> Model` and name it in `_MODELS`.
+To add a dataset, write one with `build(options, model_options, global_batch_size, seed) -> Dataset`
+and `check(options, model_options, validation)`, and name it in `_DATASETS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    import jax
+    import numpy as np
+
+    Params = Any
+    Batch = dict[str, np.ndarray]
+
+_MODELS = {"gpt": "recipes.gpt", "mlp": "recipes.mlp"}
+_DATASETS = {
+    "stdlib_text": "recipes.text",
+    "text": "recipes.text",
+    "synthetic": "recipes.synthetic",
+}
+
+
+class InputError(ValueError):
+    """The user's settings or files cannot be used. One line: what, which key, what to do."""
+
+
+class Model(NamedTuple):
+    """A model as two pure functions.
+
+    `init(key)` gives the parameters, a pytree of float32 arrays.
+    `loss(params, batch, key)` gives `(loss, metrics)`: the mean loss over the batch, a float32
+    scalar, and a dict of further scalars. `key` feeds dropout; None switches dropout off.
+    """
+
+    init: Callable[[jax.Array], Params]
+    loss: Callable[[Params, Batch, jax.Array | None], tuple[jax.Array, dict[str, jax.Array]]]
+
+
+class Dataset(NamedTuple):
+    """Batches addressed by number.
+
+    `train(k)` gives batch k, a pure function of the seed and k, for every k >= 0; each pass over
+    the data has an order of its own. `validation(k)` does the same for held-out data, in an order
+    that does not depend on the seed; it is None where nothing is held out. `describe` says in one
+    line what the data is.
+    """
+
+    train: Callable[[int], Batch]
+    validation: Callable[[int], Batch] | None
+    describe: str
+
+
+def build_model(options: Any, precision: str) -> Model:
+    """The model that `options.name` names.
+
+    `options` holds the fields of the settings' `model` section. `precision` is "fp32" or "bf16":
+    the type of activations and matrix products; parameters and loss are float32 either way.
+    """
+    return _module(_MODELS, "model", options).build(options, precision)
+
+
+def build_dataset(options: Any, model_options: Any, global_batch_size: int, seed: int) -> Dataset:
+    """The dataset that `options.name` names, in the shapes that the model takes.
+
+    `options` and `model_options` hold the fields of the settings' `dataset` and `model` sections.
+    `seed`, in [0, 2**32), picks the order of the training data. Raises `InputError` where the data
+    cannot be used and `OSError` where a file cannot be read after all.
+    """
+    module = _module(_DATASETS, "dataset", options)
+    return module.build(options, model_options, global_batch_size, seed)
+
+
+def check_dataset(options: Any, model_options: Any, *, validation: bool) -> None:
+    """Raises `InputError` where `build_dataset` would, from the files' names and sizes alone.
+
+    `validation` says whether the run evaluates; then held-out data must exist. Imports neither
+    JAX nor Grain.
+    """
+    _module(_DATASETS, "dataset", options).check(options, model_options, validation)
+
+
+def _module(table: Mapping[str, str], section: str, options: Any) -> ModuleType:
+    if options.name not in table:
+        raise InputError(
+            f"{section}.name={options.name} is not known; choose one of {', '.join(table)}"
+        )
+    return import_module(table[options.name])

@@ -1,0 +1,38 @@
+"""Numbered batches over shuffled samples, with Grain. Every dataset module of `recipes` uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from recipes import Batch
+
+
+def batches(
+    num_samples: int, batch_size: int, seed: int, gather: Callable[[np.ndarray], Batch]
+) -> Callable[[int], Batch]:
+    """A function from k to batch k, a pure function of `seed` and k.
+
+    Samples 0 … `num_samples` - 1 are put in a new order for each pass over them; batches are cut
+    from the endless row of passes, so no sample is left out and `num_samples` may be smaller than
+    `batch_size`. `gather` turns sample numbers, int64 [batch_size], into a batch.
+    """
+    import grain  # here, not above: Grain imports JAX, and checking a dataset must not
+
+    # Grain derives the order of each pass from the seed and the number of the pass.
+    numbers = grain.MapDataset.range(num_samples).seed(seed).shuffle().repeat().batch(batch_size)
+    return numbers.map(gather).__getitem__
+
+
+def next_token_batch(sequences: np.ndarray) -> Batch:
+    """From sequences of T + 1 tokens, integer [B, T + 1]: inputs and, one later, targets.
+
+    Returns `tokens` and `targets`, each int32 [B, T].
+    """
+    return {
+        "tokens": sequences[:, :-1].astype(np.int32),
+        "targets": sequences[:, 1:].astype(np.int32),
+    }

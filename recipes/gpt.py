@@ -1,0 +1,203 @@
+"""A decoder-only transformer on one device. Reached through `recipes`.
+
+The layout is GPT-2's: learned positions, layer norm before attention and before the MLP, GELU.
+(Radford et al., 2019, "Language Models are Unsupervised Multitask Learners".) Parameters carry the
+names that Megatron-Core gives them and keep heads as an axis of their own. Parameters, softmax,
+layer-norm statistics and loss are float32; `dtype` is the type of activations and matrix products.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+from launcher import mark_pipeline_boundary
+from recipes import Model
+
+_INIT_SCALE = 0.02
+_EPSILON = 1e-5
+
+
+class Attention(nn.Module):
+    """Causal self-attention. float [batch, length, hidden] -> the same."""
+
+    num_heads: int
+    dropout: float
+    output_scale: float
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array, deterministic: bool) -> jax.Array:
+        length, hidden = x.shape[-2:]
+        head_size = hidden // self.num_heads
+        qkv = nn.DenseGeneral(
+            (3, self.num_heads, head_size),
+            kernel_init=nn.initializers.normal(_INIT_SCALE),
+            dtype=self.dtype,
+            name="linear_qkv",
+        )(x)
+        query, key, value = (qkv[..., part, :, :] for part in range(3))
+
+        scores = jnp.einsum("bqnh,bknh->bnqk", query * head_size**-0.5, key)
+        # Made here, in each block, so that no block waits for an array of another one.
+        rows = jax.lax.broadcasted_iota(jnp.int32, (length, length), 0)
+        columns = jax.lax.broadcasted_iota(jnp.int32, (length, length), 1)
+        scores = jnp.where(columns <= rows, scores.astype(jnp.float32), -jnp.inf)
+        weights = jax.nn.softmax(scores, axis=-1).astype(self.dtype)
+        weights = nn.Dropout(self.dropout)(weights, deterministic)
+
+        mixed = jnp.einsum("bnqk,bknh->bqnh", weights, value)
+        return nn.DenseGeneral(
+            hidden,
+            axis=(-2, -1),
+            kernel_init=nn.initializers.normal(self.output_scale),
+            dtype=self.dtype,
+            name="linear_proj",
+        )(mixed)
+
+
+class FeedForward(nn.Module):
+    """Two dense layers with GELU between them. float [batch, length, hidden] -> the same."""
+
+    ratio: int
+    output_scale: float
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        hidden = x.shape[-1]
+        x = nn.Dense(
+            self.ratio * hidden,
+            kernel_init=nn.initializers.normal(_INIT_SCALE),
+            dtype=self.dtype,
+            name="linear_fc1",
+        )(x)
+        return nn.Dense(
+            hidden,
+            kernel_init=nn.initializers.normal(self.output_scale),
+            dtype=self.dtype,
+            name="linear_fc2",
+        )(nn.gelu(x))
+
+
+class Block(nn.Module):
+    """One transformer block. float [batch, length, hidden] -> the same."""
+
+    num_heads: int
+    mlp_ratio: int
+    dropout: float
+    output_scale: float
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array, deterministic: bool) -> jax.Array:
+        def norm(name: str) -> nn.LayerNorm:
+            return nn.LayerNorm(epsilon=_EPSILON, dtype=self.dtype, name=name)
+
+        attention = Attention(
+            self.num_heads, self.dropout, self.output_scale, self.dtype, name="self_attention"
+        )
+        mlp = FeedForward(self.mlp_ratio, self.output_scale, self.dtype, name="mlp")
+        drop = nn.Dropout(self.dropout)
+        x = x + drop(attention(norm("input_layernorm")(x), deterministic), deterministic)
+        return x + drop(mlp(norm("pre_mlp_layernorm")(x)), deterministic)
+
+
+class GPT(nn.Module):
+    """Tokens, int32 [batch, length], to logits, `dtype` [batch, length, vocab_size].
+
+    Each block is one pipeline layer; the embedding belongs to the first, the final norm and the
+    output layer to the last.
+    """
+
+    vocab_size: int
+    sequence_length: int
+    num_layers: int
+    num_heads: int
+    hidden_size: int
+    mlp_ratio: int
+    dropout: float
+    tie_embeddings: bool
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array, deterministic: bool) -> jax.Array:
+        normal = nn.initializers.normal(_INIT_SCALE)
+        words = nn.Embed(
+            self.vocab_size,
+            self.hidden_size,
+            embedding_init=normal,
+            dtype=self.dtype,
+            name="word_embeddings",
+        )
+        positions = self.param(
+            "position_embeddings", normal, (self.sequence_length, self.hidden_size)
+        )
+        x = words(tokens) + positions[: tokens.shape[1]].astype(self.dtype)
+        x = nn.Dropout(self.dropout)(x, deterministic)
+
+        # The 2 * num_layers branches that are added to x keep its variance (GPT-2, section 2.3).
+        output_scale = _INIT_SCALE / (2 * self.num_layers) ** 0.5
+        for index in range(self.num_layers):
+            if index > 0:
+                mark_pipeline_boundary()
+            x = Block(
+                self.num_heads,
+                self.mlp_ratio,
+                self.dropout,
+                output_scale,
+                self.dtype,
+                name=f"layers_{index}",
+            )(x, deterministic)
+
+        x = nn.LayerNorm(epsilon=_EPSILON, dtype=self.dtype, name="final_layernorm")(x)
+        if self.tie_embeddings:
+            return words.attend(x)
+        return nn.Dense(
+            self.vocab_size,
+            use_bias=False,
+            kernel_init=normal,
+            dtype=self.dtype,
+            name="output_layer",
+        )(x)
+
+
+def build(options: Any, precision: str) -> Model:
+    """The GPT of `options`; its loss is the mean cross-entropy of the next token.
+
+    A batch holds `tokens` and `targets`, int32 [batch, sequence_length].
+    """
+    gpt = GPT(
+        vocab_size=options.vocab_size,
+        sequence_length=options.sequence_length,
+        num_layers=options.num_layers,
+        num_heads=options.num_heads,
+        hidden_size=options.hidden_size,
+        mlp_ratio=options.mlp_ratio,
+        dropout=options.dropout,
+        tie_embeddings=options.tie_embeddings,
+        dtype=jnp.bfloat16 if precision == "bf16" else jnp.float32,
+    )
+
+    def init(key: jax.Array) -> Any:
+        return gpt.init(key, jnp.zeros((1, 1), jnp.int32), deterministic=True)["params"]
+
+    def loss(
+        params: Any, batch: Any, key: jax.Array | None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        logits = gpt.apply(
+            {"params": params},
+            batch["tokens"],
+            deterministic=key is None,
+            rngs=None if key is None else {"dropout": key},
+        )
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            cast(jax.Array, logits).astype(jnp.float32), batch["targets"]
+        )
+        return jnp.mean(losses), {}
+
+    return Model(init, loss)

@@ -1,0 +1,51 @@
+"""A stack of dense layers for regression, on one device. Reached through `recipes`."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from launcher import mark_pipeline_boundary
+from recipes import Model
+
+
+class MLP(nn.Module):
+    """`num_layers` dense layers with ReLU between them; each is one pipeline layer.
+
+    float [batch, input size] -> float [batch, output_size].
+    """
+
+    hidden_size: int
+    output_size: int
+    num_layers: int
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for index in range(self.num_layers - 1):
+            x = nn.relu(nn.Dense(self.hidden_size, dtype=self.dtype, name=f"layers_{index}")(x))
+            mark_pipeline_boundary()
+        return nn.Dense(self.output_size, dtype=self.dtype, name="output_layer")(x)
+
+
+def build(options: Any, precision: str) -> Model:
+    """The MLP of `options`; its loss is the mean squared error over batch and outputs.
+
+    A batch holds `x`, float32 [batch, input_size], and `y`, float32 [batch, output_size].
+    """
+    dtype = jnp.bfloat16 if precision == "bf16" else jnp.float32
+    mlp = MLP(options.hidden_size, options.output_size, options.num_layers, dtype)
+
+    def init(key: jax.Array) -> Any:
+        return mlp.init(key, jnp.zeros((1, options.input_size)))["params"]
+
+    def loss(
+        params: Any, batch: Any, key: jax.Array | None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        outputs = cast(jax.Array, mlp.apply({"params": params}, batch["x"]))
+        return jnp.mean(jnp.square(outputs.astype(jnp.float32) - batch["y"])), {}
+
+    return Model(init, loss)

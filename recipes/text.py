@@ -1,0 +1,117 @@
+"""Text as bytes: the standard library's source files, or the user's own. Vocabulary: 256 bytes.
+
+The text is one row of bytes, cut into sequences that follow each other; each shares one byte with
+the next, so that every byte but the first is predicted once. Reached through `recipes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from recipes import Dataset, InputError
+from recipes.batches import batches, next_token_batch
+from recipes.files import Piece, find_stdlib, find_text, split, stdlib_folder, total_size
+
+if TYPE_CHECKING:
+    from recipes import Batch
+
+_VOCABULARY = 256
+
+
+class _Text(NamedTuple):
+    """What will be read: where it comes from, as the user said it, and its two parts."""
+
+    source: str
+    train: list[Piece]
+    validation: list[Piece]
+
+
+def check(options: Any, model_options: Any, validation: bool) -> None:
+    """Raises `InputError` where the text cannot be used; looks at names and sizes only."""
+    text = _find(options, model_options)
+    if not validation or text.validation:
+        return
+    raise InputError(
+        f"dataset.validation_fraction={options.validation_fraction} of {text.source} holds out no "
+        f"sequence of {model_options.sequence_length} + 1 bytes to evaluate on (files are held out "
+        "whole); raise it, give more text, or set train.eval_every=0"
+    )
+
+
+def build(options: Any, model_options: Any, global_batch_size: int, seed: int) -> Dataset:
+    """Batches of `tokens` and `targets`, each int32 [global_batch_size, sequence_length].
+
+    A single file is mapped into memory, several are read into it.
+    """
+    text = _find(options, model_options)
+    length = model_options.sequence_length
+    validation = None
+    if text.validation:
+        # The same seed for every run, so that runs are evaluated on the same sequences.
+        validation = _batches(text.validation, length, global_batch_size, seed=0)
+    return Dataset(
+        train=_batches(text.train, length, global_batch_size, seed),
+        validation=validation,
+        describe=_describe(text),
+    )
+
+
+def _find(options: Any, model_options: Any) -> _Text:
+    if model_options.name != "gpt":
+        raise InputError(
+            f"dataset.name={options.name} holds text, which model.name={model_options.name} "
+            "does not take; choose model=gpt or dataset=synthetic"
+        )
+    if model_options.vocab_size < _VOCABULARY:
+        raise InputError(
+            f"model.vocab_size={model_options.vocab_size} is too small for text read as bytes; "
+            f"set model.vocab_size={_VOCABULARY} or more"
+        )
+    if options.name == "stdlib_text":
+        source, pieces = f"the standard library in {stdlib_folder()}", find_stdlib()
+    else:
+        source, pieces = f"dataset.path={options.path}", find_text(options.path, options.pattern)
+
+    sequence = model_options.sequence_length + 1
+    if total_size(pieces) < sequence:
+        raise InputError(
+            f"{source} holds {total_size(pieces):,} bytes, less than one sequence of "
+            f"{sequence - 1} + 1 bytes; give more text or lower model.sequence_length"
+        )
+    text = _Text(source, *split(pieces, options.validation_fraction, minimum=sequence))
+    if total_size(text.train) < sequence:
+        raise InputError(
+            f"dataset.validation_fraction={options.validation_fraction} leaves "
+            f"{total_size(text.train):,} bytes of {source} for training, less than one sequence "
+            f"of {sequence - 1} + 1 bytes; lower it"
+        )
+    return text
+
+
+def _batches(
+    pieces: Sequence[Piece], length: int, batch_size: int, seed: int
+) -> Callable[[int], Batch]:
+    windows = np.lib.stride_tricks.sliding_window_view(_read(pieces), length + 1)[::length]
+    return batches(len(windows), batch_size, seed, lambda which: next_token_batch(windows[which]))
+
+
+def _read(pieces: Sequence[Piece]) -> np.ndarray:
+    """The bytes of `pieces` in a row, uint8; a single piece stays on disk until it is used."""
+    parts = [np.memmap(p.path, np.uint8, "r", offset=p.start, shape=p.size) for p in pieces]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _describe(text: _Text) -> str:
+    pieces = text.train + text.validation
+    files, size = len({piece.path for piece in pieces}), total_size(pieces)
+    held_out = f"{total_size(text.validation):,} bytes"
+    if not text.validation:
+        how = "none of it held out"
+    elif files == 1:
+        how = f"its last {held_out} held out for validation"
+    else:
+        how = f"{len(text.validation)} of them ({held_out}) held out for validation"
+    return f"{text.source}: {files} file{'s' if files > 1 else ''}, {size:,} bytes, {how}"

@@ -1,0 +1,86 @@
+"""A worker class in a module that, as a user's may be, only the driver's search path leads to."""
+
+import sys
+
+import pytest
+
+PROBE = '''
+"""What the tests run inside worker processes."""
+import os
+import signal
+import sys
+import threading
+
+AT_IMPORT = {"jax": "jax" in sys.modules, "platforms": os.environ.get("JAX_PLATFORMS")}
+
+
+class Broken(Exception):
+    """An exception that cannot be pickled."""
+
+    def __init__(self, detail):
+        super().__init__(f"broken: {detail}")
+        self.lock = threading.Lock()
+
+
+class Probe:
+    def __init__(self, start=0):
+        if start is None:
+            raise Broken("no start")
+        self.total = start
+
+    def add(self, number):
+        self.total += number
+        return self.total
+
+    def place(self):
+        return {"pid": os.getpid(), "folder": os.getcwd(), "path": sys.path, **AT_IMPORT}
+
+    def variable(self, name):
+        return os.environ.get(name)
+
+    def devices(self):
+        import jax
+
+        return [device.platform for device in jax.devices()]
+
+    def fail(self):
+        raise Broken("on purpose")
+
+    def unpicklable(self):
+        return threading.Lock()
+
+    def wait(self, path):
+        with open(path) as pipe:
+            return pipe.read()
+
+    def say(self, text):
+        print(text)
+        os.write(2, b"and an error\\n")
+
+    def take(self, *numbers):
+        for number in numbers:
+            os.kill(os.getpid(), number)
+        return "alive"
+
+    def end(self, code):
+        print("last words", flush=True)
+        os._exit(code)
+'''
+
+
+@pytest.fixture(scope="module")
+def probe_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("probe")
+    (folder / "cluster_probe.py").write_text(PROBE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def probe(probe_folder):
+    """The class `Probe`, importable here for as long as the test module runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(probe_folder))
+        import cluster_probe
+
+        yield cluster_probe.Probe
+        del sys.modules["cluster_probe"]

@@ -1,0 +1,188 @@
+"""Nothing outlives its driver, however the driver ends, and nothing but the driver ends it."""
+
+import fcntl
+import os
+import pty
+import signal
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launcher.cluster.devices import emulated_pool
+from launcher.cluster.errors import ClusterError
+from launcher.cluster.session import start
+from launcher.config.schema import Cluster
+
+ONE_DEVICE = emulated_pool(Cluster(kind="emulated", gpus=1))
+
+DRIVER = """
+import os
+import signal
+import sys
+from pathlib import Path
+
+from cluster_probe import Probe
+from launcher.cluster.devices import emulated_pool
+from launcher.cluster.session import start
+from launcher.config.schema import Cluster
+
+caught = []
+if "handle" in sys.argv:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: caught.append(signal.Signals(number).name))
+with start(emulated_pool(Cluster(kind="emulated", gpus=1)), Path(sys.argv[1])) as session:
+    (worker,) = session.spawn(Probe)
+    print("up", worker.submit("add", 1).result(), flush=True)
+    for line in sys.stdin:
+        if line == "end\\n":
+            break
+        print(caught, worker.submit("add", 1).result(), flush=True)
+print("closed", flush=True)
+"""
+
+
+@pytest.fixture
+def run_driver(probe_folder, tmp_path):
+    """Start a driver whose worker is up; its standard input and output are pipes."""
+    drivers = []
+
+    def run(*words, **settings):
+        import launcher
+
+        root = str(Path(launcher.__file__).parents[1])
+        command = [sys.executable, "-c", DRIVER, str(tmp_path), *words]
+        search = os.pathsep.join([root, str(probe_folder), os.environ.get("PYTHONPATH", "")])
+        driver = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": search},
+            **settings,
+        )
+        drivers.append(driver)
+        assert driver.stdout.readline() == "up 1\n"
+        return driver
+
+    yield run
+    for driver in drivers:
+        driver.kill()
+        driver.communicate()
+
+
+def below(process):
+    """Every process below, among them the workers and Ray's own; and the folder they share."""
+    processes = psutil.Process(process).children(recursive=True)
+    assert any(name.startswith("ray::Host") for name in map(psutil.Process.name, processes))
+    (head,) = psutil.Process(process).children()
+    (folder,) = (word for word in head.cmdline() if word.startswith("--scratch="))
+    return processes, Path(folder.removeprefix("--scratch="))
+
+
+def assert_gone(processes, folder):
+    """Wait for the end of `processes`; reaping orphans is the machine's own affair."""
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    states = [process.status() for process in alive if process.is_running()]
+    assert set(states) <= {psutil.STATUS_ZOMBIE}
+    assert not folder.exists()
+
+
+def test_a_closed_session_leaves_nothing_and_another_can_follow(probe, tmp_path):
+    handler = signal.getsignal(signal.SIGTERM)
+    environ = dict(os.environ)
+    for start_value in (1, 2):
+        with start(ONE_DEVICE, tmp_path) as session:
+            (worker,) = session.spawn(probe, start_value)
+            assert worker.submit("add", 0).result() == start_value
+            processes, folder = below(os.getpid())
+        assert not [process for process in processes if process.is_running()]
+        assert not folder.exists()
+        session.close()  # again: harmless
+    assert signal.getsignal(signal.SIGTERM) is handler
+    assert dict(os.environ) == environ
+
+
+def test_an_interrupt_at_the_terminal_reaches_the_driver_alone(run_driver):
+    """Control-C goes to every process of the foreground group; so does a group-wide SIGTERM."""
+    terminal, its_end = pty.openpty()
+
+    def take_terminal():
+        fcntl.ioctl(its_end, termios.TIOCSCTTY, 0)
+
+    driver = run_driver(
+        "handle",
+        start_new_session=True,
+        preexec_fn=take_terminal,
+        pass_fds=[its_end],
+        stderr=its_end,
+    )
+    processes, folder = below(driver.pid)
+    os.write(terminal, b"\x03")
+    os.killpg(driver.pid, signal.SIGTERM)
+    caught = ""
+    for total in range(2, 100):  # the handlers run when Python next gets to it
+        driver.stdin.write("next\n")
+        driver.stdin.flush()
+        caught, _, answer = driver.stdout.readline().rpartition(" ")
+        assert int(answer) == total
+        if "SIGINT" in caught and "SIGTERM" in caught:
+            break
+    assert caught in ("['SIGINT', 'SIGTERM']", "['SIGTERM', 'SIGINT']")
+    assert all(process.is_running() for process in processes)
+    driver.stdin.write("end\n")
+    driver.stdin.flush()
+    assert driver.stdout.readline() == "closed\n"
+    assert driver.wait() == 0
+    assert_gone(processes, folder)
+    os.close(its_end)
+    os.set_blocking(terminal, False)
+    assert os.read(terminal, 1000) == b"^C"  # the echo; Ray's own handlers would have cried out
+    os.close(terminal)
+
+
+def test_a_killed_driver_leaves_nothing_and_a_neighbour_goes_on(run_driver, probe, tmp_path):
+    with start(ONE_DEVICE, tmp_path) as session:
+        driver = run_driver()
+        processes, folder = below(driver.pid)
+        (worker,) = session.spawn(probe, 5)
+        driver.kill()
+        assert driver.wait() == -signal.SIGKILL
+        assert_gone(processes, folder)
+        assert worker.submit("add", 1).result() == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_driver_that_a_signal_ends_leaves_nothing(run_driver, number):
+    driver = run_driver(stderr=subprocess.DEVNULL)
+    processes, folder = below(driver.pid)
+    driver.send_signal(number)
+    assert driver.wait() == -number
+    assert_gone(processes, folder)
+
+
+@pytest.mark.slow
+def test_processes_follow_even_a_killed_head(run_driver):
+    driver = run_driver()
+    processes, _ = below(driver.pid)
+    (head,) = psutil.Process(driver.pid).children()
+    head.kill()
+    driver.kill()
+    driver.wait()
+    # Ray's agents try to tell the dead Ray for a minute; the folder is swept by a later run.
+    _, alive = psutil.wait_procs(processes, timeout=90)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_ray_that_does_not_come_up_is_an_error_that_quotes_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "ray.py").write_text("raise ImportError('this ray is out of order')")
+    with start(ONE_DEVICE, tmp_path) as session:
+        with pytest.raises(ClusterError, match=r"(?s)Ray did not come up.*is out of order"):
+            session.spawn(object)
+        (head,) = psutil.Process().children()
+    assert not head.is_running()

@@ -1,0 +1,129 @@
+"""Which devices a run gets, and what the user is told about them."""
+
+import sys
+
+import pytest
+
+from launcher.cluster.devices import (
+    DevicePool,
+    Gpus,
+    emulated_pool,
+    find_devices,
+    find_gpus,
+    local_pool,
+)
+from launcher.config.errors import ConfigError
+from launcher.config.schema import Cluster
+
+TWO = Gpus(("NVIDIA H200", "NVIDIA H200"))
+
+
+def emulated(**settings):
+    return emulated_pool(Cluster(kind="emulated", **settings))
+
+
+def local(found, visible=None, **settings):
+    return local_pool(Cluster(**settings), found, visible)
+
+
+def test_emulated_devices_are_four_unless_said_otherwise():
+    assert emulated() == DevicePool(
+        "cpu", 1, 4, "emulated CPU device", "4 emulated CPU devices, as asked"
+    )
+    assert emulated(gpus=1).note == "1 emulated CPU device, as asked"
+
+
+def test_emulated_devices_spread_evenly_over_hosts():
+    pool = emulated(gpus=6, hosts=3)
+    assert (pool.hosts, pool.devices_per_host, pool.num_devices) == (3, 2, 6)
+    assert pool.note == "6 emulated CPU devices on 3 emulated hosts, as asked"
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"gpus": 6, "hosts": 4}, "cluster.gpus=6 does not divide over cluster.hosts=4"),
+        ({"hosts": 3}, "cluster.gpus=4 (the default) does not divide over cluster.hosts=3"),
+    ],
+)
+def test_devices_that_do_not_divide_over_hosts_are_refused(settings, problem):
+    with pytest.raises(ConfigError) as error:
+        emulated(**settings)
+    assert error.value.problem == problem
+    assert f"a multiple of {settings['hosts']}" in error.value.remedy
+
+
+def test_local_takes_all_gpus_or_the_first_few():
+    assert local(TWO).gpu_ids == ("0", "1")
+    assert local(TWO).note == "2 GPUs: NVIDIA H200"
+    pool = local(TWO, gpus=1)
+    assert (pool.kind, pool.devices_per_host, pool.gpu_ids) == ("gpu", 1, ("0",))
+
+
+@pytest.mark.parametrize("visible", ["3,1", "GPU-8932f937,GPU-aa", "3, 1,-1,0"])
+def test_gpus_keep_the_names_that_cuda_visible_devices_gives_them(visible):
+    entries = [entry.strip() for entry in visible.split(",")]
+    assert local(TWO, visible).gpu_ids == tuple(entries[:2])
+    assert local(TWO, visible, gpus=1).gpu_ids == tuple(entries[:1])
+
+
+def test_local_names_every_kind_of_gpu():
+    assert local(Gpus(("A100", "T4", "A100"))).device_name == "A100, T4"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "note"),
+    [
+        (Gpus(), "no GPU here: 4 emulated CPU devices stand in"),
+        (
+            Gpus(problem="JAX_PLATFORMS=cpu hides them"),
+            "no GPU to use here (JAX_PLATFORMS=cpu hides them): 4 emulated CPU devices stand in",
+        ),
+        (
+            Gpus(("NVIDIA H200",), "JAX has no CUDA plugin (pip install 'launcher[cuda]')"),
+            "1 GPU here (NVIDIA H200), but JAX has no CUDA plugin (pip install 'launcher[cuda]'): "
+            "4 emulated CPU devices stand in",
+        ),
+    ],
+)
+def test_cpu_devices_stand_in_where_no_gpu_can_be_used(gpus, note):
+    pool = local(gpus)
+    assert (pool.kind, pool.num_devices, pool.gpu_ids) == ("cpu", 4, ())
+    assert pool.note == note
+    assert local(gpus, gpus=1).note.endswith(": 1 emulated CPU device stands in")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked", "message"),
+    [
+        (
+            TWO,
+            3,
+            "cluster.gpus=3, but this machine has 2 GPUs. "
+            "Set cluster.gpus=2 or less, or cluster=emulated for CPU devices in their place.",
+        ),
+        (
+            Gpus(),
+            8,
+            "cluster.gpus=8, but there is no GPU here. "
+            "Set cluster=emulated for 8 emulated CPU devices.",
+        ),
+    ],
+)
+def test_more_devices_than_the_machine_has_are_refused(gpus, asked, message):
+    with pytest.raises(ConfigError) as error:
+        local(gpus, gpus=asked)
+    assert str(error.value) == message
+    assert error.value.keys == ("cluster.gpus",)
+
+
+def test_local_is_one_host():
+    with pytest.raises(ConfigError, match="cluster=emulated"):
+        local(TWO, hosts=2)
+
+
+def test_finding_devices_loads_neither_jax_nor_ray():
+    before = set(sys.modules)
+    assert find_devices(Cluster(kind="emulated", gpus=2)).num_devices == 2
+    find_gpus({"JAX_PLATFORMS": "cpu"})
+    assert not {"jax", "ray"} & (set(sys.modules) - before)

@@ -1,0 +1,53 @@
+"""The environment variables that Ray and the workers start with."""
+
+from pathlib import Path
+
+from launcher.cluster.devices import DevicePool
+from launcher.cluster.environment import ray_environment, worker_environment
+
+CPUS = DevicePool("cpu", 2, 3, "emulated CPU device", "")
+GPUS = DevicePool("gpu", 2, 2, "H200", "", ("4", "5", "GPU-a", "GPU-b"))
+
+
+def test_cpu_workers_get_their_number_of_devices_and_keep_other_flags():
+    flags = "--xla_dump_to=/x --xla_force_host_platform_device_count=8"
+    environ = {"XLA_FLAGS": flags, "JAX_NUM_CPU_DEVICES": "8", "HOME": "/home/me"}
+    variables = worker_environment(environ, CPUS, 1)
+    expected = "--xla_dump_to=/x --xla_force_host_platform_device_count=3"
+    assert variables["XLA_FLAGS"] == expected
+    assert variables["JAX_PLATFORMS"] == "cpu"
+    assert variables["CUDA_VISIBLE_DEVICES"] == ""
+    assert variables["HOME"] == "/home/me"
+    assert "JAX_NUM_CPU_DEVICES" not in variables
+
+
+def test_gpu_workers_see_their_own_gpus_and_no_others():
+    seen = [worker_environment({}, GPUS, host)["CUDA_VISIBLE_DEVICES"] for host in (0, 1)]
+    assert seen == ["4,5", "GPU-a,GPU-b"]
+    assert worker_environment({}, GPUS, 0)["JAX_PLATFORMS"] == "cuda,cpu"
+
+
+def test_no_setting_of_another_ray_gets_in():
+    environ = {"RAY_ADDRESS": "elsewhere:6379", "RAY_NAMESPACE": "theirs", "PATH": "/bin"}
+    variables = ray_environment(environ, Path("/s/token"))
+    assert not {"RAY_ADDRESS", "RAY_NAMESPACE"} & set(variables)
+    assert variables["PATH"] == "/bin"
+    assert not any(name.startswith("RAY_") for name in worker_environment(environ, CPUS, 0))
+
+
+def test_this_machine_is_exempt_from_proxies():
+    environ = {"http_proxy": "http://proxy:3128", "no_proxy": "example.org,localhost"}
+    for variables in (
+        ray_environment(environ, Path("/s/token")),
+        worker_environment(environ, CPUS, 0),
+    ):
+        assert variables["no_proxy"] == "example.org,localhost,127.0.0.1"
+        assert variables["NO_PROXY"] == "localhost,127.0.0.1"
+        assert variables["http_proxy"] == "http://proxy:3128"
+
+
+def test_the_given_environment_is_left_alone():
+    environ = {"XLA_FLAGS": "--a", "JAX_NUM_CPU_DEVICES": "8"}
+    worker_environment(environ, CPUS, 0)
+    ray_environment(environ, Path("/s/token"))
+    assert environ == {"XLA_FLAGS": "--a", "JAX_NUM_CPU_DEVICES": "8"}

@@ -1,0 +1,66 @@
+"""The temporary folder of a session: private, short, and swept once its owner is dead."""
+
+import os
+import stat
+import tempfile
+
+import pytest
+
+from launcher.cluster import scratch
+from launcher.cluster.errors import ClusterError
+
+LONG_AGO = (0, 0)
+
+
+@pytest.fixture
+def base(monkeypatch):
+    """A short base folder of the test's own."""
+    with tempfile.TemporaryDirectory(prefix="b", dir="/tmp") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield folder
+
+
+def test_the_folder_is_private_and_short_enough_for_sockets(base):
+    folder = scratch.create()
+    assert str(folder.path.parent) == base
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+    session = "session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
+    assert len(os.fsencode(folder.path / session)) <= 107
+    folder.remove()
+    assert os.listdir(base) == []
+
+
+def test_a_long_base_is_passed_over_for_a_short_one(tmp_path):
+    long = tmp_path / ("x" * 80)
+    long.mkdir()
+    assert str(scratch.choose_base((str(long), "/tmp"))) == "/tmp"
+
+
+def test_without_a_usable_base_the_error_says_how_long_one_may_be(tmp_path):
+    long = tmp_path / ("x" * 80)
+    long.mkdir()
+    with pytest.raises(ClusterError, match=r"Set TMPDIR to .* at most \d+ characters"):
+        scratch.choose_base((str(long), "/nonexistent"))
+
+
+def test_a_dead_owner_s_folder_is_swept_and_a_living_one_s_is_not(base):
+    living, dead = scratch.create(), scratch.create()
+    os.close(dead.lock)  # what the kernel does when the owner ends
+    for folder in (living, dead):
+        os.utime(folder.path, LONG_AGO)
+    fresh = scratch.create()  # sweeps
+    assert living.path.exists()
+    assert not dead.path.exists()
+    fresh.remove()
+    living.remove()
+
+
+def test_only_old_folders_of_ours_are_swept(base):
+    starting = scratch.create()
+    os.close(starting.lock)  # young: it may be about to be locked
+    others = os.path.join(base, "launcher-notes")  # old, but with no lock in it
+    os.mkdir(others)
+    os.utime(others, LONG_AGO)
+    scratch.sweep(starting.path.parent)
+    assert starting.path.exists()
+    assert os.path.isdir(others)

@@ -1,0 +1,172 @@
+"""Composition: every YAML file, every printed example, and the one place of each default."""
+
+import dataclasses
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from launcher.__main__ import _EXAMPLES, main
+from launcher.config.build import build, setting_keys
+from launcher.config.compose import from_dict, load, load_points, to_dict
+from launcher.config.folders import CONF
+from launcher.config.overrides import written
+from launcher.config.schema import GPT, MLP, Config, StdlibText, Text
+
+FILES = sorted(CONF.rglob("*.yaml"))
+# What an option needs beside itself.
+COMPANIONS = {"model=mlp": ["dataset=synthetic"], "dataset=text": ["dataset.path=/data"]}
+COMPANIONS["recipe=gpt_text"] = ["dataset.path=/data"]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(CONF)))
+def test_every_file_composes(file: Path) -> None:
+    choice = [] if file.parent == CONF else [f"{file.parent.name}={file.stem}"]
+    load(choice + COMPANIONS.get("".join(choice), []))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(CONF)))
+def test_the_command_in_a_file_is_right(file: Path) -> None:
+    commands = re.findall(r"^#   python -m launcher(.*)$", file.read_text(), re.MULTILINE)
+    assert commands
+    for command in commands:
+        assert main([*shlex.split(command), "task=check"]) == 0
+
+
+def test_the_examples_of_the_help_are_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_conf" / "recipe").mkdir(parents=True)
+    (tmp_path / "my_conf" / "recipe" / "mine.yaml").write_text(
+        "# @package _global_\nrun: {seed: 1}"
+    )
+    monkeypatch.chdir(tmp_path)
+    commands = re.findall(r"^  launcher(.*?)(?:  |$)", _EXAMPLES, re.MULTILINE)
+    assert len(commands) == 9
+    for command in commands:
+        assert main([*shlex.split(command), "task=check"]) == 0
+
+
+def test_the_defaults_of_yaml_and_schema_agree() -> None:
+    composed = load([])
+    assert isinstance(composed.model, GPT)
+    unfilled = {"vocab_size", "sequence_length", "num_layers", "num_heads", "hidden_size"}
+    model = dataclasses.replace(composed.model, **dict.fromkeys(unfilled))
+    assert dataclasses.replace(composed, model=model) == build(Config, {})
+    assert load(["model=mlp", "dataset=synthetic"]).model == MLP()
+
+
+def test_the_yaml_files_show_every_setting() -> None:
+    text = "\n".join(file.read_text() for file in FILES)
+    said = set(re.findall(r"^ *(\w+):", text, re.MULTILINE))
+    assert {key.split(".")[-1] for key in setting_keys()} <= said
+
+
+@pytest.mark.parametrize(
+    ("size", "dimensions"),
+    [
+        # hidden, layers, heads: Alpa (arXiv:2201.12023), Table 6, and its benchmark suite.
+        ("125m", (768, 12, 12)),
+        ("350m", (1024, 24, 16)),
+        ("760m", (1536, 24, 16)),
+        ("1.3b", (2048, 24, 32)),
+        ("2.6b", (2560, 32, 32)),
+        ("6.7b", (4096, 32, 32)),
+        ("15b", (5120, 48, 40)),
+        ("39b", (8192, 48, 64)),
+        ("76b", (10240, 60, 80)),
+    ],
+)
+def test_the_alpa_sizes(size: str, dimensions: tuple[int, int, int]) -> None:
+    model = load([f"model.size={size}"]).model
+    assert isinstance(model, GPT)
+    assert (model.hidden_size, model.num_layers, model.num_heads) == dimensions
+    assert (model.sequence_length, model.vocab_size) == (1024, 51200)
+    assert (model.layers, model.sizes) == (dimensions[1], {})
+
+
+def test_a_set_dimension_beats_the_size() -> None:
+    model = load(["model.size=39b", "model.num_layers=6"]).model
+    assert isinstance(model, GPT)
+    assert (model.num_layers, model.hidden_size) == (6, 8192)
+
+
+def test_the_command_line_beats_the_recipe_which_beats_the_groups() -> None:
+    config = load(["train.steps=7", "recipe=smoke", "optimizer=sgd"])
+    assert (config.train.steps, config.cluster.gpus, config.optimizer.name) == (7, 2, "sgd")
+
+
+def test_a_plus_before_a_known_name_is_harmless() -> None:
+    assert load(["+recipe=smoke", "+train.steps=7", "++run.seed=1"]) == load(
+        ["recipe=smoke", "train.steps=7", "run.seed=1"]
+    )
+
+
+@pytest.mark.parametrize("typed", ["1e3", "1_000", "010", "12:30:00", "no", "true", "nan"])
+def test_text_on_the_command_line_is_taken_as_typed(typed: str) -> None:
+    assert load([f"wandb.name={typed}"]).wandb.name == typed
+
+
+@pytest.mark.parametrize(
+    "text", ["a/b.c-1", "null", "Null", "1e3", "a b", "it's", 'a"b\\', "{a,b}"]
+)
+def test_written_text_is_read_back(text: str) -> None:
+    assert load([f"wandb.name={written(text)}"]).wandb.name == text
+
+
+def test_null_clears_a_text_setting_and_quotes_make_it_text() -> None:
+    assert load(["wandb.name=x", "wandb.name=null"]).wandb.name is None
+    assert load(["wandb.name='null'"]).wandb.name == "null"
+
+
+def test_numbers_may_come_as_text_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPS", "12")
+    assert load(["train.steps=${oc.env:STEPS}"]).train.steps == 12
+
+
+def test_a_resolved_configuration_survives_json() -> None:
+    config = load(["dataset=text", "dataset.path=/data", "wandb.tags=[a,b]", "model.size=39b"])
+    assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+
+
+def test_users_own_groups_and_files(tmp_path: Path) -> None:
+    conf = tmp_path / "conf with spaces"
+    for file, text in {
+        "model/small.yaml": "name: mlp\nnum_layers: 2\n",
+        "dataset/synthetic.yaml": "name: synthetic\nnum_samples: 8\n",
+        "debug/short.yaml": "# @package _global_\ntrain: {steps: 1}\n",
+    }.items():
+        (conf / file).parent.mkdir(parents=True, exist_ok=True)
+        (conf / file).write_text(text)
+    config = load(["model=small", "dataset=synthetic", "+debug=short"], [str(conf)])
+    assert config.model == MLP(num_layers=2)
+    # A file of the user's beats the project's of the same name.
+    assert config.dataset.num_samples == 8  # type: ignore[union-attr]
+    assert config.train.steps == 1
+    # And is gone again when the next configuration is loaded without the folder.
+    assert isinstance(load(["dataset=stdlib_text"]).dataset, StdlibText)
+    assert load(["model=mlp", "dataset=synthetic"]).dataset.num_samples == 4096  # type: ignore[union-attr]
+
+
+def test_a_dataset_of_the_users_own(tmp_path: Path) -> None:
+    (tmp_path / "dataset").mkdir()
+    (tmp_path / "dataset" / "books.yaml").write_text("name: text\npath: /data/books\n")
+    assert load(["dataset=books"], [str(tmp_path)]).dataset == Text(path="/data/books")
+
+
+def test_sweep_points_are_the_product_in_order() -> None:
+    points = load_points(["train.steps=1,2", "model.num_layers=range(4,6)", "run.seed=3"])
+    assert [point.overrides for point in points] == [
+        ("train.steps=1", "model.num_layers=4", "run.seed=3"),
+        ("train.steps=1", "model.num_layers=5", "run.seed=3"),
+        ("train.steps=2", "model.num_layers=4", "run.seed=3"),
+        ("train.steps=2", "model.num_layers=5", "run.seed=3"),
+    ]
+    assert [point.config.train.steps for point in points] == [1, 1, 2, 2]
+
+
+def test_a_sweep_over_the_options_of_a_group() -> None:
+    points = load_points(["optimizer=glob(ada*)"])
+    assert [point.config.optimizer.name for point in points] == ["adafactor", "adam", "adamw"]

@@ -1,0 +1,332 @@
+"""Every wrong setting gets one line that says what is wrong, where it was said and what to do."""
+
+from pathlib import Path
+
+import pytest
+
+from launcher.__main__ import main
+from launcher.config.folders import CONF
+
+CLI = "(on the command line)"
+
+COMMAND_LINES = [
+    # Names that do not exist.
+    ("train.stepz=3", f"train.stepz is not a setting {CLI}. Did you mean train.steps?"),
+    ("+train.stepz=3", f"train.stepz is not a setting {CLI}. Did you mean train.steps?"),
+    ("++train.stepz=3", f"train.stepz is not a setting {CLI}. Did you mean train.steps?"),
+    ("steps=3", f"steps is not a setting {CLI}. Did you mean train.steps?"),
+    ("modle=gpt", f"modle is not a setting {CLI}. Did you mean model?"),
+    ("tran.steps=3", f"tran is not a setting {CLI}. Did you mean train?"),
+    (
+        "wandb.colour=red",
+        f"wandb.colour is not a setting {CLI}. "
+        "wandb has: mode, project, entity, group, name, tags.",
+    ),
+    (
+        "dataset.path=/data",
+        f"dataset.path is not a setting of dataset=stdlib_text {CLI}. It belongs to dataset=text.",
+    ),
+    # Options and sizes that do not exist.
+    ("model=gtp", f"There is no model=gtp {CLI}. Did you mean gpt?"),
+    ("model=resnet", f"There is no model=resnet {CLI}. Options of model: gpt, mlp."),
+    ("model=null", f"There is no model=null {CLI}. Options of model: gpt, mlp."),
+    ("model.size=nan", f"There is no model.size=nan {CLI}. Did you mean nano?"),
+    ("model.size=39", f"There is no model.size=39 {CLI}. Did you mean 39b?"),
+    (
+        "model.name=resnet",
+        f"model.name must be one of gpt, mlp, not 'resnet' {CLI}. Choose one with model=OPTION.",
+    ),
+    # Wrong types.
+    ("train.steps=abc", f"train.steps must be a whole number, not 'abc' {CLI}."),
+    ("train.steps=1.5", f"train.steps must be a whole number, not 1.5 {CLI}."),
+    ("train.steps=true", f"train.steps must be a whole number, not true {CLI}."),
+    ("train.steps=null", f"train.steps must be a whole number, not null {CLI}."),
+    ("train.steps.x=3", f"train.steps must be a whole number, not {{'x': 3}} {CLI}."),
+    ("optimizer.eps=true", f"optimizer.eps must be a number, not true {CLI}."),
+    ("optimizer.learning_rate=inf", f"optimizer.learning_rate must be a number, not inf {CLI}."),
+    ("model.tie_embeddings=1", f"model.tie_embeddings must be true or false, not 1 {CLI}."),
+    ("wandb.tags=fast", f"wandb.tags must be a list, not 'fast' {CLI}."),
+    (
+        "wandb.tags=[fast,3]",
+        f"wandb.tags must be text, but the unquoted value is read as 3 {CLI}. Put it in quotes.",
+    ),
+    (
+        "train=3",
+        f"train must be a section of settings, not 3 {CLI}. train has: steps, global_batch_size, "
+        "precision, log_every, eval_every, eval_batches, checkpoint.",
+    ),
+    # Bad choices and values out of bounds.
+    (
+        "parallel.schedule=1fb1",
+        f"parallel.schedule must be one of gpipe, 1f1b, not '1fb1' {CLI}. Did you mean 1f1b?",
+    ),
+    (
+        "train.precision=int4",
+        f"train.precision must be one of fp32, bf16, not 'int4' {CLI}.",
+    ),
+    ("train.steps=0", f"train.steps must be at least 1, not 0 {CLI}."),
+    ("model.dropout=1.5", f"model.dropout must be at most 1, not 1.5 {CLI}."),
+    # What the command line cannot mean.
+    (
+        "train.steps",
+        f"'train.steps' cannot be read as key=value {CLI}. "
+        "Settings are written key=value, for example train.steps=100.",
+    ),
+    (
+        "wandb.name=(x",
+        f"'wandb.name=(x' cannot be read as key=value {CLI}. "
+        "Quote special characters, inside the shell's own quotes: \"wandb.name='(x'\".",
+    ),
+    ("=3", f"'=3' has no name before its = {CLI}. Write key=value."),
+    (
+        "train.steps=1,2",
+        f"train.steps=1,2 gives several values to one run {CLI}. "
+        "Add -m to run each of them, or write train.steps=[…] for a list.",
+    ),
+    (
+        "~wandb.tags",
+        f"~wandb.tags takes away a setting, but each has a value {CLI}. "
+        "Set it instead, to null where it may be.",
+    ),
+    (
+        "hydra.run.dir=here",
+        f"hydra.run.dir is Hydra's own setting, which has no effect here {CLI}. "
+        "Runs are placed by run.dir and run.id; sweeps are asked for with -m.",
+    ),
+    (
+        "model@other=mlp",
+        f"model@other=mlp puts a group into another section than its own {CLI}. "
+        "Write model=OPTION.",
+    ),
+    (
+        "wandb.name=${run.idd}",
+        f"wandb.name: Interpolation key 'run.idd' not found {CLI}.",
+    ),
+    # Settings that do not go together.
+    ("dataset=text", "dataset.path is not set. Give dataset.path=VALUE."),
+    (
+        "train.global_batch_size=30",
+        "train.global_batch_size=30 cannot be cut into parallel.num_micro_batches=4 equal "
+        "microbatches (train.global_batch_size on the command line, "
+        f"parallel.num_micro_batches in {CONF}/parallel/manual.yaml:7). "
+        "Use train.global_batch_size=28 or 32.",
+    ),
+    (
+        "parallel.num_stages=8",
+        f"parallel.num_stages=8 is more than the model's 4 layers {CLI}. "
+        "A stage is at least one layer: ask for fewer stages, or raise model.num_layers.",
+    ),
+    (
+        "cluster.gpus=2 parallel.num_stages=4",
+        f"parallel.num_stages=4 is more than cluster.gpus=2 {CLI}. "
+        "A stage needs a device of its own: ask for fewer stages or more devices.",
+    ),
+    (
+        "parallel=data parallel.num_stages=2",
+        f"parallel=data is one stage, not parallel.num_stages=2 {CLI}. "
+        "Use parallel=manual for a pipeline.",
+    ),
+    (
+        "parallel=data cluster.gpus=3 train.global_batch_size=32 parallel.num_micro_batches=2",
+        "A microbatch of 16 samples (train.global_batch_size=32 / parallel.num_micro_batches=2) "
+        f"cannot be shared evenly by cluster.gpus=3 devices {CLI}. "
+        "Make train.global_batch_size a multiple of 6.",
+    ),
+    (
+        "cluster=emulated cluster.gpus=4 cluster.hosts=3",
+        f"cluster.gpus=4 cannot be shared evenly by cluster.hosts=3 hosts {CLI}. "
+        "cluster.gpus is the total over all hosts: make it a multiple.",
+    ),
+    (
+        "cluster.hosts=2",
+        f"cluster=local is this one machine, not cluster.hosts=2 {CLI}. "
+        "Use cluster=emulated to play several hosts on it.",
+    ),
+    (
+        "model.hidden_size=130 model.num_heads=4",
+        f"model.hidden_size=130 cannot be cut into model.num_heads=4 equal heads {CLI}. "
+        "Make it a multiple.",
+    ),
+    (
+        "model=mlp dataset=stdlib_text",
+        f"model=mlp cannot learn from dataset=stdlib_text: it takes vectors, not text {CLI}. "
+        "Use dataset=synthetic or model=gpt.",
+    ),
+    (
+        "model.vocab_size=100",
+        f"model.vocab_size=100 is too small for dataset=stdlib_text, which is bytes {CLI}. "
+        "Make it at least 256.",
+    ),
+    (
+        "optimizer.clip_norm=0",
+        f"optimizer.clip_norm=0 would make every gradient zero {CLI}. Use null for no clipping.",
+    ),
+    (
+        "optimizer.learning_rate=1e-4 optimizer.final_learning_rate=1e-3",
+        "optimizer.final_learning_rate=0.001 is above optimizer.learning_rate=0.0001 "
+        f"{CLI}. The rate decays from the second to the first.",
+    ),
+    (
+        "run.id=a/b",
+        f"run.id='a/b' cannot name a folder and a Weights & Biases run {CLI}. "
+        "Use letters, digits, '.', '_' and '-'.",
+    ),
+    ("run.resume=must", f"run.resume=must does not say which run {CLI}. Give run.id=VALUE."),
+    (
+        "model.size=null",
+        "model.vocab_size is not set. Choose a model.size, or give model.vocab_size=VALUE.",
+    ),
+    (
+        "model.size=tiny +model.sizes.tiny={num_layer:3}",
+        f"model.sizes.tiny.num_layer is not a dimension {CLI}. Did you mean num_layers?",
+    ),
+    (
+        "--steps 3",
+        "The command line is wrong: unrecognized arguments: --steps. "
+        "Settings are written key=value, without dashes; --help shows the rest.",
+    ),
+    (
+        "-m run.id=a,b",
+        "run.id and run.dir cannot be swept. "
+        "In a sweep run.id names the whole sweep; its runs are <run.id>-0, -1, ….",
+    ),
+    (
+        "-m train.steps=interval(1,3)",
+        f"train.steps=interval(1,3) cannot be listed value by value {CLI}. "
+        "Write the values with commas, range(start,stop,step) or choice(a,b).",
+    ),
+    (
+        "-m parallel.num_micro_batches=2,5",
+        "train.global_batch_size=32 cannot be cut into parallel.num_micro_batches=5 equal "
+        f"microbatches (train.global_batch_size in {CONF}/config.yaml:26, "
+        "parallel.num_micro_batches on the command line). Use train.global_batch_size=30 or 35.",
+    ),
+]
+
+# (file below my_conf, what it says, arguments, message)
+FILES = [
+    (
+        "recipe/mine.yaml",
+        "# @package _global_\ntrain:\n  seed: 1\n  stepz: 3\n",
+        "recipe=mine",
+        # Both are wrong: the first is the one that is said.
+        "train.seed is not a setting (in my_conf/recipe/mine.yaml:3). Did you mean run.seed?",
+    ),
+    (
+        "optimizer/mine.yaml",
+        "name: adamw\nlerning_rate: 3\n",
+        "optimizer=mine",
+        "optimizer.lerning_rate is not a setting (in my_conf/optimizer/mine.yaml:2). "
+        "Did you mean optimizer.learning_rate?",
+    ),
+    (
+        "recipe/mine.yaml",
+        "train:\n  steps: 3\n",
+        "recipe=mine",
+        "my_conf/recipe/mine.yaml sets recipe.*, which is no section. "
+        "Begin the file with the line '# @package _global_'.",
+    ),
+    (
+        "recipe/mine.yaml",
+        "# @package _global_\ndefaults:\n  - override /model: gtp\n",
+        "recipe=mine",
+        "There is no model=gtp (in my_conf/recipe/mine.yaml). Did you mean gpt?",
+    ),
+    (
+        "recipe/mine.yaml",
+        "# @package _global_\ntrain:\n  steps: 3\n steps: 4\n",
+        "recipe=mine",
+        "my_conf/recipe/mine.yaml:4 is not YAML: expected <block end>, but found '<block mapping "
+        "start>'.",
+    ),
+    (
+        "recipe/mine.yaml",
+        "# @package _global_\ntrain:\n  steps: 3\n  steps: 4\n",
+        "recipe=mine",
+        "my_conf/recipe/mine.yaml:4 is not YAML: found duplicate key steps.",
+    ),
+    # YAML 1.1 reads more than its authors mean.
+    (
+        "recipe/mine.yaml",
+        "# @package _global_\nwandb:\n  project: no\n",
+        "recipe=mine",
+        "wandb.project must be text, but the unquoted value is read as false "
+        "(in my_conf/recipe/mine.yaml:3). Put it in quotes.",
+    ),
+    (
+        "recipe/mine.yaml",
+        "# @package _global_\nwandb: {name: 12:30:00}\n",
+        "recipe=mine",
+        "wandb.name must be text, but the unquoted value is read as 45000 "
+        "(in my_conf/recipe/mine.yaml:2). Put it in quotes.",
+    ),
+    (
+        "recipe/mine.yaml",
+        "# @package _global_\nrun:\n  id: 1_000\n",
+        "recipe=mine",
+        "run.id must be text, but the unquoted value is read as 1000 "
+        "(in my_conf/recipe/mine.yaml:3). Put it in quotes.",
+    ),
+    (
+        "recipe/mine.yaml",
+        "# @package _global_\ntrain:\n  steps: on\n",
+        "recipe=mine",
+        "train.steps must be a whole number, not true (in my_conf/recipe/mine.yaml:3).",
+    ),
+    (
+        "dataset/mine.yaml",
+        "path: /data\n",
+        "dataset=mine",
+        "dataset.name is not set. It says which kind of dataset this is: "
+        "stdlib_text, text, synthetic.",
+    ),
+]
+
+
+def answer(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    code = main(argv)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.mark.parametrize(("command", "message"), COMMAND_LINES, ids=[c for c, _ in COMMAND_LINES])
+def test_wrong_command_line(
+    command: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert answer(command.split(" "), capsys) == (2, "", f"launcher: {message}\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("file", "text", "command", "message"), FILES, ids=[f[3] for f in FILES])
+def test_wrong_file(
+    file: str,
+    text: str,
+    command: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "my_conf" / file
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    monkeypatch.chdir(tmp_path)
+    argv = ["--config-dir", "my_conf", command]
+    assert answer(argv, capsys) == (2, "", f"launcher: {message}\n")
+
+
+def test_missing_config_dir(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert answer(["--config-dir", "nowhere"], capsys) == (
+        2,
+        "",
+        f"launcher: --config-dir {tmp_path}/nowhere is not a folder. Name a folder that holds "
+        "groups of YAML files, such as my_conf with my_conf/recipe/mine.yaml in it.\n",
+    )

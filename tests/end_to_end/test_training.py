@@ -1,0 +1,331 @@
+"""`python -m launcher` as a user meets it: trained, stopped, resumed, refused, nothing left behind.
+
+Launcher processes are few, because each brings up Ray and compiles. Every one carries a mark in
+its environment, which its children inherit: whoever bears it afterwards has been left behind.
+"""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from launcher.__main__ import main
+from launcher.config.compose import from_dict, to_dict
+from launcher.report.tracker import METRIC_KEYS
+
+MARK = "LAUNCHER_TEST_MARK"
+DEADLINE = 240  # seconds that no launcher of these tests needs
+TINY_GPT = (
+    "dataset=text",
+    "dataset.path=text.txt",
+    "model.num_layers=2",
+    "model.num_heads=2",
+    "model.hidden_size=32",
+    "model.sequence_length=16",
+    "train.global_batch_size=8",
+    "train.eval_every=20",
+    "train.eval_batches=1",
+    "optimizer.learning_rate=0.01",
+    "optimizer.decay=constant",
+    "parallel.num_micro_batches=2",
+    "cluster=emulated",
+    "cluster.gpus=2",
+)
+SMOKE = ("recipe=smoke", "wandb.mode=disabled")
+FOREVER = "train.steps=1000000"
+
+
+class Launcher:
+    """One `python -m launcher` in a process group of its own."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self.mark = uuid.uuid4().hex
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "launcher", *words],
+            cwd=folder,
+            env={**os.environ, MARK: self.mark},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait_for(self, condition) -> None:
+        """Wait until `condition()` holds; the launcher must still run by then."""
+        deadline = time.monotonic() + DEADLINE
+        while not condition():
+            assert time.monotonic() < deadline
+            assert self.process.poll() is None, self.process.communicate()
+            time.sleep(0.02)
+
+    def end(self) -> tuple[int, str, str]:
+        """Wait for the end: exit code, standard output, standard error. Nothing is left then."""
+        out, err = self.process.communicate(timeout=DEADLINE)
+        assert [process.cmdline() for process in self.processes()] == []
+        return self.process.returncode, out, err
+
+    def processes(self) -> list[psutil.Process]:
+        """The launcher's process, where it still runs, and all that it has started."""
+        return [process for process in psutil.process_iter() if _mark(process) == self.mark]
+
+    def worker(self) -> psutil.Process:
+        """The worker process: the one that has the emulated devices."""
+        (worker,) = [p for p in self.processes() if "ray::" in " ".join(p.cmdline())]
+        return worker
+
+
+def _mark(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get(MARK)
+    except psutil.Error:  # another user's, or gone
+        return None
+
+
+def lines(run: Path) -> list[dict]:
+    path = run / "metrics.jsonl"
+    if not path.exists():
+        return []
+    return [
+        json.loads(line)
+        for line in path.read_bytes().splitlines(keepends=True)
+        if line.endswith(b"\n")
+    ]
+
+
+def losses(run: Path) -> list[float]:
+    return [line["train/loss"] for line in lines(run)]
+
+
+def summary(run: Path) -> dict:
+    return json.loads((run / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder where the user stands, with a text in it and nothing else."""
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 100)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def interrupted(folder: Path) -> Path:
+    """A run that Ctrl-C ended and a second command took up again."""
+    run = folder / "outputs" / "fox"
+    launcher = Launcher(folder, *TINY_GPT, "run.id=fox", FOREVER)
+    launcher.wait_for(lambda: len(lines(run)) >= 25)
+    os.killpg(launcher.process.pid, signal.SIGINT)
+    code, out, err = launcher.end()
+    assert (code, err) == (130, "")
+    finished = len(lines(run))
+    assert summary(run)["exit_reason"] == "interrupted"
+    assert summary(run)["steps"] == finished
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [str(finished)]
+    assert f"interrupted: {finished} steps" in out
+    assert "run.id=fox" in out.splitlines()[-1]  # the command that goes on
+
+    more = f"train.steps={finished + 5}"
+    code, out, err = Launcher(folder, *TINY_GPT, "run.id=fox", more).end()
+    assert (code, err) == (0, "")
+    return run
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path, interrupted: Path) -> tuple[Path, str]:
+    """A run of as many steps in one go, under an id that the launcher chose; and what it said."""
+    steps = f"train.steps={len(lines(interrupted))}"
+    code, out, err = Launcher(folder, *TINY_GPT, steps).end()
+    assert (code, err) == (0, "")
+    (run,) = [path for path in (folder / "outputs").iterdir() if path.name.startswith("gpt-")]
+    return run, out
+
+
+def test_the_loss_falls(undisturbed: tuple[Path, str]) -> None:
+    found = losses(undisturbed[0])
+    assert 5 < found[0] < 6
+    assert found[-1] < found[0] - 1
+
+
+def test_an_interrupted_and_resumed_run_equals_an_undisturbed_one(
+    interrupted: Path, undisturbed: tuple[Path, str]
+) -> None:
+    assert losses(interrupted) == losses(undisturbed[0])
+    steps = len(losses(interrupted))
+    assert [line["step"] for line in lines(interrupted)] == list(range(1, steps + 1))
+    assert summary(interrupted)["exit_reason"] == "done"
+    assert summary(interrupted)["steps"] == steps
+
+
+def test_every_step_is_logged_once_with_every_metric(undisturbed: tuple[Path, str]) -> None:
+    found = lines(undisturbed[0])
+    assert [line["step"] for line in found] == list(range(1, len(found) + 1))
+    for line in found:
+        assert {*METRIC_KEYS, "pipeline/stage_0_seconds", "pipeline/stage_1_seconds"} <= line.keys()
+        unknown = {key for key, value in line.items() if value is None}
+        assert unknown <= {"perf/mfu"}  # a CPU has no peak to hold it against
+        assert line["perf/tokens_per_second"] == pytest.approx(8 * 16 / line["perf/step_seconds"])
+        assert ("eval/loss" in line) == (line["step"] % 20 == 0)
+
+
+def test_the_run_folder_holds_what_it_should(undisturbed: tuple[Path, str]) -> None:
+    run, out = undisturbed
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["run"]["id"] == run.name
+    assert to_dict(from_dict(config)) == config
+    plan = json.loads((run / "plan.json").read_text())
+    assert [stage["layers"] for stage in plan["stages"]] == [[0], [1]]
+    for plot in ("loss", "timeline"):
+        assert (run / "plots" / f"{plot}.png").read_bytes().startswith(b"\x89PNG")
+    assert (run / "logs" / "worker_0.log").exists()
+    assert list((run / "wandb").glob("offline-run-*"))
+    assert not list(run.rglob("*.pkl"))
+
+    found = summary(run)
+    assert found["run_id"] == run.name
+    assert found["exit_reason"] == "done"
+    assert found["final_loss"] == losses(run)[-1]
+    assert found["restarts"] == 0
+    assert found["predicted_step_seconds"] == plan["predicted_step_seconds"]
+    for key in ("step_seconds_median", "compile_seconds", "plan_seconds"):
+        assert 0 < found[key] < found["total_seconds"]
+    assert found["compile_seconds"] < found["time_to_first_step_seconds"] < found["total_seconds"]
+    assert "2 emulated CPU devices" in out
+    assert f"outputs/{run.name}" in out
+
+
+def test_a_complete_run_has_nothing_left_to_do(
+    interrupted: Path, folder: Path, capsys, monkeypatch
+) -> None:
+    monkeypatch.chdir(folder)
+    steps = len(lines(interrupted))
+    before = summary(interrupted)
+    assert main([*TINY_GPT, "run.id=fox", f"train.steps={steps}"]) == 0
+    assert f"run fox is complete, {steps} of {steps} steps" in capsys.readouterr().out
+    assert summary(interrupted) == before
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "told"),
+    [
+        (["run.id=fox", "run.resume=never"], 2, "run.id=fox is taken"),
+        (["run.id=new", "run.resume=must"], 2, "run.resume=must finds nothing to go on from"),
+        (["run.id=fox", "model.num_layers=4"], 2, "model.num_layers=4 does not fit run.id=fox"),
+        (["dataset.path=/nowhere/x.txt"], 2, "dataset.path=/nowhere/x.txt"),
+        (["dataset.path=/dev/null"], 2, "dataset.path=/dev/null"),
+        (["model.sequence_length=9999"], 2, "less than one sequence of 9999 + 1 bytes"),
+        (["cluster.gpus=3", "parallel.num_stages=2"], 2, "cluster.gpus"),
+        (["cluster=local", "cluster.gpus=999"], 2, "cluster=emulated"),
+        (["train.global_batch_size=9"], 2, "train.global_batch_size=9"),
+        (["cluster.hosts=2"], 2, "cluster.hosts=2"),
+        (["run.dir=/dev/null/outputs"], 1, "/dev/null"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line_and_leaves_nothing_behind(
+    interrupted: Path, folder: Path, more: list[str], code: int, told: str, capsys, monkeypatch
+) -> None:
+    monkeypatch.chdir(folder)
+    before = sorted(folder.rglob("*"))
+    assert main([*TINY_GPT, *more]) == code
+    err = capsys.readouterr().err
+    assert err.startswith("launcher: ")
+    assert err.count("\n") == 1
+    assert told in err
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_planning_starts_nothing_and_writes_the_plan(folder: Path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(folder)
+    assert main([*TINY_GPT, "run.id=planned", "task=plan", "cluster.hosts=2"]) == 0
+    run = folder / "outputs" / "planned"
+    assert sorted(path.name for path in run.iterdir()) == [".lock", "config.yaml", "plan.json"]
+    assert [s["hosts"] for s in json.loads((run / "plan.json").read_text())["stages"]] == [[0], [1]]
+    assert "plan: manual, 2 stages" in capsys.readouterr().out
+
+
+def test_a_preempted_run_saves_and_meanwhile_nobody_else_may_have_its_folder(
+    tmp_path: Path, capsys
+) -> None:
+    run = tmp_path / "outputs" / "one"
+    launcher = Launcher(tmp_path, *SMOKE, "run.id=one", FOREVER)
+    launcher.wait_for(lambda: len(lines(run)) >= 3)
+    assert main([*SMOKE, f"run.dir={tmp_path}/outputs", "run.id=one"]) == 2
+    assert "run.id=one is running right now" in capsys.readouterr().err
+    launcher.process.send_signal(signal.SIGTERM)
+    code, _, err = launcher.end()
+    assert (code, err) == (75, "")
+    found = lines(run)
+    assert [line["step"] for line in found] == list(range(1, len(found) + 1))
+    assert (run / "checkpoints" / str(len(found))).is_dir()
+    assert summary(run)["exit_reason"] == "preempted"
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_is_reported_and_takes_everything_with_it(tmp_path: Path) -> None:
+    run = tmp_path / "outputs" / "one"
+    launcher = Launcher(tmp_path, *SMOKE, "run.id=one", FOREVER)
+    launcher.wait_for(lambda: len(lines(run)) >= 3)
+    launcher.worker().kill()
+    code, _, err = launcher.end()
+    assert code == 1
+    assert err.startswith("launcher: worker_0 died")
+    assert summary(run)["exit_reason"].startswith("worker_0 died")
+
+
+@pytest.mark.slow
+def test_closing_the_terminal_saves_and_ends_the_run(tmp_path: Path) -> None:
+    run = tmp_path / "outputs" / "one"
+    master, slave = pty.openpty()
+    mark = uuid.uuid4().hex
+    # `setsid --ctty` makes the terminal the process's own, so that closing it hangs up.
+    command = ["setsid", "--ctty", sys.executable, "-m", "launcher", *SMOKE, "run.id=one"]
+    process = subprocess.Popen(
+        [*command, FOREVER],
+        cwd=tmp_path,
+        env={**os.environ, MARK: mark},
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+    )
+    os.close(slave)
+    shown = b""
+    while len(lines(run)) < 3:
+        shown += os.read(master, 4096)
+    os.close(master)
+    assert process.wait(DEADLINE) == 75
+    assert b"\x1b[" in shown  # the live display was on
+    assert (run / "checkpoints" / str(len(lines(run)))).is_dir()
+    assert summary(run)["exit_reason"] == "preempted"
+    assert [p.cmdline() for p in psutil.process_iter() if _mark(p) == mark] == []
+
+
+@pytest.mark.slow
+def test_ctrl_c_before_the_first_step_leaves_at_once(tmp_path: Path) -> None:
+    logs = tmp_path / "outputs" / "one" / "logs" / "worker_0.log"
+    launcher = Launcher(tmp_path, *SMOKE, "run.id=one", FOREVER)
+    launcher.wait_for(logs.exists)
+    os.killpg(launcher.process.pid, signal.SIGINT)
+    code, _, err = launcher.end()
+    assert (code, err) == (130, "")
+    assert not (tmp_path / "outputs" / "one" / "checkpoints").exists()
+    assert summary(tmp_path / "outputs" / "one")["exit_reason"] == "interrupted"
+
+
+@pytest.mark.slow
+def test_a_diverging_run_says_so_and_keeps_its_last_good_state(tmp_path: Path) -> None:
+    wild = ("optimizer=sgd", "optimizer.learning_rate=1e38", "optimizer.clip_norm=null")
+    code, _, err = Launcher(tmp_path, *SMOKE, "run.id=one", *wild).end()
+    assert code == 1
+    assert err.startswith("launcher: train/")
+    assert "lower optimizer.learning_rate" in err
+    assert not (tmp_path / "outputs" / "one" / "checkpoints").exists()
+    assert summary(tmp_path / "outputs" / "one")["exit_reason"].startswith("train/")

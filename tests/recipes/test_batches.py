@@ -1,0 +1,44 @@
+"""`recipes/batches.py`: batch k is a pure function of the seed and k; passes differ in order."""
+
+import numpy as np
+
+from recipes.batches import batches, next_token_batch
+
+
+def numbered(num_samples, batch_size, seed=0):
+    return batches(num_samples, batch_size, seed, lambda which: {"which": which})
+
+
+def samples(batch_of, steps):
+    return np.concatenate([batch_of(k)["which"] for k in steps]).tolist()
+
+
+def test_batch_k_depends_on_the_seed_and_k_alone():
+    one, other = numbered(50, 8, seed=3), numbered(50, 8, seed=3)
+    forwards = [one(k)["which"].tolist() for k in range(20)]
+    backwards = [other(k)["which"].tolist() for k in reversed(range(20))]
+    assert forwards == backwards[::-1]
+    assert samples(numbered(50, 8, seed=4), range(20)) != samples(one, range(20))
+
+
+def test_each_pass_holds_every_sample_once_in_an_order_of_its_own():
+    passes = np.array(samples(numbered(12, 4), range(5 * 3))).reshape(5, 12).tolist()
+    assert all(sorted(one) == list(range(12)) for one in passes)
+    assert len({tuple(one) for one in passes}) == 5
+
+
+def test_passes_follow_each_other_without_a_gap_where_batches_do_not_divide_them():
+    row = samples(numbered(10, 4), range(5))
+    assert sorted(row[:10]) == sorted(row[10:]) == list(range(10))
+
+
+def test_fewer_samples_than_a_batch_holds():
+    assert sorted(numbered(3, 6)(0)["which"].tolist()) == [0, 0, 1, 1, 2, 2]
+    assert numbered(1, 2)(10**9)["which"].tolist() == [0, 0]
+
+
+def test_targets_are_the_tokens_one_later():
+    batch = next_token_batch(np.array([[1, 2, 3], [255, 5, 6]], np.uint8))
+    assert batch["tokens"].tolist() == [[1, 2], [255, 5]]
+    assert batch["targets"].tolist() == [[2, 3], [5, 6]]
+    assert all(array.dtype == np.int32 and array.flags.c_contiguous for array in batch.values())

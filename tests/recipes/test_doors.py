@@ -1,0 +1,36 @@
+"""`recipes/__init__.py`: dispatch by name, and what it costs to import and to check."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+import recipes
+
+
+def test_an_unknown_name_gets_the_known_ones():
+    odd = SimpleNamespace(name="gtp")
+    with pytest.raises(recipes.InputError) as error:
+        recipes.build_model(odd, "fp32")
+    assert str(error.value) == "model.name=gtp is not known; choose one of gpt, mlp"
+    with pytest.raises(recipes.InputError) as error:
+        recipes.build_dataset(odd, odd, 8, 0)
+    assert str(error.value) == (
+        "dataset.name=gtp is not known; choose one of stdlib_text, text, synthetic"
+    )
+
+
+@pytest.mark.parametrize("dataset", ["stdlib_text", "synthetic"])
+def test_checking_a_dataset_loads_neither_jax_nor_grain(dataset):
+    program = f"""
+import sys
+from types import SimpleNamespace
+import recipes
+model = SimpleNamespace(name="gpt", vocab_size=256, sequence_length=16)
+data = SimpleNamespace(name="{dataset}", validation_fraction=0.05, num_samples=8)
+recipes.check_dataset(data, model, validation=True)
+heavy = {{"jax", "flax", "grain", "launcher.api"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,201 @@
+"""`recipes/gpt.py`: layers, loss, precision, causality, dropout, and that it learns."""
+
+import math
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from recipes import build_model
+from recipes.gpt import GPT
+
+TINY = {
+    "name": "gpt",
+    "vocab_size": 256,
+    "sequence_length": 16,
+    "num_layers": 2,
+    "num_heads": 2,
+    "hidden_size": 16,
+    "mlp_ratio": 4,
+    "dropout": 0.0,
+    "tie_embeddings": True,
+}
+
+
+def build(precision="fp32", **changes):
+    return build_model(SimpleNamespace(**{**TINY, **changes}), precision)
+
+
+def random_batch(rows=4, length=16, vocabulary=256):
+    tokens = np.random.default_rng(0).integers(vocabulary, size=(rows, length + 1))
+    return {"tokens": tokens[:, :-1].astype(np.int32), "targets": tokens[:, 1:].astype(np.int32)}
+
+
+def init(model):
+    return jax.jit(model.init)(jax.random.key(0))
+
+
+def loss_of(model, params, batch, key=None):
+    loss, metrics = jax.jit(model.loss)(params, batch, key)
+    assert metrics == {}
+    return loss
+
+
+def make_gpt(dtype=jnp.float32):
+    dimensions = {key: value for key, value in TINY.items() if key != "name"}
+    return GPT(**dimensions, dtype=dtype)
+
+
+@jax.jit
+def logits_of(params, tokens):
+    return make_gpt().apply({"params": params}, tokens, True)
+
+
+def names_of(params):
+    return {
+        "/".join(entry.key for entry in path): leaf.shape
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 4])
+def test_there_are_exactly_num_layers_pipeline_layers(num_layers):
+    model = build(num_layers=num_layers)
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    jaxpr = jax.make_jaxpr(lambda p, b: model.loss(p, b, None))(params, random_batch())
+    names = [equation.primitive.name for equation in jaxpr.eqns]
+    assert names.count("pipeline_boundary") == num_layers - 1
+
+
+@pytest.mark.parametrize("key", [None, jax.random.key(0)], ids=["still", "dropout"])
+def test_blocks_share_no_array_but_the_one_they_hand_on(key):
+    """Only one array crosses each boundary, so a stage waits for its neighbour alone."""
+    model = build(num_layers=3, dropout=0.1)
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    jaxpr = jax.make_jaxpr(model.loss)(params, random_batch(), key)
+    made_in, crossing, layer = {}, {}, 0
+    for equation in jaxpr.eqns:
+        layer += equation.primitive.name == "pipeline_boundary"
+        for variable in equation.invars:
+            source = made_in.get(id(variable), layer)
+            if source != layer:
+                crossing.setdefault((source, layer), set()).add(id(variable))
+        made_in.update({id(variable): layer for variable in equation.outvars})
+    assert {ends: len(variables) for ends, variables in crossing.items()} == {(0, 1): 1, (1, 2): 1}
+
+
+def test_parameters_have_megatron_names_and_an_axis_of_heads():
+    tied = names_of(jax.eval_shape(build(num_layers=1).init, jax.random.key(0)))
+    assert tied == {
+        "word_embeddings/embedding": (256, 16),
+        "position_embeddings": (16, 16),
+        "layers_0/input_layernorm/scale": (16,),
+        "layers_0/input_layernorm/bias": (16,),
+        "layers_0/self_attention/linear_qkv/kernel": (16, 3, 2, 8),
+        "layers_0/self_attention/linear_qkv/bias": (3, 2, 8),
+        "layers_0/self_attention/linear_proj/kernel": (2, 8, 16),
+        "layers_0/self_attention/linear_proj/bias": (16,),
+        "layers_0/pre_mlp_layernorm/scale": (16,),
+        "layers_0/pre_mlp_layernorm/bias": (16,),
+        "layers_0/mlp/linear_fc1/kernel": (16, 64),
+        "layers_0/mlp/linear_fc1/bias": (64,),
+        "layers_0/mlp/linear_fc2/kernel": (64, 16),
+        "layers_0/mlp/linear_fc2/bias": (16,),
+        "final_layernorm/scale": (16,),
+        "final_layernorm/bias": (16,),
+    }
+    untied = build(num_layers=1, tie_embeddings=False)
+    assert names_of(jax.eval_shape(untied.init, jax.random.key(0))) == {
+        **tied,
+        "output_layer/kernel": (16, 256),
+    }
+
+
+@pytest.mark.parametrize("tie_embeddings", [True, False])
+def test_an_untrained_model_knows_nothing(tie_embeddings):
+    model = build(tie_embeddings=tie_embeddings)
+    loss = loss_of(model, init(model), random_batch())
+    assert loss.shape == ()
+    assert float(loss) == pytest.approx(math.log(256), abs=0.05)
+
+
+def test_the_loss_is_the_mean_negative_log_probability_of_the_targets():
+    model, batch = build(), random_batch()
+    params = init(model)
+    logits = np.asarray(logits_of(params, batch["tokens"]), np.float64)
+    log_probabilities = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    at_targets = np.take_along_axis(log_probabilities, batch["targets"][..., None], -1)
+    np.testing.assert_allclose(loss_of(model, params, batch), -at_targets.mean(), rtol=1e-6)
+
+
+def test_a_few_steps_lower_the_loss():
+    model, optimizer = build(), optax.adam(1e-2)
+    params, batch = init(model), random_batch()
+    state = optimizer.init(params)
+
+    @jax.jit
+    def step(params, state):
+        (loss, _), grads = jax.value_and_grad(model.loss, has_aux=True)(params, batch, None)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    losses = []
+    for _ in range(20):
+        params, state, loss = step(params, state)
+        losses.append(float(loss))
+    assert losses[-1] < losses[0] - 1
+
+
+def test_a_later_token_changes_no_earlier_logit():
+    params, tokens = init(build()), random_batch()["tokens"]
+    changed = tokens.copy()
+    changed[:, 10] = (changed[:, 10] + 1) % 256
+    before, after = logits_of(params, tokens), logits_of(params, changed)
+    np.testing.assert_array_equal(before[:, :10], after[:, :10])
+    assert (np.abs(before[:, 10:] - after[:, 10:]).max(-1) > 0).all()
+
+
+def test_bf16_computes_in_bf16_and_keeps_parameters_and_loss_in_fp32():
+    model, batch = build("bf16"), random_batch()
+    params = init(model)
+    both = jax.value_and_grad(model.loss, has_aux=True)
+    (loss, _), grads = jax.eval_shape(both, params, batch, None)
+    assert dtypes_of([params, loss, grads]) == {"float32"}
+    full = loss_of(build(), params, batch)
+    assert float(loss_of(model, params, batch)) == pytest.approx(float(full), abs=0.02)
+
+    equations = jax.make_jaxpr(model.loss)(params, batch, None).eqns
+    products = [e for e in equations if e.primitive.name == "dot_general"]
+    assert dtypes_of([v.aval for e in products for v in [*e.invars, *e.outvars]]) == {"bfloat16"}
+    exponentials = [e for e in equations if e.primitive.name == "exp"]
+    assert len(exponentials) == TINY["num_layers"] + 1  # a softmax a block, and the loss
+    assert dtypes_of([e.outvars[0].aval for e in exponentials]) == {"float32"}
+
+    activations = jax.eval_shape(
+        lambda p, t: make_gpt(jnp.bfloat16).apply(
+            {"params": p}, t, True, capture_intermediates=True
+        ),
+        params,
+        batch["tokens"],
+    )
+    assert dtypes_of(activations) == {"bfloat16"}
+
+
+def dtypes_of(tree):
+    return {str(leaf.dtype) for leaf in jax.tree.leaves(tree)}
+
+
+def test_dropout_needs_a_key_and_follows_it():
+    model, still, batch = build(dropout=0.5), build(), random_batch()
+    params = init(model)
+
+    def loss(model, seed=None):
+        key = None if seed is None else jax.random.key(seed)
+        return float(loss_of(model, params, batch, key))
+
+    assert loss(model) == loss(still) == loss(still, seed=1)
+    assert loss(model, seed=1) == loss(model, seed=1)
+    assert len({loss(model), loss(model, seed=1), loss(model, seed=2)}) == 3

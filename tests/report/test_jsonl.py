@@ -1,0 +1,90 @@
+"""metrics.jsonl is valid JSON with every step once, whatever happened before."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from launcher.report.jsonl import JsonlTracker, read_metrics
+from launcher.report.tracker import METRIC_KEYS
+
+
+def write(path, steps, first_step=1):
+    tracker = JsonlTracker(path, first_step)
+    for step in steps:
+        tracker.log({"step": step, "train/loss": float(step)})
+    tracker.finish({})
+
+
+def steps_in(path):
+    return [record["step"] for record in read_metrics(path)]
+
+
+def test_a_line_holds_the_contracts_keys_and_the_steps_own(tmp_path):
+    tracker = JsonlTracker(tmp_path / "m.jsonl")
+    tracker.log({"step": 1, "train/loss": 2.5, "eval/loss": 2.75, "perf/mfu": None})
+    tracker.finish({})
+    line = (tmp_path / "m.jsonl").read_text()
+    assert line.endswith("}\n")
+    assert list(json.loads(line)) == [*METRIC_KEYS, "eval/loss"]
+    assert line.startswith('{"step": 1, "train/loss": 2.5, "train/grad_norm": null, ')
+
+
+def test_a_line_is_in_the_file_before_the_next_step(tmp_path):
+    tracker = JsonlTracker(tmp_path / "m.jsonl")
+    tracker.log({"step": 1})
+    assert steps_in(tmp_path / "m.jsonl") == [1]
+    tracker.log({"step": 2})
+    assert steps_in(tmp_path / "m.jsonl") == [1, 2]
+    tracker.finish({})
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, np.float32("nan")])
+def test_what_is_not_finite_is_null(tmp_path, value):
+    tracker = JsonlTracker(tmp_path / "m.jsonl")
+    tracker.log({"step": 1, "train/loss": value})
+    tracker.finish({})
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    line = (tmp_path / "m.jsonl").read_text()
+    assert json.loads(line, parse_constant=refuse)["train/loss"] is None
+
+
+def test_numbers_of_any_float_kind_are_written(tmp_path):
+    tracker = JsonlTracker(tmp_path / "m.jsonl")
+    tracker.log({"step": 1, "train/loss": np.float32(0.5), "perf/peak_memory_bytes": 1 << 40})
+    tracker.finish({})
+    [record] = read_metrics(tmp_path / "m.jsonl")
+    assert (record["train/loss"], record["perf/peak_memory_bytes"]) == (0.5, 1 << 40)
+
+
+def test_resuming_drops_the_steps_that_are_run_again(tmp_path):
+    path = tmp_path / "m.jsonl"
+    write(path, range(1, 8))
+    write(path, range(5, 10), first_step=5)
+    assert steps_in(path) == list(range(1, 10))
+
+
+def test_starting_over_leaves_nothing_of_before(tmp_path):
+    path = tmp_path / "m.jsonl"
+    write(path, range(1, 4))
+    write(path, [1])
+    assert steps_in(path) == [1]
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 4, "train/lo', b'{"step": 4}', b"\0\0\0\n"])
+def test_a_torn_last_line_is_dropped(tmp_path, torn):
+    path = tmp_path / "m.jsonl"
+    write(path, [1, 2, 3])
+    with open(path, "ab") as file:
+        file.write(torn)
+    assert steps_in(path) == [1, 2, 3]
+    write(path, [4, 5], first_step=4)
+    assert steps_in(path) == [1, 2, 3, 4, 5]
+
+
+def test_no_file_is_no_metrics(tmp_path):
+    assert read_metrics(tmp_path / "m.jsonl") == []

@@ -1,0 +1,42 @@
+"""The performance figures are the definitions, written out."""
+
+import math
+
+import pytest
+
+from launcher.report.metrics import measured, median, performance
+from launcher.report.summary import Summary
+
+
+def test_rates_are_amounts_over_time():
+    assert performance(0.5, samples=32, tokens=4096) == {
+        "perf/step_seconds": 0.5,
+        "perf/samples_per_second": 64.0,
+        "perf/tokens_per_second": 8192.0,
+        "perf/mfu": None,
+    }
+
+
+def test_mfu_is_one_when_every_device_does_its_peak():
+    figures = performance(2.0, samples=1, flops=8e12, devices=4, peak_flops=1e12)
+    assert figures["perf/mfu"] == pytest.approx(1.0)
+
+
+def test_median_ignores_what_is_unknown_or_not_finite():
+    assert median([3.0, None, 1.0, math.nan, 2.0, math.inf]) == 2.0
+    assert median([None]) is None
+
+
+def test_measured_names_fields_of_the_summary():
+    record = {"step": 3, "train/loss": 2.0, "perf/step_seconds": 0.1, "eval/loss": 2.5}
+    values = measured([{**record, "step": 1, "train/loss": 4.0, "eval/loss": None}, record])
+    summary = Summary(run_id="r", exit_reason="done", **values)
+    assert (summary.steps, summary.first_loss, summary.final_loss) == (3, 4.0, 2.0)
+    assert (summary.eval_loss, summary.step_seconds_median) == (2.5, 0.1)
+    assert summary.tokens_per_second is None
+
+
+def test_nothing_measured_is_nothing_claimed():
+    values = measured([])
+    assert values.pop("steps") == 0
+    assert set(values.values()) == {None}

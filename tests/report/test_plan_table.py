@@ -1,0 +1,94 @@
+"""The plan's table says what the plan says and fits the screen."""
+
+import dataclasses
+import io
+
+from launcher.plan.plan import Plan, StagePlan, Transfer
+from launcher.report.console import make_console
+from launcher.report.plan_table import print_plan
+
+
+def make_plan(num_stages=4, memory_bytes=None, **stage_changes):
+    stages = tuple(
+        dataclasses.replace(
+            StagePlan(
+                layers=(2 * i, 2 * i + 1),
+                hosts=(i // 2,),
+                devices=(2 * i, 2 * i + 1),
+                logical_mesh=(2, 1),
+                remat="none",
+                forward_seconds=0.0102,
+                backward_seconds=0.0211,
+                memory_bytes=12 << 30,
+                num_parameters=105_000,
+                shardings={},
+            ),
+            **stage_changes,
+        )
+        for i in range(num_stages)
+    )
+    links = [(i, i + 1) for i in range(num_stages - 1)]
+    transfers = [Transfer(a, b, 131072, 20) for a, b in links]
+    transfers += [Transfer(b, a, 131072, 0) for a, b in links]
+    return Plan(
+        method="manual",
+        schedule="1f1b",
+        num_micro_batches=8,
+        batch_size=32,
+        num_parameters=420_000,
+        stages=stages,
+        transfers=tuple(transfers),
+        cluster={"name": "emulated", "memory_bytes": memory_bytes},
+        flops_per_step=1e9,
+        predicted_step_seconds=0.381,
+        predicted_samples_per_second=84.2,
+        predicted_tflops_per_device=0.012,
+        predicted_tflops_per_device_with_remat=0.013,
+        predicted_bubble_fraction=0.325,
+        fingerprint="abc",
+    )
+
+
+def text_of(plan):
+    file = io.StringIO()
+    print_plan(make_console(file), plan)
+    return file.getvalue()
+
+
+def test_the_exact_text():
+    assert text_of(make_plan()) == (
+        """
+plan: manual, 4 stages, 1f1b, 8 microbatches, 8 devices on 2 hosts (emulated)
+stage  layers  submesh  mesh  params  forward  backward     sends    memory
+    0     0-1      1x2   2x1   105 K  10.2 ms   21.1 ms  1.00 MiB  12.0 GiB
+    1     2-3      1x2   2x1   105 K  10.2 ms   21.1 ms  2.00 MiB  12.0 GiB
+    2     4-5      1x2   2x1   105 K  10.2 ms   21.1 ms  2.00 MiB  12.0 GiB
+    3     6-7      1x2   2x1   105 K  10.2 ms   21.1 ms  1.00 MiB  12.0 GiB
+420 K parameters; predicted: 381 ms a step, 84 samples/s, 32.5% bubble
+"""
+    )
+
+
+def test_memory_stands_beside_the_devices_own():
+    assert "12.0 GiB  75%\n" in text_of(make_plan(memory_bytes=16 << 30))
+    assert "12.0 GiB 150%\n" in text_of(make_plan(memory_bytes=8 << 30))
+
+
+def test_remat_is_told_once_where_all_stages_agree_and_by_stage_where_not():
+    assert "8 microbatches, remat full, " in text_of(make_plan(remat="full"))
+    plan = make_plan(2)
+    first = dataclasses.replace(plan.stages[0], remat="full")
+    mixed = text_of(dataclasses.replace(plan, stages=(first, plan.stages[1])))
+    assert all(f"  {word}  " in mixed for word in ("remat", "full", "none"))
+
+
+def test_one_of_a_thing_is_not_called_several():
+    plan = dataclasses.replace(make_plan(1, devices=(0,)), num_micro_batches=1, method="data")
+    assert "plan: data, 1 stage, 1f1b, 1 microbatch, 1 device on 1 host (" in text_of(plan)
+
+
+def test_large_plans_fit_100_plain_columns():
+    plan = make_plan(64, memory_bytes=141 << 30, forward_seconds=12.5, num_parameters=999_900_000)
+    text = text_of(plan)
+    assert max(map(len, text.splitlines())) <= 100
+    assert text.isascii()

@@ -1,0 +1,65 @@
+"""The pictures show what they are given: colours in the right shares, odd values left out."""
+
+import math
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_rgb
+from matplotlib.image import imread
+
+from launcher.plan.schedule import Kind, gpipe, one_f_one_b
+from launcher.plan.simulate import bubble_fraction, simulate
+from launcher.report import plots
+
+
+def pixels(path, colour):
+    image = imread(path)[..., :3]
+    return int((np.abs(image - to_rgb(colour)).max(axis=-1) < 0.01).sum())
+
+
+@pytest.mark.parametrize(("schedule", "num_stages"), [(gpipe, 2), (one_f_one_b, 4)])
+def test_the_idle_area_of_the_timeline_is_the_bubble(tmp_path, schedule, num_stages):
+    timeline = simulate(
+        schedule(num_stages, 4), lambda task: 0.01 if task.kind is Kind.FORWARD else 0.02
+    )
+    path = plots.plot_timeline(timeline, tmp_path / "plots" / "timeline.png", "a plan")
+    idle = pixels(path, plots.IDLE)
+    busy = sum(pixels(path, colour) for colour in plots.TASK_COLOURS.values())
+    assert idle / (idle + busy) == pytest.approx(bubble_fraction(timeline, num_stages), abs=0.05)
+
+
+def test_backward_takes_its_share_of_the_timeline(tmp_path):
+    timeline = simulate(gpipe(1, 3), lambda task: 1.0 if task.kind is Kind.FORWARD else 2.0)
+    path = plots.plot_timeline(timeline, tmp_path / "timeline.png")
+    forward, backward = (pixels(path, colour) for colour in plots.TASK_COLOURS.values())
+    assert backward / forward == pytest.approx(2.0, rel=0.1)
+
+
+def records(num_steps, eval_every=0):
+    for step in range(1, num_steps + 1):
+        record = {"step": step, "train/loss": 2 + 3 / step}
+        if eval_every and step % eval_every == 0:
+            record["eval/loss"] = 2.2 + 3 / step
+        yield record
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 30, 200])
+@pytest.mark.parametrize("eval_every", [0, 10])
+def test_each_curve_that_there_is_can_be_seen(tmp_path, num_steps, eval_every):
+    path = plots.plot_loss(list(records(num_steps, eval_every)), tmp_path / "loss.png", "run")
+    assert (pixels(path, plots.TRAIN) > 0) == (num_steps > 0)
+    assert (pixels(path, plots.EVAL) > 0) == (eval_every > 0 and num_steps >= eval_every)
+
+
+def test_a_loss_that_is_not_finite_is_left_out(tmp_path):
+    broken = [{"step": 31, "train/loss": None}, {"step": 32, "train/loss": math.inf}]
+    whole = plots.plot_loss(list(records(30)), tmp_path / "a.png")
+    same = plots.plot_loss([*records(30), *broken], tmp_path / "b.png")
+    assert (imread(whole) == imread(same)).all()
+
+
+def test_the_running_mean_keeps_lines_and_constants():
+    line = [3.0 * i for i in range(20)]
+    assert plots.running_mean(line, span=4) == pytest.approx(line)
+    assert plots.running_mean([1.0, 4.0, 1.0], span=1) == pytest.approx([1.0, 2.0, 1.0])
+    assert plots.running_mean([], span=3) == []

@@ -1,0 +1,97 @@
+"""A sweep's table tells the runs apart and what came of each."""
+
+import io
+
+import yaml
+
+from launcher.report.console import make_console
+from launcher.report.summary import Summary, write_summary
+from launcher.report.sweep import comparison_table, short_names
+
+
+def make_run(folder, settings, **summary):
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
+    if summary:
+        write_summary(folder, Summary(run_id=folder.name, **summary))
+    return folder
+
+
+def text_of(run_dirs):
+    file = io.StringIO()
+    make_console(file).print(comparison_table(run_dirs))
+    return [line.rstrip() for line in file.getvalue().splitlines()]
+
+
+def settings(number, micro_batches):
+    return {
+        "run": {"id": f"s-{number}", "seed": 0},
+        "parallel": {"method": "manual", "num_micro_batches": micro_batches},
+        "train": {"steps": 20},
+    }
+
+
+def test_the_exact_text(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    root = tmp_path / "multirun" / "s"
+    result = {"exit_reason": "done", "steps": 20, "predicted_step_seconds": 0.07}
+    runs = [
+        make_run(
+            root / "s-0",
+            settings(0, 2),
+            final_loss=2.41,
+            eval_loss=2.5,
+            step_seconds_median=0.08,
+            samples_per_second=400.0,
+            **result,
+        ),
+        make_run(
+            root / "s-1",
+            settings(1, 4),
+            final_loss=2.40,
+            eval_loss=2.6,
+            step_seconds_median=0.09,
+            samples_per_second=1355.5,
+            **result,
+        ),
+        make_run(
+            root / "s-2",
+            settings(2, 8),
+            exit_reason="out of memory on worker 0",
+            final_loss=1.0,
+            step_seconds_median=0.01,
+        ),
+        make_run(root / "s-3", settings(3, 16)),
+        make_run(root / "s-4", settings(4, 32), exit_reason="interrupted", steps=3),
+    ]
+    assert text_of(runs) == [
+        "runs multirun/s/s-*",
+        "run  num_micro_batches     loss     eval      step  predicted  samples/s  ended",
+        "0                    2   2.4100  *2.5000  *80.0 ms    70.0 ms      400.0  done",
+        "1                    4  *2.4000   2.6000   90.0 ms    70.0 ms   *1,355.5  done",
+        "2                    8   1.0000        -   10.0 ms          -          -  failed",
+        "3                   16        -        -         -          -          -  not finished",
+        "4                   32        -        -         -          -          -  interrupted",
+        "2: out of memory on worker 0",
+        "3: it wrote no summary.json",
+    ]
+
+
+def test_runs_of_different_folders_keep_their_names(tmp_path):
+    runs = [make_run(tmp_path / name, {}) for name in ("a/x-0", "b/x-1")]
+    assert text_of(runs)[0].split()[0] == "run"
+    assert [line.split()[0] for line in text_of(runs)[1:3]] == ["x-0", "x-1"]
+
+
+def test_folders_in_which_nothing_can_be_read_are_still_shown(tmp_path):
+    (tmp_path / "r-0").mkdir()
+    (tmp_path / "r-1").mkdir()
+    (tmp_path / "r-1" / "summary.json").write_text("{torn")
+    (tmp_path / "r-1" / "config.yaml").write_text("a: [")
+    text = text_of([tmp_path / "r-0", tmp_path / "r-1", tmp_path / "r-2"])
+    assert sum("not finished" in line for line in text) == 3
+
+
+def test_keys_lose_their_section_unless_that_would_confuse_them():
+    keys = ["train.steps", "model.name", "optimizer.name"]
+    assert short_names(keys) == ["steps", "model.name", "optimizer.name"]

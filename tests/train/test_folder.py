@@ -1,0 +1,159 @@
+"""Whose folder is it: every rule of `run.id` and `run.resume`, and its words."""
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from launcher.config.compose import load, to_dict
+from launcher.config.errors import ConfigError
+from launcher.train import checkpoint, folder
+from launcher.train.step import TrainState
+
+
+@pytest.fixture
+def config(tmp_path):
+    return load(["model=mlp", "dataset=synthetic", f"run.dir={tmp_path}/outputs"])
+
+
+def named(config, run_id="mine", **fields):
+    return replace(config, run=replace(config.run, id=run_id, **fields))
+
+
+def save_checkpoint(config, step):
+    path = Path(config.run.dir, config.run.id, "checkpoints")
+    state = TrainState(jnp.int32(step), {"w": jnp.ones(2)}, (), jnp.zeros(2, jnp.uint32))
+    checkpoint.save(path, step, state, {"config": to_dict(config)})
+
+
+def test_a_fresh_id_says_model_and_time_and_is_drawn_anew():
+    ids = {folder.new_id("gpt") for _ in range(3)}
+    assert len(ids) == 3
+    assert all(re.fullmatch(r"gpt-\d{8}-\d{6}-[0-9a-f]{4}", run_id) for run_id in ids)
+
+
+def test_checking_leaves_nothing_behind(config):
+    assert folder.check(config) == 0
+    assert folder.check(named(config)) == 0
+    assert not Path(config.run.dir).exists()
+
+
+def test_unnamed_runs_never_share_a_folder(config):
+    with folder.claim(config) as one, folder.claim(config) as other:
+        assert one.path != other.path
+        assert one.path.parent == other.path.parent == Path(config.run.dir)
+        assert one.finished_steps == 0
+
+
+def test_a_taken_id_is_refused_where_nothing_may_be_resumed(config):
+    config = named(config, resume="never")
+    with folder.claim(config):
+        pass
+    text = (
+        f"run.id=mine is taken: {config.run.dir}/mine exists, and run.resume=never. "
+        "Choose another run.id, or use run.resume=auto to go on with that run."
+    )
+    for door in (folder.check, lambda c: folder.claim(c).__enter__()):
+        with pytest.raises(ConfigError) as error:
+            door(config)
+        assert str(error.value) == text
+
+
+def test_what_must_be_resumed_must_be_there(config):
+    config = named(config, resume="must")
+    with pytest.raises(ConfigError) as error:
+        folder.check(config)
+    assert str(error.value) == (
+        f"run.resume=must finds nothing to go on from: {config.run.dir}/mine/checkpoints holds no "
+        "checkpoint. Check run.id and run.dir, or use run.resume=auto."
+    )
+
+
+def test_a_run_without_a_checkpoint_starts_afresh_in_its_own_folder(config):
+    config = named(config)
+    with folder.claim(config) as first:
+        pass
+    with folder.claim(config) as again:
+        assert (again.path, again.finished_steps) == (first.path, 0)
+
+
+@pytest.mark.parametrize("resume", ["auto", "must"])
+def test_a_run_goes_on_from_its_newest_checkpoint(config, resume):
+    config = named(config, resume=resume)
+    save_checkpoint(config, 3)
+    save_checkpoint(config, 12)
+    assert folder.check(config) == 12
+    with folder.claim(config) as home:
+        assert (home.id, home.finished_steps) == ("mine", 12)
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value", "text"),
+    [
+        ("model", "hidden_size", 96, "model.hidden_size=96"),
+        ("dataset", "num_samples", 7, "dataset.num_samples=7"),
+        ("optimizer", "b2", 0.5, "optimizer.b2=0.5"),
+        ("train", "global_batch_size", 64, "train.global_batch_size=64"),
+        ("run", "seed", 1, "run.seed=1"),
+    ],
+)
+def test_a_run_does_not_go_on_as_another_one(config, section, field, value, text):
+    config = named(config)
+    save_checkpoint(config, 5)
+    before = getattr(getattr(config, section), field)
+    other = replace(config, **{section: replace(getattr(config, section), **{field: value})})
+    with pytest.raises(ConfigError) as error:
+        folder.check(other)
+    assert str(error.value) == (
+        f"{text} does not fit run.id=mine, which came to step 5 with {section}.{field}={before}. "
+        "Set it back to go on with that run, or choose another run.id."
+    )
+
+
+def test_a_run_may_go_on_longer_elsewhere_and_otherwise_cut(config):
+    config = named(config)
+    save_checkpoint(config, 5)
+    other = replace(
+        config,
+        train=replace(config.train, steps=999, log_every=5),
+        parallel=replace(config.parallel, num_stages=1, num_micro_batches=2),
+        cluster=replace(config.cluster, gpus=1),
+    )
+    assert folder.check(other) == 5
+
+
+def test_two_runs_at_once_cannot_hold_one_folder(config):
+    config = named(config)
+    program = (
+        "import sys; from launcher.config.compose import load; from launcher.train import folder\n"
+        "with folder.claim(load(sys.argv[1:])):\n"
+        "    print('held', flush=True); sys.stdin.read()\n"
+    )
+    words = ["model=mlp", "dataset=synthetic", f"run.dir={config.run.dir}", "run.id=mine"]
+    with subprocess.Popen(
+        [sys.executable, "-c", program, *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as other:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(ConfigError) as error, folder.claim(config):
+            pass
+        assert str(error.value) == (
+            f"run.id=mine is running right now, in {config.run.dir}/mine. "
+            "Wait for it to end, or choose another run.id."
+        )
+        other.kill()  # the hardest of ends lets go of the folder too
+    with folder.claim(config) as home:
+        assert home.id == "mine"
+
+
+def test_a_folder_that_cannot_be_made_is_an_os_error(config, tmp_path):
+    (tmp_path / "outputs").write_text("a file, not a folder")
+    for run_id in (None, "mine"):
+        with pytest.raises(OSError), folder.claim(named(config, run_id)):  # noqa: PT011
+            pass

@@ -1,0 +1,207 @@
+"""The loop with a real worker in this process: a small pipeline trained, stopped and resumed."""
+
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+import pytest
+
+from launcher.config.compose import load, to_dict
+from launcher.plan import local_shape, make_plan
+from launcher.train import checkpoint
+from launcher.train.loop import train
+from launcher.train.optimizer import build_optimizer
+from launcher.train.program import build_program
+from launcher.train.record import DivergedError, Recorder
+from launcher.train.signals import StopSignals
+from launcher.train.step import init_state, make_eval_step, make_train_step
+from launcher.train.worker import TrainWorker
+from recipes import build_model
+
+WORDS = (
+    "model=mlp",
+    "dataset=synthetic",
+    "model.hidden_size=16",
+    "train.steps=6",
+    "train.global_batch_size=8",
+    "train.eval_every=3",
+    "train.eval_batches=2",
+    "optimizer.warmup_steps=2",
+    "parallel.num_micro_batches=2",
+    "parallel.num_stages=2",
+)
+
+
+class Handle:
+    """A worker's calls, one at a time in a thread; counts those whose results nobody has asked."""
+
+    def __init__(self, worker):
+        self._worker = worker
+        self._thread = ThreadPoolExecutor(1)
+        self.outstanding = self.most_outstanding = 0
+
+    def submit(self, method, *arguments):
+        self.outstanding += 1
+        self.most_outstanding = max(self.most_outstanding, self.outstanding)
+        future = self._thread.submit(getattr(self._worker, method), *arguments)
+        return Asked(self, future)
+
+    def close(self):
+        self._worker.close()
+        self._thread.shutdown()
+
+
+class Asked:
+    def __init__(self, handle, future):
+        self._handle = handle
+        self._future = future
+
+    def result(self):
+        self._handle.outstanding -= 1
+        return self._future.result(60)
+
+
+class Training:
+    """Runs `loop.train` on a fresh worker, in `folder`, from its newest checkpoint."""
+
+    def __init__(self, folder, *words, stop_after=None):
+        self.config = load([*WORDS, *words])
+        self.folder = folder
+        self.lines = []
+        self.stop = StopSignals()
+        self.stop_after = stop_after
+
+    def run(self):
+        config, finished = self.config, checkpoint.latest_step(self.folder) or 0
+        plan = make_plan(
+            build_program(config).train,
+            method=config.parallel.method,
+            num_stages=config.parallel.num_stages,
+            num_micro_batches=config.parallel.num_micro_batches,
+            schedule=config.parallel.schedule,
+            remat=config.parallel.remat,
+            cluster=local_shape(config.cluster.gpus or 2, 1, "cpu"),
+        )
+        worker = TrainWorker()
+        worker.setup(to_dict(config), plan.to_dict())
+        worker.restore(str(self.folder), finished) if finished else worker.create()
+        self.handle = Handle(worker)
+        recorder = Recorder(self._log, config.train.log_every, lambda seconds: {})
+        try:
+            train(config.train, self.handle, recorder, self.stop, finished, self._save)
+        finally:
+            self.handle.close()
+        return self
+
+    def _log(self, line):
+        self.lines.append(line)
+        if line["step"] == self.stop_after:
+            self.stop.requested = signal.SIGINT
+
+    def _save(self, step):
+        metadata = {"config": to_dict(self.config)}
+        self.handle.submit("save", str(self.folder), step, metadata).result()
+
+    def losses(self):
+        return [line["train/loss"] for line in self.lines]
+
+
+def plain_training(config):
+    """The same run with plain `jax.jit` on one device: training and evaluation losses."""
+    program = build_program(config)
+    model = build_model(config.model, config.train.precision)
+    optimizer, schedule = build_optimizer(config.optimizer, config.train.steps)
+    step = jax.jit(make_train_step(model, optimizer, schedule))
+    evaluate = jax.jit(make_eval_step(model))
+    state = init_state(model, optimizer, program.seed)
+    losses, evaluations = [], []
+    for k in range(config.train.steps):
+        state, metrics = step(state, program.dataset.train(k))
+        losses.append(float(metrics["loss"]))
+        if (k + 1) % config.train.eval_every == 0:
+            batches = map(program.dataset.validation, range(config.train.eval_batches))
+            found = [float(evaluate(state.params, batch)["loss"]) for batch in batches]
+            evaluations.append(np.mean(found))
+    return losses, evaluations
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    return Training(tmp_path_factory.mktemp("undisturbed")).run()
+
+
+def test_a_run_is_what_plain_jax_makes_of_the_same_settings(undisturbed):
+    losses, evaluations = plain_training(undisturbed.config)
+    np.testing.assert_allclose(undisturbed.losses(), losses, rtol=1e-5)
+    found = {line["step"]: line["eval/loss"] for line in undisturbed.lines if "eval/loss" in line}
+    assert list(found) == [3, 6]
+    np.testing.assert_allclose(list(found.values()), evaluations, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "lion", "adafactor"])
+def test_every_optimizer_runs_across_stages_as_on_one_device(optimizer, tmp_path):
+    training = Training(tmp_path, f"optimizer={optimizer}").run()
+    np.testing.assert_allclose(training.losses(), plain_training(training.config)[0], rtol=1e-5)
+
+
+def test_every_step_is_logged_once_and_whole(undisturbed):
+    assert [line["step"] for line in undisturbed.lines] == [1, 2, 3, 4, 5, 6]
+    for line in undisturbed.lines:
+        assert {
+            "train/loss",
+            "train/grad_norm",
+            "train/learning_rate",
+            "perf/step_seconds",
+            "perf/peak_memory_bytes",
+            "data/wait_seconds",
+            "pipeline/bubble_fraction",
+            "pipeline/stage_0_seconds",
+            "pipeline/stage_1_seconds",
+        } <= line.keys()
+        assert all(isinstance(value, (int, float)) for value in line.values())
+        assert line["perf/step_seconds"] > 0
+
+
+def test_steps_are_sent_ahead_of_their_results_but_not_far(undisturbed):
+    # Two steps, and an evaluation where one is due.
+    assert undisturbed.handle.most_outstanding == 3
+    assert undisturbed.handle.outstanding == 0
+
+
+def test_the_last_state_is_saved(undisturbed):
+    assert checkpoint.latest_step(undisturbed.folder) == 6
+
+
+def test_an_interrupted_run_saves_and_goes_on_as_if_nothing_had_been(undisturbed, tmp_path):
+    first = Training(tmp_path, stop_after=2).run()
+    finished = len(first.lines)
+    assert 2 <= finished <= 4  # what was under way is finished, nothing more is sent
+    assert checkpoint.latest_step(tmp_path) == finished
+    second = Training(tmp_path).run()
+    assert [line["step"] for line in second.lines] == list(range(finished + 1, 7))
+    assert first.losses() + second.losses() == undisturbed.losses()
+
+
+def test_a_run_goes_on_with_other_stages(undisturbed, tmp_path):
+    first = Training(tmp_path, stop_after=2).run()
+    words = ("cluster.gpus=4", "parallel.num_stages=4", "parallel.num_micro_batches=4")
+    second = Training(tmp_path, *words).run()
+    np.testing.assert_allclose(first.losses() + second.losses(), undisturbed.losses(), rtol=1e-5)
+
+
+def test_a_run_that_diverges_saves_nothing(tmp_path):
+    words = ("optimizer=sgd", "optimizer.learning_rate=1e38", "optimizer.clip_norm=null")
+    training = Training(tmp_path, *words)
+    with pytest.raises(DivergedError, match=r"^train/(loss|grad_norm) is (nan|inf) at step \d"):
+        training.run()
+    assert checkpoint.latest_step(tmp_path) is None
+
+
+def test_one_step_on_one_stage_is_a_whole_run_and_saves_only_if_asked(tmp_path):
+    words = ("train.steps=1", "parallel.num_stages=1", "train.checkpoint.at_end=false")
+    training = Training(tmp_path, *words).run()
+    assert [line["step"] for line in training.lines] == [1]
+    assert training.lines[0]["pipeline/stage_0_seconds"] > 0
+    assert checkpoint.latest_step(tmp_path) is None

@@ -1,0 +1,130 @@
+"""Optimizers and schedules against their closed forms."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from launcher.config.schema import Optimizer
+from launcher.train.optimizer import build_optimizer, build_schedule
+
+NAMES = ("adamw", "adam", "sgd", "lion", "adafactor")
+PARAMS = {"kernel": jnp.array([[1.0, -2.0], [3.0, 0.5]]), "bias": jnp.array([1.0, -1.0])}
+GRADS = {"kernel": jnp.array([[0.5, -0.25], [2.0, 1.0]]), "bias": jnp.array([-3.0, 0.1])}
+
+
+def options(name, **fields):
+    plain = {"decay": "constant", "warmup_steps": 0, "weight_decay": 0.0, "clip_norm": None}
+    return Optimizer(**{"name": name, **plain, **fields})
+
+
+def updates(opts, grads=GRADS, steps=1):
+    optimizer, _ = build_optimizer(opts, total_steps=100)
+    state = optimizer.init(PARAMS)
+    for _ in range(steps):
+        out, state = optimizer.update(grads, state, PARAMS)
+    return out
+
+
+def assert_close(got, want):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6), got, want)
+
+
+@pytest.mark.parametrize(
+    ("decay", "halfway"),
+    [("constant", 1.0), ("linear", (1.0 + 0.1) / 2), ("cosine", (1.0 + 0.1) / 2)],
+)
+def test_schedule_rises_linearly_then_decays_to_the_final_rate(decay, halfway):
+    opts = Optimizer(learning_rate=1.0, warmup_steps=4, decay=decay, final_learning_rate=0.1)
+    schedule = build_schedule(opts, total_steps=24)
+    rise = [float(schedule(k)) for k in range(5)]
+    np.testing.assert_allclose(rise, [0.2, 0.4, 0.6, 0.8, 1.0], rtol=1e-6)
+    assert float(schedule(14)) == pytest.approx(halfway)
+    assert float(schedule(24)) == pytest.approx(1.0 if decay == "constant" else 0.1)
+    assert float(schedule(1000)) == pytest.approx(float(schedule(24)))
+
+
+def test_cosine_follows_the_cosine():
+    opts = Optimizer(learning_rate=2.0, warmup_steps=0, final_learning_rate=0.5)
+    schedule = build_schedule(opts, 10)
+    for k in range(11):
+        want = 0.5 + 1.5 * (1 + math.cos(math.pi * k / 10)) / 2
+        assert float(schedule(k)) == pytest.approx(want)
+
+
+def test_schedule_without_a_learning_rate_is_zero():
+    schedule = build_schedule(Optimizer(learning_rate=0.0), 10)
+    assert [float(schedule(k)) for k in (0, 5, 10)] == [0.0, 0.0, 0.0]
+
+
+def test_warm_up_may_outlast_the_run():
+    schedule = build_schedule(Optimizer(learning_rate=1.0, warmup_steps=9), total_steps=5)
+    assert float(schedule(4)) == pytest.approx(0.5)
+
+
+def test_adamw_first_step_is_the_sign_of_the_gradient_and_decay_of_matrices_only():
+    got = updates(options("adamw", learning_rate=0.01, weight_decay=0.1, eps=0.0))
+    want = {
+        "kernel": -0.01 * (jnp.sign(GRADS["kernel"]) + 0.1 * PARAMS["kernel"]),
+        "bias": -0.01 * jnp.sign(GRADS["bias"]),
+    }
+    assert_close(got, want)
+
+
+def test_adam_moments_are_bias_corrected():
+    opts = options("adam", learning_rate=0.01, b1=0.9, b2=0.95, eps=1e-3)
+    want = jax.tree.map(lambda g: -0.01 * g / (jnp.abs(g) + 1e-3), GRADS)
+    assert_close(updates(opts, steps=3), want)  # the same gradient thrice: the moments equal it
+
+
+def test_sgd_momentum_sums_past_gradients():
+    got = updates(options("sgd", learning_rate=0.5, momentum=0.9), steps=3)
+    assert_close(got, jax.tree.map(lambda g: -0.5 * (1 + 0.9 + 0.81) * g, GRADS))
+
+
+def test_lion_takes_signs():
+    got = updates(options("lion", learning_rate=0.01))
+    assert_close(got, jax.tree.map(lambda g: -0.01 * jnp.sign(g), GRADS))
+
+
+def test_adafactor_steps_are_bounded_by_the_parameter_size():
+    got = updates(options("adafactor", learning_rate=0.01))
+    for name, update in got.items():
+        rms = jnp.sqrt(jnp.mean(update**2))
+        assert rms <= 0.01 * jnp.sqrt(jnp.mean(PARAMS[name] ** 2)) * 1.0001
+        assert bool(jnp.all(jnp.sign(update) == -jnp.sign(GRADS[name])))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weight_decay_is_scaled_by_the_learning_rate_whatever_the_optimizer(name):
+    decayed = updates(options(name, learning_rate=0.25, weight_decay=0.1))
+    plain = updates(options(name, learning_rate=0.25))
+    difference = jax.tree.map(jnp.subtract, decayed, plain)
+    np.testing.assert_allclose(difference["kernel"], -0.025 * PARAMS["kernel"], atol=1e-6)
+    np.testing.assert_array_equal(difference["bias"], 0.0)
+
+
+def test_gradients_are_clipped_to_the_global_norm_before_the_optimizer():
+    norm = math.sqrt(sum(float(jnp.sum(g**2)) for g in GRADS.values()))
+    got = updates(options("sgd", learning_rate=1.0, momentum=0.0, clip_norm=0.5))
+    assert_close(got, jax.tree.map(lambda g: -g * 0.5 / norm, GRADS))
+    small = updates(options("sgd", learning_rate=1.0, momentum=0.0, clip_norm=norm * 1.01))
+    assert_close(small, jax.tree.map(jnp.negative, GRADS))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_optimizer_descends_and_its_state_is_a_pytree_of_arrays(name):
+    optimizer, _ = build_optimizer(options(name, learning_rate=0.02, clip_norm=1.0), 50)
+    params, state = PARAMS, optimizer.init(PARAMS)
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state))
+
+    def loss(p):
+        return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(p))
+
+    start = loss(params)
+    for _ in range(20):
+        out, state = optimizer.update(jax.grad(loss)(params), state, params)
+        params = jax.tree.map(jnp.add, params, out)
+    assert loss(params) < 0.9 * start
