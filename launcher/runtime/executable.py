@@ -12,18 +12,19 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from launcher.plan import Plan, PlanError
-from launcher.plan.schedule import SCHEDULES, Task
-from launcher.plan.simulate import TimedTask, bubble_fraction, simulate
+from launcher.plan.schedule import Task
 from launcher.runtime.emit import emit
-from launcher.runtime.instructions import Free, Run, Send
+from launcher.runtime.instructions import Instruction, Run, Send
 from launcher.runtime.stage_programs import DATA
+from launcher.runtime.transfer import LocalTransfer, RemoteTransfer, absent, is_here, place
+from launcher.runtime.transport import Transport
 from launcher.trace.step import TracedStep
 
 _SPECS = {
@@ -37,16 +38,33 @@ _SPECS = {
 class StageTimes:
     """One step measured task by task, each waited for.
 
-    `stage_seconds`: busy seconds of each stage. `timeline`: the schedule under these times.
+    `stage_seconds`: busy seconds of each stage; `task_seconds`: of each task. Of the stages and
+    tasks of other processes nothing is known here: 0.0, and absent.
     """
 
     stage_seconds: tuple[float, ...]
-    timeline: tuple[TimedTask, ...]
-    bubble_fraction: float
+    task_seconds: dict[Task, float]
 
 
-def compile_step(step: TracedStep, plan: Plan, devices: Sequence[jax.Device]) -> Executable:
+class _Row(NamedTuple):
+    """One row of the table: what it is, what to call, from which slots into which."""
+
+    instruction: Instruction
+    call: Any
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+def compile_step(
+    step: TracedStep,
+    plan: Plan,
+    devices: Sequence[jax.Device],
+    transport: Transport | None = None,
+) -> Executable:
     """Compile a traced step for `plan` on `devices` (numbered as the plan numbers them).
+
+    With devices of several processes every process compiles, in the same order, the same steps;
+    each builds only the programs of its own stages. `transport` moves arrays between them.
 
     Raises:
         PlanError: the plan is another program's, or there are fewer devices than it needs.
@@ -58,7 +76,7 @@ def compile_step(step: TracedStep, plan: Plan, devices: Sequence[jax.Device]) ->
         )
     if len(devices) < plan.num_devices:
         raise PlanError(f"the plan needs {plan.num_devices} devices; here are {len(devices)}")
-    return Executable(step, plan, devices)
+    return Executable(step, plan, devices, transport)
 
 
 class Executable:
@@ -69,10 +87,19 @@ class Executable:
         in_shardings: a pytree like the arguments: where each leaf lives; None for the batch.
     """
 
-    def __init__(self, step: TracedStep, plan: Plan, devices: Sequence[jax.Device]) -> None:
+    def __init__(
+        self,
+        step: TracedStep,
+        plan: Plan,
+        devices: Sequence[jax.Device],
+        transport: Transport | None,
+    ) -> None:
         started = time.perf_counter()
         self.plan = plan
         self._step = step
+        self._transport = transport
+        self._namespace = transport.open() if transport else 0
+        self._calls = 0
         self._emitted = emit(step, plan)
         self._meshes = [
             Mesh(
@@ -81,6 +108,12 @@ class Executable:
             )
             for stage in plan.stages
         ]
+        self._offered = {
+            slot
+            for x in self._emitted.instructions
+            if isinstance(x, Send) and not self._is_local(x)
+            for slot in x.inputs
+        }
         self._compiled = self._compile_all()
         self._bind()
         self.compile_seconds = time.perf_counter() - started
@@ -94,7 +127,7 @@ class Executable:
     def _compile_all(self) -> dict[str, Any]:
         first: dict[str, Run] = {}
         for instruction in self._emitted.instructions:
-            if isinstance(instruction, Run):
+            if isinstance(instruction, Run) and self._runs_here(instruction.stage):
                 first.setdefault(instruction.program, instruction)
         lowered = {name: self._lower(run) for name, run in first.items()}
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -106,40 +139,68 @@ class Executable:
             aval = self._emitted.slots[slot].aval
             return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=self._sharding(slot))
 
+        # What another process may not have pulled yet must not be written over.
+        donated = [k for k in run.donated if run.inputs[k] not in self._offered]
         fun = self._emitted.programs[run.program]
         jitted = jax.jit(
             lambda *flat: tuple(fun(*flat)),
-            donate_argnums=run.donated,
+            donate_argnums=donated,
             out_shardings=tuple(self._sharding(slot) for slot in run.outputs),
             keep_unused=True,
         )
         return jitted.lower(*(abstract(slot) for slot in run.inputs))
 
+    def _runs_here(self, stage: int) -> bool:
+        return is_here(NamedSharding(self._meshes[stage], PartitionSpec()))
+
     def _bind(self) -> None:
-        """Turn the instructions into the table that `_run` follows, and fill constant slots."""
+        """Turn the instructions into the table that a call follows: this process's part of them,
+        with everything that can be known beforehand looked up."""
         emitted = self._emitted
-        self._table: list[tuple[Any, tuple[int, ...], Any]] = []
+        self._offset = 0  # of a transfer's keys among those of one call
+        self._table: list[_Row] = []
         for x in emitted.instructions:
             if isinstance(x, Run):
-                self._table.append((self._compiled[x.program], x.inputs, x.outputs))
+                if self._runs_here(x.stage):
+                    self._table.append(_Row(x, self._compiled[x.program], x.inputs, x.outputs))
             elif isinstance(x, Send):
-                shardings = [self._sharding(slot) for slot in x.outputs]
-                self._table.append((_Transfer(shardings), x.inputs, x.outputs))
+                if self._runs_here(x.src) or self._runs_here(x.dst):
+                    self._table.append(_Row(x, self._transfer(x), x.inputs, x.outputs))
             else:
-                self._table.append((None, x.slots, ()))
+                self._table.append(_Row(x, None, x.slots, ()))
         self._template: list[Any] = [None] * len(emitted.slots)
         for value, slot in emitted.constants:
-            self._template[slot] = jax.device_put(value, self._sharding(slot))
-        literals: dict[int, Any] = {}
+            if is_here(self._sharding(slot)):
+                self._template[slot] = place(value, self._sharding(slot))
+        self._fixed: dict[int, jax.Array] = {}  # results that no call computes here
         for i, (result, literal, stage) in enumerate(emitted.results):
             if result is None:
-                whole = NamedSharding(self._meshes[stage], PartitionSpec())
-                literals[i] = jax.device_put(np.asarray(literal.val, literal.aval.dtype), whole)
-        self._literals = literals
+                sharding = NamedSharding(self._meshes[stage], PartitionSpec())
+                value = np.asarray(literal.val, literal.aval.dtype)
+                here = is_here(sharding)
+                self._fixed[i] = place(value, sharding) if here else absent(value, sharding)
+            elif not is_here(self._sharding(result)):
+                self._fixed[i] = absent(emitted.slots[result].aval, self._sharding(result))
         self._arguments = [(i, slot, self._sharding(slot)) for i, slot in emitted.arguments]
         where = {i: sharding for i, _, sharding in self._arguments}
         flat = [where.get(i) for i in range(len(self._step.in_avals))]
         self.in_shardings = jax.tree.unflatten(self._step.in_tree, flat)
+
+    def _is_local(self, send: Send) -> bool:
+        devices = [d for stage in (send.src, send.dst) for d in self._meshes[stage].devices.flat]
+        return all(d.process_index == jax.process_index() for d in devices)
+
+    def _transfer(self, send: Send) -> LocalTransfer | RemoteTransfer:
+        src = [self._sharding(slot) for slot in send.inputs]
+        dst = [self._sharding(slot) for slot in send.outputs]
+        if self._is_local(send):
+            return LocalTransfer(dst)
+        if self._transport is None:
+            raise PlanError("stages of different processes need a transport to exchange arrays")
+        avals = [self._emitted.slots[slot].aval for slot in send.inputs]
+        transfer = RemoteTransfer(avals, src, dst, self._transport, self._offset)
+        self._offset += transfer.num_keys
+        return transfer
 
     # -- running ---------------------------------------------------------------------------------
 
@@ -150,43 +211,48 @@ class Executable:
             TypeError: the arguments' structure, shapes or dtypes are not those that were traced.
         """
         slots = self._fill(args)
-        for call, inputs, outputs in self._table:
+        key = self._next_key()
+        for _, call, inputs, outputs in self._table:
             if call is None:
                 for i in inputs:
                     slots[i] = None
-            else:
-                results = call(*[slots[i] for i in inputs])
-                for i, value in zip(outputs, results):  # noqa: B905 (the step's hot loop)
-                    slots[i] = value
+                continue
+            arrays = [slots[i] for i in inputs]
+            results = call(key, arrays) if type(call) is RemoteTransfer else call(*arrays)
+            for i, value in zip(outputs, results):  # noqa: B905 (the step's hot loop)
+                slots[i] = value
         return self._results(slots)
 
     def profile(self, *args: Any) -> tuple[Any, StageTimes]:
         """Run one step waiting for every task: its results, and how long each stage was busy."""
         slots = self._fill(args)
-        num_stages = len(self.plan.stages)
-        busy = [0.0] * num_stages
+        key = self._next_key()
         seconds: dict[Task, float] = {}
+        busy = [0.0] * len(self.plan.stages)
         jax.block_until_ready([x for x in slots if x is not None])
-        for instruction, (call, inputs, outputs) in zip(
-            self._emitted.instructions, self._table, strict=True
-        ):
-            if isinstance(instruction, Free):
+        for instruction, call, inputs, outputs in self._table:
+            if call is None:
                 for i in inputs:
                     slots[i] = None
                 continue
+            arrays = [slots[i] for i in inputs]
             start = time.perf_counter()
-            results = jax.block_until_ready(call(*[slots[i] for i in inputs]))
+            results = call(key, arrays) if type(call) is RemoteTransfer else call(*arrays)
+            jax.block_until_ready([x for x in results if x.addressable_shards])
+            taken = time.perf_counter() - start
             for i, value in zip(outputs, results, strict=True):
                 slots[i] = value
             if isinstance(instruction, Run):
-                taken = time.perf_counter() - start
                 busy[instruction.stage] += taken
                 if instruction.task is not None:
                     seconds[instruction.task] = taken
-        schedule = SCHEDULES[self.plan.schedule](num_stages, self.plan.num_micro_batches)
-        timeline = simulate(schedule, lambda task: seconds.get(task, 0.0))
-        times = StageTimes(tuple(busy), tuple(timeline), bubble_fraction(timeline, num_stages))
-        return self._results(slots), times
+        return self._results(slots), StageTimes(tuple(busy), seconds)
+
+    def _next_key(self) -> int:
+        """The first key of a call's transfers: unique to this executable and call, and the same in
+        every process."""
+        self._calls += 1
+        return (self._namespace << 48) + self._calls * self._offset
 
     def _fill(self, args: tuple[Any, ...]) -> list[Any]:
         leaves, tree = jax.tree.flatten(args)
@@ -203,15 +269,19 @@ class Executable:
         for i, slot, axis in self._emitted.batches:
             rows = leaves[i] if axis is None else self._emitted.slicing.stack(leaves[i], axis)
             moved.append((rows, slot, self._sharding(slot)))
-        if moved:
-            values, places, shardings = zip(*moved, strict=True)
+        mine = [x for x in moved if x[2].is_fully_addressable]
+        if mine:
+            values, places, shardings = zip(*mine, strict=True)
             for slot, value in zip(places, jax.device_put(values, shardings), strict=True):
                 slots[slot] = value
+        for value, slot, sharding in moved:
+            if not sharding.is_fully_addressable and is_here(sharding):
+                slots[slot] = place(value, sharding)
         return slots
 
     def _results(self, slots: list[Any]) -> Any:
         flat = [
-            self._literals[i] if slot is None else slots[slot]
+            self._fixed[i] if slot is None or i in self._fixed else slots[slot]
             for i, (slot, _, _) in enumerate(self._emitted.results)
         ]
         return jax.tree.unflatten(self._step.out_tree, flat)
@@ -229,10 +299,11 @@ class Executable:
         if not _equal(jax.tree.structure(shapes), jax.tree.structure(expected)):
             raise TypeError("init does not return the structure that the step takes")
         shardings = jax.tree.leaves(expected)
-        made: list[Any] = [None] * len(shardings)
+        avals = jax.tree.leaves(shapes)
+        made = [None if is_here(s) else absent(a, s) for a, s in zip(avals, shardings, strict=True)]
 
         def on_stage(mesh: Mesh) -> None:
-            mine = [i for i, s in enumerate(shardings) if s.mesh == mesh]
+            mine = [i for i, s in enumerate(shardings) if s.mesh == mesh and is_here(s)]
             if not mine:
                 return
 
@@ -240,10 +311,10 @@ class Executable:
                 leaves = jax.tree.leaves(init(*inputs))
                 return [leaves[i] for i in mine]
 
-            here = jax.device_put(args, NamedSharding(mesh, PartitionSpec()))
-            for i, value in zip(
-                mine, jax.jit(some, out_shardings=[shardings[i] for i in mine])(*here), strict=True
-            ):
+            whole = NamedSharding(mesh, PartitionSpec())
+            here = jax.tree.map(lambda x: place(x, whole), args)
+            values = jax.jit(some, out_shardings=[shardings[i] for i in mine])(*here)
+            for i, value in zip(mine, values, strict=True):
                 made[i] = value
 
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -257,13 +328,3 @@ class Executable:
 
 def _equal(a: Any, b: Any) -> bool:
     return bool(a == b)  # mypy cannot compare JAX's PyTreeDef
-
-
-class _Transfer:
-    """Copy arrays to another stage of the same process."""
-
-    def __init__(self, shardings: list[NamedSharding]) -> None:
-        self._shardings = shardings
-
-    def __call__(self, *arrays: Any) -> list[Any]:
-        return jax.device_put(list(arrays), self._shardings)

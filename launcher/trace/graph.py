@@ -140,4 +140,5 @@ _NOISE = re.compile(r"0x[0-9a-f]+|Var\(id=\d+\)")
 
 def structure_text(jaxpr: jex.Jaxpr, extra: Mapping[str, Any] | None = None) -> str:
     """The program as text, the same in every process: no addresses, no source lines."""
-    return _NOISE.sub("", f"{jaxpr}{sorted((extra or {}).items())}")
+    text = jaxpr.pretty_print(use_color=False)  # plain str() is coloured on a terminal
+    return _NOISE.sub("", f"{text}{sorted((extra or {}).items())}")
