@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,18 @@ class Future:
         if not done:
             raise self._worker.failure(*value)
         return value
+
+
+def gather(futures: Sequence[Future]) -> list[Any]:
+    """The results of all calls, in their order. Raises like `Future.result`, as soon as any call
+    fails, though others may wait for the one that failed."""
+    import ray
+
+    waiting = {future._reference: future for future in futures}
+    while waiting:
+        for reference in ray.wait(list(waiting), num_returns=1)[0]:
+            waiting.pop(reference).result()
+    return [future.result() for future in futures]
 
 
 class WorkerHandle:

@@ -85,15 +85,16 @@ def watch(driver: int, scratch: Path, answer: TextIO) -> None:
 
 def end(scratch: Path, code: int) -> None:
     """Kill whatever is below this process, delete the scratch folder, and exit."""
-    me = psutil.Process()
     deadline = time.monotonic() + _KILL_SECONDS
-    while (below := me.children(recursive=True)) and time.monotonic() < deadline:
-        for process in below:
+    while time.monotonic() < deadline:
+        for process in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        with suppress(ChildProcessError):
+        try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
+        except ChildProcessError:  # there is no child any more, so nothing below one either
+            break
         time.sleep(0.01)
     shutil.rmtree(scratch, ignore_errors=True)
     os._exit(code)

@@ -52,7 +52,7 @@ class Session:
     def __init__(self, pool: DevicePool, log_dir: Path) -> None:
         self._pool = pool
         self._log_dir = log_dir
-        self._ray: Any = None
+        self._connected = False
         self._undo = ExitStack()
         atexit.register(self.close)
         with ExitStack() as on_error:
@@ -65,6 +65,8 @@ class Session:
             self._environ = ray_environment(os.environ, token)
             self._head = self._start_head(folder)
             self._undo.callback(_end, self._head)
+            with _environment(self._environ):
+                self._ray = _import_ray()
             on_error.pop_all()
 
     def spawn(self, worker_class: type, *arguments: Any) -> list[WorkerHandle]:
@@ -120,23 +122,37 @@ class Session:
             )
 
     def _connect(self) -> None:
-        if self._ray is not None:
+        if self._connected:
             return
         assert self._head.stdout is not None
         address = self._head.stdout.readline().strip()
-        if not address:
+        if not address or self._head.poll() is not None:  # connecting would try for ever
             log = self._log_dir / "ray.log"
             raise ClusterError(f"Ray did not come up. The last lines of {log}:\n{last_lines(log)}")
-        # Ray reads some of its settings when it is imported, so this must be the first import.
-        with _environment(self._environ), _signals_kept():
-            import ray
-
-            self._undo.callback(ray.shutdown)
+        with _environment(self._environ), _sigterm_kept():
+            self._undo.callback(self._ray.shutdown)
             try:
-                ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
-            except (ray.exceptions.RayError, ConnectionError, RuntimeError) as error:
+                self._ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
+            except (self._ray.exceptions.RayError, ConnectionError, RuntimeError) as error:
                 raise ClusterError(f"Ray came up, but cannot be talked to: {error}") from error
-            self._ray = ray
+        self._connected = True
+
+
+@functools.cache
+def _import_ray() -> Any:
+    """Ray, imported where its environment variables are ours.
+
+    Ray reads where it listens and how it authenticates when it is imported; one that was imported
+    with other settings would search for our cluster for ever.
+    """
+    if "ray" in sys.modules:
+        raise ClusterError(
+            "Ray was imported before the launcher could set it up. "
+            "Do not import ray in code that the launcher loads (recipes, sitecustomize)."
+        )
+    import ray
+
+    return ray
 
 
 def _end(head: subprocess.Popen[str]) -> None:
@@ -177,17 +193,17 @@ def _change_environment(environ: Mapping[str, str]) -> None:
 
 
 @contextmanager
-def _signals_kept() -> Iterator[None]:
-    """Hold signals back while Ray sets its own handlers, and put this process's back after.
+def _sigterm_kept() -> Iterator[None]:
+    """Put our SIGTERM handler back after Ray has set its own, and hold signals back meanwhile.
 
-    Ray replaces the SIGTERM handler twice: in Python by one that exits, and below Python, where
-    `signal.getsignal` does not see it, by one that aborts the process three seconds later.
+    Ray sets two: one in Python, which exits, and one below Python, where `signal.getsignal` does
+    not see it, which aborts the process three seconds later. An interrupt is held back as well: it
+    would leave Ray half connected, which later crashes the process.
     """
-    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, kept)
+    handler = signal.getsignal(signal.SIGTERM)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
     finally:
-        for number, handler in kept.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGTERM, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

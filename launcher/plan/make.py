@@ -7,7 +7,7 @@ is split over all devices. Both make replicas of a stage out of the devices that
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.errors import PlanError
@@ -89,6 +89,13 @@ def timeline(plan: Plan) -> list[TimedTask]:
         return cluster.latency + size.get((src, dst), 0) / speed / replicas
 
     return simulate(schedule, duration, transfer)
+
+
+def measured_bubble(plan: Plan, seconds: Mapping[Task, float]) -> float:
+    """The bubble of the plan's schedule when its tasks take these seconds, 0 … 1."""
+    schedule = SCHEDULES[plan.schedule](len(plan.stages), plan.num_micro_batches)
+    measured = simulate(schedule, lambda task: seconds.get(task, 0.0))
+    return bubble_fraction(measured, len(plan.stages))
 
 
 def _stage_count(asked: int | None, num_layers: int, num_devices: int) -> int:

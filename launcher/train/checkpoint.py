@@ -58,6 +58,19 @@ def read_metadata(folder: Path, step: int) -> dict[str, Any]:
 
 
 def _manager(folder: Path) -> AbstractContextManager[ocp.CheckpointManager]:
-    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
-    handler = ocp.StandardCheckpointHandler()
+    # Among several processes, only the one that asks takes part.
+    me = jax.process_index() if jax.process_count() > 1 else None
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=me or 0,
+        active_processes=None if me is None else {me},
+        barrier_sync_key_prefix=None if me is None else f"process_{me}",
+    )
+    options = ocp.CheckpointManagerOptions(
+        enable_async_checkpointing=False,
+        create=me is None,
+        multiprocessing_options=alone,
+    )
+    if me is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    handler = ocp.StandardCheckpointHandler(multiprocessing_options=alone)
     return ocp.CheckpointManager(folder.absolute(), options=options, item_handlers=handler)

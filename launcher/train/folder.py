@@ -69,12 +69,22 @@ def claim(config: Config) -> Iterator[RunFolder]:
     Raises ConfigError like `check`, or where another process holds the folder, and OSError where
     it cannot be made or written.
     """
-    run = config.run
-    path = _fresh_folder(run.dir, config.model.name) if run.id is None else _own_folder(run, run.id)
+    path = _make(config)
     with open(path / ".lock", "ab") as lock:
         _lock(lock, path)
         # Looked at only now (again, after `check`), when nobody else can be writing.
         yield RunFolder(path, _finished_steps(config, path))
+
+
+def _make(config: Config) -> Path:
+    run = config.run
+    try:
+        if run.id is None:
+            return _fresh_folder(run.dir, config.model.name)
+        return _own_folder(run, run.id)
+    except OSError as error:
+        remedy = "set run.dir to a folder that you can write"
+        raise OSError(error.errno, f"{error.strerror}; {remedy}", error.filename) from None
 
 
 def _fresh_folder(parent: str, model_name: str) -> Path:

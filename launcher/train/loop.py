@@ -11,14 +11,14 @@ from launcher.train.record import Recorder
 from launcher.train.signals import StopSignals
 
 if TYPE_CHECKING:
-    from launcher.cluster.handle import Future, WorkerHandle
+    from launcher.train.crew import Answers, Crew
 
 IN_FLIGHT = 2  # steps sent ahead of their results: the worker never waits for the driver
 
 
 def train(
     settings: Train,
-    worker: WorkerHandle,
+    crew: Crew,
     recorder: Recorder,
     stop: StopSignals,
     finished: int,
@@ -30,16 +30,16 @@ def train(
     step to save. Raises DivergedError, with nothing saved, and WorkerError.
     """
     profiled = profiled_step(settings.steps, finished)
-    calls: deque[Future] = deque()
+    calls: deque[Answers] = deque()
     step = finished
     while step < settings.steps and not stop.requested:
         step += 1
-        calls.append(worker.submit("step", step, step == profiled))
+        calls.append(crew.submit("step", step, step == profiled))
         if settings.eval_every and step % settings.eval_every == 0:
-            calls.append(worker.submit("evaluate"))
+            calls.append(crew.submit("evaluate"))
         while len(calls) >= IN_FLIGHT:
             recorder.record(calls.popleft().result())
-    calls.append(worker.submit("flush"))
+    calls.append(crew.submit("flush"))
     while calls:
         recorder.record(calls.popleft().result())
     recorder.log_newest()

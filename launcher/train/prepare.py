@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from launcher.cluster.devices import DevicePool, find_devices
-from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.plan import Plan, local_shape, make_plan
 from launcher.report.console import status
@@ -34,12 +33,6 @@ def prepare(config: Config, console: Console) -> Prepared:
     """
     check_dataset(config.dataset, config.model, validation=config.train.eval_every > 0)
     pool = find_devices(config.cluster)
-    if pool.hosts > 1 and config.task == "train":
-        raise ConfigError(
-            f"cluster.hosts={pool.hosts}: training takes one host so far",
-            "Use cluster.hosts=1, or task=plan to see the plan for several.",
-            ["cluster.hosts"],
-        )
     if pool.note:
         console.print(pool.note, soft_wrap=True)
     began = time.perf_counter()

@@ -17,7 +17,6 @@ import psutil
 import yaml
 from rich.console import Console
 
-from launcher.cluster.handle import WorkerHandle
 from launcher.cluster.session import start
 from launcher.config.compose import to_dict
 from launcher.config.schema import Config
@@ -29,6 +28,7 @@ from launcher.report.plots import plot_loss, plot_timeline
 from launcher.report.summary import Summary, print_summary, write_summary
 from launcher.report.tracker import CompositeTracker, Metrics, Tracker
 from launcher.report.wandb_tracker import WandbTracker, open_wandb
+from launcher.train.crew import Crew
 from launcher.train.folder import RunFolder
 from launcher.train.loop import profiled_step, train
 from launcher.train.prepare import Prepared
@@ -93,20 +93,21 @@ class _Job:
         with ExitStack() as stack:
             with status(self._console, "starting Ray and the workers"):
                 session = stack.enter_context(start(self._pool, self._home.logs))
-                (worker,) = session.spawn(TrainWorker)
-            setup = worker.submit("setup", to_dict(self._config), self._plan.to_dict())
+                crew = Crew(session.spawn(TrainWorker), self._plan)
+                crew.join()
+            setup = crew.submit("setup", to_dict(self._config), self._plan.to_dict())
             self._open_files()  # while the worker traces and compiles
             with status(self._console, "compiling"):
                 self._compile_seconds = setup.result()
                 if finished:
-                    worker.submit("restore", self._checkpoints, finished).result()
+                    crew.submit("restore", self._checkpoints, finished).result()
                 else:
-                    worker.submit("create").result()
+                    crew.submit("create").result()
             self._trackers.append(ConsoleTracker(self._console, steps, finished + 1))
             with stop.noted():
-                save = functools.partial(self._save, worker)
-                train(self._config.train, worker, self.recorder, stop, finished, save)
-                worker.submit("close").result()
+                save = functools.partial(self._save, crew)
+                train(self._config.train, crew, self.recorder, stop, finished, save)
+                crew.submit("close").result()
 
     def sum_up(self, reason: str) -> None:
         """Finish the recording; write and print what the run came to."""
@@ -156,13 +157,13 @@ class _Job:
             peak_flops=self._plan.cluster["peak_flops"],
         )
 
-    def _save(self, worker: WorkerHandle, step: int) -> None:
+    def _save(self, crew: Crew, step: int) -> None:
         metadata = {
             "config": to_dict(self._config),
             "plan": self._plan.to_dict(),
             "data": {"next_batch": step},
         }
-        worker.submit("save", self._checkpoints, step, metadata).result()
+        crew.submit("save", self._checkpoints, step, metadata).result()
 
     def _summary(self, reason: str, records: list[dict[str, Any]]) -> Summary:
         # The step that was profiled ran task by task: its own time says nothing of the others.

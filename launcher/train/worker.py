@@ -7,6 +7,7 @@ each call is one message, and what it returns is plain data.
 from __future__ import annotations
 
 import resource
+import socket
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from launcher.config.compose import from_dict
-from launcher.plan import Plan, make_forward_plan
-from launcher.runtime import StageTimes, compile_step
+from launcher.plan import Plan, Task, make_forward_plan
+from launcher.runtime import PullTransport, StageTimes, compile_step, move
 from launcher.train import checkpoint
 from launcher.train.feed import Feeder
 from launcher.train.program import build_program
@@ -29,18 +31,24 @@ if TYPE_CHECKING:
     from recipes import Batch
 
 
+_LOCAL = "127.0.0.1"
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What one step came to.
 
     Attributes:
         step: its number, from 1. metrics: by the keys of `launcher.report.tracker`.
+            Only those that this process knows: the loss is made on one stage.
         completed_at: the time at which it was complete, in seconds since the epoch.
+        task_seconds: how long each task took here, where the step was profiled.
     """
 
     step: int
     metrics: dict[str, float]
     completed_at: float
+    task_seconds: dict[Task, float]
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,24 @@ class TrainWorker:
         # A thread of its own, so that the moment a step completes is seen while the next is sent.
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="fetcher")
         self._completed = 0.0
+        self._transport: PullTransport | None = None
+
+    def coordinator(self) -> str:
+        """An address at which the workers can find one another: this one's, a port free now."""
+        with socket.socket() as probe:
+            probe.bind((_LOCAL, 0))
+            return f"{_LOCAL}:{probe.getsockname()[1]}"
+
+    def join(self, coordinator: str, count: int, index: int) -> str:
+        """Become process `index` of `count`. Returns where the others can pull arrays from."""
+        jax.distributed.initialize(coordinator, count, index)
+        self._transport = PullTransport(_LOCAL)
+        return self._transport.address
+
+    def connect(self, addresses: list[str]) -> None:
+        """Connect to every worker, `addresses` in their order."""
+        assert self._transport is not None
+        self._transport.connect(addresses)
 
     def setup(self, config: dict[str, Any], plan: dict[str, Any]) -> float:
         """Trace the program again and compile it ahead of time. Returns the seconds of compiling.
@@ -79,11 +105,11 @@ class TrainWorker:
         self._program = program = build_program(self._config)
         train_plan = Plan.from_dict(plan)
         devices = jax.devices()
-        self._train = compile_step(program.train, train_plan, devices)
+        self._train = compile_step(program.train, train_plan, devices, self._transport)
         seconds = self._train.compile_seconds
         if program.evaluate:
             evaluate_plan = make_forward_plan(program.evaluate, like=train_plan)
-            self._evaluate = compile_step(program.evaluate, evaluate_plan, devices)
+            self._evaluate = compile_step(program.evaluate, evaluate_plan, devices, self._transport)
             seconds += self._evaluate.compile_seconds
         return seconds
 
@@ -94,12 +120,15 @@ class TrainWorker:
 
     def restore(self, folder: str, step: int) -> None:
         """Read the state that was saved after `step` steps, each array into its place."""
-        like = jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            self._program.state,
-            self._train.in_shardings[0],
-        )
-        self._state = checkpoint.restore(Path(folder), step, like)
+        shardings = self._train.in_shardings[0]
+        if self._transport is None:
+            like = jax.tree.map(_like, self._program.state, shardings)
+            self._state = checkpoint.restore(Path(folder), step, like)
+        else:
+            like = jax.tree.map(_like, self._program.state, self._on_first_process())
+            first = jax.process_index() == 0
+            state = checkpoint.restore(Path(folder), step, like) if first else like
+            self._state = self._moved(state, self._on_first_process(), shardings)
         self._feed(start=step)
 
     def step(self, step: int, profile: bool = False) -> StepResult | None:
@@ -134,18 +163,36 @@ class TrainWorker:
         assert validation is not None
         batches = map(validation, range(self._config.train.eval_batches))
         sent = [self._evaluate(self._state.params, batch) for batch in batches]
-        values = jax.device_get(sent)
+        values = [_fetch(metrics)[0] for metrics in sent]
         means = {f"eval/{name}": float(np.mean([v[name] for v in values])) for name in values[0]}
         return replace(result, metrics=result.metrics | means)
 
     def save(self, folder: str, step: int, metadata: dict[str, Any]) -> None:
         """Write the state after `step` steps, the newest, to `folder/<step>`."""
-        checkpoint.save(Path(folder), step, self._state, metadata)
+        state = self._state
+        if self._transport is not None:
+            state = self._moved(state, self._train.in_shardings[0], self._on_first_process())
+        if jax.process_index() == 0:
+            checkpoint.save(Path(folder), step, state, metadata)
 
     def close(self) -> None:
-        """Stop the threads."""
+        """Stop the threads, and leave the others."""
         self._fetcher.shutdown()
         self._feeder.close()
+        if self._transport is not None:
+            jax.distributed.shutdown()
+
+    def _on_first_process(self) -> TrainState:
+        """The whole state on one device of the first process, which reads and writes files."""
+        mesh = Mesh(np.array([jax.devices()[0]]), ("data",))
+        where = NamedSharding(mesh, PartitionSpec())
+        return jax.tree.map(lambda _: where, self._program.state)
+
+    def _moved(self, state: TrainState, src: TrainState, dst: TrainState) -> TrainState:
+        assert self._transport is not None
+        shapes, tree = jax.tree.flatten(self._program.state)
+        arrays, here, there = (jax.tree.leaves(x) for x in (state, src, dst))
+        return jax.tree.unflatten(tree, move(arrays, shapes, here, there, self._transport))
 
     def _feed(self, start: int) -> None:
         self._feeder = Feeder(self._program.dataset.train, start, self._config.train.steps)
@@ -163,20 +210,27 @@ class TrainWorker:
             "data/wait_seconds": sent.wait_seconds,
         }
         completed_at = time.time() - (time.perf_counter() - completed)
-        return StepResult(sent.step, metrics, completed_at)
+        return StepResult(sent.step, metrics, completed_at, {})
 
     def _with_stage_times(self, result: StepResult | None) -> StepResult | None:
         if result is None or self._stages is None:
             return result
-        times = {"pipeline/bubble_fraction": self._stages.bubble_fraction}
-        for i, seconds in enumerate(self._stages.stage_seconds):
-            times[f"pipeline/stage_{i}_seconds"] = seconds
-        return replace(result, metrics=result.metrics | times)
+        busy = enumerate(self._stages.stage_seconds)
+        times = {f"pipeline/stage_{i}_seconds": seconds for i, seconds in busy}
+        return replace(
+            result, metrics=result.metrics | times, task_seconds=self._stages.task_seconds
+        )
+
+
+def _like(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _fetch(metrics: dict[str, jax.Array]) -> tuple[dict[str, float], float]:
-    """The metrics as numbers, once they are there, and `time.perf_counter()` then."""
-    values = jax.device_get(metrics)
+    """The metrics of this process's stages as numbers, once they are there, and
+    `time.perf_counter()` then."""
+    here = {name: x.addressable_data(0) for name, x in metrics.items() if x.addressable_shards}
+    values = jax.device_get(here)
     completed = time.perf_counter()
     return {name: float(value) for name, value in values.items()}, completed
 

@@ -152,8 +152,9 @@ def test_two_runs_at_once_cannot_hold_one_folder(config):
         assert home.id == "mine"
 
 
-def test_a_folder_that_cannot_be_made_is_an_os_error(config, tmp_path):
+@pytest.mark.parametrize("run_id", [None, "mine"])
+def test_a_folder_that_cannot_be_made_is_an_os_error_with_a_remedy(config, tmp_path, run_id):
     (tmp_path / "outputs").write_text("a file, not a folder")
-    for run_id in (None, "mine"):
-        with pytest.raises(OSError), folder.claim(named(config, run_id)):  # noqa: PT011
-            pass
+    remedy = "set run.dir to a folder that you can write"
+    with pytest.raises(OSError, match=remedy), folder.claim(named(config, run_id)):
+        pass
