@@ -164,8 +164,9 @@ class Executable:
                 if self._runs_here(x.stage):
                     self._table.append(_Row(x, self._compiled[x.program], x.inputs, x.outputs))
             elif isinstance(x, Send):
+                transfer = self._transfer(x)  # elsewhere too: all count the same keys
                 if self._runs_here(x.src) or self._runs_here(x.dst):
-                    self._table.append(_Row(x, self._transfer(x), x.inputs, x.outputs))
+                    self._table.append(_Row(x, transfer, x.inputs, x.outputs))
             else:
                 self._table.append(_Row(x, None, x.slots, ()))
         self._template: list[Any] = [None] * len(emitted.slots)
@@ -188,7 +189,7 @@ class Executable:
 
     def _is_local(self, send: Send) -> bool:
         devices = [d for stage in (send.src, send.dst) for d in self._meshes[stage].devices.flat]
-        return all(d.process_index == jax.process_index() for d in devices)
+        return len({d.process_index for d in devices}) == 1
 
     def _transfer(self, send: Send) -> LocalTransfer | RemoteTransfer:
         src = [self._sharding(slot) for slot in send.inputs]
