@@ -1,0 +1,56 @@
+"""One of several processes that train the same tiny model together; `test_processes` starts it.
+
+    python peer.py INDEX COUNT COORDINATOR DEVICES
+
+Prints a line of JSON: the losses that this process knows, and what it holds at the end.
+"""
+
+import json
+import os
+import sys
+
+INDEX, COUNT, COORDINATOR, DEVICES = (
+    int(sys.argv[1]),
+    int(sys.argv[2]),
+    sys.argv[3],
+    int(sys.argv[4]),
+)
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+from jax._src import distributed  # noqa: E402  (the key-value store: tests need no driver)
+from tiny import BATCHES, init, step  # noqa: E402
+
+from launcher.plan import local_shape, make_plan  # noqa: E402
+from launcher.runtime import PullTransport, compile_step  # noqa: E402
+from launcher.trace import trace_step  # noqa: E402
+
+
+def main() -> None:
+    jax.distributed.initialize(COORDINATOR, COUNT, INDEX)
+    store = distributed.global_state.client
+    transport = PullTransport()
+    store.key_value_set(f"address_{INDEX}", transport.address)
+    transport.connect([store.blocking_key_value_get(f"address_{i}", 60_000) for i in range(COUNT)])
+    traced = trace_step(step, (jax.eval_shape(init, jax.random.key(0)), BATCHES[0]))
+    found = {}
+    for settings in json.loads(sys.stdin.read()):
+        plan = make_plan(traced, cluster=local_shape(COUNT * DEVICES, COUNT, "cpu"), **settings)
+        executable = compile_step(traced, plan, jax.devices(), transport)
+        state = executable.create(init, jax.random.key(0))
+        losses = []
+        for k, batch in enumerate(BATCHES):
+            run = executable.profile if k == 1 else lambda *args: (executable(*args), None)  # noqa: B023
+            (state, loss), _ = run(state, batch)
+            if loss.addressable_shards:
+                losses.append(float(loss.addressable_data(0)))
+        leaves = jax.tree.leaves(state)
+        jax.block_until_ready([x for x in leaves if x.addressable_shards])
+        here = sum(int(np.prod(x.shape)) for x in leaves if x.addressable_shards)
+        found[json.dumps(settings)] = {"losses": losses, "elements_here": here}
+    print(json.dumps(found), flush=True)
+    jax.distributed.shutdown()
+
+
+main()
