@@ -1,6 +1,6 @@
 """A private Ray on this machine, from its first process to the last trace of it.
 
-`start` returns at once and Ray comes up in the background; `Session.spawn` waits for it. Whatever
+`start` does not wait: Ray comes up in the background, and `Session.spawn` waits for it. Whatever
 ends the driver, nothing stays behind: see `head`. `launcher.train` and the command line import it.
 """
 
@@ -37,7 +37,7 @@ def start(pool: DevicePool, log_dir: Path) -> Session:
             (`worker_<host>.log`).
 
     Raises:
-        ClusterError: there is no folder for Ray's sockets.
+        ClusterError: there is no folder for Ray's sockets, or Ray was imported before.
         OSError: `log_dir` cannot be written.
     """
     return Session(pool, Path(log_dir).resolve())

@@ -71,4 +71,4 @@ def merged(parts: Sequence[StepResult], plan: Plan) -> StepResult:
     seconds = {task: s for part in parts for task, s in part.task_seconds.items()}
     if seconds:
         metrics["pipeline/bubble_fraction"] = measured_bubble(plan, seconds)
-    return StepResult(main.step, metrics, main.completed_at, {})
+    return StepResult(main.step, metrics, main.completed_at)

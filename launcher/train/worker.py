@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +48,7 @@ class StepResult:
     step: int
     metrics: dict[str, float]
     completed_at: float
-    task_seconds: dict[Task, float]
+    task_seconds: dict[Task, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class TrainWorker:
             "data/wait_seconds": sent.wait_seconds,
         }
         completed_at = time.time() - (time.perf_counter() - completed)
-        return StepResult(sent.step, metrics, completed_at, {})
+        return StepResult(sent.step, metrics, completed_at)
 
     def _with_stage_times(self, result: StepResult | None) -> StepResult | None:
         if result is None or self._stages is None:

@@ -226,7 +226,7 @@ def test_a_complete_run_has_nothing_left_to_do(
         (["cluster.gpus=3", "parallel.num_stages=2"], 2, "cluster.gpus"),
         (["cluster=local", "cluster.gpus=999"], 2, "cluster=emulated"),
         (["train.global_batch_size=9"], 2, "train.global_batch_size=9"),
-        (["cluster.hosts=2"], 2, "cluster.hosts=2"),
+        (["cluster=local", "cluster.hosts=2"], 2, "cluster.hosts=2"),
         (["run.dir=/dev/null/outputs"], 1, "set run.dir to a folder that you can write"),
     ],
 )
@@ -329,3 +329,23 @@ def test_a_diverging_run_says_so_and_keeps_its_last_good_state(tmp_path: Path) -
     assert "lower optimizer.learning_rate" in err
     assert not (tmp_path / "outputs" / "one" / "checkpoints").exists()
     assert summary(tmp_path / "outputs" / "one")["exit_reason"].startswith("train/")
+
+
+@pytest.mark.slow
+def test_two_hosts_train_as_one_and_read_each_others_checkpoints(folder: Path) -> None:
+    """Two worker processes give one host's losses; a run goes on with another number of hosts."""
+
+    def train(hosts: int, run_id: str, *words: str) -> Path:
+        asked = [f"cluster.hosts={hosts}", f"run.id={run_id}", "train.eval_every=2", *words]
+        code, _, err = Launcher(folder, *TINY_GPT, *asked).end()
+        assert code == 0, err
+        return folder / "outputs" / run_id
+
+    one, two = (train(hosts, f"hosts_{hosts}", "train.steps=6") for hosts in (1, 2))
+    assert losses(one) == losses(two)
+    evaluations = [[line.get("eval/loss") for line in lines(run)] for run in (one, two)]
+    assert evaluations[0] == evaluations[1]
+    assert all(lines(two)[-1][f"pipeline/stage_{s}_seconds"] > 0 for s in range(2))
+    assert losses(train(2, "hosts_1", "train.steps=9")) == pytest.approx(
+        losses(train(1, "hosts_2", "train.steps=9")), rel=1e-5
+    )

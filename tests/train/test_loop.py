@@ -10,13 +10,14 @@ import pytest
 from launcher.config.compose import load, to_dict
 from launcher.plan import local_shape, make_plan
 from launcher.train import checkpoint
+from launcher.train.crew import merged
 from launcher.train.loop import train
 from launcher.train.optimizer import build_optimizer
 from launcher.train.program import build_program
 from launcher.train.record import DivergedError, Recorder
 from launcher.train.signals import StopSignals
 from launcher.train.step import init_state, make_eval_step, make_train_step
-from launcher.train.worker import TrainWorker
+from launcher.train.worker import StepResult, TrainWorker
 from recipes import build_model
 
 WORDS = (
@@ -36,8 +37,9 @@ WORDS = (
 class Handle:
     """A worker's calls, one at a time in a thread; counts those whose results nobody has asked."""
 
-    def __init__(self, worker):
+    def __init__(self, worker, plan):
         self._worker = worker
+        self.plan = plan
         self._thread = ThreadPoolExecutor(1)
         self.outstanding = self.most_outstanding = 0
 
@@ -59,7 +61,8 @@ class Asked:
 
     def result(self):
         self._handle.outstanding -= 1
-        return self._future.result(60)
+        answer = self._future.result(60)
+        return merged([answer], self._handle.plan) if isinstance(answer, StepResult) else answer
 
 
 class Training:
@@ -86,7 +89,7 @@ class Training:
         worker = TrainWorker()
         worker.setup(to_dict(config), plan.to_dict())
         worker.restore(str(self.folder), finished) if finished else worker.create()
-        self.handle = Handle(worker)
+        self.handle = Handle(worker, plan)
         recorder = Recorder(self._log, config.train.log_every, lambda seconds: {})
         try:
             train(config.train, self.handle, recorder, self.stop, finished, self._save)
