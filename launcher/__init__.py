@@ -10,12 +10,29 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from launcher.api import DataParallel as DataParallel
+    from launcher.api import Follow as Follow
+    from launcher.api import PipeshardParallel as PipeshardParallel
+    from launcher.api import Plan as Plan
+    from launcher.api import Replay as Replay
     from launcher.api import grad as grad
     from launcher.api import mark_pipeline_boundary as mark_pipeline_boundary
     from launcher.api import microbatched as microbatched
+    from launcher.api import parallelize as parallelize
     from launcher.api import value_and_grad as value_and_grad
 
-__all__ = ["grad", "mark_pipeline_boundary", "microbatched", "value_and_grad"]
+__all__ = [
+    "DataParallel",
+    "Follow",
+    "PipeshardParallel",
+    "Plan",
+    "Replay",
+    "grad",
+    "mark_pipeline_boundary",
+    "microbatched",
+    "parallelize",
+    "value_and_grad",
+]
 
 
 def __getattr__(name: str) -> Any:
