@@ -2,8 +2,9 @@
 
 from launcher.plan.cluster_shape import ClusterShape, local_shape
 from launcher.plan.errors import PlanError, ScheduleError
-from launcher.plan.make import make_forward_plan, make_plan, measured_bubble, timeline
+from launcher.plan.make import make_forward_plan, make_plan
 from launcher.plan.plan import Plan, StagePlan, Transfer
+from launcher.plan.predict import measured_bubble, timeline
 from launcher.plan.schedule import Task
 
 __all__ = [

@@ -1,23 +1,29 @@
 """Filling in a plan: submeshes, stages, and the predictions. Pure; needs no device.
 
 `manual` cuts at the model's marks and balances layers over stages; `data` is one stage whose batch
-is split over all devices. Both make replicas of a stage out of the devices that are left to it.
+is split over all devices. Both make replicas of a mesh's stages out of the devices left to it.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.errors import PlanError
-from launcher.plan.memory import stage_memory
+from launcher.plan.memory import mesh_memory
 from launcher.plan.outer import OuterProgram, Slicing, place_outer
 from launcher.plan.plan import Plan, StagePlan, Transfer
-from launcher.plan.schedule import SCHEDULES, Kind, Task
-from launcher.plan.simulate import TimedTask, bubble_fraction, simulate, step_seconds
+from launcher.plan.predict import run_seconds, with_predictions
+from launcher.plan.remat import recomputed, remat_of_stages
+from launcher.plan.schedule import (
+    SCHEDULES,
+    SEVERAL_STAGES_A_MESH,
+    backward_follows,
+    check_schedule,
+    make_schedule,
+)
 from launcher.plan.stages import StageGraph, cut_stages, group_layers, layer_flops
-from launcher.trace.cost import matmul_flops, moved_bytes, program_flops
+from launcher.trace.cost import matmul_flops
 from launcher.trace.graph import nbytes
 from launcher.trace.step import Loss, TracedStep
 
@@ -30,25 +36,39 @@ def make_plan(
     method: str,
     cluster: ClusterShape,
     num_stages: int | None = None,
+    stages_per_mesh: int | None = None,
     num_micro_batches: int = 1,
     schedule: str = "1f1b",
-    remat: str = "none",
+    remat: str | Sequence[str] = "none",
 ) -> Plan:
     """The plan of a traced step by a named method.
 
+    Args:
+        stages_per_mesh: how many of the stages share a submesh; by default one, and with
+            `interleaved_1f1b` as few as fit, at least two.
+        remat: one of `plan.remat.POLICIES`, for all stages or for each.
+
     Raises:
-        PlanError: more stages than layers or devices, or devices that do not divide.
+        PlanError: more stages than layers or devices, devices that do not divide, a schedule that
+            cannot run so many stages on a mesh, or an unknown name.
         BatchError: the batch does not divide into microbatches and replicas.
     """
-    if method not in METHODS:
-        raise PlanError(f"parallel.method={method} is not one of {', '.join(METHODS)}")
+    trainings = [name for name in SCHEDULES if name != "forward"]
+    for key, name, known in (("method", method, METHODS), ("schedule", schedule, trainings)):
+        if name not in known:
+            raise PlanError(f"parallel.{key}={name} is not one of {', '.join(known)}")
     num_layers = step.loss(1).num_layers
-    count = 1 if method == "data" else _stage_count(num_stages, num_layers, cluster.num_devices)
-    replicas = cluster.num_devices // count
-    slicing = Slicing(num_micro_batches, replicas)
+    count, num_meshes = 1, 1
+    if method != "data":
+        count, num_meshes = _stages_and_meshes(
+            num_stages, stages_per_mesh, schedule, num_layers, cluster.num_devices
+        )
+    slicing = Slicing(num_micro_batches, cluster.num_devices // num_meshes)
     loss = step.loss(slicing.num_slices)
     layers = group_layers(layer_flops(loss), count)
-    return _describe(step, loss, layers, slicing, method, schedule, remat, cluster)
+    mesh_of = [s % num_meshes for s in range(count)]
+    remats = remat_of_stages(remat, count)
+    return _describe(step, loss, layers, mesh_of, slicing, method, schedule, remats, cluster)
 
 
 def make_forward_plan(step: TracedStep, like: Plan) -> Plan:
@@ -68,91 +88,106 @@ def make_forward_plan(step: TracedStep, like: Plan) -> Plan:
     slicing = Slicing(like.num_micro_batches, like.num_replicas)
     layers = [stage.layers for stage in like.stages]
     loss = step.loss(slicing.num_slices)
-    return _describe(step, loss, layers, slicing, like.method, "forward", "none", cluster)
+    remats = ["none"] * len(layers)
+    return _describe(
+        step, loss, layers, like.mesh_of, slicing, like.method, "forward", remats, cluster
+    )
 
 
-def timeline(plan: Plan) -> list[TimedTask]:
-    """The step as the planner expects it."""
-    schedule = SCHEDULES[plan.schedule](len(plan.stages), plan.num_micro_batches)
-    cluster = ClusterShape(**plan.cluster)
-    size = {(t.src_stage, t.dst_stage): t.bytes_per_microbatch for t in plan.transfers}
-
-    def duration(task: Task) -> float:
-        stage = plan.stages[task.stage]
-        forward = task.kind is Kind.FORWARD
-        return stage.forward_seconds if forward else stage.backward_seconds
-
-    def transfer(src: int, dst: int) -> float:
-        hosts = plan.stages[src].hosts[0], plan.stages[dst].hosts[0]
-        speed = cluster.intra_host if hosts[0] == hosts[1] else cluster.inter_host
-        replicas = plan.num_replicas  # each on its own link
-        return cluster.latency + size.get((src, dst), 0) / speed / replicas
-
-    return simulate(schedule, duration, transfer)
-
-
-def measured_bubble(plan: Plan, seconds: Mapping[Task, float]) -> float:
-    """The bubble of the plan's schedule when its tasks take these seconds, 0 … 1."""
-    schedule = SCHEDULES[plan.schedule](len(plan.stages), plan.num_micro_batches)
-    measured = simulate(schedule, lambda task: seconds.get(task, 0.0))
-    return bubble_fraction(measured, len(plan.stages))
-
-
-def _stage_count(asked: int | None, num_layers: int, num_devices: int) -> int:
-    fits = [n for n in range(1, min(num_layers, num_devices) + 1) if num_devices % n == 0]
-    if asked is None:
-        return fits[-1]
-    if asked > num_layers:
+def _stages_and_meshes(
+    asked: int | None,
+    stages_per_mesh: int | None,
+    schedule: str,
+    num_layers: int,
+    num_devices: int,
+) -> tuple[int, int]:
+    """How many stages on how many equal meshes: as many meshes as fit what was asked."""
+    several = schedule in SEVERAL_STAGES_A_MESH
+    if stages_per_mesh is not None and stages_per_mesh > 1 and not several:
         raise PlanError(
-            f"parallel.num_stages={asked} is more than the model's {num_layers} layers (one more "
-            "than its mark_pipeline_boundary() calls); ask for fewer stages or mark more boundaries"
+            f"parallel.stages_per_mesh={stages_per_mesh} needs "
+            f"parallel.schedule=interleaved_1f1b; {schedule} runs one stage on each submesh"
         )
-    if asked not in fits:
-        options = ", ".join(map(str, fits))
-        raise PlanError(
-            f"{num_devices} devices (cluster.gpus) do not divide into parallel.num_stages={asked} "
-            f"equal submeshes; possible here: {options}"
-        )
-    return asked
+    for key, number in (("num_stages", asked), ("stages_per_mesh", stages_per_mesh)):
+        if number is not None and number > num_layers:
+            raise PlanError(
+                f"parallel.{key}={number} is more than the model's {num_layers} layers (one more "
+                "than its mark_pipeline_boundary() calls); ask for fewer stages or mark more "
+                "boundaries"
+            )
+    each: Sequence[int] = (stages_per_mesh,) if stages_per_mesh else (1,)
+    if stages_per_mesh is None and several and asked != 1 and num_layers > 1:
+        each = range(2, num_layers + 1)
+    meshes = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
+    fits = [(n, k) for n in meshes for k in each if n * k <= num_layers]
+    found = [(n, k) for n, k in fits if asked in (None, n * k)]
+    if found:
+        n, k = max(found, key=lambda fit: (fit[0], -fit[1]))
+        return n * k, n
+    options = ", ".join(str(total) for total in sorted({n * k for n, k in fits}))
+    shared = f" with {stages_per_mesh} stages on each" if each[0] > 1 else ""
+    raise PlanError(
+        f"{num_devices} devices (cluster.gpus) do not divide into equal submeshes for "
+        f"parallel.num_stages={asked}{shared}; possible here: {options}"
+    )
 
 
 def _describe(
     step: TracedStep,
     loss: Loss,
     layers: Sequence[Sequence[int]],
+    mesh_of: Sequence[int],
     slicing: Slicing,
     method: str,
     schedule: str,
-    remat: str,
+    remats: Sequence[str],
     cluster: ClusterShape,
 ) -> Plan:
     """Everything about a plan that follows from its cuts."""
-    graphs = cut_stages(loss, layers)
+    graphs = cut_stages(loss, layers, mesh_of)
     outer = place_outer(step, loss, graphs, slicing)
-    tasks = SCHEDULES[schedule](len(graphs), slicing.micro_batches)
-    trained = bool(loss.wrt)
+    tasks = make_schedule(schedule, len(graphs), max(mesh_of) + 1, slicing.micro_batches)
+    check_schedule(schedule, tasks, len(graphs), slicing.micro_batches)
+    memory = [
+        mesh_memory({g: remats[g.index] for g in graphs if g.mesh == mesh}, loss, outer, mine)
+        for mesh, mine in enumerate(tasks)
+    ]
+    again = [
+        recomputed(g.equations, remats[g.index])
+        if g.activations_out or not backward_follows(tasks[g.mesh], g.index)
+        else []
+        for g in graphs
+    ]
+    owner = {i: g.index for g in reversed(graphs) for i in g.operands}
     stages = []
-    for graph, stage_layers, stage_tasks in zip(graphs, layers, tasks, strict=True):
-        first = graph.index * slicing.replicas
+    for graph, stage_layers in zip(graphs, layers, strict=True):
+        s = graph.index
+        first = graph.mesh * slicing.replicas
         devices = tuple(range(first, first + slicing.replicas))
-        forward = _forward_seconds(graph, cluster)
-        backward = (3.0 if remat == "full" else 2.0) * forward if trained else 0.0
+        forward = run_seconds(graph.equations, cluster) + cluster.latency
+        backward = 0.0
+        if graph.wrt or graph.active_in:
+            backward = 2.0 * forward + run_seconds(again[s], cluster)
         stages.append(
             StagePlan(
                 layers=tuple(stage_layers),
                 hosts=tuple(sorted({cluster.host_of(d) for d in devices})),
                 devices=devices,
                 logical_mesh=(slicing.replicas, 1),
-                remat=remat,
+                remat=remats[s],
                 forward_seconds=forward,
                 backward_seconds=backward,
-                memory_bytes=stage_memory(graph, step, loss, outer, slicing, stage_tasks, remat),
-                num_parameters=_owned_parameters(loss, outer, graph.index),
+                backward_weight_seconds=forward if graph.active_in and graph.wrt else backward,
+                memory_bytes=memory[graph.mesh],
+                num_parameters=sum(
+                    loss.invars[i].aval.size for i in loss.wrt if owner.get(i, 0) == s
+                ),
                 shardings=_in_words(slicing.replicas),
             )
         )
-    model_flops = sum(matmul_flops(g.equations) for g in graphs) * slicing.num_slices
-    flops = model_flops * (3 if trained else 1)
+    flops = sum(matmul_flops(g.equations) for g in graphs) * slicing.num_slices
+    flops_again = sum(matmul_flops(equations) for equations in again) * slicing.num_slices
+    trained = bool(loss.wrt)
     draft = Plan(
         method=method,
         schedule=schedule,
@@ -162,7 +197,7 @@ def _describe(
         stages=tuple(stages),
         transfers=_transfers(graphs, outer, slicing, trained),
         cluster=vars(cluster).copy(),
-        flops_per_step=flops,
+        flops_per_step=flops * (3 if trained else 1),
         predicted_step_seconds=0.0,
         predicted_samples_per_second=0.0,
         predicted_tflops_per_device=0.0,
@@ -170,40 +205,7 @@ def _describe(
         predicted_bubble_fraction=0.0,
         fingerprint=step.fingerprint,
     )
-    return _with_times(draft, flops + (model_flops if remat == "full" and trained else 0.0))
-
-
-def _with_times(draft: Plan, flops_with_remat: float) -> Plan:
-    expected = timeline(draft)
-    seconds = step_seconds(expected)
-    return dataclasses.replace(
-        draft,
-        predicted_step_seconds=seconds,
-        predicted_samples_per_second=draft.batch_size / seconds,
-        predicted_tflops_per_device=draft.flops_per_step / seconds / draft.num_devices / 1e12,
-        predicted_tflops_per_device_with_remat=flops_with_remat
-        / seconds
-        / draft.num_devices
-        / 1e12,
-        predicted_bubble_fraction=bubble_fraction(expected, len(draft.stages)),
-    )
-
-
-def _forward_seconds(graph: StageGraph, cluster: ClusterShape) -> float:
-    """Matrix products at the sustained rate; the rest, fused, by the bytes it moves once."""
-    products = matmul_flops(graph.equations) / cluster.flops
-    other = [e for e in graph.equations if not matmul_flops([e])]
-    fused = sum(moved_bytes(e) for e in other) / 4  # a chain of element-wise operations is one pass
-    rest = max(program_flops(other) / cluster.flops, fused / cluster.memory_bandwidth)
-    return products + rest + cluster.latency
-
-
-def _owned_parameters(loss: Loss, outer: OuterProgram, stage: int) -> int:
-    return sum(
-        loss.invars[i].aval.size
-        for i in loss.wrt
-        if outer.homes.get(outer.operands[i].value, 0) == stage
-    )
+    return with_predictions(draft, draft.flops_per_step + (flops_again if trained else 0.0))
 
 
 def _in_words(replicas: int) -> dict[str, str]:
@@ -219,20 +221,26 @@ def _in_words(replicas: int) -> dict[str, str]:
 def _transfers(
     graphs: Sequence[StageGraph], outer: OuterProgram, slicing: Slicing, trained: bool
 ) -> tuple[Transfer, ...]:
+    """What crosses between meshes: activations go to a mesh once, a gradient comes back from each
+    stage that read them, and the rest of the step sends from first stage to first stage."""
     every: dict[tuple[int, int], int] = {}
     once: dict[tuple[int, int], int] = {}
     for graph in graphs:
         for v, consumers in zip(graph.activations_out, graph.consumers, strict=True):
             size = nbytes(v.aval) * slicing.replicas
-            for to in consumers:
+            abroad = [to for to in consumers if graphs[to].mesh != graph.mesh]
+            for to in {graphs[to].mesh: to for to in reversed(abroad)}.values():
                 every[graph.index, to] = every.get((graph.index, to), 0) + size
+            for to in abroad:
                 if trained and v in graph.active:
                     every[to, graph.index] = every.get((to, graph.index), 0) + size
+    first = {g.mesh: g.index for g in reversed(graphs)}
     sends = [*outer.argument_sends, *outer.part_sends]
     for segment in (*outer.before, *outer.after):
-        sends += [(v, segment.stage, to) for v, to in segment.sends]
+        sends += [(v, segment.mesh, to) for v, to in segment.sends]
     for v, src, dst in sends:
-        once[src, dst] = once.get((src, dst), 0) + nbytes(v.aval)
+        link = first[src], first[dst]
+        once[link] = once.get(link, 0) + nbytes(v.aval)
     return tuple(
         Transfer(*link, every.get(link, 0), once.get(link, 0)) for link in sorted({*every, *once})
     )

@@ -1,14 +1,17 @@
-"""How much memory a stage needs on each of its devices: an estimate from shapes alone. Pure."""
+"""How much memory a mesh needs on each of its devices: an estimate from shapes alone. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from launcher.plan.outer import OuterProgram, Slicing, accumulator_dtype
-from launcher.plan.schedule import Task, max_in_flight
+from jax.extend import core as jex
+
+from launcher.plan.outer import OuterProgram, accumulator_dtype
+from launcher.plan.remat import POLICIES, Policy, is_checkpoint, keeps
+from launcher.plan.schedule import Kind, Task
 from launcher.plan.stages import StageGraph
-from launcher.trace.graph import Equation, dependents, nbytes
-from launcher.trace.step import Loss, TracedStep
+from launcher.trace.graph import Equation, Var, dependents, nbytes, sub_jaxprs
+from launcher.trace.step import Loss
 
 # Equations whose backward pass needs nothing of their operands or results.
 _LINEAR = {
@@ -32,43 +35,97 @@ _LINEAR = {
 }
 
 
-def stage_memory(
-    graph: StageGraph,
-    step: TracedStep,
-    loss: Loss,
-    outer: OuterProgram,
-    slicing: Slicing,
-    tasks: Sequence[Task],
-    remat: str,
+def mesh_memory(
+    graphs: Mapping[StageGraph, str], loss: Loss, outer: OuterProgram, tasks: Sequence[Task]
 ) -> int:
-    """Peak bytes on one device: the state that lives there, the accumulators, the activations of
-    the microbatches in flight, and the working set of one backward pass."""
-    state = sum(nbytes(v.aval) for v, home in outer.homes.items() if home == graph.index)
+    """Peak bytes on one device of a mesh: the state that lives there, the accumulators, the
+    activations of the microbatches in flight, and the working set of one pass.
+
+    Args:
+        graphs: the mesh's stages, each with the name of its rematerialisation.
+        tasks: the mesh's, in order.
+    """
+    (mesh,) = {graph.mesh for graph in graphs}
+    state = sum(nbytes(v.aval) for v, home in outer.homes.items() if home == mesh)
+    operands = {outer.operands[i] for graph in graphs for i in graph.operands}
+    received = sum(
+        nbytes(operand.value.aval)
+        for operand in operands
+        if not operand.stacked and outer.homes.get(operand.value, mesh) != mesh
+    )
+    if not loss.wrt:
+        working = max(_boundary(graph) + residual_bytes(graph, loss) for graph in graphs)
+        return state + received + working
     grads = sum(
         loss.invars[i].aval.size * accumulator_dtype(loss.invars[i].aval.dtype).itemsize
+        for graph in graphs
         for i in graph.wrt
     )
-    received = sum(
-        nbytes(outer.operands[i].value.aval)
-        for i in graph.operands
-        if not outer.operands[i].stacked
-        and outer.homes.get(outer.operands[i].value, graph.index) != graph.index
-    )
-    boundary = sum(nbytes(v.aval) for v in graph.activations_in)
-    saved = residual_bytes(graph, loss)
-    if not loss.wrt:
-        return state + received + boundary + saved
-    kept = boundary if remat == "full" else boundary + saved
-    return state + received + grads + kept * max_in_flight(tuple(tasks)) + saved
+    working = max(residual_bytes(graph, loss) for graph in graphs)
+    return state + received + grads + activation_bytes(graphs, loss, tasks) + working
 
 
-def residual_bytes(graph: StageGraph, loss: Loss) -> int:
+def activation_bytes(graphs: Mapping[StageGraph, str], loss: Loss, tasks: Sequence[Task]) -> int:
+    """The most bytes on one device that forward passes have left for backward passes to come.
+
+    What a stage computes again it holds from the input part of its backward pass to the weight
+    part, where these are two.
+    """
+    kept = {g.index: _boundary(g) + residual_bytes(g, loss, remat) for g, remat in graphs.items()}
+    whole = {g.index: _boundary(g) + residual_bytes(g, loss) for g in graphs}
+    level = peak = 0
+    for stage, _, kind in tasks:
+        if kind is Kind.FORWARD:
+            level += kept[stage]
+        elif kind is Kind.BACKWARD:
+            level -= kept[stage]
+        elif kind is Kind.BACKWARD_INPUT:
+            level += whole[stage] - kept[stage]
+        else:
+            level -= whole[stage]
+        peak = max(peak, level)
+    return peak
+
+
+def residual_bytes(graph: StageGraph, loss: Loss, remat: str = "none") -> int:
     """About what one slice's forward pass leaves for its backward pass: the results of every
-    non-linear equation through which gradients flow."""
+    non-linear equation through which gradients flow, as far as the policy keeps them."""
     sources = [*(loss.invars[i] for i in graph.wrt), *graph.active_in]
-    active = dependents(graph.equations, sources)
+    return _saved(graph.equations, sources, POLICIES[remat])
 
-    def saved(eqn: Equation) -> bool:
-        return eqn.primitive.name not in _LINEAR and any(v in active for v in eqn.outvars)
 
-    return sum(nbytes(v.aval) for e in graph.equations if saved(e) for v in e.outvars)
+def _boundary(graph: StageGraph) -> int:
+    return sum(nbytes(v.aval) for v in graph.activations_in)
+
+
+def _saved(equations: Iterable[Equation], sources: Iterable[Var], keep: Policy | None) -> int:
+    active = dependents(equations, sources)
+    total = 0
+    for eqn in equations:
+        if not any(v in active for v in eqn.outvars):
+            continue
+        inner = keep
+        if keep is None and is_checkpoint(eqn):
+            inner = eqn.params["policy"] or POLICIES["full"]
+        bodies = [
+            _saved(jaxpr.eqns, jaxpr.invars, inner)
+            + (_carry(eqn, jaxpr) if _is_kept(eqn, keep) else 0)
+            for jaxpr in sub_jaxprs(eqn)
+        ]
+        if bodies:
+            total += max(bodies) * eqn.params.get("length", 1)
+        if (not bodies or is_checkpoint(eqn)) and _is_kept(eqn, keep):
+            total += sum(nbytes(v.aval) for v in eqn.outvars)
+    return total
+
+
+def _carry(eqn: Equation, body: jex.Jaxpr) -> int:
+    """What one turn of a loop receives from the turn before it."""
+    if eqn.primitive.name != "scan":
+        return 0
+    first = eqn.params["num_consts"]
+    return sum(nbytes(v.aval) for v in body.invars[first : first + eqn.params["num_carry"]])
+
+
+def _is_kept(eqn: Equation, keep: Policy | None) -> bool:
+    return eqn.primitive.name not in _LINEAR and (keep is None or keeps(keep, eqn))

@@ -41,9 +41,9 @@ class Slicing:
 
 @dataclass(frozen=True, eq=False)
 class Operand:
-    """What holds a loss operand on the stages that read it: a value, stacked if it is sliced.
+    """What holds a loss operand on the meshes that read it: a value, stacked if it is sliced.
 
-    `host` says that it is a leaf of the batch, which the driver hands to each stage stacked.
+    `host` says that it is a leaf of the batch, which the driver hands to each mesh stacked.
     """
 
     value: Var
@@ -56,15 +56,15 @@ class OuterProgram:
     """The placed outer program.
 
     Attributes:
-        homes: the stage where each argument leaf lives; leaves of the batch have none.
-        given: leaves of the batch and constants that the outer program reads: `(value, stage)`.
-        argument_sends: arguments sent to other stages as the step begins.
+        homes: the mesh where each argument leaf lives; leaves of the batch have none.
+        given: leaves of the batch and constants that the outer program reads: `(value, mesh)`.
+        argument_sends: arguments sent to other meshes as the step begins.
         before, after: the segments around the pipeline, in order.
         operands: one a loss operand.
         result_parts, grad_parts: `{(result or operand, stage): variables}`: what the stages leave
             behind; one accumulator, or for `concat` one part a microbatch.
-        part_sends: parts sent to other stages when the pipeline is done.
-        outvars, out_homes: the value of each result leaf of the step and the stage it ends on.
+        part_sends: parts sent to other meshes when the pipeline is done.
+        outvars, out_homes: the value of each result leaf of the step and the mesh it ends on.
     """
 
     homes: dict[Var, int]
@@ -89,18 +89,21 @@ def place_outer(
     step: TracedStep, loss: Loss, stages: Sequence[StageGraph], slicing: Slicing
 ) -> OuterProgram:
     """Place everything that is not the pipeline itself."""
-    uses = [[s.index for s in stages if i in s.operands] for i in range(len(loss.invars))]
-    home = len(stages) - 1
+    uses = [
+        list(dict.fromkeys(s.mesh for s in stages if i in s.operands))
+        for i in range(len(loss.invars))
+    ]
+    home = stages[-1].mesh
     batch = frozenset(v for v, is_batch in zip(step.invars, step.batch, strict=True) if is_batch)
     arguments = frozenset(step.invars) - batch
     everywhere = batch | frozenset(step.constants)
     operands, stacking = _operands(step, loss, slicing, batch)
     owners = {operands[i].value: uses[i][0] for i in loss.wrt if uses[i]}
-    homes = {v: s for v, s in owners.items() if v in arguments}
+    homes = {v: mesh for v, mesh in owners.items() if v in arguments}
     before = Placer(
         (*step.before, *stacking),
         home,
-        {v: s for v, s in owners.items() if v not in arguments},
+        {v: mesh for v, mesh in owners.items() if v not in arguments},
         homes,
         arguments,
         everywhere,
@@ -117,8 +120,8 @@ def place_outer(
     )
     for i, operand in enumerate(operands):
         if not operand.host:
-            for stage in uses[i]:
-                before.export(operand.value, stage)
+            for mesh in uses[i]:
+                before.export(operand.value, mesh)
     after.export_placed()
     out_homes = _export_results(step, combined.outvars, after)
     return OuterProgram(
@@ -201,7 +204,7 @@ def _combine(
 
     equations += [e.replace(invars=[read(v) for v in e.invars]) for e in step.after]
     named = {**result_parts, **{(-1 - i, s): vs for (i, s), vs in grad_parts.items()}}
-    sources = {v: s for (_, s), vs in named.items() for v in vs}
+    sources = {v: stages[s].mesh for (_, s), vs in named.items() for v in vs}
     outvars = tuple(read(v) for v in step.outvars)
     return _Combined(tuple(equations), outvars, sources, result_parts, grad_parts)
 
@@ -247,9 +250,9 @@ def _export_results(step: TracedStep, outvars: Sequence[Atom], after: Placer) ->
             places[i] = after.homes.setdefault(argument, -1 if at is None else at)
         else:
             waiting.append((i, argument))
-    for i, stage in places.items():
+    for i, mesh in places.items():
         if is_var(outvars[i]):
-            after.export(outvars[i], stage)
+            after.export(outvars[i], mesh)
     for i, argument in waiting:
         places[i] = after.homes.setdefault(argument, 0)
         if is_var(outvars[i]):

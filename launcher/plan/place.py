@@ -1,17 +1,17 @@
-"""Placing a graph of equations on stages and cutting it into segments. Used by `plan.outer`.
+"""Placing a graph of equations on meshes and cutting it into segments. Used by `plan.outer`.
 
 No optimizer and no model is known here. The rules, in this order:
 
-1. An equation with a bulky (not one-element) operand on some stage runs there; on the stage with
+1. An equation with a bulky (not one-element) operand on some mesh runs there; on the mesh with
    most of those bytes if there are several.
 2. An equation whose placed operands are all single numbers runs with them if they are on one
-   stage and so is its result a number, on the home stage (the last) if they are on several: the
-   terms of a global norm travel as numbers, and no gradient does.
+   mesh and so is its result a number, on the home mesh (the last stage's) if they are on several:
+   the terms of a global norm travel as numbers, and no gradient does.
 3. Any other equation is *free*: computed again wherever its result is needed (a learning rate, a
    bias correction, a broadcast clipping factor).
-4. An argument has one home, the first stage that needs it; to others it is sent.
+4. An argument has one home, the first mesh that needs it; to others it is sent.
 
-A stage's equations form *segments*; a new one starts only where another stage's value is awaited,
+A mesh's equations form *segments*; a new one starts only where another mesh's value is awaited,
 and an equation waits for the latest segment that needs it, so that XLA can fuse it there.
 """
 
@@ -25,12 +25,12 @@ from launcher.trace.graph import Equation, Var, free_vars, is_var, nbytes
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Equations that one stage runs as one program; every list is in the stage's own values.
+    """Equations that one mesh runs as one program; every list is in the mesh's own values.
 
-    `sends` lists `(output, to stage)`, done right after the segment has run.
+    `sends` lists `(output, to mesh)`, done right after the segment has run.
     """
 
-    stage: int
+    mesh: int
     level: int
     equations: tuple[Equation, ...]
     inputs: tuple[Var, ...]
@@ -38,18 +38,18 @@ class Segment:
     sends: tuple[tuple[Var, int], ...]
 
 
-Send = tuple[Var, int, int]  # (value, from stage, to stage)
+Send = tuple[Var, int, int]  # (value, from mesh, to mesh)
 
 
 @dataclass(eq=False)
 class Placer:
-    """Places one graph. Call `export` for every value needed at a stage, then `segments`.
+    """Places one graph. Call `export` for every value needed at a mesh, then `segments`.
 
     Attributes:
-        equations: the graph, in order. home: the stage that combines numbers.
-        placed: where each value is that is bound to a stage; sources (gradients) are given.
+        equations: the graph, in order. home: the mesh that combines numbers.
+        placed: where each value is that is bound to a mesh; sources (gradients) are given.
         homes: where `arguments` live, filled as they are needed; the step's graphs share it.
-        everywhere: values that any stage can be given from outside (the batch, constants).
+        everywhere: values that any mesh can be given from outside (the batch, constants).
         earlier: the graph that ran before this one and may be asked for its values.
     """
 
@@ -72,12 +72,12 @@ class Placer:
     def __post_init__(self) -> None:
         self.defined = {v: i for i, e in enumerate(self.equations) for v in e.outvars}
         for eqn in self.equations:
-            stage = self._stage_of(eqn)
-            if stage is not None:
+            mesh = self._mesh_of(eqn)
+            if mesh is not None:
                 for v in eqn.outvars:
-                    self.placed.setdefault(v, stage)
+                    self.placed.setdefault(v, mesh)
 
-    def _stage_of(self, eqn: Equation) -> int | None:
+    def _mesh_of(self, eqn: Equation) -> int | None:
         pinned = [self.placed[v] for v in eqn.outvars if v in self.placed]
         if pinned:
             return pinned[0]
@@ -88,102 +88,100 @@ class Placer:
             for v in bulky:
                 weight[self.placed[v]] = weight.get(self.placed[v], 0) + nbytes(v.aval)
             return min(weight, key=lambda s: (-weight[s], s))
-        stages = {self.placed[v] for v in placed}
-        if len(stages) > 1:
+        meshes = {self.placed[v] for v in placed}
+        if len(meshes) > 1:
             return self.home
-        if stages and all(v.aval.size == 1 for v in eqn.outvars):
-            return stages.pop()
+        if meshes and all(v.aval.size == 1 for v in eqn.outvars):
+            return meshes.pop()
         return None
 
     def export_placed(self) -> None:
-        """Require every equation that is bound to a stage, stage by stage."""
+        """Require every equation that is bound to a mesh, mesh by mesh."""
         bound = {v: s for v, s in self.placed.items() if v in self.defined}
         for v in sorted(bound, key=lambda v: (bound[v], self.defined[v])):
             self._require(v, bound[v])
 
-    def export(self, var: Var, stage: int) -> None:
-        """Have `var` on `stage` when the graph has run: computed there, sent there, or given."""
-        self._exports[var, stage] = None
-        self._require(var, stage)
+    def export(self, var: Var, mesh: int) -> None:
+        """Have `var` on `mesh` when the graph has run: computed there, sent there, or given."""
+        self._exports[var, mesh] = None
+        self._require(var, mesh)
 
-    def _require(self, var: Var, stage: int) -> None:
-        if (var, stage) in self._wanted:
+    def _require(self, var: Var, mesh: int) -> None:
+        if (var, mesh) in self._wanted:
             return
-        self._wanted[var, stage] = None
-        origin = self.placed.get(var, stage)
+        self._wanted[var, mesh] = None
+        origin = self.placed.get(var, mesh)
         if var in self.defined:
-            if origin != stage:
-                self._sends[var, origin, stage] = None
+            if origin != mesh:
+                self._sends[var, origin, mesh] = None
             self._instantiate(self.defined[var], origin)
         elif self.earlier and var in self.earlier.defined:
-            self.earlier.export(var, stage)
+            self.earlier.export(var, mesh)
         elif var in self.everywhere:
-            self.given[var, stage] = None
+            self.given[var, mesh] = None
         elif var in self.arguments:
-            home = self.homes.setdefault(var, stage)
-            if home != stage:
-                self.argument_sends[var, home, stage] = None
-        elif origin != stage:
-            self.source_sends[var, origin, stage] = None
+            home = self.homes.setdefault(var, mesh)
+            if home != mesh:
+                self.argument_sends[var, home, mesh] = None
+        elif origin != mesh:
+            self.source_sends[var, origin, mesh] = None
 
-    def _instantiate(self, index: int, stage: int) -> None:
-        if (index, stage) not in self._instances:
-            self._instances[index, stage] = None
+    def _instantiate(self, index: int, mesh: int) -> None:
+        if (index, mesh) not in self._instances:
+            self._instances[index, mesh] = None
             for v in self.equations[index].invars:
                 if is_var(v):
-                    self._require(v, stage)
+                    self._require(v, mesh)
 
     def segments(self) -> tuple[Segment, ...]:
         """The programs to run, in an order that can be followed."""
         levels = self._latest(self._earliest())
         groups: dict[tuple[int, int], list[int]] = {}
-        for index, stage in sorted(self._instances):
-            groups.setdefault((levels[index, stage], stage), []).append(index)
+        for index, mesh in sorted(self._instances):
+            groups.setdefault((levels[index, mesh], mesh), []).append(index)
         keys = sorted(groups)
         programs = {key: [self.equations[i] for i in groups[key]] for key in keys}
         reads = {key: free_vars(programs[key]) for key in keys}
         found = []
         for key in keys:
-            level, stage = key
+            level, mesh = key
             made = [v for e in programs[key] for v in e.outvars]
-            sends = [(v, to) for v in made for (w, at, to) in self._sends if w is v and at == stage]
-            later = {v for k in keys if k[1] == stage and k > key for v in reads[k]}
-            out = {v for v, _ in sends} | later | {v for v, s in self._exports if s == stage}
+            sends = [(v, to) for v in made for (w, at, to) in self._sends if w is v and at == mesh]
+            later = {v for k in keys if k[1] == mesh and k > key for v in reads[k]}
+            out = {v for v, _ in sends} | later | {v for v, s in self._exports if s == mesh}
             outputs = tuple(dict.fromkeys(v for v in made if v in out))
             found.append(
-                Segment(
-                    stage, level, tuple(programs[key]), tuple(reads[key]), outputs, tuple(sends)
-                )
+                Segment(mesh, level, tuple(programs[key]), tuple(reads[key]), outputs, tuple(sends))
             )
         return tuple(found)
 
     def _earliest(self) -> dict[tuple[int, int], int]:
         level: dict[tuple[int, int], int] = {}
-        for index, stage in sorted(self._instances):
+        for index, mesh in sorted(self._instances):
             needs = [0]
             for v in self.equations[index].invars:
                 if not is_var(v) or v not in self.defined:
                     continue
                 definer = self.defined[v]
-                if (definer, stage) in level and self.placed.get(v, stage) == stage:
-                    needs.append(level[definer, stage])
+                if (definer, mesh) in level and self.placed.get(v, mesh) == mesh:
+                    needs.append(level[definer, mesh])
                 else:
                     needs.append(level[definer, self.placed[v]] + 1)
-            level[index, stage] = max(needs)
+            level[index, mesh] = max(needs)
         return level
 
     def _latest(self, level: dict[tuple[int, int], int]) -> dict[tuple[int, int], int]:
         top: dict[int, int] = {}
-        for (_, stage), value in level.items():
-            top[stage] = max(top.get(stage, 0), value)
+        for (_, mesh), value in level.items():
+            top[mesh] = max(top.get(mesh, 0), value)
         sent = {(self.defined[v], at) for v, at, _ in self._sends if v in self.defined}
         latest = dict(level)
         bound: dict[tuple[int, int], int] = {}
-        for index, stage in sorted(self._instances, reverse=True):
-            if (index, stage) not in sent:
-                latest[index, stage] = bound.get((index, stage), top[stage])
+        for index, mesh in sorted(self._instances, reverse=True):
+            if (index, mesh) not in sent:
+                latest[index, mesh] = bound.get((index, mesh), top[mesh])
             for v in self.equations[index].invars:
                 if is_var(v) and v in self.defined:
-                    key = (self.defined[v], stage)
-                    bound[key] = min(bound.get(key, top[stage]), latest[index, stage])
+                    key = (self.defined[v], mesh)
+                    bound[key] = min(bound.get(key, top[mesh]), latest[index, mesh])
         return latest

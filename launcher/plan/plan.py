@@ -10,18 +10,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.plan.errors import PlanError
+from launcher.plan.schedule import Schedule, make_schedule
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage: its layers and its submesh.
+    """One stage: its layers and its submesh. Stages with the same devices share their mesh.
 
     Attributes:
         layers: indices of the layers, consecutive. hosts, devices: the submesh (global numbers).
         logical_mesh: the submesh's shape as (data, model).
-        remat: "none", or "full": the backward pass computes the forward pass again.
-        forward_seconds, backward_seconds: predicted, for one microbatch.
-        memory_bytes: predicted peak on one device. num_parameters: those that live here.
+        remat: what the backward pass computes again: "none", "full", or all but what a policy of
+            `jax.checkpoint_policies`, by its name, keeps. Without effect where a microbatch's
+            backward pass follows its forward pass at once.
+        forward_seconds, backward_seconds: predicted, for one microbatch;
+            backward_weight_seconds: of the latter, what `zero_bubble` puts off.
+        memory_bytes: predicted peak on one device of the mesh, with all of its stages.
+        num_parameters: those that live here.
         shardings: `{what: how}` in words.
     """
 
@@ -32,6 +37,7 @@ class StagePlan:
     remat: str
     forward_seconds: float
     backward_seconds: float
+    backward_weight_seconds: float
     memory_bytes: int
     num_parameters: int
     shardings: dict[str, str]
@@ -79,7 +85,32 @@ class Plan:
     @property
     def num_devices(self) -> int:
         """Devices that the plan uses."""
-        return sum(len(stage.devices) for stage in self.stages)
+        return sum(map(len, self.meshes))
+
+    @property
+    def meshes(self) -> tuple[tuple[int, ...], ...]:
+        """The devices of every submesh, in the order of their first stages."""
+        return tuple(dict.fromkeys(stage.devices for stage in self.stages))
+
+    @property
+    def mesh_of(self) -> tuple[int, ...]:
+        """The mesh of every stage, as an index into `meshes`."""
+        meshes = self.meshes
+        return tuple(meshes.index(stage.devices) for stage in self.stages)
+
+    def tasks(self) -> Schedule:
+        """The schedule of a step: for every mesh, its tasks in order.
+
+        Raises:
+            PlanError: stages share meshes in another order than the schedule has them.
+        """
+        count = len(self.meshes)
+        if self.mesh_of != tuple(s % count for s in range(len(self.stages))):
+            raise PlanError(
+                f"stages on the same devices must come round in turn; {len(self.stages)} stages "
+                f"are on meshes {', '.join(map(str, self.mesh_of))}"
+            )
+        return make_schedule(self.schedule, len(self.stages), count, self.num_micro_batches)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON-able data."""

@@ -14,9 +14,10 @@ from launcher.plan.schedule import Schedule, Task, dependencies
 
 @dataclass(frozen=True)
 class TimedTask:
-    """A task with its start and end, in seconds from the step's beginning."""
+    """A task with its mesh and its start and end, in seconds from the step's beginning."""
 
     task: Task
+    mesh: int
     start: float
     end: float
 
@@ -26,7 +27,7 @@ def simulate(
     duration: Callable[[Task], float],
     transfer: Callable[[int, int], float] = lambda src, dst: 0.0,
 ) -> list[TimedTask]:
-    """Run the schedule on paper; tasks in order of their start (ties: the later stage first).
+    """Run the schedule on paper; tasks in order of their start (ties: the later mesh first).
 
     Args:
         duration: seconds of a task. transfer: seconds from one stage to another.
@@ -34,29 +35,32 @@ def simulate(
     Raises:
         ScheduleError: the order can never be followed.
     """
-    num_stages = len(schedule)
+    num_stages = len({task.stage for tasks in schedule for task in tasks})
     end: dict[Task, float] = {}
-    free = [0.0] * num_stages
-    position = [0] * num_stages
+    free = [0.0] * len(schedule)
+    position = [0] * len(schedule)
     timed: list[TimedTask] = []
     total = sum(map(len, schedule))
     while len(timed) < total:
         ready = []
-        for s, tasks in enumerate(schedule):
-            if position[s] < len(tasks):
-                needs = dependencies(tasks[position[s]], num_stages)
-                if all(d in end for d in needs):
-                    arrive = [
-                        end[d] + (transfer(d.stage, s) if d.stage != s else 0.0) for d in needs
-                    ]
-                    ready.append((max([free[s], *arrive]), -s, tasks[position[s]]))
+        for mesh, tasks in enumerate(schedule):
+            if position[mesh] == len(tasks):
+                continue
+            task = tasks[position[mesh]]
+            needs = dependencies(task, num_stages)
+            if all(d in end for d in needs):
+                arrive = [
+                    end[d] + (transfer(d.stage, task.stage) if d.stage != task.stage else 0.0)
+                    for d in needs
+                ]
+                ready.append((max([free[mesh], *arrive]), -mesh, task))
         if not ready:
-            raise ScheduleError("the schedule cannot be followed: every stage waits for another")
-        start, _, task = min(ready)
-        finish = start + duration(task)
-        end[task] = free[task.stage] = finish
-        position[task.stage] += 1
-        timed.append(TimedTask(task, start, finish))
+            raise ScheduleError("the schedule cannot be followed: every mesh waits for another")
+        start, later, task = min(ready, key=lambda x: x[:2])
+        mesh, finish = -later, start + duration(task)
+        end[task] = free[mesh] = finish
+        position[mesh] += 1
+        timed.append(TimedTask(task, mesh, start, finish))
     return timed
 
 
@@ -65,8 +69,8 @@ def step_seconds(timeline: list[TimedTask]) -> float:
     return max((t.end for t in timeline), default=0.0)
 
 
-def bubble_fraction(timeline: list[TimedTask], num_stages: int) -> float:
-    """The share of the stages' time in which they wait, 0 … 1."""
-    total = step_seconds(timeline) * num_stages
+def bubble_fraction(timeline: list[TimedTask], num_meshes: int) -> float:
+    """The share of the meshes' time in which they wait, 0 … 1."""
+    total = step_seconds(timeline) * num_meshes
     busy = sum(t.end - t.start for t in timeline)
     return 1.0 - busy / total if total else 0.0

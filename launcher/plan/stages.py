@@ -23,7 +23,8 @@ class StageGraph:
     """What one stage computes on one slice of the batch.
 
     Attributes:
-        equations: its program. outs: `activations_out` first, then the results.
+        mesh: where it lives. equations: its program. outs: `activations_out` first, then the
+            results.
         operands: the loss's operands it reads (indices). wrt: those it differentiates.
         activations_in, activations_out: values from earlier and for later stages.
         consumers: for every activation out, the stages that read it.
@@ -32,6 +33,7 @@ class StageGraph:
     """
 
     index: int
+    mesh: int
     equations: tuple[Equation, ...]
     operands: tuple[int, ...]
     wrt: tuple[int, ...]
@@ -82,8 +84,12 @@ def group_layers(costs: Sequence[float], num_stages: int) -> tuple[tuple[int, ..
     return tuple(tuple(range(a, b)) for a, b in zip((0, *ends[:-1]), ends, strict=True))
 
 
-def cut_stages(loss: Loss, stage_layers: Sequence[Sequence[int]]) -> tuple[StageGraph, ...]:
-    """The graph of every stage; `stage_layers` lists each stage's layers."""
+def cut_stages(
+    loss: Loss, stage_layers: Sequence[Sequence[int]], mesh_of: Sequence[int] | None = None
+) -> tuple[StageGraph, ...]:
+    """The graph of every stage; `stage_layers` lists each stage's layers, `mesh_of` its mesh (by
+    default each has its own)."""
+    mesh_of = range(len(stage_layers)) if mesh_of is None else mesh_of
     stage_of_layer = {layer: s for s, layers in enumerate(stage_layers) for layer in layers}
     last = len(stage_layers) - 1
     own: list[list[Equation]] = [[] for _ in stage_layers]
@@ -116,6 +122,7 @@ def cut_stages(loss: Loss, stage_layers: Sequence[Sequence[int]]) -> tuple[Stage
         graphs.append(
             StageGraph(
                 index=s,
+                mesh=mesh_of[s],
                 equations=tuple(equations),
                 operands=operands,
                 wrt=tuple(i for i in operands if i in loss.wrt),

@@ -101,12 +101,10 @@ class Executable:
         self._namespace = transport.open() if transport else 0
         self._calls = 0
         self._emitted = emit(step, plan)
+        shapes = {stage.devices: stage.logical_mesh for stage in plan.stages}
         self._meshes = [
-            Mesh(
-                np.array([devices[d] for d in stage.devices]).reshape(stage.logical_mesh),
-                (DATA, "model"),
-            )
-            for stage in plan.stages
+            Mesh(np.array([devices[d] for d in mesh]).reshape(shapes[mesh]), (DATA, "model"))
+            for mesh in plan.meshes
         ]
         self._offered = {
             slot
@@ -122,12 +120,12 @@ class Executable:
 
     def _sharding(self, slot: int) -> NamedSharding:
         held = self._emitted.slots[slot]
-        return NamedSharding(self._meshes[held.stage], _SPECS[held.layout])
+        return NamedSharding(self._meshes[held.mesh], _SPECS[held.layout])
 
     def _compile_all(self) -> dict[str, Any]:
         first: dict[str, Run] = {}
         for instruction in self._emitted.instructions:
-            if isinstance(instruction, Run) and self._runs_here(instruction.stage):
+            if isinstance(instruction, Run) and self._runs_here(instruction.mesh):
                 first.setdefault(instruction.program, instruction)
         lowered = {name: self._lower(run) for name, run in first.items()}
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -150,8 +148,8 @@ class Executable:
         )
         return jitted.lower(*(abstract(slot) for slot in run.inputs))
 
-    def _runs_here(self, stage: int) -> bool:
-        return is_here(NamedSharding(self._meshes[stage], PartitionSpec()))
+    def _runs_here(self, mesh: int) -> bool:
+        return is_here(NamedSharding(self._meshes[mesh], PartitionSpec()))
 
     def _bind(self) -> None:
         """Turn the instructions into the table that a call follows: this process's part of them,
@@ -161,7 +159,7 @@ class Executable:
         self._table: list[_Row] = []
         for x in emitted.instructions:
             if isinstance(x, Run):
-                if self._runs_here(x.stage):
+                if self._runs_here(x.mesh):
                     self._table.append(_Row(x, self._compiled[x.program], x.inputs, x.outputs))
             elif isinstance(x, Send):
                 transfer = self._transfer(x)  # elsewhere too: all count the same keys
@@ -174,9 +172,9 @@ class Executable:
             if is_here(self._sharding(slot)):
                 self._template[slot] = place(value, self._sharding(slot))
         self._fixed: dict[int, jax.Array] = {}  # results that no call computes here
-        for i, (result, literal, stage) in enumerate(emitted.results):
+        for i, (result, literal, mesh) in enumerate(emitted.results):
             if result is None:
-                sharding = NamedSharding(self._meshes[stage], PartitionSpec())
+                sharding = NamedSharding(self._meshes[mesh], PartitionSpec())
                 value = np.asarray(literal.val, literal.aval.dtype)
                 here = is_here(sharding)
                 self._fixed[i] = place(value, sharding) if here else absent(value, sharding)
@@ -188,7 +186,7 @@ class Executable:
         self.in_shardings = jax.tree.unflatten(self._step.in_tree, flat)
 
     def _is_local(self, send: Send) -> bool:
-        devices = [d for stage in (send.src, send.dst) for d in self._meshes[stage].devices.flat]
+        devices = [d for mesh in (send.src, send.dst) for d in self._meshes[mesh].devices.flat]
         return len({d.process_index for d in devices}) == 1
 
     def _transfer(self, send: Send) -> LocalTransfer | RemoteTransfer:
@@ -244,9 +242,11 @@ class Executable:
             for i, value in zip(outputs, results, strict=True):
                 slots[i] = value
             if isinstance(instruction, Run):
-                busy[instruction.stage] += taken
-                if instruction.task is not None:
-                    seconds[instruction.task] = taken
+                task = instruction.task
+                stage = task.stage if task else self.plan.mesh_of.index(instruction.mesh)
+                busy[stage] += taken
+                if task is not None:
+                    seconds[task] = taken
         return self._results(slots), StageTimes(tuple(busy), seconds)
 
     def _next_key(self) -> int:

@@ -79,7 +79,7 @@ def test_only_numbers_are_sent_for_the_update(name):
 @pytest.mark.parametrize(("name", "segments"), [("sgd", 1), ("adamw", 1), ("clipped", 2)])
 def test_a_stage_updates_in_as_few_programs_as_the_data_allows(name, segments):
     _, outer, _ = placed(OPTIMIZERS[name])
-    count = [sum(s.stage == i for s in outer.after) for i in range(LAYERS)]
+    count = [sum(s.mesh == i for s in outer.after) for i in range(LAYERS)]
     assert max(count) == segments
 
 

@@ -1,5 +1,6 @@
 """Schedules: every dependency before its use, bounds on what is in flight, known lengths."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -7,52 +8,110 @@ import pytest
 from launcher.plan.errors import ScheduleError
 from launcher.plan.schedule import (
     SCHEDULES,
+    SEVERAL_STAGES_A_MESH,
     Kind,
     Task,
+    backward_follows,
+    check_schedule,
     clock_table,
     dependencies,
     gpipe,
+    in_flight_bound,
+    interleaved_1f1b,
+    make_schedule,
     max_in_flight,
     one_f_one_b,
+    zero_bubble,
 )
 from launcher.plan.simulate import bubble_fraction, simulate, step_seconds
 
-SIZES = list(itertools.product((1, 2, 3, 4, 7), (1, 2, 3, 4, 8, 9)))
+MESHES, MICRO_BATCHES = range(1, 7), range(1, 10)
+SIZES = list(itertools.product(MESHES, MICRO_BATCHES))
+KINDS = {
+    "forward": {Kind.FORWARD},
+    "zero_bubble": {Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT},
+}
+USUAL = {Kind.FORWARD, Kind.BACKWARD}
+
+
+def every_schedule():
+    """`(name, meshes, stages a mesh, microbatches)` of every size."""
+    for name, (meshes, micro_batches) in itertools.product(SCHEDULES, SIZES):
+        for each in (1, 2, 3) if name in SEVERAL_STAGES_A_MESH else (1,):
+            yield name, meshes, each, micro_batches
+
+
+def seconds(task):
+    """Forward, input and weight parts take as long as one another."""
+    return 2.0 if task.kind is Kind.BACKWARD else 1.0
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
-def test_every_task_runs_once_after_what_it_needs(name, stages, micro_batches):
-    schedule = SCHEDULES[name](stages, micro_batches)
-    kinds = [Kind.FORWARD] if name == "forward" else list(Kind)
-    want = {Task(s, m, k) for s in range(stages) for m in range(micro_batches) for k in kinds}
-    done = set()
-    for row in clock_table(schedule):
-        tasks = [task for task in row if task]
-        for task in tasks:
-            assert done.issuperset(dependencies(task, stages))
-        assert not done.intersection(tasks)
-        done.update(tasks)
-    assert done == want
+def test_every_task_runs_once_on_its_mesh_after_what_it_needs(name):
+    for _, meshes, each, micro_batches in (x for x in every_schedule() if x[0] == name):
+        stages = meshes * each
+        schedule = make_schedule(name, stages, meshes, micro_batches)
+        kinds = KINDS.get(name, USUAL)
+        want = {Task(s, m, k) for s in range(stages) for m in range(micro_batches) for k in kinds}
+        done = set()
+        for row in clock_table(schedule):
+            tasks = [task for task in row if task]
+            assert all(task is None or task.stage % meshes == i for i, task in enumerate(row))
+            assert all(done.issuperset(dependencies(task, stages)) for task in tasks)
+            assert not done.intersection(tasks)
+            done.update(tasks)
+        assert done == want
+        check_schedule(name, schedule, stages, micro_batches)
 
 
-@pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
-def test_in_flight_bounds(stages, micro_batches):
-    for s, tasks in enumerate(one_f_one_b(stages, micro_batches)):
-        assert max_in_flight(tasks) == min(stages - s, micro_batches)
-    for tasks in gpipe(stages, micro_batches):
-        assert max_in_flight(tasks) == micro_batches
+def test_the_bound_on_what_is_in_flight_is_met_exactly():
+    for name, meshes, each, micro_batches in every_schedule():
+        schedule = make_schedule(name, meshes * each, meshes, micro_batches)
+        for mesh, tasks in enumerate(schedule):
+            bound = in_flight_bound(name, mesh, meshes, micro_batches, each)
+            assert max_in_flight(tasks) == bound, (name, meshes, each, micro_batches)
 
 
-@pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
+def test_the_bounds_are_the_papers():
+    assert [in_flight_bound("gpipe", s, 4, 8) for s in range(4)] == [8] * 4
+    assert [in_flight_bound("1f1b", s, 4, 8) for s in range(4)] == [4, 3, 2, 1]
+    assert [in_flight_bound("zero_bubble", s, 4, 8) for s in range(4)] == [4] * 4
+    # Of half the size: 1 + (p - 1) / (p v) times what 1f1b holds at most.
+    assert [in_flight_bound("interleaved_1f1b", s, 4, 8, 2) for s in range(4)] == [11, 9, 7, 5]
+    assert in_flight_bound("forward", 0, 4, 8) == 0
+
+
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
-def test_length_and_bubble_are_the_papers(schedule, stages, micro_batches):
-    timeline = simulate(
-        schedule(stages, micro_batches), lambda t: 1.0 if t.kind is Kind.FORWARD else 2.0
-    )
-    rounds = micro_batches + stages - 1
-    assert step_seconds(timeline) == pytest.approx(3.0 * rounds)
-    assert bubble_fraction(timeline, stages) == pytest.approx((stages - 1) / rounds)
+def test_length_and_bubble_are_the_papers(schedule):
+    for meshes, micro_batches in SIZES:
+        timeline = simulate(schedule(meshes, micro_batches), seconds)
+        rounds = micro_batches + meshes - 1
+        assert step_seconds(timeline) == pytest.approx(3.0 * rounds)
+        assert bubble_fraction(timeline, meshes) == pytest.approx((meshes - 1) / rounds)
+
+
+@pytest.mark.parametrize("each", [1, 2, 3, 4])
+def test_interleaving_divides_the_bubble_by_the_stages_a_mesh(each):
+    """For any number of microbatches that is at least that of the meshes."""
+    for meshes, micro_batches in SIZES:
+        timeline = simulate(interleaved_1f1b(meshes, micro_batches, each), seconds)
+        work = 3.0 * micro_batches * each
+        idle = step_seconds(timeline) - work
+        if micro_batches >= meshes:
+            assert idle == pytest.approx(3.0 * (meshes - 1))  # in time of a short stage
+        else:
+            assert 3.0 * (meshes - 1) <= idle <= 3.0 * (meshes - 1) * each
+
+
+def test_the_weight_parts_fill_the_bubble():
+    """(p - 1) (F + B - W) of waiting, a third of 1F1B's at equal times, and never more than it."""
+    for meshes, micro_batches in SIZES:
+        schedule = zero_bubble(meshes, micro_batches)
+        length = step_seconds(simulate(schedule, seconds))
+        usual = step_seconds(simulate(one_f_one_b(meshes, micro_batches), seconds))
+        if micro_batches >= meshes:
+            assert length == pytest.approx(3.0 * micro_batches + meshes - 1)
+        assert length < usual or meshes == 1
 
 
 def test_transfers_lengthen_the_step():
@@ -60,8 +119,50 @@ def test_transfers_lengthen_the_step():
     assert step_seconds(timeline) == pytest.approx(6 + 4 * 0.5)
 
 
+def test_where_both_passes_can_be_one_program():
+    def last(name, each=1):
+        return backward_follows(make_schedule(name, 4 * each, 4, 8)[3], 4 * each - 1)
+
+    assert last("1f1b")
+    assert last("zero_bubble")
+    assert last("interleaved_1f1b", 2)
+    assert not last("gpipe")
+    assert not backward_follows(one_f_one_b(4, 8)[2], 2)
+
+
 def test_an_impossible_order_is_refused():
     backward_first = tuple(tuple(reversed(tasks)) for tasks in gpipe(2, 2))
     for walk in (clock_table, lambda s: simulate(s, lambda t: 1.0)):
         with pytest.raises(ScheduleError):
             walk(backward_first)
+    with pytest.raises(ScheduleError, match="1f1b cannot run 4 stages on 2 meshes"):
+        make_schedule("1f1b", 4, 2, 8)
+    with pytest.raises(ScheduleError, match="cannot run 3 stages on 2 meshes"):
+        make_schedule("interleaved_1f1b", 3, 2, 8)
+
+
+@dataclasses.dataclass
+class Wrong:
+    words: str
+    change: object
+    name: str = "1f1b"
+
+
+WRONG = [
+    Wrong("does not run every task exactly once", lambda s: (s[0][:-1], s[1])),
+    Wrong("does not run every task exactly once", lambda s: (s[0] + s[0][-1:], s[1])),
+    Wrong("another mesh's stage on mesh 0", lambda s: s[::-1]),
+    Wrong(
+        "it has only", lambda s: tuple(tuple(t for t in x if t.kind is Kind.BACKWARD) for x in s)
+    ),
+    Wrong("holds more than 2 microbatches on mesh 0", lambda s: gpipe(2, 4)),
+    Wrong("no task can run next", lambda s: (s[0][::-1], s[1]), "gpipe"),
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda w: w.words)
+def test_the_checker_finds_every_fault(wrong):
+    schedule = SCHEDULES[wrong.name](2, 4)
+    check_schedule(wrong.name, schedule, 2, 4)
+    with pytest.raises(ScheduleError, match=wrong.words):
+        check_schedule(wrong.name, wrong.change(schedule), 2, 4)

@@ -19,6 +19,7 @@ def make_plan(num_stages=4, memory_bytes=None, **stage_changes):
                 remat="none",
                 forward_seconds=0.0102,
                 backward_seconds=0.0211,
+                backward_weight_seconds=0.0102,
                 memory_bytes=12 << 30,
                 num_parameters=105_000,
                 shardings={},

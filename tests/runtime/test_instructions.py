@@ -11,7 +11,7 @@ import pytest
 
 import launcher
 from launcher.plan import PlanError, local_shape, make_plan, measured_bubble
-from launcher.plan.schedule import SCHEDULES, Kind, max_in_flight
+from launcher.plan.schedule import Kind, in_flight_bound
 from launcher.runtime import compile_step
 from launcher.runtime.emit import emit
 from launcher.runtime.instructions import Free, Run, Send
@@ -44,53 +44,59 @@ def step(state, x):
 X = np.linspace(-1, 1, 16 * WIDTH, dtype=np.float32).reshape(16, WIDTH)
 
 
-def planned(stages=4, devices=4, micro_batches=8, schedule="1f1b", method="manual"):
+def planned(stages=4, devices=4, micro_batches=8, schedule="1f1b", method="manual", remat="none"):
     traced = trace_step(step, (jax.eval_shape(init, jax.random.key(0)), X))
     plan = make_plan(
         traced, method=method, num_stages=stages, num_micro_batches=micro_batches,
-        schedule=schedule, cluster=local_shape(devices, 1, "cpu"),
+        schedule=schedule, remat=remat, cluster=local_shape(devices, 1, "cpu"),
     )  # fmt: skip
     return traced, plan
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_live_activations_stay_within_the_schedules_bound(schedule):
-    """No more microbatches' residuals at once than the schedule has in flight, and nothing of the
-    pipeline outlives it."""
-    traced, plan = planned(schedule=schedule)
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize(
+    ("schedule", "devices"),
+    [
+        ("gpipe", 4),
+        ("1f1b", 4),
+        ("interleaved_1f1b", 2),
+        ("interleaved_1f1b", 1),
+        ("zero_bubble", 4),
+    ],
+)
+def test_live_activations_stay_within_the_schedules_bound(schedule, devices, remat):
+    """Nothing that a mesh's forward and backward programs made is there for more microbatches at
+    once than the schedule has in flight, and nothing of the pipeline outlives it."""
+    traced, plan = planned(devices=devices, schedule=schedule, remat=remat)
     emitted = emit(traced, plan)
-    residual_runs = {
-        slot: run.task.stage
-        for run in emitted.instructions
-        if isinstance(run, Run) and run.task and run.task.kind is Kind.FORWARD
+    runs = [x for x in emitted.instructions if isinstance(x, Run) and x.task]
+    reader = {slot: run.task for run in runs for slot in run.inputs}
+    owner = {  # a gradient that stays on the mesh is already the next stage's
+        slot: reader.get(slot, run.task) if run.task.kind is Kind.BACKWARD else run.task
+        for run in runs
         for slot in set(run.outputs) - set(run.inputs)  # but not the accumulators
     }
-    live, peak = collections.Counter(), collections.Counter()
-    held = set()
+    held, peak = set(), collections.Counter()
     for x in emitted.instructions:
         if isinstance(x, Free):
-            for slot in x.slots:
-                held.discard(slot)
-                live[residual_runs.get(slot)] -= 1
-        elif isinstance(x, (Run, Send)):
-            for slot in set(x.outputs) - held:
-                held.add(slot)
-                live[residual_runs.get(slot)] += 1
-                peak[residual_runs.get(slot)] = max(
-                    peak[residual_runs.get(slot)], live[residual_runs.get(slot)]
-                )
-    per_task = collections.Counter(residual_runs.values())
-    bound = SCHEDULES[schedule](4, 8)
-    for stage in range(4):
-        made = per_task[stage] // 8
-        assert peak[stage] <= made * max_in_flight(bound[stage])
-        assert live[stage] == 0
-    results = {slot for slot, _, _ in emitted.results}
-    assert held <= results
+            held.difference_update(x.slots)
+        else:
+            held.update(x.outputs)
+        live = {(owner[slot].stage, owner[slot].microbatch) for slot in held & owner.keys()}
+        for mesh, count in collections.Counter(plan.mesh_of[s] for s, _ in live).items():
+            peak[mesh] = max(peak[mesh], count)
+    assert not held & owner.keys()
+    assert held <= {slot for slot, _, _ in emitted.results}
+    meshes = len(plan.meshes)
+    bounds = [in_flight_bound(schedule, i, meshes, 8, 4 // meshes) for i in range(meshes)]
+    if remat == "none":
+        assert [peak[i] for i in range(meshes)] == bounds
+    assert all(peak[i] <= bounds[i] for i in range(meshes))
 
 
-def test_every_slot_is_written_once_before_it_is_read():
-    traced, plan = planned()
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zero_bubble"])
+def test_every_slot_is_written_once_before_it_is_read(schedule):
+    traced, plan = planned(schedule=schedule)
     emitted = emit(traced, plan)
     ready = {slot for _, slot in emitted.arguments} | {slot for _, slot in emitted.constants}
     ready |= {slot for _, slot, _ in emitted.batches}
@@ -156,6 +162,20 @@ def test_the_last_stage_runs_both_passes_in_one_program():
     assert "stage.3.forward_backward" in names
     assert "stage.3.forward" not in names
     assert "stage.3.backward" in emit(*planned(schedule="gpipe")).programs
+    names = set(emit(*planned(schedule="zero_bubble")).programs)
+    assert {"stage.3.forward_backward_input", "stage.3.backward_weight"} <= names
+    assert "stage.0.backward_input" not in names
+
+
+def test_stages_of_one_mesh_send_each_other_nothing():
+    for devices in (1, 2):
+        emitted = emit(*planned(devices=devices, schedule="interleaved_1f1b"))
+        sends = [x for x in emitted.instructions if isinstance(x, Send)]
+        assert all(x.src != x.dst for x in sends)
+        assert bool(sends) == (devices > 1)
+        for x in sends:
+            assert {emitted.slots[slot].mesh for slot in x.inputs} == {x.src}
+            assert {emitted.slots[slot].mesh for slot in x.outputs} == {x.dst}
 
 
 def test_profile_runs_a_real_step_and_times_it():

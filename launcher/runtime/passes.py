@@ -1,0 +1,144 @@
+"""Cutting a stage's joint program into the passes that its schedule runs one by one.
+
+Each equation belongs to the first pass that needs it. A value that a later pass reads travels there
+as a *residual*; an input is read again instead, and what follows from the parameters alone is
+computed again. So a backward pass in two parts computes nothing twice: the part that makes the
+gradients of activations runs first and leaves to the other what both need. Used by
+`runtime.stage_programs`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend import core as jex
+
+from launcher.plan.schedule import Kind
+from launcher.runtime.joint import Joint, Name
+from launcher.trace.cost import matmul_flops
+from launcher.trace.graph import Atom, Equation, Var, dependents, free_vars, is_var, needed, program
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """A part of a joint program: `fun(*inputs) -> outputs`, in the order of their names."""
+
+    fun: Callable[..., Sequence[Any]]
+    inputs: tuple[Name, ...]
+    outputs: tuple[Name, ...]
+
+
+def outputs_by_kind(
+    joint: Joint, results: Sequence[int], kinds: Set[Kind], together: bool
+) -> dict[Kind, list[Name]]:
+    """What each kind of task makes, in the order in which a microbatch has them. A backward kind
+    with nothing to make is absent.
+
+    Args:
+        results: those of the loss that are wanted. kinds: those that the schedule has.
+        together: let the first backward kind do the forward pass as well.
+    """
+    activations, back, grads = (joint.named(k) for k in ("activation", "cotangent", "grad"))
+    wanted = {Kind.FORWARD: [*activations, *(n for n in joint.named("result") if n.of in results)]}
+    if Kind.BACKWARD in kinds:
+        wanted[Kind.BACKWARD] = [*back, *grads]
+    elif Kind.BACKWARD_WEIGHT in kinds:
+        later = _put_off(joint, back, grads)
+        wanted[Kind.BACKWARD_INPUT] = [*back, *(name for name in grads if name not in later)]
+        wanted[Kind.BACKWARD_WEIGHT] = later
+    found = {kind: names for kind, names in wanted.items() if names or kind is Kind.FORWARD}
+    if together and len(found) > 1:
+        forward = found.pop(Kind.FORWARD)
+        first = next(iter(found))
+        found[first] = [*forward, *found[first]]
+    return found
+
+
+def _put_off(joint: Joint, back: Sequence[Name], grads: Sequence[Name]) -> list[Name]:
+    """The gradients of weights that can wait: those with a matrix product of their own. Of any
+    other the operands would take more room than it takes time."""
+    if not back:
+        return list(grads)
+    late = dependents(joint.equations, joint.gradients_in)
+    first = {id(e) for e in needed(joint.equations, [joint.outputs[name] for name in back])}
+
+    def own(name: Name) -> list[Equation]:
+        return [
+            e
+            for e in needed(joint.equations, [joint.outputs[name]])
+            if id(e) not in first and any(v in late for v in e.outvars)
+        ]
+
+    return [name for name in grads if matmul_flops(own(name))]
+
+
+def cut(joint: Joint, groups: Mapping[Kind, Sequence[Name]]) -> dict[Kind, Pass]:
+    """The passes that make these groups of outputs, in the order in which they run."""
+    wanted = [[joint.outputs[name] for name in names] for names in groups.values()]
+    equations = needed(joint.equations, [atom for outs in wanted for atom in outs])
+    late = dependents(equations, joint.gradients_in)
+    varying = late | dependents(equations, joint.slices)
+    early = [v for e in equations for v in e.outvars if v in varying and v not in late]
+    again = [e for e in equations if not any(v in varying for v in e.outvars)]
+    behind = {
+        v: atom
+        for e in equations
+        if e.primitive.name == "optimization_barrier"
+        for v, atom in zip(e.outvars, e.invars, strict=True)
+    }
+    made: dict[Var, int] = {}  # the pass that makes a value
+    bodies = []
+    for k, outs in enumerate(wanted):
+        own = [
+            e
+            for e in needed(equations, [*outs, *early])
+            if any(v in varying and v not in made for v in e.outvars)
+        ]
+        made.update((v, k) for e in own for v in e.outvars)
+
+        def read(atom: Atom, k: int = k) -> Atom:
+            """A barrier matters to its own pass; to others its operand is as good."""
+            while is_var(atom) and atom in behind and made.get(atom, k) < k:
+                atom = behind[atom]
+            return atom
+
+        own = [e.replace(invars=[read(v) for v in e.invars]) for e in own]
+        outs = [read(v) for v in outs]
+        bodies.append(([*needed(again, free_vars(own, outs)), *own], outs))
+    passes = _passes(joint, list(groups.values()), bodies, made)
+    return dict(zip(groups, passes, strict=True))
+
+
+def _passes(
+    joint: Joint,
+    groups: Sequence[Sequence[Name]],
+    bodies: Sequence[tuple[list[Equation], list[Atom]]],
+    made: Mapping[Var, int],
+) -> list[Pass]:
+    """Programs of these bodies, each leaving what later ones read."""
+    known = {
+        v: name
+        for name, v in joint.outputs.items()
+        if name.kind in ("activation", "cotangent") and is_var(v)
+    }
+    known |= {v: name for name, v in joint.inputs.items()}
+    reads = [free_vars(*body) for body in bodies]
+    passes = []
+    for k, (names, (equations, outs)) in enumerate(zip(groups, bodies, strict=True)):
+        later = {v for variables in reads[k + 1 :] for v in variables}
+        left = [v for v, maker in made.items() if maker == k and v in later and v not in known]
+        constants = [v for v in reads[k] if v in joint.constants]
+        inputs = [v for v in reads[k] if v not in joint.constants]
+        closed = program([*constants, *inputs], equations, [*outs, *left])
+        values = [joint.constants[v] for v in constants]
+        passes.append(
+            Pass(
+                fun=functools.partial(jex.jaxpr_as_fun(closed), *values),
+                inputs=tuple(known.get(v, Name("residual", v)) for v in inputs),
+                outputs=(*names, *(Name("residual", v) for v in left)),
+            )
+        )
+    return passes
