@@ -136,10 +136,11 @@ def _check_parallel(config: Config) -> Iterator[ConfigError]:
             "A stage is at least one layer: ask for fewer stages, or raise model.num_layers.",
             ["parallel.num_stages"],
         )
-    if gpus is not None and stages > gpus:
+    if gpus is not None and stages > gpus and parallel.schedule != "interleaved_1f1b":
         yield ConfigError(
             f"parallel.num_stages={stages} is more than cluster.gpus={gpus}",
-            "A stage needs a device of its own: ask for fewer stages or more devices.",
+            "A stage needs a device of its own, except with parallel.schedule=interleaved_1f1b: "
+            "ask for fewer stages or more devices.",
             ["parallel.num_stages", "cluster.gpus"],
         )
 

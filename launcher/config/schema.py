@@ -146,9 +146,20 @@ class Parallel:
 
     method: str = choice("manual", "manual", "data")
     num_stages: int | None = number(None, minimum=1)  # null: as many as layers and devices allow
+    stages_per_mesh: int | None = number(None, minimum=1)  # null: one; interleaved: at least two
     num_micro_batches: int = number(4, minimum=1)
-    schedule: str = choice("1f1b", "gpipe", "1f1b")
-    remat: str = choice("none", "none", "full")
+    schedule: str = choice("1f1b", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
+    remat: str = choice(
+        "none",
+        "none",
+        "full",
+        "checkpoint_dots",
+        "checkpoint_dots_with_no_batch_dims",
+        "dots_saveable",
+        "dots_with_no_batch_dims_saveable",
+        "everything_saveable",
+        "nothing_saveable",
+    )
 
 
 @dataclass(frozen=True)

@@ -44,13 +44,16 @@ class PipeshardParallel:
     Attributes:
         num_micro_batches: parts of the batch that follow one another through the stages.
         num_stages: None for as many as layers and devices allow.
-        schedule: "1f1b" or "gpipe". remat: "none" or "full".
+        stages_per_mesh: how many stages share a submesh, with `interleaved_1f1b`.
+        schedule: "gpipe", "1f1b", "interleaved_1f1b" or "zero_bubble".
+        remat: one of `plan.remat.POLICIES`, or one a stage.
     """
 
     num_micro_batches: int = 1
     num_stages: int | None = None
+    stages_per_mesh: int | None = None
     schedule: str = "1f1b"
-    remat: str = "none"
+    remat: str | tuple[str, ...] = "none"
 
     def plan(self, step: TracedStep, cluster: ClusterShape) -> Plan:
         """See `Method.plan`."""
@@ -58,6 +61,7 @@ class PipeshardParallel:
             step,
             method="manual",
             num_stages=self.num_stages,
+            stages_per_mesh=self.stages_per_mesh,
             num_micro_batches=self.num_micro_batches,
             schedule=self.schedule,
             remat=self.remat,

@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 TRAIN, EVAL = "#0072B2", "#D55E00"
-TASK_COLOURS = {"forward": "#56B4E9", "backward": "#E69F00"}
+TASK_COLOURS = {
+    "forward": "#56B4E9",
+    "backward": "#E69F00",
+    "backward_input": "#E69F00",
+    "backward_weight": "#CC79A7",
+}
 OTHER_TASK = "#009E73"
 IDLE = "#ECECEC"
 INK = "#333333"
@@ -67,7 +72,7 @@ def plot_loss(records: Sequence[Mapping[str, Any]], path: Path, title: str = "")
 
 
 def plot_timeline(timeline: Sequence[TimedTask], path: Path, title: str = "") -> Path:
-    """Draw one simulated step: a row a stage, a box a task with its microbatch, the rest idle.
+    """Draw one simulated step: a row a mesh, a box a task with its microbatch, the rest idle.
 
     Args:
         timeline: what `plan.simulate.simulate` returns; at least one task.
@@ -76,18 +81,18 @@ def plot_timeline(timeline: Sequence[TimedTask], path: Path, title: str = "") ->
     """
     from matplotlib.patches import Patch
 
-    stages = 1 + max(timed.task.stage for timed in timeline)
+    meshes = 1 + max(timed.mesh for timed in timeline)
     total = max(timed.end for timed in timeline)
     busy = sum(timed.end - timed.start for timed in timeline)
-    width = min(24.0, max(9.0, 0.2 * len(timeline) / stages + 5.0))
-    figure, axes = _canvas(width, height=1.8 + 0.5 * min(stages, 32))
+    width = min(24.0, max(9.0, 0.2 * len(timeline) / meshes + 5.0))
+    figure, axes = _canvas(width, height=1.8 + 0.5 * min(meshes, 32))
     factor, unit = (1.0, "s") if total >= 10 else (1e3, "ms") if total >= 1e-3 else (1e6, "us")
-    axes.barh(range(stages), total * factor, color=IDLE, height=0.86)
+    axes.barh(range(meshes), total * factor, color=IDLE, height=0.86)
     kinds = list(dict.fromkeys(timed.task.kind.value for timed in timeline))
     for kind in kinds:
         tasks = [timed for timed in timeline if timed.task.kind.value == kind]
         axes.barh(
-            [timed.task.stage for timed in tasks],
+            [timed.mesh for timed in tasks],
             [(timed.end - timed.start) * factor for timed in tasks],
             left=[timed.start * factor for timed in tasks],
             color=TASK_COLOURS.get(kind, OTHER_TASK),
@@ -96,17 +101,20 @@ def plot_timeline(timeline: Sequence[TimedTask], path: Path, title: str = "") ->
             height=0.86,
         )
         _number_tasks(axes, tasks, factor, inches_per_second=(width - 1.5) / total)
-    axes.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)])
+    axes.set_yticks(range(meshes), [_stages_of(mesh, timeline) for mesh in range(meshes)])
     axes.invert_yaxis()
     axes.set_xlim(0, total * factor)
     axes.set_xlabel(f"predicted time in the step ({unit})")
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
-    bubble = percent_text(1 - busy / (total * stages))
+    bubble = percent_text(1 - busy / (total * meshes))
     figures = f"{seconds_text(total)} a step, {bubble} idle"
     axes.set_title(f"{title}: {figures}" if title else figures, loc="left", fontsize=11)
     figure.legend(
-        handles=[Patch(color=TASK_COLOURS.get(kind, OTHER_TASK), label=kind) for kind in kinds]
+        handles=[
+            Patch(color=TASK_COLOURS.get(kind, OTHER_TASK), label=kind.replace("_", ", "))
+            for kind in kinds
+        ]
         + [Patch(color=IDLE, label="idle (bubble)")],
         loc="outside lower center",
         ncols=len(kinds) + 1,
@@ -114,6 +122,11 @@ def plot_timeline(timeline: Sequence[TimedTask], path: Path, title: str = "") ->
         labelcolor=INK,
     )
     return _save(figure, path)
+
+
+def _stages_of(mesh: int, timeline: Sequence[TimedTask]) -> str:
+    stages = sorted({timed.task.stage for timed in timeline if timed.mesh == mesh})
+    return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
 
 
 def running_mean(values: Sequence[float], span: int) -> list[float]:
@@ -147,7 +160,7 @@ def _number_tasks(
     for timed in tasks:
         axes.text(
             (timed.start + timed.end) / 2 * factor,
-            timed.task.stage,
+            timed.mesh,
             str(timed.task.microbatch),
             ha="center",
             va="center",

@@ -204,11 +204,17 @@ class Executable:
     # -- running ---------------------------------------------------------------------------------
 
     def __call__(self, *args: Any) -> Any:
-        """Run one step; returns without waiting. Donated arguments are consumed.
+        """Run one step; returns without waiting. Donated arguments are consumed. Among several
+        processes a step is begun when the one before is complete here.
 
         Raises:
             TypeError: the arguments' structure, shapes or dtypes are not those that were traced.
         """
+        if self._transport is not None:
+            # A process that runs ahead of the others fills the queues of its own devices, and a
+            # collective between these can then wait for ever (seen with two devices a process).
+            leaves = jax.tree.leaves(args)
+            jax.block_until_ready([leaves[i] for i, _, s in self._arguments if is_here(s)])
         slots = self._fill(args)
         key = self._next_key()
         for _, call, inputs, outputs in self._table:

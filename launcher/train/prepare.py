@@ -42,6 +42,7 @@ def prepare(config: Config, console: Console) -> Prepared:
             program.train,
             method=config.parallel.method,
             num_stages=config.parallel.num_stages,
+            stages_per_mesh=config.parallel.stages_per_mesh,
             num_micro_batches=config.parallel.num_micro_batches,
             schedule=config.parallel.schedule,
             remat=config.parallel.remat,

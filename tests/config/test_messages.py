@@ -58,7 +58,7 @@ COMMAND_LINES = [
     # Bad choices and values out of bounds.
     (
         "parallel.schedule=1fb1",
-        f"parallel.schedule must be one of gpipe, 1f1b, not '1fb1' {CLI}. Did you mean 1f1b?",
+        f"parallel.schedule must be one of gpipe, 1f1b, interleaved_1f1b, zero_bubble, not '1fb1' {CLI}. Did you mean 1f1b?",
     ),
     (
         "train.precision=int4",
@@ -108,7 +108,7 @@ COMMAND_LINES = [
         "train.global_batch_size=30",
         "train.global_batch_size=30 cannot be cut into parallel.num_micro_batches=4 equal "
         "microbatches (train.global_batch_size on the command line, "
-        f"parallel.num_micro_batches in {CONF}/parallel/manual.yaml:7). "
+        f"parallel.num_micro_batches in {CONF}/parallel/manual.yaml:8). "
         "Use train.global_batch_size=28 or 32.",
     ),
     (
@@ -119,7 +119,8 @@ COMMAND_LINES = [
     (
         "cluster.gpus=2 parallel.num_stages=4",
         f"parallel.num_stages=4 is more than cluster.gpus=2 {CLI}. "
-        "A stage needs a device of its own: ask for fewer stages or more devices.",
+        "A stage needs a device of its own, except with parallel.schedule=interleaved_1f1b: "
+        "ask for fewer stages or more devices.",
     ),
     (
         "parallel=data parallel.num_stages=2",

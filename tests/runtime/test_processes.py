@@ -65,6 +65,9 @@ def together(count, devices, settings):
             [
                 {**ONE_F_ONE_B, "num_stages": 4},
                 {**GPIPE, "num_stages": 2},  # a stage a process, two replicas each
+                # Many small tasks: a process must not run ahead of the other without bound.
+                {**ONE_F_ONE_B, "num_stages": 2, "num_micro_batches": 12},
+                {**ONE_F_ONE_B, "num_stages": 4, "schedule": "zero_bubble"},
                 {"method": "data", "num_micro_batches": 1},  # a stage over both processes
             ],
         ),
