@@ -58,7 +58,8 @@ COMMAND_LINES = [
     # Bad choices and values out of bounds.
     (
         "parallel.schedule=1fb1",
-        f"parallel.schedule must be one of gpipe, 1f1b, interleaved_1f1b, zero_bubble, not '1fb1' {CLI}. Did you mean 1f1b?",
+        "parallel.schedule must be one of gpipe, 1f1b, interleaved_1f1b, zero_bubble, not '1fb1' "
+        f"{CLI}. Did you mean 1f1b?",
     ),
     (
         "train.precision=int4",
