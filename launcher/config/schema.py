@@ -32,7 +32,7 @@ class Run:
     id: str | None = None  # null: a fresh one is made, <model>-<utc time>-<4 hex>
     dir: str = "outputs"
     resume: str = choice("auto", "auto", "never", "must")
-    seed: int = number(0, minimum=0)
+    seed: int = number(0, minimum=0, maximum=2**32 - 1)
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,8 @@ class _Emitter:
         kept |= {slot for _, slot in slots.constants}
         kept |= {slot for i, slot in arguments if not self.step.donated[i]}
         first = frozenset(slot for _, slot in arguments)
-        listed = with_donations(self.listed, slots.slots, first, frozenset(kept))
+        lent = kept | {slot for _, slot, _ in slots.batches}  # may be the caller's own array
+        listed = with_donations(self.listed, slots.slots, first, frozenset(lent))
         return Emitted(
             slots=tuple(slots.slots),
             programs=self.programs,

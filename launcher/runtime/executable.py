@@ -180,10 +180,25 @@ class Executable:
                 self._fixed[i] = place(value, sharding) if here else absent(value, sharding)
             elif not is_here(self._sharding(result)):
                 self._fixed[i] = absent(emitted.slots[result].aval, self._sharding(result))
+        self._shared = self._results_shared()
         self._arguments = [(i, slot, self._sharding(slot)) for i, slot in emitted.arguments]
         where = {i: sharding for i, _, sharding in self._arguments}
         flat = [where.get(i) for i in range(len(self._step.in_avals))]
         self.in_shardings = jax.tree.unflatten(self._step.in_tree, flat)
+
+    def _results_shared(self) -> list[int]:
+        """Results whose array somebody else holds too: this object, the caller, another result.
+        They are copied, since the caller may donate any result to the next call."""
+        emitted = self._emitted
+        held = {slot for _, slot in emitted.constants}
+        held |= {slot for i, slot in emitted.arguments if not self._step.donated[i]}
+        shared = []
+        for i, (slot, _, mesh) in enumerate(emitted.results):
+            if self._runs_here(mesh) and (slot is None or slot in held):
+                shared.append(i)
+            if slot is not None:
+                held.add(slot)
+        return shared
 
     def _is_local(self, send: Send) -> bool:
         devices = [d for mesh in (send.src, send.dst) for d in self._meshes[mesh].devices.flat]
@@ -291,6 +306,8 @@ class Executable:
             self._fixed[i] if slot is None or i in self._fixed else slots[slot]
             for i, (slot, _, _) in enumerate(self._emitted.results)
         ]
+        for i in self._shared:
+            flat[i] = flat[i].copy()
         return jax.tree.unflatten(self._step.out_tree, flat)
 
     # -- state -----------------------------------------------------------------------------------

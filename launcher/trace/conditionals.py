@@ -46,7 +46,8 @@ def _operands_read(branches: Sequence[jex.ClosedJaxpr], result: int) -> set[int]
     found: set[int] = set()
     for branch in branches:
         out = branch.jaxpr.outvars[result]
-        used = {v for e in needed(branch.jaxpr.eqns, [out]) for v in e.invars if is_var(v)} | {out}
+        used = {v for e in needed(branch.jaxpr.eqns, [out]) for v in e.invars if is_var(v)}
+        used |= {out} if is_var(out) else set()
         found |= {i for i, v in enumerate(branch.jaxpr.invars) if v in used}
     return found
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend import core as jex
 
 from launcher.trace.conditionals import split_conditionals
@@ -23,6 +24,7 @@ from launcher.trace.graph import (
     Equation,
     Var,
     inline_calls,
+    is_var,
     needed,
     source_line,
     structure_text,
@@ -119,10 +121,11 @@ def trace_step(
     closed = inline_calls(closed)
     equations = closed.jaxpr.eqns
     place = _only_loss(fun, equations)
-    loss_equation = equations[place]
+    constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    loss_equation = _with_named_operands(equations[place], constants)
     before = needed(equations[:place], loss_equation.invars)
     early = {id(e) for e in before}
-    rest = [e for e in equations if e is not loss_equation and id(e) not in early]
+    rest = [e for e in equations if e is not equations[place] and id(e) not in early]
     after = needed(split_conditionals(rest), closed.jaxpr.outvars)
 
     def retrace(num_slices: int) -> Equation:
@@ -139,7 +142,7 @@ def trace_step(
         out_tree=jax.tree.structure(out_shape),
         in_avals=tuple(v.aval for v in closed.jaxpr.invars),
         invars=tuple(closed.jaxpr.invars),
-        constants=dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)),
+        constants=constants,
         before=tuple(before),
         loss_equation=loss_equation,
         after=tuple(after),
@@ -153,6 +156,17 @@ def trace_step(
     )
 
 
+def _with_named_operands(eqn: Equation, constants: dict[Var, Any]) -> Equation:
+    """The loss equation with a constant of its own for every operand that is a literal."""
+    operands = []
+    for atom in eqn.invars:
+        if not is_var(atom):
+            constants[name := Var(atom.aval)] = np.asarray(atom.val, atom.aval.dtype)
+            atom = name
+        operands.append(atom)
+    return eqn.replace(invars=operands)
+
+
 def _loss(step: TracedStep, num_slices: int) -> Loss:
     eqn = step.loss_equation
     if step.batch_size % num_slices:
@@ -164,6 +178,15 @@ def _loss(step: TracedStep, num_slices: int) -> Loss:
         eqn = step.retrace(num_slices)
         _check_outputs(step.loss_equation, eqn, num_slices)
     closed = eqn.params["jaxpr"]
+    for i in eqn.params["wrt"] if num_slices > 1 else ():
+        if (
+            _slice_axis(step.loss_equation.invars[i].aval, eqn.invars[i].aval, num_slices)
+            is not None
+        ):
+            raise BatchError(
+                "the loss is differentiated with respect to the batch, of which a microbatch sees "
+                "only a part; take that gradient without microbatches and replicas"
+            )
     equations, layers, num_layers = cut_layers(closed.jaxpr)
     axes = [
         _slice_axis(whole.aval, part.aval, num_slices)
@@ -246,6 +269,11 @@ def _slice_axis(whole: Any, part: Any, num_slices: int) -> int | None:
 def _check_outputs(whole: Equation, part: Equation, num_slices: int) -> None:
     shapes = zip(whole.outvars, part.outvars, part.params["reduce"], strict=False)
     for i, (a, b, word) in enumerate(shapes):
+        if word == "mean" and not jax.numpy.issubdtype(b.aval.dtype, jax.numpy.inexact):
+            raise BatchError(
+                f"result {i} of the loss is {b.aval.dtype}, whose mean over microbatches is not "
+                'defined; say reduce="sum" or "last" for it'
+            )
         grown = (b.aval.shape[0] * num_slices, *b.aval.shape[1:]) if b.aval.shape else None
         if a.aval.shape != (grown if word == "concat" else b.aval.shape):
             raise BatchError(

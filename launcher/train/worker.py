@@ -86,7 +86,7 @@ class TrainWorker:
 
     def join(self, coordinator: str, count: int, index: int) -> str:
         """Become process `index` of `count`. Returns where the others can pull arrays from."""
-        jax.distributed.initialize(coordinator, count, index)
+        jax.distributed.initialize(coordinator, count, index, coordinator_bind_address=coordinator)
         self._transport = PullTransport(_LOCAL)
         return self._transport.address
 
