@@ -100,8 +100,13 @@ def _batches(
 
 def _read(pieces: Sequence[Piece]) -> np.ndarray:
     """The bytes of `pieces` in a row, uint8; a single piece stays on disk until it is used."""
-    parts = [np.memmap(p.path, np.uint8, "r", offset=p.start, shape=p.size) for p in pieces]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    if len(pieces) == 1:
+        (piece,) = pieces
+        return np.memmap(piece.path, np.uint8, "r", offset=piece.start, shape=piece.size)
+    # Read, not mapped: a mapping keeps its file open, and there may be thousands.
+    return np.concatenate(
+        [np.fromfile(p.path, np.uint8, count=p.size, offset=p.start) for p in pieces]
+    )
 
 
 def _describe(text: _Text) -> str:

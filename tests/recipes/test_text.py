@@ -1,6 +1,8 @@
 """`recipes/text.py`: sequences, the two parts, and the text of every refusal."""
 
 import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -201,3 +203,19 @@ def test_refuses_a_model_that_cannot_take_bytes(tmp_path):
         "dataset.name=text holds text, which model.name=mlp does not take; "
         "choose model=gpt or dataset=synthetic"
     )
+
+
+def test_more_files_than_may_be_open_at_once(tmp_path):
+    many = 300
+    for i in range(many):
+        (tmp_path / f"{i:04}.txt").write_text(f"file {i} " * 8)
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))\n"
+        "from launcher.config.schema import GPT, Text\n"
+        "from recipes import build_dataset\n"
+        f"data = build_dataset(Text(path={str(tmp_path)!r}), GPT(sequence_length=16,"
+        " vocab_size=256), 4, 0)\n"
+        "print(data.train(0)['tokens'].shape)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "(4, 16)\n", done.stderr
