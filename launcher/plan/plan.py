@@ -55,7 +55,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Plan:
-    """The whole plan; see `docs` of the fields' sections in the README.
+    """The whole plan.
 
     `predicted_tflops_per_device` counts the model's operations only, as MFU does;
     `…_with_remat` also those that are done again.

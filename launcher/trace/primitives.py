@@ -2,7 +2,8 @@
 
 `microbatched_loss` keeps a whole loss as a jaxpr inside the trace of the train step, so that the
 planner sees the forward pass, what is differentiated and what is combined, before autodiff has
-mixed them up. Outside a parallelized step it means exactly `jax.value_and_grad`.
+mixed them up. Outside a parallelized step it means, on array
+arguments, what `jax.value_and_grad` does.
 `pipeline_boundary` has no operands and computes nothing: its place among the equations is what it
 says. Imported by `trace.step`, `trace.layers` and the public front (`launcher.api`).
 """
