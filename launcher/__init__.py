@@ -12,9 +12,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from launcher.api import DataParallel as DataParallel
     from launcher.api import Follow as Follow
+    from launcher.api import ManualLayerOption as ManualLayerOption
+    from launcher.api import ManualStageOption as ManualStageOption
     from launcher.api import PipeshardParallel as PipeshardParallel
     from launcher.api import Plan as Plan
     from launcher.api import Replay as Replay
+    from launcher.api import ShardParallel as ShardParallel
+    from launcher.api import ThreeDParallel as ThreeDParallel
+    from launcher.api import UniformStageOption as UniformStageOption
+    from launcher.api import Zero2Parallel as Zero2Parallel
+    from launcher.api import Zero3Parallel as Zero3Parallel
     from launcher.api import grad as grad
     from launcher.api import mark_pipeline_boundary as mark_pipeline_boundary
     from launcher.api import microbatched as microbatched
@@ -24,9 +31,16 @@ if TYPE_CHECKING:
 __all__ = [
     "DataParallel",
     "Follow",
+    "ManualLayerOption",
+    "ManualStageOption",
     "PipeshardParallel",
     "Plan",
     "Replay",
+    "ShardParallel",
+    "ThreeDParallel",
+    "UniformStageOption",
+    "Zero2Parallel",
+    "Zero3Parallel",
     "grad",
     "mark_pipeline_boundary",
     "microbatched",

@@ -16,7 +16,20 @@ from typing import Any
 import jax
 
 from launcher.plan import Plan, local_shape
-from launcher.plan.methods import DataParallel, Follow, Method, PipeshardParallel, Replay
+from launcher.plan.methods import (
+    DataParallel,
+    Follow,
+    ManualLayerOption,
+    ManualStageOption,
+    Method,
+    PipeshardParallel,
+    Replay,
+    ShardParallel,
+    ThreeDParallel,
+    UniformStageOption,
+    Zero2Parallel,
+    Zero3Parallel,
+)
 from launcher.runtime import Executable, Transport, compile_step
 from launcher.trace import TracedStep, trace_step
 from launcher.trace.errors import TraceError
@@ -25,10 +38,17 @@ from launcher.trace.primitives import grad, mark_pipeline_boundary, microbatched
 __all__ = [
     "DataParallel",
     "Follow",
+    "ManualLayerOption",
+    "ManualStageOption",
     "ParallelizedFunction",
     "PipeshardParallel",
     "Plan",
     "Replay",
+    "ShardParallel",
+    "ThreeDParallel",
+    "UniformStageOption",
+    "Zero2Parallel",
+    "Zero3Parallel",
     "grad",
     "mark_pipeline_boundary",
     "microbatched",

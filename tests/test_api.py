@@ -36,7 +36,9 @@ def run(train, batches):
     "method",
     [
         None,
-        launcher.PipeshardParallel(num_micro_batches=3, num_stages=4),
+        launcher.PipeshardParallel(
+            num_micro_batches=3, stage_option=launcher.UniformStageOption(4)
+        ),
     ],
 )
 def test_a_parallelized_step_is_the_step(method):
@@ -45,7 +47,9 @@ def test_a_parallelized_step_is_the_step(method):
 
 
 def test_decorator_replay_and_evaluation():
-    method = launcher.PipeshardParallel(num_micro_batches=2, num_stages=2)
+    method = launcher.PipeshardParallel(
+        num_micro_batches=2, stage_option=launcher.UniformStageOption(2)
+    )
     train = launcher.parallelize(method=method, devices=jax.devices()[:2])(step)
     assert train.__name__ == "step"
     state, losses = run(train, BATCHES[:2])
@@ -69,7 +73,9 @@ def test_decorator_replay_and_evaluation():
 
 
 def test_a_plan_needs_shapes_alone():
-    train = launcher.parallelize(step, method=launcher.PipeshardParallel(num_stages=4))
+    train = launcher.parallelize(
+        step, method=launcher.PipeshardParallel(stage_option=launcher.UniformStageOption(4))
+    )
     shapes = jax.eval_shape(init, jax.random.key(0)), jax.eval_shape(lambda: BATCHES[0])
     assert len(train.plan(*shapes).stages) == 4
 

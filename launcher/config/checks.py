@@ -6,6 +6,7 @@ this machine's devices or files is checked where they are known, not here.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 
@@ -115,21 +116,22 @@ def _check_parallel(config: Config) -> Iterator[ConfigError]:
             ["train.global_batch_size", "parallel.num_micro_batches"],
         )
     stages = parallel.num_stages or 1
-    if parallel.method == "data":
-        if stages > 1:
-            yield ConfigError(
-                f"parallel=data is one stage, not parallel.num_stages={stages}",
-                "Use parallel=manual for a pipeline.",
-                ["parallel.num_stages"],
-            )
-        if gpus is not None and (batch // pieces) % gpus:
-            yield ConfigError(
-                f"A microbatch of {batch // pieces} samples (train.global_batch_size={batch} / "
-                f"parallel.num_micro_batches={pieces}) cannot be shared evenly by "
-                f"cluster.gpus={gpus} devices",
-                f"Make train.global_batch_size a multiple of {pieces * gpus}.",
-                ["train.global_batch_size", "parallel.num_micro_batches", "cluster.gpus"],
-            )
+    one_stage = parallel.method in ("data", "zero2", "zero3", "shard")
+    if one_stage and stages > 1:
+        yield ConfigError(
+            f"parallel={parallel.method} is one stage, not parallel.num_stages={stages}",
+            "Use parallel=manual for a pipeline.",
+            ["parallel.num_stages"],
+        )
+    yield from _check_mesh(config)
+    if parallel.method in ("data", "zero2", "zero3") and gpus and (batch // pieces) % gpus:
+        yield ConfigError(
+            f"A microbatch of {batch // pieces} samples (train.global_batch_size={batch} / "
+            f"parallel.num_micro_batches={pieces}) cannot be shared evenly by "
+            f"cluster.gpus={gpus} devices",
+            f"Make train.global_batch_size a multiple of {pieces * gpus}.",
+            ["train.global_batch_size", "parallel.num_micro_batches", "cluster.gpus"],
+        )
     if stages > layers:
         yield ConfigError(
             f"parallel.num_stages={stages} is more than the model's {layers} layers",
@@ -142,6 +144,36 @@ def _check_parallel(config: Config) -> Iterator[ConfigError]:
             "A stage needs a device of its own, except with parallel.schedule=interleaved_1f1b: "
             "ask for fewer stages or more devices.",
             ["parallel.num_stages", "cluster.gpus"],
+        )
+
+
+def _check_mesh(config: Config) -> Iterator[ConfigError]:
+    """The logical mesh, and which methods have one."""
+    parallel, gpus = config.parallel, config.cluster.gpus
+    of_method = {"shard": ("data", "model"), "three_d": ("data", "model", "pipeline")}
+    known = of_method.get(parallel.method, ())
+    sizes = {name: getattr(parallel, name) for name in ("data", "model", "pipeline")}
+    for name, size in sizes.items():
+        if size is not None and name not in known:
+            yield ConfigError(
+                f"parallel.{name}={size} has no meaning for parallel={parallel.method}",
+                "Use parallel=three_d, or parallel=shard for data and model.",
+                [f"parallel.{name}"],
+            )
+    product = math.prod(sizes[name] or 1 for name in known)
+    complete = all(sizes[name] for name in known)
+    if known and gpus and (gpus % product or (complete and gpus != product)):
+        given = " × ".join(f"parallel.{name}={sizes[name]}" for name in known if sizes[name])
+        yield ConfigError(
+            f"{given} does not fit cluster.gpus={gpus}",
+            "Make the product the number of devices, or leave one of them null.",
+            [f"parallel.{name}" for name in known] + ["cluster.gpus"],
+        )
+    if (parallel.method == "replay") != (parallel.plan is not None):
+        yield ConfigError(
+            "parallel=replay and parallel.plan=FILE need each other",
+            "Give parallel=replay parallel.plan=outputs/RUN/plan.json.",
+            ["parallel.plan"],
         )
 
 

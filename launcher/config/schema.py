@@ -142,9 +142,14 @@ class Train:
 
 @dataclass(frozen=True)
 class Parallel:
-    """The parallel method. `manual` cuts at the model's own marks; `data` is one stage."""
+    """The parallel method. `manual` and `three_d` cut at the model's own marks; the others are one
+    stage, but for `replay`, which does what `plan` says."""
 
-    method: str = choice("manual", "manual", "data")
+    method: str = choice("manual", "manual", "data", "zero2", "zero3", "shard", "three_d", "replay")
+    data: int | None = number(None, minimum=1)  # shard, three_d: of each stage; null: what is left
+    model: int | None = number(None, minimum=1)
+    pipeline: int | None = number(None, minimum=1)  # three_d: the number of stages
+    plan: str | None = None  # replay: a plan.json
     num_stages: int | None = number(None, minimum=1)  # null: as many as layers and devices allow
     stages_per_mesh: int | None = number(None, minimum=1)  # null: one; interleaved: at least two
     num_micro_batches: int = number(4, minimum=1)

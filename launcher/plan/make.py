@@ -1,74 +1,71 @@
-"""Filling in a plan: submeshes, stages, and the predictions. Pure; needs no device.
+"""Completing a plan: from a method's outline to shardings, transfers, memory and predictions.
 
-`manual` cuts at the model's marks and balances layers over stages; `data` is one stage whose batch
-is split over all devices. Both make replicas of a mesh's stages out of the devices left to it.
+Pure; needs no device. Used by `plan.methods` and the planner.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
 
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.errors import PlanError
 from launcher.plan.memory import mesh_memory
 from launcher.plan.outer import OuterProgram, Slicing, place_outer
+from launcher.plan.outline import Outline, Submesh
 from launcher.plan.plan import Plan, StagePlan, Transfer
-from launcher.plan.predict import run_seconds, with_predictions
-from launcher.plan.remat import recomputed, remat_of_stages
-from launcher.plan.schedule import (
-    SCHEDULES,
-    SEVERAL_STAGES_A_MESH,
-    backward_follows,
-    check_schedule,
-    make_schedule,
-)
-from launcher.plan.stages import StageGraph, cut_stages, group_layers, layer_flops
+from launcher.plan.predict import StageSeconds, stage_seconds, update_seconds, with_predictions
+from launcher.plan.remat import recomputed
+from launcher.plan.schedule import Schedule, backward_follows, make_schedule
+from launcher.plan.sharding.dims import Spec
+from launcher.plan.sharding.layout import Layout, layouts
+from launcher.plan.sharding.names import leaf_names
+from launcher.plan.sharding.stage import stage_shardings
+from launcher.plan.stages import StageGraph, cut_stages
 from launcher.trace.cost import matmul_flops
-from launcher.trace.graph import nbytes
+from launcher.trace.graph import Equation, nbytes
 from launcher.trace.step import Loss, TracedStep
 
-METHODS = ("manual", "data")
 
-
-def make_plan(
-    step: TracedStep,
-    *,
-    method: str,
-    cluster: ClusterShape,
-    num_stages: int | None = None,
-    stages_per_mesh: int | None = None,
-    num_micro_batches: int = 1,
-    schedule: str = "1f1b",
-    remat: str | Sequence[str] = "none",
-) -> Plan:
-    """The plan of a traced step by a named method.
-
-    Args:
-        stages_per_mesh: how many of the stages share a submesh; by default one, and with
-            `interleaved_1f1b` as few as fit, at least two.
-        remat: one of `plan.remat.POLICIES`, for all stages or for each.
+def complete(step: TracedStep, outline: Outline, cluster: ClusterShape) -> Plan:
+    """The plan of an outline.
 
     Raises:
-        PlanError: more stages than layers or devices, devices that do not divide, a schedule that
-            cannot run so many stages on a mesh, or an unknown name.
+        PlanError: its schedule cannot run its stages.
         BatchError: the batch does not divide into microbatches and replicas.
     """
-    trainings = [name for name in SCHEDULES if name != "forward"]
-    for key, name, known in (("method", method, METHODS), ("schedule", schedule, trainings)):
-        if name not in known:
-            raise PlanError(f"parallel.{key}={name} is not one of {', '.join(known)}")
-    num_layers = step.loss(1).num_layers
-    count, num_meshes = 1, 1
-    if method != "data":
-        count, num_meshes = _stages_and_meshes(
-            num_stages, stages_per_mesh, schedule, num_layers, cluster.num_devices
-        )
-    slicing = Slicing(num_micro_batches, cluster.num_devices // num_meshes)
+    replicas = math.gcd(*(submesh.logical_mesh[0] for submesh in outline.submeshes))
+    slicing = Slicing(outline.num_micro_batches, replicas)
     loss = step.loss(slicing.num_slices)
-    layers = group_layers(layer_flops(loss), count)
-    mesh_of = [s % num_meshes for s in range(count)]
-    remats = remat_of_stages(remat, count)
-    return _describe(step, loss, layers, mesh_of, slicing, method, schedule, remats, cluster)
+    graphs = cut_stages(loss, outline.layers, outline.mesh_of)
+    schedule = _schedule(outline)
+    shardings = []
+    for graph in graphs:
+        submesh = outline.submeshes[graph.mesh]
+        given = outline.shardings[graph.index] if outline.shardings else None
+        if given is None:
+            link = link_of(submesh, cluster)
+            given = stage_shardings(
+                step, loss, graph, submesh.logical_mesh, outline.zero, cluster, link
+            )
+        shardings.append(given)
+    draft = _draft(step, loss, graphs, outline, cluster, shardings)
+    laid = layouts(step, loss, draft)
+    outer = place_outer(step, loss, graphs, slicing, lambda i, mesh: laid[mesh].is_scattered(i))
+    again = _computed_again(graphs, outline.remat, schedule)
+    stages = _described(draft, step, loss, graphs, outer, laid, outline, schedule, again)
+    trained = bool(loss.wrt)
+    flops = sum(matmul_flops(g.equations) for g in graphs) * slicing.num_slices
+    flops_again = sum(matmul_flops(equations) for equations in again) * slicing.num_slices
+    plan = dataclasses.replace(
+        draft,
+        num_parameters=sum(stage.num_parameters for stage in stages),
+        stages=tuple(stages),
+        transfers=_transfers(graphs, outer, slicing, trained),
+        flops_per_step=flops * (3 if trained else 1),
+    )
+    return with_predictions(plan, plan.flops_per_step + (flops_again if trained else 0.0))
 
 
 def make_forward_plan(step: TracedStep, like: Plan) -> Plan:
@@ -84,120 +81,89 @@ def make_forward_plan(step: TracedStep, like: Plan) -> Plan:
             f"the evaluation step has {num_layers} layers and the train step {planned}; both must "
             "run the same model"
         )
-    cluster = ClusterShape(**like.cluster)
-    slicing = Slicing(like.num_micro_batches, like.num_replicas)
-    layers = [stage.layers for stage in like.stages]
-    loss = step.loss(slicing.num_slices)
-    remats = ["none"] * len(layers)
-    return _describe(
-        step, loss, layers, like.mesh_of, slicing, like.method, "forward", remats, cluster
+    meshes = like.meshes
+    shape = {stage.devices: stage.logical_mesh for stage in like.stages}
+    outline = Outline(
+        method=like.method,
+        layers=tuple(stage.layers for stage in like.stages),
+        submeshes=tuple(Submesh(devices, shape[devices]) for devices in meshes),
+        mesh_of=like.mesh_of,
+        num_micro_batches=like.num_micro_batches,
+        schedule="forward",
+        remat=("none",) * len(like.stages),
+        shardings=tuple(_renamed(stage.shardings, leaf_names(step)) for stage in like.stages),
     )
+    return complete(step, outline, ClusterShape(**like.cluster))
 
 
-def _stages_and_meshes(
-    asked: int | None,
-    stages_per_mesh: int | None,
-    schedule: str,
-    num_layers: int,
-    num_devices: int,
-) -> tuple[int, int]:
-    """How many stages on how many equal meshes: as many meshes as fit what was asked."""
-    several = schedule in SEVERAL_STAGES_A_MESH
-    if stages_per_mesh is not None and stages_per_mesh > 1 and not several:
+def link_of(submesh: Submesh, cluster: ClusterShape) -> float:
+    """Bytes/s between the devices of a submesh: of its slowest link."""
+    hosts = {cluster.host_of(d) for d in submesh.devices}
+    return cluster.intra_host if len(hosts) == 1 else cluster.inter_host
+
+
+def _renamed(shardings: Mapping[str, Spec], names: Sequence[str]) -> dict[str, Spec]:
+    """The specs of another step's arguments for this one's: a leaf is known by its path, with the
+    fewest steps before it (a parameter stands less deep than what the optimizer keeps for it)."""
+    found = {}
+    for name in names:
+        path = name.partition(".")[2]
+        same = [other for other in shardings if path and f".{other}".endswith(f".{path}")]
+        if same:
+            found[name] = shardings[min(same, key=len)]
+    return found
+
+
+def _schedule(outline: Outline) -> Schedule:
+    count = len(outline.submeshes)
+    if outline.mesh_of != tuple(s % count for s in range(len(outline.mesh_of))):
         raise PlanError(
-            f"parallel.stages_per_mesh={stages_per_mesh} needs "
-            f"parallel.schedule=interleaved_1f1b; {schedule} runs one stage on each submesh"
+            f"stages on the same devices must come round in turn; {len(outline.mesh_of)} stages "
+            f"are on meshes {', '.join(map(str, outline.mesh_of))}"
         )
-    for key, number in (("num_stages", asked), ("stages_per_mesh", stages_per_mesh)):
-        if number is not None and number > num_layers:
-            raise PlanError(
-                f"parallel.{key}={number} is more than the model's {num_layers} layers (one more "
-                "than its mark_pipeline_boundary() calls); ask for fewer stages or mark more "
-                "boundaries"
-            )
-    each: Sequence[int] = (stages_per_mesh,) if stages_per_mesh else (1,)
-    if stages_per_mesh is None and several and asked != 1 and num_layers > 1:
-        each = range(2, num_layers + 1)
-    meshes = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
-    fits = [(n, k) for n in meshes for k in each if n * k <= num_layers]
-    found = [(n, k) for n, k in fits if asked in (None, n * k)]
-    if found:
-        n, k = max(found, key=lambda fit: (fit[0], -fit[1]))
-        return n * k, n
-    options = ", ".join(str(total) for total in sorted({n * k for n, k in fits}))
-    shared = f" with {stages_per_mesh} stages on each" if each[0] > 1 else ""
-    raise PlanError(
-        f"{num_devices} devices (cluster.gpus) do not divide into equal submeshes for "
-        f"parallel.num_stages={asked}{shared}; possible here: {options}"
-    )
+    return make_schedule(outline.schedule, len(outline.layers), count, outline.num_micro_batches)
 
 
-def _describe(
+def _draft(
     step: TracedStep,
     loss: Loss,
-    layers: Sequence[Sequence[int]],
-    mesh_of: Sequence[int],
-    slicing: Slicing,
-    method: str,
-    schedule: str,
-    remats: Sequence[str],
+    graphs: Sequence[StageGraph],
+    outline: Outline,
     cluster: ClusterShape,
+    shardings: Sequence[Mapping[str, Spec]],
 ) -> Plan:
-    """Everything about a plan that follows from its cuts."""
-    graphs = cut_stages(loss, layers, mesh_of)
-    outer = place_outer(step, loss, graphs, slicing)
-    tasks = make_schedule(schedule, len(graphs), max(mesh_of) + 1, slicing.micro_batches)
-    check_schedule(schedule, tasks, len(graphs), slicing.micro_batches)
-    memory = [
-        mesh_memory({g: remats[g.index] for g in graphs if g.mesh == mesh}, loss, outer, mine)
-        for mesh, mine in enumerate(tasks)
-    ]
-    again = [
-        recomputed(g.equations, remats[g.index])
-        if g.activations_out or not backward_follows(tasks[g.mesh], g.index)
-        else []
-        for g in graphs
-    ]
+    """The plan without anything that is predicted."""
     owner = {i: g.index for g in reversed(graphs) for i in g.operands}
     stages = []
-    for graph, stage_layers in zip(graphs, layers, strict=True):
-        s = graph.index
-        first = graph.mesh * slicing.replicas
-        devices = tuple(range(first, first + slicing.replicas))
-        forward = run_seconds(graph.equations, cluster) + cluster.latency
-        backward = 0.0
-        if graph.wrt or graph.active_in:
-            backward = 2.0 * forward + run_seconds(again[s], cluster)
+    for graph in graphs:
+        s, submesh = graph.index, outline.submeshes[graph.mesh]
+        own = [i for i in loss.wrt if owner.get(i, 0) == s]
         stages.append(
             StagePlan(
-                layers=tuple(stage_layers),
-                hosts=tuple(sorted({cluster.host_of(d) for d in devices})),
-                devices=devices,
-                logical_mesh=(slicing.replicas, 1),
-                remat=remats[s],
-                forward_seconds=forward,
-                backward_seconds=backward,
-                backward_weight_seconds=forward if graph.active_in and graph.wrt else backward,
-                memory_bytes=memory[graph.mesh],
-                num_parameters=sum(
-                    loss.invars[i].aval.size for i in loss.wrt if owner.get(i, 0) == s
-                ),
-                shardings=_in_words(slicing.replicas),
+                layers=outline.layers[s],
+                hosts=tuple(sorted({cluster.host_of(d) for d in submesh.devices})),
+                devices=submesh.devices,
+                logical_mesh=submesh.logical_mesh,
+                remat=outline.remat[s],
+                forward_seconds=0.0,
+                backward_seconds=0.0,
+                backward_weight_seconds=0.0,
+                update_seconds=0.0,
+                memory_bytes=0,
+                num_parameters=sum(loss.invars[i].aval.size for i in own),
+                shardings=dict(shardings[s]),
             )
         )
-    flops = sum(matmul_flops(g.equations) for g in graphs) * slicing.num_slices
-    flops_again = sum(matmul_flops(equations) for equations in again) * slicing.num_slices
-    trained = bool(loss.wrt)
-    draft = Plan(
-        method=method,
-        schedule=schedule,
-        num_micro_batches=slicing.micro_batches,
+    return Plan(
+        method=outline.method,
+        schedule=outline.schedule,
+        num_micro_batches=outline.num_micro_batches,
         batch_size=step.batch_size,
-        num_parameters=sum(stage.num_parameters for stage in stages),
+        num_parameters=0,
         stages=tuple(stages),
-        transfers=_transfers(graphs, outer, slicing, trained),
+        transfers=(),
         cluster=vars(cluster).copy(),
-        flops_per_step=flops * (3 if trained else 1),
+        flops_per_step=0.0,
         predicted_step_seconds=0.0,
         predicted_samples_per_second=0.0,
         predicted_tflops_per_device=0.0,
@@ -205,17 +171,54 @@ def _describe(
         predicted_bubble_fraction=0.0,
         fingerprint=step.fingerprint,
     )
-    return with_predictions(draft, draft.flops_per_step + (flops_again if trained else 0.0))
 
 
-def _in_words(replicas: int) -> dict[str, str]:
-    if replicas == 1:
-        return {}
-    return {
-        "batch": f"split in {replicas} along data",
-        "parameters": f"replicated {replicas} times",
-        "gradients": "all-reduced along data once a step",
-    }
+def _computed_again(
+    graphs: Sequence[StageGraph], remat: Sequence[str], schedule: Schedule
+) -> list[list[Equation]]:
+    """What each stage's backward pass computes again: nothing where it follows at once."""
+    return [
+        recomputed(g.equations, remat[g.index])
+        if g.activations_out or not backward_follows(schedule[g.mesh], g.index)
+        else []
+        for g in graphs
+    ]
+
+
+def _described(
+    draft: Plan,
+    step: TracedStep,
+    loss: Loss,
+    graphs: Sequence[StageGraph],
+    outer: OuterProgram,
+    laid: Sequence[Layout],
+    outline: Outline,
+    schedule: Schedule,
+    again: Sequence[Sequence[Equation]],
+) -> list[StagePlan]:
+    """The stages with their predicted times and memory."""
+    cluster = ClusterShape(**draft.cluster)
+    on_mesh = [
+        {g: outline.remat[g.index] for g in graphs if g.mesh == mesh}
+        for mesh in range(len(outline.submeshes))
+    ]
+    memory = [
+        mesh_memory(found, loss, outer, schedule[mesh], laid[mesh])
+        for mesh, found in enumerate(on_mesh)
+    ]
+    stages = []
+    for graph, stage in zip(graphs, draft.stages, strict=True):
+        layout, link = laid[graph.mesh], link_of(outline.submeshes[graph.mesh], cluster)
+        taken: StageSeconds = stage_seconds(graph, loss, layout, cluster, link, again[graph.index])
+        stages.append(
+            dataclasses.replace(
+                stage,
+                **vars(taken),
+                update_seconds=update_seconds(graph, step, loss, outer, layout, cluster, link),
+                memory_bytes=memory[graph.mesh],
+            )
+        )
+    return stages
 
 
 def _transfers(

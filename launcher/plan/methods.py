@@ -1,18 +1,46 @@
-"""The parallel methods as values: what a user writes in Python. Used by `launcher.api`.
+"""The parallel methods as values: what a user writes in Python, or names in the settings.
 
 A method is a frozen dataclass that turns a traced step and a cluster's shape into a `Plan`; it
-holds no device and no result.
+holds no device and no result. Used by `launcher.api` and `train.prepare`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from launcher.plan.cluster_shape import ClusterShape
-from launcher.plan.make import make_forward_plan, make_plan
+from launcher.plan.errors import PlanError
+from launcher.plan.make import complete, make_forward_plan
+from launcher.plan.options import (
+    ManualLayerOption,
+    ManualStageOption,
+    UniformStageOption,
+    layer_option_of,
+    stage_option_of,
+)
+from launcher.plan.outline import Outline, Submesh
 from launcher.plan.plan import Plan
+from launcher.plan.remat import remat_of_stages
+from launcher.plan.schedule import SCHEDULES
 from launcher.trace.step import TracedStep
+
+__all__ = [
+    "DataParallel",
+    "Follow",
+    "ManualLayerOption",
+    "ManualStageOption",
+    "Method",
+    "PipeshardParallel",
+    "Replay",
+    "ShardParallel",
+    "ThreeDParallel",
+    "UniformStageOption",
+    "Zero2Parallel",
+    "Zero3Parallel",
+    "make_plan",
+]
 
 
 class Method(Protocol):
@@ -28,44 +56,108 @@ class DataParallel:
     are all-reduced once a step, whatever the number of microbatches."""
 
     num_micro_batches: int = 1
+    remat: str = "none"
 
     def plan(self, step: TracedStep, cluster: ClusterShape) -> Plan:
         """See `Method.plan`."""
-        return make_plan(
-            step, method="data", num_micro_batches=self.num_micro_batches, cluster=cluster
-        )
+        shape = cluster.num_devices, 1
+        return _one_stage(step, cluster, "data", shape, self.num_micro_batches, self.remat)
 
 
 @dataclass(frozen=True)
-class PipeshardParallel:
-    """Stages cut at the model's `mark_pipeline_boundary()` calls, each on an equal share of the
-    devices, whose number beyond one replicates the stage.
+class Zero2Parallel:
+    """Data parallel; the optimizer's state is cut over the devices, and so are the gradients once
+    they are summed: by a reduce-scatter, once a step (Rajbhandari et al., arXiv 1910.02054)."""
+
+    num_micro_batches: int = 1
+    remat: str = "none"
+
+    def plan(self, step: TracedStep, cluster: ClusterShape) -> Plan:
+        """See `Method.plan`."""
+        shape = cluster.num_devices, 1
+        return _one_stage(step, cluster, "zero2", shape, self.num_micro_batches, self.remat, 2)
+
+
+@dataclass(frozen=True)
+class Zero3Parallel:
+    """As `Zero2Parallel`, and the parameters are cut, too. Each pass over a microbatch gathers
+    them, and scatters its gradients, so that no device ever keeps either whole."""
+
+    num_micro_batches: int = 1
+    remat: str = "none"
+
+    def plan(self, step: TracedStep, cluster: ClusterShape) -> Plan:
+        """See `Method.plan`."""
+        shape = cluster.num_devices, 1
+        return _one_stage(step, cluster, "zero3", shape, self.num_micro_batches, self.remat, 3)
+
+
+@dataclass(frozen=True)
+class ShardParallel:
+    """One stage on all devices, which share the batch (data) and each matrix product (model).
 
     Attributes:
-        num_micro_batches: parts of the batch that follow one another through the stages.
-        num_stages: None for as many as layers and devices allow.
-        stages_per_mesh: how many stages share a submesh, with `interleaved_1f1b`.
-        schedule: "gpipe", "1f1b", "interleaved_1f1b" or "zero_bubble".
-        remat: one of `plan.remat.POLICIES`, or one a stage.
+        logical_mesh_shape: `(data, model)`; None: all devices in `model`.
     """
 
     num_micro_batches: int = 1
-    num_stages: int | None = None
-    stages_per_mesh: int | None = None
+    logical_mesh_shape: tuple[int, int] | None = None
+    remat: str = "none"
+
+    def plan(self, step: TracedStep, cluster: ClusterShape) -> Plan:
+        """See `Method.plan`."""
+        data, model = self.logical_mesh_shape or (1, cluster.num_devices)
+        _check_product("logical_mesh_shape", (data, model), cluster)
+        return _one_stage(step, cluster, "shard", (data, model), self.num_micro_batches, self.remat)
+
+
+@dataclass(frozen=True)
+class ThreeDParallel:
+    """`pipeline` stages of equal layers, each on `data` × `model` devices."""
+
+    data: int = 1
+    model: int = 1
+    pipeline: int = 1
+    num_micro_batches: int = 1
     schedule: str = "1f1b"
     remat: str | tuple[str, ...] = "none"
 
     def plan(self, step: TracedStep, cluster: ClusterShape) -> Plan:
         """See `Method.plan`."""
-        return make_plan(
-            step,
-            method="manual",
-            num_stages=self.num_stages,
-            stages_per_mesh=self.stages_per_mesh,
-            num_micro_batches=self.num_micro_batches,
-            schedule=self.schedule,
-            remat=self.remat,
-            cluster=cluster,
+        sizes = self.data, self.model, self.pipeline
+        _check_product("data × model × pipeline", sizes, cluster)
+        option = UniformStageOption(self.pipeline, logical_mesh_shape=(self.data, self.model))
+        return _pipeline(
+            step, cluster, "three_d", option, self.num_micro_batches, self.schedule, self.remat
+        )
+
+
+@dataclass(frozen=True)
+class PipeshardParallel:
+    """A pipeline of stages, each on its own share of the devices.
+
+    Attributes:
+        num_micro_batches: parts of the batch that follow one another through the stages.
+        layer_option: where layers end: `ManualLayerOption()` or "manual", at the model's
+            `mark_pipeline_boundary()` calls.
+        stage_option: which layers and devices make a stage: `UniformStageOption(…)` or "uniform",
+            or `ManualStageOption(…)`.
+        schedule: "gpipe", "1f1b", "interleaved_1f1b" or "zero_bubble".
+        remat: one of `plan.remat.POLICIES`, or one a stage.
+    """
+
+    num_micro_batches: int = 1
+    layer_option: str | ManualLayerOption = "manual"
+    stage_option: str | UniformStageOption | ManualStageOption = "uniform"
+    schedule: str = "1f1b"
+    remat: str | tuple[str, ...] = "none"
+
+    def plan(self, step: TracedStep, cluster: ClusterShape) -> Plan:
+        """See `Method.plan`."""
+        layer_option_of(self.layer_option)
+        option = stage_option_of(self.stage_option)
+        return _pipeline(
+            step, cluster, "manual", option, self.num_micro_batches, self.schedule, self.remat
         )
 
 
@@ -91,3 +183,139 @@ class Follow:
         """See `Method.plan`."""
         del cluster
         return make_forward_plan(step, self.like)
+
+
+def make_plan(
+    step: TracedStep,
+    *,
+    method: str,
+    cluster: ClusterShape,
+    num_stages: int | None = None,
+    stages_per_mesh: int | None = None,
+    num_micro_batches: int = 1,
+    schedule: str = "1f1b",
+    remat: str | Sequence[str] = "none",
+    data: int | None = None,
+    model: int | None = None,
+    pipeline: int | None = None,
+) -> Plan:
+    """The plan by a method's name and the settings of `parallel`; what a method does not know of
+    these it ignores.
+
+    Args:
+        data, model: the logical mesh of each stage (`three_d`, `shard`). pipeline: the number of
+            stages (`three_d`). None: what is left of the devices, or 1.
+
+    Raises:
+        PlanError: an unknown name, or no such plan on these devices.
+        BatchError: the batch does not divide into microbatches and replicas.
+    """
+    some: dict[str, Any] = {"num_micro_batches": num_micro_batches}
+    remats: Any = remat if isinstance(remat, str) else tuple(remat)
+    known: dict[str, Any] = {
+        "data": lambda: DataParallel(**some, remat=remats),
+        "zero2": lambda: Zero2Parallel(**some, remat=remats),
+        "zero3": lambda: Zero3Parallel(**some, remat=remats),
+        "shard": lambda: ShardParallel(**some, **_shape(data, model, cluster), remat=remats),
+        "three_d": lambda: ThreeDParallel(
+            *_sizes(data, model, pipeline, cluster), **some, schedule=schedule, remat=remats
+        ),
+        "manual": lambda: PipeshardParallel(
+            **some,
+            stage_option=UniformStageOption(num_stages, stages_per_mesh),
+            schedule=schedule,
+            remat=remats,
+        ),
+    }
+    if method not in known:
+        raise PlanError(f"parallel.method={method} is not one of {', '.join(known)}")
+    found: Plan = known[method]().plan(step, cluster)
+    return found
+
+
+def _shape(data: int | None, model: int | None, cluster: ClusterShape) -> dict[str, Any]:
+    if data is None and model is None:
+        return {}
+    count = cluster.num_devices
+    data = data or max(1, count // (model or 1))
+    return {"logical_mesh_shape": (data, model or max(1, count // data))}
+
+
+def _sizes(
+    data: int | None, model: int | None, pipeline: int | None, cluster: ClusterShape
+) -> tuple[int, int, int]:
+    """The sizes that are not given: what is left of the devices goes to data, then pipeline."""
+    left = cluster.num_devices // ((data or 1) * (model or 1) * (pipeline or 1))
+    if data is None:
+        return max(1, left), model or 1, pipeline or 1
+    if pipeline is None:
+        return data, model or 1, max(1, left)
+    return data, model or max(1, left), pipeline
+
+
+def _check_product(what: str, sizes: Sequence[int], cluster: ClusterShape) -> None:
+    product = 1
+    for size in sizes:
+        product *= size
+    if product != cluster.num_devices or min(sizes) < 1:
+        raise PlanError(
+            f"{what} = {' × '.join(map(str, sizes))} needs {product} devices and there are "
+            f"{cluster.num_devices} (cluster.gpus); make the product the number of devices"
+        )
+
+
+def _one_stage(
+    step: TracedStep,
+    cluster: ClusterShape,
+    method: str,
+    logical_mesh: tuple[int, int],
+    num_micro_batches: int,
+    remat: str,
+    zero: int = 0,
+) -> Plan:
+    devices = tuple(range(logical_mesh[0] * logical_mesh[1]))
+    outline = Outline(
+        method=method,
+        layers=(tuple(range(step.loss(1).num_layers)),),
+        submeshes=(Submesh(devices, logical_mesh),),
+        mesh_of=(0,),
+        num_micro_batches=checked_micro_batches(num_micro_batches),
+        schedule="1f1b",
+        remat=remat_of_stages(remat, 1),
+        zero=zero,
+    )
+    return complete(step, outline, cluster)
+
+
+def _pipeline(
+    step: TracedStep,
+    cluster: ClusterShape,
+    method: str,
+    option: UniformStageOption | ManualStageOption,
+    num_micro_batches: int,
+    schedule: str,
+    remat: str | Sequence[str],
+) -> Plan:
+    trainings = [name for name in SCHEDULES if name != "forward"]
+    if schedule not in trainings:
+        raise PlanError(f"parallel.schedule={schedule} is not one of {', '.join(trainings)}")
+    cut = option.cut(step, cluster, schedule)
+    outline = Outline(
+        method=method,
+        layers=cut.layers,
+        submeshes=cut.submeshes,
+        mesh_of=cut.mesh_of,
+        num_micro_batches=checked_micro_batches(num_micro_batches),
+        schedule=schedule,
+        remat=remat_of_stages(remat, len(cut.layers)),
+        zero=cut.zero,
+        shardings=cut.shardings,
+    )
+    return complete(step, outline, cluster)
+
+
+def checked_micro_batches(number: int) -> int:
+    """Raises PlanError for less than one microbatch."""
+    if number < 1:
+        raise PlanError(f"num_micro_batches={number} must be at least 1")
+    return number

@@ -7,6 +7,9 @@ gradient (microbatches, replicas, stages) are combined, and has the equations pl
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +68,7 @@ class OuterProgram:
             behind; one accumulator, or for `concat` one part a microbatch.
         part_sends: parts sent to other meshes when the pipeline is done.
         outvars, out_homes: the value of each result leaf of the step and the mesh it ends on.
+        like: the gradient that a mesh's share of it is laid out like.
     """
 
     homes: dict[Var, int]
@@ -78,6 +82,7 @@ class OuterProgram:
     part_sends: tuple[Send, ...]
     outvars: tuple[Atom, ...]
     out_homes: tuple[int, ...]
+    like: dict[Var, Var]
 
 
 def accumulator_dtype(dtype: Any) -> Any:
@@ -86,9 +91,17 @@ def accumulator_dtype(dtype: Any) -> Any:
 
 
 def place_outer(
-    step: TracedStep, loss: Loss, stages: Sequence[StageGraph], slicing: Slicing
+    step: TracedStep,
+    loss: Loss,
+    stages: Sequence[StageGraph],
+    slicing: Slicing,
+    scattered: Callable[[int, int], bool] = lambda operand, mesh: False,
 ) -> OuterProgram:
-    """Place everything that is not the pipeline itself."""
+    """Place everything that is not the pipeline itself.
+
+    Args:
+        scattered: whether a mesh leaves behind an operand's gradient summed over its replicas.
+    """
     uses = [
         list(dict.fromkeys(s.mesh for s in stages if i in s.operands))
         for i in range(len(loss.invars))
@@ -108,7 +121,7 @@ def place_outer(
         arguments,
         everywhere,
     )
-    combined = _combine(step, loss, stages, slicing)
+    combined = _combine(step, loss, stages, slicing, scattered)
     after = Placer(
         combined.equations,
         home,
@@ -123,7 +136,7 @@ def place_outer(
             for mesh in uses[i]:
                 before.export(operand.value, mesh)
     after.export_placed()
-    out_homes = _export_results(step, combined.outvars, after)
+    out_homes = _export_results(step, step.outvars, after)
     return OuterProgram(
         homes={v: homes.get(v, 0) for v in step.invars if v in arguments},
         given=tuple(dict.fromkeys((*before.given, *after.given))),
@@ -134,8 +147,9 @@ def place_outer(
         result_parts=combined.result_parts,
         grad_parts=combined.grad_parts,
         part_sends=tuple(after.source_sends),
-        outvars=combined.outvars,
+        outvars=step.outvars,
         out_homes=out_homes,
+        like=combined.like,
     )
 
 
@@ -157,56 +171,111 @@ def _operands(
 @dataclass(frozen=True, eq=False)
 class _Combined:
     equations: tuple[Equation, ...]
-    outvars: tuple[Atom, ...]
     sources: dict[Var, int]
     result_parts: dict[tuple[int, int], tuple[Var, ...]]
     grad_parts: dict[tuple[int, int], tuple[Var, ...]]
+    like: dict[Var, Var]
 
 
 def _combine(
-    step: TracedStep, loss: Loss, stages: Sequence[StageGraph], slicing: Slicing
+    step: TracedStep,
+    loss: Loss,
+    stages: Sequence[StageGraph],
+    slicing: Slicing,
+    scattered: Callable[[int, int], bool],
 ) -> _Combined:
-    """The update program, reading the parts of results and gradients instead of whole ones."""
+    """The update program, with the equations before it that make the loss's results and gradients
+    out of the parts that the stages leave behind."""
     outs = step.loss_equation.outvars
     used = {v for e in step.after for v in e.invars if is_var(v)} | {
         v for v in step.outvars if is_var(v)
     }
     equations: list[Equation] = []
-    rename: dict[Var, Atom] = {}
     result_parts: dict[tuple[int, int], tuple[Var, ...]] = {}
     grad_parts: dict[tuple[int, int], tuple[Var, ...]] = {}
-
-    def part(aval: Any) -> Var:
-        lead = (slicing.replicas,) if slicing.replicas > 1 else ()
-        dtype = accumulator_dtype(aval.dtype) if slicing.num_slices > 1 else aval.dtype
-        return Var(jax.core.ShapedArray((*lead, *aval.shape), dtype))
-
-    def combine(whole: Var, parts: Sequence[Var], fun: Callable[..., Any]) -> None:
-        extra, (rename[whole],) = splice(lambda *xs: fun(*xs).astype(whole.aval.dtype), parts)
-        equations.extend(extra)
-
+    like: dict[Var, Var] = {}
     for i, word in enumerate(loss.reduce):
         if outs[i] in used:
             stage = next(s.index for s in stages if i in s.results)
             count = slicing.micro_batches if word == "concat" else 1
-            parts = tuple(part(loss.outvars[i].aval) for _ in range(count))
-            result_parts[i, stage] = parts
-            combine(outs[i], parts, _result_combiner(word, outs[i].aval, slicing))
+            parts = tuple(_part(loss.outvars[i].aval, slicing, True) for _ in range(count))
+            combine = _result_combiner(word, outs[i].aval, slicing)
+            result_parts[i, stage], extra = _join(outs[i], combine, parts)
+            equations += extra
     for k, i in enumerate(loss.wrt):
         whole = outs[len(loss.reduce) + k]
         if whole in used:
-            here = {s.index: part(loss.invars[i].aval) for s in stages if i in s.wrt}
-            grad_parts.update(((i, s), (v,)) for s, v in here.items())
-            combine(whole, list(here.values()), _grad_combiner(whole.aval, slicing))
-
-    def read(atom: Atom) -> Atom:
-        return rename.get(atom, atom) if is_var(atom) else atom
-
-    equations += [e.replace(invars=[read(v) for v in e.invars]) for e in step.after]
+            here = sorted((s for s in stages if i in s.wrt), key=lambda s: s.mesh)
+            by_mesh = [
+                [_part(loss.invars[i].aval, slicing, not scattered(i, mesh)) for _ in group]
+                for mesh, group in itertools.groupby(here, key=lambda s: s.mesh)
+            ]
+            parts, sums, extra = _gradient(whole, by_mesh)
+            like.update((share, whole) for share in sums)
+            equations += extra
+            grad_parts.update(((i, s.index), (v,)) for s, v in zip(here, parts, strict=True))
     named = {**result_parts, **{(-1 - i, s): vs for (i, s), vs in grad_parts.items()}}
-    sources = {v: stages[s].mesh for (_, s), vs in named.items() for v in vs}
-    outvars = tuple(read(v) for v in step.outvars)
-    return _Combined(tuple(equations), outvars, sources, result_parts, grad_parts)
+    return _Combined(
+        equations=(*equations, *step.after),
+        sources={v: stages[s].mesh for (_, s), vs in named.items() for v in vs},
+        result_parts=result_parts,
+        grad_parts=grad_parts,
+        like=like,
+    )
+
+
+def _part(aval: Any, slicing: Slicing, per_replica: bool) -> Var:
+    """What a stage leaves behind of a result or gradient."""
+    lead = (slicing.replicas,) if per_replica and slicing.replicas > 1 else ()
+    dtype = accumulator_dtype(aval.dtype) if slicing.num_slices > 1 else aval.dtype
+    return Var(jax.core.ShapedArray((*lead, *aval.shape), dtype))
+
+
+def _join(
+    whole: Var, fun: Callable[..., Any], parts: Sequence[Var]
+) -> tuple[tuple[Var, ...], list[Equation]]:
+    """The equations that make `whole` as `fun(*parts)`, in its dtype. Where there is nothing to do
+    the part is `whole` itself."""
+    equations, (out,) = splice(lambda *xs: fun(*xs).astype(whole.aval.dtype), parts)
+    if not is_var(out):  # a literal; an equation has to name it
+        equations, (out,) = splice(lambda: jax.lax.optimization_barrier(out.val), ())
+    if out in parts:
+        return tuple(whole if part is out else part for part in parts), equations
+    return tuple(parts), [
+        e.replace(outvars=[whole if v is out else v for v in e.outvars]) for e in equations
+    ]
+
+
+def _gradient(
+    whole: Var, by_mesh: Sequence[Sequence[Var]]
+) -> tuple[tuple[Var, ...], list[Var], list[Equation]]:
+    """The sum of a gradient's parts: over each mesh's stages, then its replicas, then the meshes,
+    so that one array, its share, leaves a mesh. Zeros where the loss does not depend on it.
+
+    Returns:
+        The parts, the shares if there are several, and the equations.
+    """
+
+    def of_mesh(*parts: Any) -> Any:
+        total = functools.reduce(operator.add, parts)
+        return total.sum(0) if total.ndim > len(whole.aval.shape) else total
+
+    if not by_mesh:
+        _, equations = _join(whole, lambda: jnp.zeros(whole.aval.shape, whole.aval.dtype), ())
+        return (), [], equations
+    if len(by_mesh) == 1:
+        made, equations = _join(whole, of_mesh, by_mesh[0])
+        return made, [], equations
+    found: list[Var] = []
+    equations = []
+    sums: list[Var] = []
+    for parts in by_mesh:
+        sums.append(Var(jax.core.ShapedArray(whole.aval.shape, parts[0].aval.dtype)))
+        made, extra = _join(sums[-1], of_mesh, parts)
+        found += made
+        equations += extra
+    _, extra = _join(whole, lambda *xs: functools.reduce(operator.add, xs), sums)
+    return tuple(found), sums, equations + extra
 
 
 def _result_combiner(word: str, whole: Any, slicing: Slicing) -> Callable[..., Any]:
@@ -223,18 +292,6 @@ def _result_combiner(word: str, whole: Any, slicing: Slicing) -> Callable[..., A
 
 def _scaled(x: Any, scale: float | None) -> Any:
     return x if scale is None else x * scale
-
-
-def _grad_combiner(whole: Any, slicing: Slicing) -> Callable[..., Any]:
-    def combine(*parts: Any) -> Any:
-        if not parts:  # the loss does not depend on it
-            return jnp.zeros(whole.shape, whole.dtype)
-        total = parts[0]
-        for other in parts[1:]:
-            total = total + other
-        return total.sum(0) if slicing.replicas > 1 else total
-
-    return combine
 
 
 def _export_results(step: TracedStep, outvars: Sequence[Atom], after: Placer) -> tuple[int, ...]:

@@ -6,11 +6,15 @@ Every parallel method ends in one of these; the runtime executes nothing else. I
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from launcher.plan.errors import PlanError
 from launcher.plan.schedule import Schedule, make_schedule
+from launcher.plan.sharding.dims import Spec, axes
+from launcher.plan.sharding.names import leaf_names
+from launcher.trace.step import TracedStep
 
 
 @dataclass(frozen=True)
@@ -24,10 +28,12 @@ class StagePlan:
             `jax.checkpoint_policies`, by its name, keeps. Without effect where a microbatch's
             backward pass follows its forward pass at once.
         forward_seconds, backward_seconds: predicted, for one microbatch;
-            backward_weight_seconds: of the latter, what `zero_bubble` puts off.
+            backward_weight_seconds: of the latter, what `zero_bubble` puts off;
+            update_seconds: predicted, once a step, to sum gradients and to update.
         memory_bytes: predicted peak on one device of the mesh, with all of its stages.
         num_parameters: those that live here.
-        shardings: `{what: how}` in words.
+        shardings: `{argument leaf: for each dimension an axis, several, or None}`. The axes are
+            "data" and "model"; a leaf that is not named is on every device.
     """
 
     layers: tuple[int, ...]
@@ -38,9 +44,10 @@ class StagePlan:
     forward_seconds: float
     backward_seconds: float
     backward_weight_seconds: float
+    update_seconds: float
     memory_bytes: int
     num_parameters: int
-    shardings: dict[str, str]
+    shardings: dict[str, Spec]
 
 
 @dataclass(frozen=True)
@@ -79,8 +86,8 @@ class Plan:
 
     @property
     def num_replicas(self) -> int:
-        """Data-parallel replicas of every stage."""
-        return self.stages[0].logical_mesh[0]
+        """Data-parallel replicas that all stages have in common."""
+        return math.gcd(*(stage.logical_mesh[0] for stage in self.stages))
 
     @property
     def num_devices(self) -> int:
@@ -112,6 +119,32 @@ class Plan:
             )
         return make_schedule(self.schedule, len(self.stages), count, self.num_micro_batches)
 
+    def validate(self, step: TracedStep) -> None:
+        """Prove that the plan, perhaps edited by hand, can be carried out.
+
+        Raises:
+            PlanError: layers or devices that are missing or used twice, a logical mesh of another
+                size than its devices, or a sharding that does not fit; the message says where.
+        """
+        layers = [layer for stage in self.stages for layer in stage.layers]
+        num_layers = step.loss(1).num_layers
+        if layers != list(range(num_layers)):
+            raise PlanError(f"stages hold layers {layers}; the model has 0 to {num_layers - 1}")
+        used = [device for mesh in self.meshes for device in mesh]
+        if len(set(used)) != len(used):
+            raise PlanError(f"a device is in two submeshes: {sorted(used)}")
+        shapes = dict(zip(leaf_names(step), (v.aval.shape for v in step.invars), strict=True))
+        for index, stage in enumerate(self.stages):
+            if math.prod(stage.logical_mesh) != len(stage.devices):
+                raise PlanError(
+                    f"stage {index}: a logical mesh of {stage.logical_mesh} does not fit "
+                    f"{len(stage.devices)} devices"
+                )
+            sizes = dict(zip(("data", "model"), stage.logical_mesh, strict=True))
+            for name, spec in stage.shardings.items():
+                _check_spec(index, name, spec, shapes.get(name), sizes)
+        self.tasks()
+
     def to_dict(self) -> dict[str, Any]:
         """As JSON-able data."""
         return dataclasses.asdict(self)
@@ -131,5 +164,27 @@ class Plan:
             raise PlanError(f"this is not a plan of this version: {error}") from error
 
 
+def _check_spec(
+    stage: int, name: str, spec: Spec, shape: tuple[int, ...] | None, sizes: dict[str, int]
+) -> None:
+    where = f"stage {stage}, shardings of {name}"
+    if shape is None:
+        raise PlanError(f"{where}: the step has no such argument")
+    if len(spec) > len(shape):
+        raise PlanError(f"{where}: {len(spec)} entries for an array of shape {shape}")
+    for length, axis in zip(shape, spec, strict=False):
+        unknown = [a for a in axes(axis) if a not in sizes]
+        if unknown:
+            raise PlanError(f"{where}: {unknown[0]!r} is not an axis; they are data and model")
+        if length % math.prod(sizes[a] for a in axes(axis)):
+            raise PlanError(f"{where}: {length} cannot be cut along {axis} of {sizes}")
+
+
 def _tuples(tree: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in tree.items()}
+    return {key: _tuple(value) for key, value in tree.items()}
+
+
+def _tuple(value: Any) -> Any:
+    if isinstance(value, dict):
+        return _tuples(value)
+    return tuple(map(_tuple, value)) if isinstance(value, list) else value

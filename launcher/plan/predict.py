@@ -7,17 +7,121 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from launcher.plan.cluster_shape import ClusterShape
+from launcher.plan.outer import OuterProgram
 from launcher.plan.plan import Plan
 from launcher.plan.schedule import Kind, Task
+from launcher.plan.sharding.cost import (
+    all_reduce_seconds,
+    backward_seconds,
+    forward_seconds,
+    gather_seconds,
+    load,
+)
+from launcher.plan.sharding.dims import Sharding, parts
+from launcher.plan.sharding.layout import DATA, ROWS, Layout
 from launcher.plan.simulate import TimedTask, bubble_fraction, simulate, step_seconds
-from launcher.trace.cost import matmul_flops, moved_bytes, program_flops
-from launcher.trace.graph import Equation
+from launcher.plan.stages import StageGraph
+from launcher.trace.graph import Equation, dependents, nbytes
+from launcher.trace.step import Loss, TracedStep
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """Of one stage and one microbatch; see `StagePlan`."""
+
+    forward_seconds: float
+    backward_seconds: float
+    backward_weight_seconds: float
+
+
+def stage_seconds(
+    graph: StageGraph,
+    loss: Loss,
+    layout: Layout,
+    cluster: ClusterShape,
+    link: float,
+    again: Sequence[Equation],
+) -> StageSeconds:
+    """What a stage takes for a microbatch, on each of its devices.
+
+    Args:
+        link: bytes/s between its devices. again: what its backward pass computes once more.
+    """
+    seeds = {loss.invars[i]: layout.operand(i) for i in graph.operands}
+    seeds |= {v: layout.activation(v) for v in graph.activations_in}
+    sharding = layout.inside(graph.equations, seeds)
+    forward, work, sums = _both(sharding, graph, loss, cluster, link)
+    if not (graph.wrt or graph.active_in):
+        return StageSeconds(forward + cluster.latency, 0.0, 0.0)
+    repeated = _both(layout.inside(again, seeds), graph, loss, cluster, link)[0]
+    gathered = [i for i in graph.operands if layout.is_gathered(i)]
+    gather = sum(_data_seconds(i, loss, layout, cluster, link) for i in gathered)
+    forward += gather + cluster.latency
+    backward = work + sums + repeated + 2 * gather + cluster.latency
+    late = work / 2 if graph.active_in and graph.wrt else backward
+    return StageSeconds(forward, backward, late)
+
+
+def _both(
+    sharding: Sharding, graph: StageGraph, loss: Loss, cluster: ClusterShape, link: float
+) -> tuple[float, float, float]:
+    """Forward seconds; the backward pass's own work; its sums."""
+    sources = [*(loss.invars[i] for i in graph.wrt), *graph.active_in]
+    flowing = dependents(graph.equations, sources)
+    forward = work = sums = 0.0
+    for use in sharding.dims.uses:
+        active = use.scope > 0 or any(v in flowing for v in use.eqn.outvars)
+        found = load(use, sharding, active)
+        forward += forward_seconds(found, sharding.sizes, cluster, link)
+        if active:
+            own = backward_seconds(
+                dataclasses.replace(found, backward={}), sharding.sizes, cluster, link
+            )
+            work += own
+            sums += backward_seconds(found, sharding.sizes, cluster, link) - own
+    return forward, work, sums
+
+
+def _data_seconds(i: int, loss: Loss, layout: Layout, cluster: ClusterShape, link: float) -> float:
+    """To gather a parameter, or scatter its gradient, along data."""
+    aval = loss.invars[i].aval
+    devices = layout.sizes[DATA] * layout.sizes[ROWS]
+    size = nbytes(aval) / parts(layout.operand(i), layout.sizes)
+    return gather_seconds(size, devices, link, cluster.latency)
+
+
+def update_seconds(
+    graph: StageGraph,
+    step: TracedStep,
+    loss: Loss,
+    outer: OuterProgram,
+    layout: Layout,
+    cluster: ClusterShape,
+    link: float,
+) -> float:
+    """What a stage takes once a step: gradients summed over the replicas, and its share of the
+    mesh's update, which reads and writes the state once."""
+    if not loss.wrt:
+        return 0.0
+    total = 0.0
+    for i in graph.wrt:
+        if layout.is_gathered(i):
+            continue  # summed in every pass
+        size = loss.invars[i].aval.size * 4 / parts(layout.operand(i), layout.sizes)
+        total += all_reduce_seconds(size, layout.sizes[DATA], link, cluster.latency)
+    state = sum(
+        nbytes(v.aval) / parts(layout.outer(v), layout.sizes)
+        for v, home in outer.homes.items()
+        if home == graph.mesh
+    )
+    return total + 2 * state / cluster.memory_bandwidth
 
 
 def timeline(plan: Plan) -> list[TimedTask]:
-    """The step as the planner expects it."""
+    """The step's pipeline as the planner expects it."""
     cluster = ClusterShape(**plan.cluster)
     mesh_of = plan.mesh_of
     size = {(t.src_stage, t.dst_stage): t.bytes_per_microbatch for t in plan.transfers}
@@ -48,19 +152,13 @@ def measured_bubble(plan: Plan, seconds: Mapping[Task, float]) -> float:
     return bubble_fraction(measured, len(plan.meshes))
 
 
-def run_seconds(equations: Sequence[Equation], cluster: ClusterShape) -> float:
-    """One run of a program on one device: matrix products at the sustained rate; the rest, fused,
-    by the bytes it moves once."""
-    products = matmul_flops(equations) / cluster.flops
-    other = [e for e in equations if not matmul_flops([e])]
-    fused = sum(moved_bytes(e) for e in other) / 4  # a chain of element-wise operations is one pass
-    return products + max(program_flops(other) / cluster.flops, fused / cluster.memory_bandwidth)
-
-
 def with_predictions(draft: Plan, flops_with_remat: float) -> Plan:
     """The plan with its `predicted_…` fields filled in from its other fields."""
     expected = timeline(draft)
-    seconds = step_seconds(expected)
+    once: dict[tuple[int, ...], float] = {}
+    for stage in draft.stages:
+        once[stage.devices] = once.get(stage.devices, 0.0) + stage.update_seconds
+    seconds = step_seconds(expected) + max(once.values())
     rate = 1.0 / seconds / draft.num_devices / 1e12
     return dataclasses.replace(
         draft,

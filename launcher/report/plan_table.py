@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launcher.report.console import plain_table
+from launcher.report.shardings import shardings_in_words
 from launcher.report.text import (
     bytes_text,
     count_text,
@@ -30,6 +31,8 @@ def print_plan(console: Console, plan: Plan) -> None:
     console.print()
     console.print(headline(plan), style="bold", soft_wrap=True)
     console.print(plan_table(plan))
+    for words in shardings_in_words(plan):
+        console.print(words, soft_wrap=True)
     console.print(predictions(plan), soft_wrap=True)
 
 
@@ -42,7 +45,7 @@ def headline(plan: Plan) -> str:
         _plural(len(plan.stages), "stage"),
         plan.schedule,
         _plural(plan.num_micro_batches, "microbatch", "es"),
-        *(["remat full"] if remat == {"full"} else []),
+        *([f"remat {remat.pop()}"] if len(remat) == 1 and remat != {"none"} else []),
         f"{_plural(plan.num_devices, 'device')} on {_plural(len(hosts), 'host')}",
     ]
     return f"{', '.join(parts)} ({plan.cluster['name']})"

@@ -17,7 +17,9 @@ from launcher.plan import Plan, timeline
 from launcher.plan.outer import OuterProgram, Slicing, place_outer
 from launcher.plan.place import Segment
 from launcher.plan.schedule import Kind, Task
+from launcher.plan.sharding.layout import layouts
 from launcher.plan.stages import StageGraph, cut_stages
+from launcher.runtime.collectives import scatter
 from launcher.runtime.instructions import (
     Instruction,
     Run,
@@ -60,8 +62,10 @@ def emit(step: TracedStep, plan: Plan) -> Emitted:
     slicing = Slicing(plan.num_micro_batches, plan.num_replicas)
     loss = step.loss(slicing.num_slices)
     graphs = cut_stages(loss, [stage.layers for stage in plan.stages], plan.mesh_of)
-    outer = place_outer(step, loss, graphs, slicing)
-    slots = Slots(step, loss, outer, slicing)
+    laid = layouts(step, loss, plan)
+    scattered = [layout.is_scattered for layout in laid]
+    outer = place_outer(step, loss, graphs, slicing, lambda i, mesh: scattered[mesh](i))
+    slots = Slots(step, loss, outer, slicing, laid)
     return _Emitter(step, plan, loss, graphs, outer, slots).emit()
 
 
@@ -126,9 +130,7 @@ class _Emitter:
     def sends(self, sends: Sequence[tuple[Var, int, int]]) -> None:
         links: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for var, src, dst in sends:
-            there = self.slots.of_outer(var, src)
-            layout = self.slots.slots[there].layout
-            pair = there, self.slots.of_outer(var, dst, layout)
+            pair = self.slots.of_outer(var, src), self.slots.of_outer(var, dst)
             links.setdefault((src, dst), []).append(pair)
         self.transfers(links)
 
@@ -138,13 +140,8 @@ class _Emitter:
             self.listed.append(Send(src, dst, inputs, outputs))
 
     def segment(self, name: str, segment: Segment) -> None:
-        stacked = {o.value for o in self.outer.operands if o.stacked}
-
         def slots(variables: Sequence[Var]) -> tuple[int, ...]:
-            return tuple(
-                self.slots.of_outer(v, segment.mesh, "stacked" if v in stacked else "whole")
-                for v in variables
-            )
+            return tuple(self.slots.of_outer(v, segment.mesh) for v in variables)
 
         self.programs[name] = jex.jaxpr_as_fun(
             program(segment.inputs, segment.equations, segment.outputs)
@@ -161,6 +158,8 @@ class _Emitter:
             made = programs[timed.task.stage].get(timed.task.kind)
             if made is not None:
                 self.task(timed.task, made)
+        for graph, made_of in zip(self.graphs, programs, strict=True):
+            self.reduce(graph, list(made_of.values()))
 
     def stage(self, graph: StageGraph, tasks: Sequence[Task]) -> dict[Kind, StageProgram]:
         """A stage's programs, and its accumulators set to zero."""
@@ -169,15 +168,18 @@ class _Emitter:
             self.loss,
             self.outer.operands,
             self.slots.slicing,
+            self.slots.layouts[graph.mesh],
             self.plan.stages[graph.index].remat,
             [i for i, stage in self.outer.result_parts if stage == graph.index],
             [i for i, stage in self.outer.grad_parts if stage == graph.index],
             tasks,
         )
         self.programs.update((made.name, made.fun) for made in programs.values())
+        for made in programs.values():
+            self.slots.residuals.update(made.residuals)
         names = [name for made in programs.values() for name in made.accumulators]
         if names:
-            slots = tuple(self.slots.part(name, graph, 0) for name in names)
+            slots = tuple(self.slots.of_stage(name, graph, 0) for name in names)
             avals = [self.slots.slots[slot].aval for slot in slots]
             zeros = f"stage.{graph.index}.zeros"
             self.programs[zeros] = lambda: tuple(jnp.zeros(a.shape, a.dtype) for a in avals)
@@ -195,6 +197,20 @@ class _Emitter:
             Run(graph.mesh, made.name, (number, *inputs), tuple(outputs), donated, task)
         )
         self.send_on(graph, made.outputs, m)
+
+    def reduce(self, graph: StageGraph, programs: Sequence[StageProgram]) -> None:
+        """Sum the gradients that are kept for each replica until the pipeline is done and end up
+        cut along the replicas."""
+        late = [n for made in programs for n in made.accumulators if n.kind == "unsummed"]
+        if not late:
+            return
+        name, layout = f"stage.{graph.index}.reduce", self.slots.layouts[graph.mesh]
+        self.programs[name] = lambda *parts: tuple(
+            scatter(layout, n.of, part) for n, part in zip(late, parts, strict=True)
+        )
+        inputs = [self.slots.of_stage(n, graph, 0) for n in late]
+        outputs = [self.slots.of_stage(Name("grad", n.of), graph, 0) for n in late]
+        self.listed.append(Run(graph.mesh, name, tuple(inputs), tuple(outputs)))
 
     def send_on(self, graph: StageGraph, made: Sequence[Name], m: int) -> None:
         """Activations to the meshes that read them, cotangents to the one that awaits them; what

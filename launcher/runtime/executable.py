@@ -20,18 +20,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from launcher.plan import Plan, PlanError
 from launcher.plan.schedule import Task
+from launcher.plan.sharding.layout import AXES, mesh_sizes
+from launcher.runtime.collectives import partition_spec
 from launcher.runtime.emit import emit
 from launcher.runtime.instructions import Instruction, Run, Send
-from launcher.runtime.stage_programs import DATA
 from launcher.runtime.transfer import LocalTransfer, RemoteTransfer, absent, is_here, place
 from launcher.runtime.transport import Transport
 from launcher.trace.step import TracedStep
-
-_SPECS = {
-    "whole": PartitionSpec(),
-    "replicas": PartitionSpec(DATA),
-    "stacked": PartitionSpec(None, DATA),
-}
 
 
 @dataclass(frozen=True)
@@ -101,9 +96,12 @@ class Executable:
         self._namespace = transport.open() if transport else 0
         self._calls = 0
         self._emitted = emit(step, plan)
-        shapes = {stage.devices: stage.logical_mesh for stage in plan.stages}
+        shapes = {
+            stage.devices: tuple(mesh_sizes(stage.logical_mesh, plan.num_replicas).values())
+            for stage in plan.stages
+        }
         self._meshes = [
-            Mesh(np.array([devices[d] for d in mesh]).reshape(shapes[mesh]), (DATA, "model"))
+            Mesh(np.array([devices[d] for d in mesh]).reshape(shapes[mesh]), AXES)
             for mesh in plan.meshes
         ]
         self._offered = {
@@ -120,7 +118,7 @@ class Executable:
 
     def _sharding(self, slot: int) -> NamedSharding:
         held = self._emitted.slots[slot]
-        return NamedSharding(self._meshes[held.mesh], _SPECS[held.layout])
+        return NamedSharding(self._meshes[held.mesh], partition_spec(held.spec))
 
     def _compile_all(self) -> dict[str, Any]:
         first: dict[str, Run] = {}

@@ -1,7 +1,7 @@
 """The static instruction list that a worker follows each step, and when arrays in it die. Pure.
 
 Instructions address *slots*: numbered places that hold one array each. What a slot holds (shape,
-mesh, layout) is known before the first step. Imported by the rest of `runtime`.
+mesh, spec) is known before the first step. Imported by the rest of `runtime`.
 """
 
 from __future__ import annotations
@@ -12,19 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.plan.schedule import Task
+from launcher.plan.sharding.dims import Spec
 
 
 @dataclass(frozen=True)
 class Slot:
-    """What a slot holds: a value on one mesh.
-
-    `layout`: "whole" (replicated over the mesh's replicas), "replicas" (a leading axis of
-    replicas) or "stacked" (microbatches, then replicas where there are several).
-    """
+    """What a slot holds: a value on one mesh. `spec`: how the mesh's devices share it."""
 
     mesh: int
     aval: Any
-    layout: str
+    spec: Spec
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,7 @@ def with_donations(
 
     def signature(slot: int) -> tuple[Any, ...]:
         held = slots[slot]
-        return held.aval.shape, held.aval.dtype, held.layout
+        return held.aval.shape, held.aval.dtype, held.spec
 
     last = {s: i for i, x in enumerate(instructions) for s in x.inputs}
     listed: list[Run | Send] = []

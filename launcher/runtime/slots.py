@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from launcher.plan.outer import OuterProgram, Slicing
+from launcher.plan.sharding.dims import Axis, Spec
+from launcher.plan.sharding.layout import DATA, Layout
 from launcher.plan.stages import StageGraph
 from launcher.runtime.instructions import Slot
 from launcher.runtime.joint import Name
@@ -21,6 +24,7 @@ class Slots:
     """The slots of one step, made when they are first asked for.
 
     Attributes:
+        layouts: of each mesh. residuals: the specs of the stages' residuals.
         slots: what each holds. constants, batches: see `emit.Emitted`.
     """
 
@@ -28,20 +32,37 @@ class Slots:
     loss: Loss
     outer: OuterProgram
     slicing: Slicing
+    layouts: Sequence[Layout]
+    residuals: dict[Var, Spec] = field(default_factory=dict)
     slots: list[Slot] = field(default_factory=list)
     constants: list[tuple[Any, int]] = field(default_factory=list)
     batches: list[tuple[int, int, int | None]] = field(default_factory=list)
     _numbers: dict[Any, int] = field(default_factory=dict)
+    _parts: dict[Var, tuple[str, int]] = field(default_factory=dict)
 
-    def of_outer(self, var: Var, mesh: int, layout: str = "whole") -> int:
+    def __post_init__(self) -> None:
+        for i, operand in enumerate(self.outer.operands):
+            if operand.stacked and not operand.host:
+                self._parts[operand.value] = "stacked", i
+        for (i, _), parts in self.outer.result_parts.items():
+            self._parts.update((var, ("result", i)) for var in parts)
+        for (i, _), parts in self.outer.grad_parts.items():
+            rank = len(self.loss.invars[i].aval.shape)
+            for var in parts:
+                self._parts[var] = "unsummed" if len(var.aval.shape) > rank else "grad", i
+
+    def of_outer(self, var: Var, mesh: int) -> int:
         """A value of the outer program."""
-        return self._slot(("outer", var, mesh), mesh, var.aval, layout)
+        key = "outer", var, mesh
+        if key not in self._numbers:
+            self._slot(key, mesh, var.aval, self._outer_spec(var, mesh))
+        return self._numbers[key]
 
     def number(self, microbatch: int, mesh: int) -> int:
         """The microbatch's number, a constant."""
         key = ("number", microbatch, mesh)
         if key not in self._numbers:
-            slot = self._slot(key, mesh, jax.ShapeDtypeStruct((), jnp.int32), "whole")
+            slot = self._slot(key, mesh, jax.ShapeDtypeStruct((), jnp.int32), ())
             self.constants.append((jnp.int32(microbatch), slot))
         return self._numbers[key]
 
@@ -50,55 +71,76 @@ class Slots:
         if name.kind == "operand":
             return self._operand(name.of, graph.mesh)
         if name.kind in ("result", "grad"):
-            return self.part(name, graph, microbatch)
+            return self.of_outer(self._part(name, graph, microbatch), graph.mesh)
+        if name.kind == "unsummed":
+            (part,) = self.outer.grad_parts[name.of, graph.index]
+            spec = self.layouts[graph.mesh].operand(name.of)
+            return self._per_replica((name, graph.index), graph.mesh, part.aval, spec)
         if name.kind == "residual":
-            return self._per_replica((name, microbatch), graph.mesh, name.of.aval)
+            spec = self.residuals[name.of]
+            return self._per_replica((name, microbatch), graph.mesh, name.of.aval, spec)
         return self.exchanged(name, graph.mesh, microbatch)
 
     def exchanged(self, name: Name, mesh: int, microbatch: int) -> int:
         """An activation or a cotangent, as a mesh has it."""
         var = name.of if name.kind == "activation" else name.of[0]
-        return self._per_replica((name, microbatch, mesh), mesh, var.aval)
+        spec = self.layouts[mesh].activation(var)
+        return self._per_replica((name, microbatch, mesh), mesh, var.aval, spec)
 
-    def part(self, name: Name, graph: StageGraph, microbatch: int) -> int:
+    def _part(self, name: Name, graph: StageGraph, microbatch: int) -> Var:
         """What a stage leaves behind of a result or a gradient: an accumulator, or a part for each
         microbatch."""
         parts = self.outer.result_parts if name.kind == "result" else self.outer.grad_parts
         variables = parts[name.of, graph.index]
-        var = variables[microbatch if len(variables) > 1 else 0]
-        return self.of_outer(var, graph.mesh, self._layout)
+        return variables[microbatch if len(variables) > 1 else 0]
 
     def _operand(self, index: int, mesh: int) -> int:
         operand = self.outer.operands[index]
         if not operand.host:
-            return self.of_outer(operand.value, mesh, "stacked" if operand.stacked else "whole")
+            return self.of_outer(operand.value, mesh)
         axis = self.loss.slice_axes[index]
         leaf = self.step.invars.index(operand.value)
         key = ("batch", leaf, axis, mesh)
         if key not in self._numbers:
-            aval = operand.value.aval
+            aval, spec = operand.value.aval, self.layouts[mesh].operand(index)
             if axis is not None:
                 aval = jax.eval_shape(
                     lambda x: self.slicing.stack(x, axis),
                     jax.ShapeDtypeStruct(aval.shape, aval.dtype),
                 )
-            slot = self._slot(key, mesh, aval, "whole" if axis is None else "stacked")
+                spec = self._stacked(index, mesh)
+            slot = self._slot(key, mesh, aval, spec)
             self.batches.append((leaf, slot, axis))
         return self._numbers[key]
 
-    @property
-    def _layout(self) -> str:
-        return "replicas" if self.slicing.replicas > 1 else "whole"
+    def _outer_spec(self, var: Var, mesh: int) -> Spec:
+        layout = self.layouts[mesh]
+        kind, i = self._parts.get(var, ("", 0))
+        if kind == "stacked":
+            return self._stacked(i, mesh)
+        if kind == "result":
+            return (DATA,) if self.slicing.replicas > 1 else ()
+        if kind == "unsummed":
+            return (DATA, *layout.operand(i))
+        return layout.gradient(i) if kind == "grad" else layout.outer(self.outer.like.get(var, var))
 
-    def _per_replica(self, key: Any, mesh: int, aval: Any) -> int:
+    def _stacked(self, index: int, mesh: int) -> Spec:
+        """Of a sliced operand: microbatches, replicas, and a slice with its rows in front."""
+        of_slice: list[Axis] = list(self.layouts[mesh].operand(index))
+        rows = of_slice.pop(self.loss.slice_axes[index] or 0)
+        return (None, *((DATA,) if self.slicing.replicas > 1 else ()), rows, *of_slice)
+
+    def _per_replica(self, key: Any, mesh: int, aval: Any, spec: Spec) -> int:
         """A value of one microbatch, of which each replica has its own."""
         replicas = self.slicing.replicas
-        shape = (replicas, *aval.shape) if replicas > 1 else aval.shape
-        return self._slot(key, mesh, jax.ShapeDtypeStruct(shape, aval.dtype), self._layout)
+        if replicas == 1:
+            return self._slot(key, mesh, aval, spec)
+        whole = jax.ShapeDtypeStruct((replicas, *aval.shape), aval.dtype)
+        return self._slot(key, mesh, whole, (DATA, *spec))
 
-    def _slot(self, key: Any, mesh: int, aval: Any, layout: str) -> int:
+    def _slot(self, key: Any, mesh: int, aval: Any, spec: Spec) -> int:
         if key not in self._numbers:
             self._numbers[key] = len(self.slots)
             plain = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-            self.slots.append(Slot(mesh, plain, layout))
+            self.slots.append(Slot(mesh, plain, spec))
         return self._numbers[key]

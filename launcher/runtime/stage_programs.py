@@ -8,7 +8,7 @@ program holds no data-parallel collective. Used by `runtime.emit`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +17,16 @@ import jax.numpy as jnp
 
 from launcher.plan.outer import Operand, Slicing, accumulator_dtype
 from launcher.plan.schedule import Kind, Task, backward_follows
+from launcher.plan.sharding.dims import Spec
+from launcher.plan.sharding.layout import DATA, Layout
 from launcher.plan.stages import StageGraph
+from launcher.runtime.collectives import constrained, scatter
 from launcher.runtime.joint import Name, trace_joint
 from launcher.runtime.passes import Pass, cut, outputs_by_kind
+from launcher.trace.graph import Var
 from launcher.trace.step import Loss
 
-DATA = "data"  # the mesh axis of the replicas
-_SUMS = ("result", "grad")
+_SUMS = ("result", "grad", "unsummed")
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,13 +35,14 @@ class StageProgram:
 
     Accumulators are the last of the inputs and the first of the outputs, in one order, so that each
     can keep its buffer. A result or gradient that is no input is made afresh: of the only
-    microbatch, or a part for each.
+    microbatch, or a part for each. `residuals`: by their variable, the specs of those it makes.
     """
 
     name: str
     fun: Callable[..., tuple[Any, ...]]
     inputs: tuple[Name, ...]
     outputs: tuple[Name, ...]
+    residuals: Mapping[Var, Spec]
 
     @property
     def accumulators(self) -> tuple[Name, ...]:
@@ -51,6 +55,7 @@ def stage_programs(
     loss: Loss,
     operands: Sequence[Operand],
     slicing: Slicing,
+    layout: Layout,
     remat: str,
     results: Sequence[int],
     grads: Sequence[int],
@@ -62,7 +67,7 @@ def stage_programs(
         operands: what holds each of the loss's. results, grads: those that the step uses.
         tasks: of the stage's mesh, in order.
     """
-    maker = _Maker(loss, operands, slicing)
+    maker = _Maker(loss, operands, slicing, layout)
     kinds = {task.kind for task in tasks if task.stage == graph.index}
     together = not graph.activations_out and backward_follows(tasks, graph.index)
     joint = trace_joint(
@@ -73,11 +78,22 @@ def stage_programs(
         "none" if together else remat,  # what is used at once need not be computed again
         open_checkpoints=Kind.BACKWARD_WEIGHT in kinds,
     )
+    inside = layout.inside(joint.equations, {v: _spec(n, layout) for n, v in joint.inputs.items()})
     found: dict[Kind, StageProgram] = {}
     for kind, one_slice in cut(joint, outputs_by_kind(joint, results, kinds, together)).items():
         word = kind.value if found or not together else f"forward_{kind.value}"
-        found[kind] = maker.program(f"stage.{graph.index}.{word}", one_slice)
+        left = {n.of: inside.spec(n.of) for n in one_slice.outputs if n.kind == "residual"}
+        found[kind] = maker.program(f"stage.{graph.index}.{word}", one_slice, left)
     return found
+
+
+def _spec(name: Name, layout: Layout) -> Spec:
+    """An input of a joint program."""
+    if name.kind == "operand":
+        return layout.operand(name.of)
+    if name.kind == "seed":
+        return ()
+    return layout.activation(name.of if name.kind == "activation" else name.of[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +103,7 @@ class _Maker:
     loss: Loss
     operands: Sequence[Operand]
     slicing: Slicing
+    layout: Layout
 
     def varies(self, i: int) -> bool:
         """Whether an operand differs from slice to slice; of the only slice: may be data."""
@@ -94,37 +111,58 @@ class _Maker:
             return i not in self.loss.wrt
         return self.operands[i].stacked or self.loss.keys[i]
 
-    def program(self, name: str, one_slice: Pass) -> StageProgram:
+    def program(self, name: str, one_slice: Pass, residuals: Mapping[Var, Spec]) -> StageProgram:
         """All replicas' slices of a microbatch, and its accumulators."""
-        sums = [n for n in one_slice.outputs if n.kind in _SUMS]
-        kept = [n for n in sums if self.is_kept(n)]
+        late = {n: Name("unsummed", n.of) for n in one_slice.outputs if self.is_late(n)}
+        made = [late.get(n, n) for n in one_slice.outputs]
+        kept = [n for n in made if n.kind in _SUMS and self.is_kept(n)]
         inputs = [*(n for n in one_slice.inputs if n.kind != "seed"), *kept]
-        outputs = [*kept, *(n for n in one_slice.outputs if n not in kept)]
+        outputs = [*kept, *(n for n in made if n not in kept)]
 
         def one(number: Any, replica: Any, *flat: Any) -> tuple[Any, ...]:
-            values = dict(zip(inputs, flat, strict=True))
+            values = dict(zip(inputs, flat, strict=False))
             parts = [self.part(n, values.get(n), number, replica) for n in one_slice.inputs]
-            made = dict(zip(one_slice.outputs, one_slice.fun(*parts), strict=True))
-            for n in sums:
-                made[n] = self.widened(made[n])
-            for n in kept:
-                made[n] = values[n] + made[n]
-            return tuple(made[n] for n in outputs)
+            outs = zip(made, one_slice.fun(*parts), strict=True)
+            return tuple(self.widened(x) if n.kind in _SUMS else x for n, x in outs)
 
-        fun, replicas = one, self.slicing.replicas
+        fun, replicas, reads = one, self.slicing.replicas, len(inputs) - len(kept)
         if replicas > 1:
-            axes = (None, 0, *(self.replica_axis(n) for n in inputs))
+            axes = (None, 0, *(self.replica_axis(n) for n in inputs[:reads]))
             fun = jax.vmap(one, in_axes=axes, spmd_axis_name=DATA)
 
         def whole(number: Any, *flat: Any) -> tuple[Any, ...]:
-            return fun(number, jnp.arange(replicas) if replicas > 1 else 0, *flat)
+            read = [self.gathered(n, x) for n, x in zip(inputs[:reads], flat, strict=False)]
+            outs = fun(number, jnp.arange(replicas) if replicas > 1 else 0, *read)
+            values = {n: self.summed(n, x) for n, x in zip(made, outs, strict=True)}
+            for n, accumulated in zip(kept, flat[reads:], strict=True):
+                values[n] = accumulated + values[n]
+            return tuple(values[n] for n in outputs)
 
-        return StageProgram(name, whole, tuple(inputs), tuple(outputs))
+        return StageProgram(name, whole, tuple(inputs), tuple(outputs), residuals)
 
     def is_kept(self, name: Name) -> bool:
         """Whether an accumulator is read and added to, rather than made afresh."""
         word = self.loss.reduce[name.of] if name.kind == "result" else "sum"
         return self.slicing.micro_batches > 1 and word in ("mean", "sum")
+
+    def is_late(self, name: Name) -> bool:
+        """Whether a gradient stays with its replicas until the pipeline is done. What is gathered
+        in every pass is also summed in every pass, since it may not fit whole."""
+        several = self.slicing.micro_batches > 1
+        scattered = name.kind == "grad" and self.layout.is_scattered(name.of)
+        return scattered and several and not self.layout.is_gathered(name.of)
+
+    def summed(self, name: Name, value: Any) -> Any:
+        """A gradient that ends up cut along the replicas: their sum, each with its part."""
+        if name.kind == "grad" and self.layout.is_scattered(name.of):
+            return scatter(self.layout, name.of, value)
+        return value
+
+    def gathered(self, name: Name, value: Any) -> Any:
+        """A parameter that is kept in parts: whole, as far as data goes."""
+        if name.kind == "operand" and self.layout.is_gathered(name.of):
+            return constrained(self.layout, value, self.layout.operand(name.of))
+        return value
 
     def widened(self, value: Any) -> Any:
         """A part of a result or gradient as it is accumulated."""

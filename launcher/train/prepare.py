@@ -9,9 +9,10 @@ from rich.console import Console
 
 from launcher.cluster.devices import DevicePool, find_devices
 from launcher.config.schema import Config
-from launcher.plan import Plan, local_shape, make_plan
+from launcher.plan import Plan, local_shape
 from launcher.report.console import status
 from launcher.report.plan_table import print_plan
+from launcher.train.method import plan_of
 from launcher.train.program import build_program
 from recipes import check_dataset
 
@@ -38,20 +39,12 @@ def prepare(config: Config, console: Console) -> Prepared:
     began = time.perf_counter()
     with status(console, "reading the data and planning"):
         program = build_program(config)
-        plan = make_plan(
-            program.train,
-            method=config.parallel.method,
-            num_stages=config.parallel.num_stages,
-            stages_per_mesh=config.parallel.stages_per_mesh,
-            num_micro_batches=config.parallel.num_micro_batches,
-            schedule=config.parallel.schedule,
-            remat=config.parallel.remat,
-            cluster=local_shape(
-                pool.hosts * pool.devices_per_host,
-                pool.hosts,
-                "cpu" if pool.kind == "cpu" else pool.device_name,
-            ),
+        cluster = local_shape(
+            pool.hosts * pool.devices_per_host,
+            pool.hosts,
+            "cpu" if pool.kind == "cpu" else pool.device_name,
         )
+        plan = plan_of(config.parallel, program.train, cluster)
     seconds = time.perf_counter() - began
     console.print(f"data: {program.dataset.describe}", soft_wrap=True)
     print_plan(console, plan)

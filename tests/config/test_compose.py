@@ -18,6 +18,7 @@ from launcher.config.schema import GPT, MLP, Config, StdlibText, Text
 FILES = sorted(CONF.rglob("*.yaml"))
 # What an option needs beside itself.
 COMPANIONS = {"model=mlp": ["dataset=synthetic"], "dataset=text": ["dataset.path=/data"]}
+COMPANIONS["parallel=replay"] = ["parallel.plan=plan.json"]
 COMPANIONS["recipe=gpt_text"] = ["dataset.path=/data"]
 
 

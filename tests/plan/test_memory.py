@@ -7,6 +7,8 @@ import pytest
 import launcher
 from launcher.plan.memory import activation_bytes, residual_bytes
 from launcher.plan.schedule import make_schedule, max_in_flight
+from launcher.plan.sharding.dims import NamedDims
+from launcher.plan.sharding.layout import AXES, Layout, outer_dims
 from launcher.plan.stages import cut_stages
 from launcher.trace import trace_step
 
@@ -26,23 +28,30 @@ def loss(params, x):
 def found():
     params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * STAGES
     batch = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
-    return trace_step(lambda p, x: launcher.grad(loss)(p, x), (params, batch)).loss(1)
+    return trace_step(lambda p, x: launcher.grad(loss)(p, x), (params, batch))
 
 
-def on_each_mesh(found, name, meshes, remat):
+def one_device(traced):
+    one = dict.fromkeys(AXES, 1)
+    dims = NamedDims(traced.loss(1).equations)
+    return Layout(traced, traced.loss(1), one, {}, outer_dims(traced), dims)
+
+
+def on_each_mesh(traced, name, meshes, remat):
+    found, layout = traced.loss(1), one_device(traced)
     graphs = cut_stages(found, [(i,) for i in range(STAGES)], [i % meshes for i in range(STAGES)])
     tasks = make_schedule(name, STAGES, meshes, MICRO_BATCHES)
     return [
-        activation_bytes({g: remat for g in graphs if g.mesh == mesh}, found, tasks[mesh])
+        activation_bytes({g: remat for g in graphs if g.mesh == mesh}, found, tasks[mesh], layout)
         for mesh in range(meshes)
     ]
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero_bubble"])
 def test_what_is_kept_is_kept_for_every_microbatch_in_flight(found, name):
-    graph = cut_stages(found, [(i,) for i in range(STAGES)])[1]
+    graph = cut_stages(found.loss(1), [(i,) for i in range(STAGES)])[1]
     in_flight = max_in_flight(make_schedule(name, STAGES, STAGES, MICRO_BATCHES)[1])
-    each = BOUNDARY + residual_bytes(graph, found)
+    each = BOUNDARY + residual_bytes(graph, found.loss(1), one_device(found))
     assert on_each_mesh(found, name, STAGES, "none")[1] == in_flight * each
 
 

@@ -12,7 +12,9 @@ PARTS = 4
 W = np.arange(16, dtype=np.float32).reshape(4, 4) / 16
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
 METHODS = {
-    "stages": launcher.PipeshardParallel(num_micro_batches=PARTS, num_stages=2),
+    "stages": launcher.PipeshardParallel(
+        num_micro_batches=PARTS, stage_option=launcher.UniformStageOption(2)
+    ),
     "replicas": launcher.DataParallel(num_micro_batches=PARTS // 2),
 }
 

@@ -1,0 +1,222 @@
+"""How a pipeline is cut: layer options and stage options, and what follows from them. Pure.
+
+The names are those of Alpa's API. Used by `plan.methods`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.plan.cluster_shape import ClusterShape
+from launcher.plan.errors import PlanError
+from launcher.plan.outline import Submesh
+from launcher.plan.schedule import SEVERAL_STAGES_A_MESH
+from launcher.plan.sharding.dims import Spec
+from launcher.plan.stages import group_layers, layer_flops
+from launcher.trace.step import TracedStep
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Stages and submeshes: the part of an `Outline` that a stage option decides."""
+
+    layers: tuple[tuple[int, ...], ...]
+    submeshes: tuple[Submesh, ...]
+    mesh_of: tuple[int, ...]
+    shardings: tuple[Mapping[str, Spec] | None, ...] = ()
+    zero: int = 0
+
+
+@dataclass(frozen=True)
+class ManualLayerOption:
+    """Layers end at the model's own `mark_pipeline_boundary()` calls."""
+
+
+@dataclass(frozen=True)
+class UniformStageOption:
+    """Stages of about equal work, each on an equal share of the devices.
+
+    Attributes:
+        num_stages: None for as many as layers and devices allow.
+        stages_per_mesh: how many of them share a submesh; None: one, and with `interleaved_1f1b`
+            as few as fit, at least two.
+        logical_mesh_shape: of every submesh, (data, model); None: all of its devices in data.
+    """
+
+    num_stages: int | None = None
+    stages_per_mesh: int | None = None
+    logical_mesh_shape: tuple[int, int] | None = None
+
+    def cut(self, step: TracedStep, cluster: ClusterShape, schedule: str) -> Cut:
+        """Raises PlanError: more stages than layers or devices, devices that do not divide, or a
+        schedule that cannot run so many stages on a submesh."""
+        loss = step.loss(1)
+        count, num_meshes = _stages_and_meshes(
+            self.num_stages,
+            self.stages_per_mesh,
+            schedule,
+            loss.num_layers,
+            cluster.num_devices,
+        )
+        each = cluster.num_devices // num_meshes
+        shape = self.logical_mesh_shape or (each, 1)
+        if math.prod(shape) != each:
+            raise PlanError(
+                f"a logical mesh of {shape[0]} × {shape[1]} does not fit the {each} devices of "
+                f"each of {num_meshes} submeshes"
+            )
+        return Cut(
+            layers=group_layers(layer_flops(loss), count),
+            submeshes=tuple(
+                Submesh(tuple(range(m * each, (m + 1) * each)), shape) for m in range(num_meshes)
+            ),
+            mesh_of=tuple(s % num_meshes for s in range(count)),
+        )
+
+
+@dataclass(frozen=True)
+class ManualStageOption:
+    """Every stage by hand. Submeshes take the devices in order.
+
+    Attributes:
+        forward_stage_layer_ids: the layers of each stage, e.g. `[[0, 1], [2, 3]]`.
+        submesh_shapes: of each stage, (hosts, devices of each host).
+        logical_mesh_shapes: of each stage, (data, model); None: all of its devices in data.
+        sharding_options: of each stage None (chosen), "zero2" or "zero3", the latter two the same
+            for all, or `{argument leaf: spec}` as in `plan.json`; None: chosen for all.
+    """
+
+    forward_stage_layer_ids: Sequence[Sequence[int]]
+    submesh_shapes: Sequence[tuple[int, int]]
+    logical_mesh_shapes: Sequence[tuple[int, int]] | None = None
+    sharding_options: Sequence[Any] | None = None
+
+    def cut(self, step: TracedStep, cluster: ClusterShape, schedule: str) -> Cut:
+        """Raises PlanError: the options do not cover the layers, or do not fit the devices."""
+        del schedule
+        layers = tuple(map(tuple, self.forward_stage_layer_ids))
+        self._check_counts(len(layers))
+        _check_layers(layers, step.loss(1).num_layers)
+        submeshes = self._submeshes(cluster)
+        options = tuple(self.sharding_options or (None,) * len(layers))
+        words = {o for o in options if isinstance(o, str)}
+        if not words <= {"zero2", "zero3"} or (words and len(set(map(str, options))) > 1):
+            raise PlanError(
+                f"sharding_options={list(options)}: give None or a mapping for each stage, or "
+                '"zero2" or "zero3" for all of them'
+            )
+        zero = {"zero2": 2, "zero3": 3}[words.pop()] if words else 0
+        return Cut(
+            layers=layers,
+            submeshes=submeshes,
+            mesh_of=tuple(range(len(layers))),
+            shardings=() if zero else options,
+            zero=zero,
+        )
+
+    def _check_counts(self, count: int) -> None:
+        for name in ("submesh_shapes", "logical_mesh_shapes", "sharding_options"):
+            given = getattr(self, name)
+            if given is not None and len(given) != count:
+                raise PlanError(
+                    f"{name} has {len(given)} entries and forward_stage_layer_ids {count}; give "
+                    "one for each stage"
+                )
+
+    def _submeshes(self, cluster: ClusterShape) -> tuple[Submesh, ...]:
+        found, first = [], 0
+        shapes = self.logical_mesh_shapes or [(h * d, 1) for h, d in self.submesh_shapes]
+        for s, ((hosts, each), shape) in enumerate(zip(self.submesh_shapes, shapes, strict=True)):
+            if (
+                min(hosts, each) < 1
+                or each > cluster.devices_per_host
+                or (hosts > 1 and each != cluster.devices_per_host)
+            ):
+                raise PlanError(
+                    f"stage {s}: a submesh of {hosts} hosts × {each} devices does not fit hosts of "
+                    f"{cluster.devices_per_host} devices; several hosts are taken whole"
+                )
+            if math.prod(shape) != hosts * each:
+                raise PlanError(
+                    f"stage {s}: a logical mesh of {shape[0]} × {shape[1]} does not fit a submesh "
+                    f"of {hosts * each} devices"
+                )
+            found.append(Submesh(tuple(range(first, first + hosts * each)), (shape[0], shape[1])))
+            first += hosts * each
+        if first != cluster.num_devices:
+            raise PlanError(
+                f"submesh_shapes take {first} devices and there are {cluster.num_devices}; they "
+                "must cover the cluster"
+            )
+        return tuple(found)
+
+
+def layer_option_of(option: str | ManualLayerOption) -> ManualLayerOption:
+    """The option that a word stands for. Raises PlanError for another."""
+    if isinstance(option, ManualLayerOption):
+        return option
+    if option == "manual":
+        return ManualLayerOption()
+    raise PlanError(f'layer_option={option!r} is not "manual" or a ManualLayerOption')
+
+
+def stage_option_of(
+    option: str | UniformStageOption | ManualStageOption,
+) -> UniformStageOption | ManualStageOption:
+    """The option that a word stands for. Raises PlanError for another."""
+    if isinstance(option, (UniformStageOption, ManualStageOption)):
+        return option
+    if option == "uniform":
+        return UniformStageOption()
+    raise PlanError(
+        f'stage_option={option!r} is not "uniform", a UniformStageOption or a ManualStageOption'
+    )
+
+
+def _check_layers(layers: Sequence[Sequence[int]], num_layers: int) -> None:
+    if [i for stage in layers for i in stage] != list(range(num_layers)) or not all(layers):
+        raise PlanError(
+            f"forward_stage_layer_ids={[list(stage) for stage in layers]} does not cover the "
+            f"model's {num_layers} layers in order, each once: its layers are 0 to {num_layers - 1}"
+        )
+
+
+def _stages_and_meshes(
+    asked: int | None,
+    stages_per_mesh: int | None,
+    schedule: str,
+    num_layers: int,
+    num_devices: int,
+) -> tuple[int, int]:
+    """How many stages on how many equal meshes: as many meshes as fit what was asked."""
+    several = schedule in SEVERAL_STAGES_A_MESH
+    if stages_per_mesh is not None and stages_per_mesh > 1 and not several:
+        raise PlanError(
+            f"parallel.stages_per_mesh={stages_per_mesh} needs "
+            f"parallel.schedule=interleaved_1f1b; {schedule} runs one stage on each submesh"
+        )
+    for key, number in (("num_stages", asked), ("stages_per_mesh", stages_per_mesh)):
+        if number is not None and number > num_layers:
+            raise PlanError(
+                f"parallel.{key}={number} is more than the model's {num_layers} layers (one more "
+                "than its mark_pipeline_boundary() calls); ask for fewer stages or mark more "
+                "boundaries"
+            )
+    each: Sequence[int] = (stages_per_mesh,) if stages_per_mesh else (1,)
+    if stages_per_mesh is None and several and asked != 1 and num_layers > 1:
+        each = range(2, num_layers + 1)
+    meshes = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
+    fits = [(n, k) for n in meshes for k in each if n * k <= num_layers]
+    found = [(n, k) for n, k in fits if asked in (None, n * k)]
+    if found:
+        n, k = max(found, key=lambda fit: (fit[0], -fit[1]))
+        return n * k, n
+    options = ", ".join(str(total) for total in sorted({n * k for n, k in fits}))
+    shared = f" with {stages_per_mesh} stages on each" if each[0] > 1 else ""
+    raise PlanError(
+        f"{num_devices} devices (cluster.gpus) do not divide into equal submeshes for "
+        f"parallel.num_stages={asked}{shared}; possible here: {options}"
+    )

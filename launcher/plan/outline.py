@@ -1,0 +1,42 @@
+"""What a parallel method decides before the plan's details follow from it. Pure data.
+
+Used by `plan.methods`, which makes one, and `plan.make`, which completes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from launcher.plan.sharding.dims import Spec
+
+
+@dataclass(frozen=True)
+class Submesh:
+    """Devices by their global numbers, and their shape as (data, model)."""
+
+    devices: tuple[int, ...]
+    logical_mesh: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Outline:
+    """Which layers run where, and in which order.
+
+    Attributes:
+        method: the name that the plan carries.
+        layers: of every stage. mesh_of: its submesh, by number.
+        remat: of every stage, a name of `plan.remat.POLICIES`.
+        zero: 0, 2 (gradients and optimizer state are cut along data) or 3 (parameters, too).
+        shardings: of every stage, as in `StagePlan`; None: to be chosen.
+    """
+
+    method: str
+    layers: tuple[tuple[int, ...], ...]
+    submeshes: tuple[Submesh, ...]
+    mesh_of: tuple[int, ...]
+    num_micro_batches: int
+    schedule: str
+    remat: tuple[str, ...]
+    zero: int = 0
+    shardings: tuple[Mapping[str, Spec] | None, ...] = ()

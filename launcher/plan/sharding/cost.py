@@ -1,0 +1,128 @@
+"""What cutting a program costs: operations a device still does, and bytes its collectives move.
+
+Counted equation by equation under given specs. A sum over a dimension that is cut ends in an
+all-reduce of the result; so, in the backward pass, does the gradient of an operand that is whole
+along a dimension that the result is cut along. Pure; used by `plan.predict` and `sharding.choose`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from launcher.plan.cluster_shape import ClusterShape
+from launcher.plan.sharding.dims import Sharding, Spec, Use, axes, parts
+from launcher.trace.cost import flops, moved_bytes
+from launcher.trace.graph import Var, is_var, nbytes
+
+PRODUCTS = ("dot_general", "conv_general_dilated")
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one device does: operations of matrix products and of everything else, bytes that the
+    latter move, and bytes all-reduced along each axis, forward and in the backward pass."""
+
+    product_flops: float
+    other_flops: float
+    moved_bytes: float
+    forward: Mapping[str, float]
+    backward: Mapping[str, float]
+
+
+def load(use: Use, sharding: Sharding, active: bool) -> Load:
+    """Of one equation. `active`: gradients flow through it."""
+    eqn, sizes = use.eqn, sharding.sizes
+    ins = [sharding.spec(v, use.scope) if is_var(v) else () for v in eqn.invars]
+    outs = [sharding.spec(v, use.scope) for v in eqn.outvars]
+    forward: dict[str, float] = {}
+    backward: dict[str, float] = {}
+    cut: set[str] = {a for spec in outs for axis in spec for a in axes(axis)}
+    for factor in use.factors or ():
+        of_factor = {a for i, d in factor.operands if d < len(ins[i]) for a in axes(ins[i][d])}
+        if not factor.results:
+            for axis in of_factor - cut:
+                forward[axis] = forward.get(axis, 0.0) + _local(eqn.outvars[0], outs[0], sizes)
+            cut |= of_factor
+    if active and eqn.primitive.name in (*PRODUCTS, "broadcast_in_dim", "gather"):
+        for i, atom in enumerate(eqn.invars):
+            if not is_var(atom) or not _floating(atom):
+                continue
+            own = {a for axis in ins[i] for a in axes(axis)}
+            for axis in cut - own:
+                backward[axis] = backward.get(axis, 0.0) + _local(atom, ins[i], sizes)
+    if use.factors is None:  # gathered, computed everywhere
+        for atom, spec in zip(eqn.invars, ins, strict=True):
+            for axis in {a for one in spec for a in axes(one)}:
+                forward[axis] = forward.get(axis, 0.0) + _local(atom, spec, sizes)
+        cut = set()
+    share = 1.0
+    for axis in cut:
+        share *= sizes[axis]
+    work = flops(eqn) * use.times / share
+    product = eqn.primitive.name in PRODUCTS
+    return Load(
+        work if product else 0.0,
+        0.0 if product else work,
+        0.0 if product else moved_bytes(eqn) * use.times / share,
+        {a: x * use.times for a, x in forward.items()},
+        {a: x * use.times for a, x in backward.items()},
+    )
+
+
+def all_reduce_seconds(size: float, devices: int, bandwidth: float, latency: float) -> float:
+    """A ring's: each device sends `2 (n - 1) / n` of the bytes (Patarasuk and Yuan, 2009)."""
+    if devices == 1 or not size:
+        return 0.0
+    return 2 * (devices - 1) * (size / devices / bandwidth + latency)
+
+
+def gather_seconds(size: float, devices: int, bandwidth: float, latency: float) -> float:
+    """Half an all-reduce: an all-gather or a reduce-scatter of `size` bytes in all."""
+    return all_reduce_seconds(size, devices, bandwidth, latency) / 2
+
+
+def _local(var: Var, spec: Spec, sizes: Mapping[str, int]) -> float:
+    return nbytes(var.aval) / parts(spec, sizes)
+
+
+def _floating(var: Var) -> bool:
+    return bool(jnp.issubdtype(var.aval.dtype, jnp.floating))
+
+
+def seconds(found: Load, sizes: Mapping[str, int], cluster: ClusterShape, link: float) -> float:
+    """Forward and, at twice the work, backward: of one slice, on one device."""
+    return forward_seconds(found, sizes, cluster, link) + backward_seconds(
+        found, sizes, cluster, link
+    )
+
+
+def forward_seconds(
+    found: Load, sizes: Mapping[str, int], cluster: ClusterShape, link: float
+) -> float:
+    """Matrix products at the sustained rate; the rest, fused, by the bytes it moves once."""
+    fused = found.moved_bytes / 4  # a chain of element-wise operations is one pass
+    other = max(found.other_flops / cluster.flops, fused / cluster.memory_bandwidth)
+    return (
+        found.product_flops / cluster.flops + other + _reduced(found.forward, sizes, cluster, link)
+    )
+
+
+def backward_seconds(
+    found: Load, sizes: Mapping[str, int], cluster: ClusterShape, link: float
+) -> float:
+    """Twice the forward pass's work, and what is summed."""
+    fused = found.moved_bytes / 4
+    other = max(found.other_flops / cluster.flops, fused / cluster.memory_bandwidth)
+    work = 2 * (found.product_flops / cluster.flops + other)
+    return work + _reduced(found.backward, sizes, cluster, link)
+
+
+def _reduced(
+    sums: Mapping[str, float], sizes: Mapping[str, int], cluster: ClusterShape, link: float
+) -> float:
+    return sum(
+        all_reduce_seconds(size, sizes[axis], link, cluster.latency) for axis, size in sums.items()
+    )

@@ -1,0 +1,102 @@
+"""How a stage's arguments are cut: what its `StagePlan.shardings` says. Pure; for `plan.make`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from launcher.plan.cluster_shape import ClusterShape
+from launcher.plan.sharding.choose import along_data, model_classes
+from launcher.plan.sharding.dims import NamedDims, Sharding, Spec, Use
+from launcher.plan.sharding.layout import MODEL, outer_dims
+from launcher.plan.sharding.names import leaf_names
+from launcher.plan.stages import StageGraph
+from launcher.trace.graph import Var, dependents
+from launcher.trace.step import Loss, TracedStep
+
+
+def stage_shardings(
+    step: TracedStep,
+    loss: Loss,
+    graph: StageGraph,
+    logical_mesh: tuple[int, int],
+    zero: int,
+    cluster: ClusterShape,
+    link: float,
+) -> dict[str, Spec]:
+    """The specs of the arguments that belong to a stage: its parameters, what the update keeps for
+    them, and the batch. Nothing is said of a stage on one device.
+
+    Args:
+        zero: see `Outline`. link: bytes/s between the submesh's devices.
+    """
+    data, model = logical_mesh
+    if data * model == 1:
+        return {}
+    operands = _operand_specs(loss, graph, model, cluster, link)
+    return _argument_specs(step, loss, graph, operands, data, model, zero)
+
+
+def _operand_specs(
+    loss: Loss, graph: StageGraph, model: int, cluster: ClusterShape, link: float
+) -> dict[int, Spec]:
+    """What the stage reads, cut along the model axis."""
+    dims = NamedDims(graph.equations)
+    cut = Sharding(dims, {MODEL: model})
+    if model > 1:
+        sources = [*(loss.invars[i] for i in graph.wrt), *graph.active_in]
+        flowing = dependents(graph.equations, sources)
+
+        def active(use: Use) -> bool:
+            return use.scope > 0 or any(v in flowing for v in use.eqn.outvars)
+
+        parameters = [loss.invars[i] for i in graph.wrt]
+        batch = batch_classes(loss, dims, graph.operands)
+        for of in model_classes(dims, parameters, batch, active, model, cluster, link):
+            cut.axis_of[of] = (MODEL,)
+    return {i: cut.spec(loss.invars[i]) for i in graph.operands}
+
+
+def batch_classes(loss: Loss, dims: NamedDims, operands: Iterable[int]) -> set[int]:
+    """The classes of the batch's rows."""
+    sliced = [(i, loss.slice_axes[i]) for i in operands]
+    return {dims.classes(loss.invars[i])[axis] for i, axis in sliced if axis is not None}
+
+
+def _argument_specs(
+    step: TracedStep,
+    loss: Loss,
+    graph: StageGraph,
+    operands: dict[int, Spec],
+    data: int,
+    model: int,
+    zero: int,
+) -> dict[str, Spec]:
+    holders = {i: step.loss_equation.invars[i] for i in graph.operands}
+    dims = outer_dims(step)
+    kept = Sharding(dims, {MODEL: model})
+    cut = Sharding(dims, {MODEL: model, "data": data})
+    for i, spec in operands.items():
+        if loss.slice_axes[i] is None:
+            kept.seed(holders[i], spec)
+            cut.seed(holders[i], spec)
+            target = along_data(loss.invars[i].aval.shape, spec, data, model)
+            if zero and data > 1 and i in loss.wrt and target:
+                cut.seed(holders[i], target)
+    parameters = {holders[i] for i in graph.wrt}
+    own = {c for i in graph.operands for c in dims.classes(holders[i])}
+    found: dict[str, Spec] = {}
+    arguments = zip(leaf_names(step), step.invars, step.batch, strict=True)
+    for name, var, is_batch in arguments:
+        if is_batch:
+            if var in holders.values() and var.aval.shape:
+                found[name] = _batch_spec(var, data)
+            continue
+        spec = (cut if zero == 3 or (zero and var not in parameters) else kept).spec(var)
+        if var in parameters or (any(spec) and own & set(dims.classes(var))):
+            found[name] = spec
+    return found
+
+
+def _batch_spec(var: Var, data: int) -> Spec:
+    rows = "data" if data > 1 and var.aval.shape[0] % data == 0 else None
+    return (rows, *(None for _ in var.aval.shape[1:]))

@@ -1,0 +1,66 @@
+"""What a plan cuts, in words: a line for each way in which a stage's arrays are shared out.
+
+Used by `plan_table`; it reads the plan, and needs no device.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from launcher.report.text import ranges_text
+
+if TYPE_CHECKING:
+    from launcher.plan.plan import Plan, StagePlan
+
+_NAMES = 3  # listed of each kind
+
+
+def shardings_in_words(plan: Plan) -> list[str]:
+    """One line for each distinct way, with the stages that it is true of; none on single devices.
+
+    For example `stages 0-1: 12 arrays cut along model: mlp.linear_fc1.kernel, …`.
+    """
+    of: dict[str, list[int]] = {}
+    for index, stage in enumerate(plan.stages):
+        for words in _stage_in_words(stage):
+            of.setdefault(words, []).append(index)
+    return [f"{_stages(stages)}: {words}" for words, stages in of.items()]
+
+
+def _stage_in_words(stage: StagePlan) -> list[str]:
+    groups: dict[str, list[str]] = {}
+    for name, spec in stage.shardings.items():
+        axes = sorted({axis for dim in spec for axis in _axes(dim)})
+        groups.setdefault(" and ".join(axes), []).append(name)
+    lines = []
+    data, model = stage.logical_mesh
+    if data > 1:
+        lines.append(f"the batch cut in {data} along data")
+    for along, names in groups.items():
+        kept = [name for name in names if not _is_batch(stage.shardings[name], name)]
+        if along and kept:
+            lines.append(f"{len(kept)} arrays cut along {along}: {_examples(kept)}")
+    if model > 1 and not any("model" in along for along in groups):
+        lines.append(f"nothing cut along model: {model} devices do the same")
+    return lines
+
+
+def _is_batch(spec: Sequence[Any], name: str) -> bool:
+    return name.startswith("1.") and bool(spec) and spec[0] == "data"
+
+
+def _axes(dim: Any) -> tuple[str, ...]:
+    return (dim,) if isinstance(dim, str) else tuple(dim or ())
+
+
+def _examples(names: Sequence[str]) -> str:
+    """The ends of the names, those that differ in numbers only once."""
+    ends = list(dict.fromkeys(re.sub(r"\d+", "*", ".".join(n.split(".")[-2:])) for n in names))
+    listed = ", ".join(ends[:_NAMES])
+    return listed if len(ends) <= _NAMES else f"{listed} and {len(ends) - _NAMES} more kinds"
+
+
+def _stages(stages: Sequence[int]) -> str:
+    return f"stage{'s' if len(stages) > 1 else ''} {ranges_text(stages)}"

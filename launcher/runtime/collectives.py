@@ -1,0 +1,56 @@
+"""Sharding inside a stage's programs: constraints and the explicit reduce-scatter.
+
+The programs are traced for an abstract mesh, without devices. Used by the rest of `runtime`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from launcher.plan.sharding.dims import Spec, axes
+from launcher.plan.sharding.layout import DATA, ROWS, Layout
+
+
+def partition_spec(spec: Spec) -> PartitionSpec:
+    """As JAX writes it: nothing said of the last dimensions that are whole."""
+    last = max((d + 1 for d, axis in enumerate(spec) if axis), default=0)
+    return PartitionSpec(*spec[:last])
+
+
+def constrained(layout: Layout, value: Any, spec: Spec) -> Any:
+    """A value that has this spec from here on."""
+    sharding = NamedSharding(_mesh(layout), partition_spec(spec))
+    return jax.lax.with_sharding_constraint(value, sharding)
+
+
+def scatter(layout: Layout, operand: int, parts: Any) -> Any:
+    """An operand's gradient from every replica's own, `[replicas, …]`: summed, each device with
+    its part. A reduce-scatter by name, since XLA does not make one of a sum and a slice on CPUs.
+    """
+    before, after = layout.operand(operand), layout.gradient(operand)
+    at = next(d for d, axis in enumerate(after) if DATA in axes(axis))
+    own = axes(before[at])
+    rest = axes(after[at])[len(own) :]
+    if axes(after[at])[: len(own)] != own or rest not in ((DATA,), (DATA, ROWS)):
+        return constrained(layout, parts.sum(0), after)  # cut in another order
+
+    def local(part: Any) -> Any:
+        part = jax.lax.psum_scatter(part[0], DATA, scatter_dimension=at, tiled=True)
+        if ROWS in rest:
+            size = part.shape[at] // layout.sizes[ROWS]
+            part = jax.lax.dynamic_slice_in_dim(part, jax.lax.axis_index(ROWS) * size, size, at)
+        return part
+
+    return jax.shard_map(
+        local,
+        mesh=_mesh(layout),
+        in_specs=PartitionSpec(DATA, *before),
+        out_specs=PartitionSpec(*after),
+    )(parts)
+
+
+def _mesh(layout: Layout) -> AbstractMesh:
+    return AbstractMesh(tuple(layout.sizes.values()), tuple(layout.sizes))
