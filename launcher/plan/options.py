@@ -79,11 +79,11 @@ class UniformStageOption:
 
 @dataclass(frozen=True)
 class ManualStageOption:
-    """Every stage by hand. Submeshes take the devices in order.
+    """Every stage by hand. Submeshes take the devices in order, host by host.
 
     Attributes:
         forward_stage_layer_ids: the layers of each stage, e.g. `[[0, 1], [2, 3]]`.
-        submesh_shapes: of each stage, (hosts, devices of each host).
+        submesh_shapes: of each stage, (hosts, devices on each).
         logical_mesh_shapes: of each stage, (data, model); None: all of its devices in data.
         sharding_options: of each stage None (chosen), "zero2" or "zero3", the latter two the same
             for all, or `{argument leaf: spec}` as in `plan.json`; None: chosen for all.
@@ -130,15 +130,8 @@ class ManualStageOption:
         found, first = [], 0
         shapes = self.logical_mesh_shapes or [(h * d, 1) for h, d in self.submesh_shapes]
         for s, ((hosts, each), shape) in enumerate(zip(self.submesh_shapes, shapes, strict=True)):
-            if (
-                min(hosts, each) < 1
-                or each > cluster.devices_per_host
-                or (hosts > 1 and each != cluster.devices_per_host)
-            ):
-                raise PlanError(
-                    f"stage {s}: a submesh of {hosts} hosts × {each} devices does not fit hosts of "
-                    f"{cluster.devices_per_host} devices; several hosts are taken whole"
-                )
+            if min(hosts, each) < 1:
+                raise PlanError(f"stage {s}: a submesh of {hosts} × {each} devices holds none")
             if math.prod(shape) != hosts * each:
                 raise PlanError(
                     f"stage {s}: a logical mesh of {shape[0]} × {shape[1]} does not fit a submesh "

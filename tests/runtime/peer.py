@@ -23,8 +23,16 @@ from jax._src import distributed  # noqa: E402  (the key-value store: tests need
 from tiny import BATCHES, init, step  # noqa: E402
 
 from launcher.plan import local_shape, make_plan  # noqa: E402
+from launcher.plan.methods import ManualStageOption, PipeshardParallel  # noqa: E402
 from launcher.runtime import PullTransport, compile_step  # noqa: E402
 from launcher.trace import trace_step  # noqa: E402
+
+
+def planned(traced, cluster, settings):
+    """By a method's name, or by the fields of a `ManualStageOption`."""
+    if "method" in settings:
+        return make_plan(traced, cluster=cluster, **settings)
+    return PipeshardParallel(3, stage_option=ManualStageOption(**settings)).plan(traced, cluster)
 
 
 def main() -> None:
@@ -36,7 +44,7 @@ def main() -> None:
     traced = trace_step(step, (jax.eval_shape(init, jax.random.key(0)), BATCHES[0]))
     found = {}
     for settings in json.loads(sys.stdin.read()):
-        plan = make_plan(traced, cluster=local_shape(COUNT * DEVICES, COUNT, "cpu"), **settings)
+        plan = planned(traced, local_shape(COUNT * DEVICES, COUNT, "cpu"), settings)
         executable = compile_step(traced, plan, jax.devices(), transport)
         state = executable.create(init, jax.random.key(0))
         losses = []

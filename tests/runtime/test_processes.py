@@ -16,6 +16,11 @@ sys.path.insert(0, str(HERE))
 from tiny import BATCHES, init, step  # noqa: E402
 
 ONE_F_ONE_B = {"method": "manual", "num_micro_batches": 3, "schedule": "1f1b"}
+# A submesh of one device, and one of three that lies in both processes.
+UNEQUAL = {
+    "forward_stage_layer_ids": [[0, 1], [2, 3]],
+    "submesh_shapes": [[1, 1], [1, 3]],
+}
 GPIPE = {**ONE_F_ONE_B, "schedule": "gpipe"}
 
 
@@ -69,6 +74,11 @@ def together(count, devices, settings):
                 {**ONE_F_ONE_B, "num_stages": 2, "num_micro_batches": 12},
                 {**ONE_F_ONE_B, "num_stages": 4, "schedule": "zero_bubble"},
                 {"method": "data", "num_micro_batches": 1},  # a stage over both processes
+                {"method": "zero2", "num_micro_batches": 3},
+                {"method": "zero3", "num_micro_batches": 3},
+                {"method": "shard", "data": 2, "model": 2},
+                {"method": "three_d", "data": 1, "model": 2, "pipeline": 2},
+                UNEQUAL,
             ],
         ),
         pytest.param(
