@@ -13,20 +13,19 @@ from recipes import Model
 
 
 class MLP(nn.Module):
-    """`num_layers` dense layers with ReLU between them; each is one pipeline layer.
+    """Dense layers of these hidden widths with ReLU between; each is one pipeline layer.
 
     float [batch, input size] -> float [batch, output_size].
     """
 
-    hidden_size: int
+    widths: tuple[int, ...]
     output_size: int
-    num_layers: int
     dtype: Any
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        for index in range(self.num_layers - 1):
-            x = nn.relu(nn.Dense(self.hidden_size, dtype=self.dtype, name=f"layers_{index}")(x))
+        for index, width in enumerate(self.widths):
+            x = nn.relu(nn.Dense(width, dtype=self.dtype, name=f"layers_{index}")(x))
             mark_pipeline_boundary()
         return nn.Dense(self.output_size, dtype=self.dtype, name="output_layer")(x)
 
@@ -37,7 +36,8 @@ def build(options: Any, precision: str) -> Model:
     A batch holds `x`, float32 [batch, input_size], and `y`, float32 [batch, output_size].
     """
     dtype = jnp.bfloat16 if precision == "bf16" else jnp.float32
-    mlp = MLP(options.hidden_size, options.output_size, options.num_layers, dtype)
+    widths = options.widths or [options.hidden_size] * (options.num_layers - 1)
+    mlp = MLP(tuple(widths), options.output_size, dtype)
 
     def init(key: jax.Array) -> Any:
         return mlp.init(key, jnp.zeros((1, options.input_size)))["params"]

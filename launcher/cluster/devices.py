@@ -81,6 +81,12 @@ def find_devices(cluster: Cluster) -> DevicePool:
     """
     if cluster.kind == "emulated":
         return emulated_pool(cluster)
+    if cluster.kind == "described":
+        raise ConfigError(
+            f"cluster={cluster.name} describes machines to plan for; they are not here",
+            "Use task=plan, or train with cluster=local or cluster=emulated.",
+            ("cluster.kind",),
+        )
     return local_pool(cluster, find_gpus(os.environ), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 

@@ -63,6 +63,8 @@ def _field_value(field: dataclasses.Field[Any], hint: Any, value: Any, key: str)
     variants = field.metadata.get("variants")
     if variants is not None:
         return build(_variant(variants, value, key), value, key)
+    if field.metadata.get("auto") and value == "auto":
+        return None
     converted = _convert(hint, value, key)
     _check_bounds(field.metadata, converted, key)
     return converted

@@ -107,7 +107,7 @@ def _check_cluster(config: Config) -> Iterator[ConfigError]:
 
 def _check_parallel(config: Config) -> Iterator[ConfigError]:
     parallel, layers, gpus = config.parallel, config.model.layers, config.cluster.gpus
-    batch, pieces = config.train.global_batch_size, parallel.num_micro_batches
+    batch, pieces = config.train.global_batch_size, parallel.num_micro_batches or 1
     if batch % pieces:
         yield ConfigError(
             f"train.global_batch_size={batch} cannot be cut into "

@@ -4,7 +4,8 @@ This module is data only. `build` fills it strictly from a plain tree, `checks` 
 no single field can state. Whoever may know settings (cluster, train, report, __main__) reads these
 classes; the module itself imports nothing of ours.
 
-A field's `metadata` may hold `choices` (the words it accepts), `minimum`/`maximum` (inclusive) and
+A field's `metadata` may hold `choices` (the words it accepts), `minimum`/`maximum` (inclusive),
+`auto` (the word stands for null, which leaves the choice to the launcher) and
 `variants` (a section of several kinds: the class for each `name`). A default says what the YAML of
 the default options says too (a test holds them together); it serves files that leave a key out.
 """
@@ -23,6 +24,11 @@ def choice(default: str, *choices: str) -> Any:
 def number(default: Any, minimum: float | None = None, maximum: float | None = None) -> Any:
     """A number field with inclusive bounds; `None` leaves a side open."""
     return field(default=default, metadata={"minimum": minimum, "maximum": maximum})
+
+
+def automatic(minimum: float) -> Any:
+    """A number field that may be left to the launcher: `auto`, or null."""
+    return field(default=None, metadata={"minimum": minimum, "maximum": None, "auto": True})
 
 
 @dataclass(frozen=True)
@@ -70,11 +76,12 @@ class MLP:
     hidden_size: int = number(128, minimum=1)
     output_size: int = number(8, minimum=1)
     num_layers: int = number(4, minimum=1)
+    widths: list[int] = field(default_factory=list)  # of each hidden layer, in their place
 
     @property
     def layers(self) -> int:
         """The number of pipeline layers: one more than the model's marks."""
-        return self.num_layers
+        return len(self.widths) + 1 if self.widths else self.num_layers
 
 
 @dataclass(frozen=True)
@@ -142,20 +149,19 @@ class Train:
 
 @dataclass(frozen=True)
 class Parallel:
-    """The parallel method. `manual` and `three_d` cut at the model's own marks; the others are one
-    stage, but for `replay`, which does what `plan` says."""
+    """The parallel method. `auto` searches; `manual` and `three_d` cut at the model's own marks;
+    `replay` does what `plan` says; the others are one stage."""
 
-    method: str = choice("manual", "manual", "data", "zero2", "zero3", "shard", "three_d", "replay")
-    data: int | None = number(None, minimum=1)  # shard, three_d: of each stage; null: what is left
-    model: int | None = number(None, minimum=1)
-    pipeline: int | None = number(None, minimum=1)  # three_d: the number of stages
-    plan: str | None = None  # replay: a plan.json
+    method: str = choice(
+        "auto", "auto", "manual", "data", "zero2", "zero3", "shard", "three_d", "replay"
+    )
     num_stages: int | None = number(None, minimum=1)  # null: as many as layers and devices allow
     stages_per_mesh: int | None = number(None, minimum=1)  # null: one; interleaved: at least two
-    num_micro_batches: int = number(4, minimum=1)
-    schedule: str = choice("1f1b", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
+    num_micro_batches: int | None = automatic(minimum=1)  # left open: for auto alone
+    schedule: str = choice("auto", "auto", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
     remat: str = choice(
-        "none",
+        "auto",
+        "auto",
         "none",
         "full",
         "checkpoint_dots",
@@ -165,15 +171,48 @@ class Parallel:
         "everything_saveable",
         "nothing_saveable",
     )
+    data: int | None = number(None, minimum=1)  # shard, three_d: of each stage; null: what is left
+    model: int | None = number(None, minimum=1)
+    pipeline: int | None = number(None, minimum=1)  # three_d: the number of stages
+    plan: str | None = None  # replay: a plan.json
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device of a described cluster. FLOP rates are dense; `sustained` is the share of the peak
+    that large matrix products reach inside a training step."""
+
+    name: str | None = None
+    peak_tflops: float | None = number(None, minimum=0.0)  # 16 bit
+    peak_tflops_fp32: float | None = number(None, minimum=0.0)  # 32 bit, as JAX computes it
+    sustained: float = number(0.5, minimum=0.01, maximum=1.0)
+    memory_gib: float | None = number(None, minimum=0.0)
+    memory_gb_per_second: float | None = number(None, minimum=0.0)
+
+
+@dataclass(frozen=True)
+class Links:
+    """How the devices of a described cluster reach one another, one way."""
+
+    intra_host_gb_per_second: float | None = number(None, minimum=0.0)  # device to device
+    inter_host_gb_per_second: float | None = number(None, minimum=0.0)  # host to host
+    latency_us: float = number(10.0, minimum=0.0)
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The machines: `gpus` is the total number of devices, `hosts` the number of hosts."""
+    """The machines: `gpus` is the total number of devices, `hosts` the number of hosts.
 
-    kind: str = choice("local", "local", "emulated")
+    `kind: described` is machines that are not here: `name`, `device` and `links` say what they
+    are, and plans can be made for them.
+    """
+
+    kind: str = choice("local", "local", "emulated", "described")
     gpus: int | None = number(None, minimum=1)  # null: all of this machine's
     hosts: int = number(1, minimum=1)
+    name: str | None = None
+    device: Device = field(default_factory=Device)
+    links: Links = field(default_factory=Links)
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,11 @@ class ClusterShape:
     Attributes:
         device_kind: as JAX names it. peak_flops: dense 16-bit FLOP/s of one device by its
             datasheet, or None where there is none to hold a run against (MFU is then unknown).
-        flops, memory_bandwidth: what one device is taken to sustain (FLOP/s, bytes/s), for
-            predictions. memory_bytes: of one device, or None if it is shared.
-        intra_host, inter_host: bytes/s of one link. latency: seconds of one transfer.
+        flops, flops_fp32, memory_bandwidth: what one device is taken to sustain (FLOP/s of matrix
+            products in 16 and in 32 bits, bytes/s), for predictions.
+        memory_bytes: of one device, or None if it is shared.
+        intra_host, inter_host: bytes/s one way, from device to device on a host and from
+            host to host. latency: seconds of one transfer.
     """
 
     name: str
@@ -25,6 +27,7 @@ class ClusterShape:
     device_kind: str
     peak_flops: float | None
     flops: float
+    flops_fp32: float
     memory_bandwidth: float
     memory_bytes: int | None
     intra_host: float
@@ -40,23 +43,39 @@ class ClusterShape:
         """The host of a device; devices are numbered host by host."""
         return device // self.devices_per_host
 
+    def link_of_axis(self, devices: int, groups: int = 1) -> float:
+        """Bytes/s of a ring of neighbouring devices. Beyond a host it runs over the host's own
+        link, which `groups` such rings share."""
+        within = devices <= self.devices_per_host
+        return self.intra_host if within else self.inter_host / groups
+
+    def work_seconds(
+        self, product_flops: float, product_flops_fp32: float, other_flops: float, moved: float
+    ) -> float:
+        """One device's time: matrix products at the sustained rates; the rest, fused, by the bytes
+        that it moves once."""
+        fused = moved / 4  # a chain of element-wise operations is one pass
+        other = max(other_flops / self.flops, fused / self.memory_bandwidth)
+        return product_flops / self.flops + product_flops_fp32 / self.flops_fp32 + other
+
 
 @dataclass(frozen=True)
 class _Datasheet:
     peak_flops: float
+    peak_flops_fp32: float
     memory_bandwidth: float
     memory_gib: int
     link: float  # bytes/s one way, device to device on a host
 
 
-# NVIDIA datasheets (dense BF16/FP16 tensor-core rate, memory bandwidth, NVLink one way):
-# nvidia.com/en-us/data-center/{b200,h200,h100,a100,v100}.
+# NVIDIA datasheets (dense BF16/FP16 and TF32 tensor-core rates, V100: FP32; memory bandwidth;
+# NVLink one way): nvidia.com/en-us/data-center/{b200,h200,h100,a100,v100}.
 _GPUS = {
-    "B200": _Datasheet(2250e12, 8.0e12, 180, 900e9),
-    "H200": _Datasheet(989e12, 4.8e12, 141, 450e9),
-    "H100": _Datasheet(989e12, 3.35e12, 80, 450e9),
-    "A100": _Datasheet(312e12, 2.0e12, 80, 300e9),
-    "V100": _Datasheet(125e12, 0.9e12, 16, 150e9),
+    "B200": _Datasheet(2250e12, 1100e12, 8.0e12, 180, 900e9),
+    "H200": _Datasheet(989e12, 494e12, 4.8e12, 141, 450e9),
+    "H100": _Datasheet(989e12, 494e12, 3.35e12, 80, 450e9),
+    "A100": _Datasheet(312e12, 156e12, 2.0e12, 80, 300e9),
+    "V100": _Datasheet(125e12, 15.7e12, 0.9e12, 16, 150e9),
 }
 _SUSTAINED = 0.5  # of the peak, in large matrix products inside a training step
 _ETHERNET = 12.5e9  # 100 Gbit/s
@@ -77,6 +96,7 @@ def local_shape(num_devices: int, num_hosts: int, device_kind: str) -> ClusterSh
             device_kind=device_kind,
             peak_flops=sheet.peak_flops,
             flops=_SUSTAINED * sheet.peak_flops,
+            flops_fp32=_SUSTAINED * sheet.peak_flops_fp32,
             memory_bandwidth=sheet.memory_bandwidth,
             memory_bytes=sheet.memory_gib << 30,
             intra_host=sheet.link,
@@ -92,6 +112,7 @@ def local_shape(num_devices: int, num_hosts: int, device_kind: str) -> ClusterSh
         device_kind=device_kind,
         peak_flops=None,
         flops=_CORE_FLOPS * share,
+        flops_fp32=_CORE_FLOPS * share,
         memory_bandwidth=_CPU_BANDWIDTH * share,
         memory_bytes=None,
         intra_host=_CPU_BANDWIDTH,

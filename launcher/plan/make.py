@@ -19,7 +19,7 @@ from launcher.plan.predict import StageSeconds, stage_seconds, update_seconds, w
 from launcher.plan.remat import recomputed
 from launcher.plan.schedule import Schedule, backward_follows, make_schedule
 from launcher.plan.sharding.dims import Spec
-from launcher.plan.sharding.layout import Layout, layouts
+from launcher.plan.sharding.layout import Layout, layouts, outer_dims
 from launcher.plan.sharding.names import leaf_names
 from launcher.plan.sharding.stage import stage_shardings
 from launcher.plan.stages import StageGraph, cut_stages
@@ -40,18 +40,20 @@ def complete(step: TracedStep, outline: Outline, cluster: ClusterShape) -> Plan:
     loss = step.loss(slicing.num_slices)
     graphs = cut_stages(loss, outline.layers, outline.mesh_of)
     schedule = _schedule(outline)
+    dims = outer_dims(step)
     shardings = []
     for graph in graphs:
         submesh = outline.submeshes[graph.mesh]
         given = outline.shardings[graph.index] if outline.shardings else None
+        zero = outline.zero[graph.index] if outline.zero else 0
         if given is None:
             link = link_of(submesh, cluster)
             given = stage_shardings(
-                step, loss, graph, submesh.logical_mesh, outline.zero, cluster, link
+                step, loss, graph, submesh.logical_mesh, zero, cluster, link, dims
             )
         shardings.append(given)
     draft = _draft(step, loss, graphs, outline, cluster, shardings)
-    laid = layouts(step, loss, draft)
+    laid = layouts(step, loss, draft, dims)
     outer = place_outer(step, loss, graphs, slicing, lambda i, mesh: laid[mesh].is_scattered(i))
     again = _computed_again(graphs, outline.remat, schedule)
     stages = _described(draft, step, loss, graphs, outer, laid, outline, schedule, again)

@@ -124,8 +124,15 @@ def activation_bytes(
 def residual_bytes(graph: StageGraph, loss: Loss, layout: Layout, remat: str = "none") -> int:
     """About what one slice's forward pass leaves for its backward pass: the results of every
     non-linear equation through which gradients flow, as far as the policy keeps them."""
+    return int(residual_bytes_of(graph, loss, lambda v: _local(v, layout), remat))
+
+
+def residual_bytes_of(
+    graph: StageGraph, loss: Loss, size: Callable[[Var], float], remat: str = "none"
+) -> float:
+    """The same by any measure of a value's bytes on one device."""
     sources = [*(loss.invars[i] for i in graph.wrt), *graph.active_in]
-    return _saved(graph.equations, sources, POLICIES[remat], lambda v: _local(v, layout))
+    return _saved(graph.equations, sources, POLICIES[remat], size)
 
 
 def _local(var: Var, layout: Layout) -> int:
@@ -140,10 +147,10 @@ def _saved(
     equations: Iterable[Equation],
     sources: Iterable[Var],
     keep: Policy | None,
-    size: Callable[[Var], int],
-) -> int:
+    size: Callable[[Var], float],
+) -> float:
     active = dependents(equations, sources)
-    total = 0
+    total = 0.0
     for eqn in equations:
         if not any(v in active for v in eqn.outvars):
             continue

@@ -6,7 +6,7 @@ holds no device and no result. Used by `launcher.api` and `train.prepare`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.errors import PlanError
 from launcher.plan.make import complete, make_forward_plan
 from launcher.plan.options import (
+    AutoStageOption,
     ManualLayerOption,
     ManualStageOption,
     UniformStageOption,
@@ -24,9 +25,12 @@ from launcher.plan.outline import Outline, Submesh
 from launcher.plan.plan import Plan
 from launcher.plan.remat import remat_of_stages
 from launcher.plan.schedule import SCHEDULES
+from launcher.plan.search.auto import Wanted
+from launcher.plan.search.best import best_plan
 from launcher.trace.step import TracedStep
 
 __all__ = [
+    "AutoStageOption",
     "DataParallel",
     "Follow",
     "ManualLayerOption",
@@ -141,14 +145,17 @@ class PipeshardParallel:
         layer_option: where layers end: `ManualLayerOption()` or "manual", at the model's
             `mark_pipeline_boundary()` calls.
         stage_option: which layers and devices make a stage: `UniformStageOption(…)` or "uniform",
-            or `ManualStageOption(…)`.
+            `ManualStageOption(…)`, or `AutoStageOption()` or "auto", which searches for the best.
         schedule: "gpipe", "1f1b", "interleaved_1f1b" or "zero_bubble".
         remat: one of `plan.remat.POLICIES`, or one a stage.
+
+    With the automatic stage option `num_micro_batches` may be None, and `schedule` and `remat`
+    "auto": they are searched for as well.
     """
 
-    num_micro_batches: int = 1
+    num_micro_batches: int | None = 1
     layer_option: str | ManualLayerOption = "manual"
-    stage_option: str | UniformStageOption | ManualStageOption = "uniform"
+    stage_option: str | UniformStageOption | ManualStageOption | AutoStageOption = "uniform"
     schedule: str = "1f1b"
     remat: str | tuple[str, ...] = "none"
 
@@ -156,6 +163,10 @@ class PipeshardParallel:
         """See `Method.plan`."""
         layer_option_of(self.layer_option)
         option = stage_option_of(self.stage_option)
+        if isinstance(option, AutoStageOption):
+            return auto_plan(step, cluster, self.num_micro_batches, self.schedule, self.remat)
+        if self.num_micro_batches is None:
+            raise PlanError('num_micro_batches=None needs stage_option="auto", which chooses it')
         return _pipeline(
             step, cluster, "manual", option, self.num_micro_batches, self.schedule, self.remat
         )
@@ -185,6 +196,33 @@ class Follow:
         return make_forward_plan(step, self.like)
 
 
+def auto_plan(
+    step: TracedStep,
+    cluster: ClusterShape,
+    num_micro_batches: int | None,
+    schedule: str,
+    remat: str | Sequence[str],
+    progress: Callable[[float], None] = lambda share: None,
+) -> Plan:
+    """The best plan that the search finds. `progress` is told the share that is done, 0 … 1.
+
+    Raises:
+        PlanError: a schedule or policy that the search does not know, or nothing fits.
+    """
+    if schedule not in ("auto", "1f1b", "gpipe"):
+        raise PlanError(
+            f"parallel.schedule={schedule} is not searched for; give auto, 1f1b or gpipe"
+        )
+    if remat != "auto":
+        remat = remat_of_stages(remat, 1)[0]
+    wanted = Wanted(
+        num_micro_batches=num_micro_batches and checked_micro_batches(num_micro_batches),
+        schedule=None if schedule == "auto" else schedule,
+        remat=None if remat == "auto" else str(remat),
+    )
+    return best_plan(step, cluster, wanted, progress)
+
+
 def make_plan(
     step: TracedStep,
     *,
@@ -192,12 +230,13 @@ def make_plan(
     cluster: ClusterShape,
     num_stages: int | None = None,
     stages_per_mesh: int | None = None,
-    num_micro_batches: int = 1,
+    num_micro_batches: int | None = 1,
     schedule: str = "1f1b",
     remat: str | Sequence[str] = "none",
     data: int | None = None,
     model: int | None = None,
     pipeline: int | None = None,
+    progress: Callable[[float], None] = lambda share: None,
 ) -> Plan:
     """The plan by a method's name and the settings of `parallel`; what a method does not know of
     these it ignores.
@@ -205,6 +244,8 @@ def make_plan(
     Args:
         data, model: the logical mesh of each stage (`three_d`, `shard`). pipeline: the number of
             stages (`three_d`). None: what is left of the devices, or 1.
+        num_micro_batches: None, and `schedule` and `remat` "auto", for `auto` alone.
+        progress: told the share of a search that is done, 0 … 1.
 
     Raises:
         PlanError: an unknown name, or no such plan on these devices.
@@ -212,6 +253,8 @@ def make_plan(
     """
     some: dict[str, Any] = {"num_micro_batches": num_micro_batches}
     remats: Any = remat if isinstance(remat, str) else tuple(remat)
+    if method == "auto":
+        return auto_plan(step, cluster, num_micro_batches, schedule, remat, progress)
     known: dict[str, Any] = {
         "data": lambda: DataParallel(**some, remat=remats),
         "zero2": lambda: Zero2Parallel(**some, remat=remats),
@@ -228,7 +271,7 @@ def make_plan(
         ),
     }
     if method not in known:
-        raise PlanError(f"parallel.method={method} is not one of {', '.join(known)}")
+        raise PlanError(f"parallel.method={method} is not one of auto, {', '.join(known)}")
     found: Plan = known[method]().plan(step, cluster)
     return found
 
@@ -282,7 +325,7 @@ def _one_stage(
         num_micro_batches=checked_micro_batches(num_micro_batches),
         schedule="1f1b",
         remat=remat_of_stages(remat, 1),
-        zero=zero,
+        zero=(zero,),
     )
     return complete(step, outline, cluster)
 

@@ -18,6 +18,8 @@ from launcher.plan.sharding.dims import Spec
 from launcher.plan.stages import group_layers, layer_flops
 from launcher.trace.step import TracedStep
 
+_ZERO = {"zero2": 2, "zero3": 3}
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -27,12 +29,17 @@ class Cut:
     submeshes: tuple[Submesh, ...]
     mesh_of: tuple[int, ...]
     shardings: tuple[Mapping[str, Spec] | None, ...] = ()
-    zero: int = 0
+    zero: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class ManualLayerOption:
     """Layers end at the model's own `mark_pipeline_boundary()` calls."""
+
+
+@dataclass(frozen=True)
+class AutoStageOption:
+    """Stages, submeshes and shardings as the search finds them best (`plan.search`)."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +92,8 @@ class ManualStageOption:
         forward_stage_layer_ids: the layers of each stage, e.g. `[[0, 1], [2, 3]]`.
         submesh_shapes: of each stage, (hosts, devices on each).
         logical_mesh_shapes: of each stage, (data, model); None: all of its devices in data.
-        sharding_options: of each stage None (chosen), "zero2" or "zero3", the latter two the same
-            for all, or `{argument leaf: spec}` as in `plan.json`; None: chosen for all.
+        sharding_options: of each stage None (chosen), "zero2", "zero3" or
+            `{argument leaf: spec}` as in `plan.json`; None: chosen for all.
     """
 
     forward_stage_layer_ids: Sequence[Sequence[int]]
@@ -102,19 +109,17 @@ class ManualStageOption:
         _check_layers(layers, step.loss(1).num_layers)
         submeshes = self._submeshes(cluster)
         options = tuple(self.sharding_options or (None,) * len(layers))
-        words = {o for o in options if isinstance(o, str)}
-        if not words <= {"zero2", "zero3"} or (words and len(set(map(str, options))) > 1):
+        unknown = [o for o in options if isinstance(o, str) and o not in _ZERO]
+        if unknown:
             raise PlanError(
-                f"sharding_options={list(options)}: give None or a mapping for each stage, or "
-                '"zero2" or "zero3" for all of them'
+                f'sharding_options: {unknown[0]!r} is not None, "zero2", "zero3" or a mapping'
             )
-        zero = {"zero2": 2, "zero3": 3}[words.pop()] if words else 0
         return Cut(
             layers=layers,
             submeshes=submeshes,
             mesh_of=tuple(range(len(layers))),
-            shardings=() if zero else options,
-            zero=zero,
+            shardings=tuple(None if isinstance(o, str) else o for o in options),
+            zero=tuple(_ZERO[o] if isinstance(o, str) else 0 for o in options),
         )
 
     def _check_counts(self, count: int) -> None:
@@ -157,15 +162,18 @@ def layer_option_of(option: str | ManualLayerOption) -> ManualLayerOption:
 
 
 def stage_option_of(
-    option: str | UniformStageOption | ManualStageOption,
-) -> UniformStageOption | ManualStageOption:
+    option: str | UniformStageOption | ManualStageOption | AutoStageOption,
+) -> UniformStageOption | ManualStageOption | AutoStageOption:
     """The option that a word stands for. Raises PlanError for another."""
-    if isinstance(option, (UniformStageOption, ManualStageOption)):
+    if isinstance(option, (UniformStageOption, ManualStageOption, AutoStageOption)):
         return option
+    if option == "auto":
+        return AutoStageOption()
     if option == "uniform":
         return UniformStageOption()
     raise PlanError(
-        f'stage_option={option!r} is not "uniform", a UniformStageOption or a ManualStageOption'
+        f'stage_option={option!r} is not "uniform", "auto", a UniformStageOption, a '
+        "ManualStageOption or an AutoStageOption"
     )
 
 

@@ -27,7 +27,8 @@ class Outline:
         method: the name that the plan carries.
         layers: of every stage. mesh_of: its submesh, by number.
         remat: of every stage, a name of `plan.remat.POLICIES`.
-        zero: 0, 2 (gradients and optimizer state are cut along data) or 3 (parameters, too).
+        zero: of every stage 0, 2 (gradients and optimizer state are cut along data) or 3
+            (parameters, too); empty: 0 for all.
         shardings: of every stage, as in `StagePlan`; None: to be chosen.
     """
 
@@ -38,5 +39,5 @@ class Outline:
     num_micro_batches: int
     schedule: str
     remat: tuple[str, ...]
-    zero: int = 0
+    zero: tuple[int, ...] = ()
     shardings: tuple[Mapping[str, Spec] | None, ...] = ()

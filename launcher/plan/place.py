@@ -107,17 +107,31 @@ class Placer:
         self._require(var, mesh)
 
     def _require(self, var: Var, mesh: int) -> None:
-        if (var, mesh) in self._wanted:
-            return
-        self._wanted[var, mesh] = None
-        origin = self.placed.get(var, mesh)
-        if var in self.defined:
-            if origin != mesh:
-                self._sends[var, origin, mesh] = None
-            self._instantiate(self.defined[var], origin)
-        elif self.earlier and var in self.earlier.defined:
-            self.earlier.export(var, mesh)
-        elif var in self.everywhere:
+        """Have a value on a mesh, and before it all that it follows from. A stack and no
+        recursion: the norm of a large model's gradients is a sum of a thousand terms."""
+        waiting = [(var, mesh)]
+        while waiting:
+            var, mesh = waiting.pop()
+            if (var, mesh) in self._wanted:
+                continue
+            self._wanted[var, mesh] = None
+            origin = self.placed.get(var, mesh)
+            if var in self.defined:
+                if origin != mesh:
+                    self._sends[var, origin, mesh] = None
+                index = self.defined[var]
+                if (index, origin) not in self._instances:
+                    self._instances[index, origin] = None
+                    operands = [v for v in self.equations[index].invars if is_var(v)]
+                    waiting += [(v, origin) for v in reversed(operands)]
+            elif self.earlier and var in self.earlier.defined:
+                self.earlier.export(var, mesh)
+            else:
+                self._bring(var, origin, mesh)
+
+    def _bring(self, var: Var, origin: int, mesh: int) -> None:
+        """A value that no equation makes."""
+        if var in self.everywhere:
             self.given[var, mesh] = None
         elif var in self.arguments:
             home = self.homes.setdefault(var, mesh)
@@ -126,13 +140,6 @@ class Placer:
         elif origin != mesh:
             self.source_sends[var, origin, mesh] = None
 
-    def _instantiate(self, index: int, mesh: int) -> None:
-        if (index, mesh) not in self._instances:
-            self._instances[index, mesh] = None
-            for v in self.equations[index].invars:
-                if is_var(v):
-                    self._require(v, mesh)
-
     def segments(self) -> tuple[Segment, ...]:
         """The programs to run, in an order that can be followed."""
         levels = self._latest(self._earliest())
@@ -140,13 +147,16 @@ class Placer:
         for index, mesh in sorted(self._instances):
             groups.setdefault((levels[index, mesh], mesh), []).append(index)
         keys = sorted(groups)
+        sent: dict[tuple[Var, int], list[int]] = {}
+        for v, at, to in self._sends:
+            sent.setdefault((v, at), []).append(to)
         programs = {key: [self.equations[i] for i in groups[key]] for key in keys}
         reads = {key: free_vars(programs[key]) for key in keys}
         found = []
         for key in keys:
             level, mesh = key
             made = [v for e in programs[key] for v in e.outvars]
-            sends = [(v, to) for v in made for (w, at, to) in self._sends if w is v and at == mesh]
+            sends = [(v, to) for v in made for to in sent.get((v, mesh), ())]
             later = {v for k in keys if k[1] == mesh and k > key for v in reads[k]}
             out = {v for v, _ in sends} | later | {v for v, s in self._exports if s == mesh}
             outputs = tuple(dict.fromkeys(v for v in made if v in out))

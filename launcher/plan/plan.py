@@ -61,6 +61,15 @@ class Transfer:
 
 
 @dataclass(frozen=True)
+class RunnerUp:
+    """A plan that the search found worse: in words, its predicted step, and why it lost."""
+
+    plan: str
+    predicted_step_seconds: float
+    why: str
+
+
+@dataclass(frozen=True)
 class Plan:
     """The whole plan.
 
@@ -83,6 +92,7 @@ class Plan:
     predicted_tflops_per_device_with_remat: float
     predicted_bubble_fraction: float
     fingerprint: str
+    runners_up: tuple[RunnerUp, ...] = ()
 
     @property
     def num_replicas(self) -> int:
@@ -159,7 +169,9 @@ class Plan:
         try:
             stages = tuple(StagePlan(**_tuples(stage)) for stage in tree["stages"])
             transfers = tuple(Transfer(**t) for t in tree["transfers"])
-            return cls(**{**tree, "stages": stages, "transfers": transfers})
+            others = tuple(RunnerUp(**other) for other in tree.get("runners_up", ()))
+            parts = {"stages": stages, "transfers": transfers, "runners_up": others}
+            return cls(**{**tree, **parts})
         except (TypeError, KeyError) as error:
             raise PlanError(f"this is not a plan of this version: {error}") from error
 

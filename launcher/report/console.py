@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TextIO
 
 from rich.console import Console, Group
@@ -20,8 +20,10 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     SpinnerColumn,
+    TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
+    TimeRemainingColumn,
 )
 from rich.table import Table
 from rich.text import Text
@@ -78,6 +80,30 @@ def status(console: Console, text: str) -> Iterator[None]:
             console.print(Text(f"{text} ... ").append(ending, style="dim"), soft_wrap=True)
         else:
             console.print(ending)
+
+
+@contextmanager
+def progress_of(console: Console, text: str) -> Iterator[Callable[[float], None]]:
+    """Show how far a phase is: on a terminal a bar with the time left, and at the end one line
+    `<text> ... 3.2 s`, which is all that appears off one. Yields what to tell the share done, 0 to
+    1."""
+    with status(console, text) if not console.is_interactive else nullcontext():
+        start = time.monotonic()
+        bar = Progress(
+            TextColumn(text),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_interactive,
+        )
+        with bar:
+            task = bar.add_task(text, total=1.0)
+            yield lambda share: bar.update(task, completed=share)
+        if console.is_interactive:
+            taken = seconds_text(time.monotonic() - start)
+            console.print(Text(f"{text} ... ").append(taken, style="dim"), soft_wrap=True)
 
 
 def _spinner(console: Console, text: str) -> Progress:

@@ -34,6 +34,29 @@ def print_plan(console: Console, plan: Plan) -> None:
     for words in shardings_in_words(plan):
         console.print(words, soft_wrap=True)
     console.print(predictions(plan), soft_wrap=True)
+    console.print(bottleneck(plan), soft_wrap=True)
+    if plan.runners_up:
+        console.print("runners-up:", soft_wrap=True)
+    for other in plan.runners_up:
+        slower = other.predicted_step_seconds / plan.predicted_step_seconds - 1
+        console.print(
+            f"  {seconds_text(other.predicted_step_seconds)} (+{slower:.1%}): {other.plan}; "
+            f"{other.why}",
+            soft_wrap=True,
+        )
+
+
+def bottleneck(plan: Plan) -> str:
+    """What the step waits for, in one line."""
+    each = [stage.forward_seconds + stage.backward_seconds for stage in plan.stages]
+    slowest = max(range(len(each)), key=each.__getitem__)
+    busy = plan.num_micro_batches * each[slowest]
+    once = max(stage.update_seconds for stage in plan.stages)
+    share = percent_text(busy / plan.predicted_step_seconds)
+    return (
+        f"bottleneck: stage {slowest}, busy {share} of the step; gradient sums and update "
+        f"{seconds_text(once)}"
+    )
 
 
 def headline(plan: Plan) -> str:
@@ -86,9 +109,13 @@ def plan_table(plan: Plan) -> Table:
 
 def predictions(plan: Plan) -> str:
     """What the plan is predicted to do, in one line."""
+    peak = plan.cluster.get("peak_flops")
+    mfu = plan.predicted_tflops_per_device * 1e12 / peak if peak else None
     parts = [
         f"{seconds_text(plan.predicted_step_seconds)} a step",
         rate_text(plan.predicted_samples_per_second, "samples"),
+        *([f"{plan.predicted_tflops_per_device:.1f} TFLOP/s a device"] if peak else []),
+        *([f"{percent_text(mfu)} MFU"] if mfu is not None else []),
         f"{percent_text(plan.predicted_bubble_fraction)} bubble",
     ]
     return f"{count_text(plan.num_parameters)} parameters; predicted: {', '.join(parts)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from launcher.config.errors import ConfigError
@@ -11,8 +12,15 @@ from launcher.plan import ClusterShape, Plan, PlanError, make_plan
 from launcher.trace import TracedStep
 
 
-def plan_of(parallel: Parallel, step: TracedStep, cluster: ClusterShape) -> Plan:
-    """The plan that the settings ask for.
+def plan_of(
+    parallel: Parallel,
+    step: TracedStep,
+    cluster: ClusterShape,
+    progress: Callable[[float], None] = lambda share: None,
+) -> Plan:
+    """The plan that the settings ask for. What is left to the launcher, only `auto` searches for;
+    the other methods take one microbatch, 1f1b and no rematerialisation. `progress` is told the
+    share of a search that is done.
 
     Raises:
         ConfigError: the plan to replay cannot be read, or is not one for this program and cluster.
@@ -20,18 +28,23 @@ def plan_of(parallel: Parallel, step: TracedStep, cluster: ClusterShape) -> Plan
     """
     if parallel.method == "replay":
         return _replayed(parallel, step, cluster)
+    searched = parallel.method == "auto"
+    chosen = {"schedule": parallel.schedule, "remat": parallel.remat}
+    if not searched:
+        usual = {"schedule": "1f1b", "remat": "none"}
+        chosen = {key: usual[key] if word == "auto" else word for key, word in chosen.items()}
     return make_plan(
         step,
         method=parallel.method,
         num_stages=parallel.num_stages,
         stages_per_mesh=parallel.stages_per_mesh,
-        num_micro_batches=parallel.num_micro_batches,
-        schedule=parallel.schedule,
-        remat=parallel.remat,
+        num_micro_batches=parallel.num_micro_batches or (None if searched else 1),
+        **chosen,
         data=parallel.data,
         model=parallel.model,
         pipeline=parallel.pipeline,
         cluster=cluster,
+        progress=progress,
     )
 
 

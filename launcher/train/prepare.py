@@ -7,44 +7,45 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from launcher.cluster.devices import DevicePool, find_devices
+from launcher.cluster.devices import DevicePool
 from launcher.config.schema import Config
-from launcher.plan import Plan, local_shape
-from launcher.report.console import status
+from launcher.plan import Plan
+from launcher.report.console import progress_of, status
 from launcher.report.plan_table import print_plan
 from launcher.train.method import plan_of
 from launcher.train.program import build_program
+from launcher.train.shape import find_cluster
 from recipes import check_dataset
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The devices there are and the plan for them. `plan_seconds`: of tracing and planning."""
+    """The devices there are (None: only planned for) and the plan for them. `plan_seconds`: of
+    tracing and planning."""
 
-    pool: DevicePool
+    pool: DevicePool | None
     plan: Plan
     plan_seconds: float
 
 
-def prepare(config: Config, console: Console) -> Prepared:
+def prepare(config: Config, console: Console, plan_only: bool = False) -> Prepared:
     """Check the data, find the devices, trace and plan, cheapest first; show the plan.
+
+    Args:
+        plan_only: the cluster may be a described one, which is not here.
 
     Raises ConfigError, `recipes.InputError`, `TraceError` and `PlanError` for what the user can
     put right, and OSError for files.
     """
     check_dataset(config.dataset, config.model, validation=config.train.eval_every > 0)
-    pool = find_devices(config.cluster)
-    if pool.note:
+    pool, cluster = find_cluster(config.cluster, plan_only)
+    if pool and pool.note:
         console.print(pool.note, soft_wrap=True)
     began = time.perf_counter()
-    with status(console, "reading the data and planning"):
+    with status(console, "reading the data and tracing"):
         program = build_program(config)
-        cluster = local_shape(
-            pool.hosts * pool.devices_per_host,
-            pool.hosts,
-            "cpu" if pool.kind == "cpu" else pool.device_name,
-        )
-        plan = plan_of(config.parallel, program.train, cluster)
+    with progress_of(console, "planning") as progress:
+        plan = plan_of(config.parallel, program.train, cluster, progress)
     seconds = time.perf_counter() - began
     console.print(f"data: {program.dataset.describe}", soft_wrap=True)
     print_plan(console, plan)

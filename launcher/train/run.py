@@ -50,7 +50,7 @@ def run(config: Config) -> int:
 def _plan(config: Config) -> int:
     console = make_console()
     folder.check(config)
-    ready = prepare(config, console)
+    ready = prepare(config, console, plan_only=True)
     with folder.claim(config) as home:
         write_plan(home, config, ready.plan)
         console.print(f"\nthe plan is in {home.path / 'plan.json'}", soft_wrap=True)

@@ -81,6 +81,7 @@ class _Job:
 
     def __init__(self, home: RunFolder, config: Config, ready: Prepared, console: Console) -> None:
         self._home, self._config, self._console = home, config, console
+        assert ready.pool is not None, "nothing to train on"
         self._pool, self._plan, self._plan_seconds = ready.pool, ready.plan, ready.plan_seconds
         self._compile_seconds: float | None = None
         self._wandb: WandbTracker | None = None

@@ -22,10 +22,12 @@ PRODUCTS = ("dot_general", "conv_general_dilated")
 
 @dataclass(frozen=True)
 class Load:
-    """What one device does: operations of matrix products and of everything else, bytes that the
-    latter move, and bytes all-reduced along each axis, forward and in the backward pass."""
+    """What one device does: operations of matrix products (in 16 and in 32 bits) and of everything
+    else, bytes that the latter move, and bytes all-reduced along each axis, forward and in the
+    backward pass."""
 
     product_flops: float
+    product_flops_fp32: float
     other_flops: float
     moved_bytes: float
     forward: Mapping[str, float]
@@ -63,8 +65,10 @@ def load(use: Use, sharding: Sharding, active: bool) -> Load:
         share *= sizes[axis]
     work = flops(eqn) * use.times / share
     product = eqn.primitive.name in PRODUCTS
+    single = product and eqn.invars[0].aval.dtype.itemsize >= 4
     return Load(
-        work if product else 0.0,
+        work if product and not single else 0.0,
+        work if single else 0.0,
         0.0 if product else work,
         0.0 if product else moved_bytes(eqn) * use.times / share,
         {a: x * use.times for a, x in forward.items()},
@@ -102,22 +106,22 @@ def seconds(found: Load, sizes: Mapping[str, int], cluster: ClusterShape, link: 
 def forward_seconds(
     found: Load, sizes: Mapping[str, int], cluster: ClusterShape, link: float
 ) -> float:
-    """Matrix products at the sustained rate; the rest, fused, by the bytes it moves once."""
-    fused = found.moved_bytes / 4  # a chain of element-wise operations is one pass
-    other = max(found.other_flops / cluster.flops, fused / cluster.memory_bandwidth)
-    return (
-        found.product_flops / cluster.flops + other + _reduced(found.forward, sizes, cluster, link)
-    )
+    """One slice's work, and what is summed."""
+    return work_seconds(found, cluster) + _reduced(found.forward, sizes, cluster, link)
 
 
 def backward_seconds(
     found: Load, sizes: Mapping[str, int], cluster: ClusterShape, link: float
 ) -> float:
     """Twice the forward pass's work, and what is summed."""
-    fused = found.moved_bytes / 4
-    other = max(found.other_flops / cluster.flops, fused / cluster.memory_bandwidth)
-    work = 2 * (found.product_flops / cluster.flops + other)
-    return work + _reduced(found.backward, sizes, cluster, link)
+    return 2 * work_seconds(found, cluster) + _reduced(found.backward, sizes, cluster, link)
+
+
+def work_seconds(found: Load, cluster: ClusterShape) -> float:
+    """Of one pass, without what is summed."""
+    return cluster.work_seconds(
+        found.product_flops, found.product_flops_fp32, found.other_flops, found.moved_bytes
+    )
 
 
 def _reduced(

@@ -112,10 +112,13 @@ class Layout:
         return tuple((ROWS, *axes(a)) if d == axis else a for d, a in enumerate(spec))
 
 
-def layouts(step: TracedStep, loss: Loss, plan: Plan) -> list[Layout]:
-    """The layout of every submesh of a plan, in the plan's order."""
+def layouts(
+    step: TracedStep, loss: Loss, plan: Plan, outer: NamedDims | None = None
+) -> list[Layout]:
+    """The layout of every submesh of a plan, in the plan's order. `outer`: of the step, if it is
+    known already."""
     names = dict(zip(leaf_names(step), step.invars, strict=True))
-    outer, inner = outer_dims(step), NamedDims(loss.equations)
+    outer, inner = outer or outer_dims(step), NamedDims(loss.equations)
     found = []
     for devices in plan.meshes:
         on_mesh = [stage for stage in plan.stages if stage.devices == devices]

@@ -41,11 +41,9 @@ def factors(eqn: Equation) -> tuple[Factor, ...] | None:
 
 def _elementwise(shapes: Sequence[Sequence[int]], outs: Sequence[Any]) -> tuple[Factor, ...]:
     """Operands of the result's shape run with it; single numbers beside them do not matter."""
+    ins = [i for i, shape in enumerate(shapes) if len(shape) == len(outs[0])]
     return tuple(
-        Factor(
-            tuple((i, d) for i, shape in enumerate(shapes) if len(shape) == len(outs[0])),
-            tuple((j, d) for j in range(len(outs))),
-        )
+        Factor(tuple([(i, d) for i in ins]), tuple([(j, d) for j in range(len(outs))]))
         for d in range(len(outs[0]))
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.sharding.choose import along_data, model_classes
 from launcher.plan.sharding.dims import NamedDims, Sharding, Spec, Use
-from launcher.plan.sharding.layout import MODEL, outer_dims
+from launcher.plan.sharding.layout import MODEL
 from launcher.plan.sharding.names import leaf_names
 from launcher.plan.stages import StageGraph
 from launcher.trace.graph import Var, dependents
@@ -22,18 +22,20 @@ def stage_shardings(
     zero: int,
     cluster: ClusterShape,
     link: float,
+    outer: NamedDims,
 ) -> dict[str, Spec]:
     """The specs of the arguments that belong to a stage: its parameters, what the update keeps for
     them, and the batch. Nothing is said of a stage on one device.
 
     Args:
-        zero: see `Outline`. link: bytes/s between the submesh's devices.
+        zero: see `Outline`. link: bytes/s between the submesh's devices. outer: the step's named
+            dimensions outside of the loss.
     """
     data, model = logical_mesh
     if data * model == 1:
         return {}
     operands = _operand_specs(loss, graph, model, cluster, link)
-    return _argument_specs(step, loss, graph, operands, data, model, zero)
+    return _argument_specs(step, loss, graph, operands, data, model, zero, outer)
 
 
 def _operand_specs(
@@ -70,9 +72,9 @@ def _argument_specs(
     data: int,
     model: int,
     zero: int,
+    dims: NamedDims,
 ) -> dict[str, Spec]:
     holders = {i: step.loss_equation.invars[i] for i in graph.operands}
-    dims = outer_dims(step)
     kept = Sharding(dims, {MODEL: model})
     cut = Sharding(dims, {MODEL: model, "data": data})
     for i, spec in operands.items():

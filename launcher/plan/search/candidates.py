@@ -1,0 +1,207 @@
+"""What a stage of any layers on any submesh would cost, for one number of microbatches. Pure.
+
+For each number of devices the best logical mesh, ZeRO level and rematerialisation that fit the
+memory are chosen here, so that the stage search sees one price. Used by `search.auto`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+
+from launcher.plan.cluster_shape import ClusterShape
+from launcher.plan.search.layers import CostTable
+from launcher.plan.search.stages import Candidates
+
+ZERO_LEVELS = (0, 2, 3)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a stage uses its devices."""
+
+    logical_mesh: tuple[int, int]
+    zero: int
+    remat: str
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is fixed for one run of the stage search.
+
+    Attributes:
+        replicas: that all stages have in common. remats: the names to choose from.
+        in_flight: the most microbatches that a stage with this many behind it holds (`schedule`).
+        memory_bytes: of a device; None: without bound.
+    """
+
+    num_micro_batches: int
+    batch_size: int
+    replicas: int
+    schedule: str
+    remats: tuple[str, ...]
+    memory_bytes: float | None
+
+
+@dataclass(frozen=True, eq=False)
+class Priced:
+    """The candidates, and the choice behind each: a position in `choices`, and the memory."""
+
+    candidates: Candidates
+    choices: tuple[Choice, ...]
+    chosen: np.ndarray
+    memory: np.ndarray
+
+
+def submesh_sizes(cluster: ClusterShape) -> tuple[int, ...]:
+    """The numbers of devices that a stage may have: on one host any, on several the divisors of a
+    host's number and whole hosts by powers of two, so that they can be placed."""
+    each, hosts = cluster.devices_per_host, cluster.hosts
+    if hosts == 1 and each <= 16:
+        return tuple(range(1, each + 1))
+    within = [n for n in range(1, each + 1) if each % n == 0]
+    counts = {2**k for k in range(hosts.bit_length()) if 2**k <= hosts} | {hosts}
+    return tuple(sorted({*within, *(each * n for n in counts)}))
+
+
+def price(
+    table: CostTable, cluster: ClusterShape, setting: Setting, sizes: tuple[int, ...]
+) -> Priced:
+    """Price every stage. Layers are the table's."""
+    count = table.of["work_seconds"].shape[1]
+    depth = min(count, cluster.num_devices)
+    shape = (depth, count, count + 1, len(sizes))
+    seconds, rest = np.full(shape, np.inf), np.full(shape, np.inf)
+    memory = np.full(shape, np.inf)
+    chosen = np.zeros(shape, np.int32)
+    choices: list[Choice] = []
+    for j, size in enumerate(sizes):
+        for m_index, model in enumerate(table.model_sizes):
+            data = size // model
+            if size % model or not _splits(setting, data):
+                continue
+            stage = _Stage(table, m_index, cluster, setting, data, model)
+            for zero, remat in itertools.product(ZERO_LEVELS, setting.remats):
+                if zero and data == 1:
+                    continue
+                one, other = stage.seconds(zero, remat)
+                needs = stage.memory(zero, remat, depth)
+                fits = np.isfinite(one)[None] & (needs <= (setting.memory_bytes or np.inf))
+                better = fits & ((one + other)[None] < (seconds + rest)[..., j])
+                seconds[..., j][better] = np.broadcast_to(one, better.shape)[better]
+                rest[..., j][better] = np.broadcast_to(other, better.shape)[better]
+                chosen[..., j][better] = len(choices)
+                memory[..., j][better] = needs[better]
+                choices.append(Choice((data, model), zero, remat))
+    return Priced(Candidates(sizes, seconds, rest), tuple(choices), chosen, memory)
+
+
+def _splits(setting: Setting, data: int) -> bool:
+    rows = setting.batch_size // setting.num_micro_batches
+    return data % setting.replicas == 0 and rows % data == 0
+
+
+class _Stage:
+    """All stages, `[first, end]`, on one logical mesh."""
+
+    def __init__(
+        self,
+        table: CostTable,
+        m_index: int,
+        cluster: ClusterShape,
+        setting: Setting,
+        data: int,
+        model: int,
+    ) -> None:
+        self._cluster, self._setting = cluster, setting
+        self._data, self._model = data, model
+        self._slices = setting.num_micro_batches * data
+        self._of = {name: _spans(rows[m_index]) for name, rows in table.of.items()}
+        count = table.of["work_seconds"].shape[1]
+        self._first_input = np.broadcast_to(
+            table.of["input_bytes"][m_index][:, None], (count, count + 1)
+        )
+        sent = np.concatenate([[0.0], table.of["sent_bytes"][m_index]])
+        sent[-1] = 0.0  # the last stage sends nothing on
+        self._sent = np.broadcast_to(sent[None, :], (count, count + 1))
+        ordered = np.arange(count)[:, None] < np.arange(count + 1)[None, :]
+        self._valid = np.where(ordered, 0.0, np.inf)
+
+    def seconds(self, zero: int, remat: str) -> tuple[np.ndarray, np.ndarray]:
+        """Of the first microbatch with its way to the next stage; of all else."""
+        cluster, of, data = self._cluster, self._of, self._data
+        work = of["work_seconds"] / self._slices
+        forward = work + self._summed("forward")
+        backward = 2 * work + self._summed("backward") + (forward if remat != "none" else 0.0)
+        one = forward + backward + 2 * cluster.latency
+        rows, link = data // self._setting.replicas, self._data_link
+        if rows > 1:  # summed in every microbatch
+            one = one + _ring(of["gradient_bytes"], rows, link, cluster.latency)
+        if zero == 3:  # gathered in both passes, scattered in the second
+            one = one + 1.5 * _ring(of["parameter_bytes"], data, link, cluster.latency)
+        rest = (self._setting.num_micro_batches - 1) * one + self._once(zero)
+        return one + self._sending() + self._valid, rest + self._valid
+
+    def memory(self, zero: int, remat: str, depth: int) -> np.ndarray:
+        """Peak bytes on a device, `[stages behind, first, end]`."""
+        of, data = self._of, self._data
+        parameters, state, gradients = (
+            of[f"{name}_bytes"] for name in ("parameter", "state", "gradient")
+        )
+        if zero == 2:
+            state = parameters + (state - parameters) / data
+        elif zero == 3:
+            state, gradients = state / data + 2 * parameters, gradients / data
+        residual = of["residual_bytes"] / self._slices
+        boundary = self._first_input / self._slices
+        kept = boundary + (residual if remat == "none" else 0.0)
+        most = self._setting.num_micro_batches
+        behind = np.arange(1, depth + 1)
+        held = np.minimum(behind, most) if self._setting.schedule != "gpipe" else behind * 0 + most
+        return (state + gradients + residual)[None] + held[:, None, None] * kept[None]
+
+    def _once(self, zero: int) -> np.ndarray:
+        """Gradients summed over the replicas, and the update, which reads and writes the state."""
+        state, common = self._of["state_bytes"], self._setting.replicas
+        update = 2 * state / (self._data if zero else 1) / self._cluster.memory_bandwidth
+        if zero == 3:
+            return update
+        gradients = self._of["gradient_bytes"]
+        return update + _ring(gradients, common, self._data_link, self._cluster.latency)
+
+    @property
+    def _data_link(self) -> float:
+        devices = self._data * self._model
+        return self._cluster.link_of_axis(devices, min(self._model, self._cluster.devices_per_host))
+
+    def _summed(self, name: str) -> np.ndarray:
+        """All-reduced along the model axis, for one microbatch."""
+        if self._model == 1:
+            return np.zeros_like(self._of["work_seconds"])
+        link = self._cluster.link_of_axis(self._model)
+        moved = _ring(self._of[f"{name}_bytes"] / self._slices, self._model, link, 0.0)
+        waits = 2 * (self._model - 1) * self._cluster.latency
+        return moved + waits * self._of[f"{name}_sums"]
+
+    def _sending(self) -> np.ndarray:
+        """One microbatch to the next stage and its gradient back."""
+        cluster = self._cluster
+        across = cluster.hosts > 1 and self._data * self._model >= cluster.devices_per_host
+        links = cluster.inter_host if across else cluster.intra_host * self._data
+        size = self._sent / self._setting.num_micro_batches
+        return np.where(size > 0, 2 * (size / links + cluster.latency), 0.0)
+
+
+def _spans(values: np.ndarray) -> np.ndarray:
+    """Sums over `[first, end)`."""
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    return np.asarray(np.maximum(total[None, :] - total[:-1, None], 0.0))
+
+
+def _ring(size: np.ndarray, devices: int, link: float, latency: float) -> np.ndarray:
+    """See `sharding.cost.all_reduce_seconds`."""
+    if devices == 1:
+        return np.zeros_like(size)
+    return 2 * (devices - 1) * (size / devices / link + latency)

@@ -1,0 +1,167 @@
+"""What each layer costs on submeshes of every shape: the table that the stage search adds up.
+
+A layer is solved on its own for each size of the model axis, and layers that are the same program
+are solved once, so that the time does not grow with the number of identical blocks. Costs are of
+the whole batch; that of a slice is its share. Pure; used by `search.auto`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from launcher.plan.cluster_shape import ClusterShape
+from launcher.plan.memory import residual_bytes_of
+from launcher.plan.sharding.choose import model_classes
+from launcher.plan.sharding.cost import load, work_seconds
+from launcher.plan.sharding.dims import NamedDims, Sharding, Use, parts
+from launcher.plan.sharding.layout import MODEL, outer_dims
+from launcher.plan.sharding.stage import batch_classes
+from launcher.plan.stages import StageGraph, cut_stages
+from launcher.trace.graph import dependents, nbytes, program, structure_text
+from launcher.trace.step import Loss, TracedStep
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer on `m` devices of a model axis, for the whole batch: what one of them does.
+
+    Attributes:
+        work_seconds: of the forward pass without communication. forward_bytes, backward_bytes:
+            all-reduced along the model axis, in `forward_sums` and `backward_sums` operations.
+        parameter_bytes, state_bytes (with the parameters), gradient_bytes: held by one device.
+        residual_bytes: what the forward pass leaves for the backward pass. input_bytes: the
+            activations that it reads. sent_bytes: those that cross to the next layer, uncut.
+    """
+
+    work_seconds: float
+    forward_bytes: float
+    backward_bytes: float
+    forward_sums: float
+    backward_sums: float
+    parameter_bytes: float
+    state_bytes: float
+    gradient_bytes: float
+    residual_bytes: float
+    input_bytes: float
+    sent_bytes: float
+
+
+@dataclass(frozen=True, eq=False)
+class CostTable:
+    """The layers' costs, as arrays `[model size, layer]`, one a field of `LayerCost`."""
+
+    model_sizes: tuple[int, ...]
+    of: dict[str, np.ndarray]
+    num_distinct: int
+
+
+def cost_table(step: TracedStep, cluster: ClusterShape, model_sizes: Sequence[int]) -> CostTable:
+    """The table of a step's layers."""
+    loss = step.loss(1)
+    graphs = cut_stages(loss, [(i,) for i in range(loss.num_layers)])
+    state = _state_bytes(step, loss)
+    owner = {i: g.index for g in reversed(graphs) for i in g.operands}
+    solved: dict[str, list[LayerCost]] = {}
+    rows = []
+    for graph in graphs:
+        key = _structure(graph, loss)
+        if key not in solved:
+            solved[key] = [_solve(graph, loss, m, cluster) for m in model_sizes]
+        own = [i for i in graph.wrt if owner[i] == graph.index]
+        rows.append([_with_state(cost, graph, own, loss, state) for cost in solved[key]])
+    names = [f.name for f in fields(LayerCost)]
+    arrays = {
+        name: np.array([[getattr(row[k], name) for row in rows] for k in range(len(model_sizes))])
+        for name in names
+    }
+    return CostTable(tuple(model_sizes), arrays, len(solved))
+
+
+def _structure(graph: StageGraph, loss: Loss) -> str:
+    """Equal for layers that are the same program and differentiate the same operands."""
+    reads = [*(loss.invars[i] for i in graph.operands), *graph.activations_in]
+    wrt = [i in graph.wrt for i in graph.operands]
+    axes = [loss.slice_axes[i] for i in graph.operands]
+    text = program(reads, graph.equations, graph.outs).jaxpr
+    return structure_text(text, {"wrt": wrt, "axes": axes, "out": len(graph.activations_out)})
+
+
+def _solve(graph: StageGraph, loss: Loss, m: int, cluster: ClusterShape) -> LayerCost:
+    """A layer without what the update keeps for it."""
+    dims = NamedDims(graph.equations)
+    sharding = Sharding(dims, {MODEL: m})
+    parameters = [loss.invars[i] for i in graph.wrt]
+    flowing = dependents(graph.equations, [*parameters, *graph.active_in])
+
+    def active(use: Use) -> bool:
+        return use.scope > 0 or any(v in flowing for v in use.eqn.outvars)
+
+    if m > 1:
+        batch = batch_classes(loss, dims, graph.operands)
+        link = cluster.link_of_axis(m)
+        for of in model_classes(dims, parameters, batch, active, m, cluster, link):
+            sharding.axis_of[of] = (MODEL,)
+    work = forward = backward = forward_sums = backward_sums = 0.0
+    for use in dims.uses:
+        found = load(use, sharding, active(use))
+        work += work_seconds(found, cluster)
+        forward += sum(found.forward.values())
+        backward += sum(found.backward.values())
+        forward_sums += bool(found.forward) * use.times
+        backward_sums += bool(found.backward) * use.times
+
+    def held(var: object) -> float:
+        return nbytes(var.aval) / parts(sharding.spec(var), sharding.sizes)  # type: ignore[attr-defined]
+
+    return LayerCost(
+        work_seconds=work,
+        forward_bytes=forward,
+        backward_bytes=backward,
+        forward_sums=forward_sums,
+        backward_sums=backward_sums,
+        parameter_bytes=sum(map(held, parameters)),
+        state_bytes=0.0,
+        gradient_bytes=0.0,
+        residual_bytes=residual_bytes_of(graph, loss, held),
+        input_bytes=sum(map(held, graph.activations_in)),
+        sent_bytes=float(sum(nbytes(v.aval) for v in graph.activations_out)),
+    )
+
+
+def _with_state(
+    cost: LayerCost, graph: StageGraph, own: Sequence[int], loss: Loss, state: dict[int, float]
+) -> LayerCost:
+    """The state is cut as the parameters are. A parameter that several layers read is the first's;
+    the others hold a copy."""
+    whole = sum(nbytes(loss.invars[i].aval) for i in graph.wrt)
+    share = cost.parameter_bytes / whole if whole else 1.0
+    elements = sum(loss.invars[i].aval.size for i in graph.wrt)
+    kept = sum(state[i] for i in own)
+    copies = sum(nbytes(loss.invars[i].aval) for i in graph.wrt if i not in own)
+    values = vars(cost) | {
+        "state_bytes": (kept + copies) * share,
+        "gradient_bytes": 4.0 * elements * share,
+    }
+    return LayerCost(**values)
+
+
+def _state_bytes(step: TracedStep, loss: Loss) -> dict[int, float]:
+    """For each differentiated operand the bytes of the arguments that run with it: the parameter
+    itself and what the optimizer keeps for it."""
+    dims = outer_dims(step)
+    of_class: dict[int, int] = {}
+    for i in loss.wrt:
+        for c in dims.classes(step.loss_equation.invars[i]):
+            of_class.setdefault(c, i)
+    total = dict.fromkeys(loss.wrt, 0.0)
+    for var, is_batch in zip(step.invars, step.batch, strict=True):
+        known = [of_class[c] for c in dims.classes(var) if c in of_class]
+        if known and not is_batch:
+            total[known[0]] += nbytes(var.aval)
+    for i in loss.wrt:  # single numbers have no dimensions to be known by
+        if not loss.invars[i].aval.shape:
+            total[i] = float(nbytes(loss.invars[i].aval))
+    return total

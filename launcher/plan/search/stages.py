@@ -1,0 +1,142 @@
+"""The stage search: which layers make a stage, and on how many devices. Pure numbers.
+
+A dynamic program over stages, layers and devices, run for growing bounds on the slowest stage, as
+in Alpa (Zheng et al. 2022, arXiv 2201.12023, section 5.2), with what that one leaves out: transfers
+and the number of microbatches in flight are part of a stage's cost, what is done once a step is
+part of the objective, and devices may stay idle. Used by `search.auto`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+_MOST_BOUNDS = 400  # beyond these only every so many; the loss is below the step between two
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What a stage of layers `first … end - 1` would cost.
+
+    Attributes:
+        sizes: the numbers of devices that a stage may have.
+        seconds: `[stages behind it, first, end, size]`: of one microbatch, forward and backward,
+            and its way to the next stage; infinite where it does not fit.
+        rest: the same shape: what the stage does besides the first microbatch, in seconds: the
+            other microbatches, and what is done once a step.
+    """
+
+    sizes: tuple[int, ...]
+    seconds: np.ndarray
+    rest: np.ndarray
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best stages: `(first, end, position in sizes)` in order, and the objective, seconds."""
+
+    stages: tuple[tuple[int, int, int], ...]
+    objective: float
+
+
+def objective(seconds: Sequence[float], rest: Sequence[float]) -> float:
+    """A step: one microbatch through all stages, and the rest of the one that has most left."""
+    return sum(seconds) + max(rest)
+
+
+def best_stages(
+    candidates: Candidates,
+    num_devices: int,
+    best: float = np.inf,
+    progress: Callable[[float], None] = lambda share: None,
+) -> Found | None:
+    """The stages that cover all layers on at most `num_devices` devices at the least objective.
+
+    Args:
+        best: an objective to stay below. progress: told the share that is done, 0 … 1.
+
+    Returns:
+        None if there are none, or none below `best`.
+    """
+    seconds = candidates.seconds
+    bound = np.where(np.isfinite(seconds), candidates.rest, np.inf)
+    levels = np.unique(bound[np.isfinite(bound)])
+    if not len(levels):
+        return None
+    if len(levels) > _MOST_BOUNDS:
+        levels = levels[np.unique(np.linspace(0, len(levels) - 1, _MOST_BOUNDS).astype(int))]
+    least = _solve(seconds, candidates.sizes, num_devices)[0]
+    if not np.isfinite(least):
+        return None
+    found = None
+    for k, level in enumerate(levels):
+        if level + least >= best:
+            break
+        progress(k / len(levels))
+        allowed = np.where(bound <= level, seconds, np.inf)
+        if not np.isfinite(_reachable(allowed)):
+            continue
+        _, stages = _solve(allowed, candidates.sizes, num_devices)
+        if stages:
+            length = len(stages)
+            at = [(length - 1 - s, *stage) for s, stage in enumerate(stages)]
+            value = objective(
+                [float(seconds[i]) for i in at],
+                [float(bound[i]) for i in at],
+            )
+            if value < best:
+                best, found = value, Found(tuple(stages), value)
+    return found
+
+
+def _reachable(seconds: np.ndarray) -> float:
+    """Infinite where some layer can be in no stage."""
+    per_span = seconds.min(axis=(0, 3))
+    count = len(per_span)
+    covered = [
+        min((per_span[a, b] for a in range(k + 1) for b in range(k + 1, count + 1)), default=np.inf)
+        for k in range(count)
+    ]
+    return float(max(covered))
+
+
+def _solve(
+    seconds: np.ndarray, sizes: Sequence[int], num_devices: int
+) -> tuple[float, list[tuple[int, int, int]]]:
+    """The least sum of seconds, and its stages; `f[s, l, d]` covers layers `l …` by `s` stages on
+    exactly `d` devices."""
+    most, count = seconds.shape[0], seconds.shape[1]
+    f = np.full((most + 1, count + 1, num_devices + 1), np.inf)
+    f[0, count, 0] = 0.0
+    choice: list[np.ndarray] = []
+    for s in range(1, most + 1):
+        step_best = np.full((count + 1, num_devices + 1), np.inf)
+        step_choice = np.zeros((count + 1, num_devices + 1), np.int32)
+        for j, size in enumerate(sizes):
+            if size > num_devices:
+                continue
+            cost = seconds[s - 1, :, :, j]
+            if not np.isfinite(cost).any():
+                continue
+            shifted = f[s - 1][:, : num_devices + 1 - size]
+            total = cost[:, :, None] + shifted[None, :, :]
+            end = total.argmin(axis=1)
+            least = np.take_along_axis(total, end[:, None, :], 1)[:, 0, :]
+            better = least < step_best[:count, size:]
+            step_best[:count, size:][better] = least[better]
+            step_choice[:count, size:][better] = (end * len(sizes) + j)[better]
+        f[s] = step_best
+        choice.append(step_choice)
+    finals = f[1:, 0, :]
+    at = np.unravel_index(int(finals.argmin()), finals.shape)
+    value = float(finals[at])
+    if not np.isfinite(value):
+        return value, []
+    stages, layer, devices = [], 0, int(at[1])
+    for s in range(int(at[0]) + 1, 0, -1):
+        end, j = divmod(int(choice[s - 1][layer, devices]), len(sizes))
+        stages.append((layer, end, j))
+        layer, devices = end, devices - sizes[j]
+    return value, stages
