@@ -28,7 +28,7 @@ from launcher.runtime.instructions import (
     with_donations,
     with_frees,
 )
-from launcher.runtime.joint import Name
+from launcher.plan.joint import Name
 from launcher.runtime.slots import Slots
 from launcher.runtime.stage_programs import StageProgram, stage_programs
 from launcher.trace.graph import Var, is_var, program

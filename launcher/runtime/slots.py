@@ -14,7 +14,7 @@ from launcher.plan.sharding.dims import Axis, Spec
 from launcher.plan.sharding.layout import DATA, Layout
 from launcher.plan.stages import StageGraph
 from launcher.runtime.instructions import Slot
-from launcher.runtime.joint import Name
+from launcher.plan.joint import Name
 from launcher.trace.graph import Var
 from launcher.trace.step import Loss, TracedStep
 

@@ -1,6 +1,6 @@
 """The programs of one stage, one for each kind of task that its schedule has.
 
-A pass over one slice of the batch (`runtime.passes`) becomes a program over a microbatch: it takes
+A pass over one slice of the batch (`plan.passes`) becomes a program over a microbatch: it takes
 its slice of each operand and adds its results and gradients to accumulators. Replicas are a
 `jax.vmap(spmd_axis_name=…)` axis of every activation, residual and accumulator, so that a backward
 program holds no data-parallel collective. Used by `runtime.emit`.
@@ -21,8 +21,8 @@ from launcher.plan.sharding.dims import Spec
 from launcher.plan.sharding.layout import DATA, Layout
 from launcher.plan.stages import StageGraph
 from launcher.runtime.collectives import constrained, scatter
-from launcher.runtime.joint import Name, trace_joint
-from launcher.runtime.passes import Pass, cut, outputs_by_kind
+from launcher.plan.joint import Name, trace_joint
+from launcher.plan.passes import Pass, cut, outputs_by_kind
 from launcher.trace.graph import Var
 from launcher.trace.step import Loss
 

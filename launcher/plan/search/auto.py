@@ -61,6 +61,8 @@ def _grouped(table: CostTable, groups: Sequence[Sequence[int]]) -> CostTable:
     starts = [group[0] for group in groups]
     ends = [group[-1] for group in groups]
     of = {name: np.add.reduceat(rows, starts, axis=1) for name, rows in table.of.items()}
+    most = table.of["working_bytes"]
+    of["working_bytes"] = np.maximum.reduceat(most, starts, axis=1)
     of["input_bytes"] = table.of["input_bytes"][:, starts]
     of["sent_bytes"] = table.of["sent_bytes"][:, ends]
     return CostTable(table.model_sizes, of, table.num_distinct)

@@ -13,7 +13,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from launcher.plan.cluster_shape import ClusterShape
-from launcher.plan.memory import residual_bytes_of
+from launcher.plan.footprint import StagePasses, footprint, stage_passes
+from launcher.plan.schedule import Kind
 from launcher.plan.sharding.choose import model_classes
 from launcher.plan.sharding.cost import load, work_seconds
 from launcher.plan.sharding.dims import NamedDims, Sharding, Use, parts
@@ -32,8 +33,9 @@ class LayerCost:
         work_seconds: of the forward pass without communication. forward_bytes, backward_bytes:
             all-reduced along the model axis, in `forward_sums` and `backward_sums` operations.
         parameter_bytes, state_bytes (with the parameters), gradient_bytes: held by one device.
-        residual_bytes: what the forward pass leaves for the backward pass. input_bytes: the
-            activations that it reads. sent_bytes: those that cross to the next layer, uncut.
+        residual_bytes: what the forward pass leaves for the backward pass, the activations that it
+            reads included. working_bytes: what a pass needs beside. input_bytes: the activations
+            read. sent_bytes: those that cross to the next layer, uncut.
     """
 
     work_seconds: float
@@ -45,6 +47,7 @@ class LayerCost:
     state_bytes: float
     gradient_bytes: float
     residual_bytes: float
+    working_bytes: float
     input_bytes: float
     sent_bytes: float
 
@@ -69,7 +72,9 @@ def cost_table(step: TracedStep, cluster: ClusterShape, model_sizes: Sequence[in
     for graph in graphs:
         key = _structure(graph, loss)
         if key not in solved:
-            solved[key] = [_solve(graph, loss, m, cluster) for m in model_sizes]
+            of = stage_passes(graph, loss, "none", {Kind.FORWARD, Kind.BACKWARD}, together=False)
+            inside = NamedDims(of.joint.equations)
+            solved[key] = [_solve(graph, loss, m, cluster, of, inside) for m in model_sizes]
         own = [i for i in graph.wrt if owner[i] == graph.index]
         rows.append([_with_state(cost, graph, own, loss, state) for cost in solved[key]])
     names = [f.name for f in fields(LayerCost)]
@@ -89,8 +94,16 @@ def _structure(graph: StageGraph, loss: Loss) -> str:
     return structure_text(text, {"wrt": wrt, "axes": axes, "out": len(graph.activations_out)})
 
 
-def _solve(graph: StageGraph, loss: Loss, m: int, cluster: ClusterShape) -> LayerCost:
-    """A layer without what the update keeps for it."""
+def _solve(
+    graph: StageGraph,
+    loss: Loss,
+    m: int,
+    cluster: ClusterShape,
+    of: StagePasses,
+    inside: NamedDims,
+) -> LayerCost:
+    """A layer without what the update keeps for it. `of`, `inside`: its passes, and the named
+    dimensions of their joint program."""
     dims = NamedDims(graph.equations)
     sharding = Sharding(dims, {MODEL: m})
     parameters = [loss.invars[i] for i in graph.wrt]
@@ -102,8 +115,8 @@ def _solve(graph: StageGraph, loss: Loss, m: int, cluster: ClusterShape) -> Laye
     if m > 1:
         batch = batch_classes(loss, dims, graph.operands)
         link = cluster.link_of_axis(m)
-        for of in model_classes(dims, parameters, batch, active, m, cluster, link):
-            sharding.axis_of[of] = (MODEL,)
+        for one in model_classes(dims, parameters, batch, active, m, cluster, link):
+            sharding.axis_of[one] = (MODEL,)
     work = forward = backward = forward_sums = backward_sums = 0.0
     for use in dims.uses:
         found = load(use, sharding, active(use))
@@ -112,6 +125,14 @@ def _solve(graph: StageGraph, loss: Loss, m: int, cluster: ClusterShape) -> Laye
         backward += sum(found.backward.values())
         forward_sums += bool(found.forward) * use.times
         backward_sums += bool(found.backward) * use.times
+
+    cut = Sharding(inside, sharding.sizes)
+    for name, var in of.joint.inputs.items():
+        if name.kind != "seed":
+            first = name.of[0] if name.kind == "cotangent" else name.of
+            outside = loss.invars[first] if name.kind == "operand" else first
+            cut.seed(var, sharding.spec(outside))
+    room = footprint(of, cut)
 
     def held(var: object) -> float:
         return nbytes(var.aval) / parts(sharding.spec(var), sharding.sizes)  # type: ignore[attr-defined]
@@ -125,7 +146,8 @@ def _solve(graph: StageGraph, loss: Loss, m: int, cluster: ClusterShape) -> Laye
         parameter_bytes=sum(map(held, parameters)),
         state_bytes=0.0,
         gradient_bytes=0.0,
-        residual_bytes=residual_bytes_of(graph, loss, held),
+        residual_bytes=room.left.get(Kind.FORWARD, 0.0),
+        working_bytes=max(room.working.values()),
         input_bytes=sum(map(held, graph.activations_in)),
         sent_bytes=float(sum(nbytes(v.aval) for v in graph.activations_out)),
     )
