@@ -56,6 +56,13 @@ def stage_passes(
     return StagePasses(joint, passes, {i for i in data if loss.slice_axes[i] is not None})
 
 
+def as_one(of: StagePasses, graph: StageGraph) -> StagePasses:
+    """The same passes as one program."""
+    kinds = {Kind.FORWARD, Kind.BACKWARD}
+    groups = outputs_by_kind(of.joint, graph.results, kinds, together=True)
+    return StagePasses(of.joint, cut(of.joint, groups), of.sliced)
+
+
 def footprint(of: StagePasses, sharding: Sharding) -> Footprint:
     """What the passes need where `sharding` cuts the joint program's values."""
     size = _sizes(sharding)

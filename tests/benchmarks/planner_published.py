@@ -25,7 +25,7 @@ import launcher
 from launcher.plan import ClusterShape, Plan
 from launcher.plan.make import complete
 from launcher.plan.outline import Outline, Submesh
-from launcher.plan.search.auto import make_problem
+from launcher.plan.search.auto import USABLE, make_problem
 from launcher.plan.search.best import best_plan, in_words
 from launcher.plan.search.problem import Wanted, best_of
 from launcher.plan.stages import group_layers
@@ -135,8 +135,9 @@ def published(step: TracedStep, point: Point, cluster: ClusterShape) -> Plan:
 
 
 def fits(plan: Plan) -> bool:
-    """Whether no device's memory overflows."""
-    return max(stage.memory_bytes for stage in plan.stages) <= plan.cluster["memory_bytes"]
+    """Whether it takes no more of a device's memory than the search may."""
+    most = max(stage.memory_bytes for stage in plan.stages)
+    return most <= USABLE * plan.cluster["memory_bytes"]
 
 
 def restricted(step: TracedStep, cluster: ClusterShape, intra: bool) -> Plan | None:

@@ -18,7 +18,7 @@ from launcher.plan.stages import group_layers, layer_flops
 from launcher.trace.step import TracedStep
 
 _MOST_LAYERS = 16  # the stage search joins neighbouring layers to no more than these
-_USABLE = 0.92  # of a device's memory; the rest is the runtime's own and fragments
+USABLE = 0.92  # of a device's memory; the rest is the runtime's own and fragments
 _RUNNERS_UP = 3
 
 
@@ -45,7 +45,7 @@ def make_problem(step: TracedStep, cluster: ClusterShape) -> Problem:
     loss = step.loss(1)
     groups = group_layers(layer_flops(loss), min(loss.num_layers, _MOST_LAYERS))
     table = _grouped(cost_table(step, cluster, _model_sizes(cluster)), groups)
-    usable = None if cluster.memory_bytes is None else _USABLE * cluster.memory_bytes
+    usable = None if cluster.memory_bytes is None else USABLE * cluster.memory_bytes
     return Problem(table, groups, step.batch_size, cluster, submesh_sizes(cluster), usable)
 
 

@@ -193,14 +193,17 @@ class _Stage:
             state, gradients = state / data + 2 * parameters, gradients / data
         residual = of["residual_bytes"] / self._slices
         working = self._most("working_bytes") / self._slices
-        kept = residual
+        again = of["again_bytes"] / self._slices
+        kept, held_to_work = residual, working
         if remat != "none":  # what is computed again is there while it is used
-            kept = self._first_input / self._slices
-            working = working + residual
+            kept, held_to_work = self._first_input / self._slices, working + again
         most = self._setting.num_micro_batches
         behind = np.arange(1, depth + 1)
         held = np.minimum(behind, most) if self._setting.schedule != "gpipe" else behind * 0 + most
-        return (state + gradients + working)[None] + held[:, None, None] * kept[None]
+        activations = held[:, None, None] * kept[None] + held_to_work[None]
+        if self._setting.schedule != "gpipe":  # the last stage goes back at once
+            activations[0] = self._first_input / self._slices + again + working
+        return (state + gradients)[None] + activations
 
     def _most(self, name: str) -> np.ndarray:
         """The most of any layer of a stage."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from launcher.plan.cluster_shape import ClusterShape
-from launcher.plan.footprint import StagePasses, footprint, stage_passes
+from launcher.plan.footprint import StagePasses, as_one, footprint, stage_passes
 from launcher.plan.schedule import Kind
 from launcher.plan.sharding.choose import model_classes
 from launcher.plan.sharding.cost import load, work_seconds
@@ -47,6 +47,7 @@ class LayerCost:
     state_bytes: float
     gradient_bytes: float
     residual_bytes: float
+    again_bytes: float
     working_bytes: float
     input_bytes: float
     sent_bytes: float
@@ -74,7 +75,8 @@ def cost_table(step: TracedStep, cluster: ClusterShape, model_sizes: Sequence[in
         if key not in solved:
             of = stage_passes(graph, loss, "none", {Kind.FORWARD, Kind.BACKWARD}, together=False)
             inside = NamedDims(of.joint.equations)
-            solved[key] = [_solve(graph, loss, m, cluster, of, inside) for m in model_sizes]
+            whole = as_one(of, graph)
+            solved[key] = [_solve(graph, loss, m, cluster, of, whole, inside) for m in model_sizes]
         own = [i for i in graph.wrt if owner[i] == graph.index]
         rows.append([_with_state(cost, graph, own, loss, state) for cost in solved[key]])
     names = [f.name for f in fields(LayerCost)]
@@ -100,10 +102,11 @@ def _solve(
     m: int,
     cluster: ClusterShape,
     of: StagePasses,
+    whole: StagePasses,
     inside: NamedDims,
 ) -> LayerCost:
-    """A layer without what the update keeps for it. `of`, `inside`: its passes, and the named
-    dimensions of their joint program."""
+    """A layer without what the update keeps for it. `of`, `whole`, `inside`: its passes, these as
+    one program, and the named dimensions of their joint program."""
     dims = NamedDims(graph.equations)
     sharding = Sharding(dims, {MODEL: m})
     parameters = [loss.invars[i] for i in graph.wrt]
@@ -133,6 +136,7 @@ def _solve(
             outside = loss.invars[first] if name.kind == "operand" else first
             cut.seed(var, sharding.spec(outside))
     room = footprint(of, cut)
+    working = max(room.working.values())
 
     def held(var: object) -> float:
         return nbytes(var.aval) / parts(sharding.spec(var), sharding.sizes)  # type: ignore[attr-defined]
@@ -147,7 +151,8 @@ def _solve(
         state_bytes=0.0,
         gradient_bytes=0.0,
         residual_bytes=room.left.get(Kind.FORWARD, 0.0),
-        working_bytes=max(room.working.values()),
+        again_bytes=max(0.0, max(footprint(whole, cut).working.values()) - working),
+        working_bytes=working,
         input_bytes=sum(map(held, graph.activations_in)),
         sent_bytes=float(sum(nbytes(v.aval) for v in graph.activations_out)),
     )

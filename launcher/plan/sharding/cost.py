@@ -7,7 +7,7 @@ along a dimension that the result is cut along. Pure; used by `plan.predict` and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -74,6 +74,21 @@ def load(use: Use, sharding: Sharding, active: bool) -> Load:
         {a: x * use.times for a, x in forward.items()},
         {a: x * use.times for a, x in backward.items()},
     )
+
+
+def all_reduced(
+    sharding: Sharding, active: Callable[[Use], bool]
+) -> dict[str, tuple[list[float], list[float]]]:
+    """The sums over devices that a program will hold: for each axis the bytes of every one, in the
+    forward and in the backward pass."""
+    found: dict[str, tuple[list[float], list[float]]] = {}
+    for use in sharding.dims.uses:
+        one = load(use, sharding, active(use))
+        for k, sums in enumerate((one.forward, one.backward)):
+            for axis, size in sums.items():
+                of = found.setdefault(axis, ([], []))[k]
+                of += [size / use.times] * use.times
+    return found
 
 
 def all_reduce_seconds(size: float, devices: int, bandwidth: float, latency: float) -> float:
