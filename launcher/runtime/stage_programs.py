@@ -15,14 +15,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from launcher.plan.joint import Name, trace_joint
 from launcher.plan.outer import Operand, Slicing, accumulator_dtype
+from launcher.plan.passes import Pass, cut, outputs_by_kind
 from launcher.plan.schedule import Kind, Task, backward_follows
 from launcher.plan.sharding.dims import Spec
 from launcher.plan.sharding.layout import DATA, Layout
 from launcher.plan.stages import StageGraph
 from launcher.runtime.collectives import constrained, scatter
-from launcher.plan.joint import Name, trace_joint
-from launcher.plan.passes import Pass, cut, outputs_by_kind
 from launcher.trace.graph import Var
 from launcher.trace.step import Loss
 

@@ -10,7 +10,7 @@ import dataclasses
 from launcher.plan.search.candidates import submesh_sizes
 from launcher.plan.search.problem import Candidate, Problem, Wanted, best_of
 
-_TENTHS = (11, 12, 13, 14, 15, 17, 20, 25, 30, 40, 60, 80, 120, 200, 400, 1000, 10000)
+_TENTHS = (11, 12, 13, 14, 15, 17, 20, 25, 30, 40, 60, 80, 120, 200, 400, 1000, 10000, float("inf"))
 _MOST_TIMES = 64  # the devices there are
 _GIB = 2**30
 
@@ -61,7 +61,15 @@ def _changes(problem: Problem, wanted: Wanted) -> list[str]:
     """Changes of the settings alone if there are such; else of the batch and of the devices."""
     if setting := _settings(problem, wanted):
         return [setting]
-    return [change for change in (_batch(problem, wanted), _devices(problem, wanted)) if change]
+    for asked, words in ((wanted, ""), (Wanted(), f" with {_as_auto(wanted)}")):
+        found = [change for change in (_batch(problem, asked), _devices(problem, asked)) if change]
+        if found or asked == wanted == Wanted():
+            return [change + words for change in found]
+    return []
+
+
+def _as_auto(wanted: Wanted) -> str:
+    return " ".join(f"parallel.{name}=auto" for name, value in vars(wanted).items() if value)
 
 
 def _settings(problem: Problem, wanted: Wanted) -> str:

@@ -1,0 +1,62 @@
+"""When nothing fits: the words name the stage and the lack, and what they advise would fit."""
+
+import dataclasses
+import re
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+from launcher.plan import local_shape
+from launcher.plan.search.advice import _of_batch, nothing_fits
+from launcher.plan.search.candidates import submesh_sizes
+from launcher.plan.search.layers import CostTable, LayerCost
+from launcher.plan.search.problem import Problem, Wanted, best_of
+
+GIB = 2**30
+
+
+def problem_of(memory_gib, residual=6.0, state=1.0, batch=8):
+    """Four equal layers on one host of two devices; bytes of the whole batch, in GiB."""
+    of = {f.name: np.full((1, 4), 1e-3) for f in fields(LayerCost)}
+    of["residual_bytes"] = of["again_bytes"] = np.full((1, 4), residual * GIB)
+    for name in ("parameter_bytes", "gradient_bytes"):
+        of[name] = np.full((1, 4), state * GIB / 4)
+    of["state_bytes"] = np.full((1, 4), state * GIB)
+    cluster = dataclasses.replace(local_shape(2, 1, "cpu"), memory_bytes=int(memory_gib * GIB))
+    groups = tuple((i,) for i in range(4))
+    table = CostTable((1,), of, 1)
+    return Problem(table, groups, batch, cluster, submesh_sizes(cluster), memory_gib * GIB)
+
+
+def test_what_was_asked_for_too_much_is_left_to_the_search():
+    problem, wanted = problem_of(9.0), Wanted(num_micro_batches=1)
+    assert not best_of(problem, wanted)
+    message = nothing_fits(problem, wanted)
+    assert message.endswith("This would fit: parallel.num_micro_batches=auto")
+    assert best_of(problem, Wanted())
+
+
+@pytest.mark.parametrize("memory", [0.4, 1.0, 1.9])
+def test_advice_that_is_followed_helps(memory):
+    problem = problem_of(memory)
+    assert not best_of(problem, Wanted())
+    message = nothing_fits(problem, Wanted())
+    assert re.search(r"stage \d+ needs [\d.]+ GiB a device, [\d.]+ GiB more than", message)
+    advice = message.split("This would fit: ")[1]
+    if found := re.search(r"cluster.hosts=(\d+)", advice):
+        more = dataclasses.replace(problem.cluster, hosts=int(found[1]))
+        sizes = submesh_sizes(more)
+        assert best_of(dataclasses.replace(problem, cluster=more, sizes=sizes), Wanted())
+    if found := re.search(r"train.global_batch_size=(\d+)", advice):
+        assert best_of(_of_batch(problem, int(found[1])), Wanted())
+
+
+def test_a_layer_too_large_for_any_device_is_said_to_be():
+    message = nothing_fits(problem_of(0.01, state=400.0), Wanted())
+    assert "take a smaller model or larger devices" in message
+
+
+def test_a_batch_that_does_not_divide():
+    problem = dataclasses.replace(problem_of(1.0), memory_bytes=None)
+    assert "does not divide into 3 microbatches" in nothing_fits(problem, Wanted(3))
