@@ -12,6 +12,8 @@ from typing import Any
 
 from launcher.cluster.errors import ClusterError, WorkerError
 
+LOOPBACK = "127.0.0.1"
+
 
 class Future:
     """The result of one call, now or later."""
@@ -67,22 +69,43 @@ def gather(futures: Sequence[Future]) -> list[Any]:
     return [future.result() for future in futures]
 
 
+def ready(futures: Sequence[Future], *, timeout: float | None) -> list[Future]:
+    """Those calls that are over, however they ended: at once if any is, else as soon as one is or
+    `timeout` seconds have passed (0 does not wait, None waits for ever)."""
+    import ray
+
+    by_reference = {future._reference: future for future in futures}
+    count = 1 if timeout is None else len(by_reference)
+    done, _ = ray.wait(list(by_reference), num_returns=count, timeout=timeout)
+    return [by_reference[reference] for reference in done]
+
+
+def share(value: Any) -> Any:
+    """`value`, written once to where every process of the machine reads it: hand what is returned
+    to several `submit`s as an argument, and the methods get `value` itself."""
+    import ray
+
+    return ray.put(value)
+
+
 class WorkerHandle:
-    """One worker process, `host` its index in the pool; `log` holds its output.
+    """One worker process, `host` its index in the pool and `address` its machine's; `log` holds its
+    output.
 
     Calls run one at a time, in the order in which they were submitted.
     """
 
-    def __init__(self, actor: Any, host: int, log: Path) -> None:
+    def __init__(self, actor: Any, host: int, log: Path, address: str = LOOPBACK) -> None:
         self._actor = actor
         self._kills_before = _out_of_memory_kills()
         self.host = host
-        self.name = f"worker_{host}"
+        self.name = f"worker_{host}" + (f" on {address}" if address != LOOPBACK else "")
         self.log = log
+        self.address = address
 
     def submit(self, method: str, *arguments: Any) -> Future:
         """Queue a call of the worker object's `method` and return without waiting."""
-        return Future(self._actor.call.remote(method, arguments), self, method)
+        return Future(self._actor.call.remote(method, *arguments), self, method)
 
     def failure(self, error_type: str, message: str, traceback_text: str) -> WorkerError:
         """The error for an exception raised inside the worker."""

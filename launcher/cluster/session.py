@@ -148,7 +148,8 @@ def _import_ray() -> Any:
     if "ray" in sys.modules:
         raise ClusterError(
             "Ray was imported before the launcher could set it up. "
-            "Do not import ray in code that the launcher loads (recipes, sitecustomize)."
+            "Do not import ray in code that the launcher loads (recipes, sitecustomize); a Ray of "
+            "your own is joined by launcher.init(address=...)."
         )
     import ray
 
