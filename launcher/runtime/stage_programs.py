@@ -109,7 +109,7 @@ class _Maker:
         """Whether an operand differs from slice to slice; of the only slice: may be data."""
         if self.slicing.num_slices == 1:
             return i not in self.loss.wrt
-        return self.operands[i].stacked or self.loss.keys[i]
+        return self.operands[i].stacked
 
     def program(self, name: str, one_slice: Pass, residuals: Mapping[Var, Spec]) -> StageProgram:
         """All replicas' slices of a microbatch, and its accumulators."""
@@ -119,20 +119,20 @@ class _Maker:
         inputs = [*(n for n in one_slice.inputs if n.kind != "seed"), *kept]
         outputs = [*kept, *(n for n in made if n not in kept)]
 
-        def one(number: Any, replica: Any, *flat: Any) -> tuple[Any, ...]:
+        def one(number: Any, *flat: Any) -> tuple[Any, ...]:
             values = dict(zip(inputs, flat, strict=False))
-            parts = [self.part(n, values.get(n), number, replica) for n in one_slice.inputs]
+            parts = [self.part(n, values.get(n), number) for n in one_slice.inputs]
             outs = zip(made, one_slice.fun(*parts), strict=True)
             return tuple(self.widened(x) if n.kind in _SUMS else x for n, x in outs)
 
-        fun, replicas, reads = one, self.slicing.replicas, len(inputs) - len(kept)
-        if replicas > 1:
-            axes = (None, 0, *(self.replica_axis(n) for n in inputs[:reads]))
+        fun, reads = one, len(inputs) - len(kept)
+        if self.slicing.replicas > 1:
+            axes = (None, *(self.replica_axis(n) for n in inputs[:reads]))
             fun = jax.vmap(one, in_axes=axes, spmd_axis_name=DATA)
 
         def whole(number: Any, *flat: Any) -> tuple[Any, ...]:
             read = [self.gathered(n, x) for n, x in zip(inputs[:reads], flat, strict=False)]
-            outs = fun(number, jnp.arange(replicas) if replicas > 1 else 0, *read)
+            outs = fun(number, *read)
             values = {n: self.summed(n, x) for n, x in zip(made, outs, strict=True)}
             for n, accumulated in zip(kept, flat[reads:], strict=True):
                 values[n] = accumulated + values[n]
@@ -176,7 +176,7 @@ class _Maker:
             return 0
         return 1 if self.operands[name.of].stacked else None
 
-    def part(self, name: Name, value: Any, number: Any, replica: Any) -> Any:
+    def part(self, name: Name, value: Any, number: Any) -> Any:
         """An input of a pass as one slice sees it."""
         if name.kind == "seed":
             mean = self.loss.reduce[0] == "mean"
@@ -188,6 +188,4 @@ class _Maker:
             row = jax.lax.dynamic_index_in_dim(value, number, 0, keepdims=False)
             axis = self.loss.slice_axes[name.of]
             return jnp.moveaxis(row, 0, axis) if axis else row
-        if self.loss.keys[name.of]:
-            return jax.random.fold_in(value, number * self.slicing.replicas + replica)
         return value
