@@ -19,12 +19,12 @@ from launcher.plan.predict import StageSeconds, stage_seconds, update_seconds, w
 from launcher.plan.remat import recomputed
 from launcher.plan.schedule import Schedule, backward_follows, make_schedule
 from launcher.plan.sharding.dims import Spec
-from launcher.plan.sharding.layout import Layout, layouts, outer_dims
+from launcher.plan.sharding.layout import MODEL, ROWS, Layout, layouts, outer_dims
 from launcher.plan.sharding.names import leaf_names
 from launcher.plan.sharding.stage import stage_shardings
 from launcher.plan.stages import StageGraph, cut_stages
 from launcher.trace.cost import matmul_flops
-from launcher.trace.graph import Equation, nbytes
+from launcher.trace.graph import Equation, nbytes, source_line
 from launcher.trace.step import Loss, TracedStep
 
 
@@ -66,8 +66,22 @@ def complete(step: TracedStep, outline: Outline, cluster: ClusterShape) -> Plan:
         stages=tuple(stages),
         transfers=_transfers(graphs, outer, slicing, trained),
         flops_per_step=flops * (3 if trained else 1),
+        notes=_notes(laid),
     )
     return with_predictions(plan, plan.flops_per_step + (flops_again if trained else 0.0))
+
+
+def _notes(laid: Sequence[Layout]) -> tuple[str, ...]:
+    """What is computed on every device of a submesh because no rule says how to cut it."""
+    shared = [layout for layout in laid if layout.sizes[MODEL] * layout.sizes[ROWS] > 1]
+    unknown = {
+        f"{use.eqn.primitive.name} at {source_line(use.eqn)} is not cut: every device of a submesh "
+        "computes it whole"
+        for layout in shared[:1]
+        for use in layout.loss_dims.uses
+        if use.factors is None
+    }
+    return tuple(sorted(unknown))
 
 
 def make_forward_plan(step: TracedStep, like: Plan) -> Plan:

@@ -74,7 +74,8 @@ class Plan:
     """The whole plan.
 
     `predicted_tflops_per_device` counts the model's operations only, as MFU does;
-    `…_with_remat` also those that are done again.
+    `…_with_remat` also those that are done again. `runners_up` are what a search found next best;
+    `notes` say what a person should know of the plan.
     """
 
     method: str
@@ -93,6 +94,7 @@ class Plan:
     predicted_bubble_fraction: float
     fingerprint: str
     runners_up: tuple[RunnerUp, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def num_replicas(self) -> int:
@@ -171,6 +173,7 @@ class Plan:
             transfers = tuple(Transfer(**t) for t in tree["transfers"])
             others = tuple(RunnerUp(**other) for other in tree.get("runners_up", ()))
             parts = {"stages": stages, "transfers": transfers, "runners_up": others}
+            parts["notes"] = tuple(tree.get("notes", ()))
             return cls(**{**tree, **parts})
         except (TypeError, KeyError) as error:
             raise PlanError(f"this is not a plan of this version: {error}") from error

@@ -31,7 +31,7 @@ def print_plan(console: Console, plan: Plan) -> None:
     console.print()
     console.print(headline(plan), style="bold", soft_wrap=True)
     console.print(plan_table(plan))
-    for words in shardings_in_words(plan):
+    for words in (*shardings_in_words(plan), *plan.notes):
         console.print(words, soft_wrap=True)
     console.print(predictions(plan), soft_wrap=True)
     console.print(bottleneck(plan), soft_wrap=True)
