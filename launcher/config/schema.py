@@ -129,9 +129,15 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What is kept of a run's state."""
+    """When a run's state is saved, and how much of that is kept.
+
+    What `every_steps` saves stays; of what `every_minutes` saves the newest `keep` do.
+    """
 
     at_end: bool = True
+    every_steps: int = number(0, minimum=0)  # 0: never
+    every_minutes: float = number(0.0, minimum=0.0)  # 0: never
+    keep: int = number(2, minimum=1)
 
 
 @dataclass(frozen=True)

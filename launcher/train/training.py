@@ -28,7 +28,7 @@ from launcher.report.plots import plot_loss, plot_timeline
 from launcher.report.summary import Summary, print_summary, write_summary
 from launcher.report.tracker import CompositeTracker, Metrics, Tracker
 from launcher.report.wandb_tracker import WandbTracker, open_wandb
-from launcher.train.crew import Crew
+from launcher.train.crew import Answers, Crew
 from launcher.train.folder import RunFolder
 from launcher.train.loop import profiled_step, train
 from launcher.train.prepare import Prepared
@@ -158,13 +158,13 @@ class _Job:
             peak_flops=self._plan.cluster["peak_flops"],
         )
 
-    def _save(self, crew: Crew, step: int) -> None:
+    def _save(self, crew: Crew, step: int) -> Answers:
         metadata = {
             "config": to_dict(self._config),
             "plan": self._plan.to_dict(),
             "data": {"next_batch": step},
         }
-        crew.submit("save", self._checkpoints, step, metadata).result()
+        return crew.submit("save", self._checkpoints, step, metadata)
 
     def _summary(self, reason: str, records: list[dict[str, Any]]) -> Summary:
         # The step that was profiled ran task by task: its own time says nothing of the others.

@@ -73,6 +73,8 @@ class TrainWorker(Peer):
         self._stages: StageTimes | None = None
         # A thread of its own, so that the moment a step completes is seen while the next is sent.
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="fetcher")
+        self._saver = ThreadPoolExecutor(1, thread_name_prefix="saver")
+        self._saving: Future[None] | None = None
         self._completed = 0.0
 
     def setup(self, config: dict[str, Any], plan: dict[str, Any]) -> float:
@@ -148,15 +150,33 @@ class TrainWorker(Peer):
         return replace(result, metrics=result.metrics | means)
 
     def save(self, folder: str, step: int, metadata: dict[str, Any]) -> None:
-        """Write the state after `step` steps, the newest, to `folder/<step>`."""
+        """Begin to write the state after `step` steps, the newest, to `folder/<step>`; returns when
+        it is copied. Raises OSError where the disk did not take the state before."""
+        self.saved()
         state = self._state
         if self._transport is not None:
             state = self._moved(state, self._train.in_shardings[0], self._on_first_process())
         if jax.process_index() == 0:
-            checkpoint.save(Path(folder), step, state, metadata)
+            host, settings = checkpoint.copied(state), self._config.train.checkpoint
+            self._saving = self._saver.submit(
+                checkpoint.save,
+                Path(folder),
+                step,
+                host,
+                metadata,
+                keep=settings.keep,
+                keep_every=settings.every_steps,
+            )
+
+    def saved(self) -> None:
+        """Wait until what `save` began is written. Raises OSError where the disk does not take it."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
 
     def close(self) -> None:
         """Stop the threads, and leave the others."""
+        self._saver.shutdown()
         self._fetcher.shutdown()
         self._feeder.close()
         if self._transport is not None:
