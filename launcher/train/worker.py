@@ -169,7 +169,7 @@ class TrainWorker(Peer):
             )
 
     def saved(self) -> None:
-        """Wait until what `save` began is written. Raises OSError where the disk does not take it."""
+        """Wait until what `save` began is written. Raises OSError if the disk did not take it."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.result()
