@@ -83,7 +83,6 @@ class Executable:
         self._step = step
         self._namespace = transport.open() if transport else 0
         self._calls = 0
-        self._waits = transport is not None
         emitted = emit(step, plan)
         self._slicing = emitted.slicing
         self._placement = make_placement(plan, devices, emitted.slots)
@@ -96,17 +95,11 @@ class Executable:
         self.compile_seconds = time.perf_counter() - started
 
     def __call__(self, *args: Any) -> Any:
-        """Run one step; returns without waiting. Donated arguments are consumed. Among several
-        processes a step is begun when the one before is complete here.
+        """Run one step; returns without waiting. Donated arguments are consumed.
 
         Raises:
             TypeError: the arguments' structure, shapes or dtypes are not those that were traced.
         """
-        if self._waits:
-            # A process that runs ahead of the others fills the queues of its own devices, and a
-            # collective between these can then wait for ever (seen with two devices a process).
-            leaves = jax.tree.leaves(args)
-            jax.block_until_ready([leaves[i] for i, _, s in self._table.arguments if is_here(s)])
         slots = self._fill(args)
         key = self._next_key()
         for _, call, inputs, outputs, keyed in self._table.rows:

@@ -24,7 +24,8 @@ def create_state(
         TypeError: `init` does not return what the step takes.
     """
     shapes = jax.eval_shape(init, *args)
-    if jax.tree.structure(shapes) != jax.tree.structure(shardings):
+    expected: Any = jax.tree.structure(shardings)
+    if expected != jax.tree.structure(shapes):
         raise TypeError("init does not return the structure that the step takes")
     avals, tree = jax.tree.flatten(shapes)
     wanted = jax.tree.leaves(shardings)

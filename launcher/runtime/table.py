@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from launcher.plan import PlanError
 from launcher.runtime.emit import Emitted
 from launcher.runtime.instructions import Instruction, Run, Send
+from launcher.runtime.pace import Pace
 from launcher.runtime.placement import Placement
 from launcher.runtime.transfer import LocalTransfer, RemoteTransfer, absent, is_here, place
 from launcher.runtime.transport import Transport
@@ -96,11 +97,17 @@ def _rows(
     compiled: Mapping[str, Any],
     transport: Transport | None,
 ) -> tuple[tuple[Row, ...], int]:
+    pace = Pace()
+    programs = {
+        x.program: pace.keep(compiled[x.program], placement.meshes[x.mesh].local_devices)
+        for x in emitted.instructions
+        if isinstance(x, Run) and x.program in compiled
+    }
     rows, offset = [], 0  # of a transfer's keys among those of one call
     for x in emitted.instructions:
         if isinstance(x, Run):
             if placement.runs_here(x.mesh):
-                rows.append(Row(x, compiled[x.program], x.inputs, x.outputs, False))
+                rows.append(Row(x, programs[x.program], x.inputs, x.outputs, False))
         elif isinstance(x, Send):
             call: LocalTransfer | RemoteTransfer
             src = [placement.sharding(slot) for slot in x.inputs]
