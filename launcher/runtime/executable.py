@@ -16,6 +16,7 @@ import jax
 
 from launcher.plan import Plan, PlanError
 from launcher.plan.schedule import Task
+from launcher.plan.simulate import TimedTask, simulate
 from launcher.runtime.emit import emit
 from launcher.runtime.instructions import Run
 from launcher.runtime.placement import make_placement
@@ -69,6 +70,8 @@ class Executable:
     Attributes:
         plan: what it runs. compile_seconds: how long compiling took.
         in_shardings: a pytree like the arguments: where each leaf lives; None for the batch.
+        timeline: the tasks of the newest step that was profiled, with the seconds that each took,
+            set one after another as the plan orders them; None before.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class Executable:
         self._step = step
         self._namespace = transport.open() if transport else 0
         self._calls = 0
+        self.timeline: list[TimedTask] | None = None
         emitted = emit(step, plan)
         self._slicing = emitted.slicing
         self._placement = make_placement(plan, devices, emitted.slots)
@@ -128,6 +132,7 @@ class Executable:
                 busy[stage] += taken
                 if task is not None:
                     seconds[task] = taken
+        self.timeline = simulate(self.plan.tasks(), lambda task: seconds.get(task, 0.0))
         return self._results(slots), StageTimes(tuple(busy), seconds)
 
     def create(self, init: Callable[..., Any], *args: Any) -> Any:
@@ -141,6 +146,18 @@ class Executable:
     def hlo_text(self) -> dict[str, str]:
         """The compiled programs as text, by name."""
         return {name: compiled.as_text() for name, compiled in self._compiled.items()}
+
+    def memory_bytes(self) -> dict[str, int]:
+        """What each compiled program needs on every device of its mesh: its arguments, what it
+        makes of them, and what it holds in between. By the program's name."""
+        return {
+            name: found.argument_size_in_bytes
+            + found.output_size_in_bytes
+            + found.temp_size_in_bytes
+            - found.alias_size_in_bytes
+            for name, compiled in self._compiled.items()
+            if (found := compiled.memory_analysis()) is not None
+        }
 
     def _next_key(self) -> int:
         """The first key of a call's transfers: unique to this executable and call, and the same in

@@ -127,7 +127,6 @@ def play(args: argparse.Namespace) -> None:
     import jax
     from contest import SIZES, TINY, Contest
 
-
     model = Contest(TINY if args.tiny else SIZES)
     if args.role in ("0", "1"):
         run, state = pipeline(args, model)
