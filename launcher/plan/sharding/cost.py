@@ -7,7 +7,7 @@ along a dimension that the result is cut along. Pure; used by `plan.predict` and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -15,9 +15,11 @@ import jax.numpy as jnp
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.sharding.dims import Sharding, Spec, Use, axes, parts
 from launcher.trace.cost import flops, moved_bytes
-from launcher.trace.graph import Var, is_var, nbytes
+from launcher.trace.graph import Equation, Var, dependents, is_var, nbytes
 
 PRODUCTS = ("dot_general", "conv_general_dilated")
+
+Flow = Callable[[Use, Var], bool]  # whether gradients flow to a value that an equation has
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,19 @@ class Load:
     backward: Mapping[str, float]
 
 
-def load(use: Use, sharding: Sharding, active: bool) -> Load:
-    """Of one equation. `active`: gradients flow through it."""
+def flow(equations: Iterable[Equation], sources: Sequence[Var]) -> Flow:
+    """To what depends on `sources`; inside of bodies, to everything."""
+    reached = dependents(equations, sources)
+    return lambda use, var: use.scope > 0 or var in reached
+
+
+def is_active(use: Use, flows: Flow) -> bool:
+    """Whether gradients flow through an equation."""
+    return any(flows(use, v) for v in use.eqn.outvars)
+
+
+def load(use: Use, sharding: Sharding, flows: Flow) -> Load:
+    """Of one equation."""
     eqn, sizes = use.eqn, sharding.sizes
     ins = [sharding.spec(v, use.scope) if is_var(v) else () for v in eqn.invars]
     outs = [sharding.spec(v, use.scope) for v in eqn.outvars]
@@ -46,9 +59,9 @@ def load(use: Use, sharding: Sharding, active: bool) -> Load:
             for axis in of_factor - cut:
                 forward[axis] = forward.get(axis, 0.0) + _local(eqn.outvars[0], outs[0], sizes)
             cut |= of_factor
-    if active and eqn.primitive.name in (*PRODUCTS, "broadcast_in_dim", "gather"):
+    if is_active(use, flows) and eqn.primitive.name in (*PRODUCTS, "broadcast_in_dim", "gather"):
         for i, atom in enumerate(eqn.invars):
-            if not is_var(atom) or not _floating(atom):
+            if not is_var(atom) or not _floating(atom) or not flows(use, atom):
                 continue
             own = {a for axis in ins[i] for a in axes(axis)}
             for axis in cut - own:

@@ -6,11 +6,12 @@ from collections.abc import Iterable
 
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.sharding.choose import along_data, model_classes
-from launcher.plan.sharding.dims import NamedDims, Sharding, Spec, Use
+from launcher.plan.sharding.cost import flow
+from launcher.plan.sharding.dims import NamedDims, Sharding, Spec
 from launcher.plan.sharding.layout import MODEL, outer_dims
 from launcher.plan.sharding.names import leaf_names
 from launcher.plan.stages import StageGraph
-from launcher.trace.graph import Var, dependents
+from launcher.trace.graph import Var
 from launcher.trace.step import Loss, TracedStep
 
 
@@ -44,14 +45,10 @@ def _operand_specs(
     cut = Sharding(dims, {MODEL: model})
     if model > 1:
         sources = [*(loss.invars[i] for i in graph.wrt), *graph.active_in]
-        flowing = dependents(graph.equations, sources)
-
-        def active(use: Use) -> bool:
-            return use.scope > 0 or any(v in flowing for v in use.eqn.outvars)
-
+        flows = flow(graph.equations, sources)
         parameters = [loss.invars[i] for i in graph.wrt]
         batch = batch_classes(loss, dims, graph.operands)
-        for of in model_classes(dims, parameters, batch, active, model, cluster, link):
+        for of in model_classes(dims, parameters, batch, flows, model, cluster, link):
             cut.axis_of[of] = (MODEL,)
     return {i: cut.spec(loss.invars[i]) for i in graph.operands}
 
