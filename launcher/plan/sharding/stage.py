@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.sharding.choose import along_data, model_classes
 from launcher.plan.sharding.cost import flow
 from launcher.plan.sharding.dims import NamedDims, Sharding, Spec
-from launcher.plan.sharding.layout import MODEL, outer_dims
+from launcher.plan.sharding.layout import MODEL, outer_dims, row_axes
 from launcher.plan.sharding.names import leaf_names
 from launcher.plan.stages import StageGraph
 from launcher.trace.graph import Var
@@ -33,12 +31,17 @@ def stage_shardings(
     data, model = logical_mesh
     if data * model == 1:
         return {}
-    operands = _operand_specs(loss, graph, model, cluster, link)
+    operands = _operand_specs(step, loss, graph, model, cluster, link)
     return _argument_specs(step, loss, graph, operands, data, model, zero)
 
 
 def _operand_specs(
-    loss: Loss, graph: StageGraph, model: int, cluster: ClusterShape, link: float
+    step: TracedStep,
+    loss: Loss,
+    graph: StageGraph,
+    model: int,
+    cluster: ClusterShape,
+    link: float,
 ) -> dict[int, Spec]:
     """What the stage reads, cut along the model axis."""
     dims = NamedDims(graph.equations)
@@ -47,16 +50,12 @@ def _operand_specs(
         sources = [*(loss.invars[i] for i in graph.wrt), *graph.active_in]
         flows = flow(graph.equations, sources)
         parameters = [loss.invars[i] for i in graph.wrt]
-        batch = batch_classes(loss, dims, graph.operands)
+        rows = row_axes(step, loss)
+        sliced = [(loss.invars[i], rows[i]) for i in graph.operands]
+        batch = {dims.classes(v)[axis] for v, axis in sliced if axis is not None}
         for of in model_classes(dims, parameters, batch, flows, model, cluster, link):
             cut.axis_of[of] = (MODEL,)
     return {i: cut.spec(loss.invars[i]) for i in graph.operands}
-
-
-def batch_classes(loss: Loss, dims: NamedDims, operands: Iterable[int]) -> set[int]:
-    """The classes of the batch's rows."""
-    sliced = [(i, loss.slice_axes[i]) for i in operands]
-    return {dims.classes(loss.invars[i])[axis] for i, axis in sliced if axis is not None}
 
 
 def _argument_specs(
