@@ -15,12 +15,13 @@ INDEX, COUNT, COORDINATOR, DEVICES = (
     sys.argv[3],
     int(sys.argv[4]),
 )
+os.environ["NPROC"] = str(DEVICES + 2)  # threads, see launcher.cluster.environment
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
-from jax._src import distributed  # noqa: E402  (the key-value store: tests need no driver)
 import plans  # noqa: E402
+from jax._src import distributed  # noqa: E402  (the key-value store: tests need no driver)
 from trainings import training  # noqa: E402
 
 from launcher.plan import local_shape, make_plan  # noqa: E402
