@@ -50,7 +50,7 @@ def main() -> None:
     transport.connect([store.blocking_key_value_get(f"address_{i}", 60_000) for i in range(COUNT)])
     found = {}
     for settings in json.loads(sys.stdin.read()):
-        step, init, batches = training(settings.get("model", "tiny"))
+        step, init, batches = training(settings.get("training", "tiny"))
         traced = trace_step(step, (jax.eval_shape(init, jax.random.key(0)), batches[0]))
         plan = planned(traced, local_shape(COUNT * DEVICES, COUNT, "cpu"), settings)
         executable = compile_step(traced, plan, jax.devices(), transport)

@@ -57,7 +57,7 @@ def together(count, devices, settings):
 def check(settings, told):
     """Every process that knows the losses has those of one device."""
     for each in settings:
-        _, losses = serial(each.get("model", "tiny"))
+        _, losses = serial(each.get("training", "tiny"))
         known = [peer[json.dumps(each)]["losses"] for peer in told]
         assert any(known), each
         for found in filter(None, known):
@@ -105,13 +105,13 @@ def test_processes_together_equal_one_device(count, devices, settings):
 
 
 def by_method(model, num_devices):
-    return [{"model": model, "plan": name} for name, (n, _) in METHODS.items() if n == num_devices]
+    return [{"training": model, "plan": name} for name, (n, _) in METHODS.items() if n == num_devices]
 
 
 @pytest.mark.parametrize(
     ("devices", "settings"),
     [
-        (3, [{"model": "gpt_tied", "plan": "2+4, zero3"}, {"plan": "given"}]),
+        (3, [{"training": "gpt_tied", "plan": "2+4, zero3"}, {"plan": "given"}]),
         *(
             pytest.param(n // 2, by_method(model, n), marks=pytest.mark.slow, id=f"{model}, {n}")
             for model in ("tiny", "gpt_tied")
@@ -127,5 +127,5 @@ def test_every_method_over_two_processes(devices, settings):
 @pytest.mark.parametrize(("count", "devices", "first"), [(2, 2, 0), (2, 4, 6), (3, 2, 12)])
 def test_plans_at_random_over_several_processes(count, devices, first):
     """A process that waits for ever is a time-out."""
-    settings = [{"model": "chain", "seed": seed} for seed in range(first, first + 6)]
+    settings = [{"training": "chain", "seed": seed} for seed in range(first, first + 6)]
     check(settings, together(count, devices, settings))
