@@ -5,6 +5,7 @@ Only `session` imports it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -48,11 +49,25 @@ def worker_environment(environ: Mapping[str, str], pool: DevicePool, host: int) 
         if flag.partition("=")[0] != _DEVICE_COUNT_FLAG
     ]
     variables.pop("JAX_NUM_CPU_DEVICES", None)  # JAX refuses it beside the flag
-    return variables | {
-        "CUDA_VISIBLE_DEVICES": "",
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": " ".join([*kept, f"{_DEVICE_COUNT_FLAG}={pool.devices_per_host}"]),
-    }
+    # Each device that waits in a collective holds a thread of XLA's. With no thread to spare, what
+    # another process needs to join that collective is never sent.
+    threads = max(_num_cpus(), pool.devices_per_host + 1)
+    return (
+        {"NPROC": str(threads)}
+        | variables
+        | {
+            "CUDA_VISIBLE_DEVICES": "",
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": " ".join([*kept, f"{_DEVICE_COUNT_FLAG}={pool.devices_per_host}"]),
+        }
+    )
+
+
+def _num_cpus() -> int:
+    """Those that this process may run on, where the system tells."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _plain(environ: Mapping[str, str]) -> dict[str, str]:

@@ -16,15 +16,17 @@ from launcher.plan.schedule import Kind, Task
 from launcher.plan.sharding.cost import (
     all_reduce_seconds,
     backward_seconds,
+    flow,
     forward_seconds,
     gather_seconds,
+    is_active,
     load,
 )
 from launcher.plan.sharding.dims import Sharding, parts
 from launcher.plan.sharding.layout import DATA, ROWS, Layout
 from launcher.plan.simulate import TimedTask, bubble_fraction, simulate, step_seconds
 from launcher.plan.stages import StageGraph
-from launcher.trace.graph import Equation, dependents, nbytes
+from launcher.trace.graph import Equation, nbytes
 from launcher.trace.step import Loss, TracedStep
 
 
@@ -70,13 +72,12 @@ def _both(
 ) -> tuple[float, float, float]:
     """Forward seconds; the backward pass's own work; its sums."""
     sources = [*(loss.invars[i] for i in graph.wrt), *graph.active_in]
-    flowing = dependents(graph.equations, sources)
+    flows = flow(graph.equations, sources)
     forward = work = sums = 0.0
     for use in sharding.dims.uses:
-        active = use.scope > 0 or any(v in flowing for v in use.eqn.outvars)
-        found = load(use, sharding, active)
+        found = load(use, sharding, flows)
         forward += forward_seconds(found, sharding.sizes, cluster, link)
-        if active:
+        if is_active(use, flows):
             own = backward_seconds(
                 dataclasses.replace(found, backward={}), sharding.sizes, cluster, link
             )

@@ -21,6 +21,13 @@ def test_cpu_workers_get_their_number_of_devices_and_keep_other_flags():
     assert "JAX_NUM_CPU_DEVICES" not in variables
 
 
+def test_cpu_workers_have_a_thread_more_than_devices():
+    many = DevicePool("cpu", 2, 1000, "emulated CPU device", "")
+    assert worker_environment({}, many, 0)["NPROC"] == "1001"
+    assert int(worker_environment({}, CPUS, 0)["NPROC"]) >= 4
+    assert worker_environment({"NPROC": "2"}, CPUS, 0)["NPROC"] == "2"
+
+
 def test_gpu_workers_see_their_own_gpus_and_no_others():
     seen = [worker_environment({}, GPUS, host)["CUDA_VISIBLE_DEVICES"] for host in (0, 1)]
     assert seen == ["4,5", "GPU-a,GPU-b"]

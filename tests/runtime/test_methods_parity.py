@@ -1,0 +1,51 @@
+"""Every method computes, with every model, what plain `jax.jit` computes on one device.
+
+A few pairs that cover all kinds of methods run by default; the rest is slow.
+"""
+
+import itertools
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from launcher.plan import local_shape
+from launcher.runtime import compile_step
+from launcher.trace import trace_step
+
+sys.path.insert(0, str(Path(__file__).parent))
+from plans import METHODS, by_name
+from trainings import RECIPES, assert_same, run, serial, training
+
+FAST = {
+    ("mlp", "shard 4, 1"),
+    ("mlp", "data, 2"),
+    ("mlp", "zero2, 2"),
+    ("mlp", "zero3, 1"),
+    ("mlp", "3d"),
+    ("mlp", "4 stages"),
+    ("mlp", "1+3"),
+    ("mlp", "1+3, whole"),
+    ("mlp", "2+4, zero2"),
+    ("mlp", "given"),
+    ("gpt_tied", "2+4, zero3"),
+    ("gpt_untied", "shard 2x2, 2"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        pytest.param(*pair, marks=[] if pair in FAST else [pytest.mark.slow])
+        for pair in itertools.product(RECIPES, METHODS)
+    ],
+)
+def test_parity(name, method):
+    step, init, batches = training(name)
+    traced = trace_step(step, (jax.eval_shape(init, jax.random.key(0)), batches[0]))
+    plan = by_name(traced, method, local_shape(METHODS[method][0], 1, "cpu"))
+    plan.validate(traced)
+    executable = compile_step(traced, plan, jax.devices())
+    got = run(executable, executable.create(init, jax.random.key(0)), batches)
+    assert_same(got, serial(name))
