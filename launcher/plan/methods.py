@@ -25,8 +25,8 @@ from launcher.plan.outline import Outline, Submesh
 from launcher.plan.plan import Plan
 from launcher.plan.remat import remat_of_stages
 from launcher.plan.schedule import SCHEDULES
-from launcher.plan.search.auto import Wanted
 from launcher.plan.search.best import best_plan
+from launcher.plan.search.problem import Wanted
 from launcher.trace.step import TracedStep
 
 __all__ = [

@@ -9,7 +9,8 @@ from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.make import complete
 from launcher.plan.outline import Outline
 from launcher.plan.plan import Plan, RunnerUp
-from launcher.plan.search.auto import Candidate, Wanted, search
+from launcher.plan.search.auto import search
+from launcher.plan.search.problem import Candidate, Wanted
 from launcher.trace.step import TracedStep
 
 

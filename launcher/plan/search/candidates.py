@@ -1,12 +1,13 @@
 """What a stage of any layers on any submesh would cost, for one number of microbatches. Pure.
 
-For each number of devices the best logical mesh, ZeRO level and rematerialisation that fit the
-memory are chosen here, so that the stage search sees one price. Used by `search.auto`.
+For each number of devices the logical mesh, ZeRO level and rematerialisation that fit the memory
+are chosen here, so that the stage search sees few prices. Used by `search.auto`.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,33 +70,68 @@ def submesh_sizes(cluster: ClusterShape) -> tuple[int, ...]:
 def price(
     table: CostTable, cluster: ClusterShape, setting: Setting, sizes: tuple[int, ...]
 ) -> Priced:
-    """Price every stage. Layers are the table's."""
-    count = table.of["work_seconds"].shape[1]
-    depth = min(count, cluster.num_devices)
-    shape = (depth, count, count + 1, len(sizes))
-    seconds, rest = np.full(shape, np.inf), np.full(shape, np.inf)
-    memory = np.full(shape, np.inf)
-    chosen = np.zeros(shape, np.int32)
+    """Price every stage. Layers are the table's.
+
+    Of the ways to use a number of devices those stay that no other beats both in seconds and in
+    rest: which of them is best depends on the other stages. The first is the fastest.
+    """
+    depth = min(table.of["work_seconds"].shape[1], cluster.num_devices)
     choices: list[Choice] = []
-    for j, size in enumerate(sizes):
-        for m_index, model in enumerate(table.model_sizes):
-            data = size // model
-            if size % model or not _splits(setting, data):
+    fronts = [
+        front
+        for size in sizes
+        for front in _fronts(size, ways(table, cluster, setting, size, depth, choices))
+    ]
+    if not fronts:
+        none = np.zeros((0, 0, 0, 0))
+        return Priced(Candidates((), none, none), (), none, none)
+    stacked = {name: np.stack([front[name] for _, front in fronts], -1) for name in fronts[0][1]}
+    found = Candidates(tuple(size for size, _ in fronts), stacked["seconds"], stacked["rest"])
+    return Priced(found, tuple(choices), stacked["chosen"].astype(np.int32), stacked["memory"])
+
+
+Way = dict[str, np.ndarray]  # seconds, rest, memory and chosen, `[stages behind, first, end]`
+
+
+def ways(
+    table: CostTable,
+    cluster: ClusterShape,
+    setting: Setting,
+    size: int,
+    depth: int,
+    choices: list[Choice],
+) -> Iterator[Way]:
+    """Every use of so many devices, infinite where it does not fit; adds to `choices`."""
+    for m_index, model in enumerate(table.model_sizes):
+        data = size // model
+        if size % model or not _splits(setting, data):
+            continue
+        stage = _Stage(table, m_index, cluster, setting, data, model)
+        for zero, remat in itertools.product(ZERO_LEVELS, setting.remats):
+            if zero and data == 1:
                 continue
-            stage = _Stage(table, m_index, cluster, setting, data, model)
-            for zero, remat in itertools.product(ZERO_LEVELS, setting.remats):
-                if zero and data == 1:
-                    continue
-                one, other = stage.seconds(zero, remat)
-                needs = stage.memory(zero, remat, depth)
-                fits = np.isfinite(one)[None] & (needs <= (setting.memory_bytes or np.inf))
-                better = fits & ((one + other)[None] < (seconds + rest)[..., j])
-                seconds[..., j][better] = np.broadcast_to(one, better.shape)[better]
-                rest[..., j][better] = np.broadcast_to(other, better.shape)[better]
-                chosen[..., j][better] = len(choices)
-                memory[..., j][better] = needs[better]
-                choices.append(Choice((data, model), zero, remat))
-    return Priced(Candidates(sizes, seconds, rest), tuple(choices), chosen, memory)
+            one, other = stage.seconds(zero, remat)
+            needs = stage.memory(zero, remat, depth)
+            lost = np.where(needs <= (setting.memory_bytes or np.inf), 0.0, np.inf)
+            chosen = np.full(needs.shape, len(choices))
+            choices.append(Choice((data, model), zero, remat))
+            yield {"seconds": one + lost, "rest": other + lost, "memory": needs, "chosen": chosen}
+
+
+def _fronts(size: int, ways: Iterable[Way]) -> Iterator[tuple[int, Way]]:
+    """The ways that are not beaten, by growing seconds and falling rest."""
+    listed = list(ways)
+    if not listed:
+        return
+    all_of = {name: np.stack([way[name] for way in listed]) for name in listed[0]}
+    while np.isfinite(all_of["seconds"]).any():
+        fastest = all_of["seconds"].min(0)
+        tied = np.where(all_of["seconds"] <= fastest, all_of["rest"], np.inf)
+        at = tied.argmin(0)[None]
+        front = {name: np.take_along_axis(of, at, 0)[0] for name, of in all_of.items()}
+        yield size, front
+        beaten = all_of["rest"] >= front["rest"][None]
+        all_of["seconds"] = np.where(beaten, np.inf, all_of["seconds"])
 
 
 def _splits(setting: Setting, data: int) -> bool:

@@ -1,0 +1,108 @@
+"""When nothing fits the memory: which stage lacks how much, and the nearest changes that would do.
+
+Every change that is named was tried by the same search. Pure; used by `search.auto`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from launcher.plan.search.candidates import submesh_sizes
+from launcher.plan.search.problem import Candidate, Problem, Wanted, best_of
+
+_TENTHS = (11, 12, 13, 14, 15, 17, 20, 25, 30, 40, 60, 80, 120, 200, 400, 1000, 10000)
+_MOST_TIMES = 64  # the devices there are
+_GIB = 2**30
+
+
+def nothing_fits(problem: Problem, wanted: Wanted) -> str:
+    """Why `best_of` found nothing, for a person."""
+    least = _leanest(problem, wanted)
+    if problem.memory_bytes is None or least is None:
+        count = wanted.num_micro_batches
+        return (
+            f"a batch of {problem.batch_size} does not divide into "
+            f"{f'{count} microbatches' if count else 'microbatches'}; change "
+            "train.global_batch_size or parallel.num_micro_batches"
+        )
+    stage = max(range(len(least.memory)), key=lambda s: least.memory[s])
+    needed, usable = least.memory[stage], problem.memory_bytes
+    asked = [
+        f"parallel.{name}={value}"
+        for name, value in (
+            ("num_micro_batches", wanted.num_micro_batches),
+            ("remat", wanted.remat),
+            ("schedule", wanted.schedule),
+        )
+        if value
+    ]
+    changes = _changes(problem, wanted)
+    advice = "; or ".join(changes) if changes else "take a smaller model or larger devices"
+    return (
+        f"the model does not fit{' with ' + ' '.join(asked) if asked else ''}: in the leanest plan "
+        f"found ({len(least.memory)} stages, {least.outline.num_micro_batches} microbatches) stage "
+        f"{stage} needs {needed / _GIB:.1f} GiB a device, {(needed - usable) / _GIB:.1f} GiB more "
+        f"than the {usable / _GIB:.1f} GiB that can be used. This would fit: {advice}"
+    )
+
+
+def _leanest(problem: Problem, wanted: Wanted) -> Candidate | None:
+    """The plan that would fit with the least memory more, to a tenth."""
+    if problem.memory_bytes is None:
+        return None
+    for tenths in _TENTHS:
+        more = dataclasses.replace(problem, memory_bytes=problem.memory_bytes * tenths / 10)
+        if found := best_of(more, wanted):
+            return min(found, key=lambda c: max(c.memory))
+    return None
+
+
+def _changes(problem: Problem, wanted: Wanted) -> list[str]:
+    """Changes of the settings alone if there are such; else of the batch and of the devices."""
+    if setting := _settings(problem, wanted):
+        return [setting]
+    return [change for change in (_batch(problem, wanted), _devices(problem, wanted)) if change]
+
+
+def _settings(problem: Problem, wanted: Wanted) -> str:
+    """What was asked for and should be left to the search, as little as does it."""
+    asked = [name for name, value in vars(wanted).items() if value]
+    singles = [(name,) for name in ("num_micro_batches", "remat", "schedule") if name in asked]
+    for names in (*singles, tuple(asked)):
+        if names and best_of(problem, dataclasses.replace(wanted, **dict.fromkeys(names))):
+            return " ".join(f"parallel.{name}=auto" for name in names)
+    return ""
+
+
+def _batch(problem: Problem, wanted: Wanted) -> str:
+    size = problem.batch_size
+    while size > 1 and size % 2 == 0:
+        size //= 2
+        # The table is of the whole batch: fewer samples cost their share.
+        if best_of(_of_batch(problem, size), wanted):
+            return f"train.global_batch_size={size}"
+    return ""
+
+
+def _of_batch(problem: Problem, size: int) -> Problem:
+    share = size / problem.batch_size
+    rows = problem.table.of.items()
+    of = {name: row * share if name in _PER_SAMPLE else row for name, row in rows}
+    table = dataclasses.replace(problem.table, of=of)
+    return dataclasses.replace(problem, table=table, batch_size=size)
+
+
+_PER_SAMPLE = (
+    *("work_seconds", "forward_bytes", "backward_bytes"),
+    *("residual_bytes", "input_bytes", "sent_bytes"),
+)
+
+
+def _devices(problem: Problem, wanted: Wanted) -> str:
+    cluster, times = problem.cluster, 1
+    while times < _MOST_TIMES:
+        times *= 2
+        more = dataclasses.replace(cluster, hosts=cluster.hosts * times)
+        if best_of(dataclasses.replace(problem, cluster=more, sizes=submesh_sizes(more)), wanted):
+            return f"cluster.hosts={more.hosts} cluster.gpus={more.num_devices}"
+    return ""

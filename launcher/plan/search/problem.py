@@ -1,0 +1,127 @@
+"""What is searched, and the search over all that a plan may set: numbers of microbatches and of
+common replicas, and for each the stages with their submeshes, logical meshes, ZeRO levels and
+rematerialisation. Pure numbers; used by `search.auto` and `search.advice`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from launcher.plan.cluster_shape import ClusterShape
+from launcher.plan.outline import Outline, Submesh
+from launcher.plan.search.candidates import Choice, Priced, Setting, price
+from launcher.plan.search.layers import CostTable
+from launcher.plan.search.placing import place_submeshes
+from launcher.plan.search.stages import Found, best_stages
+
+_MOST_SLICES_TRIED = 1024
+
+Progress = Callable[[float], None]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the user left open (None) and what not."""
+
+    num_micro_batches: int | None = None
+    schedule: str | None = None
+    remat: str | None = None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One found plan in outline, with the objective that the search gave it, in seconds."""
+
+    outline: Outline
+    seconds: float
+    choices: tuple[Choice, ...]
+    memory: tuple[float, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """What is searched: layers (`groups` of the step's) by their costs, a batch and a cluster.
+
+    Attributes:
+        sizes: the numbers of devices that a stage may have. memory_bytes: that a plan may use of a
+            device; None: without bound.
+    """
+
+    table: CostTable
+    groups: tuple[tuple[int, ...], ...]
+    batch_size: int
+    cluster: ClusterShape
+    sizes: tuple[int, ...]
+    memory_bytes: float | None
+
+
+def best_of(
+    problem: Problem, wanted: Wanted, progress: Progress = lambda share: None
+) -> list[Candidate]:
+    """For every number of microbatches and of common replicas the best stages; of the same stages
+    the best number of microbatches. Best first; empty where nothing fits."""
+    settings = list(_settings(problem, wanted))
+    found: list[Candidate] = []
+    for k, setting in enumerate(settings):
+        priced = price(problem.table, problem.cluster, setting, problem.sizes)
+
+        def inner(share: float, k: int = k) -> None:
+            progress((k + share) / len(settings))
+
+        best = best_stages(priced.candidates, problem.cluster.num_devices, progress=inner)
+        if best is not None:
+            found.append(_candidate(best, priced, setting, problem))
+    found.sort(key=lambda c: c.seconds)
+    distinct: dict[object, Candidate] = {}
+    for candidate in found:
+        distinct.setdefault((candidate.outline.layers, candidate.choices), candidate)
+    return list(distinct.values())
+
+
+def _settings(problem: Problem, wanted: Wanted) -> Iterator[Setting]:
+    batch_size, devices = problem.batch_size, problem.cluster.num_devices
+    counts = [wanted.num_micro_batches] if wanted.num_micro_batches else _powers(batch_size)
+    remats = (wanted.remat,) if wanted.remat else ("none", "full")
+    for count in counts:
+        if batch_size % count:
+            continue
+        for replicas in range(1, devices + 1):
+            if devices % replicas == 0 and batch_size % (count * replicas) == 0:
+                schedule = wanted.schedule or "1f1b"
+                yield Setting(count, batch_size, replicas, schedule, remats, problem.memory_bytes)
+
+
+def _powers(batch_size: int) -> list[int]:
+    """Numbers of microbatches to try: the powers of two that divide the batch."""
+    found, count = [], 1
+    while batch_size % count == 0 and count <= _MOST_SLICES_TRIED:
+        found.append(count)
+        count *= 2
+    return found
+
+
+def _candidate(found: Found, priced: Priced, setting: Setting, problem: Problem) -> Candidate:
+    count = len(found.stages)
+    at = [(count - 1 - s, *stage) for s, stage in enumerate(found.stages)]
+    choices = tuple(priced.choices[int(priced.chosen[i])] for i in at)
+    sizes = [priced.candidates.sizes[j] for _, _, j in found.stages]
+    devices = place_submeshes(sizes, problem.cluster)
+    layers = tuple(
+        tuple(layer for group in problem.groups[first:end] for layer in group)
+        for first, end, _ in found.stages
+    )
+    outline = Outline(
+        method="auto",
+        layers=layers,
+        submeshes=tuple(
+            Submesh(of, choice.logical_mesh) for of, choice in zip(devices, choices, strict=True)
+        ),
+        mesh_of=tuple(range(count)),
+        num_micro_batches=setting.num_micro_batches,
+        schedule=setting.schedule,
+        remat=tuple(choice.remat for choice in choices),
+        zero=tuple(choice.zero for choice in choices),
+    )
+    memory = tuple(float(priced.memory[i]) for i in at)
+    return Candidate(outline, found.objective, choices, memory)
