@@ -17,6 +17,8 @@ import jax
 
 from launcher.plan import Plan, local_shape
 from launcher.plan.methods import (
+    AutoLayerOption,
+    AutoStageOption,
     DataParallel,
     Follow,
     ManualLayerOption,
@@ -36,6 +38,8 @@ from launcher.trace.errors import TraceError
 from launcher.trace.primitives import grad, mark_pipeline_boundary, microbatched, value_and_grad
 
 __all__ = [
+    "AutoLayerOption",
+    "AutoStageOption",
     "DataParallel",
     "Follow",
     "ManualLayerOption",

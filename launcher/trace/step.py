@@ -7,6 +7,7 @@ how many slices there will be. Imported by `plan` and `runtime`.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ import jax
 import numpy as np
 from jax.extend import core as jex
 
+from launcher.trace.clusters import LayerEnds, recut
 from launcher.trace.conditionals import split_conditionals
 from launcher.trace.errors import BatchError, GradientError
 from launcher.trace.graph import (
@@ -70,6 +72,7 @@ class TracedStep:
         donated, batch: per argument leaf. batch_size: rows along axis 0 of the batch leaves.
         aliases: result leaf -> the donated argument leaf whose place it takes.
         fingerprint: equal for equal programs, in every process.
+        layer_ends: where layers end instead of at the marks (`cut_at`); None: at the marks.
     """
 
     in_tree: Any
@@ -87,7 +90,9 @@ class TracedStep:
     aliases: dict[int, int]
     fingerprint: str
     retrace: Callable[[int], Equation]
-    losses: dict[int, Loss] = field(default_factory=dict, repr=False)  # the memo of `loss`
+    layer_ends: LayerEnds | None = None
+    # the memo of `loss`
+    losses: dict[tuple[int, LayerEnds | None], Loss] = field(default_factory=dict, repr=False)
 
     def loss(self, num_slices: int) -> Loss:
         """The loss on one of `num_slices` equal slices of the batch (cached).
@@ -95,9 +100,16 @@ class TracedStep:
         Raises:
             BatchError: the batch does not divide, or a result changes shape with it.
         """
-        if num_slices not in self.losses:
-            self.losses[num_slices] = _loss(self, num_slices)
-        return self.losses[num_slices]
+        marked, wanted = (num_slices, None), (num_slices, self.layer_ends)
+        if marked not in self.losses:
+            self.losses[marked] = _loss(self, num_slices)
+        if wanted not in self.losses:
+            self.losses[wanted] = recut(self.losses[marked], self.layer_ends or ())
+        return self.losses[wanted]
+
+    def cut_at(self, ends: LayerEnds | None) -> TracedStep:
+        """The same step with layers that end elsewhere (`clusters.cluster`); None: at the marks."""
+        return dataclasses.replace(self, layer_ends=ends)
 
 
 def trace_step(
