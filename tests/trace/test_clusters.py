@@ -18,7 +18,7 @@ from launcher.plan.stages import layer_flops
 from launcher.runtime import compile_step
 from launcher.trace import TraceError, trace_step
 from launcher.trace.clusters import _crossing, _own, cluster, recut
-from launcher.trace.cost import program_flops
+from launcher.trace.cost import matmul_flops, program_flops
 from launcher.trace.layers import ANY_LAYER
 from launcher.trace.step import TracedStep
 
@@ -54,15 +54,15 @@ def traced(widths: list[int], **more: int) -> TracedStep:
 
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 4])
 def test_few_bytes_cross_and_no_layer_is_too_large(num_layers: int) -> None:
-    """Equal to trying every cut."""
+    """Equal to trying every cut into layers that each hold a product."""
     step, eps = traced([32, 64, 4, 64, 32, 8, 48]), 0.8
     loss = step.loss(1)
     equations, crossing = _own(loss), _crossing(_own(loss), loss)
     bound = (1 + eps) * program_flops(equations) / num_layers
     feasible = []
     for cuts in itertools.combinations(range(1, len(equations)), num_layers - 1):
-        ends = itertools.pairwise([0, *cuts, len(equations)])
-        if all(program_flops(equations[a:b]) <= bound for a, b in ends):
+        layers = [equations[a:b] for a, b in itertools.pairwise([0, *cuts, len(equations)])]
+        if all(program_flops(own) <= bound and matmul_flops(own) for own in layers):
             feasible.append(crossing[list(cuts)].sum())
     found = recut(loss, cluster(loss, num_layers, eps))
     assert found.num_layers == num_layers
@@ -83,7 +83,7 @@ def test_layers_are_consecutive_and_none_is_empty() -> None:
 def test_equal_blocks_make_equal_layers() -> None:
     loss = traced([16] * 13).loss(1)
     costs = layer_flops(recut(loss, cluster(loss, 4, 0.6)))
-    assert max(costs) <= 1.01 * min(costs)
+    assert max(costs) <= 1.05 * min(costs)
 
 
 def test_a_loop_stays_whole() -> None:
