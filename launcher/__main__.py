@@ -164,7 +164,7 @@ def _checked(config: Config) -> str:
         f"dataset={config.dataset.name}, optimizer={config.optimizer.name}, "
         f"{train.steps} steps of {train.global_batch_size} samples, "
         f"parallel={parallel.method} ({parallel.schedule}, "
-        f"num_micro_batches={parallel.num_micro_batches}), cluster={config.cluster.kind}."
+        f"num_micro_batches={parallel.num_micro_batches or 'auto'}), cluster={config.cluster.kind}."
     )
 
 

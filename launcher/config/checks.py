@@ -106,7 +106,8 @@ def _check_cluster(config: Config) -> Iterator[ConfigError]:
 
 
 def _check_parallel(config: Config) -> Iterator[ConfigError]:
-    parallel, layers, gpus = config.parallel, config.model.layers, config.cluster.gpus
+    parallel, gpus = config.parallel, config.cluster.gpus
+    layers = parallel.num_layers or config.model.layers
     batch, pieces = config.train.global_batch_size, parallel.num_micro_batches or 1
     if batch % pieces:
         yield ConfigError(
@@ -123,6 +124,13 @@ def _check_parallel(config: Config) -> Iterator[ConfigError]:
             "Use parallel=manual for a pipeline.",
             ["parallel.num_stages"],
         )
+    if parallel.num_layers and parallel.method not in ("auto", "manual", "three_d"):
+        yield ConfigError(
+            f"parallel.num_layers={parallel.num_layers} has no meaning for "
+            f"parallel={parallel.method}",
+            "Use parallel=auto, manual or three_d, which put layers into stages.",
+            ["parallel.num_layers"],
+        )
     yield from _check_mesh(config)
     if parallel.method in ("data", "zero2", "zero3") and gpus and (batch // pieces) % gpus:
         yield ConfigError(
@@ -134,8 +142,14 @@ def _check_parallel(config: Config) -> Iterator[ConfigError]:
         )
     if stages > layers:
         yield ConfigError(
-            f"parallel.num_stages={stages} is more than the model's {layers} layers",
-            "A stage is at least one layer: ask for fewer stages, or raise model.num_layers.",
+            f"parallel.num_stages={stages} is more than "
+            + (
+                f"parallel.num_layers={layers}"
+                if parallel.num_layers
+                else f"the model's {layers} layers"
+            ),
+            "A stage is at least one layer: ask for fewer stages, or raise "
+            f"{'parallel' if parallel.num_layers else 'model'}.num_layers.",
             ["parallel.num_stages"],
         )
     if gpus is not None and stages > gpus and parallel.schedule != "interleaved_1f1b":

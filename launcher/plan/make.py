@@ -90,6 +90,7 @@ def make_forward_plan(step: TracedStep, like: Plan) -> Plan:
     Raises:
         PlanError: the two do not have the same layers.
     """
+    step = step.cut_at(like.layer_ends)
     num_layers = step.loss(1).num_layers
     planned = sum(len(stage.layers) for stage in like.stages)
     if num_layers != planned:
@@ -186,6 +187,7 @@ def _draft(
         predicted_tflops_per_device_with_remat=0.0,
         predicted_bubble_fraction=0.0,
         fingerprint=step.fingerprint,
+        layer_ends=step.layer_ends,
     )
 
 

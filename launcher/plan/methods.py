@@ -14,12 +14,14 @@ from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.errors import PlanError
 from launcher.plan.make import complete, make_forward_plan
 from launcher.plan.options import (
+    AutoLayerOption,
     AutoStageOption,
     ManualLayerOption,
     ManualStageOption,
     UniformStageOption,
     layer_option_of,
     stage_option_of,
+    with_layers,
 )
 from launcher.plan.outline import Outline, Submesh
 from launcher.plan.plan import Plan
@@ -30,6 +32,7 @@ from launcher.plan.search.problem import Wanted
 from launcher.trace.step import TracedStep
 
 __all__ = [
+    "AutoLayerOption",
     "AutoStageOption",
     "DataParallel",
     "Follow",
@@ -45,6 +48,9 @@ __all__ = [
     "Zero3Parallel",
     "make_plan",
 ]
+
+
+PIPELINES = ("auto", "manual", "three_d")  # the methods by name that put layers into stages
 
 
 class Method(Protocol):
@@ -143,7 +149,7 @@ class PipeshardParallel:
     Attributes:
         num_micro_batches: parts of the batch that follow one another through the stages.
         layer_option: where layers end: `ManualLayerOption()` or "manual", at the model's
-            `mark_pipeline_boundary()` calls.
+            `mark_pipeline_boundary()` calls; `AutoLayerOption(…)` or "auto", where few bytes cross.
         stage_option: which layers and devices make a stage: `UniformStageOption(…)` or "uniform",
             `ManualStageOption(…)`, or `AutoStageOption()` or "auto", which searches for the best.
         schedule: "gpipe", "1f1b", "interleaved_1f1b" or "zero_bubble".
@@ -154,14 +160,14 @@ class PipeshardParallel:
     """
 
     num_micro_batches: int | None = 1
-    layer_option: str | ManualLayerOption = "manual"
+    layer_option: str | ManualLayerOption | AutoLayerOption = "manual"
     stage_option: str | UniformStageOption | ManualStageOption | AutoStageOption = "uniform"
     schedule: str = "1f1b"
     remat: str | tuple[str, ...] = "none"
 
     def plan(self, step: TracedStep, cluster: ClusterShape) -> Plan:
         """See `Method.plan`."""
-        layer_option_of(self.layer_option)
+        step = layer_option_of(self.layer_option).layered(step)
         option = stage_option_of(self.stage_option)
         if isinstance(option, AutoStageOption):
             return auto_plan(step, cluster, self.num_micro_batches, self.schedule, self.remat)
@@ -228,6 +234,7 @@ def make_plan(
     *,
     method: str,
     cluster: ClusterShape,
+    num_layers: int | None = None,
     num_stages: int | None = None,
     stages_per_mesh: int | None = None,
     num_micro_batches: int | None = 1,
@@ -242,6 +249,7 @@ def make_plan(
     these it ignores.
 
     Args:
+        num_layers: automatic layers for a pipeline; None: at the model's marks, if it has any.
         data, model: the logical mesh of each stage (`three_d`, `shard`). pipeline: the number of
             stages (`three_d`). None: what is left of the devices, or 1.
         num_micro_batches: None, and `schedule` and `remat` "auto", for `auto` alone.
@@ -253,6 +261,8 @@ def make_plan(
     """
     some: dict[str, Any] = {"num_micro_batches": num_micro_batches}
     remats: Any = remat if isinstance(remat, str) else tuple(remat)
+    if method in PIPELINES:
+        step = with_layers(step, num_layers)
     if method == "auto":
         return auto_plan(step, cluster, num_micro_batches, schedule, remat, progress)
     known: dict[str, Any] = {

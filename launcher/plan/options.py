@@ -16,6 +16,8 @@ from launcher.plan.outline import Submesh
 from launcher.plan.schedule import SEVERAL_STAGES_A_MESH
 from launcher.plan.sharding.dims import Spec
 from launcher.plan.stages import group_layers, layer_flops
+from launcher.trace.clusters import cluster
+from launcher.trace.errors import LayerCountError
 from launcher.trace.step import TracedStep
 
 _ZERO = {"zero2": 2, "zero3": 3}
@@ -35,6 +37,30 @@ class Cut:
 @dataclass(frozen=True)
 class ManualLayerOption:
     """Layers end at the model's own `mark_pipeline_boundary()` calls."""
+
+    def layered(self, step: TracedStep) -> TracedStep:
+        """The step with its layers."""
+        return step.cut_at(None)
+
+
+@dataclass(frozen=True)
+class AutoLayerOption:
+    """Layers end where few bytes cross and the work is balanced; marks do not matter.
+
+    Attributes:
+        layer_num: None for as many as suit (`trace.clusters.cluster`).
+        eps: a layer has at most `1 + eps` times the mean work.
+    """
+
+    layer_num: int | None = None
+    eps: float = 0.6
+
+    def layered(self, step: TracedStep) -> TracedStep:
+        """The step with its layers. Raises PlanError: more layers than equations."""
+        try:
+            return step.cut_at(cluster(step.loss(1), self.layer_num, self.eps))
+        except LayerCountError as error:
+            raise PlanError(str(error)) from error
 
 
 @dataclass(frozen=True)
@@ -152,13 +178,28 @@ class ManualStageOption:
         return tuple(found)
 
 
-def layer_option_of(option: str | ManualLayerOption) -> ManualLayerOption:
+def layer_option_of(
+    option: str | ManualLayerOption | AutoLayerOption,
+) -> ManualLayerOption | AutoLayerOption:
     """The option that a word stands for. Raises PlanError for another."""
-    if isinstance(option, ManualLayerOption):
+    if isinstance(option, (ManualLayerOption, AutoLayerOption)):
         return option
     if option == "manual":
         return ManualLayerOption()
-    raise PlanError(f'layer_option={option!r} is not "manual" or a ManualLayerOption')
+    if option == "auto":
+        return AutoLayerOption()
+    raise PlanError(
+        f'layer_option={option!r} is not "manual", "auto", a ManualLayerOption or an '
+        "AutoLayerOption"
+    )
+
+
+def with_layers(step: TracedStep, num_layers: int | None) -> TracedStep:
+    """The step with so many automatic layers; None: at its marks, and automatic ones where it has
+    no marks. Raises PlanError: more layers than equations."""
+    if num_layers is None and step.loss(1).num_layers > 1:
+        return step
+    return AutoLayerOption(num_layers).layered(step)
 
 
 def stage_option_of(
@@ -203,8 +244,8 @@ def _stages_and_meshes(
         if number is not None and number > num_layers:
             raise PlanError(
                 f"parallel.{key}={number} is more than the model's {num_layers} layers (one more "
-                "than its mark_pipeline_boundary() calls); ask for fewer stages or mark more "
-                "boundaries"
+                "than its mark_pipeline_boundary() calls); ask for fewer stages, mark more "
+                "boundaries, or ask for more layers with parallel.num_layers"
             )
     each: Sequence[int] = (stages_per_mesh,) if stages_per_mesh else (1,)
     if stages_per_mesh is None and several and asked != 1 and num_layers > 1:

@@ -14,6 +14,7 @@ from launcher.plan.errors import PlanError
 from launcher.plan.schedule import Schedule, make_schedule
 from launcher.plan.sharding.dims import Spec, axes
 from launcher.plan.sharding.names import leaf_names
+from launcher.trace.clusters import LayerEnds
 from launcher.trace.step import TracedStep
 
 
@@ -75,7 +76,8 @@ class Plan:
 
     `predicted_tflops_per_device` counts the model's operations only, as MFU does;
     `…_with_remat` also those that are done again. `runners_up` are what a search found next best;
-    `notes` say what a person should know of the plan.
+    `notes` say what a person should know of the plan. `layer_ends`: where layers end, as
+    `trace.clusters` tells it; None: at the model's own marks.
     """
 
     method: str
@@ -95,6 +97,7 @@ class Plan:
     fingerprint: str
     runners_up: tuple[RunnerUp, ...] = ()
     notes: tuple[str, ...] = ()
+    layer_ends: LayerEnds | None = None
 
     @property
     def num_replicas(self) -> int:
@@ -139,7 +142,7 @@ class Plan:
                 size than its devices, or a sharding that does not fit; the message says where.
         """
         layers = [layer for stage in self.stages for layer in stage.layers]
-        num_layers = step.loss(1).num_layers
+        num_layers = step.cut_at(self.layer_ends).loss(1).num_layers
         if layers != list(range(num_layers)):
             raise PlanError(f"stages hold layers {layers}; the model has 0 to {num_layers - 1}")
         used = [device for mesh in self.meshes for device in mesh]
@@ -174,6 +177,7 @@ class Plan:
             others = tuple(RunnerUp(**other) for other in tree.get("runners_up", ()))
             parts = {"stages": stages, "transfers": transfers, "runners_up": others}
             parts["notes"] = tuple(tree.get("notes", ()))
+            parts["layer_ends"] = _tuple(tree.get("layer_ends"))
             return cls(**{**tree, **parts})
         except (TypeError, KeyError) as error:
             raise PlanError(f"this is not a plan of this version: {error}") from error

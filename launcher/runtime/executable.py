@@ -61,7 +61,7 @@ def compile_step(
         )
     if len(devices) < plan.num_devices:
         raise PlanError(f"the plan needs {plan.num_devices} devices; here are {len(devices)}")
-    return Executable(step, plan, devices, transport)
+    return Executable(step.cut_at(plan.layer_ends), plan, devices, transport)
 
 
 class Executable:

@@ -7,6 +7,7 @@ how many slices there will be. Imported by `plan` and `runtime`.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from jax.extend import core as jex
 
 from launcher.trace.arguments import Arguments, aliases, batch_size, read_arguments
 from launcher.trace.checks import Whole
+from launcher.trace.clusters import LayerEnds, recut
 from launcher.trace.conditionals import split_conditionals
 from launcher.trace.errors import BatchError, GradientError, TraceError
 from launcher.trace.graph import (
@@ -47,6 +49,7 @@ class TracedStep:
         donated, batch: per argument leaf. batch_size: rows along axis 0 of the batch leaves.
         aliases: result leaf -> the donated argument leaf whose place it takes.
         fingerprint: equal for equal programs, in every process.
+        layer_ends: where layers end instead of at the marks (`cut_at`); None: at the marks.
     """
 
     in_tree: Any
@@ -64,7 +67,9 @@ class TracedStep:
     aliases: dict[int, int]
     fingerprint: str
     retrace: Retrace
-    losses: dict[int, Loss] = field(default_factory=dict, repr=False)  # the memo of `loss`
+    layer_ends: LayerEnds | None = None
+    # the memo of `loss`
+    losses: dict[tuple[int, LayerEnds | None], Loss] = field(default_factory=dict, repr=False)
 
     def loss(self, num_slices: int) -> Loss:
         """The loss on one of `num_slices` equal slices of the batch (cached).
@@ -73,7 +78,8 @@ class TracedStep:
             BatchError: the batch does not divide, or the step mixes its rows or takes its size for
                 granted in a way that slices cannot honour.
         """
-        if num_slices not in self.losses:
+        marked, wanted = (num_slices, None), (num_slices, self.layer_ends)
+        if marked not in self.losses:
             whole = Whole(
                 self.loss_equation,
                 self.before,
@@ -81,8 +87,14 @@ class TracedStep:
                 self.batch_size,
                 self.constants,
             )
-            self.losses[num_slices] = slice_loss(whole, num_slices, self.retrace)
-        return self.losses[num_slices]
+            self.losses[marked] = slice_loss(whole, num_slices, self.retrace)
+        if wanted not in self.losses:
+            self.losses[wanted] = recut(self.losses[marked], self.layer_ends or ())
+        return self.losses[wanted]
+
+    def cut_at(self, ends: LayerEnds | None) -> TracedStep:
+        """The same step with layers that end elsewhere (`clusters.cluster`); None: at the marks."""
+        return dataclasses.replace(self, layer_ends=ends)
 
 
 def trace_step(

@@ -36,6 +36,7 @@ def plan_of(
     return make_plan(
         step,
         method=parallel.method,
+        num_layers=parallel.num_layers,
         num_stages=parallel.num_stages,
         stages_per_mesh=parallel.stages_per_mesh,
         num_micro_batches=parallel.num_micro_batches or (None if searched else 1),

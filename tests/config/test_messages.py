@@ -58,8 +58,8 @@ COMMAND_LINES = [
     # Bad choices and values out of bounds.
     (
         "parallel.schedule=1fb1",
-        "parallel.schedule must be one of gpipe, 1f1b, interleaved_1f1b, zero_bubble, not '1fb1' "
-        f"{CLI}. Did you mean 1f1b?",
+        "parallel.schedule must be one of auto, gpipe, 1f1b, interleaved_1f1b, zero_bubble, not "
+        f"'1fb1' {CLI}. Did you mean 1f1b?",
     ),
     (
         "train.precision=int4",
@@ -106,11 +106,21 @@ COMMAND_LINES = [
     # Settings that do not go together.
     ("dataset=text", "dataset.path is not set. Give dataset.path=VALUE."),
     (
-        "train.global_batch_size=30",
+        "parallel=manual train.global_batch_size=30",
         "train.global_batch_size=30 cannot be cut into parallel.num_micro_batches=4 equal "
         "microbatches (train.global_batch_size on the command line, "
-        f"parallel.num_micro_batches in {CONF}/parallel/manual.yaml:8). "
+        f"parallel.num_micro_batches in {CONF}/parallel/manual.yaml:9). "
         "Use train.global_batch_size=28 or 32.",
+    ),
+    (
+        "parallel.num_layers=6 parallel.num_stages=8",
+        f"parallel.num_stages=8 is more than parallel.num_layers=6 {CLI}. "
+        "A stage is at least one layer: ask for fewer stages, or raise parallel.num_layers.",
+    ),
+    (
+        "parallel=data parallel.num_layers=4",
+        f"parallel.num_layers=4 has no meaning for parallel=data {CLI}. "
+        "Use parallel=auto, manual or three_d, which put layers into stages.",
     ),
     (
         "parallel.num_stages=8",
