@@ -58,7 +58,7 @@ def product(x_spec, w_spec, wrt=(0, 1)):
 )
 def test_a_products_load(x, w, flops, forward, backward):
     found = product(x, w)
-    assert found.product_flops == flops
+    assert found.product_flops_fp32 == flops
     assert (found.forward, found.backward) == (forward, backward)
     assert found.other_flops == found.moved_bytes == 0
 
@@ -99,7 +99,7 @@ def test_a_body_counts_as_often_as_it_runs():
     found = loads(fun, (shape(8, 16), shape(16, 16)), ((None, "model"), (None, None)), (0, 1))
     (turn,) = [one for use, one, _ in found if use.eqn.primitive.name == "dot_general"]
     # Both sides of w are cut, but by one axis: the sum is scattered, half an all-reduce each way.
-    assert turn.product_flops == 5 * 2 * 8 * 16 * 16 / 4
+    assert turn.product_flops_fp32 == 5 * 2 * 8 * 16 * 16 / 4
     assert turn.forward == turn.backward == {"model": 5 * 8 * 16 * 4 / 2}
 
 
