@@ -171,7 +171,7 @@ def test_two_programs_where_one_would_keep_much_inside():
     rows = jax.ShapeDtypeStruct((2**22, WIDTH), jnp.float32)
     traced = trace_step(step, (jax.eval_shape(init, jax.random.key(0)), rows))
     cluster = local_shape(2, 1, "cpu")
-    for micro_batches, together in ((2, False), (32, True)):
+    for micro_batches, together in ((2, False), (256, True)):
         plan = make_plan(
             traced, method="manual", num_stages=2, num_micro_batches=micro_batches, cluster=cluster
         )
