@@ -104,11 +104,10 @@ def _outline(step, rng, num_devices):
         num_meshes = rng.choice([n for n in range(1, num_stages + 1) if num_stages % n == 0])
     if num_meshes > num_devices:
         return _outline(step, rng, num_devices)
-    zero = rng.choice([0, 0, 2, 3])
+    zero = [rng.choice([0, 0, 2, 3]) for _ in range(num_stages)]
     axes = ["data", "model", None]
     given = [
-        by_hand(step, *rng.sample(axes, 2)) if rng.random() < 0.3 else None
-        for _ in range(num_stages)
+        by_hand(step, *rng.sample(axes, 2)) if not z and rng.random() < 0.4 else None for z in zero
     ]
     return Outline(
         method="manual",
@@ -118,8 +117,8 @@ def _outline(step, rng, num_devices):
         num_micro_batches=rng.randint(1, 9),
         schedule=schedule,
         remat=tuple(rng.choice(["none", "full", "dots_saveable"]) for _ in range(num_stages)),
-        zero=zero,
-        shardings=() if zero else tuple(given),
+        zero=tuple(zero),
+        shardings=tuple(given),
     )
 
 
