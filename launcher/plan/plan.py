@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.errors import PlanError
 from launcher.plan.remat import POLICIES
 from launcher.plan.schedule import SCHEDULES, SEVERAL_STAGES_A_MESH, Schedule, make_schedule
@@ -173,8 +174,9 @@ class Plan:
             parts = {"stages": stages, "transfers": transfers, "runners_up": others}
             parts["notes"] = tuple(tree.get("notes", ()))
             parts["layer_ends"] = _tuple(tree.get("layer_ends"))
+            ClusterShape(**tree["cluster"])
             return cls(**{**tree, **parts})
-        except (TypeError, KeyError) as error:
+        except (AttributeError, KeyError, TypeError) as error:
             raise PlanError(f"this is not a plan of this version: {error}") from error
 
 
