@@ -32,7 +32,7 @@ def complete(step: TracedStep, outline: Outline, cluster: ClusterShape) -> Plan:
     """The plan of an outline.
 
     Raises:
-        PlanError: its schedule cannot run its stages.
+        PlanError: its schedule cannot run its stages, or a sharding that was given does not fit.
         BatchError: the batch does not divide into microbatches and replicas.
     """
     replicas = math.gcd(*(submesh.logical_mesh[0] for submesh in outline.submeshes))
@@ -53,6 +53,7 @@ def complete(step: TracedStep, outline: Outline, cluster: ClusterShape) -> Plan:
             )
         shardings.append(given)
     draft = _draft(step, loss, graphs, outline, cluster, shardings)
+    draft.validate(step)
     laid = layouts(step, loss, draft, dims)
     outer = place_outer(step, loss, graphs, slicing, lambda i, mesh: laid[mesh].is_scattered(i))
     again = _computed_again(graphs, outline.remat, schedule)

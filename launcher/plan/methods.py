@@ -20,6 +20,7 @@ from launcher.plan.options import (
     ManualStageOption,
     UniformStageOption,
     layer_option_of,
+    pair,
     stage_option_of,
     with_layers,
 )
@@ -116,7 +117,8 @@ class ShardParallel:
 
     def plan(self, step: TracedStep, cluster: ClusterShape) -> Plan:
         """See `Method.plan`."""
-        data, model = self.logical_mesh_shape or (1, cluster.num_devices)
+        given = self.logical_mesh_shape or (1, cluster.num_devices)
+        data, model = pair("logical_mesh_shape", given)
         _check_product("logical_mesh_shape", (data, model), cluster)
         return _one_stage(step, cluster, "shard", (data, model), self.num_micro_batches, self.remat)
 
@@ -369,6 +371,6 @@ def _pipeline(
 
 def checked_micro_batches(number: int) -> int:
     """Raises PlanError for less than one microbatch."""
-    if number < 1:
-        raise PlanError(f"num_micro_batches={number} must be at least 1")
+    if not isinstance(number, int) or number < 1:
+        raise PlanError(f"num_micro_batches={number} must be a whole number, at least 1")
     return number

@@ -95,7 +95,7 @@ class UniformStageOption:
             cluster.num_devices,
         )
         each = cluster.num_devices // num_meshes
-        shape = self.logical_mesh_shape or (each, 1)
+        shape = pair("logical_mesh_shape", self.logical_mesh_shape or (each, 1))
         if math.prod(shape) != each:
             raise PlanError(
                 f"a logical mesh of {shape[0]} × {shape[1]} does not fit the {each} devices of "
@@ -135,7 +135,8 @@ class ManualStageOption:
         _check_layers(layers, step.loss(1).num_layers)
         submeshes = self._submeshes(cluster)
         options = tuple(self.sharding_options or (None,) * len(layers))
-        unknown = [o for o in options if isinstance(o, str) and o not in _ZERO]
+        known = (None, *_ZERO)
+        unknown = [o for o in options if not isinstance(o, Mapping) and o not in known]
         if unknown:
             raise PlanError(
                 f'sharding_options: {unknown[0]!r} is not None, "zero2", "zero3" or a mapping'
@@ -159,16 +160,17 @@ class ManualStageOption:
 
     def _submeshes(self, cluster: ClusterShape) -> tuple[Submesh, ...]:
         found, first = [], 0
-        shapes = self.logical_mesh_shapes or [(h * d, 1) for h, d in self.submesh_shapes]
-        for s, ((hosts, each), shape) in enumerate(zip(self.submesh_shapes, shapes, strict=True)):
-            if min(hosts, each) < 1:
-                raise PlanError(f"stage {s}: a submesh of {hosts} × {each} devices holds none")
+        for s, submesh in enumerate(self.submesh_shapes):
+            hosts, each = pair(f"stage {s}: its submesh_shapes", submesh)
+            shape = hosts * each, 1
+            if self.logical_mesh_shapes is not None:
+                shape = pair(f"stage {s}: its logical_mesh_shapes", self.logical_mesh_shapes[s])
             if math.prod(shape) != hosts * each:
                 raise PlanError(
                     f"stage {s}: a logical mesh of {shape[0]} × {shape[1]} does not fit a submesh "
                     f"of {hosts * each} devices"
                 )
-            found.append(Submesh(tuple(range(first, first + hosts * each)), (shape[0], shape[1])))
+            found.append(Submesh(tuple(range(first, first + hosts * each)), shape))
             first += hosts * each
         if first != cluster.num_devices:
             raise PlanError(
@@ -176,6 +178,14 @@ class ManualStageOption:
                 "must cover the cluster"
             )
         return tuple(found)
+
+
+def pair(what: str, value: Any) -> tuple[int, int]:
+    """Two numbers that count devices. Raises PlanError for anything else."""
+    listed = tuple(value) if isinstance(value, (tuple, list)) else ()
+    if len(listed) != 2 or not all(isinstance(n, int) and n > 0 for n in listed):
+        raise PlanError(f"{what}={value!r} must be two whole numbers, at least 1")
+    return listed
 
 
 def layer_option_of(
@@ -241,6 +251,8 @@ def _stages_and_meshes(
             f"parallel.schedule=interleaved_1f1b; {schedule} runs one stage on each submesh"
         )
     for key, number in (("num_stages", asked), ("stages_per_mesh", stages_per_mesh)):
+        if number is not None and number < 1:
+            raise PlanError(f"parallel.{key}={number} must be at least 1")
         if number is not None and number > num_layers:
             raise PlanError(
                 f"parallel.{key}={number} is more than the model's {num_layers} layers (one more "

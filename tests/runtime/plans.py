@@ -28,16 +28,17 @@ def uniform(num_micro_batches, stages, **other):
     return PipeshardParallel(num_micro_batches, stage_option=UniformStageOption(stages), **other)
 
 
-def by_hand(step, first, last):
-    """Specs for every argument: the first dimension along one axis and the last along another; not
-    as a method would have it."""
+def by_hand(step, first, last, sizes):
+    """Specs for every argument: the first dimension along one axis and the last along another,
+    where they divide; not as a method would have it. `sizes`: (data, model)."""
+    parts = {"data": sizes[0], "model": sizes[1], None: 1}
     found = {}
     for name, var in zip(leaf_names(step), step.invars, strict=True):
         shape = var.aval.shape
         spec = [None] * len(shape)
-        if len(shape) > 1 and shape[0] % 4 == 0:
+        if len(shape) > 1 and shape[0] % parts[first] == 0:
             spec[0] = first
-        if shape and shape[-1] % 4 == 0:
+        if shape and shape[-1] % parts[last] == 0:
             spec[-1] = last
         found[name] = tuple(spec)
     return found
@@ -47,7 +48,10 @@ TWO, FOUR = [[0, 1], [2, 3]], [[0], [1], [2], [3]]
 
 
 def given_specs(step):
-    options = [by_hand(step, "data", "model"), by_hand(step, "model", None)]
+    options = [
+        by_hand(step, "data", "model", (2, 2)),
+        by_hand(step, "model", None, (1, 2)),
+    ]
     return manual(2, TWO, [(1, 4), (1, 2)], [(2, 2), (1, 2)], options)
 
 
@@ -104,22 +108,25 @@ def _outline(step, rng, num_devices):
         num_meshes = rng.choice([n for n in range(1, num_stages + 1) if num_stages % n == 0])
     if num_meshes > num_devices:
         return _outline(step, rng, num_devices)
-    zero = rng.choice([0, 0, 2, 3])
+    submeshes = _submeshes(rng, num_devices, num_meshes)
+    zero = [rng.choice([0, 0, 2, 3]) for _ in range(num_stages)]
     axes = ["data", "model", None]
     given = [
-        by_hand(step, *rng.sample(axes, 2)) if rng.random() < 0.3 else None
-        for _ in range(num_stages)
+        by_hand(step, *rng.sample(axes, 2), submeshes[s % num_meshes].logical_mesh)
+        if not z and rng.random() < 0.4
+        else None
+        for s, z in enumerate(zero)
     ]
     return Outline(
         method="manual",
         layers=tuple(tuple(range(a, b)) for a, b in itertools.pairwise(ends)),
-        submeshes=_submeshes(rng, num_devices, num_meshes),
+        submeshes=submeshes,
         mesh_of=tuple(s % num_meshes for s in range(num_stages)),
         num_micro_batches=rng.randint(1, 9),
         schedule=schedule,
         remat=tuple(rng.choice(["none", "full", "dots_saveable"]) for _ in range(num_stages)),
-        zero=zero,
-        shardings=() if zero else tuple(given),
+        zero=tuple(zero),
+        shardings=tuple(given),
     )
 
 

@@ -21,6 +21,7 @@ RECIPES = {
     "mlp": MLP(input_size=8, hidden_size=16, output_size=4, num_layers=4),
     "gpt_tied": GPT(**_GPT, tie_embeddings=True),
     "gpt_untied": GPT(**_GPT, tie_embeddings=False),
+    "gpt_short": GPT(**_GPT | {"num_layers": 2}, tie_embeddings=False),
 }
 OPTIMIZER = optax.chain(
     optax.clip_by_global_norm(0.5), optax.adamw(optax.linear_schedule(1e-2, 1e-3, 8), eps=1e-4)

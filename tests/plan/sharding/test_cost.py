@@ -60,7 +60,7 @@ def test_a_products_load(x, w, flops, forward, backward):
     found = product(x, w)
     assert found.product_flops_fp32 == flops
     assert (found.forward, found.backward) == (forward, backward)
-    assert found.other_flops == found.moved_bytes == 0
+    assert found.product_flops == found.other_flops == found.moved_bytes == 0
 
 
 def test_no_gradient_is_summed_that_nobody_wants():
