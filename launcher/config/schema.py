@@ -175,6 +175,7 @@ class Parallel:
     data: int | None = number(None, minimum=1)  # shard, three_d: of each stage; null: what is left
     model: int | None = number(None, minimum=1)
     pipeline: int | None = number(None, minimum=1)  # three_d: the number of stages
+    cost: str = choice("model", "model", "profile")  # what predictions rest on
     plan: str | None = None  # replay: a plan.json
 
 

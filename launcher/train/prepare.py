@@ -44,8 +44,13 @@ def prepare(config: Config, console: Console, plan_only: bool = False) -> Prepar
     began = time.perf_counter()
     with status(console, "reading the data and tracing"):
         program = build_program(config)
-    with progress_of(console, "planning") as progress:
-        plan = plan_of(config.parallel, program.train, cluster, progress)
+    notes: list[str] = []
+    try:
+        with progress_of(console, "planning") as progress:
+            plan = plan_of(config.parallel, program.train, cluster, progress, notes.append)
+    finally:
+        for note in notes:
+            console.print(note, soft_wrap=True)
     seconds = time.perf_counter() - began
     console.print(f"data: {program.dataset.describe}", soft_wrap=True)
     print_plan(console, plan)

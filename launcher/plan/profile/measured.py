@@ -8,11 +8,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from launcher.plan.errors import PlanError
-from launcher.plan.search.layers import CostTable
+
+if TYPE_CHECKING:
+    from launcher.plan.search.layers import CostTable
 
 _NEVER = 1e9  # seconds of what could not be measured: finite, so that sums and differences are
 

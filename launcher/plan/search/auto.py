@@ -15,6 +15,7 @@ import numpy as np
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.errors import PlanError
 from launcher.plan.outline import Outline, Submesh
+from launcher.plan.profile.measured import MeasuredLayers
 from launcher.plan.search.candidates import Choice, Priced, Setting, price, submesh_sizes
 from launcher.plan.search.layers import CostTable, cost_table
 from launcher.plan.search.placing import place_submeshes
@@ -54,8 +55,10 @@ def search(
     cluster: ClusterShape,
     wanted: Wanted,
     progress: Progress = lambda share: None,
+    measured: MeasuredLayers | None = None,
 ) -> list[Candidate]:
-    """The best plan and the runners-up, best first.
+    """The best plan and the runners-up, best first. `measured`: the layers' seconds, instead of the
+    model's.
 
     Raises:
         PlanError: nothing fits the devices' memory; the message says by how much and what would.
@@ -63,7 +66,8 @@ def search(
     num_layers = step.loss(1).num_layers
     groups = group_layers(layer_flops(step.loss(1)), min(num_layers, _MOST_LAYERS))
     sizes = submesh_sizes(cluster)
-    table = _grouped(cost_table(step, cluster, _model_sizes(cluster)), groups)
+    costs = cost_table(step, cluster, model_sizes(cluster))
+    table = _grouped(measured.applied(costs) if measured else costs, groups)
     found = _all(step, cluster, wanted, table, groups, sizes, _capacity(cluster), progress)
     if not found:
         raise PlanError(_nothing_fits(step, cluster, wanted, table, groups, sizes))
@@ -122,7 +126,7 @@ def _powers(batch_size: int) -> list[int]:
     return found
 
 
-def _model_sizes(cluster: ClusterShape) -> tuple[int, ...]:
+def model_sizes(cluster: ClusterShape) -> tuple[int, ...]:
     """Sizes of the model axis: it stays inside a host, whose links are the fast ones."""
     each = cluster.devices_per_host
     return tuple(n for n in range(1, each + 1) if each % n == 0)
