@@ -9,6 +9,7 @@ state, metrics = train_step(state, batch)
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import jax
 
 from launcher.plan import Plan, local_shape
+from launcher.plan.calibration import calibrated
 from launcher.plan.methods import (
     AutoLayerOption,
     AutoStageOption,
@@ -131,7 +133,10 @@ class ParallelizedFunction:
             devices: Any = self._devices or jax.devices()
             kind = "cpu" if devices[0].platform == "cpu" else devices[0].device_kind
             hosts = len({device.process_index for device in devices})
-            self._made[key] = step, self._method.plan(step, local_shape(len(devices), hosts, kind))
+            shape = local_shape(len(devices), hosts, kind)
+            if hosts == 1:  # several processes must come to the same plan
+                shape = calibrated(shape, functools.partial(warnings.warn, stacklevel=5))
+            self._made[key] = step, self._method.plan(step, shape)
         return self._made[key]
 
     def _key(self, args: tuple[Any, ...]) -> Any:

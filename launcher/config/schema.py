@@ -237,7 +237,7 @@ DATASETS: dict[str, type] = {"stdlib_text": StdlibText, "text": Text, "synthetic
 class Config:
     """The whole tree. `model` and `dataset` are of the class that their `name` picks."""
 
-    task: str = choice("train", "train", "plan", "check")
+    task: str = choice("train", "train", "plan", "check", "calibrate")
     run: Run = field(default_factory=Run)
     model: GPT | MLP = field(default_factory=GPT, metadata={"variants": MODELS})
     dataset: StdlibText | Text | Synthetic = field(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -32,7 +31,8 @@ def main(path: str) -> None:
 
 
 def timed(path: Path, request: dict[str, Any]) -> float:
-    """The median seconds of one call, after two that do not count."""
+    """The seconds of the fastest call, after two that do not count: what other work on the machine
+    adds is not the program's."""
     import jax
     import numpy as np
     from jax import export
@@ -57,7 +57,7 @@ def timed(path: Path, request: dict[str, Any]) -> float:
         began = time.perf_counter()
         jax.block_until_ready(compiled(*arrays))
         durations.append(time.perf_counter() - began)
-    return statistics.median(durations)
+    return min(durations)
 
 
 def made(aval: Any) -> Any:
