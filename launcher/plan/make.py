@@ -59,6 +59,8 @@ def complete(
             )
         shardings.append(given)
     draft = _draft(step, loss, graphs, outline, cluster, shardings)
+    if measured:
+        draft = dataclasses.replace(draft, profiled=measured.account())
     laid = layouts(step, loss, draft, dims)
     outer = place_outer(step, loss, graphs, slicing, lambda i, mesh: laid[mesh].is_scattered(i))
     again = _computed_again(graphs, outline.remat, schedule)

@@ -71,12 +71,26 @@ class RunnerUp:
 
 
 @dataclass(frozen=True)
+class ProfiledLayers:
+    """What was measured of layers that are one program, on `model` devices of a model axis with
+    all devices at work: the seconds of a slice of so many rows; or why there are none."""
+
+    layers: tuple[int, ...]
+    model: int
+    rows: int
+    forward_seconds: float
+    backward_seconds: float
+    failure: str = ""
+
+
+@dataclass(frozen=True)
 class Plan:
     """The whole plan.
 
     `predicted_tflops_per_device` counts the model's operations only, as MFU does;
     `…_with_remat` also those that are done again. `layer_ends`: where layers end, as
-    `trace.clusters` tells it; None: at the model's own marks.
+    `trace.clusters` tells it; None: at the model's own marks. `profiled`: what the predictions rest
+    on, where it was measured.
     """
 
     method: str
@@ -96,6 +110,7 @@ class Plan:
     fingerprint: str
     runners_up: tuple[RunnerUp, ...] = ()
     layer_ends: LayerEnds | None = None
+    profiled: tuple[ProfiledLayers, ...] = ()
 
     @property
     def num_replicas(self) -> int:
@@ -174,8 +189,15 @@ class Plan:
             transfers = tuple(Transfer(**t) for t in tree["transfers"])
             others = tuple(RunnerUp(**other) for other in tree.get("runners_up", ()))
             ends = _tuple(tree.get("layer_ends"))
-            parts = {"transfers": transfers, "runners_up": others, "layer_ends": ends}
-            return cls(**{**tree, **parts, "stages": stages})
+            profiled = tuple(ProfiledLayers(**_tuples(p)) for p in tree.get("profiled", ()))
+            parts = {
+                "stages": stages,
+                "transfers": transfers,
+                "runners_up": others,
+                "layer_ends": ends,
+                "profiled": profiled,
+            }
+            return cls(**{**tree, **parts})
         except (TypeError, KeyError) as error:
             raise PlanError(f"this is not a plan of this version: {error}") from error
 

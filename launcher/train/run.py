@@ -21,7 +21,7 @@ from launcher.train.calibrate import calibrate
 from launcher.train.prepare import prepare
 from launcher.train.record import DivergedError
 from launcher.train.signals import StopSignals
-from launcher.train.training import train_in, write_plan
+from launcher.train.training import train_in, write_plan, write_planned
 from recipes import InputError
 
 
@@ -56,7 +56,10 @@ def _plan(config: Config) -> int:
     ready = prepare(config, console, plan_only=True)
     with folder.claim(config) as home:
         write_plan(home, config, ready.plan)
+        write_planned(home, ready.plan, ready.plan_seconds)
         console.print(f"\nthe plan is in {home.path / 'plan.json'}", soft_wrap=True)
+        picture = home.path / "plots" / "timeline.png"
+        console.print(f"its timeline is in {picture}", soft_wrap=True)
     return 0
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_LONGEST = 0.5  # seconds that one figure may take, beside its first calls
+_LONGEST = 3.0  # seconds that one figure may take, beside its first calls
 
 
 def main(path: str) -> None:
@@ -90,7 +90,7 @@ def timed(fun: Callable[[Any], Any], x: Any) -> float:
     for _ in range(2):
         jax.block_until_ready(compiled(x))
     durations: list[float] = []
-    while len(durations) < 5 or (sum(durations) < _LONGEST and len(durations) < 200):
+    while len(durations) < 5 or (sum(durations) < _LONGEST and len(durations) < 30):
         began = time.perf_counter()
         jax.block_until_ready(compiled(x))
         durations.append(time.perf_counter() - began)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from launcher.plan.errors import PlanError
+from launcher.plan.plan import ProfiledLayers
 
 if TYPE_CHECKING:
     from launcher.plan.search.layers import CostTable
@@ -91,11 +92,12 @@ class MeasuredLayers:
             of[name] = np.zeros_like(of[name])
         return dataclasses.replace(table, of=of)
 
-    @property
-    def failures(self) -> list[str]:
-        """What could not be measured, in words."""
-        return [
-            f"layers like layer {self.kind_of.index(kind)} on a model axis of {model}: {t.failure}"
-            for (kind, model), t in sorted(self.timings.items())
-            if t.failure
-        ]
+    def account(self) -> tuple[ProfiledLayers, ...]:
+        """What was measured, for the plan to tell."""
+        found = []
+        for (kind, model), timing in sorted(self.timings.items()):
+            layers = tuple(i for i, of in enumerate(self.kind_of) if of == kind)
+            if timing.failure:
+                found.append(ProfiledLayers(layers, model, 0, 0.0, 0.0, timing.failure))
+            found += [ProfiledLayers(layers, model, *point) for point in timing.points]
+        return tuple(found)

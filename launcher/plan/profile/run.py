@@ -21,7 +21,7 @@ from launcher.plan.stages import cut_stages
 from launcher.trace.step import TracedStep
 
 _TIME_OUT = 300.0  # seconds for a candidate, of which compiling takes most
-_MEASURED = 0.5  # seconds for which each of its programs is called again and again
+_MEASURED = 3.0  # seconds that the calls of each of its programs may take together
 _MORE_ROWS = 4  # the larger of the two sizes that are measured has so many times the rows
 
 
