@@ -132,6 +132,7 @@ def _check_parallel(config: Config) -> Iterator[ConfigError]:
             ["parallel.num_layers"],
         )
     yield from _check_mesh(config)
+    yield from _check_cost(config)
     if parallel.method in ("data", "zero2", "zero3") and gpus and (batch // pieces) % gpus:
         yield ConfigError(
             f"A microbatch of {batch // pieces} samples (train.global_batch_size={batch} / "
@@ -158,6 +159,26 @@ def _check_parallel(config: Config) -> Iterator[ConfigError]:
             "A stage needs a device of its own, except with parallel.schedule=interleaved_1f1b: "
             "ask for fewer stages or more devices.",
             ["parallel.num_stages", "cluster.gpus"],
+        )
+
+
+def _check_cost(config: Config) -> Iterator[ConfigError]:
+    """What is to be measured must be here."""
+    parallel, cluster = config.parallel, config.cluster
+    if parallel.cost == "model":
+        return
+    if cluster.kind == "described":
+        yield ConfigError(
+            f"parallel.cost=profile measures devices, and those of cluster={cluster.name} are not "
+            "here",
+            "Use parallel.cost=model.",
+            ["parallel.cost", "cluster.kind"],
+        )
+    if parallel.method == "replay":
+        yield ConfigError(
+            "parallel.cost=profile has no meaning for parallel=replay, which keeps its predictions",
+            "Leave it out.",
+            ["parallel.cost"],
         )
 
 

@@ -181,6 +181,7 @@ class Parallel:
     data: int | None = number(None, minimum=1)  # shard, three_d: of each stage; null: what is left
     model: int | None = number(None, minimum=1)
     pipeline: int | None = number(None, minimum=1)  # three_d: the number of stages
+    cost: str = choice("model", "model", "profile")  # what predictions rest on
     plan: str | None = None  # replay: a plan.json
 
 
@@ -242,7 +243,7 @@ DATASETS: dict[str, type] = {"stdlib_text": StdlibText, "text": Text, "synthetic
 class Config:
     """The whole tree. `model` and `dataset` are of the class that their `name` picks."""
 
-    task: str = choice("train", "train", "plan", "check")
+    task: str = choice("train", "train", "plan", "check", "calibrate")
     run: Run = field(default_factory=Run)
     model: GPT | MLP = field(default_factory=GPT, metadata={"variants": MODELS})
     dataset: StdlibText | Text | Synthetic = field(

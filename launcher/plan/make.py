@@ -16,6 +16,7 @@ from launcher.plan.outer import OuterProgram, Slicing, place_outer
 from launcher.plan.outline import Outline, Submesh
 from launcher.plan.plan import Plan, StagePlan, Transfer
 from launcher.plan.predict import StageSeconds, stage_seconds, update_seconds, with_predictions
+from launcher.plan.profile.measured import MeasuredLayers
 from launcher.plan.remat import recomputed
 from launcher.plan.schedule import Schedule, backward_follows, make_schedule
 from launcher.plan.sharding.dims import Spec
@@ -28,11 +29,17 @@ from launcher.trace.graph import Equation, nbytes, source_line
 from launcher.trace.step import Loss, TracedStep
 
 
-def complete(step: TracedStep, outline: Outline, cluster: ClusterShape) -> Plan:
-    """The plan of an outline.
+def complete(
+    step: TracedStep,
+    outline: Outline,
+    cluster: ClusterShape,
+    measured: MeasuredLayers | None = None,
+) -> Plan:
+    """The plan of an outline. `measured`: the layers' seconds, instead of the model's.
 
     Raises:
-        PlanError: its schedule cannot run its stages, or a sharding that was given does not fit.
+        PlanError: its schedule cannot run its stages, a sharding that was given does not fit, or a
+            layer could not be measured.
         BatchError: the batch does not divide into microbatches and replicas.
     """
     replicas = math.gcd(*(submesh.logical_mesh[0] for submesh in outline.submeshes))
@@ -54,10 +61,12 @@ def complete(step: TracedStep, outline: Outline, cluster: ClusterShape) -> Plan:
         shardings.append(given)
     draft = _draft(step, loss, graphs, outline, cluster, shardings)
     draft.validate(step)
+    if measured:
+        draft = dataclasses.replace(draft, profiled=measured.account())
     laid = layouts(step, loss, draft, dims)
     outer = place_outer(step, loss, graphs, slicing, lambda i, mesh: laid[mesh].is_scattered(i))
     again = _computed_again(graphs, outline.remat, schedule)
-    stages = _described(draft, step, loss, graphs, outer, laid, outline, schedule, again)
+    stages = _described(draft, step, loss, graphs, outer, laid, outline, schedule, again, measured)
     trained = bool(loss.wrt)
     flops = sum(matmul_flops(g.equations) for g in graphs) * slicing.num_slices
     flops_again = sum(matmul_flops(equations) for equations in again) * slicing.num_slices
@@ -112,6 +121,29 @@ def make_forward_plan(step: TracedStep, like: Plan) -> Plan:
         shardings=tuple(_renamed(stage.shardings, leaf_names(step)) for stage in like.stages),
     )
     return complete(step, outline, ClusterShape(**like.cluster))
+
+
+def repriced(step: TracedStep, plan: Plan, measured: MeasuredLayers) -> Plan:
+    """The same plan with predictions from measured layers.
+
+    Raises:
+        PlanError: one of its layers could not be measured.
+    """
+    shape = {stage.devices: stage.logical_mesh for stage in plan.stages}
+    outline = Outline(
+        method=plan.method,
+        layers=tuple(stage.layers for stage in plan.stages),
+        submeshes=tuple(Submesh(devices, shape[devices]) for devices in plan.meshes),
+        mesh_of=plan.mesh_of,
+        num_micro_batches=plan.num_micro_batches,
+        schedule=plan.schedule,
+        remat=tuple(stage.remat for stage in plan.stages),
+        shardings=tuple(stage.shardings for stage in plan.stages),
+    )
+    step, cluster = step.cut_at(plan.layer_ends), ClusterShape(**plan.cluster)
+    return dataclasses.replace(
+        complete(step, outline, cluster, measured), runners_up=plan.runners_up
+    )
 
 
 def link_of(submesh: Submesh, cluster: ClusterShape) -> float:
@@ -214,6 +246,7 @@ def _described(
     outline: Outline,
     schedule: Schedule,
     again: Sequence[Sequence[Equation]],
+    measured: MeasuredLayers | None,
 ) -> list[StagePlan]:
     """The stages with their predicted times and memory."""
     cluster = ClusterShape(**draft.cluster)
@@ -228,7 +261,12 @@ def _described(
     stages = []
     for graph, stage in zip(graphs, draft.stages, strict=True):
         layout, link = laid[graph.mesh], link_of(outline.submeshes[graph.mesh], cluster)
-        taken: StageSeconds = stage_seconds(graph, loss, layout, cluster, link, again[graph.index])
+        data, model = stage.logical_mesh
+        slices = outline.num_micro_batches * data
+        timing = measured.stage(stage.layers, slices, model) if measured else None
+        taken: StageSeconds = stage_seconds(
+            graph, loss, layout, cluster, link, again[graph.index], timing
+        )
         stages.append(
             dataclasses.replace(
                 stage,

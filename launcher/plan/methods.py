@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.errors import PlanError
-from launcher.plan.make import complete, make_forward_plan
+from launcher.plan.make import complete, make_forward_plan, repriced
 from launcher.plan.options import (
     AutoLayerOption,
     AutoStageOption,
@@ -26,8 +26,10 @@ from launcher.plan.options import (
 )
 from launcher.plan.outline import Outline, Submesh
 from launcher.plan.plan import Plan
+from launcher.plan.profile.run import measure_layers
 from launcher.plan.remat import remat_of_stages
 from launcher.plan.schedule import SCHEDULES
+from launcher.plan.search.auto import model_sizes
 from launcher.plan.search.best import best_plan
 from launcher.plan.search.problem import Wanted
 from launcher.trace.step import TracedStep
@@ -172,7 +174,9 @@ class PipeshardParallel:
         step = layer_option_of(self.layer_option).layered(step)
         option = stage_option_of(self.stage_option)
         if isinstance(option, AutoStageOption):
-            return auto_plan(step, cluster, self.num_micro_batches, self.schedule, self.remat)
+            return auto_plan(
+                step, cluster, self.num_micro_batches, self.schedule, self.remat, option.cost
+            )
         if self.num_micro_batches is None:
             raise PlanError('num_micro_batches=None needs stage_option="auto", which chooses it')
         return _pipeline(
@@ -210,13 +214,17 @@ def auto_plan(
     num_micro_batches: int | None,
     schedule: str,
     remat: str | Sequence[str],
+    cost: str = "model",
     progress: Callable[[float], None] = lambda share: None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Plan:
-    """The best plan that the search finds. `progress` is told the share that is done, 0 … 1.
+    """The best plan that the search finds. `progress` is told the share that is done, 0 … 1; `say`
+    what a person should know of the measurements.
 
     Raises:
-        PlanError: a schedule or policy that the search does not know, or nothing fits.
+        PlanError: a schedule, policy or cost that the search does not know, or nothing fits.
     """
+    _check_cost(cost)
     if schedule not in ("auto", "1f1b", "gpipe"):
         raise PlanError(
             f"parallel.schedule={schedule} is not searched for; give auto, 1f1b or gpipe"
@@ -228,7 +236,17 @@ def auto_plan(
         schedule=None if schedule == "auto" else schedule,
         remat=None if remat == "auto" else str(remat),
     )
-    return best_plan(step, cluster, wanted, progress)
+    if cost == "model":
+        return best_plan(step, cluster, wanted, progress)
+    measured = measure_layers(
+        step,
+        cluster,
+        model_sizes(cluster),
+        wanted.num_micro_batches,
+        lambda share: progress(0.9 * share),
+        say,
+    )
+    return best_plan(step, cluster, wanted, lambda share: progress(0.9 + 0.1 * share), measured)
 
 
 def make_plan(
@@ -245,7 +263,9 @@ def make_plan(
     data: int | None = None,
     model: int | None = None,
     pipeline: int | None = None,
+    cost: str = "model",
     progress: Callable[[float], None] = lambda share: None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Plan:
     """The plan by a method's name and the settings of `parallel`; what a method does not know of
     these it ignores.
@@ -255,7 +275,9 @@ def make_plan(
         data, model: the logical mesh of each stage (`three_d`, `shard`). pipeline: the number of
             stages (`three_d`). None: what is left of the devices, or 1.
         num_micro_batches: None, and `schedule` and `remat` "auto", for `auto` alone.
-        progress: told the share of a search that is done, 0 … 1.
+        cost: see `AutoStageOption`; for the other methods it is what they are predicted by.
+        progress: told the share of a search that is done, 0 … 1. say: told of measurements that
+            failed or were ignored.
 
     Raises:
         PlanError: an unknown name, or no such plan on these devices.
@@ -266,7 +288,7 @@ def make_plan(
     if method in PIPELINES:
         step = with_layers(step, num_layers)
     if method == "auto":
-        return auto_plan(step, cluster, num_micro_batches, schedule, remat, progress)
+        return auto_plan(step, cluster, num_micro_batches, schedule, remat, cost, progress, say)
     known: dict[str, Any] = {
         "data": lambda: DataParallel(**some, remat=remats),
         "zero2": lambda: Zero2Parallel(**some, remat=remats),
@@ -284,8 +306,18 @@ def make_plan(
     }
     if method not in known:
         raise PlanError(f"parallel.method={method} is not one of auto, {', '.join(known)}")
+    _check_cost(cost)
     found: Plan = known[method]().plan(step, cluster)
-    return found
+    if cost == "model":
+        return found
+    sizes = sorted({stage.logical_mesh[1] for stage in found.stages})
+    measured = measure_layers(step, cluster, sizes, found.num_micro_batches, progress, say)
+    return repriced(step, found, measured)
+
+
+def _check_cost(cost: str) -> None:
+    if cost not in ("model", "profile"):
+        raise PlanError(f'cost={cost!r} is not "model" or "profile"')
 
 
 def _shape(data: int | None, model: int | None, cluster: ClusterShape) -> dict[str, Any]:

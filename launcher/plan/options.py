@@ -65,7 +65,14 @@ class AutoLayerOption:
 
 @dataclass(frozen=True)
 class AutoStageOption:
-    """Stages, submeshes and shardings as the search finds them best (`plan.search`)."""
+    """Stages, submeshes and shardings as the search finds them best (`plan.search`).
+
+    Attributes:
+        cost: what a layer takes: "model", by its operations over the devices' rates, or "profile",
+            compiled and timed on this machine's devices (`plan.profile`).
+    """
+
+    cost: str = "model"
 
 
 @dataclass(frozen=True)

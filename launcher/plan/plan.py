@@ -74,6 +74,19 @@ class RunnerUp:
 
 
 @dataclass(frozen=True)
+class ProfiledLayers:
+    """What was measured of layers that are one program, on `model` devices of a model axis with
+    all devices at work: the seconds of a slice of so many rows; or why there are none."""
+
+    layers: tuple[int, ...]
+    model: int
+    rows: int
+    forward_seconds: float
+    backward_seconds: float
+    failure: str = ""
+
+
+@dataclass(frozen=True)
 class Plan:
     """The whole plan.
 
@@ -81,6 +94,7 @@ class Plan:
     `…_with_remat` also those that are done again. `runners_up` are what a search found next best;
     `notes` say what a person should know of the plan. `layer_ends`: where layers end, as
     `trace.clusters` tells it; None: at the model's own marks.
+    `profiled`: what the predictions rest on, where it was measured.
     """
 
     method: str
@@ -101,6 +115,7 @@ class Plan:
     runners_up: tuple[RunnerUp, ...] = ()
     notes: tuple[str, ...] = ()
     layer_ends: LayerEnds | None = None
+    profiled: tuple[ProfiledLayers, ...] = ()
 
     @property
     def num_replicas(self) -> int:
@@ -174,6 +189,8 @@ class Plan:
             parts = {"stages": stages, "transfers": transfers, "runners_up": others}
             parts["notes"] = tuple(tree.get("notes", ()))
             parts["layer_ends"] = _tuple(tree.get("layer_ends"))
+            profiled = tree.get("profiled", ())
+            parts["profiled"] = tuple(ProfiledLayers(**_tuples(p)) for p in profiled)
             ClusterShape(**tree["cluster"])
             return cls(**{**tree, **parts})
         except (AttributeError, KeyError, TypeError) as error:

@@ -17,15 +17,16 @@ from launcher.plan import PlanError
 from launcher.report.console import make_console
 from launcher.trace import TraceError
 from launcher.train import folder
+from launcher.train.calibrate import calibrate
 from launcher.train.prepare import prepare
 from launcher.train.record import DivergedError
 from launcher.train.signals import StopSignals
-from launcher.train.training import train_in, write_plan
+from launcher.train.training import train_in, write_plan, write_planned
 from recipes import InputError
 
 
 def run(config: Config) -> int:
-    """Do `config.task`, "train" or "plan", and return the exit code of the process.
+    """Do `config.task`, "train", "plan" or "calibrate", and return the exit code of the process.
 
     What goes wrong is said on standard error. The main thread only, and once a process.
     """
@@ -33,6 +34,8 @@ def run(config: Config) -> int:
     stop = StopSignals()
     try:
         with stop:
+            if config.task == "calibrate":
+                return calibrate(config.cluster, make_console())
             return _plan(config) if config.task == "plan" else _train(config, stop)
     except KeyboardInterrupt:
         return stop.ending[0]
@@ -53,7 +56,10 @@ def _plan(config: Config) -> int:
     ready = prepare(config, console, plan_only=True)
     with folder.claim(config) as home:
         write_plan(home, config, ready.plan)
+        write_planned(home, ready.plan, ready.plan_seconds)
         console.print(f"\nthe plan is in {home.path / 'plan.json'}", soft_wrap=True)
+        picture = home.path / "plots" / "timeline.png"
+        console.print(f"its timeline is in {picture}", soft_wrap=True)
     return 0
 
 

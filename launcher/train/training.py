@@ -24,6 +24,7 @@ from launcher.plan import Plan, timeline
 from launcher.report.console import ConsoleTracker, status
 from launcher.report.jsonl import JsonlTracker, read_metrics
 from launcher.report.metrics import measured, performance
+from launcher.report.plan_record import beside_measured, plan_tables, predicted_memory
 from launcher.report.plots import plot_loss, plot_timeline
 from launcher.report.summary import Summary, print_summary, write_summary
 from launcher.report.tracker import CompositeTracker, Metrics, Tracker
@@ -76,6 +77,24 @@ def write_plan(home: RunFolder, config: Config, plan: Plan) -> None:
     (home.path / "plan.json").write_text(json.dumps(plan.to_dict(), indent=2) + "\n")
 
 
+def write_planned(home: RunFolder, plan: Plan, plan_seconds: float) -> None:
+    """Write what was planned and not run: the timeline's picture and the summary."""
+    plot_timeline(timeline(plan), home.path / "plots" / "timeline.png", home.id)
+    summary = Summary(home.id, "planned", **predicted(plan), plan_seconds=plan_seconds)
+    write_summary(home.path, summary)
+
+
+def predicted(plan: Plan) -> dict[str, Any]:
+    """The fields of a summary that the plan alone knows."""
+    return {
+        "predicted_step_seconds": plan.predicted_step_seconds,
+        "predicted_samples_per_second": plan.predicted_samples_per_second,
+        "predicted_bubble_fraction": plan.predicted_bubble_fraction,
+        "predicted_peak_memory_bytes": predicted_memory(plan),
+        "num_parameters": plan.num_parameters,
+    }
+
+
 class _Job:
     """A run under way: its workers, who records it, and what its summary will need."""
 
@@ -116,11 +135,18 @@ class _Job:
         records = read_metrics(metrics)
         summary = self._summary(reason, records)
         write_summary(self._home.path, summary)
-        CompositeTracker(tuple(self._trackers)).finish(summary.to_dict())
-        plots = self._home.path / "plots"
-        plot_timeline(timeline(self._plan), plots / "timeline.png", self._home.id)
-        if records:
-            plot_loss(records, plots / "loss.png", self._home.id)
+        try:
+            plots = self._home.path / "plots"
+            pictures = [plot_timeline(timeline(self._plan), plots / "timeline.png", self._home.id)]
+            if records:
+                pictures.append(plot_loss(records, plots / "loss.png", self._home.id))
+            if self._wandb:
+                last = records[-1] if records else {}
+                compared = beside_measured(self._plan, summary, last)
+                self._wandb.tables({"plan/beside_measured": compared})
+                self._wandb.pictures(pictures)
+        finally:
+            CompositeTracker(tuple(self._trackers)).finish(summary.to_dict())
         print_summary(self._console, self._home.path, summary, self._resume_command(reason))
 
     @property
@@ -140,6 +166,7 @@ class _Job:
             warn=functools.partial(self._console.print, soft_wrap=True),
         )
         if self._wandb:
+            self._wandb.tables(plan_tables(self._plan))
             self._trackers.append(self._wandb)
 
     def _log(self, metrics: Metrics) -> None:
@@ -177,9 +204,7 @@ class _Job:
             run_id=self._home.id,
             exit_reason=reason,
             **measured(records),
-            predicted_step_seconds=plan.predicted_step_seconds,
-            predicted_bubble_fraction=plan.predicted_bubble_fraction,
-            num_parameters=plan.num_parameters,
+            **predicted(plan),
             plan_seconds=self._plan_seconds,
             compile_seconds=self._compile_seconds,
             time_to_first_step_seconds=first_step_at and first_step_at - started,

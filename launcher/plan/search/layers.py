@@ -14,11 +14,10 @@ import numpy as np
 
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.memory import residual_bytes_of
-from launcher.plan.sharding.choose import model_classes
 from launcher.plan.sharding.cost import flow, load, work_seconds
-from launcher.plan.sharding.dims import NamedDims, Sharding, parts
-from launcher.plan.sharding.layout import MODEL, outer_dims, row_axes
-from launcher.plan.sharding.stage import row_classes
+from launcher.plan.sharding.dims import parts
+from launcher.plan.sharding.layout import outer_dims, row_axes
+from launcher.plan.sharding.stage import model_sharding
 from launcher.plan.stages import StageGraph, cut_stages
 from launcher.trace.graph import nbytes, program, structure_text
 from launcher.trace.step import Loss, TracedStep
@@ -94,18 +93,11 @@ def _solve(
     step: TracedStep, graph: StageGraph, loss: Loss, m: int, cluster: ClusterShape
 ) -> LayerCost:
     """A layer without what the update keeps for it."""
-    dims = NamedDims(graph.equations)
-    sharding = Sharding(dims, {MODEL: m})
     parameters = [loss.invars[i] for i in graph.wrt]
     flows = flow(graph.equations, [*parameters, *graph.active_in])
-
-    if m > 1:
-        batch = row_classes(step, loss, graph, dims)
-        link = cluster.link_of_axis(m)
-        for of in model_classes(dims, parameters, batch, flows, m, cluster, link):
-            sharding.axis_of[of] = (MODEL,)
+    sharding = model_sharding(step, loss, graph, m, cluster, cluster.link_of_axis(m))
     work = forward = backward = forward_sums = backward_sums = 0.0
-    for use in dims.uses:
+    for use in sharding.dims.uses:
         found = load(use, sharding, flows)
         work += work_seconds(found, cluster)
         forward += sum(found.forward.values())

@@ -33,29 +33,29 @@ def stage_shardings(
     data, model = logical_mesh
     if data * model == 1:
         return {}
-    operands = _operand_specs(step, loss, graph, model, cluster, link)
+    cut = model_sharding(step, loss, graph, model, cluster, link)
+    operands = {i: cut.spec(loss.invars[i]) for i in graph.operands}
     return _argument_specs(step, loss, graph, operands, data, model, zero, outer)
 
 
-def _operand_specs(
+def model_sharding(
     step: TracedStep,
     loss: Loss,
     graph: StageGraph,
     model: int,
     cluster: ClusterShape,
     link: float,
-) -> dict[int, Spec]:
-    """What the stage reads, cut along the model axis."""
+) -> Sharding:
+    """What a stage's program cuts along the model axis."""
     dims = NamedDims(graph.equations)
     cut = Sharding(dims, {MODEL: model})
     if model > 1:
-        sources = [*(loss.invars[i] for i in graph.wrt), *graph.active_in]
-        flows = flow(graph.equations, sources)
         parameters = [loss.invars[i] for i in graph.wrt]
+        flows = flow(graph.equations, [*parameters, *graph.active_in])
         batch = row_classes(step, loss, graph, dims)
         for of in model_classes(dims, parameters, batch, flows, model, cluster, link):
             cut.axis_of[of] = (MODEL,)
-    return {i: cut.spec(loss.invars[i]) for i in graph.operands}
+    return cut
 
 
 def row_classes(step: TracedStep, loss: Loss, graph: StageGraph, dims: NamedDims) -> set[int]:
