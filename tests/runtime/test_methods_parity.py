@@ -15,6 +15,8 @@ from launcher.runtime import compile_step
 from launcher.trace import trace_step
 
 sys.path.insert(0, str(Path(__file__).parent))
+import cases
+import models
 from plans import METHODS, by_name
 from trainings import assert_same, run, serial, training
 
@@ -50,3 +52,32 @@ def test_parity(name, method):
     executable = compile_step(traced, plan, jax.devices())
     got = run(executable, executable.create(init, jax.random.key(0)), batches)
     assert_same(got, serial(name))
+
+
+FOUR_LAYERS = {"conv", "experts", "scan"}
+BY_HAND = {name for name in METHODS if name[0] in "123" and "+" in name} | {"given"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "method"),
+    [
+        pytest.param(case, method, id=f"{case.name}-{method}")
+        for case, method in itertools.product(models.MODELS, METHODS)
+        if case.name in FOUR_LAYERS or (case.name == "u_net" and method not in BY_HAND)
+    ],
+)
+def test_parity_of_other_networks(case, method):
+    """With batch statistics, experts, loops and long skips; slice by slice, as the plan cuts."""
+    batches = [case.batch(k) for k in range(5)]
+    key = jax.random.key(0)
+    traced = trace_step(case.step, (jax.eval_shape(case.init, key), batches[0]))
+    plan = by_name(traced, method, local_shape(METHODS[method][0], 1, "cpu"))
+    executable = compile_step(traced, plan, jax.devices())
+    want = cases.serial(case, plan.num_micro_batches * plan.num_replicas)
+    got, state = executable.create(case.init, key), case.init(key)
+    for batch in batches:
+        got, metrics = executable(got, batch)
+        state, expected = want(state, batch)
+        assert_same(jax.device_get(metrics), jax.device_get(expected))
+    assert_same(jax.device_get(got["params"]), jax.device_get(state["params"]))
