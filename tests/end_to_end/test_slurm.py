@@ -31,6 +31,7 @@ MODEL = (
     "dataset=synthetic",
     "train.eval_every=0",
     "train.global_batch_size=16",
+    "parallel=manual",
     "parallel.num_stages=2",
     f"train.steps={STEPS}",
 )
