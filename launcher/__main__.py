@@ -107,6 +107,8 @@ def _run(arguments: argparse.Namespace) -> int:
     # Here and below, imports wait for their turn: Hydra's cost a tenth of a second, JAX's two.
     from launcher.config.compose import load, load_frozen, load_points
 
+    if arguments.frozen and (arguments.overrides or arguments.multirun):
+        raise ConfigError("--frozen takes all settings from its file", "Leave out the others.")
     if arguments.multirun and arguments.cfg:
         raise ConfigError("--cfg shows the settings of one run", "Leave out -m.")
     if arguments.multirun:
@@ -123,8 +125,6 @@ def _run(arguments: argparse.Namespace) -> int:
         return run_sweep(points, arguments.config_dir)
 
     if arguments.frozen:
-        if arguments.overrides:
-            raise ConfigError("--frozen takes all settings from its file", "Leave out the others.")
         config = load_frozen(Path(arguments.frozen))
     else:
         config = load(arguments.overrides, arguments.config_dir)

@@ -67,12 +67,18 @@ def freeze(config: Config, console: Console) -> RunFolder:
     folder.check(config)
     _check_idle(config)
     ready = prepare(config, console)
-    slurm = replace(config.cluster.slurm, dry_run=False, wait=False)
-    config = replace(config, task="train", cluster=replace(config.cluster, slurm=slurm))
     with folder.claim(config) as home:
-        write_plan(home, config, ready.plan)
+        write_plan(home, _settled(config), ready.plan)
         home.logs.mkdir(exist_ok=True)
         return home
+
+
+def _settled(config: Config) -> Config:
+    """`config` without what is done here: submitting, and making a folder that must be new."""
+    slurm = replace(config.cluster.slurm, dry_run=False, wait=False)
+    cluster = replace(config.cluster, slurm=slurm)
+    resume = "auto" if config.run.resume == "never" else config.run.resume
+    return replace(config, task="train", cluster=cluster, run=replace(config.run, resume=resume))
 
 
 def _check_idle(config: Config) -> None:

@@ -1,4 +1,5 @@
-"""A private Ray on this machine, from its first process to the last trace of it.
+"""A private Ray, on this machine or over the nodes of a Slurm job, from its first process to the
+last trace of it.
 
 `start` does not wait: Ray comes up in the background, and `Session.spawn` waits for it. Whatever
 ends the driver, nothing stays behind: see `head`. `launcher.train` and the command line import it.

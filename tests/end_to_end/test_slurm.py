@@ -187,7 +187,7 @@ def test_a_run_that_is_moved_goes_on_at_the_next_step(
 
 @pytest.mark.slow
 def test_a_cancelled_run_saves_and_stays_cancelled(user: User) -> None:
-    run = user.submit("cancelled", *TWO_NODES, ENDLESS)
+    run = user.submit("cancelled", *TWO_NODES, ENDLESS, "run.resume=never")
     run.train_past(5)
     user.slurm.run("scancel", run.job_id)
     run.end("CANCELLED")
