@@ -7,6 +7,7 @@ when the driver ends in whatever way. Should this process itself be killed, the 
 start`, then Ray's processes (Ray asks for that), and the workers follow.
 
 Standard output: one line, Ray's address, once it is up; it just ends where Ray does not come up.
+Exit code: 1 where Ray ended by itself.
 
 In a Ray of several nodes the first node's head also answers the others' tasks, which wait connected
 to `--meeting`, with one line of JSON: Ray's address and the folder for logs. Their heads join that
@@ -63,9 +64,11 @@ def main() -> None:
     ray = start_ray(given)
     try:
         watch(given, ray)
+        ended = ray.poll() is not None
     finally:
         end_everything()
         shutil.rmtree(given.scratch, ignore_errors=True)
+    sys.exit(int(ended))
 
 
 def start_ray(given: argparse.Namespace) -> subprocess.Popen[bytes]:

@@ -56,7 +56,7 @@ class Session:
 
     def __init__(self, pool: DevicePool, log_dir: Path, meeting: Meeting | None = None) -> None:
         self._pool = pool
-        self._meeting = meeting
+        self._meeting = meeting if pool.hosts > 1 else None  # else nobody else is to come in
         self._addresses = [LOOPBACK] * pool.hosts
         self._log_dir = log_dir
         self._connected = False
@@ -67,11 +67,11 @@ class Session:
             folder = scratch.create()
             self._undo.callback(folder.remove)
             token = folder.token(secret())
-            self._environ = ray_environment(os.environ, token, nodes=meeting is not None)
+            self._environ = ray_environment(os.environ, token, nodes=self._meeting is not None)
             self._head = self._start_head(folder)
             self._undo.callback(end, self._head)
             with _environment(self._environ):
-                self._ray = _import_ray()
+                self._ray = _import_ray(self._meeting is not None)
             on_error.pop_all()
 
     def spawn(self, worker_class: type, *arguments: Any) -> list[WorkerHandle]:
@@ -162,8 +162,8 @@ class Session:
 
 
 @functools.cache
-def _import_ray() -> Any:
-    """Ray, imported where its environment variables are ours.
+def _import_ray(nodes: bool) -> Any:
+    """Ray, imported where its environment variables are ours, for one machine or for several.
 
     Ray reads where it listens and how it authenticates when it is imported; one that was imported
     with other settings would search for our cluster for ever.

@@ -58,14 +58,13 @@ def _serve(config: Config, allocation: Allocation) -> int:
             options = [f"--ip={address}", f"--host={allocation.index}", f"--join={told['ray']}"]
             options += [f"--lifeline={connection.fileno()}"]
             head = start_head(folder, environ, log, 1, options, [connection.fileno()])
-            joined = bool(head.stdout and head.stdout.readline())
-            code = head.wait()
+            failed = head.wait()
             end(head)
         finally:
             folder.remove()
-    if code or not joined:
+    if failed:
         raise ClusterError(
-            f"{allocation.node} could not join Ray. The last lines of {log}:\n{last_lines(log)}"
+            f"Ray ended on {allocation.node}. The last lines of {log}:\n{last_lines(log)}"
         )
     return 0
 

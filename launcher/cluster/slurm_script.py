@@ -33,7 +33,7 @@ step=$!
 
 # What reaches this shell alone is handed on: the run saves its state and ends.
 signalled=
-trap 'signalled=yes; kill -s "$signal" "$step" 2>/dev/null || true' TERM USR1 USR2
+trap 'signalled=yes; kill -s USR2 "$step" 2>/dev/null || true' TERM USR1 USR2
 code=0
 wait "$step" || code=$?
 while [[ $signalled ]]; do
@@ -93,7 +93,6 @@ def render(cluster: Cluster, job: Job) -> str:
     lines += [
         "",
         f"max_requeues={slurm.max_requeues}",
-        f"signal={slurm.signal.partition('@')[0]}",
         f"srun_args=({srun})",
         f"launcher=({' '.join(job.command)})",
     ]

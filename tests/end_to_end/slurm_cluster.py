@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -215,8 +215,7 @@ def _free_ports(count: int) -> list[int]:
         probe.bind(("127.0.0.1", 0))
     ports = [probe.getsockname()[1] for probe in probes]
     for probe in probes:
-        with closing(probe):
-            pass
+        probe.close()
     return ports
 
 

@@ -23,7 +23,7 @@ from launcher.plan.sharding.layout import MODEL
 from launcher.plan.sharding.stage import model_sharding
 from launcher.plan.stages import StageGraph
 from launcher.trace.graph import Var, is_var, program, structure_text
-from launcher.trace.step import Loss
+from launcher.trace.step import Loss, TracedStep
 
 COPIES = "copies"
 
