@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from launcher.cluster.errors import ClusterError, WorkerError
 
 LOOPBACK = "127.0.0.1"
+_DEATH_SECONDS = 5  # in which Ray learns that a worker is gone
 
 
 class Future:
@@ -49,6 +50,8 @@ class Future:
             ) from None
         except ray.exceptions.ActorDiedError as error:
             raise self._worker.death(str(error)) from None
+        except ray.exceptions.ActorUnavailableError:  # and we do not try again
+            raise self._worker.death("unreachable") from None
         except ray.exceptions.RayError as error:
             output = self._worker.log.with_name("ray.log")
             raise ClusterError(f"Ray lost {self._worker.name}; see {output}: {error}") from error
@@ -65,7 +68,10 @@ def gather(futures: Sequence[Future]) -> list[Any]:
     waiting = {future._reference: future for future in futures}
     while waiting:
         for reference in ray.wait(list(waiting), num_returns=1)[0]:
-            waiting.pop(reference).result()
+            try:
+                waiting.pop(reference).result()
+            except WorkerError as error:
+                raise _cause(error, waiting) from None
     return [future.result() for future in futures]
 
 
@@ -86,6 +92,21 @@ def share(value: Any) -> Any:
     import ray
 
     return ray.put(value)
+
+
+def _cause(error: WorkerError, waiting: Mapping[Any, Future]) -> WorkerError:
+    """The death of another worker that `error` may only be a consequence of, or `error`."""
+    import ray
+
+    if not error.died and waiting:
+        others = list(waiting)
+        for reference in ray.wait(others, num_returns=len(others), timeout=_DEATH_SECONDS)[0]:
+            try:
+                waiting[reference].result()
+            except WorkerError as other:
+                if other.died:
+                    return other
+    return error
 
 
 class WorkerHandle:
@@ -118,6 +139,8 @@ class WorkerHandle:
         kills = _out_of_memory_kills() - self._kills_before
         if code := re.search(r"exit code (-?\d+)", told):
             how = f"its process ended with exit code {code[1]}"
+        elif told == "unreachable":
+            how = "it cannot be reached any more: its machine failed, or its process was killed"
         elif "creation task" in told:
             how = f"its process could not be set up\n{told}"
         elif kills:

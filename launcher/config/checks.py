@@ -15,14 +15,48 @@ from launcher.config.schema import GPT, MLP, Config, Synthetic
 
 _BYTES = 256  # text is read as bytes: the vocabulary that it needs
 
+# What a text setting of `cluster.slurm` must look like, and what to say where it does not.
+_SLURM_TEXTS = {
+    "time": (
+        r"(?=\d)(\d+d)?(\d+h)?(\d+m)?",
+        "Write days, hours and minutes, such as 2d12h, 4h or 90m.",
+    ),
+    "mem": (r"\d+[KMGT]?", "Write it as Slurm does, such as 64G."),
+    "signal": (
+        r"(TERM|USR1|USR2)@\d{1,5}",
+        "Write TERM, USR1 or USR2, @ and the seconds before the time limit, such as USR2@120.",
+    ),
+    "job_name": (r"[\w.+-]+", "Use letters, digits, '.', '_', '+' and '-'."),
+}
+# Options of sbatch that `cluster.slurm.extra` may not set, and the setting that does.
+_SBATCH_OPTIONS = {
+    name.replace("_", "-"): f"cluster.slurm.{name}"
+    for name in (
+        *("partition", "account", "qos", "time", "mem", "gres", "exclusive", "constraint"),
+        *("reservation", "nodelist", "exclude", "dependency", "job_name", "signal", "array"),
+    )
+} | {
+    "nodes": "cluster.hosts",
+    "cpus-per-task": "cluster.slurm.cpus",
+    "gpus": "cluster.gpus",
+    "gpus-per-node": "cluster.gpus",
+    "requeue": "cluster.slurm.max_requeues",
+    "no-requeue": "cluster.slurm.max_requeues",
+    **dict.fromkeys(
+        ("ntasks", "ntasks-per-node", "output", "error", "open-mode", "chdir", "parsable", "wait"),
+        "",
+    ),
+}
+
 
 def check(config: Config) -> None:
     """Raises the first contradiction in `config` as a ConfigError."""
     for rule in (_check_run, _check_model, _check_dataset, _check_optimizer, _check_cluster):
         for error in rule(config):
             raise error
-    for error in _check_parallel(config):
-        raise error
+    for rule in (_check_slurm, _check_parallel):
+        for error in rule(config):
+            raise error
 
 
 def _check_run(config: Config) -> Iterator[ConfigError]:
@@ -103,6 +137,59 @@ def _check_cluster(config: Config) -> Iterator[ConfigError]:
             "cluster.gpus is the total over all hosts: make it a multiple.",
             ["cluster.gpus", "cluster.hosts"],
         )
+
+
+def _check_slurm(config: Config) -> Iterator[ConfigError]:
+    cluster, slurm = config.cluster, config.cluster.slurm
+    if config.task == "submit" and cluster.kind != "slurm":
+        yield ConfigError(
+            f"task=submit submits to Slurm, not to cluster={cluster.kind}",
+            "Use cluster=slurm.",
+            ["task", "cluster.kind"],
+        )
+    if config.task == "sweep_status" and config.sweep.dir is None:
+        yield ConfigError(
+            "task=sweep_status does not say which sweep",
+            "Give sweep.dir=multirun/ID.",
+            ["task"],
+        )
+    if cluster.kind != "slurm":
+        return
+    if cluster.gpus is None:
+        yield ConfigError(
+            "cluster.gpus is not set, and cluster=slurm must know how many to ask for",
+            "Give the number in total, over all nodes.",
+            ["cluster.gpus"],
+        )
+    for name, (pattern, remedy) in _SLURM_TEXTS.items():
+        value = getattr(slurm, name)
+        if value is not None and not re.fullmatch(pattern, value):
+            yield ConfigError(
+                f"cluster.slurm.{name}={value!r} cannot be understood",
+                remedy,
+                [f"cluster.slurm.{name}"],
+            )
+    if slurm.gres and slurm.gpu_type:
+        yield ConfigError(
+            f"cluster.slurm.gres={slurm.gres} and cluster.slurm.gpu_type={slurm.gpu_type} both "
+            "ask for GPUs",
+            "Leave one out.",
+            ["cluster.slurm.gres", "cluster.slurm.gpu_type"],
+        )
+    for option in slurm.extra:
+        if (setting := _SBATCH_OPTIONS.get(option.lstrip("-"))) is not None:
+            yield ConfigError(
+                f"cluster.slurm.extra.{option} is not for you to set that way",
+                f"{setting} says it." if setting else "The launcher sets it itself.",
+                ["cluster.slurm.extra"],
+            )
+    for name in slurm.env:
+        if not re.fullmatch(r"[A-Za-z_]\w*", name):
+            yield ConfigError(
+                f"cluster.slurm.env: {name!r} cannot name an environment variable",
+                "Use letters, digits and '_'.",
+                ["cluster.slurm.env"],
+            )
 
 
 def _check_parallel(config: Config) -> Iterator[ConfigError]:

@@ -34,8 +34,8 @@ class Summary:
     """What one run came to. Times in seconds, None where a thing was not measured.
 
     `exit_reason` is `done`, `planned` (`task=plan`), `interrupted`, `preempted`, or a sentence that
-    says what failed. Medians and losses are over all of the run's logged steps, also those before
-    a restart.
+    says what failed. `job_id` and `nodes` are those of a Slurm job. Medians and losses are over all
+    of the run's logged steps, also those before a restart.
     """
 
     run_id: str
@@ -60,6 +60,8 @@ class Summary:
     time_to_first_step_seconds: float | None = None
     total_seconds: float | None = None
     restarts: int = 0
+    job_id: str | None = None
+    nodes: tuple[str, ...] = ()
     wandb_url: str | None = None
     wandb_sync_command: str | None = None
 

@@ -48,8 +48,17 @@ PLAN_RESULTS = (  # of runs that were planned and not run
 )
 
 
-def comparison_table(run_dirs: Sequence[str | os.PathLike[str]]) -> Table:
+def is_done(run_dir: Path) -> bool:
+    """Whether a run has come to its end as it should."""
+    return _is_done(_summary(run_dir))
+
+
+def comparison_table(
+    run_dirs: Sequence[str | os.PathLike[str]], jobs: Sequence[str] | None = None
+) -> Table:
     """A row a run: its name, the settings in which the runs differ, its results, how it ended.
+
+    `jobs` says of each which job of a batch system it is and how far that is.
 
     Runs that were only planned are compared by their predictions. The best of each result among
     the runs that are done is marked with `*`. What went wrong with the others stands below. A run
@@ -72,17 +81,20 @@ def comparison_table(run_dirs: Sequence[str | os.PathLike[str]]) -> Table:
         table.add_column(name, justify="right", overflow="fold")
     for result in columns:
         table.add_column(result.header, justify="right", no_wrap=True)
+    if jobs is not None:
+        table.add_column("job", no_wrap=True)
     table.add_column("ended", no_wrap=True)
     reasons = []
     for row, (folder, summary) in enumerate(zip(folders, summaries, strict=True)):
         name = folder.name.removeprefix(prefix)
-        ending, reason = _ending(summary)
+        ending, reason = _ending(summary) if summary or jobs is None else (UNSET, "")
         if reason:
             reasons.append(f"{name}: {reason}")
         table.add_row(
             name,
             *(_shown(settings[row].get(key)) for key in keys),
             *(cells[row] for cells in results),
+            *([] if jobs is None else [Text(jobs[row])]),
             Text(ending, style="" if _is_done(summary) else "bold red"),
         )
     if reasons:

@@ -7,10 +7,12 @@ and what is said, and with which exit code, where it cannot be done.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import jax
 
 from launcher.cluster.errors import ClusterError, WorkerError
+from launcher.cluster.slurm_meeting import Meeting
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.plan import PlanError
@@ -25,20 +27,31 @@ from launcher.train.training import train_in, write_plan, write_planned
 from recipes import InputError
 
 
-def run(config: Config) -> int:
+def run(config: Config, meeting: Meeting | None = None) -> int:
     """Do `config.task`, "train", "plan" or "calibrate", and return the exit code of the process.
 
-    What goes wrong is said on standard error. The main thread only, and once a process.
+    `meeting` is with the other tasks of the Slurm job that this process is a task of. What goes
+    wrong is said on standard error. The main thread only, and once a process.
     """
-    jax.config.update("jax_platforms", "cpu")  # the devices are for the workers
     stop = StopSignals()
+
+    def work() -> int:
+        if config.task == "calibrate":
+            return calibrate(config.cluster, make_console())
+        return _plan(config) if config.task == "plan" else _train(config, stop, meeting)
+
     try:
         with stop:
-            if config.task == "calibrate":
-                return calibrate(config.cluster, make_console())
-            return _plan(config) if config.task == "plan" else _train(config, stop)
+            return guarded(work)
     except KeyboardInterrupt:
         return stop.ending[0]
+
+
+def guarded(work: Callable[[], int]) -> int:
+    """The exit code of `work`, or of what goes wrong in it, which is said on standard error."""
+    jax.config.update("jax_platforms", "cpu")  # the devices are for the workers
+    try:
+        return work()
     except (ConfigError, InputError, TraceError, PlanError) as error:
         message, code = str(error), 2
     except OSError as error:
@@ -63,7 +76,7 @@ def _plan(config: Config) -> int:
     return 0
 
 
-def _train(config: Config, stop: StopSignals) -> int:
+def _train(config: Config, stop: StopSignals, meeting: Meeting | None) -> int:
     console = make_console()
     finished, steps = folder.check(config), config.train.steps
     if finished >= steps:
@@ -75,4 +88,4 @@ def _train(config: Config, stop: StopSignals) -> int:
         return 0
     ready = prepare(config, console)
     with folder.claim(config) as home:
-        return train_in(home, config, ready, console, stop)
+        return train_in(home, config, ready, console, stop, meeting)

@@ -1,5 +1,5 @@
-"""When somebody wants the run to end: Ctrl-C (SIGINT), the scheduler (SIGTERM), a terminal that is
-closed (SIGHUP).
+"""When somebody wants the run to end: Ctrl-C (SIGINT), the scheduler (SIGTERM, or SIGUSR1 and
+SIGUSR2 ahead of time), a terminal that is closed (SIGHUP).
 
 Before and after training each ends the launcher at once. While it trains, the first is only noted,
 so that `loop` can finish the step and save. `run` makes the one `StopSignals` of a run.
@@ -19,6 +19,8 @@ ENDINGS = {
     signal.SIGINT: (130, "interrupted"),
     signal.SIGTERM: (75, "preempted"),
     signal.SIGHUP: (75, "preempted"),
+    signal.SIGUSR1: (75, "preempted"),
+    signal.SIGUSR2: (75, "preempted"),
 }
 
 

@@ -18,6 +18,9 @@ import yaml
 from rich.console import Console
 
 from launcher.cluster.session import start
+from launcher.cluster.slurm_attempts import begin, finish
+from launcher.cluster.slurm_meeting import Meeting
+from launcher.cluster.slurm_script import SCRIPT
 from launcher.config.compose import to_dict
 from launcher.config.schema import Config
 from launcher.plan import Plan, timeline
@@ -41,19 +44,29 @@ _RATES = ("perf/step_seconds", "perf/samples_per_second", "perf/tokens_per_secon
 
 
 def train_in(
-    home: RunFolder, config: Config, ready: Prepared, console: Console, stop: StopSignals
+    home: RunFolder,
+    config: Config,
+    ready: Prepared,
+    console: Console,
+    stop: StopSignals,
+    meeting: Meeting | None = None,
 ) -> int:
     """Train in the folder `home`, from where its checkpoint left off; returns the exit code.
 
-    Whatever happens, no process stays behind and `summary.json` says how the run ended. Raises
-    ClusterError, WorkerError, DivergedError, KeyboardInterrupt and OSError.
+    In a Slurm job, where there is a `meeting`, it is an attempt with logs of its own. Whatever
+    happens, no process stays behind and `summary.json` says how the run ended. Raises ClusterError,
+    WorkerError, DivergedError, KeyboardInterrupt and OSError.
     """
     config = replace(config, run=replace(config.run, id=home.id))
     (home.path / "summary.json").unlink(missing_ok=True)
+    attempt = None
+    if meeting is not None:
+        attempt = begin(home.path, meeting.allocation, _last_step(home))
+        home = replace(home, attempt=attempt.number)
     home.logs.mkdir(exist_ok=True)
     write_plan(home, config, ready.plan)
-    job = _Job(home, config, ready, console)
-    reason = "failed"
+    job = _Job(home, config, ready, console, meeting)
+    code, reason = 1, "failed"
     try:
         job.train(stop)
         code, reason = 0, "done"
@@ -61,20 +74,36 @@ def train_in(
             code, reason = stop.ending
         return code
     except KeyboardInterrupt:
-        reason = stop.ending[1]
+        code, reason = stop.ending
         raise
     except Exception as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise
     finally:
+        if attempt is not None:
+            step = max(home.finished_steps, job.recorder.finished_steps)
+            finish(home.path, attempt, code, reason, step)
         job.sum_up(reason)
 
 
 def write_plan(home: RunFolder, config: Config, plan: Plan) -> None:
     """Write what the run is to be: `config.yaml`, resolved, and `plan.json`."""
     tree = to_dict(replace(config, run=replace(config.run, id=home.id)))
-    (home.path / "config.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
-    (home.path / "plan.json").write_text(json.dumps(plan.to_dict(), indent=2) + "\n")
+    _write(home.path / "config.yaml", yaml.safe_dump(tree, sort_keys=False))
+    _write(home.path / "plan.json", json.dumps(plan.to_dict(), indent=2) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all: another task of a Slurm job may be reading it."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def _last_step(home: RunFolder) -> int:
+    """The newest step that is recorded; further than the newest checkpoint after a crash."""
+    records = read_metrics(home.path / "metrics.jsonl")
+    return max([home.finished_steps, *(record["step"] for record in records)])
 
 
 def write_planned(home: RunFolder, plan: Plan, plan_seconds: float) -> None:
@@ -98,9 +127,17 @@ def predicted(plan: Plan) -> dict[str, Any]:
 class _Job:
     """A run under way: its workers, who records it, and what its summary will need."""
 
-    def __init__(self, home: RunFolder, config: Config, ready: Prepared, console: Console) -> None:
+    def __init__(
+        self,
+        home: RunFolder,
+        config: Config,
+        ready: Prepared,
+        console: Console,
+        meeting: Meeting | None,
+    ) -> None:
         self._home, self._config, self._console = home, config, console
         assert ready.pool is not None, "nothing to train on"
+        self._meeting = meeting
         self._pool, self._plan, self._plan_seconds = ready.pool, ready.plan, ready.plan_seconds
         self._compile_seconds: float | None = None
         self._wandb: WandbTracker | None = None
@@ -112,7 +149,7 @@ class _Job:
         finished, steps = self._home.finished_steps, self._config.train.steps
         with ExitStack() as stack:
             with status(self._console, "starting Ray and the workers"):
-                session = stack.enter_context(start(self._pool, self._home.logs))
+                session = stack.enter_context(start(self._pool, self._home.logs, self._meeting))
                 crew = Crew(session.spawn(TrainWorker), self._plan)
                 crew.join()
             setup = crew.submit("setup", to_dict(self._config), self._plan.to_dict())
@@ -200,9 +237,13 @@ class _Job:
             records = [r | dict.fromkeys(_RATES) if r["step"] == profiled else r for r in records]
         plan, started = self._plan, psutil.Process().create_time()
         first_step_at = self.recorder.first_step_at
+        allocation = self._meeting and self._meeting.allocation
         return Summary(
             run_id=self._home.id,
             exit_reason=reason,
+            restarts=allocation.restarts if allocation else 0,
+            job_id=allocation.job_id if allocation else None,
+            nodes=allocation.nodes if allocation else (),
             **measured(records),
             **predicted(plan),
             plan_seconds=self._plan_seconds,
@@ -216,6 +257,9 @@ class _Job:
     def _resume_command(self, reason: str) -> str | None:
         if reason not in {word for _, word in ENDINGS.values()}:
             return None
+        if self._meeting is not None:
+            script = self._home.path / SCRIPT
+            return shlex.join(["sbatch", str(script)]) if script.exists() else None
         program = Path(sys.argv[0]).name
         command = [program] if program == "launcher" else ["python", "-m", "launcher"]
         settings = [word for word in sys.argv[1:] if not word.startswith("run.id=")]

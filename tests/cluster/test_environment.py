@@ -34,6 +34,26 @@ def test_gpu_workers_see_their_own_gpus_and_no_others():
     assert worker_environment({}, GPUS, 0)["JAX_PLATFORMS"] == "cuda,cpu"
 
 
+def test_gpu_workers_of_a_job_see_what_their_own_node_gives_them():
+    pool = DevicePool("gpu", 2, 2, "H200", "")
+    variables = worker_environment({"CUDA_VISIBLE_DEVICES": "4,5", "SLURM_JOB_ID": "1"}, pool, 1)
+    assert "CUDA_VISIBLE_DEVICES" not in variables
+    assert variables["JAX_PLATFORMS"] == "cuda,cpu"
+
+
+def test_workers_do_not_know_that_they_are_in_a_slurm_step():
+    """JAX would give each of them a single device."""
+    environ = {"SLURM_JOB_ID": "1", "SLURM_LOCALID": "0", "SLURM_PROCID": "0"}
+    assert not any(name.startswith("SLURM_") for name in worker_environment(environ, CPUS, 0))
+
+
+def test_only_a_ray_of_several_nodes_is_open_to_other_machines():
+    variable = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+    assert ray_environment({}, Path("/s/token"))[variable] == "0"
+    spread = ray_environment({}, Path("/s/token"), nodes=True)
+    assert (spread[variable], spread["RAY_AUTH_MODE"]) == ("1", "token")
+
+
 def test_no_setting_of_another_ray_gets_in():
     environ = {"RAY_ADDRESS": "elsewhere:6379", "RAY_NAMESPACE": "theirs", "PATH": "/bin"}
     variables = ray_environment(environ, Path("/s/token"))
@@ -51,6 +71,11 @@ def test_this_machine_is_exempt_from_proxies():
         assert variables["no_proxy"] == "example.org,localhost,127.0.0.1"
         assert variables["NO_PROXY"] == "localhost,127.0.0.1"
         assert variables["http_proxy"] == "http://proxy:3128"
+
+
+def test_the_other_hosts_are_exempt_from_proxies():
+    variables = worker_environment({}, CPUS, 0, ["10.0.0.1", "10.0.0.2"])
+    assert variables["no_proxy"] == "localhost,127.0.0.1,10.0.0.1,10.0.0.2"
 
 
 def test_the_given_environment_is_left_alone():

@@ -155,6 +155,45 @@ COMMAND_LINES = [
         "Use cluster=emulated to play several hosts on it.",
     ),
     (
+        "task=submit",
+        f"task=submit submits to Slurm, not to cluster=local (task {CLI[1:-1]}, cluster.kind in "
+        f"{CONF}/cluster/local.yaml:5). Use cluster=slurm.",
+    ),
+    (
+        "task=sweep_status",
+        f"task=sweep_status does not say which sweep {CLI}. Give sweep.dir=multirun/ID.",
+    ),
+    (
+        "cluster=slurm cluster.gpus=null",
+        "cluster.gpus is not set, and cluster=slurm must know how many to ask for "
+        f"{CLI}. Give the number in total, over all nodes.",
+    ),
+    (
+        "cluster=slurm cluster.slurm.time=12:30:00",
+        f"cluster.slurm.time='12:30:00' cannot be understood {CLI}. "
+        "Write days, hours and minutes, such as 2d12h, 4h or 90m.",
+    ),
+    (
+        "cluster=slurm cluster.slurm.signal=B:USR1@60",
+        f"cluster.slurm.signal='B:USR1@60' cannot be understood {CLI}. Write TERM, USR1 or USR2, "
+        "@ and the seconds before the time limit, such as USR2@120.",
+    ),
+    (
+        "cluster=slurm cluster.slurm.extra={nodes:x}",
+        "cluster.slurm.extra.nodes is not for you to set that way (on the command line). "
+        "cluster.hosts says it.",
+    ),
+    (
+        "cluster=slurm cluster.slurm.env={1A:b}",
+        f"cluster.slurm.env: '1A' cannot name an environment variable {CLI}. "
+        "Use letters, digits and '_'.",
+    ),
+    (
+        "cluster=slurm cluster.slurm.gres=gpu:8 cluster.slurm.gpu_type=a100",
+        "cluster.slurm.gres=gpu:8 and cluster.slurm.gpu_type=a100 both ask for GPUs "
+        f"{CLI}. Leave one out.",
+    ),
+    (
         "model.hidden_size=130 model.num_heads=4",
         f"model.hidden_size=130 cannot be cut into model.num_heads=4 equal heads {CLI}. "
         "Make it a multiple.",
