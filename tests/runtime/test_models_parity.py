@@ -90,7 +90,7 @@ def run(step, state, case):
     return jax.device_get(state), history
 
 
-@pytest.mark.parametrize(("name", "method"), pairs())
+@pytest.mark.parametrize(("name", "method"), list(pairs()))
 def test_parity(name, method):
     case, (how, devices, slices) = CASES[name], METHODS[method]
     train = launcher.parallelize(case.step, method=how, devices=jax.devices()[:devices])
