@@ -1,7 +1,8 @@
 """Declarative, config-driven training launcher for JAX: the public names.
 
 Names are loaded on first use, so that `import launcher` (and with it the command line's answer to
-a wrong setting) costs neither JAX nor Ray.
+a wrong setting) costs neither JAX nor Ray. The parallel methods are what `launcher.plan.methods`
+offers.
 """
 
 from __future__ import annotations
@@ -10,50 +11,52 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from launcher.api import DataParallel as DataParallel
-    from launcher.api import Follow as Follow
-    from launcher.api import ManualLayerOption as ManualLayerOption
-    from launcher.api import ManualStageOption as ManualStageOption
-    from launcher.api import PipeshardParallel as PipeshardParallel
-    from launcher.api import Plan as Plan
-    from launcher.api import Replay as Replay
-    from launcher.api import ShardParallel as ShardParallel
-    from launcher.api import ThreeDParallel as ThreeDParallel
-    from launcher.api import UniformStageOption as UniformStageOption
-    from launcher.api import Zero2Parallel as Zero2Parallel
-    from launcher.api import Zero3Parallel as Zero3Parallel
-    from launcher.api import grad as grad
-    from launcher.api import mark_pipeline_boundary as mark_pipeline_boundary
-    from launcher.api import microbatched as microbatched
+    from launcher import testing as testing
+    from launcher.api import ParallelizedFunction as ParallelizedFunction
     from launcher.api import parallelize as parallelize
-    from launcher.api import value_and_grad as value_and_grad
+    from launcher.cluster.errors import WorkerError as WorkerError
+    from launcher.plan import Plan as Plan
+    from launcher.plan.methods import *  # noqa: F403
+    from launcher.remote import RemoteArray as RemoteArray
+    from launcher.remote import prefetch as prefetch
+    from launcher.session import init as init
+    from launcher.session import shutdown as shutdown
+    from launcher.trace.primitives import grad as grad
+    from launcher.trace.primitives import mark_pipeline_boundary as mark_pipeline_boundary
+    from launcher.trace.primitives import microbatched as microbatched
+    from launcher.trace.primitives import value_and_grad as value_and_grad
 
-__all__ = [
-    "DataParallel",
-    "Follow",
-    "ManualLayerOption",
-    "ManualStageOption",
-    "PipeshardParallel",
-    "Plan",
-    "Replay",
-    "ShardParallel",
-    "ThreeDParallel",
-    "UniformStageOption",
-    "Zero2Parallel",
-    "Zero3Parallel",
-    "grad",
-    "mark_pipeline_boundary",
-    "microbatched",
-    "parallelize",
-    "value_and_grad",
-]
+_HOMES = {
+    "ParallelizedFunction": "launcher.api",
+    "Plan": "launcher.plan",
+    "RemoteArray": "launcher.remote",
+    "WorkerError": "launcher.cluster.errors",
+    "grad": "launcher.trace.primitives",
+    "init": "launcher.session",
+    "mark_pipeline_boundary": "launcher.trace.primitives",
+    "microbatched": "launcher.trace.primitives",
+    "parallelize": "launcher.api",
+    "prefetch": "launcher.remote",
+    "shutdown": "launcher.session",
+    "value_and_grad": "launcher.trace.primitives",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
-        return getattr(importlib.import_module("launcher.api"), name)
+    if name == "__all__":
+        return __dir__()
+    if name == "testing":
+        return importlib.import_module("launcher.testing")
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name[0].isupper():  # a class
+        methods = importlib.import_module("launcher.plan.methods")
+        if name in methods.__all__:
+            return getattr(methods, name)
     raise AttributeError(f"module 'launcher' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    methods = importlib.import_module("launcher.plan.methods")
+    classes = [name for name in methods.__all__ if name[0].isupper()]
+    return sorted([*_HOMES, "testing", *classes])

@@ -7,9 +7,11 @@ work: help, `task=check` and every wrong setting are answered without JAX and wi
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from launcher.config.errors import ConfigError, advice
@@ -29,6 +31,7 @@ examples:
   launcher task=check recipe=smoke                    check the settings, do nothing else
   launcher --cfg job model.size=125m                  print the settings that result
   launcher -m parallel.num_micro_batches=2,4          run both, then compare them
+  launcher cluster=slurm cluster.hosts=2              submit to Slurm, on two nodes
   launcher --config-dir my_conf recipe=mine           use my_conf/recipe/mine.yaml
 """
 
@@ -47,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(_parse(sys.argv[1:] if argv is None else argv))
     except ConfigError as error:
-        print(f"launcher: {error}", file=sys.stderr)
+        if os.environ.get("SLURM_NODEID", "0") == "0":  # once, not by every task of a job
+            print(f"launcher: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -76,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     flag("-c", "--cfg", choices=["job"], help="print the settings that result, and stop")
     flag("-p", "--package", metavar="SECTION", help="with --cfg: only this section")
     flag("-m", "--multirun", action="store_true", help="run every combination of the values")
+    flag("--frozen", metavar="FILE", help="take all settings from a run's own config.yaml")
     flag(
         "-cd",
         "--config-dir",
@@ -100,8 +105,10 @@ def _run(arguments: argparse.Namespace) -> int:
         print(f"launcher {_version()}")
         return 0
     # Here and below, imports wait for their turn: Hydra's cost a tenth of a second, JAX's two.
-    from launcher.config.compose import load, load_points
+    from launcher.config.compose import load, load_frozen, load_points
 
+    if arguments.frozen and (arguments.overrides or arguments.multirun):
+        raise ConfigError("--frozen takes all settings from its file", "Leave out the others.")
     if arguments.multirun and arguments.cfg:
         raise ConfigError("--cfg shows the settings of one run", "Leave out -m.")
     if arguments.multirun:
@@ -109,20 +116,52 @@ def _run(arguments: argparse.Namespace) -> int:
         if all(point.config.task == "check" for point in points):
             print(f"The settings of all {len(points)} runs are fine.")
             return 0
+        if any(point.config.cluster.kind == "slurm" for point in points):
+            from launcher.submit_sweep import submit_sweep
+
+            return submit_sweep(points)
         from launcher.sweep import run_sweep
 
         return run_sweep(points, arguments.config_dir)
 
-    config = load(arguments.overrides, arguments.config_dir)
+    if arguments.frozen:
+        config = load_frozen(Path(arguments.frozen))
+    else:
+        config = load(arguments.overrides, arguments.config_dir)
     if arguments.cfg:
         print(_settings(config, arguments.package), end="")
         return 0
     if config.task == "check":
         print(_checked(config))
         return 0
+    if config.task == "sweep_status":
+        from launcher.submit_sweep import sweep_status
+
+        return sweep_status(config.sweep)
+    if config.cluster.kind == "slurm" and config.task in ("train", "submit"):
+        return _on_slurm(config)
     from launcher.train.run import run
 
     return run(config)
+
+
+def _on_slurm(config: Config) -> int:
+    """Submit the run, or, as a task of its job, do this task's part."""
+    from launcher.cluster.slurm_allocation import find_allocation, settled
+
+    allocation = find_allocation(os.environ)
+    if allocation is None or config.task == "submit":
+        from launcher.submit import submit
+
+        return submit(config)
+    config = settled(config, allocation)
+    if allocation.index:
+        from launcher.cluster.slurm_agent import serve
+
+        return serve(config, allocation)
+    from launcher.train.allocated import run_allocated
+
+    return run_allocated(config, allocation)
 
 
 def _help(config_dirs: Sequence[str]) -> str:
@@ -164,7 +203,7 @@ def _checked(config: Config) -> str:
         f"dataset={config.dataset.name}, optimizer={config.optimizer.name}, "
         f"{train.steps} steps of {train.global_batch_size} samples, "
         f"parallel={parallel.method} ({parallel.schedule}, "
-        f"num_micro_batches={parallel.num_micro_batches}), cluster={config.cluster.kind}."
+        f"num_micro_batches={parallel.num_micro_batches or 'auto'}), cluster={config.cluster.kind}."
     )
 
 

@@ -1,116 +1,99 @@
-"""The front door for Python code: what `import launcher` offers.
+"""The front door for Python code: a step, and what `parallelize` makes of it.
 
 @launcher.parallelize(method=launcher.PipeshardParallel(num_micro_batches=8))
 def train_step(state, batch): ...
 
 state = train_step.create(init, key, like=batch)
 state, metrics = train_step(state, batch)
+
+Where it runs is `launcher.session`'s affair. `launcher` offers these names.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from launcher.plan import Plan, local_shape
-from launcher.plan.methods import (
-    DataParallel,
-    Follow,
-    ManualLayerOption,
-    ManualStageOption,
-    Method,
-    PipeshardParallel,
-    Replay,
-    ShardParallel,
-    ThreeDParallel,
-    UniformStageOption,
-    Zero2Parallel,
-    Zero3Parallel,
-)
-from launcher.runtime import Executable, Transport, compile_step
+from launcher.fleet import Fleet, RemoteExecutable
+from launcher.plan import Plan, PlanError
+from launcher.plan.methods import DataParallel, Follow, Method
+from launcher.runtime import Executable, Transport
+from launcher.session import Local, current
+from launcher.signature import Signature, Traceable, kind
 from launcher.trace import TracedStep, trace_step
-from launcher.trace.errors import TraceError
-from launcher.trace.primitives import grad, mark_pipeline_boundary, microbatched, value_and_grad
 
-__all__ = [
-    "DataParallel",
-    "Follow",
-    "ManualLayerOption",
-    "ManualStageOption",
-    "ParallelizedFunction",
-    "PipeshardParallel",
-    "Plan",
-    "Replay",
-    "ShardParallel",
-    "ThreeDParallel",
-    "UniformStageOption",
-    "Zero2Parallel",
-    "Zero3Parallel",
-    "grad",
-    "mark_pipeline_boundary",
-    "microbatched",
-    "parallelize",
-    "value_and_grad",
-]
+_spec = operator.attrgetter("shape", "dtype")
+
+
+@dataclass(eq=False)
+class _Variant:
+    """The step for arguments of one kind: traced and planned, and compiled when it first runs."""
+
+    source: Traceable
+    step: TracedStep
+    plan: Plan
+    executable: Executable | RemoteExecutable | None = None
+
+
+@dataclass(frozen=True)
+class _Last:
+    """The arguments of the last call, as far as they decide which variant runs."""
+
+    tree: Any
+    specs: list[Any]
+    static: tuple[Any, ...]
+    followed: Plan | None
+    variant: _Variant
 
 
 class ParallelizedFunction:
     """A step that runs on many devices; made by `parallelize`.
 
-    It is called like the function it was made from. Arguments that are donated are consumed, and
-    the results are `jax.Array`s, each on the devices of its stage; nothing is waited for.
+    It is called like the function it was made from. Arguments that are donated are consumed;
+    nothing is waited for. The results are arrays, each on the devices of its stage: `jax.Array`s,
+    or after `launcher.init("ray")` handles (`RemoteArray`) to arrays on the workers.
     """
 
     def __init__(
-        self,
-        fun: Callable[..., Any],
-        method: Method,
-        donate_argnums: Sequence[int],
-        batch_argnums: Sequence[int],
-        devices: Sequence[jax.Device] | None,
-        transport: Transport | None,
+        self, signature: Signature, method: Method | ParallelizedFunction, local: Local | None
     ) -> None:
-        self._fun = fun
-        self._method = method
-        self._donate, self._batch = tuple(donate_argnums), tuple(batch_argnums)
-        self._devices, self._transport = devices, transport
-        self._made: dict[Any, tuple[TracedStep, Plan]] = {}
-        self._compiled: dict[Any, Executable] = {}
-        self.__name__ = getattr(fun, "__name__", "step")
-        self.__doc__ = fun.__doc__
+        self._signature, self._method, self._local = signature, method, local
+        self._variants: dict[Any, _Variant] = {}
+        self._last: _Last | None = None
+        self._backend: Local | Fleet | None = None
+        functools.update_wrapper(self, signature.fun)
+        self.__name__: str = signature.name
 
-    def __call__(self, *args: Any) -> Any:
-        """Run one step; the first call with new shapes compiles."""
-        return self.executable(*args)(*args)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step; the first call with new shapes, dtypes or static values compiles."""
+        args = self._signature.positional(args, kwargs)
+        dynamic, static = self._signature.split(args)
+        variant = self._same_as_last(dynamic, static)
+        if variant is None:
+            variant = self._variant(args, says=True)
+        return self._compiled(variant)(*dynamic)
 
-    def plan(self, *args: Any) -> Plan:
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for arguments like these (arrays, or `jax.ShapeDtypeStruct`s).
 
         Raises:
             TraceError, PlanError: the step cannot be traced, or planned on these devices.
         """
-        return self._planned(self._key(args), args)[1]
+        return self._variant(self._signature.positional(args, kwargs)).plan
 
-    def executable(self, *args: Any) -> Executable:
+    def executable(self, *args: Any, **kwargs: Any) -> Executable | RemoteExecutable:
         """The compiled step for arguments like these (arrays, or `jax.ShapeDtypeStruct`s)."""
-        key = self._key(args)
-        if key not in self._compiled:
-            if self._compiled:
-                warnings.warn(
-                    f"{self.__name__} is compiled again: its arguments have new shapes or dtypes",
-                    stacklevel=3,
-                )
-            step, plan = self._planned(key, args)
-            devices = self._devices or jax.devices()
-            self._compiled[key] = compile_step(step, plan, devices, self._transport)
-        return self._compiled[key]
+        return self._compiled(self._variant(self._signature.positional(args, kwargs)))
 
-    def create(self, init: Callable[..., Any], *init_args: Any, like: Sequence[Any] | Any) -> Any:
+    def create(self, init: Callable[..., Any], *init_args: Any, like: Any) -> Any:
         """Make the step's first argument, `init(*init_args)`, in place: each array is born on the
-        devices of its stage.
+        devices of its stage, and the whole is nowhere.
 
         Args:
             like: the step's other argument, or a tuple of them: arrays or shapes.
@@ -119,34 +102,99 @@ class ParallelizedFunction:
         state = jax.eval_shape(init, *init_args)
         return self.executable(state, *others).create(init, *init_args)
 
-    def _planned(self, key: Any, args: tuple[Any, ...]) -> tuple[TracedStep, Plan]:
-        if key not in self._made:
-            step = trace_step(
-                self._fun, args, batch_argnums=self._batch, donate_argnums=self._donate
+    @property
+    def last_plan(self) -> Plan:
+        """The plan that was used last. Raises PlanError where there is none yet."""
+        if self._last is None or self._backend != self._where():
+            raise PlanError(
+                f"{self.__name__} has no plan to follow yet; call it, its create or its plan first"
             )
-            devices: Any = self._devices or jax.devices()
-            kind = "cpu" if devices[0].platform == "cpu" else devices[0].device_kind
-            hosts = len({device.process_index for device in devices})
-            self._made[key] = step, self._method.plan(step, local_shape(len(devices), hosts, kind))
-        return self._made[key]
+        return self._last.variant.plan
 
-    def _key(self, args: tuple[Any, ...]) -> Any:
-        leaves, tree = jax.tree.flatten(args)
-        for leaf in leaves:
-            if not hasattr(leaf, "dtype") and not isinstance(leaf, (bool, int, float, complex)):
-                raise TraceError(
-                    f"{self.__name__} was given a {type(leaf).__name__}, which is no array; close "
-                    "over it (functools.partial) instead of passing it"
-                )
-        return tree, tuple((jax.numpy.shape(x), jax.numpy.result_type(x)) for x in leaves)
+    # -- which variant ---------------------------------------------------------------------------
+
+    def _same_as_last(self, dynamic: tuple[Any, ...], static: tuple[Any, ...]) -> _Variant | None:
+        """The last call's variant, if these arguments are of its kind: the usual case, made
+        cheap."""
+        last = self._last
+        if last is None or self._backend != self._where() or last.followed is not self._followed:
+            return None
+        leaves, tree = jax.tree.flatten(dynamic)
+        try:
+            same = tree == last.tree and list(map(_spec, leaves)) == last.specs
+        except AttributeError:  # a Python number, or what is no array
+            return None
+        return last.variant if same and static == last.static else None
+
+    def _variant(self, args: tuple[Any, ...], says: bool = False) -> _Variant:
+        if self._backend != (backend := self._where()):
+            self._variants.clear()
+            self._backend, self._last = backend, None
+        dynamic, static = self._signature.split(args)
+        followed = self._followed
+        leaves, tree = jax.tree.flatten(dynamic)
+        for i, leaf in enumerate(leaves):
+            self._signature.check(leaf, i, dynamic)
+        key = tree, tuple(map(kind, leaves)), static, id(followed)
+        if key not in self._variants:
+            variant = self._planned(self._signature.traceable(dynamic, static))
+            last, self._variants[key] = self._last, variant
+            if says and last and last.variant.executable and last.followed is followed:
+                self._say_again(last, tree, static, variant)
+        specs = [_spec(leaf) if hasattr(leaf, "dtype") else None for leaf in leaves]
+        self._last = _Last(tree, specs, static, followed, self._variants[key])
+        return self._last.variant
+
+    @property
+    def _followed(self) -> Plan | None:
+        """The plan of the function that this one follows, if it does."""
+        method = self._method
+        return method.last_plan if isinstance(method, ParallelizedFunction) else None
+
+    def _planned(self, source: Traceable) -> _Variant:
+        assert self._backend is not None
+        method = self._method
+        if isinstance(method, ParallelizedFunction):
+            method = Follow(method.last_plan)
+        step = trace_step(
+            source.fun,
+            source.args,
+            batch_argnums=source.batch_argnums,
+            donate_argnums=source.donate_argnums,
+        )
+        return _Variant(source, step, method.plan(step, self._backend.shape))
+
+    def _compiled(self, variant: _Variant) -> Executable | RemoteExecutable:
+        if variant.executable is None:
+            assert self._backend is not None
+            backend = self._backend
+            variant.executable = backend.compile(variant.step, variant.plan, variant.source)
+        return variant.executable
+
+    def _where(self) -> Local | Fleet:
+        return self._local or current()
+
+    def _say_again(self, last: _Last, tree: Any, static: Any, variant: _Variant) -> None:
+        """Warn that the step is compiled again, and for what change; not for a new static value,
+        which is no surprise."""
+        told = "its arguments have another structure"
+        if static != last.static:
+            return
+        if tree == last.tree:
+            before, now = (jax.tree.leaves(v.source.args) for v in (last.variant, variant))
+            i = next(i for i, (a, b) in enumerate(zip(before, now, strict=True)) if a != b)
+            path = self._signature.path(i, variant.source.args)
+            told = f"{path} is {_text(now[i])}, was {_text(before[i])}"
+        warnings.warn(f"{self.__name__} is compiled again: {told}", stacklevel=4)
 
 
 def parallelize(
     fun: Callable[..., Any] | None = None,
     *,
-    method: Method | None = None,
-    donate_argnums: Sequence[int] = (0,),
-    batch_argnums: Sequence[int] = (1,),
+    method: Method | ParallelizedFunction | None = None,
+    donate_argnums: int | Sequence[int] = (0,),
+    batch_argnums: int | Sequence[int] = (1,),
+    static_argnums: int | Sequence[int] = (),
     devices: Sequence[jax.Device] | None = None,
     transport: Transport | None = None,
 ) -> Any:
@@ -155,16 +203,29 @@ def parallelize(
     Args:
         fun: the step. Its gradients go through `launcher.grad` or `value_and_grad`; an evaluation
             step goes through `launcher.microbatched`.
-        method: how; by default `DataParallel()`.
+        method: how; by default `DataParallel()`. For an evaluation step: the parallelized train
+            step whose placement it follows.
         donate_argnums: arguments that a call consumes; the first result of the same structure
             takes their place.
         batch_argnums: arguments whose leaves are cut along axis 0 into microbatches and replicas.
-        devices: on which; by default `jax.devices()`. transport: between processes, if several.
+        static_argnums: arguments that are hashable Python values, not arrays; a new value
+            compiles again.
+        devices: on which, of this process; by default where `launcher.init` says, else
+            `jax.devices()`. transport: between processes, if these are of several.
+
+    Raises:
+        TraceError: an argument is static and batch, or static and donated.
     """
+    local = None
+    if devices is not None or transport is not None:
+        local = Local(tuple(devices) if devices is not None else None, transport)
 
     def wrap(fun: Callable[..., Any]) -> ParallelizedFunction:
-        return ParallelizedFunction(
-            fun, method or DataParallel(), donate_argnums, batch_argnums, devices, transport
-        )
+        signature = Signature.of(fun, donate_argnums, batch_argnums, static_argnums)
+        return ParallelizedFunction(signature, method or DataParallel(), local)
 
     return wrap if fun is None else wrap(fun)
+
+
+def _text(leaf: jax.ShapeDtypeStruct) -> str:
+    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"

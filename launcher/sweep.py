@@ -43,12 +43,12 @@ def run_sweep(points: Sequence[Point], config_dirs: Sequence[str]) -> int:
         The exit code: 0 where all runs ended well, 130 or 75 where a signal stopped the sweep,
         otherwise 1.
     """
-    sweep_id, folder = _place(points)
-    labels = _labels(points)
+    sweep_id, folder = place(points)
+    texts = labels(points)
     run_dirs: list[Path] = []
     failed = False
     with SignalRelay() as relay:
-        for number, (point, label) in enumerate(zip(points, labels, strict=True)):
+        for number, (point, label) in enumerate(zip(points, texts, strict=True)):
             run_id = f"{sweep_id}-{number}"
             print(f"[{number + 1}/{len(points)}] {label}", flush=True)
             code = relay.run(_command(point, config_dirs, folder, run_id, sweep_id))
@@ -64,7 +64,7 @@ def run_sweep(points: Sequence[Point], config_dirs: Sequence[str]) -> int:
     return int(failed) if relay.received is None else _STOPS[relay.received][1]
 
 
-def _place(points: Sequence[Point]) -> tuple[str, Path]:
+def place(points: Sequence[Point]) -> tuple[str, Path]:
     """The sweep's id and folder: from run.id and run.dir where they were set."""
     runs = {(point.config.run.id, point.config.run.dir) for point in points}
     if len(runs) > 1:
@@ -77,7 +77,7 @@ def _place(points: Sequence[Point]) -> tuple[str, Path]:
     return sweep_id, Path(_FOLDER if run_dir == Run().dir else run_dir) / sweep_id
 
 
-def _labels(points: Sequence[Point]) -> list[str]:
+def labels(points: Sequence[Point]) -> list[str]:
     """What sets each point apart from the others."""
     shared = set.intersection(*(set(point.overrides) for point in points))
     return [

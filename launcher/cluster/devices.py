@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from launcher.cluster.slurm_allocation import find_allocation
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Cluster
 
@@ -50,7 +51,8 @@ class DevicePool:
     """The devices of a run: `hosts` processes with `devices_per_host` each.
 
     `note` is the one line that tells the user what they are. `gpu_ids` holds one
-    CUDA_VISIBLE_DEVICES entry a GPU, in order; it is empty for CPU devices.
+    CUDA_VISIBLE_DEVICES entry a GPU, in order; it is empty for CPU devices, and where each host
+    knows its own.
     """
 
     kind: str  # "gpu" | "cpu"
@@ -87,6 +89,9 @@ def find_devices(cluster: Cluster) -> DevicePool:
             "Use task=plan, or train with cluster=local or cluster=emulated.",
             ("cluster.kind",),
         )
+    if cluster.kind == "slurm":
+        here = find_allocation(os.environ) is not None and not cluster.slurm.emulated
+        return slurm_pool(cluster, find_gpus(os.environ) if here else None)
     return local_pool(cluster, find_gpus(os.environ), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
@@ -144,6 +149,54 @@ def local_pool(cluster: Cluster, gpus: Gpus, visible: str | None) -> DevicePool:
         note=f"{_count(wanted, 'GPU')}: {name}",
         gpu_ids=tuple(ids)[:wanted],
     )
+
+
+def slurm_pool(cluster: Cluster, gpus: Gpus | None) -> DevicePool:
+    """The devices of a job's nodes, as many on each.
+
+    Args:
+        gpus: those of this node, a node of the job; None where the job is still to be submitted.
+    """
+    if cluster.slurm.emulated:
+        return emulated_pool(cluster)
+    assert cluster.gpus is not None
+    per_host = cluster.gpus // cluster.hosts
+    name = "GPU"
+    if gpus is not None:
+        name = ", ".join(dict.fromkeys(_usable(gpus, per_host))) or name
+    nodes = _count(cluster.hosts, "Slurm node")
+    return DevicePool(
+        kind="gpu",
+        hosts=cluster.hosts,
+        devices_per_host=per_host,
+        device_name=name,
+        note=f"{_count(cluster.gpus, 'GPU')} on {nodes}" + (f": {name}" if gpus else ""),
+    )
+
+
+def visible_gpus(cluster: Cluster, environ: Mapping[str, str]) -> str:
+    """CUDA_VISIBLE_DEVICES for one node of a job: as many of its GPUs as the run wants there."""
+    assert cluster.gpus is not None
+    per_host = cluster.gpus // cluster.hosts
+    _usable(find_gpus(environ), per_host)
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    ids = [entry.strip() for entry in visible.split(",")] if visible else map(str, range(per_host))
+    return ",".join(list(ids)[:per_host])
+
+
+def _usable(gpus: Gpus, wanted: int) -> tuple[str, ...]:
+    """The names of the first `wanted` GPUs of this node of a job."""
+    if gpus.problem or len(gpus.names) < wanted:
+        node = os.environ.get("SLURMD_NODENAME", "this node")
+        reason = f": {gpus.problem}" if gpus.problem else ""
+        raise ConfigError(
+            f"{node} lends this job {_count(len(gpus.names), 'GPU')}, and {wanted} are to be used "
+            f"on each node{reason}",
+            "Set cluster.gpus to what the nodes have in total, or cluster.slurm.emulated=true for "
+            "CPU devices.",
+            ("cluster.gpus",),
+        )
+    return gpus.names[:wanted]
 
 
 def _stand_ins(asked: int | None, gpus: Gpus) -> DevicePool:

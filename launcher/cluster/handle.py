@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from launcher.cluster.errors import ClusterError, WorkerError
+
+LOOPBACK = "127.0.0.1"
+_DEATH_SECONDS = 5  # in which Ray learns that a worker is gone
 
 
 class Future:
@@ -47,6 +50,8 @@ class Future:
             ) from None
         except ray.exceptions.ActorDiedError as error:
             raise self._worker.death(str(error)) from None
+        except ray.exceptions.ActorUnavailableError:  # and we do not try again
+            raise self._worker.death("unreachable") from None
         except ray.exceptions.RayError as error:
             output = self._worker.log.with_name("ray.log")
             raise ClusterError(f"Ray lost {self._worker.name}; see {output}: {error}") from error
@@ -63,26 +68,65 @@ def gather(futures: Sequence[Future]) -> list[Any]:
     waiting = {future._reference: future for future in futures}
     while waiting:
         for reference in ray.wait(list(waiting), num_returns=1)[0]:
-            waiting.pop(reference).result()
+            try:
+                waiting.pop(reference).result()
+            except WorkerError as error:
+                raise _cause(error, waiting) from None
     return [future.result() for future in futures]
 
 
+def ready(futures: Sequence[Future], *, timeout: float | None) -> list[Future]:
+    """Those calls that are over, however they ended: at once if any is, else as soon as one is or
+    `timeout` seconds have passed (0 does not wait, None waits for ever)."""
+    import ray
+
+    by_reference = {future._reference: future for future in futures}
+    count = 1 if timeout is None else len(by_reference)
+    done, _ = ray.wait(list(by_reference), num_returns=count, timeout=timeout)
+    return [by_reference[reference] for reference in done]
+
+
+def share(value: Any) -> Any:
+    """`value`, written once to where every process of the machine reads it: hand what is returned
+    to several `submit`s as an argument, and the methods get `value` itself."""
+    import ray
+
+    return ray.put(value)
+
+
+def _cause(error: WorkerError, waiting: Mapping[Any, Future]) -> WorkerError:
+    """The death of another worker that `error` may only be a consequence of, or `error`."""
+    import ray
+
+    if not error.died and waiting:
+        others = list(waiting)
+        for reference in ray.wait(others, num_returns=len(others), timeout=_DEATH_SECONDS)[0]:
+            try:
+                waiting[reference].result()
+            except WorkerError as other:
+                if other.died:
+                    return other
+    return error
+
+
 class WorkerHandle:
-    """One worker process, `host` its index in the pool; `log` holds its output.
+    """One worker process, `host` its index in the pool and `address` its machine's; `log` holds its
+    output.
 
     Calls run one at a time, in the order in which they were submitted.
     """
 
-    def __init__(self, actor: Any, host: int, log: Path) -> None:
+    def __init__(self, actor: Any, host: int, log: Path, address: str = LOOPBACK) -> None:
         self._actor = actor
         self._kills_before = _out_of_memory_kills()
         self.host = host
-        self.name = f"worker_{host}"
+        self.name = f"worker_{host}" + (f" on {address}" if address != LOOPBACK else "")
         self.log = log
+        self.address = address
 
     def submit(self, method: str, *arguments: Any) -> Future:
         """Queue a call of the worker object's `method` and return without waiting."""
-        return Future(self._actor.call.remote(method, arguments), self, method)
+        return Future(self._actor.call.remote(method, *arguments), self, method)
 
     def failure(self, error_type: str, message: str, traceback_text: str) -> WorkerError:
         """The error for an exception raised inside the worker."""
@@ -95,6 +139,8 @@ class WorkerHandle:
         kills = _out_of_memory_kills() - self._kills_before
         if code := re.search(r"exit code (-?\d+)", told):
             how = f"its process ended with exit code {code[1]}"
+        elif told == "unreachable":
+            how = "it cannot be reached any more: its machine failed, or its process was killed"
         elif "creation task" in told:
             how = f"its process could not be set up\n{told}"
         elif kills:

@@ -1,4 +1,4 @@
-"""The process that holds a private Ray: a program of its own, `python head.py …`, not imported.
+"""The process that holds a node of a private Ray: a program, `python head.py …`, not imported.
 
 The driver starts it in a session of its own, so that no signal of the driver's terminal or process
 group reaches Ray or the workers: the driver alone decides what a Ctrl-C means. It ends everything
@@ -7,21 +7,29 @@ when the driver ends in whatever way. Should this process itself be killed, the 
 start`, then Ray's processes (Ray asks for that), and the workers follow.
 
 Standard output: one line, Ray's address, once it is up; it just ends where Ray does not come up.
+Exit code: 1 where Ray ended by itself.
+
+In a Ray of several nodes the first node's head also answers the others' tasks, which wait connected
+to `--meeting`, with one line of JSON: Ray's address and the folder for logs. Their heads join that
+Ray, and end when the connection, their `--lifeline`, does.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import os
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -40,49 +48,77 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, required=True)
     parser.add_argument("--workers", type=int, required=True)
     parser.add_argument("--store-bytes", type=int, required=True)
+    parser.add_argument("--ip", help="this node's address, in a Ray of several nodes")
+    parser.add_argument("--host", type=int, help="this node's number there")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--meeting", type=int, help="a listening socket's descriptor")
+    parser.add_argument("--logs", help="the folder that the others are told")
+    parser.add_argument("--join", help="the address of the Ray that this node becomes part of")
+    parser.add_argument("--lifeline", type=int, help="a connected socket's descriptor")
     given = parser.parse_args()
 
     # A batch system may signal every process of a job: Ray's processes inherit this mask.
     signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_DRIVER)
     # Orphans of any depth become children of this process, so that none can be missed.
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    ray = start_ray(given.scratch, given.workers, given.store_bytes)
+    ray = start_ray(given)
     try:
-        watch(given.driver, ray, given.scratch / "ray_current_cluster")
+        watch(given, ray)
+        ended = ray.poll() is not None
     finally:
         end_everything()
         shutil.rmtree(given.scratch, ignore_errors=True)
+    sys.exit(int(ended))
 
 
-def start_ray(scratch: Path, workers: int, store_bytes: int) -> subprocess.Popen[bytes]:
+def start_ray(given: argparse.Namespace) -> subprocess.Popen[bytes]:
     """`ray start`, which lives for as long as all of Ray's processes do.
 
     Rather than `ray.init`, which starts two more Python processes that nobody here needs (an
     autoscaler and a log reader): on two busy cores Ray is up in two thirds of the time. No port is
-    fixed, and no GPU is Ray's: the driver hands them out.
+    fixed but that of a head that others join, and no GPU is Ray's: the driver hands them out.
     """
-    command = [sys.executable, "-P", "-c", _RAY, "start", "--head", "--block", "--port=0"]
-    command += [f"--temp-dir={scratch}", f"--num-cpus={workers}", "--num-gpus=0"]
-    command += [f"--object-store-memory={store_bytes}", "--include-dashboard=false"]
-    command += ["--dashboard-port=0", "--include-log-monitor=false", "--no-monitor"]
+    command = [sys.executable, "-P", "-c", _RAY, "start", "--block", "--disable-usage-stats"]
+    command += [f"--temp-dir={given.scratch}", f"--num-cpus={given.workers}", "--num-gpus=0"]
+    command += [f"--object-store-memory={given.store_bytes}", "--include-log-monitor=false"]
+    # Any free ports, where Ray would draw from a range without looking whether they are free.
+    command += ["--min-worker-port=0", "--max-worker-port=0"]
+    if given.ip:
+        command += [f"--node-ip-address={given.ip}", f'--resources={{"host_{given.host}": 1}}']
+    if given.join:
+        command += [f"--address={given.join}"]
+    else:
+        command += ["--head", f"--port={given.port}", "--include-dashboard=false"]
+        command += ["--dashboard-port=0", "--no-monitor"]
     return subprocess.Popen(
-        [*command, "--disable-usage-stats"],
+        command,
         stdin=subprocess.DEVNULL,
         stdout=sys.stderr,  # the log
         preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
     )
 
 
-def watch(driver: int, ray: subprocess.Popen[bytes], address: Path) -> None:
-    """Tell the driver the address when there is one; return when the driver or Ray is gone."""
-    told = False
-    while os.getppid() == driver and ray.poll() is None:
-        if not told and address.exists() and (text := address.read_text()):
-            print(text, flush=True)
-            told = True
-        readable, _, _ = select.select([sys.stdin], [], [], 1.0 if told else 0.02)
-        if readable:
+def watch(given: argparse.Namespace, ray: subprocess.Popen[bytes]) -> None:
+    """Tell the driver and the other nodes the address when there is one; return when the driver,
+    Ray or the lifeline is gone."""
+    written = given.scratch / "ray_current_cluster"
+    address = ""
+    ends: list[Any] = [sys.stdin]
+    if given.lifeline is not None:
+        ends.append(socket.socket(fileno=given.lifeline))
+    meeting = None if given.meeting is None else socket.socket(fileno=given.meeting)
+    met = []  # connections, held until this process ends
+    while os.getppid() == given.driver and ray.poll() is None:
+        if not address and written.exists() and (address := written.read_text()):
+            print(address, flush=True)
+        doors = [meeting] if meeting is not None and address else []
+        readable, _, _ = select.select([*ends, *doors], [], [], 1.0 if address else 0.02)
+        if any(end in readable for end in ends):
             return
+        if meeting is not None and meeting in readable:
+            met.append(meeting.accept()[0])
+            with suppress(OSError):  # gone again
+                met[-1].sendall(json.dumps({"ray": address, "logs": given.logs}).encode() + b"\n")
 
 
 def end_everything() -> None:

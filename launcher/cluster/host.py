@@ -24,11 +24,12 @@ class Host:
     """One worker process: sets the process up, builds the user's object, calls its methods."""
 
     def __init__(
-        self, environ: dict[str, str], search_path: list[str], folder: str, log: str
+        self, environ: dict[str, str], search_path: list[str], folder: str, log: str | None
     ) -> None:
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
+        if log is not None:
+            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
         faulthandler.enable()  # a crash leaves the Python stack as the log's last lines
         # The driver decides what a signal means, so none of these ends a worker. A handler, not
         # SIG_IGN or the mask it was born with, because its own children would inherit those two.
@@ -36,7 +37,8 @@ class Host:
             signal.signal(number, lambda number, frame: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_THE_DRIVER)
         for name in set(os.environ) - set(environ):
-            if not name.startswith("RAY_"):
+            # Where the driver does not know its GPUs, this host's own word on them holds.
+            if not name.startswith("RAY_") and name != "CUDA_VISIBLE_DEVICES":
                 del os.environ[name]
         os.environ.update(environ)
         os.chdir(folder)
@@ -54,7 +56,7 @@ class Host:
             return False, self._unborn
         return True, None
 
-    def call(self, method: str, arguments: tuple[Any, ...]) -> Outcome:
+    def call(self, method: str, *arguments: Any) -> Outcome:
         """Call a method of the user's object. An exception comes back as text, never pickled."""
         if self._unborn is not None:
             return False, self._unborn

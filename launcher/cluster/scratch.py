@@ -2,7 +2,7 @@
 
 Ray puts UNIX sockets below it, whose paths the kernel limits to 107 bytes. A lock on the folder is
 held for as long as the driver or the head lives; the kernel drops it however they end, so a folder
-that can be locked has no owner. Only `session` imports it.
+that can be locked has no owner. `session` and `slurm_agent` import it.
 """
 
 from __future__ import annotations
@@ -33,6 +33,13 @@ class Scratch:
 
     path: Path
     lock: int
+
+    def token(self, secret: str) -> Path:
+        """The file that holds `secret`, which opens Ray, for this user alone."""
+        token = self.path / "token"
+        token.touch(0o600)
+        token.write_text(secret)
+        return token
 
     def remove(self) -> None:
         """Delete the folder and let go of the lock."""

@@ -1,4 +1,5 @@
-"""A private Ray on this machine, from its first process to the last trace of it.
+"""A private Ray, on this machine or over the nodes of a Slurm job, from its first process to the
+last trace of it.
 
 `start` does not wait: Ray comes up in the background, and `Session.spawn` waits for it. Whatever
 ends the driver, nothing stays behind: see `head`. `launcher.train` and the command line import it.
@@ -14,6 +15,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,24 +25,27 @@ from launcher.cluster import host, scratch
 from launcher.cluster.devices import DevicePool
 from launcher.cluster.environment import ray_environment, worker_environment
 from launcher.cluster.errors import ClusterError, last_lines
-from launcher.cluster.handle import WorkerHandle
+from launcher.cluster.handle import LOOPBACK, WorkerHandle
+from launcher.cluster.holder import end, start_head
+from launcher.cluster.slurm_allocation import listen
+from launcher.cluster.slurm_meeting import Meeting
 
-_STORE_BYTES = 256 * 2**20  # batches and results pass through it; parameters never do
-_END_SECONDS = 30
+_POLL_SECONDS = 0.2
 
 
-def start(pool: DevicePool, log_dir: Path) -> Session:
+def start(pool: DevicePool, log_dir: Path, meeting: Meeting | None = None) -> Session:
     """Begin to bring up a Ray of our own for the hosts of `pool`, and return without waiting.
 
     Args:
         log_dir: an existing folder for the output of Ray (`ray.log`) and of the workers
             (`worker_<host>.log`).
+        meeting: where the tasks of the job's other nodes wait; None for this machine alone.
 
     Raises:
         ClusterError: there is no folder for Ray's sockets, or Ray was imported before.
         OSError: `log_dir` cannot be written.
     """
-    return Session(pool, Path(log_dir).resolve())
+    return Session(pool, Path(log_dir).resolve(), meeting)
 
 
 class Session:
@@ -49,8 +54,10 @@ class Session:
     One at a time in a process. Sessions of other processes on the machine do not matter.
     """
 
-    def __init__(self, pool: DevicePool, log_dir: Path) -> None:
+    def __init__(self, pool: DevicePool, log_dir: Path, meeting: Meeting | None = None) -> None:
         self._pool = pool
+        self._meeting = meeting if pool.hosts > 1 else None  # else nobody else is to come in
+        self._addresses = [LOOPBACK] * pool.hosts
         self._log_dir = log_dir
         self._connected = False
         self._undo = ExitStack()
@@ -59,14 +66,12 @@ class Session:
             on_error.callback(self.close)
             folder = scratch.create()
             self._undo.callback(folder.remove)
-            token = folder.path / "token"
-            token.touch(0o600)
-            token.write_text(_secret())
-            self._environ = ray_environment(os.environ, token)
+            token = folder.token(secret())
+            self._environ = ray_environment(os.environ, token, nodes=self._meeting is not None)
             self._head = self._start_head(folder)
-            self._undo.callback(_end, self._head)
+            self._undo.callback(end, self._head)
             with _environment(self._environ):
-                self._ray = _import_ray()
+                self._ray = _import_ray(self._meeting is not None)
             on_error.pop_all()
 
     def spawn(self, worker_class: type, *arguments: Any) -> list[WorkerHandle]:
@@ -83,15 +88,17 @@ class Session:
         # As code, not as a name to import: it runs before anything of this package does.
         self._ray.cloudpickle.register_pickle_by_value(host)
         actor_class = self._ray.remote(num_cpus=0)(host.Host)
+        many = self._meeting is not None
         pickled = self._ray.cloudpickle.dumps((worker_class, arguments))
         search_path = [os.path.abspath(entry) for entry in sys.path]
         handles = []
         for index in range(self._pool.hosts):
-            environ = worker_environment(os.environ, self._pool, index)
+            environ = worker_environment(os.environ, self._pool, index, self._addresses)
             log = self._log_dir / f"worker_{index}.log"
-            actor = actor_class.remote(environ, search_path, os.getcwd(), str(log))
+            place = actor_class.options(resources={f"host_{index}": 1} if many else {})
+            actor = place.remote(environ, search_path, os.getcwd(), str(log))
             actor.construct.remote(pickled)
-            handles.append(WorkerHandle(actor, index, log))
+            handles.append(WorkerHandle(actor, index, log, self._addresses[index]))
         return handles
 
     def close(self) -> None:
@@ -106,20 +113,15 @@ class Session:
         self.close()
 
     def _start_head(self, folder: scratch.Scratch) -> subprocess.Popen[str]:
-        command = [sys.executable, "-P", str(Path(__file__).with_name("head.py"))]
-        command += [f"--driver={os.getpid()}", f"--scratch={folder.path}"]
-        command += [f"--workers={self._pool.hosts}", f"--store-bytes={_STORE_BYTES}"]
-        with (self._log_dir / "ray.log").open("a") as log:
-            return subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env=self._environ,
-                pass_fds=[folder.lock],
-                start_new_session=True,
-            )
+        log, meeting = self._log_dir / "ray.log", self._meeting
+        if meeting is None:
+            return start_head(folder, self._environ, log, self._pool.hosts)
+        with listen(meeting.allocation.job_id, meeting.address) as free:
+            port = free.getsockname()[1]
+        waiting = meeting.listener.fileno()
+        options = [f"--ip={meeting.address}", f"--port={port}", "--host=0"]
+        options += [f"--meeting={waiting}", f"--logs={self._log_dir}"]
+        return start_head(folder, self._environ, log, 1, options, [waiting])
 
     def _connect(self) -> None:
         if self._connected:
@@ -135,12 +137,33 @@ class Session:
                 self._ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
             except (self._ray.exceptions.RayError, ConnectionError, RuntimeError) as error:
                 raise ClusterError(f"Ray came up, but cannot be talked to: {error}") from error
+        if self._meeting is not None:
+            self._await_nodes(self._meeting)
         self._connected = True
+
+    def _await_nodes(self, meeting: Meeting) -> None:
+        """Wait until Ray has every node of the job, and note their addresses."""
+        nodes = dict(enumerate(meeting.allocation.nodes))
+        deadline = time.monotonic() + meeting.timeout
+        while nodes:
+            for node in self._ray.nodes():
+                for index in [k for k in nodes if f"host_{k}" in node["Resources"]]:
+                    self._addresses[index] = node["NodeManagerAddress"]
+                    del nodes[index]
+            if nodes and time.monotonic() > deadline:
+                raise ClusterError(
+                    f"Waited {meeting.timeout:g} s for {', '.join(nodes.values())}: "
+                    f"{len(nodes)} of {len(self._addresses)} nodes did not join Ray. The job's "
+                    f"output and {self._log_dir}/ray_<node>.log say more; raise "
+                    "cluster.slurm.start_timeout where nodes are slow to start."
+                )
+            if nodes:
+                time.sleep(_POLL_SECONDS)
 
 
 @functools.cache
-def _import_ray() -> Any:
-    """Ray, imported where its environment variables are ours.
+def _import_ray(nodes: bool) -> Any:
+    """Ray, imported where its environment variables are ours, for one machine or for several.
 
     Ray reads where it listens and how it authenticates when it is imported; one that was imported
     with other settings would search for our cluster for ever.
@@ -148,27 +171,16 @@ def _import_ray() -> Any:
     if "ray" in sys.modules:
         raise ClusterError(
             "Ray was imported before the launcher could set it up. "
-            "Do not import ray in code that the launcher loads (recipes, sitecustomize)."
+            "Do not import ray in code that the launcher loads (recipes, sitecustomize); a Ray of "
+            "your own is joined by launcher.init(address=...)."
         )
     import ray
 
     return ray
 
 
-def _end(head: subprocess.Popen[str]) -> None:
-    """Tell the head to end everything, and wait until it has."""
-    for pipe in (head.stdin, head.stdout):
-        assert pipe is not None
-        pipe.close()
-    try:
-        head.wait(_END_SECONDS)
-    except subprocess.TimeoutExpired:
-        head.kill()
-        head.wait()
-
-
 @functools.cache
-def _secret() -> str:
+def secret() -> str:
     """What it takes to talk to our Ray. One a process, because Ray reads it once."""
     return secrets.token_hex(32)
 
@@ -201,7 +213,7 @@ def _sigterm_kept() -> Iterator[None]:
     would leave Ray half connected, which later crashes the process.
     """
     handler = signal.getsignal(signal.SIGTERM)
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, host.FOR_THE_DRIVER)
     try:
         yield
     finally:

@@ -176,8 +176,8 @@ def _unknown(cls: type, section: str, name: str) -> ConfigError:
     top = section.partition(".")[0]
     elsewhere = [known for known in setting_keys() if known.partition(".")[0] != top]
     match = (
-        (_join(section, here) if here else None)
-        or next((known for known in elsewhere if known.rpartition(".")[2] == name), None)
+        next((known for known in elsewhere if known.rpartition(".")[2] == name), None)
+        or (_join(section, here) if here else None)
         or closest(key, elsewhere)
     )
     remedy = f"Did you mean {match}?" if match else _section_remedy(cls, section)

@@ -15,14 +15,48 @@ from launcher.config.schema import GPT, MLP, Config, Synthetic
 
 _BYTES = 256  # text is read as bytes: the vocabulary that it needs
 
+# What a text setting of `cluster.slurm` must look like, and what to say where it does not.
+_SLURM_TEXTS = {
+    "time": (
+        r"(?=\d)(\d+d)?(\d+h)?(\d+m)?",
+        "Write days, hours and minutes, such as 2d12h, 4h or 90m.",
+    ),
+    "mem": (r"\d+[KMGT]?", "Write it as Slurm does, such as 64G."),
+    "signal": (
+        r"(TERM|USR1|USR2)@\d{1,5}",
+        "Write TERM, USR1 or USR2, @ and the seconds before the time limit, such as USR2@120.",
+    ),
+    "job_name": (r"[\w.+-]+", "Use letters, digits, '.', '_', '+' and '-'."),
+}
+# Options of sbatch that `cluster.slurm.extra` may not set, and the setting that does.
+_SBATCH_OPTIONS = {
+    name.replace("_", "-"): f"cluster.slurm.{name}"
+    for name in (
+        *("partition", "account", "qos", "time", "mem", "gres", "exclusive", "constraint"),
+        *("reservation", "nodelist", "exclude", "dependency", "job_name", "signal", "array"),
+    )
+} | {
+    "nodes": "cluster.hosts",
+    "cpus-per-task": "cluster.slurm.cpus",
+    "gpus": "cluster.gpus",
+    "gpus-per-node": "cluster.gpus",
+    "requeue": "cluster.slurm.max_requeues",
+    "no-requeue": "cluster.slurm.max_requeues",
+    **dict.fromkeys(
+        ("ntasks", "ntasks-per-node", "output", "error", "open-mode", "chdir", "parsable", "wait"),
+        "",
+    ),
+}
+
 
 def check(config: Config) -> None:
     """Raises the first contradiction in `config` as a ConfigError."""
     for rule in (_check_run, _check_model, _check_dataset, _check_optimizer, _check_cluster):
         for error in rule(config):
             raise error
-    for error in _check_parallel(config):
-        raise error
+    for rule in (_check_slurm, _check_parallel):
+        for error in rule(config):
+            raise error
 
 
 def _check_run(config: Config) -> Iterator[ConfigError]:
@@ -105,8 +139,62 @@ def _check_cluster(config: Config) -> Iterator[ConfigError]:
         )
 
 
+def _check_slurm(config: Config) -> Iterator[ConfigError]:
+    cluster, slurm = config.cluster, config.cluster.slurm
+    if config.task == "submit" and cluster.kind != "slurm":
+        yield ConfigError(
+            f"task=submit submits to Slurm, not to cluster={cluster.kind}",
+            "Use cluster=slurm.",
+            ["task", "cluster.kind"],
+        )
+    if config.task == "sweep_status" and config.sweep.dir is None:
+        yield ConfigError(
+            "task=sweep_status does not say which sweep",
+            "Give sweep.dir=multirun/ID.",
+            ["task"],
+        )
+    if cluster.kind != "slurm":
+        return
+    if cluster.gpus is None:
+        yield ConfigError(
+            "cluster.gpus is not set, and cluster=slurm must know how many to ask for",
+            "Give the number in total, over all nodes.",
+            ["cluster.gpus"],
+        )
+    for name, (pattern, remedy) in _SLURM_TEXTS.items():
+        value = getattr(slurm, name)
+        if value is not None and not re.fullmatch(pattern, value):
+            yield ConfigError(
+                f"cluster.slurm.{name}={value!r} cannot be understood",
+                remedy,
+                [f"cluster.slurm.{name}"],
+            )
+    if slurm.gres and slurm.gpu_type:
+        yield ConfigError(
+            f"cluster.slurm.gres={slurm.gres} and cluster.slurm.gpu_type={slurm.gpu_type} both "
+            "ask for GPUs",
+            "Leave one out.",
+            ["cluster.slurm.gres", "cluster.slurm.gpu_type"],
+        )
+    for option in slurm.extra:
+        if (setting := _SBATCH_OPTIONS.get(option.lstrip("-"))) is not None:
+            yield ConfigError(
+                f"cluster.slurm.extra.{option} is not for you to set that way",
+                f"{setting} says it." if setting else "The launcher sets it itself.",
+                ["cluster.slurm.extra"],
+            )
+    for name in slurm.env:
+        if not re.fullmatch(r"[A-Za-z_]\w*", name):
+            yield ConfigError(
+                f"cluster.slurm.env: {name!r} cannot name an environment variable",
+                "Use letters, digits and '_'.",
+                ["cluster.slurm.env"],
+            )
+
+
 def _check_parallel(config: Config) -> Iterator[ConfigError]:
-    parallel, layers, gpus = config.parallel, config.model.layers, config.cluster.gpus
+    parallel, gpus = config.parallel, config.cluster.gpus
+    layers = parallel.num_layers or config.model.layers
     batch, pieces = config.train.global_batch_size, parallel.num_micro_batches or 1
     if batch % pieces:
         yield ConfigError(
@@ -123,7 +211,15 @@ def _check_parallel(config: Config) -> Iterator[ConfigError]:
             "Use parallel=manual for a pipeline.",
             ["parallel.num_stages"],
         )
+    if parallel.num_layers and parallel.method not in ("auto", "manual", "three_d"):
+        yield ConfigError(
+            f"parallel.num_layers={parallel.num_layers} has no meaning for "
+            f"parallel={parallel.method}",
+            "Use parallel=auto, manual or three_d, which put layers into stages.",
+            ["parallel.num_layers"],
+        )
     yield from _check_mesh(config)
+    yield from _check_cost(config)
     if parallel.method in ("data", "zero2", "zero3") and gpus and (batch // pieces) % gpus:
         yield ConfigError(
             f"A microbatch of {batch // pieces} samples (train.global_batch_size={batch} / "
@@ -134,8 +230,14 @@ def _check_parallel(config: Config) -> Iterator[ConfigError]:
         )
     if stages > layers:
         yield ConfigError(
-            f"parallel.num_stages={stages} is more than the model's {layers} layers",
-            "A stage is at least one layer: ask for fewer stages, or raise model.num_layers.",
+            f"parallel.num_stages={stages} is more than "
+            + (
+                f"parallel.num_layers={layers}"
+                if parallel.num_layers
+                else f"the model's {layers} layers"
+            ),
+            "A stage is at least one layer: ask for fewer stages, or raise "
+            f"{'parallel' if parallel.num_layers else 'model'}.num_layers.",
             ["parallel.num_stages"],
         )
     if gpus is not None and stages > gpus and parallel.schedule != "interleaved_1f1b":
@@ -144,6 +246,26 @@ def _check_parallel(config: Config) -> Iterator[ConfigError]:
             "A stage needs a device of its own, except with parallel.schedule=interleaved_1f1b: "
             "ask for fewer stages or more devices.",
             ["parallel.num_stages", "cluster.gpus"],
+        )
+
+
+def _check_cost(config: Config) -> Iterator[ConfigError]:
+    """What is to be measured must be here."""
+    parallel, cluster = config.parallel, config.cluster
+    if parallel.cost == "model":
+        return
+    if cluster.kind == "described":
+        yield ConfigError(
+            f"parallel.cost=profile measures devices, and those of cluster={cluster.name} are not "
+            "here",
+            "Use parallel.cost=model.",
+            ["parallel.cost", "cluster.kind"],
+        )
+    if parallel.method == "replay":
+        yield ConfigError(
+            "parallel.cost=profile has no meaning for parallel=replay, which keeps its predictions",
+            "Leave it out.",
+            ["parallel.cost"],
         )
 
 

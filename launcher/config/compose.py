@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import yaml
 from hydra import compose
 from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.types import Override
@@ -62,6 +63,21 @@ def load_points(argv_overrides: Sequence[str], config_dirs: Sequence[str] = ()) 
     with searching(folders) as loader:
         points = sweep_points(parse(argv_overrides, loader))
     return [Point(point, _load(parse(point), folders)) for point in points]
+
+
+def load_frozen(path: Path) -> Config:
+    """The settings that a run's `config.yaml` holds, resolved. Raises ConfigError."""
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"--frozen {path} cannot be read: {' '.join(str(error).split())}",
+            "Name the config.yaml of a run.",
+        ) from None
+    try:
+        return from_dict(tree)
+    except ConfigError as error:
+        raise error.said(f"in {short(path)}") from None
 
 
 def to_dict(config: Config) -> dict[str, Any]:

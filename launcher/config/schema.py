@@ -129,9 +129,15 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What is kept of a run's state."""
+    """When a run's state is saved, and how much of that is kept.
+
+    What `every_steps` saves stays; of what `every_minutes` saves the newest `keep` do.
+    """
 
     at_end: bool = True
+    every_steps: int = number(0, minimum=0)  # 0: never
+    every_minutes: float = number(0.0, minimum=0.0)  # 0: never
+    keep: int = number(2, minimum=1)
 
 
 @dataclass(frozen=True)
@@ -155,6 +161,7 @@ class Parallel:
     method: str = choice(
         "auto", "auto", "manual", "data", "zero2", "zero3", "shard", "three_d", "replay"
     )
+    num_layers: int | None = number(None, minimum=1)  # null: at the model's marks, if it has any
     num_stages: int | None = number(None, minimum=1)  # null: as many as layers and devices allow
     stages_per_mesh: int | None = number(None, minimum=1)  # null: one; interleaved: at least two
     num_micro_batches: int | None = automatic(minimum=1)  # left open: for auto alone
@@ -174,6 +181,7 @@ class Parallel:
     data: int | None = number(None, minimum=1)  # shard, three_d: of each stage; null: what is left
     model: int | None = number(None, minimum=1)
     pipeline: int | None = number(None, minimum=1)  # three_d: the number of stages
+    cost: str = choice("model", "model", "profile")  # what predictions rest on
     plan: str | None = None  # replay: a plan.json
 
 
@@ -200,6 +208,51 @@ class Links:
 
 
 @dataclass(frozen=True)
+class Container:
+    """What srun's container plugin (pyxis) is told; null leaves each out."""
+
+    image: str | None = None
+    mounts: list[str] = field(default_factory=list)
+    workdir: str | None = None
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """What a job asks of Slurm; null leaves the choice to the site. `conf/cluster/slurm.yaml`
+    says in comments what each setting means."""
+
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    time: str | None = None
+    cpus: int | None = number(None, minimum=1)
+    mem: str | None = None
+    gpu_type: str | None = None
+    gres: str | None = None
+    exclusive: bool = True
+    constraint: str | None = None
+    reservation: str | None = None
+    nodelist: str | None = None
+    exclude: str | None = None
+    dependency: str | None = None
+    job_name: str | None = None
+    signal: str = "USR2@120"
+    max_requeues: int = number(10, minimum=0)
+    array: int | None = number(None, minimum=1)
+    setup: list[str] = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
+    python: str | None = None
+    container: Container = field(default_factory=Container)
+    srun_args: list[str] = field(default_factory=list)
+    extra: dict[str, str] = field(default_factory=dict)
+    emulated: bool = False
+    network_interface: str | None = None
+    start_timeout: int = number(300, minimum=1)
+    dry_run: bool = False
+    wait: bool = False
+
+
+@dataclass(frozen=True)
 class Cluster:
     """The machines: `gpus` is the total number of devices, `hosts` the number of hosts.
 
@@ -207,12 +260,21 @@ class Cluster:
     are, and plans can be made for them.
     """
 
-    kind: str = choice("local", "local", "emulated", "described")
+    kind: str = choice("local", "local", "emulated", "slurm", "described")
     gpus: int | None = number(None, minimum=1)  # null: all of this machine's
     hosts: int = number(1, minimum=1)
     name: str | None = None
     device: Device = field(default_factory=Device)
     links: Links = field(default_factory=Links)
+    slurm: Slurm = field(default_factory=Slurm)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The sweep that `task=sweep_status` shows, by its folder, and whether it may submit again."""
+
+    dir: str | None = None
+    resubmit: bool = False
 
 
 @dataclass(frozen=True)
@@ -235,7 +297,7 @@ DATASETS: dict[str, type] = {"stdlib_text": StdlibText, "text": Text, "synthetic
 class Config:
     """The whole tree. `model` and `dataset` are of the class that their `name` picks."""
 
-    task: str = choice("train", "train", "plan", "check")
+    task: str = choice("train", "train", "plan", "check", "calibrate", "submit", "sweep_status")
     run: Run = field(default_factory=Run)
     model: GPT | MLP = field(default_factory=GPT, metadata={"variants": MODELS})
     dataset: StdlibText | Text | Synthetic = field(
@@ -246,3 +308,4 @@ class Config:
     parallel: Parallel = field(default_factory=Parallel)
     cluster: Cluster = field(default_factory=Cluster)
     wandb: Wandb = field(default_factory=Wandb)
+    sweep: Sweep = field(default_factory=Sweep)

@@ -19,6 +19,8 @@ class ClusterShape:
         memory_bytes: of one device, or None if it is shared.
         intra_host, inter_host: bytes/s one way, from device to device on a host and from
             host to host. latency: seconds of one transfer.
+        at_once: devices that work at full speed at a time, where they share a machine; the rates
+            are those with all of them at work. None: each has its own.
     """
 
     name: str
@@ -33,6 +35,7 @@ class ClusterShape:
     intra_host: float
     inter_host: float
     latency: float
+    at_once: float | None = None
 
     @property
     def num_devices(self) -> int:
@@ -118,4 +121,5 @@ def local_shape(num_devices: int, num_hosts: int, device_kind: str) -> ClusterSh
         intra_host=_CPU_BANDWIDTH,
         inter_host=1e9,
         latency=50e-6,
+        at_once=float(cores),
     )

@@ -17,23 +17,30 @@ from launcher.plan.outer import OuterProgram, Slicing, place_outer
 from launcher.plan.outline import Outline, Submesh
 from launcher.plan.plan import Plan, StagePlan, Transfer
 from launcher.plan.predict import StageSeconds, stage_seconds, update_seconds, with_predictions
+from launcher.plan.profile.measured import MeasuredLayers
 from launcher.plan.remat import recomputed
 from launcher.plan.schedule import Schedule, backward_follows, make_schedule
 from launcher.plan.sharding.dims import Spec
-from launcher.plan.sharding.layout import Layout, layouts, outer_dims
+from launcher.plan.sharding.layout import MODEL, ROWS, Layout, layouts, outer_dims
 from launcher.plan.sharding.names import leaf_names
 from launcher.plan.sharding.stage import stage_shardings
 from launcher.plan.stages import StageGraph, cut_stages
 from launcher.trace.cost import matmul_flops
-from launcher.trace.graph import Equation, nbytes
+from launcher.trace.graph import Equation, nbytes, source_line
 from launcher.trace.step import Loss, TracedStep
 
 
-def complete(step: TracedStep, outline: Outline, cluster: ClusterShape) -> Plan:
-    """The plan of an outline.
+def complete(
+    step: TracedStep,
+    outline: Outline,
+    cluster: ClusterShape,
+    measured: MeasuredLayers | None = None,
+) -> Plan:
+    """The plan of an outline. `measured`: the layers' seconds, instead of the model's.
 
     Raises:
-        PlanError: its schedule cannot run its stages.
+        PlanError: its schedule cannot run its stages, a sharding that was given does not fit, or a
+            layer could not be measured.
         BatchError: the batch does not divide into microbatches and replicas.
     """
     replicas = math.gcd(*(submesh.logical_mesh[0] for submesh in outline.submeshes))
@@ -54,10 +61,13 @@ def complete(step: TracedStep, outline: Outline, cluster: ClusterShape) -> Plan:
             )
         shardings.append(given)
     draft = _draft(step, loss, graphs, outline, cluster, shardings)
+    draft.validate(step)
+    if measured:
+        draft = dataclasses.replace(draft, profiled=measured.account())
     laid = layouts(step, loss, draft, dims)
     outer = place_outer(step, loss, graphs, slicing, lambda i, mesh: laid[mesh].is_scattered(i))
     again = _computed_again(graphs, outline.remat, schedule)
-    stages = _described(draft, step, loss, graphs, outer, laid, outline, schedule, again)
+    stages = _described(draft, step, loss, graphs, outer, laid, outline, schedule, again, measured)
     trained = bool(loss.wrt)
     flops = sum(matmul_flops(g.equations) for g in graphs) * slicing.num_slices
     flops_again = sum(matmul_flops(equations) for equations in again) * slicing.num_slices
@@ -67,8 +77,22 @@ def complete(step: TracedStep, outline: Outline, cluster: ClusterShape) -> Plan:
         stages=tuple(stages),
         transfers=_transfers(graphs, outer, slicing, trained),
         flops_per_step=flops * (3 if trained else 1),
+        notes=_notes(laid),
     )
     return with_predictions(plan, plan.flops_per_step + (flops_again if trained else 0.0))
+
+
+def _notes(laid: Sequence[Layout]) -> tuple[str, ...]:
+    """What is computed on every device of a submesh because no rule says how to cut it."""
+    shared = [layout for layout in laid if layout.sizes[MODEL] * layout.sizes[ROWS] > 1]
+    unknown = {
+        f"{use.eqn.primitive.name} at {source_line(use.eqn)} is not cut: every device of a submesh "
+        "computes it whole"
+        for layout in shared[:1]
+        for use in layout.loss_dims.uses
+        if use.factors is None
+    }
+    return tuple(sorted(unknown))
 
 
 def make_forward_plan(step: TracedStep, like: Plan) -> Plan:
@@ -77,6 +101,7 @@ def make_forward_plan(step: TracedStep, like: Plan) -> Plan:
     Raises:
         PlanError: the two do not have the same layers.
     """
+    step = step.cut_at(like.layer_ends)
     num_layers = step.loss(1).num_layers
     planned = sum(len(stage.layers) for stage in like.stages)
     if num_layers != planned:
@@ -97,6 +122,29 @@ def make_forward_plan(step: TracedStep, like: Plan) -> Plan:
         shardings=tuple(_renamed(stage.shardings, leaf_names(step)) for stage in like.stages),
     )
     return complete(step, outline, ClusterShape(**like.cluster))
+
+
+def repriced(step: TracedStep, plan: Plan, measured: MeasuredLayers) -> Plan:
+    """The same plan with predictions from measured layers.
+
+    Raises:
+        PlanError: one of its layers could not be measured.
+    """
+    shape = {stage.devices: stage.logical_mesh for stage in plan.stages}
+    outline = Outline(
+        method=plan.method,
+        layers=tuple(stage.layers for stage in plan.stages),
+        submeshes=tuple(Submesh(devices, shape[devices]) for devices in plan.meshes),
+        mesh_of=plan.mesh_of,
+        num_micro_batches=plan.num_micro_batches,
+        schedule=plan.schedule,
+        remat=tuple(stage.remat for stage in plan.stages),
+        shardings=tuple(stage.shardings for stage in plan.stages),
+    )
+    step, cluster = step.cut_at(plan.layer_ends), ClusterShape(**plan.cluster)
+    return dataclasses.replace(
+        complete(step, outline, cluster, measured), runners_up=plan.runners_up
+    )
 
 
 def link_of(submesh: Submesh, cluster: ClusterShape) -> float:
@@ -173,6 +221,7 @@ def _draft(
         predicted_tflops_per_device_with_remat=0.0,
         predicted_bubble_fraction=0.0,
         fingerprint=step.fingerprint,
+        layer_ends=step.layer_ends,
     )
 
 
@@ -198,6 +247,7 @@ def _described(
     outline: Outline,
     schedule: Schedule,
     again: Sequence[Sequence[Equation]],
+    measured: MeasuredLayers | None,
 ) -> list[StagePlan]:
     """The stages with their predicted times and memory."""
     cluster = ClusterShape(**draft.cluster)
@@ -213,7 +263,12 @@ def _described(
     stages = []
     for graph, stage in zip(graphs, draft.stages, strict=True):
         layout, link = laid[graph.mesh], link_of(outline.submeshes[graph.mesh], cluster)
-        taken: StageSeconds = stage_seconds(graph, loss, layout, cluster, link, again[graph.index])
+        data, model = stage.logical_mesh
+        slices = outline.num_micro_batches * data
+        timing = measured.stage(stage.layers, slices, model) if measured else None
+        taken: StageSeconds = stage_seconds(
+            graph, loss, layout, cluster, link, again[graph.index], timing
+        )
         stages.append(
             dataclasses.replace(
                 stage,

@@ -12,24 +12,30 @@ from typing import Any, Protocol
 
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.errors import PlanError
-from launcher.plan.make import complete, make_forward_plan
+from launcher.plan.make import complete, make_forward_plan, repriced
 from launcher.plan.options import (
+    AutoLayerOption,
     AutoStageOption,
     ManualLayerOption,
     ManualStageOption,
     UniformStageOption,
     layer_option_of,
+    pair,
     stage_option_of,
+    with_layers,
 )
 from launcher.plan.outline import Outline, Submesh
 from launcher.plan.plan import Plan
+from launcher.plan.profile.run import measure_layers
 from launcher.plan.remat import remat_of_stages
 from launcher.plan.schedule import SCHEDULES
+from launcher.plan.search.auto import model_sizes
 from launcher.plan.search.best import best_plan
 from launcher.plan.search.problem import Wanted
 from launcher.trace.step import TracedStep
 
 __all__ = [
+    "AutoLayerOption",
     "AutoStageOption",
     "DataParallel",
     "Follow",
@@ -45,6 +51,9 @@ __all__ = [
     "Zero3Parallel",
     "make_plan",
 ]
+
+
+PIPELINES = ("auto", "manual", "three_d")  # the methods by name that put layers into stages
 
 
 class Method(Protocol):
@@ -110,7 +119,8 @@ class ShardParallel:
 
     def plan(self, step: TracedStep, cluster: ClusterShape) -> Plan:
         """See `Method.plan`."""
-        data, model = self.logical_mesh_shape or (1, cluster.num_devices)
+        given = self.logical_mesh_shape or (1, cluster.num_devices)
+        data, model = pair("logical_mesh_shape", given)
         _check_product("logical_mesh_shape", (data, model), cluster)
         return _one_stage(step, cluster, "shard", (data, model), self.num_micro_batches, self.remat)
 
@@ -143,7 +153,7 @@ class PipeshardParallel:
     Attributes:
         num_micro_batches: parts of the batch that follow one another through the stages.
         layer_option: where layers end: `ManualLayerOption()` or "manual", at the model's
-            `mark_pipeline_boundary()` calls.
+            `mark_pipeline_boundary()` calls; `AutoLayerOption(…)` or "auto", where few bytes cross.
         stage_option: which layers and devices make a stage: `UniformStageOption(…)` or "uniform",
             `ManualStageOption(…)`, or `AutoStageOption()` or "auto", which searches for the best.
         schedule: "gpipe", "1f1b", "interleaved_1f1b" or "zero_bubble".
@@ -154,17 +164,19 @@ class PipeshardParallel:
     """
 
     num_micro_batches: int | None = 1
-    layer_option: str | ManualLayerOption = "manual"
+    layer_option: str | ManualLayerOption | AutoLayerOption = "manual"
     stage_option: str | UniformStageOption | ManualStageOption | AutoStageOption = "uniform"
     schedule: str = "1f1b"
     remat: str | tuple[str, ...] = "none"
 
     def plan(self, step: TracedStep, cluster: ClusterShape) -> Plan:
         """See `Method.plan`."""
-        layer_option_of(self.layer_option)
+        step = layer_option_of(self.layer_option).layered(step)
         option = stage_option_of(self.stage_option)
         if isinstance(option, AutoStageOption):
-            return auto_plan(step, cluster, self.num_micro_batches, self.schedule, self.remat)
+            return auto_plan(
+                step, cluster, self.num_micro_batches, self.schedule, self.remat, option.cost
+            )
         if self.num_micro_batches is None:
             raise PlanError('num_micro_batches=None needs stage_option="auto", which chooses it')
         return _pipeline(
@@ -202,13 +214,17 @@ def auto_plan(
     num_micro_batches: int | None,
     schedule: str,
     remat: str | Sequence[str],
+    cost: str = "model",
     progress: Callable[[float], None] = lambda share: None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Plan:
-    """The best plan that the search finds. `progress` is told the share that is done, 0 … 1.
+    """The best plan that the search finds. `progress` is told the share that is done, 0 … 1; `say`
+    what a person should know of the measurements.
 
     Raises:
-        PlanError: a schedule or policy that the search does not know, or nothing fits.
+        PlanError: a schedule, policy or cost that the search does not know, or nothing fits.
     """
+    _check_cost(cost)
     if schedule not in ("auto", "1f1b", "gpipe"):
         raise PlanError(
             f"parallel.schedule={schedule} is not searched for; give auto, 1f1b or gpipe"
@@ -220,7 +236,17 @@ def auto_plan(
         schedule=None if schedule == "auto" else schedule,
         remat=None if remat == "auto" else str(remat),
     )
-    return best_plan(step, cluster, wanted, progress)
+    if cost == "model":
+        return best_plan(step, cluster, wanted, progress)
+    measured = measure_layers(
+        step,
+        cluster,
+        model_sizes(cluster),
+        wanted.num_micro_batches,
+        lambda share: progress(0.9 * share),
+        say,
+    )
+    return best_plan(step, cluster, wanted, lambda share: progress(0.9 + 0.1 * share), measured)
 
 
 def make_plan(
@@ -228,6 +254,7 @@ def make_plan(
     *,
     method: str,
     cluster: ClusterShape,
+    num_layers: int | None = None,
     num_stages: int | None = None,
     stages_per_mesh: int | None = None,
     num_micro_batches: int | None = 1,
@@ -236,16 +263,21 @@ def make_plan(
     data: int | None = None,
     model: int | None = None,
     pipeline: int | None = None,
+    cost: str = "model",
     progress: Callable[[float], None] = lambda share: None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Plan:
     """The plan by a method's name and the settings of `parallel`; what a method does not know of
     these it ignores.
 
     Args:
+        num_layers: automatic layers for a pipeline; None: at the model's marks, if it has any.
         data, model: the logical mesh of each stage (`three_d`, `shard`). pipeline: the number of
             stages (`three_d`). None: what is left of the devices, or 1.
         num_micro_batches: None, and `schedule` and `remat` "auto", for `auto` alone.
-        progress: told the share of a search that is done, 0 … 1.
+        cost: see `AutoStageOption`; for the other methods it is what they are predicted by.
+        progress: told the share of a search that is done, 0 … 1. say: told of measurements that
+            failed or were ignored.
 
     Raises:
         PlanError: an unknown name, or no such plan on these devices.
@@ -253,8 +285,10 @@ def make_plan(
     """
     some: dict[str, Any] = {"num_micro_batches": num_micro_batches}
     remats: Any = remat if isinstance(remat, str) else tuple(remat)
+    if method in PIPELINES:
+        step = with_layers(step, num_layers)
     if method == "auto":
-        return auto_plan(step, cluster, num_micro_batches, schedule, remat, progress)
+        return auto_plan(step, cluster, num_micro_batches, schedule, remat, cost, progress, say)
     known: dict[str, Any] = {
         "data": lambda: DataParallel(**some, remat=remats),
         "zero2": lambda: Zero2Parallel(**some, remat=remats),
@@ -272,8 +306,18 @@ def make_plan(
     }
     if method not in known:
         raise PlanError(f"parallel.method={method} is not one of auto, {', '.join(known)}")
+    _check_cost(cost)
     found: Plan = known[method]().plan(step, cluster)
-    return found
+    if cost == "model":
+        return found
+    sizes = sorted({stage.logical_mesh[1] for stage in found.stages})
+    measured = measure_layers(step, cluster, sizes, found.num_micro_batches, progress, say)
+    return repriced(step, found, measured)
+
+
+def _check_cost(cost: str) -> None:
+    if cost not in ("model", "profile"):
+        raise PlanError(f'cost={cost!r} is not "model" or "profile"')
 
 
 def _shape(data: int | None, model: int | None, cluster: ClusterShape) -> dict[str, Any]:
@@ -359,6 +403,6 @@ def _pipeline(
 
 def checked_micro_batches(number: int) -> int:
     """Raises PlanError for less than one microbatch."""
-    if number < 1:
-        raise PlanError(f"num_micro_batches={number} must be at least 1")
+    if not isinstance(number, int) or number < 1:
+        raise PlanError(f"num_micro_batches={number} must be a whole number, at least 1")
     return number

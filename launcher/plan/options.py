@@ -16,6 +16,8 @@ from launcher.plan.outline import Submesh
 from launcher.plan.schedule import SEVERAL_STAGES_A_MESH
 from launcher.plan.sharding.dims import Spec
 from launcher.plan.stages import group_layers, layer_flops
+from launcher.trace.clusters import cluster
+from launcher.trace.errors import LayerCountError
 from launcher.trace.step import TracedStep
 
 _ZERO = {"zero2": 2, "zero3": 3}
@@ -36,10 +38,41 @@ class Cut:
 class ManualLayerOption:
     """Layers end at the model's own `mark_pipeline_boundary()` calls."""
 
+    def layered(self, step: TracedStep) -> TracedStep:
+        """The step with its layers."""
+        return step.cut_at(None)
+
+
+@dataclass(frozen=True)
+class AutoLayerOption:
+    """Layers end where few bytes cross and the work is balanced; marks do not matter.
+
+    Attributes:
+        layer_num: None for as many as suit (`trace.clusters.cluster`).
+        eps: a layer has at most `1 + eps` times the mean work.
+    """
+
+    layer_num: int | None = None
+    eps: float = 0.6
+
+    def layered(self, step: TracedStep) -> TracedStep:
+        """The step with its layers. Raises PlanError: more layers than equations."""
+        try:
+            return step.cut_at(cluster(step.loss(1), self.layer_num, self.eps))
+        except LayerCountError as error:
+            raise PlanError(str(error)) from error
+
 
 @dataclass(frozen=True)
 class AutoStageOption:
-    """Stages, submeshes and shardings as the search finds them best (`plan.search`)."""
+    """Stages, submeshes and shardings as the search finds them best (`plan.search`).
+
+    Attributes:
+        cost: what a layer takes: "model", by its operations over the devices' rates, or "profile",
+            compiled and timed on this machine's devices (`plan.profile`).
+    """
+
+    cost: str = "model"
 
 
 @dataclass(frozen=True)
@@ -69,7 +102,7 @@ class UniformStageOption:
             cluster.num_devices,
         )
         each = cluster.num_devices // num_meshes
-        shape = self.logical_mesh_shape or (each, 1)
+        shape = pair("logical_mesh_shape", self.logical_mesh_shape or (each, 1))
         if math.prod(shape) != each:
             raise PlanError(
                 f"a logical mesh of {shape[0]} × {shape[1]} does not fit the {each} devices of "
@@ -109,7 +142,8 @@ class ManualStageOption:
         _check_layers(layers, step.loss(1).num_layers)
         submeshes = self._submeshes(cluster)
         options = tuple(self.sharding_options or (None,) * len(layers))
-        unknown = [o for o in options if isinstance(o, str) and o not in _ZERO]
+        known = (None, *_ZERO)
+        unknown = [o for o in options if not isinstance(o, Mapping) and o not in known]
         if unknown:
             raise PlanError(
                 f'sharding_options: {unknown[0]!r} is not None, "zero2", "zero3" or a mapping'
@@ -133,16 +167,17 @@ class ManualStageOption:
 
     def _submeshes(self, cluster: ClusterShape) -> tuple[Submesh, ...]:
         found, first = [], 0
-        shapes = self.logical_mesh_shapes or [(h * d, 1) for h, d in self.submesh_shapes]
-        for s, ((hosts, each), shape) in enumerate(zip(self.submesh_shapes, shapes, strict=True)):
-            if min(hosts, each) < 1:
-                raise PlanError(f"stage {s}: a submesh of {hosts} × {each} devices holds none")
+        for s, submesh in enumerate(self.submesh_shapes):
+            hosts, each = pair(f"stage {s}: its submesh_shapes", submesh)
+            shape = hosts * each, 1
+            if self.logical_mesh_shapes is not None:
+                shape = pair(f"stage {s}: its logical_mesh_shapes", self.logical_mesh_shapes[s])
             if math.prod(shape) != hosts * each:
                 raise PlanError(
                     f"stage {s}: a logical mesh of {shape[0]} × {shape[1]} does not fit a submesh "
                     f"of {hosts * each} devices"
                 )
-            found.append(Submesh(tuple(range(first, first + hosts * each)), (shape[0], shape[1])))
+            found.append(Submesh(tuple(range(first, first + hosts * each)), shape))
             first += hosts * each
         if first != cluster.num_devices:
             raise PlanError(
@@ -152,13 +187,36 @@ class ManualStageOption:
         return tuple(found)
 
 
-def layer_option_of(option: str | ManualLayerOption) -> ManualLayerOption:
+def pair(what: str, value: Any) -> tuple[int, int]:
+    """Two numbers that count devices. Raises PlanError for anything else."""
+    listed = tuple(value) if isinstance(value, (tuple, list)) else ()
+    if len(listed) != 2 or not all(isinstance(n, int) and n > 0 for n in listed):
+        raise PlanError(f"{what}={value!r} must be two whole numbers, at least 1")
+    return listed
+
+
+def layer_option_of(
+    option: str | ManualLayerOption | AutoLayerOption,
+) -> ManualLayerOption | AutoLayerOption:
     """The option that a word stands for. Raises PlanError for another."""
-    if isinstance(option, ManualLayerOption):
+    if isinstance(option, (ManualLayerOption, AutoLayerOption)):
         return option
     if option == "manual":
         return ManualLayerOption()
-    raise PlanError(f'layer_option={option!r} is not "manual" or a ManualLayerOption')
+    if option == "auto":
+        return AutoLayerOption()
+    raise PlanError(
+        f'layer_option={option!r} is not "manual", "auto", a ManualLayerOption or an '
+        "AutoLayerOption"
+    )
+
+
+def with_layers(step: TracedStep, num_layers: int | None) -> TracedStep:
+    """The step with so many automatic layers; None: at its marks, and automatic ones where it has
+    no marks. Raises PlanError: more layers than equations."""
+    if num_layers is None and step.loss(1).num_layers > 1:
+        return step
+    return AutoLayerOption(num_layers).layered(step)
 
 
 def stage_option_of(
@@ -200,11 +258,13 @@ def _stages_and_meshes(
             f"parallel.schedule=interleaved_1f1b; {schedule} runs one stage on each submesh"
         )
     for key, number in (("num_stages", asked), ("stages_per_mesh", stages_per_mesh)):
+        if number is not None and number < 1:
+            raise PlanError(f"parallel.{key}={number} must be at least 1")
         if number is not None and number > num_layers:
             raise PlanError(
                 f"parallel.{key}={number} is more than the model's {num_layers} layers (one more "
-                "than its mark_pipeline_boundary() calls); ask for fewer stages or mark more "
-                "boundaries"
+                "than its mark_pipeline_boundary() calls); ask for fewer stages, mark more "
+                "boundaries, or ask for more layers with parallel.num_layers"
             )
     each: Sequence[int] = (stages_per_mesh,) if stages_per_mesh else (1,)
     if stages_per_mesh is None and several and asked != 1 and num_layers > 1:

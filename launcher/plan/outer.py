@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from launcher.plan.place import Placer, Segment, Send
 from launcher.plan.stages import StageGraph
 from launcher.trace.graph import Atom, Equation, Var, inline_calls, is_var
+from launcher.trace.keys import fold_slices
 from launcher.trace.step import Loss, TracedStep
 
 
@@ -156,13 +157,20 @@ def place_outer(
 def _operands(
     step: TracedStep, loss: Loss, slicing: Slicing, batch: frozenset[Var]
 ) -> tuple[tuple[Operand, ...], list[Equation]]:
-    """What holds each loss operand, and the equations that stack those that are computed."""
+    """What holds each loss operand, and the equations that stack those that are computed: what is
+    cut into slices, and random keys, of which every slice has its own."""
     operands, equations = [], []
-    for atom, axis in zip(step.loss_equation.invars, loss.slice_axes, strict=True):
-        if axis is None or atom in batch:
+    for i, (atom, axis) in enumerate(zip(step.loss_equation.invars, loss.slice_axes, strict=True)):
+        is_key = loss.keys[i]
+        if not is_key and (axis is None or atom in batch):
             operands.append(Operand(atom, axis is not None, atom in batch))
             continue
-        extra, (stacked,) = splice(lambda x, axis=axis: slicing.stack(x, axis), [atom])
+
+        def make(x: Any, i: int = i, is_key: bool = is_key, axis: int = axis or 0) -> Any:
+            x = fold_slices(x, loss.raw_keys[i], loss.num_slices) if is_key else x
+            return slicing.stack(x, axis)
+
+        extra, (stacked,) = splice(make, [atom])
         equations += extra
         operands.append(Operand(stacked, True, False))
     return tuple(operands), equations

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.errors import PlanError
-from launcher.plan.schedule import Schedule, make_schedule
+from launcher.plan.remat import POLICIES
+from launcher.plan.schedule import SCHEDULES, SEVERAL_STAGES_A_MESH, Schedule, make_schedule
 from launcher.plan.sharding.dims import Spec, axes
 from launcher.plan.sharding.names import leaf_names
+from launcher.trace.clusters import LayerEnds
 from launcher.trace.step import TracedStep
 
 
@@ -70,11 +74,27 @@ class RunnerUp:
 
 
 @dataclass(frozen=True)
+class ProfiledLayers:
+    """What was measured of layers that are one program, on `model` devices of a model axis with
+    all devices at work: the seconds of a slice of so many rows; or why there are none."""
+
+    layers: tuple[int, ...]
+    model: int
+    rows: int
+    forward_seconds: float
+    backward_seconds: float
+    failure: str = ""
+
+
+@dataclass(frozen=True)
 class Plan:
     """The whole plan.
 
     `predicted_tflops_per_device` counts the model's operations only, as MFU does;
-    `…_with_remat` also those that are done again.
+    `…_with_remat` also those that are done again. `runners_up` are what a search found next best;
+    `notes` say what a person should know of the plan. `layer_ends`: where layers end, as
+    `trace.clusters` tells it; None: at the model's own marks.
+    `profiled`: what the predictions rest on, where it was measured.
     """
 
     method: str
@@ -93,6 +113,9 @@ class Plan:
     predicted_bubble_fraction: float
     fingerprint: str
     runners_up: tuple[RunnerUp, ...] = ()
+    notes: tuple[str, ...] = ()
+    layer_ends: LayerEnds | None = None
+    profiled: tuple[ProfiledLayers, ...] = ()
 
     @property
     def num_replicas(self) -> int:
@@ -119,7 +142,7 @@ class Plan:
         """The schedule of a step: for every mesh, its tasks in order.
 
         Raises:
-            PlanError: stages share meshes in another order than the schedule has them.
+            PlanError: stages share meshes, and the schedule has none do so, or in another order.
         """
         count = len(self.meshes)
         if self.mesh_of != tuple(s % count for s in range(len(self.stages))):
@@ -127,32 +150,25 @@ class Plan:
                 f"stages on the same devices must come round in turn; {len(self.stages)} stages "
                 f"are on meshes {', '.join(map(str, self.mesh_of))}"
             )
+        several = self.schedule in SEVERAL_STAGES_A_MESH
+        if len(self.stages) % count or (len(self.stages) > count and not several):
+            raise PlanError(
+                f"{self.schedule} cannot run {len(self.stages)} stages on {count} submeshes"
+            )
         return make_schedule(self.schedule, len(self.stages), count, self.num_micro_batches)
 
     def validate(self, step: TracedStep) -> None:
         """Prove that the plan, perhaps edited by hand, can be carried out.
 
         Raises:
-            PlanError: layers or devices that are missing or used twice, a logical mesh of another
-                size than its devices, or a sharding that does not fit; the message says where.
+            PlanError: layers or devices that are missing, unknown or used twice, a logical mesh of
+                another size than its devices, a schedule or remat that is unknown or does not fit,
+                or a sharding that does not; the message says where.
         """
-        layers = [layer for stage in self.stages for layer in stage.layers]
-        num_layers = step.loss(1).num_layers
-        if layers != list(range(num_layers)):
-            raise PlanError(f"stages hold layers {layers}; the model has 0 to {num_layers - 1}")
-        used = [device for mesh in self.meshes for device in mesh]
-        if len(set(used)) != len(used):
-            raise PlanError(f"a device is in two submeshes: {sorted(used)}")
+        _check_order(self, step.loss(1).num_layers)
         shapes = dict(zip(leaf_names(step), (v.aval.shape for v in step.invars), strict=True))
         for index, stage in enumerate(self.stages):
-            if math.prod(stage.logical_mesh) != len(stage.devices):
-                raise PlanError(
-                    f"stage {index}: a logical mesh of {stage.logical_mesh} does not fit "
-                    f"{len(stage.devices)} devices"
-                )
-            sizes = dict(zip(("data", "model"), stage.logical_mesh, strict=True))
-            for name, spec in stage.shardings.items():
-                _check_spec(index, name, spec, shapes.get(name), sizes)
+            _check_stage(index, stage, shapes)
         self.tasks()
 
     def to_dict(self) -> dict[str, Any]:
@@ -171,9 +187,47 @@ class Plan:
             transfers = tuple(Transfer(**t) for t in tree["transfers"])
             others = tuple(RunnerUp(**other) for other in tree.get("runners_up", ()))
             parts = {"stages": stages, "transfers": transfers, "runners_up": others}
+            parts["notes"] = tuple(tree.get("notes", ()))
+            parts["layer_ends"] = _tuple(tree.get("layer_ends"))
+            profiled = tree.get("profiled", ())
+            parts["profiled"] = tuple(ProfiledLayers(**_tuples(p)) for p in profiled)
+            ClusterShape(**tree["cluster"])
             return cls(**{**tree, **parts})
-        except (TypeError, KeyError) as error:
+        except (AttributeError, KeyError, TypeError) as error:
             raise PlanError(f"this is not a plan of this version: {error}") from error
+
+
+def _check_order(plan: Plan, num_layers: int) -> None:
+    """Schedule, layers and devices of the whole plan."""
+    if plan.schedule not in SCHEDULES:
+        raise PlanError(f"schedule {plan.schedule!r} is not one of {', '.join(SCHEDULES)}")
+    if plan.num_micro_batches < 1:
+        raise PlanError(f"num_micro_batches={plan.num_micro_batches} must be at least 1")
+    layers = [layer for stage in plan.stages for layer in stage.layers]
+    if layers != list(range(num_layers)):
+        raise PlanError(f"stages hold layers {layers}; the model has 0 to {num_layers - 1}")
+    used = [device for mesh in plan.meshes for device in mesh]
+    if len(set(used)) != len(used):
+        raise PlanError(f"a device is in two submeshes: {sorted(used)}")
+    count = plan.cluster["hosts"] * plan.cluster["devices_per_host"]
+    unknown = sorted(set(used) - set(range(count)))
+    if unknown:
+        raise PlanError(f"device {unknown[0]} is not one of the cluster's, 0 to {count - 1}")
+
+
+def _check_stage(index: int, stage: StagePlan, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    if not stage.layers:
+        raise PlanError(f"stage {index} has no layers")
+    if stage.remat not in POLICIES:
+        raise PlanError(f"stage {index}: remat {stage.remat!r} is not one of {', '.join(POLICIES)}")
+    shape = stage.logical_mesh
+    if len(shape) != 2 or min(shape) < 1 or math.prod(shape) != len(stage.devices):
+        raise PlanError(
+            f"stage {index}: a logical mesh of {shape} does not fit {len(stage.devices)} devices"
+        )
+    sizes = dict(zip(("data", "model"), shape, strict=True))
+    for name, spec in stage.shardings.items():
+        _check_spec(index, name, spec, shapes.get(name), sizes)
 
 
 def _check_spec(
@@ -184,10 +238,13 @@ def _check_spec(
         raise PlanError(f"{where}: the step has no such argument")
     if len(spec) > len(shape):
         raise PlanError(f"{where}: {len(spec)} entries for an array of shape {shape}")
+    used = [a for axis in spec for a in axes(axis)]
+    unknown = [a for a in used if a not in sizes]
+    if unknown:
+        raise PlanError(f"{where}: {unknown[0]!r} is not an axis; they are data and model")
+    if len(set(used)) != len(used):
+        raise PlanError(f"{where}: an axis can cut one dimension, and {spec} has one twice")
     for length, axis in zip(shape, spec, strict=False):
-        unknown = [a for a in axes(axis) if a not in sizes]
-        if unknown:
-            raise PlanError(f"{where}: {unknown[0]!r} is not an axis; they are data and model")
         if length % math.prod(sizes[a] for a in axes(axis)):
             raise PlanError(f"{where}: {length} cannot be cut along {axis} of {sizes}")
 

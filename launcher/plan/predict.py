@@ -16,15 +16,18 @@ from launcher.plan.schedule import Kind, Task
 from launcher.plan.sharding.cost import (
     all_reduce_seconds,
     backward_seconds,
+    flow,
     forward_seconds,
     gather_seconds,
+    is_active,
     load,
 )
 from launcher.plan.sharding.dims import Sharding, parts
 from launcher.plan.sharding.layout import DATA, ROWS, Layout
+from launcher.plan.sharing import Shared, simulate_shared
 from launcher.plan.simulate import TimedTask, bubble_fraction, simulate, step_seconds
 from launcher.plan.stages import StageGraph
-from launcher.trace.graph import Equation, dependents, nbytes
+from launcher.trace.graph import Equation, nbytes
 from launcher.trace.step import Loss, TracedStep
 
 
@@ -44,19 +47,25 @@ def stage_seconds(
     cluster: ClusterShape,
     link: float,
     again: Sequence[Equation],
+    measured: tuple[float, float] | None = None,
 ) -> StageSeconds:
     """What a stage takes for a microbatch, on each of its devices.
 
     Args:
         link: bytes/s between its devices. again: what its backward pass computes once more.
+        measured: of the forward and the backward pass, instead of the model's own.
     """
     seeds = {loss.invars[i]: layout.operand(i) for i in graph.operands}
     seeds |= {v: layout.activation(v) for v in graph.activations_in}
     sharding = layout.inside(graph.equations, seeds)
     forward, work, sums = _both(sharding, graph, loss, cluster, link)
     if not (graph.wrt or graph.active_in):
+        forward = measured[0] if measured else forward
         return StageSeconds(forward + cluster.latency, 0.0, 0.0)
     repeated = _both(layout.inside(again, seeds), graph, loss, cluster, link)[0]
+    if measured:
+        repeated *= measured[0] / forward if forward else 0.0
+        forward, work, sums = *measured, 0.0
     gathered = [i for i in graph.operands if layout.is_gathered(i)]
     gather = sum(_data_seconds(i, loss, layout, cluster, link) for i in gathered)
     forward += gather + cluster.latency
@@ -70,13 +79,12 @@ def _both(
 ) -> tuple[float, float, float]:
     """Forward seconds; the backward pass's own work; its sums."""
     sources = [*(loss.invars[i] for i in graph.wrt), *graph.active_in]
-    flowing = dependents(graph.equations, sources)
+    flows = flow(graph.equations, sources)
     forward = work = sums = 0.0
     for use in sharding.dims.uses:
-        active = use.scope > 0 or any(v in flowing for v in use.eqn.outvars)
-        found = load(use, sharding, active)
+        found = load(use, sharding, flows)
         forward += forward_seconds(found, sharding.sizes, cluster, link)
-        if active:
+        if is_active(use, flows):
             own = backward_seconds(
                 dataclasses.replace(found, backward={}), sharding.sizes, cluster, link
             )
@@ -143,7 +151,11 @@ def timeline(plan: Plan) -> list[TimedTask]:
         replicas = plan.num_replicas  # each on its own link
         return cluster.latency + size.get((src, dst), 0) / speed / replicas
 
-    return simulate(plan.tasks(), duration, transfer)
+    if cluster.at_once is None or cluster.at_once >= cluster.num_devices:
+        return simulate(plan.tasks(), duration, transfer)
+    machine = Shared(cluster.num_devices, cluster.at_once)
+    devices_of = [len(mesh) for mesh in plan.meshes]
+    return simulate_shared(plan.tasks(), duration, transfer, devices_of, machine)
 
 
 def measured_bubble(plan: Plan, seconds: Mapping[Task, float]) -> float:

@@ -31,10 +31,13 @@ def print_plan(console: Console, plan: Plan) -> None:
     console.print()
     console.print(headline(plan), style="bold", soft_wrap=True)
     console.print(plan_table(plan))
-    for words in shardings_in_words(plan):
+    for words in (*shardings_in_words(plan), *plan.notes):
         console.print(words, soft_wrap=True)
     console.print(predictions(plan), soft_wrap=True)
     console.print(bottleneck(plan), soft_wrap=True)
+    if plan.profiled:
+        console.print("\nmeasured layers, in slices of so many rows:", soft_wrap=True)
+        console.print(profile_table(plan))
     if plan.runners_up:
         console.print("runners-up:", soft_wrap=True)
     for other in plan.runners_up:
@@ -52,7 +55,8 @@ def bottleneck(plan: Plan) -> str:
     slowest = max(range(len(each)), key=each.__getitem__)
     busy = plan.num_micro_batches * each[slowest]
     once = max(stage.update_seconds for stage in plan.stages)
-    share = percent_text(busy / plan.predicted_step_seconds)
+    # Devices that share a machine are faster than these seconds while others wait.
+    share = percent_text(min(1.0, busy / plan.predicted_step_seconds))
     return (
         f"bottleneck: stage {slowest}, busy {share} of the step; gradient sums and update "
         f"{seconds_text(once)}"
@@ -104,6 +108,18 @@ def plan_table(plan: Plan) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for row in zip(*columns.values(), strict=True):
         table.add_row(*row)
+    return table
+
+
+def profile_table(plan: Plan) -> Table:
+    """What was measured (`parallel.cost=profile`): a row a distinct layer, mesh and size."""
+    table = plain_table()
+    for name in ("layers", "model", "rows", "forward", "backward", ""):
+        table.add_column(name, justify="right" if name else "left", no_wrap=bool(name))
+    for found in plan.profiled:
+        seconds = [seconds_text(found.forward_seconds), seconds_text(found.backward_seconds)]
+        known = [str(found.rows), *seconds] if not found.failure else ["-", "-", "-"]
+        table.add_row(ranges_text(found.layers), str(found.model), *known, Text(found.failure))
     return table
 
 

@@ -1,7 +1,7 @@
 """The pictures of a run: its loss over the steps, and the simulated timeline of its pipeline.
 
-`launcher.train` calls these at a run's end. Matplotlib is imported only when a picture is drawn,
-and without any global state (no pyplot).
+`launcher.train` calls these at a run's end, and for `task=plan`. Matplotlib is imported only when a
+picture is drawn, and without any global state (no pyplot).
 """
 
 from __future__ import annotations
@@ -91,15 +91,18 @@ def plot_timeline(timeline: Sequence[TimedTask], path: Path, title: str = "") ->
     kinds = list(dict.fromkeys(timed.task.kind.value for timed in timeline))
     for kind in kinds:
         tasks = [timed for timed in timeline if timed.task.kind.value == kind]
-        axes.barh(
-            [timed.mesh for timed in tasks],
-            [(timed.end - timed.start) * factor for timed in tasks],
-            left=[timed.start * factor for timed in tasks],
-            color=TASK_COLOURS.get(kind, OTHER_TASK),
-            edgecolor="white",
-            linewidth=0.6,
-            height=0.86,
-        )
+        for mesh in sorted({timed.mesh for timed in tasks}):  # one collection: fast for any number
+            axes.broken_barh(
+                [
+                    (timed.start * factor, (timed.end - timed.start) * factor)
+                    for timed in tasks
+                    if timed.mesh == mesh
+                ],
+                (mesh - 0.43, 0.86),
+                facecolor=TASK_COLOURS.get(kind, OTHER_TASK),
+                edgecolor="white",
+                linewidth=0.6 if len(timeline) <= MOST_NUMBERED_TASKS else 0.0,
+            )
         _number_tasks(axes, tasks, factor, inches_per_second=(width - 1.5) / total)
     axes.set_yticks(range(meshes), [_stages_of(mesh, timeline) for mesh in range(meshes)])
     axes.invert_yaxis()

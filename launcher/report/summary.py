@@ -33,8 +33,9 @@ FILE_NAME = "summary.json"
 class Summary:
     """What one run came to. Times in seconds, None where a thing was not measured.
 
-    `exit_reason` is `done`, `interrupted`, `preempted`, or a sentence that says what failed.
-    Medians and losses are over all of the run's logged steps, also those before a restart.
+    `exit_reason` is `done`, `planned` (`task=plan`), `interrupted`, `preempted`, or a sentence that
+    says what failed. `job_id` and `nodes` are those of a Slurm job. Medians and losses are over all
+    of the run's logged steps, also those before a restart.
     """
 
     run_id: str
@@ -51,12 +52,16 @@ class Summary:
     bubble_fraction: float | None = None
     predicted_bubble_fraction: float | None = None
     peak_memory_bytes: int | None = None
+    predicted_samples_per_second: float | None = None
+    predicted_peak_memory_bytes: int | None = None
     num_parameters: int | None = None
     plan_seconds: float | None = None
     compile_seconds: float | None = None
     time_to_first_step_seconds: float | None = None
     total_seconds: float | None = None
     restarts: int = 0
+    job_id: str | None = None
+    nodes: tuple[str, ...] = ()
     wandb_url: str | None = None
     wandb_sync_command: str | None = None
 
@@ -119,6 +124,8 @@ def _results(summary: Summary) -> list[tuple[str, str]]:
         size = f"{count_text(summary.num_parameters)} parameters"
         if summary.peak_memory_bytes is not None:
             size += f", {bytes_text(summary.peak_memory_bytes)} at most on a device"
+            if summary.predicted_peak_memory_bytes is not None:
+                size += f" (predicted {bytes_text(summary.predicted_peak_memory_bytes)})"
         lines.append(("model", size))
     if summary.restarts:
         lines.append(("restarts", str(summary.restarts)))

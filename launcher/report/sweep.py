@@ -17,7 +17,7 @@ from rich.text import Text
 
 from launcher.report.console import plain_table
 from launcher.report.summary import FILE_NAME, shown_path
-from launcher.report.text import loss_text, seconds_text
+from launcher.report.text import bytes_text, loss_text, percent_text, seconds_text
 
 # They say which run it is, and not what is different about it.
 IDENTITY = ("run.id", "run.dir", "wandb.name", "wandb.group")
@@ -40,12 +40,29 @@ RESULTS = (
     Result("samples_per_second", "samples/s", max),
 )
 
+PLAN_RESULTS = (  # of runs that were planned and not run
+    Result("predicted_step_seconds", "predicted", min),
+    Result("predicted_samples_per_second", "samples/s", max),
+    Result("predicted_bubble_fraction", "bubble", min),
+    Result("predicted_peak_memory_bytes", "memory", min),
+)
 
-def comparison_table(run_dirs: Sequence[str | os.PathLike[str]]) -> Table:
+
+def is_done(run_dir: Path) -> bool:
+    """Whether a run has come to its end as it should."""
+    return _is_done(_summary(run_dir))
+
+
+def comparison_table(
+    run_dirs: Sequence[str | os.PathLike[str]], jobs: Sequence[str] | None = None
+) -> Table:
     """A row a run: its name, the settings in which the runs differ, its results, how it ended.
 
-    The best of each result among the runs that are done is marked with `*`. What went wrong with
-    the others stands below. A run without a summary is shown as not finished.
+    `jobs` says of each which job of a batch system it is and how far that is.
+
+    Runs that were only planned are compared by their predictions. The best of each result among
+    the runs that are done is marked with `*`. What went wrong with the others stands below. A run
+    without a summary is shown as not finished.
     """
     folders = [Path(run_dir) for run_dir in run_dirs]
     settings = [_settings(folder) for folder in folders]
@@ -56,23 +73,28 @@ def comparison_table(run_dirs: Sequence[str | os.PathLike[str]]) -> Table:
         table.title = Text(f"runs {shown_path(folders[0].parent / prefix)}*")
         table.title_justify = "left"
     keys = _differing(settings)
-    results = [_result_cells(result, summaries) for result in RESULTS]
+    planned = {summary.get("exit_reason") for summary in summaries if summary} == {"planned"}
+    columns = PLAN_RESULTS if planned else RESULTS
+    results = [_result_cells(result, summaries) for result in columns]
     table.add_column("run", no_wrap=True)
     for name in short_names(keys):
         table.add_column(name, justify="right", overflow="fold")
-    for result in RESULTS:
+    for result in columns:
         table.add_column(result.header, justify="right", no_wrap=True)
+    if jobs is not None:
+        table.add_column("job", no_wrap=True)
     table.add_column("ended", no_wrap=True)
     reasons = []
     for row, (folder, summary) in enumerate(zip(folders, summaries, strict=True)):
         name = folder.name.removeprefix(prefix)
-        ending, reason = _ending(summary)
+        ending, reason = _ending(summary) if summary or jobs is None else (UNSET, "")
         if reason:
             reasons.append(f"{name}: {reason}")
         table.add_row(
             name,
             *(_shown(settings[row].get(key)) for key in keys),
             *(cells[row] for cells in results),
+            *([] if jobs is None else [Text(jobs[row])]),
             Text(ending, style="" if _is_done(summary) else "bold red"),
         )
     if reasons:
@@ -106,7 +128,11 @@ def _number(name: str, value: float | None) -> str:
         return UNSET
     if name.endswith("_loss"):
         return loss_text(value)
-    return f"{value:,.1f}" if name == "samples_per_second" else seconds_text(value)
+    if name.endswith("_bytes"):
+        return bytes_text(value)
+    if name.endswith("_fraction"):
+        return percent_text(value)
+    return f"{value:,.1f}" if name.endswith("samples_per_second") else seconds_text(value)
 
 
 def _ending(summary: Mapping[str, Any]) -> tuple[str, str]:
@@ -118,7 +144,7 @@ def _ending(summary: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _is_done(summary: Mapping[str, Any]) -> bool:
-    return bool(summary.get("exit_reason") == "done")
+    return summary.get("exit_reason") in ("done", "planned")
 
 
 def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from launcher.config.schema import Wandb
+from launcher.report.plan_record import Rows
 from launcher.report.tracker import Metrics
 
 Mode = Literal["online", "offline"]
@@ -121,6 +122,30 @@ class WandbTracker:
 
     def message(self, text: str) -> None:
         pass
+
+    def tables(self, tables: Mapping[str, Rows]) -> None:
+        """Record tables beside the step that comes next."""
+
+        def add(run: Any) -> None:
+            import wandb
+
+            found = {
+                name: wandb.Table(columns=[*t.columns], data=t.rows) for name, t in tables.items()
+            }
+            run.log(found, commit=False)
+
+        self._attempt(add)
+
+    def pictures(self, paths: Sequence[Path]) -> None:
+        """Record PNG files, each under `plots/<its name>`."""
+
+        def add(run: Any) -> None:
+            import wandb
+
+            found = {f"plots/{path.stem}": wandb.Image(str(path)) for path in paths}
+            run.log(found, commit=False)
+
+        self._attempt(add)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Send `summary`, wait for the uploads (bounded), and end wandb's service process."""

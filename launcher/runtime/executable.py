@@ -7,24 +7,23 @@ its stage's devices. Imported by `train` and the public front.
 
 from __future__ import annotations
 
-import concurrent.futures
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from launcher.plan import Plan, PlanError
 from launcher.plan.schedule import Task
-from launcher.plan.sharding.layout import AXES, mesh_sizes
-from launcher.runtime.collectives import partition_spec
+from launcher.plan.simulate import TimedTask, simulate
 from launcher.runtime.emit import emit
-from launcher.runtime.instructions import Instruction, Run, Send
-from launcher.runtime.transfer import LocalTransfer, RemoteTransfer, absent, is_here, place
+from launcher.runtime.instructions import Run
+from launcher.runtime.placement import make_placement
+from launcher.runtime.programs import compile_programs
+from launcher.runtime.state import create_state
+from launcher.runtime.table import Row, build_table
+from launcher.runtime.transfer import is_here, place
 from launcher.runtime.transport import Transport
 from launcher.trace.step import TracedStep
 
@@ -39,15 +38,6 @@ class StageTimes:
 
     stage_seconds: tuple[float, ...]
     task_seconds: dict[Task, float]
-
-
-class _Row(NamedTuple):
-    """One row of the table: what it is, what to call, from which slots into which."""
-
-    instruction: Instruction
-    call: Any
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
 
 
 def compile_step(
@@ -71,7 +61,7 @@ def compile_step(
         )
     if len(devices) < plan.num_devices:
         raise PlanError(f"the plan needs {plan.num_devices} devices; here are {len(devices)}")
-    return Executable(step, plan, devices, transport)
+    return Executable(step.cut_at(plan.layer_ends), plan, devices, transport)
 
 
 class Executable:
@@ -80,6 +70,8 @@ class Executable:
     Attributes:
         plan: what it runs. compile_seconds: how long compiling took.
         in_shardings: a pytree like the arguments: where each leaf lives; None for the batch.
+        timeline: the tasks of the newest step that was profiled, with the seconds that each took,
+            set one after another as the plan orders them; None before.
     """
 
     def __init__(
@@ -92,151 +84,35 @@ class Executable:
         started = time.perf_counter()
         self.plan = plan
         self._step = step
-        self._transport = transport
         self._namespace = transport.open() if transport else 0
         self._calls = 0
-        self._emitted = emit(step, plan)
-        shapes = {
-            stage.devices: tuple(mesh_sizes(stage.logical_mesh, plan.num_replicas).values())
-            for stage in plan.stages
-        }
-        self._meshes = [
-            Mesh(np.array([devices[d] for d in mesh]).reshape(shapes[mesh]), AXES)
-            for mesh in plan.meshes
-        ]
-        self._offered = {
-            slot
-            for x in self._emitted.instructions
-            if isinstance(x, Send) and not self._is_local(x)
-            for slot in x.inputs
-        }
-        self._compiled = self._compile_all()
-        self._bind()
+        self.timeline: list[TimedTask] | None = None
+        emitted = emit(step, plan)
+        self._slicing = emitted.slicing
+        self._placement = make_placement(plan, devices, emitted.slots)
+        self._compiled = compile_programs(emitted, self._placement)
+        donated = tuple(step.donated)
+        self._table = build_table(emitted, self._placement, self._compiled, donated, transport)
+        where = {i: sharding for i, _, sharding in self._table.arguments}
+        flat = [where.get(i) for i in range(len(step.in_avals))]
+        self.in_shardings = jax.tree.unflatten(step.in_tree, flat)
         self.compile_seconds = time.perf_counter() - started
 
-    # -- building --------------------------------------------------------------------------------
-
-    def _sharding(self, slot: int) -> NamedSharding:
-        held = self._emitted.slots[slot]
-        return NamedSharding(self._meshes[held.mesh], partition_spec(held.spec))
-
-    def _compile_all(self) -> dict[str, Any]:
-        first: dict[str, Run] = {}
-        for instruction in self._emitted.instructions:
-            if isinstance(instruction, Run) and self._runs_here(instruction.mesh):
-                first.setdefault(instruction.program, instruction)
-        lowered = {name: self._lower(run) for name, run in first.items()}
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            compiled = pool.map(lambda x: x.compile(), lowered.values())
-            return dict(zip(lowered, compiled, strict=True))
-
-    def _lower(self, run: Run) -> Any:
-        def abstract(slot: int) -> jax.ShapeDtypeStruct:
-            aval = self._emitted.slots[slot].aval
-            return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=self._sharding(slot))
-
-        # What another process may not have pulled yet must not be written over.
-        donated = [k for k in run.donated if run.inputs[k] not in self._offered]
-        fun = self._emitted.programs[run.program]
-        jitted = jax.jit(
-            lambda *flat: tuple(fun(*flat)),
-            donate_argnums=donated,
-            out_shardings=tuple(self._sharding(slot) for slot in run.outputs),
-            keep_unused=True,
-        )
-        return jitted.lower(*(abstract(slot) for slot in run.inputs))
-
-    def _runs_here(self, mesh: int) -> bool:
-        return is_here(NamedSharding(self._meshes[mesh], PartitionSpec()))
-
-    def _bind(self) -> None:
-        """Turn the instructions into the table that a call follows: this process's part of them,
-        with everything that can be known beforehand looked up."""
-        emitted = self._emitted
-        self._offset = 0  # of a transfer's keys among those of one call
-        self._table: list[_Row] = []
-        for x in emitted.instructions:
-            if isinstance(x, Run):
-                if self._runs_here(x.mesh):
-                    self._table.append(_Row(x, self._compiled[x.program], x.inputs, x.outputs))
-            elif isinstance(x, Send):
-                transfer = self._transfer(x)  # elsewhere too: all count the same keys
-                if self._runs_here(x.src) or self._runs_here(x.dst):
-                    self._table.append(_Row(x, transfer, x.inputs, x.outputs))
-            else:
-                self._table.append(_Row(x, None, x.slots, ()))
-        self._template: list[Any] = [None] * len(emitted.slots)
-        for value, slot in emitted.constants:
-            if is_here(self._sharding(slot)):
-                self._template[slot] = place(value, self._sharding(slot))
-        self._fixed: dict[int, jax.Array] = {}  # results that no call computes here
-        for i, (result, literal, mesh) in enumerate(emitted.results):
-            if result is None:
-                sharding = NamedSharding(self._meshes[mesh], PartitionSpec())
-                value = np.asarray(literal.val, literal.aval.dtype)
-                here = is_here(sharding)
-                self._fixed[i] = place(value, sharding) if here else absent(value, sharding)
-            elif not is_here(self._sharding(result)):
-                self._fixed[i] = absent(emitted.slots[result].aval, self._sharding(result))
-        self._shared = self._results_shared()
-        self._arguments = [(i, slot, self._sharding(slot)) for i, slot in emitted.arguments]
-        where = {i: sharding for i, _, sharding in self._arguments}
-        flat = [where.get(i) for i in range(len(self._step.in_avals))]
-        self.in_shardings = jax.tree.unflatten(self._step.in_tree, flat)
-
-    def _results_shared(self) -> list[int]:
-        """Results whose array somebody else holds too: this object, the caller, another result.
-        They are copied, since the caller may donate any result to the next call."""
-        emitted = self._emitted
-        held = {slot for _, slot in emitted.constants}
-        held |= {slot for i, slot in emitted.arguments if not self._step.donated[i]}
-        shared = []
-        for i, (slot, _, mesh) in enumerate(emitted.results):
-            if self._runs_here(mesh) and (slot is None or slot in held):
-                shared.append(i)
-            if slot is not None:
-                held.add(slot)
-        return shared
-
-    def _is_local(self, send: Send) -> bool:
-        devices = [d for mesh in (send.src, send.dst) for d in self._meshes[mesh].devices.flat]
-        return len({d.process_index for d in devices}) == 1
-
-    def _transfer(self, send: Send) -> LocalTransfer | RemoteTransfer:
-        src = [self._sharding(slot) for slot in send.inputs]
-        dst = [self._sharding(slot) for slot in send.outputs]
-        if self._is_local(send):
-            return LocalTransfer(dst)
-        if self._transport is None:
-            raise PlanError("stages of different processes need a transport to exchange arrays")
-        avals = [self._emitted.slots[slot].aval for slot in send.inputs]
-        transfer = RemoteTransfer(avals, src, dst, self._transport, self._offset)
-        self._offset += transfer.num_keys
-        return transfer
-
-    # -- running ---------------------------------------------------------------------------------
-
     def __call__(self, *args: Any) -> Any:
-        """Run one step; returns without waiting. Donated arguments are consumed. Among several
-        processes a step is begun when the one before is complete here.
+        """Run one step; returns without waiting. Donated arguments are consumed.
 
         Raises:
             TypeError: the arguments' structure, shapes or dtypes are not those that were traced.
         """
-        if self._transport is not None:
-            # A process that runs ahead of the others fills the queues of its own devices, and a
-            # collective between these can then wait for ever (seen with two devices a process).
-            leaves = jax.tree.leaves(args)
-            jax.block_until_ready([leaves[i] for i, _, s in self._arguments if is_here(s)])
         slots = self._fill(args)
         key = self._next_key()
-        for _, call, inputs, outputs in self._table:
+        for _, call, inputs, outputs, keyed in self._table.rows:
             if call is None:
                 for i in inputs:
                     slots[i] = None
                 continue
             arrays = [slots[i] for i in inputs]
-            results = call(key, arrays) if type(call) is RemoteTransfer else call(*arrays)
+            results = call(key, arrays) if keyed else call(*arrays)
             for i, value in zip(outputs, results):  # noqa: B905 (the step's hot loop)
                 slots[i] = value
         return self._results(slots)
@@ -248,47 +124,62 @@ class Executable:
         seconds: dict[Task, float] = {}
         busy = [0.0] * len(self.plan.stages)
         jax.block_until_ready([x for x in slots if x is not None])
-        for instruction, call, inputs, outputs in self._table:
-            if call is None:
-                for i in inputs:
-                    slots[i] = None
-                continue
-            arrays = [slots[i] for i in inputs]
-            start = time.perf_counter()
-            results = call(key, arrays) if type(call) is RemoteTransfer else call(*arrays)
-            jax.block_until_ready([x for x in results if x.addressable_shards])
-            taken = time.perf_counter() - start
-            for i, value in zip(outputs, results, strict=True):
-                slots[i] = value
-            if isinstance(instruction, Run):
-                task = instruction.task
-                stage = task.stage if task else self.plan.mesh_of.index(instruction.mesh)
+        for row in self._table.rows:
+            taken = _timed(row, slots, key)
+            if isinstance(row.instruction, Run):
+                task = row.instruction.task
+                stage = task.stage if task else self.plan.mesh_of.index(row.instruction.mesh)
                 busy[stage] += taken
                 if task is not None:
                     seconds[task] = taken
+        self.timeline = simulate(self.plan.tasks(), lambda task: seconds.get(task, 0.0))
         return self._results(slots), StageTimes(tuple(busy), seconds)
+
+    def create(self, init: Callable[..., Any], *args: Any) -> Any:
+        """Make the step's first argument in place: `init(*args)`, every leaf on its own stage.
+
+        Raises:
+            TypeError: `init` does not return what the step takes.
+        """
+        return create_state(init, args, self.in_shardings[0], self._placement.meshes)
+
+    def hlo_text(self) -> dict[str, str]:
+        """The compiled programs as text, by name."""
+        return {name: compiled.as_text() for name, compiled in self._compiled.items()}
+
+    def memory_bytes(self) -> dict[str, int]:
+        """What each compiled program needs on every device of its mesh: its arguments, what it
+        makes of them, and what it holds in between. By the program's name."""
+        return {
+            name: found.argument_size_in_bytes
+            + found.output_size_in_bytes
+            + found.temp_size_in_bytes
+            - found.alias_size_in_bytes
+            for name, compiled in self._compiled.items()
+            if (found := compiled.memory_analysis()) is not None
+        }
 
     def _next_key(self) -> int:
         """The first key of a call's transfers: unique to this executable and call, and the same in
         every process."""
         self._calls += 1
-        return (self._namespace << 48) + self._calls * self._offset
+        return (self._namespace << 48) + self._calls * self._table.num_keys
 
     def _fill(self, args: tuple[Any, ...]) -> list[Any]:
         leaves, tree = jax.tree.flatten(args)
-        if not _equal(tree, self._step.in_tree):
+        if tree != self._step.in_tree:
             raise TypeError(f"the step was compiled for arguments {self._step.in_tree}, not {tree}")
-        slots = self._template.copy()
+        slots = self._table.slots.copy()
         moved = []
-        for i, slot, sharding in self._arguments:
+        for i, slot, sharding in self._table.arguments:
             leaf = leaves[i]
             if getattr(leaf, "sharding", None) == sharding:
                 slots[slot] = leaf
             else:
                 moved.append((leaf, slot, sharding))
-        for i, slot, axis in self._emitted.batches:
-            rows = leaves[i] if axis is None else self._emitted.slicing.stack(leaves[i], axis)
-            moved.append((rows, slot, self._sharding(slot)))
+        for i, slot, sharding, axis in self._table.batches:
+            rows = leaves[i] if axis is None else self._slicing.stack(leaves[i], axis)
+            moved.append((rows, slot, sharding))
         mine = [x for x in moved if x[2].is_fully_addressable]
         if mine:
             values, places, shardings = zip(*mine, strict=True)
@@ -300,53 +191,24 @@ class Executable:
         return slots
 
     def _results(self, slots: list[Any]) -> Any:
-        flat = [
-            self._fixed[i] if slot is None or i in self._fixed else slots[slot]
-            for i, (slot, _, _) in enumerate(self._emitted.results)
-        ]
-        for i in self._shared:
+        fixed = self._table.fixed
+        flat = [fixed[i] if s is None else slots[s] for i, s in enumerate(self._table.results)]
+        for i in self._table.shared:
             flat[i] = flat[i].copy()
         return jax.tree.unflatten(self._step.out_tree, flat)
 
-    # -- state -----------------------------------------------------------------------------------
 
-    def create(self, init: Callable[..., Any], *args: Any) -> Any:
-        """Make the step's first argument in place: `init(*args)`, every leaf on its own stage.
-
-        Raises:
-            TypeError: `init` does not return what the step takes.
-        """
-        expected = self.in_shardings[0]
-        shapes = jax.eval_shape(init, *args)
-        if not _equal(jax.tree.structure(shapes), jax.tree.structure(expected)):
-            raise TypeError("init does not return the structure that the step takes")
-        shardings = jax.tree.leaves(expected)
-        avals = jax.tree.leaves(shapes)
-        made = [None if is_here(s) else absent(a, s) for a, s in zip(avals, shardings, strict=True)]
-
-        def on_stage(mesh: Mesh) -> None:
-            mine = [i for i, s in enumerate(shardings) if s.mesh == mesh and is_here(s)]
-            if not mine:
-                return
-
-            def some(*inputs: Any) -> list[Any]:
-                leaves = jax.tree.leaves(init(*inputs))
-                return [leaves[i] for i in mine]
-
-            whole = NamedSharding(mesh, PartitionSpec())
-            here = jax.tree.map(lambda x: place(x, whole), args)
-            values = jax.jit(some, out_shardings=[shardings[i] for i in mine])(*here)
-            for i, value in zip(mine, values, strict=True):
-                made[i] = value
-
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(on_stage, self._meshes))
-        return jax.tree.unflatten(jax.tree.structure(shapes), made)
-
-    def hlo_text(self) -> dict[str, str]:
-        """The compiled programs as text, by name."""
-        return {name: compiled.as_text() for name, compiled in self._compiled.items()}
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return bool(a == b)  # mypy cannot compare JAX's PyTreeDef
+def _timed(row: Row, slots: list[Any], key: int) -> float:
+    """Do one row and wait for it; the seconds that took."""
+    if row.call is None:
+        for i in row.inputs:
+            slots[i] = None
+        return 0.0
+    arrays = [slots[i] for i in row.inputs]
+    start = time.perf_counter()
+    results = row.call(key, arrays) if row.keyed else row.call(*arrays)
+    jax.block_until_ready([x for x in results if x.addressable_shards])
+    taken = time.perf_counter() - start
+    for i, value in zip(row.outputs, results, strict=True):
+        slots[i] = value
+    return taken

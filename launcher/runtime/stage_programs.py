@@ -19,14 +19,20 @@ from launcher.plan.joint import Name, trace_joint
 from launcher.plan.outer import Operand, Slicing, accumulator_dtype
 from launcher.plan.passes import Pass, cut, outputs_by_kind
 from launcher.plan.schedule import Kind, Task, backward_follows
-from launcher.plan.sharding.dims import Spec
+from launcher.plan.sharding.dims import Sharding, Spec, parts
 from launcher.plan.sharding.layout import DATA, Layout
 from launcher.plan.stages import StageGraph
 from launcher.runtime.collectives import constrained, scatter
-from launcher.trace.graph import Var
+from launcher.trace.graph import Var, nbytes
 from launcher.trace.step import Loss
 
 _SUMS = ("result", "grad", "unsummed")
+
+# A stage whose backward pass follows at once does both in one program, which costs one start less,
+# unless what the program would keep inside is large: of its memory XLA:CPU asks for one block a
+# run, and glibc fetches a block of 32 MiB or more from the system each time, page by page (a third
+# of such a program's time). Between programs the same values are many smaller blocks.
+_MOST_INSIDE = 8 << 20  # bytes of residuals
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,22 +75,32 @@ def stage_programs(
     """
     maker = _Maker(loss, operands, slicing, layout)
     kinds = {task.kind for task in tasks if task.stage == graph.index}
-    together = not graph.activations_out and backward_follows(tasks, graph.index)
+    at_once = not graph.activations_out and backward_follows(tasks, graph.index)
     joint = trace_joint(
         graph,
         loss,
         [i for i in graph.wrt if i in grads],
         [i for i in graph.operands if maker.varies(i)],
-        "none" if together else remat,  # what is used at once need not be computed again
+        "none" if at_once else remat,  # what is used at once need not be computed again
         open_checkpoints=Kind.BACKWARD_WEIGHT in kinds,
     )
     inside = layout.inside(joint.equations, {v: _spec(n, layout) for n, v in joint.inputs.items()})
+    passes = cut(joint, outputs_by_kind(joint, results, kinds, together=False))
+    together = at_once and _residual_bytes(passes[Kind.FORWARD], inside) <= _MOST_INSIDE
+    if together:
+        passes = cut(joint, outputs_by_kind(joint, results, kinds, together=True))
     found: dict[Kind, StageProgram] = {}
-    for kind, one_slice in cut(joint, outputs_by_kind(joint, results, kinds, together)).items():
+    for kind, one_slice in passes.items():
         word = kind.value if found or not together else f"forward_{kind.value}"
         left = {n.of: inside.spec(n.of) for n in one_slice.outputs if n.kind == "residual"}
         found[kind] = maker.program(f"stage.{graph.index}.{word}", one_slice, left)
     return found
+
+
+def _residual_bytes(forward: Pass, inside: Sharding) -> int:
+    """What a forward pass leaves on each device, in bytes."""
+    left = [name.of for name in forward.outputs if name.kind == "residual"]
+    return sum(nbytes(v.aval) // parts(inside.spec(v), inside.sizes) for v in left)
 
 
 def _spec(name: Name, layout: Layout) -> Spec:
@@ -109,7 +125,7 @@ class _Maker:
         """Whether an operand differs from slice to slice; of the only slice: may be data."""
         if self.slicing.num_slices == 1:
             return i not in self.loss.wrt
-        return self.operands[i].stacked or self.loss.keys[i]
+        return self.operands[i].stacked
 
     def program(self, name: str, one_slice: Pass, residuals: Mapping[Var, Spec]) -> StageProgram:
         """All replicas' slices of a microbatch, and its accumulators."""
@@ -119,20 +135,20 @@ class _Maker:
         inputs = [*(n for n in one_slice.inputs if n.kind != "seed"), *kept]
         outputs = [*kept, *(n for n in made if n not in kept)]
 
-        def one(number: Any, replica: Any, *flat: Any) -> tuple[Any, ...]:
+        def one(number: Any, *flat: Any) -> tuple[Any, ...]:
             values = dict(zip(inputs, flat, strict=False))
-            parts = [self.part(n, values.get(n), number, replica) for n in one_slice.inputs]
+            parts = [self.part(n, values.get(n), number) for n in one_slice.inputs]
             outs = zip(made, one_slice.fun(*parts), strict=True)
             return tuple(self.widened(x) if n.kind in _SUMS else x for n, x in outs)
 
-        fun, replicas, reads = one, self.slicing.replicas, len(inputs) - len(kept)
-        if replicas > 1:
-            axes = (None, 0, *(self.replica_axis(n) for n in inputs[:reads]))
+        fun, reads = one, len(inputs) - len(kept)
+        if self.slicing.replicas > 1:
+            axes = (None, *(self.replica_axis(n) for n in inputs[:reads]))
             fun = jax.vmap(one, in_axes=axes, spmd_axis_name=DATA)
 
         def whole(number: Any, *flat: Any) -> tuple[Any, ...]:
             read = [self.gathered(n, x) for n, x in zip(inputs[:reads], flat, strict=False)]
-            outs = fun(number, jnp.arange(replicas) if replicas > 1 else 0, *read)
+            outs = fun(number, *read)
             values = {n: self.summed(n, x) for n, x in zip(made, outs, strict=True)}
             for n, accumulated in zip(kept, flat[reads:], strict=True):
                 values[n] = accumulated + values[n]
@@ -176,7 +192,7 @@ class _Maker:
             return 0
         return 1 if self.operands[name.of].stacked else None
 
-    def part(self, name: Name, value: Any, number: Any, replica: Any) -> Any:
+    def part(self, name: Name, value: Any, number: Any) -> Any:
         """An input of a pass as one slice sees it."""
         if name.kind == "seed":
             mean = self.loss.reduce[0] == "mean"
@@ -188,6 +204,4 @@ class _Maker:
             row = jax.lax.dynamic_index_in_dim(value, number, 0, keepdims=False)
             axis = self.loss.slice_axes[name.of]
             return jnp.moveaxis(row, 0, axis) if axis else row
-        if self.loss.keys[name.of]:
-            return jax.random.fold_in(value, number * self.slicing.replicas + replica)
         return value

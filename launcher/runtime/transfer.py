@@ -106,7 +106,7 @@ class _Leg:
         if self._simple:
             return self._move_whole(key, array)
         parts: dict[int, jax.Array] = {}
-        shards = {} if array is None else self._shards(array)
+        shards = self._shards(array) if array is not None and self._out else {}
         for n, piece in self._out:
             parts[n] = _cut(shards[piece.src_device], piece.src_box, piece.box)
             if piece.dst_process != self._me:

@@ -1,7 +1,9 @@
 """What is computed: the train step as data. Imports nothing else of ours."""
 
+from launcher.trace.arguments import without_static
 from launcher.trace.errors import BatchError, BoundaryError, GradientError, TraceError
-from launcher.trace.step import Loss, TracedStep, trace_step
+from launcher.trace.slices import Loss
+from launcher.trace.step import TracedStep, trace_step
 
 __all__ = [
     "BatchError",
@@ -11,4 +13,5 @@ __all__ = [
     "TraceError",
     "TracedStep",
     "trace_step",
+    "without_static",
 ]

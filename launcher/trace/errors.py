@@ -17,3 +17,7 @@ class BatchError(TraceError):
 
 class BoundaryError(TraceError):
     """A pipeline boundary stands where the program cannot be cut."""
+
+
+class LayerCountError(TraceError):
+    """The forward pass has no so many layers."""

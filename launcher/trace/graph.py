@@ -32,15 +32,20 @@ def is_var(atom: Atom) -> bool:
 
 
 def inline_calls(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    """The same program with every plain call (`jit`) replaced by its body, under fresh names."""
+    """The same program with every plain call (`jit`) replaced by its body, under fresh names.
+
+    An equation of a body that no line of the user's is known for gets that of its call.
+    """
     equations: list[Equation] = []
     constants: dict[Var, Any] = {}
 
-    def walk(jaxpr: jex.Jaxpr, env: dict[Var, Atom]) -> list[Atom]:
+    def walk(jaxpr: jex.Jaxpr, env: dict[Var, Atom], call: Equation | None) -> list[Atom]:
         def read(atom: Atom) -> Atom:
             return env[atom] if is_var(atom) else atom
 
         for eqn in jaxpr.eqns:
+            if call is not None and not source_line(eqn):
+                eqn = eqn.replace(source_info=call.source_info)
             operands = [read(v) for v in eqn.invars]
             body = eqn.params.get("jaxpr") if eqn.primitive.name in _CALLS else None
             if body is None:
@@ -51,7 +56,7 @@ def inline_calls(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
                 for v, value in zip(body.jaxpr.constvars, body.consts, strict=True):
                     inner[v] = Var(v.aval)
                     constants[inner[v]] = value
-                results = walk(body.jaxpr, inner)
+                results = walk(body.jaxpr, inner, eqn)
             env.update(
                 (v, r)
                 for v, r in zip(eqn.outvars, results, strict=True)
@@ -62,7 +67,7 @@ def inline_calls(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     top = closed.jaxpr
     env = {v: v for v in (*top.constvars, *top.invars)}
     constants.update(zip(top.constvars, closed.consts, strict=True))
-    outs = walk(top, env)
+    outs = walk(top, env, None)
     jaxpr = jex.Jaxpr(list(constants), top.invars, outs, equations, top.effects, _UNNAMED)
     return jex.ClosedJaxpr(jaxpr, list(constants.values()))
 

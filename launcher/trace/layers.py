@@ -46,16 +46,26 @@ def cut_layers(jaxpr: jex.Jaxpr) -> tuple[list[Equation], list[int], int]:
 
 
 def _refuse_uncuttable(eqn: Equation) -> None:
-    if eqn.effects:
+    culprit = _impure(eqn)
+    if culprit is not None:
         raise TraceError(
-            f"{eqn.primitive.name} at {source_line(eqn)} has a side effect; a loss that runs in "
-            "pipeline stages must be pure. Remove the callback or print, or return the value as aux"
+            f"{culprit.primitive.name} at {source_line(culprit)} has a side effect; a loss "
+            "that runs in pipeline stages must be pure. Remove the callback or print, or return "
+            "the value as aux"
         )
     if _holds_boundary(list(sub_jaxprs(eqn))):
         raise BoundaryError(
             f"mark_pipeline_boundary() inside {eqn.primitive.name} at {source_line(eqn)}: a layer "
             "cannot end inside a loop, a branch or a checkpointed function. Mark outside of it"
         )
+
+
+def _impure(eqn: Equation) -> Equation | None:
+    """The equation, or the one in its body, that calls back to Python or has another effect."""
+    if eqn.primitive.name.endswith("_callback"):
+        return eqn
+    inner = (_impure(e) for jaxpr in sub_jaxprs(eqn) for e in jaxpr.eqns)
+    return next((e for e in inner if e is not None), eqn if eqn.effects else None)
 
 
 def _holds_boundary(jaxprs: Sequence[jex.Jaxpr]) -> bool:

@@ -2,14 +2,15 @@
 
 `microbatched_loss` keeps a whole loss as a jaxpr inside the trace of the train step, so that the
 planner sees the forward pass, what is differentiated and what is combined, before autodiff has
-mixed them up. Outside a parallelized step it means, on array
-arguments, what `jax.value_and_grad` does.
+mixed them up. Outside a parallelized step it means what `jax.value_and_grad` does, under every
+transformation.
 `pipeline_boundary` has no operands and computes nothing: its place among the equations is what it
 says. Imported by `trace.step`, `trace.layers` and the public front (`launcher.api`).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
 from jax.extend import source_info_util
-from jax.interpreters import mlir
+from jax.interpreters import ad, batching, mlir
 
 from launcher.trace.errors import GradientError
 from launcher.trace.graph import inline_calls, lift_constants
@@ -54,27 +55,35 @@ def value_and_grad(
     """`jax.value_and_grad` that a parallelized train step can cut into microbatches and stages.
 
     Args:
-        fun: the loss, `fun(*args) -> scalar`, or `(scalar, aux)` with `has_aux`. In a parallelized
-            step it sees one microbatch at a time.
-        argnums: which arguments to differentiate.
+        fun: the loss, `fun(*args, **kwargs) -> scalar`, or `(scalar, aux)` with `has_aux`. In a
+            parallelized step it sees one microbatch at a time. Leaves of its arguments that are no
+            arrays (flags, numbers, strings, functions) reach it as they are.
+        argnums: which positional arguments to differentiate.
         has_aux: whether `fun` returns auxiliary data beside the loss.
         reduce: how results are combined over the microbatches: one word of `"mean"`, `"sum"`,
             `"concat"` (along axis 0), `"last"` for all of them, or, with `has_aux`, a pair
             `(loss, aux)` whose second part may be a pytree prefix of aux. The gradients follow
-            the loss, which is a `"mean"` or a `"sum"`.
+            the loss: a `"mean"` if `fun` divides by the number of its rows, a `"sum"` if it adds
+            them up.
 
     Returns:
         A function with `fun`'s arguments, returning `(value, grads)`.
 
     Raises:
         TypeError: a differentiated leaf is not of a floating dtype, or the loss is no scalar.
-        GradientError: `reduce` is not a known word.
+        GradientError: `reduce` is not a known word, or `argnums` names no positional argument.
     """
 
-    def wrapped(*args: Any) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
         nums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-        nums = tuple(range(len(args))[n] for n in nums)
-        out, grads = _bind(fun, args, nums, has_aux, reduce)
+        for n in nums:
+            if not -len(args) <= n < len(args):
+                raise GradientError(
+                    f"argnums={argnums} of launcher.grad or value_and_grad names argument {n}, but "
+                    f"the loss was given {len(args)} positional arguments"
+                )
+        nums = tuple(n % len(args) for n in nums)
+        out, grads = _bind(fun, args, kwargs, nums, has_aux, reduce)
         return out, grads[0] if isinstance(argnums, int) else grads
 
     return wrapped
@@ -89,8 +98,8 @@ def grad(
     """`jax.grad` for a parallelized step; see `value_and_grad`. Gives `grads` or `(grads, aux)`."""
     with_value = value_and_grad(fun, argnums, has_aux, reduce)
 
-    def wrapped(*args: Any) -> Any:
-        value, grads = with_value(*args)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        value, grads = with_value(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 
     return wrapped
@@ -102,8 +111,8 @@ def microbatched(fun: Callable[..., Any], reduce: Any = "mean") -> Callable[...,
     `reduce` is one word or a pytree prefix of `fun`'s result, as in `value_and_grad`.
     """
 
-    def wrapped(*args: Any) -> Any:
-        return _bind(fun, args, (), False, reduce)[0]
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return _bind(fun, args, kwargs, (), False, reduce)[0]
 
     return wrapped
 
@@ -111,35 +120,49 @@ def microbatched(fun: Callable[..., Any], reduce: Any = "mean") -> Callable[...,
 def _bind(
     fun: Callable[..., Any],
     args: tuple[Any, ...],
+    kwargs: dict[str, Any],
     nums: tuple[int, ...],
     has_aux: bool,
     reduce: Any,
 ) -> tuple[Any, tuple[Any, ...]]:
-    leaves, tree = jax.tree.flatten(args)
+    everything, tree = jax.tree.flatten((args, kwargs))
     is_diff = [i in nums for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
-    out_tree = None
+    is_diff += [False] * (len(everything) - len(is_diff))
+    traced = [i for i, x in enumerate(everything) if is_diff[i] or _is_array(x)]
+    leaves = [everything[i] for i in traced]
+    for leaf, diff in zip(everything, is_diff, strict=True):
+        if diff:
+            _check_differentiable(leaf)
+    out_tree: Any = None
 
     def flat_fun(*flat: Any) -> list[Any]:
         nonlocal out_tree
-        out = fun(*jax.tree.unflatten(tree, flat))
+        full = list(everything)
+        for i, value in zip(traced, flat, strict=True):
+            full[i] = value
+        again, named = jax.tree.unflatten(tree, full)
+        out = fun(*again, **named)
         if has_aux and not (isinstance(out, tuple) and len(out) == 2):
             raise TypeError("has_aux=True needs a loss function that returns (loss, aux)")
+        if nums:
+            value = out[0] if has_aux else out
+            if not jax.tree_util.all_leaves([value]) or value is None:
+                raise TypeError(
+                    f"the loss must be one floating-point number; it is a {type(value).__name__}"
+                )
         out_leaves, out_tree = jax.tree.flatten(out)
         return out_leaves
 
     closed = inline_calls(jax.make_jaxpr(flat_fun)(*leaves))
-    assert out_tree is not None
-    for leaf, diff in zip(leaves, is_diff, strict=True):
-        if diff and not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-            raise TypeError(f"cannot differentiate a leaf of dtype {jnp.result_type(leaf)}")
     words = _reduction_words(out_tree, has_aux, reduce)
     if nums:
         _check_loss(closed.out_avals[0], words[0])
+    wrt = [k for k, i in enumerate(traced) if is_diff[i]]
     outs = loss_p.bind(
         *closed.consts,
         *leaves,
         jaxpr=lift_constants(closed),
-        wrt=tuple(len(closed.consts) + i for i, diff in enumerate(is_diff) if diff),
+        wrt=tuple(len(closed.consts) + k for k in wrt),
         reduce=words,
     )
     values, flat_grads = outs[: len(words)], iter(outs[len(words) :])
@@ -148,11 +171,28 @@ def _bind(
     return jax.tree.unflatten(out_tree, values), tuple(by_num[n] for n in nums)
 
 
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def _check_differentiable(leaf: Any) -> None:
+    if not (_is_array(leaf) or isinstance(leaf, (bool, int, float, complex))):
+        raise TypeError(f"cannot differentiate a leaf that is a {type(leaf).__name__}")
+    if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+        raise TypeError(f"cannot differentiate a leaf of dtype {jnp.result_type(leaf)}")
+
+
 def _reduction_words(out_tree: Any, has_aux: bool, reduce: Any) -> tuple[str, ...]:
     if has_aux and isinstance(reduce, str) and reduce == "concat":
         raise GradientError('reduce="concat" fits no scalar loss; say reduce=("mean", "concat")')
     dummy = jax.tree.unflatten(out_tree, [0] * out_tree.num_leaves)
-    words = tuple(jax.tree.leaves(jax.tree.broadcast(reduce, dummy)))
+    try:
+        words = tuple(jax.tree.leaves(jax.tree.broadcast(reduce, dummy)))
+    except ValueError as error:
+        raise GradientError(
+            f"reduce={reduce!r} does not fit what the loss returns, {out_tree}; give one word, or "
+            "(loss, aux) with a word or a tree of words for aux"
+        ) from error
     for word in words:
         if word not in REDUCTIONS:
             raise GradientError(f"reduce={word!r} is not one of {', '.join(REDUCTIONS)}")
@@ -192,5 +232,29 @@ def _loss_avals(*avals: Any, jaxpr: Any, wrt: Any, reduce: Any) -> list[Any]:
     return [*jaxpr.out_avals, *(avals[i] for i in wrt)]
 
 
+def _loss_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+    """Forward-mode (and so every higher) derivatives: those of what the primitive means."""
+    moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
+
+    def of_moving(*values: Any) -> list[Any]:
+        full = list(primals)
+        for i, value in zip(moving, values, strict=True):
+            full[i] = value
+        return _whole_batch(*full, **params)
+
+    outs, rates = jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
+    float0 = jax.dtypes.float0  # of results that have no tangents: integers, keys
+    avals = [jax.core.ShapedArray(jnp.shape(rate), float0) for rate in rates]
+    none = [jnp.result_type(rate) == float0 for rate in rates]
+    return outs, [ad.Zero(a) if z else r for a, z, r in zip(avals, none, rates, strict=True)]
+
+
+def _loss_batching(operands: Sequence[Any], axes: Sequence[Any], **params: Any) -> Any:
+    outs = jax.vmap(functools.partial(_whole_batch, **params), in_axes=tuple(axes))(*operands)
+    return outs, [0] * len(outs)
+
+
 loss_p.def_impl(_whole_batch)
 mlir.register_lowering(loss_p, mlir.lower_fun(_whole_batch, multiple_results=True))
+ad.primitive_jvps[loss_p] = _loss_jvp
+batching.primitive_batchers[loss_p] = _loss_batching

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from launcher.train.step import TrainState
@@ -21,15 +22,32 @@ from launcher.train.step import TrainState
 FIELDS = ("step", "params", "opt_state", "key")
 
 
-def save(folder: Path, step: int, state: TrainState, metadata: dict[str, Any]) -> None:
-    """Write `folder/<step>`, whole or not at all, and wait for it.
+def copied(state: TrainState) -> TrainState:
+    """The state as host arrays of its own: those of devices are overwritten by the next step, and
+    would tie a checkpoint to this run's number and kind of devices."""
+    return jax.tree.map(lambda x: np.array(x, copy=True), jax.device_get(state))
+
+
+def save(
+    folder: Path,
+    step: int,
+    state: TrainState,
+    metadata: dict[str, Any],
+    keep: int | None = None,
+    keep_every: int = 0,
+) -> None:
+    """Write `folder/<step>`, whole or not at all, and wait for it; then delete all but the newest
+    `keep` and the multiples of `keep_every`.
 
     `metadata` must be JSON-able. Raises OSError where the disk does not take it.
     """
-    # As host arrays: those of devices would be tied to this run's number and kind of devices.
-    tree = jax.device_get({name: getattr(state, name) for name in FIELDS})
+    tree = {name: getattr(state, name) for name in FIELDS}
     with _manager(folder) as manager:
         manager.save(step, args=ocp.args.StandardSave(tree), custom_metadata=metadata)
+        steps = sorted(manager.all_steps())
+        for old in steps[:-keep] if keep else []:
+            if not keep_every or old % keep_every:
+                manager.delete(old)
 
 
 def restore(folder: Path, step: int, like: TrainState) -> TrainState:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.cluster.handle import Future, WorkerHandle, gather
+from launcher.cluster.peer import introduce
 from launcher.plan import Plan, measured_bubble
 from launcher.train.worker import StepResult
 
@@ -42,12 +43,7 @@ class Crew:
 
     def join(self) -> None:
         """Make the processes know one another; the first thing to do."""
-        if len(self._handles) == 1:
-            return
-        count = len(self._handles)
-        coordinator = self._handles[0].submit("coordinator").result()
-        addresses = gather([h.submit("join", coordinator, count, h.host) for h in self._handles])
-        gather([h.submit("connect", addresses) for h in self._handles])
+        introduce(self._handles)
 
     def submit(self, method: str, *arguments: Any) -> Answers:
         """Queue a call in every worker and return without waiting."""

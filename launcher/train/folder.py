@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from launcher.cluster.slurm_attempts import attempt_folder
 from launcher.config.compose import to_dict
 from launcher.config.errors import ConfigError, shown
 from launcher.config.schema import Config, Run
@@ -26,10 +27,14 @@ _FIXED = ("model", "dataset", "optimizer", "train.global_batch_size", "run.seed"
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run's folder, and how many steps its newest checkpoint has behind it (0: none there)."""
+    """A run's folder, and how many steps its newest checkpoint has behind it (0: none there).
+
+    `attempt` is the number of this start of a Slurm job's run, which has logs of its own.
+    """
 
     path: Path
     finished_steps: int = 0
+    attempt: int | None = None
 
     @property
     def id(self) -> str:
@@ -41,6 +46,8 @@ class RunFolder:
 
     @property
     def logs(self) -> Path:
+        if self.attempt is not None:
+            return attempt_folder(self.path, self.attempt)
         return self.path / "logs"
 
 

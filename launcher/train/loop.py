@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from launcher.config.schema import Train
+from launcher.config.schema import Checkpoint, Train
 from launcher.train.record import Recorder
 from launcher.train.signals import StopSignals
 
@@ -22,14 +23,19 @@ def train(
     recorder: Recorder,
     stop: StopSignals,
     finished: int,
-    save: Callable[[int], None],
+    save: Callable[[int], Answers],
+    clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Train from step `finished` + 1 to `settings.steps`, or until a signal asks for the end.
 
-    `save(step)` is called at the end, where the settings or a signal ask for it and there was a
-    step to save. Raises DivergedError, with nothing saved, and WorkerError.
+    `save(step)` begins to save the newest step, when the settings ask for it and at the end, where
+    they or a signal do and there was a step to save. Training goes on meanwhile; all is written
+    when this returns. `clock` gives seconds that go on evenly.
+
+    Raises DivergedError, with nothing saved of the last steps, and WorkerError.
     """
     profiled = profiled_step(settings.steps, finished)
+    cadence = Cadence(settings.checkpoint, clock())
     calls: deque[Answers] = deque()
     step = finished
     while step < settings.steps and not stop.requested:
@@ -37,6 +43,8 @@ def train(
         calls.append(crew.submit("step", step, step == profiled))
         if settings.eval_every and step % settings.eval_every == 0:
             calls.append(crew.submit("evaluate"))
+        if step < settings.steps and cadence.is_due(step, clock()):
+            calls.append(save(step))
         while len(calls) >= IN_FLIGHT:
             recorder.record(calls.popleft().result())
     calls.append(crew.submit("flush"))
@@ -44,7 +52,25 @@ def train(
         recorder.record(calls.popleft().result())
     recorder.log_newest()
     if step > finished and (settings.checkpoint.at_end or stop.requested):
-        save(step)
+        save(step).result()
+    crew.submit("saved").result()
+
+
+class Cadence:
+    """When the state is to be saved while training goes on. Times in seconds."""
+
+    def __init__(self, settings: Checkpoint, now: float) -> None:
+        self._settings = settings
+        self._saved_at = now
+
+    def is_due(self, step: int, now: float) -> bool:
+        """Whether to save after `step`; if so, the minutes count from now."""
+        settings = self._settings
+        by_step = settings.every_steps > 0 and step % settings.every_steps == 0
+        late = settings.every_minutes > 0 and now - self._saved_at >= 60 * settings.every_minutes
+        if by_step or late:
+            self._saved_at = now
+        return by_step or late
 
 
 def profiled_step(steps: int, finished: int) -> int:

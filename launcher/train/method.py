@@ -17,10 +17,11 @@ def plan_of(
     step: TracedStep,
     cluster: ClusterShape,
     progress: Callable[[float], None] = lambda share: None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Plan:
     """The plan that the settings ask for. What is left to the launcher, only `auto` searches for;
     the other methods take one microbatch, 1f1b and no rematerialisation. `progress` is told the
-    share of a search that is done.
+    share of a search that is done, `say` what happened to measurements.
 
     Raises:
         ConfigError: the plan to replay cannot be read, or is not one for this program and cluster.
@@ -36,6 +37,7 @@ def plan_of(
     return make_plan(
         step,
         method=parallel.method,
+        num_layers=parallel.num_layers,
         num_stages=parallel.num_stages,
         stages_per_mesh=parallel.stages_per_mesh,
         num_micro_batches=parallel.num_micro_batches or (None if searched else 1),
@@ -44,7 +46,9 @@ def plan_of(
         model=parallel.model,
         pipeline=parallel.pipeline,
         cluster=cluster,
+        cost=parallel.cost,
         progress=progress,
+        say=say,
     )
 
 

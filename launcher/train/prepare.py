@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from dataclasses import dataclass
 
@@ -38,14 +39,20 @@ def prepare(config: Config, console: Console, plan_only: bool = False) -> Prepar
     put right, and OSError for files.
     """
     check_dataset(config.dataset, config.model, validation=config.train.eval_every > 0)
-    pool, cluster = find_cluster(config.cluster, plan_only)
+    say = functools.partial(console.print, soft_wrap=True)
+    pool, cluster = find_cluster(config.cluster, plan_only, say)
     if pool and pool.note:
         console.print(pool.note, soft_wrap=True)
     began = time.perf_counter()
     with status(console, "reading the data and tracing"):
         program = build_program(config)
-    with progress_of(console, "planning") as progress:
-        plan = plan_of(config.parallel, program.train, cluster, progress)
+    notes: list[str] = []
+    try:
+        with progress_of(console, "planning") as progress:
+            plan = plan_of(config.parallel, program.train, cluster, progress, notes.append)
+    finally:
+        for note in notes:
+            say(note)
     seconds = time.perf_counter() - began
     console.print(f"data: {program.dataset.describe}", soft_wrap=True)
     print_plan(console, plan)

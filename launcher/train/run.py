@@ -7,35 +7,51 @@ and what is said, and with which exit code, where it cannot be done.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import jax
 
 from launcher.cluster.errors import ClusterError, WorkerError
+from launcher.cluster.slurm_meeting import Meeting
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.plan import PlanError
 from launcher.report.console import make_console
 from launcher.trace import TraceError
 from launcher.train import folder
+from launcher.train.calibrate import calibrate
 from launcher.train.prepare import prepare
 from launcher.train.record import DivergedError
 from launcher.train.signals import StopSignals
-from launcher.train.training import train_in, write_plan
+from launcher.train.training import train_in, write_plan, write_planned
 from recipes import InputError
 
 
-def run(config: Config) -> int:
-    """Do `config.task`, "train" or "plan", and return the exit code of the process.
+def run(config: Config, meeting: Meeting | None = None) -> int:
+    """Do `config.task`, "train", "plan" or "calibrate", and return the exit code of the process.
 
-    What goes wrong is said on standard error. The main thread only, and once a process.
+    `meeting` is with the other tasks of the Slurm job that this process is a task of. What goes
+    wrong is said on standard error. The main thread only, and once a process.
     """
-    jax.config.update("jax_platforms", "cpu")  # the devices are for the workers
     stop = StopSignals()
+
+    def work() -> int:
+        if config.task == "calibrate":
+            return calibrate(config.cluster, make_console())
+        return _plan(config) if config.task == "plan" else _train(config, stop, meeting)
+
     try:
         with stop:
-            return _plan(config) if config.task == "plan" else _train(config, stop)
+            return guarded(work)
     except KeyboardInterrupt:
         return stop.ending[0]
+
+
+def guarded(work: Callable[[], int]) -> int:
+    """The exit code of `work`, or of what goes wrong in it, which is said on standard error."""
+    jax.config.update("jax_platforms", "cpu")  # the devices are for the workers
+    try:
+        return work()
     except (ConfigError, InputError, TraceError, PlanError) as error:
         message, code = str(error), 2
     except OSError as error:
@@ -53,11 +69,14 @@ def _plan(config: Config) -> int:
     ready = prepare(config, console, plan_only=True)
     with folder.claim(config) as home:
         write_plan(home, config, ready.plan)
+        write_planned(home, ready.plan, ready.plan_seconds)
         console.print(f"\nthe plan is in {home.path / 'plan.json'}", soft_wrap=True)
+        picture = home.path / "plots" / "timeline.png"
+        console.print(f"its timeline is in {picture}", soft_wrap=True)
     return 0
 
 
-def _train(config: Config, stop: StopSignals) -> int:
+def _train(config: Config, stop: StopSignals, meeting: Meeting | None) -> int:
     console = make_console()
     finished, steps = folder.check(config), config.train.steps
     if finished >= steps:
@@ -69,4 +88,4 @@ def _train(config: Config, stop: StopSignals) -> int:
         return 0
     ready = prepare(config, console)
     with folder.claim(config) as home:
-        return train_in(home, config, ready, console, stop)
+        return train_in(home, config, ready, console, stop, meeting)

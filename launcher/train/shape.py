@@ -5,15 +5,23 @@ Used by `prepare`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from launcher.cluster.devices import DevicePool, find_devices
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Cluster
 from launcher.plan import ClusterShape, local_shape
+from launcher.plan.calibration import calibrated
 
 
-def find_cluster(cluster: Cluster, plan_only: bool) -> tuple[DevicePool | None, ClusterShape]:
-    """The devices that there are, and the shape to plan for. No devices are needed, and None are
-    returned, where a described cluster is only planned for.
+def find_cluster(
+    cluster: Cluster, plan_only: bool, say: Callable[[str], None]
+) -> tuple[DevicePool | None, ClusterShape]:
+    """The devices that there are, and the shape to plan for, as it was calibrated if it was. No
+    devices are needed, and None are returned, where a described cluster is only planned for.
+
+    Args:
+        say: told in a line where a calibration is ignored.
 
     Raises:
         ConfigError: the devices asked for are not here, or the description is not complete.
@@ -21,8 +29,13 @@ def find_cluster(cluster: Cluster, plan_only: bool) -> tuple[DevicePool | None, 
     if plan_only and cluster.kind == "described":
         return None, described_shape(cluster)
     pool = find_devices(cluster)
+    return pool, calibrated(pool_shape(pool), say)
+
+
+def pool_shape(pool: DevicePool) -> ClusterShape:
+    """The shape of devices that are here, at nominal rates."""
     kind = "cpu" if pool.kind == "cpu" else pool.device_name
-    return pool, local_shape(pool.num_devices, pool.hosts, kind)
+    return local_shape(pool.num_devices, pool.hosts, kind)
 
 
 def described_shape(cluster: Cluster) -> ClusterShape:

@@ -1,5 +1,5 @@
-"""When somebody wants the run to end: Ctrl-C (SIGINT), the scheduler (SIGTERM), a terminal that is
-closed (SIGHUP).
+"""When somebody wants the run to end: Ctrl-C (SIGINT), the scheduler (SIGTERM, or SIGUSR1 and
+SIGUSR2 ahead of time), a terminal that is closed (SIGHUP).
 
 Before and after training each ends the launcher at once. While it trains, the first is only noted,
 so that `loop` can finish the step and save. `run` makes the one `StopSignals` of a run.
@@ -7,6 +7,7 @@ so that `loop` can finish the step and save. `run` makes the one `StopSignals` o
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -18,7 +19,12 @@ ENDINGS = {
     signal.SIGINT: (130, "interrupted"),
     signal.SIGTERM: (75, "preempted"),
     signal.SIGHUP: (75, "preempted"),
+    signal.SIGUSR1: (75, "preempted"),
+    signal.SIGUSR2: (75, "preempted"),
 }
+
+
+_NOTED = b"\nlauncher: finishing this step and saving; Ctrl-C once more leaves at once, unsaved\n"
 
 
 class StopSignals:
@@ -66,6 +72,9 @@ class StopSignals:
             self._print_to_nobody()
         again = self.requested is not None
         self.requested = self.requested or signal.Signals(signum)
+        if self._patient and not again:
+            with contextlib.suppress(OSError):  # print is not safe in a signal handler
+                os.write(2, _NOTED)
         if not self._patient or (again and signum == signal.SIGINT):
             raise KeyboardInterrupt
 

@@ -18,17 +18,21 @@ import yaml
 from rich.console import Console
 
 from launcher.cluster.session import start
+from launcher.cluster.slurm_attempts import begin, finish
+from launcher.cluster.slurm_meeting import Meeting
+from launcher.cluster.slurm_script import SCRIPT
 from launcher.config.compose import to_dict
 from launcher.config.schema import Config
 from launcher.plan import Plan, timeline
 from launcher.report.console import ConsoleTracker, status
 from launcher.report.jsonl import JsonlTracker, read_metrics
 from launcher.report.metrics import measured, performance
+from launcher.report.plan_record import beside_measured, plan_tables, predicted_memory
 from launcher.report.plots import plot_loss, plot_timeline
 from launcher.report.summary import Summary, print_summary, write_summary
 from launcher.report.tracker import CompositeTracker, Metrics, Tracker
 from launcher.report.wandb_tracker import WandbTracker, open_wandb
-from launcher.train.crew import Crew
+from launcher.train.crew import Answers, Crew
 from launcher.train.folder import RunFolder
 from launcher.train.loop import profiled_step, train
 from launcher.train.prepare import Prepared
@@ -40,19 +44,29 @@ _RATES = ("perf/step_seconds", "perf/samples_per_second", "perf/tokens_per_secon
 
 
 def train_in(
-    home: RunFolder, config: Config, ready: Prepared, console: Console, stop: StopSignals
+    home: RunFolder,
+    config: Config,
+    ready: Prepared,
+    console: Console,
+    stop: StopSignals,
+    meeting: Meeting | None = None,
 ) -> int:
     """Train in the folder `home`, from where its checkpoint left off; returns the exit code.
 
-    Whatever happens, no process stays behind and `summary.json` says how the run ended. Raises
-    ClusterError, WorkerError, DivergedError, KeyboardInterrupt and OSError.
+    In a Slurm job, where there is a `meeting`, it is an attempt with logs of its own. Whatever
+    happens, no process stays behind and `summary.json` says how the run ended. Raises ClusterError,
+    WorkerError, DivergedError, KeyboardInterrupt and OSError.
     """
     config = replace(config, run=replace(config.run, id=home.id))
     (home.path / "summary.json").unlink(missing_ok=True)
+    attempt = None
+    if meeting is not None:
+        attempt = begin(home.path, meeting.allocation, _last_step(home))
+        home = replace(home, attempt=attempt.number)
     home.logs.mkdir(exist_ok=True)
     write_plan(home, config, ready.plan)
-    job = _Job(home, config, ready, console)
-    reason = "failed"
+    job = _Job(home, config, ready, console, meeting)
+    code, reason = 1, "failed"
     try:
         job.train(stop)
         code, reason = 0, "done"
@@ -60,28 +74,70 @@ def train_in(
             code, reason = stop.ending
         return code
     except KeyboardInterrupt:
-        reason = stop.ending[1]
+        code, reason = stop.ending
         raise
     except Exception as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise
     finally:
+        if attempt is not None:
+            step = max(home.finished_steps, job.recorder.finished_steps)
+            finish(home.path, attempt, code, reason, step)
         job.sum_up(reason)
 
 
 def write_plan(home: RunFolder, config: Config, plan: Plan) -> None:
     """Write what the run is to be: `config.yaml`, resolved, and `plan.json`."""
     tree = to_dict(replace(config, run=replace(config.run, id=home.id)))
-    (home.path / "config.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
-    (home.path / "plan.json").write_text(json.dumps(plan.to_dict(), indent=2) + "\n")
+    _write(home.path / "config.yaml", yaml.safe_dump(tree, sort_keys=False))
+    _write(home.path / "plan.json", json.dumps(plan.to_dict(), indent=2) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all: another task of a Slurm job may be reading it."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def _last_step(home: RunFolder) -> int:
+    """The newest step that is recorded; further than the newest checkpoint after a crash."""
+    records = read_metrics(home.path / "metrics.jsonl")
+    return max([home.finished_steps, *(record["step"] for record in records)])
+
+
+def write_planned(home: RunFolder, plan: Plan, plan_seconds: float) -> None:
+    """Write what was planned and not run: the timeline's picture and the summary."""
+    plot_timeline(timeline(plan), home.path / "plots" / "timeline.png", home.id)
+    summary = Summary(home.id, "planned", **predicted(plan), plan_seconds=plan_seconds)
+    write_summary(home.path, summary)
+
+
+def predicted(plan: Plan) -> dict[str, Any]:
+    """The fields of a summary that the plan alone knows."""
+    return {
+        "predicted_step_seconds": plan.predicted_step_seconds,
+        "predicted_samples_per_second": plan.predicted_samples_per_second,
+        "predicted_bubble_fraction": plan.predicted_bubble_fraction,
+        "predicted_peak_memory_bytes": predicted_memory(plan),
+        "num_parameters": plan.num_parameters,
+    }
 
 
 class _Job:
     """A run under way: its workers, who records it, and what its summary will need."""
 
-    def __init__(self, home: RunFolder, config: Config, ready: Prepared, console: Console) -> None:
+    def __init__(
+        self,
+        home: RunFolder,
+        config: Config,
+        ready: Prepared,
+        console: Console,
+        meeting: Meeting | None,
+    ) -> None:
         self._home, self._config, self._console = home, config, console
         assert ready.pool is not None, "nothing to train on"
+        self._meeting = meeting
         self._pool, self._plan, self._plan_seconds = ready.pool, ready.plan, ready.plan_seconds
         self._compile_seconds: float | None = None
         self._wandb: WandbTracker | None = None
@@ -93,7 +149,7 @@ class _Job:
         finished, steps = self._home.finished_steps, self._config.train.steps
         with ExitStack() as stack:
             with status(self._console, "starting Ray and the workers"):
-                session = stack.enter_context(start(self._pool, self._home.logs))
+                session = stack.enter_context(start(self._pool, self._home.logs, self._meeting))
                 crew = Crew(session.spawn(TrainWorker), self._plan)
                 crew.join()
             setup = crew.submit("setup", to_dict(self._config), self._plan.to_dict())
@@ -116,11 +172,18 @@ class _Job:
         records = read_metrics(metrics)
         summary = self._summary(reason, records)
         write_summary(self._home.path, summary)
-        CompositeTracker(tuple(self._trackers)).finish(summary.to_dict())
-        plots = self._home.path / "plots"
-        plot_timeline(timeline(self._plan), plots / "timeline.png", self._home.id)
-        if records:
-            plot_loss(records, plots / "loss.png", self._home.id)
+        try:
+            plots = self._home.path / "plots"
+            pictures = [plot_timeline(timeline(self._plan), plots / "timeline.png", self._home.id)]
+            if records:
+                pictures.append(plot_loss(records, plots / "loss.png", self._home.id))
+            if self._wandb:
+                last = records[-1] if records else {}
+                compared = beside_measured(self._plan, summary, last)
+                self._wandb.tables({"plan/beside_measured": compared})
+                self._wandb.pictures(pictures)
+        finally:
+            CompositeTracker(tuple(self._trackers)).finish(summary.to_dict())
         print_summary(self._console, self._home.path, summary, self._resume_command(reason))
 
     @property
@@ -140,6 +203,7 @@ class _Job:
             warn=functools.partial(self._console.print, soft_wrap=True),
         )
         if self._wandb:
+            self._wandb.tables(plan_tables(self._plan))
             self._trackers.append(self._wandb)
 
     def _log(self, metrics: Metrics) -> None:
@@ -158,13 +222,13 @@ class _Job:
             peak_flops=self._plan.cluster["peak_flops"],
         )
 
-    def _save(self, crew: Crew, step: int) -> None:
+    def _save(self, crew: Crew, step: int) -> Answers:
         metadata = {
             "config": to_dict(self._config),
             "plan": self._plan.to_dict(),
             "data": {"next_batch": step},
         }
-        crew.submit("save", self._checkpoints, step, metadata).result()
+        return crew.submit("save", self._checkpoints, step, metadata)
 
     def _summary(self, reason: str, records: list[dict[str, Any]]) -> Summary:
         # The step that was profiled ran task by task: its own time says nothing of the others.
@@ -173,13 +237,15 @@ class _Job:
             records = [r | dict.fromkeys(_RATES) if r["step"] == profiled else r for r in records]
         plan, started = self._plan, psutil.Process().create_time()
         first_step_at = self.recorder.first_step_at
+        allocation = self._meeting and self._meeting.allocation
         return Summary(
             run_id=self._home.id,
             exit_reason=reason,
+            restarts=allocation.restarts if allocation else 0,
+            job_id=allocation.job_id if allocation else None,
+            nodes=allocation.nodes if allocation else (),
             **measured(records),
-            predicted_step_seconds=plan.predicted_step_seconds,
-            predicted_bubble_fraction=plan.predicted_bubble_fraction,
-            num_parameters=plan.num_parameters,
+            **predicted(plan),
             plan_seconds=self._plan_seconds,
             compile_seconds=self._compile_seconds,
             time_to_first_step_seconds=first_step_at and first_step_at - started,
@@ -191,6 +257,9 @@ class _Job:
     def _resume_command(self, reason: str) -> str | None:
         if reason not in {word for _, word in ENDINGS.values()}:
             return None
+        if self._meeting is not None:
+            script = self._home.path / SCRIPT
+            return shlex.join(["sbatch", str(script)]) if script.exists() else None
         program = Path(sys.argv[0]).name
         command = [program] if program == "launcher" else ["python", "-m", "launcher"]
         settings = [word for word in sys.argv[1:] if not word.startswith("run.id=")]

@@ -7,7 +7,6 @@ each call is one message, and what it returns is plain data.
 from __future__ import annotations
 
 import resource
-import socket
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,9 +18,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from launcher.cluster.peer import Peer
 from launcher.config.compose import from_dict
 from launcher.plan import Plan, Task, make_forward_plan
-from launcher.runtime import PullTransport, StageTimes, compile_step, move
+from launcher.runtime import StageTimes, compile_step, move
 from launcher.train import checkpoint
 from launcher.train.feed import Feeder
 from launcher.train.program import build_program
@@ -29,9 +29,6 @@ from launcher.train.step import TrainState
 
 if TYPE_CHECKING:
     from recipes import Batch
-
-
-_LOCAL = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ class _Sent:
     wait_seconds: float
 
 
-class TrainWorker:
+class TrainWorker(Peer):
     """Trains on this process's devices: `setup`, then `create` or `restore`, then `step` by step.
 
     A step is sent to the devices before the previous one's results are fetched, so that they
@@ -71,29 +68,14 @@ class TrainWorker:
     _feeder: Feeder[Batch]
 
     def __init__(self) -> None:
+        super().__init__()
         self._sent: _Sent | None = None
         self._stages: StageTimes | None = None
         # A thread of its own, so that the moment a step completes is seen while the next is sent.
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="fetcher")
+        self._saver = ThreadPoolExecutor(1, thread_name_prefix="saver")
+        self._saving: Future[None] | None = None
         self._completed = 0.0
-        self._transport: PullTransport | None = None
-
-    def coordinator(self) -> str:
-        """An address at which the workers can find one another: this one's, a port free now."""
-        with socket.socket() as probe:
-            probe.bind((_LOCAL, 0))
-            return f"{_LOCAL}:{probe.getsockname()[1]}"
-
-    def join(self, coordinator: str, count: int, index: int) -> str:
-        """Become process `index` of `count`. Returns where the others can pull arrays from."""
-        jax.distributed.initialize(coordinator, count, index, coordinator_bind_address=coordinator)
-        self._transport = PullTransport(_LOCAL)
-        return self._transport.address
-
-    def connect(self, addresses: list[str]) -> None:
-        """Connect to every worker, `addresses` in their order."""
-        assert self._transport is not None
-        self._transport.connect(addresses)
 
     def setup(self, config: dict[str, Any], plan: dict[str, Any]) -> float:
         """Trace the program again and compile it ahead of time. Returns the seconds of compiling.
@@ -168,15 +150,33 @@ class TrainWorker:
         return replace(result, metrics=result.metrics | means)
 
     def save(self, folder: str, step: int, metadata: dict[str, Any]) -> None:
-        """Write the state after `step` steps, the newest, to `folder/<step>`."""
+        """Begin to write the state after `step` steps, the newest, to `folder/<step>`; returns when
+        it is copied. Raises OSError where the disk did not take the state before."""
+        self.saved()
         state = self._state
         if self._transport is not None:
             state = self._moved(state, self._train.in_shardings[0], self._on_first_process())
         if jax.process_index() == 0:
-            checkpoint.save(Path(folder), step, state, metadata)
+            host, settings = checkpoint.copied(state), self._config.train.checkpoint
+            self._saving = self._saver.submit(
+                checkpoint.save,
+                Path(folder),
+                step,
+                host,
+                metadata,
+                keep=settings.keep,
+                keep_every=settings.every_steps,
+            )
+
+    def saved(self) -> None:
+        """Wait until what `save` began is written. Raises OSError if the disk did not take it."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
 
     def close(self) -> None:
         """Stop the threads, and leave the others."""
+        self._saver.shutdown()
         self._fetcher.shutdown()
         self._feeder.close()
         if self._transport is not None:

@@ -3,8 +3,10 @@
     python tests/benchmarks/step_time.py            # GPT: vocab 512, hidden 256, 8 layers, seq 128
     python tests/benchmarks/step_time.py --tiny     # hidden 16, seq 8: what dispatch alone costs
 
-Every step function trains the same model on the same batches; the table gives medians, ratios to
-plain `jax.jit` on one device, and the losses at the end, which must agree.
+Every step function trains the same model on the same batches. The first table gives medians and
+the losses at the end, which must agree; ratios are medians over the rounds, each round's times set
+against its own, so that other load on the machine counts less. The second gives the Python thread's
+processor time for a task and for a transfer of a tiny model.
 """
 
 from __future__ import annotations
@@ -14,19 +16,21 @@ import dataclasses
 import os
 import statistics
 import time
+from collections.abc import Callable
+from typing import Any
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
-import numpy as np
-import optax
+from contest import SIZES, TINY, Contest
 
 import launcher
-from launcher.config.schema import GPT
 from launcher.plan import local_shape, make_plan
-from launcher.runtime import compile_step
+from launcher.runtime import Executable, compile_step
+from launcher.runtime.instructions import Run
 from launcher.trace import trace_step
-from recipes import build_model
+
+KEY = jax.random.key(0)
 
 
 def main() -> None:
@@ -38,93 +42,101 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     args = parser.parse_args()
 
-    options = GPT(
-        vocab_size=512,
-        hidden_size=256,
-        num_layers=8,
-        num_heads=4,
-        sequence_length=128,
-        tie_embeddings=False,
-    )
-    if args.tiny:
-        options = dataclasses.replace(options, hidden_size=16, sequence_length=8)
-    model = build_model(options, "fp32")
-    optimizer = optax.adamw(1e-3)
-
-    def init(key):
-        params = model.init(key)
-        return params, optimizer.init(params)
-
-    def step_with(value_and_grad):
-        def step(state, batch):
-            params, opt_state = state
-            (loss, _), grads = value_and_grad(lambda p, b: model.loss(p, b, None), has_aux=True)(
-                params, batch
-            )
-            updates, opt_state = optimizer.update(grads, opt_state, params)
-            return (optax.apply_updates(params, updates), opt_state), loss
-
-        return step
-
-    rng = np.random.default_rng(0)
-    text = rng.integers(0, options.vocab_size, (32, options.sequence_length + 1), dtype=np.int32)
-    batch = {"tokens": text[:, :-1], "targets": text[:, 1:]}
-    key = jax.random.key(0)
-
-    def scanned(state, batch):
-        params, opt_state = state
-        split = jax.tree.map(lambda x: x.reshape(args.micro_batches, -1, *x.shape[1:]), batch)
-
-        def body(grads, part):
-            (loss, _), new = jax.value_and_grad(lambda p: model.loss(p, part, None), has_aux=True)(
-                params
-            )
-            return jax.tree.map(lambda a, b: a + b / args.micro_batches, grads, new), loss
-
-        zeros = jax.tree.map(lambda x: x * 0, params)
-        grads, losses = jax.lax.scan(body, zeros, split)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), losses.mean()
-
-    contestants = {}
-    for name, fun in (("plain jit", step_with(jax.value_and_grad)), ("jit + scan", scanned)):
+    model = Contest(TINY if args.tiny else SIZES)
+    contestants: dict[str, list[Any]] = {}  # what to call, its state, compile seconds
+    steps = {
+        "plain jit": model.step(jax.value_and_grad),
+        "jit + scan": model.scanned(args.micro_batches),
+    }
+    for name, fun in steps.items():
         start = time.perf_counter()
-        state = jax.jit(init)(key)
-        compiled = jax.jit(fun, donate_argnums=0).lower(state, batch).compile()
-        contestants[name] = [compiled, state, time.perf_counter() - start, []]
-    traced = trace_step(step_with(launcher.value_and_grad), (jax.eval_shape(init, key), batch))
+        state = jax.jit(model.init)(KEY)
+        compiled = jax.jit(fun, donate_argnums=0).lower(state, model.batch).compile()
+        contestants[name] = [compiled, state, time.perf_counter() - start]
     for stages in args.stages:
-        plan = make_plan(
-            traced,
-            method="manual",
-            num_stages=stages,
-            num_micro_batches=args.micro_batches,
-            schedule=args.schedule,
-            cluster=local_shape(stages, 1, "cpu"),
-        )
-        executable = compile_step(traced, plan, jax.devices()[:stages])
-        state = executable.create(init, key)
-        contestants[f"{stages} stages"] = [executable, state, executable.compile_seconds, []]
+        executable = pipeline(model, stages, args)
+        state = executable.create(model.init, KEY)
+        contestants[f"{stages} stages"] = [executable, state, executable.compile_seconds]
 
-    for _ in range(args.rounds + 1):
-        for entry in contestants.values():
+    taken: dict[str, list[float]] = {name: [] for name in contestants}
+    dispatch: dict[str, list[float]] = {name: [] for name in contestants}
+    losses = {}
+    for k in range(args.rounds + 1):
+        for name, entry in contestants.items():
             start = time.perf_counter()
-            entry[1], loss = entry[0](entry[1], batch)
-            dispatched = time.perf_counter() - start
-            loss = float(jax.block_until_ready((entry[1], loss))[1])
-            entry[3].append((time.perf_counter() - start, dispatched, loss))
+            entry[1], loss = entry[0](entry[1], model.batch)
+            sent = time.perf_counter() - start
+            jax.block_until_ready((entry[1], loss))
+            losses[name] = float(loss)
+            if k:  # the first round warms up
+                taken[name].append(time.perf_counter() - start)
+                dispatch[name].append(sent)
 
-    base = statistics.median(t for t, _, _ in contestants["plain jit"][3][1:])
-    base_compile = contestants["plain jit"][2]
-    heads = ("step ms", "÷ jit", "dispatch ms", "compile s", "÷ jit", "loss")
+    heads = ("step ms", "÷ jit", "÷ scan", "dispatch ms", "compile s", "÷ jit", "loss")
     print(" " * 12, *(f"{h:>11}" for h in heads))
-    for name, (_, _, compile_seconds, times) in contestants.items():
-        step = statistics.median(t for t, _, _ in times[1:])
-        dispatch = statistics.median(d for _, d, _ in times[1:])
+    base = contestants["plain jit"][2]
+    for name, (_, _, compiling) in contestants.items():
         print(
-            f"{name:12} {step * 1e3:9.1f} {step / base:7.2f} {dispatch * 1e3:12.2f} "
-            f"{compile_seconds:10.2f} {compile_seconds / base_compile:6.2f} {times[-1][2]:9.5f}"
+            f"{name:12} {statistics.median(taken[name]) * 1e3:11.1f} "
+            f"{ratio(taken[name], taken['plain jit']):11.2f} "
+            f"{ratio(taken[name], taken['jit + scan']):11.2f} "
+            f"{statistics.median(dispatch[name]) * 1e3:11.2f} "
+            f"{compiling:11.2f} {compiling / base:11.2f} {losses[name]:11.5f}"
         )
+    contestants.clear()
+    tiny = Contest(TINY)
+    print()
+    for stages in args.stages:
+        task, transfer = python_cost(tiny, pipeline(tiny, stages, args))
+        print(
+            f"{stages} stages, tiny: {task * 1e6:.0f} µs a task, {transfer * 1e6:.0f} µs a transfer"
+        )
+
+
+def ratio(times: list[float], others: list[float]) -> float:
+    """The median over the rounds."""
+    return statistics.median(a / b for a, b in zip(times, others, strict=True))
+
+
+def pipeline(model: Contest, stages: int, args: argparse.Namespace) -> Executable:
+    """The model's step in stages of one device each."""
+    step = model.step(launcher.value_and_grad)
+    traced = trace_step(step, (jax.eval_shape(model.init, KEY), model.batch))
+    plan = make_plan(
+        traced,
+        method="manual",
+        num_stages=stages,
+        num_micro_batches=args.micro_batches,
+        schedule=args.schedule,
+        cluster=local_shape(stages, 1, "cpu"),
+    )
+    return compile_step(traced, plan, jax.devices()[:stages])
+
+
+def python_cost(model: Contest, executable: Executable) -> tuple[float, float]:
+    """The calling thread's seconds for a task and for a transfer, medians over 50 steps."""
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+
+    def timed(call: Callable[..., Any], is_task: bool) -> Callable[..., Any]:
+        def run(*arrays: Any) -> Any:
+            start = time.thread_time()
+            results = call(*arrays)
+            seconds[is_task].append(time.thread_time() - start)
+            return results
+
+        return run
+
+    table = executable._table
+    rows = [
+        row._replace(call=timed(row.call, isinstance(row.instruction, Run))) if row.call else row
+        for row in table.rows
+    ]
+    executable._table = dataclasses.replace(table, rows=tuple(rows))
+    state = executable.create(model.init, KEY)
+    for _ in range(50):
+        state, _ = executable(state, model.batch)
+        jax.block_until_ready(state)
+    return statistics.median(seconds[True]), statistics.median(seconds[False])
 
 
 if __name__ == "__main__":

@@ -11,9 +11,10 @@ from launcher.cluster.devices import (
     find_devices,
     find_gpus,
     local_pool,
+    slurm_pool,
 )
 from launcher.config.errors import ConfigError
-from launcher.config.schema import Cluster
+from launcher.config.schema import Cluster, Slurm
 
 TWO = Gpus(("NVIDIA H200", "NVIDIA H200"))
 
@@ -120,6 +121,30 @@ def test_more_devices_than_the_machine_has_are_refused(gpus, asked, message):
 def test_local_is_one_host():
     with pytest.raises(ConfigError, match="cluster=emulated"):
         local(TWO, hosts=2)
+
+
+def on_slurm(found, slurm=None, **settings):
+    return slurm_pool(Cluster(kind="slurm", slurm=slurm or Slurm(), **settings), found)
+
+
+def test_a_job_has_as_many_gpus_on_each_node_and_the_node_says_which():
+    pool = on_slurm(TWO, gpus=4, hosts=2)
+    assert pool == DevicePool("gpu", 2, 2, "NVIDIA H200", "4 GPUs on 2 Slurm nodes: NVIDIA H200")
+    assert on_slurm(None, gpus=4, hosts=2).note == "4 GPUs on 2 Slurm nodes"  # to be submitted
+
+
+def test_a_node_with_fewer_gpus_than_the_run_wants_is_refused(monkeypatch):
+    monkeypatch.setenv("SLURMD_NODENAME", "node7")
+    with pytest.raises(ConfigError) as raised:
+        on_slurm(TWO, gpus=6, hosts=2)
+    assert str(raised.value) == (
+        "node7 lends this job 2 GPUs, and 3 are to be used on each node. Set cluster.gpus to what "
+        "the nodes have in total, or cluster.slurm.emulated=true for CPU devices."
+    )
+
+
+def test_cpu_devices_stand_in_on_slurm_where_they_are_asked_for():
+    assert on_slurm(None, Slurm(emulated=True), gpus=4, hosts=2).kind == "cpu"
 
 
 def test_finding_devices_loads_neither_jax_nor_ray():

@@ -45,7 +45,7 @@ def test_the_examples_of_the_help_are_right(
     )
     monkeypatch.chdir(tmp_path)
     commands = re.findall(r"^  launcher(.*?)(?:  |$)", _EXAMPLES, re.MULTILINE)
-    assert len(commands) == 9
+    assert len(commands) == 10
     for command in commands:
         assert main([*shlex.split(command), "task=check"]) == 0
 

@@ -58,8 +58,8 @@ COMMAND_LINES = [
     # Bad choices and values out of bounds.
     (
         "parallel.schedule=1fb1",
-        "parallel.schedule must be one of gpipe, 1f1b, interleaved_1f1b, zero_bubble, not '1fb1' "
-        f"{CLI}. Did you mean 1f1b?",
+        "parallel.schedule must be one of auto, gpipe, 1f1b, interleaved_1f1b, zero_bubble, not "
+        f"'1fb1' {CLI}. Did you mean 1f1b?",
     ),
     (
         "train.precision=int4",
@@ -106,11 +106,21 @@ COMMAND_LINES = [
     # Settings that do not go together.
     ("dataset=text", "dataset.path is not set. Give dataset.path=VALUE."),
     (
-        "train.global_batch_size=30",
+        "parallel=manual train.global_batch_size=30",
         "train.global_batch_size=30 cannot be cut into parallel.num_micro_batches=4 equal "
         "microbatches (train.global_batch_size on the command line, "
-        f"parallel.num_micro_batches in {CONF}/parallel/manual.yaml:8). "
+        f"parallel.num_micro_batches in {CONF}/parallel/manual.yaml:9). "
         "Use train.global_batch_size=28 or 32.",
+    ),
+    (
+        "parallel.num_layers=6 parallel.num_stages=8",
+        f"parallel.num_stages=8 is more than parallel.num_layers=6 {CLI}. "
+        "A stage is at least one layer: ask for fewer stages, or raise parallel.num_layers.",
+    ),
+    (
+        "parallel=data parallel.num_layers=4",
+        f"parallel.num_layers=4 has no meaning for parallel=data {CLI}. "
+        "Use parallel=auto, manual or three_d, which put layers into stages.",
     ),
     (
         "parallel.num_stages=8",
@@ -143,6 +153,45 @@ COMMAND_LINES = [
         "cluster.hosts=2",
         f"cluster=local is this one machine, not cluster.hosts=2 {CLI}. "
         "Use cluster=emulated to play several hosts on it.",
+    ),
+    (
+        "task=submit",
+        f"task=submit submits to Slurm, not to cluster=local (task {CLI[1:-1]}, cluster.kind in "
+        f"{CONF}/cluster/local.yaml:5). Use cluster=slurm.",
+    ),
+    (
+        "task=sweep_status",
+        f"task=sweep_status does not say which sweep {CLI}. Give sweep.dir=multirun/ID.",
+    ),
+    (
+        "cluster=slurm cluster.gpus=null",
+        "cluster.gpus is not set, and cluster=slurm must know how many to ask for "
+        f"{CLI}. Give the number in total, over all nodes.",
+    ),
+    (
+        "cluster=slurm cluster.slurm.time=12:30:00",
+        f"cluster.slurm.time='12:30:00' cannot be understood {CLI}. "
+        "Write days, hours and minutes, such as 2d12h, 4h or 90m.",
+    ),
+    (
+        "cluster=slurm cluster.slurm.signal=B:USR1@60",
+        f"cluster.slurm.signal='B:USR1@60' cannot be understood {CLI}. Write TERM, USR1 or USR2, "
+        "@ and the seconds before the time limit, such as USR2@120.",
+    ),
+    (
+        "cluster=slurm cluster.slurm.extra={nodes:x}",
+        "cluster.slurm.extra.nodes is not for you to set that way (on the command line). "
+        "cluster.hosts says it.",
+    ),
+    (
+        "cluster=slurm cluster.slurm.env={1A:b}",
+        f"cluster.slurm.env: '1A' cannot name an environment variable {CLI}. "
+        "Use letters, digits and '_'.",
+    ),
+    (
+        "cluster=slurm cluster.slurm.gres=gpu:8 cluster.slurm.gpu_type=a100",
+        "cluster.slurm.gres=gpu:8 and cluster.slurm.gpu_type=a100 both ask for GPUs "
+        f"{CLI}. Leave one out.",
     ),
     (
         "model.hidden_size=130 model.num_heads=4",

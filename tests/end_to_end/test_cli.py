@@ -23,7 +23,7 @@ def test_check_says_what_was_checked_and_touches_nothing(tmp_path: Path) -> None
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout == (
         "The settings are fine: model=gpt (24 layers), dataset=stdlib_text, optimizer=adamw, "
-        "200 steps of 32 samples, parallel=manual (1f1b, num_micro_batches=4), cluster=local.\n"
+        "200 steps of 32 samples, parallel=auto (auto, num_micro_batches=auto), cluster=local.\n"
     )
     assert list(tmp_path.iterdir()) == []
 

@@ -6,7 +6,7 @@ import yaml
 
 from launcher.report.console import make_console
 from launcher.report.summary import Summary, write_summary
-from launcher.report.sweep import comparison_table, short_names
+from launcher.report.sweep import comparison_table, is_done, short_names
 
 
 def make_run(folder, settings, **summary):
@@ -95,3 +95,16 @@ def test_folders_in_which_nothing_can_be_read_are_still_shown(tmp_path):
 def test_keys_lose_their_section_unless_that_would_confuse_them():
     keys = ["train.steps", "model.name", "optimizer.name"]
     assert short_names(keys) == ["steps", "model.name", "optimizer.name"]
+
+
+def test_the_jobs_of_a_batch_system_are_shown(tmp_path):
+    done = {"exit_reason": "done", "steps": 20}
+    runs = [make_run(tmp_path / "s-0", settings(0, 2), **done)]
+    runs.append(make_run(tmp_path / "s-1", settings(1, 4)))
+    file = io.StringIO()
+    make_console(file).print(comparison_table(runs, ["7_0 COMPLETED", "7_1 PENDING"]))
+    lines = file.getvalue().splitlines()
+    assert any("7_0 COMPLETED  done" in line for line in lines)
+    assert any("7_1 PENDING    -" in line for line in lines)
+    assert "no summary.json" not in file.getvalue()
+    assert [is_done(run) for run in runs] == [True, False]

@@ -1,4 +1,4 @@
-"""One of several processes that train the same tiny model together; `test_processes` starts it.
+"""One of several processes that train the same model together; `test_processes` starts it.
 
     python peer.py INDEX COUNT COORDINATOR DEVICES
 
@@ -15,12 +15,14 @@ INDEX, COUNT, COORDINATOR, DEVICES = (
     sys.argv[3],
     int(sys.argv[4]),
 )
+os.environ["NPROC"] = str(DEVICES + 2)  # threads, see launcher.cluster.environment
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
+import plans  # noqa: E402
 from jax._src import distributed  # noqa: E402  (the key-value store: tests need no driver)
-from tiny import BATCHES, init, step  # noqa: E402
+from trainings import training  # noqa: E402
 
 from launcher.plan import local_shape, make_plan  # noqa: E402
 from launcher.plan.methods import ManualStageOption, PipeshardParallel  # noqa: E402
@@ -29,7 +31,12 @@ from launcher.trace import trace_step  # noqa: E402
 
 
 def planned(traced, cluster, settings):
-    """By a method's name, or by the fields of a `ManualStageOption`."""
+    """By the settings' words: a plan of `plans`, a seed for one at random, a method's name, or the
+    fields of a `ManualStageOption`."""
+    if "plan" in settings:
+        return plans.by_name(traced, settings["plan"], cluster)
+    if "seed" in settings:
+        return plans.at_random(traced, settings["seed"], cluster)
     if "method" in settings:
         return make_plan(traced, cluster=cluster, **settings)
     return PipeshardParallel(3, stage_option=ManualStageOption(**settings)).plan(traced, cluster)
@@ -41,14 +48,15 @@ def main() -> None:
     transport = PullTransport()
     store.key_value_set(f"address_{INDEX}", transport.address)
     transport.connect([store.blocking_key_value_get(f"address_{i}", 60_000) for i in range(COUNT)])
-    traced = trace_step(step, (jax.eval_shape(init, jax.random.key(0)), BATCHES[0]))
     found = {}
     for settings in json.loads(sys.stdin.read()):
+        step, init, batches = training(settings.get("training", "tiny"))
+        traced = trace_step(step, (jax.eval_shape(init, jax.random.key(0)), batches[0]))
         plan = planned(traced, local_shape(COUNT * DEVICES, COUNT, "cpu"), settings)
         executable = compile_step(traced, plan, jax.devices(), transport)
         state = executable.create(init, jax.random.key(0))
         losses = []
-        for k, batch in enumerate(BATCHES):
+        for k, batch in enumerate(batches):
             run = executable.profile if k == 1 else lambda *args: (executable(*args), None)  # noqa: B023
             (state, loss), _ = run(state, batch)
             if loss.addressable_shards:

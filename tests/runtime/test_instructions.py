@@ -167,6 +167,17 @@ def test_the_last_stage_runs_both_passes_in_one_program():
     assert "stage.0.backward_input" not in names
 
 
+def test_two_programs_where_one_would_keep_much_inside():
+    rows = jax.ShapeDtypeStruct((2**22, WIDTH), jnp.float32)
+    traced = trace_step(step, (jax.eval_shape(init, jax.random.key(0)), rows))
+    cluster = local_shape(2, 1, "cpu")
+    for micro_batches, together in ((2, False), (256, True)):
+        plan = make_plan(
+            traced, method="manual", num_stages=2, num_micro_batches=micro_batches, cluster=cluster
+        )
+        assert ("stage.1.forward_backward" in emit(traced, plan).programs) == together
+
+
 def test_stages_of_one_mesh_send_each_other_nothing():
     for devices in (1, 2):
         emitted = emit(*planned(devices=devices, schedule="interleaved_1f1b"))

@@ -111,10 +111,9 @@ def check(options, expected, executable, state):
 
 @pytest.mark.parametrize(
     ("name", "stages", "micro_batches", "schedule"),
-    [("mlp", *point) for point in GRID]
-    + [
-        pytest.param("gpt_tied", *point, marks=[] if point in COVERING else [pytest.mark.slow])
-        for point in GRID
+    [
+        pytest.param(name, *point, marks=[] if point in COVERING else [pytest.mark.slow])
+        for name, point in itertools.product(("mlp", "gpt_tied"), GRID)
     ],
 )
 def test_manual_equals_plain_jit(serial, name, stages, micro_batches, schedule):

@@ -13,7 +13,8 @@ import pytest
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-from tiny import BATCHES, init, step  # noqa: E402
+from plans import METHODS  # noqa: E402
+from trainings import serial  # noqa: E402
 
 ONE_F_ONE_B = {"method": "manual", "num_micro_batches": 3, "schedule": "1f1b"}
 # A submesh of one device, and one of three that lies in both processes.
@@ -22,14 +23,6 @@ UNEQUAL = {
     "submesh_shapes": [[1, 1], [1, 3]],
 }
 GPIPE = {**ONE_F_ONE_B, "schedule": "gpipe"}
-
-
-def serial():
-    state, losses = jax.jit(init)(jax.random.key(0)), []
-    for batch in BATCHES:
-        state, loss = jax.jit(step)(state, batch)
-        losses.append(float(loss))
-    return losses, sum(x.size for x in jax.tree.leaves(state))
 
 
 def together(count, devices, settings):
@@ -52,13 +45,23 @@ def together(count, devices, settings):
             peer.stdin.write(json.dumps(settings))
             peer.stdin.close()
             peer.stdin = None
-        told = [peer.communicate(timeout=300) for peer in peers]
+        told = [peer.communicate(timeout=200 + 50 * len(settings)) for peer in peers]
     finally:
         for peer in peers:
             peer.kill()
     for peer, (_, errors) in zip(peers, told, strict=True):
         assert peer.returncode == 0, errors[-3000:]
     return [json.loads(out.splitlines()[-1]) for out, _ in told]
+
+
+def check(settings, told):
+    """Every process that knows the losses has those of one device."""
+    for each in settings:
+        _, losses = serial(each.get("training", "tiny"))
+        known = [peer[json.dumps(each)]["losses"] for peer in told]
+        assert any(known), each
+        for found in filter(None, known):
+            np.testing.assert_allclose(found, losses, rtol=1e-5, err_msg=str(each))
 
 
 @pytest.mark.parametrize(
@@ -91,14 +94,40 @@ def together(count, devices, settings):
     ],
 )
 def test_processes_together_equal_one_device(count, devices, settings):
-    losses, total = serial()
+    total = sum(x.size for x in jax.tree.leaves(serial("tiny")[0]))
     told = together(count, devices, settings)
+    check(settings, told)
     for each in settings:
         answers = [peer[json.dumps(each)] for peer in told]
-        known = [a["losses"] for a in answers if a["losses"]]
-        assert known
-        for found in known:
-            np.testing.assert_allclose(found, losses, rtol=1e-5)
         if each.get("num_stages", 1) >= count:  # no process holds the whole state
             assert all(a["elements_here"] < total for a in answers)
             assert sum(a["elements_here"] for a in answers) == total
+
+
+def by_method(model, num_devices):
+    return [
+        {"training": model, "plan": name} for name, (n, _) in METHODS.items() if n == num_devices
+    ]
+
+
+@pytest.mark.parametrize(
+    ("devices", "settings"),
+    [
+        (3, [{"training": "gpt_tied", "plan": "2+4, zero3"}, {"plan": "given"}]),
+        *(
+            pytest.param(n // 2, by_method(model, n), marks=pytest.mark.slow, id=f"{model}, {n}")
+            for model in ("tiny", "gpt_tied")
+            for n in (2, 4, 6, 8)
+        ),
+    ],
+)
+def test_every_method_over_two_processes(devices, settings):
+    check(settings, together(2, devices, settings))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "devices", "first"), [(2, 2, 0), (2, 4, 6), (3, 2, 12)])
+def test_plans_at_random_over_several_processes(count, devices, first):
+    """A process that waits for ever is a time-out."""
+    settings = [{"training": "chain", "seed": seed} for seed in range(first, first + 6)]
+    check(settings, together(count, devices, settings))

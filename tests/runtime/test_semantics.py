@@ -1,5 +1,7 @@
 """What a step may do beyond a mean loss: keys, every way of combining, shared and fixed results."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,11 +19,15 @@ METHODS = {
     ),
     "replicas": launcher.DataParallel(num_micro_batches=PARTS // 2),
 }
+WHOLE = {"whole": launcher.PipeshardParallel(stage_option=launcher.UniformStageOption(2))}
 
 
 def parallel(step, name, donate_argnums=(0,)):
     return launcher.parallelize(
-        step, method=METHODS[name], devices=jax.devices()[:2], donate_argnums=donate_argnums
+        step,
+        method=(METHODS | WHOLE)[name],
+        devices=jax.devices()[:2],
+        donate_argnums=donate_argnums,
     )
 
 
@@ -52,6 +58,110 @@ def test_results_are_combined_as_they_say(name):
     np.testing.assert_allclose(out["noise"], np.concatenate(folded), rtol=1e-5)
     want = W - jax.grad(lambda w: ((X @ w * 0.5) ** 2).mean())(W)
     np.testing.assert_allclose(new["w"], want, rtol=1e-5)
+
+
+def noise(key):
+    return jax.random.normal(key, (2,))
+
+
+KEYS = {  # the key an argument holds, and what one slice draws from its own
+    "typed": (jax.random.key(3), noise),
+    "raw": (jax.random.PRNGKey(3), noise),
+    "typed array": (jax.random.split(jax.random.key(3), 2), lambda keys: jax.vmap(noise)(keys)[1]),
+    "raw array": (jax.random.split(jax.random.PRNGKey(3), 2), lambda keys: noise(keys[1])),
+    "raw in a loop": (
+        jax.random.split(jax.random.PRNGKey(3), 2),
+        lambda keys: jax.lax.scan(lambda c, k: (c + noise(k), None), jnp.zeros(2), keys)[0],
+    ),
+    "raw in a branch": (
+        jax.random.PRNGKey(3),
+        lambda key: jax.lax.cond(key[0] < 1, noise, lambda key: -noise(key), key),
+    ),
+    "other generator": (jax.random.PRNGKey(3, impl="rbg"), lambda key: noise(_rbg(key))),
+}
+
+
+def _rbg(raw):
+    return jax.random.wrap_key_data(raw, impl="rbg")
+
+
+def folded(key, number):
+    if key.shape == (4,):
+        return jax.random.key_data(jax.random.fold_in(_rbg(key), number))
+    fold = jax.random.fold_in
+    one_key = 0 if jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key) else 1
+    return (jax.vmap(fold, (0, None)) if key.ndim > one_key else fold)(key, number)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [  # a vmapped rbg generator draws other numbers than one that is not
+        (name, kind)
+        for name, kind in itertools.product(METHODS, KEYS)
+        if (name, kind) != ("replicas", "other generator")
+    ],
+)
+def test_every_slice_has_keys_of_its_own(name, kind):
+    key, draw = KEYS[kind]
+
+    def of(w, key, x):
+        launcher.mark_pipeline_boundary()
+        return (x @ w).mean(), jnp.broadcast_to(draw(key), (x.shape[0], 2))
+
+    def step(state, x):
+        reduce = ("mean", "concat")
+        (_, drawn), grads = launcher.value_and_grad(of, has_aux=True, reduce=reduce)(
+            state["w"], state["key"], x
+        )
+        return {"w": state["w"] - grads, "key": state["key"]}, drawn
+
+    _, drawn = parallel(step, name, donate_argnums=())({"w": W, "key": key}, X)
+    want = [draw(folded(key, i)) for i in range(PARTS)]
+    np.testing.assert_allclose(drawn, np.repeat(want, len(X) // PARTS, 0), rtol=1e-6)
+
+
+def test_the_only_slice_has_the_key_itself():
+    def of(w, key, x):
+        launcher.mark_pipeline_boundary()
+        return (x @ w).mean() + jax.random.normal(key)
+
+    def step(state, x):
+        return state, launcher.value_and_grad(of)(state["w"], state["key"], x)[0]
+
+    state = {"w": W, "key": jax.random.PRNGKey(3)}
+    _, loss = parallel(step, "whole", donate_argnums=())(state, X)
+    np.testing.assert_allclose(loss, of(W, state["key"], X), rtol=1e-6)
+
+
+def test_integers_that_no_generator_takes_are_no_keys():
+    def of(w, numbers, x):
+        return (x @ w).mean() * numbers.sum()
+
+    def step(w, x, numbers):
+        return w, launcher.value_and_grad(of)(w, numbers, x)[0]
+
+    numbers = np.array([1, 2], np.uint32)
+    _, loss = parallel(step, "replicas")(W, X, numbers)
+    np.testing.assert_allclose(loss, (X @ W).mean() * 3, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_inputs_made_of_the_batch_keep_their_rows(name):
+    """The loss sees, of each, the rows of its own slice: reordered ones would pair with others."""
+
+    def of(w, x, by_row, columns, noise):
+        launcher.mark_pipeline_boundary()
+        y = (x @ w).sum(1) * by_row * columns.sum(0) + noise
+        return (y**2).mean()
+
+    def step(w, x):
+        by_row = jnp.exp(x[:, 0] - x.mean())
+        noise = jax.random.normal(jax.random.key(1), by_row.shape)
+        loss, grads = launcher.value_and_grad(of)(w, x, by_row, x.T * 2, noise)
+        return w - grads, loss
+
+    got = parallel(step, name, donate_argnums=())(W, X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, jax.jit(step)(W, X))
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -82,6 +82,44 @@ def printing(w, x):
     return (x @ w).sum()
 
 
+def calling_back(w, x):
+    y = jax.pure_callback(lambda a: a, X, x)
+    return (y @ w).sum()
+
+
+def calling_back_in_scan(w, x):
+    def body(c, _):
+        return jax.pure_callback(lambda a: a, X, c), None
+
+    return (jax.lax.scan(body, x, None, length=2)[0] @ w).sum()
+
+
+def printing_update(w, x):
+    grads = launcher.grad(lambda w: (x @ w).sum())(w)
+    jax.debug.print("{}", grads.sum())
+    return w - grads
+
+
+def printing_first(w, x):
+    x = jax.jit(lambda x: (jax.debug.callback(print, x), x)[1])(x)
+    return w - launcher.grad(lambda w: (x @ w).sum())(w)
+
+
+def grad_in_scan(w, x):
+    def body(w, row):
+        return w - launcher.grad(lambda w: (row @ w).sum())(w), None
+
+    return jax.lax.scan(body, w, x)[0]
+
+
+def grad_in_branch(w, x):
+    return jax.lax.cond(x.sum() > 0, lambda w: launcher.grad(jnp.sum)(w), lambda w: w, w)
+
+
+def jax_grad_of_ours(w, x):
+    return jax.grad(lambda w: launcher.value_and_grad(lambda w: (x @ w).sum())(w)[0])(w)
+
+
 def rows(w, x):
     return (x @ w).sum(), x @ w
 
@@ -89,6 +127,57 @@ def rows(w, x):
 @pytest.mark.parametrize(
     ("step", "slices", "error", "words"),
     [
+        (printing_update, 1, TraceError, r"debug_.* at .*test_step.py.*side effect.* result of"),
+        (printing_first, 1, TraceError, r"debug_.* at .*test_step.py.*side effect"),
+        (step_of(calling_back), 1, TraceError, "pure_callback at .*test_step.py.* as aux"),
+        (step_of(calling_back_in_scan), 1, TraceError, "pure_callback at .*test_step.py"),
+        (
+            grad_in_scan,
+            1,
+            GradientError,
+            r"at .*test_step.py.* inside scan at .*test_step.py.*say num_micro_batches",
+        ),
+        (grad_in_branch, 1, GradientError, "inside cond at .*test_step.py"),
+        (jax_grad_of_ours, 1, GradientError, "do not differentiate or vmap it"),
+        (step_of(lambda w, x: (x @ w).sum()), 0, BatchError, "at least 1"),
+        (
+            step_of(lambda w, x: ((x @ w) ** 2).sum() / x.shape[0], reduce="sum"),
+            2,
+            BatchError,
+            'reduce="sum", but .*test_step.py.*scales it by the batch size.*reduce="mean"',
+        ),
+        (
+            step_of(
+                lambda w, x: jnp.tanh((x @ w).mean() * 2) + (x @ w).mean(1).sum(), reduce="sum"
+            ),
+            2,
+            None,
+            "",
+        ),
+        (
+            step_of(lambda w, x: (x @ w).sum() + (w**2).sum() * x.shape[0], reduce="sum"),
+            2,
+            None,
+            "",
+        ),
+        (
+            step_of(lambda w, x: ((x @ w).sum(), (x > 0).any()), has_aux=True, reduce="sum"),
+            2,
+            BatchError,
+            'is bool, whose sum .* say reduce="last"',
+        ),
+        (
+            step_of(lambda w, x: ((x @ w).sum(), (x > 0).mean()), has_aux=True, reduce="sum"),
+            2,
+            BatchError,
+            "result 1 of the loss .*scales it",
+        ),
+        (
+            lambda w, x: w * (launcher.grad(jnp.sum)(w) if x.shape[0] > 4 else len(x)),
+            2,
+            GradientError,
+            "takes no gradient",
+        ),
         (lambda w, x: (x @ w, 0), 1, GradientError, "takes no gradient through launcher.grad"),
         (twice, 1, GradientError, r"2 times \(.*test_step.py"),
         (step_of(in_scan), 1, BoundaryError, "inside scan at .*test_step.py"),

@@ -62,7 +62,7 @@ def make_state(stages=4):
 
 def test_a_state_comes_back_exactly_and_where_it_is_wanted(tmp_path):
     state = make_state()
-    checkpoint.save(tmp_path, 7, state, METADATA)
+    checkpoint.save(tmp_path, 7, checkpoint.copied(state), METADATA)
     where = SingleDeviceSharding(jax.devices()[5])
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), state)
     back = checkpoint.restore(tmp_path, 7, like)
@@ -74,7 +74,7 @@ def test_a_state_comes_back_exactly_and_where_it_is_wanted(tmp_path):
 
 
 def test_stock_orbax_reads_it_on_one_device_without_our_code(tmp_path):
-    checkpoint.save(tmp_path, 7, make_state(), METADATA)
+    checkpoint.save(tmp_path, 7, checkpoint.copied(make_state()), METADATA)
     result = subprocess.run(
         [sys.executable, "-c", STOCK, str(tmp_path)],
         env={**os.environ, "XLA_FLAGS": ""},
@@ -85,7 +85,7 @@ def test_stock_orbax_reads_it_on_one_device_without_our_code(tmp_path):
 
 
 def test_metadata_is_json_beside_the_arrays(tmp_path):
-    checkpoint.save(tmp_path, 7, make_state(), METADATA)
+    checkpoint.save(tmp_path, 7, checkpoint.copied(make_state()), METADATA)
     assert checkpoint.read_metadata(tmp_path, 7) == METADATA
     on_disk = json.loads((tmp_path / "7" / "_CHECKPOINT_METADATA").read_text())
     assert on_disk["custom_metadata"] == METADATA
@@ -97,11 +97,27 @@ def test_the_latest_step_is_the_highest_that_is_whole(tmp_path):
     (tmp_path / "30.orbax-checkpoint-tmp").mkdir()  # a save that was cut off
     assert checkpoint.latest_step(tmp_path) is None
     for step in (2, 10, 9):
-        checkpoint.save(tmp_path, step, make_state(), METADATA)
+        checkpoint.save(tmp_path, step, checkpoint.copied(make_state()), METADATA)
     assert checkpoint.latest_step(tmp_path) == 10
 
 
 def test_a_missing_step_is_a_file_not_found(tmp_path):
-    checkpoint.save(tmp_path, 7, make_state(), METADATA)
+    checkpoint.save(tmp_path, 7, checkpoint.copied(make_state()), METADATA)
     with pytest.raises(FileNotFoundError):
         checkpoint.restore(tmp_path, 8, make_state())
+
+
+def test_the_newest_and_the_round_steps_are_kept(tmp_path):
+    state = checkpoint.copied(make_state())
+    for step in range(1, 8):
+        checkpoint.save(tmp_path, step, state, METADATA, keep=2, keep_every=3)
+    assert sorted(int(p.name) for p in tmp_path.iterdir()) == [3, 6, 7]
+
+
+def test_a_copy_outlives_the_arrays_it_was_made_of(tmp_path):
+    state = make_state()
+    copy = checkpoint.copied(state)
+    before = np.array(copy.params["layer_0"]["kernel"])
+    overwrite = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
+    overwrite(state.params["layer_0"]["kernel"])
+    np.testing.assert_array_equal(copy.params["layer_0"]["kernel"], before)

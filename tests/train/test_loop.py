@@ -1,5 +1,6 @@
 """The loop with a real worker in this process: a small pipeline trained, stopped and resumed."""
 
+import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,10 +9,11 @@ import numpy as np
 import pytest
 
 from launcher.config.compose import load, to_dict
+from launcher.config.schema import Checkpoint
 from launcher.plan import local_shape, make_plan
 from launcher.train import checkpoint
 from launcher.train.crew import merged
-from launcher.train.loop import train
+from launcher.train.loop import Cadence, train
 from launcher.train.optimizer import build_optimizer
 from launcher.train.program import build_program
 from launcher.train.record import DivergedError, Recorder
@@ -29,6 +31,7 @@ WORDS = (
     "train.eval_every=3",
     "train.eval_batches=2",
     "optimizer.warmup_steps=2",
+    "parallel=manual",
     "parallel.num_micro_batches=2",
     "parallel.num_stages=2",
 )
@@ -104,7 +107,7 @@ class Training:
 
     def _save(self, step):
         metadata = {"config": to_dict(self.config)}
-        self.handle.submit("save", str(self.folder), step, metadata).result()
+        return self.handle.submit("save", str(self.folder), step, metadata)
 
     def losses(self):
         return [line["train/loss"] for line in self.lines]
@@ -192,6 +195,26 @@ def test_a_run_goes_on_with_other_stages(undisturbed, tmp_path):
     words = ("cluster.gpus=4", "parallel.num_stages=4", "parallel.num_micro_batches=4")
     second = Training(tmp_path, *words).run()
     np.testing.assert_allclose(first.losses() + second.losses(), undisturbed.losses(), rtol=1e-5)
+
+
+def test_states_are_saved_on_the_way_and_training_goes_on_from_any(undisturbed, tmp_path):
+    Training(tmp_path, "train.checkpoint.every_steps=2").run()
+    steps = sorted(int(path.name) for path in tmp_path.iterdir())
+    assert steps == [2, 4, 6]
+    for step in steps[1:]:  # as if the run had been killed after its first checkpoint
+        shutil.rmtree(tmp_path / str(step))
+    again = Training(tmp_path).run()
+    assert again.losses() == undisturbed.losses()[steps[0] :]
+
+
+def test_when_to_save():
+    cadence = Cadence(Checkpoint(every_steps=10, every_minutes=1.0), now=0.0)
+    assert not cadence.is_due(1, 59.0)
+    assert cadence.is_due(2, 60.0)
+    assert not cadence.is_due(3, 119.0)
+    assert cadence.is_due(10, 119.0)
+    assert not cadence.is_due(11, 178.0)  # the minutes count from the newest
+    assert not Cadence(Checkpoint(), now=0.0).is_due(1000, 1e6)
 
 
 def test_a_run_that_diverges_saves_nothing(tmp_path):

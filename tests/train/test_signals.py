@@ -19,6 +19,8 @@ def send(signum):
         (signal.SIGINT, 130, "interrupted"),
         (signal.SIGTERM, 75, "preempted"),
         (signal.SIGHUP, 75, "preempted"),
+        (signal.SIGUSR1, 75, "preempted"),
+        (signal.SIGUSR2, 75, "preempted"),
     ],
 )
 def test_outside_training_a_signal_leaves_at_once(signum, code, reason):

@@ -10,6 +10,7 @@ import numpy as np
 
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.errors import PlanError
+from launcher.plan.profile.measured import MeasuredLayers
 from launcher.plan.search.advice import nothing_fits
 from launcher.plan.search.candidates import submesh_sizes
 from launcher.plan.search.layers import CostTable, cost_table
@@ -27,29 +28,35 @@ def search(
     cluster: ClusterShape,
     wanted: Wanted,
     progress: Progress = lambda share: None,
+    measured: MeasuredLayers | None = None,
 ) -> list[Candidate]:
-    """The best plan and the runners-up, best first.
+    """The best plan and the runners-up, best first. `measured`: the layers' seconds, instead of the
+    model's.
 
     Raises:
         PlanError: nothing fits the devices' memory; the message says by how much and what would.
     """
-    problem = make_problem(step, cluster)
+    problem = make_problem(step, cluster, measured)
     found = best_of(problem, wanted, progress)
     if not found:
         raise PlanError(nothing_fits(problem, wanted))
     return found[: 1 + _RUNNERS_UP]
 
 
-def make_problem(step: TracedStep, cluster: ClusterShape) -> Problem:
-    """The search for a traced step on a cluster."""
+def make_problem(
+    step: TracedStep, cluster: ClusterShape, measured: MeasuredLayers | None = None
+) -> Problem:
+    """The search for a traced step on a cluster. `measured`: the layers' seconds, instead of the
+    model's."""
     loss = step.loss(1)
     groups = group_layers(layer_flops(loss), min(loss.num_layers, _MOST_LAYERS))
-    table = _grouped(cost_table(step, cluster, _model_sizes(cluster)), groups)
+    costs = cost_table(step, cluster, model_sizes(cluster))
+    table = _grouped(measured.applied(costs) if measured else costs, groups)
     usable = None if cluster.memory_bytes is None else USABLE * cluster.memory_bytes
     return Problem(table, groups, step.batch_size, cluster, submesh_sizes(cluster), usable)
 
 
-def _model_sizes(cluster: ClusterShape) -> tuple[int, ...]:
+def model_sizes(cluster: ClusterShape) -> tuple[int, ...]:
     """Sizes of the model axis: it stays inside a host, whose links are the fast ones."""
     each = cluster.devices_per_host
     return tuple(n for n in range(1, each + 1) if each % n == 0)

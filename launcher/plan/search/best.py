@@ -9,6 +9,7 @@ from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.make import complete
 from launcher.plan.outline import Outline
 from launcher.plan.plan import Plan, RunnerUp
+from launcher.plan.profile.measured import MeasuredLayers
 from launcher.plan.search.auto import search
 from launcher.plan.search.problem import Candidate, Wanted
 from launcher.trace.step import TracedStep
@@ -19,8 +20,9 @@ def best_plan(
     cluster: ClusterShape,
     wanted: Wanted,
     progress: Callable[[float], None] = lambda share: None,
+    measured: MeasuredLayers | None = None,
 ) -> Plan:
-    """The best plan; the next best ones stand in it as `runners_up`.
+    """The best plan; the next best ones stand in it as `runners_up`. `measured`: see `search`.
 
     The search's objective is a closed form; the few best outlines are completed, so that the
     simulated timeline decides, also between schedules where that is left open.
@@ -28,10 +30,10 @@ def best_plan(
     Raises:
         PlanError: nothing fits the devices' memory.
     """
-    found = search(step, cluster, wanted, lambda share: progress(0.8 * share))
+    found = search(step, cluster, wanted, lambda share: progress(0.8 * share), measured)
     plans: list[Plan] = []
     for k, outline in enumerate(_with_schedules(found, wanted)):
-        plan = complete(step, outline, cluster)
+        plan = complete(step, outline, cluster, measured)
         if not plans or _fits(plan, cluster):
             plans.append(plan)
         progress(0.8 + 0.2 * (k + 1) / (len(found) + 1))

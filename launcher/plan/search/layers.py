@@ -15,13 +15,12 @@ import numpy as np
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.footprint import StagePasses, as_one, footprint, stage_passes
 from launcher.plan.schedule import Kind
-from launcher.plan.sharding.choose import model_classes
-from launcher.plan.sharding.cost import load, work_seconds
-from launcher.plan.sharding.dims import NamedDims, Sharding, Use, parts
-from launcher.plan.sharding.layout import MODEL, outer_dims
-from launcher.plan.sharding.stage import batch_classes
+from launcher.plan.sharding.cost import flow, load, work_seconds
+from launcher.plan.sharding.dims import NamedDims, Sharding, parts
+from launcher.plan.sharding.layout import outer_dims, row_axes
+from launcher.plan.sharding.stage import model_sharding
 from launcher.plan.stages import StageGraph, cut_stages
-from launcher.trace.graph import dependents, nbytes, program, structure_text
+from launcher.trace.graph import nbytes, program, structure_text
 from launcher.trace.step import Loss, TracedStep
 
 
@@ -71,12 +70,11 @@ def cost_table(step: TracedStep, cluster: ClusterShape, model_sizes: Sequence[in
     solved: dict[str, list[LayerCost]] = {}
     rows = []
     for graph in graphs:
-        key = _structure(graph, loss)
+        key = _structure(step, graph, loss)
         if key not in solved:
             of = stage_passes(graph, loss, "none", {Kind.FORWARD, Kind.BACKWARD}, together=False)
-            inside = NamedDims(of.joint.equations)
-            whole = as_one(of, graph)
-            solved[key] = [_solve(graph, loss, m, cluster, of, whole, inside) for m in model_sizes]
+            passes = of, as_one(of, graph), NamedDims(of.joint.equations)
+            solved[key] = [_solve(step, graph, loss, m, cluster, *passes) for m in model_sizes]
         own = [i for i in graph.wrt if owner[i] == graph.index]
         rows.append([_with_state(cost, graph, own, loss, state) for cost in solved[key]])
     names = [f.name for f in fields(LayerCost)]
@@ -87,16 +85,18 @@ def cost_table(step: TracedStep, cluster: ClusterShape, model_sizes: Sequence[in
     return CostTable(tuple(model_sizes), arrays, len(solved))
 
 
-def _structure(graph: StageGraph, loss: Loss) -> str:
+def _structure(step: TracedStep, graph: StageGraph, loss: Loss) -> str:
     """Equal for layers that are the same program and differentiate the same operands."""
+    rows = row_axes(step, loss)
     reads = [*(loss.invars[i] for i in graph.operands), *graph.activations_in]
     wrt = [i in graph.wrt for i in graph.operands]
-    axes = [loss.slice_axes[i] for i in graph.operands]
+    axes = [rows[i] for i in graph.operands]
     text = program(reads, graph.equations, graph.outs).jaxpr
     return structure_text(text, {"wrt": wrt, "axes": axes, "out": len(graph.activations_out)})
 
 
 def _solve(
+    step: TracedStep,
     graph: StageGraph,
     loss: Loss,
     m: int,
@@ -107,22 +107,12 @@ def _solve(
 ) -> LayerCost:
     """A layer without what the update keeps for it. `of`, `whole`, `inside`: its passes, these as
     one program, and the named dimensions of their joint program."""
-    dims = NamedDims(graph.equations)
-    sharding = Sharding(dims, {MODEL: m})
     parameters = [loss.invars[i] for i in graph.wrt]
-    flowing = dependents(graph.equations, [*parameters, *graph.active_in])
-
-    def active(use: Use) -> bool:
-        return use.scope > 0 or any(v in flowing for v in use.eqn.outvars)
-
-    if m > 1:
-        batch = batch_classes(loss, dims, graph.operands)
-        link = cluster.link_of_axis(m)
-        for one in model_classes(dims, parameters, batch, active, m, cluster, link):
-            sharding.axis_of[one] = (MODEL,)
+    flows = flow(graph.equations, [*parameters, *graph.active_in])
+    sharding = model_sharding(step, loss, graph, m, cluster, cluster.link_of_axis(m))
     work = forward = backward = forward_sums = backward_sums = 0.0
-    for use in dims.uses:
-        found = load(use, sharding, active(use))
+    for use in sharding.dims.uses:
+        found = load(use, sharding, flows)
         work += work_seconds(found, cluster)
         forward += sum(found.forward.values())
         backward += sum(found.backward.values())

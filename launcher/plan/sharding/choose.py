@@ -9,15 +9,15 @@ dimension of each feed-forward block, the vocabulary. Solved by HiGHS. Pure; use
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from launcher.plan.cluster_shape import ClusterShape
-from launcher.plan.sharding.cost import PRODUCTS, load, seconds
-from launcher.plan.sharding.dims import NamedDims, Sharding, Spec, Use, axes
+from launcher.plan.sharding.cost import PRODUCTS, Flow, load, seconds
+from launcher.plan.sharding.dims import NamedDims, Sharding, Spec, axes
 from launcher.plan.sharding.layout import MODEL
 from launcher.trace.graph import Var, nbytes
 
@@ -38,7 +38,7 @@ def model_classes(
     dims: NamedDims,
     parameters: Sequence[Var],
     batch: Set[int],
-    active: Callable[[Use], bool],
+    flows: Flow,
     devices: int,
     cluster: ClusterShape,
     link: float,
@@ -47,10 +47,10 @@ def model_classes(
     the parameter bytes that can be cut are.
 
     Args:
-        batch: classes of the batch's rows, which are no candidates. active: whether gradients flow
-            through an equation. link: bytes/s between the devices.
+        batch: classes of the batch's rows, which are no candidates.
+        link: bytes/s between the devices.
     """
-    choices, meetings = _choices(dims, parameters, batch, active, devices, cluster, link)
+    choices, meetings = _choices(dims, parameters, batch, flows, devices, cluster, link)
     if not choices:
         return []
     size = np.array([c.cut_bytes for c in choices], float)
@@ -65,7 +65,7 @@ def _choices(
     dims: NamedDims,
     parameters: Sequence[Var],
     batch: Set[int],
-    active: Callable[[Use], bool],
+    flows: Flow,
     devices: int,
     cluster: ClusterShape,
     link: float,
@@ -83,12 +83,11 @@ def _choices(
         )
         if not fits:
             continue
-        flowing = active(use)
-        before = seconds(load(use, whole, flowing), sizes, cluster, link)
+        before = seconds(load(use, whole, flows), sizes, cluster, link)
         for c in fits:
             cut = Sharding(dims, sizes)
             cut.axis_of[c] = (MODEL,)
-            after = seconds(load(use, cut, flowing), sizes, cluster, link)
+            after = seconds(load(use, cut, flows), sizes, cluster, link)
             price[c] = price.get(c, 0.0) + after - before
         if use.eqn.primitive.name in PRODUCTS:
             met.update(_pairs(by_atom, set(fits)))

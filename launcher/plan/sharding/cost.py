@@ -1,23 +1,26 @@
 """What cutting a program costs: operations a device still does, and bytes its collectives move.
 
 Counted equation by equation under given specs. A sum over a dimension that is cut ends in an
-all-reduce of the result; so, in the backward pass, does the gradient of an operand that is whole
-along a dimension that the result is cut along. Pure; used by `plan.predict` and `sharding.choose`.
+all-reduce of the result, or in a reduce-scatter where the result is cut along the same axis. In the
+backward pass, so does the gradient of an operand that is whole along a dimension that the result is
+cut along. Pure; used by `plan.predict` and `sharding.choose`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 
 from launcher.plan.cluster_shape import ClusterShape
-from launcher.plan.sharding.dims import Sharding, Spec, Use, axes, parts
+from launcher.plan.sharding.dims import Sharding, Spec, Use, axes, parts, without
 from launcher.trace.cost import flops, moved_bytes
-from launcher.trace.graph import Var, is_var, nbytes
+from launcher.trace.graph import Equation, Var, dependents, is_var, nbytes
 
 PRODUCTS = ("dot_general", "conv_general_dilated")
+
+Flow = Callable[[Use, Var], bool]  # whether gradients flow to a value that an equation has
 
 
 @dataclass(frozen=True)
@@ -34,23 +37,40 @@ class Load:
     backward: Mapping[str, float]
 
 
-def load(use: Use, sharding: Sharding, active: bool) -> Load:
-    """Of one equation. `active`: gradients flow through it."""
+def flow(equations: Iterable[Equation], sources: Sequence[Var]) -> Flow:
+    """To what depends on `sources`; inside of bodies, to everything."""
+    reached = dependents(equations, sources)
+    return lambda use, var: use.scope > 0 or var in reached
+
+
+def is_active(use: Use, flows: Flow) -> bool:
+    """Whether gradients flow through an equation."""
+    return any(flows(use, v) for v in use.eqn.outvars)
+
+
+def load(use: Use, sharding: Sharding, flows: Flow) -> Load:
+    """Of one equation."""
     eqn, sizes = use.eqn, sharding.sizes
     ins = [sharding.spec(v, use.scope) if is_var(v) else () for v in eqn.invars]
     outs = [sharding.spec(v, use.scope) for v in eqn.outvars]
     forward: dict[str, float] = {}
     backward: dict[str, float] = {}
-    cut: set[str] = {a for spec in outs for axis in spec for a in axes(axis)}
+    kept = {a for spec in outs for axis in spec for a in axes(axis)}
+    active, cut = is_active(use, flows), set(kept)
     for factor in use.factors or ():
         of_factor = {a for i, d in factor.operands if d < len(ins[i]) for a in axes(ins[i][d])}
         if not factor.results:
-            for axis in of_factor - cut:
-                forward[axis] = forward.get(axis, 0.0) + _local(eqn.outvars[0], outs[0], sizes)
+            for axis in of_factor - (cut - kept):
+                summed = _local(eqn.outvars[0], without(outs[0], axis), sizes)
+                if axis in kept:  # scattered, and its gradient gathered: half as much each
+                    summed /= 2
+                    if active:
+                        backward[axis] = backward.get(axis, 0.0) + summed
+                forward[axis] = forward.get(axis, 0.0) + summed
             cut |= of_factor
     if active and eqn.primitive.name in (*PRODUCTS, "broadcast_in_dim", "gather"):
         for i, atom in enumerate(eqn.invars):
-            if not is_var(atom) or not _floating(atom):
+            if not is_var(atom) or not _floating(atom) or not flows(use, atom):
                 continue
             own = {a for axis in ins[i] for a in axes(axis)}
             for axis in cut - own:
@@ -76,14 +96,12 @@ def load(use: Use, sharding: Sharding, active: bool) -> Load:
     )
 
 
-def all_reduced(
-    sharding: Sharding, active: Callable[[Use], bool]
-) -> dict[str, tuple[list[float], list[float]]]:
+def all_reduced(sharding: Sharding, flows: Flow) -> dict[str, tuple[list[float], list[float]]]:
     """The sums over devices that a program will hold: for each axis the bytes of every one, in the
     forward and in the backward pass."""
     found: dict[str, tuple[list[float], list[float]]] = {}
     for use in sharding.dims.uses:
-        one = load(use, sharding, active(use))
+        one = load(use, sharding, flows)
         for k, sums in enumerate((one.forward, one.backward)):
             for axis, size in sums.items():
                 of = found.setdefault(axis, ([], []))[k]

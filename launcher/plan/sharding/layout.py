@@ -39,6 +39,16 @@ def gradients(step: TracedStep) -> dict[Var, Var]:
     return dict(zip(wrt, eqn.outvars[len(eqn.params["reduce"]) :], strict=True))
 
 
+def row_axes(step: TracedStep, loss: Loss) -> tuple[int | None, ...]:
+    """Where each operand of the loss has the batch's rows. Of the only slice of a batch this is
+    known of its leaves alone."""
+    if loss.num_slices > 1:
+        return loss.slice_axes
+    batch = {v for v, is_batch in zip(step.invars, step.batch, strict=True) if is_batch}
+    holders = step.loss_equation.invars
+    return tuple(0 if is_var(v) and v in batch and v.aval.shape else None for v in holders)
+
+
 def mesh_sizes(logical_mesh: tuple[int, int], replicas: int) -> dict[str, int]:
     """The devices along each axis of a submesh."""
     return {DATA: replicas, ROWS: logical_mesh[0] // replicas, MODEL: logical_mesh[1]}
@@ -60,8 +70,10 @@ class Layout:
     loss_dims: NamedDims
     _outer: Sharding = field(init=False)
     _loss: Sharding = field(init=False)
+    _row_axes: tuple[int | None, ...] = field(init=False)
 
     def __post_init__(self) -> None:
+        self._row_axes = row_axes(self.step, self.loss)
         self._outer = Sharding(self.outer_dims, self.sizes)
         for var, spec in self.explicit.items():
             self._outer.seed(var, spec)
@@ -80,7 +92,7 @@ class Layout:
     def operand(self, i: int) -> Spec:
         """An operand of the loss, as a stage's program for one slice reads it: parameters that are
         cut along data are gathered first."""
-        if self.loss.slice_axes[i] is not None:
+        if self._row_axes[i] is not None:
             return self._loss.spec(self.loss.invars[i])
         return without(self.outer(self._holder(i)), DATA, ROWS)
 
@@ -108,7 +120,7 @@ class Layout:
 
     def _seed(self, i: int) -> Spec:
         spec = without(self.outer(self._holder(i)), DATA, ROWS)
-        axis = self.loss.slice_axes[i]
+        axis = self._row_axes[i]
         return tuple((ROWS, *axes(a)) if d == axis else a for d, a in enumerate(spec))
 
 

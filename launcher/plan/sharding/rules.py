@@ -113,15 +113,16 @@ def _along(*names: str) -> Callable[[Equation], tuple[Factor, ...]]:
 
 
 def _same_size(eqn: Equation) -> tuple[Factor, ...]:
-    """Operand and result alike where they are equally long."""
-    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    pairs = enumerate(zip(before, after, strict=True))
-    return tuple(Factor(((0, d),), ((0, d),)) for d, (a, b) in pairs if a == b)
-
-
-def _update_slice(eqn: Equation) -> tuple[Factor, ...]:
-    pairs = enumerate(zip(eqn.invars[0].aval.shape, eqn.invars[1].aval.shape, strict=True))
-    return tuple(Factor(((0, d), (1, d)), ((0, d),)) for d, (a, b) in pairs if a == b)
+    """Operands and results alike where all are equally long; single numbers do not matter."""
+    rank = len(eqn.outvars[0].aval.shape)
+    ins = [i for i, v in enumerate(eqn.invars) if len(v.aval.shape) == rank]
+    shapes = [*(eqn.invars[i].aval.shape for i in ins), *(v.aval.shape for v in eqn.outvars)]
+    outs = range(len(eqn.outvars))
+    return tuple(
+        Factor(tuple((i, d) for i in ins), tuple((j, d) for j in outs))
+        for d in range(rank)
+        if len({shape[d] for shape in shapes}) == 1
+    )
 
 
 def _broadcast(eqn: Equation) -> tuple[Factor, ...]:
@@ -220,17 +221,10 @@ def _scatter(eqn: Equation) -> tuple[Factor, ...]:
 
 
 def _window(eqn: Equation) -> tuple[Factor, ...]:
-    """Pooling: dimensions over which the window does not move."""
+    """Pooling: dimensions over which the window does not move, and that are not padded."""
     spans = zip(eqn.params["window_dimensions"], eqn.params["window_strides"], strict=True)
     still = [d for d, (size, stride) in enumerate(spans) if size == stride == 1]
-    ins = range(len(eqn.invars))
-    return tuple(
-        Factor(
-            tuple((i, d) for i in ins if d < len(eqn.invars[i].aval.shape)),
-            tuple((j, d) for j in range(len(eqn.outvars))),
-        )
-        for d in still
-    )
+    return tuple(factor for factor in _same_size(eqn) if factor.results[0][1] in still)
 
 
 def _pad(eqn: Equation) -> tuple[Factor, ...]:
@@ -267,13 +261,13 @@ _RULES: dict[str, Callable[[Equation], tuple[Factor, ...]]] = {
     "squeeze": _squeeze,
     "slice": _same_size,
     "dynamic_slice": _same_size,
-    "dynamic_update_slice": _update_slice,
+    "dynamic_update_slice": _same_size,
     "pad": _pad,
     "concatenate": _concatenate,
     "split": _along("axis"),
     "rev": _along("dimensions"),
     "sort": _along("dimension"),
-    "top_k": _same_size,
+    "top_k": _along("axis"),
     "cumsum": _along("axis"),
     "cumprod": _along("axis"),
     "cummax": _along("axis"),

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.sharding.choose import along_data, model_classes
-from launcher.plan.sharding.dims import NamedDims, Sharding, Spec, Use
-from launcher.plan.sharding.layout import MODEL
+from launcher.plan.sharding.cost import flow
+from launcher.plan.sharding.dims import NamedDims, Sharding, Spec
+from launcher.plan.sharding.layout import MODEL, row_axes
 from launcher.plan.sharding.names import leaf_names
 from launcher.plan.stages import StageGraph
-from launcher.trace.graph import Var, dependents
+from launcher.trace.graph import Var
 from launcher.trace.step import Loss, TracedStep
 
 
@@ -34,34 +33,36 @@ def stage_shardings(
     data, model = logical_mesh
     if data * model == 1:
         return {}
-    operands = _operand_specs(loss, graph, model, cluster, link)
+    cut = model_sharding(step, loss, graph, model, cluster, link)
+    operands = {i: cut.spec(loss.invars[i]) for i in graph.operands}
     return _argument_specs(step, loss, graph, operands, data, model, zero, outer)
 
 
-def _operand_specs(
-    loss: Loss, graph: StageGraph, model: int, cluster: ClusterShape, link: float
-) -> dict[int, Spec]:
-    """What the stage reads, cut along the model axis."""
+def model_sharding(
+    step: TracedStep,
+    loss: Loss,
+    graph: StageGraph,
+    model: int,
+    cluster: ClusterShape,
+    link: float,
+) -> Sharding:
+    """What a stage's program cuts along the model axis."""
     dims = NamedDims(graph.equations)
     cut = Sharding(dims, {MODEL: model})
     if model > 1:
-        sources = [*(loss.invars[i] for i in graph.wrt), *graph.active_in]
-        flowing = dependents(graph.equations, sources)
-
-        def active(use: Use) -> bool:
-            return use.scope > 0 or any(v in flowing for v in use.eqn.outvars)
-
         parameters = [loss.invars[i] for i in graph.wrt]
-        batch = batch_classes(loss, dims, graph.operands)
-        for of in model_classes(dims, parameters, batch, active, model, cluster, link):
+        flows = flow(graph.equations, [*parameters, *graph.active_in])
+        batch = row_classes(step, loss, graph, dims)
+        for of in model_classes(dims, parameters, batch, flows, model, cluster, link):
             cut.axis_of[of] = (MODEL,)
-    return {i: cut.spec(loss.invars[i]) for i in graph.operands}
+    return cut
 
 
-def batch_classes(loss: Loss, dims: NamedDims, operands: Iterable[int]) -> set[int]:
-    """The classes of the batch's rows."""
-    sliced = [(i, loss.slice_axes[i]) for i in operands]
-    return {dims.classes(loss.invars[i])[axis] for i, axis in sliced if axis is not None}
+def row_classes(step: TracedStep, loss: Loss, graph: StageGraph, dims: NamedDims) -> set[int]:
+    """The classes of the batch's rows in a stage."""
+    rows = row_axes(step, loss)
+    sliced = [(loss.invars[i], rows[i]) for i in graph.operands]
+    return {dims.classes(v)[axis] for v, axis in sliced if axis is not None}
 
 
 def _argument_specs(

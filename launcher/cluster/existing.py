@@ -1,0 +1,114 @@
+"""Workers on a Ray that is there already: one that the user started, on this machine or on many.
+
+The counterpart of `session`, which starts a private Ray. The Python front imports it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+from launcher.cluster import host
+from launcher.cluster.devices import EMULATED, STAND_INS, DevicePool
+from launcher.cluster.environment import worker_environment
+from launcher.cluster.errors import ClusterError
+from launcher.cluster.handle import WorkerHandle
+
+
+class ExistingRay:
+    """A connection to the Ray at `address`, or the one that this process already has.
+
+    All nodes need this program, its libraries and the working folder in the same places. The
+    workers' output goes to Ray's own logs. Arrays travel between the nodes over ports that are
+    open to their network.
+
+    Attributes:
+        pool: the devices: one worker a node with its GPUs, or, where a node has none, with CPU
+            devices that stand in; several of these may share a node.
+
+    Raises:
+        ClusterError: there is no such Ray, or it has fewer nodes or GPUs than asked for.
+    """
+
+    def __init__(
+        self, address: str, num_nodes: int | None, num_devices_per_node: int | None
+    ) -> None:
+        import ray
+
+        self._ray: Any = ray
+        self._actors: list[Any] = []
+        self._undo = ExitStack()
+        if not ray.is_initialized():
+            try:
+                ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
+            except (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError) as error:
+                raise ClusterError(f"no Ray can be reached at {address}: {error}") from error
+            self._undo.callback(ray.shutdown)
+        with ExitStack() as on_error:
+            on_error.callback(self.close)
+            nodes = [node for node in ray.nodes() if node["Alive"]]
+            self.pool = choose_pool(nodes, num_nodes, num_devices_per_node)
+            self._nodes = sorted(nodes, key=lambda node: (-_gpus(node), node["NodeID"]))
+            on_error.pop_all()
+
+    def spawn(self, worker_class: type, *arguments: Any) -> list[WorkerHandle]:
+        """Start one process a host and build `worker_class(*arguments)` in each; see
+        `Session.spawn`."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        self._ray.cloudpickle.register_pickle_by_value(host)
+        actor_class = self._ray.remote(host.Host)
+        pickled = self._ray.cloudpickle.dumps((worker_class, arguments))
+        search_path = [os.path.abspath(entry) for entry in sys.path]
+        gpus = self.pool.devices_per_host if self.pool.kind == "gpu" else 0
+        handles = []
+        for index in range(self.pool.hosts):
+            node = self._nodes[index % len(self._nodes)]
+            environ = worker_environment(os.environ, self.pool, index)
+            if gpus:
+                environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray sets it
+            actor = actor_class.options(
+                num_cpus=0,
+                num_gpus=gpus,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+            ).remote(environ, search_path, os.getcwd(), None)
+            actor.construct.remote(pickled)
+            self._actors.append(actor)
+            address = node["NodeManagerAddress"]
+            handles.append(WorkerHandle(actor, index, Path(os.devnull), address))
+        return handles
+
+    def close(self) -> None:
+        """Have Ray end the workers, and end the connection if it is ours. May be called again."""
+        for actor in self._actors:
+            with suppress(self._ray.exceptions.RayError):
+                self._ray.kill(actor)
+        self._actors.clear()
+        self._undo.close()
+
+
+def _gpus(node: dict[str, Any]) -> int:
+    return int(node["Resources"].get("GPU", 0))
+
+
+def choose_pool(nodes: list[dict[str, Any]], hosts: int | None, devices: int | None) -> DevicePool:
+    """The devices of a Ray's nodes, as far as they are asked for."""
+    with_gpus = [_gpus(node) for node in nodes if _gpus(node)]
+    if not with_gpus:
+        hosts, devices = hosts or len(nodes), devices or STAND_INS
+        return DevicePool("cpu", hosts, devices, EMULATED, "")
+    hosts = hosts or len(with_gpus)
+    most = sorted(with_gpus, reverse=True)[:hosts]
+    devices = devices or most[-1]
+    if len(most) < hosts or devices > most[-1]:
+        raise ClusterError(
+            f"{hosts} nodes with {devices} GPUs each were asked for; this Ray has "
+            f"{len(with_gpus)} nodes with {', '.join(map(str, with_gpus))} GPUs"
+        )
+    kinds = {name for node in nodes for name in node["Resources"]}
+    named = [k.partition(":")[2] for k in sorted(kinds) if k.startswith("accelerator_type:")]
+    return DevicePool("gpu", hosts, devices, named[0] if named else "GPU", "")

@@ -1,0 +1,59 @@
+"""Starting and ending the process that holds a node of Ray (`head`).
+
+`session` does so for the driver, `slurm_agent` for a further node.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from launcher.cluster.scratch import Scratch
+
+_STORE_BYTES = 256 * 2**20  # batches and results pass through it; parameters never do
+_END_SECONDS = 30
+
+
+def start_head(
+    folder: Scratch,
+    environ: Mapping[str, str],
+    log: Path,
+    workers: int,
+    options: Sequence[str] = (),
+    sockets: Sequence[int] = (),
+) -> subprocess.Popen[str]:
+    """Start a head that lives no longer than this process; `options` and `sockets` are for it.
+
+    Args:
+        workers: how many worker processes will run on its node.
+        log: the file that Ray's output is added to.
+    """
+    command = [sys.executable, "-P", str(Path(__file__).with_name("head.py"))]
+    command += [f"--driver={os.getpid()}", f"--scratch={folder.path}", f"--workers={workers}"]
+    command += [f"--store-bytes={_STORE_BYTES}", *options]
+    with log.open("a") as output:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            text=True,
+            env=environ,
+            pass_fds=[folder.lock, *sockets],
+            start_new_session=True,
+        )
+
+
+def end(head: subprocess.Popen[str]) -> None:
+    """Tell the head to end everything, and wait until it has."""
+    for pipe in (head.stdin, head.stdout):
+        assert pipe is not None
+        pipe.close()
+    try:
+        head.wait(_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        head.kill()
+        head.wait()

@@ -1,0 +1,80 @@
+"""What the task on every node but the first does: lend the node to the driver's Ray.
+
+It neither plans nor trains, and imports neither JAX nor Ray. `__main__` calls `serve`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+from contextlib import closing
+from pathlib import Path
+
+from launcher.cluster import scratch
+from launcher.cluster.devices import visible_gpus
+from launcher.cluster.environment import ray_environment
+from launcher.cluster.errors import ClusterError, last_lines
+from launcher.cluster.holder import end, start_head
+from launcher.cluster.host import FOR_THE_DRIVER
+from launcher.cluster.slurm_allocation import Allocation, own_address
+from launcher.cluster.slurm_meeting import attend
+from launcher.config.errors import ConfigError
+from launcher.config.schema import Config
+
+
+def serve(config: Config, allocation: Allocation) -> int:
+    """Join the driver's Ray until the driver ends, in whatever way; returns the exit code.
+
+    That is 0 however the run went: the job's exit code is the driver's to say.
+    """
+    try:
+        return _serve(config, allocation)
+    except (ClusterError, ConfigError, OSError) as error:
+        print(f"launcher: {error}", file=sys.stderr)
+        return 1
+
+
+def _serve(config: Config, allocation: Allocation) -> int:
+    slurm, run = config.cluster.slurm, config.run
+    assert run.id is not None
+    connection, token = attend(Path(run.dir, run.id), allocation, slurm)
+    # From now on signals are for the driver, which needs this node to save its state. Before, they
+    # end this task, as they may have ended the driver.
+    signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_DRIVER)
+    with closing(connection):
+        told = _told(connection)
+        if told is None:
+            return 0  # the driver ended before Ray was up, and has said why
+        address = own_address(allocation, slurm.network_interface, told["ray"].split(":")[0])
+        folder = scratch.create()
+        log = Path(told["logs"], f"ray_{allocation.index}.log")
+        try:
+            environ = ray_environment(os.environ, folder.token(token), nodes=True)
+            if not slurm.emulated:
+                environ["CUDA_VISIBLE_DEVICES"] = visible_gpus(config.cluster, environ)
+            options = [f"--ip={address}", f"--host={allocation.index}", f"--join={told['ray']}"]
+            options += [f"--lifeline={connection.fileno()}"]
+            head = start_head(folder, environ, log, 1, options, [connection.fileno()])
+            failed = head.wait()
+            end(head)
+        finally:
+            folder.remove()
+    if failed:
+        raise ClusterError(
+            f"Ray ended on {allocation.node}. The last lines of {log}:\n{last_lines(log)}"
+        )
+    return 0
+
+
+def _told(connection: socket.socket) -> dict[str, str] | None:
+    """What the driver's head says once Ray is up; None where the connection ends before."""
+    connection.settimeout(None)
+    try:
+        with connection.makefile() as lines:
+            line = lines.readline()
+    except ConnectionError:
+        return None
+    return json.loads(line) if line else None

@@ -1,0 +1,150 @@
+"""What Slurm and our batch script tell a task about the job it is part of: pure data.
+
+A task is who its environment says; host names say nothing, since several nodes of a small cluster
+may share one. `__main__`, `launcher.train` and the package's other modules may import it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import subprocess
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+
+import psutil
+
+from launcher.cluster.errors import ClusterError
+from launcher.config.errors import ConfigError
+from launcher.config.schema import Config
+
+_LOOPBACK = "127.0.0.1"
+# Above Ray's default for workers, below what kernels hand out to outgoing connections.
+_FIRST_PORT, _PORTS, _PORTS_OF_A_JOB = 20000, 12000, 16
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The nodes of a job, and which of them this task is on.
+
+    Attributes:
+        job_id: the job's own id, also of an array's element. restarts: how often it came back.
+        max_requeues: how often the script lets it come back. nodes: their names, in Slurm's order.
+        index: of this task's node among them; the first one drives the run.
+    """
+
+    job_id: str
+    restarts: int
+    max_requeues: int
+    nodes: tuple[str, ...]
+    index: int
+
+    @property
+    def node(self) -> str:
+        """The name of this task's node."""
+        return self.nodes[self.index]
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What no other start of this or another job has: the job's id and its restarts."""
+        return self.job_id, self.restarts
+
+
+def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
+    """The allocation of which this process is a task, by its environment; None outside of one.
+
+    A shell in somebody's interactive job is outside: only our batch script makes tasks.
+    """
+    if "LAUNCHER_NODES" not in environ or "SLURM_NODEID" not in environ:
+        return None
+    return Allocation(
+        job_id=environ["SLURM_JOB_ID"],
+        restarts=int(environ.get("SLURM_RESTART_COUNT", "0")),
+        max_requeues=int(environ.get("LAUNCHER_MAX_REQUEUES", "0")),
+        nodes=tuple(environ["LAUNCHER_NODES"].split()),
+        index=int(environ["SLURM_NODEID"]),
+    )
+
+
+def settled(config: Config, allocation: Allocation) -> Config:
+    """`config` as every start of the job is to read it: a run that was given no id has the job's.
+
+    Raises ConfigError where the job has other nodes than the settings say.
+    """
+    if len(allocation.nodes) != config.cluster.hosts:
+        raise ConfigError(
+            f"cluster.hosts={config.cluster.hosts}, but job {allocation.job_id} has "
+            f"{len(allocation.nodes)} nodes",
+            "Make cluster.hosts and sbatch's --nodes the same.",
+            ["cluster.hosts"],
+        )
+    run_id = config.run.id or f"{config.model.name}-job-{allocation.job_id}"
+    return replace(config, run=replace(config.run, id=run_id))
+
+
+def own_address(allocation: Allocation, interface: str | None, peer: str | None = None) -> str:
+    """The address by which the other nodes reach this one.
+
+    Args:
+        interface: the network interface to take it from, or None for the one that leads there.
+        peer: the address of another node; None asks Slurm for one.
+
+    Raises:
+        ClusterError: there is no such interface, or no way to another node.
+    """
+    if interface is not None:
+        return _interface_address(interface)
+    if len(allocation.nodes) == 1:
+        return _LOOPBACK
+    other = next(node for node in allocation.nodes if node != allocation.node)
+    try:
+        # Never this node's own name: on many machines that leads to a loopback address.
+        with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as route:
+            route.connect((peer or _node_address(other), 9))  # sends nothing
+            return str(route.getsockname()[0])
+    except OSError as error:
+        raise ClusterError(
+            f"{allocation.node} finds no way to {other}: {error}. "
+            "Set cluster.slurm.network_interface to the interface that leads to the other nodes."
+        ) from None
+
+
+def listen(job_id: str, address: str) -> socket.socket:
+    """A socket that listens on the first free port of those that follow from the job's id."""
+    number = int("".join(filter(str.isdigit, job_id)) or "0")
+    for k in range(_PORTS):
+        port = _FIRST_PORT + (number * _PORTS_OF_A_JOB + k) % _PORTS
+        listener = socket.socket()
+        try:
+            listener.bind((address, port))
+            listener.listen(4096)
+            return listener
+        except OSError as error:
+            listener.close()
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise ClusterError(f"No port from {_FIRST_PORT} to {_FIRST_PORT + _PORTS} is free on {address}")
+
+
+def _interface_address(interface: str) -> str:
+    interfaces = psutil.net_if_addrs()
+    found = [a.address for a in interfaces.get(interface, ()) if a.family == socket.AF_INET]
+    if not found:
+        raise ClusterError(
+            f"cluster.slurm.network_interface={interface} has no IPv4 address on "
+            f"{os.environ.get('SLURMD_NODENAME', 'this node')}, which has: {', '.join(interfaces)}"
+        )
+    return found[0]
+
+
+def _node_address(node: str) -> str:
+    """Where Slurm reaches a node; its name, where Slurm cannot be asked (in a container)."""
+    command = ["scontrol", "--oneliner", "show", "node", node]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return node
+    fields = dict(word.partition("=")[::2] for word in told.stdout.split())
+    return fields.get("NodeAddr", node)

@@ -1,0 +1,83 @@
+"""How the tasks of a job find one another: a file in the run folder, and a socket.
+
+The first task, the driver, listens from its start on; the file says where, and holds the secret
+that opens Ray, so only its user may read it. Every other task connects and waits. Once Ray is up
+the driver's head answers each with Ray's address; when the connection ends, for whatever reason,
+so does the task. `launcher.train` holds the meeting, `slurm_agent` attends it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.cluster.errors import ClusterError
+from launcher.cluster.slurm_allocation import Allocation, listen, own_address
+from launcher.config.schema import Slurm
+
+_POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The driver's side: who is to come, where this node is, and where the others wait."""
+
+    allocation: Allocation
+    address: str
+    listener: socket.socket
+    timeout: float  # seconds to wait for all nodes
+
+
+@contextmanager
+def hold(folder: Path, allocation: Allocation, slurm: Slurm, token: str) -> Iterator[Meeting]:
+    """Make the meeting of a job in its run folder, for as long as the context lasts.
+
+    Raises ClusterError where this node has no way to the others, and OSError.
+    """
+    address = own_address(allocation, slurm.network_interface)
+    path = _path(folder, allocation)
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(f".meeting-{allocation.job_id}.*"):
+        left.unlink(missing_ok=True)  # by a start that was killed
+    with listen(allocation.job_id, address) as listener:
+        where = {"address": listener.getsockname(), "token": token}
+        partial = path.with_suffix(".partial")
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump(where, file)
+        partial.rename(path)
+        try:
+            yield Meeting(allocation, address, listener, slurm.start_timeout)
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def attend(folder: Path, allocation: Allocation, slurm: Slurm) -> tuple[socket.socket, str]:
+    """Wait for the driver and connect to it: the connection, and the secret that opens Ray.
+
+    Raises ClusterError where there is no driver within `slurm.start_timeout` seconds.
+    """
+    path = _path(folder, allocation)
+    deadline = time.monotonic() + slurm.start_timeout
+    while time.monotonic() < deadline:
+        # Listed, not opened: a network file system remembers for a while that a file was missing.
+        with suppress(OSError):
+            if path.name in os.listdir(folder):
+                told = json.loads(path.read_text())
+                return socket.create_connection(tuple(told["address"]), timeout=30), told["token"]
+        time.sleep(_POLL_SECONDS)
+    raise ClusterError(
+        f"{allocation.node} waited {slurm.start_timeout} s for the driver on "
+        f"{allocation.nodes[0]}: {path} did not appear, or nobody answered. "
+        "Is run.dir on a file system that all nodes share? Raise cluster.slurm.start_timeout "
+        "where nodes are slow to start."
+    )
+
+
+def _path(folder: Path, allocation: Allocation) -> Path:
+    return folder / f".meeting-{allocation.job_id}.{allocation.restarts}"

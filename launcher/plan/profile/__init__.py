@@ -1,0 +1,1 @@
+"""Costs that are measured: layers compiled and timed on the devices of this machine."""

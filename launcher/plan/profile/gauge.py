@@ -1,0 +1,101 @@
+"""A program of its own: what this machine's devices reach, all of them at work.
+
+    python gauge.py REQUEST.json
+
+Reads `{"platform", "devices"}` and writes the fields of `calibration.Calibration` to standard
+output. It imports JAX and nothing of ours.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_LONGEST = 3.0  # seconds that one figure may take, beside its first calls
+
+
+def main(path: str) -> None:
+    """See the module."""
+    request = json.loads(Path(path).read_text())
+    os.environ["JAX_PLATFORMS"] = request["platform"]
+    import jax
+
+    count, on_cpu = request["devices"], request["platform"] == "cpu"
+    if on_cpu:
+        jax.config.update("jax_num_cpu_devices", count)
+    sizes = (128, 256, 512) if on_cpu else (1024, 2048, 4096, 8192)
+    rates = {
+        dtype: {str(n): product_rate(n, dtype, count) for n in sizes}
+        for dtype in ("bfloat16", "float32")
+    }
+    alone = product_rate(sizes[-1], "float32", 1)
+    together = count * rates["float32"][str(sizes[-1])]
+    reduced = [1 << 12, 1 << 22] if on_cpu else [1 << 16, 1 << 28]
+    found = {
+        "product_flops": rates,
+        "memory_bandwidth": copy_rate(1 << 23 if on_cpu else 1 << 28, count),
+        "at_once": min(max(1.0, together / alone), count) if on_cpu else None,
+        "all_reduce_seconds": {str(n): reduce_seconds(n, count) for n in reduced if count > 1},
+        "memory_bytes": (jax.devices()[0].memory_stats() or {}).get("bytes_limit"),
+    }
+    print(json.dumps(found))
+
+
+def product_rate(size: int, dtype: str, count: int) -> float:
+    """FLOP/s of each device in products of square matrices."""
+    import jax.numpy as jnp
+
+    x = spread((count, size, size), dtype, count)
+    seconds = timed(lambda a: jnp.einsum("nij,njk->nik", a, a), x)
+    return 2.0 * size**3 / seconds
+
+
+def copy_rate(size: int, count: int) -> float:
+    """Bytes/s that each device reads and writes in one pass over `size` bytes."""
+    x = spread((count, size // 4), "float32", count)
+    return 2.0 * size / timed(lambda a: a + 1, x)
+
+
+def reduce_seconds(size: int, count: int) -> float:
+    """Seconds of an all-reduce of `size` bytes over all devices."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    x = spread((count, size // 4), "float32", count)
+    whole = NamedSharding(x.sharding.mesh, PartitionSpec())
+    return timed(lambda a: jax.lax.with_sharding_constraint(a.sum(0), whole), x)
+
+
+def spread(shape: tuple[int, ...], dtype: str, count: int) -> Any:
+    """An array whose first axis is cut over the devices."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    mesh = Mesh(np.array(jax.devices()[:count]), ("device",))
+    return jax.device_put(jnp.full(shape, 0.5, dtype), NamedSharding(mesh, PartitionSpec("device")))
+
+
+def timed(fun: Callable[[Any], Any], x: Any) -> float:
+    """The seconds of the fastest call: what other work on the machine adds does not count."""
+    import jax
+
+    compiled = jax.jit(fun).lower(x).compile()
+    for _ in range(2):
+        jax.block_until_ready(compiled(x))
+    durations: list[float] = []
+    while len(durations) < 5 or (sum(durations) < _LONGEST and len(durations) < 30):
+        began = time.perf_counter()
+        jax.block_until_ready(compiled(x))
+        durations.append(time.perf_counter() - began)
+    return min(durations)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

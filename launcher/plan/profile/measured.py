@@ -1,0 +1,103 @@
+"""Measured seconds of layers, and what follows from them for stages. Pure numbers.
+
+Used by `plan.make` in place of the model's seconds, and by `search` for its table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from launcher.plan.errors import PlanError
+from launcher.plan.plan import ProfiledLayers
+
+if TYPE_CHECKING:
+    from launcher.plan.search.layers import CostTable
+
+_NEVER = 1e9  # seconds of what could not be measured: finite, so that sums and differences are
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One layer on one mesh, with all devices at work: `(rows of a slice, forward, backward)`, in
+    seconds, by rows; or why it could not be measured."""
+
+    points: tuple[tuple[int, float, float], ...] = ()
+    failure: str = ""
+
+    def at(self, rows: float) -> tuple[float, float]:
+        """Forward and backward seconds for so many rows: on the line through the points."""
+        if self.failure:
+            return _NEVER, _NEVER
+        if len(self.points) == 1:
+            only, *seconds = self.points[0]
+            return seconds[0] * rows / only, seconds[1] * rows / only
+        (few, *low), (many, *high) = self.points[0], self.points[-1]
+        share = (rows - few) / (many - few)
+        least = min(
+            1.0, rows / few
+        )  # a line through noise must not fall below what is in proportion
+        forward, backward = (
+            max(a + (b - a) * share, least * min(a, b)) for a, b in zip(low, high, strict=True)
+        )
+        return forward, backward
+
+
+@dataclass(frozen=True)
+class MeasuredLayers:
+    """The timings of a step's layers.
+
+    Attributes:
+        kind_of: of every layer the number of its distinct program. timings: by that number and
+            the size of the model axis.
+        batch_size: rows of the whole batch.
+    """
+
+    kind_of: tuple[int, ...]
+    timings: Mapping[tuple[int, int], Timing]
+    batch_size: int
+
+    def stage(self, layers: Sequence[int], num_slices: int, model: int) -> tuple[float, float]:
+        """Forward and backward seconds of a stage for one slice on each of its replicas.
+
+        Raises:
+            PlanError: one of its layers could not be measured; the message says why.
+        """
+        forward = backward = 0.0
+        for layer in layers:
+            timing = self.timings[self.kind_of[layer], model]
+            if timing.failure:
+                raise PlanError(
+                    f"layer {layer} could not be measured on {model} devices of a model axis: "
+                    f"{timing.failure}. Use parallel.cost=model, or other devices"
+                )
+            more = timing.at(self.batch_size / num_slices)
+            forward, backward = forward + more[0], backward + more[1]
+        return forward, backward
+
+    def applied(self, table: CostTable) -> CostTable:
+        """The table with measured work, of which the sums along the model axis are a part."""
+        of = {name: values.copy() for name, values in table.of.items()}
+        for m_index, model in enumerate(table.model_sizes):
+            for layer, kind in enumerate(self.kind_of):
+                timing = self.timings[kind, model]
+                rows = timing.points[-1][0] if timing.points else self.batch_size
+                one = sum(timing.at(rows))
+                of["work_seconds"][m_index, layer] = one / 3 * self.batch_size / rows
+        for name in ("forward_bytes", "backward_bytes", "forward_sums", "backward_sums"):
+            of[name] = np.zeros_like(of[name])
+        return dataclasses.replace(table, of=of)
+
+    def account(self) -> tuple[ProfiledLayers, ...]:
+        """What was measured, for the plan to tell."""
+        found = []
+        for (kind, model), timing in sorted(self.timings.items()):
+            layers = tuple(i for i, of in enumerate(self.kind_of) if of == kind)
+            if timing.failure:
+                found.append(ProfiledLayers(layers, model, 0, 0.0, 0.0, timing.failure))
+            found += [ProfiledLayers(layers, model, *point) for point in timing.points]
+        return tuple(found)

@@ -1,0 +1,98 @@
+"""The timeline of a schedule on devices that share a machine: emulated ones. Pure.
+
+Where more devices are at work than the machine can serve at once, each is slower. A task's given
+seconds are those with every device at work; with fewer it is faster, down to what a device takes
+that has a full share. Used by `plan.predict`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from launcher.plan.errors import ScheduleError
+from launcher.plan.schedule import Schedule, Task, dependencies
+from launcher.plan.simulate import TimedTask
+
+_DONE = 1e-9  # of a task: what rounding leaves
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A machine of `devices`, of which `at_once` have all that they can use."""
+
+    devices: int
+    at_once: float
+
+    def speed(self, busy: int) -> float:
+        """How much faster than with every device at work each is while so many are."""
+        return max(self.devices, self.at_once) / max(busy, self.at_once)
+
+
+def simulate_shared(
+    schedule: Schedule,
+    duration: Callable[[Task], float],
+    transfer: Callable[[int, int], float],
+    devices_of: Sequence[int],
+    machine: Shared,
+) -> list[TimedTask]:
+    """As `simulate.simulate`, with the tasks of all meshes slowed by one another.
+
+    Args:
+        devices_of: the number of devices of each mesh.
+
+    Raises:
+        ScheduleError: the order can never be followed.
+    """
+    num_stages = len({task.stage for tasks in schedule for task in tasks})
+    end: dict[Task, float] = {}
+    position = [0] * len(schedule)
+    running: dict[int, tuple[Task, float]] = {}  # by mesh, with when it started
+    left: dict[int, float] = {}
+    timed: list[TimedTask] = []
+    now, total = 0.0, sum(map(len, schedule))
+    while len(timed) < total:
+        waiting = []
+        for mesh, tasks in enumerate(schedule):
+            if mesh in running or position[mesh] == len(tasks):
+                continue
+            task = tasks[position[mesh]]
+            ready = _arrival(task, end, transfer, num_stages)
+            if ready is not None and ready <= now:
+                running[mesh], left[mesh] = (task, now), duration(task)
+                position[mesh] += 1
+            elif ready is not None:
+                waiting.append(ready)
+        if not running and not waiting:
+            raise ScheduleError("the schedule cannot be followed: every mesh waits for another")
+        speed = machine.speed(sum(devices_of[mesh] for mesh in running))
+        soonest = min((now + left[mesh] / speed for mesh in running), default=float("inf"))
+        until = min([soonest, *waiting])
+        for mesh in list(running):
+            left[mesh] -= (until - now) * speed
+            task, start = running[mesh]
+            if left[mesh] <= _DONE * max(duration(task), 1e-12):
+                end[task] = until
+                timed.append(TimedTask(task, mesh, start, until))
+                del running[mesh], left[mesh]
+        now = until
+    return sorted(timed, key=lambda t: (t.start, -t.mesh))
+
+
+def _arrival(
+    task: Task,
+    end: dict[Task, float],
+    transfer: Callable[[int, int], float],
+    num_stages: int,
+) -> float | None:
+    """When all that a task needs is there; None: not known yet."""
+    needs = dependencies(task, num_stages)
+    if not all(need in end for need in needs):
+        return None
+    return max(
+        (
+            end[need] + (transfer(need.stage, task.stage) if need.stage != task.stage else 0.0)
+            for need in needs
+        ),
+        default=0.0,
+    )

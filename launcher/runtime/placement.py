@@ -1,0 +1,56 @@
+"""Where the slots of a step live: the plan's meshes on real devices. Used by the building of an
+executable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from launcher.plan import Plan
+from launcher.plan.sharding.layout import AXES, mesh_sizes
+from launcher.runtime.collectives import partition_spec
+from launcher.runtime.instructions import Send, Slot
+from launcher.runtime.transfer import is_here
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """`meshes`: those of the plan. `slots`: what each slot holds."""
+
+    meshes: tuple[Mesh, ...]
+    slots: tuple[Slot, ...]
+
+    def sharding(self, slot: int) -> NamedSharding:
+        """Of what a slot holds."""
+        held = self.slots[slot]
+        return NamedSharding(self.meshes[held.mesh], partition_spec(held.spec))
+
+    def whole(self, mesh: int) -> NamedSharding:
+        """Of a value that every device of a mesh has."""
+        return NamedSharding(self.meshes[mesh], PartitionSpec())
+
+    def runs_here(self, mesh: int) -> bool:
+        """Whether this process owns a device of a mesh."""
+        return is_here(self.whole(mesh))
+
+    def is_local(self, send: Send) -> bool:
+        """Whether one process, this or another, owns all devices of both sides."""
+        devices = [d for mesh in (send.src, send.dst) for d in self.meshes[mesh].devices.flat]
+        return len({d.process_index for d in devices}) == 1
+
+
+def make_placement(plan: Plan, devices: Sequence[jax.Device], slots: Sequence[Slot]) -> Placement:
+    """Put a plan on devices, which are numbered as the plan numbers them."""
+    shapes = {
+        stage.devices: tuple(mesh_sizes(stage.logical_mesh, plan.num_replicas).values())
+        for stage in plan.stages
+    }
+    meshes = [
+        Mesh(np.array([devices[d] for d in mesh]).reshape(shapes[mesh]), AXES)
+        for mesh in plan.meshes
+    ]
+    return Placement(tuple(meshes), tuple(slots))

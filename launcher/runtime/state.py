@@ -1,0 +1,51 @@
+"""Creating a step's state in place: every leaf is computed where it will live. Used by
+`executable`."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from launcher.runtime.transfer import absent, is_here, place
+
+
+def create_state(
+    init: Callable[..., Any], args: tuple[Any, ...], shardings: Any, meshes: Sequence[Mesh]
+) -> Any:
+    """`init(*args)` with these shardings, a pytree like its result; each of `meshes` computes its
+    own leaves, so that no process needs room for the others'.
+
+    Raises:
+        TypeError: `init` does not return what the step takes.
+    """
+    shapes = jax.eval_shape(init, *args)
+    expected: Any = jax.tree.structure(shardings)
+    if expected != jax.tree.structure(shapes):
+        raise TypeError("init does not return the structure that the step takes")
+    avals, tree = jax.tree.flatten(shapes)
+    wanted = jax.tree.leaves(shardings)
+    made = [None if is_here(s) else absent(a, s) for a, s in zip(avals, wanted, strict=True)]
+
+    def on_mesh(mesh: Mesh) -> None:
+        mine = [i for i, s in enumerate(wanted) if s.mesh == mesh and is_here(s)]
+        if not mine:
+            return
+
+        def some(*inputs: Any) -> list[Any]:
+            leaves = jax.tree.leaves(init(*inputs))
+            return [leaves[i] for i in mine]
+
+        whole = NamedSharding(mesh, PartitionSpec())
+        here = jax.tree.map(lambda x: place(x, whole), args)
+        values = jax.jit(some, out_shardings=[wanted[i] for i in mine])(*here)
+        for i, value in zip(mine, values, strict=True):
+            made[i] = value
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(on_mesh, meshes))
+    return jax.tree.unflatten(tree, made)

@@ -1,0 +1,153 @@
+"""The table that a call follows: this process's part of the instructions, with everything that can
+be known beforehand looked up. Used by `executable`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from launcher.plan import PlanError
+from launcher.runtime.emit import Emitted
+from launcher.runtime.instructions import Instruction, Run, Send
+from launcher.runtime.pace import Pace
+from launcher.runtime.placement import Placement
+from launcher.runtime.transfer import LocalTransfer, RemoteTransfer, absent, is_here, place
+from launcher.runtime.transport import Transport
+
+
+class Row(NamedTuple):
+    """One row: what it is, what to call, from which slots into which. With nothing to call it
+    forgets its inputs; `keyed`: what is called also takes the call's first transfer key."""
+
+    instruction: Instruction
+    call: Any
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    keyed: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """What a call needs.
+
+    Attributes:
+        rows: what to do, in order. num_keys: the transfer keys of one call, of all processes.
+        slots: the slots' first contents: the constants.
+        arguments: `(argument leaf, slot, sharding)`.
+        batches: `(argument leaf, slot, sharding, stacked along axis | None)`.
+        results: the slot of each result leaf; None where `fixed` holds it.
+        fixed: results that no call computes here.
+        shared: results whose array somebody else holds too, to be copied.
+    """
+
+    rows: tuple[Row, ...]
+    num_keys: int
+    slots: list[Any]
+    arguments: tuple[tuple[int, int, NamedSharding], ...]
+    batches: tuple[tuple[int, int, NamedSharding, int | None], ...]
+    results: tuple[int | None, ...]
+    fixed: dict[int, jax.Array]
+    shared: tuple[int, ...]
+
+
+def build_table(
+    emitted: Emitted,
+    placement: Placement,
+    compiled: Mapping[str, Any],
+    donated: tuple[bool, ...],
+    transport: Transport | None,
+) -> Table:
+    """The table of this process.
+
+    Args:
+        compiled: its programs. donated: whether a call may consume an argument leaf.
+
+    Raises:
+        PlanError: stages of several processes, and no transport between them.
+    """
+    rows, num_keys = _rows(emitted, placement, compiled, transport)
+    slots: list[Any] = [None] * len(emitted.slots)
+    for value, slot in emitted.constants:
+        if is_here(placement.sharding(slot)):
+            slots[slot] = place(value, placement.sharding(slot))
+    fixed = _fixed(emitted, placement)
+    sharding = placement.sharding
+    return Table(
+        rows=rows,
+        num_keys=num_keys,
+        slots=slots,
+        arguments=tuple((i, slot, sharding(slot)) for i, slot in emitted.arguments),
+        batches=tuple((i, slot, sharding(slot), axis) for i, slot, axis in emitted.batches),
+        results=tuple(
+            None if i in fixed else slot for i, (slot, _, _) in enumerate(emitted.results)
+        ),
+        fixed=fixed,
+        shared=_shared(emitted, placement, donated),
+    )
+
+
+def _rows(
+    emitted: Emitted,
+    placement: Placement,
+    compiled: Mapping[str, Any],
+    transport: Transport | None,
+) -> tuple[tuple[Row, ...], int]:
+    pace = Pace()
+    programs = {
+        x.program: pace.keep(compiled[x.program], placement.meshes[x.mesh].local_devices)
+        for x in emitted.instructions
+        if isinstance(x, Run) and x.program in compiled
+    }
+    rows, offset = [], 0  # of a transfer's keys among those of one call
+    for x in emitted.instructions:
+        if isinstance(x, Run):
+            if placement.runs_here(x.mesh):
+                rows.append(Row(x, programs[x.program], x.inputs, x.outputs, False))
+        elif isinstance(x, Send):
+            call: LocalTransfer | RemoteTransfer
+            src = [placement.sharding(slot) for slot in x.inputs]
+            dst = [placement.sharding(slot) for slot in x.outputs]
+            if placement.is_local(x):
+                call = LocalTransfer(dst)
+            elif transport is None:
+                raise PlanError("stages of different processes need a transport to exchange arrays")
+            else:  # made also for transfers elsewhere: all processes count the same keys
+                avals = [placement.slots[slot].aval for slot in x.inputs]
+                call = RemoteTransfer(avals, src, dst, transport, offset)
+                offset += call.num_keys
+            if placement.runs_here(x.src) or placement.runs_here(x.dst):
+                rows.append(Row(x, call, x.inputs, x.outputs, isinstance(call, RemoteTransfer)))
+        else:
+            rows.append(Row(x, None, x.slots, (), False))
+    return tuple(rows), offset
+
+
+def _fixed(emitted: Emitted, placement: Placement) -> dict[int, jax.Array]:
+    found = {}
+    for i, (slot, literal, mesh) in enumerate(emitted.results):
+        if slot is None:
+            sharding = placement.whole(mesh)
+            value = np.asarray(literal.val, literal.aval.dtype)
+            found[i] = place(value, sharding) if is_here(sharding) else absent(value, sharding)
+        elif not is_here(placement.sharding(slot)):
+            found[i] = absent(emitted.slots[slot].aval, placement.sharding(slot))
+    return found
+
+
+def _shared(emitted: Emitted, placement: Placement, donated: tuple[bool, ...]) -> tuple[int, ...]:
+    """Results whose array the table, the caller or another result holds too: the caller may donate
+    any result to the next call."""
+    held = {slot for _, slot in emitted.constants}
+    held |= {slot for i, slot in emitted.arguments if not donated[i]}
+    shared = []
+    for i, (slot, _, mesh) in enumerate(emitted.results):
+        if placement.runs_here(mesh) and (slot is None or slot in held):
+            shared.append(i)
+        if slot is not None:
+            held.add(slot)
+    return tuple(shared)

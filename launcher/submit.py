@@ -1,0 +1,158 @@
+"""Submits runs to Slurm from a login node, and says how they are doing. `__main__` calls it.
+
+Everything that can be found out beforehand is: settings, data and plan are checked here, the
+resolved settings and the batch script are frozen in the run's folder, and only then is Slurm
+asked. `launcher.cluster.slurm_script` writes the script, `slurm_commands` talks to Slurm.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from launcher.cluster.slurm_attempts import read_attempts
+from launcher.cluster.slurm_commands import check_installed, job_state, sbatch
+from launcher.cluster.slurm_script import SCRIPT, Job, render
+from launcher.config.errors import ConfigError
+from launcher.config.schema import Config
+from launcher.report.console import make_console
+from launcher.train import folder
+from launcher.train.folder import RunFolder
+from launcher.train.prepare import prepare
+from launcher.train.run import guarded
+from launcher.train.training import write_plan
+
+JOB_FILE = "job.json"
+_POLL_SECONDS = 2.0
+
+
+def submit(config: Config) -> int:
+    """Submit one run and return; with `cluster.slurm.wait` follow it to its end.
+
+    Returns the exit code of this process: with `wait` that of the job.
+    """
+    if config.cluster.slurm.dry_run:
+        run_id = config.run.id or folder.new_id(config.model.name)
+        print(script_for(replace(config, run=replace(config.run, id=run_id))), end="")
+        return 0
+    return guarded(lambda: _submit(config))
+
+
+def _submit(config: Config) -> int:
+    check_installed()
+    home = freeze(config, make_console())
+    script = home.path / SCRIPT
+    script.write_text(script_for(replace(config, run=replace(config.run, id=home.id))))
+    job_id = sbatch(script)
+    note_job(home.path, job_id, script)
+    output = output_file(home.path, job_id)
+    print(f"submitted job {job_id}")
+    print(f"  run folder  {home.path}")
+    print(f"  log         {output}")
+    print(f"  follow      tail -F {shlex.quote(str(output))}")
+    print(f"  cancel      scancel {job_id}", flush=True)
+    return wait(home.path, job_id) if config.cluster.slurm.wait else 0
+
+
+def freeze(config: Config, console: Console) -> RunFolder:
+    """Check and plan a run, and write what it is to be into its folder, as the job will read it:
+    everything is decided, and nothing is left to submit."""
+    folder.check(config)
+    _check_idle(config)
+    ready = prepare(config, console)
+    with folder.claim(config) as home:
+        write_plan(home, _settled(config), ready.plan)
+        home.logs.mkdir(exist_ok=True)
+        return home
+
+
+def _settled(config: Config) -> Config:
+    """`config` without what is done here: submitting, and making a folder that must be new."""
+    slurm = replace(config.cluster.slurm, dry_run=False, wait=False)
+    cluster = replace(config.cluster, slurm=slurm)
+    resume = "auto" if config.run.resume == "never" else config.run.resume
+    return replace(config, task="train", cluster=cluster, run=replace(config.run, resume=resume))
+
+
+def _check_idle(config: Config) -> None:
+    """Refuse a second job for a run whose first one is still to end."""
+    if config.run.id is None:
+        return
+    noted = Path(config.run.dir, config.run.id, JOB_FILE)
+    if not noted.exists():
+        return
+    job_id = json.loads(noted.read_text())["job_id"]
+    state = job_state(job_id)
+    if state is not None and state.is_live:
+        raise ConfigError(
+            f"run.id={config.run.id} is job {job_id} already, which is {state.state}",
+            f"Wait for it, end it with scancel {job_id}, or choose another run.id.",
+            ["run.id"],
+        )
+
+
+def script_for(config: Config) -> str:
+    """The batch script of one run, whose settings are frozen."""
+    assert config.run.id is not None
+    home = Path(config.run.dir, config.run.id).absolute()
+    settings = home / "config.yaml"
+    job = Job(
+        name=config.run.id,
+        folder=Path.cwd(),
+        output=str(output_file(home, "%j")),
+        command=[shlex.quote(word) for word in [*command(config), "--frozen", str(settings)]],
+    )
+    return render(config.cluster, job)
+
+
+def command(config: Config | None = None) -> Sequence[str]:
+    """The words that start the launcher: on the nodes of `config`, or here."""
+    if config is None:
+        return ["python", "-m", "launcher"]
+    slurm = config.cluster.slurm
+    python = slurm.python or ("python3" if slurm.container.image else sys.executable)
+    return [python, "-m", "launcher"]
+
+
+def output_file(home: Path, job: str) -> Path:
+    """Where a job's output goes, all attempts in one file."""
+    return home.absolute() / "logs" / f"slurm-{job}.out"
+
+
+def note_job(home: Path, job_id: str, script: Path) -> None:
+    """Note in a run's folder which job it is and which script made it."""
+    told = {"job_id": job_id, "script": str(script.absolute())}
+    (home / JOB_FILE).write_text(json.dumps(told) + "\n")
+
+
+def wait(home: Path, job_id: str) -> int:
+    """Print a job's output as it comes, and return the job's exit code once it has ended."""
+    path, position = output_file(home, job_id), 0
+    try:
+        while True:
+            state = job_state(job_id)
+            if path.exists():
+                with open(path, "rb") as output:
+                    output.seek(position)
+                    sys.stdout.buffer.write(output.read())
+                    sys.stdout.flush()
+                    position = output.tell()
+            if state is None:  # Slurm forgets jobs; the run itself does not
+                code = attempts[-1].exit_code if (attempts := read_attempts(home)) else None
+                return 1 if code is None else code
+            if not state.is_live:
+                if state.exit_code or state.state == "COMPLETED":
+                    return state.exit_code
+                print(f"launcher: job {job_id} ended as {state.state}", file=sys.stderr)
+                return 1
+            time.sleep(_POLL_SECONDS)
+    except KeyboardInterrupt:
+        print(f"\nlauncher: job {job_id} goes on; to end it: scancel {job_id}", file=sys.stderr)
+        raise

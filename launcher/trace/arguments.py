@@ -1,0 +1,154 @@
+"""A step's arguments as shapes: which leaves are batch, donated or static, and who follows whom.
+
+Used by `trace.step`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from launcher.trace.errors import BatchError, TraceError
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A step's arguments.
+
+    Attributes:
+        shapes: the arguments with a shape for every array; None in place of a static one.
+        static: the values of the static arguments by position.
+        batch, donated: per leaf of `shapes`. donate_argnums: the donated arguments by position.
+    """
+
+    shapes: tuple[Any, ...]
+    static: dict[int, Any]
+    batch: tuple[bool, ...]
+    donated: tuple[bool, ...]
+    donate_argnums: tuple[int, ...]
+
+    def with_static(self, shapes: Sequence[Any]) -> tuple[Any, ...]:
+        """Arguments for the user's function: `shapes` with the static values in their places."""
+        return tuple(self.static.get(i, x) for i, x in enumerate(shapes))
+
+
+def read_arguments(
+    args: Sequence[Any],
+    batch_argnums: Sequence[int],
+    donate_argnums: Sequence[int],
+    static_argnums: Sequence[int],
+) -> Arguments:
+    """See `Arguments`.
+
+    Raises:
+        TraceError: a leaf is no array, a position does not exist, or is named twice.
+    """
+    batch, donate, static = (
+        _positions(name, numbers, len(args))
+        for name, numbers in (
+            ("batch_argnums", batch_argnums),
+            ("donate_argnums", donate_argnums),
+            ("static_argnums", static_argnums),
+        )
+    )
+    for name, numbers in (("batch_argnums", batch), ("donate_argnums", donate)):
+        for n in set(numbers) & set(static):
+            raise TraceError(
+                f"argument {n} is named by static_argnums and by {name}; a static argument is a "
+                "Python value that the program is built with, not an array"
+            )
+    shapes = tuple(
+        None
+        if i in static
+        else jax.tree_util.tree_map_with_path(lambda path, x, i=i: _abstract(i, path, x), arg)
+        for i, arg in enumerate(args)
+    )
+
+    def flags(wanted: Sequence[int]) -> tuple[bool, ...]:
+        return tuple(i in wanted for i, arg in enumerate(shapes) for _ in jax.tree.leaves(arg))
+
+    values = {i: args[i] for i in static}
+    return Arguments(shapes, values, flags(batch), flags(donate), donate)
+
+
+def without_static(args: Sequence[Any], static_argnums: Sequence[int]) -> tuple[Any, ...]:
+    """Arguments of a call as the traced step takes them: None in place of a static one."""
+    static = {n % len(args) for n in static_argnums} if args else ()
+    return tuple(None if i in static else arg for i, arg in enumerate(args))
+
+
+def _positions(name: str, numbers: Sequence[int], count: int) -> tuple[int, ...]:
+    for n in numbers:
+        if not -count <= n < count:
+            raise TraceError(
+                f"{name} names argument {n}, but the step was given {count} arguments; list the "
+                "positions of arguments that exist, or ()"
+            )
+    return tuple(dict.fromkeys(n % count for n in numbers))
+
+
+def _abstract(argument: int, path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    try:
+        aval = jax.typeof(leaf)
+    except TypeError:
+        raise TraceError(
+            f"leaf {jax.tree_util.keystr(path) or '(all of it)'} of argument {argument} is a "
+            f"{type(leaf).__name__}, which is no array of numbers; name the argument in "
+            "static_argnums, or close over the value (functools.partial)"
+        ) from None
+    weak = bool(getattr(aval, "weak_type", False))
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
+
+
+def batch_size(arguments: Arguments) -> int:
+    """The rows along axis 0 of the batch's leaves; 1 where there are none.
+
+    Raises:
+        BatchError: they differ.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(arguments.shapes)
+    sizes = {
+        jax.tree_util.keystr(path): leaf.shape[0]
+        for (path, leaf), wanted in zip(leaves, arguments.batch, strict=True)
+        if wanted and leaf.shape
+    }
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+        raise BatchError(f"the batch's leaves differ along axis 0 ({listed}); they must agree")
+    return next(iter(sizes.values()), 1)
+
+
+def aliases(arguments: Arguments, out: Any) -> dict[int, int]:
+    """Result leaves that take a donated argument's place: the whole result, or the first of its
+    parts (whatever holds them: a tuple, a dict, a dataclass) that is like the argument."""
+    parts = jax.tree.leaves(out, is_leaf=lambda x: x is not out)
+    candidates = [(0, out), *zip(_starts(parts), parts, strict=True)]
+    in_starts = _starts(arguments.shapes)
+    found: dict[int, int] = {}
+    for n in arguments.donate_argnums:
+        for start, result in candidates:
+            count = len(jax.tree.leaves(result))
+            free = not any(start + i in found for i in range(count))
+            if free and _alike(arguments.shapes[n], result):
+                found.update((start + i, in_starts[n] + i) for i in range(count))
+                break
+    return found
+
+
+def _starts(trees: Sequence[Any]) -> list[int]:
+    counts = [len(jax.tree.leaves(tree)) for tree in trees]
+    return list(itertools.accumulate(counts, initial=0))[:-1]
+
+
+def _alike(a: Any, b: Any) -> bool:
+    structures: list[Any] = [jax.tree.structure(a), jax.tree.structure(b)]
+    if structures[0] != structures[1]:
+        return False
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(x.shape == y.shape and x.dtype == y.dtype for x, y in pairs)

@@ -1,0 +1,63 @@
+"""A driver of two nodes that are both this machine; `test_slurm_meeting` starts it, and its second
+node. A process of its own, because Ray keeps the network that it was first imported for.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import psutil
+
+from launcher.cluster.devices import emulated_pool
+from launcher.cluster.errors import ClusterError, WorkerError
+from launcher.cluster.session import secret, start
+from launcher.cluster.slurm_allocation import Allocation
+from launcher.cluster.slurm_meeting import hold
+from launcher.config.schema import Cluster, Slurm
+
+POOL = emulated_pool(Cluster(kind="emulated", gpus=4, hosts=2))
+FIRST = Allocation("42", 0, 0, ("node1", "node2"), 0)
+
+
+class Probe:
+    def devices(self):
+        import jax
+
+        return len(jax.devices()), os.environ.get("SLURM_NODEID"), os.getpid()
+
+    def wait(self, path):
+        with open(path) as pipe:
+            return pipe.read()
+
+
+def main(scenario: str, folder: Path, second: int, timeout: int) -> None:
+    settings = Slurm(emulated=True, network_interface="lo", start_timeout=timeout)
+    with hold(folder, FIRST, settings, secret()) as meeting:
+        (file,) = folder.glob(".meeting*")
+        assert file.stat().st_mode & 0o777 == 0o600
+        with start(POOL, folder, meeting) as session:
+            if scenario == "absent":
+                try:
+                    session.spawn(Probe)
+                except ClusterError as error:
+                    print(error)
+                return
+            workers = session.spawn(Probe)
+            told = [worker.submit("devices").result() for worker in workers]
+            assert [(devices, node) for devices, node, _ in told] == [(2, None), (2, None)]
+            there = {p.pid for p in psutil.Process(second).children(recursive=True)}
+            assert [pid in there for _, _, pid in told] == [False, True]
+            if scenario == "dies":
+                os.mkfifo(folder / "pipe")
+                waiting = workers[1].submit("wait", str(folder / "pipe"))
+                psutil.Process(second).kill()
+                try:
+                    waiting.result()
+                except WorkerError as error:
+                    print(error.summary)
+                workers[0].submit("devices").result()
+    assert list(folder.glob(".meeting*")) == []
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

@@ -1,0 +1,90 @@
+"""The tasks of a job find one another and end together: two nodes that are both this machine."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launcher.cluster.errors import ClusterError
+from launcher.cluster.session import secret
+from launcher.cluster.slurm_allocation import Allocation
+from launcher.cluster.slurm_meeting import attend, hold
+from launcher.config.schema import Slurm
+
+DRIVER = Path(__file__).with_name("meeting_driver.py")
+FIRST = Allocation("42", 0, 0, ("node1", "node2"), 0)
+SECOND = Allocation("42", 0, 0, ("node1", "node2"), 1)
+SECONDS = 120  # that nothing here needs
+
+# What `launcher` runs on the second node.
+TASK = """
+import sys
+from launcher.__main__ import main
+sys.exit(main(["cluster=slurm", "cluster.hosts=2", "cluster.gpus=4", "run.id=run", *sys.argv[1:]]))
+"""
+
+
+@pytest.fixture
+def second_node(tmp_path: Path):
+    """The process that Slurm would start on the second node."""
+    variables = {"SLURM_JOB_ID": "42", "SLURM_NODEID": "1", "LAUNCHER_NODES": "node1 node2"}
+    settings = ["cluster.slurm.emulated=true", "cluster.slurm.network_interface=lo"]
+    task = subprocess.Popen(
+        [sys.executable, "-c", TASK, f"run.dir={tmp_path}", *settings],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    yield task
+    task.kill()
+    task.communicate()
+
+
+def drive(scenario: str, folder: Path, second: int = 0, timeout: int = SECONDS) -> str:
+    """Run the first node to its end; returns what it printed."""
+    driver = subprocess.run(
+        [sys.executable, str(DRIVER), scenario, str(folder), str(second), str(timeout)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=2 * SECONDS,
+    )
+    assert driver.returncode == 0, driver.stderr
+    return driver.stdout
+
+
+def test_each_worker_is_on_its_node_and_all_end_with_the_driver(
+    second_node, tmp_path: Path
+) -> None:
+    drive("works", tmp_path / "run", second_node.pid)
+    assert second_node.wait(SECONDS) == 0
+
+
+def test_a_node_that_dies_takes_its_worker_with_it(second_node, tmp_path: Path) -> None:
+    told = drive("dies", tmp_path / "run", second_node.pid)
+    assert told.startswith("worker_1")
+    assert "died" in told
+
+
+def test_a_driver_that_ends_early_ends_the_others(second_node, tmp_path: Path) -> None:
+    settings = Slurm(emulated=True, network_interface="lo")
+    with hold(tmp_path / "run", FIRST, settings, secret()) as meeting:
+        meeting.listener.accept()[0].close()
+    assert second_node.wait(SECONDS) == 0
+    assert not psutil.pid_exists(second_node.pid)
+
+
+def test_nodes_that_do_not_come_are_named(tmp_path: Path) -> None:
+    told = drive("absent", tmp_path, timeout=1)
+    assert told.startswith("Waited 1 s for node2: 1 of 2 nodes did not join Ray.")
+
+
+def test_a_driver_that_does_not_come_is_an_error_that_says_where_it_was_sought(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ClusterError, match=r"node2 waited 1 s for the driver on node1: .*meeting"):
+        attend(tmp_path, SECOND, Slurm(start_timeout=1))

@@ -1,0 +1,374 @@
+"""Runs on a real Slurm: submitted, preempted, cancelled, failed, and nothing left behind.
+
+The cluster is this machine, under the names of two nodes. All runs are of one tiny model, so that
+one undisturbed run in a process of its own says what the others must come to.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+from slurm_cluster import SEARCH, SlurmCluster, missing, wait_until  # noqa: E402
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=f"not installed: {', '.join(missing())}")
+
+ROOT = HERE.parents[1]
+SECONDS = 180  # that no step of these tests needs
+STEPS = 150
+MODEL = (
+    "model=mlp",
+    "model.hidden_size=16",
+    "dataset=synthetic",
+    "train.eval_every=0",
+    "train.global_batch_size=16",
+    "parallel=manual",
+    "parallel.num_stages=2",
+    f"train.steps={STEPS}",
+)
+ON_SLURM = (
+    *MODEL,
+    "cluster=slurm",
+    "cluster.slurm.emulated=true",
+    "cluster.slurm.exclusive=false",
+    "cluster.slurm.time=10m",
+    "wandb.mode=disabled",
+)
+TWO_NODES = (*ON_SLURM, "cluster.hosts=2", "cluster.gpus=4")
+ENDLESS = "train.steps=1000000"
+
+
+class User:
+    """Somebody who submits runs from a folder of the login node."""
+
+    def __init__(self, slurm: SlurmCluster, folder: Path) -> None:
+        self.slurm, self.folder = slurm, folder
+
+    def launcher(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "launcher", *words],
+            cwd=self.folder,
+            env={**self.slurm.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=2 * SECONDS,
+        )
+
+    def submit(self, name: str, *words: str) -> "Submitted":
+        result = self.launcher(*words, f"run.id={name}")
+        assert result.returncode == 0, result.stderr
+        return Submitted(self.slurm, self.folder / "outputs" / name)
+
+
+class Submitted:
+    """A run and its job."""
+
+    def __init__(self, slurm: SlurmCluster, home: Path) -> None:
+        self.slurm, self.home = slurm, home
+        self.job_id = json.loads((home / "job.json").read_text())["job_id"]
+
+    @property
+    def state(self) -> str:
+        return self.slurm.job(self.job_id).get("JobState", "")
+
+    @property
+    def output(self) -> str:
+        path = self.home / "logs" / f"slurm-{self.job_id}.out"
+        return path.read_text() if path.exists() else ""
+
+    def records(self) -> list[dict]:
+        path = self.home / "metrics.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def losses(self) -> list[float]:
+        """The loss of every step, each of which is there exactly once."""
+        records = self.records()
+        assert [record["step"] for record in records] == list(range(1, len(records) + 1))
+        return [record["train/loss"] for record in records]
+
+    def summary(self) -> dict:
+        return json.loads((self.home / "summary.json").read_text())
+
+    def attempts(self) -> list[dict]:
+        files = sorted(self.home.glob("logs/attempt_*/attempt.json"))
+        return [json.loads(file.read_text()) for file in files]
+
+    def train_past(self, step: int) -> None:
+        """Wait until the run has done more than `step` steps."""
+        wait_until(lambda: len(self.records()) > step or self._failed(), SECONDS)
+        assert len(self.records()) > step, self.output
+
+    def end(self, state: str = "COMPLETED") -> None:
+        """Wait for the job's end, after which none of its processes is left and no file in /tmp."""
+        wait_until(lambda: self.state == state or self._failed(), SECONDS)
+        assert self.state == state, self.output
+        self.nothing_left()
+
+    def nothing_left(self) -> None:
+        wait_until(lambda: not self.slurm.left(), 30)
+        assert list(self.slurm.scratch.glob("launcher-*")) == []
+        assert list(self.home.glob(".meeting*")) == []
+
+    def _failed(self) -> bool:
+        return self.state in ("FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "COMPLETED")
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[SlurmCluster]:
+    with SlurmCluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def user(slurm: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> User:
+    return User(slurm, tmp_path_factory.mktemp("user"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(user: User) -> list[float]:
+    """The losses of the run in one process, without Slurm."""
+    words = ("cluster=emulated", "cluster.gpus=4", "wandb.mode=disabled", "run.id=undisturbed")
+    result = user.launcher(*MODEL, *words)
+    assert result.returncode == 0, result.stderr
+    lines = (user.folder / "outputs" / "undisturbed" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["train/loss"] for line in lines]
+
+
+def test_two_nodes_train_as_one_process_does(user: User, undisturbed: list[float]) -> None:
+    result = user.launcher(*TWO_NODES, "run.id=two", "cluster.slurm.wait=true")
+    run = Submitted(user.slurm, user.folder / "outputs" / "two")
+    assert result.returncode == 0, result.stderr
+    for told in (f"submitted job {run.job_id}", "tail -F", f"done: {STEPS} steps"):
+        assert told in result.stdout
+    run.end()
+    assert run.losses() == pytest.approx(undisturbed, rel=1e-5)
+    assert run.summary()["nodes"] == ["node1", "node2"]
+    stages = json.loads((run.home / "plan.json").read_text())["stages"]
+    assert sorted(host for stage in stages for host in stage["hosts"]) == [0, 1]
+    assert sorted(path.name for path in (run.home / "logs" / "attempt_0").glob("worker_*")) == [
+        "worker_0.log",
+        "worker_1.log",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["urgent", "requeue", "signal"])
+def test_a_run_that_is_moved_goes_on_at_the_next_step(
+    user: User, undisturbed: list[float], how: str
+) -> None:
+    run = user.submit(how, *TWO_NODES, "wandb.mode=offline")
+    run.train_past(10)
+    if how == "urgent":
+        user.slurm.run("srun", "--partition=urgent", "--nodes=2", "--exclusive", "true")
+    elif how == "requeue":
+        user.slurm.run("scontrol", "requeue", run.job_id)
+    else:
+        user.slurm.run("scancel", "--signal=USR2", run.job_id)
+    run.end()
+    assert run.losses() == pytest.approx(undisturbed, rel=1e-5)
+    first, second = run.attempts()
+    assert (first["exit_code"], first["exit_reason"]) == (75, "preempted")
+    assert (second["exit_code"], second["exit_reason"], second["step"]) == (0, "done", STEPS)
+    assert run.summary()["restarts"] == 1
+    recordings = list((run.home / "wandb").glob("offline-run-*"))
+    assert {path.name.rpartition("-")[2] for path in recordings} == {how}
+
+
+@pytest.mark.slow
+def test_a_cancelled_run_saves_and_stays_cancelled(user: User) -> None:
+    run = user.submit("cancelled", *TWO_NODES, ENDLESS, "run.resume=never")
+    run.train_past(5)
+    user.slurm.run("scancel", run.job_id)
+    run.end("CANCELLED")
+    saved = [int(path.name) for path in (run.home / "checkpoints").iterdir()]
+    assert saved == [len(run.losses())]
+    assert run.summary()["exit_reason"] == "preempted"
+
+
+@pytest.mark.slow
+def test_a_time_limit_is_only_an_interruption(user: User) -> None:
+    """The controller looks at limits every half minute, so the notice comes early or late."""
+    limit = ("cluster.slurm.time=1m", "cluster.slurm.signal=TERM@30")
+    run = user.submit("limited", *TWO_NODES, ENDLESS, *limit)
+    wait_until(lambda: len(run.attempts()) == 2, SECONDS)
+    first, _ = run.attempts()
+    assert (first["exit_code"], first["exit_reason"]) == (75, "preempted")
+    run.train_past(first["step"])
+    user.slurm.run("scancel", run.job_id)
+    run.end("CANCELLED")
+    run.losses()
+
+
+@pytest.mark.slow
+def test_a_dead_node_is_noticed_and_the_run_comes_back(user: User) -> None:
+    run = user.submit("dead-node", *TWO_NODES, ENDLESS)
+    run.train_past(5)
+    user.slurm.fail_node("node2")
+    try:
+        wait_until(lambda: run.attempts()[0]["exit_code"] is not None, 60)
+        assert "down" not in user.slurm.run("sinfo", "-h", "-n", "node2", "-o", "%T")
+        assert re.match(r"worker_1\b.* died", run.attempts()[0]["exit_reason"])
+        wait_until(lambda: not user.slurm.left(), 30)
+        (of_the_dead,) = user.slurm.scratch.glob("launcher-*")  # a later run sweeps it
+        shutil.rmtree(of_the_dead)
+    finally:
+        user.slurm.start()
+    wait_until(lambda: len(run.attempts()) == 2, SECONDS)
+    run.train_past(0)
+    user.slurm.run("scancel", run.job_id)
+    run.end("CANCELLED")
+
+
+@pytest.mark.slow
+def test_a_dead_controller_is_waited_for(user: User, undisturbed: list[float]) -> None:
+    run = user.submit("no-controller", *TWO_NODES)
+    run.train_past(5)
+    user.slurm.fail_controller()
+    with subprocess.Popen(
+        [sys.executable, "-m", "launcher", *TWO_NODES, "run.id=patient", "train.steps=1"],
+        cwd=user.folder,
+        env={**user.slurm.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as patient:
+        assert patient.stderr is not None
+        assert "Slurm's controller does not answer" in patient.stderr.readline()
+        user.slurm.start()
+        out, _ = patient.communicate(timeout=SECONDS)
+    assert patient.returncode == 0
+    assert "submitted job" in out
+    run.end()
+    assert run.losses() == pytest.approx(undisturbed, rel=1e-5)
+    Submitted(user.slurm, user.folder / "outputs" / "patient").end()
+
+
+@pytest.mark.slow
+def test_a_crash_is_tried_again_but_not_the_same_one_twice(user: User) -> None:
+    rate = ("optimizer=sgd", "optimizer.learning_rate=1e38", "optimizer.clip_norm=null")
+    run = user.submit("crash", *TWO_NODES, *rate, "optimizer.warmup_steps=0")
+    run.end("FAILED")
+    first, second = run.attempts()
+    assert first["exit_reason"] == second["exit_reason"] != "done"
+    assert first["step"] == second["step"]
+    job = user.slurm.job(run.job_id)
+    assert (job["ExitCode"], job["Restarts"]) == ("1:0", "1")
+
+
+@pytest.mark.slow
+def test_the_script_that_is_submitted_by_hand(user: User) -> None:
+    """It trains; and a wrong setting, which is found inside the job, is final."""
+    options = ("--gpus-per-node=0", "--nodes=2", "--time=5", f"--chdir={user.folder}")
+    emulated = ("cluster.gpus=4", "cluster.slurm.emulated=true", "wandb.mode=disabled")
+    script = str(ROOT / "slurm" / "train.sbatch")
+    environ = {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{SEARCH}"}
+
+    def submit(*words: str) -> str:
+        return user.slurm.run("sbatch", "--parsable", *options, script, *words, **environ)
+
+    good = submit(*MODEL, *emulated, "train.steps=3")
+    wrong = submit(*MODEL, *emulated, "train.stepz=3")
+    wait_until(lambda: user.slurm.job(good)["JobState"] == "COMPLETED", SECONDS)
+    summary = (user.folder / "outputs" / f"mlp-job-{good}" / "summary.json").read_text()
+    assert json.loads(summary)["nodes"] == ["node1", "node2"]
+    wait_until(lambda: user.slurm.job(wrong)["JobState"] == "FAILED", SECONDS)
+    job = user.slurm.job(wrong)
+    assert (job["ExitCode"], job["Restarts"]) == ("2:0", "0")
+    output = (user.folder / f"slurm-{wrong}.out").read_text()
+    assert output.count("train.stepz is not a setting") == 1
+    assert "Traceback" not in output
+
+
+@pytest.mark.slow
+def test_what_cannot_be_submitted_is_exit_code_2(user: User) -> None:
+    refused = user.launcher(*ON_SLURM, "cluster.gpus=2", "cluster.slurm.partition=moon")
+    assert refused.returncode == 2
+    assert "launcher: Slurm refuses the job: sbatch: error: invalid partition" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+    held = ("cluster.gpus=2", "run.id=held", "cluster.slurm.extra={hold: ''}")
+    run = user.submit("held", *ON_SLURM, *held)
+    twice = user.launcher(*ON_SLURM, *held)
+    assert twice.returncode == 2
+    assert f"run.id=held is job {run.job_id} already, which is PENDING" in twice.stderr
+    user.slurm.run("scancel", run.job_id)
+
+
+@pytest.mark.slow
+def test_two_jobs_share_a_node_and_no_stranger_gets_in(user: User) -> None:
+    settings = (*ON_SLURM, ENDLESS, "cluster.gpus=2", "cluster.slurm.nodelist=node1")
+    runs = [user.submit(name, *settings) for name in ("left", "right")]
+    spread = user.submit("spread", *TWO_NODES, ENDLESS)
+    for run in (*runs, spread):
+        run.train_past(2)
+    servers = [p for p in user.slurm.left() if p.name() == "gcs_server"]
+    assert len(servers) == 3
+    for server in servers:
+        token = Path(server.environ()["RAY_AUTH_TOKEN_PATH"])
+        assert token.stat().st_mode & 0o777 == 0o600
+        mine = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token.read_text()}
+        assert _told_by_ray(server, mine) == "welcome"
+        assert _told_by_ray(server, {**mine, "RAY_AUTH_TOKEN": "ab" * 32}) == "refused"
+        assert _told_by_ray(server, {"RAY_AUTH_MODE": "disabled"}) == "refused"
+    (meeting,) = spread.home.glob(".meeting*")
+    assert meeting.stat().st_mode & 0o777 == 0o600
+    for run in (*runs, spread):
+        user.slurm.run("scancel", run.job_id)
+    for run in (*runs, spread):
+        wait_until(lambda run=run: run.state == "CANCELLED", SECONDS)
+        assert run.summary()["exit_reason"] == "preempted"
+    spread.nothing_left()
+
+
+def _told_by_ray(server: psutil.Process, settings: dict[str, str]) -> str:
+    """What somebody on this machine is told who asks a Ray whether it is well."""
+    words = dict(word.partition("=")[::2] for word in server.cmdline())
+    address = f"{words['--node-ip-address']}:{words['--gcs_server_port']}"
+    result = subprocess.run(
+        [sys.executable, "-m", "ray.scripts.scripts", "health-check", f"--address={address}"],
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=SECONDS,
+    )
+    if result.returncode == 0:
+        return "welcome"
+    return "refused" if "AuthenticationError" in result.stderr else result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("array", ["null", "2"])
+def test_a_sweep_is_a_job_a_run_and_one_table(user: User, array: str) -> None:
+    sweep = f"sweep-{array}"
+    settings = (*ON_SLURM, "cluster.gpus=2", f"cluster.slurm.array={array}", "train.steps=3")
+    result = user.launcher("-m", *settings, f"run.id={sweep}", "parallel.num_micro_batches=1,2,4")
+    assert result.returncode == 0, result.stderr
+    folder = user.folder / "multirun" / sweep
+    runs = [Submitted(user.slurm, folder / f"{sweep}-{n}") for n in range(3)]
+    assert len({run.job_id for run in runs}) == 3
+    for run in runs:
+        wait_until(lambda run=run: run.state == "COMPLETED", SECONDS)
+    shutil.rmtree(runs[1].home / "checkpoints")
+    (runs[1].home / "summary.json").unlink()  # as if it had failed
+    words = ("task=sweep_status", f"sweep.dir={folder}", "sweep.resubmit=true")
+    result = user.launcher(*words)
+    assert result.returncode == 0, result.stderr
+    again = Submitted(user.slurm, runs[1].home)
+    assert again.job_id not in {run.job_id for run in runs}
+    assert f"{again.job_id} SUBMITTED" in result.stdout
+    for run in (runs[0], runs[2]):
+        assert f"{run.job_id} COMPLETED" in result.stdout
+    again.end()
+    assert again.summary()["exit_reason"] == "done"

@@ -1,0 +1,81 @@
+"""Submitting without a Slurm: what is shown, what is refused, and what is left alone."""
+
+from pathlib import Path
+
+import pytest
+
+from launcher.__main__ import main
+
+SETTINGS = ("cluster=slurm", "cluster.hosts=2", "cluster.gpus=16", "model.num_layers=4")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/nowhere")
+    return tmp_path
+
+
+@pytest.mark.parametrize("task", ["train", "submit"])
+def test_a_dry_run_shows_the_script_and_does_nothing(
+    task: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (*SETTINGS, f"task={task}", "cluster.slurm.dry_run=true", "run.id=mine")
+    assert main(words) == 0
+    script = capsys.readouterr().out
+    home = folder / "outputs" / "mine"
+    for line in (
+        "#SBATCH --nodes=2",
+        "#SBATCH --gpus-per-node=8",
+        f"#SBATCH --output={home}/logs/slurm-%j.out",
+    ):
+        assert line in script.splitlines()
+    assert f"-m launcher --frozen {home}/config.yaml)" in script
+    assert list(folder.iterdir()) == []
+
+
+def test_a_dry_run_of_a_sweep_shows_one_array_or_a_script_a_run(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = ("-m", *SETTINGS, "cluster.slurm.dry_run=true", "run.id=s", "train.steps=1,2,3")
+    assert main(sweep) == 0
+    assert capsys.readouterr().out.count("#!/usr/bin/env bash") == 3
+    assert main((*sweep, "cluster.slurm.array=2")) == 0
+    script = capsys.readouterr().out
+    assert script.count("#!/usr/bin/env bash") == 1
+    assert "#SBATCH --array=0-2%2" in script.splitlines()
+    assert f'--frozen "{folder}/multirun/s/s-${{SLURM_ARRAY_TASK_ID}}/config.yaml")' in script
+    assert list(folder.iterdir()) == []
+
+
+def test_without_slurm_nothing_is_made(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(SETTINGS) == 2
+    assert capsys.readouterr().err == (
+        "launcher: cluster=slurm needs Slurm's commands, and sbatch is not on this machine. "
+        "Submit from a login node, or use cluster=local.\n"
+    )
+    assert list(folder.iterdir()) == []
+
+
+def test_an_array_whose_runs_ask_for_different_things_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ("-m", "cluster=slurm", "cluster.gpus=4", "cluster.slurm.array=2")
+    assert main((*words, "cluster.slurm.time=1h,2h")) == 2
+    assert "The runs of a job array cannot ask for different things" in capsys.readouterr().err
+
+
+def test_a_sweep_that_is_none_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(("task=sweep_status", f"sweep.dir={folder}")) == 2
+    assert "holds no runs that were submitted to Slurm" in capsys.readouterr().err
+
+
+def test_frozen_settings_are_a_runs_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(("--cfg", "job", "train.steps=7")) == 0
+    (folder / "config.yaml").write_text(capsys.readouterr().out)
+    assert main(("--frozen", "config.yaml", "--cfg", "job", "-p", "train.steps")) == 0
+    assert capsys.readouterr().out.startswith("7")
+    assert main(("--frozen", "config.yaml", "train.steps=8")) == 2
+    assert "--frozen takes all settings from its file" in capsys.readouterr().err
+    assert main(("--frozen", "missing.yaml")) == 2
+    assert "launcher: --frozen missing.yaml cannot be read" in capsys.readouterr().err

@@ -1,0 +1,70 @@
+"""A process may run ahead of its devices and of the other processes, and never hangs."""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import launcher
+from launcher.plan import local_shape, make_plan
+from launcher.runtime import compile_step
+from launcher.trace import trace_step
+
+sys.path.insert(0, str(Path(__file__).parent))
+from launch import together
+from tiny import BATCHES, init, step
+
+STEPS = 30
+MANY = {"num_micro_batches": 12, "schedule": "1f1b", "num_stages": 2}
+PLANS = [
+    {"method": "manual", **MANY},  # a stage a process, two replicas each
+    {"method": "data", "num_micro_batches": 6},  # a stage over both processes
+    {"method": "manual", **MANY, "num_stages": 4},  # a stage a device
+]
+
+
+def serial(steps):
+    state, fun = jax.jit(init)(jax.random.key(0)), jax.jit(step)
+    for k in range(steps):
+        state, loss = fun(state, BATCHES[k % len(BATCHES)])
+    return float(loss)
+
+
+def test_many_programs_over_several_devices_of_one_process():
+    """More, and longer ones, than the client lets its devices have in flight: without a pace the
+    process would hang."""
+
+    def busy(weight, x):
+        def loss(weight, x):
+            for _ in range(20):
+                x = jnp.tanh(x @ weight)
+            return (x**2).mean()
+
+        value, gradient = launcher.value_and_grad(loss)(weight, x)
+        return weight - gradient, value
+
+    weight, x = np.eye(128, dtype=np.float32), np.ones((512, 128), np.float32)
+    traced = trace_step(busy, (weight, x))
+    plan = make_plan(traced, cluster=local_shape(8, 1, "cpu"), method="data", num_micro_batches=4)
+    executable = compile_step(traced, plan, jax.devices())
+    state = jax.device_put(weight, executable.in_shardings[0])
+    for _ in range(20):
+        state, value = executable(state, x)
+    assert np.isfinite(float(value))
+
+
+@pytest.mark.parametrize(
+    "devices", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+)
+def test_processes_run_ahead_of_one_another(devices):
+    plans = PLANS[: 1 + devices]
+    told = together("ahead_peer.py", 2, devices, STEPS, given=json.dumps(plans))
+    expected = serial(STEPS)
+    for losses in zip(*map(json.loads, told), strict=True):
+        known = [x for x in losses if x is not None]
+        assert known
+        np.testing.assert_allclose(known, expected, rtol=1e-4)

@@ -1,0 +1,122 @@
+"""Train steps that the tests run by many plans, in one process or in several."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tiny
+
+import launcher
+from launcher.config.schema import GPT, MLP
+from recipes import build_model
+
+ROWS, ROUNDS = 24, 5
+_GPT = {
+    "vocab_size": 32, "hidden_size": 16, "num_layers": 4, "num_heads": 4, "sequence_length": 8,
+    "mlp_ratio": 2,
+}  # fmt: skip
+RECIPES = {
+    "mlp": MLP(input_size=8, hidden_size=16, output_size=4, num_layers=4),
+    "gpt_tied": GPT(**_GPT, tie_embeddings=True),
+    "gpt_untied": GPT(**_GPT, tie_embeddings=False),
+    "gpt_short": GPT(**_GPT | {"num_layers": 2}, tie_embeddings=False),
+}
+OPTIMIZER = optax.chain(
+    optax.clip_by_global_norm(0.5), optax.adamw(optax.linear_schedule(1e-2, 1e-3, 8), eps=1e-4)
+)
+# A chain of layers for plans of up to so many stages, on a batch that most numbers divide.
+CHAIN_LAYERS, CHAIN_WIDTH, CHAIN_ROWS, CHAIN_ROUNDS = 7, 12, 5040, 3
+
+
+@functools.cache
+def training(name):
+    """A train step, `init(key)` of its state, and its batches."""
+    if name == "tiny":
+        return tiny.step, tiny.init, tiny.BATCHES
+    return _chain() if name == "chain" else _recipe(name)
+
+
+def _recipe(name):
+    options = RECIPES[name]
+    model = build_model(options, "fp32")
+
+    def init(key):
+        return first_state(model.init(key))
+
+    def step(state, batch):
+        return update(state, lambda p: model.loss(p, batch, None)[0])
+
+    rng = np.random.default_rng(0)
+    if options.name == "mlp":
+        xs = [rng.normal(size=(ROWS, options.input_size)).astype(np.float32) for _ in range(ROUNDS)]
+        return step, init, [{"x": x, "y": x[:, : options.output_size] ** 2} for x in xs]
+    size = ROWS, options.sequence_length + 1
+    texts = [rng.integers(0, options.vocab_size, size).astype(np.int32) for _ in range(ROUNDS)]
+    return step, init, [{"tokens": x[:, :-1], "targets": x[:, 1:]} for x in texts]
+
+
+def _chain():
+    """With a weight shared by the first and the last layer, and a value that skips some."""
+
+    def init(key):
+        del key
+        rng = np.random.default_rng(0)
+        shape = CHAIN_LAYERS - 1, CHAIN_WIDTH, CHAIN_WIDTH
+        weights = [jnp.asarray(w, jnp.float32) for w in rng.normal(size=shape) / 3]
+        return first_state({"weights": weights, "biases": [jnp.zeros(CHAIN_WIDTH)] * shape[0]})
+
+    def step(state, x):
+        def loss(params):
+            h = x
+            for i in range(CHAIN_LAYERS):
+                if i:
+                    launcher.mark_pipeline_boundary()
+                k = i % (CHAIN_LAYERS - 1)
+                h = jnp.tanh(h @ params["weights"][k] + params["biases"][k])
+                early = h if i == 1 else early if i else None  # noqa: F821
+                h = h + early if i == CHAIN_LAYERS - 2 else h
+            return ((h - x) ** 2).mean()
+
+        return update(state, loss)
+
+    rng = np.random.default_rng(1)
+    size = CHAIN_ROWS, CHAIN_WIDTH
+    return step, init, [rng.normal(size=size).astype(np.float32) for _ in range(CHAIN_ROUNDS)]
+
+
+def first_state(params):
+    return {"params": params, "opt": OPTIMIZER.init(params), "step": jnp.int32(0)}
+
+
+def update(state, loss):
+    value, grads = launcher.value_and_grad(loss)(state["params"])
+    updates, opt = OPTIMIZER.update(grads, state["opt"], state["params"])
+    params = optax.apply_updates(state["params"], updates)
+    return {"params": params, "opt": opt, "step": state["step"] + 1}, value
+
+
+def run(step, state, batches):
+    """The last state and each step's loss."""
+    losses = []
+    for batch in batches:
+        state, loss = step(state, batch)
+        losses.append(float(loss))
+    return jax.device_get(state), losses
+
+
+@functools.cache
+def serial(name):
+    """On one device: outside of a traced step, `launcher.value_and_grad` is JAX's own."""
+    step, init, batches = training(name)
+    return run(jax.jit(step), jax.jit(init)(jax.random.key(0)), batches)
+
+
+def assert_same(got, want):
+    """To 1e-5 of an array's largest entry: of a sum whose terms cancel, no more is known."""
+
+    def close(a, b):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(np.abs(b).max(initial=0)))
+
+    jax.tree.map(close, got, want)

@@ -1,0 +1,129 @@
+"""One of two processes that exchange arrays and count what crosses; `test_transfer` starts it.
+
+    python transfer_peer.py INDEX COUNT COORDINATOR DEVICES
+
+Prints a line of JSON: what this process sent, beside what it should have sent.
+"""
+
+import collections
+import json
+import os
+import sys
+
+INDEX, COUNT, COORDINATOR = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+DEVICES = int(sys.argv[4])
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+from jax._src import distributed  # noqa: E402  (the key-value store: tests need no driver)
+from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
+from tiny import BATCHES, init, step  # noqa: E402
+
+from launcher.plan import local_shape, make_plan  # noqa: E402
+from launcher.plan.reshard import crossing, route  # noqa: E402
+from launcher.runtime import PullTransport, compile_step, move  # noqa: E402
+from launcher.runtime.transfer import boxes, is_here  # noqa: E402
+from launcher.trace import trace_step  # noqa: E402
+
+
+class Counted:
+    """A transport that notes what goes through it."""
+
+    def __init__(self, transport):
+        self.transport = transport
+        self.bytes = 0
+        self.offered, self.pulled = collections.Counter(), collections.Counter()
+
+    def open(self):
+        return self.transport.open()
+
+    def send(self, key, arrays):
+        self.bytes += sum(x.nbytes for x in arrays)
+        self.offered[key] += 1
+        self.transport.send(key, arrays)
+
+    def recv(self, key, process, like):
+        self.pulled[key] += 1
+        return self.transport.recv(key, process, like)
+
+
+def random_sharding(rng):
+    """Some devices of both processes in any order, as a mesh that cuts an array somehow."""
+    shape = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1)][rng.integers(6)]
+    devices = rng.permutation(np.array(jax.devices()))[: shape[0] * shape[1]]
+    specs = [(), ("a",), (None, "b"), ("a", "b"), ("b", "a"), (("a", "b"),), (None, ("b", "a"))]
+    return NamedSharding(
+        Mesh(devices.reshape(shape), ("a", "b")), PartitionSpec(*specs[rng.integers(7)])
+    )
+
+
+def random_moves(transport):
+    """For random pairs of shardings: bytes sent by this process, and as the routes say."""
+    rng, found = np.random.default_rng(0), []
+    whole = np.arange(8 * 4, dtype=np.float32).reshape(8, 4)
+    process_of = {d.id: d.process_index for d in jax.devices()}
+    for _ in range(40):
+        src, dst = random_sharding(rng), random_sharding(rng)
+        array = None
+        if is_here(src):
+            array = jax.make_array_from_callback(whole.shape, src, lambda index: whole[index])
+        before = transport.bytes
+        (moved,) = move(
+            [array], [jax.ShapeDtypeStruct(whole.shape, whole.dtype)], [src], [dst], transport
+        )
+        for shard in moved.addressable_shards:
+            np.testing.assert_array_equal(shard.data, whole[shard.index])
+        links = crossing(route(boxes(whole.shape, src), boxes(whole.shape, dst), process_of))
+        expected = sum(n for (a, _), n in links.items() if a == INDEX) * whole.itemsize
+        found.append([transport.bytes - before, expected])
+    return found
+
+
+def steps(transport):
+    """Two executables by turns on one state: bytes a step of each, losses, arrays alive."""
+    traced = trace_step(step, (jax.eval_shape(init, jax.random.key(0)), BATCHES[0]))
+    cluster = local_shape(COUNT * DEVICES, COUNT, "cpu")
+    executables = []
+    for schedule, micro_batches in (("1f1b", 3), ("gpipe", 2)):
+        plan = make_plan(
+            traced, cluster=cluster, method="manual", num_stages=2,
+            num_micro_batches=micro_batches, schedule=schedule,
+        )  # fmt: skip
+        executables.append(compile_step(traced, plan, jax.devices(), transport))
+    state = executables[0].create(init, jax.random.key(0))
+    sent, losses, alive = [], [], []
+    for k in range(6):
+        before = transport.bytes
+        state, loss = executables[k % 2](state, BATCHES[k])
+        sent.append(transport.bytes - before)
+        jax.block_until_ready([x for x in jax.tree.leaves(state) if x.addressable_shards])
+        alive.append(len(jax.live_arrays()))
+        if loss.addressable_shards:
+            losses.append(float(loss.addressable_data(0)))
+    planned = [
+        sum(
+            t.bytes_per_microbatch * e.plan.num_micro_batches + t.bytes_per_step
+            for t in e.plan.transfers
+            if t.src_stage == INDEX  # a stage a process
+        )
+        for e in executables
+    ]
+    return {"sent": sent, "planned": planned * 3, "losses": losses, "alive": alive}
+
+
+def main() -> None:
+    jax.distributed.initialize(COORDINATOR, COUNT, INDEX)
+    store = distributed.global_state.client
+    transport = Counted(PullTransport())
+    store.key_value_set(f"address_{INDEX}", transport.transport.address)
+    addresses = [store.blocking_key_value_get(f"address_{i}", 60_000) for i in range(COUNT)]
+    transport.transport.connect(addresses)
+    found = {"moves": random_moves(transport), **steps(transport)}
+    found["offered"] = sorted(transport.offered.elements())
+    found["pulled"] = sorted(transport.pulled.elements())
+    print(json.dumps(found), flush=True)
+    jax.distributed.shutdown()
+
+
+main()

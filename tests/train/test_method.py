@@ -1,0 +1,140 @@
+"""The settings of `parallel` become a plan, or one sentence that says what is wrong with them."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import launcher
+from launcher.config.errors import ConfigError
+from launcher.config.schema import Parallel
+from launcher.plan import PlanError, local_shape
+from launcher.trace import trace_step
+from launcher.train.method import plan_of
+
+WIDTH = 8
+
+
+def traced(scale=1.0):
+    def train(params, x):
+        def loss(params, x):
+            for i, w in enumerate(params):
+                if i:
+                    launcher.mark_pipeline_boundary()
+                x = jnp.tanh(x @ w * scale)
+            return (x**2).mean()
+
+        return launcher.grad(loss)(params, x)
+
+    params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * 4
+    return trace_step(train, (params, jax.ShapeDtypeStruct((24, WIDTH), jnp.float32)))
+
+
+STEP = traced()
+
+
+def planned(step=STEP, hosts=1, **settings):
+    return plan_of(Parallel(**settings), step, local_shape(4, hosts, "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "stages", "logical", "micro_batches"),
+    [
+        ({"method": "data"}, 1, (4, 1), 1),
+        ({"method": "zero2", "num_micro_batches": 2}, 1, (4, 1), 2),
+        ({"method": "zero3"}, 1, (4, 1), 1),
+        ({"method": "shard"}, 1, (1, 4), 1),
+        ({"method": "shard", "data": 2}, 1, (2, 2), 1),
+        ({"method": "shard", "model": 1}, 1, (4, 1), 1),
+        ({"method": "three_d", "data": 1, "model": 2, "pipeline": 2}, 2, (1, 2), 1),
+        ({"method": "three_d", "model": 2}, 1, (2, 2), 1),  # the rest goes to data
+        ({"method": "three_d", "data": 2}, 2, (2, 1), 1),  # or else to pipeline
+        ({"method": "three_d", "data": 1, "pipeline": 1}, 1, (1, 4), 1),  # or else to model
+        ({"method": "manual", "num_micro_batches": 4}, 4, (1, 1), 4),
+        ({"method": "manual", "num_stages": 2, "schedule": "gpipe"}, 2, (2, 1), 1),
+    ],
+)
+def test_each_method_by_its_settings(settings, stages, logical, micro_batches):
+    plan = planned(**settings)
+    assert plan.method == settings["method"]
+    assert len(plan.stages) == stages
+    assert {stage.logical_mesh for stage in plan.stages} == {logical}
+    assert plan.num_micro_batches == micro_batches
+    assert plan.schedule == settings.get("schedule", "1f1b")  # what is left open is usual
+    assert {stage.remat for stage in plan.stages} == {"none"}
+
+
+def test_settings_without_a_plan_are_named():
+    with pytest.raises(PlanError, match="data × model × pipeline = 3 × 1 × 1 needs 3 devices"):
+        planned(method="three_d", data=3)
+    with pytest.raises(
+        PlanError, match=r"parallel\.num_stages=9 is more than the model's 4 layers"
+    ):
+        planned(method="manual", num_stages=9)
+    with pytest.raises(ValueError, match="24"):  # rows
+        planned(method="data", num_micro_batches=5)
+
+
+PLAN = planned(method="manual", num_stages=2, num_micro_batches=3)
+
+
+def replayed(path, text, **others):
+    path.write_text(text if isinstance(text, str) else json.dumps(text), encoding="utf-8")
+    return planned(method="replay", plan=str(path), **others)
+
+
+def test_a_plan_is_replayed_as_it_is(tmp_path):
+    assert replayed(tmp_path / "plan.json", PLAN.to_dict()) == PLAN
+
+
+def test_an_edit_by_hand_is_followed(tmp_path):
+    tree = json.loads(json.dumps(PLAN.to_dict()))
+    tree["stages"][0]["shardings"] = {"0.0": ["data", None]}
+    plan = replayed(tmp_path / "plan.json", tree)
+    assert plan.stages[0].shardings == {"0.0": ("data", None)}
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    path = tmp_path / "nowhere.json"
+    with pytest.raises(ConfigError) as caught:
+        planned(method="replay", plan=str(path))
+    assert str(caught.value) == (
+        f"parallel.plan={path} cannot be read as a plan: No such file or directory. "
+        "Name a plan.json of an earlier run."
+    )
+    assert caught.value.keys == ("parallel.plan",)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "3", "{}", '{"stages": [1], "transfers": []}', "\x00"]
+)
+def test_a_file_that_is_no_plan(tmp_path, text):
+    with pytest.raises(ConfigError, match=r"plan\.json cannot be read as a plan: .+\. Name a plan"):
+        replayed(tmp_path / "plan.json", text)
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(ConfigError, match="cannot be read as a plan"):
+        planned(method="replay", plan=str(path))
+
+
+def test_a_plan_for_another_program(tmp_path):
+    with pytest.raises(ConfigError, match=r"was made for another program\. Use the model, data"):
+        replayed(tmp_path / "plan.json", PLAN.to_dict(), step=traced(2.0))
+
+
+def test_a_plan_for_another_cluster(tmp_path):
+    with pytest.raises(ConfigError, match="is for 1 hosts × 4 devices; here are 2 × 2") as caught:
+        replayed(tmp_path / "plan.json", PLAN.to_dict(), hosts=2)
+    assert "cluster.gpus" in caught.value.keys
+
+
+def test_an_edit_that_cannot_be(tmp_path):
+    wrong = dataclasses.replace(PLAN.stages[0], layers=(0,))
+    plan = dataclasses.replace(PLAN, stages=(wrong, *PLAN.stages[1:]))
+    with pytest.raises(ConfigError, match=r"stages hold layers \[0, 2, 3\]; the model has 0 to 3"):
+        replayed(tmp_path / "plan.json", plan.to_dict())
