@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.errors import PlanError
+from launcher.plan.footprint import Footprint
 from launcher.plan.memory import mesh_memory
 from launcher.plan.outer import OuterProgram, Slicing, place_outer
 from launcher.plan.outline import Outline, Submesh
@@ -254,8 +255,9 @@ def _described(
         {g: outline.remat[g.index] for g in graphs if g.mesh == mesh}
         for mesh in range(len(outline.submeshes))
     ]
+    known: dict[str, Footprint] = {}
     memory = [
-        mesh_memory(found, loss, outer, schedule[mesh], laid[mesh])
+        mesh_memory(found, loss, outer, schedule[mesh], laid[mesh], known)
         for mesh, found in enumerate(on_mesh)
     ]
     stages = []

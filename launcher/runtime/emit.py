@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 
 from launcher.plan import Plan, timeline
+from launcher.plan.joint import Name
 from launcher.plan.outer import OuterProgram, Slicing, place_outer
 from launcher.plan.place import Segment
 from launcher.plan.schedule import Kind, Task
@@ -28,7 +29,6 @@ from launcher.runtime.instructions import (
     with_donations,
     with_frees,
 )
-from launcher.runtime.joint import Name
 from launcher.runtime.slots import Slots
 from launcher.runtime.stage_programs import StageProgram, stage_programs
 from launcher.trace.graph import Var, is_var, program

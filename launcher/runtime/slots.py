@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from launcher.plan.joint import Name
 from launcher.plan.outer import OuterProgram, Slicing
 from launcher.plan.sharding.dims import Axis, Spec
 from launcher.plan.sharding.layout import DATA, Layout
 from launcher.plan.stages import StageGraph
 from launcher.runtime.instructions import Slot
-from launcher.runtime.joint import Name
 from launcher.trace.graph import Var
 from launcher.trace.step import Loss, TracedStep
 

@@ -1,6 +1,6 @@
 """The programs of one stage, one for each kind of task that its schedule has.
 
-A pass over one slice of the batch (`runtime.passes`) becomes a program over a microbatch: it takes
+A pass over one slice of the batch (`plan.passes`) becomes a program over a microbatch: it takes
 its slice of each operand and adds its results and gradients to accumulators. Replicas are a
 `jax.vmap(spmd_axis_name=…)` axis of every activation, residual and accumulator, so that a backward
 program holds no data-parallel collective. Used by `runtime.emit`.
@@ -15,14 +15,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from launcher.plan.joint import Name, trace_joint
 from launcher.plan.outer import Operand, Slicing, accumulator_dtype
+from launcher.plan.passes import Pass, cut, outputs_by_kind
 from launcher.plan.schedule import Kind, Task, backward_follows
 from launcher.plan.sharding.dims import Sharding, Spec, parts
 from launcher.plan.sharding.layout import DATA, Layout
 from launcher.plan.stages import StageGraph
 from launcher.runtime.collectives import constrained, scatter
-from launcher.runtime.joint import Name, trace_joint
-from launcher.runtime.passes import Pass, cut, outputs_by_kind
 from launcher.trace.graph import Var, nbytes
 from launcher.trace.step import Loss
 

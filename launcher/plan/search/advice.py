@@ -94,7 +94,7 @@ def _of_batch(problem: Problem, size: int) -> Problem:
 
 _PER_SAMPLE = (
     *("work_seconds", "forward_bytes", "backward_bytes"),
-    *("residual_bytes", "input_bytes", "sent_bytes"),
+    *("residual_bytes", "again_bytes", "working_bytes", "input_bytes", "sent_bytes"),
 )
 
 

@@ -19,7 +19,7 @@ from launcher.plan.stages import group_layers, layer_flops
 from launcher.trace.step import TracedStep
 
 _MOST_LAYERS = 16  # the stage search joins neighbouring layers to no more than these
-_USABLE = 0.92  # of a device's memory; the rest is the runtime's own and fragments
+USABLE = 0.92  # of a device's memory; the rest is the runtime's own and fragments
 _RUNNERS_UP = 3
 
 
@@ -52,7 +52,7 @@ def make_problem(
     groups = group_layers(layer_flops(loss), min(loss.num_layers, _MOST_LAYERS))
     costs = cost_table(step, cluster, model_sizes(cluster))
     table = _grouped(measured.applied(costs) if measured else costs, groups)
-    usable = None if cluster.memory_bytes is None else _USABLE * cluster.memory_bytes
+    usable = None if cluster.memory_bytes is None else USABLE * cluster.memory_bytes
     return Problem(table, groups, step.batch_size, cluster, submesh_sizes(cluster), usable)
 
 
@@ -68,6 +68,8 @@ def _grouped(table: CostTable, groups: Sequence[Sequence[int]]) -> CostTable:
     starts = [group[0] for group in groups]
     ends = [group[-1] for group in groups]
     of = {name: np.add.reduceat(rows, starts, axis=1) for name, rows in table.of.items()}
+    most = table.of["working_bytes"]
+    of["working_bytes"] = np.maximum.reduceat(most, starts, axis=1)
     of["input_bytes"] = table.of["input_bytes"][:, starts]
     of["sent_bytes"] = table.of["sent_bytes"][:, ends]
     return CostTable(table.model_sizes, of, table.num_distinct)

@@ -152,6 +152,7 @@ class _Stage:
         model: int,
     ) -> None:
         self._cluster, self._setting = cluster, setting
+        self._table, self._m_index = table, m_index
         self._data, self._model = data, model
         self._slices = setting.num_micro_batches * data
         self._of = {name: _spans(rows[m_index]) for name, rows in table.of.items()}
@@ -191,12 +192,28 @@ class _Stage:
         elif zero == 3:
             state, gradients = state / data + 2 * parameters, gradients / data
         residual = of["residual_bytes"] / self._slices
-        boundary = self._first_input / self._slices
-        kept = boundary + (residual if remat == "none" else 0.0)
+        working = self._most("working_bytes") / self._slices
+        again = of["again_bytes"] / self._slices
+        kept, held_to_work = residual, working
+        if remat != "none":  # what is computed again is there while it is used
+            kept, held_to_work = self._first_input / self._slices, working + again
         most = self._setting.num_micro_batches
         behind = np.arange(1, depth + 1)
         held = np.minimum(behind, most) if self._setting.schedule != "gpipe" else behind * 0 + most
-        return (state + gradients + residual)[None] + held[:, None, None] * kept[None]
+        activations = held[:, None, None] * kept[None] + held_to_work[None]
+        if self._setting.schedule != "gpipe":  # the last stage goes back at once
+            activations[0] = self._first_input / self._slices + again + working
+        return (state + gradients)[None] + activations
+
+    def _most(self, name: str) -> np.ndarray:
+        """The most of any layer of a stage."""
+        row = self._table.of[name][self._m_index]
+        count = len(row)
+        ends = [np.maximum.accumulate(row[first:]) for first in range(count)]
+        found = np.zeros((count, count + 1))
+        for first, most in enumerate(ends):
+            found[first, first + 1 :] = most
+        return found
 
     def _once(self, zero: int) -> np.ndarray:
         """Gradients summed over the replicas, and the update, which reads and writes the state."""

@@ -13,9 +13,10 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from launcher.plan.cluster_shape import ClusterShape
-from launcher.plan.memory import residual_bytes_of
+from launcher.plan.footprint import StagePasses, as_one, footprint, stage_passes
+from launcher.plan.schedule import Kind
 from launcher.plan.sharding.cost import flow, load, work_seconds
-from launcher.plan.sharding.dims import parts
+from launcher.plan.sharding.dims import NamedDims, Sharding, parts
 from launcher.plan.sharding.layout import outer_dims, row_axes
 from launcher.plan.sharding.stage import model_sharding
 from launcher.plan.stages import StageGraph, cut_stages
@@ -31,8 +32,9 @@ class LayerCost:
         work_seconds: of the forward pass without communication. forward_bytes, backward_bytes:
             all-reduced along the model axis, in `forward_sums` and `backward_sums` operations.
         parameter_bytes, state_bytes (with the parameters), gradient_bytes: held by one device.
-        residual_bytes: what the forward pass leaves for the backward pass. input_bytes: the
-            activations that it reads. sent_bytes: those that cross to the next layer, uncut.
+        residual_bytes: what the forward pass leaves for the backward pass, the activations that it
+            reads included. working_bytes: what a pass needs beside. input_bytes: the activations
+            read. sent_bytes: those that cross to the next layer, uncut.
     """
 
     work_seconds: float
@@ -44,6 +46,8 @@ class LayerCost:
     state_bytes: float
     gradient_bytes: float
     residual_bytes: float
+    again_bytes: float
+    working_bytes: float
     input_bytes: float
     sent_bytes: float
 
@@ -68,7 +72,12 @@ def cost_table(step: TracedStep, cluster: ClusterShape, model_sizes: Sequence[in
     for graph in graphs:
         key = _structure(step, graph, loss)
         if key not in solved:
-            solved[key] = [_solve(step, graph, loss, m, cluster) for m in model_sizes]
+            of = stage_passes(graph, loss, "none", {Kind.FORWARD, Kind.BACKWARD}, together=False)
+            inside = NamedDims(of.joint.equations)
+            whole = as_one(of, graph)
+            solved[key] = [
+                _solve(step, graph, loss, m, cluster, of, whole, inside) for m in model_sizes
+            ]
         own = [i for i in graph.wrt if owner[i] == graph.index]
         rows.append([_with_state(cost, graph, own, loss, state) for cost in solved[key]])
     names = [f.name for f in fields(LayerCost)]
@@ -90,9 +99,17 @@ def _structure(step: TracedStep, graph: StageGraph, loss: Loss) -> str:
 
 
 def _solve(
-    step: TracedStep, graph: StageGraph, loss: Loss, m: int, cluster: ClusterShape
+    step: TracedStep,
+    graph: StageGraph,
+    loss: Loss,
+    m: int,
+    cluster: ClusterShape,
+    of: StagePasses,
+    whole: StagePasses,
+    inside: NamedDims,
 ) -> LayerCost:
-    """A layer without what the update keeps for it."""
+    """A layer without what the update keeps for it. `of`, `whole`, `inside`: its passes, these as
+    one program, and the named dimensions of their joint program."""
     parameters = [loss.invars[i] for i in graph.wrt]
     flows = flow(graph.equations, [*parameters, *graph.active_in])
     sharding = model_sharding(step, loss, graph, m, cluster, cluster.link_of_axis(m))
@@ -104,6 +121,15 @@ def _solve(
         backward += sum(found.backward.values())
         forward_sums += bool(found.forward) * use.times
         backward_sums += bool(found.backward) * use.times
+
+    cut = Sharding(inside, sharding.sizes)
+    for name, var in of.joint.inputs.items():
+        if name.kind != "seed":
+            first = name.of[0] if name.kind == "cotangent" else name.of
+            outside = loss.invars[first] if name.kind == "operand" else first
+            cut.seed(var, sharding.spec(outside))
+    room = footprint(of, cut)
+    working = max(room.working.values())
 
     def held(var: object) -> float:
         return nbytes(var.aval) / parts(sharding.spec(var), sharding.sizes)  # type: ignore[attr-defined]
@@ -117,7 +143,9 @@ def _solve(
         parameter_bytes=sum(map(held, parameters)),
         state_bytes=0.0,
         gradient_bytes=0.0,
-        residual_bytes=residual_bytes_of(graph, loss, held),
+        residual_bytes=room.left.get(Kind.FORWARD, 0.0),
+        again_bytes=max(0.0, max(footprint(whole, cut).working.values()) - working),
+        working_bytes=working,
         input_bytes=sum(map(held, graph.activations_in)),
         sent_bytes=float(sum(nbytes(v.aval) for v in graph.activations_out)),
     )

@@ -96,6 +96,19 @@ def load(use: Use, sharding: Sharding, flows: Flow) -> Load:
     )
 
 
+def all_reduced(sharding: Sharding, flows: Flow) -> dict[str, tuple[list[float], list[float]]]:
+    """The sums over devices that a program will hold: for each axis the bytes of every one, in the
+    forward and in the backward pass."""
+    found: dict[str, tuple[list[float], list[float]]] = {}
+    for use in sharding.dims.uses:
+        one = load(use, sharding, flows)
+        for k, sums in enumerate((one.forward, one.backward)):
+            for axis, size in sums.items():
+                of = found.setdefault(axis, ([], []))[k]
+                of += [size / use.times] * use.times
+    return found
+
+
 def all_reduce_seconds(size: float, devices: int, bandwidth: float, latency: float) -> float:
     """A ring's: each device sends `2 (n - 1) / n` of the bytes (Patarasuk and Yuan, 2009)."""
     if devices == 1 or not size:

@@ -220,6 +220,10 @@ class Sharding:
             found.append(fits[0] if len(fits) == 1 else fits or None)
         return tuple(found)
 
+    def parts(self, var: Var) -> int:
+        """Into how many parts a value is cut."""
+        return parts(self.spec(var), self.sizes) if self.axis_of else 1
+
 
 def axes(axis: Axis) -> tuple[str, ...]:
     """The mesh axes of one dimension."""

@@ -1,6 +1,6 @@
 """A stage's forward and backward pass on one slice of the batch, traced as one program.
 
-Its values have names that the rest of the runtime knows them by. Used by `runtime.passes`, which
+Its values have names that the runtime knows them by. Used by `plan.passes`, which
 cuts it, and `runtime.stage_programs`.
 """
 
@@ -106,7 +106,7 @@ def trace_joint(
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inputs.values()]
     closed = inline_calls(jax.make_jaxpr(joint)(*avals))
     if open_checkpoints:
-        closed = _open_checkpoints(closed)
+        closed = opened(closed)
     variables = dict(zip(inputs, closed.jaxpr.invars, strict=True))
     outputs = [*made, *(Name("grad", i) for i in grads)]
     outputs += [Name("cotangent", (v, graph.index)) for v in graph.active_in]
@@ -146,7 +146,7 @@ def _gradient(head: Name, values: Mapping[Name, Any]) -> Any:
     return first
 
 
-def _open_checkpoints(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+def opened(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     """Every `jax.checkpoint` replaced by its body. A barrier keeps the compiler, as that of
     `jax.checkpoint` does, from computing only once what is to be computed again."""
     while any(is_checkpoint(eqn) for eqn in closed.jaxpr.eqns):

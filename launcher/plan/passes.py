@@ -16,17 +16,21 @@ from typing import Any
 
 from jax.extend import core as jex
 
+from launcher.plan.joint import Joint, Name
 from launcher.plan.schedule import Kind
-from launcher.runtime.joint import Joint, Name
 from launcher.trace.cost import matmul_flops
 from launcher.trace.graph import Atom, Equation, Var, dependents, free_vars, is_var, needed, program
 
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """A part of a joint program: `fun(*inputs) -> outputs`, in the order of their names."""
+    """A part of a joint program: `fun(*inputs) -> outputs`, in the order of their names.
+
+    `closed`: the same, with the constants that it captures as leading inputs.
+    """
 
     fun: Callable[..., Sequence[Any]]
+    closed: jex.ClosedJaxpr
     inputs: tuple[Name, ...]
     outputs: tuple[Name, ...]
 
@@ -137,6 +141,7 @@ def _passes(
         passes.append(
             Pass(
                 fun=functools.partial(jex.jaxpr_as_fun(closed), *values),
+                closed=closed,
                 inputs=tuple(known.get(v, Name("residual", v)) for v in inputs),
                 outputs=(*names, *(Name("residual", v) for v in left)),
             )

@@ -1,0 +1,140 @@
+"""The room that a program needs for what it computes, beside its inputs: an estimate of what the
+compiler makes of it. Pure; used by `plan.memory`.
+
+Equations run in their order. A chain of element-wise ones is fused into what reads it, so that it
+takes no room: a value gets some where a matrix product, a loop or the caller reads it, where it is
+a matrix product's or a sum's result, and where it would else be computed twice from several others
+(the rule of XLA's instruction fusion).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from launcher.trace.graph import Atom, Equation, Var, is_var
+
+Size = Callable[[Var], float]
+
+# fmt: off
+_FUSED = frozenset((
+    "abs", "add", "add_any", "and", "broadcast_in_dim", "clamp", "convert_element_type", "copy",
+    "cos", "div", "eq", "erf", "exp", "exp2", "expand_dims", "expm1", "ge", "gt", "integer_pow",
+    "iota", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg",
+    "not", "or", "pad", "pow", "reshape", "rev", "round", "rsqrt", "select_n", "sign", "sin",
+    "slice", "sqrt", "square", "squeeze", "stop_gradient", "sub", "tanh", "transpose", "xor",
+    "optimization_barrier",
+))
+_COSTLY = frozenset((
+    "cos", "erf", "exp", "exp2", "expm1", "log", "log1p", "logistic", "pow", "rsqrt", "sin", "sqrt",
+    "tanh",
+))
+_SUMS = frozenset((
+    "reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax",
+    "argmin",
+))
+# fmt: on
+
+
+def working_bytes(
+    equations: Sequence[Equation],
+    outs: Iterable[Atom],
+    size: Size,
+    at_once: Iterable[Atom] = (),
+) -> float:
+    """The most bytes that the values of a program take at one time.
+
+    Args:
+        outs: what the caller gets: held to the end. at_once: what is added to an accumulator as
+            soon as it is made.
+    """
+    equations = _once(equations)
+    kept = _kept(equations, [*outs, *at_once])
+    behind = _behind(equations, kept)
+    end = len(equations)
+    last: dict[Var, int] = {}
+    for place, eqn in enumerate(equations):
+        if any(v in kept for v in eqn.outvars):
+            reads = {s for v in eqn.invars if is_var(v) for s in behind.get(v, ())}
+            last.update(dict.fromkeys((*reads, *(v for v in eqn.outvars if v in kept)), place))
+    last.update((v, end) for v in outs if is_var(v) and v in last)
+    ends: dict[int, list[Var]] = {}
+    for v, place in last.items():
+        ends.setdefault(place, []).append(v)
+    level = peak = 0.0
+    for place, eqn in enumerate(equations):
+        made = sum(size(v) for v in eqn.outvars if v in kept)
+        dying = ends.get(place, ())
+        freed = sum(size(v) for v in dying)
+        written_over = made and eqn.primitive.name in _FUSED
+        level += made
+        copied = sum(size(v) for v in _turned(eqn))
+        peak = max(peak, level + copied - (min(made, freed) if written_over else 0.0))
+        level -= freed
+    return peak
+
+
+def _once(equations: Sequence[Equation]) -> list[Equation]:
+    """Without those that compute what another one did; a barrier makes its values new ones."""
+    same: dict[Var, Var] = {}
+    done: dict[object, Equation] = {}
+    found = []
+    for eqn in equations:
+        reads = [same.get(v, v) if is_var(v) else v for v in eqn.invars]
+        eqn = eqn.replace(invars=reads)
+        name = eqn.primitive.name
+        if name in _FUSED - {"optimization_barrier"} or name in _SUMS:
+            known = [v if is_var(v) else (str(v.val), v.aval) for v in reads]
+            key = name, tuple(known), str(eqn.params)
+            if key in done:
+                same.update(zip(eqn.outvars, done[key].outvars, strict=True))
+                continue
+            done[key] = eqn
+        found.append(eqn)
+    return found
+
+
+def _kept(equations: Sequence[Equation], outs: Iterable[Atom]) -> set[Var]:
+    """The values that get a place."""
+    defined = {v for eqn in equations for v in eqn.outvars}
+    kept = {v for v in outs if is_var(v) and v in defined}
+    uses: dict[Var, int] = {}
+    for eqn in equations:
+        fuses = eqn.primitive.name in _FUSED or eqn.primitive.name in _SUMS
+        for v in {v for v in eqn.invars if is_var(v)}:
+            uses[v] = uses.get(v, 0) + 1
+            if not fuses and v in defined:
+                kept.add(v)
+        if eqn.primitive.name not in _FUSED:
+            kept.update(eqn.outvars)
+    for eqn in equations:
+        if eqn.primitive.name in _FUSED and uses.get(eqn.outvars[0], 0) > 1:
+            sources = {v for v in eqn.invars if is_var(v) and v.aval.size > 1}
+            if len(sources) > 1 or eqn.primitive.name in _COSTLY:
+                kept.update(eqn.outvars)
+    return kept
+
+
+def _turned(eqn: Equation) -> list[Var]:
+    """Operands of a product that are copied first, since their dimensions are not in its order:
+    what is summed last, and what it runs over in parallel first."""
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), batch = eqn.params["dimension_numbers"]
+        first = eqn.invars[0]
+        turned = [v for v, d in zip(eqn.invars, batch, strict=True) if list(d) != [*range(len(d))]]
+        if contracted and len(first.aval.shape) - 1 not in contracted and first not in turned:
+            turned.append(first)
+        return [v for v in turned if is_var(v)]
+    if eqn.primitive.name == "conv_general_dilated":
+        of = eqn.params["dimension_numbers"]
+        return [v for v, d in zip(eqn.invars, (of.lhs_spec[0], 0), strict=True) if d and is_var(v)]
+    return []
+
+
+def _behind(equations: Iterable[Equation], kept: set[Var]) -> dict[Var, frozenset[Var]]:
+    """For every value those with a place that it is computed from when it is read."""
+    found: dict[Var, frozenset[Var]] = {}
+    for eqn in equations:
+        reads = [found[v] for v in eqn.invars if is_var(v) and v in found]
+        through = frozenset().union(*reads)
+        found.update((v, frozenset((v,)) if v in kept else through) for v in eqn.outvars)
+    return found

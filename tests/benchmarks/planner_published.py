@@ -1,0 +1,192 @@
+"""Our plans for the cluster of the Alpa paper, beside the plans and the rates published for it.
+
+    python tests/benchmarks/planner_published.py [most GPUs]
+
+GPT, weak scaling on 1 … 64 V100-16GB of p3.16xlarge, batch 1024, 16 bits (Zheng et al. 2022, arXiv
+2201.12023, section 8.1; plans and rates: its artifact, `results_e2e_ref.tsv`). The rates count what
+is computed again. One number, the device's sustained share of its peak, is calibrated: so that the
+one-GPU model runs at its published rate. Everything is predicted by one cost model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import sys
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+import yaml
+
+import launcher
+from launcher.plan import ClusterShape, Plan
+from launcher.plan.make import complete
+from launcher.plan.outline import Outline, Submesh
+from launcher.plan.search.auto import USABLE, make_problem
+from launcher.plan.search.best import best_plan, in_words
+from launcher.plan.search.problem import Wanted, best_of
+from launcher.plan.stages import group_layers
+from launcher.trace import TracedStep, trace_step
+from recipes import build_model
+
+BATCH = 1024
+CONF = Path(__file__).parents[2] / "conf"
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One published point: TFLOPS a GPU, and the plan as groups of equal stages
+    `(stages, (data, model), layers a stage out of all)`."""
+
+    gpus: int
+    size: str
+    auto: float
+    intra: float
+    inter: float
+    stages: tuple[tuple[int, tuple[int, int]], ...]
+
+
+POINTS = (
+    Point(1, "350m", 45.1, 46.2, 44.2, ((1, (1, 1)),)),
+    Point(2, "760m", 57.9, 59.5, 57.9, ((2, (1, 1)),)),
+    Point(4, "1.3b", 58.2, 58.4, 54.0, ((2, (2, 1)),)),
+    Point(8, "2.6b", 61.6, 50.8, 56.6, ((2, (2, 1)), (1, (4, 1)))),
+    Point(16, "6.7b", 60.0, 48.4, 59.7, ((2, (2, 4)),)),
+    Point(32, "15b", 59.9, 35.1, 49.8, ((4, (2, 4)),)),
+    Point(64, "39b", 57.0, 2.1, 50.5, ((16, (1, 4)),)),
+)
+
+
+def cluster_of(gpus: int, sustained: float) -> ClusterShape:
+    """So many V100 of as few p3.16xlarge as there need be, by the named shape's figures."""
+    said = yaml.safe_load((CONF / "cluster/p3_16xlarge_x8.yaml").read_text(encoding="utf-8"))
+    device, links = said["device"], said["links"]
+    return ClusterShape(
+        name="p3_16xlarge",
+        hosts=max(1, gpus // 8),
+        devices_per_host=min(gpus, 8),
+        device_kind=device["name"],
+        peak_flops=device["peak_tflops"] * 1e12,
+        flops=sustained * device["peak_tflops"] * 1e12,
+        flops_fp32=sustained * device["peak_tflops_fp32"] * 1e12,
+        memory_bandwidth=device["memory_gb_per_second"] * 1e9,
+        memory_bytes=device["memory_gib"] << 30,
+        intra_host=links["intra_host_gb_per_second"] * 1e9,
+        inter_host=links["inter_host_gb_per_second"] * 1e9,
+        latency=links["latency_us"] * 1e-6,
+    )
+
+
+def traced(size: str) -> TracedStep:
+    """The train step of a GPT, with Adam."""
+    said = yaml.safe_load((CONF / "model/gpt.yaml").read_text(encoding="utf-8"))
+    fields = {**said["sizes"][size], "mlp_ratio": 4, "dropout": 0.0, "tie_embeddings": True}
+    model = build_model(types.SimpleNamespace(name="gpt", **fields), "bf16")
+    optimizer = optax.adam(1e-4)
+
+    def step(state, batch):  # type: ignore[no-untyped-def]
+        params, kept = state
+        value, grads = launcher.value_and_grad(lambda p, b: model.loss(p, b, None)[0])(
+            params, batch
+        )
+        updates, kept = optimizer.update(grads, kept, params)
+        return (optax.apply_updates(params, updates), kept), value
+
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    tokens = jax.ShapeDtypeStruct((BATCH, fields["sequence_length"]), jnp.int32)
+    batch = {"tokens": tokens, "targets": tokens}
+    return trace_step(step, ((params, jax.eval_shape(optimizer.init, params)), batch))
+
+
+def published(step: TracedStep, point: Point, cluster: ClusterShape) -> Plan:
+    """The published plan: layers in proportion to devices, rematerialised, gradients and state cut
+    along data where there is that axis. Of the numbers of microbatches the least that fits."""
+    meshes = [mesh for count, mesh in point.stages for _ in range(count)]
+    sizes = [data * model for data, model in meshes]
+    unit = min(sizes)
+    parts = group_layers([1.0] * step.loss(1).num_layers, sum(size // unit for size in sizes))
+    layers, submeshes, first, device = [], [], 0, 0
+    for size, mesh in zip(sizes, meshes, strict=True):
+        end = first + size // unit
+        layers.append(tuple(layer for part in parts[first:end] for layer in part))
+        submeshes.append(Submesh(tuple(range(device, device + size)), mesh))
+        first, device = end, device + size
+    outline = Outline(
+        method="published",
+        layers=tuple(layers),
+        submeshes=tuple(submeshes),
+        mesh_of=tuple(range(len(meshes))),
+        num_micro_batches=1,
+        schedule="1f1b",
+        remat=("full",) * len(meshes),
+        zero=tuple(2 if data > 1 else 0 for data, _ in meshes),
+    )
+    rows = BATCH // max(data for data, _ in meshes)
+    for count in (64, 128, 256, 512, 1024):
+        if rows % count:
+            break
+        plan = complete(step, dataclasses.replace(outline, num_micro_batches=count), cluster)
+        if fits(plan):
+            break
+    return plan
+
+
+def fits(plan: Plan) -> bool:
+    """Whether it takes no more of a device's memory than the search may."""
+    most = max(stage.memory_bytes for stage in plan.stages)
+    return most <= USABLE * plan.cluster["memory_bytes"]
+
+
+def restricted(step: TracedStep, cluster: ClusterShape, intra: bool) -> Plan | None:
+    """The best plan of one stage on all devices, or of stages of one device each."""
+    problem = make_problem(step, cluster)
+    sizes = (cluster.num_devices,) if intra else (1,)
+    found = best_of(dataclasses.replace(problem, sizes=sizes), Wanted(schedule="1f1b"))
+    return complete(step, found[0].outline, cluster) if found else None
+
+
+def calibrated(step: TracedStep) -> float:
+    """The sustained share at which the one-GPU model runs at its published rate: its time is a part
+    that falls with the share and a part that does not."""
+    point = POINTS[0]
+    plan = [published(step, point, cluster_of(1, share)) for share in (0.5, 1.0)]
+    slow, fast = (p.predicted_step_seconds for p in plan)
+    falls, rest = slow - fast, 2 * fast - slow
+    flops = plan[0].predicted_tflops_per_device_with_remat * slow
+    return falls / (flops / point.auto - rest)
+
+
+def main(most: int = 64) -> None:
+    share = calibrated(traced(POINTS[0].size))
+    print(f"sustained: {share:.3f} of the peak")
+    print("                 samples/s predicted             TFLOPS a GPU of the published plan")
+    print("gpus  model     auto  published  intra  inter   predicted  measured          auto plan")
+    off = []
+    for point in POINTS:
+        if point.gpus > most:
+            break
+        step, cluster = traced(point.size), cluster_of(point.gpus, share)
+        theirs = published(step, point, cluster)
+        plans = [
+            best_plan(step, cluster, Wanted()),
+            theirs,
+            *(restricted(step, cluster, way) for way in (True, False)),
+        ]
+        speeds = [plan.predicted_samples_per_second if plan else 0.0 for plan in plans]
+        rate = theirs.predicted_tflops_per_device_with_remat
+        off.append(rate / point.auto - 1)
+        print(
+            f"{point.gpus:4}  {point.size:5} {speeds[0]:8.2f} {speeds[1]:10.2f}"
+            f"{'' if fits(theirs) else '*'} {speeds[2]:6.2f} {speeds[3]:6.2f}"
+            f"  {rate:8.1f} {point.auto:9.1f} {off[-1]:+7.0%}   {in_words(plans[0])}",
+            flush=True,
+        )
+    print(f"median distance from the published rates: {statistics.median(map(abs, off)):.0%}")
+    print("* does not fit by our estimate")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:2]))
