@@ -118,9 +118,10 @@ def test_the_programs_compute_the_layer_and_its_gradients() -> None:
     from jax import export
     from jax.sharding import Mesh
 
-    loss = traced().loss(2)
+    step = traced()
+    loss = step.loss(2)
     graph = cut_stages(loss, [(i,) for i in range(LAYERS)])[1]
-    data = layer_program(graph, loss, 2, 2, shape(4)).exported("cpu")
+    data = layer_program(step, graph, loss, 2, 2, shape(4)).exported("cpu")
     forward, backward = (export.deserialize(bytearray(d)) for d in data)
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("copies", "model"))
 
