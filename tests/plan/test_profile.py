@@ -19,6 +19,8 @@ from launcher.plan.profile import cache
 from launcher.plan.profile import run as profile
 from launcher.plan.profile.measured import MeasuredLayers, Timing
 from launcher.plan.profile.programs import layer_program
+from launcher.plan.search.best import best_plan
+from launcher.plan.search.problem import Wanted
 from launcher.plan.stages import cut_stages
 from launcher.trace import TracedStep, trace_step
 
@@ -156,6 +158,20 @@ def test_plans_rest_on_what_was_measured() -> None:
     assert method.plan(step, cluster).profiled == plan.profiled
 
 
+def test_a_plan_is_made_of_what_could_be_measured() -> None:
+    """Nothing on a model axis of two was; nor, the second time, anything else."""
+    step, cluster = traced(), shape()
+    known = Timing(((4, 0.01, 0.02),))
+    lost = Timing(failure="out of memory")
+    timings = {(kind, m): known if m == 1 else lost for kind in range(3) for m in (1, 2)}
+    found = MeasuredLayers((0, 1, 1, 2), timings, BATCH)
+    plan = best_plan(step, cluster, Wanted(num_micro_batches=2), measured=found)
+    assert all(stage.logical_mesh[1] == 1 for stage in plan.stages)
+    none = MeasuredLayers((0, 1, 1, 2), dict.fromkeys(timings, lost), BATCH)
+    with pytest.raises(PlanError, match=r"could not be measured on . devices.*out of memory"):
+        best_plan(step, cluster, Wanted(num_micro_batches=2), measured=none)
+
+
 def test_an_unknown_cost_is_refused() -> None:
     with pytest.raises(PlanError, match='cost=\'guess\' is not "model" or "profile"'):
         make_plan(traced(), method="data", cluster=shape(), cost="guess")
@@ -185,5 +201,5 @@ def test_a_full_disk_costs_the_cache_only(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     cache.write(tmp_path / "file" / "x.json", {}, said.append)
     [words] = said
-    assert words.endswith("cannot be written (Not a directory): the measurement is not kept")
+    assert words.endswith("cannot be written (File exists): the measurement is not kept")
     assert os.listdir(tmp_path) == ["file"]
