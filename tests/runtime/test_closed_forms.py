@@ -10,12 +10,11 @@ import pytest
 
 import launcher
 from launcher.plan import local_shape, make_plan
-from launcher.plan.sharding.cost import all_reduced
+from launcher.plan.sharding.cost import all_reduced, flow
 from launcher.plan.sharding.layout import MODEL, layouts
 from launcher.plan.stages import cut_stages
 from launcher.runtime import compile_step
 from launcher.trace import trace_step
-from launcher.trace.graph import dependents
 
 COLLECTIVE = re.compile(r"= (\(?[^=]*?) (all-[\w-]+|reduce-scatter|collective-\w+)\(")
 BATCH, LENGTH, WIDTH, HEADS, BLOCKS = 4, 8, 32, 4, 2
@@ -77,11 +76,8 @@ def predicted(step, plan):
     (graph,) = cut_stages(loss, [stage.layers for stage in plan.stages])
     (layout,) = layouts(step, loss, plan)
     seeds = {loss.invars[i]: layout.operand(i) for i in graph.operands}
-    flowing = dependents(graph.equations, [loss.invars[i] for i in graph.wrt])
-    sums = all_reduced(
-        layout.inside(graph.equations, seeds),
-        lambda use: use.scope > 0 or any(v in flowing for v in use.eqn.outvars),
-    )
+    flows = flow(graph.equations, [loss.invars[i] for i in graph.wrt])
+    sums = all_reduced(layout.inside(graph.equations, seeds), flows)
     forward, backward = sums.get(MODEL, ([], []))
     return sorted(forward + backward)
 
