@@ -165,7 +165,9 @@ class Plan:
                 another size than its devices, a schedule or remat that is unknown or does not fit,
                 or a sharding that does not; the message says where.
         """
-        _check_order(self, step.loss(1).num_layers)
+        if self.layer_ends is not None:
+            _check_ends(self.layer_ends)
+        _check_order(self, step.cut_at(self.layer_ends).loss(1).num_layers)
         shapes = dict(zip(leaf_names(step), (v.aval.shape for v in step.invars), strict=True))
         for index, stage in enumerate(self.stages):
             _check_stage(index, stage, shapes)
@@ -195,6 +197,15 @@ class Plan:
             return cls(**{**tree, **parts})
         except (AttributeError, KeyError, TypeError) as error:
             raise PlanError(f"this is not a plan of this version: {error}") from error
+
+
+def _check_ends(ends: Any) -> None:
+    """As a person may have left them."""
+    pairs = [end for end in ends if isinstance(end, tuple) and len(end) == 2]
+    numbers = [n for pair in pairs for n in pair]
+    whole = all(type(n) is int and n >= 0 for n in numbers)
+    if len(pairs) != len(ends) or not whole or pairs != sorted(pairs):
+        raise PlanError(f"layer_ends={ends} are not ascending pairs of whole numbers")
 
 
 def _check_order(plan: Plan, num_layers: int) -> None:

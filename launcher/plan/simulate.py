@@ -5,6 +5,7 @@ Also the one global order in which a single driver issues the tasks. Pure.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -39,28 +40,37 @@ def simulate(
     end: dict[Task, float] = {}
     free = [0.0] * len(schedule)
     position = [0] * len(schedule)
+    waiting: dict[Task, list[int]] = {}  # meshes whose next task needs this one
+    ready: list[tuple[float, int]] = []  # a heap of (start, -mesh)
     timed: list[TimedTask] = []
-    total = sum(map(len, schedule))
-    while len(timed) < total:
-        ready = []
-        for mesh, tasks in enumerate(schedule):
-            if position[mesh] == len(tasks):
-                continue
-            task = tasks[position[mesh]]
-            needs = dependencies(task, num_stages)
-            if all(d in end for d in needs):
-                arrive = [
-                    end[d] + (transfer(d.stage, task.stage) if d.stage != task.stage else 0.0)
-                    for d in needs
-                ]
-                ready.append((max([free[mesh], *arrive]), -mesh, task))
-        if not ready:
-            raise ScheduleError("the schedule cannot be followed: every mesh waits for another")
-        start, later, task = min(ready, key=lambda x: x[:2])
-        mesh, finish = -later, start + duration(task)
-        end[task] = free[mesh] = finish
+
+    def look(mesh: int) -> None:
+        """See whether the mesh's next task can be given a start."""
+        if position[mesh] == len(schedule[mesh]):
+            return
+        task = schedule[mesh][position[mesh]]
+        start = free[mesh]
+        for need in dependencies(task, num_stages):
+            if need not in end:
+                waiting.setdefault(need, []).append(mesh)
+                return
+            way = transfer(need.stage, task.stage) if need.stage != task.stage else 0.0
+            start = max(start, end[need] + way)
+        heapq.heappush(ready, (start, -mesh))
+
+    for mesh in range(len(schedule)):
+        look(mesh)
+    while ready:
+        start, later = heapq.heappop(ready)
+        mesh = -later
+        task = schedule[mesh][position[mesh]]
+        end[task] = free[mesh] = start + duration(task)
         position[mesh] += 1
-        timed.append(TimedTask(task, mesh, start, finish))
+        timed.append(TimedTask(task, mesh, start, end[task]))
+        for other in (mesh, *waiting.pop(task, ())):
+            look(other)
+    if len(timed) < sum(map(len, schedule)):
+        raise ScheduleError("the schedule cannot be followed: every mesh waits for another")
     return timed
 
 

@@ -118,6 +118,12 @@ COMMAND_LINES = [
         "A stage is at least one layer: ask for fewer stages, or raise parallel.num_layers.",
     ),
     (
+        "task=plan cluster=h100_8 parallel.cost=profile",
+        "parallel.cost=profile measures devices, and those of cluster=h100_8 are not here "
+        f"(parallel.cost on the command line, cluster.kind in {CONF}/cluster/h100_8.yaml:5). "
+        "Use parallel.cost=model.",
+    ),
+    (
         "parallel=data parallel.num_layers=4",
         f"parallel.num_layers=4 has no meaning for parallel=data {CLI}. "
         "Use parallel=auto, manual or three_d, which put layers into stages.",
@@ -249,7 +255,7 @@ COMMAND_LINES = [
     (
         "-m parallel.num_micro_batches=2,5",
         "train.global_batch_size=32 cannot be cut into parallel.num_micro_batches=5 equal "
-        f"microbatches (train.global_batch_size in {CONF}/config.yaml:26, "
+        f"microbatches (train.global_batch_size in {CONF}/config.yaml:28, "
         "parallel.num_micro_batches on the command line). Use train.global_batch_size=30 or 35.",
     ),
 ]

@@ -83,7 +83,12 @@ def test_cfg_prints_settings_that_load_again(
 
 def test_cfg_prints_one_section(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--cfg", "job", "-p", "train.checkpoint"]) == 0
-    assert yaml.safe_load(capsys.readouterr().out) == {"at_end": True}
+    assert yaml.safe_load(capsys.readouterr().out) == {
+        "at_end": True,
+        "every_steps": 0,
+        "every_minutes": 0.0,
+        "keep": 2,
+    }
     assert main(["--cfg", "job", "--package", "trian"]) == 2
     assert capsys.readouterr().err == (
         "launcher: --package trian is no section. Did you mean train?\n"

@@ -33,9 +33,10 @@ COMMANDS = [line.partition("python -m launcher")[2] for line in SHELL if "-m lau
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the README's reader stands: with the YAML of the README, and a run behind him."""
     folder = tmp_path_factory.mktemp("reader")
-    (recipe,) = blocks("yaml")
-    (folder / "my_conf" / "recipe").mkdir(parents=True)
-    (folder / "my_conf" / "recipe" / "mine.yaml").write_text(recipe)
+    recipe, cluster = blocks("yaml")
+    for group, text in (("recipe", recipe), ("cluster", cluster)):
+        (folder / "my_conf" / group).mkdir(parents=True)
+        (folder / "my_conf" / group / "mine.yaml").write_text(text)
     program = build_program(load(["recipe=smoke"]))
     state = jax.jit(program.init)(program.seed)
     checkpoint.save(folder / "outputs" / "first" / "checkpoints", 3, state, {})

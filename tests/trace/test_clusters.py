@@ -138,6 +138,15 @@ def test_a_pipeline_of_automatic_layers_is_the_serial_step_and_can_be_replayed()
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), found[0], params)
 
 
+@pytest.mark.parametrize("ends", ["ab", [[1]], [[1, -1]], [[2, 0], [1, 0]], [[1, 0.5]]])
+def test_ends_that_are_none_are_refused(ends: Any) -> None:
+    step = traced([8] * 4)
+    plan = PipeshardParallel(1, "auto").plan(step, local_shape(1, 1, "cpu"))
+    edited = Plan.from_dict(plan.to_dict() | {"layer_ends": ends})
+    with pytest.raises(PlanError, match="are not ascending pairs of whole numbers"):
+        edited.validate(step)
+
+
 def test_evaluation_follows_automatic_layers_without_the_dropout() -> None:
     """The parameters of a stage are the same in both."""
     weights = [jnp.ones((8, 8)) for _ in range(6)]

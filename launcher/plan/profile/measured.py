@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from launcher.plan.errors import PlanError
+from launcher.plan.errors import UnmeasuredError
 from launcher.plan.plan import ProfiledLayers
 
 if TYPE_CHECKING:
@@ -65,13 +65,13 @@ class MeasuredLayers:
         """Forward and backward seconds of a stage for one slice on each of its replicas.
 
         Raises:
-            PlanError: one of its layers could not be measured; the message says why.
+            UnmeasuredError: one of its layers could not be measured; the message says why.
         """
         forward = backward = 0.0
         for layer in layers:
             timing = self.timings[self.kind_of[layer], model]
             if timing.failure:
-                raise PlanError(
+                raise UnmeasuredError(
                     f"layer {layer} could not be measured on {model} devices of a model axis: "
                     f"{timing.failure}. Use parallel.cost=model, or other devices"
                 )

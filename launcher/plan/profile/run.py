@@ -73,12 +73,15 @@ def measure_layers(
 
 
 def _slice_counts(batch_size: int, num_micro_batches: int | None, devices: int) -> list[int]:
-    """The numbers of slices to measure for: many slices of few rows, and fewer of more."""
+    """The numbers of slices to measure for: many slices of few rows, and fewer of more. Powers of
+    `_MORE_ROWS` where the batch divides so, that plans with other microbatches share programs."""
     most = min((num_micro_batches or devices) * devices, batch_size)
-    divisors = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
-    many = max(n for n in divisors if n <= most)
-    few = max((n for n in divisors if n * _MORE_ROWS <= many), default=1)
-    return [many] if few == many else [many, few]
+    divisors = [n for n in range(1, most + 1) if batch_size % n == 0]
+    powers = [n for n in divisors if n in {_MORE_ROWS**k for k in range(most.bit_length())}]
+    if len(powers) > 1:
+        return powers[:-3:-1]
+    few = max((n for n in divisors if n * _MORE_ROWS <= divisors[-1]), default=divisors[0])
+    return [divisors[-1]] if few == divisors[-1] else [divisors[-1], few]
 
 
 def _timing(

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from launcher.plan.cluster_shape import ClusterShape
+from launcher.plan.errors import UnmeasuredError
 from launcher.plan.make import complete
 from launcher.plan.outline import Outline
 from launcher.plan.plan import Plan, RunnerUp
@@ -28,15 +29,21 @@ def best_plan(
     simulated timeline decides, also between schedules where that is left open.
 
     Raises:
-        PlanError: nothing fits the devices' memory.
+        PlanError: nothing fits the devices' memory, or nothing that does could be measured.
     """
     found = search(step, cluster, wanted, lambda share: progress(0.8 * share), measured)
     plans: list[Plan] = []
+    unmeasured: list[UnmeasuredError] = []
     for k, outline in enumerate(_with_schedules(found, wanted)):
-        plan = complete(step, outline, cluster, measured)
-        if not plans or _fits(plan, cluster):
-            plans.append(plan)
+        try:
+            plan = complete(step, outline, cluster, measured)
+            if not plans or _fits(plan, cluster):
+                plans.append(plan)
+        except UnmeasuredError as error:
+            unmeasured.append(error)
         progress(0.8 + 0.2 * (k + 1) / (len(found) + 1))
+    if not plans:
+        raise unmeasured[0]
     plans.sort(key=lambda plan: plan.predicted_step_seconds)
     best, *others = plans
     runners = tuple(

@@ -73,8 +73,11 @@ def cost_table(step: TracedStep, cluster: ClusterShape, model_sizes: Sequence[in
         key = _structure(step, graph, loss)
         if key not in solved:
             of = stage_passes(graph, loss, "none", {Kind.FORWARD, Kind.BACKWARD}, together=False)
-            passes = of, as_one(of, graph), NamedDims(of.joint.equations)
-            solved[key] = [_solve(step, graph, loss, m, cluster, *passes) for m in model_sizes]
+            inside = NamedDims(of.joint.equations)
+            whole = as_one(of, graph)
+            solved[key] = [
+                _solve(step, graph, loss, m, cluster, of, whole, inside) for m in model_sizes
+            ]
         own = [i for i in graph.wrt if owner[i] == graph.index]
         rows.append([_with_state(cost, graph, own, loss, state) for cost in solved[key]])
     names = [f.name for f in fields(LayerCost)]

@@ -1,0 +1,205 @@
+"""Layers that are measured: each in its own process, kept on disk, and held against a run."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import launcher
+from launcher.plan import PlanError, local_shape, make_plan
+from launcher.plan.methods import AutoStageOption, PipeshardParallel
+from launcher.plan.profile import cache
+from launcher.plan.profile import run as profile
+from launcher.plan.profile.measured import MeasuredLayers, Timing
+from launcher.plan.profile.programs import layer_program
+from launcher.plan.search.best import best_plan
+from launcher.plan.search.problem import Wanted
+from launcher.plan.stages import cut_stages
+from launcher.trace import TracedStep, trace_step
+
+BATCH, LAYERS, WIDTH = 8, 4, 16
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(profile, "_MEASURED", 0.01)
+    return tmp_path / "cache" / "launcher"
+
+
+def traced(layers: int = LAYERS) -> TracedStep:
+    """Layers of which those in the middle are one program."""
+    params = [jnp.ones((WIDTH, WIDTH)) for _ in range(layers)]
+
+    def loss(params: Any, x: Any) -> Any:
+        for i, weight in enumerate(params):
+            if i:
+                launcher.mark_pipeline_boundary()
+            x = jnp.tanh(x @ weight)
+        return jnp.mean(x)
+
+    def step(params: Any, x: Any) -> Any:
+        value, grads = launcher.value_and_grad(loss)(params, x)
+        return [p - g for p, g in zip(params, grads, strict=True)], value
+
+    return trace_step(step, (params, jnp.ones((BATCH, WIDTH))))
+
+
+def shape(devices: int = 2) -> Any:
+    return local_shape(devices, 1, "cpu")
+
+
+def test_distinct_layers_are_measured_once_and_then_remembered(own_cache: Path) -> None:
+    said: list[str] = []
+    found = profile.measure_layers(traced(), shape(), (2,), 2, say=said.append)
+    assert found.kind_of == (0, 1, 1, 2)
+    assert set(found.timings) == {(kind, 2) for kind in range(3)}
+    assert all(f > 0 and b > 0 for t in found.timings.values() for _, f, b in t.points)
+    files = sorted((own_cache / "profile").iterdir())
+    assert len(files) == 3
+    before = [file.stat().st_mtime_ns for file in files]
+    again = profile.measure_layers(traced(), shape(), (2,), 2, say=said.append)
+    assert again == found
+    assert [file.stat().st_mtime_ns for file in files] == before
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda text: text[: len(text) // 2], "is damaged: ignored, measured again"),
+        (lambda text: "[]", "is damaged: ignored, measured again"),
+        (
+            lambda text: json.dumps(json.loads(text) | {"versions": {"jax": "0.1"}}),
+            "is of other versions (jax 0.1): ignored, measured again",
+        ),
+    ],
+)
+def test_a_cache_that_cannot_be_used_is_ignored_and_said(
+    own_cache: Path, change: Any, words: str
+) -> None:
+    said: list[str] = []
+    step = traced(1)
+    profile.measure_layers(step, shape(1), (1,), 1, say=said.append)
+    file = min((own_cache / "profile").iterdir())
+    file.write_text(change(file.read_text()))
+    profile.measure_layers(step, shape(1), (1,), 1, say=said.append)
+    assert said == [f"{file} {words}"]
+    assert json.loads(file.read_text())["versions"] == cache.versions()
+
+
+def test_a_candidate_that_takes_too_long_costs_itself_and_says_why(own_cache: Path) -> None:
+    said: list[str] = []
+    found = profile.measure_layers(traced(1), shape(1), (1,), 1, say=said.append, time_out=0.01)
+    assert {t.failure for t in found.timings.values()} == {"it took more than 0.01 s"}
+    assert said[0] == "layer 0 on a model axis of 1 was not measured: it took more than 0.01 s"
+    assert not (own_cache / "profile").exists()
+    with pytest.raises(PlanError, match="layer 0 could not be measured on 1 devices"):
+        found.stage((0,), 1, 1)
+
+
+def test_a_candidate_that_dies_costs_itself_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "dies.py"
+    script.write_text("import os; os.kill(os.getpid(), 9)")
+    monkeypatch.setattr(profile.stopwatch, "__file__", str(script))
+    found = profile.measure_layers(traced(1), shape(1), (1,), 1)
+    assert {t.failure for t in found.timings.values()} == {"its process was ended by signal 9"}
+
+
+def test_the_programs_compute_the_layer_and_its_gradients() -> None:
+    """On two copies × two devices of a model axis, against plain `jax.vjp`."""
+    from jax import export
+    from jax.sharding import Mesh
+
+    step = traced()
+    loss = step.loss(2)
+    graph = cut_stages(loss, [(i,) for i in range(LAYERS)])[1]
+    data = layer_program(step, graph, loss, 2, 2, shape(4)).exported("cpu")
+    forward, backward = (export.deserialize(bytearray(d)) for d in data)
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("copies", "model"))
+
+    def call(exported: Any, *values: Any) -> Any:
+        shardings = exported.in_shardings_jax(mesh)
+        placed = [jax.device_put(v, s) for v, s in zip(values, shardings, strict=True)]
+        return jax.jit(exported.call, in_shardings=shardings)(*placed)
+
+    weight = jax.random.normal(jax.random.key(0), (WIDTH, WIDTH))
+    x = jax.random.normal(jax.random.key(1), (2, BATCH // 2, WIDTH))
+    inputs = {True: weight, False: x}
+    reads = [inputs[a.shape == (WIDTH, WIDTH)] for a in forward.in_avals]
+    out, *rest = call(forward, *reads)
+    expected, vjp = jax.vjp(lambda w, x: jnp.tanh(x @ w), weight, x[0])
+    assert jnp.allclose(out[0], expected, atol=1e-5)
+    seed, total = jnp.ones_like(out), jnp.zeros((2, WIDTH, WIDTH))
+    back, sums = call(backward, *reads, *rest, seed, total)
+    of_weight, of_x = vjp(seed[0])
+    assert jnp.allclose(back[0], of_x, atol=1e-5)
+    assert jnp.allclose(sums[0], of_weight, atol=1e-5)
+
+
+def test_plans_rest_on_what_was_measured() -> None:
+    """Of a method that is given, and of the search."""
+    step, cluster = traced(2), shape(1)
+    plan = make_plan(step, method="data", cluster=cluster, num_micro_batches=2, cost="profile")
+    measured = profile.measure_layers(step, cluster, (1,), 2)  # from the cache
+    forward, _ = measured.stage((0, 1), 2, 1)
+    assert plan.stages[0].forward_seconds == pytest.approx(forward + cluster.latency)
+    assert {found.layers for found in plan.profiled} == {(0,), (1,)}
+    method = PipeshardParallel(2, stage_option=AutoStageOption("profile"), schedule="auto")
+    assert method.plan(step, cluster).profiled == plan.profiled
+
+
+def test_a_plan_is_made_of_what_could_be_measured() -> None:
+    """Nothing on a model axis of two was; nor, the second time, anything else."""
+    step, cluster = traced(), shape()
+    known = Timing(((4, 0.01, 0.02),))
+    lost = Timing(failure="out of memory")
+    timings = {(kind, m): known if m == 1 else lost for kind in range(3) for m in (1, 2)}
+    found = MeasuredLayers((0, 1, 1, 2), timings, BATCH)
+    plan = best_plan(step, cluster, Wanted(num_micro_batches=2), measured=found)
+    assert all(stage.logical_mesh[1] == 1 for stage in plan.stages)
+    none = MeasuredLayers((0, 1, 1, 2), dict.fromkeys(timings, lost), BATCH)
+    with pytest.raises(PlanError, match=r"could not be measured on . devices.*out of memory"):
+        best_plan(step, cluster, Wanted(num_micro_batches=2), measured=none)
+
+
+def test_an_unknown_cost_is_refused() -> None:
+    with pytest.raises(PlanError, match='cost=\'guess\' is not "model" or "profile"'):
+        make_plan(traced(), method="data", cluster=shape(), cost="guess")
+
+
+def test_rows_between_and_beyond_the_measured_ones() -> None:
+    timing = Timing(((2, 1.0, 2.0), (4, 1.5, 3.0)))
+    assert timing.at(3) == (1.25, 2.5)
+    assert timing.at(8) == (2.5, 5.0)
+    assert timing.at(1) == (0.75, 1.5)
+    assert Timing(((2, 1.0, 2.0),)).at(1) == (0.5, 1.0)
+    noise = Timing(((1, 3.0, 3.0), (4, 1.0, 1.0)))
+    assert noise.at(8)[0] > 0
+
+
+def test_what_failed_is_told_with_the_rest() -> None:
+    timings = {(0, 1): Timing(((4, 1.0, 2.0),)), (0, 2): Timing(failure="out of memory")}
+    told = MeasuredLayers((0, 0), timings, 8).account()
+    assert [(t.layers, t.model, t.failure) for t in told] == [
+        ((0, 1), 1, ""),
+        ((0, 1), 2, "out of memory"),
+    ]
+
+
+def test_a_full_disk_costs_the_cache_only(tmp_path: Path) -> None:
+    said: list[str] = []
+    (tmp_path / "file").write_text("")
+    cache.write(tmp_path / "file" / "x.json", {}, said.append)
+    [words] = said
+    assert words.endswith("cannot be written (File exists): the measurement is not kept")
+    assert os.listdir(tmp_path) == ["file"]

@@ -1,0 +1,55 @@
+"""The timeline of devices that share a machine."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from launcher.plan.schedule import Kind, make_schedule
+from launcher.plan.sharing import Shared, simulate_shared
+from launcher.plan.simulate import simulate, step_seconds
+
+
+def seconds(task):
+    return 0.5 if task.kind is Kind.FORWARD else 1.0
+
+
+def late(src, dst):
+    return 0.01 * (1 + src + dst)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
+def test_with_a_machine_for_all_it_is_the_plain_timeline(schedule):
+    tasks = make_schedule(schedule, 4, 4, 6)
+    plain = simulate(tasks, seconds, late)
+    shared = simulate_shared(tasks, seconds, late, [1] * 4, Shared(4, 4.0))
+    assert {t.task for t in shared} == {t.task for t in plain}
+    assert step_seconds(shared) == pytest.approx(step_seconds(plain))
+
+
+def test_with_a_machine_for_one_the_work_adds_up_whoever_waits():
+    """Seconds are those with all four at work; one alone is four times as fast."""
+    tasks = make_schedule("1f1b", 4, 4, 6)
+    found = simulate_shared(tasks, seconds, lambda a, b: 0.0, [1] * 4, Shared(4, 1.0))
+    total = sum(seconds(task) for mesh in tasks for task in mesh)
+    assert step_seconds(found) == pytest.approx(total / 4)
+
+
+def test_a_machine_for_two_lies_between():
+    tasks = make_schedule("1f1b", 4, 4, 6)
+    steps = [
+        step_seconds(simulate_shared(tasks, seconds, late, [1] * 4, Shared(4, at_once)))
+        for at_once in (1.0, 2.0, 4.0)
+    ]
+    assert steps == sorted(steps)
+    assert steps[0] < steps[1] < steps[2]
+
+
+def test_a_mesh_never_does_two_things_and_keeps_its_order():
+    tasks = make_schedule("1f1b", 3, 3, 5)
+    found = simulate_shared(tasks, seconds, late, [2, 1, 1], Shared(4, 2.0))
+    for mesh, own in enumerate(tasks):
+        timed = [t for t in found if t.mesh == mesh]
+        assert [t.task for t in timed] == list(own)
+        assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(timed))
