@@ -247,6 +247,21 @@ def _check_parallel(config: Config) -> Iterator[ConfigError]:
             "ask for fewer stages or more devices.",
             ["parallel.num_stages", "cluster.gpus"],
         )
+    for key, methods in (("num_stages", ("auto", "manual")), ("stages_per_mesh", ("manual",))):
+        value = getattr(parallel, key)
+        if value is not None and parallel.method not in methods:
+            yield ConfigError(
+                f"parallel.{key}={value} has no meaning for parallel={parallel.method}",
+                f"Use parallel={methods[-1]}.",
+                [f"parallel.{key}"],
+            )
+    if one_stage and parallel.schedule not in ("auto", "1f1b"):
+        yield ConfigError(
+            f"parallel={parallel.method} is one stage and has no schedule such as "
+            f"parallel.schedule={parallel.schedule}",
+            "Use parallel=manual for a pipeline.",
+            ["parallel.schedule"],
+        )
 
 
 def _check_cost(config: Config) -> Iterator[ConfigError]:

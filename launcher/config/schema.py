@@ -162,7 +162,7 @@ class Parallel:
         "auto", "auto", "manual", "data", "zero2", "zero3", "shard", "three_d", "replay"
     )
     num_layers: int | None = number(None, minimum=1)  # null: at the model's marks, if it has any
-    num_stages: int | None = number(None, minimum=1)  # null: as many as layers and devices allow
+    num_stages: int | None = automatic(minimum=1)  # manual: as many as layers and devices allow
     stages_per_mesh: int | None = number(None, minimum=1)  # null: one; interleaved: at least two
     num_micro_batches: int | None = automatic(minimum=1)  # left open: for auto alone
     schedule: str = choice("auto", "auto", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")

@@ -217,17 +217,22 @@ def auto_plan(
     cost: str = "model",
     progress: Callable[[float], None] = lambda share: None,
     say: Callable[[str], None] = lambda text: None,
+    num_stages: int | None = None,
 ) -> Plan:
-    """The best plan that the search finds. `progress` is told the share that is done, 0 … 1; `say`
-    what a person should know of the measurements.
+    """The best plan that the search finds.
+
+    Args:
+        progress: told the share that is done, 0 … 1. say: told what a person should know of the
+            measurements. num_stages: None for as many as are best.
 
     Raises:
         PlanError: a schedule, policy or cost that the search does not know, or nothing fits.
     """
     _check_cost(cost)
-    if schedule not in ("auto", "1f1b", "gpipe"):
+    if schedule not in ("auto", "1f1b", "gpipe", "zero_bubble"):
         raise PlanError(
-            f"parallel.schedule={schedule} is not searched for; give auto, 1f1b or gpipe"
+            f"parallel.schedule={schedule} is not searched for; give auto, 1f1b, gpipe or "
+            "zero_bubble, or use parallel=manual"
         )
     if remat != "auto":
         remat = remat_of_stages(remat, 1)[0]
@@ -235,6 +240,7 @@ def auto_plan(
         num_micro_batches=num_micro_batches and checked_micro_batches(num_micro_batches),
         schedule=None if schedule == "auto" else schedule,
         remat=None if remat == "auto" else str(remat),
+        num_stages=num_stages,
     )
     if cost == "model":
         return best_plan(step, cluster, wanted, progress)
@@ -288,7 +294,9 @@ def make_plan(
     if method in PIPELINES:
         step = with_layers(step, num_layers)
     if method == "auto":
-        return auto_plan(step, cluster, num_micro_batches, schedule, remat, cost, progress, say)
+        return auto_plan(
+            step, cluster, num_micro_batches, schedule, remat, cost, progress, say, num_stages
+        )
     known: dict[str, Any] = {
         "data": lambda: DataParallel(**some, remat=remats),
         "zero2": lambda: Zero2Parallel(**some, remat=remats),

@@ -74,7 +74,7 @@ class StopSignals:
         self.requested = self.requested or signal.Signals(signum)
         if self._patient and not again:
             with contextlib.suppress(OSError):  # print is not safe in a signal handler
-                os.write(2, _NOTED)
+                os.write(1, _NOTED)
         if not self._patient or (again and signum == signal.SIGINT):
             raise KeyboardInterrupt
 

@@ -36,6 +36,7 @@ TINY_GPT = (
     "train.eval_batches=1",
     "optimizer.learning_rate=0.01",
     "optimizer.decay=constant",
+    "parallel=manual",
     "parallel.num_micro_batches=2",
     "cluster=emulated",
     "cluster.gpus=2",

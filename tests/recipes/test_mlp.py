@@ -12,7 +12,7 @@ from recipes import build_model
 
 def build(precision="fp32", num_layers=3):
     options = SimpleNamespace(
-        name="mlp", input_size=6, hidden_size=10, output_size=2, num_layers=num_layers
+        widths=[], name="mlp", input_size=6, hidden_size=10, output_size=2, num_layers=num_layers
     )
     return build_model(options, precision)
 

@@ -68,6 +68,9 @@ def _changes(problem: Problem, wanted: Wanted) -> list[str]:
     return []
 
 
+_SETTINGS = "num_micro_batches", "remat", "schedule", "num_stages"
+
+
 def _as_auto(wanted: Wanted) -> str:
     return " ".join(f"parallel.{name}=auto" for name, value in vars(wanted).items() if value)
 
@@ -75,7 +78,7 @@ def _as_auto(wanted: Wanted) -> str:
 def _settings(problem: Problem, wanted: Wanted) -> str:
     """What was asked for and should be left to the search, as little as does it."""
     asked = [name for name, value in vars(wanted).items() if value]
-    singles = [(name,) for name in ("num_micro_batches", "remat", "schedule") if name in asked]
+    singles = [(name,) for name in _SETTINGS if name in asked]
     for names in (*singles, tuple(asked)):
         if names and best_of(problem, dataclasses.replace(wanted, **dict.fromkeys(names))):
             return " ".join(f"parallel.{name}=auto" for name in names)

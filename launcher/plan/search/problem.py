@@ -27,6 +27,7 @@ class Wanted:
     num_micro_batches: int | None = None
     schedule: str | None = None
     remat: str | None = None
+    num_stages: int | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,12 @@ def best_of(
         def inner(share: float, k: int = k) -> None:
             progress((k + share) / len(settings))
 
-        best = best_stages(priced.candidates, problem.cluster.num_devices, progress=inner)
+        best = best_stages(
+            priced.candidates,
+            problem.cluster.num_devices,
+            progress=inner,
+            num_stages=wanted.num_stages,
+        )
         if best is not None:
             found.append(_candidate(best, priced, setting, problem))
     found.sort(key=lambda c: c.seconds)

@@ -51,11 +51,13 @@ def best_stages(
     num_devices: int,
     best: float = np.inf,
     progress: Callable[[float], None] = lambda share: None,
+    num_stages: int | None = None,
 ) -> Found | None:
     """The stages that cover all layers on at most `num_devices` devices at the least objective.
 
     Args:
         best: an objective to stay below. progress: told the share that is done, 0 … 1.
+        num_stages: how many stages; None: as many as are best.
 
     Returns:
         None if there are none, or none below `best`.
@@ -67,7 +69,7 @@ def best_stages(
         return None
     if len(levels) > _MOST_BOUNDS:
         levels = levels[np.unique(np.linspace(0, len(levels) - 1, _MOST_BOUNDS).astype(int))]
-    least = _solve(seconds, candidates.sizes, num_devices)[0]
+    least = _solve(seconds, candidates.sizes, num_devices, num_stages)[0]
     if not np.isfinite(least):
         return None
     found = None
@@ -78,7 +80,7 @@ def best_stages(
         allowed = np.where(bound <= level, seconds, np.inf)
         if not np.isfinite(_reachable(allowed)):
             continue
-        _, stages = _solve(allowed, candidates.sizes, num_devices)
+        _, stages = _solve(allowed, candidates.sizes, num_devices, num_stages)
         if stages:
             length = len(stages)
             at = [(length - 1 - s, *stage) for s, stage in enumerate(stages)]
@@ -103,7 +105,7 @@ def _reachable(seconds: np.ndarray) -> float:
 
 
 def _solve(
-    seconds: np.ndarray, sizes: Sequence[int], num_devices: int
+    seconds: np.ndarray, sizes: Sequence[int], num_devices: int, num_stages: int | None
 ) -> tuple[float, list[tuple[int, int, int]]]:
     """The least sum of seconds, and its stages; `f[s, l, d]` covers layers `l …` by `s` stages on
     exactly `d` devices."""
@@ -130,6 +132,9 @@ def _solve(
         f[s] = step_best
         choice.append(step_choice)
     finals = f[1:, 0, :]
+    if num_stages is not None:
+        asked = np.arange(1, most + 1) == num_stages
+        finals = np.where(asked[:, None], finals, np.inf)
     at = np.unravel_index(int(finals.argmin()), finals.shape)
     value = float(finals[at])
     if not np.isfinite(value):
