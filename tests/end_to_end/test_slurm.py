@@ -162,7 +162,7 @@ def test_two_nodes_train_as_one_process_does(user: User, undisturbed: list[float
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.slurm
 @pytest.mark.parametrize("how", ["urgent", "requeue", "signal"])
 def test_a_run_that_is_moved_goes_on_at_the_next_step(
     user: User, undisturbed: list[float], how: str
@@ -185,7 +185,7 @@ def test_a_run_that_is_moved_goes_on_at_the_next_step(
     assert {path.name.rpartition("-")[2] for path in recordings} == {how}
 
 
-@pytest.mark.slow
+@pytest.mark.slurm
 def test_a_cancelled_run_saves_and_stays_cancelled(user: User) -> None:
     run = user.submit("cancelled", *TWO_NODES, ENDLESS, "run.resume=never")
     run.train_past(5)
@@ -196,7 +196,7 @@ def test_a_cancelled_run_saves_and_stays_cancelled(user: User) -> None:
     assert run.summary()["exit_reason"] == "preempted"
 
 
-@pytest.mark.slow
+@pytest.mark.slurm
 def test_a_time_limit_is_only_an_interruption(user: User) -> None:
     """The controller looks at limits every half minute, so the notice comes early or late."""
     limit = ("cluster.slurm.time=1m", "cluster.slurm.signal=TERM@30")
@@ -210,7 +210,7 @@ def test_a_time_limit_is_only_an_interruption(user: User) -> None:
     run.losses()
 
 
-@pytest.mark.slow
+@pytest.mark.slurm
 def test_a_dead_node_is_noticed_and_the_run_comes_back(user: User) -> None:
     run = user.submit("dead-node", *TWO_NODES, ENDLESS)
     run.train_past(5)
@@ -230,7 +230,7 @@ def test_a_dead_node_is_noticed_and_the_run_comes_back(user: User) -> None:
     run.end("CANCELLED")
 
 
-@pytest.mark.slow
+@pytest.mark.slurm
 def test_a_dead_controller_is_waited_for(user: User, undisturbed: list[float]) -> None:
     run = user.submit("no-controller", *TWO_NODES)
     run.train_past(5)
@@ -254,7 +254,7 @@ def test_a_dead_controller_is_waited_for(user: User, undisturbed: list[float]) -
     Submitted(user.slurm, user.folder / "outputs" / "patient").end()
 
 
-@pytest.mark.slow
+@pytest.mark.slurm
 def test_a_crash_is_tried_again_but_not_the_same_one_twice(user: User) -> None:
     rate = ("optimizer=sgd", "optimizer.learning_rate=1e38", "optimizer.clip_norm=null")
     run = user.submit("crash", *TWO_NODES, *rate, "optimizer.warmup_steps=0")
@@ -266,7 +266,7 @@ def test_a_crash_is_tried_again_but_not_the_same_one_twice(user: User) -> None:
     assert (job["ExitCode"], job["Restarts"]) == ("1:0", "1")
 
 
-@pytest.mark.slow
+@pytest.mark.slurm
 def test_the_script_that_is_submitted_by_hand(user: User) -> None:
     """It trains; and a wrong setting, which is found inside the job, is final."""
     options = ("--gpus-per-node=0", "--nodes=2", "--time=5", f"--chdir={user.folder}")
@@ -290,7 +290,7 @@ def test_the_script_that_is_submitted_by_hand(user: User) -> None:
     assert "Traceback" not in output
 
 
-@pytest.mark.slow
+@pytest.mark.slurm
 def test_what_cannot_be_submitted_is_exit_code_2(user: User) -> None:
     refused = user.launcher(*ON_SLURM, "cluster.gpus=2", "cluster.slurm.partition=moon")
     assert refused.returncode == 2
@@ -305,7 +305,7 @@ def test_what_cannot_be_submitted_is_exit_code_2(user: User) -> None:
     user.slurm.run("scancel", run.job_id)
 
 
-@pytest.mark.slow
+@pytest.mark.slurm
 def test_two_jobs_share_a_node_and_no_stranger_gets_in(user: User) -> None:
     settings = (*ON_SLURM, ENDLESS, "cluster.gpus=2", "cluster.slurm.nodelist=node1")
     runs = [user.submit(name, *settings) for name in ("left", "right")]
@@ -348,7 +348,7 @@ def _told_by_ray(server: psutil.Process, settings: dict[str, str]) -> str:
     return "refused" if "AuthenticationError" in result.stderr else result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.slurm
 @pytest.mark.parametrize("array", ["null", "2"])
 def test_a_sweep_is_a_job_a_run_and_one_table(user: User, array: str) -> None:
     sweep = f"sweep-{array}"

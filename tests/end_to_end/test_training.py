@@ -248,7 +248,9 @@ def test_planning_starts_nothing_and_writes_the_plan(folder: Path, capsys, monke
     monkeypatch.chdir(folder)
     assert main([*TINY_GPT, "run.id=planned", "task=plan", "cluster.hosts=2"]) == 0
     run = folder / "outputs" / "planned"
-    assert sorted(path.name for path in run.iterdir()) == [".lock", "config.yaml", "plan.json"]
+    assert sorted(path.name for path in run.iterdir()) == [
+        *(".lock", "config.yaml", "plan.json", "plots", "summary.json")
+    ]
     assert [s["hosts"] for s in json.loads((run / "plan.json").read_text())["stages"]] == [[0], [1]]
     assert "plan: manual, 2 stages" in capsys.readouterr().out
 
