@@ -43,22 +43,17 @@ class StagePasses:
     sliced: Set[int]
 
 
-def stage_passes(
-    graph: StageGraph, loss: Loss, remat: str, kinds: Set[Kind], together: bool
-) -> StagePasses:
-    """The passes of a stage whose schedule has these kinds of tasks. `together`: its backward pass
-    follows the forward pass at once and is one program with it."""
+def stage_passes(graph: StageGraph, loss: Loss, remat: str, kinds: Set[Kind]) -> StagePasses:
+    """The passes of a stage whose schedule has these kinds of tasks, each a program."""
     data = [i for i in graph.operands if loss.slice_axes[i] is not None or i not in loss.wrt]
-    used = "none" if together else remat
     parts = Kind.BACKWARD_WEIGHT in kinds
-    joint = trace_joint(graph, loss, graph.wrt, data, used, open_checkpoints=parts)
-    passes = cut(joint, outputs_by_kind(joint, graph.results, kinds, together))
+    joint = trace_joint(graph, loss, graph.wrt, data, remat, open_checkpoints=parts)
+    passes = cut(joint, outputs_by_kind(joint, graph.results, kinds, together=False))
     return StagePasses(joint, passes, {i for i in data if loss.slice_axes[i] is not None})
 
 
-def as_one(of: StagePasses, graph: StageGraph) -> StagePasses:
-    """The same passes as one program."""
-    kinds = {Kind.FORWARD, Kind.BACKWARD}
+def as_one(of: StagePasses, graph: StageGraph, kinds: Set[Kind]) -> StagePasses:
+    """The same passes, the forward pass as one program with what follows it."""
     groups = outputs_by_kind(of.joint, graph.results, kinds, together=True)
     return StagePasses(of.joint, cut(of.joint, groups), of.sliced)
 

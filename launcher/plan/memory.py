@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from launcher.plan.footprint import Footprint, footprint, stage_passes
+from launcher.plan.footprint import Footprint, as_one, footprint, stage_passes
 from launcher.plan.joint import Name
 from launcher.plan.outer import OuterProgram, accumulator_dtype
-from launcher.plan.schedule import Task, backward_follows
+from launcher.plan.passes import runs_as_one
+from launcher.plan.schedule import Kind, Task, backward_follows
 from launcher.plan.sharding.dims import Spec, parts
 from launcher.plan.sharding.layout import DATA, ROWS, Layout
 from launcher.plan.stages import StageGraph
@@ -62,7 +63,7 @@ def _footprint(
     known: Known,
 ) -> Footprint:
     kinds = {task.kind for task in tasks if task.stage == graph.index}
-    together = not graph.activations_out and backward_follows(tasks, graph.index)
+    at_once = not graph.activations_out and backward_follows(tasks, graph.index)
     reads = {
         **{Name("operand", i): loss.invars[i] for i in graph.operands},
         **{Name("activation", v): v for v in graph.activations_in},
@@ -70,16 +71,20 @@ def _footprint(
     specs = [_spec(name, layout) for name in reads]
     how = {
         "cut": [specs, sorted(layout.sizes.items())],
-        "kinds": [remat, sorted(kind.value for kind in kinds), together],
+        "kinds": [remat, sorted(kind.value for kind in kinds), at_once],
         "of": [name.kind for name in reads],
         "slices": [i for i in graph.operands if loss.slice_axes[i] is not None],
         "out": len(graph.activations_out),
     }
     key = structure_text(program(list(reads.values()), graph.equations, graph.outs).jaxpr, how)
     if key not in known:
-        of = stage_passes(graph, loss, remat, kinds, together)
+        # What is used at once need not be computed again.
+        of = stage_passes(graph, loss, "none" if at_once else remat, kinds)
         seeds = {v: _spec(name, layout) for name, v in of.joint.inputs.items()}
-        known[key] = footprint(of, layout.inside(of.joint.equations, seeds))
+        inside = layout.inside(of.joint.equations, seeds)
+        if at_once and runs_as_one(of.passes[Kind.FORWARD], inside):
+            of = as_one(of, graph, kinds)
+        known[key] = footprint(of, inside)
     return known[key]
 
 

@@ -18,8 +18,19 @@ from jax.extend import core as jex
 
 from launcher.plan.joint import Joint, Name
 from launcher.plan.schedule import Kind
+from launcher.plan.sharding.dims import Sharding
 from launcher.trace.cost import matmul_flops
-from launcher.trace.graph import Atom, Equation, Var, dependents, free_vars, is_var, needed, program
+from launcher.trace.graph import (
+    Atom,
+    Equation,
+    Var,
+    dependents,
+    free_vars,
+    is_var,
+    nbytes,
+    needed,
+    program,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +88,20 @@ def _put_off(joint: Joint, back: Sequence[Name], grads: Sequence[Name]) -> list[
         ]
 
     return [name for name in grads if matmul_flops(own(name))]
+
+
+# A stage whose backward pass follows at once does both in one program, which costs one start less,
+# unless what the program would keep inside is large: of its memory XLA:CPU asks for one block a
+# run, and glibc fetches a block of 32 MiB or more from the system each time, page by page (a third
+# of such a program's time). Between programs the same values are many smaller blocks.
+_MOST_INSIDE = 8 << 20  # bytes of residuals
+
+
+def runs_as_one(forward: Pass, inside: Sharding) -> bool:
+    """Whether a backward pass that follows its forward pass at once becomes one program with it:
+    where the latter leaves little on each device. `inside`: the specs of the joint program."""
+    left = [name.of for name in forward.outputs if name.kind == "residual"]
+    return sum(nbytes(v.aval) // inside.parts(v) for v in left) <= _MOST_INSIDE
 
 
 def cut(joint: Joint, groups: Mapping[Kind, Sequence[Name]]) -> dict[Kind, Pass]:

@@ -17,22 +17,16 @@ import jax.numpy as jnp
 
 from launcher.plan.joint import Name, trace_joint
 from launcher.plan.outer import Operand, Slicing, accumulator_dtype
-from launcher.plan.passes import Pass, cut, outputs_by_kind
+from launcher.plan.passes import Pass, cut, outputs_by_kind, runs_as_one
 from launcher.plan.schedule import Kind, Task, backward_follows
-from launcher.plan.sharding.dims import Sharding, Spec, parts
+from launcher.plan.sharding.dims import Spec
 from launcher.plan.sharding.layout import DATA, Layout
 from launcher.plan.stages import StageGraph
 from launcher.runtime.collectives import constrained, scatter
-from launcher.trace.graph import Var, nbytes
+from launcher.trace.graph import Var
 from launcher.trace.step import Loss
 
 _SUMS = ("result", "grad", "unsummed")
-
-# A stage whose backward pass follows at once does both in one program, which costs one start less,
-# unless what the program would keep inside is large: of its memory XLA:CPU asks for one block a
-# run, and glibc fetches a block of 32 MiB or more from the system each time, page by page (a third
-# of such a program's time). Between programs the same values are many smaller blocks.
-_MOST_INSIDE = 8 << 20  # bytes of residuals
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +80,7 @@ def stage_programs(
     )
     inside = layout.inside(joint.equations, {v: _spec(n, layout) for n, v in joint.inputs.items()})
     passes = cut(joint, outputs_by_kind(joint, results, kinds, together=False))
-    together = at_once and _residual_bytes(passes[Kind.FORWARD], inside) <= _MOST_INSIDE
+    together = at_once and runs_as_one(passes[Kind.FORWARD], inside)
     if together:
         passes = cut(joint, outputs_by_kind(joint, results, kinds, together=True))
     found: dict[Kind, StageProgram] = {}
@@ -95,12 +89,6 @@ def stage_programs(
         left = {n.of: inside.spec(n.of) for n in one_slice.outputs if n.kind == "residual"}
         found[kind] = maker.program(f"stage.{graph.index}.{word}", one_slice, left)
     return found
-
-
-def _residual_bytes(forward: Pass, inside: Sharding) -> int:
-    """What a forward pass leaves on each device, in bytes."""
-    left = [name.of for name in forward.outputs if name.kind == "residual"]
-    return sum(nbytes(v.aval) // parts(inside.spec(v), inside.sizes) for v in left)
 
 
 def _spec(name: Name, layout: Layout) -> Spec:

@@ -23,6 +23,8 @@ from launcher.plan.stages import StageGraph, cut_stages
 from launcher.trace.graph import nbytes, program, structure_text
 from launcher.trace.step import Loss, TracedStep
 
+_KINDS = {Kind.FORWARD, Kind.BACKWARD}
+
 
 @dataclass(frozen=True)
 class LayerCost:
@@ -72,9 +74,9 @@ def cost_table(step: TracedStep, cluster: ClusterShape, model_sizes: Sequence[in
     for graph in graphs:
         key = _structure(step, graph, loss)
         if key not in solved:
-            of = stage_passes(graph, loss, "none", {Kind.FORWARD, Kind.BACKWARD}, together=False)
+            of = stage_passes(graph, loss, "none", _KINDS)
             inside = NamedDims(of.joint.equations)
-            whole = as_one(of, graph)
+            whole = as_one(of, graph, _KINDS)
             solved[key] = [
                 _solve(step, graph, loss, m, cluster, of, whole, inside) for m in model_sizes
             ]
