@@ -36,7 +36,7 @@ def footprints(traced, meshes, remat, kinds=frozenset((Kind.FORWARD, Kind.BACKWA
     graphs = cut_stages(traced.loss(1), [(i,) for i in range(STAGES)])
     found = [{} for _ in range(meshes)]
     for graph in graphs:
-        of = stage_passes(graph, traced.loss(1), remat, kinds, together=False)
+        of = stage_passes(graph, traced.loss(1), remat, kinds)
         found[graph.index % meshes][graph.index] = footprint(of, Sharding(NamedDims([]), {}))
     return found
 

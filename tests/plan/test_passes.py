@@ -175,7 +175,7 @@ def test_the_planner_knows_what_is_kept(layer, remat):
     joint, passes = passes_of(layer, 1, WHOLE, remat)
     read_again = [n for n in passes[Kind.BACKWARD].inputs if n.kind == "activation"]
     kept = left_bytes(passes[Kind.FORWARD]) + sum(nbytes(joint.inputs[n].aval) for n in read_again)
-    of = stage_passes(graphs[1], loss, remat, WHOLE, together=False)
+    of = stage_passes(graphs[1], loss, remat, WHOLE)
     room = footprint(of, Sharding(NamedDims([]), {}))
     assert room.left[Kind.FORWARD] == pytest.approx(kept, rel=0.02)
     assert room.left[Kind.BACKWARD] == -room.left[Kind.FORWARD]

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
+import launcher
 from launcher.plan import local_shape
 from launcher.runtime import compile_step
 from launcher.trace import trace_step
@@ -83,5 +84,10 @@ def test_parity_of_other_networks(case, method):
     for batch in batches:
         got, metrics = executable(got, batch)
         state, expected = want(state, batch)
-        assert_same(jax.device_get(metrics), jax.device_get(expected))
-    assert_same(jax.device_get(got["params"]), jax.device_get(state["params"]))
+        close(metrics, expected)
+    close(got["params"], state["params"])
+
+
+def close(got, want):
+    """A bias before a normalisation has no gradient but rounding, hence the absolute part."""
+    launcher.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
