@@ -115,7 +115,7 @@ def by_method(model, num_devices):
     [
         (3, [{"training": "gpt_tied", "plan": "2+4, zero3"}, {"plan": "given"}]),
         *(
-            pytest.param(n // 2, by_method(model, n), marks=pytest.mark.slow, id=f"{model}, {n}")
+            pytest.param(n // 2, by_method(model, n), marks=pytest.mark.stress, id=f"{model}, {n}")
             for model in ("tiny", "gpt_tied")
             for n in (2, 4, 6, 8)
         ),
@@ -125,7 +125,7 @@ def test_every_method_over_two_processes(devices, settings):
     check(settings, together(2, devices, settings))
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.parametrize(("count", "devices", "first"), [(2, 2, 0), (2, 4, 6), (3, 2, 12)])
 def test_plans_at_random_over_several_processes(count, devices, first):
     """A process that waits for ever is a time-out."""
