@@ -14,6 +14,8 @@ import jax
 from jax.extend import core as jex
 
 from launcher.plan.remat import POLICIES, is_checkpoint
+from launcher.plan.sharding.dims import Spec
+from launcher.plan.sharding.layout import Layout
 from launcher.plan.stages import StageGraph
 from launcher.trace.graph import Atom, Equation, Var, inline_calls, program
 from launcher.trace.step import Loss
@@ -119,6 +121,15 @@ def trace_joint(
             v for name, v in variables.items() if name.kind != "operand" or name.of in sliced
         ),
     )
+
+
+def input_spec(name: Name, layout: Layout) -> Spec:
+    """How an input of a joint program is cut over a submesh."""
+    if name.kind == "operand":
+        return layout.operand(name.of)
+    if name.kind == "seed":
+        return ()
+    return layout.activation(name.of if name.kind == "activation" else name.of[0])
 
 
 def _gradients_in(graph: StageGraph, loss: Loss) -> dict[Name, Var]:

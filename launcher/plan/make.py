@@ -109,14 +109,8 @@ def make_forward_plan(step: TracedStep, like: Plan) -> Plan:
             f"the evaluation step has {num_layers} layers and the train step {planned}; both must "
             "run the same model"
         )
-    meshes = like.meshes
-    shape = {stage.devices: stage.logical_mesh for stage in like.stages}
-    outline = Outline(
-        method=like.method,
-        layers=tuple(stage.layers for stage in like.stages),
-        submeshes=tuple(Submesh(devices, shape[devices]) for devices in meshes),
-        mesh_of=like.mesh_of,
-        num_micro_batches=like.num_micro_batches,
+    outline = dataclasses.replace(
+        _outline_of(like),
         schedule="forward",
         remat=("none",) * len(like.stages),
         shardings=tuple(_renamed(stage.shardings, leaf_names(step)) for stage in like.stages),
@@ -130,8 +124,16 @@ def repriced(step: TracedStep, plan: Plan, measured: MeasuredLayers) -> Plan:
     Raises:
         PlanError: one of its layers could not be measured.
     """
+    step, cluster = step.cut_at(plan.layer_ends), ClusterShape(**plan.cluster)
+    return dataclasses.replace(
+        complete(step, _outline_of(plan), cluster, measured), runners_up=plan.runners_up
+    )
+
+
+def _outline_of(plan: Plan) -> Outline:
+    """What a plan's method decided, and how its arguments are cut."""
     shape = {stage.devices: stage.logical_mesh for stage in plan.stages}
-    outline = Outline(
+    return Outline(
         method=plan.method,
         layers=tuple(stage.layers for stage in plan.stages),
         submeshes=tuple(Submesh(devices, shape[devices]) for devices in plan.meshes),
@@ -140,10 +142,6 @@ def repriced(step: TracedStep, plan: Plan, measured: MeasuredLayers) -> Plan:
         schedule=plan.schedule,
         remat=tuple(stage.remat for stage in plan.stages),
         shardings=tuple(stage.shardings for stage in plan.stages),
-    )
-    step, cluster = step.cut_at(plan.layer_ends), ClusterShape(**plan.cluster)
-    return dataclasses.replace(
-        complete(step, outline, cluster, measured), runners_up=plan.runners_up
     )
 
 

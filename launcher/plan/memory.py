@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from launcher.plan.footprint import Footprint, as_one, footprint, stage_passes
-from launcher.plan.joint import Name
+from launcher.plan.joint import Name, input_spec
 from launcher.plan.outer import OuterProgram, accumulator_dtype
 from launcher.plan.passes import runs_as_one
 from launcher.plan.schedule import Kind, Task, backward_follows
-from launcher.plan.sharding.dims import Spec, parts
+from launcher.plan.sharding.dims import parts
 from launcher.plan.sharding.layout import DATA, ROWS, Layout
 from launcher.plan.stages import StageGraph
 from launcher.trace.graph import nbytes, program, structure_text
@@ -68,7 +68,7 @@ def _footprint(
         **{Name("operand", i): loss.invars[i] for i in graph.operands},
         **{Name("activation", v): v for v in graph.activations_in},
     }
-    specs = [_spec(name, layout) for name in reads]
+    specs = [input_spec(name, layout) for name in reads]
     how = {
         "cut": [specs, sorted(layout.sizes.items())],
         "kinds": [remat, sorted(kind.value for kind in kinds), at_once],
@@ -80,21 +80,12 @@ def _footprint(
     if key not in known:
         # What is used at once need not be computed again.
         of = stage_passes(graph, loss, "none" if at_once else remat, kinds)
-        seeds = {v: _spec(name, layout) for name, v in of.joint.inputs.items()}
+        seeds = {v: input_spec(name, layout) for name, v in of.joint.inputs.items()}
         inside = layout.inside(of.joint.equations, seeds)
         if at_once and runs_as_one(of.passes[Kind.FORWARD], inside):
             of = as_one(of, graph, kinds)
         known[key] = footprint(of, inside)
     return known[key]
-
-
-def _spec(name: Name, layout: Layout) -> Spec:
-    """An input of a joint program."""
-    if name.kind == "operand":
-        return layout.operand(name.of)
-    if name.kind == "seed":
-        return ()
-    return layout.activation(name.of if name.kind == "activation" else name.of[0])
 
 
 def _state_bytes(graphs: Mapping[StageGraph, str], outer: OuterProgram, layout: Layout) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from launcher.plan.joint import Name, trace_joint
+from launcher.plan.joint import Name, input_spec, trace_joint
 from launcher.plan.outer import Operand, Slicing, accumulator_dtype
 from launcher.plan.passes import Pass, cut, outputs_by_kind, runs_as_one
 from launcher.plan.schedule import Kind, Task, backward_follows
@@ -78,7 +78,8 @@ def stage_programs(
         "none" if at_once else remat,  # what is used at once need not be computed again
         open_checkpoints=Kind.BACKWARD_WEIGHT in kinds,
     )
-    inside = layout.inside(joint.equations, {v: _spec(n, layout) for n, v in joint.inputs.items()})
+    seeds = {v: input_spec(name, layout) for name, v in joint.inputs.items()}
+    inside = layout.inside(joint.equations, seeds)
     passes = cut(joint, outputs_by_kind(joint, results, kinds, together=False))
     together = at_once and runs_as_one(passes[Kind.FORWARD], inside)
     if together:
@@ -89,15 +90,6 @@ def stage_programs(
         left = {n.of: inside.spec(n.of) for n in one_slice.outputs if n.kind == "residual"}
         found[kind] = maker.program(f"stage.{graph.index}.{word}", one_slice, left)
     return found
-
-
-def _spec(name: Name, layout: Layout) -> Spec:
-    """An input of a joint program."""
-    if name.kind == "operand":
-        return layout.operand(name.of)
-    if name.kind == "seed":
-        return ()
-    return layout.activation(name.of if name.kind == "activation" else name.of[0])
 
 
 @dataclass(frozen=True, eq=False)

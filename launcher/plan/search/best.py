@@ -36,16 +36,15 @@ def best_plan(
     unmeasured: list[UnmeasuredError] = []
     for k, outline in enumerate(_with_schedules(found, wanted)):
         try:
-            plan = complete(step, outline, cluster, measured)
-            if not plans or _fits(plan, cluster):
-                plans.append(plan)
+            plans.append(complete(step, outline, cluster, measured))
         except UnmeasuredError as error:
             unmeasured.append(error)
         progress(0.8 + 0.2 * (k + 1) / (len(found) + 1))
     if not plans:
         raise unmeasured[0]
-    plans.sort(key=lambda plan: plan.predicted_step_seconds)
-    best, *others = plans
+    # The search's own estimate let them all pass; the exact one may not.
+    fitting = [plan for plan in plans if _fits(plan, cluster)] or plans
+    best, *others = sorted(fitting, key=lambda plan: plan.predicted_step_seconds)
     runners = tuple(
         RunnerUp(in_words(plan), plan.predicted_step_seconds, _why(plan, best)) for plan in others
     )

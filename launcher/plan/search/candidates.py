@@ -34,7 +34,6 @@ class Setting:
 
     Attributes:
         replicas: that all stages have in common. remats: the names to choose from.
-        in_flight: the most microbatches that a stage with this many behind it holds (`schedule`).
         memory_bytes: of a device; None: without bound.
     """
 
