@@ -1,9 +1,9 @@
 """Where and when it runs. Imports `trace` only."""
 
+from launcher.plan.by_name import make_plan
 from launcher.plan.cluster_shape import ClusterShape, local_shape
 from launcher.plan.errors import PlanError, ScheduleError
 from launcher.plan.make import make_forward_plan
-from launcher.plan.methods import make_plan
 from launcher.plan.plan import Plan, StagePlan, Transfer
 from launcher.plan.predict import measured_bubble, timeline
 from launcher.plan.schedule import Task

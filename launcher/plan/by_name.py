@@ -1,0 +1,115 @@
+"""A plan by the name of its method and the settings of `parallel`. Used by `train.method`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from launcher.plan.cluster_shape import ClusterShape
+from launcher.plan.errors import PlanError
+from launcher.plan.make import repriced
+from launcher.plan.methods import (
+    DataParallel,
+    PipeshardParallel,
+    ShardParallel,
+    ThreeDParallel,
+    UniformStageOption,
+    Zero2Parallel,
+    Zero3Parallel,
+    auto_plan,
+    check_cost,
+)
+from launcher.plan.options import with_layers
+from launcher.plan.plan import Plan
+from launcher.plan.profile.run import measure_layers
+from launcher.trace.step import TracedStep
+
+PIPELINES = ("auto", "manual", "three_d")  # the methods by name that put layers into stages
+
+
+def make_plan(
+    step: TracedStep,
+    *,
+    method: str,
+    cluster: ClusterShape,
+    num_layers: int | None = None,
+    num_stages: int | None = None,
+    stages_per_mesh: int | None = None,
+    num_micro_batches: int | None = 1,
+    schedule: str = "1f1b",
+    remat: str | Sequence[str] = "none",
+    data: int | None = None,
+    model: int | None = None,
+    pipeline: int | None = None,
+    cost: str = "model",
+    progress: Callable[[float], None] = lambda share: None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Plan:
+    """The plan by a method's name and the settings of `parallel`; what a method does not know of
+    these it ignores.
+
+    Args:
+        num_layers: automatic layers for a pipeline; None: at the model's marks, if it has any.
+        data, model: the logical mesh of each stage (`three_d`, `shard`). pipeline: the number of
+            stages (`three_d`). None: what is left of the devices, or 1.
+        num_micro_batches: None, and `schedule` and `remat` "auto", for `auto` alone.
+        cost: see `AutoStageOption`; for the other methods it is what they are predicted by.
+        progress: told the share of a search that is done, 0 … 1. say: told of measurements that
+            failed or were ignored.
+
+    Raises:
+        PlanError: an unknown name, or no such plan on these devices.
+        BatchError: the batch does not divide into microbatches and replicas.
+    """
+    some: dict[str, Any] = {"num_micro_batches": num_micro_batches}
+    remats: Any = remat if isinstance(remat, str) else tuple(remat)
+    if method in PIPELINES:
+        step = with_layers(step, num_layers)
+    if method == "auto":
+        return auto_plan(
+            step, cluster, num_micro_batches, schedule, remat, cost, progress, say, num_stages
+        )
+    known: dict[str, Any] = {
+        "data": lambda: DataParallel(**some, remat=remats),
+        "zero2": lambda: Zero2Parallel(**some, remat=remats),
+        "zero3": lambda: Zero3Parallel(**some, remat=remats),
+        "shard": lambda: ShardParallel(**some, **_shape(data, model, cluster), remat=remats),
+        "three_d": lambda: ThreeDParallel(
+            *_sizes(data, model, pipeline, cluster), **some, schedule=schedule, remat=remats
+        ),
+        "manual": lambda: PipeshardParallel(
+            **some,
+            stage_option=UniformStageOption(num_stages, stages_per_mesh),
+            schedule=schedule,
+            remat=remats,
+        ),
+    }
+    if method not in known:
+        raise PlanError(f"parallel.method={method} is not one of auto, {', '.join(known)}")
+    check_cost(cost)
+    found: Plan = known[method]().plan(step, cluster)
+    if cost == "model":
+        return found
+    sizes = sorted({stage.logical_mesh[1] for stage in found.stages})
+    measured = measure_layers(step, cluster, sizes, found.num_micro_batches, progress, say)
+    return repriced(step, found, measured)
+
+
+def _shape(data: int | None, model: int | None, cluster: ClusterShape) -> dict[str, Any]:
+    if data is None and model is None:
+        return {}
+    count = cluster.num_devices
+    data = data or max(1, count // (model or 1))
+    return {"logical_mesh_shape": (data, model or max(1, count // data))}
+
+
+def _sizes(
+    data: int | None, model: int | None, pipeline: int | None, cluster: ClusterShape
+) -> tuple[int, int, int]:
+    """The sizes that are not given: what is left of the devices goes to data, then pipeline."""
+    left = cluster.num_devices // ((data or 1) * (model or 1) * (pipeline or 1))
+    if data is None:
+        return max(1, left), model or 1, pipeline or 1
+    if pipeline is None:
+        return data, model or 1, max(1, left)
+    return data, model or max(1, left), pipeline
