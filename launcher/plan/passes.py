@@ -1,10 +1,10 @@
 """Cutting a stage's joint program into the passes that its schedule runs one by one.
 
 Each equation belongs to the first pass that needs it. A value that a later pass reads travels there
-as a *residual*; an input is read again instead, and what follows from the parameters alone is
-computed again. So a backward pass in two parts computes nothing twice: the part that makes the
-gradients of activations runs first and leaves to the other what both need. Used by
-`runtime.stage_programs`.
+as a *residual*; an input is read again instead, and what follows from the parameters alone, or
+cheaply from what the forward pass leaves (`plan.residuals`), is computed again. So a backward pass
+in two parts does no costly work twice: the part that makes the gradients of activations runs first
+and leaves to the other what both need. Used by `runtime.stage_programs`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 from jax.extend import core as jex
 
 from launcher.plan.joint import Joint, Name
+from launcher.plan.residuals import is_cheap, is_fused, kept_values
 from launcher.plan.schedule import Kind
 from launcher.plan.sharding.dims import Sharding
 from launcher.trace.cost import matmul_flops
@@ -110,35 +111,70 @@ def cut(joint: Joint, groups: Mapping[Kind, Sequence[Name]]) -> dict[Kind, Pass]
     equations = needed(joint.equations, [atom for outs in wanted for atom in outs])
     late = dependents(equations, joint.gradients_in)
     varying = late | dependents(equations, joint.slices)
-    early = [v for e in equations for v in e.outvars if v in varying and v not in late]
-    again = [e for e in equations if not any(v in varying for v in e.outvars)]
+    early = [e for e in equations if _any(e.outvars, varying) and not _any(e.outvars, late)]
     behind = {
         v: atom
         for e in equations
         if e.primitive.name == "optimization_barrier"
         for v, atom in zip(e.outvars, e.invars, strict=True)
     }
+    kept = _kept(joint, equations, early, wanted, behind)
+    ready = {v for e in early for v in e.outvars}  # for the first pass to compute
+    again = {id(e) for e in early if is_cheap(e) and e.outvars[0] not in kept}
+    aside = [e for e in equations if id(e) in again or not _any(e.outvars, varying)]
     made: dict[Var, int] = {}  # the pass that makes a value
     bodies = []
     for k, outs in enumerate(wanted):
+        elsewhere = ready if k else set[Var]()
         own = [
             e
-            for e in needed(equations, [*outs, *early])
-            if any(v in varying and v not in made for v in e.outvars)
+            for e in needed(equations, outs if k else [*outs, *kept])
+            if any(v in varying and v not in made and v not in elsewhere for v in e.outvars)
         ]
         made.update((v, k) for e in own for v in e.outvars)
 
-        def read(atom: Atom, k: int = k) -> Atom:
+        def read(atom: Atom, k: int = k, elsewhere: Set[Var] = elsewhere) -> Atom:
             """A barrier matters to its own pass; to others its operand is as good."""
-            while is_var(atom) and atom in behind and made.get(atom, k) < k:
+            while is_var(atom) and atom in behind and (made.get(atom, k) < k or atom in elsewhere):
                 atom = behind[atom]
             return atom
 
         own = [e.replace(invars=[read(v) for v in e.invars]) for e in own]
         outs = [read(v) for v in outs]
-        bodies.append(([*needed(again, free_vars(own, outs)), *own], outs))
+        helps = [
+            e.replace(invars=[read(v) for v in e.invars]) for e in aside if k or id(e) not in again
+        ]
+        bodies.append(([*needed(helps, free_vars(own, outs)), *own], outs))
     passes = _passes(joint, list(groups.values()), bodies, made)
     return dict(zip(groups, passes, strict=True))
+
+
+def _kept(
+    joint: Joint,
+    equations: Sequence[Equation],
+    early: Sequence[Equation],
+    wanted: Sequence[Sequence[Atom]],
+    behind: Mapping[Var, Atom],
+) -> set[Var]:
+    """What the first pass leaves of what does not depend on a gradient, `early`."""
+    ready = {v for e in early for v in e.outvars}
+    first = {id(e) for e in (*early, *needed(equations, wanted[0]))}
+
+    def read(atom: Atom) -> Atom:
+        while is_var(atom) and atom in ready and atom in behind:
+            atom = behind[atom]
+        return atom
+
+    outs = [atom for outs in wanted[1:] for atom in outs]
+    rest = [e for e in equations if id(e) not in first]
+    later = free_vars(rest, outs)
+    placed = free_vars([e for e in rest if not is_fused(e)])
+    given = {v for name, v in joint.inputs.items() if name.kind == "activation"}
+    return kept_values(early, given, map(read, later), map(read, placed), read) - given
+
+
+def _any(variables: Sequence[Var], among: Set[Var]) -> bool:
+    return any(v in among for v in variables)
 
 
 def _passes(

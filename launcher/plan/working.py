@@ -3,8 +3,8 @@ compiler makes of it. Pure; used by `plan.memory`.
 
 Equations run in their order. A chain of element-wise ones is fused into what reads it, so that it
 takes no room: a value gets some where a matrix product, a loop or the caller reads it, where it is
-a matrix product's or a sum's result, and where it would else be computed twice from several others
-(the rule of XLA's instruction fusion).
+a matrix product's or a sum's result, and where it would else be computed twice: from several others
+(the rule of XLA's instruction fusion), or spread out for a sum, which a library's routine computes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from launcher.trace.graph import Atom, Equation, Var, is_var
 Size = Callable[[Var], float]
 
 # fmt: off
-_FUSED = frozenset((
+FUSED = frozenset((
     "abs", "add", "add_any", "and", "broadcast_in_dim", "clamp", "convert_element_type", "copy",
     "cos", "div", "eq", "erf", "exp", "exp2", "expand_dims", "expm1", "ge", "gt", "integer_pow",
     "iota", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg",
@@ -28,7 +28,7 @@ _COSTLY = frozenset((
     "cos", "erf", "exp", "exp2", "expm1", "log", "log1p", "logistic", "pow", "rsqrt", "sin", "sqrt",
     "tanh",
 ))
-_SUMS = frozenset((
+SUMS = frozenset((
     "reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax",
     "argmin",
 ))
@@ -60,16 +60,19 @@ def working_bytes(
     ends: dict[int, list[Var]] = {}
     for v, place in last.items():
         ends.setdefault(place, []).append(v)
-    level = peak = 0.0
+    # Copies of what is there from the start are made at the start.
+    defined = {v for eqn in equations for v in eqn.outvars}
+    first = [[v for v in _turned(eqn) if v not in defined] for eqn in equations]
+    level = peak = sum(size(v) for copied in first for v in copied)
     for place, eqn in enumerate(equations):
         made = sum(size(v) for v in eqn.outvars if v in kept)
         dying = ends.get(place, ())
         freed = sum(size(v) for v in dying)
-        written_over = made and eqn.primitive.name in _FUSED
+        written_over = made and eqn.primitive.name in FUSED
         level += made
-        copied = sum(size(v) for v in _turned(eqn))
+        copied = sum(size(v) for v in _turned(eqn) if v in defined)
         peak = max(peak, level + copied - (min(made, freed) if written_over else 0.0))
-        level -= freed
+        level -= freed + sum(size(v) for v in first[place])
     return peak
 
 
@@ -82,7 +85,7 @@ def _once(equations: Sequence[Equation]) -> list[Equation]:
         reads = [same.get(v, v) if is_var(v) else v for v in eqn.invars]
         eqn = eqn.replace(invars=reads)
         name = eqn.primitive.name
-        if name in _FUSED - {"optimization_barrier"} or name in _SUMS:
+        if name in FUSED - {"optimization_barrier"} or name in SUMS:
             known = [v if is_var(v) else (str(v.val), v.aval) for v in reads]
             key = name, tuple(known), str(eqn.params)
             if key in done:
@@ -99,17 +102,18 @@ def _kept(equations: Sequence[Equation], outs: Iterable[Atom]) -> set[Var]:
     kept = {v for v in outs if is_var(v) and v in defined}
     uses: dict[Var, int] = {}
     for eqn in equations:
-        fuses = eqn.primitive.name in _FUSED or eqn.primitive.name in _SUMS
+        fuses = eqn.primitive.name in FUSED or eqn.primitive.name in SUMS
         for v in {v for v in eqn.invars if is_var(v)}:
             uses[v] = uses.get(v, 0) + 1
             if not fuses and v in defined:
                 kept.add(v)
-        if eqn.primitive.name not in _FUSED:
+        if eqn.primitive.name not in FUSED:
             kept.update(eqn.outvars)
     for eqn in equations:
-        if eqn.primitive.name in _FUSED and uses.get(eqn.outvars[0], 0) > 1:
+        if eqn.primitive.name in FUSED and uses.get(eqn.outvars[0], 0) > 1:
             sources = {v for v in eqn.invars if is_var(v) and v.aval.size > 1}
-            if len(sources) > 1 or eqn.primitive.name in _COSTLY:
+            grown = sum(v.aval.size for v in sources) < eqn.outvars[0].aval.size
+            if len(sources) > 1 or eqn.primitive.name in _COSTLY or (sources and grown):
                 kept.update(eqn.outvars)
     return kept
 

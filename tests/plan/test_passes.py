@@ -167,6 +167,13 @@ def test_parameters_and_inputs_are_read_again_and_never_kept(layer, remat):
             assert not same, name
 
 
+def test_a_forward_pass_leaves_only_what_products_make_and_read():
+    """Of each layer the product, from which its activation function and that one's derivative are
+    computed again, and, but for the first layer, its input."""
+    _, passes = passes_of(dense, 1, WHOLE)
+    assert left_bytes(passes[Kind.FORWARD]) == (DEPTH + DEPTH - 1) * ROWS * WIDTH * 4
+
+
 @pytest.mark.parametrize("remat", POLICIES)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_the_planner_knows_what_is_kept(layer, remat):
