@@ -16,21 +16,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from launcher.cluster import host, scratch
 from launcher.cluster.devices import DevicePool
 from launcher.cluster.environment import ray_environment, worker_environment
-from launcher.cluster.errors import ClusterError, last_lines
+from launcher.cluster.errors import ClusterError, RayEndedError, last_lines
 from launcher.cluster.handle import LOOPBACK, WorkerHandle
 from launcher.cluster.holder import end, start_head
 from launcher.cluster.slurm_allocation import listen
 from launcher.cluster.slurm_meeting import Meeting
 
 _POLL_SECONDS = 0.2
+_KILL_SECONDS = 10
 
 
 def start(pool: DevicePool, log_dir: Path, meeting: Meeting | None = None) -> Session:
@@ -97,9 +100,19 @@ class Session:
             log = self._log_dir / f"worker_{index}.log"
             place = actor_class.options(resources={f"host_{index}": 1} if many else {})
             actor = place.remote(environ, search_path, os.getcwd(), str(log))
-            actor.construct.remote(pickled)
             handles.append(WorkerHandle(actor, index, log, self._addresses[index]))
+            actor.construct.remote(pickled)
+        self._undo.callback(_kill, handles)
         return handles
+
+    def check(self) -> None:
+        """Raise RayEndedError where Ray has ended: none of its workers answers any more."""
+        if self._head.poll() is not None:
+            log = self._log_dir / "ray.log"
+            raise RayEndedError(
+                "Ray ended: one of its own processes was killed or failed.\n"
+                f"The last lines of {log}:\n{last_lines(log)}"
+            )
 
     def close(self) -> None:
         """End every process of the session and delete its files. May be called again."""
@@ -130,7 +143,7 @@ class Session:
         address = self._head.stdout.readline().strip()
         if not address or self._head.poll() is not None:  # connecting would try for ever
             log = self._log_dir / "ray.log"
-            raise ClusterError(f"Ray did not come up. The last lines of {log}:\n{last_lines(log)}")
+            raise RayEndedError(f"Ray did not come up. The last lines of {log}:\n{last_lines(log)}")
         with _environment(self._environ), _sigterm_kept():
             self._undo.callback(self._ray.shutdown)
             try:
@@ -194,6 +207,16 @@ def _environment(environ: Mapping[str, str]) -> Iterator[None]:
         yield
     finally:
         _change_environment(before)
+
+
+def _kill(workers: Sequence[WorkerHandle]) -> None:
+    """Kill the workers that are known and still there. Usually the head does it; where that was
+    killed itself, a worker might go on for a while, and write."""
+    processes = [process for worker in workers if (process := worker.process())]
+    for process in processes:
+        with suppress(psutil.Error):  # it is gone
+            process.kill()
+    psutil.wait_procs(processes, _KILL_SECONDS)
 
 
 def _change_environment(environ: Mapping[str, str]) -> None:

@@ -150,6 +150,9 @@ class Train:
     log_every: int = number(1, minimum=1)
     eval_every: int = number(50, minimum=0)  # 0: never
     eval_batches: int = number(8, minimum=1)
+    # What follows a loss or gradient that is not finite: the end | the state stays as it was | the
+    # newest checkpoint, and from there other batches.
+    non_finite: str = choice("stop", "stop", "skip", "rollback")
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
 
@@ -263,6 +266,8 @@ class Cluster:
     kind: str = choice("local", "local", "emulated", "slurm", "described")
     gpus: int | None = number(None, minimum=1)  # null: all of this machine's
     hosts: int = number(1, minimum=1)
+    step_timeout: float = number(600.0, minimum=1.0)  # seconds without an answer: workers hang
+    max_restarts: int = number(3, minimum=0)  # of the workers, when they die, hang or lose Ray
     name: str | None = None
     device: Device = field(default_factory=Device)
     links: Links = field(default_factory=Links)

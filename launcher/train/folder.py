@@ -10,7 +10,7 @@ import fcntl
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -81,6 +81,11 @@ def claim(config: Config) -> Iterator[RunFolder]:
         _lock(lock, path)
         # Looked at only now (again, after `check`), when nobody else can be writing.
         yield RunFolder(path, _finished_steps(config, path))
+
+
+def again(home: RunFolder, config: Config) -> RunFolder:
+    """`home`, which this process has claimed, with the checkpoint that is its newest by now."""
+    return replace(home, finished_steps=_finished_steps(config, home.path))
 
 
 def _make(config: Config) -> Path:

@@ -32,7 +32,7 @@ def train(
     they or a signal do and there was a step to save. Training goes on meanwhile; all is written
     when this returns. `clock` gives seconds that go on evenly.
 
-    Raises DivergedError, with nothing saved of the last steps, and WorkerError.
+    Raises DivergedError, with nothing saved of the step that went wrong, and like `Crew.result`.
     """
     profiled = profiled_step(settings.steps, finished)
     cadence = Cadence(settings.checkpoint, clock())
@@ -44,16 +44,22 @@ def train(
         if settings.eval_every and step % settings.eval_every == 0:
             calls.append(crew.submit("evaluate"))
         if step < settings.steps and cadence.is_due(step, clock()):
+            _finish(crew, calls, recorder)  # only a step that went well is saved
             calls.append(save(step))
         while len(calls) >= IN_FLIGHT:
             recorder.record(calls.popleft().result())
-    calls.append(crew.submit("flush"))
-    while calls:
-        recorder.record(calls.popleft().result())
+    _finish(crew, calls, recorder)
     recorder.log_newest()
     if step > finished and (settings.checkpoint.at_end or stop.requested):
         save(step).result()
     crew.submit("saved").result()
+
+
+def _finish(crew: Crew, calls: deque[Answers], recorder: Recorder) -> None:
+    """Wait for all that was sent, and record it."""
+    calls.append(crew.submit("flush"))
+    while calls:
+        recorder.record(calls.popleft().result())
 
 
 class Cadence:

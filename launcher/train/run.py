@@ -22,6 +22,7 @@ from launcher.train import folder
 from launcher.train.calibrate import calibrate
 from launcher.train.prepare import prepare
 from launcher.train.record import DivergedError
+from launcher.train.recovery import FailedError
 from launcher.train.signals import StopSignals
 from launcher.train.training import train_in, write_plan, write_planned
 from recipes import InputError
@@ -57,7 +58,7 @@ def guarded(work: Callable[[], int]) -> int:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         message, code = f"{where}{error.strerror or error}", 1
-    except (DivergedError, ClusterError, WorkerError) as error:
+    except (DivergedError, ClusterError, WorkerError, FailedError) as error:
         message, code = str(error), 1
     print(f"launcher: {message}", file=sys.stderr)
     return code

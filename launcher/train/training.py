@@ -8,7 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import psutil
 import yaml
 from rich.console import Console
 
+from launcher.cluster.errors import ClusterError, WorkerError
 from launcher.cluster.session import start
 from launcher.cluster.slurm_attempts import begin, finish
 from launcher.cluster.slurm_meeting import Meeting
@@ -32,11 +33,14 @@ from launcher.report.plots import plot_loss, plot_timeline
 from launcher.report.summary import Summary, print_summary, write_summary
 from launcher.report.tracker import CompositeTracker, Metrics, Tracker
 from launcher.report.wandb_tracker import WandbTracker, open_wandb
+from launcher.train import checkpoint, folder
 from launcher.train.crew import Answers, Crew
 from launcher.train.folder import RunFolder
+from launcher.train.incident import failure_of, restart_text
 from launcher.train.loop import profiled_step, train
 from launcher.train.prepare import Prepared
-from launcher.train.record import Recorder
+from launcher.train.record import DivergedError, Recorder
+from launcher.train.recovery import Failure, Restart, recovering
 from launcher.train.signals import ENDINGS, StopSignals
 from launcher.train.worker import TrainWorker
 
@@ -141,16 +145,39 @@ class _Job:
         self._pool, self._plan, self._plan_seconds = ready.pool, ready.plan, ready.plan_seconds
         self._compile_seconds: float | None = None
         self._wandb: WandbTracker | None = None
-        self._trackers: list[Tracker] = []
-        self.recorder = Recorder(self._log, config.train.log_every, self._performance())
+        self._trackers: list[Tracker] = []  # of this attempt; the recording with wandb goes on
+        self._newest_in_wandb = 0
+        self._profiled: set[int] = set()
+        self._restarts = 0
+        # After a roll-back: to which step, and which batch is next.
+        self._rolled_back: tuple[int, int] | None = None
+        self._passed_over = 0  # how much further on in the data a batch is than its step's number
+        self.recorder = Recorder(
+            self._log,
+            config.train.log_every,
+            self._performance(),
+            say=functools.partial(console.print, soft_wrap=True),
+            skips=config.train.non_finite == "skip",
+        )
 
     def train(self, stop: StopSignals) -> None:
+        """Train to the end; after a failure that another start may mend, go on from the newest
+        checkpoint. Raises what cannot be mended, or FailedError."""
+        limit = self._config.cluster.max_restarts
+        diagnose = functools.partial(self._diagnose, stop)
+        recovering(functools.partial(self._attempt, stop), diagnose, self._begin_again, limit)
+
+    def _attempt(self, stop: StopSignals) -> None:
         """Bring the workers up, train, save, take them down."""
         finished, steps = self._home.finished_steps, self._config.train.steps
+        if finished >= steps:  # an attempt before failed when all was done
+            return
+        self._passed_over = self._stored_position() - finished
         with ExitStack() as stack:
             with status(self._console, "starting Ray and the workers"):
                 session = stack.enter_context(start(self._pool, self._home.logs, self._meeting))
-                crew = Crew(session.spawn(TrainWorker), self._plan)
+                workers, timeout = session.spawn(TrainWorker), self._config.cluster.step_timeout
+                crew = Crew(workers, self._plan, session.check, timeout)
                 crew.join()
             setup = crew.submit("setup", to_dict(self._config), self._plan.to_dict())
             self._open_files()  # while the worker traces and compiles
@@ -160,11 +187,46 @@ class _Job:
                     crew.submit("restore", self._checkpoints, finished).result()
                 else:
                     crew.submit("create").result()
+                if self._passed_over:
+                    crew.submit("pass_over", self._passed_over, finished).result()
             self._trackers.append(ConsoleTracker(self._console, steps, finished + 1))
+            self._profiled.add(profiled_step(steps, finished))
             with stop.noted():
                 save = functools.partial(self._save, crew)
                 train(self._config.train, crew, self.recorder, stop, finished, save)
-                crew.submit("close").result()
+                with suppress(WorkerError, ClusterError):  # all is done and saved
+                    crew.submit("close").result()
+
+    def _diagnose(self, stop: StopSignals, error: Exception) -> Failure | None:
+        if stop.requested or (self._meeting and self._pool.hosts > 1):
+            return None  # Slurm brings a job of several nodes back, which end with their driver
+        train, step = self._config.train, self.recorder.finished_steps
+        rolls_back = train.non_finite == "rollback"
+        failure = failure_of(error, step, train.steps, self._plan, rolls_back)
+        if failure and isinstance(error, DivergedError):
+            # The next batch is to be the one after that of the step that went wrong.
+            behind = folder.again(self._home, self._config).finished_steps
+            self._rolled_back = behind, error.step + self._passed_over
+        return failure
+
+    def _begin_again(self, failure: Failure, restart: Restart) -> None:
+        CompositeTracker(tuple(self._trackers)).finish({})
+        self._trackers.clear()
+        self._restarts = restart.number
+        self._home = folder.again(self._home, self._config)
+        self.recorder.begin(self._home.finished_steps)
+        limit, finished = self._config.cluster.max_restarts, self._home.finished_steps
+        print(f"launcher: {restart_text(failure, restart, limit, finished)}", file=sys.stderr)
+
+    def _stored_position(self) -> int:
+        """Which batch is next, from 0: after the newest checkpoint, or after a roll-back to it."""
+        finished = self._home.finished_steps
+        if self._rolled_back and self._rolled_back[0] == finished:
+            return self._rolled_back[1]
+        if not finished:
+            return 0
+        metadata = checkpoint.read_metadata(self._home.checkpoints, finished)
+        return int(metadata["data"]["next_batch"])
 
     def sum_up(self, reason: str) -> None:
         """Finish the recording; write and print what the run came to."""
@@ -183,7 +245,8 @@ class _Job:
                 self._wandb.tables({"plan/beside_measured": compared})
                 self._wandb.pictures(pictures)
         finally:
-            CompositeTracker(tuple(self._trackers)).finish(summary.to_dict())
+            every = [*self._trackers, *([self._wandb] if self._wandb else [])]
+            CompositeTracker(tuple(every)).finish(summary.to_dict())
         print_summary(self._console, self._home.path, summary, self._resume_command(reason))
 
     @property
@@ -195,6 +258,8 @@ class _Job:
         self._trackers.append(
             JsonlTracker(path / "metrics.jsonl", first_step=self._home.finished_steps + 1)
         )
+        if self._wandb:
+            return
         self._wandb = open_wandb(
             config.wandb,
             run_id=self._home.id,
@@ -204,11 +269,14 @@ class _Job:
         )
         if self._wandb:
             self._wandb.tables(plan_tables(self._plan))
-            self._trackers.append(self._wandb)
 
     def _log(self, metrics: Metrics) -> None:
         for tracker in self._trackers:
             tracker.log(metrics)
+        step = int(metrics["step"] or 0)
+        if self._wandb and step > self._newest_in_wandb:  # which takes no step twice
+            self._wandb.log(metrics)
+            self._newest_in_wandb = step
 
     def _performance(self) -> Callable[[float], Metrics]:
         samples = self._config.train.global_batch_size
@@ -226,22 +294,22 @@ class _Job:
         metadata = {
             "config": to_dict(self._config),
             "plan": self._plan.to_dict(),
-            "data": {"next_batch": step},
+            "data": {"next_batch": step + self._passed_over},
         }
         return crew.submit("save", self._checkpoints, step, metadata)
 
     def _summary(self, reason: str, records: list[dict[str, Any]]) -> Summary:
         # The step that was profiled ran task by task: its own time says nothing of the others.
-        profiled = profiled_step(self._config.train.steps, self._home.finished_steps)
         if len(records) > 1:
-            records = [r | dict.fromkeys(_RATES) if r["step"] == profiled else r for r in records]
+            hidden = dict.fromkeys(_RATES)
+            records = [r | hidden if r["step"] in self._profiled else r for r in records]
         plan, started = self._plan, psutil.Process().create_time()
         first_step_at = self.recorder.first_step_at
         allocation = self._meeting and self._meeting.allocation
         return Summary(
             run_id=self._home.id,
             exit_reason=reason,
-            restarts=allocation.restarts if allocation else 0,
+            restarts=(allocation.restarts if allocation else 0) + self._restarts,
             job_id=allocation.job_id if allocation else None,
             nodes=allocation.nodes if allocation else (),
             **measured(records),

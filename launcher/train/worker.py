@@ -75,6 +75,7 @@ class TrainWorker(Peer):
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="fetcher")
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="saver")
         self._saving: Future[None] | None = None
+        self._passed_over = 0
         self._completed = 0.0
 
     def setup(self, config: dict[str, Any], plan: dict[str, Any]) -> float:
@@ -121,7 +122,7 @@ class TrainWorker(Peer):
         """
         if self._sent is None:
             self._completed = time.perf_counter()
-        batch, waited = self._feeder.get(step - 1)
+        batch, waited = self._feeder.get(step - 1 + self._passed_over)
         if profile:
             result = self._finish()
             (self._state, metrics), self._stages = self._train.profile(self._state, batch)
@@ -194,8 +195,16 @@ class TrainWorker(Peer):
         arrays, here, there = (jax.tree.leaves(x) for x in (state, src, dst))
         return jax.tree.unflatten(tree, move(arrays, shapes, here, there, self._transport))
 
+    def pass_over(self, batches: int, step: int) -> None:
+        """After `create` or `restore`, that is `step` steps: take every step's batch so many
+        further on in the data than its number says."""
+        self._feeder.close()
+        self._passed_over = batches
+        self._feed(step)
+
     def _feed(self, start: int) -> None:
-        self._feeder = Feeder(self._program.dataset.train, start, self._config.train.steps)
+        first, stop = start + self._passed_over, self._config.train.steps + self._passed_over
+        self._feeder = Feeder(self._program.dataset.train, first, stop)
 
     def _finish(self) -> StepResult | None:
         if self._sent is None:
