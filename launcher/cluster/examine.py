@@ -16,12 +16,14 @@ import psutil
 from launcher.cluster.handle import LOOPBACK, WorkerHandle
 
 _DUMP_SECONDS = 3.0  # in which a process that can still do so has written its stacks
-_MOST_LINES = 60
+_MOST_FRAMES = 12  # of one thread, the newest
+_ROOT = Path(__file__).parents[2]
+_OURS = tuple(f'"{_ROOT / package}{os.sep}' for package in ("launcher", "recipes"))
 
 
 def examine(worker: WorkerHandle) -> str:
-    """In some lines: whether the process runs, waits or is stopped, and its Python stacks, which it
-    is made to write to its log.
+    """In some lines: whether the process runs, waits or is stopped, and where in Python its main
+    thread stands, and those that do our work. It is made to write all stacks to its log.
 
     A stopped process is continued for that, so it is to be ended afterwards.
     """
@@ -37,10 +39,25 @@ def examine(worker: WorkerHandle) -> str:
         process.send_signal(signal.SIGCONT)
     except psutil.Error as error:
         return f"its process cannot be examined: {error}"
-    stacks = _new_lines(worker.log, written)
+    stacks = telling(_new_text(worker.log, written))
     if not stacks:
-        return f"{state}; it wrote no stacks, so it hangs outside of Python or is not scheduled"
-    return "\n".join([f"{state}; its stacks:", *(f"  {line}" for line in stacks)])
+        return f"{state}; it wrote no stacks when asked to"
+    told = [f"{state}; where it stands (all of its threads: {worker.log}):"]
+    return "\n".join([*told, *(f"  {line}" for line in stacks)])
+
+
+def telling(dump: str) -> list[str]:
+    """Of what faulthandler writes, the threads that tell something: ours, and the main one, which
+    comes last. Cut short."""
+    *others, main = [block.splitlines() for block in dump.strip().split("\n\n")]
+    lines = []
+    for block in [block for block in others if any(map(_is_ours, block))] + [main]:
+        lines += block[: _MOST_FRAMES + 1]
+    return lines
+
+
+def _is_ours(line: str) -> bool:
+    return any(folder in line for folder in _OURS)
 
 
 def _state(process: psutil.Process) -> str:
@@ -65,7 +82,7 @@ def _size(log: Path) -> int:
         return 0
 
 
-def _new_lines(log: Path, start: int) -> list[str]:
+def _new_text(log: Path, start: int) -> str:
     """What is added to `log` after its byte `start`, once nothing more comes."""
     deadline, size = time.monotonic() + _DUMP_SECONDS, start
     while time.monotonic() < deadline:
@@ -74,8 +91,7 @@ def _new_lines(log: Path, start: int) -> list[str]:
         if size > start and size == before:
             break
     if size <= start:
-        return []
+        return ""
     with log.open("rb") as file:
         file.seek(start)
-        text = file.read(size - start).decode(errors="replace")
-    return text.splitlines()[:_MOST_LINES]
+        return file.read(size - start).decode(errors="replace")

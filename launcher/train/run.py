@@ -6,7 +6,6 @@ and what is said, and with which exit code, where it cannot be done.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 import jax
@@ -16,7 +15,7 @@ from launcher.cluster.slurm_meeting import Meeting
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.plan import PlanError
-from launcher.report.console import make_console
+from launcher.report.console import complain, make_console
 from launcher.trace import TraceError
 from launcher.train import folder
 from launcher.train.calibrate import calibrate
@@ -60,7 +59,7 @@ def guarded(work: Callable[[], int]) -> int:
         message, code = f"{where}{error.strerror or error}", 1
     except (DivergedError, ClusterError, WorkerError, FailedError) as error:
         message, code = str(error), 1
-    print(f"launcher: {message}", file=sys.stderr)
+    complain(message)
     return code
 
 

@@ -25,7 +25,7 @@ from launcher.cluster.slurm_script import SCRIPT
 from launcher.config.compose import to_dict
 from launcher.config.schema import Config
 from launcher.plan import Plan, timeline
-from launcher.report.console import ConsoleTracker, status
+from launcher.report.console import ConsoleTracker, complain, status
 from launcher.report.jsonl import JsonlTracker, read_metrics
 from launcher.report.metrics import measured, performance
 from launcher.report.plan_record import beside_measured, plan_tables, predicted_memory
@@ -79,6 +79,8 @@ def train_in(
         return code
     except KeyboardInterrupt:
         code, reason = stop.ending
+        if (saved := folder.again(home, config).finished_steps) < job.recorder.finished_steps:
+            reason += f", not saved since step {saved}"
         raise
     except Exception as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
@@ -216,7 +218,7 @@ class _Job:
         self._home = folder.again(self._home, self._config)
         self.recorder.begin(self._home.finished_steps)
         limit, finished = self._config.cluster.max_restarts, self._home.finished_steps
-        print(f"launcher: {restart_text(failure, restart, limit, finished)}", file=sys.stderr)
+        complain(restart_text(failure, restart, limit, finished))
 
     def _stored_position(self) -> int:
         """Which batch is next, from 0: after the newest checkpoint, or after a roll-back to it."""
@@ -323,7 +325,7 @@ class _Job:
         )
 
     def _resume_command(self, reason: str) -> str | None:
-        if reason not in {word for _, word in ENDINGS.values()}:
+        if not reason.startswith(tuple(word for _, word in ENDINGS.values())):
             return None
         if self._meeting is not None:
             script = self._home.path / SCRIPT

@@ -156,6 +156,8 @@ class TrainWorker(Peer):
         self.saved()
         state = self._state
         if self._transport is not None:
+            # Copied, because what is sent is fetched later, when the next step may have used it up.
+            state = jax.tree.map(lambda x: x.copy() if x.addressable_shards else x, state)
             state = self._moved(state, self._train.in_shardings[0], self._on_first_process())
         if jax.process_index() == 0:
             host, settings = checkpoint.copied(state), self._config.train.checkpoint
