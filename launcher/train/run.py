@@ -21,9 +21,10 @@ from launcher.train import folder
 from launcher.train.calibrate import calibrate
 from launcher.train.prepare import prepare
 from launcher.train.record import DivergedError
+from launcher.train.recording import write_planned
 from launcher.train.recovery import FailedError
 from launcher.train.signals import StopSignals
-from launcher.train.training import train_in, write_plan, write_planned
+from launcher.train.training import train_in, write_plan
 from recipes import InputError
 
 

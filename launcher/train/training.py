@@ -1,19 +1,15 @@
-"""One training run in its folder: files, workers, loop, and the account of it. `run` calls it."""
+"""One training run in its folder: workers, loop, and another start after a failure. `run` calls
+it; `recording` keeps the account.
+"""
 
 from __future__ import annotations
 
 import functools
 import json
-import shlex
-import sys
-import time
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import psutil
 import yaml
 from rich.console import Console
 
@@ -21,30 +17,22 @@ from launcher.cluster.errors import ClusterError, WorkerError
 from launcher.cluster.session import start
 from launcher.cluster.slurm_attempts import begin, finish
 from launcher.cluster.slurm_meeting import Meeting
-from launcher.cluster.slurm_script import SCRIPT
 from launcher.config.compose import to_dict
 from launcher.config.schema import Config
-from launcher.plan import Plan, timeline
-from launcher.report.console import ConsoleTracker, complain, status
-from launcher.report.jsonl import JsonlTracker, read_metrics
-from launcher.report.metrics import measured, performance
-from launcher.report.plan_record import beside_measured, plan_tables, predicted_memory
-from launcher.report.plots import plot_loss, plot_timeline
-from launcher.report.summary import Summary, print_summary, write_summary
-from launcher.report.tracker import CompositeTracker, Metrics, Tracker
-from launcher.report.wandb_tracker import WandbTracker, open_wandb
+from launcher.plan import Plan
+from launcher.report.console import complain, status
+from launcher.report.jsonl import read_metrics
 from launcher.train import checkpoint, folder
 from launcher.train.crew import Answers, Crew
 from launcher.train.folder import RunFolder
 from launcher.train.incident import failure_of, restart_text
-from launcher.train.loop import profiled_step, train
+from launcher.train.loop import train
 from launcher.train.prepare import Prepared
-from launcher.train.record import DivergedError, Recorder
+from launcher.train.record import DivergedError
+from launcher.train.recording import Recording
 from launcher.train.recovery import Failure, Restart, recovering
-from launcher.train.signals import ENDINGS, StopSignals
+from launcher.train.signals import StopSignals
 from launcher.train.worker import TrainWorker
-
-_RATES = ("perf/step_seconds", "perf/samples_per_second", "perf/tokens_per_second", "perf/mfu")
 
 
 def train_in(
@@ -70,16 +58,17 @@ def train_in(
     home.logs.mkdir(exist_ok=True)
     write_plan(home, config, ready.plan)
     job = _Job(home, config, ready, console, meeting)
+    recorder = job.recording.recorder
     code, reason = 1, "failed"
     try:
         job.train(stop)
         code, reason = 0, "done"
-        if stop.requested and job.recorder.finished_steps < config.train.steps:
+        if stop.requested and recorder.finished_steps < config.train.steps:
             code, reason = stop.ending
         return code
     except KeyboardInterrupt:
         code, reason = stop.ending
-        if (saved := folder.again(home, config).finished_steps) < job.recorder.finished_steps:
+        if (saved := folder.again(home, config).finished_steps) < recorder.finished_steps:
             reason += f", not saved since step {saved}"
         raise
     except Exception as error:
@@ -87,9 +76,9 @@ def train_in(
         raise
     finally:
         if attempt is not None:
-            step = max(home.finished_steps, job.recorder.finished_steps)
+            step = max(home.finished_steps, recorder.finished_steps)
             finish(home.path, attempt, code, reason, step)
-        job.sum_up(reason)
+        job.recording.sum_up(reason, job.restarts)
 
 
 def write_plan(home: RunFolder, config: Config, plan: Plan) -> None:
@@ -112,26 +101,12 @@ def _last_step(home: RunFolder) -> int:
     return max([home.finished_steps, *(record["step"] for record in records)])
 
 
-def write_planned(home: RunFolder, plan: Plan, plan_seconds: float) -> None:
-    """Write what was planned and not run: the timeline's picture and the summary."""
-    plot_timeline(timeline(plan), home.path / "plots" / "timeline.png", home.id)
-    summary = Summary(home.id, "planned", **predicted(plan), plan_seconds=plan_seconds)
-    write_summary(home.path, summary)
-
-
-def predicted(plan: Plan) -> dict[str, Any]:
-    """The fields of a summary that the plan alone knows."""
-    return {
-        "predicted_step_seconds": plan.predicted_step_seconds,
-        "predicted_samples_per_second": plan.predicted_samples_per_second,
-        "predicted_bubble_fraction": plan.predicted_bubble_fraction,
-        "predicted_peak_memory_bytes": predicted_memory(plan),
-        "num_parameters": plan.num_parameters,
-    }
-
-
 class _Job:
-    """A run under way: its workers, who records it, and what its summary will need."""
+    """A run under way, attempt after attempt.
+
+    Attributes:
+        recording: of all attempts. restarts: how many attempts there were before this one.
+    """
 
     def __init__(
         self,
@@ -143,24 +118,15 @@ class _Job:
     ) -> None:
         self._home, self._config, self._console = home, config, console
         assert ready.pool is not None, "nothing to train on"
-        self._meeting = meeting
-        self._pool, self._plan, self._plan_seconds = ready.pool, ready.plan, ready.plan_seconds
-        self._compile_seconds: float | None = None
-        self._wandb: WandbTracker | None = None
-        self._trackers: list[Tracker] = []  # of this attempt; the recording with wandb goes on
-        self._newest_in_wandb = 0
-        self._profiled: set[int] = set()
-        self._restarts = 0
+        self._meeting, self._pool, self._plan = meeting, ready.pool, ready.plan
+        allocation = meeting.allocation if meeting else None
+        self.recording = Recording(
+            home, config, ready.plan, ready.plan_seconds, console, allocation
+        )
+        self.restarts = 0
         # After a roll-back: to which step, and which batch is next.
         self._rolled_back: tuple[int, int] | None = None
         self._passed_over = 0  # how much further on in the data a batch is than its step's number
-        self.recorder = Recorder(
-            self._log,
-            config.train.log_every,
-            self._performance(),
-            say=functools.partial(console.print, soft_wrap=True),
-            skips=config.train.non_finite == "skip",
-        )
 
     def train(self, stop: StopSignals) -> None:
         """Train to the end; after a failure that another start may mend, go on from the newest
@@ -182,27 +148,26 @@ class _Job:
                 crew = Crew(workers, self._plan, session.check, timeout)
                 crew.join()
             setup = crew.submit("setup", to_dict(self._config), self._plan.to_dict())
-            self._open_files()  # while the worker traces and compiles
+            self.recording.open(finished)  # while the worker traces and compiles
             with status(self._console, "compiling"):
-                self._compile_seconds = setup.result()
+                self.recording.compile_seconds = setup.result()
                 if finished:
                     crew.submit("restore", self._checkpoints, finished).result()
                 else:
                     crew.submit("create").result()
                 if self._passed_over:
                     crew.submit("pass_over", self._passed_over, finished).result()
-            self._trackers.append(ConsoleTracker(self._console, steps, finished + 1))
-            self._profiled.add(profiled_step(steps, finished))
+            self.recording.show(finished)
             with stop.noted():
                 save = functools.partial(self._save, crew)
-                train(self._config.train, crew, self.recorder, stop, finished, save)
+                train(self._config.train, crew, self.recording.recorder, stop, finished, save)
                 with suppress(WorkerError, ClusterError):  # all is done and saved
                     crew.submit("close").result()
 
     def _diagnose(self, stop: StopSignals, error: Exception) -> Failure | None:
         if stop.requested or (self._meeting and self._pool.hosts > 1):
             return None  # Slurm brings a job of several nodes back, which end with their driver
-        train, step = self._config.train, self.recorder.finished_steps
+        train, step = self._config.train, self.recording.recorder.finished_steps
         rolls_back = train.non_finite == "rollback"
         failure = failure_of(error, step, train.steps, self._plan, rolls_back)
         if failure and isinstance(error, DivergedError):
@@ -212,11 +177,9 @@ class _Job:
         return failure
 
     def _begin_again(self, failure: Failure, restart: Restart) -> None:
-        CompositeTracker(tuple(self._trackers)).finish({})
-        self._trackers.clear()
-        self._restarts = restart.number
+        self.restarts = restart.number
         self._home = folder.again(self._home, self._config)
-        self.recorder.begin(self._home.finished_steps)
+        self.recording.close(self._home.finished_steps)
         limit, finished = self._config.cluster.max_restarts, self._home.finished_steps
         complain(restart_text(failure, restart, limit, finished))
 
@@ -230,67 +193,9 @@ class _Job:
         metadata = checkpoint.read_metadata(self._home.checkpoints, finished)
         return int(metadata["data"]["next_batch"])
 
-    def sum_up(self, reason: str) -> None:
-        """Finish the recording; write and print what the run came to."""
-        metrics = self._home.path / "metrics.jsonl"
-        records = read_metrics(metrics)
-        summary = self._summary(reason, records)
-        write_summary(self._home.path, summary)
-        try:
-            plots = self._home.path / "plots"
-            pictures = [plot_timeline(timeline(self._plan), plots / "timeline.png", self._home.id)]
-            if records:
-                pictures.append(plot_loss(records, plots / "loss.png", self._home.id))
-            if self._wandb:
-                last = records[-1] if records else {}
-                compared = beside_measured(self._plan, summary, last)
-                self._wandb.tables({"plan/beside_measured": compared})
-                self._wandb.pictures(pictures)
-        finally:
-            every = [*self._trackers, *([self._wandb] if self._wandb else [])]
-            CompositeTracker(tuple(every)).finish(summary.to_dict())
-        print_summary(self._console, self._home.path, summary, self._resume_command(reason))
-
     @property
     def _checkpoints(self) -> str:
         return str(self._home.checkpoints.absolute())
-
-    def _open_files(self) -> None:
-        path, config = self._home.path, self._config
-        self._trackers.append(
-            JsonlTracker(path / "metrics.jsonl", first_step=self._home.finished_steps + 1)
-        )
-        if self._wandb:
-            return
-        self._wandb = open_wandb(
-            config.wandb,
-            run_id=self._home.id,
-            config=to_dict(config),
-            run_dir=path,
-            warn=functools.partial(self._console.print, soft_wrap=True),
-        )
-        if self._wandb:
-            self._wandb.tables(plan_tables(self._plan))
-
-    def _log(self, metrics: Metrics) -> None:
-        for tracker in self._trackers:
-            tracker.log(metrics)
-        step = int(metrics["step"] or 0)
-        if self._wandb and step > self._newest_in_wandb:  # which takes no step twice
-            self._wandb.log(metrics)
-            self._newest_in_wandb = step
-
-    def _performance(self) -> Callable[[float], Metrics]:
-        samples = self._config.train.global_batch_size
-        length = getattr(self._config.model, "sequence_length", None)
-        return functools.partial(
-            performance,
-            samples=samples,
-            tokens=length and samples * length,
-            flops=self._plan.flops_per_step,
-            devices=self._plan.num_devices,
-            peak_flops=self._plan.cluster["peak_flops"],
-        )
 
     def _save(self, crew: Crew, step: int) -> Answers:
         metadata = {
@@ -299,38 +204,3 @@ class _Job:
             "data": {"next_batch": step + self._passed_over},
         }
         return crew.submit("save", self._checkpoints, step, metadata)
-
-    def _summary(self, reason: str, records: list[dict[str, Any]]) -> Summary:
-        # The step that was profiled ran task by task: its own time says nothing of the others.
-        if len(records) > 1:
-            hidden = dict.fromkeys(_RATES)
-            records = [r | hidden if r["step"] in self._profiled else r for r in records]
-        plan, started = self._plan, psutil.Process().create_time()
-        first_step_at = self.recorder.first_step_at
-        allocation = self._meeting and self._meeting.allocation
-        return Summary(
-            run_id=self._home.id,
-            exit_reason=reason,
-            restarts=(allocation.restarts if allocation else 0) + self._restarts,
-            job_id=allocation.job_id if allocation else None,
-            nodes=allocation.nodes if allocation else (),
-            **measured(records),
-            **predicted(plan),
-            plan_seconds=self._plan_seconds,
-            compile_seconds=self._compile_seconds,
-            time_to_first_step_seconds=first_step_at and first_step_at - started,
-            total_seconds=time.time() - started,
-            wandb_url=self._wandb.url if self._wandb else None,
-            wandb_sync_command=self._wandb.sync_command if self._wandb else None,
-        )
-
-    def _resume_command(self, reason: str) -> str | None:
-        if not reason.startswith(tuple(word for _, word in ENDINGS.values())):
-            return None
-        if self._meeting is not None:
-            script = self._home.path / SCRIPT
-            return shlex.join(["sbatch", str(script)]) if script.exists() else None
-        program = Path(sys.argv[0]).name
-        command = [program] if program == "launcher" else ["python", "-m", "launcher"]
-        settings = [word for word in sys.argv[1:] if not word.startswith("run.id=")]
-        return shlex.join([*command, *settings, f"run.id={self._home.id}"])

@@ -6,6 +6,7 @@ Every run here is of one plan, and so must come to the very bytes of the one tha
 import functools
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -17,6 +18,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import psutil
 import pytest
+
+import recipes
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launched import Launcher, lines, losses, summary
@@ -163,6 +166,39 @@ def test_the_same_failure_at_the_same_step_twice_in_a_row_ends_the_run(tmp_path:
         "The run is not started again: it failed in the same way twice in a row at step 0.\n"
     )
     assert summary(run)["exit_reason"].startswith("worker_0 died")
+
+
+def with_batches(folder: Path, code: str) -> Path:
+    """A user's folder whose own recipes make other batches: `code` defines `changed(train, k)`."""
+    folder.mkdir()
+    shutil.copytree(Path(recipes.__file__).parent, folder / "recipes")
+    with (folder / "recipes" / "synthetic.py").open("a") as module:
+        module.write(
+            f"\n\n_build = build\n\n\n{code}\n\n\ndef build(*arguments):\n"
+            "    dataset = _build(*arguments)\n"
+            "    return dataset._replace(train=lambda k: changed(dataset.train, k))\n"
+        )
+    return folder
+
+
+@pytest.mark.slow
+def test_a_run_is_rolled_back_and_passes_over_the_batches_that_led_astray(tmp_path: Path) -> None:
+    """Batch 12, of step 13, is bad: the run goes back to step 10 and on with batch 13, also in a
+    later process."""
+    bad = "def changed(train, k):\n    return {n: v * (np.nan if k == 12 else 1) "
+    bad += "for n, v in train(k).items()}"
+    words = (*WORDS, "optimizer.decay=constant", "train.non_finite=rollback")
+    folder = with_batches(tmp_path / "bad", bad)
+    code, _, err = Launcher(folder, *words, "train.steps=18").end()
+    assert code == 0
+    assert err.startswith("launcher: train/loss is nan at step 13")
+    assert "Restart 1 of at most 3 in 1 s, from the checkpoint at step 10" in err
+    assert Launcher(folder, *words, "train.steps=24").end()[0] == 0
+
+    other = "def changed(train, k):\n    return train(k if k < 10 else k + 3)"
+    expected = with_batches(tmp_path / "other", other)
+    assert Launcher(expected, *words, "train.steps=24").end()[0] == 0
+    assert losses(folder / "outputs" / "one") == losses(expected / "outputs" / "one")
 
 
 @pytest.mark.slow
