@@ -144,7 +144,7 @@ class Session:
         if not address or self._head.poll() is not None:  # connecting would try for ever
             log = self._log_dir / "ray.log"
             raise RayEndedError(f"Ray did not come up. The last lines of {log}:\n{last_lines(log)}")
-        with _environment(self._environ), _sigterm_kept():
+        with _environment(self._environ), _signals_held():
             self._undo.callback(self._ray.shutdown)
             try:
                 self._ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
@@ -228,17 +228,27 @@ def _change_environment(environ: Mapping[str, str]) -> None:
 
 
 @contextmanager
-def _sigterm_kept() -> Iterator[None]:
-    """Put our SIGTERM handler back after Ray has set its own, and hold signals back meanwhile.
+def _signals_held() -> Iterator[None]:
+    """Hold signals for the driver back while Ray connects, and deliver them afterwards.
 
-    Ray sets two: one in Python, which exits, and one below Python, where `signal.getsignal` does
-    not see it, which aborts the process three seconds later. An interrupt is held back as well: it
-    would leave Ray half connected, which later crashes the process.
+    An interrupt would leave Ray half connected, which later crashes the process. And Ray sets two
+    handlers of its own for SIGTERM: one in Python, which exits, and which is kept from it; one
+    below Python, where `signal.getsignal` does not see it, which calls the handler before it but
+    has an alarm abort the process three seconds later. To block the signals is not enough: the
+    kernel hands them to any thread that does not, and libraries have such threads.
     """
-    handler = signal.getsignal(signal.SIGTERM)
+    held: list[int] = []
+    before = {s: signal.signal(s, lambda n, frame: held.append(n)) for s in host.FOR_THE_DRIVER}
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, host.FOR_THE_DRIVER)
+    set_handler, on_alarm = signal.signal, signal.getsignal(signal.SIGALRM)
+    signal.signal = lambda number, handler: signal.getsignal(number)  # type: ignore[assignment]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, handler)
+        signal.signal = set_handler
+        signal.alarm(0)
+        for number, handler in {**before, signal.SIGALRM: on_alarm}.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    for number in dict.fromkeys(held):
+        signal.raise_signal(number)

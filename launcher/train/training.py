@@ -160,7 +160,11 @@ class _Job:
             self.recording.show(finished)
             with stop.noted():
                 save = functools.partial(self._save, crew)
-                train(self._config.train, crew, self.recording.recorder, stop, finished, save)
+                try:
+                    train(self._config.train, crew, self.recording.recorder, stop, finished, save)
+                except DivergedError:
+                    crew.submit("saved").result()  # of the steps before
+                    raise
                 with suppress(WorkerError, ClusterError):  # all is done and saved
                     crew.submit("close").result()
 

@@ -6,6 +6,7 @@ afterwards has been left behind.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -43,8 +44,11 @@ class Launcher:
             time.sleep(0.02)
 
     def end(self) -> tuple[int, str, str]:
-        """Wait for the end: exit code, standard output, standard error. Nothing is left then."""
+        """Wait for the end: exit code, standard output, standard error. Nothing is left then; soon
+        after, where the launcher could not see to that itself."""
         out, err = self.process.communicate(timeout=DEADLINE)
+        if self.process.returncode == -signal.SIGKILL:
+            psutil.wait_procs(self.processes(), timeout=30)
         assert [process.cmdline() for process in self.processes()] == []
         return self.process.returncode, out, err
 
