@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from launcher.cluster.errors import ClusterError, WorkerError
+from launcher.cluster.errors import RayEndedError, WorkerError
 
 LOOPBACK = "127.0.0.1"
 WATCH_SECONDS = 0.5
@@ -36,7 +36,7 @@ class Future:
 
         Raises:
             WorkerError: the method raised, or the worker died.
-            ClusterError: Ray itself ended.
+            RayEndedError: Ray itself ended.
             TimeoutError: the call is still running; ask again.
         """
         import ray
@@ -58,7 +58,7 @@ class Future:
             raise self._worker.death("unreachable") from None
         except ray.exceptions.RayError as error:
             output = self._worker.log.with_name("ray.log")
-            raise ClusterError(f"Ray lost {self._worker.name}; see {output}: {error}") from error
+            raise RayEndedError(f"Ray lost {self._worker.name}; see {output}: {error}") from error
         if not done:
             raise self._worker.failure(*value)
         return value
@@ -79,7 +79,10 @@ def gather(
     waiting = {future._reference: future for future in futures}
     while waiting:
         timeout = WATCH_SECONDS if watch else None
-        done = ray.wait(list(waiting), num_returns=1, timeout=timeout)[0]
+        try:
+            done = ray.wait(list(waiting), num_returns=1, timeout=timeout)[0]
+        except ray.exceptions.RayError as error:
+            raise RayEndedError(f"Ray cannot be asked any more: {error}") from error
         if watch and not done:
             watch([future._worker for future in waiting.values()])
         for reference in done:

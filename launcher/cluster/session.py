@@ -88,6 +88,14 @@ class Session:
             ClusterError: Ray did not come up.
         """
         self._connect()
+        try:
+            handles = self._spawn(worker_class, arguments)
+        except self._ray.exceptions.RayError as error:
+            raise RayEndedError(f"Ray cannot start the workers: {error}") from error
+        self._undo.callback(_kill, handles)
+        return handles
+
+    def _spawn(self, worker_class: type, arguments: Sequence[Any]) -> list[WorkerHandle]:
         # As code, not as a name to import: it runs before anything of this package does.
         self._ray.cloudpickle.register_pickle_by_value(host)
         actor_class = self._ray.remote(num_cpus=0)(host.Host)
@@ -102,7 +110,6 @@ class Session:
             actor = place.remote(environ, search_path, os.getcwd(), str(log))
             handles.append(WorkerHandle(actor, index, log, self._addresses[index]))
             actor.construct.remote(pickled)
-        self._undo.callback(_kill, handles)
         return handles
 
     def check(self) -> None:
@@ -149,7 +156,7 @@ class Session:
             try:
                 self._ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
             except (self._ray.exceptions.RayError, ConnectionError, RuntimeError) as error:
-                raise ClusterError(f"Ray came up, but cannot be talked to: {error}") from error
+                raise RayEndedError(f"Ray came up, but cannot be talked to: {error}") from error
         if self._meeting is not None:
             self._await_nodes(self._meeting)
         self._connected = True
@@ -247,8 +254,8 @@ def _signals_held() -> Iterator[None]:
     finally:
         signal.signal = set_handler
         signal.alarm(0)
-        for number, handler in {**before, signal.SIGALRM: on_alarm}.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for signum, handler in {**before, signal.SIGALRM: on_alarm}.items():
+            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     for number in dict.fromkeys(held):
         signal.raise_signal(number)

@@ -60,6 +60,7 @@ class Summary:
     time_to_first_step_seconds: float | None = None
     total_seconds: float | None = None
     restarts: int = 0
+    skipped_steps: int = 0
     job_id: str | None = None
     nodes: tuple[str, ...] = ()
     wandb_url: str | None = None
@@ -129,6 +130,8 @@ def _results(summary: Summary) -> list[tuple[str, str]]:
         lines.append(("model", size))
     if summary.restarts:
         lines.append(("restarts", str(summary.restarts)))
+    if summary.skipped_steps:
+        lines.append(("skipped", f"{summary.skipped_steps} updates, not finite"))
     return lines
 
 
