@@ -150,7 +150,9 @@ class Session:
         address = self._head.stdout.readline().strip()
         if not address or self._head.poll() is not None:  # connecting would try for ever
             log = self._log_dir / "ray.log"
-            raise RayEndedError(f"Ray did not come up. The last lines of {log}:\n{last_lines(log)}")
+            raise RayEndedError(
+                f"Ray did not come up.\nThe last lines of {log}:\n{last_lines(log)}"
+            )
         with _environment(self._environ), _signals_held():
             self._undo.callback(self._ray.shutdown)
             try:

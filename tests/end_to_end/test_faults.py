@@ -77,6 +77,8 @@ def kill(launcher: Launcher, victim: str, draw: random.Random) -> None:
         victims = launcher.processes()
     elif victim == "worker":
         victims = [draw.choice(launcher.workers())]
+    elif victim == "head":  # the process that holds Ray and the workers
+        victims = psutil.Process(launcher.process.pid).children()
     else:
         victims = [p for p in launcher.processes() if p.name() == victim]
     assert victims
@@ -98,6 +100,7 @@ def kill(launcher: Launcher, victim: str, draw: random.Random) -> None:
         ("gcs_server", 1, 7),
         ("raylet", 1, 8),
         ("raylet", 2, 9),
+        ("head", 1, 10),
     ],
 )
 def test_whoever_is_killed_the_run_comes_to_the_same_bytes(
