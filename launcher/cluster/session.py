@@ -250,12 +250,13 @@ def _signals_held() -> Iterator[None]:
     before = {s: signal.signal(s, lambda n, frame: held.append(n)) for s in host.FOR_THE_DRIVER}
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, host.FOR_THE_DRIVER)
     set_handler, on_alarm = signal.signal, signal.getsignal(signal.SIGALRM)
+    alarm_in = signal.alarm(0)
     signal.signal = lambda number, handler: signal.getsignal(number)  # type: ignore[assignment]
     try:
         yield
     finally:
         signal.signal = set_handler
-        signal.alarm(0)
+        signal.alarm(alarm_in)
         for signum, handler in {**before, signal.SIGALRM: on_alarm}.items():
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from launcher.cluster.errors import HungError, RayEndedError, WorkerError
 from launcher.plan import Plan
 from launcher.train.record import DivergedError
@@ -61,10 +59,6 @@ def _report(
 
 
 def _stages(plan: Plan, host: int) -> str:
-    held = [i for i, stage in enumerate(plan.stages) if host in stage.hosts]
-    return f"{_and('stage', held)} of {len(plan.stages)}"
-
-
-def _and(noun: str, numbers: Sequence[int]) -> str:
-    many = "s" if len(numbers) > 1 else ""
-    return f"{noun}{many} {', '.join(map(str, numbers))}"
+    held = [str(i) for i, stage in enumerate(plan.stages) if host in stage.hosts]
+    many = "s" if len(held) > 1 else ""
+    return f"stage{many} {', '.join(held)} of {len(plan.stages)}"

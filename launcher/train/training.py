@@ -47,7 +47,7 @@ def train_in(
 
     In a Slurm job, where there is a `meeting`, it is an attempt with logs of its own. Whatever
     happens, no process stays behind and `summary.json` says how the run ended. Raises ClusterError,
-    WorkerError, DivergedError, KeyboardInterrupt and OSError.
+    WorkerError, DivergedError, FailedError, KeyboardInterrupt and OSError.
     """
     config = replace(config, run=replace(config.run, id=home.id))
     (home.path / "summary.json").unlink(missing_ok=True)
