@@ -25,18 +25,20 @@ from launcher.config.compose import to_dict
 from launcher.config.schema import Config
 from launcher.plan import Plan, timeline
 from launcher.report.console import ConsoleTracker, status
+from launcher.report.files import write_whole
 from launcher.report.jsonl import JsonlTracker, read_metrics
 from launcher.report.metrics import measured, performance
 from launcher.report.plan_record import beside_measured, plan_tables, predicted_memory
 from launcher.report.plots import plot_loss, plot_timeline
-from launcher.report.summary import Summary, print_summary, write_summary
+from launcher.report.summary import Summary, print_summary, shown_path, write_summary
 from launcher.report.tracker import CompositeTracker, Metrics, Tracker
 from launcher.report.wandb_tracker import WandbTracker, open_wandb
-from launcher.train.crew import Answers, Crew
+from launcher.train.crew import Crew
 from launcher.train.folder import RunFolder
 from launcher.train.loop import profiled_step, train
 from launcher.train.prepare import Prepared
 from launcher.train.record import Recorder
+from launcher.train.saving import Saving, contents
 from launcher.train.signals import ENDINGS, StopSignals
 from launcher.train.worker import TrainWorker
 
@@ -55,7 +57,7 @@ def train_in(
 
     In a Slurm job, where there is a `meeting`, it is an attempt with logs of its own. Whatever
     happens, no process stays behind and `summary.json` says how the run ended. Raises ClusterError,
-    WorkerError, DivergedError, KeyboardInterrupt and OSError.
+    WorkerError, DivergedError, SaveError, KeyboardInterrupt and OSError.
     """
     config = replace(config, run=replace(config.run, id=home.id))
     (home.path / "summary.json").unlink(missing_ok=True)
@@ -89,15 +91,9 @@ def train_in(
 def write_plan(home: RunFolder, config: Config, plan: Plan) -> None:
     """Write what the run is to be: `config.yaml`, resolved, and `plan.json`."""
     tree = to_dict(replace(config, run=replace(config.run, id=home.id)))
-    _write(home.path / "config.yaml", yaml.safe_dump(tree, sort_keys=False))
-    _write(home.path / "plan.json", json.dumps(plan.to_dict(), indent=2) + "\n")
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all: another task of a Slurm job may be reading it."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(text)
-    partial.replace(path)
+    # Whole or not at all: another task of a Slurm job may be reading them.
+    write_whole(home.path / "config.yaml", yaml.safe_dump(tree, sort_keys=False))
+    write_whole(home.path / "plan.json", json.dumps(plan.to_dict(), indent=2) + "\n")
 
 
 def _last_step(home: RunFolder) -> int:
@@ -141,12 +137,19 @@ class _Job:
         self._pool, self._plan, self._plan_seconds = ready.pool, ready.plan, ready.plan_seconds
         self._compile_seconds: float | None = None
         self._wandb: WandbTracker | None = None
+        self._init_from = str(ready.init_from) if ready.init_from else None
+        self._saves: Saving | None = None
         self._trackers: list[Tracker] = []
         self.recorder = Recorder(self._log, config.train.log_every, self._performance())
 
     def train(self, stop: StopSignals) -> None:
         """Bring the workers up, train, save, take them down."""
         finished, steps = self._home.finished_steps, self._config.train.steps
+        for line in self._home.damaged:
+            self._say(line)
+        if finished:
+            folder = self._home.checkpoints / str(finished)
+            self._say(f"resuming run {self._home.id} at step {finished} from {shown_path(folder)}")
         with ExitStack() as stack:
             with status(self._console, "starting Ray and the workers"):
                 session = stack.enter_context(start(self._pool, self._home.logs, self._meeting))
@@ -159,11 +162,10 @@ class _Job:
                 if finished:
                     crew.submit("restore", self._checkpoints, finished).result()
                 else:
-                    crew.submit("create").result()
+                    crew.submit("create", self._init_from).result()
             self._trackers.append(ConsoleTracker(self._console, steps, finished + 1))
             with stop.noted():
-                save = functools.partial(self._save, crew)
-                train(self._config.train, crew, self.recorder, stop, finished, save)
+                train(self._config.train, crew, self.recorder, stop, finished, self._saving(crew))
                 crew.submit("close").result()
 
     def sum_up(self, reason: str) -> None:
@@ -193,7 +195,7 @@ class _Job:
     def _open_files(self) -> None:
         path, config = self._home.path, self._config
         self._trackers.append(
-            JsonlTracker(path / "metrics.jsonl", first_step=self._home.finished_steps + 1)
+            JsonlTracker(path / "metrics.jsonl", self._home.finished_steps + 1, self._say)
         )
         self._wandb = open_wandb(
             config.wandb,
@@ -222,13 +224,18 @@ class _Job:
             peak_flops=self._plan.cluster["peak_flops"],
         )
 
-    def _save(self, crew: Crew, step: int) -> Answers:
-        metadata = {
-            "config": to_dict(self._config),
-            "plan": self._plan.to_dict(),
-            "data": {"next_batch": step},
-        }
-        return crew.submit("save", self._checkpoints, step, metadata)
+    def _saving(self, crew: Crew) -> Saving:
+        self._saves = Saving(
+            crew,
+            self._home.checkpoints,
+            self._config.train.checkpoint,
+            functools.partial(contents, self._config, self._plan),
+            self._say,
+        )
+        return self._saves
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True, markup=False, highlight=False)
 
     def _summary(self, reason: str, records: list[dict[str, Any]]) -> Summary:
         # The step that was profiled ran task by task: its own time says nothing of the others.
@@ -238,10 +245,13 @@ class _Job:
         plan, started = self._plan, psutil.Process().create_time()
         first_step_at = self.recorder.first_step_at
         allocation = self._meeting and self._meeting.allocation
+        failures = self._saves.failures if self._saves else []
         return Summary(
             run_id=self._home.id,
             exit_reason=reason,
             restarts=allocation.restarts if allocation else 0,
+            failed_saves=len(failures),
+            save_error=failures[-1] if failures else None,
             job_id=allocation.job_id if allocation else None,
             nodes=allocation.nodes if allocation else (),
             **measured(records),

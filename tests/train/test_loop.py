@@ -1,5 +1,6 @@
 """The loop with a real worker in this process: a small pipeline trained, stopped and resumed."""
 
+import functools
 import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from launcher.train.loop import Cadence, train
 from launcher.train.optimizer import build_optimizer
 from launcher.train.program import build_program
 from launcher.train.record import DivergedError, Recorder
+from launcher.train.saving import Saving, contents
 from launcher.train.signals import StopSignals
 from launcher.train.step import init_state, make_eval_step, make_train_step
 from launcher.train.worker import StepResult, TrainWorker
@@ -75,6 +77,7 @@ class Training:
         self.config = load([*WORDS, *words])
         self.folder = folder
         self.lines = []
+        self.warnings = []
         self.stop = StopSignals()
         self.stop_after = stop_after
 
@@ -95,7 +98,11 @@ class Training:
         self.handle = Handle(worker, plan)
         recorder = Recorder(self._log, config.train.log_every, lambda seconds: {})
         try:
-            train(config.train, self.handle, recorder, self.stop, finished, self._save)
+            describe = functools.partial(contents, config, plan)
+            saving = Saving(
+                self.handle, self.folder, config.train.checkpoint, describe, self.warnings.append
+            )
+            train(config.train, self.handle, recorder, self.stop, finished, saving)
         finally:
             self.handle.close()
         return self
@@ -104,10 +111,6 @@ class Training:
         self.lines.append(line)
         if line["step"] == self.stop_after:
             self.stop.requested = signal.SIGINT
-
-    def _save(self, step):
-        metadata = {"config": to_dict(self.config)}
-        return self.handle.submit("save", str(self.folder), step, metadata)
 
     def losses(self):
         return [line["train/loss"] for line in self.lines]
