@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 
 from launcher.train.checkpoint.integrity import Sums, checksums, files_below, write_checksums
@@ -24,6 +25,7 @@ from launcher.train.checkpoint.layout import ARRAYS, METADATA, partial_path, ste
 from launcher.train.checkpoint.pieces import Pieces, PiecesHandler
 
 FIELDS = ("step", "params", "opt_state", "key")
+_CHUNK_BYTES = 2**24  # at most; who needs a part of an array reads whole chunks
 _POLL_SECONDS = 0.05
 _LIMIT_SECONDS = 1800.0  # for another process to write its part, on a slow disk
 
@@ -91,7 +93,8 @@ def _write_part(partial: Path, state: Any, writers: Writers) -> None:
     arrays = partial / ARRAYS
     arrays.mkdir(parents=True, exist_ok=True)
     tree = {name: getattr(state, name) for name in FIELDS}
-    _handler(writers.index).save(arrays, args=ocp.args.PyTreeSave(tree))
+    wanted = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), tree)
+    _handler(writers.index).save(arrays, args=ocp.args.PyTreeSave(tree, wanted))
     own = arrays / f"ocdbt.process_{writers.index}"
     if writers.index:
         sums = checksums(partial, files_below(own) if own.exists() else [], sync=True)
