@@ -78,6 +78,7 @@ class Training:
         self.folder = folder
         self.lines = []
         self.warnings = []
+        self.warn = self.warnings.append
         self.stop = StopSignals()
         self.stop_after = stop_after
 
@@ -99,10 +100,10 @@ class Training:
         recorder = Recorder(self._log, config.train.log_every, lambda seconds: {})
         try:
             describe = functools.partial(contents, config, plan)
-            saving = Saving(
-                self.handle, self.folder, config.train.checkpoint, describe, self.warnings.append
+            self.saving = Saving(
+                self.handle, self.folder, config.train.checkpoint, describe, self.warn
             )
-            train(config.train, self.handle, recorder, self.stop, finished, saving)
+            train(config.train, self.handle, recorder, self.stop, finished, self.saving)
         finally:
             self.handle.close()
         return self
@@ -208,6 +209,29 @@ def test_states_are_saved_on_the_way_and_training_goes_on_from_any(undisturbed, 
         shutil.rmtree(tmp_path / str(step))
     again = Training(tmp_path).run()
     assert again.losses() == undisturbed.losses()[steps[0] :]
+
+
+def test_a_save_that_fails_is_said_and_the_run_goes_on(undisturbed, tmp_path):
+    training = Training(tmp_path / "checkpoints", "train.checkpoint.every_steps=2")
+    training.folder.write_text("in the way")
+    warn = training.warnings.append
+    training.warn = lambda text: (warn(text), training.folder.unlink(missing_ok=True))
+    training.run()
+    assert training.losses() == undisturbed.losses()
+    told = [f"{failure} Training goes on." for failure in training.saving.failures]
+    assert training.warnings == told
+    assert told[0].startswith(f"cannot save step 2 in {training.folder}: ")
+    assert checkpoint.newest(training.folder).step == 6
+
+
+@pytest.mark.parametrize("words", [["train.checkpoint.on_error=stop"], []])
+def test_a_save_that_fails_ends_the_run_where_that_is_asked_or_it_is_the_last(words, tmp_path):
+    every = "train.checkpoint.every_steps=2" if words else "train.checkpoint.every_steps=0"
+    training = Training(tmp_path / "checkpoints", every, *words)
+    training.folder.write_text("in the way")
+    with pytest.raises(checkpoint.SaveError, match=f"cannot save step {2 if words else 6} in "):
+        training.run()
+    assert len(training.lines) == 6 or words
 
 
 def test_when_to_save():

@@ -6,7 +6,7 @@ Any JAX program reads it with stock Orbax, on any number of devices and without 
 the plan, the next batch) is JSON in the same folder, and `checksums.json` there holds a checksum of
 every file: whoever goes on from a checkpoint knows that it is whole.
 
-`pieces` is a state as a process holds it, `save` and `restore` move it, `integrity` tells whole
+`pieces` is a state as a process holds it, `write` and `read` move it, `integrity` tells whole
 from damaged, and `choose` picks the one to go on from. `worker` writes and reads states, `folder`
 and `prepare` the rest.
 """
@@ -15,8 +15,8 @@ from launcher.train.checkpoint.choose import Choice, InitError, newest, resolve,
 from launcher.train.checkpoint.integrity import damage
 from launcher.train.checkpoint.layout import clear_partial, latest_step, read_metadata
 from launcher.train.checkpoint.pieces import copied
-from launcher.train.checkpoint.restore import Mismatch, check_params, restore, restore_params
-from launcher.train.checkpoint.save import SaveError, Writers, save
+from launcher.train.checkpoint.read import Mismatch, check_params, restore, restore_params
+from launcher.train.checkpoint.write import SaveError, Writers, save
 
 __all__ = [
     "Choice",

@@ -1,7 +1,7 @@
 """Whether a checkpoint is whole: `checksums.json`, which holds the size and SHA-256 of every file.
 
 It is written last, before a checkpoint gets its name, and read first, before a byte of the rest is
-believed. Its own text is the only one that it can have (sorted, one layout), so that a change to it
+believed. It holds its own checksum, too, and has the only layout that it can have: a change to it
 shows as well. Standard library only: the driver checks before JAX is loaded.
 """
 
@@ -102,7 +102,8 @@ def _sum(path: Path, sync: bool) -> tuple[int, str]:
 
 def _text(sums: Sums) -> str:
     files = {name: {"bytes": size, _ALGORITHM: digest} for name, (size, digest) in sums.items()}
-    return json.dumps({"files": files}, indent=1, sort_keys=True) + "\n"
+    own = hashlib.new(_ALGORITHM, json.dumps(files, sort_keys=True).encode()).hexdigest()
+    return json.dumps({"files": files, _ALGORITHM: own}, indent=1, sort_keys=True) + "\n"
 
 
 def _read(path: Path) -> dict[str, tuple[int, str]]:

@@ -8,7 +8,7 @@ each leaf; how the tree is laid out on disk stays Orbax's own business.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,7 +88,7 @@ class PiecesHandler(ocp.type_handlers.NumpyHandler):
         """See `ocp.type_handlers.TypeHandler`; all is written when it returns."""
         args = args or [ocp.SaveArgs()] * len(values)
         jobs = zip(values, infos, args, strict=True)
-        await asyncio.gather(*(self._write(*job) for job in jobs if job[0].parts))
+        await _all(self._write(*job) for job in jobs if job[0].parts)
         return []
 
     async def _write(self, pieces: Pieces, info: Any, arg: Any) -> None:
@@ -109,9 +109,15 @@ class PiecesHandler(ocp.type_handlers.NumpyHandler):
             assume_metadata=not pieces.is_first,
             context=info.ts_context,
         )
-        await asyncio.gather(
-            *(
-                store[index].write(part, can_reference_source_data_indefinitely=True)
-                for index, part in pieces.parts
-            )
+        await _all(
+            store[index].write(part, can_reference_source_data_indefinitely=True)
+            for index, part in pieces.parts
         )
+
+
+async def _all(jobs: Iterable[Awaitable[Any]]) -> None:
+    """Wait for all jobs, also where one fails: none must go on after that. Raises what the first
+    failed with."""
+    for outcome in await asyncio.gather(*jobs, return_exceptions=True):
+        if isinstance(outcome, BaseException):
+            raise outcome

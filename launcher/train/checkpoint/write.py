@@ -80,11 +80,11 @@ def save(
             write_checksums(partial, {**sums, **rest})
             _commit(partial, folder / str(step))
             _prune(folder, step, keep, keep_every)
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:
         problem = _explained(error, folder, step)
+        _give_up(partial, writers, problem or f"cannot save step {step} in {folder}: {error!r}")
         if problem is None:
             raise
-        _give_up(partial, writers, problem)
         raise SaveError(problem) from None
 
 
@@ -202,13 +202,18 @@ def _explained(error: Exception, folder: Path, step: int) -> str | None:
     """The error as one line; None where it is not the disk's."""
     if isinstance(error, SaveError):
         return str(error)
-    code = error.errno if isinstance(error, OSError) else None
-    if found := re.search(r"OS error (\d+)", str(error)):  # as TensorStore says it
-        code = int(found[1])
+    code = error.errno if isinstance(error, OSError) else _code_of(str(error))
     if code is None:
         return None
     remedy = _REMEDIES.get(code, "See whether the disk is in order")
     return f"cannot save step {step} in {folder}: {os.strerror(code)}. {remedy}."
+
+
+def _code_of(text: str) -> int | None:
+    """The system's error code in a message of TensorStore's, which has no exceptions of its own."""
+    if found := re.search(r"os_error_code='(\d+)'", text):
+        return int(found[1])
+    return next((code for code in errno.errorcode if f": {os.strerror(code)}" in text), None)
 
 
 def _sync_folders(root: Path) -> None:

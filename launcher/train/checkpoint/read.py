@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 from jax.tree_util import keystr
 
 from launcher.train.checkpoint.layout import ARRAYS
-from launcher.train.checkpoint.save import FIELDS
+from launcher.train.checkpoint.write import FIELDS
 from launcher.train.step import TrainState
 
 
