@@ -82,10 +82,14 @@ def train_in(
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise
     finally:
-        if attempt is not None:
-            step = max(home.finished_steps, job.recorder.finished_steps)
-            finish(home.path, attempt, code, reason, step)
-        job.sum_up(reason)
+        try:
+            if attempt is not None:
+                step = max(home.finished_steps, job.recorder.finished_steps)
+                finish(home.path, attempt, code, reason, step)
+            job.sum_up(reason)
+        except OSError:  # on a full disk, what ended the run is what has to be told
+            if code == 0:
+                raise
 
 
 def write_plan(home: RunFolder, config: Config, plan: Plan) -> None:
@@ -173,8 +177,11 @@ class _Job:
         metrics = self._home.path / "metrics.jsonl"
         records = read_metrics(metrics)
         summary = self._summary(reason, records)
-        write_summary(self._home.path, summary)
-        try:
+        with ExitStack() as stack:  # each of these also where one before it fails
+            resume_command = self._resume_command(reason)
+            stack.callback(print_summary, self._console, self._home.path, summary, resume_command)
+            stack.callback(CompositeTracker(tuple(self._trackers)).finish, summary.to_dict())
+            write_summary(self._home.path, summary)
             plots = self._home.path / "plots"
             pictures = [plot_timeline(timeline(self._plan), plots / "timeline.png", self._home.id)]
             if records:
@@ -184,9 +191,6 @@ class _Job:
                 compared = beside_measured(self._plan, summary, last)
                 self._wandb.tables({"plan/beside_measured": compared})
                 self._wandb.pictures(pictures)
-        finally:
-            CompositeTracker(tuple(self._trackers)).finish(summary.to_dict())
-        print_summary(self._console, self._home.path, summary, self._resume_command(reason))
 
     @property
     def _checkpoints(self) -> str:
