@@ -129,15 +129,17 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """When a run's state is saved, and how much of that is kept.
+    """When a run's state is saved, how much of that is kept, and what a save that fails means.
 
-    What `every_steps` saves stays; of what `every_minutes` saves the newest `keep` do.
+    What `every_steps` saves stays; of what `every_minutes` saves the newest `keep` do. A save at
+    the end that fails is an error in any case.
     """
 
     at_end: bool = True
     every_steps: int = number(0, minimum=0)  # 0: never
     every_minutes: float = number(0.0, minimum=0.0)  # 0: never
     keep: int = number(2, minimum=1)
+    on_error: str = choice("continue", "continue", "stop")
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,7 @@ class Train:
     # What follows a loss or gradient that is not finite: the end | the state stays as it was | the
     # newest checkpoint, and from there other batches.
     non_finite: str = choice("stop", "stop", "skip", "rollback")
+    init_from: str | None = None  # a checkpoint, or a run's folder: start from its parameters
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
 

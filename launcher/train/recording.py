@@ -10,6 +10,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ class Recording:
 
     Attributes:
         recorder: what `loop` feeds. compile_seconds: of the newest attempt, None before.
+        failed_saves: a line for each save that failed.
     """
 
     def __init__(
@@ -78,11 +80,12 @@ class Recording:
         self._trackers: list[Tracker] = []  # of this attempt; the recording with wandb goes on
         self._profiled: set[int] = set()
         self.compile_seconds: float | None = None
+        self.failed_saves: list[str] = []
         self.recorder = Recorder(
             self._log,
             config.train.log_every,
             self._performance(),
-            say=functools.partial(console.print, soft_wrap=True),
+            say=self._say,
             skips=config.train.non_finite == "skip",
         )
         self.recorder.begin(home.finished_steps)
@@ -91,7 +94,7 @@ class Recording:
         """Make ready for an attempt that begins after so many steps: what is recorded of later
         ones is to be done again. Raises OSError."""
         path, config = self._home.path, self._config
-        metrics = JsonlTracker(path / "metrics.jsonl", first_step=finished_steps + 1)
+        metrics = JsonlTracker(path / "metrics.jsonl", finished_steps + 1, self._say)
         self._trackers.append(metrics)
         self._profiled.add(profiled_step(config.train.steps, finished_steps))
         if self._wandb:
@@ -101,7 +104,7 @@ class Recording:
             run_id=self._home.id,
             config=to_dict(config),
             run_dir=path,
-            warn=functools.partial(self._console.print, soft_wrap=True),
+            warn=self._say,
         )
         if self._wandb:
             self._wandb.tables(plan_tables(self._plan))
@@ -142,8 +145,12 @@ class Recording:
         metrics = self._home.path / "metrics.jsonl"
         records = read_metrics(metrics)
         summary = self._summary(reason, restarts, records)
-        write_summary(self._home.path, summary)
-        try:
+        with ExitStack() as stack:  # each of these also where one before it fails
+            resume_command = self._resume_command(reason)
+            stack.callback(print_summary, self._console, self._home.path, summary, resume_command)
+            every = [*self._trackers, *([self._wandb] if self._wandb else [])]
+            stack.callback(CompositeTracker(tuple(every)).finish, summary.to_dict())
+            write_summary(self._home.path, summary)
             plots = self._home.path / "plots"
             pictures = [plot_timeline(timeline(self._plan), plots / "timeline.png", self._home.id)]
             if records:
@@ -153,10 +160,9 @@ class Recording:
                 compared = beside_measured(self._plan, summary, last)
                 self._wandb.tables({"plan/beside_measured": compared})
                 self._wandb.pictures(pictures)
-        finally:
-            every = [*self._trackers, *([self._wandb] if self._wandb else [])]
-            CompositeTracker(tuple(every)).finish(summary.to_dict())
-        print_summary(self._console, self._home.path, summary, self._resume_command(reason))
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True, markup=False, highlight=False)
 
     def _summary(self, reason: str, restarts: int, records: list[dict[str, Any]]) -> Summary:
         # The step that was profiled ran task by task: its own time says nothing of the others.
@@ -170,6 +176,8 @@ class Recording:
             run_id=self._home.id,
             exit_reason=reason,
             restarts=(allocation.restarts if allocation else 0) + restarts,
+            failed_saves=len(self.failed_saves),
+            save_error=self.failed_saves[-1] if self.failed_saves else None,
             job_id=allocation.job_id if allocation else None,
             nodes=allocation.nodes if allocation else (),
             **measured(records),

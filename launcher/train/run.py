@@ -66,8 +66,7 @@ def guarded(work: Callable[[], int]) -> int:
 
 def _plan(config: Config) -> int:
     console = make_console()
-    folder.check(config)
-    ready = prepare(config, console, plan_only=True)
+    ready = prepare(config, console, plan_only=True, finished=folder.check(config))
     with folder.claim(config) as home:
         write_plan(home, config, ready.plan)
         write_planned(home, ready.plan, ready.plan_seconds)
@@ -87,6 +86,6 @@ def _train(config: Config, stop: StopSignals, meeting: Meeting | None) -> int:
             soft_wrap=True,
         )
         return 0
-    ready = prepare(config, console)
+    ready = prepare(config, console, finished=finished)
     with folder.claim(config) as home:
         return train_in(home, config, ready, console, stop, meeting)

@@ -8,7 +8,6 @@ import functools
 import json
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from pathlib import Path
 
 import yaml
 from rich.console import Console
@@ -21,9 +20,12 @@ from launcher.config.compose import to_dict
 from launcher.config.schema import Config
 from launcher.plan import Plan
 from launcher.report.console import complain, status
+from launcher.report.files import write_whole
 from launcher.report.jsonl import read_metrics
+from launcher.report.summary import shown_path
 from launcher.train import checkpoint, folder
-from launcher.train.crew import Answers, Crew
+from launcher.train.checkpoint import SaveError
+from launcher.train.crew import Crew
 from launcher.train.folder import RunFolder
 from launcher.train.incident import failure_of, restart_text
 from launcher.train.loop import train
@@ -31,6 +33,7 @@ from launcher.train.prepare import Prepared
 from launcher.train.record import DivergedError
 from launcher.train.recording import Recording
 from launcher.train.recovery import Failure, Restart, recovering
+from launcher.train.saving import Saving, contents
 from launcher.train.signals import StopSignals
 from launcher.train.worker import TrainWorker
 
@@ -47,7 +50,7 @@ def train_in(
 
     In a Slurm job, where there is a `meeting`, it is an attempt with logs of its own. Whatever
     happens, no process stays behind and `summary.json` says how the run ended. Raises ClusterError,
-    WorkerError, DivergedError, FailedError, KeyboardInterrupt and OSError.
+    WorkerError, DivergedError, SaveError, FailedError, KeyboardInterrupt and OSError.
     """
     config = replace(config, run=replace(config.run, id=home.id))
     (home.path / "summary.json").unlink(missing_ok=True)
@@ -75,24 +78,22 @@ def train_in(
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise
     finally:
-        if attempt is not None:
-            step = max(home.finished_steps, recorder.finished_steps)
-            finish(home.path, attempt, code, reason, step)
-        job.recording.sum_up(reason, job.restarts)
+        try:
+            if attempt is not None:
+                step = max(home.finished_steps, recorder.finished_steps)
+                finish(home.path, attempt, code, reason, step)
+            job.recording.sum_up(reason, job.restarts)
+        except OSError:  # on a full disk, what ended the run is what has to be told
+            if code == 0:
+                raise
 
 
 def write_plan(home: RunFolder, config: Config, plan: Plan) -> None:
     """Write what the run is to be: `config.yaml`, resolved, and `plan.json`."""
     tree = to_dict(replace(config, run=replace(config.run, id=home.id)))
-    _write(home.path / "config.yaml", yaml.safe_dump(tree, sort_keys=False))
-    _write(home.path / "plan.json", json.dumps(plan.to_dict(), indent=2) + "\n")
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all: another task of a Slurm job may be reading it."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(text)
-    partial.replace(path)
+    # Whole or not at all: another task of a Slurm job may be reading them.
+    write_whole(home.path / "config.yaml", yaml.safe_dump(tree, sort_keys=False))
+    write_whole(home.path / "plan.json", json.dumps(plan.to_dict(), indent=2) + "\n")
 
 
 def _last_step(home: RunFolder) -> int:
@@ -124,6 +125,7 @@ class _Job:
             home, config, ready.plan, ready.plan_seconds, console, allocation
         )
         self.restarts = 0
+        self._init_from = str(ready.init_from) if ready.init_from else None
         # After a roll-back: to which step, and which batch is next.
         self._rolled_back: tuple[int, int] | None = None
         self._passed_over = 0  # how much further on in the data a batch is than its step's number
@@ -141,6 +143,11 @@ class _Job:
         if finished >= steps:  # an attempt before failed when all was done
             return
         self._passed_over = self._stored_position() - finished
+        for line in self._home.damaged:
+            self._say(line)
+        if finished:
+            path = shown_path(self._home.checkpoints / str(finished))
+            self._say(f"resuming run {self._home.id} at step {finished} from {path}")
         with ExitStack() as stack:
             with status(self._console, "starting Ray and the workers"):
                 session = stack.enter_context(start(self._pool, self._home.logs, self._meeting))
@@ -154,16 +161,17 @@ class _Job:
                 if finished:
                     crew.submit("restore", self._checkpoints, finished).result()
                 else:
-                    crew.submit("create").result()
+                    crew.submit("create", self._init_from).result()
                 if self._passed_over:
                     crew.submit("pass_over", self._passed_over, finished).result()
             self.recording.show(finished)
             with stop.noted():
-                save = functools.partial(self._save, crew)
+                save = self._saving(crew)
                 try:
                     train(self._config.train, crew, self.recording.recorder, stop, finished, save)
                 except DivergedError:
-                    crew.submit("saved").result()  # of the steps before
+                    with suppress(SaveError):
+                        save.finish(final=False)  # of the steps before
                     raise
                 with suppress(WorkerError, ClusterError):  # all is done and saved
                     crew.submit("close").result()
@@ -201,10 +209,12 @@ class _Job:
     def _checkpoints(self) -> str:
         return str(self._home.checkpoints.absolute())
 
-    def _save(self, crew: Crew, step: int) -> Answers:
-        metadata = {
-            "config": to_dict(self._config),
-            "plan": self._plan.to_dict(),
-            "data": {"next_batch": step + self._passed_over},
-        }
-        return crew.submit("save", self._checkpoints, step, metadata)
+    def _saving(self, crew: Crew) -> Saving:
+        describe = functools.partial(
+            contents, self._config, self._plan, passed_over=self._passed_over
+        )
+        settings, failures = self._config.train.checkpoint, self.recording.failed_saves
+        return Saving(crew, self._home.checkpoints, settings, describe, self._say, failures)
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True, markup=False, highlight=False)

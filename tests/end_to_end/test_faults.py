@@ -113,7 +113,7 @@ def test_whoever_is_killed_the_run_comes_to_the_same_bytes(
     first = draw.randint(0, STEPS // 2)
     launcher.wait_for(lambda: len(lines(run)) >= first and len(launcher.workers()) == hosts)
     if seed % 2 == 0:
-        launcher.wait_for(lambda: list(run.glob("checkpoints/*tmp*")))
+        launcher.wait_for(lambda: list(run.glob("checkpoints/*.partial-*")))
     else:
         time.sleep(draw.uniform(0, 0.3))
     kill(launcher, victim, draw)

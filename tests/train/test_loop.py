@@ -1,5 +1,6 @@
 """The loop with a real worker in this process: a small pipeline trained, stopped and resumed."""
 
+import functools
 import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from launcher.train.method import plan_of
 from launcher.train.optimizer import build_optimizer
 from launcher.train.program import build_program
 from launcher.train.record import DivergedError, Recorder
+from launcher.train.saving import Saving, contents
 from launcher.train.signals import StopSignals
 from launcher.train.step import init_state, make_eval_step, make_train_step
 from launcher.train.worker import StepResult, TrainWorker
@@ -77,7 +79,8 @@ class Training:
     def __init__(self, folder, *words, stop_after=None):
         self.config = load([*WORDS, *words])
         self.folder = folder
-        self.lines, self.said = [], []
+        self.lines, self.said, self.warnings, self.failures = [], [], [], []
+        self.warn = self.warnings.append
         self.stop = StopSignals()
         self.stop_after = stop_after
 
@@ -94,7 +97,16 @@ class Training:
             self._log, config.train.log_every, lambda seconds: {}, self.said.append, skips
         )
         try:
-            train(config.train, self.handle, recorder, self.stop, finished, self._save)
+            describe = functools.partial(contents, config, plan)
+            saving = Saving(
+                self.handle,
+                self.folder,
+                config.train.checkpoint,
+                describe,
+                self.warn,
+                self.failures,
+            )
+            train(config.train, self.handle, recorder, self.stop, finished, saving)
         finally:
             self.handle.close()
         return self
@@ -103,10 +115,6 @@ class Training:
         self.lines.append(line)
         if line["step"] == self.stop_after:
             self.stop.requested = signal.SIGINT
-
-    def _save(self, step):
-        metadata = {"config": to_dict(self.config)}
-        return self.handle.submit("save", str(self.folder), step, metadata)
 
     def losses(self):
         return [line["train/loss"] for line in self.lines]
@@ -205,6 +213,34 @@ def test_states_are_saved_on_the_way_and_training_goes_on_from_any(undisturbed, 
         shutil.rmtree(tmp_path / str(step))
     again = Training(tmp_path).run()
     assert again.losses() == undisturbed.losses()[steps[0] :]
+
+
+def test_a_save_that_fails_is_said_and_the_run_goes_on(undisturbed, tmp_path):
+    training = Training(tmp_path / "checkpoints", "train.checkpoint.every_steps=2")
+    training.folder.write_text("in the way")
+
+    def warn(text):
+        training.warnings.append(text)
+        if training.folder.is_file():
+            training.folder.unlink()
+
+    training.warn = warn
+    training.run()
+    assert training.losses() == undisturbed.losses()
+    told = [f"{failure} Training goes on." for failure in training.failures]
+    assert training.warnings == told
+    assert told[0].startswith(f"cannot save step 2 in {training.folder}: ")
+    assert checkpoint.newest(training.folder).step == 6
+
+
+@pytest.mark.parametrize("words", [["train.checkpoint.on_error=stop"], []])
+def test_a_save_that_fails_ends_the_run_where_that_is_asked_or_it_is_the_last(words, tmp_path):
+    every = "train.checkpoint.every_steps=2" if words else "train.checkpoint.every_steps=0"
+    training = Training(tmp_path / "checkpoints", every, *words)
+    training.folder.write_text("in the way")
+    with pytest.raises(checkpoint.SaveError, match=f"cannot save step {2 if words else 6} in "):
+        training.run()
+    assert len(training.lines) == 6 or words
 
 
 def test_when_to_save():
