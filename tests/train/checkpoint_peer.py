@@ -66,6 +66,12 @@ class Trainee:
         assert self.worker.saved() is None
         return read, self._losses(3, 4)
 
+    def start_and_save(self, source, target):
+        """A first state with the parameters of a checkpoint, saved as it is."""
+        self.worker.create(source)
+        assert self.worker.save(target, 2, {"config": {}}, "c") is None
+        assert self.worker.saved() is None
+
     def _losses(self, first, last):
         results = [self.worker.step(step) for step in range(first, last + 1)]
         results.append(self.worker.flush())

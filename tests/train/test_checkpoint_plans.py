@@ -87,6 +87,23 @@ def test_a_state_goes_on_under_another_plan(source, target, folder, trainees, sa
     check(folder, source, target, losses, wanted)
 
 
+def check_start(folder, source, target):
+    """The parameters are those of the source; all else is as in a new run."""
+    a, b = (stored(folder / name) for name in (source, f"{target}_started_from_{source}"))
+    jax.tree.map(np.testing.assert_array_equal, a["params"], b["params"])
+    assert b["step"] == 0
+    assert not any(leaf.any() for leaf in jax.tree.leaves(b["opt_state"]))
+    np.testing.assert_array_equal(a["key"], b["key"])
+
+
+def test_a_run_starts_from_the_parameters_alone(folder, trainees, saved):
+    source, target = "manual_2x2", "zero3_on_8"
+    saved(source)
+    where = str(folder / f"{target}_started_from_{source}")
+    trainees(target).start_and_save(str(folder / source / "2"), where)
+    check_start(folder, source, target)
+
+
 @pytest.mark.slow
 def test_a_state_goes_on_on_other_hosts_each_reading_its_own(folder, trainees, saved):
     saved = {name: saved(name) for name in HERE_PLANS}
@@ -96,9 +113,12 @@ def test_a_state_goes_on_on_other_hosts_each_reading_its_own(folder, trainees, s
         for source in sources:
             where = str(folder / f"{host_plan}_from_{source}")
             jobs.append(["restore_and_save", str(folder / source), where])
+        where = str(folder / f"{host_plan}_started_from_zero3_on_8")
+        jobs.append(["start_and_save", str(folder / "zero3_on_8" / "2"), where])
         given = json.dumps({"words": words, "jobs": jobs})
         told = [json.loads(t) for t in together(HERE / "checkpoint_peer.py", 2, 2, given=given)]
         saved[host_plan] = merged(told, 0)
+        check_start(folder, "zero3_on_8", host_plan)
         for i, source in enumerate(sources, 1):
             losses = merged([[job[1] if k else job for k, job in enumerate(t)] for t in told], i)
             check(folder, source, host_plan, losses, saved[source])
