@@ -27,7 +27,7 @@ from launcher.train.worker import TrainWorker
 COMMON = (
     "model=mlp",
     "dataset=synthetic",
-    "model.hidden_size=128",
+    "model.hidden_size=256",
     "train.steps=100",
     "train.global_batch_size=8",
     "train.eval_every=0",
