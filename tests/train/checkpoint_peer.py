@@ -27,7 +27,7 @@ from launcher.train.worker import TrainWorker
 COMMON = (
     "model=mlp",
     "dataset=synthetic",
-    "model.hidden_size=128",
+    "model.hidden_size=256",
     "train.steps=100",
     "train.global_batch_size=8",
     "train.eval_every=0",
@@ -65,6 +65,12 @@ class Trainee:
         assert self.worker.save(target, 2, {"config": {}}, "b") is None
         assert self.worker.saved() is None
         return read, self._losses(3, 4)
+
+    def start_and_save(self, source, target):
+        """A first state with the parameters of a checkpoint, saved as it is."""
+        self.worker.create(source)
+        assert self.worker.save(target, 2, {"config": {}}, "c") is None
+        assert self.worker.saved() is None
 
     def _losses(self, first, last):
         results = [self.worker.step(step) for step in range(first, last + 1)]

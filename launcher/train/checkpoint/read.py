@@ -35,7 +35,10 @@ def restore(folder: Path, step: int, like: TrainState) -> TrainState:
 
 def restore_params(path: Path, like: Any) -> Any:
     """The parameters of the checkpoint `path`, placed as `like` says; see `restore`."""
-    return _read(path, {"params": like}, partial_restore=True)["params"]
+    stored = ocp.PyTreeCheckpointHandler().metadata(path.absolute() / ARRAYS).tree
+    others = {name: tree for name, tree in stored.items() if name != "params"}
+    tree = {**jax.tree.map(lambda _: ocp.PLACEHOLDER, others), "params": like}
+    return _read(path, tree)["params"]
 
 
 def check_params(path: Path, like: Any) -> None:
@@ -57,7 +60,9 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     return {keystr(path): tuple(leaf.shape) for path, leaf in sorted(flat, key=str)}
 
 
-def _read(path: Path, tree: Any, partial_restore: bool = False) -> Any:
+def _read(path: Path, tree: Any) -> Any:
+    """The stored tree: the leaves of `tree` that have a place here, placed; of the others nothing
+    is read."""
     arrays = path.absolute() / ARRAYS
     if not arrays.is_dir():
         raise FileNotFoundError(f"{arrays} is not there")
@@ -70,19 +75,20 @@ def _read(path: Path, tree: Any, partial_restore: bool = False) -> Any:
         args=ocp.args.PyTreeRestore(
             wanted,
             restore_args=jax.tree.map(_restore_args, tree),
-            partial_restore=partial_restore,
         ),
     )
     return jax.tree.map(lambda leaf, value: value if _is_here(leaf) else _absent(leaf), tree, read)
 
 
-def _is_here(leaf: jax.ShapeDtypeStruct) -> bool:
+def _is_here(leaf: Any) -> bool:
+    if leaf is ocp.PLACEHOLDER:
+        return False
     return leaf.sharding is None or bool(leaf.sharding.addressable_devices)
 
 
-def _restore_args(leaf: jax.ShapeDtypeStruct) -> Any:
-    if leaf.sharding is None:
-        return ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype)
+def _restore_args(leaf: Any) -> Any:
+    if leaf is ocp.PLACEHOLDER or leaf.sharding is None:
+        return ocp.RestoreArgs(restore_type=np.ndarray)
     return ocp.ArrayRestoreArgs(
         restore_type=jax.Array,
         dtype=leaf.dtype,
@@ -92,6 +98,8 @@ def _restore_args(leaf: jax.ShapeDtypeStruct) -> Any:
     )
 
 
-def _absent(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    """An array of which this process holds no part."""
+def _absent(leaf: Any) -> Any:
+    """An array of which this process holds no part; nothing where none is wanted."""
+    if leaf is ocp.PLACEHOLDER:
+        return None
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [], dtype=leaf.dtype)
