@@ -64,9 +64,9 @@ def _submit(config: Config) -> int:
 def freeze(config: Config, console: Console) -> RunFolder:
     """Check and plan a run, and write what it is to be into its folder, as the job will read it:
     everything is decided, and nothing is left to submit."""
-    folder.check(config)
+    finished = folder.check(config)
     _check_idle(config)
-    ready = prepare(config, console)
+    ready = prepare(config, console, finished=finished)
     with folder.claim(config) as home:
         write_plan(home, _settled(config), ready.plan)
         home.logs.mkdir(exist_ok=True)

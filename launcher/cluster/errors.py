@@ -9,11 +9,28 @@ class ClusterError(Exception):
     """The processes could not be brought up, or Ray itself failed: what happened, what to do."""
 
 
+class RayEndedError(ClusterError):
+    """A process of Ray's own ended, and Ray with it; started again, it may well work."""
+
+
+class HungError(ClusterError):
+    """Workers did not answer for too long.
+
+    Attributes:
+        workers: where they are, in words, by their host.
+    """
+
+    def __init__(self, message: str, workers: dict[int, str]) -> None:
+        super().__init__(message)
+        self.workers = workers
+
+
 class WorkerError(Exception):
     """A worker process died, or an exception was raised inside it.
 
     Attributes:
-        worker: the worker's name, such as `worker_0`.
+        worker: the worker's name, such as `worker_0`. host: its index in the pool.
+        whereabouts: its name and, as far as they are known, its process and machine.
         died: whether the process is gone; otherwise it lives and takes further calls.
         error_type: the name of the exception's class inside the worker; "" where it died.
         error_message: the exception's own text, or how the worker died.
@@ -28,12 +45,16 @@ class WorkerError(Exception):
         error_message: str,
         log: Path,
         *,
+        host: int = 0,
+        whereabouts: str = "",
         died: bool = False,
         error_type: str = "",
         traceback_text: str = "",
     ) -> None:
         super().__init__(worker, error_message)
         self.worker = worker
+        self.host = host
+        self.whereabouts = whereabouts or worker
         self.died = died
         self.error_type = error_type
         self.error_message = error_message

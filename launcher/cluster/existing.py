@@ -76,10 +76,10 @@ class ExistingRay:
                 num_gpus=gpus,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
             ).remote(environ, search_path, os.getcwd(), None)
-            actor.construct.remote(pickled)
             self._actors.append(actor)
             address = node["NodeManagerAddress"]
             handles.append(WorkerHandle(actor, index, Path(os.devnull), address))
+            actor.construct.remote(pickled)
         return handles
 
     def close(self) -> None:

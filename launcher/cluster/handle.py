@@ -6,13 +6,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from launcher.cluster.errors import ClusterError, WorkerError
+import psutil
+
+from launcher.cluster.errors import RayEndedError, WorkerError
 
 LOOPBACK = "127.0.0.1"
+WATCH_SECONDS = 0.5
 _DEATH_SECONDS = 5  # in which Ray learns that a worker is gone
 
 
@@ -32,7 +36,7 @@ class Future:
 
         Raises:
             WorkerError: the method raised, or the worker died.
-            ClusterError: Ray itself ended.
+            RayEndedError: Ray itself ended.
             TimeoutError: the call is still running; ask again.
         """
         import ray
@@ -54,20 +58,34 @@ class Future:
             raise self._worker.death("unreachable") from None
         except ray.exceptions.RayError as error:
             output = self._worker.log.with_name("ray.log")
-            raise ClusterError(f"Ray lost {self._worker.name}; see {output}: {error}") from error
+            raise RayEndedError(f"Ray lost {self._worker.name}; see {output}: {error}") from error
         if not done:
             raise self._worker.failure(*value)
         return value
 
 
-def gather(futures: Sequence[Future]) -> list[Any]:
+def gather(
+    futures: Sequence[Future], watch: Callable[[list[WorkerHandle]], None] | None = None
+) -> list[Any]:
     """The results of all calls, in their order. Raises like `Future.result`, as soon as any call
-    fails, though others may wait for the one that failed."""
+    fails, though others may wait for the one that failed.
+
+    Args:
+        watch: called every `WATCH_SECONDS` with the workers that have not answered; what it raises
+            ends the wait.
+    """
     import ray
 
     waiting = {future._reference: future for future in futures}
     while waiting:
-        for reference in ray.wait(list(waiting), num_returns=1)[0]:
+        timeout = WATCH_SECONDS if watch else None
+        try:
+            done = ray.wait(list(waiting), num_returns=1, timeout=timeout)[0]
+        except ray.exceptions.RayError as error:
+            raise RayEndedError(f"Ray cannot be asked any more: {error}") from error
+        if watch and not done:
+            watch([future._worker for future in waiting.values()])
+        for reference in done:
             try:
                 waiting.pop(reference).result()
             except WorkerError as error:
@@ -118,6 +136,8 @@ class WorkerHandle:
 
     def __init__(self, actor: Any, host: int, log: Path, address: str = LOOPBACK) -> None:
         self._actor = actor
+        self._pid = actor.pid.remote()
+        self._process: psutil.Process | None = None
         self._kills_before = _out_of_memory_kills()
         self.host = host
         self.name = f"worker_{host}" + (f" on {address}" if address != LOOPBACK else "")
@@ -128,10 +148,31 @@ class WorkerHandle:
         """Queue a call of the worker object's `method` and return without waiting."""
         return Future(self._actor.call.remote(method, *arguments), self, method)
 
+    def process(self) -> psutil.Process | None:
+        """Its process; None as long as that is not up, and where it is on another machine."""
+        import ray
+
+        if self._process is None and self.address == LOOPBACK:
+            with suppress(ray.exceptions.RayError, psutil.NoSuchProcess):
+                self._process = psutil.Process(ray.get(self._pid, timeout=0))
+        return self._process
+
+    @property
+    def whereabouts(self) -> str:
+        """Its name and, as far as they are known, its process and machine."""
+        process = self._process
+        return f"{self.name} (process {process.pid} on this machine)" if process else self.name
+
     def failure(self, error_type: str, message: str, traceback_text: str) -> WorkerError:
         """The error for an exception raised inside the worker."""
         return WorkerError(
-            self.name, message, self.log, error_type=error_type, traceback_text=traceback_text
+            self.name,
+            message,
+            self.log,
+            host=self.host,
+            whereabouts=self.whereabouts,
+            error_type=error_type,
+            traceback_text=traceback_text,
         )
 
     def death(self, told: str) -> WorkerError:
@@ -150,7 +191,9 @@ class WorkerHandle:
             )
         else:
             how = "its process was killed by a signal or crashed"
-        return WorkerError(self.name, how, self.log, died=True)
+        return WorkerError(
+            self.name, how, self.log, host=self.host, whereabouts=self.whereabouts, died=True
+        )
 
 
 def _out_of_memory_kills() -> int:

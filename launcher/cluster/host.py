@@ -12,6 +12,7 @@ import os
 import pickle
 import signal
 import sys
+import time
 import traceback
 from typing import Any
 
@@ -30,7 +31,11 @@ class Host:
             output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.dup2(output, 1)
             os.dup2(output, 2)
+            if os.fstat(output).st_size:
+                os.write(output, f"--- {time.ctime()}: started again ---\n".encode())
         faulthandler.enable()  # a crash leaves the Python stack as the log's last lines
+        # `kill -QUIT <pid>` adds the stacks of a process that seems to hang; see `examine`.
+        faulthandler.register(signal.SIGQUIT, file=2)
         # The driver decides what a signal means, so none of these ends a worker. A handler, not
         # SIG_IGN or the mask it was born with, because its own children would inherit those two.
         for number in FOR_THE_DRIVER:
@@ -45,6 +50,10 @@ class Host:
         sys.path[:] = search_path + [entry for entry in sys.path if entry not in search_path]
         self._object: Any = None
         self._unborn: Any = None  # the failure of the constructor: the answer to every call
+
+    def pid(self) -> int:
+        """The number of this process on its machine."""
+        return os.getpid()
 
     def construct(self, pickled: bytes) -> Outcome:
         """Build the user's object from a pickled (class, arguments)."""

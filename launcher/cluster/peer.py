@@ -7,7 +7,7 @@ runs in workers derives from it, and whoever starts such workers calls `introduc
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 
@@ -44,14 +44,18 @@ class Peer:
         self._transport.connect(addresses)
 
 
-def introduce(handles: Sequence[WorkerHandle]) -> None:
+def introduce(
+    handles: Sequence[WorkerHandle], watch: Callable[[list[WorkerHandle]], None] | None = None
+) -> None:
     """Make workers of classes derived from `Peer` know one another; the first call they get.
+    `watch` looks after the waits, as in `gather`.
 
     Raises WorkerError where one of them cannot be reached.
     """
     if len(handles) == 1:
         return
     count, first = len(handles), handles[0]
-    coordinator = first.submit("coordinator", first.address).result()
-    addresses = gather([h.submit("join", coordinator, count, h.host, h.address) for h in handles])
-    gather([h.submit("connect", addresses) for h in handles])
+    (coordinator,) = gather([first.submit("coordinator", first.address)], watch)
+    joining = [h.submit("join", coordinator, count, h.host, h.address) for h in handles]
+    addresses = gather(joining, watch)
+    gather([h.submit("connect", addresses) for h in handles], watch)

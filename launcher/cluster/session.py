@@ -16,21 +16,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from launcher.cluster import host, scratch
 from launcher.cluster.devices import DevicePool
 from launcher.cluster.environment import ray_environment, worker_environment
-from launcher.cluster.errors import ClusterError, last_lines
+from launcher.cluster.errors import ClusterError, RayEndedError, last_lines
 from launcher.cluster.handle import LOOPBACK, WorkerHandle
 from launcher.cluster.holder import end, start_head
 from launcher.cluster.slurm_allocation import listen
 from launcher.cluster.slurm_meeting import Meeting
 
 _POLL_SECONDS = 0.2
+_KILL_SECONDS = 10
 
 
 def start(pool: DevicePool, log_dir: Path, meeting: Meeting | None = None) -> Session:
@@ -85,6 +88,14 @@ class Session:
             ClusterError: Ray did not come up.
         """
         self._connect()
+        try:
+            handles = self._spawn(worker_class, arguments)
+        except self._ray.exceptions.RayError as error:
+            raise RayEndedError(f"Ray cannot start the workers: {error}") from error
+        self._undo.callback(_kill, handles)
+        return handles
+
+    def _spawn(self, worker_class: type, arguments: Sequence[Any]) -> list[WorkerHandle]:
         # As code, not as a name to import: it runs before anything of this package does.
         self._ray.cloudpickle.register_pickle_by_value(host)
         actor_class = self._ray.remote(num_cpus=0)(host.Host)
@@ -97,9 +108,18 @@ class Session:
             log = self._log_dir / f"worker_{index}.log"
             place = actor_class.options(resources={f"host_{index}": 1} if many else {})
             actor = place.remote(environ, search_path, os.getcwd(), str(log))
-            actor.construct.remote(pickled)
             handles.append(WorkerHandle(actor, index, log, self._addresses[index]))
+            actor.construct.remote(pickled)
         return handles
+
+    def check(self) -> None:
+        """Raise RayEndedError where Ray has ended: none of its workers answers any more."""
+        if self._head.poll() is not None:
+            log = self._log_dir / "ray.log"
+            raise RayEndedError(
+                "Ray ended: one of its own processes was killed or failed.\n"
+                f"The last lines of {log}:\n{last_lines(log)}"
+            )
 
     def close(self) -> None:
         """End every process of the session and delete its files. May be called again."""
@@ -130,13 +150,15 @@ class Session:
         address = self._head.stdout.readline().strip()
         if not address or self._head.poll() is not None:  # connecting would try for ever
             log = self._log_dir / "ray.log"
-            raise ClusterError(f"Ray did not come up. The last lines of {log}:\n{last_lines(log)}")
-        with _environment(self._environ), _sigterm_kept():
+            raise RayEndedError(
+                f"Ray did not come up.\nThe last lines of {log}:\n{last_lines(log)}"
+            )
+        with _environment(self._environ), _signals_held():
             self._undo.callback(self._ray.shutdown)
             try:
                 self._ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
             except (self._ray.exceptions.RayError, ConnectionError, RuntimeError) as error:
-                raise ClusterError(f"Ray came up, but cannot be talked to: {error}") from error
+                raise RayEndedError(f"Ray came up, but cannot be talked to: {error}") from error
         if self._meeting is not None:
             self._await_nodes(self._meeting)
         self._connected = True
@@ -196,6 +218,16 @@ def _environment(environ: Mapping[str, str]) -> Iterator[None]:
         _change_environment(before)
 
 
+def _kill(workers: Sequence[WorkerHandle]) -> None:
+    """Kill the workers that are known and still there. Usually the head does it; where that was
+    killed itself, a worker might go on for a while, and write."""
+    processes = [process for worker in workers if (process := worker.process())]
+    for process in processes:
+        with suppress(psutil.Error):  # it is gone
+            process.kill()
+    psutil.wait_procs(processes, _KILL_SECONDS)
+
+
 def _change_environment(environ: Mapping[str, str]) -> None:
     for name in set(os.environ) - set(environ):
         del os.environ[name]
@@ -205,17 +237,28 @@ def _change_environment(environ: Mapping[str, str]) -> None:
 
 
 @contextmanager
-def _sigterm_kept() -> Iterator[None]:
-    """Put our SIGTERM handler back after Ray has set its own, and hold signals back meanwhile.
+def _signals_held() -> Iterator[None]:
+    """Hold signals for the driver back while Ray connects, and deliver them afterwards.
 
-    Ray sets two: one in Python, which exits, and one below Python, where `signal.getsignal` does
-    not see it, which aborts the process three seconds later. An interrupt is held back as well: it
-    would leave Ray half connected, which later crashes the process.
+    An interrupt would leave Ray half connected, which later crashes the process. And Ray sets two
+    handlers of its own for SIGTERM: one in Python, which exits, and which is kept from it; one
+    below Python, where `signal.getsignal` does not see it, which calls the handler before it but
+    has an alarm abort the process three seconds later. To block the signals is not enough: the
+    kernel hands them to any thread that does not, and libraries have such threads.
     """
-    handler = signal.getsignal(signal.SIGTERM)
+    held: list[int] = []
+    before = {s: signal.signal(s, lambda n, frame: held.append(n)) for s in host.FOR_THE_DRIVER}
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, host.FOR_THE_DRIVER)
+    set_handler, on_alarm = signal.signal, signal.getsignal(signal.SIGALRM)
+    alarm_in = signal.alarm(0)
+    signal.signal = lambda number, handler: signal.getsignal(number)  # type: ignore[assignment]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, handler)
+        signal.signal = set_handler
+        signal.alarm(alarm_in)
+        for signum, handler in {**before, signal.SIGALRM: on_alarm}.items():
+            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    for number in dict.fromkeys(held):
+        signal.raise_signal(number)

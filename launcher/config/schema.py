@@ -129,15 +129,17 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """When a run's state is saved, and how much of that is kept.
+    """When a run's state is saved, how much of that is kept, and what a save that fails means.
 
-    What `every_steps` saves stays; of what `every_minutes` saves the newest `keep` do.
+    What `every_steps` saves stays; of what `every_minutes` saves the newest `keep` do. A save at
+    the end that fails is an error in any case.
     """
 
     at_end: bool = True
     every_steps: int = number(0, minimum=0)  # 0: never
     every_minutes: float = number(0.0, minimum=0.0)  # 0: never
     keep: int = number(2, minimum=1)
+    on_error: str = choice("continue", "continue", "stop")
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,10 @@ class Train:
     log_every: int = number(1, minimum=1)
     eval_every: int = number(50, minimum=0)  # 0: never
     eval_batches: int = number(8, minimum=1)
+    # What follows a loss or gradient that is not finite: the end | the state stays as it was | the
+    # newest checkpoint, and from there other batches.
+    non_finite: str = choice("stop", "stop", "skip", "rollback")
+    init_from: str | None = None  # a checkpoint, or a run's folder: start from its parameters
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
 
@@ -263,6 +269,8 @@ class Cluster:
     kind: str = choice("local", "local", "emulated", "slurm", "described")
     gpus: int | None = number(None, minimum=1)  # null: all of this machine's
     hosts: int = number(1, minimum=1)
+    step_timeout: float = number(600.0, minimum=1.0)  # seconds without an answer: workers hang
+    max_restarts: int = number(3, minimum=0)  # of the workers, when they die, hang or lose Ray
     name: str | None = None
     device: Device = field(default_factory=Device)
     links: Links = field(default_factory=Links)

@@ -7,6 +7,8 @@ says: no colour, no moving cursor. NO_COLOR is obeyed.
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -40,10 +42,10 @@ ETA_WINDOW = 50  # logged steps that the time left is judged by
 
 def make_console(file: TextIO | None = None) -> Console:
     """A console on `file` (standard output): as wide as the terminal, 100 columns off one."""
-    console = Console(file=file, highlight=False, markup=False, emoji=False)
+    console = _Console(file=file, highlight=False, markup=False, emoji=False)
     if console.file.isatty():
         return console
-    return Console(
+    return _Console(
         file=file,
         highlight=False,
         markup=False,
@@ -52,6 +54,29 @@ def make_console(file: TextIO | None = None) -> Console:
         force_interactive=False,
         width=PLAIN_WIDTH,
     )
+
+
+class _Console(Console):
+    """Says nothing more once nobody reads it (`| head`), where rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        _discard(1)
+
+
+def complain(text: str) -> None:
+    """Print `launcher: <text>` on standard error, if anybody reads that."""
+    try:
+        print(f"launcher: {text}", file=sys.stderr, flush=True)
+    except OSError:
+        _discard(2)
+
+
+def _discard(output: int) -> None:
+    # What Python still holds back is written at exit, which would fail again.
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, output)
+    os.close(null)
 
 
 def plain_table() -> Table:

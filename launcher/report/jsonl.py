@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from launcher.report.files import FULL, named
 from launcher.report.tracker import METRIC_KEYS, Metrics
 
 
@@ -20,23 +21,50 @@ class JsonlTracker:
     """Appends to `path`, one flushed line a step, so that a crash costs no line but its own.
 
     Opening it for a run that goes on at `first_step` drops the lines of that step and later, and a
-    last line that a crash tore: every step stands in the file once. Raises OSError where the file
+    last line that a crash tore: every step stands in the file once.
+
+    While the disk is full, lines are held back and written when there is room; `warn` is told. The
+    constructor, `log` and, of a disk that is still full, `finish` raise OSError where the file
     cannot be written.
     """
 
-    def __init__(self, path: Path, first_step: int = 1) -> None:
+    def __init__(
+        self, path: Path, first_step: int = 1, warn: Callable[[str], None] = lambda text: None
+    ) -> None:
+        self._path, self._warn = path, warn
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open for as long as the run
         self._file.truncate(_end_of_steps_before(first_step, path))
+        self._held_back = b""
+        self._full = False
 
     def log(self, metrics: Metrics) -> None:
         line = {key: json_number(metrics.get(key)) for key in (*METRIC_KEYS, *metrics)}
-        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+        self._held_back += json.dumps(line, allow_nan=False).encode() + b"\n"
+        try:
+            self._write()
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            if not self._full:
+                self._warn(f"{self._path}: {error.strerror}; metrics wait until there is room")
+            self._full = True
 
     def message(self, text: str) -> None:
         pass
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        self._file.close()
+        try:
+            self._write()
+        finally:
+            self._file.close()
+
+    def _write(self) -> None:
+        try:
+            while self._held_back:  # a disk that is nearly full takes a part
+                self._held_back = self._held_back[self._file.write(self._held_back) :]
+        except OSError as error:
+            raise named(error, self._path) from None
+        self._full = False
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

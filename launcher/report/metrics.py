@@ -68,5 +68,6 @@ def measured(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "tokens_per_second": median(column("perf/tokens_per_second")),
         "mfu": median(column("perf/mfu")),
         "bubble_fraction": median(column("pipeline/bubble_fraction")),
+        "skipped_steps": int(sum(column("train/skipped"))),
         "peak_memory_bytes": max(column("perf/peak_memory_bytes"), default=None),
     }

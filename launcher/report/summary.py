@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from launcher.report.files import write_whole
 from launcher.report.jsonl import json_number
 from launcher.report.text import (
     bytes_text,
@@ -34,8 +35,9 @@ class Summary:
     """What one run came to. Times in seconds, None where a thing was not measured.
 
     `exit_reason` is `done`, `planned` (`task=plan`), `interrupted`, `preempted`, or a sentence that
-    says what failed. `job_id` and `nodes` are those of a Slurm job. Medians and losses are over all
-    of the run's logged steps, also those before a restart.
+    says what failed. `save_error` says why the newest of `failed_saves` failed. `job_id` and
+    `nodes` are those of a Slurm job. Medians and losses are over all of the run's logged steps,
+    also those before a restart.
     """
 
     run_id: str
@@ -60,6 +62,9 @@ class Summary:
     time_to_first_step_seconds: float | None = None
     total_seconds: float | None = None
     restarts: int = 0
+    skipped_steps: int = 0
+    failed_saves: int = 0
+    save_error: str | None = None
     job_id: str | None = None
     nodes: tuple[str, ...] = ()
     wandb_url: str | None = None
@@ -74,13 +79,7 @@ class Summary:
 def write_summary(run_dir: Path, summary: Summary) -> Path:
     """Write `summary.json` whole or not at all; returns its path. Raises OSError."""
     path = run_dir / FILE_NAME
-    partial = path.with_suffix(".partial")
-    with open(partial, "w") as file:
-        json.dump(summary.to_dict(), file, indent=2, allow_nan=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    write_whole(path, json.dumps(summary.to_dict(), indent=2, allow_nan=False) + "\n")
     return path
 
 
@@ -129,6 +128,10 @@ def _results(summary: Summary) -> list[tuple[str, str]]:
         lines.append(("model", size))
     if summary.restarts:
         lines.append(("restarts", str(summary.restarts)))
+    if summary.skipped_steps:
+        lines.append(("skipped", f"{summary.skipped_steps} updates, not finite"))
+    if summary.failed_saves:
+        lines.append(("not saved", f"{summary.failed_saves} times; {summary.save_error}"))
     return lines
 
 

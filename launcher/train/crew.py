@@ -6,14 +6,20 @@ part of a step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.cluster.handle import Future, WorkerHandle, gather
+from launcher.cluster.errors import HungError, WorkerError
+from launcher.cluster.examine import examine
+from launcher.cluster.handle import WATCH_SECONDS, Future, WorkerHandle, gather
 from launcher.cluster.peer import introduce
 from launcher.plan import Plan, measured_bubble
 from launcher.train.worker import StepResult
+
+STARTING = 10  # up to the first step's end, which compiles and connects, all may take this long
+_RAY_SECONDS = 2.0  # in which Ray's end is noticed, of which a worker's may be the first sign
 
 
 @dataclass(frozen=True)
@@ -21,35 +27,89 @@ class Answers:
     """What the workers answer to one call."""
 
     futures: tuple[Future, ...]
-    plan: Plan
+    crew: Crew
 
     def result(self) -> Any:
         """The one answer: of steps the merged account, else the first worker's own.
 
-        Raises WorkerError for the first worker that failed.
+        Raises WorkerError for the first worker that failed, HungError where none answers for too
+        long, and RayEndedError.
         """
-        answers = gather(self.futures)
-        if isinstance(answers[0], StepResult):
-            return merged(answers, self.plan)
-        return answers[0]
+        return self.crew.result(self.futures)
 
 
 class Crew:
-    """One worker a host, in the order of the plan's hosts."""
+    """One worker a host, in the order of the plan's hosts.
 
-    def __init__(self, handles: Sequence[WorkerHandle], plan: Plan) -> None:
+    Args:
+        check: raises where the workers can never answer again.
+        timeout: the seconds that an answer may take; `STARTING` times that up to the first step's.
+    """
+
+    def __init__(
+        self,
+        handles: Sequence[WorkerHandle],
+        plan: Plan,
+        check: Callable[[], None],
+        timeout: float,
+    ) -> None:
         self._handles = handles
         self._plan = plan
+        self._check = check
+        self._timeout = timeout
+        self._trained = False
 
     def join(self) -> None:
         """Make the processes know one another; the first thing to do."""
-        introduce(self._handles)
+        introduce(self._handles, self._watch())
 
     def submit(self, method: str, *arguments: Any) -> Answers:
         """Queue a call in every worker and return without waiting."""
-        return Answers(
-            tuple(handle.submit(method, *arguments) for handle in self._handles), self._plan
-        )
+        return Answers(tuple(handle.submit(method, *arguments) for handle in self._handles), self)
+
+    def result(self, futures: Sequence[Future]) -> Any:
+        """See `Answers.result`."""
+        try:
+            answers = gather(futures, self._watch())
+        except WorkerError as error:
+            if error.died:
+                self._blame_ray()
+            raise
+        if not isinstance(answers[0], StepResult):
+            return answers[0]
+        self._trained = True
+        return merged(answers, self._plan)
+
+    def _watch(self) -> Callable[[list[WorkerHandle]], None]:
+        """What looks after one wait. It counts its own calls, not the clock: when this process was
+        stopped for a while, so may have been the workers."""
+        limit = self._timeout if self._trained else STARTING * self._timeout
+        calls = 0
+
+        def watch(waiting: list[WorkerHandle]) -> None:
+            nonlocal calls
+            calls += 1
+            self._check()
+            for handle in self._handles:
+                handle.process()  # to be known when it is needed
+            if calls * WATCH_SECONDS >= limit:
+                raise self._hung(waiting, limit)
+
+        return watch
+
+    def _hung(self, waiting: list[WorkerHandle], seconds: float) -> HungError:
+        names = ", ".join(handle.name for handle in waiting)
+        found = [f"{handle.name}: {examine(handle)}" for handle in waiting]
+        told = f"no answer from {names} for {seconds:g} s (cluster.step_timeout)"
+        where = {handle.host: handle.whereabouts for handle in waiting}
+        return HungError("\n".join([told, *found]), where)
+
+    def _blame_ray(self) -> None:
+        """Raise RayEndedError where Ray ends as well: then the workers only went with it."""
+        deadline = time.monotonic() + _RAY_SECONDS
+        while time.monotonic() < deadline:
+            self._check()
+            time.sleep(0.1)
 
 
 def merged(parts: Sequence[StepResult], plan: Plan) -> StepResult:

@@ -10,7 +10,7 @@ import fcntl
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,11 +30,13 @@ class RunFolder:
     """A run's folder, and how many steps its newest checkpoint has behind it (0: none there).
 
     `attempt` is the number of this start of a Slurm job's run, which has logs of its own.
+    `damaged` holds a line for each newer checkpoint that was not whole.
     """
 
     path: Path
     finished_steps: int = 0
     attempt: int | None = None
+    damaged: tuple[str, ...] = ()
 
     @property
     def id(self) -> str:
@@ -59,6 +61,8 @@ def new_id(model_name: str) -> str:
 def check(config: Config) -> int:
     """How many finished steps the run would go on from; 0 where it would start afresh.
 
+    What the checkpoints hold is read only where the run would be complete: `claim` reads it.
+
     Raises ConfigError where `run.id` and `run.resume` do not fit what is on disk.
     """
     if config.run.id is None:
@@ -66,12 +70,17 @@ def check(config: Config) -> int:
     path = Path(config.run.dir, config.run.id)
     if config.run.resume == "never" and path.exists():
         raise _taken(path)
-    return _finished_steps(config, path)
+    step = _choose(config, path, thorough=False).step or 0
+    if step >= config.train.steps:
+        step = _choose(config, path).step or 0
+    return step
 
 
 @contextmanager
 def claim(config: Config) -> Iterator[RunFolder]:
     """Make the run's folder, or take up the one it has, and hold it against other processes.
+
+    A damaged checkpoint is set aside, and what saves that were cut off have left is deleted.
 
     Raises ConfigError like `check`, or where another process holds the folder, and OSError where
     it cannot be made or written.
@@ -80,7 +89,16 @@ def claim(config: Config) -> Iterator[RunFolder]:
     with open(path / ".lock", "ab") as lock:
         _lock(lock, path)
         # Looked at only now (again, after `check`), when nobody else can be writing.
-        yield RunFolder(path, _finished_steps(config, path))
+        yield again(RunFolder(path), config)
+
+
+def again(home: RunFolder, config: Config) -> RunFolder:
+    """`home`, which this process has claimed, with the checkpoint that is its newest whole one by
+    now, when no worker writes. Like `claim`, which it is a part of, it tidies up."""
+    choice = _choose(config, home.path)
+    checkpoint.clear_partial(home.checkpoints)
+    damaged = tuple(_set_aside(home.checkpoints, *found) for found in choice.damaged)
+    return replace(home, finished_steps=choice.step or 0, damaged=damaged)
 
 
 def _make(config: Config) -> Path:
@@ -126,20 +144,35 @@ def _lock(file: BinaryIO, path: Path) -> None:
         ) from None
 
 
-def _finished_steps(config: Config, path: Path) -> int:
+def _choose(config: Config, path: Path, thorough: bool = True) -> checkpoint.Choice:
+    """The checkpoint that the run goes on from, if there is one."""
     checkpoints = RunFolder(path).checkpoints
-    step = checkpoint.latest_step(checkpoints)
-    if step is not None:
-        stored = checkpoint.read_metadata(checkpoints, step)["config"]
-        _check_same_run(path, step, _flat(stored), _flat(to_dict(config)))
-        return step
-    if config.run.resume == "must":
+    choice = checkpoint.newest(checkpoints, thorough)
+    if choice.step is not None:
+        stored = checkpoint.read_metadata(checkpoints, choice.step)["config"]
+        _check_same_run(path, choice.step, _flat(stored), _flat(to_dict(config)))
+    elif choice.damaged:
+        step, problem = choice.damaged[0]
+        raise ConfigError(
+            f"run.id={path.name} cannot go on: no checkpoint in {checkpoints} is whole "
+            f"(in {step}, {problem})",
+            "Put back a copy of one, or choose another run.id; to start afresh, remove them all.",
+            ["run.id"],
+        )
+    elif config.run.resume == "must":
         raise ConfigError(
             f"run.resume=must finds nothing to go on from: {checkpoints} holds no checkpoint",
             "Check run.id and run.dir, or use run.resume=auto.",
             ["run.resume", "run.id"],
         )
-    return 0
+    return choice
+
+
+def _set_aside(checkpoints: Path, step: int, problem: str) -> str:
+    """Rename a damaged checkpoint; the line that says so."""
+    path = checkpoint.set_aside(checkpoints, step)
+    kept = f"; it is kept as {path.name}" if path else ""
+    return f"checkpoint {checkpoints / str(step)} is damaged and not used: {problem}{kept}"
 
 
 def _check_same_run(path: Path, step: int, before: dict[str, Any], now: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from launcher.train.signals import StopSignals
 
 if TYPE_CHECKING:
     from launcher.train.crew import Answers, Crew
+    from launcher.train.saving import Begun, Saving
 
 IN_FLIGHT = 2  # steps sent ahead of their results: the worker never waits for the driver
 
@@ -23,7 +24,7 @@ def train(
     recorder: Recorder,
     stop: StopSignals,
     finished: int,
-    save: Callable[[int], Answers],
+    save: Saving,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Train from step `finished` + 1 to `settings.steps`, or until a signal asks for the end.
@@ -32,28 +33,37 @@ def train(
     they or a signal do and there was a step to save. Training goes on meanwhile; all is written
     when this returns. `clock` gives seconds that go on evenly.
 
-    Raises DivergedError, with nothing saved of the last steps, and WorkerError.
+    Raises DivergedError, with nothing saved of the step that went wrong, SaveError, and like
+    `Crew.result`.
     """
     profiled = profiled_step(settings.steps, finished)
     cadence = Cadence(settings.checkpoint, clock())
-    calls: deque[Answers] = deque()
-    step = finished
+    calls: deque[Answers | Begun] = deque()
+    step = saved = finished
     while step < settings.steps and not stop.requested:
         step += 1
         calls.append(crew.submit("step", step, step == profiled))
         if settings.eval_every and step % settings.eval_every == 0:
             calls.append(crew.submit("evaluate"))
         if step < settings.steps and cadence.is_due(step, clock()):
+            _finish(crew, calls, recorder)  # only a step that went well is saved
             calls.append(save(step))
+            saved = step
         while len(calls) >= IN_FLIGHT:
             recorder.record(calls.popleft().result())
+    _finish(crew, calls, recorder)
+    recorder.log_newest()
+    final = step > finished and bool(settings.checkpoint.at_end or stop.requested)
+    if final and step != saved:
+        save(step).result()
+    save.finish(final)
+
+
+def _finish(crew: Crew, calls: deque[Answers | Begun], recorder: Recorder) -> None:
+    """Wait for all that was sent, and record it."""
     calls.append(crew.submit("flush"))
     while calls:
         recorder.record(calls.popleft().result())
-    recorder.log_newest()
-    if step > finished and (settings.checkpoint.at_end or stop.requested):
-        save(step).result()
-    crew.submit("saved").result()
 
 
 class Cadence:

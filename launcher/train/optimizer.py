@@ -40,6 +40,12 @@ def build_optimizer(
     return optax.chain(*parts), schedule
 
 
+def count_updates(opt_state: Any) -> jax.Array:
+    """How many updates an optimizer of `build_optimizer` has made, int32 [], by its state."""
+    schedules = (part for part in opt_state if isinstance(part, optax.ScaleByScheduleState))
+    return next(schedules).count
+
+
 def build_schedule(options: Optimizer, total_steps: int) -> Schedule:
     """Linear warm-up to `learning_rate`, then the decay to `final_learning_rate`.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 
@@ -16,23 +17,28 @@ from launcher.report.plan_table import print_plan
 from launcher.train.method import plan_of
 from launcher.train.program import build_program
 from launcher.train.shape import find_cluster
+from launcher.train.start import check_start, find_start
 from recipes import check_dataset
 
 
 @dataclass(frozen=True)
 class Prepared:
     """The devices there are (None: only planned for) and the plan for them. `plan_seconds`: of
-    tracing and planning."""
+    tracing and planning. `init_from`: the checkpoint whose parameters the run starts from."""
 
     pool: DevicePool | None
     plan: Plan
     plan_seconds: float
+    init_from: Path | None = None
 
 
-def prepare(config: Config, console: Console, plan_only: bool = False) -> Prepared:
+def prepare(
+    config: Config, console: Console, plan_only: bool = False, finished: int = 0
+) -> Prepared:
     """Check the data, find the devices, trace and plan, cheapest first; show the plan.
 
     Args:
+        finished: how many steps the run has behind it.
         plan_only: the cluster may be a described one, which is not here.
 
     Raises ConfigError, `recipes.InputError`, `TraceError` and `PlanError` for what the user can
@@ -43,9 +49,12 @@ def prepare(config: Config, console: Console, plan_only: bool = False) -> Prepar
     pool, cluster = find_cluster(config.cluster, plan_only, say)
     if pool and pool.note:
         console.print(pool.note, soft_wrap=True)
+    init_from = find_start(config, finished, say)
     began = time.perf_counter()
     with status(console, "reading the data and tracing"):
         program = build_program(config)
+    if init_from is not None:
+        check_start(config.train.init_from, init_from, program.state.params)
     notes: list[str] = []
     try:
         with progress_of(console, "planning") as progress:
@@ -56,4 +65,4 @@ def prepare(config: Config, console: Console, plan_only: bool = False) -> Prepar
     seconds = time.perf_counter() - began
     console.print(f"data: {program.dataset.describe}", soft_wrap=True)
     print_plan(console, plan)
-    return Prepared(pool, plan, seconds)
+    return Prepared(pool, plan, seconds, init_from)

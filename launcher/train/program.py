@@ -54,7 +54,8 @@ def build_program(config: Config) -> Program:
     seed = np.asarray(jax.random.key_data(jax.random.key(config.run.seed)))
     state = jax.eval_shape(init, seed)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), dataset.train(0))
-    train = trace_step(make_train_step(model, optimizer, schedule), (state, batch))
+    skips = config.train.non_finite == "skip"
+    train = trace_step(make_train_step(model, optimizer, schedule, skips), (state, batch))
     evaluate = None
     if config.train.eval_every:
         evaluate = trace_step(make_eval_step(model), (state.params, batch), donate_argnums=())

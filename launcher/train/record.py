@@ -12,16 +12,34 @@ if TYPE_CHECKING:
     from launcher.train.worker import StepResult
 
 
+_FINITE = ("train/loss", "train/grad_norm")
+MOST_SKIPPED = 10  # steps in a row: a run that skips more learns nothing any more
+
+
 class DivergedError(Exception):
-    """The loss or the gradient is no longer a number; what was saved before still is."""
+    """The loss or the gradient is no longer a number; what was saved before still is.
+
+    Attributes:
+        key: the metric that is not finite. step: where.
+    """
+
+    def __init__(self, key: str, value: float, step: int) -> None:
+        super().__init__(
+            f"{key} is {value} at step {step}; lower optimizer.learning_rate, or set "
+            "optimizer.clip_norm or optimizer.warmup_steps"
+        )
+        self.key = key
+        self.step = step
 
 
 class Recorder:
-    """Logs every `log_every`-th step and the last one.
+    """Logs every `log_every`-th step, the last one, and what is out of the ordinary.
 
     Args:
         log: takes the metrics of one step.
         performance: the `perf/...` figures of a step that took so many seconds.
+        say: takes a line for a person.
+        skips: whether a step whose loss or gradient is not finite has left the state as it was.
 
     Attributes:
         finished_steps: the newest step that is finished, 0 before the first.
@@ -33,13 +51,23 @@ class Recorder:
         log: Callable[[Metrics], None],
         log_every: int,
         performance: Callable[[float], Metrics],
+        say: Callable[[str], None] = lambda line: None,
+        skips: bool = False,
     ) -> None:
         self._log = log
+        self._say = say
+        self._skips = skips
+        self._skipped_in_a_row = 0
         self._log_every = log_every
         self._performance = performance
         self._unlogged: Metrics | None = None
         self.finished_steps = 0
         self.first_step_at: float | None = None
+
+    def begin(self, finished_steps: int) -> None:
+        """Forget what was seen of steps after `finished_steps`, from where the run goes on."""
+        self._unlogged, self._skipped_in_a_row = None, 0
+        self.finished_steps = finished_steps
 
     def record(self, result: StepResult | None) -> None:
         """Take in one step's result. Raises DivergedError where training cannot go on from it."""
@@ -49,15 +77,16 @@ class Recorder:
         self.first_step_at = self.first_step_at or result.completed_at
         rates = self._performance(result.metrics["perf/step_seconds"])
         self._unlogged = {"step": result.step, **result.metrics, **rates}
-        for key in ("train/loss", "train/grad_norm"):
-            if not math.isfinite(result.metrics[key]):
-                self.log_newest()
-                raise DivergedError(
-                    f"{key} is {result.metrics[key]} at step {result.step}; lower "
-                    "optimizer.learning_rate, or set optimizer.clip_norm or optimizer.warmup_steps"
-                )
-        if result.step % self._log_every == 0 or "eval/loss" in result.metrics:
+        bad = [key for key in _FINITE if not math.isfinite(result.metrics[key])]
+        if bad or result.step % self._log_every == 0 or "eval/loss" in result.metrics:
             self.log_newest()
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if bad else 0
+        if not bad:
+            return
+        key, value = bad[0], result.metrics[bad[0]]
+        if not self._skips or self._skipped_in_a_row > MOST_SKIPPED:
+            raise DivergedError(key, value, result.step)
+        self._say(f"step {result.step}: {key} is {value}, the update is skipped")
 
     def log_newest(self) -> None:
         """Log the newest step, where it has not been."""

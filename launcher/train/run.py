@@ -6,7 +6,6 @@ and what is said, and with which exit code, where it cannot be done.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 import jax
@@ -16,14 +15,16 @@ from launcher.cluster.slurm_meeting import Meeting
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.plan import PlanError
-from launcher.report.console import make_console
+from launcher.report.console import complain, make_console
 from launcher.trace import TraceError
 from launcher.train import folder
 from launcher.train.calibrate import calibrate
 from launcher.train.prepare import prepare
 from launcher.train.record import DivergedError
+from launcher.train.recording import write_planned
+from launcher.train.recovery import FailedError
 from launcher.train.signals import StopSignals
-from launcher.train.training import train_in, write_plan, write_planned
+from launcher.train.training import train_in, write_plan
 from recipes import InputError
 
 
@@ -57,16 +58,15 @@ def guarded(work: Callable[[], int]) -> int:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         message, code = f"{where}{error.strerror or error}", 1
-    except (DivergedError, ClusterError, WorkerError) as error:
+    except (DivergedError, ClusterError, WorkerError, FailedError) as error:
         message, code = str(error), 1
-    print(f"launcher: {message}", file=sys.stderr)
+    complain(message)
     return code
 
 
 def _plan(config: Config) -> int:
     console = make_console()
-    folder.check(config)
-    ready = prepare(config, console, plan_only=True)
+    ready = prepare(config, console, plan_only=True, finished=folder.check(config))
     with folder.claim(config) as home:
         write_plan(home, config, ready.plan)
         write_planned(home, ready.plan, ready.plan_seconds)
@@ -86,6 +86,6 @@ def _train(config: Config, stop: StopSignals, meeting: Meeting | None) -> int:
             soft_wrap=True,
         )
         return 0
-    ready = prepare(config, console)
+    ready = prepare(config, console, finished=finished)
     with folder.claim(config) as home:
         return train_in(home, config, ready, console, stop, meeting)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 import launcher
-from launcher.train.optimizer import Schedule
+from launcher.train.optimizer import Schedule, count_updates
 
 if TYPE_CHECKING:
     from recipes import Batch, Model
@@ -56,13 +56,20 @@ def init_state(
 
 
 def make_train_step(
-    model: Model, optimizer: optax.GradientTransformation, schedule: Schedule
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    schedule: Schedule,
+    skip_non_finite: bool = False,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """A function `(state, batch) -> (state, metrics)`.
 
     `metrics` holds the float32 scalars `loss`, `grad_norm` (before clipping), `learning_rate` and
     what the model adds. The dropout key is a function of the run's key and the step's number, so
     a resumed run draws what an undisturbed one would have.
+
+    With `skip_non_finite` a step whose loss or gradient norm is not finite changes neither the
+    parameters nor the optimizer's state, its count of updates included: the learning rate that the
+    schedule has for this update is the next one's. `metrics` then holds `skipped` as well, 0 or 1.
     """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -71,11 +78,20 @@ def make_train_step(
         (loss, extra), grads = value_and_grad(state.params, batch, key)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
+        norm, updates_done = optax.tree.norm(grads), state.step
+        if skip_non_finite:
+            finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+            before = state.params, state.opt_state
+            params, opt_state = jax.tree.map(
+                lambda new, old: jnp.where(finite, new, old), (params, opt_state), before
+            )
+            extra = {**extra, "skipped": 1.0 - finite.astype(jnp.float32)}
+            updates_done = count_updates(state.opt_state)
         metrics = {
             **extra,
             "loss": loss,
-            "grad_norm": optax.tree.norm(grads),
-            "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
+            "grad_norm": norm,
+            "learning_rate": jnp.asarray(schedule(updates_done), jnp.float32),
         }
         return TrainState(state.step + 1, params, opt_state, state.key), metrics
 

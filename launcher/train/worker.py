@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from launcher.cluster.peer import Peer
 from launcher.config.compose import from_dict
 from launcher.plan import Plan, Task, make_forward_plan
-from launcher.runtime import StageTimes, compile_step, move
+from launcher.runtime import StageTimes, compile_step
 from launcher.train import checkpoint
 from launcher.train.feed import Feeder
 from launcher.train.program import build_program
@@ -75,6 +74,7 @@ class TrainWorker(Peer):
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="fetcher")
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="saver")
         self._saving: Future[None] | None = None
+        self._passed_over = 0
         self._completed = 0.0
 
     def setup(self, config: dict[str, Any], plan: dict[str, Any]) -> float:
@@ -95,22 +95,20 @@ class TrainWorker(Peer):
             seconds += self._evaluate.compile_seconds
         return seconds
 
-    def create(self) -> None:
-        """Make the first state, each array in its place."""
+    def create(self, init_from: str | None = None) -> None:
+        """Make the first state, each array in its place; its parameters are those of the checkpoint
+        `init_from`, where one is given."""
         self._state = self._train.create(self._program.init, self._program.seed)
+        if init_from is not None:
+            self._state = replace(self._state, params=None)  # room for the others
+            params = checkpoint.restore_params(Path(init_from), self._placed().params)
+            self._state = replace(self._state, params=params)
         self._feed(start=0)
 
     def restore(self, folder: str, step: int) -> None:
-        """Read the state that was saved after `step` steps, each array into its place."""
-        shardings = self._train.in_shardings[0]
-        if self._transport is None:
-            like = jax.tree.map(_like, self._program.state, shardings)
-            self._state = checkpoint.restore(Path(folder), step, like)
-        else:
-            like = jax.tree.map(_like, self._program.state, self._on_first_process())
-            first = jax.process_index() == 0
-            state = checkpoint.restore(Path(folder), step, like) if first else like
-            self._state = self._moved(state, self._on_first_process(), shardings)
+        """Read the state that was saved after `step` steps: of it what this process's devices hold,
+        each array into its place."""
+        self._state = checkpoint.restore(Path(folder), step, self._placed())
         self._feed(start=step)
 
     def step(self, step: int, profile: bool = False) -> StepResult | None:
@@ -121,7 +119,7 @@ class TrainWorker(Peer):
         """
         if self._sent is None:
             self._completed = time.perf_counter()
-        batch, waited = self._feeder.get(step - 1)
+        batch, waited = self._feeder.get(step - 1 + self._passed_over)
         if profile:
             result = self._finish()
             (self._state, metrics), self._stages = self._train.profile(self._state, batch)
@@ -149,30 +147,38 @@ class TrainWorker(Peer):
         means = {f"eval/{name}": float(np.mean([v[name] for v in values])) for name in values[0]}
         return replace(result, metrics=result.metrics | means)
 
-    def save(self, folder: str, step: int, metadata: dict[str, Any]) -> None:
-        """Begin to write the state after `step` steps, the newest, to `folder/<step>`; returns when
-        it is copied. Raises OSError where the disk did not take the state before."""
-        self.saved()
-        state = self._state
-        if self._transport is not None:
-            state = self._moved(state, self._train.in_shardings[0], self._on_first_process())
-        if jax.process_index() == 0:
-            host, settings = checkpoint.copied(state), self._config.train.checkpoint
-            self._saving = self._saver.submit(
-                checkpoint.save,
-                Path(folder),
-                step,
-                host,
-                metadata,
-                keep=settings.keep,
-                keep_every=settings.every_steps,
-            )
+    def save(self, folder: str, step: int, metadata: dict[str, Any], token: str) -> str | None:
+        """Begin to write this process's part of the state after `step` steps, the newest, to
+        `folder/<step>`; returns when it is copied. All processes get the same `token`, a new one
+        for every save.
 
-    def saved(self) -> None:
-        """Wait until what `save` began is written. Raises OSError if the disk did not take it."""
+        Returns why the state before could not be saved, None where it was; see `saved`.
+        """
+        problem = self.saved()
+        state, settings = checkpoint.copied(self._state), self._config.train.checkpoint
+        writers = checkpoint.Writers(jax.process_index(), jax.process_count(), token)
+        self._saving = self._saver.submit(
+            checkpoint.save,
+            Path(folder),
+            step,
+            state,
+            metadata,
+            keep=settings.keep,
+            keep_every=settings.every_steps,
+            writers=writers,
+        )
+        return problem
+
+    def saved(self) -> str | None:
+        """Wait until what `save` began is written. Returns why it could not be, in a line; None
+        where it was, or nothing is under way."""
         saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.result()
+        try:
+            if saving is not None:
+                saving.result()
+        except checkpoint.SaveError as error:
+            return str(error)
+        return None
 
     def close(self) -> None:
         """Stop the threads, and leave the others."""
@@ -182,20 +188,20 @@ class TrainWorker(Peer):
         if self._transport is not None:
             jax.distributed.shutdown()
 
-    def _on_first_process(self) -> TrainState:
-        """The whole state on one device of the first process, which reads and writes files."""
-        mesh = Mesh(np.array([jax.devices()[0]]), ("data",))
-        where = NamedSharding(mesh, PartitionSpec())
-        return jax.tree.map(lambda _: where, self._program.state)
+    def _placed(self) -> TrainState:
+        """The state's shapes, each with its place."""
+        return jax.tree.map(_like, self._program.state, self._train.in_shardings[0])
 
-    def _moved(self, state: TrainState, src: TrainState, dst: TrainState) -> TrainState:
-        assert self._transport is not None
-        shapes, tree = jax.tree.flatten(self._program.state)
-        arrays, here, there = (jax.tree.leaves(x) for x in (state, src, dst))
-        return jax.tree.unflatten(tree, move(arrays, shapes, here, there, self._transport))
+    def pass_over(self, batches: int, step: int) -> None:
+        """After `create` or `restore`, that is `step` steps: take every step's batch so many
+        further on in the data than its number says."""
+        self._feeder.close()
+        self._passed_over = batches
+        self._feed(step)
 
     def _feed(self, start: int) -> None:
-        self._feeder = Feeder(self._program.dataset.train, start, self._config.train.steps)
+        first, stop = start + self._passed_over, self._config.train.steps + self._passed_over
+        self._feeder = Feeder(self._program.dataset.train, first, stop)
 
     def _finish(self) -> StepResult | None:
         if self._sent is None:

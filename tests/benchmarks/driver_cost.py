@@ -45,7 +45,8 @@ def main() -> None:
 
     pool = emulated_pool(Cluster(kind="emulated", gpus=2, hosts=2))
     with tempfile.TemporaryDirectory() as logs, start(pool, Path(logs)) as session:
-        crew = Crew(session.spawn(Worker), plan=None)  # needed for measured stages only
+        # The plan is needed for measured stages only.
+        crew = Crew(session.spawn(Worker), None, session.check, timeout=600.0)
         crew.submit("step", 0, False).result()
         calls: deque = deque()
         seconds = []

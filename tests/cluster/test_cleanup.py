@@ -164,6 +164,75 @@ def test_a_driver_that_a_signal_ends_leaves_nothing(run_driver, number):
     assert_gone(processes, folder)
 
 
+SIGNALLED = """
+import signal
+import sys
+import time
+from pathlib import Path
+
+import ray_hook
+from cluster_probe import Probe
+from launcher.cluster.devices import emulated_pool
+from launcher.cluster.session import start
+from launcher.config.schema import Cluster
+
+caught = []
+signal.signal(signal.SIGTERM, lambda number, frame: caught.append(number))
+with start(emulated_pool(Cluster(kind="emulated", gpus=1)), Path(sys.argv[1])) as session:
+    ray_hook.signals_while_it_connects()
+    (worker,) = session.spawn(Probe)
+    time.sleep(4)  # by then the alarm that Ray sets would have aborted this process
+    print(len(caught), worker.submit("add", 1).result())
+"""
+RAY_HOOK = """
+import signal
+import threading
+import time
+
+
+def signals_while_it_connects():
+    import ray
+
+    init, done, begun = ray.init, threading.Event(), threading.Event()
+
+    def shoot():  # at a thread that blocks nothing, such as libraries have
+        begun.wait()
+        while not done.is_set():
+            signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=shoot)
+    thread.start()
+
+    def signalled(*arguments, **settings):
+        begun.set()
+        try:
+            return init(*arguments, **settings)
+        finally:
+            done.set()
+            thread.join()
+
+    ray.init = signalled
+"""
+
+
+@pytest.mark.slow
+def test_signals_that_come_while_ray_connects_are_delivered_afterwards(probe_folder, tmp_path):
+    """Ray itself would exit, or abort the process."""
+    import launcher
+
+    root = str(Path(launcher.__file__).parents[1])
+    (tmp_path / "ray_hook.py").write_text(RAY_HOOK)
+    search = os.pathsep.join([root, str(probe_folder), str(tmp_path)])
+    run = subprocess.run(
+        [sys.executable, "-c", SIGNALLED, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": search},
+    )
+    assert (run.returncode, run.stdout) == (0, "1 1\n"), run.stderr
+
+
 @pytest.mark.slow
 def test_processes_follow_even_a_killed_head(run_driver):
     driver = run_driver()

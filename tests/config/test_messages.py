@@ -53,7 +53,7 @@ COMMAND_LINES = [
     (
         "train=3",
         f"train must be a section of settings, not 3 {CLI}. train has: steps, global_batch_size, "
-        "precision, log_every, eval_every, eval_batches, checkpoint.",
+        "precision, log_every, eval_every, eval_batches, init_from, checkpoint.",
     ),
     # Bad choices and values out of bounds.
     (

@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "my_conf" / group / "mine.yaml").write_text(text)
     program = build_program(load(["recipe=smoke"]))
     state = jax.jit(program.init)(program.seed)
-    checkpoint.save(folder / "outputs" / "first" / "checkpoints", 3, state, {})
+    checkpoint.save(folder / "outputs" / "first" / "checkpoints", 3, checkpoint.copied(state), {})
     return folder
 
 

@@ -1,16 +1,15 @@
 """`python -m launcher` as a user meets it: trained, stopped, resumed, refused, nothing left behind.
 
-Launcher processes are few, because each brings up Ray and compiles. Every one carries a mark in
-its environment, which its children inherit: whoever bears it afterwards has been left behind.
+Launcher processes are few, because each brings up Ray and compiles.
 """
 
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from pathlib import Path
 
@@ -22,8 +21,9 @@ from launcher.__main__ import main
 from launcher.config.compose import from_dict, to_dict
 from launcher.report.tracker import METRIC_KEYS
 
-MARK = "LAUNCHER_TEST_MARK"
-DEADLINE = 240  # seconds that no launcher of these tests needs
+sys.path.insert(0, str(Path(__file__).parent))
+from launched import DEADLINE, MARK, Launcher, lines, losses, mark_of, summary
+
 TINY_GPT = (
     "dataset=text",
     "dataset.path=text.txt",
@@ -43,72 +43,6 @@ TINY_GPT = (
 )
 SMOKE = ("recipe=smoke", "wandb.mode=disabled")
 FOREVER = "train.steps=1000000"
-
-
-class Launcher:
-    """One `python -m launcher` in a process group of its own."""
-
-    def __init__(self, folder: Path, *words: str) -> None:
-        self.mark = uuid.uuid4().hex
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "launcher", *words],
-            cwd=folder,
-            env={**os.environ, MARK: self.mark},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    def wait_for(self, condition) -> None:
-        """Wait until `condition()` holds; the launcher must still run by then."""
-        deadline = time.monotonic() + DEADLINE
-        while not condition():
-            assert time.monotonic() < deadline
-            assert self.process.poll() is None, self.process.communicate()
-            time.sleep(0.02)
-
-    def end(self) -> tuple[int, str, str]:
-        """Wait for the end: exit code, standard output, standard error. Nothing is left then."""
-        out, err = self.process.communicate(timeout=DEADLINE)
-        assert [process.cmdline() for process in self.processes()] == []
-        return self.process.returncode, out, err
-
-    def processes(self) -> list[psutil.Process]:
-        """The launcher's process, where it still runs, and all that it has started."""
-        return [process for process in psutil.process_iter() if _mark(process) == self.mark]
-
-    def worker(self) -> psutil.Process:
-        """The worker process: the one that has the emulated devices."""
-        (worker,) = [p for p in self.processes() if "ray::" in " ".join(p.cmdline())]
-        return worker
-
-
-def _mark(process: psutil.Process) -> str | None:
-    try:
-        return process.environ().get(MARK)
-    except psutil.Error:  # another user's, or gone
-        return None
-
-
-def lines(run: Path) -> list[dict]:
-    path = run / "metrics.jsonl"
-    if not path.exists():
-        return []
-    return [
-        json.loads(line)
-        for line in path.read_bytes().splitlines(keepends=True)
-        if line.endswith(b"\n")
-    ]
-
-
-def losses(run: Path) -> list[float]:
-    return [line["train/loss"] for line in lines(run)]
-
-
-def summary(run: Path) -> dict:
-    return json.loads((run / "summary.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -272,10 +206,29 @@ def test_a_preempted_run_saves_and_meanwhile_nobody_else_may_have_its_folder(
     assert summary(run)["exit_reason"] == "preempted"
 
 
+def test_a_run_whose_worker_is_killed_goes_on_by_itself_as_if_nothing_had_been(
+    folder: Path, undisturbed: tuple[Path, str]
+) -> None:
+    run, more = folder / "outputs" / "killed", "train.checkpoint.every_steps=6"
+    launcher = Launcher(folder, *TINY_GPT, "run.id=killed", "train.steps=24", more)
+    launcher.wait_for((run / "checkpoints" / "6").is_dir)
+    launcher.worker().kill()
+    code, _, err = launcher.end()
+    assert code == 0
+    assert err.startswith("launcher: worker_0 died: its process was killed")
+    assert re.search(r"\nRestart 1 of at most 3 in 1 s, from the checkpoint at step \d+\n$", err)
+    assert "stages 0, 1 of 2" in err
+    assert losses(run) == losses(undisturbed[0])[:24]
+    assert [line["step"] for line in lines(run)] == list(range(1, 25))
+    assert summary(run)["restarts"] == 1
+    assert summary(run)["exit_reason"] == "done"
+
+
 @pytest.mark.slow
-def test_a_worker_that_dies_is_reported_and_takes_everything_with_it(tmp_path: Path) -> None:
+def test_without_restarts_a_worker_that_dies_ends_the_run(tmp_path: Path) -> None:
     run = tmp_path / "outputs" / "one"
-    launcher = Launcher(tmp_path, *SMOKE, "run.id=one", FOREVER)
+    words = ("run.id=one", "cluster.max_restarts=0", FOREVER)
+    launcher = Launcher(tmp_path, *SMOKE, *words)
     launcher.wait_for(lambda: len(lines(run)) >= 3)
     launcher.worker().kill()
     code, _, err = launcher.end()
@@ -308,7 +261,7 @@ def test_closing_the_terminal_saves_and_ends_the_run(tmp_path: Path) -> None:
     assert b"\x1b[" in shown  # the live display was on
     assert (run / "checkpoints" / str(len(lines(run)))).is_dir()
     assert summary(run)["exit_reason"] == "preempted"
-    assert [p.cmdline() for p in psutil.process_iter() if _mark(p) == mark] == []
+    assert [p.cmdline() for p in psutil.process_iter() if mark_of(p) == mark] == []
 
 
 @pytest.mark.slow

@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -94,7 +96,7 @@ def test_metadata_is_json_beside_the_arrays(tmp_path):
 def test_the_latest_step_is_the_highest_that_is_whole(tmp_path):
     assert checkpoint.latest_step(tmp_path / "missing") is None
     assert checkpoint.latest_step(tmp_path) is None
-    (tmp_path / "30.orbax-checkpoint-tmp").mkdir()  # a save that was cut off
+    clutter(tmp_path)
     assert checkpoint.latest_step(tmp_path) is None
     for step in (2, 10, 9):
         checkpoint.save(tmp_path, step, checkpoint.copied(make_state()), METADATA)
@@ -112,6 +114,91 @@ def test_the_newest_and_the_round_steps_are_kept(tmp_path):
     for step in range(1, 8):
         checkpoint.save(tmp_path, step, state, METADATA, keep=2, keep_every=3)
     assert sorted(int(p.name) for p in tmp_path.iterdir()) == [3, 6, 7]
+
+
+def test_a_step_that_is_saved_again_is_replaced_and_newer_ones_do_not_count(tmp_path):
+    for step in (5, 40, 5, 6):
+        save(tmp_path, step, keep=1)
+    assert sorted(int(p.name) for p in tmp_path.iterdir()) == [6, 40]
+    assert checkpoint.damage(tmp_path / "6") is None
+
+
+def test_what_others_put_there_neither_hurts_nor_goes(tmp_path):
+    save(tmp_path, 5)
+    clutter(tmp_path)
+    found = checkpoint.newest(tmp_path)
+    assert (found.step, found.damaged) == (5, ())
+    checkpoint.clear_partial(tmp_path)
+    save(tmp_path, 9, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        [".DS_Store", "07", "30.orbax-checkpoint-tmp", "7", "8", "9", "foo"]
+    )
+
+
+def clutter(folder):
+    """What is in a folder and is no checkpoint; and a save of ours that was cut off."""
+    for name in ("7", "07", "foo", "30.orbax-checkpoint-tmp", "40.partial-ab/default"):
+        (folder / name).mkdir(parents=True)
+    for name in (".DS_Store", "8", "foo/file"):
+        (folder / name).write_text("x")
+
+
+def save(folder, step, **options):
+    checkpoint.save(folder, step, checkpoint.copied(make_state()), METADATA, **options)
+
+
+def test_several_processes_write_one_checkpoint(tmp_path):
+    """Two writers, each with its own half of the leaves, as `copied` gives them to processes."""
+    whole = checkpoint.copied(make_state())
+    halves = [halved(whole, parity) for parity in (0, 1)]
+    with ThreadPoolExecutor(2) as threads:
+        writers = (checkpoint.Writers(i, 2, "t") for i in range(2))
+        for job in [
+            threads.submit(checkpoint.save, tmp_path, 7, half, METADATA, writers=writer)
+            for half, writer in zip(halves, writers, strict=True)
+        ]:
+            job.result(60)
+    assert checkpoint.damage(tmp_path / "7") is None
+    assert {p.name for p in tmp_path.iterdir()} == {"7"}
+    assert not list((tmp_path / "7").glob("process_*"))
+    where = SingleDeviceSharding(jax.devices()[0])
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), make_state()
+    )
+    back = checkpoint.restore(tmp_path, 7, like)
+    jax.tree.map(np.testing.assert_array_equal, back, make_state())
+
+
+def test_what_goes_wrong_in_one_process_is_said_by_the_first(tmp_path):
+    (tmp_path / "7.partial-t" / "default").mkdir(parents=True)
+    (tmp_path / "7.partial-t" / "default" / "ocdbt.process_1").write_text("in the way")
+    whole = checkpoint.copied(make_state())
+    with ThreadPoolExecutor(2) as threads:
+        jobs = [
+            threads.submit(
+                checkpoint.save,
+                tmp_path,
+                7,
+                halved(whole, i),
+                METADATA,
+                writers=checkpoint.Writers(i, 2, "t"),
+            )
+            for i in range(2)
+        ]
+        for job in jobs:
+            with pytest.raises(
+                checkpoint.SaveError, match=f"cannot save step 7 in {tmp_path}: Not"
+            ):
+                job.result(60)
+    assert checkpoint.latest_step(tmp_path) is None
+
+
+def halved(state, parity):
+    """Every second array of a copied state; of the others, no piece."""
+    leaves, tree = jax.tree.flatten(state)
+    return jax.tree.unflatten(
+        tree, [x if i % 2 == parity else replace(x, parts=()) for i, x in enumerate(leaves)]
+    )
 
 
 def test_a_copy_outlives_the_arrays_it_was_made_of(tmp_path):

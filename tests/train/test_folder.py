@@ -27,7 +27,7 @@ def named(config, run_id="mine", **fields):
 def save_checkpoint(config, step):
     path = Path(config.run.dir, config.run.id, "checkpoints")
     state = TrainState(jnp.int32(step), {"w": jnp.ones(2)}, (), jnp.zeros(2, jnp.uint32))
-    checkpoint.save(path, step, state, {"config": to_dict(config)})
+    checkpoint.save(path, step, checkpoint.copied(state), {"config": to_dict(config)})
 
 
 def test_a_fresh_id_says_model_and_time_and_is_drawn_anew():

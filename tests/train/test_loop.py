@@ -1,5 +1,6 @@
 """The loop with a real worker in this process: a small pipeline trained, stopped and resumed."""
 
+import functools
 import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -10,17 +11,19 @@ import pytest
 
 from launcher.config.compose import load, to_dict
 from launcher.config.schema import Checkpoint
-from launcher.plan import local_shape, make_plan
+from launcher.plan import local_shape
 from launcher.train import checkpoint
 from launcher.train.crew import merged
 from launcher.train.loop import Cadence, train
+from launcher.train.method import plan_of
 from launcher.train.optimizer import build_optimizer
 from launcher.train.program import build_program
 from launcher.train.record import DivergedError, Recorder
+from launcher.train.saving import Saving, contents
 from launcher.train.signals import StopSignals
 from launcher.train.step import init_state, make_eval_step, make_train_step
 from launcher.train.worker import StepResult, TrainWorker
-from recipes import build_model
+from recipes import build_dataset, build_model
 
 WORDS = (
     "model=mlp",
@@ -35,6 +38,8 @@ WORDS = (
     "parallel.num_micro_batches=2",
     "parallel.num_stages=2",
 )
+
+ONE_STAGE = "parallel.num_stages=null"  # or as many as the method says
 
 
 class Handle:
@@ -74,28 +79,34 @@ class Training:
     def __init__(self, folder, *words, stop_after=None):
         self.config = load([*WORDS, *words])
         self.folder = folder
-        self.lines = []
+        self.lines, self.said, self.warnings, self.failures = [], [], [], []
+        self.warn = self.warnings.append
         self.stop = StopSignals()
         self.stop_after = stop_after
 
     def run(self):
         config, finished = self.config, checkpoint.latest_step(self.folder) or 0
-        plan = make_plan(
-            build_program(config).train,
-            method=config.parallel.method,
-            num_stages=config.parallel.num_stages,
-            num_micro_batches=config.parallel.num_micro_batches,
-            schedule=config.parallel.schedule,
-            remat=config.parallel.remat,
-            cluster=local_shape(config.cluster.gpus or 2, 1, "cpu"),
-        )
+        shape = local_shape(config.cluster.gpus or 2, 1, "cpu")
+        plan = plan_of(config.parallel, build_program(config).train, shape)
         worker = TrainWorker()
         worker.setup(to_dict(config), plan.to_dict())
         worker.restore(str(self.folder), finished) if finished else worker.create()
         self.handle = Handle(worker, plan)
-        recorder = Recorder(self._log, config.train.log_every, lambda seconds: {})
+        skips = config.train.non_finite == "skip"
+        recorder = Recorder(
+            self._log, config.train.log_every, lambda seconds: {}, self.said.append, skips
+        )
         try:
-            train(config.train, self.handle, recorder, self.stop, finished, self._save)
+            describe = functools.partial(contents, config, plan)
+            saving = Saving(
+                self.handle,
+                self.folder,
+                config.train.checkpoint,
+                describe,
+                self.warn,
+                self.failures,
+            )
+            train(config.train, self.handle, recorder, self.stop, finished, saving)
         finally:
             self.handle.close()
         return self
@@ -104,10 +115,6 @@ class Training:
         self.lines.append(line)
         if line["step"] == self.stop_after:
             self.stop.requested = signal.SIGINT
-
-    def _save(self, step):
-        metadata = {"config": to_dict(self.config)}
-        return self.handle.submit("save", str(self.folder), step, metadata)
 
     def losses(self):
         return [line["train/loss"] for line in self.lines]
@@ -118,7 +125,8 @@ def plain_training(config):
     program = build_program(config)
     model = build_model(config.model, config.train.precision)
     optimizer, schedule = build_optimizer(config.optimizer, config.train.steps)
-    step = jax.jit(make_train_step(model, optimizer, schedule))
+    skips = config.train.non_finite == "skip"
+    step = jax.jit(make_train_step(model, optimizer, schedule, skips))
     evaluate = jax.jit(make_eval_step(model))
     state = init_state(model, optimizer, program.seed)
     losses, evaluations = [], []
@@ -207,6 +215,34 @@ def test_states_are_saved_on_the_way_and_training_goes_on_from_any(undisturbed, 
     assert again.losses() == undisturbed.losses()[steps[0] :]
 
 
+def test_a_save_that_fails_is_said_and_the_run_goes_on(undisturbed, tmp_path):
+    training = Training(tmp_path / "checkpoints", "train.checkpoint.every_steps=2")
+    training.folder.write_text("in the way")
+
+    def warn(text):
+        training.warnings.append(text)
+        if training.folder.is_file():
+            training.folder.unlink()
+
+    training.warn = warn
+    training.run()
+    assert training.losses() == undisturbed.losses()
+    told = [f"{failure} Training goes on." for failure in training.failures]
+    assert training.warnings == told
+    assert told[0].startswith(f"cannot save step 2 in {training.folder}: ")
+    assert checkpoint.newest(training.folder).step == 6
+
+
+@pytest.mark.parametrize("words", [["train.checkpoint.on_error=stop"], []])
+def test_a_save_that_fails_ends_the_run_where_that_is_asked_or_it_is_the_last(words, tmp_path):
+    every = "train.checkpoint.every_steps=2" if words else "train.checkpoint.every_steps=0"
+    training = Training(tmp_path / "checkpoints", every, *words)
+    training.folder.write_text("in the way")
+    with pytest.raises(checkpoint.SaveError, match=f"cannot save step {2 if words else 6} in "):
+        training.run()
+    assert len(training.lines) == 6 or words
+
+
 def test_when_to_save():
     cadence = Cadence(Checkpoint(every_steps=10, every_minutes=1.0), now=0.0)
     assert not cadence.is_due(1, 59.0)
@@ -223,6 +259,65 @@ def test_a_run_that_diverges_saves_nothing(tmp_path):
     with pytest.raises(DivergedError, match=r"^train/(loss|grad_norm) is (nan|inf) at step \d"):
         training.run()
     assert checkpoint.latest_step(tmp_path) is None
+
+
+@pytest.fixture
+def bad_batch(monkeypatch):
+    """Makes the batch of step 3 one whose loss is not a number."""
+
+    def spoiled(*arguments):
+        dataset = build_dataset(*arguments)
+
+        def batch_at(k):
+            batch = dict(dataset.train(k))
+            return {**batch, "x": batch["x"] * np.nan} if k == 2 else batch
+
+        return dataset._replace(train=batch_at)
+
+    monkeypatch.setattr("launcher.train.program.build_dataset", spoiled)
+
+
+def test_a_step_that_goes_wrong_is_never_saved(bad_batch, tmp_path):
+    words = ("train.checkpoint.every_steps=1", "train.eval_every=0")
+    training = Training(tmp_path, *words)
+    with pytest.raises(DivergedError, match="step 3"):
+        training.run()
+    assert checkpoint.latest_step(tmp_path) == 2
+    assert [line["step"] for line in training.lines] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        *(
+            pytest.param(words, marks=pytest.mark.slow)
+            for words in [
+                ("parallel=data", ONE_STAGE),
+                ("parallel=zero2", ONE_STAGE),
+                ("parallel=zero3", ONE_STAGE),
+                ("parallel=shard", "parallel.data=1", "parallel.model=2", ONE_STAGE),
+                (
+                    *("parallel=three_d", "parallel.pipeline=2", "parallel.model=2"),
+                    *(ONE_STAGE, "cluster.gpus=4"),
+                ),
+                ("parallel.schedule=zero_bubble",),
+                ("optimizer=adafactor",),
+            ]
+        ),
+    ],
+)
+def test_a_step_that_goes_wrong_is_skipped_as_on_one_device(words, bad_batch, tmp_path):
+    training = Training(tmp_path, "train.non_finite=skip", *words).run()
+    expected, _ = plain_training(training.config)
+    assert np.isnan(expected[2])
+    np.testing.assert_allclose(training.losses(), expected, rtol=1e-5)
+    assert [line["train/skipped"] for line in training.lines] == [0, 0, 1, 0, 0, 0]
+    assert training.said == ["step 3: train/loss is nan, the update is skipped"]
+    # The schedule waits for the update that was skipped.
+    rates = [line["train/learning_rate"] for line in training.lines]
+    assert rates[2] == rates[3] != rates[4]
+    assert checkpoint.latest_step(tmp_path) == 6
 
 
 def test_one_step_on_one_stage_is_a_whole_run_and_saves_only_if_asked(tmp_path):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from launcher.train.record import DivergedError, Recorder
+from launcher.train.record import MOST_SKIPPED, DivergedError, Recorder
 from launcher.train.worker import StepResult
 
 
@@ -50,3 +50,30 @@ def test_what_is_no_number_is_logged_and_ends_the_run(key, value):
         "optimizer.clip_norm or optimizer.warmup_steps"
     )
     assert [line["step"] for line in lines] == [2]
+
+
+def test_a_skipped_step_is_logged_and_said_and_only_too_many_in_a_row_end_the_run():
+    lines, said = [], []
+    record = Recorder(lines.append, 100, lambda seconds: {}, said.append, skips=True)
+    record.record(result(1))
+    for step in range(2, 2 + MOST_SKIPPED):
+        record.record(result(step, loss=math.inf))
+    record.record(result(12))
+    record.record(result(13, grad_norm=math.nan))
+    assert [line["step"] for line in lines] == [*range(2, 12), 13]
+    assert said[0] == "step 2: train/loss is inf, the update is skipped"
+    assert said[-1] == "step 13: train/grad_norm is nan, the update is skipped"
+    for step in range(14, 23):
+        record.record(result(step, loss=math.nan))
+    with pytest.raises(DivergedError, match="step 23"):
+        record.record(result(23, loss=math.nan))
+
+
+def test_a_recorder_that_begins_again_forgets_what_is_done_again():
+    record, lines = recorder(log_every=4)
+    for step in range(1, 7):
+        record.record(result(step))
+    record.begin(4)
+    record.log_newest()
+    assert record.finished_steps == 4
+    assert [line["step"] for line in lines] == [4]

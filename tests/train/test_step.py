@@ -53,6 +53,24 @@ def test_the_state_counts_its_steps_and_keeps_its_key(parts):
     assert jax.tree.structure(state) == jax.tree.structure(first)
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_skipped_step_leaves_the_state_as_it_was_but_its_number(parts, bad):
+    model, optimizer, schedule = parts
+    step = jax.jit(make_train_step(model, optimizer, schedule, skip_non_finite=True))
+    state, metrics = step(init_state(model, optimizer, SEED), BATCH)
+    assert metrics["skipped"] == 0
+    new, metrics = step(state, {**BATCH, "x": BATCH["x"] * bad})
+    assert metrics["skipped"] == 1
+    assert float(metrics["learning_rate"]) == pytest.approx(float(schedule(1)))
+    assert int(new.step) == 2
+    jax.tree.map(
+        np.testing.assert_array_equal, (new.params, new.opt_state), (state.params, state.opt_state)
+    )
+    again, metrics = step(new, BATCH)
+    assert float(metrics["learning_rate"]) == pytest.approx(float(schedule(1)))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(again.params))
+
+
 def test_the_first_state_is_a_function_of_the_seed(parts):
     model, optimizer, _ = parts
     one, same = (init_state(model, optimizer, SEED).params for _ in range(2))

@@ -1,0 +1,124 @@
+"""Whether a checkpoint is whole: `checksums.json`, which holds the size and SHA-256 of every file.
+
+It is written last, before a checkpoint gets its name, and read first, before a byte of the rest is
+believed. It holds its own checksum, too, and has the only layout that it can have: a change to it
+shows as well. Standard library only: the driver checks before JAX is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from launcher.train.checkpoint.layout import CHECKSUMS, METADATA
+
+_ALGORITHM = "sha256"
+_THREADS = 8  # hashing and reading let go of the interpreter's lock
+
+# A file's size in bytes and its checksum in hexadecimal digits, by its path below the checkpoint.
+Sums = Mapping[str, tuple[int, str]]
+
+
+def checksums(root: Path, paths: Iterable[Path], sync: bool = False) -> dict[str, tuple[int, str]]:
+    """The checksums of `paths`, which lie below `root`; with `sync` each is on the disk after it.
+    Raises OSError."""
+    listed = sorted(paths)
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="checksums") as pool:
+        found = list(pool.map(lambda path: _sum(path, sync), listed))
+    return {str(path.relative_to(root)): sum_ for path, sum_ in zip(listed, found, strict=True)}
+
+
+def files_below(folder: Path) -> list[Path]:
+    """All files of a folder and of the folders in it."""
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def write_checksums(root: Path, sums: Sums) -> None:
+    """Write `root`'s `checksums.json`."""
+    with open(root / CHECKSUMS, "w", encoding="utf-8") as file:
+        file.write(_text(sums))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def damage(root: Path, thorough: bool = True) -> str | None:
+    """What is wrong with the checkpoint `root`, in a few words that name the file; None where it is
+    whole.
+
+    Args:
+        thorough: read every file; otherwise only the metadata, and hold the sizes of the others
+            against `checksums.json`.
+    """
+    try:
+        sums = _read(root / CHECKSUMS)
+    except FileNotFoundError:
+        return f"{CHECKSUMS} is missing"
+    except OSError as error:
+        return f"{CHECKSUMS} cannot be read ({error.strerror})"
+    except ValueError:
+        return f"{CHECKSUMS} is damaged"
+    wrong = [problem for name, (size, _) in sums.items() if (problem := _size(root, name, size))]
+    if not wrong:
+        to_read = [(name, sums[name][1]) for name in sums if thorough or name == METADATA]
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="checksums") as pool:
+            problems = list(pool.map(lambda item: _contents(root, *item), to_read))
+        wrong = [problem for problem in problems if problem]
+    if not wrong:
+        return None
+    return wrong[0] if len(wrong) == 1 else f"{wrong[0]}, and {len(wrong) - 1} files more"
+
+
+def _size(root: Path, name: str, size: int) -> str | None:
+    path = root / name
+    try:
+        if not path.is_file():
+            return f"{name} is missing"
+        found = path.stat().st_size
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
+    return None if found == size else f"{name} has {found} bytes of {size}"
+
+
+def _contents(root: Path, name: str, checksum: str) -> str | None:
+    try:
+        found = _sum(root / name, sync=False)[1]
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
+    return None if found == checksum else f"{name} is not what was written"
+
+
+def _sum(path: Path, sync: bool) -> tuple[int, str]:
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, _ALGORITHM).hexdigest()
+        if sync:
+            os.fsync(file.fileno())
+        return file.tell(), digest
+
+
+def _text(sums: Sums) -> str:
+    files = {name: {"bytes": size, _ALGORITHM: digest} for name, (size, digest) in sums.items()}
+    own = hashlib.new(_ALGORITHM, json.dumps(files, sort_keys=True).encode()).hexdigest()
+    return json.dumps({"files": files, _ALGORITHM: own}, indent=1, sort_keys=True) + "\n"
+
+
+def _read(path: Path) -> dict[str, tuple[int, str]]:
+    """Raises OSError and ValueError."""
+    text = path.read_bytes().decode("utf-8")
+    sums: dict[str, tuple[int, str]] = {}
+    try:
+        tree: dict[str, Any] = json.loads(text)
+        for name, entry in tree["files"].items():
+            size, digest = entry["bytes"], entry[_ALGORITHM]
+            if not isinstance(size, int) or not isinstance(digest, str) or "\0" in name:
+                raise ValueError
+            sums[name] = size, digest
+    except (KeyError, TypeError, AttributeError):
+        raise ValueError from None
+    if not sums or _text(sums) != text:
+        raise ValueError
+    return sums

@@ -1,0 +1,123 @@
+"""A state as one process holds it: of each array, the pieces that are its own, on the host.
+
+Each piece of an array belongs to one process: to the one that has the first of its replicas. A
+process writes its pieces, and no array is ever gathered. `PiecesHandler` is what Orbax calls for
+each leaf; how the tree is laid out on disk stays Orbax's own business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+
+Index = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """One array, as far as this process is to write it.
+
+    Attributes:
+        shape, dtype: of the whole array. chunk: the shape of a piece; all have the same.
+        parts: where in the array each piece stands, and the piece. Empty where none is here.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunk: tuple[int, ...]
+    parts: tuple[tuple[Index, np.ndarray], ...]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the first piece of the array is here: its owner describes the array, once."""
+        starts = ([s.start or 0 for s in index] for index, _ in self.parts)
+        return any(not any(start) for start in starts)
+
+
+def copied(state: Any) -> Any:
+    """A tree of arrays as one of `Pieces`, on the host and of their own: arrays of devices are
+    overwritten by the next step. Waits until they are computed."""
+    for leaf in jax.tree.leaves(state):
+        for shard in _own(leaf):
+            shard.data.copy_to_host_async()  # all on their way before the first is waited for
+    return jax.tree.map(_pieces, state)
+
+
+def _own(array: Any) -> list[jax.Shard]:
+    if not isinstance(array, jax.Array):
+        return []
+    return [shard for shard in array.addressable_shards if shard.replica_id == 0]
+
+
+def _pieces(array: Any) -> Pieces:
+    if not isinstance(array, jax.Array):
+        value = np.array(array)
+        everywhere = tuple(slice(0, n) for n in value.shape)
+        return Pieces(value.shape, value.dtype, value.shape, ((everywhere, value),))
+    parts = tuple((shard.index, _on_host(shard.data)) for shard in _own(array))
+    chunk = array.sharding.shard_shape(array.shape)
+    return Pieces(array.shape, np.dtype(array.dtype), chunk, parts)
+
+
+def _on_host(data: jax.Array) -> np.ndarray:
+    # What NumPy is shown of a CPU's array is the array's own memory; of other devices' a copy.
+    (device,) = data.devices()
+    return np.array(data) if device.platform == "cpu" else np.asarray(data)
+
+
+class PiecesHandler(ocp.type_handlers.NumpyHandler):
+    """Writes the `Pieces` of process `process`; stock Orbax reads them as NumPy arrays."""
+
+    def __init__(self, process: int) -> None:
+        super().__init__()
+        self._process = process
+
+    async def serialize(
+        self,
+        values: Sequence[Pieces],
+        infos: Sequence[Any],
+        args: Sequence[Any] | None = None,
+    ) -> Sequence[Any]:
+        """See `ocp.type_handlers.TypeHandler`; all is written when it returns."""
+        args = args or [ocp.SaveArgs()] * len(values)
+        jobs = zip(values, infos, args, strict=True)
+        await _all(self._write(*job) for job in jobs if job[0].parts)
+        return []
+
+    async def _write(self, pieces: Pieces, info: Any, arg: Any) -> None:
+        spec = ocp.type_handlers.get_json_tspec_write(
+            info,
+            use_ocdbt=True,
+            global_shape=pieces.shape,
+            local_shape=pieces.chunk,
+            dtype=pieces.dtype,
+            process_index=self._process,
+            arg=arg,
+        )
+        # The array's description is written once: the processes' stores become one.
+        store = await ts.open(
+            ts.Spec(spec),
+            create=pieces.is_first,
+            open=True,
+            assume_metadata=not pieces.is_first,
+            context=info.ts_context,
+        )
+        await _all(
+            store[index].write(part, can_reference_source_data_indefinitely=True)
+            for index, part in pieces.parts
+        )
+
+
+async def _all(jobs: Iterable[Awaitable[Any]]) -> None:
+    """Wait for all jobs, also where one fails: none must go on after that. Raises what the first
+    failed with."""
+    for outcome in await asyncio.gather(*jobs, return_exceptions=True):
+        if isinstance(outcome, BaseException):
+            raise outcome

@@ -1,0 +1,229 @@
+"""Writing a checkpoint: each process its own pieces, then the first makes them one and commits.
+
+The processes meet in the folder that they write to, `<step>.partial-<token>`: each leaves a list of
+its files' checksums there when it is done, and the first process waits for all of them. Only when
+everything is on the disk does the folder get its name: a checkpoint is there whole, or not at all.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from launcher.train.checkpoint.integrity import Sums, checksums, files_below, write_checksums
+from launcher.train.checkpoint.layout import ARRAYS, METADATA, partial_path, steps_in
+from launcher.train.checkpoint.pieces import Pieces, PiecesHandler
+
+FIELDS = ("step", "params", "opt_state", "key")
+_CHUNK_BYTES = 2**24  # at most; who needs a part of an array reads whole chunks
+_POLL_SECONDS = 0.05
+_LIMIT_SECONDS = 1800.0  # for another process to write its part, on a slow disk
+
+_REMEDIES = {
+    errno.ENOSPC: "Free some space there, or keep fewer states (train.checkpoint.keep)",
+    errno.EDQUOT: "Your quota there is used up: free some space, or choose another run.dir",
+    errno.EROFS: "Make it writable, or choose another run.dir",
+    errno.EACCES: "Make it writable, or choose another run.dir",
+    errno.EPERM: "Make it writable, or choose another run.dir",
+    errno.EFBIG: "Raise the limit on the size of files (ulimit -f)",
+}
+
+
+class SaveError(OSError):
+    """A state could not be saved: where, why, and what to do, in one line."""
+
+
+@dataclass(frozen=True)
+class Writers:
+    """Who writes: process `index` of `count`, all with the same `token`, used for one save."""
+
+    index: int = 0
+    count: int = 1
+    token: str = "0"
+
+
+def save(
+    folder: Path,
+    step: int,
+    state: Any,
+    metadata: dict[str, Any],
+    keep: int | None = None,
+    keep_every: int = 0,
+    writers: Writers = Writers(),
+) -> None:
+    """Write `folder/<step>`, whole or not at all, and wait for it; then delete all but the newest
+    `keep` and the multiples of `keep_every`. Every process of `writers` calls it.
+
+    Args:
+        state: what `copied` made of a state. metadata: JSON-able.
+
+    Raises SaveError where the disk does not take it; what was saved before is as it was.
+    """
+    folder = folder.absolute()
+    partial = partial_path(folder, step, writers.token)
+    began = time.time_ns()
+    try:
+        _write_part(partial, state, writers)
+        if writers.index == 0:
+            sums = _await_parts(partial, writers)
+            rest = _write_rest(partial, metadata, began, sums)
+            write_checksums(partial, {**sums, **rest})
+            _commit(partial, folder / str(step))
+            _prune(folder, step, keep, keep_every)
+    except Exception as error:
+        problem = _explained(error, folder, step)
+        _give_up(partial, writers, problem or f"cannot save step {step} in {folder}: {error!r}")
+        if problem is None:
+            raise
+        raise SaveError(problem) from None
+
+
+def _write_part(partial: Path, state: Any, writers: Writers) -> None:
+    """This process's own arrays, and a list of what it wrote."""
+    arrays = partial / ARRAYS
+    arrays.mkdir(parents=True, exist_ok=True)
+    tree = {name: getattr(state, name) for name in FIELDS}
+    wanted = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), tree)
+    _handler(writers.index).save(arrays, args=ocp.args.PyTreeSave(tree, wanted))
+    own = arrays / f"ocdbt.process_{writers.index}"
+    if writers.index:
+        sums = checksums(partial, files_below(own) if own.exists() else [], sync=True)
+        _leave(partial, writers.index, {"sums": sums})
+
+
+def _await_parts(partial: Path, writers: Writers) -> dict[str, tuple[int, str]]:
+    """Wait for the other processes' parts; the checksums of their files. Raises OSError."""
+    sums: dict[str, tuple[int, str]] = {}
+    deadline = time.monotonic() + _LIMIT_SECONDS
+    for index in range(1, writers.count):
+        note = _note(partial, index)
+        while not note.exists():
+            if time.monotonic() > deadline:
+                raise OSError(errno.ETIMEDOUT, f"process {index} did not write its part", note)
+            time.sleep(_POLL_SECONDS)
+        left = json.loads(note.read_bytes())
+        if "problem" in left:
+            raise SaveError(left["problem"])
+        sums |= {name: (size, digest) for name, (size, digest) in left["sums"].items()}
+        note.unlink()
+    return sums
+
+
+def _write_rest(partial: Path, metadata: dict[str, Any], began: int, sums: Sums) -> Sums:
+    """Make the processes' parts one and describe them; the checksums of all that is not in `sums`,
+    which is what the other processes wrote."""
+    arrays = partial / ARRAYS
+    _handler(0).finalize(arrays)
+    # What `ocp.CheckpointManager` writes beside the arrays, and stock Orbax looks for.
+    described = {
+        "item_handlers": {ARRAYS: ocp.StandardCheckpointHandler.typestr()},
+        "metrics": {},
+        "performance_metrics": {},
+        "init_timestamp_nsecs": began,
+        "commit_timestamp_nsecs": time.time_ns(),
+        "custom_metadata": metadata,
+    }
+    (partial / METADATA).write_text(json.dumps(described, allow_nan=False), encoding="utf-8")
+    mine = [path for path in files_below(partial) if str(path.relative_to(partial)) not in sums]
+    return checksums(partial, mine, sync=True)
+
+
+def _commit(partial: Path, final: Path) -> None:
+    """Give it its name, in place of what had it."""
+    _sync_folders(partial)
+    if final.exists():
+        _discard(final)
+    partial.rename(final)
+    _sync(final.parent)
+
+
+def _prune(folder: Path, step: int, keep: int | None, keep_every: int) -> None:
+    """Delete what need not be kept; what is newer than `step` is not this run's to count."""
+    steps = [found for found in steps_in(folder) if found <= step]
+    for old in steps[:-keep] if keep else []:
+        if not keep_every or old % keep_every:
+            _discard(folder / str(old))
+
+
+def _discard(path: Path) -> None:
+    """Delete a checkpoint; renamed first, for one half deleted must not look like a damaged one."""
+    gone = partial_path(path.parent, int(path.name), "discarded")
+    shutil.rmtree(gone, ignore_errors=True)
+    path.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def _handler(process: int) -> ocp.PyTreeCheckpointHandler:
+    """Writes trees of `Pieces`; the first process writes what describes the tree."""
+    registry = ocp.type_handlers.create_type_handler_registry((Pieces, PiecesHandler(process)))
+    primary = ocp.options.MultiprocessingOptions(primary_host=0)
+    # Weights hardly compress, and trying costs the processor that trains.
+    return ocp.PyTreeCheckpointHandler(
+        multiprocessing_options=primary,
+        type_handler_registry=registry,
+        use_compression=False,
+    )
+
+
+def _note(partial: Path, index: int) -> Path:
+    return partial / f"process_{index}.json"
+
+
+def _leave(partial: Path, index: int, note: dict[str, Any]) -> None:
+    path = _note(partial, index)
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(note), encoding="utf-8")
+    unfinished.replace(path)
+
+
+def _give_up(partial: Path, writers: Writers, problem: str) -> None:
+    """Tell the first process, or clear away what there is."""
+    try:
+        if writers.index:
+            shutil.rmtree(partial / ARRAYS / f"ocdbt.process_{writers.index}", ignore_errors=True)
+            _leave(partial, writers.index, {"problem": problem})
+        else:
+            shutil.rmtree(partial, ignore_errors=True)
+    except OSError:
+        pass  # nothing more can be said there: the first process's wait will end
+
+
+def _explained(error: Exception, folder: Path, step: int) -> str | None:
+    """The error as one line; None where it is not the disk's."""
+    if isinstance(error, SaveError):
+        return str(error)
+    code = error.errno if isinstance(error, OSError) else _code_of(str(error))
+    if code is None:
+        return None
+    remedy = _REMEDIES.get(code, "See whether the disk is in order")
+    return f"cannot save step {step} in {folder}: {os.strerror(code)}. {remedy}."
+
+
+def _code_of(text: str) -> int | None:
+    """The system's error code in a message of TensorStore's, which has no exceptions of its own."""
+    if found := re.search(r"os_error_code='(\d+)'", text):
+        return int(found[1])
+    return next((code for code in errno.errorcode if f": {os.strerror(code)}" in text), None)
+
+
+def _sync_folders(root: Path) -> None:
+    for path in [root, *(path for path in root.rglob("*") if path.is_dir())]:
+        _sync(path)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

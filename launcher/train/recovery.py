@@ -1,0 +1,97 @@
+"""What follows a failure that is not the user's: another start, or the end of the run.
+
+`decide` is the policy, a pure function of the failures so far; `recovering` is the layer around a
+run that acts on it. `training` calls it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+_FIRST_DELAY, _LONGEST_DELAY = 1.0, 60.0  # seconds
+# A worker dies a step or two ahead of what the driver has heard of.
+_SAME_STEP = 1
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong, in the words that tell it from another failure, and after which finished
+    step. `report` is all that is known, in lines."""
+
+    cause: str
+    step: int
+    report: str = ""
+
+    def is_like(self, other: Failure) -> bool:
+        """Whether it is the same failure at the same step."""
+        return self.cause == other.cause and abs(self.step - other.step) <= _SAME_STEP
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Start again, after a while. `number` counts from 1."""
+
+    number: int
+    delay_seconds: float
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """End the run; `why` in a clause, "" where it was never to be started again."""
+
+    why: str
+
+
+class FailedError(Exception):
+    """The run failed and is not started again; the text is all that is known."""
+
+
+def decide(failures: Sequence[Failure], max_restarts: int) -> Restart | GiveUp:
+    """What follows the last of `failures`, which are in their order.
+
+    The delay doubles from restart to restart, from one second to a minute.
+    """
+    if not max_restarts:
+        return GiveUp("")
+    *before, last = failures
+    if before and last.is_like(before[-1]):
+        return GiveUp(f"it failed in the same way twice in a row at step {last.step}")
+    if len(failures) > max_restarts:
+        return GiveUp(f"it was started again cluster.max_restarts={max_restarts} times")
+    delay = min(_FIRST_DELAY * 2 ** len(before), _LONGEST_DELAY)
+    return Restart(len(failures), delay)
+
+
+def recovering(
+    attempt: Callable[[], None],
+    diagnose: Callable[[Exception], Failure | None],
+    begin_again: Callable[[Failure, Restart], None],
+    max_restarts: int,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Call `attempt` until it returns, or must not be tried again.
+
+    Args:
+        diagnose: what an exception of `attempt` is a failure of; None where another attempt would
+            end alike, or is not wanted.
+        begin_again: says what happened, and makes the next attempt begin where it is to.
+
+    Raises what `attempt` raised where it is no failure, and FailedError.
+    """
+    failures: list[Failure] = []
+    while True:
+        try:
+            return attempt()
+        except Exception as error:
+            failure = diagnose(error)
+            if failure is None:
+                raise
+            failures.append(failure)
+            verdict = decide(failures, max_restarts)
+            if isinstance(verdict, GiveUp):
+                ending = f"\nThe run is not started again: {verdict.why}." if verdict.why else ""
+                raise FailedError(failure.report + ending) from error
+        begin_again(failure, verdict)
+        sleep(verdict.delay_seconds)

@@ -1,0 +1,86 @@
+"""What is found out about a worker that does not answer, from a process that stands in for one."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from launcher.cluster.examine import examine, telling
+
+PROGRAM = """
+import faulthandler, signal, sys, time
+if "deaf" in sys.argv:
+    signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+else:
+    faulthandler.register(signal.SIGQUIT, file=2)
+def hang():
+    print("up", flush=True)
+    time.sleep(1000)
+hang()
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start a process that hangs, as what is known of a worker."""
+    processes = []
+
+    def run(*words):
+        log = tmp_path / "worker_0.log"
+        with log.open("w") as output:
+            command = [sys.executable, "-c", PROGRAM, *words]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=output, text=True)
+        processes.append(process)
+        assert process.stdout.readline() == "up\n"
+        while psutil.Process(process.pid).status() != psutil.STATUS_SLEEPING:
+            time.sleep(0.01)
+        return SimpleNamespace(log=log, process=lambda: psutil.Process(process.pid))
+
+    yield run
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def test_a_stopped_process_says_so_and_where_it_stands(start):
+    worker = start()
+    worker.process().send_signal(signal.SIGSTOP)
+    lines = examine(worker).splitlines()
+    assert lines[0] == (
+        "its process was stopped (SIGSTOP, or a debugger); where it stands "
+        f"(all of its threads: {worker.log}):"
+    )
+    assert lines[2:] == [
+        '    File "<string>", line 9 in hang',
+        '    File "<string>", line 10 in <module>',
+    ]
+
+
+def test_a_process_that_waits_says_where(start):
+    told = examine(start())
+    assert told.startswith("its process waits")
+    assert "in hang" in told
+
+
+def test_a_process_that_cannot_tell_is_no_mystery(start, monkeypatch):
+    monkeypatch.setattr("launcher.cluster.examine._DUMP_SECONDS", 0.5)
+    assert examine(start("deaf")).endswith("; it wrote no stacks when asked to")
+
+
+def test_only_our_threads_and_the_main_one_are_told():
+    ours = Path(__file__).parents[2] / "launcher" / "train" / "worker.py"
+    blocks = [
+        'Thread 0x1 (most recent call first):\n  File "/lib/threading.py", line 1 in wait',
+        f'Thread 0x2 (most recent call first):\n  File "{ours}", line 2 in step',
+        "Thread 0x3 (most recent call first):"
+        + "".join(f'\n  File "/x.py", line {n} in f' for n in range(40)),
+    ]
+    lines = telling("\n\n".join(blocks) + "\n")
+    assert lines[:2] == blocks[1].splitlines()
+    assert lines[2:] == blocks[2].splitlines()[:13]
+    assert telling("") == []

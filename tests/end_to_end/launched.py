@@ -1,0 +1,93 @@
+"""`python -m launcher` in a process of its own, and what it leaves in its run folder.
+
+Every launcher carries a mark in its environment, which its children inherit: whoever bears it
+afterwards has been left behind.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+
+MARK = "LAUNCHER_TEST_MARK"
+DEADLINE = 240  # seconds that no launcher of these tests needs
+
+
+class Launcher:
+    """One `python -m launcher` in a process group of its own."""
+
+    def __init__(self, folder: Path, *words: str, stdout: int = subprocess.PIPE) -> None:
+        self.mark = uuid.uuid4().hex
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "launcher", *words],
+            cwd=folder,
+            env={**os.environ, MARK: self.mark},
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait_for(self, condition) -> None:
+        """Wait until `condition()` holds; the launcher must still run by then."""
+        deadline = time.monotonic() + DEADLINE
+        while not condition():
+            assert time.monotonic() < deadline
+            assert self.process.poll() is None, self.process.communicate()
+            time.sleep(0.02)
+
+    def end(self) -> tuple[int, str, str]:
+        """Wait for the end: exit code, standard output, standard error. Nothing is left then; soon
+        after, where the launcher could not see to that itself."""
+        out, err = self.process.communicate(timeout=DEADLINE)
+        if self.process.returncode == -signal.SIGKILL:
+            psutil.wait_procs(self.processes(), timeout=30)
+        assert [process.cmdline() for process in self.processes()] == []
+        return self.process.returncode, out, err
+
+    def processes(self) -> list[psutil.Process]:
+        """The launcher's process, where it still runs, and all that it has started."""
+        return [process for process in psutil.process_iter() if mark_of(process) == self.mark]
+
+    def workers(self) -> list[psutil.Process]:
+        """The worker processes: those that have the emulated devices."""
+        return [p for p in self.processes() if " ".join(p.cmdline()).startswith("ray::Host")]
+
+    def worker(self) -> psutil.Process:
+        """The one worker process."""
+        (worker,) = self.workers()
+        return worker
+
+
+def mark_of(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get(MARK)
+    except psutil.Error:  # another user's, or gone
+        return None
+
+
+def lines(run: Path) -> list[dict]:
+    """The whole lines of a run's metrics."""
+    path = run / "metrics.jsonl"
+    if not path.exists():
+        return []
+    return [
+        json.loads(line)
+        for line in path.read_bytes().splitlines(keepends=True)
+        if line.endswith(b"\n")
+    ]
+
+
+def losses(run: Path) -> list[float]:
+    return [line["train/loss"] for line in lines(run)]
+
+
+def summary(run: Path) -> dict:
+    return json.loads((run / "summary.json").read_text())

@@ -1,0 +1,234 @@
+"""Killed, stopped and starved: a run goes on as if nothing had happened, and nothing stays behind.
+
+Every run here is of one plan, and so must come to the very bytes of the one that was left alone.
+"""
+
+import functools
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import psutil
+import pytest
+
+import recipes
+
+sys.path.insert(0, str(Path(__file__).parent))
+from launched import Launcher, lines, losses, summary
+
+STEPS = 60
+MODEL = (
+    "model=mlp",
+    "dataset=synthetic",
+    "optimizer.learning_rate=0.01",
+    "train.global_batch_size=16",
+    "train.eval_every=0",
+    "parallel=manual",
+    "parallel.num_stages=2",
+    "parallel.num_micro_batches=2",
+    "cluster=emulated",
+    "cluster.gpus=2",
+    "wandb.mode=disabled",
+)
+WORDS = (*MODEL, f"train.steps={STEPS}", "train.checkpoint.every_steps=5", "run.id=one")
+FOREVER = "train.steps=1000000"
+
+
+def parameters(run: Path) -> list[np.ndarray]:
+    with ocp.CheckpointManager((run / "checkpoints").absolute()) as manager:
+        assert manager.latest_step() == STEPS
+        return jax.tree.leaves(manager.restore(STEPS, args=ocp.args.StandardRestore()))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """A run that is left alone, by its number of hosts; made when it is first asked for."""
+
+    @functools.cache
+    def run(hosts: int) -> Path:
+        folder = tmp_path_factory.mktemp(f"hosts_{hosts}")
+        code, _, err = Launcher(folder, *WORDS, f"cluster.hosts={hosts}").end()
+        assert code == 0, err
+        return folder / "outputs" / "one"
+
+    return run
+
+
+def assert_as_undisturbed(run: Path, undisturbed: Path) -> None:
+    assert [line["step"] for line in lines(run)] == list(range(1, STEPS + 1))
+    assert losses(run) == losses(undisturbed)
+    for found, expected in zip(parameters(run), parameters(undisturbed), strict=True):
+        np.testing.assert_array_equal(found, expected, strict=True)
+
+
+def kill(launcher: Launcher, victim: str, draw: random.Random) -> None:
+    """SIGKILL, to what `victim` says."""
+    if victim == "driver":
+        victims = [psutil.Process(launcher.process.pid)]
+    elif victim == "tree":
+        victims = launcher.processes()
+    elif victim == "worker":
+        victims = [draw.choice(launcher.workers())]
+    elif victim == "head":  # the process that holds Ray and the workers
+        victims = psutil.Process(launcher.process.pid).children()
+    else:
+        victims = [p for p in launcher.processes() if p.name() == victim]
+    assert victims
+    for process in victims:
+        process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("victim", "hosts", "seed"),
+    [
+        ("worker", 1, 0),
+        ("worker", 2, 1),
+        ("worker", 2, 2),
+        ("driver", 1, 3),
+        ("driver", 2, 4),
+        ("tree", 1, 5),
+        ("tree", 2, 6),
+        ("gcs_server", 1, 7),
+        ("raylet", 1, 8),
+        ("raylet", 2, 9),
+        ("head", 1, 10),
+    ],
+)
+def test_whoever_is_killed_the_run_comes_to_the_same_bytes(
+    undisturbed: Callable[[int], Path], tmp_path: Path, victim: str, hosts: int, seed: int
+) -> None:
+    """At a random moment; with an even seed during a save."""
+    draw, run = random.Random(seed), tmp_path / "outputs" / "one"
+    words = (*WORDS, f"cluster.hosts={hosts}")
+    launcher = Launcher(tmp_path, *words)
+    first = draw.randint(0, STEPS // 2)
+    launcher.wait_for(lambda: len(lines(run)) >= first and len(launcher.workers()) == hosts)
+    if seed % 2 == 0:
+        launcher.wait_for(lambda: list(run.glob("checkpoints/*.partial-*")))
+    else:
+        time.sleep(draw.uniform(0, 0.3))
+    kill(launcher, victim, draw)
+    code, _, err = launcher.end()
+    if victim in ("driver", "tree"):
+        assert code == -signal.SIGKILL
+        code, _, err = Launcher(tmp_path, *words).end()
+    else:
+        assert "\nRestart 1 of at most 3 in 1 s, from " in err
+        assert err.startswith("launcher: worker_" if victim == "worker" else "launcher: Ray ended")
+        assert summary(run)["restarts"] == 1
+    assert code == 0, err
+    assert_as_undisturbed(run, undisturbed(hosts))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_stopped_worker_is_reported_with_its_stack_and_replaced(
+    undisturbed: Callable[[int], Path], tmp_path: Path, hosts: int
+) -> None:
+    run = tmp_path / "outputs" / "one"
+    launcher = Launcher(tmp_path, *WORDS, f"cluster.hosts={hosts}", "cluster.step_timeout=10")
+    launcher.wait_for(lambda: len(lines(run)) >= 12)
+    stopped = launcher.workers()[0]
+    stopped.send_signal(signal.SIGSTOP)
+    code, _, err = launcher.end()
+    assert code == 0, err
+    assert err.startswith("launcher: no answer from worker_")
+    assert f"(process {stopped.pid} on this machine): stage" in err
+    assert "its process was stopped (SIGSTOP, or a debugger); where it stands" in err
+    assert "(most recent call first):" in err
+    assert "default_worker.py" in err  # where the main thread of Ray's workers begins
+    assert "Restart 1 of at most 3 in 1 s, from the checkpoint at step" in err
+    assert_as_undisturbed(run, undisturbed(hosts))
+
+
+@pytest.mark.slow
+def test_the_same_failure_at_the_same_step_twice_in_a_row_ends_the_run(tmp_path: Path) -> None:
+    run = tmp_path / "outputs" / "one"
+    launcher = Launcher(tmp_path, *WORDS, FOREVER)
+    log = run / "logs" / "worker_0.log"
+    killed = set()
+    for _ in range(2):  # before the first step
+        launcher.wait_for(lambda: log.exists() and {w.pid for w in launcher.workers()} - killed)
+        worker = launcher.worker()
+        killed.add(worker.pid)
+        worker.kill()
+    code, _, err = launcher.end()
+    assert code == 1
+    assert "from step 0, as no checkpoint was saved yet" in err
+    assert err.count("worker_0 died") == 2
+    assert err.endswith(
+        "The run is not started again: it failed in the same way twice in a row at step 0.\n"
+    )
+    assert summary(run)["exit_reason"].startswith("worker_0 died")
+
+
+def with_batches(folder: Path, code: str) -> Path:
+    """A user's folder whose own recipes make other batches: `code` defines `changed(train, k)`."""
+    folder.mkdir()
+    shutil.copytree(Path(recipes.__file__).parent, folder / "recipes")
+    with (folder / "recipes" / "synthetic.py").open("a") as module:
+        module.write(
+            f"\n\n_build = build\n\n\n{code}\n\n\ndef build(*arguments):\n"
+            "    dataset = _build(*arguments)\n"
+            "    return dataset._replace(train=lambda k: changed(dataset.train, k))\n"
+        )
+    return folder
+
+
+@pytest.mark.slow
+def test_a_run_is_rolled_back_and_passes_over_the_batches_that_led_astray(tmp_path: Path) -> None:
+    """Batch 12, of step 13, is bad: the run goes back to step 10 and on with batch 13, also in a
+    later process."""
+    bad = "def changed(train, k):\n    return {n: v * (np.nan if k == 12 else 1) "
+    bad += "for n, v in train(k).items()}"
+    words = (*WORDS, "optimizer.decay=constant", "train.non_finite=rollback")
+    folder = with_batches(tmp_path / "bad", bad)
+    code, _, err = Launcher(folder, *words, "train.steps=18").end()
+    assert code == 0
+    assert err.startswith("launcher: train/loss is nan at step 13")
+    assert "Restart 1 of at most 3 in 1 s, from the checkpoint at step 10" in err
+    assert Launcher(folder, *words, "train.steps=24").end()[0] == 0
+
+    other = "def changed(train, k):\n    return train(k if k < 10 else k + 3)"
+    expected = with_batches(tmp_path / "other", other)
+    assert Launcher(expected, *words, "train.steps=24").end()[0] == 0
+    assert losses(folder / "outputs" / "one") == losses(expected / "outputs" / "one")
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_leaves_at_once_and_claims_no_save(tmp_path: Path) -> None:
+    run = tmp_path / "outputs" / "one"
+    # A step that lasts: the second signal comes before it ends.
+    words = ("model.hidden_size=4096", "model.num_layers=8", "train.global_batch_size=1024")
+    launcher = Launcher(tmp_path, *WORDS, *words, FOREVER, "train.checkpoint.every_steps=0")
+    launcher.wait_for(lambda: len(lines(run)) >= 1)
+    os.killpg(launcher.process.pid, signal.SIGINT)
+    assert any("finishing this step and saving" in line for line in launcher.process.stdout)
+    os.killpg(launcher.process.pid, signal.SIGINT)
+    code, _, err = launcher.end()
+    assert (code, err) == (130, "")
+    assert not list(run.glob("checkpoints/[0-9]*"))
+    assert summary(run)["exit_reason"].startswith("interrupted, not saved")
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_when_nobody_reads_its_output_any_more(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    launcher = Launcher(tmp_path, *WORDS, stdout=writing)
+    os.close(writing)
+    os.read(reading, 1)
+    os.close(reading)  # as `| head -1` does
+    _, err = launcher.process.communicate(timeout=240)
+    assert (launcher.process.returncode, err) == (0, "")
+    run = tmp_path / "outputs" / "one"
+    assert summary(run)["exit_reason"] == "done"
+    assert (run / "checkpoints" / str(STEPS)).is_dir()

@@ -1,0 +1,96 @@
+"""A worker that trains, saves and restores under one plan; as one of several processes:
+
+    python checkpoint_peer.py INDEX COUNT COORDINATOR DEVICES
+
+reads `words` (settings) and `jobs` as JSON from standard input and prints what the jobs told.
+`test_checkpoint_plans` starts it, and does the same jobs in its own process.
+"""
+
+import json
+import os
+import sys
+
+if __name__ == "__main__":
+    INDEX, COUNT, DEVICES = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[4])
+    os.environ["NPROC"] = str(DEVICES + 2)  # threads, see launcher.cluster.environment
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
+
+import psutil
+from jax._src import distributed
+
+from launcher.config.compose import load, to_dict
+from launcher.plan import local_shape
+from launcher.train.method import plan_of
+from launcher.train.program import build_program
+from launcher.train.worker import TrainWorker
+
+COMMON = (
+    "model=mlp",
+    "dataset=synthetic",
+    "model.hidden_size=256",
+    "train.steps=100",
+    "train.global_batch_size=8",
+    "train.eval_every=0",
+    "optimizer.warmup_steps=2",
+    "cluster=emulated",
+)
+
+
+class Trainee:
+    """A worker with its program compiled for the settings `words`."""
+
+    def __init__(self, words, worker=None):
+        config = load([*COMMON, *words])
+        self.worker = worker or TrainWorker()
+        cluster = local_shape(config.cluster.gpus, config.cluster.hosts, "cpu")
+        program = build_program(config)
+        plan = plan_of(config.parallel, program.train, cluster, lambda *_: None, lambda _: None)
+        self.worker.setup(to_dict(config), plan.to_dict())
+
+    def create_and_save(self, folder):
+        """Two steps, a save of the state, two steps more: their losses."""
+        self.worker.create()
+        self._losses(1, 2)
+        assert self.worker.save(folder, 2, {"config": {}}, "a") is None
+        losses = self._losses(3, 4)
+        assert self.worker.saved() is None
+        return losses
+
+    def restore_and_save(self, source, target):
+        """Restore a state and save it as it is; the bytes that were read, and two steps' losses."""
+        process = psutil.Process()
+        before = process.io_counters().read_chars
+        self.worker.restore(source, 2)
+        read = process.io_counters().read_chars - before
+        assert self.worker.save(target, 2, {"config": {}}, "b") is None
+        assert self.worker.saved() is None
+        return read, self._losses(3, 4)
+
+    def start_and_save(self, source, target):
+        """A first state with the parameters of a checkpoint, saved as it is."""
+        self.worker.create(source)
+        assert self.worker.save(target, 2, {"config": {}}, "c") is None
+        assert self.worker.saved() is None
+
+    def _losses(self, first, last):
+        results = [self.worker.step(step) for step in range(first, last + 1)]
+        results.append(self.worker.flush())
+        return [r.metrics.get("train/loss") for r in results if r]
+
+
+def joined():
+    """A worker that has met the others."""
+    worker = TrainWorker()
+    store = lambda: distributed.global_state.client  # noqa: E731
+    address = worker.join(sys.argv[3], COUNT, INDEX, "127.0.0.1")
+    store().key_value_set(f"address_{INDEX}", address)
+    worker.connect([store().blocking_key_value_get(f"address_{i}", 60_000) for i in range(COUNT)])
+    return worker
+
+
+if __name__ == "__main__":
+    given = json.load(sys.stdin)
+    trainee = Trainee(given["words"], joined())
+    told = [getattr(trainee, job)(*arguments) for job, *arguments in given["jobs"]]
+    print(json.dumps(told), flush=True)
+    trainee.worker.close()

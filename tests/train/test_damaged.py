@@ -1,0 +1,156 @@
+"""A damaged checkpoint is recognised whatever the damage, reported in a line, and passed over."""
+
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from launcher.config.compose import load, to_dict
+from launcher.config.errors import ConfigError
+from launcher.train import checkpoint, folder
+from launcher.train.start import check_start, find_start
+from launcher.train.step import TrainState
+
+FLIPS = 200
+
+
+def state():
+    params = {"w": jnp.arange(600.0).reshape(20, 30), "b": jnp.ones(3)}
+    return TrainState(jnp.int32(3), params, {"mu": params}, jnp.zeros(2, jnp.uint32))
+
+
+@pytest.fixture
+def config(tmp_path):
+    words = ["model=mlp", "dataset=synthetic", f"run.dir={tmp_path}/outputs", "run.id=mine"]
+    return load(words)
+
+
+@pytest.fixture
+def checkpoints(config):
+    """Two checkpoints of the run, after 3 and after 6 steps."""
+    path = Path(config.run.dir, "mine", "checkpoints")
+    for step in (3, 6):
+        metadata = {"config": to_dict(config)}
+        checkpoint.save(path, step, checkpoint.copied(state()), metadata)
+    return path
+
+
+def damages(root):
+    """Ways to damage the checkpoint `root`: (file, its new contents, None to delete it)."""
+    files = sorted(path for path in root.rglob("*") if path.is_file())
+    draw = random.Random(0)
+    for path in files:
+        whole = path.read_bytes()
+        yield path, None
+        for size in {0, 1, len(whole) // 2, len(whole) - 1}:
+            yield path, whole[:size]
+        yield path, whole + b"\0"
+    sizes = [path.stat().st_size for path in files]
+    for k in range(FLIPS):
+        # Half of them anywhere, half in each file in turn: most bytes are in few files.
+        path = draw.choices(files, sizes)[0] if k % 2 else files[k // 2 % len(files)]
+        changed = bytearray(path.read_bytes())
+        changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
+        yield path, bytes(changed)
+
+
+def test_any_damage_is_recognised_and_the_newest_whole_one_is_taken(config, checkpoints):
+    root, cases = checkpoints / "6", 0
+    for path, contents in list(damages(root)):
+        before = path.read_bytes()
+        path.unlink() if contents is None else path.write_bytes(contents)
+        assert folder.check(config) in (3, 6)  # it may not read all; no traceback
+        with folder.claim(config) as home:
+            assert home.finished_steps == 3, (path, contents)
+            (line,) = home.damaged
+        assert line.startswith(f"checkpoint {root} is damaged and not used: ")
+        assert line.endswith("; it is kept as 6.damaged")
+        assert path.name in line
+        assert "\n" not in line
+        (checkpoints / "6.damaged").rename(root)
+        path.write_bytes(before)
+        cases += 1
+    assert cases >= FLIPS
+    with folder.claim(config) as home:
+        assert (home.finished_steps, home.damaged) == (6, ())
+
+
+def test_where_none_is_whole_the_run_is_refused(config, checkpoints):
+    for step in (3, 6):
+        (checkpoints / str(step) / "checksums.json").unlink()
+    for resume in ("auto", "must"):
+        asked = replace(config, run=replace(config.run, resume=resume))
+        with pytest.raises(ConfigError) as error:
+            folder.check(asked)
+        assert str(error.value) == (
+            f"run.id=mine cannot go on: no checkpoint in {checkpoints} is whole (in 6, "
+            "checksums.json is missing). Put back a copy of one, or choose another run.id; to "
+            "start afresh, remove them all."
+        )
+
+
+def test_a_complete_run_is_read_before_it_is_called_complete(config, checkpoints):
+    asked = replace(config, train=replace(config.train, steps=6))
+    assert folder.check(asked) == 6
+    (data,) = (checkpoints / "6" / "default" / "d").iterdir()
+    data.write_bytes(bytes(data.stat().st_size))
+    assert folder.check(asked) == 3
+
+
+def test_what_a_save_that_was_cut_off_left_is_cleared(config, checkpoints):
+    (checkpoints / "9.partial-ab" / "default").mkdir(parents=True)
+    with folder.claim(config) as home:
+        assert home.finished_steps == 6
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["3", "6"]
+
+
+@pytest.mark.parametrize("named", ["", "checkpoints", "checkpoints/6"])
+def test_a_run_starts_from_a_run_its_checkpoints_or_one_of_them(named, config, checkpoints):
+    path = checkpoints.parent / named
+    asked = replace(config, train=replace(config.train, init_from=str(path)))
+    said = []
+    assert find_start(asked, 0, said.append) == checkpoints / "6"
+    assert said == [f"parameters from {checkpoints / '6'}"]
+    assert find_start(asked, 4, said.append) is None
+    assert said[1:] == ["train.init_from is not used: run mine goes on from its own step 4"]
+
+
+def test_what_nothing_can_start_from_is_named(config, checkpoints, tmp_path):
+    (tmp_path / "empty").mkdir()
+    shutil.rmtree(checkpoints / "3")
+    (checkpoints / "6" / "default" / "_METADATA").unlink()
+    damaged = "default/_METADATA is missing"
+    for path, told in {
+        tmp_path / "none": "does not exist",
+        tmp_path / "empty": "holds no checkpoint",
+        checkpoints / "6" / "checksums.json": "is not a folder",
+        checkpoints / "6": f"is damaged: {damaged}",
+        checkpoints: f"holds no checkpoint that is whole; in 6, {damaged}",
+    }.items():
+        asked = replace(config, train=replace(config.train, init_from=str(path)))
+        with pytest.raises(ConfigError) as error:
+            find_start(asked, 0, print)
+        assert str(error.value).startswith(f"train.init_from={path} {told}. ")
+        assert error.value.keys == ("train.init_from",)
+
+
+@pytest.mark.parametrize(
+    ("params", "told"),
+    [
+        ({"w": (20, 31), "b": (3,)}, "params['w'] is (20, 30) there and (20, 31) in the model"),
+        ({"w": (20, 30)}, "it has params['b'], which the model has not"),
+        ({"w": (20, 30), "b": (3,), "c": (1,)}, "it has no params['c'], which the model has"),
+    ],
+)
+def test_parameters_of_another_model_are_refused_by_name(checkpoints, params, told):
+    like = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in params.items()}
+    with pytest.raises(ConfigError) as error:
+        check_start("there", checkpoints / "6", like)
+    assert str(error.value).startswith(f"train.init_from=there does not fit the model: {told}. ")
+    good = {"w": (20, 30), "b": (3,)}
+    like = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in good.items()}
+    check_start("there", checkpoints / "6", like)
