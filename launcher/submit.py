@@ -107,7 +107,7 @@ def script_for(config: Config) -> str:
         name=config.run.id,
         folder=Path.cwd(),
         output=str(output_file(home, "%j")),
-        command=[shlex.quote(word) for word in [*command(config), "--frozen", str(settings)]],
+        command=[*map(shlex.quote, command(config)), *frozen(config, shlex.quote(str(settings)))],
     )
     return render(config.cluster, job)
 
@@ -119,6 +119,13 @@ def command(config: Config | None = None) -> Sequence[str]:
     slurm = config.cluster.slurm
     python = slurm.python or ("python3" if slurm.container.image else sys.executable)
     return [python, "-m", "launcher"]
+
+
+def frozen(config: Config, settings: str) -> Sequence[str]:
+    """The arguments, as the shell reads them, for the settings in the file `settings`. No file can
+    allow modules to be loaded: that is said here again."""
+    allowed = f"allow_modules=[{','.join(config.allow_modules)}]"
+    return ["--frozen", settings, *([shlex.quote(allowed)] if config.allow_modules else [])]
 
 
 def output_file(home: Path, job: str) -> Path:

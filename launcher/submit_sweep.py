@@ -20,7 +20,7 @@ from launcher.config.compose import Point
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config, Sweep
 from launcher.report.sweep import comparison_table, is_done
-from launcher.submit import JOB_FILE, command, freeze, note_job, output_file, script_for
+from launcher.submit import JOB_FILE, command, freeze, frozen, note_job, output_file, script_for
 from launcher.sweep import labels, place
 from launcher.train.run import guarded
 
@@ -133,7 +133,7 @@ def _array_script(configs: Sequence[Config], sweep_id: str) -> str:
         name=sweep_id,
         folder=Path.cwd(),
         output=str(output_file(folder / f"{sweep_id}-%a", "%A_%a")),
-        command=[*map(shlex.quote, command(first)), "--frozen", f'"{settings}"'],
+        command=[*map(shlex.quote, command(first)), *frozen(first, f'"{settings}"')],
         array=f"0-{len(configs) - 1}%{first.cluster.slurm.array}",
     )
     return render(first.cluster, job)
