@@ -43,7 +43,7 @@ def translated(
         what = str(error).strip().splitlines()[0]
         return ConfigError(f"{key}: {what}" if key else what, keys=[key.partition("[")[0]])
     if lost := re.search(r"In '(.+)': Could not override '(.+?)'", str(error)):
-        return _missing_group(*lost.groups(), folders)
+        return _missing_group(lost[1], lost[2], folders)
     if (damaged := damage(folders[:-1])) is not None:
         return damaged
     if not isinstance(error, _HYDRA_ERRORS):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-MODULE = next(
-    b for b in re.findall(r"^```python\n(.*?)^```$", README, re.M | re.S) if "def build" in b
-)
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+MODULE = next(block for block in BLOCKS if "def build" in block)
 COMMAND = next(line for line in README.splitlines() if "model.module=my_pkg.net" in line)
 SMALL = "train.steps=4 train.eval_every=0 cluster=emulated cluster.gpus=2 wandb.mode=disabled"
 
@@ -41,19 +41,21 @@ def launcher(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_readmes_model_trains_in_two_stages(folder: Path) -> None:
-    words = COMMAND.partition("-m launcher")[2].split()
+    words = shlex.split(COMMAND.partition("-m launcher")[2])
     result = launcher(folder, *words, *SMALL.split(), "parallel=manual", "run.id=own")
     assert result.returncode == 0, result.stdout + result.stderr
     home = folder / "outputs" / "own"
-    losses = [json.loads(line)["train/loss"] for line in open(home / "metrics.jsonl")]
+    lines = (home / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["train/loss"] for line in lines]
     assert len(losses) == 4
     assert losses[-1] < losses[0]
     assert len(json.loads((home / "plan.json").read_text())["stages"]) == 2
 
 
 def test_a_module_without_the_function_is_refused(folder: Path) -> None:
-    words = COMMAND.partition("-m launcher")[2].replace("my_pkg.net", "my_pkg.empty").split()
+    words = shlex.split(COMMAND.partition("-m launcher")[2].replace("my_pkg.net", "my_pkg.empty"))
     result = launcher(folder, *words, "task=plan")
     assert result.returncode == 2
     assert result.stderr == (
