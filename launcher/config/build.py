@@ -21,6 +21,7 @@ T = TypeVar("T")
 
 _UNSET = "???"  # YAML's word for "the user must say"
 LARGEST = 2**31 - 1  # of any whole number: JAX counts and indexes in 32 bits
+_LARGEST_FLOAT = 3e38  # of any other: float32 ends a little above
 _MEANING = {
     bool: "true or false",
     int: "a whole number",
@@ -176,14 +177,16 @@ def _check_bounds(metadata: Mapping[str, Any], value: Any, key: str) -> None:
             f"Did you mean {match}?" if (match := closest(str(value), choices)) else "",
             [key],
         )
+    if not isinstance(value, int | float):
+        return
     minimum, maximum = metadata.get("minimum"), metadata.get("maximum")
-    if maximum is None and isinstance(value, int):
-        maximum = LARGEST
+    if maximum is None:
+        maximum = LARGEST if isinstance(value, int) else _LARGEST_FLOAT
     if minimum is not None and value < minimum:
         raise ConfigError(
             f"{key} must be at least {_plain(minimum)}, not {shown(value)}", keys=[key]
         )
-    if maximum is not None and value > maximum:
+    if value > maximum:
         raise ConfigError(
             f"{key} must be at most {_plain(maximum)}, not {shown(value)}", keys=[key]
         )

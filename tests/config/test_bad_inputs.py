@@ -101,10 +101,9 @@ def wrong_values() -> Iterator[Case]:
             below = int(minimum) - 1 if kind in (int, list) else minimum - 1e-3
             value = [below] if kind is list else below
             yield Case(key, value, f"{key} must be at least", beside)
-        maximum = metadata.get("maximum", LARGEST if kind is int else None)
-        maximum = maximum if maximum is not None or kind is not int else LARGEST
-        if maximum is not None:
-            above = maximum + 1 if kind is int else maximum + 1e-3
+        if kind in (int, float):
+            maximum = metadata.get("maximum") or (LARGEST if kind is int else 3e38)
+            above = maximum + 1 if kind is int else max(maximum + 1e-3, maximum * 1.1)
             yield Case(key, above, f"{key} must be at most", beside)
 
 

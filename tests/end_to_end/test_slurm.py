@@ -299,10 +299,15 @@ def test_the_script_that_is_submitted_by_hand(user: User) -> None:
 
 @pytest.mark.slurm
 def test_what_cannot_be_submitted_is_exit_code_2(user: User) -> None:
+    before = set((user.folder / "outputs").glob("*"))
     refused = user.launcher(*ON_SLURM, "cluster.gpus=2", "cluster.slurm.partition=moon")
+    assert set((user.folder / "outputs").glob("*")) == before
     assert refused.returncode == 2
     assert "launcher: Slurm refuses the job: sbatch: error: invalid partition" in refused.stderr
     assert "Traceback" not in refused.stderr
+    sweep = ("cluster.gpus=2", "cluster.slurm.partition=moon", "run.id=refused", "train.steps=1,2")
+    assert user.launcher("-m", *ON_SLURM, *sweep).returncode == 2
+    assert not (user.folder / "multirun" / "refused").exists()
 
     held = ("cluster.gpus=2", "run.id=held", "cluster.slurm.extra={hold: ''}")
     run = user.submit("held", *ON_SLURM, *held)
