@@ -107,8 +107,10 @@ def _run(arguments: argparse.Namespace) -> int:
     # Here and below, imports wait for their turn: Hydra's cost a tenth of a second, JAX's two.
     from launcher.config.compose import load, load_frozen, load_points
 
-    if arguments.frozen and (arguments.overrides or arguments.multirun):
-        raise ConfigError("--frozen takes all settings from its file", "Leave out the others.")
+    if arguments.frozen and (arguments.multirun or arguments.config_dir):
+        raise ConfigError("--frozen is one run's settings", "Leave out -m and --config-dir.")
+    if arguments.package and not arguments.cfg:
+        raise ConfigError("--package is a part of what --cfg shows", "Add --cfg job.")
     if arguments.multirun and arguments.cfg:
         raise ConfigError("--cfg shows the settings of one run", "Leave out -m.")
     if arguments.multirun:
@@ -125,7 +127,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return run_sweep(points, arguments.config_dir)
 
     if arguments.frozen:
-        config = load_frozen(Path(arguments.frozen))
+        config = load_frozen(Path(arguments.frozen), arguments.overrides)
     else:
         config = load(arguments.overrides, arguments.config_dir)
     if arguments.cfg:
@@ -189,8 +191,8 @@ def _settings(config: Config, package: str | None) -> str:
     tree = to_dict(config)
     for name in package.split(".") if package else ():
         if not isinstance(tree, dict) or name not in tree:
-            names = list(tree) if isinstance(tree, dict) else []
-            raise ConfigError(f"--package {package} is no section", advice(name, names))
+            remedy = advice(name, list(tree)) if isinstance(tree, dict) else "It is a value."
+            raise ConfigError(f"--package {package} is no section", remedy)
         tree = tree[name]
     return yaml.safe_dump(tree, sort_keys=False)
 
@@ -198,8 +200,9 @@ def _settings(config: Config, package: str | None) -> str:
 def _checked(config: Config) -> str:
     """One line that says what `task=check` found in order."""
     parallel, train = config.parallel, config.train
+    layers = config.model.layers or "unknown"
     return (
-        f"The settings are fine: model={config.model.name} ({config.model.layers} layers), "
+        f"The settings are fine: model={config.model.name} ({layers} layers), "
         f"dataset={config.dataset.name}, optimizer={config.optimizer.name}, "
         f"{train.steps} steps of {train.global_batch_size} samples, "
         f"parallel={parallel.method} ({parallel.schedule}, "

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,10 +49,12 @@ def submit(config: Config) -> int:
 
 def _submit(config: Config) -> int:
     check_installed()
+    fresh = config.run.id is None or not Path(config.run.dir, config.run.id).exists()
     home = freeze(config, make_console())
     script = home.path / SCRIPT
     script.write_text(script_for(replace(config, run=replace(config.run, id=home.id))))
-    job_id = sbatch(script)
+    with unmade([home.path] if fresh else []):
+        job_id = sbatch(script)
     note_job(home.path, job_id, script)
     output = output_file(home.path, job_id)
     print(f"submitted job {job_id}")
@@ -59,6 +63,17 @@ def _submit(config: Config) -> int:
     print(f"  follow      tail -F {shlex.quote(str(output))}")
     print(f"  cancel      scancel {job_id}", flush=True)
     return wait(home.path, job_id) if config.cluster.slurm.wait else 0
+
+
+@contextmanager
+def unmade(folders: Sequence[Path]) -> Iterator[None]:
+    """Take these folders, just made, away again where Slurm refuses what they were made for."""
+    try:
+        yield
+    except ConfigError:
+        for path in folders:
+            shutil.rmtree(path, ignore_errors=True)
+        raise
 
 
 def freeze(config: Config, console: Console) -> RunFolder:
@@ -107,7 +122,7 @@ def script_for(config: Config) -> str:
         name=config.run.id,
         folder=Path.cwd(),
         output=str(output_file(home, "%j")),
-        command=[shlex.quote(word) for word in [*command(config), "--frozen", str(settings)]],
+        command=[*map(shlex.quote, command(config)), *frozen(config, shlex.quote(str(settings)))],
     )
     return render(config.cluster, job)
 
@@ -119,6 +134,13 @@ def command(config: Config | None = None) -> Sequence[str]:
     slurm = config.cluster.slurm
     python = slurm.python or ("python3" if slurm.container.image else sys.executable)
     return [python, "-m", "launcher"]
+
+
+def frozen(config: Config, settings: str) -> Sequence[str]:
+    """The arguments, as the shell reads them, for the settings in the file `settings`. No file can
+    allow modules to be loaded: that is said here again."""
+    allowed = f"allow_modules=[{','.join(config.allow_modules)}]"
+    return ["--frozen", settings, *([shlex.quote(allowed)] if config.allow_modules else [])]
 
 
 def output_file(home: Path, job: str) -> Path:

@@ -20,7 +20,16 @@ from launcher.config.compose import Point
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config, Sweep
 from launcher.report.sweep import comparison_table, is_done
-from launcher.submit import JOB_FILE, command, freeze, note_job, output_file, script_for
+from launcher.submit import (
+    JOB_FILE,
+    command,
+    freeze,
+    frozen,
+    note_job,
+    output_file,
+    script_for,
+    unmade,
+)
 from launcher.sweep import labels, place
 from launcher.train.run import guarded
 
@@ -40,22 +49,24 @@ def submit_sweep(points: Sequence[Point]) -> int:
 
 def _submit(points: Sequence[Point], configs: Sequence[Config], sweep_id: str, folder: Path) -> int:
     check_installed()
-    homes = []
+    homes, made = [], [] if folder.exists() else [folder]
     for n, (config, text) in enumerate(zip(configs, labels(points), strict=True)):
         print(f"[{n + 1}/{len(points)}] {text}", flush=True)
         homes.append(freeze(config, Console(quiet=True)).path)
     if configs[0].cluster.slurm.array is not None:
         script = folder / SCRIPT
         script.write_text(_array_script(configs, sweep_id))
-        array_id = sbatch(script)
+        with unmade(made):
+            array_id = sbatch(script)
         for n, home in enumerate(homes):
             note_job(home, f"{array_id}_{n}", script)
         print(f"submitted job array {array_id}")
     else:
-        for config, home in zip(configs, homes, strict=True):
+        for n, (config, home) in enumerate(zip(configs, homes, strict=True)):
             script = home / SCRIPT
             script.write_text(script_for(config))
-            job_id = sbatch(script)
+            with unmade([] if n else made):  # the second is refused: the first job is on its way
+                job_id = sbatch(script)
             note_job(home, job_id, script)
             print(f"submitted job {job_id}: {home.name}", flush=True)
     shown = shlex.quote(str(folder))
@@ -133,7 +144,7 @@ def _array_script(configs: Sequence[Config], sweep_id: str) -> str:
         name=sweep_id,
         folder=Path.cwd(),
         output=str(output_file(folder / f"{sweep_id}-%a", "%A_%a")),
-        command=[*map(shlex.quote, command(first)), "--frozen", f'"{settings}"'],
+        command=[*map(shlex.quote, command(first)), *frozen(first, f'"{settings}"')],
         array=f"0-{len(configs) - 1}%{first.cluster.slurm.array}",
     )
     return render(first.cluster, job)

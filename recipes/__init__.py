@@ -7,13 +7,15 @@ neither JAX nor Grain, so that settings can be checked before anything heavy is 
 
 To add a model, write a module with `build(options, precision) -> Model` and name it in `_MODELS`.
 To add a dataset, write one with `build(options, model_options, global_batch_size, seed) -> Dataset`
-and `check(options, model_options, validation)`, and name it in `_DATASETS`.
+and `check(options, model_options, validation)`, and name it in `_DATASETS`. Modules outside this
+package are named by the settings `model.module` and `dataset.module` and have the same functions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -69,7 +71,7 @@ def build_model(options: Any, precision: str) -> Model:
     `options` holds the fields of the settings' `model` section. `precision` is "fp32" or "bf16":
     the type of activations and matrix products; parameters and loss are float32 either way.
     """
-    return _module(_MODELS, "model", options).build(options, precision)
+    return _module(_MODELS, "model", options).build(_fields(options), precision)
 
 
 def build_dataset(options: Any, model_options: Any, global_batch_size: int, seed: int) -> Dataset:
@@ -80,7 +82,7 @@ def build_dataset(options: Any, model_options: Any, global_batch_size: int, seed
     cannot be used and `OSError` where a file cannot be read after all.
     """
     module = _module(_DATASETS, "dataset", options)
-    return module.build(options, model_options, global_batch_size, seed)
+    return module.build(_fields(options), _fields(model_options), global_batch_size, seed)
 
 
 def check_dataset(options: Any, model_options: Any, *, validation: bool) -> None:
@@ -89,12 +91,41 @@ def check_dataset(options: Any, model_options: Any, *, validation: bool) -> None
     `validation` says whether the run evaluates; then held-out data must exist. Imports neither
     JAX nor Grain.
     """
-    _module(_DATASETS, "dataset", options).check(options, model_options, validation)
+    module = _module(_DATASETS, "dataset", options)
+    module.check(_fields(options), _fields(model_options), validation)
 
 
 def _module(table: Mapping[str, str], section: str, options: Any) -> ModuleType:
+    if options.name == "custom":
+        return _users_own(section, options.module)
     if options.name not in table:
         raise InputError(
             f"{section}.name={options.name} is not known; choose one of {', '.join(table)}"
         )
     return import_module(table[options.name])
+
+
+def _users_own(section: str, name: str) -> ModuleType:
+    """The module `<section>.module`; whether it may be loaded has been decided before."""
+    try:
+        module = import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # the module is there, and lacks another
+        raise InputError(
+            f"{section}.module={name} is not found; install it, or put its folder on PYTHONPATH"
+        ) from None
+    for door in ("build",) if section == "model" else ("build", "check"):
+        if not callable(getattr(module, door, None)):
+            raise InputError(
+                f"{section}.module={name} has no function {door}; "
+                f"write one as recipes/{'mlp' if section == 'model' else 'synthetic'}.py does"
+            )
+    return module
+
+
+def _fields(options: Any) -> Any:
+    """What a module is told: the section's fields; of a user's own module its `options`."""
+    if options.name != "custom":
+        return options
+    return SimpleNamespace(name=options.module, **options.options)

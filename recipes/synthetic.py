@@ -19,11 +19,19 @@ if TYPE_CHECKING:
 
 _SUCCESSORS = 4  # tokens that may follow a token: the loss can fall to ln 4 = 1.386
 _TEACHER_SIZE = 64
+_LARGEST_TABLE = 2**32  # bytes, of what samples are made from
 
 
 def check(options: Any, model_options: Any, validation: bool) -> None:
     """Raises `InputError` for a model that there are no made-up samples for."""
-    _gatherer(model_options)
+    is_text = _kind(model_options) == "tokens"
+    name, table = ("vocab_size", _SUCCESSORS) if is_text else ("input_size", _TEACHER_SIZE)
+    number = getattr(model_options, name)
+    if number * table * 8 > _LARGEST_TABLE:
+        raise InputError(
+            f"model.{name}={number} is too large for dataset.name=synthetic, which would need "
+            f"{number * table * 8 / 2**30:,.0f} GiB to make samples; choose a smaller one"
+        )
 
 
 def build(options: Any, model_options: Any, global_batch_size: int, seed: int) -> Dataset:
@@ -44,10 +52,16 @@ def build(options: Any, model_options: Any, global_batch_size: int, seed: int) -
 
 
 def _gatherer(model_options: Any) -> Callable[[np.ndarray], Batch]:
-    if model_options.name == "gpt":
-        return _markov_chain(model_options)
-    if model_options.name == "mlp":
-        return _teacher(model_options)
+    kind = _kind(model_options)
+    return _markov_chain(model_options) if kind == "tokens" else _teacher(model_options)
+
+
+def _kind(model_options: Any) -> str:
+    """What the model takes: "tokens" or "vectors"."""
+    if hasattr(model_options, "vocab_size") and hasattr(model_options, "sequence_length"):
+        return "tokens"
+    if hasattr(model_options, "input_size") and hasattr(model_options, "output_size"):
+        return "vectors"
     raise InputError(
         f"dataset.name=synthetic makes no samples for model.name={model_options.name}; "
         "choose another dataset"

@@ -60,7 +60,7 @@ def build(options: Any, model_options: Any, global_batch_size: int, seed: int) -
 
 
 def _find(options: Any, model_options: Any) -> _Text:
-    if model_options.name != "gpt":
+    if not hasattr(model_options, "vocab_size") or not hasattr(model_options, "sequence_length"):
         raise InputError(
             f"dataset.name={options.name} holds text, which model.name={model_options.name} "
             "does not take; choose model=gpt or dataset=synthetic"

@@ -78,7 +78,7 @@ def sbatch(script: Path, array: str | None = None) -> str:
     except SlurmRefusal as refusal:
         raise ConfigError(
             f"Slurm refuses the job: {refusal}",
-            f"Its script is {script}; cluster.slurm holds the settings.",
+            "cluster.slurm holds what it asks for; cluster.slurm.dry_run=true shows the script.",
             ["cluster.slurm"],
         ) from None
     return told.split(";")[0].strip()  # <id>;<cluster>

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,8 @@ from launcher.config.schema import Config
 T = TypeVar("T")
 
 _UNSET = "???"  # YAML's word for "the user must say"
+LARGEST = 2**31 - 1  # of any whole number: JAX counts and indexes in 32 bits
+_LARGEST_FLOAT = 3e38  # of any other: float32 ends a little above
 _MEANING = {
     bool: "true or false",
     int: "a whole number",
@@ -41,7 +44,7 @@ def build(cls: type[T], tree: Any, key: str = "") -> T:
     """
     if not isinstance(tree, Mapping):
         raise ConfigError(
-            f"{key} must be a section of settings, not {shown(tree)}",
+            f"{key or 'The whole'} must be a section of settings, not {shown(tree)}",
             _section_remedy(cls, key),
             [key],
         )
@@ -52,10 +55,12 @@ def build(cls: type[T], tree: Any, key: str = "") -> T:
             raise _unknown(cls, key, str(name))
     values = {}
     for name, field in fields.items():
-        if name in tree and tree[name] != _UNSET:
+        needed = field.default is field.default_factory is dataclasses.MISSING
+        if tree[name] == _UNSET if name in tree else needed:
+            dotted = _join(key, name)
+            raise ConfigError(f"{dotted} is not set", f"Give {dotted}=VALUE.", [dotted])
+        if name in tree:
             values[name] = _field_value(field, hints[name], tree[name], _join(key, name))
-        elif field.default is field.default_factory is dataclasses.MISSING:
-            raise ConfigError(f"{_join(key, name)} is not set", f"Give {_join(key, name)}=VALUE.")
     return cls(**values)
 
 
@@ -88,6 +93,8 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
         return None if value is None else _convert(inner[0], value, key)
     if dataclasses.is_dataclass(hint):
         return build(hint, value, key)  # type: ignore[arg-type]
+    if hint is Any:
+        return value
     kind = typing.get_origin(hint) or hint
     if kind is dict and isinstance(value, Mapping):
         _, inner_hint = typing.get_args(hint)
@@ -112,15 +119,20 @@ def _to_bool(value: Any) -> bool:
 
 
 def _to_int(value: Any) -> int:
-    # int("7") serves ${oc.env:…}, which always gives text.
-    if isinstance(value, int | str) and not isinstance(value, bool):
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    # Text comes from ${oc.env:…}. Octal or a stray blank is more likely a slip than meant.
+    if isinstance(value, str) and re.fullmatch(r"[+-]?(0|[1-9](_?[0-9])*)", value):
         return int(value)
     raise ValueError
 
 
 def _to_float(value: Any) -> float:
     if isinstance(value, int | float | str) and not isinstance(value, bool):
-        number = float(value)
+        try:
+            number = float(value)
+        except OverflowError:  # a whole number of some hundred digits
+            raise ValueError from None
         if math.isfinite(number):
             return number
     raise ValueError
@@ -149,8 +161,15 @@ def _wrong_type(kind: type, value: Any, key: str) -> ConfigError:
 
 
 def _check_bounds(metadata: Mapping[str, Any], value: Any, key: str) -> None:
+    if isinstance(value, list):
+        for item in value:
+            if isinstance(item, int):
+                _check_bounds(metadata, item, key)
+        return
     if value is None:
         return
+    if isinstance(value, str):
+        _check_text(value, key)
     choices = metadata.get("choices")
     if choices and value not in choices:
         raise ConfigError(
@@ -158,11 +177,30 @@ def _check_bounds(metadata: Mapping[str, Any], value: Any, key: str) -> None:
             f"Did you mean {match}?" if (match := closest(str(value), choices)) else "",
             [key],
         )
+    if not isinstance(value, int | float):
+        return
     minimum, maximum = metadata.get("minimum"), metadata.get("maximum")
+    if maximum is None:
+        maximum = LARGEST if isinstance(value, int) else _LARGEST_FLOAT
     if minimum is not None and value < minimum:
-        raise ConfigError(f"{key} must be at least {minimum:g}, not {shown(value)}", keys=[key])
-    if maximum is not None and value > maximum:
-        raise ConfigError(f"{key} must be at most {maximum:g}, not {shown(value)}", keys=[key])
+        raise ConfigError(
+            f"{key} must be at least {_plain(minimum)}, not {shown(value)}", keys=[key]
+        )
+    if value > maximum:
+        raise ConfigError(
+            f"{key} must be at most {_plain(maximum)}, not {shown(value)}", keys=[key]
+        )
+
+
+def _check_text(value: str, key: str) -> None:
+    if not value.strip():
+        raise ConfigError(f"{key} is empty", "Give it a value, or leave it out.", [key])
+    if not value.isprintable():
+        raise ConfigError(f"{key} must be one line of plain text, not {shown(value)}", keys=[key])
+
+
+def _plain(number: float) -> str:
+    return str(number) if isinstance(number, int) else f"{number:g}"
 
 
 def _unknown(cls: type, section: str, name: str) -> ConfigError:

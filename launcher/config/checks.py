@@ -11,9 +11,25 @@ import re
 from collections.abc import Iterator
 
 from launcher.config.errors import ConfigError
-from launcher.config.schema import GPT, MLP, Config, Synthetic
+from launcher.config.schema import (
+    GPT,
+    MLP,
+    Config,
+    CustomDataset,
+    CustomModel,
+    Optimizer,
+    Synthetic,
+)
 
 _BYTES = 256  # text is read as bytes: the vocabulary that it needs
+
+# Settings that not every optimizer has, and those that do.
+_OPTIMIZERS_WITH = {
+    "momentum": ("sgd",),
+    "b1": ("adamw", "adam", "lion"),
+    "b2": ("adamw", "adam", "lion"),
+    "eps": ("adamw", "adam"),
+}
 
 # What a text setting of `cluster.slurm` must look like, and what to say where it does not.
 _SLURM_TEXTS = {
@@ -51,12 +67,32 @@ _SBATCH_OPTIONS = {
 
 def check(config: Config) -> None:
     """Raises the first contradiction in `config` as a ConfigError."""
-    for rule in (_check_run, _check_model, _check_dataset, _check_optimizer, _check_cluster):
+    for rule in (_check_modules, _check_run, _check_model, _check_dataset, _check_optimizer):
         for error in rule(config):
             raise error
-    for rule in (_check_slurm, _check_parallel):
+    for rule in (_check_cluster, _check_slurm, _check_parallel):
         for error in rule(config):
             raise error
+
+
+def _check_modules(config: Config) -> Iterator[ConfigError]:
+    """A settings file may come from anywhere: it names code only where the user allows that."""
+    for key, section in (("model", config.model), ("dataset", config.dataset)):
+        if not isinstance(section, CustomModel | CustomDataset):
+            continue
+        module = section.module
+        if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", module):
+            yield ConfigError(
+                f"{key}.module={module!r} is not the name of a module",
+                "Write it as import does, such as my_pkg.models.",
+                [f"{key}.module"],
+            )
+        if not any(f"{module}.".startswith(f"{allowed}.") for allowed in config.allow_modules):
+            yield ConfigError(
+                f"{key}.module={module} is code that this run is not allowed to load",
+                f"If you trust it, add allow_modules=[{module}] on the command line.",
+                [f"{key}.module"],
+            )
 
 
 def _check_run(config: Config) -> Iterator[ConfigError]:
@@ -88,8 +124,8 @@ def _check_model(config: Config) -> Iterator[ConfigError]:
 
 def _check_dataset(config: Config) -> Iterator[ConfigError]:
     model, dataset = config.model, config.dataset
-    if isinstance(dataset, Synthetic):
-        return
+    if isinstance(dataset, Synthetic | CustomDataset) or isinstance(model, CustomModel):
+        return  # `recipes` knows whether these go together
     if isinstance(model, MLP):
         yield ConfigError(
             f"model=mlp cannot learn from dataset={dataset.name}: it takes vectors, not text",
@@ -107,6 +143,14 @@ def _check_dataset(config: Config) -> Iterator[ConfigError]:
 
 def _check_optimizer(config: Config) -> Iterator[ConfigError]:
     optimizer = config.optimizer
+    for key, users in _OPTIMIZERS_WITH.items():
+        value = getattr(optimizer, key)
+        if optimizer.name not in users and value != getattr(Optimizer(), key):
+            yield ConfigError(
+                f"optimizer.{key}={value:g} has no meaning for optimizer={optimizer.name}",
+                f"Leave it out, or use optimizer={users[0]}.",
+                [f"optimizer.{key}"],
+            )
     if optimizer.clip_norm == 0:
         yield ConfigError(
             "optimizer.clip_norm=0 would make every gradient zero",
@@ -152,6 +196,12 @@ def _check_slurm(config: Config) -> Iterator[ConfigError]:
             "task=sweep_status does not say which sweep",
             "Give sweep.dir=multirun/ID.",
             ["task"],
+        )
+    if config.task == "calibrate" and cluster.kind == "slurm":
+        yield ConfigError(
+            "task=calibrate measures the devices that are here, and those of cluster=slurm are not",
+            "Run it on a node, with cluster=local.",
+            ["task", "cluster.kind"],
         )
     if cluster.kind != "slurm":
         return
@@ -228,7 +278,7 @@ def _check_parallel(config: Config) -> Iterator[ConfigError]:
             f"Make train.global_batch_size a multiple of {pieces * gpus}.",
             ["train.global_batch_size", "parallel.num_micro_batches", "cluster.gpus"],
         )
-    if stages > layers:
+    if layers is not None and stages > layers:
         yield ConfigError(
             f"parallel.num_stages={stages} is more than "
             + (
@@ -255,7 +305,7 @@ def _check_parallel(config: Config) -> Iterator[ConfigError]:
                 f"Use parallel={methods[-1]}.",
                 [f"parallel.{key}"],
             )
-    if one_stage and parallel.schedule not in ("auto", "1f1b"):
+    if one_stage and parallel.schedule != "auto":
         yield ConfigError(
             f"parallel={parallel.method} is one stage and has no schedule such as "
             f"parallel.schedule={parallel.schedule}",
@@ -306,6 +356,14 @@ def _check_mesh(config: Config) -> Iterator[ConfigError]:
             "Make the product the number of devices, or leave one of them null.",
             [f"parallel.{name}" for name in known] + ["cluster.gpus"],
         )
+    for name in ("schedule", "remat", "num_micro_batches"):
+        value = getattr(parallel, name)
+        if parallel.method == "replay" and value not in ("auto", None):
+            yield ConfigError(
+                f"parallel.{name}={value} has no meaning for parallel=replay: the plan says it",
+                "Leave it out, or edit the plan.",
+                [f"parallel.{name}"],
+            )
     if (parallel.method == "replay") != (parallel.plan is not None):
         yield ConfigError(
             "parallel=replay and parallel.plan=FILE need each other",

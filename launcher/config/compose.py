@@ -23,13 +23,14 @@ from omegaconf import OmegaConf
 from launcher.config.build import build
 from launcher.config.checks import check
 from launcher.config.errors import ConfigError
+from launcher.config.files import refuse_useless
 from launcher.config.folders import find_groups, search_folders
 from launcher.config.origin import Origin, Source, short
-from launcher.config.overrides import for_hydra, parse, refuse_sweeps, sweep_points
+from launcher.config.overrides import COMMAND_LINE, for_hydra, parse, refuse_sweeps, sweep_points
 from launcher.config.schema import GPT, Config
 from launcher.config.search_path import searching
 from launcher.config.sizes import fill_size
-from launcher.config.translate import HYDRA_ERRORS, translated
+from launcher.config.translate import translated
 
 _PRIMARY = "config"
 
@@ -65,8 +66,19 @@ def load_points(argv_overrides: Sequence[str], config_dirs: Sequence[str] = ()) 
     return [Point(point, _load(parse(point), folders)) for point in points]
 
 
-def load_frozen(path: Path) -> Config:
-    """The settings that a run's `config.yaml` holds, resolved. Raises ConfigError."""
+def load_frozen(path: Path, argv_overrides: Sequence[str] = ()) -> Config:
+    """The settings that a run's `config.yaml` holds, resolved.
+
+    Only `allow_modules` does not come from there but from `argv_overrides`, which hold nothing
+    else. Raises ConfigError.
+    """
+    overrides = parse(argv_overrides)
+    if any(override.key_or_group != "allow_modules" for override in overrides):
+        raise ConfigError(
+            "--frozen takes all settings from its file",
+            "Leave out the others, but for allow_modules=[…].",
+        )
+    allowed = overrides[-1].value() if overrides else []
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -75,9 +87,10 @@ def load_frozen(path: Path) -> Config:
             "Name the config.yaml of a run.",
         ) from None
     try:
-        return from_dict(tree)
+        return from_dict({**tree, "allow_modules": allowed} if isinstance(tree, dict) else tree)
     except ConfigError as error:
-        raise error.said(f"in {short(path)}") from None
+        where = COMMAND_LINE if error.keys == ("allow_modules",) else f"in {short(path)}"
+        raise error.said(where) from None
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -105,12 +118,15 @@ def _load(overrides: Sequence[Override], folders: Sequence[Path]) -> Config:
             tree = cast(
                 dict[str, Any], OmegaConf.to_container(compose(_PRIMARY, said), resolve=True)
             )
+        for source in sources:
+            if not source.path.is_relative_to(folders[-1]):
+                refuse_useless(source)
         _refuse_misplaced(tree, groups, sources)
         return from_dict(tree)
-    except HYDRA_ERRORS as raised:
-        error = translated(raised, overrides, folders)
     except ConfigError as raised:
         error = raised
+    except Exception as raised:  # of a file that is no settings Hydra says so by an assertion, too
+        error = translated(raised, overrides, folders)
     raise error.said(Origin(sources, overrides, groups).of(error.keys)) from None
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+_SHOWN = 100  # characters of a wrong value that a message repeats
+
 
 class ConfigError(Exception):
     """A setting that cannot be followed: what is wrong, where it was said, what to do.
@@ -60,4 +62,5 @@ def shown(value: object) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    return repr(value)
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -63,12 +63,23 @@ def _refuse_useless(override: Override, text: str) -> None:
     elif override.package is not None:
         problem = f"{text} puts a group into another section than its own"
         remedy = f"Write {override.key_or_group}=OPTION."
+    elif _has_leading_zero(override):
+        problem = f"{text} has a 0 in front of a number"
+        remedy = "Write numbers with decimal digits; text goes in quotes."
     else:
         return
     raise ConfigError(problem, remedy, where=COMMAND_LINE)
 
 
-def for_hydra(override: Override, groups: Collection[str], own_groups: Collection[str]) -> str:
+def _has_leading_zero(override: Override) -> bool:
+    """Of a number: YAML would read it in base 8, Hydra in base 10. Text stays as typed."""
+    key, value = override.key_or_group, (override.input_line or "").partition("=")[2].strip()
+    return "." in key and key not in text_keys() and bool(re.fullmatch(r"[+-]?0[0-9_]+", value))
+
+
+def for_hydra(
+    override: Override, groups: Mapping[str, Sequence[str]], own_groups: Collection[str]
+) -> str:
     """The override as Hydra is to see it: options chosen, values forced in.
 
     An unquoted word for an option or a text setting is taken as typed: `run.id=1e3` means "1e3",
@@ -80,6 +91,12 @@ def for_hydra(override: Override, groups: Collection[str], own_groups: Collectio
     is_scalar = isinstance(said, bool | int | float)
     if key not in groups:
         return f"++{key}={quoted(value) if is_scalar and key in text_keys() else value}"
+    if isinstance(said, list) or ".." in value or value.lstrip("'\"").startswith("/"):
+        raise ConfigError(
+            f"{key}={value} is not the name of one option",
+            f"{key} has: {', '.join(groups[key])}.",
+            where=COMMAND_LINE,
+        )
     name = key if key in own_groups else override.get_key_element()
     return f"{name}={quoted(value) if is_scalar or said is None else value}"
 

@@ -13,7 +13,7 @@ the default options says too (a test holds them together); it serves files that 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 
 def choice(default: str, *choices: str) -> Any:
@@ -53,7 +53,7 @@ class GPT:
     sizes: dict[str, dict[str, int]] = field(default_factory=dict)
     vocab_size: int | None = number(None, minimum=2)
     sequence_length: int | None = number(None, minimum=1)
-    num_layers: int | None = number(None, minimum=1)
+    num_layers: int | None = number(None, minimum=1, maximum=10_000)
     num_heads: int | None = number(None, minimum=1)
     hidden_size: int | None = number(None, minimum=1)
     mlp_ratio: int = number(4, minimum=1)
@@ -75,13 +75,32 @@ class MLP:
     input_size: int = number(32, minimum=1)
     hidden_size: int = number(128, minimum=1)
     output_size: int = number(8, minimum=1)
-    num_layers: int = number(4, minimum=1)
-    widths: list[int] = field(default_factory=list)  # of each hidden layer, in their place
+    num_layers: int = number(4, minimum=1, maximum=10_000)
+    widths: list[int] = field(  # of each hidden layer, in their place
+        default_factory=list, metadata={"minimum": 1}
+    )
 
     @property
     def layers(self) -> int:
         """The number of pipeline layers: one more than the model's marks."""
         return len(self.widths) + 1 if self.widths else self.num_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class CustomModel:
+    """A model of the user's own: a module with `build`, as `recipes` describes it, and what it is
+    told. Its pipeline layers are counted when it is traced."""
+
+    name: str = "custom"
+    module: str
+    options: dict[str, Any] = field(default_factory=dict)
+    layers: ClassVar[None] = None
+
+    @property
+    def sequence_length(self) -> int | None:
+        """Tokens a sample, where its options say so."""
+        length = self.options.get("sequence_length")
+        return length if isinstance(length, int) else None
 
 
 @dataclass(frozen=True)
@@ -108,6 +127,15 @@ class Synthetic:
 
     name: str = "synthetic"
     num_samples: int = number(4096, minimum=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CustomDataset:
+    """A dataset of the user's own: a module with `check` and `build`, as `recipes` describes it."""
+
+    name: str = "custom"
+    module: str
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -297,18 +325,27 @@ class Wandb:
     tags: list[str] = field(default_factory=list)
 
 
-MODELS: dict[str, type] = {"gpt": GPT, "mlp": MLP}
-DATASETS: dict[str, type] = {"stdlib_text": StdlibText, "text": Text, "synthetic": Synthetic}
+MODELS: dict[str, type] = {"gpt": GPT, "mlp": MLP, "custom": CustomModel}
+DATASETS: dict[str, type] = {
+    "stdlib_text": StdlibText,
+    "text": Text,
+    "synthetic": Synthetic,
+    "custom": CustomDataset,
+}
 
 
 @dataclass(frozen=True)
 class Config:
-    """The whole tree. `model` and `dataset` are of the class that their `name` picks."""
+    """The whole tree. `model` and `dataset` are of the class that their `name` picks.
+
+    `allow_modules` is given on the command line only: what a file says of it does not count.
+    """
 
     task: str = choice("train", "train", "plan", "check", "calibrate", "submit", "sweep_status")
+    allow_modules: list[str] = field(default_factory=list)
     run: Run = field(default_factory=Run)
-    model: GPT | MLP = field(default_factory=GPT, metadata={"variants": MODELS})
-    dataset: StdlibText | Text | Synthetic = field(
+    model: GPT | MLP | CustomModel = field(default_factory=GPT, metadata={"variants": MODELS})
+    dataset: StdlibText | Text | Synthetic | CustomDataset = field(
         default_factory=StdlibText, metadata={"variants": DATASETS}
     )
     optimizer: Optimizer = field(default_factory=Optimizer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from launcher.config.build import LARGEST
 from launcher.config.errors import ConfigError, advice
 from launcher.config.schema import GPT
 
@@ -32,6 +33,11 @@ def fill_size(gpt: GPT) -> GPT:
         if value < 1:
             raise ConfigError(
                 f"model.{name} must be at least 1, not {value}",
+                keys=[f"model.sizes.{gpt.size}.{name}"],
+            )
+        if value > LARGEST:
+            raise ConfigError(
+                f"model.{name} must be at most {LARGEST}, not {value}",
                 keys=[f"model.sizes.{gpt.size}.{name}"],
             )
     return dataclasses.replace(gpt, sizes={}, **filled)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,11 +12,13 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
 
 from launcher.config.errors import ConfigError, advice
+from launcher.config.files import damage
+from launcher.config.folders import find_groups
 from launcher.config.origin import short
 from launcher.config.overrides import COMMAND_LINE
 
 # OSError and UnicodeDecodeError: a settings file that cannot be read, or holds no table.
-HYDRA_ERRORS = (
+_HYDRA_ERRORS = (
     HydraException,
     OmegaConfBaseException,
     yaml.YAMLError,
@@ -27,7 +30,7 @@ HYDRA_ERRORS = (
 def translated(
     error: BaseException, overrides: Sequence[Override], folders: Sequence[Path]
 ) -> ConfigError:
-    """The ConfigError that says what `error`, one of HYDRA_ERRORS, means to the user."""
+    """The ConfigError that says what `error` means to the user; raises one that is a riddle."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _missing_option(error, error.missing_cfg_file, overrides, folders)
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
@@ -38,8 +41,24 @@ def translated(
     if isinstance(error, OmegaConfBaseException):  # its first line says what, the others how typed
         key = error.full_key or ""
         what = str(error).strip().splitlines()[0]
-        return ConfigError(f"{key}: {what}" if key else what, keys=[key])
+        return ConfigError(f"{key}: {what}" if key else what, keys=[key.partition("[")[0]])
+    if lost := re.search(r"In '(.+)': Could not override '(.+?)'", str(error)):
+        return _missing_group(lost[1], lost[2], folders)
+    if (damaged := damage(folders[:-1])) is not None:
+        return damaged
+    if not isinstance(error, _HYDRA_ERRORS):
+        raise error
     return ConfigError(f"The settings cannot be put together: {' '.join(str(error).split())}")
+
+
+def _missing_group(file: str, group: str, folders: Sequence[Path]) -> ConfigError:
+    """Of a file whose defaults list overrides a group that there is not."""
+    path = next((f / f"{file}.yaml" for f in folders if (f / f"{file}.yaml").is_file()), Path(file))
+    return ConfigError(
+        f"There is no group {group} for 'override /{group}' to choose from",
+        advice(group, list(find_groups(folders)), "Groups"),
+        where=f"in {short(path)}",
+    )
 
 
 def _missing_option(

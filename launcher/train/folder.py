@@ -6,7 +6,9 @@ the folder and holds it. `run` calls both.
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +22,8 @@ from launcher.config.compose import to_dict
 from launcher.config.errors import ConfigError, shown
 from launcher.config.schema import Config, Run
 from launcher.train import checkpoint
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # the disk's fault, not the setting's
 
 # What must not change when a run goes on: with other values its steps would be another run's.
 _FIXED = ("model", "dataset", "optimizer", "train.global_batch_size", "run.seed")
@@ -65,15 +69,28 @@ def check(config: Config) -> int:
 
     Raises ConfigError where `run.id` and `run.resume` do not fit what is on disk.
     """
+    _check_place(config.run.dir)
     if config.run.id is None:
         return 0
     path = Path(config.run.dir, config.run.id)
+    if path.exists() and not path.is_dir():
+        raise _no_folder(path)
     if config.run.resume == "never" and path.exists():
         raise _taken(path)
     step = _choose(config, path, thorough=False).step or 0
     if step >= config.train.steps:
         step = _choose(config, path).step or 0
     return step
+
+
+def _check_place(parent: str) -> None:
+    """That a folder `parent` is there or could be made, as far as one can see without trying."""
+    path = Path(parent).absolute()
+    there = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
+    if not there.is_dir():
+        raise _not_writable(parent, f"{there} is not a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise _not_writable(parent, f"you may not write to {there}")
 
 
 @contextmanager
@@ -83,7 +100,7 @@ def claim(config: Config) -> Iterator[RunFolder]:
     A damaged checkpoint is set aside, and what saves that were cut off have left is deleted.
 
     Raises ConfigError like `check`, or where another process holds the folder, and OSError where
-    it cannot be made or written.
+    the disk is full.
     """
     path = _make(config)
     with open(path / ".lock", "ab") as lock:
@@ -108,8 +125,9 @@ def _make(config: Config) -> Path:
             return _fresh_folder(run.dir, config.model.name)
         return _own_folder(run, run.id)
     except OSError as error:
-        remedy = "set run.dir to a folder that you can write"
-        raise OSError(error.errno, f"{error.strerror}; {remedy}", error.filename) from None
+        if error.errno in _FULL:
+            raise
+        raise _not_writable(run.dir, f"{error.filename}: {error.strerror}") from None
 
 
 def _fresh_folder(parent: str, model_name: str) -> Path:
@@ -128,6 +146,8 @@ def _own_folder(run: Run, run_id: str) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=run.resume != "never")
     except FileExistsError:
+        if not path.is_dir():
+            raise _no_folder(path) from None
         raise _taken(path) from None
     return path
 
@@ -185,6 +205,22 @@ def _check_same_run(path: Path, step: int, before: dict[str, Any], now: dict[str
                 "Set it back to go on with that run, or choose another run.id.",
                 [key],
             )
+
+
+def _not_writable(parent: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"run.dir={parent} cannot hold a run: {reason}",
+        "Set run.dir to a folder that you can write.",
+        ["run.dir"],
+    )
+
+
+def _no_folder(path: Path) -> ConfigError:
+    return ConfigError(
+        f"run.id={path.name} cannot have a folder: {path} is a file",
+        "Choose another run.id, or move the file away.",
+        ["run.id"],
+    )
 
 
 def _taken(path: Path) -> ConfigError:

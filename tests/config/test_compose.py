@@ -18,6 +18,8 @@ from launcher.config.schema import GPT, MLP, Config, StdlibText, Text
 FILES = sorted(CONF.rglob("*.yaml"))
 # What an option needs beside itself.
 COMPANIONS = {"model=mlp": ["dataset=synthetic"], "dataset=text": ["dataset.path=/data"]}
+for group in ("model", "dataset"):
+    COMPANIONS[f"{group}=custom"] = [f"{group}.module=my_pkg", "allow_modules=[my_pkg]"]
 COMPANIONS["parallel=replay"] = ["parallel.plan=plan.json"]
 COMPANIONS["recipe=gpt_text"] = ["dataset.path=/data"]
 

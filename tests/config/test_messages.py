@@ -8,6 +8,7 @@ from launcher.__main__ import main
 from launcher.config.folders import CONF
 
 CLI = "(on the command line)"
+MOST = 2**31 - 1
 
 COMMAND_LINES = [
     # Names that do not exist.
@@ -28,13 +29,14 @@ COMMAND_LINES = [
     ),
     # Options and sizes that do not exist.
     ("model=gtp", f"There is no model=gtp {CLI}. Did you mean gpt?"),
-    ("model=resnet", f"There is no model=resnet {CLI}. Options of model: gpt, mlp."),
-    ("model=null", f"There is no model=null {CLI}. Options of model: gpt, mlp."),
+    ("model=resnet", f"There is no model=resnet {CLI}. Options of model: custom, gpt, mlp."),
+    ("model=null", f"There is no model=null {CLI}. Options of model: custom, gpt, mlp."),
     ("model.size=nan", f"There is no model.size=nan {CLI}. Did you mean nano?"),
     ("model.size=39", f"There is no model.size=39 {CLI}. Did you mean 39b?"),
     (
         "model.name=resnet",
-        f"model.name must be one of gpt, mlp, not 'resnet' {CLI}. Choose one with model=OPTION.",
+        f"model.name must be one of gpt, mlp, custom, not 'resnet' {CLI}. "
+        "Choose one with model=OPTION.",
     ),
     # Wrong types.
     ("train.steps=abc", f"train.steps must be a whole number, not 'abc' {CLI}."),
@@ -66,6 +68,55 @@ COMMAND_LINES = [
         f"train.precision must be one of fp32, bf16, not 'int4' {CLI}.",
     ),
     ("train.steps=0", f"train.steps must be at least 1, not 0 {CLI}."),
+    (
+        "model.vocab_size=99999999999",
+        f"model.vocab_size must be at most {MOST}, not 99999999999 {CLI}.",
+    ),
+    (
+        "model.size=nano model.sizes.nano.vocab_size=99999999999",
+        f"model.vocab_size must be at most {MOST}, not 99999999999 {CLI}.",
+    ),
+    (
+        "model=mlp dataset=synthetic model.widths=[8,0]",
+        f"model.widths must be at least 1, not 0 {CLI}.",
+    ),
+    ("run.seed=4294967296", f"run.seed must be at most 4294967295, not 4294967296 {CLI}."),
+    ("run.dir=''", f"run.dir is empty {CLI}. Give it a value, or leave it out."),
+    (
+        "train.steps=010",
+        f"train.steps=010 has a 0 in front of a number {CLI}. "
+        "Write numbers with decimal digits; text goes in quotes.",
+    ),
+    (
+        "train.steps=1:30",
+        f"train.steps must be a whole number, not '1:30' {CLI}.",
+    ),
+    # One option a group, by its name.
+    (
+        "optimizer=[adam,sgd]",
+        f"optimizer=[adam,sgd] is not the name of one option {CLI}. "
+        "optimizer has: adafactor, adam, adamw, lion, sgd.",
+    ),
+    (
+        "model=../model/gpt",
+        f"model=../model/gpt is not the name of one option {CLI}. model has: custom, gpt, mlp.",
+    ),
+    # Code that no one has allowed.
+    (
+        "model=custom model.module=os",
+        f"model.module=os is code that this run is not allowed to load {CLI}. "
+        "If you trust it, add allow_modules=[os] on the command line.",
+    ),
+    (
+        "dataset=custom dataset.module=my_pkg.data allow_modules=[my_pkg.da]",
+        f"dataset.module=my_pkg.data is code that this run is not allowed to load {CLI}. "
+        "If you trust it, add allow_modules=[my_pkg.data] on the command line.",
+    ),
+    (
+        "model=custom model.module=a-b",
+        f"model.module='a-b' is not the name of a module {CLI}. "
+        "Write it as import does, such as my_pkg.models.",
+    ),
     ("model.dropout=1.5", f"model.dropout must be at most 1, not 1.5 {CLI}."),
     # What the command line cannot mean.
     (
@@ -104,7 +155,36 @@ COMMAND_LINES = [
         f"wandb.name: Interpolation key 'run.idd' not found {CLI}.",
     ),
     # Settings that do not go together.
-    ("dataset=text", "dataset.path is not set. Give dataset.path=VALUE."),
+    (
+        "optimizer.momentum=0.5",
+        f"optimizer.momentum=0.5 has no meaning for optimizer=adamw {CLI}. "
+        "Leave it out, or use optimizer=sgd.",
+    ),
+    (
+        "parallel=data parallel.schedule=1f1b",
+        "parallel=data is one stage and has no schedule such as parallel.schedule=1f1b "
+        f"{CLI}. Use parallel=manual for a pipeline.",
+    ),
+    (
+        "parallel=replay parallel.plan=plan.json parallel.remat=full",
+        f"parallel.remat=full has no meaning for parallel=replay: the plan says it {CLI}. "
+        "Leave it out, or edit the plan.",
+    ),
+    (
+        "task=calibrate cluster=slurm",
+        "task=calibrate measures the devices that are here, and those of cluster=slurm are not "
+        f"(task {CLI[1:-1]}, cluster.kind in {CONF}/cluster/slurm.yaml:7). "
+        "Run it on a node, with cluster=local.",
+    ),
+    (
+        "--package train",
+        "--package is a part of what --cfg shows. Add --cfg job.",
+    ),
+    (
+        "dataset=text",
+        f"dataset.path is not set (in {CONF}/dataset/text.yaml:6). Give dataset.path=VALUE.",
+    ),
+    ("train.steps=???", f"train.steps is not set {CLI}. Give train.steps=VALUE."),
     (
         "parallel=manual train.global_batch_size=30",
         "train.global_batch_size=30 cannot be cut into parallel.num_micro_batches=4 equal "
@@ -255,7 +335,7 @@ COMMAND_LINES = [
     (
         "-m parallel.num_micro_batches=2,5",
         "train.global_batch_size=32 cannot be cut into parallel.num_micro_batches=5 equal "
-        f"microbatches (train.global_batch_size in {CONF}/config.yaml:28, "
+        f"microbatches (train.global_batch_size in {CONF}/config.yaml:30, "
         "parallel.num_micro_batches on the command line). Use train.global_batch_size=30 or 35.",
     ),
 ]
@@ -302,6 +382,62 @@ FILES = [
         "recipe=mine",
         "my_conf/recipe/mine.yaml:4 is not YAML: found duplicate key steps.",
     ),
+    # Files that are no settings, or hold what would not be followed.
+    (
+        "recipe/mine.yaml",
+        "just words\n",
+        "recipe=mine",
+        "my_conf/recipe/mine.yaml is no table of settings. It has to hold names and values.",
+    ),
+    (
+        "recipe/mine.yaml",
+        "# @package _global_\ndefaults: 3\n",
+        "recipe=mine",
+        "my_conf/recipe/mine.yaml has defaults that are no list, such as [override /model: gpt]. "
+        "It has to hold names and values.",
+    ),
+    (
+        "recipe/mine.yaml",
+        "# @package _global_\ndefaults: [3]\n",
+        "recipe=mine",
+        "my_conf/recipe/mine.yaml has defaults with an entry that is not 'group: option'. "
+        "It has to hold names and values.",
+    ),
+    (
+        "recipe/mine.yaml",
+        "# @package _global_\ndefaults:\n  - override /modle: gpt\n",
+        "recipe=mine",
+        "There is no group modle for 'override /modle' to choose from "
+        "(in my_conf/recipe/mine.yaml). Did you mean model?",
+    ),
+    (
+        "recipe/mine.yaml",
+        "# @package _global_\ntrain: {steps: 3}\nhydra:\n  run: {dir: here}\n",
+        "recipe=mine",
+        "hydra is Hydra's own section, which has no effect here (in my_conf/recipe/mine.yaml:4). "
+        "Runs are placed by run.dir and run.id; sweeps are asked for with -m.",
+    ),
+    (
+        "recipe/mine.yaml",
+        "# @package _global_\nmodel: {name: custom, module: os}\nallow_modules:\n  - os\n",
+        "recipe=mine",
+        "allow_modules is for the command line alone: a file that allows itself would protect from "
+        "nothing (in my_conf/recipe/mine.yaml:4). Write allow_modules=[…] on the command line.",
+    ),
+    (
+        "recipe/mine.yaml",
+        "# @package _global_\ntrain:\n  steps: 1:30\n",
+        "recipe=mine",
+        "train.steps: 1:30 is read as 90 (in my_conf/recipe/mine.yaml:3). "
+        "Write numbers with decimal digits, and without a 0 in front.",
+    ),
+    (
+        "recipe/mine.yaml",
+        "# @package _global_\nrun:\n  seed: 010\n",
+        "recipe=mine",
+        "run.seed: 010 is read as 8 (in my_conf/recipe/mine.yaml:3). "
+        "Write numbers with decimal digits, and without a 0 in front.",
+    ),
     # YAML 1.1 reads more than its authors mean.
     (
         "recipe/mine.yaml",
@@ -335,7 +471,7 @@ FILES = [
         "path: /data\n",
         "dataset=mine",
         "dataset.name is not set. It says which kind of dataset this is: "
-        "stdlib_text, text, synthetic.",
+        "stdlib_text, text, synthetic, custom.",
     ),
 ]
 
@@ -375,6 +511,57 @@ def test_wrong_file(
     monkeypatch.chdir(tmp_path)
     argv = ["--config-dir", "my_conf", command]
     assert answer(argv, capsys) == (2, "", f"launcher: {message}\n")
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"train: {steps: 3} # \xff\n", "my_conf/recipe/mine.yaml is not text in UTF-8"),
+        (b"\x00\x01", "my_conf/recipe/mine.yaml is not YAML"),
+        (None, "There is no recipe=mine"),
+    ],
+    ids=["latin-1", "binary", "a folder"],
+)
+def test_a_file_that_is_no_text(
+    content: bytes | None,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "my_conf" / "recipe" / "mine.yaml"
+    path.parent.mkdir(parents=True)
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content)
+    monkeypatch.chdir(tmp_path)
+    code, out, err = answer(["--config-dir", "my_conf", "recipe=mine"], capsys)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"launcher: {told}")
+
+
+@pytest.mark.parametrize("content", ["", "3", "- a", "train: {steps: 1", "train: 3", "b: [}"])
+def test_a_frozen_file_that_holds_no_settings(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(content)
+    code, out, err = answer(["--frozen", str(path)], capsys)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert str(path) in err
+
+
+def test_a_frozen_file_cannot_allow_its_own_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.yaml"
+    settings = "task: check\nmodel: {name: custom, module: my_pkg.net}\n"
+    path.write_text(f"{settings}allow_modules: [my_pkg.net]\n")
+    code, _, err = answer(["--frozen", str(path)], capsys)
+    assert code == 2
+    assert "model.module=my_pkg.net is code that this run is not allowed to load" in err
+    assert answer(["--frozen", str(path), "allow_modules=[my_pkg]"], capsys)[0] == 0
 
 
 def test_missing_config_dir(

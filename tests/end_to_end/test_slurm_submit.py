@@ -48,6 +48,19 @@ def test_a_dry_run_of_a_sweep_shows_one_array_or_a_script_a_run(
     assert list(folder.iterdir()) == []
 
 
+def test_a_job_may_load_what_the_command_line_allows(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its frozen settings cannot say so."""
+    mine = ("model=custom", "model.module=my_pkg.net", "allow_modules=[my_pkg]")
+    words = ("cluster=slurm", *mine, "cluster.slurm.dry_run=true", "run.id=mine")
+    assert main(words) == 0
+    frozen = f"--frozen {folder}/outputs/mine/config.yaml 'allow_modules=[my_pkg]')"
+    assert frozen in capsys.readouterr().out
+    assert main(("-m", *words, "cluster.slurm.array=2", "train.steps=1,2")) == 0
+    assert "/config.yaml\" 'allow_modules=[my_pkg]')" in capsys.readouterr().out
+
+
 def test_without_slurm_nothing_is_made(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(SETTINGS) == 2
     assert capsys.readouterr().err == (

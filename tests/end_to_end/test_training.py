@@ -162,7 +162,7 @@ def test_a_complete_run_has_nothing_left_to_do(
         (["cluster=local", "cluster.gpus=999"], 2, "cluster=emulated"),
         (["train.global_batch_size=9"], 2, "train.global_batch_size=9"),
         (["cluster=local", "cluster.hosts=2"], 2, "cluster.hosts=2"),
-        (["run.dir=/dev/null/outputs"], 1, "set run.dir to a folder that you can write"),
+        (["run.dir=/dev/null/outputs"], 2, "Set run.dir to a folder that you can write"),
     ],
 )
 def test_what_cannot_be_done_is_one_line_and_leaves_nothing_behind(

@@ -153,8 +153,20 @@ def test_two_runs_at_once_cannot_hold_one_folder(config):
 
 
 @pytest.mark.parametrize("run_id", [None, "mine"])
-def test_a_folder_that_cannot_be_made_is_an_os_error_with_a_remedy(config, tmp_path, run_id):
+def test_a_folder_that_cannot_be_made_is_refused_with_a_remedy(config, tmp_path, run_id):
     (tmp_path / "outputs").write_text("a file, not a folder")
-    remedy = "set run.dir to a folder that you can write"
-    with pytest.raises(OSError, match=remedy), folder.claim(named(config, run_id)):
+    told = r"run\.dir=.*/outputs cannot hold a run: .*Set run\.dir to a folder that you can write"
+    with pytest.raises(ConfigError, match=told):
+        folder.check(named(config, run_id))
+    with pytest.raises(ConfigError, match=told), folder.claim(named(config, run_id)):
+        pass
+
+
+def test_a_run_whose_name_is_a_files_is_refused(config):
+    Path(config.run.dir).mkdir()
+    Path(config.run.dir, "mine").write_text("a file, not a folder")
+    told = "run.id=mine cannot have a folder: .*/outputs/mine is a file"
+    with pytest.raises(ConfigError, match=told):
+        folder.check(named(config, "mine"))
+    with pytest.raises(ConfigError, match=told), folder.claim(named(config, "mine")):
         pass

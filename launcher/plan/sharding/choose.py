@@ -56,6 +56,7 @@ def model_classes(
     size = np.array([c.cut_bytes for c in choices], float)
     price = np.array([c.seconds for c in choices])
     most = _solve(-size, meetings, None)
+    size /= size.max() or 1.0  # the solver takes no coefficients above 1e15
     wanted = _LEAST_CUT * float(size @ most)
     best = _solve(price, meetings, LinearConstraint(size[None, :], lb=wanted))
     return [c.of for c, taken in zip(choices, best, strict=True) if taken]

@@ -1,0 +1,114 @@
+"""What is wrong with a YAML file of the user's, where composing would pass over it or not name it.
+
+`compose` asks `refuse_useless` of every file that took part, and `damage` where Hydra gave up. The
+project's own files are not looked at.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import yaml
+
+from launcher.config.build import text_keys
+from launcher.config.errors import ConfigError
+from launcher.config.origin import Source, short
+
+_ODD = re.compile(r"[+-]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")  # octal, base 60
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+
+
+def refuse_useless(source: Source) -> None:
+    """Raises ConfigError for what the file says and what would not be followed, or not as meant."""
+    if problem := _damage(source.path):
+        raise _no_settings(source.path, problem)
+    section = source.package.partition(".")[0]
+    for key, node in _scalars(_root(source.path), source.package):
+        top = key.partition(".")[0]
+        if section == "hydra" or top == "hydra" or _is_hydras_group(key, node):
+            raise ConfigError(
+                "hydra is Hydra's own section, which has no effect here",
+                "Runs are placed by run.dir and run.id; sweeps are asked for with -m.",
+                where=_place(source.path, node),
+            )
+        if top == "allow_modules":
+            raise ConfigError(
+                "allow_modules is for the command line alone: a file that allows itself would "
+                "protect from nothing",
+                "Write allow_modules=[…] on the command line.",
+                where=_place(source.path, node),
+            )
+        is_number = node.style is None and node.tag in _NUMBERS
+        if is_number and key not in text_keys() and _ODD.fullmatch(node.value):
+            read = yaml.safe_load(node.value)
+            raise ConfigError(
+                f"{key}: {node.value} is read as {read}",
+                "Write numbers with decimal digits, and without a 0 in front.",
+                where=_place(source.path, node),
+            )
+
+
+def damage(folders: Sequence[Path]) -> ConfigError | None:
+    """The first file below `folders` that cannot hold settings at all, as an error."""
+    for file in (file for folder in folders for file in sorted(folder.rglob("*.yaml"))):
+        if problem := _damage(file):
+            return _no_settings(file, problem)
+    return None
+
+
+def _no_settings(file: Path, problem: str) -> ConfigError:
+    return ConfigError(f"{short(file)} {problem}", "It has to hold names and values.")
+
+
+def _damage(file: Path) -> str:
+    try:
+        root = _root(file)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    except UnicodeDecodeError:
+        return "is not text in UTF-8"
+    except yaml.YAMLError as error:
+        return f"is not YAML: {' '.join(str(error).split())}"
+    if root is None:
+        return ""
+    if not isinstance(root, yaml.MappingNode):
+        return "is no table of settings"
+    defaults = next((value for name, value in root.value if name.value == "defaults"), None)
+    if defaults is None:
+        return ""
+    if not isinstance(defaults, yaml.SequenceNode):
+        return "has defaults that are no list, such as [override /model: gpt]"
+    for entry in defaults.value:
+        fine = isinstance(entry, yaml.ScalarNode) and entry.tag.endswith(":str")
+        if not fine and not (isinstance(entry, yaml.MappingNode) and len(entry.value) == 1):
+            return "has defaults with an entry that is not 'group: option'"
+    return ""
+
+
+def _root(path: Path) -> yaml.Node | None:
+    node: yaml.Node | None = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    return node
+
+
+def _scalars(node: yaml.Node | None, key: str) -> Iterator[tuple[str, yaml.ScalarNode]]:
+    """Every value below `node` with its dotted key; those of a list all have the list's."""
+    if isinstance(node, yaml.ScalarNode):
+        yield key, node
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _scalars(item, key)
+    elif isinstance(node, yaml.MappingNode):
+        for name, value in node.value:
+            inner = f"{key}.{name.value}" if key else str(name.value)
+            yield from _scalars(value, inner)
+
+
+def _is_hydras_group(key: str, node: yaml.ScalarNode) -> bool:
+    word = key.removeprefix("defaults.").removeprefix("override ").lstrip("/")
+    return key.startswith("defaults.") and word.partition("/")[0] == "hydra"
+
+
+def _place(path: Path, node: yaml.Node) -> str:
+    return f"in {short(path)}:{node.start_mark.line + 1}"

@@ -1,0 +1,65 @@
+"""A model of the user's own, in a package of their own, trained by naming it: the README's."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+MODULE = next(block for block in BLOCKS if "def build" in block)
+COMMAND = next(line for line in README.splitlines() if "model.module=my_pkg.net" in line)
+SMALL = "train.steps=4 train.eval_every=0 cluster=emulated cluster.gpus=2 wandb.mode=disabled"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where the user stands: beside `my_pkg`, and with recipes of another kind."""
+    (tmp_path / "my_pkg").mkdir()
+    (tmp_path / "my_pkg" / "net.py").write_text(MODULE)
+    (tmp_path / "my_pkg" / "empty.py").touch()
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "__init__.py").write_text("raise AssertionError('the wrong recipes')")
+    return tmp_path
+
+
+def launcher(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "launcher", *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
+@pytest.mark.slow
+def test_the_readmes_model_trains_in_two_stages(folder: Path) -> None:
+    words = shlex.split(COMMAND.partition("-m launcher")[2])
+    result = launcher(folder, *words, *SMALL.split(), "parallel=manual", "run.id=own")
+    assert result.returncode == 0, result.stdout + result.stderr
+    home = folder / "outputs" / "own"
+    lines = (home / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["train/loss"] for line in lines]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+    assert len(json.loads((home / "plan.json").read_text())["stages"]) == 2
+
+
+def test_a_module_without_the_function_is_refused(folder: Path) -> None:
+    words = shlex.split(COMMAND.partition("-m launcher")[2].replace("my_pkg.net", "my_pkg.empty"))
+    result = launcher(folder, *words, "task=plan")
+    assert result.returncode == 2
+    assert result.stderr == (
+        "launcher: model.module=my_pkg.empty has no function build; "
+        "write one as recipes/mlp.py does\n"
+    )
+    assert not (folder / "outputs").exists()
