@@ -84,8 +84,7 @@ class Executable:
         started = time.perf_counter()
         self.plan = plan
         self._step = step
-        self._namespace = transport.open() if transport else 0
-        self._calls = 0
+        self._transport = transport
         self.timeline: list[TimedTask] | None = None
         emitted = emit(step, plan)
         self._slicing = emitted.slicing
@@ -105,7 +104,7 @@ class Executable:
             TypeError: the arguments' structure, shapes or dtypes are not those that were traced.
         """
         slots = self._fill(args)
-        key = self._next_key()
+        key = self._first_key()
         for _, call, inputs, outputs, keyed in self._table.rows:
             if call is None:
                 for i in inputs:
@@ -120,7 +119,7 @@ class Executable:
     def profile(self, *args: Any) -> tuple[Any, StageTimes]:
         """Run one step waiting for every task: its results, and how long each stage was busy."""
         slots = self._fill(args)
-        key = self._next_key()
+        key = self._first_key()
         seconds: dict[Task, float] = {}
         busy = [0.0] * len(self.plan.stages)
         jax.block_until_ready([x for x in slots if x is not None])
@@ -159,11 +158,9 @@ class Executable:
             if (found := compiled.memory_analysis()) is not None
         }
 
-    def _next_key(self) -> int:
-        """The first key of a call's transfers: unique to this executable and call, and the same in
-        every process."""
-        self._calls += 1
-        return (self._namespace << 48) + self._calls * self._table.num_keys
+    def _first_key(self) -> int:
+        """The first key of a call's transfers."""
+        return self._transport.reserve(self._table.num_keys) if self._transport else 0
 
     def _fill(self, args: tuple[Any, ...]) -> list[Any]:
         leaves, tree = jax.tree.flatten(args)

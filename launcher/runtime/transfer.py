@@ -47,12 +47,16 @@ class LocalTransfer:
         self._shardings = list(shardings)
 
     def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
+        if len(arrays) == 1:  # a list of one takes a fifth longer
+            return [jax.device_put(arrays[0], self._shardings[0])]
         return jax.device_put(list(arrays), self._shardings)
 
 
 class RemoteTransfer:
     """A transfer in which several processes take part; called with a call's first key and the
     arrays, of which those that live elsewhere may be None.
+
+    All pieces that go from one process to another travel as one message under one key.
 
     Args:
         offset: of this transfer's keys among those of one call.
@@ -66,83 +70,80 @@ class RemoteTransfer:
         transport: Transport,
         offset: int,
     ) -> None:
-        legs = []
-        for aval, a, b in zip(avals, src, dst, strict=True):
-            legs.append(_Leg(aval, a, b, transport, offset))
-            offset += legs[-1].num_keys
-        self._legs = legs
-        self.num_keys = sum(leg.num_keys for leg in legs)
+        self._legs = [_Leg(*parts) for parts in zip(avals, src, dst, strict=True)]
+        self._transport = transport
+        me = jax.process_index()
+        links: dict[tuple[int, int], list[tuple[int, int]]] = {}  # (leg, piece of it)
+        for k, leg in enumerate(self._legs):
+            for n, piece in enumerate(leg.pieces):
+                link = piece.src_process, piece.dst_process
+                if link[0] != link[1]:
+                    links.setdefault(link, []).append((k, n))
+        self.num_keys = len(links)
+        numbered = [(key, *link, found) for key, (link, found) in enumerate(links.items(), offset)]
+        self._out = [(key, found) for key, a, _, found in numbered if a == me]
+        self._in = [
+            (key, a, found, [self._legs[k].like(n) for k, n in found])
+            for key, a, b, found in numbered
+            if b == me
+        ]
 
     def __call__(self, key: int, arrays: list[Any]) -> list[jax.Array]:
-        return [leg(key, array) for leg, array in zip(self._legs, arrays, strict=True)]
+        parts = [leg.cut(x) for leg, x in zip(self._legs, arrays, strict=True)]
+        for at, found in self._out:
+            self._transport.send(key + at, [parts[k][n] for k, n in found])
+        for at, process, found, like in self._in:
+            arrived = self._transport.recv(key + at, process, like)
+            for (k, n), part in zip(found, arrived, strict=True):
+                parts[k][n] = part
+        return [leg.joined(found) for leg, found in zip(self._legs, parts, strict=True)]
 
 
 class _Leg:
-    """One array's transfer, as far as this process takes part in it."""
+    """One array's transfer, as far as this process takes part in it. `pieces`: of all processes."""
 
-    def __init__(
-        self,
-        aval: Any,
-        src: NamedSharding,
-        dst: NamedSharding,
-        transport: Transport,
-        offset: int,
-    ) -> None:
-        self._aval, self._dst, self._transport = aval, dst, transport
-        self._me = jax.process_index()
-        pieces = _pieces(aval.shape, src, dst)
-        self.num_keys = len(pieces)
-        numbered = list(enumerate(pieces, offset))
-        self._out = [(n, p) for n, p in numbered if p.src_process == self._me]
-        self._in = [(n, p) for n, p in numbered if p.dst_process == self._me]
-        self._one_source = len(src.device_set) == 1
+    def __init__(self, aval: Any, src: NamedSharding, dst: NamedSharding) -> None:
+        self._aval, self._dst = aval, dst
+        self.pieces = _pieces(aval.shape, src, dst)
+        me = jax.process_index()
+        self._out = [(n, p) for n, p in enumerate(self.pieces) if p.src_process == me]
+        self._in = [(n, p) for n, p in enumerate(self.pieces) if p.dst_process == me]
         self._local = {d.id: d for d in jax.local_devices()}
         self._tiles = {d: box for d, box in boxes(aval.shape, dst).items() if d in self._local}
         # The common case: the whole array goes from one device to one device.
-        self._simple = len(pieces) == 1 and self._one_source and len(dst.device_set) == 1
+        self._simple = len(self.pieces) == len(src.device_set) == len(dst.device_set) == 1
         self._absent = None if self._tiles else absent(aval, dst)
 
-    def __call__(self, key: int, array: jax.Array | None) -> jax.Array:
+    def like(self, n: int) -> jax.ShapeDtypeStruct:
+        """What arrives here of a piece."""
+        piece = self.pieces[n]
+        where = self._dst if self._simple else SingleDeviceSharding(self._first(piece.dst_box))
+        shape = tuple(stop - start for start, stop in piece.box)
+        return jax.ShapeDtypeStruct(shape, self._aval.dtype, sharding=where)
+
+    def cut(self, array: jax.Array | None) -> dict[int, jax.Array]:
+        """The pieces that this process has, by their place in `pieces`."""
+        if array is None or not self._out:
+            return {}
         if self._simple:
-            return self._move_whole(key, array)
-        parts: dict[int, jax.Array] = {}
-        shards = self._shards(array) if array is not None and self._out else {}
-        for n, piece in self._out:
-            parts[n] = _cut(shards[piece.src_device], piece.src_box, piece.box)
-            if piece.dst_process != self._me:
-                self._transport.send(key + n, [parts[n]])
+            return {0: array}
+        shards = {shard.device.id: shard.data for shard in array.addressable_shards}
+        return {n: _cut(shards[p.src_device], p.src_box, p.box) for n, p in self._out}
+
+    def joined(self, parts: dict[int, jax.Array]) -> jax.Array:
+        """The array, from the pieces that this process needs of it."""
         if self._absent is not None:
             return self._absent
+        if self._simple:
+            return jax.device_put(parts[0], self._dst) if self._out else parts[0]
         arrived: dict[Box, list[tuple[Piece, jax.Array]]] = {}
         for n, piece in self._in:
-            if piece.src_process != self._me:
-                parts[n] = self._receive(key + n, piece)
             arrived.setdefault(piece.dst_box, []).append((piece, parts[n]))
         whole = {box: _join(found, self._first(box)) for box, found in arrived.items()}
         data = [jax.device_put(whole[box], self._local[d]) for d, box in self._tiles.items()]
         return jax.make_array_from_single_device_arrays(
             self._aval.shape, self._dst, data, dtype=self._aval.dtype
         )
-
-    def _move_whole(self, key: int, array: jax.Array | None) -> jax.Array:
-        if self._out and self._in:
-            return jax.device_put(array, self._dst)
-        if self._out:
-            self._transport.send(key + self._out[0][0], [array])  # type: ignore[list-item]
-        if self._absent is not None:
-            return self._absent
-        (n, piece), like = self._in[0], self._aval
-        like = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=self._dst)
-        return self._transport.recv(key + n, piece.src_process, [like])[0]
-
-    def _shards(self, array: jax.Array) -> dict[int, jax.Array]:
-        return {shard.device.id: shard.data for shard in array.addressable_shards}
-
-    def _receive(self, key: int, piece: Piece) -> jax.Array:
-        where = SingleDeviceSharding(self._first(piece.dst_box))
-        shape = tuple(stop - start for start, stop in piece.box)
-        like = jax.ShapeDtypeStruct(shape, self._aval.dtype, sharding=where)
-        return self._transport.recv(key, piece.src_process, [like])[0]
 
     def _first(self, box: Box) -> jax.Device:
         """The device of this process on which a tile arrives."""
@@ -159,7 +160,7 @@ def move(
     """Bring arrays from one placement to another, once. Every process calls it with the same
     `avals` and placements, and with the arrays it holds (others may be anything)."""
     transfer = RemoteTransfer(avals, src, dst, transport, 0)
-    return transfer(transport.open() << 48, list(arrays))
+    return transfer(transport.reserve(transfer.num_keys), list(arrays))
 
 
 @functools.lru_cache(maxsize=4096)

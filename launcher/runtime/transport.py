@@ -18,8 +18,8 @@ from jax.experimental import transfer
 class Transport(Protocol):
     """What the runtime needs of a way between processes."""
 
-    def open(self) -> int:
-        """A number for a new user of keys, the same in every process that opens in this order."""
+    def reserve(self, count: int) -> int:
+        """The first of so many new keys, the same in every process that reserves in this order."""
 
     def send(self, key: int, arrays: list[jax.Array]) -> None:
         """Offer arrays of this process under a key that is used once; returns at once."""
@@ -36,12 +36,12 @@ class PullTransport:
         client = jax.local_devices()[0].client
         self._server = transfer.start_transfer_server(client, f"{bind}:0", [f"{bind}:0"])
         self._peers: list[Any] = []
-        self._opened = 0
+        self._reserved = 0
 
-    def open(self) -> int:
+    def reserve(self, count: int) -> int:
         """See `Transport`."""
-        self._opened += 1
-        return self._opened
+        self._reserved += count
+        return self._reserved - count
 
     @property
     def address(self) -> str:

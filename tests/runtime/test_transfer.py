@@ -26,6 +26,10 @@ def test_bytes_that_cross_are_those_of_the_routes(peers):
         assert any(sent)
 
 
+def test_arrays_that_go_together_are_one_message(peers):
+    assert [peer["messages"] for peer in peers] == [1, 0]
+
+
 def test_bytes_of_a_step_are_those_of_the_plan(peers):
     for peer in peers:
         assert peer["sent"] == peer["planned"]

@@ -35,8 +35,8 @@ class Counted:
         self.bytes = 0
         self.offered, self.pulled = collections.Counter(), collections.Counter()
 
-    def open(self):
-        return self.transport.open()
+    def reserve(self, count):
+        return self.transport.reserve(count)
 
     def send(self, key, arrays):
         self.bytes += sum(x.nbytes for x in arrays)
@@ -80,6 +80,24 @@ def random_moves(transport):
     return found
 
 
+def messages(transport):
+    """How many messages three arrays take that this process sends to the other."""
+    mine, other = (
+        NamedSharding(Mesh([d for d in jax.devices() if d.process_index == i], "a"), spec)
+        for i, spec in ((0, PartitionSpec("a")), (1, PartitionSpec()))
+    )
+    whole = np.arange(8.0, dtype=np.float32)
+    array = None
+    if is_here(mine):
+        array = jax.make_array_from_callback(whole.shape, mine, lambda index: whole[index])
+    before = transport.offered.total()
+    aval = jax.ShapeDtypeStruct(whole.shape, whole.dtype)
+    moved = move([array] * 3, [aval] * 3, [mine] * 3, [other] * 3, transport)
+    for shard in [shard for x in moved for shard in x.addressable_shards]:
+        np.testing.assert_array_equal(shard.data, whole)
+    return transport.offered.total() - before
+
+
 def steps(transport):
     """Two executables by turns on one state: bytes a step of each, losses, arrays alive."""
     traced = trace_step(step, (jax.eval_shape(init, jax.random.key(0)), BATCHES[0]))
@@ -119,7 +137,7 @@ def main() -> None:
     store.key_value_set(f"address_{INDEX}", transport.transport.address)
     addresses = [store.blocking_key_value_get(f"address_{i}", 60_000) for i in range(COUNT)]
     transport.transport.connect(addresses)
-    found = {"moves": random_moves(transport), **steps(transport)}
+    found = {"moves": random_moves(transport), "messages": messages(transport), **steps(transport)}
     found["offered"] = sorted(transport.offered.elements())
     found["pulled"] = sorted(transport.pulled.elements())
     print(json.dumps(found), flush=True)
