@@ -20,7 +20,7 @@ from launcher.plan.sharding.dims import NamedDims, Sharding, parts
 from launcher.plan.sharding.layout import outer_dims, row_axes
 from launcher.plan.sharding.stage import model_sharding
 from launcher.plan.stages import StageGraph, cut_stages
-from launcher.trace.graph import nbytes, program, structure_text
+from launcher.trace.graph import nbytes
 from launcher.trace.step import Loss, TracedStep
 
 _KINDS = {Kind.FORWARD, Kind.BACKWARD}
@@ -69,10 +69,11 @@ def cost_table(step: TracedStep, cluster: ClusterShape, model_sizes: Sequence[in
     graphs = cut_stages(loss, [(i,) for i in range(loss.num_layers)])
     state = _state_bytes(step, loss)
     owner = {i: g.index for g in reversed(graphs) for i in g.operands}
-    solved: dict[str, list[LayerCost]] = {}
+    rows_of = row_axes(step, loss)
+    solved: dict[object, list[LayerCost]] = {}
     rows = []
     for graph in graphs:
-        key = _structure(step, graph, loss)
+        key = graph.structure, tuple(rows_of[i] for i in graph.operands)
         if key not in solved:
             of = stage_passes(graph, loss, "none", _KINDS)
             inside = NamedDims(of.joint.equations)
@@ -88,16 +89,6 @@ def cost_table(step: TracedStep, cluster: ClusterShape, model_sizes: Sequence[in
         for name in names
     }
     return CostTable(tuple(model_sizes), arrays, len(solved))
-
-
-def _structure(step: TracedStep, graph: StageGraph, loss: Loss) -> str:
-    """Equal for layers that are the same program and differentiate the same operands."""
-    rows = row_axes(step, loss)
-    reads = [*(loss.invars[i] for i in graph.operands), *graph.activations_in]
-    wrt = [i in graph.wrt for i in graph.operands]
-    axes = [rows[i] for i in graph.operands]
-    text = program(reads, graph.equations, graph.outs).jaxpr
-    return structure_text(text, {"wrt": wrt, "axes": axes, "out": len(graph.activations_out)})
 
 
 def _solve(
