@@ -80,7 +80,7 @@ class StageCosts:
 
     def work(self) -> np.ndarray:
         """Of a microbatch's forward pass without what crosses between devices."""
-        return self._of["work_seconds"] / self._slices
+        return self._of["work_seconds"] / self._slices + self._of["fixed_seconds"]
 
     def sent(self) -> np.ndarray:
         """Bytes of one microbatch to the next stage."""
