@@ -20,7 +20,6 @@ from launcher.trace.step import TracedStep
 
 _MOST_LAYERS = 16  # the stage search joins neighbouring layers to no more than these
 USABLE = 0.92  # of a device's memory; the rest is the runtime's own and fragments
-_MOST_FOUND = 4
 
 
 def search(
@@ -34,7 +33,7 @@ def search(
     found = best_of(problem, wanted, progress)
     if not found:
         raise PlanError(nothing_fits(problem, wanted))
-    return found[:_MOST_FOUND]
+    return found
 
 
 def make_problem(

@@ -33,7 +33,8 @@ class LayerCost:
     Attributes:
         work_seconds: of the forward pass without communication. fixed_seconds: what every slice
             takes beside, however few rows it has: to make something of parameters alone.
-        forward_bytes, backward_bytes: all-reduced along the model axis, in `forward_sums` and `backward_sums` operations.
+        forward_bytes, backward_bytes: all-reduced along the model axis, in `forward_sums` and
+            `backward_sums` operations.
         parameter_bytes, state_bytes (with the parameters), gradient_bytes: held by one device.
         residual_bytes: what the forward pass leaves for the backward pass, the activations that it
             reads included. working_bytes: what a pass needs beside. input_bytes: the activations
