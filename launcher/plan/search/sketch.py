@@ -32,8 +32,8 @@ def variants(outline: Outline, problem: Problem, wanted: Wanted) -> Iterator[Out
 def _interleaved(outline: Outline, problem: Problem, wanted: Wanted) -> Iterator[Outline]:
     """Several shorter stages on each submesh, where all submeshes are used alike."""
     count, groups = len(outline.submeshes), problem.groups
-    alike = {submesh.logical_mesh for submesh in outline.submeshes}, set(outline.zero)
-    if max(map(len, alike)) > 1 or wanted.num_stages is not None:
+    shapes = {submesh.logical_mesh for submesh in outline.submeshes}
+    if len(shapes) > 1 or len(set(outline.zero)) > 1 or wanted.num_stages is not None:
         return
     # The last stage does both passes at once, so that its rematerialisation does not matter.
     (remat, *others) = set(outline.remat[:-1])
