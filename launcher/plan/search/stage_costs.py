@@ -107,7 +107,9 @@ class StageCosts:
         held = np.minimum(behind, most) if self._setting.schedule != "gpipe" else behind * 0 + most
         activations = held[:, None, None] * kept[None] + held_to_work[None]
         if self._setting.schedule != "gpipe":  # the last stage goes back at once
-            activations[0] = self._first_input / self._slices + again + working
+            activations[0] = (
+                self._first_input / self._slices + np.maximum(again, residual) + working
+            )
         return (state + gradients)[None] + activations
 
     def _most(self, name: str) -> np.ndarray:

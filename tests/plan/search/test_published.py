@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from planner_published import POINTS, cluster_of, fits, published, restricted, traced
+from planner_published import POINTS, cluster_of, published, restricted, traced
 
 from launcher.plan.search.best import best_plan
 from launcher.plan.search.problem import Wanted
@@ -25,7 +25,7 @@ def point_of(gpus):
 def test_no_published_plan_is_faster(gpus):
     point, step, cluster = point_of(gpus)
     ours, theirs = best_plan(step, cluster, Wanted()), published(step, point, cluster)
-    assert fits(ours)
+    assert max(stage.memory_bytes for stage in ours.stages) <= cluster.memory_bytes
     assert ours.predicted_samples_per_second >= theirs.predicted_samples_per_second
 
 
