@@ -6,7 +6,6 @@ Pure; needs no device. Used by `plan.methods` and the planner.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 
 from launcher.plan.cluster_shape import ClusterShape
@@ -20,10 +19,10 @@ from launcher.plan.predict import StageSeconds, stage_seconds, update_seconds, w
 from launcher.plan.profile.measured import MeasuredLayers
 from launcher.plan.remat import recomputed
 from launcher.plan.schedule import Schedule, backward_follows, make_schedule
-from launcher.plan.sharding.dims import Spec
+from launcher.plan.sharding.dims import NamedDims, Spec
 from launcher.plan.sharding.layout import MODEL, ROWS, Layout, layouts, outer_dims
 from launcher.plan.sharding.names import leaf_names
-from launcher.plan.sharding.stage import stage_shardings
+from launcher.plan.sharding.stage import KnownCuts, stage_shardings
 from launcher.plan.stages import StageGraph, cut_stages
 from launcher.trace.cost import matmul_flops
 from launcher.trace.graph import Equation, nbytes, source_line
@@ -43,23 +42,12 @@ def complete(
             layer could not be measured.
         BatchError: the batch does not divide into microbatches and replicas.
     """
-    replicas = math.gcd(*(submesh.logical_mesh[0] for submesh in outline.submeshes))
-    slicing = Slicing(outline.num_micro_batches, replicas)
+    slicing = Slicing(outline.num_micro_batches, outline.num_replicas)
     loss = step.loss(slicing.num_slices)
     graphs = cut_stages(loss, outline.layers, outline.mesh_of)
     schedule = _schedule(outline)
     dims = outer_dims(step)
-    shardings = []
-    for graph in graphs:
-        submesh = outline.submeshes[graph.mesh]
-        given = outline.shardings[graph.index] if outline.shardings else None
-        zero = outline.zero[graph.index] if outline.zero else 0
-        if given is None:
-            link = link_of(submesh, cluster)
-            given = stage_shardings(
-                step, loss, graph, submesh.logical_mesh, zero, cluster, link, dims
-            )
-        shardings.append(given)
+    shardings = _shardings(step, loss, graphs, outline, cluster, dims)
     draft = _draft(step, loss, graphs, outline, cluster, shardings)
     draft.validate(step)
     if measured:
@@ -80,6 +68,30 @@ def complete(
         notes=_notes(laid),
     )
     return with_predictions(plan, plan.flops_per_step + (flops_again if trained else 0.0))
+
+
+def _shardings(
+    step: TracedStep,
+    loss: Loss,
+    graphs: Sequence[StageGraph],
+    outline: Outline,
+    cluster: ClusterShape,
+    dims: NamedDims,
+) -> list[Mapping[str, Spec]]:
+    """How the arguments of every stage are cut: as the outline says, or as is best."""
+    known: KnownCuts = {}
+    found: list[Mapping[str, Spec]] = []
+    for graph in graphs:
+        submesh = outline.submeshes[graph.mesh]
+        given = outline.shardings[graph.index] if outline.shardings else None
+        if given is None:
+            zero = outline.zero[graph.index] if outline.zero else 0
+            link = link_of(submesh, cluster)
+            given = stage_shardings(
+                step, loss, graph, submesh.logical_mesh, zero, cluster, link, dims, known
+            )
+        found.append(given)
+    return found
 
 
 def _notes(laid: Sequence[Layout]) -> tuple[str, ...]:
@@ -253,24 +265,33 @@ def _described(
         {g: outline.remat[g.index] for g in graphs if g.mesh == mesh}
         for mesh in range(len(outline.submeshes))
     ]
-    known: dict[str, Footprint] = {}
+    known: dict[object, Footprint] = {}
     memory = [
         mesh_memory(found, loss, outer, schedule[mesh], laid[mesh], known)
         for mesh, found in enumerate(on_mesh)
     ]
+    timed: dict[object, StageSeconds] = {}  # of stages that are the same program, cut alike
     stages = []
     for graph, stage in zip(graphs, draft.stages, strict=True):
         layout, link = laid[graph.mesh], link_of(outline.submeshes[graph.mesh], cluster)
         data, model = stage.logical_mesh
         slices = outline.num_micro_batches * data
         timing = measured.stage(stage.layers, slices, model) if measured else None
-        taken: StageSeconds = stage_seconds(
-            graph, loss, layout, cluster, link, again[graph.index], timing
+        key = (
+            graph.structure,
+            tuple(layout.operand(i) for i in graph.operands),
+            tuple(layout.activation(v) for v in graph.activations_in),
+            tuple(layout.is_gathered(i) for i in graph.operands),
+            (*layout.sizes.items(), link, len(again[graph.index]), stage.remat, timing),
         )
+        if key not in timed:
+            timed[key] = stage_seconds(
+                graph, loss, layout, cluster, link, again[graph.index], timing
+            )
         stages.append(
             dataclasses.replace(
                 stage,
-                **vars(taken),
+                **vars(timed[key]),
                 update_seconds=update_seconds(graph, step, loss, outer, layout, cluster, link),
                 memory_bytes=memory[graph.mesh],
             )

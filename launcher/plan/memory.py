@@ -12,10 +12,10 @@ from launcher.plan.schedule import Kind, Task, backward_follows
 from launcher.plan.sharding.dims import parts
 from launcher.plan.sharding.layout import DATA, ROWS, Layout
 from launcher.plan.stages import StageGraph
-from launcher.trace.graph import nbytes, program, structure_text
+from launcher.trace.graph import nbytes
 from launcher.trace.step import Loss
 
-Known = dict[str, Footprint]  # of stages that are the same program, cut alike
+Known = dict[object, Footprint]  # of stages that are the same program, cut alike
 
 
 def mesh_memory(
@@ -64,19 +64,15 @@ def _footprint(
 ) -> Footprint:
     kinds = {task.kind for task in tasks if task.stage == graph.index}
     at_once = not graph.activations_out and backward_follows(tasks, graph.index)
-    reads = {
-        **{Name("operand", i): loss.invars[i] for i in graph.operands},
-        **{Name("activation", v): v for v in graph.activations_in},
-    }
-    specs = [input_spec(name, layout) for name in reads]
-    how = {
-        "cut": [specs, sorted(layout.sizes.items())],
-        "kinds": [remat, sorted(kind.value for kind in kinds), at_once],
-        "of": [name.kind for name in reads],
-        "slices": [i for i in graph.operands if loss.slice_axes[i] is not None],
-        "out": len(graph.activations_out),
-    }
-    key = structure_text(program(list(reads.values()), graph.equations, graph.outs).jaxpr, how)
+    names = [Name("operand", i) for i in graph.operands]
+    names += [Name("activation", v) for v in graph.activations_in]
+    key = (
+        graph.structure,
+        tuple(input_spec(name, layout) for name in names),
+        tuple(sorted(layout.sizes.items())),
+        (remat, at_once, *sorted(kind.value for kind in kinds)),
+        tuple(loss.slice_axes[i] is None for i in graph.operands),
+    )
     if key not in known:
         # What is used at once need not be computed again.
         of = stage_passes(graph, loss, "none" if at_once else remat, kinds)

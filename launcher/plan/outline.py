@@ -5,6 +5,7 @@ Used by `plan.methods`, which makes one, and `plan.make`, which completes it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -41,3 +42,8 @@ class Outline:
     remat: tuple[str, ...]
     zero: tuple[int, ...] = ()
     shardings: tuple[Mapping[str, Spec] | None, ...] = ()
+
+    @property
+    def num_replicas(self) -> int:
+        """Data-parallel replicas that all stages have in common."""
+        return math.gcd(*(submesh.logical_mesh[0] for submesh in self.submeshes))

@@ -13,7 +13,17 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from launcher.trace.cost import program_flops
-from launcher.trace.graph import Atom, Equation, Var, dependents, free_vars, is_var, needed
+from launcher.trace.graph import (
+    Atom,
+    Equation,
+    Var,
+    dependents,
+    free_vars,
+    is_var,
+    needed,
+    program,
+    structure_text,
+)
 from launcher.trace.layers import ANY_LAYER
 from launcher.trace.step import Loss
 
@@ -26,6 +36,7 @@ class StageGraph:
         mesh: where it lives. equations: its program. outs: `activations_out` first, then the
             results.
         operands: the loss's operands it reads (indices). wrt: those it differentiates.
+        inputs: the variables of the operands, then the activations in.
         activations_in, activations_out: values from earlier and for later stages.
         consumers: for every activation out, the stages that read it.
         results: the loss's results that are made here (indices; 0 is the loss).
@@ -37,12 +48,24 @@ class StageGraph:
     equations: tuple[Equation, ...]
     operands: tuple[int, ...]
     wrt: tuple[int, ...]
+    inputs: tuple[Var, ...]
     activations_in: tuple[Var, ...]
     activations_out: tuple[Var, ...]
     consumers: tuple[tuple[int, ...], ...]
     results: tuple[int, ...]
     outs: tuple[Atom, ...]
     active: frozenset[Var]
+
+    @functools.cached_property
+    def structure(self) -> str:
+        """Equal for stages that are the same program, differentiate the same inputs and give the
+        same gradients back."""
+        how = {
+            "wrt": [i in self.wrt for i in self.operands],
+            "active": [v in self.active for v in (*self.activations_in, *self.activations_out)],
+            "of": [len(self.operands), len(self.activations_out)],
+        }
+        return structure_text(program(self.inputs, self.equations, self.outs).jaxpr, how)
 
     @property
     def active_in(self) -> tuple[Var, ...]:
@@ -126,6 +149,7 @@ def cut_stages(
                 equations=tuple(equations),
                 operands=operands,
                 wrt=tuple(i for i in operands if i in loss.wrt),
+                inputs=(*(loss.invars[i] for i in operands), *activations_in),
                 activations_in=activations_in,
                 activations_out=activations_out,
                 consumers=tuple(consumers[v] for v in activations_out),

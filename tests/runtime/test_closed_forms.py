@@ -50,6 +50,37 @@ CASES = {"mlp": (mlp, MLP, 1), "attention": (attention, ATTENTION, 1)}
 CASES["block"] = block, MLP | ATTENTION, 2
 
 
+DIMENSIONS = ("NWC", "WIO", "NWC")
+CONV = {"widen": (3, WIDTH, 4 * WIDTH), "narrow": (3, 4 * WIDTH, WIDTH)}
+EXPERTS, CAPACITY = 4, 16
+MOE = {
+    "gate": (WIDTH, EXPERTS),
+    "up": (EXPERTS, WIDTH, 4 * WIDTH),
+    "down": (EXPERTS, 4 * WIDTH, WIDTH),
+}
+
+
+def conv(p, x):
+    h = jax.lax.conv_general_dilated(x, p["widen"], (1,), "SAME", dimension_numbers=DIMENSIONS)
+    h = jax.nn.relu(h)
+    return x + jax.lax.conv_general_dilated(
+        h, p["narrow"], (1,), "SAME", dimension_numbers=DIMENSIONS
+    )
+
+
+def moe(p, x):
+    """Switch's (Fedus et al. 2021), dispatched by einsum."""
+    tokens = x.reshape(-1, WIDTH)
+    gates = jax.nn.softmax(tokens @ p["gate"])
+    chosen = jax.nn.one_hot(jnp.argmax(gates, -1), EXPERTS)
+    place = jax.nn.one_hot(((jnp.cumsum(chosen, 0) - 1) * chosen).sum(-1).astype(int), CAPACITY)
+    dispatch = chosen[:, :, None] * place[:, None, :]
+    taken = jnp.einsum("td,tec->ecd", tokens, dispatch)
+    inner = jax.nn.relu(jnp.einsum("ecd,edf->ecf", taken, p["up"]))
+    made = jnp.einsum("ecf,efd->ecd", inner, p["down"])
+    return x + jnp.einsum("ecd,tec,te->td", made, dispatch, gates).reshape(x.shape)
+
+
 def step_of(layer, shapes):
     def loss(params, batch):
         x = batch @ params["first"]
@@ -96,10 +127,8 @@ def compiled(executable):
     return sorted(sums), others
 
 
-@pytest.mark.parametrize("mesh", [(1, 2), (1, 4), (2, 2)])
-@pytest.mark.parametrize("case", CASES)
-def test_tensor_parallel_sums_are_megatrons(case, mesh):
-    layer, shapes, each = CASES[case]
+def planned(layer, shapes, mesh):
+    """The step, its plan on a logical mesh, and the size of the data axis."""
     step = step_of(layer, shapes)
     data, model = mesh
     # Links so fast that cutting pays, small as these blocks are.
@@ -107,7 +136,41 @@ def test_tensor_parallel_sums_are_megatrons(case, mesh):
     plan = make_plan(
         step, method="shard", data=data, model=model, num_micro_batches=1, cluster=cluster
     )
+    return step, plan, data
+
+
+@pytest.mark.parametrize("mesh", [(1, 2), (1, 4), (2, 2)])
+@pytest.mark.parametrize("case", CASES)
+def test_tensor_parallel_sums_are_megatrons(case, mesh):
+    layer, shapes, each = CASES[case]
+    step, plan, data = planned(layer, shapes, mesh)
     best = [ACTIVATION / data] * (2 * each * BLOCKS)
     assert predicted(step, plan) == best
     sums, others = compiled(compile_step(step, plan, jax.devices()))
     assert (sums, others) == (best, [])
+
+
+@pytest.mark.parametrize("mesh", [(1, 2), (1, 4)])
+def test_a_pair_of_convolutions_sums_once_in_each_pass(mesh):
+    """By output channels, then by input channels: as a perceptron's two products are cut."""
+    step, plan, _ = planned(conv, CONV, mesh)
+    best = [float(ACTIVATION)] * (2 * BLOCKS)
+    assert predicted(step, plan) == best
+    sums, others = compiled(compile_step(step, plan, jax.devices()))
+    assert (sums, others) == (best, [])
+
+
+@pytest.mark.parametrize("mesh", [(1, 2), (1, 4), (2, 2)])
+def test_experts_run_apart_and_only_their_tokens_are_summed(mesh):
+    """Expert parallelism on devices that all have the tokens: a block's result is summed forward,
+    and its input's gradient, of the experts and of the gate, backward. Sums of the gate's numbers,
+    one a token and expert, are small."""
+    step, plan, data = planned(moe, MOE, mesh)
+    cut = {name for name, spec in plan.stages[0].shardings.items() if "model" in spec}
+    assert cut == {f"0.blocks.{b}.{name}" for b in range(BLOCKS) for name in MOE}
+    tokens = [ACTIVATION / data] * (3 * BLOCKS)
+    found = predicted(step, plan)
+    sums, _ = compiled(compile_step(step, plan, jax.devices()))
+    assert [size for size in found if size >= tokens[0]] == tokens
+    assert [size for size in sums if size >= tokens[0]] == tokens
+    assert sum(found) == pytest.approx(sum(sums), rel=0.05)

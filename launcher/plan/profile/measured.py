@@ -46,6 +46,17 @@ class Timing:
         )
         return forward, backward
 
+    @property
+    def line(self) -> tuple[float, float]:
+        """Both passes' seconds that a slice of any size takes, and what each row takes."""
+        if self.failure:
+            return _NEVER, 0.0
+        (few, *low), (many, *high) = self.points[0], self.points[-1]
+        a_row = min(sum(low) / few, sum(high) / many)
+        if many > few:
+            a_row = min(a_row, max(0.0, sum(high) - sum(low)) / (many - few))
+        return sum(high) - a_row * many, a_row
+
 
 @dataclass(frozen=True)
 class MeasuredLayers:
@@ -85,9 +96,9 @@ class MeasuredLayers:
         for m_index, model in enumerate(table.model_sizes):
             for layer, kind in enumerate(self.kind_of):
                 timing = self.timings[kind, model]
-                rows = timing.points[-1][0] if timing.points else self.batch_size
-                one = sum(timing.at(rows))
-                of["work_seconds"][m_index, layer] = one / 3 * self.batch_size / rows
+                fixed, a_row = timing.line
+                of["fixed_seconds"][m_index, layer] = fixed / 3
+                of["work_seconds"][m_index, layer] = a_row / 3 * self.batch_size
         for name in ("forward_bytes", "backward_bytes", "forward_sums", "backward_sums"):
             of[name] = np.zeros_like(of[name])
         return dataclasses.replace(table, of=of)

@@ -6,11 +6,15 @@ Every change that is named was tried by the same search. Pure; used by `search.a
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
 
 from launcher.plan.search.candidates import submesh_sizes
 from launcher.plan.search.problem import Candidate, Problem, Wanted, best_of
 
-_TENTHS = (11, 12, 13, 14, 15, 17, 20, 25, 30, 40, 60, 80, 120, 200, 400, 1000, 10000, float("inf"))
+_MOST_MEMORY = 10000  # times what there is; beyond it any amount is tried
+_PRECISION = 1.01
 _MOST_TIMES = 64  # the devices there are
 _GIB = 2**30
 
@@ -41,20 +45,35 @@ def nothing_fits(problem: Problem, wanted: Wanted) -> str:
     return (
         f"the model does not fit{' with ' + ' '.join(asked) if asked else ''}: in the leanest plan "
         f"found ({len(least.memory)} stages, {least.outline.num_micro_batches} microbatches) stage "
-        f"{stage} needs {needed / _GIB:.1f} GiB a device, {(needed - usable) / _GIB:.1f} GiB more "
-        f"than the {usable / _GIB:.1f} GiB that can be used. This would fit: {advice}"
+        f"{stage} needs {needed / _GIB:.2f} GiB a device, {(needed - usable) / _GIB:.2f} GiB more "
+        f"than the {usable / _GIB:.2f} GiB that can be used. This would fit: {advice}"
     )
 
 
 def _leanest(problem: Problem, wanted: Wanted) -> Candidate | None:
-    """The plan that would fit with the least memory more, to a tenth."""
+    """The plan that would fit with the least memory more, to a hundredth of it."""
     if problem.memory_bytes is None:
         return None
-    for tenths in _TENTHS:
-        more = dataclasses.replace(problem, memory_bytes=problem.memory_bytes * tenths / 10)
-        if found := best_of(more, wanted):
-            return min(found, key=lambda c: max(c.memory))
-    return None
+    low, high = problem.memory_bytes, problem.memory_bytes
+    found: list[Candidate] = []
+    while not found:
+        if high > _MOST_MEMORY * problem.memory_bytes:
+            high = np.inf
+        low, high = high, 2 * high
+        found = best_of(dataclasses.replace(problem, memory_bytes=high), wanted)
+        if not found and high == np.inf:
+            return None
+    while min(high, most := _most_bytes(found)) > _PRECISION * low:
+        high = min(high, most)
+        middle = (low * high) ** 0.5
+        leaner = best_of(dataclasses.replace(problem, memory_bytes=middle), wanted)
+        low, high = (low, middle) if leaner else (middle, high)
+        found = leaner or found
+    return min(found, key=lambda c: max(c.memory))
+
+
+def _most_bytes(found: Sequence[Candidate]) -> float:
+    return min(max(candidate.memory) for candidate in found)
 
 
 def _changes(problem: Problem, wanted: Wanted) -> list[str]:

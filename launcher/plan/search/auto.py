@@ -20,27 +20,20 @@ from launcher.trace.step import TracedStep
 
 _MOST_LAYERS = 16  # the stage search joins neighbouring layers to no more than these
 USABLE = 0.92  # of a device's memory; the rest is the runtime's own and fragments
-_RUNNERS_UP = 3
 
 
 def search(
-    step: TracedStep,
-    cluster: ClusterShape,
-    wanted: Wanted,
-    progress: Progress = lambda share: None,
-    measured: MeasuredLayers | None = None,
+    problem: Problem, wanted: Wanted, progress: Progress = lambda share: None
 ) -> list[Candidate]:
-    """The best plan and the runners-up, best first. `measured`: the layers' seconds, instead of the
-    model's.
+    """The best plan and the next best ones, best first.
 
     Raises:
         PlanError: nothing fits the devices' memory; the message says by how much and what would.
     """
-    problem = make_problem(step, cluster, measured)
     found = best_of(problem, wanted, progress)
     if not found:
         raise PlanError(nothing_fits(problem, wanted))
-    return found[: 1 + _RUNNERS_UP]
+    return found
 
 
 def make_problem(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.errors import UnmeasuredError
@@ -11,9 +11,14 @@ from launcher.plan.make import complete
 from launcher.plan.outline import Outline
 from launcher.plan.plan import Plan, RunnerUp
 from launcher.plan.profile.measured import MeasuredLayers
-from launcher.plan.search.auto import search
-from launcher.plan.search.problem import Candidate, Wanted
+from launcher.plan.search.auto import make_problem, search
+from launcher.plan.search.problem import Candidate, Problem, Wanted
+from launcher.plan.search.sketch import sketched, variants
 from launcher.trace.step import TracedStep
+
+_RUNNERS_UP = 3
+_MOST_COMPLETED = 3  # of those that fit
+_PRECISION = 1.02  # of a sketch: by how much one may be slower than the next sketch says
 
 
 def best_plan(
@@ -23,46 +28,98 @@ def best_plan(
     progress: Callable[[float], None] = lambda share: None,
     measured: MeasuredLayers | None = None,
 ) -> Plan:
-    """The best plan; the next best ones stand in it as `runners_up`. `measured`: see `search`.
+    """The best plan; the next best ones stand in it as `runners_up`.
 
-    The search's objective is a closed form; the few best outlines are completed, so that the
-    simulated timeline decides, also between schedules where that is left open.
+    The search's objective is a closed form. The few best outlines, each under every schedule that
+    is left open, are sketched, so that the simulated timeline decides; of the sketches the best one
+    that fits the memory, of which the search has only an estimate, is completed.
+
+    Args:
+        measured: the layers' seconds, instead of the model's.
 
     Raises:
         PlanError: nothing fits the devices' memory, or nothing that does could be measured.
     """
-    found = search(step, cluster, wanted, lambda share: progress(0.8 * share), measured)
-    plans: list[Plan] = []
-    unmeasured: list[UnmeasuredError] = []
-    for k, outline in enumerate(_with_schedules(found, wanted)):
+    problem = make_problem(step, cluster, measured)
+    found = search(problem, wanted, lambda share: progress(0.7 * share))
+    sketches = _sketches(found, problem, wanted, measured)
+    progress(0.8)
+    completed: list[tuple[Plan, Sketch]] = []
+    for sketch in sketches:
+        if completed and _settled(completed, sketch):
+            break
+        completed.append((complete(step, sketch[0], cluster, measured), sketch))
+        progress(0.9)
+    best, chosen = _best_of(completed)
+    return dataclasses.replace(best, runners_up=_runners_up(best, chosen, completed, sketches))
+
+
+Sketch = tuple[Outline, Plan]
+
+
+def _sketches(
+    found: Sequence[Candidate],
+    problem: Problem,
+    wanted: Wanted,
+    measured: MeasuredLayers | None,
+) -> list[Sketch]:
+    """What was found, best first as it is simulated."""
+    sketches, unmeasured = [], []
+    first, *others = (candidate.outline for candidate in found)
+    for outline in (*variants(first, problem, wanted), *others):
         try:
-            plans.append(complete(step, outline, cluster, measured))
+            sketches.append((outline, sketched(outline, problem, measured)))
         except UnmeasuredError as error:
             unmeasured.append(error)
-        progress(0.8 + 0.2 * (k + 1) / (len(found) + 1))
-    if not plans:
+    if not sketches:
         raise unmeasured[0]
-    # The search's own estimate let them all pass; the exact one may not.
-    fitting = [plan for plan in plans if _fits(plan, cluster)] or plans
-    best, *others = sorted(fitting, key=lambda plan: plan.predicted_step_seconds)
-    runners = tuple(
-        RunnerUp(in_words(plan), plan.predicted_step_seconds, _why(plan, best)) for plan in others
-    )
-    return dataclasses.replace(best, runners_up=runners)
+    return sorted(sketches, key=lambda sketch: sketch[1].predicted_step_seconds)
 
 
-def _with_schedules(found: list[Candidate], wanted: Wanted) -> list[Outline]:
-    """The outlines, and the first of them also with the schedule that leaves the least bubble."""
-    outlines = [candidate.outline for candidate in found]
-    first = outlines[0]
-    if wanted.schedule is None and len(first.layers) > 1 and set(first.remat) == {"none"}:
-        outlines.insert(1, dataclasses.replace(first, schedule="zero_bubble"))
-    return outlines
+def _settled(completed: Sequence[tuple[Plan, Sketch]], after: Sketch) -> bool:
+    """Whether one that was completed fits, and no sketch from here on promises to be better."""
+    fitting = [plan.predicted_step_seconds for plan, _ in completed if _fits(plan)]
+    promised = after[1].predicted_step_seconds
+    enough = len(completed) >= _MOST_COMPLETED
+    return bool(fitting) and (enough or min(fitting) <= promised * _PRECISION)
 
 
-def _fits(plan: Plan, cluster: ClusterShape) -> bool:
-    most = max(stage.memory_bytes for stage in plan.stages)
-    return cluster.memory_bytes is None or most <= cluster.memory_bytes
+def _best_of(completed: Sequence[tuple[Plan, Sketch]]) -> tuple[Plan, Sketch]:
+    fitting = [pair for pair in completed if _fits(pair[0])] or completed
+    return min(fitting, key=lambda pair: pair[0].predicted_step_seconds)
+
+
+def _runners_up(
+    best: Plan,
+    chosen: Sketch,
+    completed: Sequence[tuple[Plan, Sketch]],
+    sketches: Sequence[Sketch],
+) -> tuple[RunnerUp, ...]:
+    """The next best ones. Those that were only sketched are held against the best one's sketch."""
+    known = {id(sketch): plan for plan, sketch in completed}
+    scale = best.predicted_step_seconds / chosen[1].predicted_step_seconds
+    found = []
+    for sketch in sketches:
+        plan = known.get(id(sketch))
+        if sketch is chosen:
+            continue
+        seconds = (plan or sketch[1]).predicted_step_seconds * (1.0 if plan else scale)
+        if plan and not _fits(plan) and _fits(best):
+            why = f"it needs {_most_bytes(plan) / 2**30:.1f} GiB a device"
+        else:
+            why = _why(plan, best) if plan else _why(sketch[1], chosen[1])
+        found.append(RunnerUp(in_words(sketch[1]), seconds, why))
+    found.sort(key=lambda runner: runner.predicted_step_seconds)
+    return tuple(found[:_RUNNERS_UP])
+
+
+def _fits(plan: Plan) -> bool:
+    most = plan.cluster["memory_bytes"]
+    return most is None or _most_bytes(plan) <= most
+
+
+def _most_bytes(plan: Plan) -> int:
+    return max(stage.memory_bytes for stage in plan.stages)
 
 
 def in_words(plan: Plan) -> str:

@@ -15,12 +15,12 @@ import numpy as np
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.footprint import StagePasses, as_one, footprint, stage_passes
 from launcher.plan.schedule import Kind
-from launcher.plan.sharding.cost import flow, load, work_seconds
+from launcher.plan.sharding.cost import flow, is_active, load, work_seconds
 from launcher.plan.sharding.dims import NamedDims, Sharding, parts
 from launcher.plan.sharding.layout import outer_dims, row_axes
 from launcher.plan.sharding.stage import model_sharding
 from launcher.plan.stages import StageGraph, cut_stages
-from launcher.trace.graph import nbytes, program, structure_text
+from launcher.trace.graph import Var, is_var, nbytes
 from launcher.trace.step import Loss, TracedStep
 
 _KINDS = {Kind.FORWARD, Kind.BACKWARD}
@@ -31,8 +31,10 @@ class LayerCost:
     """One layer on `m` devices of a model axis, for the whole batch: what one of them does.
 
     Attributes:
-        work_seconds: of the forward pass without communication. forward_bytes, backward_bytes:
-            all-reduced along the model axis, in `forward_sums` and `backward_sums` operations.
+        work_seconds: of the forward pass without communication. fixed_seconds: what every slice
+            takes beside, however few rows it has: to make something of parameters alone.
+        forward_bytes, backward_bytes: all-reduced along the model axis, in `forward_sums` and
+            `backward_sums` operations.
         parameter_bytes, state_bytes (with the parameters), gradient_bytes: held by one device.
         residual_bytes: what the forward pass leaves for the backward pass, the activations that it
             reads included. working_bytes: what a pass needs beside. input_bytes: the activations
@@ -40,6 +42,7 @@ class LayerCost:
     """
 
     work_seconds: float
+    fixed_seconds: float
     forward_bytes: float
     backward_bytes: float
     forward_sums: float
@@ -69,10 +72,11 @@ def cost_table(step: TracedStep, cluster: ClusterShape, model_sizes: Sequence[in
     graphs = cut_stages(loss, [(i,) for i in range(loss.num_layers)])
     state = _state_bytes(step, loss)
     owner = {i: g.index for g in reversed(graphs) for i in g.operands}
-    solved: dict[str, list[LayerCost]] = {}
+    rows_of = row_axes(step, loss)
+    solved: dict[object, list[LayerCost]] = {}
     rows = []
     for graph in graphs:
-        key = _structure(step, graph, loss)
+        key = graph.structure, tuple(rows_of[i] for i in graph.operands)
         if key not in solved:
             of = stage_passes(graph, loss, "none", _KINDS)
             inside = NamedDims(of.joint.equations)
@@ -90,16 +94,6 @@ def cost_table(step: TracedStep, cluster: ClusterShape, model_sizes: Sequence[in
     return CostTable(tuple(model_sizes), arrays, len(solved))
 
 
-def _structure(step: TracedStep, graph: StageGraph, loss: Loss) -> str:
-    """Equal for layers that are the same program and differentiate the same operands."""
-    rows = row_axes(step, loss)
-    reads = [*(loss.invars[i] for i in graph.operands), *graph.activations_in]
-    wrt = [i in graph.wrt for i in graph.operands]
-    axes = [rows[i] for i in graph.operands]
-    text = program(reads, graph.equations, graph.outs).jaxpr
-    return structure_text(text, {"wrt": wrt, "axes": axes, "out": len(graph.activations_out)})
-
-
 def _solve(
     step: TracedStep,
     graph: StageGraph,
@@ -115,10 +109,14 @@ def _solve(
     parameters = [loss.invars[i] for i in graph.wrt]
     flows = flow(graph.equations, [*parameters, *graph.active_in])
     sharding = model_sharding(step, loss, graph, m, cluster, cluster.link_of_axis(m))
-    work = forward = backward = forward_sums = backward_sums = 0.0
+    varying = flow(graph.equations, _varying(graph, loss))
+    work = fixed = forward = backward = forward_sums = backward_sums = 0.0
     for use in sharding.dims.uses:
         found = load(use, sharding, flows)
-        work += work_seconds(found, cluster)
+        if is_active(use, varying):
+            work += work_seconds(found, cluster)
+        else:
+            fixed += work_seconds(found, cluster)
         forward += sum(found.forward.values())
         backward += sum(found.backward.values())
         forward_sums += bool(found.forward) * use.times
@@ -138,6 +136,7 @@ def _solve(
 
     return LayerCost(
         work_seconds=work,
+        fixed_seconds=fixed,
         forward_bytes=forward,
         backward_bytes=backward,
         forward_sums=forward_sums,
@@ -151,6 +150,19 @@ def _solve(
         input_bytes=sum(map(held, graph.activations_in)),
         sent_bytes=float(sum(nbytes(v.aval) for v in graph.activations_out)),
     )
+
+
+def _varying(graph: StageGraph, loss: Loss) -> list[Var]:
+    """What a layer has of other sizes for other numbers of rows: data, activations, and what is
+    broadcast, which in the most cases is to their shape."""
+    rows = [loss.invars[i] for i in graph.operands if i not in graph.wrt]
+    spread = [
+        v
+        for eqn in graph.equations
+        for v in eqn.outvars
+        if v.aval.size > max((x.aval.size for x in eqn.invars if is_var(x)), default=1)
+    ]
+    return [*rows, *graph.activations_in, *spread]
 
 
 def _with_state(

@@ -8,14 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.outline import Outline, Submesh
 from launcher.plan.search.candidates import Choice, Priced, Setting, price
 from launcher.plan.search.layers import CostTable
 from launcher.plan.search.placing import place_submeshes
-from launcher.plan.search.stages import Found, best_stages
+from launcher.plan.search.stages import Found, best_stages, lower_bound
 
 _MOST_SLICES_TRIED = 1024
+_MOST_FOUND = 4
 
 Progress = Callable[[float], None]
 
@@ -60,29 +63,39 @@ class Problem:
 def best_of(
     problem: Problem, wanted: Wanted, progress: Progress = lambda share: None
 ) -> list[Candidate]:
-    """For every number of microbatches and of common replicas the best stages; of the same stages
-    the best number of microbatches. Best first; empty where nothing fits."""
-    settings = list(_settings(problem, wanted))
-    found: list[Candidate] = []
-    for k, setting in enumerate(settings):
+    """For the most promising numbers of microbatches and of common replicas the best stages; of the
+    same stages the best number of microbatches. Best first; empty where nothing fits.
+
+    What cannot be among the best few, by its lower bound, is not solved: the first of them are what
+    they would be if all were.
+    """
+    devices = problem.cluster.num_devices
+    promising: list[tuple[float, int, Setting, Priced]] = []
+    for k, setting in enumerate(_settings(problem, wanted)):
         priced = price(problem.table, problem.cluster, setting, problem.sizes)
+        least = sum(lower_bound(priced.candidates, devices))
+        if np.isfinite(least):
+            promising.append((least, k, setting, priced))
+    promising.sort(key=lambda one: one[:2])
+    distinct: dict[object, Candidate] = {}
+    for k, (least, _, setting, priced) in enumerate(promising):
+        ranked = sorted(candidate.seconds for candidate in distinct.values())
+        most = ranked[_MOST_FOUND - 1] if len(ranked) >= _MOST_FOUND else np.inf
+        if least >= most:
+            break
 
         def inner(share: float, k: int = k) -> None:
-            progress((k + share) / len(settings))
+            progress((k + share) / len(promising))
 
         best = best_stages(
-            priced.candidates,
-            problem.cluster.num_devices,
-            progress=inner,
-            num_stages=wanted.num_stages,
+            priced.candidates, devices, best=most, progress=inner, num_stages=wanted.num_stages
         )
         if best is not None:
-            found.append(_candidate(best, priced, setting, problem))
-    found.sort(key=lambda c: c.seconds)
-    distinct: dict[object, Candidate] = {}
-    for candidate in found:
-        distinct.setdefault((candidate.outline.layers, candidate.choices), candidate)
-    return list(distinct.values())
+            candidate = _candidate(best, priced, setting, problem)
+            same = candidate.outline.layers, candidate.choices
+            if same not in distinct or candidate.seconds < distinct[same].seconds:
+                distinct[same] = candidate
+    return sorted(distinct.values(), key=lambda c: c.seconds)[:_MOST_FOUND]
 
 
 def _settings(problem: Problem, wanted: Wanted) -> Iterator[Setting]:

@@ -8,12 +8,11 @@ part of the objective, and devices may stay idle. Used by `search.auto`.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
-_MOST_BOUNDS = 400  # beyond these only every so many; the loss is below the step between two
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,17 @@ def objective(seconds: Sequence[float], rest: Sequence[float]) -> float:
     return sum(seconds) + max(rest)
 
 
+def lower_bound(candidates: Candidates, num_devices: int) -> tuple[float, float]:
+    """What no choice of stages goes below: the sum of their seconds, and the rest of the one that
+    has most left. Both are of stages anywhere in the pipeline; the devices' time is the sum of the
+    rests over all devices of the stages, of which the busiest has at least its share."""
+    seconds, bound = candidates.seconds, _bounds(candidates)
+    if not seconds.size:
+        return np.inf, np.inf
+    device_seconds = (bound * np.array(candidates.sizes)).min(axis=(0, 3))
+    return _least_cover(seconds.min(axis=(0, 3))), _least_cover(device_seconds) / num_devices
+
+
 def best_stages(
     candidates: Candidates,
     num_devices: int,
@@ -55,6 +65,10 @@ def best_stages(
 ) -> Found | None:
     """The stages that cover all layers on at most `num_devices` devices at the least objective.
 
+    The least sum of seconds under a bound on the rest falls as the bound grows. So between two
+    bounds nothing is better than the sum of the upper one with the least bound between them, and
+    most bounds need not be tried.
+
     Args:
         best: an objective to stay below. progress: told the share that is done, 0 … 1.
         num_stages: how many stages; None: as many as are best.
@@ -62,46 +76,60 @@ def best_stages(
     Returns:
         None if there are none, or none below `best`.
     """
-    seconds = candidates.seconds
-    bound = np.where(np.isfinite(seconds), candidates.rest, np.inf)
+    seconds, bound = candidates.seconds, _bounds(candidates)
     levels = np.unique(bound[np.isfinite(bound)])
+    floor = lower_bound(candidates, num_devices)[1] * (1 - 1e-9)
+    levels = levels[np.searchsorted(levels, floor) :]
     if not len(levels):
         return None
-    if len(levels) > _MOST_BOUNDS:
-        levels = levels[np.unique(np.linspace(0, len(levels) - 1, _MOST_BOUNDS).astype(int))]
-    least = _solve(seconds, candidates.sizes, num_devices, num_stages)[0]
-    if not np.isfinite(least):
-        return None
-    found = None
-    for k, level in enumerate(levels):
-        if level + least >= best:
-            break
-        progress(k / len(levels))
-        allowed = np.where(bound <= level, seconds, np.inf)
-        if not np.isfinite(_reachable(allowed)):
-            continue
-        _, stages = _solve(allowed, candidates.sizes, num_devices, num_stages)
+    found: Found | None = None
+
+    def solved(k: int) -> float:
+        """The least sum under bound `k`; its stages may be the best so far."""
+        nonlocal best, found
+        allowed = np.where(bound <= levels[k], seconds, np.inf)
+        if not np.isfinite(_least_cover(allowed.min(axis=(0, 3)))):
+            return np.inf
+        least, stages = _solve(allowed, candidates.sizes, num_devices, num_stages)
         if stages:
-            length = len(stages)
-            at = [(length - 1 - s, *stage) for s, stage in enumerate(stages)]
-            value = objective(
-                [float(seconds[i]) for i in at],
-                [float(bound[i]) for i in at],
-            )
+            at = [(len(stages) - 1 - s, *stage) for s, stage in enumerate(stages)]
+            value = objective([float(seconds[i]) for i in at], [float(bound[i]) for i in at])
             if value < best:
                 best, found = value, Found(tuple(stages), value)
+        return least
+
+    top = len(levels) - 1
+    least = solved(top)
+    between = [(least + levels[0], -1, top, least)] if np.isfinite(least) else []
+    done = 0
+    while between and between[0][0] < best:
+        _, low, high, least = heapq.heappop(between)
+        done += high - low <= 2
+        progress(1 - 1 / (1 + done))
+        middle = (low + high) // 2
+        if middle == low:
+            continue
+        sums = solved(middle)
+        if np.isfinite(sums) and middle - low > 1:
+            heapq.heappush(between, (sums + levels[low + 1], low, middle, sums))
+        if high - middle > 1:
+            heapq.heappush(between, (least + levels[middle + 1], middle, high, least))
     return found
 
 
-def _reachable(seconds: np.ndarray) -> float:
-    """Infinite where some layer can be in no stage."""
-    per_span = seconds.min(axis=(0, 3))
-    count = len(per_span)
-    covered = [
-        min((per_span[a, b] for a in range(k + 1) for b in range(k + 1, count + 1)), default=np.inf)
-        for k in range(count)
-    ]
-    return float(max(covered))
+def _bounds(candidates: Candidates) -> np.ndarray:
+    """The rest of each stage that there can be."""
+    return np.where(np.isfinite(candidates.seconds), candidates.rest, np.inf)
+
+
+def _least_cover(cost: np.ndarray) -> float:
+    """The least sum of `[first, end]` costs of runs that cover all layers; infinite: none do."""
+    count = len(cost)
+    least = np.full(count + 1, np.inf)
+    least[count] = 0.0
+    for first in reversed(range(count)):
+        least[first] = (cost[first] + least).min()
+    return float(least[0])
 
 
 def _solve(

@@ -12,6 +12,9 @@ from launcher.plan.stages import StageGraph
 from launcher.trace.graph import Var
 from launcher.trace.step import Loss, TracedStep
 
+# The specs of the operands of stages that are the same program, by what they follow from.
+KnownCuts = dict[object, list[Spec]]
+
 
 def stage_shardings(
     step: TracedStep,
@@ -22,19 +25,24 @@ def stage_shardings(
     cluster: ClusterShape,
     link: float,
     outer: NamedDims,
+    known: KnownCuts,
 ) -> dict[str, Spec]:
     """The specs of the arguments that belong to a stage: its parameters, what the update keeps for
     them, and the batch. Nothing is said of a stage on one device.
 
     Args:
         zero: see `Outline`. link: bytes/s between the submesh's devices. outer: the step's named
-            dimensions outside of the loss.
+            dimensions outside of the loss. known: what was chosen so far.
     """
     data, model = logical_mesh
     if data * model == 1:
         return {}
-    cut = model_sharding(step, loss, graph, model, cluster, link)
-    operands = {i: cut.spec(loss.invars[i]) for i in graph.operands}
+    rows = row_axes(step, loss)
+    key = graph.structure, tuple(rows[i] for i in graph.operands), model, link
+    if key not in known:
+        cut = model_sharding(step, loss, graph, model, cluster, link)
+        known[key] = [cut.spec(loss.invars[i]) for i in graph.operands]
+    operands = dict(zip(graph.operands, known[key], strict=True))
     return _argument_specs(step, loss, graph, operands, data, model, zero, outer)
 
 

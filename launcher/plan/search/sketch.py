@@ -1,0 +1,142 @@
+"""A plan in outline with predictions from the search's own table, its schedule simulated.
+
+Far cheaper than `make.complete`, and close to it: by sketches the search decides which plans are
+worth completing, also between schedules. Pure; used by `search.best`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from launcher.plan.outline import Outline, Submesh
+from launcher.plan.plan import Plan, StagePlan, Transfer
+from launcher.plan.predict import with_predictions
+from launcher.plan.profile.measured import MeasuredLayers
+from launcher.plan.search.problem import Problem, Wanted
+from launcher.plan.search.stage_costs import Setting, StageCosts
+
+_MOST_STAGES_A_MESH = 4
+
+
+def variants(outline: Outline, problem: Problem, wanted: Wanted) -> Iterator[Outline]:
+    """An outline, and the same under every other schedule that is left open and can run it."""
+    yield outline
+    if wanted.schedule is not None or len(outline.layers) == 1:
+        return
+    if set(outline.remat) == {"none"}:
+        yield dataclasses.replace(outline, schedule="zero_bubble")
+    yield from _interleaved(outline, problem, wanted)
+
+
+def _interleaved(outline: Outline, problem: Problem, wanted: Wanted) -> Iterator[Outline]:
+    """Several shorter stages on each submesh, where all submeshes are used alike."""
+    count, groups = len(outline.submeshes), problem.groups
+    shapes = {submesh.logical_mesh for submesh in outline.submeshes}
+    if len(shapes) > 1 or len(set(outline.zero)) > 1 or wanted.num_stages is not None:
+        return
+    # The last stage does both passes at once, so that its rematerialisation does not matter.
+    (remat, *others) = set(outline.remat[:-1])
+    for each in range(2, _MOST_STAGES_A_MESH + 1):
+        if others or len(groups) % (each * count):
+            continue
+        run = len(groups) // (each * count)
+        parts = [groups[at : at + run] for at in range(0, len(groups), run)]
+        yield dataclasses.replace(
+            outline,
+            layers=tuple(tuple(layer for group in part for layer in group) for part in parts),
+            mesh_of=tuple(s % count for s in range(each * count)),
+            schedule="interleaved_1f1b",
+            remat=(remat,) * (each * count),
+            zero=outline.zero[:1] * (each * count),
+        )
+
+
+def sketched(outline: Outline, problem: Problem, measured: MeasuredLayers | None = None) -> Plan:
+    """The outline as a plan that has predictions, but no shardings, memory or operations.
+
+    Raises:
+        UnmeasuredError: one of its layers could not be measured.
+    """
+    first = {group[0]: at for at, group in enumerate(problem.groups)}
+    end = {group[-1]: at + 1 for at, group in enumerate(problem.groups)}
+    stages, transfers = [], []
+    for s, layers in enumerate(outline.layers):
+        at = first[layers[0]], end[layers[-1]]
+        costs = _costs(outline, outline.submeshes[outline.mesh_of[s]], problem)
+        stages.append(_stage(outline, s, at, costs, problem, measured))
+        crossing = int(costs.sent()[at])
+        if crossing and s + 1 < len(outline.layers):
+            transfers += [Transfer(s, s + 1, crossing, 0), Transfer(s + 1, s, crossing, 0)]
+    draft = Plan(
+        method=outline.method,
+        schedule=outline.schedule,
+        num_micro_batches=outline.num_micro_batches,
+        batch_size=problem.batch_size,
+        num_parameters=0,
+        stages=tuple(stages),
+        transfers=tuple(transfers),
+        cluster=vars(problem.cluster).copy(),
+        flops_per_step=0.0,
+        predicted_step_seconds=0.0,
+        predicted_samples_per_second=0.0,
+        predicted_tflops_per_device=0.0,
+        predicted_tflops_per_device_with_remat=0.0,
+        predicted_bubble_fraction=0.0,
+        fingerprint="",
+    )
+    return with_predictions(draft, 0.0)
+
+
+def _costs(outline: Outline, submesh: Submesh, problem: Problem) -> StageCosts:
+    data, model = submesh.logical_mesh
+    setting = Setting(
+        outline.num_micro_batches,
+        problem.batch_size,
+        outline.num_replicas,
+        outline.schedule,
+        (),
+        None,
+    )
+    m_index = problem.table.model_sizes.index(model)
+    return StageCosts(problem.table, m_index, problem.cluster, setting, data, model)
+
+
+def _stage(
+    outline: Outline,
+    s: int,
+    at: tuple[int, int],
+    costs: StageCosts,
+    problem: Problem,
+    measured: MeasuredLayers | None,
+) -> StagePlan:
+    """Stage `s`, of the layer groups `at[0] … at[1] - 1`."""
+    submesh, last = outline.submeshes[outline.mesh_of[s]], s + 1 == len(outline.layers)
+    data, model = submesh.logical_mesh
+    at_once = last and outline.schedule == "1f1b"  # nothing is computed again
+    remat, zero = "none" if at_once else outline.remat[s], outline.zero[s]
+    forward, backward = (float(seconds[at]) for seconds in costs.passes(zero, remat))
+    late = float(costs.work()[at]) if s else backward
+    if measured:
+        slices = outline.num_micro_batches * data
+        own = measured.stage(outline.layers[s], slices, model)
+        again = own[0] if remat != "none" else 0.0
+        work = float(costs.work()[at])
+        forward, late = forward - work + own[0], own[1] / 2
+        backward += own[1] + again - work * (3 if again else 2)
+        late = late if s else backward
+    hosts = {problem.cluster.host_of(device) for device in submesh.devices}
+    return StagePlan(
+        layers=outline.layers[s],
+        hosts=tuple(sorted(hosts)),
+        devices=submesh.devices,
+        logical_mesh=submesh.logical_mesh,
+        remat=outline.remat[s],
+        forward_seconds=forward,
+        backward_seconds=backward,
+        backward_weight_seconds=late,
+        update_seconds=float(costs.once(zero)[at]),
+        memory_bytes=0,
+        num_parameters=0,
+        shardings={},
+    )

@@ -1,0 +1,94 @@
+"""A sketch is close to the plan that it stands for, and decides between schedules."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import launcher
+from launcher.config.schema import GPT
+from launcher.plan import local_shape
+from launcher.plan.make import complete
+from launcher.plan.outline import Outline, Submesh
+from launcher.plan.search.auto import make_problem
+from launcher.plan.search.best import best_plan
+from launcher.plan.search.problem import Wanted
+from launcher.plan.search.sketch import sketched, variants
+from launcher.trace import trace_step
+from recipes import build_model
+
+BATCH = 8
+# Devices of their own, links that do not matter: the schedule alone decides.
+CLUSTER = dataclasses.replace(
+    local_shape(4, 1, "cpu"), at_once=None, latency=1e-7, intra_host=1e13, memory_bytes=None
+)
+
+
+@pytest.fixture(scope="module")
+def step():
+    options = GPT(
+        vocab_size=64, hidden_size=64, num_layers=8, num_heads=4, sequence_length=32, mlp_ratio=4
+    )
+    model = build_model(options, "fp32")
+    text = jax.ShapeDtypeStruct((BATCH, 32), jnp.int32)
+
+    def train(params, batch):
+        grads = launcher.grad(lambda p: model.loss(p, batch, None)[0])(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    return trace_step(train, (params, {"tokens": text, "targets": text}))
+
+
+def outline_of(problem, shape, stages, **changed):
+    data, model = shape
+    each = data * model
+    parts = np.array_split(np.arange(len(problem.groups)), stages)
+    given = Outline(
+        method="auto",
+        layers=tuple(tuple(int(i) for i in part) for part in parts),
+        submeshes=tuple(
+            Submesh(tuple(range(s * each, s * each + each)), shape) for s in range(stages)
+        ),
+        mesh_of=tuple(range(stages)),
+        num_micro_batches=4,
+        schedule="1f1b",
+        remat=("none",) * stages,
+        zero=(0,) * stages,
+    )
+    return dataclasses.replace(given, **changed)
+
+
+@pytest.mark.parametrize(
+    ("shape", "stages", "changed"),
+    [
+        ((1, 1), 4, {}),
+        ((1, 2), 2, {"remat": ("full",) * 2}),
+        ((2, 2), 1, {"zero": (3,), "num_micro_batches": 2}),
+        ((2, 1), 2, {"schedule": "zero_bubble"}),
+    ],
+)
+def test_a_sketch_predicts_what_the_whole_plan_does(step, shape, stages, changed):
+    problem = make_problem(step, CLUSTER)
+    outline = outline_of(problem, shape, stages, **changed)
+    want = complete(step, outline, CLUSTER).predicted_step_seconds
+    assert sketched(outline, problem).predicted_step_seconds == pytest.approx(want, rel=0.05)
+
+
+def test_short_stages_in_turn_are_found_where_the_bubble_is_large(step):
+    """Four stages and four microbatches: what fills and drains is almost half of the step."""
+    problem = make_problem(step, CLUSTER)
+    outline = outline_of(problem, (1, 1), 4)
+    by_name = {o.schedule: sketched(o, problem) for o in variants(outline, problem, Wanted())}
+    seconds = {name: plan.predicted_step_seconds for name, plan in by_name.items()}
+    assert seconds["interleaved_1f1b"] < seconds["1f1b"]
+    assert set(seconds) == {"1f1b", "zero_bubble", "interleaved_1f1b"}
+    assert [o.schedule for o in variants(outline, problem, Wanted(schedule="1f1b"))] == ["1f1b"]
+
+
+def test_the_runners_up_are_not_better(step):
+    plan = best_plan(step, CLUSTER, Wanted())
+    assert plan.runners_up
+    assert all(r.predicted_step_seconds >= plan.predicted_step_seconds for r in plan.runners_up)
