@@ -199,7 +199,9 @@ class Parallel:
     num_stages: int | None = automatic(minimum=1)  # manual: as many as layers and devices allow
     stages_per_mesh: int | None = number(None, minimum=1)  # null: one; interleaved: at least two
     num_micro_batches: int | None = automatic(minimum=1)  # left open: for auto alone
-    schedule: str = choice("auto", "auto", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
+    schedule: str = choice(
+        "auto", "auto", "gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zero_bubble"
+    )
     remat: str = choice(
         "auto",
         "auto",

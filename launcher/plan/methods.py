@@ -151,7 +151,7 @@ class PipeshardParallel:
             `mark_pipeline_boundary()` calls; `AutoLayerOption(…)` or "auto", where few bytes cross.
         stage_option: which layers and devices make a stage: `UniformStageOption(…)` or "uniform",
             `ManualStageOption(…)`, or `AutoStageOption()` or "auto", which searches for the best.
-        schedule: "gpipe", "1f1b", "interleaved_1f1b" or "zero_bubble".
+        schedule: "gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b" or "zero_bubble".
         remat: one of `plan.remat.POLICIES`, or one a stage.
 
     With the automatic stage option `num_micro_batches` may be None, and `schedule` and `remat`
@@ -224,10 +224,10 @@ def auto_plan(
         PlanError: a schedule, policy or cost that the search does not know, or nothing fits.
     """
     check_cost(cost)
-    if schedule not in ("auto", "1f1b", "gpipe", "zero_bubble"):
+    if schedule not in ("auto", "1f1b", "eager_1f1b", "gpipe", "zero_bubble"):
         raise PlanError(
-            f"parallel.schedule={schedule} is not searched for; give auto, 1f1b, gpipe or "
-            "zero_bubble, or use parallel=manual"
+            f"parallel.schedule={schedule} is not searched for; give auto, 1f1b, "
+            "eager_1f1b, gpipe or zero_bubble, or use parallel=manual"
         )
     if remat != "auto":
         remat = remat_of_stages(remat, 1)[0]

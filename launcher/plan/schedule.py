@@ -5,8 +5,8 @@ on a mesh. What runs when follows from the dependencies (`plan.simulate`); `chec
 that a schedule can be followed and keeps within its bound. Imported by all of `plan` and `runtime`.
 
 GPipe: Huang et al. 2019, arXiv 1811.06965. 1F1B: Narayanan et al. 2019 (PipeDream), in the flushing
-form of Narayanan et al. 2021, arXiv 2104.04473, which also interleaves stages (§2.2). Zero bubble:
-Qi et al. 2023, arXiv 2401.10241.
+form of Narayanan et al. 2021, arXiv 2104.04473, which also interleaves stages (§2.2). Eager 1F1B:
+Zhuang et al. 2023, arXiv 2211.05322 (§4). Zero bubble: Qi et al. 2023, arXiv 2401.10241.
 """
 
 from __future__ import annotations
@@ -63,11 +63,22 @@ def gpipe(num_meshes: int, num_micro_batches: int) -> Schedule:
 
 def one_f_one_b(num_meshes: int, num_micro_batches: int) -> Schedule:
     """Stage s runs ahead by `num_meshes - s` microbatches at most, then alternates."""
+    return _ahead(num_meshes, num_micro_batches, 1)
+
+
+def eager_1f1b(num_meshes: int, num_micro_batches: int) -> Schedule:
+    """1F1B that runs ahead twice as far, by `2 (num_meshes - s) - 1` microbatches at most: while
+    one is computed, what another one waits for is on its way."""
+    return _ahead(num_meshes, num_micro_batches, 2)
+
+
+def _ahead(num_meshes: int, num_micro_batches: int, each: int) -> Schedule:
+    """1F1B whose stages run ahead of every later one by `each` microbatches."""
 
     def tasks(s: int) -> tuple[Task, ...]:
         forwards = [Task(s, m, Kind.FORWARD) for m in range(num_micro_batches)]
         backwards = [Task(s, m, Kind.BACKWARD) for m in range(num_micro_batches)]
-        return _alternate(forwards, backwards, num_meshes - s - 1)
+        return _alternate(forwards, backwards, each * (num_meshes - s - 1))
 
     return tuple(tasks(s) for s in range(num_meshes))
 
@@ -143,6 +154,7 @@ def _rounds(num_meshes: int, num_micro_batches: int) -> list[range]:
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
+    "eager_1f1b": eager_1f1b,
     "interleaved_1f1b": interleaved_1f1b,
     "zero_bubble": zero_bubble,
     "forward": forward_only,
@@ -230,7 +242,8 @@ def in_flight_bound(
 ) -> int:
     """What `max_in_flight` of a mesh's tasks never exceeds under a schedule.
 
-    `gpipe` holds every microbatch. `1f1b` holds one for each mesh from here to the last.
+    `gpipe` holds every microbatch. `1f1b` holds one for each mesh from here to the last,
+    `eager_1f1b` another one for each mesh after this one.
     `interleaved_1f1b` holds its warm-up and one more: two for each mesh after this one and a round
     for each stage but one. `zero_bubble` holds one for each mesh, as the first of `1f1b` does.
     """
@@ -239,6 +252,7 @@ def in_flight_bound(
     bounds = {
         "gpipe": total,
         "1f1b": after + 1,
+        "eager_1f1b": 2 * after + 1,
         "interleaved_1f1b": 2 * after + (stages_per_mesh - 1) * longest + 1,
         "zero_bubble": num_meshes,
         "forward": 0,

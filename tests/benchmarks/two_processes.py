@@ -26,7 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="hidden 16, sequence 8")
     parser.add_argument("--micro-batches", type=int, default=8)
-    parser.add_argument("--schedule", default="1f1b")
+    parser.add_argument("--schedule", default="eager_1f1b")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=3, help="a round's, sent without waiting")
     parser.add_argument("--role", help=argparse.SUPPRESS)

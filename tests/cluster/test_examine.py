@@ -50,6 +50,8 @@ def start(tmp_path):
 def test_a_stopped_process_says_so_and_where_it_stands(start):
     worker = start()
     worker.process().send_signal(signal.SIGSTOP)
+    while worker.process().status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
     lines = examine(worker).splitlines()
     assert lines[0] == (
         "its process was stopped (SIGSTOP, or a debugger); where it stands "

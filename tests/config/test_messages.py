@@ -55,13 +55,13 @@ COMMAND_LINES = [
     (
         "train=3",
         f"train must be a section of settings, not 3 {CLI}. train has: steps, global_batch_size, "
-        "precision, log_every, eval_every, eval_batches, init_from, checkpoint.",
+        "precision, log_every, eval_every, eval_batches, non_finite, init_from, checkpoint.",
     ),
     # Bad choices and values out of bounds.
     (
         "parallel.schedule=1fb1",
-        "parallel.schedule must be one of auto, gpipe, 1f1b, interleaved_1f1b, zero_bubble, not "
-        f"'1fb1' {CLI}. Did you mean 1f1b?",
+        "parallel.schedule must be one of auto, gpipe, 1f1b, eager_1f1b, interleaved_1f1b, "
+        f"zero_bubble, not '1fb1' {CLI}. Did you mean 1f1b?",
     ),
     (
         "train.precision=int4",

@@ -56,7 +56,7 @@ def test_help_shows_options_examples_and_exit_codes(
     assert main(["--help", "--config-dir", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     for line in (
-        "  model      gpt | mine | mlp",
+        "  model      custom | gpt | mine | mlp",
         "  optimizer  adafactor | adam | adamw | lion | sgd",
         "  launcher -m parallel.num_micro_batches=2,4          run both, then compare them",
         "  2    a setting is wrong: nothing was started",
@@ -88,6 +88,7 @@ def test_cfg_prints_one_section(capsys: pytest.CaptureFixture[str]) -> None:
         "every_steps": 0,
         "every_minutes": 0.0,
         "keep": 2,
+        "on_error": "continue",
     }
     assert main(["--cfg", "job", "--package", "trian"]) == 2
     assert capsys.readouterr().err == (

@@ -15,6 +15,7 @@ from launcher.plan.schedule import (
     check_schedule,
     clock_table,
     dependencies,
+    eager_1f1b,
     gpipe,
     in_flight_bound,
     interleaved_1f1b,
@@ -75,19 +76,30 @@ def test_the_bound_on_what_is_in_flight_is_met_exactly():
 def test_the_bounds_are_the_papers():
     assert [in_flight_bound("gpipe", s, 4, 8) for s in range(4)] == [8] * 4
     assert [in_flight_bound("1f1b", s, 4, 8) for s in range(4)] == [4, 3, 2, 1]
+    assert [in_flight_bound("eager_1f1b", s, 4, 8) for s in range(4)] == [7, 5, 3, 1]
     assert [in_flight_bound("zero_bubble", s, 4, 8) for s in range(4)] == [4] * 4
     # Of half the size: 1 + (p - 1) / (p v) times what 1f1b holds at most.
     assert [in_flight_bound("interleaved_1f1b", s, 4, 8, 2) for s in range(4)] == [11, 9, 7, 5]
     assert in_flight_bound("forward", 0, 4, 8) == 0
 
 
-@pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
+@pytest.mark.parametrize("schedule", [gpipe, one_f_one_b, eager_1f1b])
 def test_length_and_bubble_are_the_papers(schedule):
     for meshes, micro_batches in SIZES:
         timeline = simulate(schedule(meshes, micro_batches), seconds)
         rounds = micro_batches + meshes - 1
         assert step_seconds(timeline) == pytest.approx(3.0 * rounds)
         assert bubble_fraction(timeline, meshes) == pytest.approx((meshes - 1) / rounds)
+
+
+def test_running_further_ahead_hides_transfers():
+    """Each round trip costs 1F1B two transfers; the eager one only those that fill and drain."""
+    length = {
+        name: step_seconds(simulate(make_schedule(name, 2, 2, 8), seconds, lambda src, dst: 0.5))
+        for name in ("1f1b", "eager_1f1b")
+    }
+    assert length["eager_1f1b"] == 3.0 * (8 + 1) + 2 * 0.5
+    assert length["1f1b"] > length["eager_1f1b"] + 1.0
 
 
 @pytest.mark.parametrize("each", [1, 2, 3, 4])

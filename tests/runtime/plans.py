@@ -102,7 +102,7 @@ def _outline(step, rng, num_devices):
     num_layers = step.loss(1).num_layers
     num_stages = rng.randint(1, min(6, num_layers))
     ends = [0, *sorted(rng.sample(range(1, num_layers), num_stages - 1)), num_layers]
-    schedule = rng.choice(["gpipe", "1f1b", "zero_bubble", "interleaved_1f1b"])
+    schedule = rng.choice(["gpipe", "1f1b", "zero_bubble", "interleaved_1f1b", "eager_1f1b"])
     num_meshes = num_stages
     if schedule == "interleaved_1f1b":
         num_meshes = rng.choice([n for n in range(1, num_stages + 1) if num_stages % n == 0])

@@ -24,6 +24,7 @@ def variants(outline: Outline, problem: Problem, wanted: Wanted) -> Iterator[Out
     yield outline
     if wanted.schedule is not None or len(outline.layers) == 1:
         return
+    yield dataclasses.replace(outline, schedule="eager_1f1b")
     if set(outline.remat) == {"none"}:
         yield dataclasses.replace(outline, schedule="zero_bubble")
     yield from _interleaved(outline, problem, wanted)

@@ -84,7 +84,7 @@ def test_short_stages_in_turn_are_found_where_the_bubble_is_large(step):
     by_name = {o.schedule: sketched(o, problem) for o in variants(outline, problem, Wanted())}
     seconds = {name: plan.predicted_step_seconds for name, plan in by_name.items()}
     assert seconds["interleaved_1f1b"] < seconds["1f1b"]
-    assert set(seconds) == {"1f1b", "zero_bubble", "interleaved_1f1b"}
+    assert set(seconds) == {"1f1b", "eager_1f1b", "zero_bubble", "interleaved_1f1b"}
     assert [o.schedule for o in variants(outline, problem, Wanted(schedule="1f1b"))] == ["1f1b"]
 
 
