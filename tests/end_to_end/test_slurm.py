@@ -146,6 +146,7 @@ def undisturbed(user: User) -> list[float]:
     return [json.loads(line)["train/loss"] for line in lines]
 
 
+@pytest.mark.slow
 def test_two_nodes_train_as_one_process_does(user: User, undisturbed: list[float]) -> None:
     result = user.launcher(*TWO_NODES, "run.id=two", "cluster.slurm.wait=true")
     run = Submitted(user.slurm, user.folder / "outputs" / "two")

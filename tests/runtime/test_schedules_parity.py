@@ -110,8 +110,9 @@ def case(name, devices, schedule, stages, micro_batches, remat="none", slow=Fals
 CASES = [
     case("mlp", 4, "zero_bubble", 4, 6),
     case("mlp", 2, "interleaved_1f1b", 4, 3),  # rounds that do not divide
-    case("gpt_tied", 3, "zero_bubble", 3, 4, remat=["none", "full", "none"]),
-    case("gpt_tied", 2, "interleaved_1f1b", 4, 4),  # the tied weight is on both meshes
+    case("mlp", 3, "eager_1f1b", 3, 4),
+    case("gpt_tied", 3, "zero_bubble", 3, 4, remat=["none", "full", "none"], slow=True),
+    case("gpt_tied", 2, "interleaved_1f1b", 4, 4, slow=True),  # the tied weight is on both meshes
     case("mlp", 4, "interleaved_1f1b", 4, 3, remat="dots_saveable"),  # two replicas
     case("mlp", 1, "zero_bubble", 1, 2, slow=True),
     case("mlp", 2, "zero_bubble", 2, 1, slow=True),
