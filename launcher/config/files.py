@@ -1,7 +1,7 @@
 """What is wrong with a YAML file of the user's, where composing would pass over it or not name it.
 
-`compose` asks `refuse_useless` of every file that took part, and `damage` where Hydra gave up. The
-project's own files are not looked at.
+`compose` asks `refuse_useless` of every file that took part, and `unusable` where Hydra gave up.
+The project's own files are not looked at.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import yaml
 
 from launcher.config.build import text_keys
 from launcher.config.errors import ConfigError
-from launcher.config.origin import Source, short
+from launcher.config.origin import Source, node_of, short
 
 _ODD = re.compile(r"[+-]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")  # octal, base 60
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
@@ -22,10 +22,10 @@ _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 def refuse_useless(source: Source) -> None:
     """Raises ConfigError for what the file says and what would not be followed, or not as meant."""
-    if problem := _damage(source.path):
+    if problem := _problem(source.path):
         raise _no_settings(source.path, problem)
     section = source.package.partition(".")[0]
-    for key, node in _scalars(_root(source.path), source.package):
+    for key, node in _scalars(node_of(source.path), source.package):
         top = key.partition(".")[0]
         if section == "hydra" or top == "hydra" or _is_hydras_group(key, node):
             raise ConfigError(
@@ -50,10 +50,10 @@ def refuse_useless(source: Source) -> None:
             )
 
 
-def damage(folders: Sequence[Path]) -> ConfigError | None:
+def unusable(folders: Sequence[Path]) -> ConfigError | None:
     """The first file below `folders` that cannot hold settings at all, as an error."""
     for file in (file for folder in folders for file in sorted(folder.rglob("*.yaml"))):
-        if problem := _damage(file):
+        if problem := _problem(file):
             return _no_settings(file, problem)
     return None
 
@@ -62,9 +62,9 @@ def _no_settings(file: Path, problem: str) -> ConfigError:
     return ConfigError(f"{short(file)} {problem}", "It has to hold names and values.")
 
 
-def _damage(file: Path) -> str:
+def _problem(file: Path) -> str:
     try:
-        root = _root(file)
+        root = node_of(file)
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     except UnicodeDecodeError:
@@ -75,7 +75,8 @@ def _damage(file: Path) -> str:
         return ""
     if not isinstance(root, yaml.MappingNode):
         return "is no table of settings"
-    defaults = next((value for name, value in root.value if name.value == "defaults"), None)
+    said = (value for name, value in reversed(root.value) if name.value == "defaults")
+    defaults = next(said, None)
     if defaults is None:
         return ""
     if not isinstance(defaults, yaml.SequenceNode):
@@ -85,11 +86,6 @@ def _damage(file: Path) -> str:
         if not fine and not (isinstance(entry, yaml.MappingNode) and len(entry.value) == 1):
             return "has defaults with an entry that is not 'group: option'"
     return ""
-
-
-def _root(path: Path) -> yaml.Node | None:
-    node: yaml.Node | None = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    return node
 
 
 def _scalars(node: yaml.Node | None, key: str) -> Iterator[tuple[str, yaml.ScalarNode]]:

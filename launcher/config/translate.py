@@ -12,7 +12,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
 
 from launcher.config.errors import ConfigError, advice
-from launcher.config.files import damage
+from launcher.config.files import unusable
 from launcher.config.folders import find_groups
 from launcher.config.origin import short
 from launcher.config.overrides import COMMAND_LINE
@@ -44,8 +44,8 @@ def translated(
         return ConfigError(f"{key}: {what}" if key else what, keys=[key.partition("[")[0]])
     if lost := re.search(r"In '(.+)': Could not override '(.+?)'", str(error)):
         return _missing_group(lost[1], lost[2], folders)
-    if (damaged := damage(folders[:-1])) is not None:
-        return damaged
+    if (found := unusable(folders[:-1])) is not None:
+        return found
     if not isinstance(error, _HYDRA_ERRORS):
         raise error
     return ConfigError(f"The settings cannot be put together: {' '.join(str(error).split())}")

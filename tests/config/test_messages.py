@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from launcher.__main__ import main
+from launcher.config import compose
 from launcher.config.folders import CONF
 
 CLI = "(on the command line)"
@@ -55,7 +56,7 @@ COMMAND_LINES = [
     (
         "train=3",
         f"train must be a section of settings, not 3 {CLI}. train has: steps, global_batch_size, "
-        "precision, log_every, eval_every, eval_batches, init_from, checkpoint.",
+        "precision, log_every, eval_every, eval_batches, non_finite, init_from, checkpoint.",
     ),
     # Bad choices and values out of bounds.
     (
@@ -426,6 +427,40 @@ FILES = [
     ),
     (
         "recipe/mine.yaml",
+        "# @package _global_\nmodel: {name: custom, module: os}\n<<: {allow_modules: [os]}\n",
+        "recipe=mine",
+        "allow_modules is for the command line alone: a file that allows itself would protect from "
+        "nothing (in my_conf/recipe/mine.yaml:3). Write allow_modules=[…] on the command line.",
+    ),
+    (
+        "recipe/mine.yaml",
+        "# @package _global_\n<<: [{train: {steps: 3}}, {hydra: {run: {dir: here}}}]\n",
+        "recipe=mine",
+        "hydra is Hydra's own section, which has no effect here (in my_conf/recipe/mine.yaml:2). "
+        "Runs are placed by run.dir and run.id; sweeps are asked for with -m.",
+    ),
+    (
+        "recipe/mine.yaml",
+        "# @package _global_\n<<: {defaults: [override /hydra/launcher: basic]}\n",
+        "recipe=mine",
+        "hydra is Hydra's own section, which has no effect here (in my_conf/recipe/mine.yaml:2). "
+        "Runs are placed by run.dir and run.id; sweeps are asked for with -m.",
+    ),
+    (
+        "recipe/mine.yaml",
+        "# @package _global_\nrun:\n  <<: {seed: 010}\n",
+        "recipe=mine",
+        "run.seed: 010 is read as 8 (in my_conf/recipe/mine.yaml:3). "
+        "Write numbers with decimal digits, and without a 0 in front.",
+    ),
+    (
+        "recipe/mine.yaml",
+        "# @package _global_\ntrain:\n  steps: 3\n  <<: {seed: 4, steps: 5}\n",
+        "recipe=mine",
+        "train.seed is not a setting (in my_conf/recipe/mine.yaml:4). Did you mean run.seed?",
+    ),
+    (
+        "recipe/mine.yaml",
         "# @package _global_\ntrain:\n  steps: 1:30\n",
         "recipe=mine",
         "train.steps: 1:30 is read as 90 (in my_conf/recipe/mine.yaml:3). "
@@ -562,6 +597,24 @@ def test_a_frozen_file_cannot_allow_its_own_code(
     assert code == 2
     assert "model.module=my_pkg.net is code that this run is not allowed to load" in err
     assert answer(["--frozen", str(path), "allow_modules=[my_pkg]"], capsys)[0] == 0
+
+
+def test_what_a_file_says_of_allow_modules_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Even where it goes unnoticed: it is the command line that is asked."""
+    monkeypatch.setattr(compose, "refuse_useless", lambda source: None)
+    recipe = tmp_path / "recipe" / "mine.yaml"
+    recipe.parent.mkdir()
+    recipe.write_text(
+        "# @package _global_\n<<: {allow_modules: [evil]}\n"
+        "defaults: [override /dataset: custom]\ndataset: {module: evil}\n"
+    )
+    command = ["--config-dir", str(tmp_path), "recipe=mine", "task=check"]
+    code, _, err = answer(command, capsys)
+    assert code == 2
+    assert "dataset.module=evil is code that this run is not allowed to load" in err
+    assert answer([*command, "allow_modules=['evil']"], capsys)[0] == 0
 
 
 def test_missing_config_dir(
