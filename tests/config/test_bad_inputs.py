@@ -154,8 +154,15 @@ def contradictions() -> Iterator[Case]:
         slurm = {"cluster.kind": "slurm", "cluster.gpus": 2, "cluster.slurm.gpu_type": "a100"}
         yield _together({**slurm, f"cluster.slurm.{key}": "no good"})
     for key, value in {
-        **{"partition": "p", "cpus": 4, "exclusive": False, "signal": "TERM@9", "wait": True},
-        **{"setup": ["x"], "env": {"A": "b"}, "container": {"image": "i"}, "dry_run": True},
+        "partition": "p",
+        "cpus": 4,
+        "exclusive": False,
+        "signal": "TERM@9",
+        "wait": True,
+        "setup": ["x"],
+        "env": {"A": "b"},
+        "container": {"image": "i"},
+        "dry_run": True,
     }.items():
         yield _together({"cluster.kind": "emulated", f"cluster.slurm.{key}": value})
     for option in ("nodes", "time", "output", "gpus-per-node"):
