@@ -94,7 +94,7 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
     if dataclasses.is_dataclass(hint):
         return build(hint, value, key)  # type: ignore[arg-type]
     if hint is Any:
-        return value
+        return _plain_data(value, key)
     kind = typing.get_origin(hint) or hint
     if kind is dict and isinstance(value, Mapping):
         _, inner_hint = typing.get_args(hint)
@@ -110,6 +110,25 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
         except ValueError:
             pass
     raise _wrong_type(kind, value, key)
+
+
+def _plain_data(value: Any, key: str) -> Any:
+    """`value`, which a user's own module reads: whatever JSON can hold, for checkpoints keep it."""
+    if isinstance(value, Mapping):
+        return {
+            _convert(str, name, _join(key, str(name))): _plain_data(item, f"{key}.{name}")
+            for name, item in value.items()
+        }
+    if isinstance(value, list):
+        return [_plain_data(item, key) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{key} must be a finite number, not {shown(value)}", keys=[key])
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    raise ConfigError(
+        f"{key} must be text, a number, true, false, null, a list or a table, not {shown(value)}",
+        keys=[key],
+    )
 
 
 def _to_bool(value: Any) -> bool:
