@@ -47,6 +47,12 @@ def _check_modules(config: Config) -> Iterator[ConfigError]:
         if not isinstance(section, CustomModel | CustomDataset):
             continue
         module = section.module
+        if "name" in section.options:
+            yield ConfigError(
+                f"{key}.options.name is no option: there {key}.module stands",
+                "Give it another name.",
+                [f"{key}.options.name"],
+            )
         if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", module):
             yield ConfigError(
                 f"{key}.module={module!r} is not the name of a module",
@@ -132,6 +138,26 @@ def _check_optimizer(config: Config) -> Iterator[ConfigError]:
         )
 
 
+def _check_rollback(config: Config) -> Iterator[ConfigError]:
+    """Going on from a checkpoint is a restart, which this process has to be able to make."""
+    cluster = config.cluster
+    if config.train.non_finite != "rollback":
+        return
+    if cluster.max_restarts == 0:
+        yield ConfigError(
+            "train.non_finite=rollback is a restart, and cluster.max_restarts=0 allows none",
+            "Use train.non_finite=stop or skip, or allow restarts.",
+            ["train.non_finite", "cluster.max_restarts"],
+        )
+    if cluster.kind == "slurm" and cluster.hosts > 1:
+        yield ConfigError(
+            f"train.non_finite=rollback cannot be kept on cluster.hosts={cluster.hosts} nodes: "
+            "such a job starts again through Slurm's queue, where the bad batch would come again",
+            "Use train.non_finite=stop or skip.",
+            ["train.non_finite", "cluster.hosts"],
+        )
+
+
 def _check_cluster(config: Config) -> Iterator[ConfigError]:
     cluster = config.cluster
     if cluster.kind == "local" and cluster.hosts > 1:
@@ -173,5 +199,5 @@ def _check_task(config: Config) -> Iterator[ConfigError]:
 
 _RULES = (
     *(_check_modules, _check_run, _check_model, _check_dataset, _check_optimizer),
-    *(_check_cluster, _check_task, check_slurm, check_parallel),
+    *(_check_rollback, _check_cluster, _check_task, check_slurm, check_parallel),
 )

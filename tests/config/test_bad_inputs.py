@@ -90,7 +90,7 @@ WRONG: dict[Any, list[Any]] = {
 # What a model and a dataset of the user's own need beside their options.
 OWN = {
     "model": {"model.module": "x", "dataset.name": "synthetic"},
-    "dataset": {"dataset.module": "x"},
+    "dataset": {"dataset.module": "x", "model.name": "mlp"},
 }
 
 
@@ -120,6 +120,7 @@ def useless_options() -> Iterator[Case]:
         for value in (float("nan"), -infinite, [1.0, infinite], {"b": [{"c": infinite}]}, b"hi"):
             yield Case(key, {"a": value}, f"{key}.a", said)
         yield Case(key, {"a": {1: 2}}, f"{key}.a.1", said)
+        yield Case(key, {"name": "foo"}, f"{key}.name", said)
 
 
 def slips() -> Iterator[Case]:
@@ -180,6 +181,9 @@ def contradictions() -> Iterator[Case]:
         "dry_run": True,
     }.items():
         yield _together({"cluster.kind": "emulated", f"cluster.slurm.{key}": value})
+    nodes = {"cluster.kind": "slurm", "cluster.gpus": 2, "cluster.hosts": 2}
+    for beside in ({"cluster.max_restarts": 0}, nodes):
+        yield _together({**beside, "train.non_finite": "rollback"})
     for option in ("nodes", "time", "output", "gpus-per-node"):
         slurm = {"cluster.kind": "slurm", "cluster.gpus": 2}
         yield _together({**slurm, "cluster.slurm.extra": {option: "1"}})
