@@ -92,6 +92,11 @@ def load_frozen(path: Path, argv_overrides: Sequence[str] = ()) -> Config:
     except ConfigError as error:
         where = COMMAND_LINE if error.keys == ("allow_modules",) else f"in {short(path)}"
         raise error.said(where) from None
+    except RecursionError:
+        raise ConfigError(
+            f"--frozen {path} has an anchor inside what it stands for, which has no end",
+            "Write out what is meant.",
+        ) from None
 
 
 def to_dict(config: Config) -> dict[str, Any]:

@@ -71,6 +71,8 @@ def _problem(file: Path) -> str:
         return "is not text in UTF-8"
     except yaml.YAMLError as error:
         return f"is not YAML: {' '.join(str(error).split())}"
+    except RecursionError:
+        return "has an anchor inside what it stands for, which has no end"
     if root is None:
         return ""
     if not isinstance(root, yaml.MappingNode):

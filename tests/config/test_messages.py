@@ -392,6 +392,13 @@ FILES = [
     ),
     (
         "recipe/mine.yaml",
+        "# @package _global_\nwandb: &a {name: x, group: *a}\n",
+        "recipe=mine",
+        "my_conf/recipe/mine.yaml has an anchor inside what it stands for, which has no end. "
+        "It has to hold names and values.",
+    ),
+    (
+        "recipe/mine.yaml",
         "# @package _global_\ndefaults: 3\n",
         "recipe=mine",
         "my_conf/recipe/mine.yaml has defaults that are no list, such as [override /model: gpt]. "
@@ -576,7 +583,14 @@ def test_a_file_that_is_no_text(
     assert err.startswith(f"launcher: {told}")
 
 
-@pytest.mark.parametrize("content", ["", "3", "- a", "train: {steps: 1", "train: 3", "b: [}"])
+# The options of a custom model may be tables in tables, here without end.
+ENDLESS = "model: &a {name: custom, module: x, options: {b: *a}}"
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "3", "- a", "train: {steps: 1", "train: 3", "b: [}", "run: &a {id: *a}", ENDLESS],
+)
 def test_a_frozen_file_that_holds_no_settings(
     content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
