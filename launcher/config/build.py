@@ -289,3 +289,15 @@ def setting_keys() -> tuple[str, ...]:
 def text_keys() -> frozenset[str]:
     """The dotted names of the settings that hold text."""
     return frozenset(key for key, hint in _leaves(Config) if hint in (str, str | None))
+
+
+@functools.cache
+def collections() -> Mapping[str, type]:
+    """The dotted name of every section and setting that is a table (dict), and of every list."""
+    found: dict[str, type] = {}
+    for key, hint in _leaves(Config):
+        sections = key.split(".")[:-1]
+        found |= {".".join(sections[: n + 1]): dict for n in range(len(sections))}
+        if (kind := typing.get_origin(hint)) in (list, dict):
+            found[key] = kind
+    return found

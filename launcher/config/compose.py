@@ -121,19 +121,19 @@ def _load(overrides: Sequence[Override], folders: Sequence[Path]) -> Config:
         with searching(folders) as loader:
             defaults = loader.compute_defaults_list(_PRIMARY, said, RunMode.RUN).defaults
             sources += _sources(defaults, folders)
+            for source in sources:
+                if not source.path.is_relative_to(folders[-1]):
+                    refuse_useless(source)
             tree = cast(
                 dict[str, Any], OmegaConf.to_container(compose(_PRIMARY, said), resolve=True)
             )
-        for source in sources:
-            if not source.path.is_relative_to(folders[-1]):
-                refuse_useless(source)
         _refuse_misplaced(tree, groups, sources)
         tree["allow_modules"] = _allowed(overrides)
         return from_dict(tree)
     except ConfigError as raised:
         error = raised
     except Exception as raised:  # of a file that is no settings Hydra says so by an assertion, too
-        error = translated(raised, overrides, folders)
+        error = translated(raised, overrides, folders, sources)
     raise error.said(Origin(sources, overrides, groups).of(error.keys)) from None
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from launcher.config.build import text_keys
+from launcher.config.build import collections, text_keys
 from launcher.config.errors import ConfigError
 from launcher.config.origin import Source, node_of, short
 
@@ -58,6 +58,20 @@ def unusable(folders: Sequence[Path]) -> ConfigError | None:
     return None
 
 
+def misshapen(sources: Sequence[Source]) -> ConfigError | None:
+    """The first list where a table belongs, or the reverse: Hydra merges neither, nor names it."""
+    wanted: dict[type, tuple[type, str]] = {
+        yaml.MappingNode: (list, "a list, not a table"),
+        yaml.SequenceNode: (dict, "a table, not a list"),
+    }
+    for source in sources:
+        for key, node in _nodes(node_of(source.path), source.package):
+            kind, words = wanted.get(type(node), (None, ""))
+            if kind and collections().get(key) is kind:
+                return ConfigError(f"{key} must be {words}", where=_place(source.path, node))
+    return None
+
+
 def _no_settings(file: Path, problem: str) -> ConfigError:
     return ConfigError(f"{short(file)} {problem}", "It has to hold names and values.")
 
@@ -92,15 +106,21 @@ def _problem(file: Path) -> str:
 
 def _scalars(node: yaml.Node | None, key: str) -> Iterator[tuple[str, yaml.ScalarNode]]:
     """Every value below `node` with its dotted key; those of a list all have the list's."""
-    if isinstance(node, yaml.ScalarNode):
+    for inner, found in _nodes(node, key):
+        if isinstance(found, yaml.ScalarNode):
+            yield inner, found
+
+
+def _nodes(node: yaml.Node | None, key: str) -> Iterator[tuple[str, yaml.Node]]:
+    """`node` and everything below it, likewise."""
+    if node is not None:
         yield key, node
-    elif isinstance(node, yaml.SequenceNode):
+    if isinstance(node, yaml.SequenceNode):
         for item in node.value:
-            yield from _scalars(item, key)
+            yield from _nodes(item, key)
     elif isinstance(node, yaml.MappingNode):
         for name, value in node.value:
-            inner = f"{key}.{name.value}" if key else str(name.value)
-            yield from _scalars(value, inner)
+            yield from _nodes(value, f"{key}.{name.value}" if key else str(name.value))
 
 
 def _is_hydras_group(key: str, node: yaml.ScalarNode) -> bool:

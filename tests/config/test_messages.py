@@ -399,6 +399,18 @@ FILES = [
     ),
     (
         "recipe/mine.yaml",
+        "# @package _global_\nwandb:\n  tags: {a: b}\n",
+        "recipe=mine",
+        "wandb.tags must be a list, not a table (in my_conf/recipe/mine.yaml:3).",
+    ),
+    (
+        "recipe/mine.yaml",
+        "# @package _global_\ntrain: [steps, 3]\n",
+        "recipe=mine",
+        "train must be a table, not a list (in my_conf/recipe/mine.yaml:2).",
+    ),
+    (
+        "recipe/mine.yaml",
         "# @package _global_\ndefaults: 3\n",
         "recipe=mine",
         "my_conf/recipe/mine.yaml has defaults that are no list, such as [override /model: gpt]. "
