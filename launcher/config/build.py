@@ -6,15 +6,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from launcher.config.errors import ConfigError, closest, shown
+from launcher.config.keys import setting_keys
 from launcher.config.schema import Config
 
 T = TypeVar("T")
@@ -263,41 +263,3 @@ def _section_remedy(cls: type, section: str) -> str:
 
 def _join(section: str, name: str) -> str:
     return f"{section}.{name}" if section else name
-
-
-def _leaves(cls: Any, section: str = "") -> Iterator[tuple[str, Any]]:
-    """The dotted name and the annotation of every setting below `cls`, all variants included."""
-    hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        key = _join(section, field.name)
-        if "variants" in field.metadata:
-            for variant in field.metadata["variants"].values():
-                yield from _leaves(variant, key)
-        elif dataclasses.is_dataclass(hints[field.name]):
-            yield from _leaves(hints[field.name], key)
-        else:
-            yield key, hints[field.name]
-
-
-@functools.cache
-def setting_keys() -> tuple[str, ...]:
-    """The dotted name of every setting there is, over all models and datasets."""
-    return tuple(dict.fromkeys(key for key, _ in _leaves(Config)))
-
-
-@functools.cache
-def text_keys() -> frozenset[str]:
-    """The dotted names of the settings that hold text."""
-    return frozenset(key for key, hint in _leaves(Config) if hint in (str, str | None))
-
-
-@functools.cache
-def collections() -> Mapping[str, type]:
-    """The dotted name of every section and setting that is a table (dict), and of every list."""
-    found: dict[str, type] = {}
-    for key, hint in _leaves(Config):
-        sections = key.split(".")[:-1]
-        found |= {".".join(sections[: n + 1]): dict for n in range(len(sections))}
-        if (kind := typing.get_origin(hint)) in (list, dict):
-            found[key] = kind
-    return found

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import yaml
 
-from launcher.config.build import collections, text_keys
 from launcher.config.errors import ConfigError
+from launcher.config.keys import collections, text_keys
 from launcher.config.origin import Source, node_of, short
 
 _ODD = re.compile(r"[+-]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")  # octal, base 60
