@@ -6,15 +6,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from launcher.config.errors import ConfigError, closest, shown
+from launcher.config.keys import setting_keys
 from launcher.config.schema import Config
 
 T = TypeVar("T")
@@ -94,7 +94,7 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
     if dataclasses.is_dataclass(hint):
         return build(hint, value, key)  # type: ignore[arg-type]
     if hint is Any:
-        return value
+        return _plain_data(value, key)
     kind = typing.get_origin(hint) or hint
     if kind is dict and isinstance(value, Mapping):
         _, inner_hint = typing.get_args(hint)
@@ -110,6 +110,25 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
         except ValueError:
             pass
     raise _wrong_type(kind, value, key)
+
+
+def _plain_data(value: Any, key: str) -> Any:
+    """`value`, which a user's own module reads: whatever JSON can hold, for checkpoints keep it."""
+    if isinstance(value, Mapping):
+        return {
+            _convert(str, name, _join(key, str(name))): _plain_data(item, f"{key}.{name}")
+            for name, item in value.items()
+        }
+    if isinstance(value, list):
+        return [_plain_data(item, key) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{key} must be a finite number, not {shown(value)}", keys=[key])
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    raise ConfigError(
+        f"{key} must be text, a number, true, false, null, a list or a table, not {shown(value)}",
+        keys=[key],
+    )
 
 
 def _to_bool(value: Any) -> bool:
@@ -244,29 +263,3 @@ def _section_remedy(cls: type, section: str) -> str:
 
 def _join(section: str, name: str) -> str:
     return f"{section}.{name}" if section else name
-
-
-def _leaves(cls: Any, section: str = "") -> Iterator[tuple[str, Any]]:
-    """The dotted name and the annotation of every setting below `cls`, all variants included."""
-    hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        key = _join(section, field.name)
-        if "variants" in field.metadata:
-            for variant in field.metadata["variants"].values():
-                yield from _leaves(variant, key)
-        elif dataclasses.is_dataclass(hints[field.name]):
-            yield from _leaves(hints[field.name], key)
-        else:
-            yield key, hints[field.name]
-
-
-@functools.cache
-def setting_keys() -> tuple[str, ...]:
-    """The dotted name of every setting there is, over all models and datasets."""
-    return tuple(dict.fromkeys(key for key, _ in _leaves(Config)))
-
-
-@functools.cache
-def text_keys() -> frozenset[str]:
-    """The dotted names of the settings that hold text."""
-    return frozenset(key for key, hint in _leaves(Config) if hint in (str, str | None))

@@ -78,7 +78,6 @@ def load_frozen(path: Path, argv_overrides: Sequence[str] = ()) -> Config:
             "--frozen takes all settings from its file",
             "Leave out the others, but for allow_modules=[…].",
         )
-    allowed = overrides[-1].value() if overrides else []
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -87,10 +86,17 @@ def load_frozen(path: Path, argv_overrides: Sequence[str] = ()) -> Config:
             "Name the config.yaml of a run.",
         ) from None
     try:
-        return from_dict({**tree, "allow_modules": allowed} if isinstance(tree, dict) else tree)
+        if isinstance(tree, dict):
+            tree["allow_modules"] = _allowed(overrides)
+        return from_dict(tree)
     except ConfigError as error:
         where = COMMAND_LINE if error.keys == ("allow_modules",) else f"in {short(path)}"
         raise error.said(where) from None
+    except RecursionError:
+        raise ConfigError(
+            f"--frozen {path} has an anchor inside what it stands for, which has no end",
+            "Write out what is meant.",
+        ) from None
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -115,19 +121,26 @@ def _load(overrides: Sequence[Override], folders: Sequence[Path]) -> Config:
         with searching(folders) as loader:
             defaults = loader.compute_defaults_list(_PRIMARY, said, RunMode.RUN).defaults
             sources += _sources(defaults, folders)
+            for source in sources:
+                if not source.path.is_relative_to(folders[-1]):
+                    refuse_useless(source)
             tree = cast(
                 dict[str, Any], OmegaConf.to_container(compose(_PRIMARY, said), resolve=True)
             )
-        for source in sources:
-            if not source.path.is_relative_to(folders[-1]):
-                refuse_useless(source)
         _refuse_misplaced(tree, groups, sources)
+        tree["allow_modules"] = _allowed(overrides)
         return from_dict(tree)
     except ConfigError as raised:
         error = raised
     except Exception as raised:  # of a file that is no settings Hydra says so by an assertion, too
-        error = translated(raised, overrides, folders)
+        error = translated(raised, overrides, folders, sources)
     raise error.said(Origin(sources, overrides, groups).of(error.keys)) from None
+
+
+def _allowed(overrides: Sequence[Override]) -> Any:
+    """`allow_modules` as the command line has it: however a file says it, it does not count."""
+    said = [override for override in overrides if override.key_or_group == "allow_modules"]
+    return said[-1].value() if said else []
 
 
 def _sources(defaults: Iterable[ResultDefault], folders: Sequence[Path]) -> Iterator[Source]:

@@ -1,7 +1,7 @@
 """What is wrong with a YAML file of the user's, where composing would pass over it or not name it.
 
-`compose` asks `refuse_useless` of every file that took part, and `damage` where Hydra gave up. The
-project's own files are not looked at.
+`compose` asks `refuse_useless` of every file that took part, and `unusable` where Hydra gave up.
+The project's own files are not looked at.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pathlib import Path
 
 import yaml
 
-from launcher.config.build import text_keys
 from launcher.config.errors import ConfigError
-from launcher.config.origin import Source, short
+from launcher.config.keys import collections, text_keys
+from launcher.config.origin import Source, node_of, short
 
 _ODD = re.compile(r"[+-]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")  # octal, base 60
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
@@ -22,10 +22,10 @@ _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 def refuse_useless(source: Source) -> None:
     """Raises ConfigError for what the file says and what would not be followed, or not as meant."""
-    if problem := _damage(source.path):
+    if problem := _problem(source.path):
         raise _no_settings(source.path, problem)
     section = source.package.partition(".")[0]
-    for key, node in _scalars(_root(source.path), source.package):
+    for key, node in _scalars(node_of(source.path), source.package):
         top = key.partition(".")[0]
         if section == "hydra" or top == "hydra" or _is_hydras_group(key, node):
             raise ConfigError(
@@ -50,11 +50,25 @@ def refuse_useless(source: Source) -> None:
             )
 
 
-def damage(folders: Sequence[Path]) -> ConfigError | None:
+def unusable(folders: Sequence[Path]) -> ConfigError | None:
     """The first file below `folders` that cannot hold settings at all, as an error."""
     for file in (file for folder in folders for file in sorted(folder.rglob("*.yaml"))):
-        if problem := _damage(file):
+        if problem := _problem(file):
             return _no_settings(file, problem)
+    return None
+
+
+def misshapen(sources: Sequence[Source]) -> ConfigError | None:
+    """The first list where a table belongs, or the reverse: Hydra merges neither, nor names it."""
+    wanted: dict[type, tuple[type, str]] = {
+        yaml.MappingNode: (list, "a list, not a table"),
+        yaml.SequenceNode: (dict, "a table, not a list"),
+    }
+    for source in sources:
+        for key, node in _nodes(node_of(source.path), source.package):
+            kind, words = wanted.get(type(node), (None, ""))
+            if kind and collections().get(key) is kind:
+                return ConfigError(f"{key} must be {words}", where=_place(source.path, node))
     return None
 
 
@@ -62,20 +76,23 @@ def _no_settings(file: Path, problem: str) -> ConfigError:
     return ConfigError(f"{short(file)} {problem}", "It has to hold names and values.")
 
 
-def _damage(file: Path) -> str:
+def _problem(file: Path) -> str:
     try:
-        root = _root(file)
+        root = node_of(file)
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     except UnicodeDecodeError:
         return "is not text in UTF-8"
     except yaml.YAMLError as error:
         return f"is not YAML: {' '.join(str(error).split())}"
+    except RecursionError:
+        return "has an anchor inside what it stands for, which has no end"
     if root is None:
         return ""
     if not isinstance(root, yaml.MappingNode):
         return "is no table of settings"
-    defaults = next((value for name, value in root.value if name.value == "defaults"), None)
+    said = (value for name, value in reversed(root.value) if name.value == "defaults")
+    defaults = next(said, None)
     if defaults is None:
         return ""
     if not isinstance(defaults, yaml.SequenceNode):
@@ -87,22 +104,23 @@ def _damage(file: Path) -> str:
     return ""
 
 
-def _root(path: Path) -> yaml.Node | None:
-    node: yaml.Node | None = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    return node
-
-
 def _scalars(node: yaml.Node | None, key: str) -> Iterator[tuple[str, yaml.ScalarNode]]:
     """Every value below `node` with its dotted key; those of a list all have the list's."""
-    if isinstance(node, yaml.ScalarNode):
+    for inner, found in _nodes(node, key):
+        if isinstance(found, yaml.ScalarNode):
+            yield inner, found
+
+
+def _nodes(node: yaml.Node | None, key: str) -> Iterator[tuple[str, yaml.Node]]:
+    """`node` and everything below it, likewise."""
+    if node is not None:
         yield key, node
-    elif isinstance(node, yaml.SequenceNode):
+    if isinstance(node, yaml.SequenceNode):
         for item in node.value:
-            yield from _scalars(item, key)
+            yield from _nodes(item, key)
     elif isinstance(node, yaml.MappingNode):
         for name, value in node.value:
-            inner = f"{key}.{name.value}" if key else str(name.value)
-            yield from _scalars(value, inner)
+            yield from _nodes(value, f"{key}.{name.value}" if key else str(name.value))
 
 
 def _is_hydras_group(key: str, node: yaml.ScalarNode) -> bool:

@@ -1,4 +1,7 @@
-"""Where a setting was said: the command line, or a file and its line. For error messages only."""
+"""Where a setting was said: the command line, or a file and its line. For error messages only.
+
+`node_of` reads a file as YAML nodes, which know their lines; `files` looks at them, too.
+"""
 
 from __future__ import annotations
 
@@ -55,6 +58,31 @@ def short(path: Path) -> str:
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
+def node_of(path: Path) -> yaml.Node | None:
+    """What the YAML file holds, with its places; None of an empty one. Merge keys (`<<`) are
+    followed: what they bring in stands before a table's own names, which win.
+
+    Raises OSError, UnicodeDecodeError and yaml.YAMLError.
+    """
+    loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+    try:
+        node: yaml.Node | None = loader.get_single_node()
+        _follow_merges(loader, node)
+        return node
+    finally:
+        loader.dispose()
+
+
+def _follow_merges(loader: yaml.SafeLoader, node: yaml.Node | None) -> None:
+    if isinstance(node, yaml.MappingNode):
+        loader.flatten_mapping(node)
+        for _, value in node.value:
+            _follow_merges(loader, value)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _follow_merges(loader, item)
+
+
 def _related(said: str, key: str) -> bool:
     return said == key or said.startswith(key + ".") or key.startswith(said + ".")
 
@@ -65,12 +93,12 @@ def _line(source: Source, key: str) -> int:
     path = key.split(".")
     if path[: len(prefix)] != prefix:
         return 0
-    node = yaml.compose(source.path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    node = node_of(source.path)
     line = 0
     for name in path[len(prefix) :]:
         if not isinstance(node, yaml.MappingNode):
             return 0
-        for name_node, value_node in node.value:
+        for name_node, value_node in reversed(node.value):
             if name_node.value == name:
                 line, node = name_node.start_mark.line + 1, value_node
                 break

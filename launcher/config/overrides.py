@@ -16,8 +16,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException, OverrideParseException
 
-from launcher.config.build import text_keys
 from launcher.config.errors import ConfigError
+from launcher.config.keys import text_keys
 
 COMMAND_LINE = "on the command line"
 

@@ -12,9 +12,9 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
 
 from launcher.config.errors import ConfigError, advice
-from launcher.config.files import damage
+from launcher.config.files import misshapen, unusable
 from launcher.config.folders import find_groups
-from launcher.config.origin import short
+from launcher.config.origin import Source, short
 from launcher.config.overrides import COMMAND_LINE
 
 # OSError and UnicodeDecodeError: a settings file that cannot be read, or holds no table.
@@ -28,24 +28,32 @@ _HYDRA_ERRORS = (
 
 
 def translated(
-    error: BaseException, overrides: Sequence[Override], folders: Sequence[Path]
+    error: BaseException,
+    overrides: Sequence[Override],
+    folders: Sequence[Path],
+    sources: Sequence[Source],
 ) -> ConfigError:
-    """The ConfigError that says what `error` means to the user; raises one that is a riddle."""
+    """The ConfigError that says what `error` means to the user; raises one that is a riddle.
+
+    `sources`: as many files as were found to take part.
+    """
+    if "Cannot merge" in str(error) and (found := misshapen(sources)) is not None:
+        return found
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _missing_option(error, error.missing_cfg_file, overrides, folders)
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return ConfigError(f"{short(Path(mark.name))}:{mark.line + 1} is not YAML: {error.problem}")
     if isinstance(error, HydraException) and not str(error) and error.__cause__ is not None:
-        return translated(error.__cause__, overrides, folders)
+        return translated(error.__cause__, overrides, folders, sources)
     if isinstance(error, OmegaConfBaseException):  # its first line says what, the others how typed
         key = error.full_key or ""
         what = str(error).strip().splitlines()[0]
         return ConfigError(f"{key}: {what}" if key else what, keys=[key.partition("[")[0]])
     if lost := re.search(r"In '(.+)': Could not override '(.+?)'", str(error)):
         return _missing_group(lost[1], lost[2], folders)
-    if (damaged := damage(folders[:-1])) is not None:
-        return damaged
+    if (found := unusable(folders[:-1])) is not None:
+        return found
     if not isinstance(error, _HYDRA_ERRORS):
         raise error
     return ConfigError(f"The settings cannot be put together: {' '.join(str(error).split())}")

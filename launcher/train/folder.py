@@ -21,9 +21,8 @@ from launcher.cluster.slurm_attempts import attempt_folder
 from launcher.config.compose import to_dict
 from launcher.config.errors import ConfigError, shown
 from launcher.config.schema import Config, Run
+from launcher.report.files import FULL
 from launcher.train import checkpoint
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # the disk's fault, not the setting's
 
 # What must not change when a run goes on: with other values its steps would be another run's.
 _FIXED = ("model", "dataset", "optimizer", "train.global_batch_size", "run.seed")
@@ -125,7 +124,7 @@ def _make(config: Config) -> Path:
             return _fresh_folder(run.dir, config.model.name)
         return _own_folder(run, run.id)
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in FULL | {errno.EIO}:  # the disk's fault, not the setting's
             raise
         raise _not_writable(run.dir, f"{error.filename}: {error.strerror}") from None
 

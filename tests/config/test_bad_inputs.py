@@ -21,8 +21,6 @@ from launcher.__main__ import main
 from launcher.config.build import LARGEST
 from launcher.config.schema import Config
 
-# A `dict` of the user's own names and values: nothing in it can be wrong by its type.
-FREE = {"model.options", "dataset.options"}
 LOOKED_FOR = ("cluster.gpus=999", "model.module=no_such")
 STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec"}
 
@@ -89,6 +87,13 @@ WRONG: dict[Any, list[Any]] = {
 }
 
 
+# What a model and a dataset of the user's own need beside their options.
+OWN = {
+    "model": {"model.module": "x", "dataset.name": "synthetic"},
+    "dataset": {"dataset.module": "x", "model.name": "mlp"},
+}
+
+
 def wrong_values() -> Iterator[Case]:
     for key, kind, optional, metadata, beside in settings():
         values = [*WRONG[kind], *([] if optional else [None])]
@@ -105,6 +110,17 @@ def wrong_values() -> Iterator[Case]:
             maximum = metadata.get("maximum") or (LARGEST if kind is int else 3e38)
             above = maximum + 1 if kind is int else max(maximum + 1e-3, maximum * 1.1)
             yield Case(key, above, f"{key} must be at most", beside)
+
+
+def useless_options() -> Iterator[Case]:
+    """In the user's own names and values: what a checkpoint could not keep, or a module not get."""
+    for section, beside in OWN.items():
+        said, key = {f"{section}.name": "custom", **beside}, f"{section}.options"
+        infinite = float("inf")
+        for value in (float("nan"), -infinite, [1.0, infinite], {"b": [{"c": infinite}]}, b"hi"):
+            yield Case(key, {"a": value}, f"{key}.a", said)
+        yield Case(key, {"a": {1: 2}}, f"{key}.a.1", said)
+        yield Case(key, {"name": "foo"}, f"{key}.name", said)
 
 
 def slips() -> Iterator[Case]:
@@ -153,6 +169,21 @@ def contradictions() -> Iterator[Case]:
     for key in ("gres", "time", "mem", "signal", "job_name"):
         slurm = {"cluster.kind": "slurm", "cluster.gpus": 2, "cluster.slurm.gpu_type": "a100"}
         yield _together({**slurm, f"cluster.slurm.{key}": "no good"})
+    for key, value in {
+        "partition": "p",
+        "cpus": 4,
+        "exclusive": False,
+        "signal": "TERM@9",
+        "wait": True,
+        "setup": ["x"],
+        "env": {"A": "b"},
+        "container": {"image": "i"},
+        "dry_run": True,
+    }.items():
+        yield _together({"cluster.kind": "emulated", f"cluster.slurm.{key}": value})
+    nodes = {"cluster.kind": "slurm", "cluster.gpus": 2, "cluster.hosts": 2}
+    for beside in ({"cluster.max_restarts": 0}, nodes):
+        yield _together({**beside, "train.non_finite": "rollback"})
     for option in ("nodes", "time", "output", "gpus-per-node"):
         slurm = {"cluster.kind": "slurm", "cluster.gpus": 2}
         yield _together({**slurm, "cluster.slurm.extra": {option: "1"}})
@@ -164,7 +195,7 @@ def _together(said: dict[str, Any], told: str = "") -> Case:
     return Case(key, said[key], told or key, mlp | {name: said[name] for name in beside})
 
 
-CASES = [*wrong_values(), *slips(), *contradictions()]
+CASES = [*wrong_values(), *useless_options(), *slips(), *contradictions()]
 # Each of these leaves out what the others of its group say, so that a few of every kind are left.
 SAMPLE = CASES[:: len(CASES) // 12]
 
@@ -255,7 +286,7 @@ def refused(
 
 def test_there_are_enough() -> None:
     assert len(CASES) > 1000
-    assert {case.key for case in CASES} >= {setting.key for setting in settings()} - FREE
+    assert {case.key for case in CASES} >= {setting.key for setting in settings()}
 
 
 def test_in_a_frozen_file(refused: Refused, tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from launcher.__main__ import _EXAMPLES, main
-from launcher.config.build import build, setting_keys
+from launcher.config.build import build
 from launcher.config.compose import from_dict, load, load_points, to_dict
 from launcher.config.folders import CONF
+from launcher.config.keys import setting_keys
 from launcher.config.overrides import written
 from launcher.config.schema import GPT, MLP, Config, StdlibText, Text
 

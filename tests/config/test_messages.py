@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from launcher.__main__ import main
+from launcher.config import compose
 from launcher.config.folders import CONF
 
 CLI = "(on the command line)"
@@ -391,6 +392,25 @@ FILES = [
     ),
     (
         "recipe/mine.yaml",
+        "# @package _global_\nwandb: &a {name: x, group: *a}\n",
+        "recipe=mine",
+        "my_conf/recipe/mine.yaml has an anchor inside what it stands for, which has no end. "
+        "It has to hold names and values.",
+    ),
+    (
+        "recipe/mine.yaml",
+        "# @package _global_\nwandb:\n  tags: {a: b}\n",
+        "recipe=mine",
+        "wandb.tags must be a list, not a table (in my_conf/recipe/mine.yaml:3).",
+    ),
+    (
+        "recipe/mine.yaml",
+        "# @package _global_\ntrain: [steps, 3]\n",
+        "recipe=mine",
+        "train must be a table, not a list (in my_conf/recipe/mine.yaml:2).",
+    ),
+    (
+        "recipe/mine.yaml",
         "# @package _global_\ndefaults: 3\n",
         "recipe=mine",
         "my_conf/recipe/mine.yaml has defaults that are no list, such as [override /model: gpt]. "
@@ -423,6 +443,40 @@ FILES = [
         "recipe=mine",
         "allow_modules is for the command line alone: a file that allows itself would protect from "
         "nothing (in my_conf/recipe/mine.yaml:4). Write allow_modules=[…] on the command line.",
+    ),
+    (
+        "recipe/mine.yaml",
+        "# @package _global_\nmodel: {name: custom, module: os}\n<<: {allow_modules: [os]}\n",
+        "recipe=mine",
+        "allow_modules is for the command line alone: a file that allows itself would protect from "
+        "nothing (in my_conf/recipe/mine.yaml:3). Write allow_modules=[…] on the command line.",
+    ),
+    (
+        "recipe/mine.yaml",
+        "# @package _global_\n<<: [{train: {steps: 3}}, {hydra: {run: {dir: here}}}]\n",
+        "recipe=mine",
+        "hydra is Hydra's own section, which has no effect here (in my_conf/recipe/mine.yaml:2). "
+        "Runs are placed by run.dir and run.id; sweeps are asked for with -m.",
+    ),
+    (
+        "recipe/mine.yaml",
+        "# @package _global_\n<<: {defaults: [override /hydra/launcher: basic]}\n",
+        "recipe=mine",
+        "hydra is Hydra's own section, which has no effect here (in my_conf/recipe/mine.yaml:2). "
+        "Runs are placed by run.dir and run.id; sweeps are asked for with -m.",
+    ),
+    (
+        "recipe/mine.yaml",
+        "# @package _global_\nrun:\n  <<: {seed: 010}\n",
+        "recipe=mine",
+        "run.seed: 010 is read as 8 (in my_conf/recipe/mine.yaml:3). "
+        "Write numbers with decimal digits, and without a 0 in front.",
+    ),
+    (
+        "recipe/mine.yaml",
+        "# @package _global_\ntrain:\n  steps: 3\n  <<: {seed: 4, steps: 5}\n",
+        "recipe=mine",
+        "train.seed is not a setting (in my_conf/recipe/mine.yaml:4). Did you mean run.seed?",
     ),
     (
         "recipe/mine.yaml",
@@ -541,7 +595,14 @@ def test_a_file_that_is_no_text(
     assert err.startswith(f"launcher: {told}")
 
 
-@pytest.mark.parametrize("content", ["", "3", "- a", "train: {steps: 1", "train: 3", "b: [}"])
+# The options of a custom model may be tables in tables, here without end.
+ENDLESS = "model: &a {name: custom, module: x, options: {b: *a}}"
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "3", "- a", "train: {steps: 1", "train: 3", "b: [}", "run: &a {id: *a}", ENDLESS],
+)
 def test_a_frozen_file_that_holds_no_settings(
     content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -562,6 +623,24 @@ def test_a_frozen_file_cannot_allow_its_own_code(
     assert code == 2
     assert "model.module=my_pkg.net is code that this run is not allowed to load" in err
     assert answer(["--frozen", str(path), "allow_modules=[my_pkg]"], capsys)[0] == 0
+
+
+def test_what_a_file_says_of_allow_modules_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Even where it goes unnoticed: it is the command line that is asked."""
+    monkeypatch.setattr(compose, "refuse_useless", lambda source: None)
+    recipe = tmp_path / "recipe" / "mine.yaml"
+    recipe.parent.mkdir()
+    recipe.write_text(
+        "# @package _global_\n<<: {allow_modules: [evil]}\n"
+        "defaults: [override /dataset: custom]\ndataset: {module: evil}\n"
+    )
+    command = ["--config-dir", str(tmp_path), "recipe=mine", "task=check"]
+    code, _, err = answer(command, capsys)
+    assert code == 2
+    assert "dataset.module=evil is code that this run is not allowed to load" in err
+    assert answer([*command, "allow_modules=['evil']"], capsys)[0] == 0
 
 
 def test_missing_config_dir(

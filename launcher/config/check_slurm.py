@@ -1,0 +1,106 @@
+"""What a Slurm job may ask for: the rules of `cluster.slurm`. `checks` calls them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+
+from launcher.config.errors import ConfigError
+from launcher.config.schema import Config, Slurm
+
+# What a text setting must look like, and what to say where it does not.
+_TEXTS = {
+    "time": (
+        r"(?=\d)(\d+d)?(\d+h)?(\d+m)?",
+        "Write days, hours and minutes, such as 2d12h, 4h or 90m.",
+    ),
+    "mem": (r"\d+[KMGT]?", "Write it as Slurm does, such as 64G."),
+    "signal": (
+        r"(TERM|USR1|USR2)@\d{1,5}",
+        "Write TERM, USR1 or USR2, @ and the seconds before the time limit, such as USR2@120.",
+    ),
+    "job_name": (r"[\w.+-]+", "Use letters, digits, '.', '_', '+' and '-'."),
+}
+# Options of sbatch that `extra` may not set, and the setting that does.
+_SBATCH_OPTIONS = {
+    name.replace("_", "-"): f"cluster.slurm.{name}"
+    for name in (
+        *("partition", "account", "qos", "time", "mem", "gres", "exclusive", "constraint"),
+        *("reservation", "nodelist", "exclude", "dependency", "job_name", "signal", "array"),
+    )
+} | {
+    "nodes": "cluster.hosts",
+    "cpus-per-task": "cluster.slurm.cpus",
+    "gpus": "cluster.gpus",
+    "gpus-per-node": "cluster.gpus",
+    "requeue": "cluster.slurm.max_requeues",
+    "no-requeue": "cluster.slurm.max_requeues",
+    **dict.fromkeys(
+        ("ntasks", "ntasks-per-node", "output", "error", "open-mode", "chdir", "parsable", "wait"),
+        "",
+    ),
+}
+
+
+def check_slurm(config: Config) -> Iterator[ConfigError]:
+    """What is wrong with `cluster.slurm`, and with the devices that a job asks for."""
+    if config.cluster.kind != "slurm":
+        yield from _without_effect(config)
+        return
+    if config.cluster.gpus is None:
+        yield ConfigError(
+            "cluster.gpus is not set, and cluster=slurm must know how many to ask for",
+            "Give the number in total, over all nodes.",
+            ["cluster.gpus"],
+        )
+    yield from _misspelt(config.cluster.slurm)
+    yield from _set_twice(config.cluster.slurm)
+
+
+def _without_effect(config: Config) -> Iterator[ConfigError]:
+    """Settings of a job where there is none."""
+    default = Slurm()
+    for field in fields(Slurm):
+        value, key = getattr(config.cluster.slurm, field.name), f"cluster.slurm.{field.name}"
+        if value != getattr(default, field.name):
+            yield ConfigError(
+                f"{key} has no meaning for cluster={config.cluster.name or config.cluster.kind}",
+                "Leave it out, or use cluster=slurm.",
+                [key],
+            )
+
+
+def _misspelt(slurm: Slurm) -> Iterator[ConfigError]:
+    for name, (pattern, remedy) in _TEXTS.items():
+        value = getattr(slurm, name)
+        if value is not None and not re.fullmatch(pattern, value):
+            yield ConfigError(
+                f"cluster.slurm.{name}={value!r} cannot be understood",
+                remedy,
+                [f"cluster.slurm.{name}"],
+            )
+    for name in slurm.env:
+        if not re.fullmatch(r"[A-Za-z_]\w*", name):
+            yield ConfigError(
+                f"cluster.slurm.env: {name!r} cannot name an environment variable",
+                "Use letters, digits and '_'.",
+                ["cluster.slurm.env"],
+            )
+
+
+def _set_twice(slurm: Slurm) -> Iterator[ConfigError]:
+    if slurm.gres and slurm.gpu_type:
+        yield ConfigError(
+            f"cluster.slurm.gres={slurm.gres} and cluster.slurm.gpu_type={slurm.gpu_type} both "
+            "ask for GPUs",
+            "Leave one out.",
+            ["cluster.slurm.gres", "cluster.slurm.gpu_type"],
+        )
+    for option in slurm.extra:
+        if (setting := _SBATCH_OPTIONS.get(option.lstrip("-"))) is not None:
+            yield ConfigError(
+                f"cluster.slurm.extra.{option} is not for you to set that way",
+                f"{setting} says it." if setting else "The launcher sets it itself.",
+                ["cluster.slurm.extra"],
+            )
