@@ -13,7 +13,7 @@ from launcher.train.signals import StopSignals
 
 if TYPE_CHECKING:
     from launcher.train.crew import Answers, Crew
-    from launcher.train.saving import Begun, Saving
+    from launcher.train.saving import Saving
 
 IN_FLIGHT = 2  # steps sent ahead of their results: the worker never waits for the driver
 
@@ -38,7 +38,7 @@ def train(
     """
     profiled = profiled_step(settings.steps, finished)
     cadence = Cadence(settings.checkpoint, clock())
-    calls: deque[Answers | Begun] = deque()
+    calls: deque[Answers] = deque()
     step = saved = finished
     while step < settings.steps and not stop.requested:
         step += 1
@@ -59,7 +59,7 @@ def train(
     save.finish(final)
 
 
-def _finish(crew: Crew, calls: deque[Answers | Begun], recorder: Recorder) -> None:
+def _finish(crew: Crew, calls: deque[Answers], recorder: Recorder) -> None:
     """Wait for all that was sent, and record it."""
     calls.append(crew.submit("flush"))
     while calls:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -147,14 +147,12 @@ class TrainWorker(Peer):
         means = {f"eval/{name}": float(np.mean([v[name] for v in values])) for name in values[0]}
         return replace(result, metrics=result.metrics | means)
 
-    def save(self, folder: str, step: int, metadata: dict[str, Any], token: str) -> str | None:
+    def save(self, folder: str, step: int, metadata: dict[str, Any], token: str) -> None:
         """Begin to write this process's part of the state after `step` steps, the newest, to
         `folder/<step>`; returns when it is copied. All processes get the same `token`, a new one
-        for every save.
-
-        Returns why the state before could not be saved, None where it was; see `saved`.
+        for every save. Of the save before, `saved` must have been asked.
         """
-        problem = self.saved()
+        assert self._saving is None
         state, settings = checkpoint.copied(self._state), self._config.train.checkpoint
         writers = checkpoint.Writers(jax.process_index(), jax.process_count(), token)
         self._saving = self._saver.submit(
@@ -167,7 +165,10 @@ class TrainWorker(Peer):
             keep_every=settings.every_steps,
             writers=writers,
         )
-        return problem
+
+    def writing(self, seconds: float) -> bool:
+        """Whether what `save` began is still being written, after waiting for it so long."""
+        return bool(self._saving and wait([self._saving], seconds).not_done)
 
     def saved(self) -> str | None:
         """Wait until what `save` began is written. Returns why it could not be, in a line; None

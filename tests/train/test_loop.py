@@ -72,6 +72,9 @@ class Asked:
         answer = self._future.result(60)
         return merged([answer], self._handle.plan) if isinstance(answer, StepResult) else answer
 
+    def each(self):
+        return [self.result()]
+
 
 class Training:
     """Runs `loop.train` on a fresh worker, in `folder`, from its newest checkpoint."""
