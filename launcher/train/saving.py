@@ -47,6 +47,7 @@ class Saving:
 
     Args:
         describe: the metadata of the state after so many steps.
+        sync: puts what is recorded of the steps before on the disk.
         failures: a line for each save that failed is added to it.
     """
 
@@ -58,10 +59,11 @@ class Saving:
         describe: Callable[[int], dict[str, Any]],
         warn: Callable[[str], None],
         failures: list[str],
+        sync: Callable[[], None] = lambda: None,
     ) -> None:
         self._crew, self._folder, self._settings = crew, folder.absolute(), settings
         self._describe, self._warn = describe, warn
-        self._failures = failures
+        self._failures, self._sync = failures, sync
 
     def __call__(self, step: int) -> Answers:
         """Begin to save the newest state, that after `step` steps, when the one before is written;
@@ -70,6 +72,7 @@ class Saving:
         Raises SaveError for the save before, where it failed and that ends the run.
         """
         self.finish(final=False)
+        self._sync()
         token = secrets.token_hex(4)
         return self._crew.submit("save", str(self._folder), step, self._describe(step), token)
 

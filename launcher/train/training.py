@@ -216,7 +216,8 @@ class _Job:
             contents, self._config, self._plan, passed_over=self._passed_over
         )
         settings, failures = self._config.train.checkpoint, self.recording.failed_saves
-        return Saving(crew, self._home.checkpoints, settings, describe, self._say, failures)
+        sync = self.recording.sync
+        return Saving(crew, self._home.checkpoints, settings, describe, self._say, failures, sync)
 
     def _say(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, markup=False, highlight=False)

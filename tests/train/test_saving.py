@@ -138,3 +138,12 @@ def test_a_process_that_writes_on_after_the_first_gave_up_leaves_nothing(
     save(4)
     save.finish(final=True)
     assert [path.name for path in tmp_path.iterdir()] == ["4"]
+
+
+def test_metrics_are_on_the_disk_before_a_save_begins(tmp_path, said):
+    done = []
+    crew = Crew(1)
+    crew.save = lambda *arguments: done.append("saved") or [None]
+    sync = lambda: done.append("synced")  # noqa: E731
+    Saving(crew, tmp_path, Checkpoint(), lambda step: {}, said.append, [], sync)(3)
+    assert done == ["synced", "saved"]

@@ -12,6 +12,7 @@ from launcher.cluster.slurm_attempts import read_attempts
 from launcher.config.compose import load, to_dict
 from launcher.plan import local_shape
 from launcher.report.console import make_console
+from launcher.report.jsonl import read_metrics
 from launcher.train import folder, training
 from launcher.train.checkpoint import integrity
 from launcher.train.method import plan_of
@@ -143,3 +144,28 @@ def test_a_disk_that_is_full_from_the_start_leaves_an_account(tmp_path, plan, mo
     assert "No space left" in run.reason
     (attempt,) = read_attempts(run.path)
     assert (attempt.exit_code, attempt.exit_reason) == (1, run.reason)
+
+
+def test_a_restart_on_a_full_disk_keeps_the_metrics_that_wait_for_room(tmp_path, plan, monkeypatch):
+    run = Run(tmp_path, plan, monkeypatch)
+
+    write = None
+
+    def attempt(job, stop):
+        nonlocal write
+        job.recording.open(job._home.finished_steps)
+        if job.restarts:
+            job.recording._metrics._write = write
+            return
+        run.save(1)
+        write = job.recording._metrics._write
+        job.recording._metrics._write = full
+        job.recording._log({"step": 1})
+        raise WorkerError("worker_1", "killed", tmp_path / "log", host=1, died=True)
+
+    def full():
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(training._Job, "_attempt", attempt)
+    assert run.train() == 0
+    assert [record["step"] for record in read_metrics(run.path / "metrics.jsonl")] == [1]
