@@ -44,7 +44,7 @@ def train(
         step += 1
         calls.append(crew.submit("step", step, step == profiled))
         if settings.eval_every and step % settings.eval_every == 0:
-            calls.append(crew.submit("evaluate"))
+            calls += [crew.submit("evaluate", batch) for batch in range(settings.eval_batches)]
         if step < settings.steps and cadence.is_due(step, clock()):
             _finish(crew, calls, recorder)  # only a step that went well is saved
             calls.append(save(step))
