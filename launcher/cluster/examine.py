@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from launcher.cluster.handle import LOOPBACK, WorkerHandle
+from launcher.cluster.handle import WorkerHandle
 
 _DUMP_SECONDS = 3.0  # in which a process that can still do so has written its stacks
 _MOST_FRAMES = 12  # of one thread, the newest
@@ -29,7 +29,7 @@ def examine(worker: WorkerHandle) -> str:
     """
     process = worker.process()
     if process is None:
-        where = "is not up yet" if worker.address == LOOPBACK else "is on another machine"
+        where = "is on another machine" if worker.elsewhere else "is not up yet"
         return f"its process {where}: nothing more is known"
     try:
         state = _state(process)

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 
 from launcher.cluster.errors import RayEndedError, WorkerError
+from launcher.cluster.host import machine
 
 LOOPBACK = "127.0.0.1"
 WATCH_SECONDS = 0.5
@@ -129,32 +130,35 @@ def _cause(error: WorkerError, waiting: Mapping[Any, Future]) -> WorkerError:
 
 class WorkerHandle:
     """One worker process, `host` its index in the pool and `address` its machine's; `log` holds its
-    output.
+    output. `elsewhere`: its process is known to be on another machine.
 
     Calls run one at a time, in the order in which they were submitted.
     """
 
     def __init__(self, actor: Any, host: int, log: Path, address: str = LOOPBACK) -> None:
         self._actor = actor
-        self._pid = actor.pid.remote()
+        self._place = actor.place.remote()
         self._process: psutil.Process | None = None
         self._kills_before = _out_of_memory_kills()
         self.host = host
         self.name = f"worker_{host}" + (f" on {address}" if address != LOOPBACK else "")
         self.log = log
         self.address = address
+        self.elsewhere = False
 
     def submit(self, method: str, *arguments: Any) -> Future:
         """Queue a call of the worker object's `method` and return without waiting."""
         return Future(self._actor.call.remote(method, *arguments), self, method)
 
     def process(self) -> psutil.Process | None:
-        """Its process; None as long as that is not up, and where it is on another machine."""
+        """Its process; None as long as that is not up, and where it is `elsewhere`."""
         import ray
 
-        if self._process is None and self.address == LOOPBACK:
+        if self._process is None and not self.elsewhere:
             with suppress(ray.exceptions.RayError, psutil.NoSuchProcess):
-                self._process = psutil.Process(ray.get(self._pid, timeout=0))
+                where, pid = ray.get(self._place, timeout=0)
+                self.elsewhere = where != machine()
+                self._process = None if self.elsewhere else psutil.Process(pid)
         return self._process
 
     @property

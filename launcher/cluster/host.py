@@ -11,6 +11,7 @@ import faulthandler
 import os
 import pickle
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -51,9 +52,9 @@ class Host:
         self._object: Any = None
         self._unborn: Any = None  # the failure of the constructor: the answer to every call
 
-    def pid(self) -> int:
-        """The number of this process on its machine."""
-        return os.getpid()
+    def place(self) -> tuple[str, int]:
+        """The machine, as `machine` names it, and the number of this process there."""
+        return machine(), os.getpid()
 
     def construct(self, pickled: bytes) -> Outcome:
         """Build the user's object from a pickled (class, arguments)."""
@@ -73,6 +74,16 @@ class Host:
             return True, getattr(self._object, method)(*arguments)
         except BaseException as error:
             return False, _told(error)
+
+
+def machine() -> str:
+    """What tells this machine from others, and containers of it from one another: where it is the
+    same, a process's number means the same process."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # no Linux
+        return socket.gethostname()
 
 
 def _told(error: BaseException) -> tuple[str, str, str]:

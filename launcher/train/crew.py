@@ -37,6 +37,10 @@ class Answers:
         """
         return self.crew.result(self.futures)
 
+    def each(self) -> list[Any]:
+        """Every worker's own answer; raises like `result`."""
+        return self.crew.answers(self.futures)
+
 
 class Crew:
     """One worker a host, in the order of the plan's hosts.
@@ -69,16 +73,20 @@ class Crew:
 
     def result(self, futures: Sequence[Future]) -> Any:
         """See `Answers.result`."""
-        try:
-            answers = gather(futures, self._watch())
-        except WorkerError as error:
-            if error.died:
-                self._blame_ray()
-            raise
+        answers = self.answers(futures)
         if not isinstance(answers[0], StepResult):
             return answers[0]
         self._trained = True
         return merged(answers, self._plan)
+
+    def answers(self, futures: Sequence[Future]) -> list[Any]:
+        """See `Answers.each`."""
+        try:
+            return gather(futures, self._watch())
+        except WorkerError as error:
+            if error.died:
+                self._blame_ray()
+            raise
 
     def _watch(self) -> Callable[[list[WorkerHandle]], None]:
         """What looks after one wait. It counts its own calls, not the clock: when this process was

@@ -29,7 +29,7 @@ def failure_of(
             cause = "no answer" if isinstance(error, HungError) else "Ray ended"
             return Failure(cause, step, _report(error, step, steps, plan))
         case DivergedError() if rolls_back:
-            return Failure(f"{error.key} not finite", error.step, str(error))
+            return Failure(f"{error.key} not finite", error.step, str(error), passes_over=True)
     return None
 
 

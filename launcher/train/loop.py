@@ -13,7 +13,7 @@ from launcher.train.signals import StopSignals
 
 if TYPE_CHECKING:
     from launcher.train.crew import Answers, Crew
-    from launcher.train.saving import Begun, Saving
+    from launcher.train.saving import Saving
 
 IN_FLIGHT = 2  # steps sent ahead of their results: the worker never waits for the driver
 
@@ -38,13 +38,13 @@ def train(
     """
     profiled = profiled_step(settings.steps, finished)
     cadence = Cadence(settings.checkpoint, clock())
-    calls: deque[Answers | Begun] = deque()
+    calls: deque[Answers] = deque()
     step = saved = finished
     while step < settings.steps and not stop.requested:
         step += 1
         calls.append(crew.submit("step", step, step == profiled))
         if settings.eval_every and step % settings.eval_every == 0:
-            calls.append(crew.submit("evaluate"))
+            calls += [crew.submit("evaluate", batch) for batch in range(settings.eval_batches)]
         if step < settings.steps and cadence.is_due(step, clock()):
             _finish(crew, calls, recorder)  # only a step that went well is saved
             calls.append(save(step))
@@ -59,7 +59,7 @@ def train(
     save.finish(final)
 
 
-def _finish(crew: Crew, calls: deque[Answers | Begun], recorder: Recorder) -> None:
+def _finish(crew: Crew, calls: deque[Answers], recorder: Recorder) -> None:
     """Wait for all that was sent, and record it."""
     calls.append(crew.submit("flush"))
     while calls:

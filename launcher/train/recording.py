@@ -77,7 +77,8 @@ class Recording:
         self._plan, self._plan_seconds, self._allocation = plan, plan_seconds, allocation
         self._wandb: WandbTracker | None = None
         self._newest_in_wandb = 0
-        self._trackers: list[Tracker] = []  # of this attempt; the recording with wandb goes on
+        self._metrics: JsonlTracker | None = None
+        self._trackers: list[Tracker] = []  # of this attempt; the others go on
         self._profiled: set[int] = set()
         self.compile_seconds: float | None = None
         self.failed_saves: list[str] = []
@@ -94,8 +95,10 @@ class Recording:
         """Make ready for an attempt that begins after so many steps: what is recorded of later
         ones is to be done again. Raises OSError."""
         path, config = self._home.path, self._config
-        metrics = JsonlTracker(path / "metrics.jsonl", finished_steps + 1, self._say)
-        self._trackers.append(metrics)
+        if self._metrics:
+            self._metrics.rewind(finished_steps + 1)  # with what waits for room on the disk
+        else:
+            self._metrics = JsonlTracker(path / "metrics.jsonl", finished_steps + 1, self._say)
         self._profiled.add(profiled_step(config.train.steps, finished_steps))
         if self._wandb:
             return
@@ -120,9 +123,15 @@ class Recording:
         CompositeTracker(tuple(self._trackers)).finish({})
         self._trackers.clear()
 
+    def sync(self) -> None:
+        """Wait until the metrics so far are on the disk: a checkpoint is not to outlive them."""
+        if self._metrics:
+            self._metrics.sync()
+
     def _log(self, metrics: Metrics) -> None:
-        for tracker in self._trackers:
-            tracker.log(metrics)
+        for tracker in (self._metrics, *self._trackers):
+            if tracker:
+                tracker.log(metrics)
         step = int(metrics["step"] or 0)
         if self._wandb and step > self._newest_in_wandb:  # which takes no step twice
             self._wandb.log(metrics)
@@ -148,8 +157,8 @@ class Recording:
         with ExitStack() as stack:  # each of these also where one before it fails
             resume_command = self._resume_command(reason)
             stack.callback(print_summary, self._console, self._home.path, summary, resume_command)
-            every = [*self._trackers, *([self._wandb] if self._wandb else [])]
-            stack.callback(CompositeTracker(tuple(every)).finish, summary.to_dict())
+            every = tuple(filter(None, (self._metrics, *self._trackers, self._wandb)))
+            stack.callback(CompositeTracker(every).finish, summary.to_dict())
             write_summary(self._home.path, summary)
             plots = self._home.path / "plots"
             pictures = [plot_timeline(timeline(self._plan), plots / "timeline.png", self._home.id)]

@@ -18,11 +18,13 @@ _SAME_STEP = 1
 @dataclass(frozen=True)
 class Failure:
     """What went wrong, in the words that tell it from another failure, and after which finished
-    step. `report` is all that is known, in lines."""
+    step. `report` is all that is known, in lines. `passes_over`: `step` itself went wrong, and the
+    next batch is to be the one after its own."""
 
     cause: str
     step: int
     report: str = ""
+    passes_over: bool = False
 
     def is_like(self, other: Failure) -> bool:
         """Whether it is the same failure at the same step."""
@@ -68,7 +70,7 @@ def recovering(
     attempt: Callable[[], None],
     diagnose: Callable[[Exception], Failure | None],
     begin_again: Callable[[Failure, Restart], None],
-    max_restarts: int,
+    max_restarts: Callable[[], int],
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
     """Call `attempt` until it returns, or must not be tried again.
@@ -76,6 +78,7 @@ def recovering(
     Args:
         diagnose: what an exception of `attempt` is a failure of; None where another attempt would
             end alike, or is not wanted.
+        max_restarts: asked after each failure.
         begin_again: says what happened, and makes the next attempt begin where it is to.
 
     Raises what `attempt` raised where it is no failure, and FailedError.
@@ -89,7 +92,7 @@ def recovering(
             if failure is None:
                 raise
             failures.append(failure)
-            verdict = decide(failures, max_restarts)
+            verdict = decide(failures, max_restarts())
             if isinstance(verdict, GiveUp):
                 ending = f"\nThe run is not started again: {verdict.why}." if verdict.why else ""
                 raise FailedError(failure.report + ending) from error

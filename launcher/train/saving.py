@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launcher.cluster.errors import HungError
 from launcher.config.compose import to_dict
 from launcher.config.schema import Checkpoint, Config
 from launcher.plan import Plan
-from launcher.train.checkpoint import SaveError
+from launcher.train.checkpoint import SaveError, clear_partial
 
 if TYPE_CHECKING:
     from launcher.train.crew import Answers, Crew
 
 FORMAT = 1  # of what `contents` returns
+_POLL_SECONDS = 0.5  # in which a worker that writes answers that it still does
+_LIMIT_SECONDS = 7200.0  # for one save; each process's part has `write` wait 1800 s for it
 
 
 def contents(config: Config, plan: Plan, step: int, passed_over: int = 0) -> dict[str, Any]:
@@ -45,6 +47,7 @@ class Saving:
 
     Args:
         describe: the metadata of the state after so many steps.
+        sync: puts what is recorded of the steps before on the disk.
         failures: a line for each save that failed is added to it.
     """
 
@@ -56,42 +59,40 @@ class Saving:
         describe: Callable[[int], dict[str, Any]],
         warn: Callable[[str], None],
         failures: list[str],
+        sync: Callable[[], None] = lambda: None,
     ) -> None:
-        self._crew, self._folder, self._settings = crew, str(folder.absolute()), settings
+        self._crew, self._folder, self._settings = crew, folder.absolute(), settings
         self._describe, self._warn = describe, warn
-        self._failures = failures
+        self._failures, self._sync = failures, sync
 
-    def __call__(self, step: int) -> Begun:
-        """Begin to save the newest state, that after `step` steps; training goes on meanwhile."""
+    def __call__(self, step: int) -> Answers:
+        """Begin to save the newest state, that after `step` steps, when the one before is written;
+        training goes on as soon as it is copied, which is what the result waits for.
+
+        Raises SaveError for the save before, where it failed and that ends the run.
+        """
+        self.finish(final=False)
+        self._sync()
         token = secrets.token_hex(4)
-        answers = self._crew.submit("save", self._folder, step, self._describe(step), token)
-        return Begun(self, answers)
+        return self._crew.submit("save", str(self._folder), step, self._describe(step), token)
 
     def finish(self, final: bool) -> None:
         """Wait until all is written; `final`: it is the last thing that the run does.
 
-        Raises SaveError.
+        A worker that writes for longer than `cluster.step_timeout` is not hung: it answers that it
+        does, and is asked again. Raises SaveError, and HungError after `_LIMIT_SECONDS`.
         """
-        self.note(self._crew.submit("saved").result(), final)
-
-    def note(self, problem: str | None, final: bool = False) -> None:
-        """Take in how a save went. Raises SaveError."""
+        waited = 0.0  # in calls, not by the clock; see `Crew`
+        while any(self._crew.submit("writing", _POLL_SECONDS).each()):
+            waited += _POLL_SECONDS
+            if waited >= _LIMIT_SECONDS:
+                told = f"a save to {self._folder} takes longer than {_LIMIT_SECONDS:g} s"
+                raise HungError(f"{told}: see whether the disk is in order", {})
+        problem = self._crew.submit("saved").result()
         if problem is None:
             return
+        clear_partial(self._folder)  # what other processes wrote after the first gave up
         self._failures.append(problem)
         if final or self._settings.on_error == "stop":
             raise SaveError(problem)
         self._warn(f"{problem} Training goes on.")
-
-
-@dataclass(frozen=True)
-class Begun:
-    """A save that was begun; what its `result` waits for is the copy, not the disk."""
-
-    saving: Saving
-    answers: Answers
-
-    def result(self) -> None:
-        """Wait until the state is copied. Raises SaveError for the save before, where it failed and
-        that ends the run."""
-        self.saving.note(self.answers.result())

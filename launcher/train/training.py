@@ -53,17 +53,17 @@ def train_in(
     WorkerError, DivergedError, SaveError, FailedError, KeyboardInterrupt and OSError.
     """
     config = replace(config, run=replace(config.run, id=home.id))
-    (home.path / "summary.json").unlink(missing_ok=True)
     attempt = None
     if meeting is not None:
         attempt = begin(home.path, meeting.allocation, _last_step(home))
         home = replace(home, attempt=attempt.number)
-    home.logs.mkdir(exist_ok=True)
-    write_plan(home, config, ready.plan)
     job = _Job(home, config, ready, console, meeting)
     recorder = job.recording.recorder
     code, reason = 1, "failed"
-    try:
+    try:  # from here on the attempt has an account of its end, also on a full disk
+        (home.path / "summary.json").unlink(missing_ok=True)
+        home.logs.mkdir(exist_ok=True)
+        write_plan(home, config, ready.plan)
         job.train(stop)
         code, reason = 0, "done"
         if stop.requested and recorder.finished_steps < config.train.steps:
@@ -71,7 +71,9 @@ def train_in(
         return code
     except KeyboardInterrupt:
         code, reason = stop.ending
-        if (saved := folder.again(home, config).finished_steps) < recorder.finished_steps:
+        # At once: by the names and sizes alone, and with nothing tidied up.
+        saved = checkpoint.newest(home.checkpoints, thorough=False).step or 0
+        if saved < recorder.finished_steps:
             reason += f", not saved since step {saved}"
         raise
     except Exception as error:
@@ -133,9 +135,14 @@ class _Job:
     def train(self, stop: StopSignals) -> None:
         """Train to the end; after a failure that another start may mend, go on from the newest
         checkpoint. Raises what cannot be mended, or FailedError."""
-        limit = self._config.cluster.max_restarts
-        diagnose = functools.partial(self._diagnose, stop)
-        recovering(functools.partial(self._attempt, stop), diagnose, self._begin_again, limit)
+
+        def max_restarts() -> int:
+            # Slurm brings a job of several nodes back, which end with their driver.
+            wanted = not stop.requested and not (self._meeting and self._pool.hosts > 1)
+            return self._config.cluster.max_restarts if wanted else 0
+
+        attempt = functools.partial(self._attempt, stop)
+        recovering(attempt, self._diagnose, self._begin_again, max_restarts)
 
     def _attempt(self, stop: StopSignals) -> None:
         """Bring the workers up, train, save, take them down."""
@@ -176,23 +183,18 @@ class _Job:
                 with suppress(WorkerError, ClusterError):  # all is done and saved
                     crew.submit("close").result()
 
-    def _diagnose(self, stop: StopSignals, error: Exception) -> Failure | None:
-        if stop.requested or (self._meeting and self._pool.hosts > 1):
-            return None  # Slurm brings a job of several nodes back, which end with their driver
+    def _diagnose(self, error: Exception) -> Failure | None:
         train, step = self._config.train, self.recording.recorder.finished_steps
         rolls_back = train.non_finite == "rollback"
-        failure = failure_of(error, step, train.steps, self._plan, rolls_back)
-        if failure and isinstance(error, DivergedError):
-            # The next batch is to be the one after that of the step that went wrong.
-            behind = folder.again(self._home, self._config).finished_steps
-            self._rolled_back = behind, error.step + self._passed_over
-        return failure
+        return failure_of(error, step, train.steps, self._plan, rolls_back)
 
     def _begin_again(self, failure: Failure, restart: Restart) -> None:
         self.restarts = restart.number
         self._home = folder.again(self._home, self._config)
-        self.recording.close(self._home.finished_steps)
         limit, finished = self._config.cluster.max_restarts, self._home.finished_steps
+        if failure.passes_over:
+            self._rolled_back = finished, failure.step + self._passed_over
+        self.recording.close(finished)
         complain(restart_text(failure, restart, limit, finished))
 
     def _stored_position(self) -> int:
@@ -214,7 +216,8 @@ class _Job:
             contents, self._config, self._plan, passed_over=self._passed_over
         )
         settings, failures = self._config.train.checkpoint, self.recording.failed_saves
-        return Saving(crew, self._home.checkpoints, settings, describe, self._say, failures)
+        sync = self.recording.sync
+        return Saving(crew, self._home.checkpoints, settings, describe, self._say, failures, sync)
 
     def _say(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, markup=False, highlight=False)

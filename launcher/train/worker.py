@@ -9,7 +9,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,6 +74,8 @@ class TrainWorker(Peer):
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="fetcher")
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="saver")
         self._saving: Future[None] | None = None
+        self._before_evaluation: StepResult | None = None
+        self._evaluated: list[dict[str, jax.Array]] = []
         self._passed_over = 0
         self._completed = 0.0
 
@@ -133,28 +135,33 @@ class TrainWorker(Peer):
         """Wait for the step that is under way; None where there is none."""
         return self._with_stage_times(self._finish())
 
-    def evaluate(self) -> StepResult:
-        """Wait for the step that was just sent and add `eval/...` to what it came to.
+    def evaluate(self, batch: int) -> StepResult | None:
+        """Evaluate on validation batch number `batch` of `train.eval_batches`, which come in their
+        order, a call each: all of them may take long, and are no hung worker.
 
-        Always the same validation batches, so that the figures can be compared.
+        The last one returns what the step that was sent before them came to, with the means as
+        `eval/...`. Always the same batches, so that the figures can be compared.
         """
-        result, validation = self.flush(), self._program.dataset.validation
-        assert result is not None
+        validation = self._program.dataset.validation
         assert validation is not None
-        batches = map(validation, range(self._config.train.eval_batches))
-        sent = [self._evaluate(self._state.params, batch) for batch in batches]
-        values = [_fetch(metrics)[0] for metrics in sent]
+        if batch == 0:
+            self._before_evaluation, self._evaluated = self.flush(), []
+        self._evaluated.append(self._evaluate(self._state.params, validation(batch)))
+        if batch:  # this one is on its way while the one before is waited for
+            _fetch(self._evaluated[-2])
+        if batch + 1 < self._config.train.eval_batches:
+            return None
+        values = [_fetch(metrics)[0] for metrics in self._evaluated]
         means = {f"eval/{name}": float(np.mean([v[name] for v in values])) for name in values[0]}
-        return replace(result, metrics=result.metrics | means)
+        assert self._before_evaluation is not None
+        return replace(self._before_evaluation, metrics=self._before_evaluation.metrics | means)
 
-    def save(self, folder: str, step: int, metadata: dict[str, Any], token: str) -> str | None:
+    def save(self, folder: str, step: int, metadata: dict[str, Any], token: str) -> None:
         """Begin to write this process's part of the state after `step` steps, the newest, to
         `folder/<step>`; returns when it is copied. All processes get the same `token`, a new one
-        for every save.
-
-        Returns why the state before could not be saved, None where it was; see `saved`.
+        for every save. Of the save before, `saved` must have been asked.
         """
-        problem = self.saved()
+        assert self._saving is None
         state, settings = checkpoint.copied(self._state), self._config.train.checkpoint
         writers = checkpoint.Writers(jax.process_index(), jax.process_count(), token)
         self._saving = self._saver.submit(
@@ -167,7 +174,10 @@ class TrainWorker(Peer):
             keep_every=settings.every_steps,
             writers=writers,
         )
-        return problem
+
+    def writing(self, seconds: float) -> bool:
+        """Whether what `save` began is still being written, after waiting for it so long."""
+        return bool(self._saving and wait([self._saving], seconds).not_done)
 
     def saved(self) -> str | None:
         """Wait until what `save` began is written. Returns why it could not be, in a line; None

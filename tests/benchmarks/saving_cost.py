@@ -68,6 +68,7 @@ class Timed:
             self.worker.step(self.step)
             if folder and k == 0:
                 described = contents(self.config, self.plan, self.step)
+                assert self.worker.saved() is None
                 self.worker.save(folder, self.step, described, str(self.step))
                 saving = True
             self.worker._sent.outcome.result()  # one at a time: a step's time is its own

@@ -1,5 +1,6 @@
 """What is found out about a worker that does not answer, from a process that stands in for one."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import psutil
 import pytest
 
 from launcher.cluster.examine import examine, telling
+from launcher.cluster.handle import WorkerHandle
+from launcher.cluster.host import machine
 
 PROGRAM = """
 import faulthandler, signal, sys, time
@@ -50,7 +53,7 @@ def start(tmp_path):
 def test_a_stopped_process_says_so_and_where_it_stands(start):
     worker = start()
     worker.process().send_signal(signal.SIGSTOP)
-    while worker.process().status() != psutil.STATUS_STOPPED:
+    while worker.process().status() != psutil.STATUS_STOPPED:  # on a busy machine it takes a while
         time.sleep(0.01)
     lines = examine(worker).splitlines()
     assert lines[0] == (
@@ -86,3 +89,29 @@ def test_only_our_threads_and_the_main_one_are_told():
     assert lines[:2] == blocks[1].splitlines()
     assert lines[2:] == blocks[2].splitlines()[:13]
     assert telling("") == []
+
+
+class Actor:
+    """Stands in for Ray's handle of a worker that says where it is: `place`."""
+
+    def __init__(self, place):
+        self.place = SimpleNamespace(remote=lambda: place)
+
+
+@pytest.mark.parametrize(
+    ("where", "told"),
+    [
+        (machine(), "worker_0 on 10.0.0.1 (process PID on this machine)"),
+        ("another", "worker_0 on 10.0.0.1"),
+    ],
+)
+def test_a_worker_is_known_by_its_machine_whatever_its_address(where, told, monkeypatch, tmp_path):
+    """As in a Slurm job, whose first node has the driver and a worker."""
+    monkeypatch.setattr("ray.get", lambda place, timeout: place)
+    worker = WorkerHandle(Actor((where, os.getpid())), 0, tmp_path / "log", "10.0.0.1")
+    process = worker.process()
+    assert worker.whereabouts == told.replace("PID", str(os.getpid()))
+    if where == "another":
+        assert examine(worker) == "its process is on another machine: nothing more is known"
+    else:
+        assert process == psutil.Process()

@@ -38,6 +38,8 @@ MODEL = (
     "cluster.gpus=2",
     "wandb.mode=disabled",
 )
+# Steps of 50 ms and more: whoever is to be killed in the middle of a run is found by then.
+SLOW = ("model.hidden_size=1024", "model.num_layers=8", "train.global_batch_size=128")
 WORDS = (*MODEL, f"train.steps={STEPS}", "train.checkpoint.every_steps=5", "run.id=one")
 FOREVER = "train.steps=1000000"
 
@@ -55,7 +57,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Pat
     @functools.cache
     def run(hosts: int) -> Path:
         folder = tmp_path_factory.mktemp(f"hosts_{hosts}")
-        code, _, err = Launcher(folder, *WORDS, f"cluster.hosts={hosts}").end()
+        code, _, err = Launcher(folder, *WORDS, *SLOW, f"cluster.hosts={hosts}").end()
         assert code == 0, err
         return folder / "outputs" / "one"
 
@@ -108,7 +110,7 @@ def test_whoever_is_killed_the_run_comes_to_the_same_bytes(
 ) -> None:
     """At a random moment; with an even seed during a save."""
     draw, run = random.Random(seed), tmp_path / "outputs" / "one"
-    words = (*WORDS, f"cluster.hosts={hosts}")
+    words = (*WORDS, *SLOW, f"cluster.hosts={hosts}")
     launcher = Launcher(tmp_path, *words)
     first = draw.randint(0, STEPS // 2)
     launcher.wait_for(lambda: len(lines(run)) >= first and len(launcher.workers()) == hosts)
@@ -135,7 +137,9 @@ def test_a_stopped_worker_is_reported_with_its_stack_and_replaced(
     undisturbed: Callable[[int], Path], tmp_path: Path, hosts: int
 ) -> None:
     run = tmp_path / "outputs" / "one"
-    launcher = Launcher(tmp_path, *WORDS, f"cluster.hosts={hosts}", "cluster.step_timeout=10")
+    launcher = Launcher(
+        tmp_path, *WORDS, *SLOW, f"cluster.hosts={hosts}", "cluster.step_timeout=30"
+    )
     launcher.wait_for(lambda: len(lines(run)) >= 12)
     stopped = launcher.workers()[0]
     stopped.send_signal(signal.SIGSTOP)

@@ -1,7 +1,9 @@
 """metrics.jsonl is valid JSON with every step once, whatever happened before."""
 
+import errno
 import json
 import math
+import os
 
 import numpy as np
 import pytest
@@ -88,3 +90,52 @@ def test_a_torn_last_line_is_dropped(tmp_path, torn):
 
 def test_no_file_is_no_metrics(tmp_path):
     assert read_metrics(tmp_path / "m.jsonl") == []
+
+
+def test_what_waits_for_room_outlives_a_rewind(tmp_path):
+    """Steps 2 and 3 find no room, of step 2 a part does; the run then goes on at step 3."""
+    path, warnings = tmp_path / "m.jsonl", []
+    tracker = JsonlTracker(path, warn=warnings.append)
+    tracker.log({"step": 1})
+    file = tracker._file
+    tracker._file = NearlyFull(file, room=9)
+    tracker.log({"step": 2})
+    tracker.log({"step": 3})
+    tracker.sync()
+    tracker.rewind(3)
+    assert steps_in(path) == [1]
+    assert len(warnings) == 1
+    tracker._file = file
+    tracker.log({"step": 3, "train/loss": 0.5})
+    tracker.finish({})
+    assert [(r["step"], r["train/loss"]) for r in read_metrics(path)] == [
+        (1, None),
+        (2, None),
+        (3, 0.5),
+    ]
+
+
+class NearlyFull:
+    """A file whose disk has room for so many bytes more."""
+
+    def __init__(self, file, room):
+        self._file, self._room = file, room
+        self.truncate, self.fileno = file.truncate, file.fileno
+
+    def write(self, data):
+        if not self._room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = self._file.write(data[: self._room])
+        self._room -= taken
+        return taken
+
+
+def test_a_sync_puts_what_is_logged_on_the_disk(tmp_path, monkeypatch):
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda number: synced.append(os.fstat(number)) or fsync(number)
+    )
+    tracker = JsonlTracker(tmp_path / "m.jsonl")
+    tracker.log({"step": 1})
+    tracker.sync()
+    assert synced == [os.stat(tmp_path / "m.jsonl")]

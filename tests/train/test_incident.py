@@ -80,6 +80,7 @@ def test_what_another_start_would_only_repeat(error):
 def test_a_roll_back_counts_by_the_step_that_went_wrong():
     found = failure(DivergedError("train/loss", float("nan"), 13), rolls_back=True)
     assert (found.cause, found.step) == ("train/loss not finite", 13)
+    assert found.passes_over
 
 
 def test_a_restart_says_from_where():

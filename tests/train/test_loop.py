@@ -72,6 +72,9 @@ class Asked:
         answer = self._future.result(60)
         return merged([answer], self._handle.plan) if isinstance(answer, StepResult) else answer
 
+    def each(self):
+        return [self.result()]
+
 
 class Training:
     """Runs `loop.train` on a fresh worker, in `folder`, from its newest checkpoint."""
@@ -179,8 +182,8 @@ def test_every_step_is_logged_once_and_whole(undisturbed):
 
 
 def test_steps_are_sent_ahead_of_their_results_but_not_far(undisturbed):
-    # Two steps, and an evaluation where one is due.
-    assert undisturbed.handle.most_outstanding == 3
+    # Two steps, and an evaluation, a call for each of its batches, where one is due.
+    assert undisturbed.handle.most_outstanding == 2 + undisturbed.config.train.eval_batches
     assert undisturbed.handle.outstanding == 0
 
 

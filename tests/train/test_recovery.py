@@ -56,7 +56,7 @@ def run(outcomes, max_restarts=3, diagnose=lambda error: Failure(str(error), 1, 
     def begin_again(failure, restart):
         done.append((failure.cause, restart.number))
 
-    recovering(attempt, diagnose, begin_again, max_restarts, lambda seconds: done.append(seconds))
+    recovering(attempt, diagnose, begin_again, lambda: max_restarts, done.append)
     return done
 
 

@@ -61,8 +61,9 @@ def save(
     keep_every: int = 0,
     writers: Writers = Writers(),
 ) -> None:
-    """Write `folder/<step>`, whole or not at all, and wait for it; then delete all but the newest
-    `keep` and the multiples of `keep_every`. Every process of `writers` calls it.
+    """Write `folder/<step>`, whole or not at all, and wait for it; then delete all but the
+    multiples of `keep_every` and, of the others, the newest `keep`. Every process of `writers`
+    calls it.
 
     Args:
         state: what `copied` made of a state. metadata: JSON-able.
@@ -149,10 +150,11 @@ def _commit(partial: Path, final: Path) -> None:
 
 def _prune(folder: Path, step: int, keep: int | None, keep_every: int) -> None:
     """Delete what need not be kept; what is newer than `step` is not this run's to count."""
-    steps = [found for found in steps_in(folder) if found <= step]
-    for old in steps[:-keep] if keep else []:
-        if not keep_every or old % keep_every:
-            _discard(folder / str(old))
+    counted = [
+        s for s in steps_in(folder) if s <= step and not (keep_every and s % keep_every == 0)
+    ]
+    for old in counted[:-keep] if keep else []:
+        _discard(folder / str(old))
 
 
 def _discard(path: Path) -> None:

@@ -1,0 +1,171 @@
+"""A run in its folder, up to and after the workers: what is read, kept and told of it."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from launcher.cluster.devices import emulated_pool
+from launcher.cluster.errors import WorkerError
+from launcher.cluster.slurm_allocation import Allocation
+from launcher.cluster.slurm_attempts import read_attempts
+from launcher.config.compose import load, to_dict
+from launcher.plan import local_shape
+from launcher.report.console import make_console
+from launcher.report.jsonl import read_metrics
+from launcher.train import folder, training
+from launcher.train.checkpoint import integrity
+from launcher.train.method import plan_of
+from launcher.train.prepare import Prepared
+from launcher.train.program import build_program
+from launcher.train.record import DivergedError
+from launcher.train.recovery import FailedError
+from launcher.train.signals import StopSignals
+
+
+@pytest.fixture(scope="module")
+def plan():
+    config = load(["model=mlp", "dataset=synthetic", "parallel=data", "cluster=emulated"])
+    shape = local_shape(2, 1, "cpu")
+    return plan_of(config.parallel, build_program(config).train, shape)
+
+
+class Run:
+    """A run of two hosts without workers: its attempts end as `outcomes` say, errors or None."""
+
+    def __init__(self, tmp_path, plan, monkeypatch, outcomes=(), words=()):
+        words = ["model=mlp", "dataset=synthetic", "wandb.mode=disabled", *words]
+        self.config = load([*words, f"run.dir={tmp_path}/outputs", "run.id=mine"])
+        self.path = tmp_path / "outputs" / "mine"
+        self.checkpoints = self.path / "checkpoints"
+        cluster = replace(self.config.cluster, kind="emulated", gpus=2, hosts=2)
+        self.ready = Prepared(emulated_pool(cluster), plan, 0.0)
+        self.stop, self.jobs, remaining = StopSignals(), [], iter(outcomes)
+
+        def attempt(job, stop):
+            self.jobs.append((job._home.finished_steps, job._home.damaged, job._stored_position()))
+            if (error := next(remaining)) is not None:
+                job.recording.recorder.finished_steps = 9
+                raise error
+
+        monkeypatch.setattr(training._Job, "_attempt", attempt)
+        monkeypatch.setattr("time.sleep", lambda seconds: None)
+
+    def save(self, step):
+        self.checkpoints.joinpath(str(step), "default").mkdir(parents=True)
+        path = self.checkpoints / str(step)
+        described = {"config": to_dict(self.config), "data": {"next_batch": step}}
+        text = json.dumps({"custom_metadata": described})
+        (path / "_CHECKPOINT_METADATA").write_text(text)
+        (path / "default" / "arrays").write_text("numbers")
+        files = integrity.files_below(path)
+        integrity.write_checksums(path, integrity.checksums(path, files))
+
+    def damage(self, step):
+        (self.checkpoints / str(step) / "default" / "arrays").write_text("NUMBERS")
+
+    def train(self, meeting=None):
+        home = folder.RunFolder(self.path)
+        self.path.mkdir(parents=True, exist_ok=True)
+        console = make_console()
+        return training.train_in(home, self.config, self.ready, console, self.stop, meeting)
+
+    @property
+    def reason(self):
+        return json.loads((self.path / "summary.json").read_text())["exit_reason"]
+
+
+class Meeting:
+    allocation = Allocation("7", restarts=0, max_requeues=3, nodes=("a", "b"), index=0)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_an_end_at_once_reads_no_checkpoint_through(tmp_path, plan, monkeypatch, damaged):
+    run = Run(tmp_path, plan, monkeypatch, [KeyboardInterrupt()])
+    run.save(6)
+    (run.checkpoints / "8.partial-x").mkdir()
+    if damaged:
+        run.damage(6)  # not seen, and so left where it is
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    assert run.reason.endswith(", not saved since step 6")
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["6", "8.partial-x"]
+
+
+def test_a_roll_back_reports_a_damaged_checkpoint_and_passes_over_the_bad_batch(
+    tmp_path, plan, monkeypatch
+):
+    error = DivergedError("train/loss", float("nan"), 9)
+    run = Run(tmp_path, plan, monkeypatch, [error, None], ["train.non_finite=rollback"])
+    run.save(4)
+    run.save(6)
+    run.damage(6)
+    chosen = []
+    monkeypatch.setattr(folder, "_choose", counted(folder._choose, chosen))
+    assert run.train() == 0
+    (_, _, _), (finished, (line,), next_batch) = run.jobs
+    assert (finished, next_batch) == (4, 9)
+    assert "6 is damaged and not used" in line
+    assert len(chosen) == 1  # every file of it is read
+
+
+def counted(function, calls):
+    def call(*arguments):
+        calls.append(arguments)
+        return function(*arguments)
+
+    return call
+
+
+@pytest.mark.parametrize("told", ["several nodes", "a signal"])
+def test_what_is_not_started_again_is_reported_in_full(tmp_path, plan, monkeypatch, told):
+    error = WorkerError("worker_1", "killed", tmp_path / "log", host=1, died=True)
+    run = Run(tmp_path, plan, monkeypatch, [error])
+    if told == "a signal":
+        run.stop.requested = 15
+    with pytest.raises(FailedError) as raised:
+        run.train(Meeting() if told == "several nodes" else None)
+    assert str(raised.value).splitlines()[:2] == [
+        "worker_1 died: killed",
+        f"  after step 9 of {run.config.train.steps}",
+    ]
+    assert len(run.jobs) == 1
+
+
+def test_a_disk_that_is_full_from_the_start_leaves_an_account(tmp_path, plan, monkeypatch):
+    run = Run(tmp_path, plan, monkeypatch)
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(training, "write_plan", full)
+    with pytest.raises(OSError, match="No space left"):
+        run.train(Meeting())
+    assert "No space left" in run.reason
+    (attempt,) = read_attempts(run.path)
+    assert (attempt.exit_code, attempt.exit_reason) == (1, run.reason)
+
+
+def test_a_restart_on_a_full_disk_keeps_the_metrics_that_wait_for_room(tmp_path, plan, monkeypatch):
+    run = Run(tmp_path, plan, monkeypatch)
+
+    write = None
+
+    def attempt(job, stop):
+        nonlocal write
+        job.recording.open(job._home.finished_steps)
+        if job.restarts:
+            job.recording._metrics._write = write
+            return
+        run.save(1)
+        write = job.recording._metrics._write
+        job.recording._metrics._write = full
+        job.recording._log({"step": 1})
+        raise WorkerError("worker_1", "killed", tmp_path / "log", host=1, died=True)
+
+    def full():
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(training._Job, "_attempt", attempt)
+    assert run.train() == 0
+    assert [record["step"] for record in read_metrics(run.path / "metrics.jsonl")] == [1]
