@@ -88,21 +88,20 @@ def kill(launcher: Launcher, victim: str, draw: random.Random) -> None:
         process.kill()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "hosts", "seed"),
     [
-        ("worker", 1, 0),
-        ("worker", 2, 1),
-        ("worker", 2, 2),
-        ("driver", 1, 3),
-        ("driver", 2, 4),
-        ("tree", 1, 5),
-        ("tree", 2, 6),
-        ("gcs_server", 1, 7),
-        ("raylet", 1, 8),
-        ("raylet", 2, 9),
-        ("head", 1, 10),
+        pytest.param("worker", 1, 0, marks=pytest.mark.stress),
+        pytest.param("worker", 2, 1, marks=pytest.mark.slow),
+        pytest.param("worker", 2, 2, marks=pytest.mark.stress),
+        pytest.param("driver", 1, 3, marks=pytest.mark.stress),
+        pytest.param("driver", 2, 4, marks=pytest.mark.slow),
+        pytest.param("tree", 1, 5, marks=pytest.mark.slow),
+        pytest.param("tree", 2, 6, marks=pytest.mark.stress),
+        pytest.param("gcs_server", 1, 7, marks=pytest.mark.slow),
+        pytest.param("raylet", 1, 8, marks=pytest.mark.stress),
+        pytest.param("raylet", 2, 9, marks=pytest.mark.slow),
+        pytest.param("head", 1, 10, marks=pytest.mark.stress),
     ],
 )
 def test_whoever_is_killed_the_run_comes_to_the_same_bytes(
@@ -131,8 +130,10 @@ def test_whoever_is_killed_the_run_comes_to_the_same_bytes(
     assert_as_undisturbed(run, undisturbed(hosts))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize(
+    "hosts",
+    [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.stress)],
+)
 def test_a_stopped_worker_is_reported_with_its_stack_and_replaced(
     undisturbed: Callable[[int], Path], tmp_path: Path, hosts: int
 ) -> None:
