@@ -34,7 +34,6 @@ FAST = {
     ("mlp", "2+4, zero2"),
     ("mlp", "given"),
     ("gpt_tied", "2+4, zero3"),
-    ("gpt_untied", "shard 2x2, 2"),
 }
 
 

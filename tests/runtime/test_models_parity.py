@@ -58,7 +58,6 @@ METHODS = {  # name: (method, devices, slices of the batch)
 FAST = {
     ("u_net", "three_d"),
     ("sums", "zero3"),
-    ("gpt_tied", "stages_4"),
     ("conv", "data"),
     ("experts", "stages_2x2"),
     ("scan", "stages_4"),

@@ -32,7 +32,7 @@ MODELS = {
 }
 GRID = list(itertools.product((1, 2, 4), (1, 4, 8), ("gpipe", "1f1b")))
 # Every value of every axis, and every pair of stages and microbatches that differs in kind.
-COVERING = {(1, 1, "1f1b"), (2, 4, "1f1b"), (2, 1, "gpipe"), (4, 8, "1f1b"), (4, 4, "gpipe")}
+COVERING = {(1, 1, "1f1b"), (2, 4, "1f1b"), (2, 1, "gpipe"), (4, 8, "1f1b")}
 
 
 def batches(options):
@@ -134,7 +134,7 @@ def test_manual_equals_plain_jit(serial, name, stages, micro_batches, schedule):
 @pytest.mark.parametrize(
     ("name", "stages", "devices", "micro_batches", "schedule", "remat"),
     [
-        ("gpt_untied", 2, 2, 4, "1f1b", "none"),
+        pytest.param("gpt_untied", 2, 2, 4, "1f1b", "none", marks=pytest.mark.slow),
         pytest.param("gpt_untied", 4, 4, 4, "gpipe", "full", marks=pytest.mark.slow),
         ("gpt_tied", 2, 2, 4, "1f1b", "full"),
         ("gpt_tied", 2, 4, 4, "1f1b", "none"),  # two replicas a stage
