@@ -6,7 +6,6 @@ Every run here is of one plan, and so must come to the very bytes of the one tha
 import functools
 import os
 import random
-import shutil
 import signal
 import sys
 import time
@@ -18,8 +17,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 import psutil
 import pytest
-
-import recipes
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launched import Launcher, lines, losses, summary
@@ -176,16 +173,23 @@ def test_the_same_failure_at_the_same_step_twice_in_a_row_ends_the_run(tmp_path:
     assert summary(run)["exit_reason"].startswith("worker_0 died")
 
 
-def with_batches(folder: Path, code: str) -> Path:
-    """A user's folder whose own recipes make other batches: `code` defines `changed(train, k)`."""
+CHANGED = """
+import numpy as np
+from recipes import synthetic
+check = synthetic.check
+
+def build(*arguments):
+    dataset = synthetic.build(*arguments)
+    train = dataset.train
+    return dataset._replace(train=lambda k: {changed})
+"""
+OWN = ("dataset=custom", "dataset.module=own", "+dataset.options.num_samples=4096")
+
+
+def with_batches(folder: Path, changed: str) -> Path:
+    """A user's folder whose own dataset makes other batches: `changed`, of `train` and `k`."""
     folder.mkdir()
-    shutil.copytree(Path(recipes.__file__).parent, folder / "recipes")
-    with (folder / "recipes" / "synthetic.py").open("a") as module:
-        module.write(
-            f"\n\n_build = build\n\n\n{code}\n\n\ndef build(*arguments):\n"
-            "    dataset = _build(*arguments)\n"
-            "    return dataset._replace(train=lambda k: changed(dataset.train, k))\n"
-        )
+    (folder / "own.py").write_text(CHANGED.replace("{changed}", changed))
     return folder
 
 
@@ -193,9 +197,9 @@ def with_batches(folder: Path, code: str) -> Path:
 def test_a_run_is_rolled_back_and_passes_over_the_batches_that_led_astray(tmp_path: Path) -> None:
     """Batch 12, of step 13, is bad: the run goes back to step 10 and on with batch 13, also in a
     later process."""
-    bad = "def changed(train, k):\n    return {n: v * (np.nan if k == 12 else 1) "
-    bad += "for n, v in train(k).items()}"
-    words = (*WORDS, "optimizer.decay=constant", "train.non_finite=rollback")
+    bad = "{n: v * (np.nan if k == 12 else 1) for n, v in train(k).items()}"
+    words = tuple(word for word in WORDS if word != "dataset=synthetic")
+    words += (*OWN, "allow_modules=[own]", "optimizer.decay=constant", "train.non_finite=rollback")
     folder = with_batches(tmp_path / "bad", bad)
     code, _, err = Launcher(folder, *words, "train.steps=18").end()
     assert code == 0
@@ -203,8 +207,7 @@ def test_a_run_is_rolled_back_and_passes_over_the_batches_that_led_astray(tmp_pa
     assert "Restart 1 of at most 3 in 1 s, from the checkpoint at step 10" in err
     assert Launcher(folder, *words, "train.steps=24").end()[0] == 0
 
-    other = "def changed(train, k):\n    return train(k if k < 10 else k + 3)"
-    expected = with_batches(tmp_path / "other", other)
+    expected = with_batches(tmp_path / "other", "train(k if k < 10 else k + 3)")
     assert Launcher(expected, *words, "train.steps=24").end()[0] == 0
     assert losses(folder / "outputs" / "one") == losses(expected / "outputs" / "one")
 
