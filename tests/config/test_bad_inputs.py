@@ -337,6 +337,6 @@ def test_a_sample_in_a_users_folder(refused: Refused, tmp_path: Path) -> None:
     check_in_a_folder(SAMPLE, refused, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 def test_all_in_a_users_folder(refused: Refused, tmp_path: Path) -> None:
     check_in_a_folder(CASES, refused, tmp_path)
