@@ -206,7 +206,7 @@ def test_a_preempted_run_saves_and_meanwhile_nobody_else_may_have_its_folder(
     assert summary(run)["exit_reason"] == "preempted"
 
 
-@pytest.mark.slow
+@pytest.mark.stress  # `test_faults` kills workers, too
 def test_a_run_whose_worker_is_killed_goes_on_by_itself_as_if_nothing_had_been(
     folder: Path, undisturbed: tuple[Path, str]
 ) -> None:
