@@ -57,6 +57,15 @@ def hold(folder: Path, allocation: Allocation, slurm: Slurm, token: str) -> Iter
             path.unlink(missing_ok=True)
 
 
+def dismiss(meeting: Meeting) -> None:
+    """Let the other tasks come and go, where there is nothing for them to do: without that they
+    would wait for a driver that has ended."""
+    meeting.listener.settimeout(meeting.timeout)
+    with suppress(OSError):
+        for _ in meeting.allocation.nodes[1:]:
+            meeting.listener.accept()[0].close()
+
+
 def attend(folder: Path, allocation: Allocation, slurm: Slurm) -> tuple[socket.socket, str]:
     """Wait for the driver and connect to it: the connection, and the secret that opens Ray.
 

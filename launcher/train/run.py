@@ -11,7 +11,7 @@ from collections.abc import Callable
 import jax
 
 from launcher.cluster.errors import ClusterError, WorkerError
-from launcher.cluster.slurm_meeting import Meeting
+from launcher.cluster.slurm_meeting import Meeting, dismiss
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.plan import PlanError
@@ -85,6 +85,8 @@ def _train(config: Config, stop: StopSignals, meeting: Meeting | None) -> int:
             "raise train.steps",
             soft_wrap=True,
         )
+        if meeting is not None:
+            dismiss(meeting)
         return 0
     ready = prepare(config, console, finished=finished)
     with folder.claim(config) as home:

@@ -11,7 +11,7 @@ import pytest
 from launcher.cluster.errors import ClusterError
 from launcher.cluster.session import secret
 from launcher.cluster.slurm_allocation import Allocation
-from launcher.cluster.slurm_meeting import attend, hold
+from launcher.cluster.slurm_meeting import attend, dismiss, hold
 from launcher.config.schema import Slurm
 
 DRIVER = Path(__file__).with_name("meeting_driver.py")
@@ -68,6 +68,14 @@ def test_a_node_that_dies_takes_its_worker_with_it(second_node, tmp_path: Path) 
     told = drive("dies", tmp_path / "run", second_node.pid)
     assert told.startswith("worker_1")
     assert "died" in told
+
+
+def test_a_driver_with_nothing_to_do_lets_the_others_go(second_node, tmp_path: Path) -> None:
+    """They may look for it later than it has found that out."""
+    settings = Slurm(emulated=True, network_interface="lo", start_timeout=SECONDS)
+    with hold(tmp_path / "run", FIRST, settings, secret()) as meeting:
+        dismiss(meeting)
+    assert second_node.wait(SECONDS) == 0
 
 
 def test_a_driver_that_ends_early_ends_the_others(second_node, tmp_path: Path) -> None:
