@@ -111,7 +111,8 @@ def cut(joint: Joint, groups: Mapping[Kind, Sequence[Name]]) -> dict[Kind, Pass]
     equations = needed(joint.equations, [atom for outs in wanted for atom in outs])
     late = dependents(equations, joint.gradients_in)
     varying = late | dependents(equations, joint.slices)
-    early = [e for e in equations if _any(e.outvars, varying) and not _any(e.outvars, late)]
+    changing = [e for e in equations if not varying.isdisjoint(e.outvars)]
+    early = [e for e in changing if late.isdisjoint(e.outvars)]
     behind = {
         v: atom
         for e in equations
@@ -121,7 +122,7 @@ def cut(joint: Joint, groups: Mapping[Kind, Sequence[Name]]) -> dict[Kind, Pass]
     kept = _kept(joint, equations, early, wanted, behind)
     ready = {v for e in early for v in e.outvars}  # for the first pass to compute
     again = {id(e) for e in early if is_cheap(e) and e.outvars[0] not in kept}
-    aside = [e for e in equations if id(e) in again or not _any(e.outvars, varying)]
+    aside = [e for e in equations if id(e) in again or varying.isdisjoint(e.outvars)]
     made: dict[Var, int] = {}  # the pass that makes a value
     bodies = []
     for k, outs in enumerate(wanted):
@@ -171,10 +172,6 @@ def _kept(
     placed = free_vars([e for e in rest if not is_fused(e)])
     given = {v for name, v in joint.inputs.items() if name.kind == "activation"}
     return kept_values(early, given, map(read, later), map(read, placed), read) - given
-
-
-def _any(variables: Sequence[Var], among: Set[Var]) -> bool:
-    return any(v in among for v in variables)
 
 
 def _passes(
