@@ -105,7 +105,7 @@ def test_nothing_is_unpickled_by_the_process_that_plans(
     like = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), program.state
     )
-    checkpoint.restore(folder, checkpoint.latest_step(folder) or 0, like)
+    checkpoint.restore(folder, checkpoint.newest(folder).step or 0, like)
     checkpoint.read_metadata(folder, 1)
     load(["recipe=smoke"])
     assert unpickled == []

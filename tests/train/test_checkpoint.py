@@ -94,13 +94,13 @@ def test_metadata_is_json_beside_the_arrays(tmp_path):
 
 
 def test_the_latest_step_is_the_highest_that_is_whole(tmp_path):
-    assert checkpoint.latest_step(tmp_path / "missing") is None
-    assert checkpoint.latest_step(tmp_path) is None
+    assert checkpoint.newest(tmp_path / "missing").step is None
+    assert checkpoint.newest(tmp_path).step is None
     clutter(tmp_path)
-    assert checkpoint.latest_step(tmp_path) is None
+    assert checkpoint.newest(tmp_path).step is None
     for step in (2, 10, 9):
         checkpoint.save(tmp_path, step, checkpoint.copied(make_state()), METADATA)
-    assert checkpoint.latest_step(tmp_path) == 10
+    assert checkpoint.newest(tmp_path).step == 10
 
 
 def test_a_missing_step_is_a_file_not_found(tmp_path):
@@ -190,7 +190,7 @@ def test_what_goes_wrong_in_one_process_is_said_by_the_first(tmp_path):
                 checkpoint.SaveError, match=f"cannot save step 7 in {tmp_path}: Not"
             ):
                 job.result(60)
-    assert checkpoint.latest_step(tmp_path) is None
+    assert checkpoint.newest(tmp_path).step is None
 
 
 def halved(state, parity):

@@ -88,7 +88,7 @@ class Training:
         self.stop_after = stop_after
 
     def run(self):
-        config, finished = self.config, checkpoint.latest_step(self.folder) or 0
+        config, finished = self.config, checkpoint.newest(self.folder).step or 0
         shape = local_shape(config.cluster.gpus or 2, 1, "cpu")
         plan = plan_of(config.parallel, build_program(config).train, shape)
         worker = TrainWorker()
@@ -188,14 +188,14 @@ def test_steps_are_sent_ahead_of_their_results_but_not_far(undisturbed):
 
 
 def test_the_last_state_is_saved(undisturbed):
-    assert checkpoint.latest_step(undisturbed.folder) == 6
+    assert checkpoint.newest(undisturbed.folder).step == 6
 
 
 def test_an_interrupted_run_saves_and_goes_on_as_if_nothing_had_been(undisturbed, tmp_path):
     first = Training(tmp_path, stop_after=2).run()
     finished = len(first.lines)
     assert 2 <= finished <= 4  # what was under way is finished, nothing more is sent
-    assert checkpoint.latest_step(tmp_path) == finished
+    assert checkpoint.newest(tmp_path).step == finished
     second = Training(tmp_path).run()
     assert [line["step"] for line in second.lines] == list(range(finished + 1, 7))
     assert first.losses() + second.losses() == undisturbed.losses()
@@ -261,7 +261,7 @@ def test_a_run_that_diverges_saves_nothing(tmp_path):
     training = Training(tmp_path, *words)
     with pytest.raises(DivergedError, match=r"^train/(loss|grad_norm) is (nan|inf) at step \d"):
         training.run()
-    assert checkpoint.latest_step(tmp_path) is None
+    assert checkpoint.newest(tmp_path).step is None
 
 
 @pytest.fixture
@@ -285,7 +285,7 @@ def test_a_step_that_goes_wrong_is_never_saved(bad_batch, tmp_path):
     training = Training(tmp_path, *words)
     with pytest.raises(DivergedError, match="step 3"):
         training.run()
-    assert checkpoint.latest_step(tmp_path) == 2
+    assert checkpoint.newest(tmp_path).step == 2
     assert [line["step"] for line in training.lines] == [1, 2, 3]
 
 
@@ -320,7 +320,7 @@ def test_a_step_that_goes_wrong_is_skipped_as_on_one_device(words, bad_batch, tm
     # The schedule waits for the update that was skipped.
     rates = [line["train/learning_rate"] for line in training.lines]
     assert rates[2] == rates[3] != rates[4]
-    assert checkpoint.latest_step(tmp_path) == 6
+    assert checkpoint.newest(tmp_path).step == 6
 
 
 def test_one_step_on_one_stage_is_a_whole_run_and_saves_only_if_asked(tmp_path):
@@ -328,4 +328,4 @@ def test_one_step_on_one_stage_is_a_whole_run_and_saves_only_if_asked(tmp_path):
     training = Training(tmp_path, *words).run()
     assert [line["step"] for line in training.lines] == [1]
     assert training.lines[0]["pipeline/stage_0_seconds"] > 0
-    assert checkpoint.latest_step(tmp_path) is None
+    assert checkpoint.newest(tmp_path).step is None

@@ -13,7 +13,7 @@ and `prepare` the rest.
 
 from launcher.train.checkpoint.choose import Choice, InitError, newest, resolve, set_aside
 from launcher.train.checkpoint.integrity import damage
-from launcher.train.checkpoint.layout import clear_partial, latest_step, read_metadata
+from launcher.train.checkpoint.layout import clear_partial, read_metadata
 from launcher.train.checkpoint.pieces import copied
 from launcher.train.checkpoint.read import Mismatch, check_params, restore, restore_params
 from launcher.train.checkpoint.write import SaveError, Writers, save
@@ -28,7 +28,6 @@ __all__ = [
     "clear_partial",
     "copied",
     "damage",
-    "latest_step",
     "newest",
     "read_metadata",
     "resolve",

@@ -33,11 +33,6 @@ def steps_in(folder: Path) -> list[int]:
     return sorted(int(path.name) for path in named if any(path.iterdir()))
 
 
-def latest_step(folder: Path) -> int | None:
-    """The newest step in `folder`, whole or damaged; None where there is none, or no folder."""
-    return max(steps_in(folder), default=None)
-
-
 def read_metadata(folder: Path, step: int) -> dict[str, Any]:
     """The `metadata` that `folder/<step>` was saved with."""
     found: dict[str, Any] = json.loads((folder / str(step) / METADATA).read_bytes())
