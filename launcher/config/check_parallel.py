@@ -54,7 +54,7 @@ def _check_one_stage(config: Config) -> Iterator[ConfigError]:
     if (stages := parallel.num_stages or 1) > 1:
         yield ConfigError(
             f"parallel={parallel.method} is one stage, not parallel.num_stages={stages}",
-            "Use parallel=manual for a pipeline.",
+            "Use parallel=manual for a pipeline, or parallel.num_stages=null.",
             ["parallel.num_stages"],
         )
     if parallel.schedule != "auto":

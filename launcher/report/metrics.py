@@ -48,15 +48,21 @@ def median(values: Iterable[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def measured(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def measured(records: Sequence[Mapping[str, Any]], earlier: int = 0) -> dict[str, Any]:
     """What a run's logged steps (`read_metrics`) come to, as fields of `Summary`.
 
     Losses are the first and the last logged ones, None where they were not finite; times and rates
-    are medians over the run, so that one slow step does not colour them.
+    are medians, so that one slow step does not colour them.
+
+    Args:
+        earlier: how many steps were taken before, maybe by another plan on other devices: times,
+            rates and memory are those of the steps after them, if any was logged.
     """
+    newer = [record for record in records if record["step"] > earlier] or records
 
     def column(key: str) -> list[Any]:
-        return [record[key] for record in records if record.get(key) is not None]
+        of = newer if key.startswith(("perf/", "pipeline/")) else records
+        return [record[key] for record in of if record.get(key) is not None]
 
     return {
         "steps": records[-1]["step"] if records else 0,

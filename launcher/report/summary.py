@@ -36,8 +36,8 @@ class Summary:
 
     `exit_reason` is `done`, `planned` (`task=plan`), `interrupted`, `preempted`, or a sentence that
     says what failed. `save_error` says why the newest of `failed_saves` failed. `job_id` and
-    `nodes` are those of a Slurm job. Medians and losses are over all of the run's logged steps,
-    also those before a restart.
+    `nodes` are those of a Slurm job. Losses are over all of the run's logged steps; times,
+    rates and memory over those since it was last started, whose plan the predictions are.
     """
 
     run_id: str

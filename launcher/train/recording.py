@@ -175,7 +175,8 @@ class Recording:
 
     def _summary(self, reason: str, restarts: int, records: list[dict[str, Any]]) -> Summary:
         # The step that was profiled ran task by task: its own time says nothing of the others.
-        if len(records) > 1:
+        before = self._home.finished_steps
+        if sum(record["step"] > before for record in records) > 1:
             hidden = dict.fromkeys(_RATES)
             records = [r | hidden if r["step"] in self._profiled else r for r in records]
         plan, started = self._plan, psutil.Process().create_time()
@@ -189,7 +190,7 @@ class Recording:
             save_error=self.failed_saves[-1] if self.failed_saves else None,
             job_id=allocation.job_id if allocation else None,
             nodes=allocation.nodes if allocation else (),
-            **measured(records),
+            **measured(records, before),
             **predicted(plan),
             plan_seconds=self._plan_seconds,
             compile_seconds=self.compile_seconds,

@@ -223,7 +223,7 @@ COMMAND_LINES = [
     (
         "parallel=data parallel.num_stages=2",
         f"parallel=data is one stage, not parallel.num_stages=2 {CLI}. "
-        "Use parallel=manual for a pipeline.",
+        "Use parallel=manual for a pipeline, or parallel.num_stages=null.",
     ),
     (
         "parallel=data cluster.gpus=3 train.global_batch_size=32 parallel.num_micro_batches=2",

@@ -36,6 +36,19 @@ def test_measured_names_fields_of_the_summary():
     assert summary.tokens_per_second is None
 
 
+def test_times_are_of_the_steps_since_the_last_start():
+    """Another plan may have taken the others, which nobody is to compare with this one's figures"""
+    times = {"perf/step_seconds": 9.0, "pipeline/bubble_fraction": 0.0, "perf/peak_memory_bytes": 9}
+    now = {"perf/step_seconds": 1.0, "pipeline/bubble_fraction": 0.5, "perf/peak_memory_bytes": 1}
+    records = [{"step": step, "train/loss": 5.0 - step, **times} for step in (1, 2, 3)]
+    newer = [*records, {"step": 4, "train/loss": 1.0, **now}]
+    values = measured(newer, earlier=3)
+    assert (values["first_loss"], values["final_loss"]) == (4.0, 1.0)
+    assert values["step_seconds_median"] == 1.0
+    assert (values["bubble_fraction"], values["peak_memory_bytes"]) == (0.5, 1)
+    assert measured(records, earlier=3)["step_seconds_median"] == 9.0  # none taken since
+
+
 def test_nothing_measured_is_nothing_claimed():
     values = measured([])
     assert (values.pop("steps"), values.pop("skipped_steps")) == (0, 0)
