@@ -43,7 +43,7 @@ def print_plan(console: Console, plan: Plan) -> None:
     for other in plan.runners_up:
         slower = other.predicted_step_seconds / plan.predicted_step_seconds - 1
         console.print(
-            f"  {seconds_text(other.predicted_step_seconds)} (+{slower:.1%}): {other.plan}; "
+            f"  {seconds_text(other.predicted_step_seconds)} ({slower:+.1%}): {other.plan}; "
             f"{other.why}",
             soft_wrap=True,
         )

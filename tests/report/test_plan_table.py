@@ -3,7 +3,7 @@
 import dataclasses
 import io
 
-from launcher.plan.plan import Plan, StagePlan, Transfer
+from launcher.plan.plan import Plan, RunnerUp, StagePlan, Transfer
 from launcher.report.console import make_console
 from launcher.report.plan_table import print_plan
 
@@ -96,3 +96,15 @@ def test_large_plans_fit_100_plain_columns():
     text = text_of(plan)
     assert max(map(len, text.splitlines())) <= 100
     assert text.isascii()
+
+
+def test_runners_up_stand_beside_the_plan_slower_or_not():
+    plan = make_plan()
+    seconds = plan.predicted_step_seconds
+    others = [
+        RunnerUp("1 stage", 1.25 * seconds, "it is slower"),
+        RunnerUp("2 stages", 0.9 * seconds, "it needs 20 GiB a device"),
+    ]
+    text = text_of(dataclasses.replace(plan, runners_up=tuple(others)))
+    assert "(+25.0%): 1 stage; it is slower" in text
+    assert "(-10.0%): 2 stages; it needs" in text
