@@ -53,7 +53,8 @@ class GPT:
     sizes: dict[str, dict[str, int]] = field(default_factory=dict)
     vocab_size: int | None = number(None, minimum=2)
     sequence_length: int | None = number(None, minimum=1)
-    num_layers: int | None = number(None, minimum=1, maximum=10_000)
+    # Each is traced by itself: more than the deepest published (DeepNet, 2022) would take hours.
+    num_layers: int | None = number(None, minimum=1, maximum=1000)
     num_heads: int | None = number(None, minimum=1)
     hidden_size: int | None = number(None, minimum=1)
     mlp_ratio: int = number(4, minimum=1)
@@ -75,7 +76,7 @@ class MLP:
     input_size: int = number(32, minimum=1)
     hidden_size: int = number(128, minimum=1)
     output_size: int = number(8, minimum=1)
-    num_layers: int = number(4, minimum=1, maximum=10_000)
+    num_layers: int = number(4, minimum=1, maximum=1000)
     widths: list[int] = field(  # of each hidden layer, in their place
         default_factory=list, metadata={"minimum": 1}
     )
