@@ -175,7 +175,8 @@ class WorkerHandle:
         try:
             _, pid, node = ray.get(self._place, timeout=0)
             there = NodeAffinitySchedulingStrategy(node, soft=False)
-            task = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(function)
+            task: Any = ray.remote(function)
+            task = task.options(num_cpus=0, max_retries=0, scheduling_strategy=there)
             return ray.get(task.remote(pid, str(self.log)), timeout=seconds)
         except ray.exceptions.GetTimeoutError:
             raise TimeoutError(f"its node did not answer within {seconds:g} s") from None

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from launcher.cluster.errors import ClusterError
 from launcher.config.errors import ConfigError, advice
-from launcher.config.schema import Slurm
+from launcher.config.machines import Slurm
 
 # What Slurm's commands say when the controller, and not the request, is at fault.
 _OUTAGE = re.compile(

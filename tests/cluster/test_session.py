@@ -14,7 +14,7 @@ from launcher.cluster.devices import emulated_pool
 from launcher.cluster.errors import WorkerError
 from launcher.cluster.examine import examine
 from launcher.cluster.session import start
-from launcher.config.schema import Cluster
+from launcher.config.machines import Cluster
 
 
 @pytest.fixture(scope="module")

@@ -151,7 +151,7 @@ class _Pickler(pickle.Pickler):
         if not isinstance(obj, np.ndarray):
             return NotImplemented
         contents = np.ascontiguousarray(obj).reshape(-1).view(np.uint8)
-        return _array, (pickle.PickleBuffer(contents), obj.shape, obj.dtype)
+        return _array, (pickle.PickleBuffer(contents.data), obj.shape, obj.dtype)
 
 
 def _array(contents: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
