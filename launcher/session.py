@@ -25,7 +25,7 @@ from launcher.cluster.devices import (
 from launcher.cluster.existing import ExistingRay
 from launcher.cluster.session import Session, start
 from launcher.cluster.step_worker import StepWorker
-from launcher.config.schema import Cluster
+from launcher.config.machines import Cluster
 from launcher.fleet import Fleet
 from launcher.plan import ClusterShape, Plan, local_shape
 from launcher.runtime import Executable, Transport, compile_step

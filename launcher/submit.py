@@ -20,7 +20,12 @@ from pathlib import Path
 from rich.console import Console
 
 from launcher.cluster.slurm_attempts import read_attempts
-from launcher.cluster.slurm_commands import check_installed, job_state, sbatch
+from launcher.cluster.slurm_commands import (
+    check_installed,
+    check_partition,
+    job_state,
+    sbatch,
+)
 from launcher.cluster.slurm_script import SCRIPT, Job, render
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
@@ -49,6 +54,7 @@ def submit(config: Config) -> int:
 
 def _submit(config: Config) -> int:
     check_installed()
+    check_partition(config.cluster.slurm)
     fresh = config.run.id is None or not Path(config.run.dir, config.run.id).exists()
     home = freeze(config, make_console())
     script = home.path / SCRIPT

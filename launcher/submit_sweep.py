@@ -14,7 +14,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from launcher.cluster.slurm_commands import ENDED, check_installed, job_states, sbatch
+from launcher.cluster.slurm_commands import (
+    ENDED,
+    check_installed,
+    check_partition,
+    job_states,
+    sbatch,
+)
 from launcher.cluster.slurm_script import SCRIPT, Job, render
 from launcher.config.compose import Point
 from launcher.config.errors import ConfigError
@@ -49,6 +55,8 @@ def submit_sweep(points: Sequence[Point]) -> int:
 
 def _submit(points: Sequence[Point], configs: Sequence[Config], sweep_id: str, folder: Path) -> int:
     check_installed()
+    for config in configs:
+        check_partition(config.cluster.slurm)
     homes, made = [], [] if folder.exists() else [folder]
     for n, (config, text) in enumerate(zip(configs, labels(points), strict=True)):
         print(f"[{n + 1}/{len(points)}] {text}", flush=True)

@@ -25,11 +25,13 @@ SOURCES = sorted(
 MAKERS_OF_CODE = {"eval", "exec", "compile", "__import__"}
 MODULES = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "torch"}
 READERS = {"yaml.load", "yaml.full_load", "yaml.unsafe_load", "np.load", "numpy.load", "jnp.load"}
-# What the driver and its workers say to one another, through a Ray that asks for a secret.
+# What the driver and its workers say to one another, through a Ray that asks for a secret, and a
+# worker to the process that it started, through a pair of sockets.
 BETWEEN_PROCESSES = {
     "launcher/cluster/host.py",
     "launcher/cluster/step_worker.py",
     "launcher/fleet.py",
+    "launcher/train/checkpoint/background.py",
 }
 
 

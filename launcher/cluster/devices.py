@@ -17,7 +17,7 @@ from pathlib import Path
 
 from launcher.cluster.slurm_allocation import find_allocation
 from launcher.config.errors import ConfigError
-from launcher.config.schema import Cluster
+from launcher.config.machines import Cluster
 
 STAND_INS = 4  # emulated devices where the user named no number
 EMULATED = "emulated CPU device"

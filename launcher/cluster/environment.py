@@ -29,7 +29,9 @@ def ray_environment(environ: Mapping[str, str], token: Path, nodes: bool = False
         # Which GPUs a worker sees is ours to say.
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "DASHBOARD_METRIC_PORT": "0",  # any free one
-        "RAY_gcs_server_port_wait_time_s": "120",  # on a machine that has other work to do
+        # On a machine that has other work to do.
+        "RAY_gcs_server_port_wait_time_s": "120",
+        "RAY_raylet_start_wait_time_s": "120",
         "RAY_USAGE_STATS_ENABLED": "0",
         # Under `uv run` Ray would build a virtual environment for each worker.
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import psutil
 
+from launcher.cluster.errors import RayEndedError
 from launcher.cluster.handle import WorkerHandle
 
 _DUMP_SECONDS = 3.0  # in which a process that can still do so has written its stacks
+_NODE_SECONDS = 30.0  # that another machine may take, which starts a process for it
 _MOST_FRAMES = 12  # of one thread, the newest
 _ROOT = Path(__file__).parents[2]
 _OURS = tuple(f'"{_ROOT / package}{os.sep}' for package in ("launcher", "recipes"))
@@ -25,24 +27,36 @@ def examine(worker: WorkerHandle) -> str:
     """In some lines: whether the process runs, waits or is stopped, and where in Python its main
     thread stands, and those that do our work. It is made to write all stacks to its log.
 
-    A stopped process is continued for that, so it is to be ended afterwards.
+    A stopped process is continued for that, so it is to be ended afterwards. Where it is on another
+    machine, that is done there.
     """
     process = worker.process()
-    if process is None:
-        where = "is on another machine" if worker.elsewhere else "is not up yet"
-        return f"its process {where}: nothing more is known"
+    if process is not None:
+        return examined(process.pid, str(worker.log))
+    if not worker.elsewhere:
+        return "its process is not up yet: nothing more is known"
     try:
+        return str(worker.on_its_node(examined, _NODE_SECONDS))
+    except (TimeoutError, RayEndedError) as error:
+        return f"its process is on another machine, of which nothing is known: {error}"
+
+
+def examined(pid: int, log: str) -> str:
+    """See `examine`: of a process of this machine."""
+    path = Path(log)
+    try:
+        process = psutil.Process(pid)
         state = _state(process)
-        written = _size(worker.log)
+        written = _size(path)
         # A stopped process takes it as soon as it is continued, before it does anything else.
         process.send_signal(signal.SIGQUIT)
         process.send_signal(signal.SIGCONT)
     except psutil.Error as error:
         return f"its process cannot be examined: {error}"
-    stacks = telling(_new_text(worker.log, written))
+    stacks = telling(_new_text(path, written))
     if not stacks:
         return f"{state}; it wrote no stacks when asked to"
-    told = [f"{state}; where it stands (all of its threads: {worker.log}):"]
+    told = [f"{state}; where it stands (all of its threads: {path}):"]
     return "\n".join([*told, *(f"  {line}" for line in stacks)])
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -156,10 +157,32 @@ class WorkerHandle:
 
         if self._process is None and not self.elsewhere:
             with suppress(ray.exceptions.RayError, psutil.NoSuchProcess):
-                where, pid = ray.get(self._place, timeout=0)
+                where, pid, _ = ray.get(self._place, timeout=0)
                 self.elsewhere = where != machine()
                 self._process = None if self.elsewhere else psutil.Process(pid)
         return self._process
+
+    def on_its_node(self, function: Callable[..., Any], seconds: float) -> Any:
+        """What `function(pid, log)` returns in a process of its own on the worker's node: of an
+        importable module, of whose names it uses no others than its own and of installed libraries.
+
+        Raises TimeoutError where that takes longer than `seconds`, and RayEndedError.
+        """
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        ray.cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
+        try:
+            _, pid, node = ray.get(self._place, timeout=0)
+            there = NodeAffinitySchedulingStrategy(node, soft=False)
+            task: Any = ray.remote(function)
+            task = task.options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+            return ray.get(task.remote(pid, str(self.log)), timeout=seconds)
+        except ray.exceptions.GetTimeoutError:
+            raise TimeoutError(f"its node did not answer within {seconds:g} s") from None
+        except ray.exceptions.RayError as error:
+            told = str(error).strip().splitlines() or [type(error).__name__]
+            raise RayEndedError(f"Ray cannot look there: {told[-1]}") from None
 
     @property
     def whereabouts(self) -> str:

@@ -35,6 +35,7 @@ import psutil
 
 _FOR_THE_DRIVER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_RAY_SECONDS = 25  # what lasts so long was not refused
 _KILL_SECONDS = 10  # the kernel cannot kill a process that hangs in a system call: do not wait
 
 # Ray's client server, which nobody here needs, has a fixed port and no off switch: without grpc,
@@ -61,14 +62,29 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_DRIVER)
     # Orphans of any depth become children of this process, so that none can be missed.
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    ray = start_ray(given)
     try:
-        watch(given, ray)
-        ended = ray.poll() is not None
+        ended = run_ray(given)
     finally:
         end_everything()
         shutil.rmtree(given.scratch, ignore_errors=True)
     sys.exit(int(ended))
+
+
+def run_ray(given: argparse.Namespace) -> bool:
+    """Run Ray until it is not needed any more; returns whether it ended by itself.
+
+    `ray start` waits 30 s for its own node, whatever one sets, and ends: too short on a machine
+    with much else to do. So it is tried again then; what ends sooner has another reason.
+    """
+    for last in (False, False, True):
+        began = time.monotonic()
+        ray = start_ray(given)
+        up = watch(given, ray)
+        ended = ray.poll() is not None
+        if up or not ended or last or time.monotonic() - began < _RAY_SECONDS:
+            break
+        end_everything()
+    return ended
 
 
 def start_ray(given: argparse.Namespace) -> subprocess.Popen[bytes]:
@@ -98,15 +114,15 @@ def start_ray(given: argparse.Namespace) -> subprocess.Popen[bytes]:
     )
 
 
-def watch(given: argparse.Namespace, ray: subprocess.Popen[bytes]) -> None:
-    """Tell the driver and the other nodes the address when there is one; return when the driver,
-    Ray or the lifeline is gone."""
+def watch(given: argparse.Namespace, ray: subprocess.Popen[bytes]) -> bool:
+    """Tell the driver and the other nodes the address when there is one, until the driver, Ray or
+    the lifeline is gone; returns whether there was one."""
     written = given.scratch / "ray_current_cluster"
     address = ""
     ends: list[Any] = [sys.stdin]
     if given.lifeline is not None:
-        ends.append(socket.socket(fileno=given.lifeline))
-    meeting = None if given.meeting is None else socket.socket(fileno=given.meeting)
+        ends.append(socket.socket(fileno=os.dup(given.lifeline)))
+    meeting = None if given.meeting is None else socket.socket(fileno=os.dup(given.meeting))
     met = []  # connections, held until this process ends
     while os.getppid() == given.driver and ray.poll() is None:
         if not address and written.exists() and (address := written.read_text()):
@@ -114,11 +130,12 @@ def watch(given: argparse.Namespace, ray: subprocess.Popen[bytes]) -> None:
         doors = [meeting] if meeting is not None and address else []
         readable, _, _ = select.select([*ends, *doors], [], [], 1.0 if address else 0.02)
         if any(end in readable for end in ends):
-            return
+            break
         if meeting is not None and meeting in readable:
             met.append(meeting.accept()[0])
             with suppress(OSError):  # gone again
                 met[-1].sendall(json.dumps({"ray": address, "logs": given.logs}).encode() + b"\n")
+    return bool(address)
 
 
 def end_everything() -> None:

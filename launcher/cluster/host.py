@@ -2,7 +2,8 @@
 
 It travels to the worker by value and is the first code there, before anything of this package or
 JAX is imported, so that both see the environment and the module search path that it sets. For the
-same reason it imports the standard library only. Only `session` imports it.
+same reason it imports the standard library only, and the Ray that runs it. Only `session` imports
+it.
 """
 
 from __future__ import annotations
@@ -52,9 +53,12 @@ class Host:
         self._object: Any = None
         self._unborn: Any = None  # the failure of the constructor: the answer to every call
 
-    def place(self) -> tuple[str, int]:
-        """The machine, as `machine` names it, and the number of this process there."""
-        return machine(), os.getpid()
+    def place(self) -> tuple[str, int, str]:
+        """The machine, as `machine` names it, the number of this process there, and Ray's name for
+        the node."""
+        import ray
+
+        return machine(), os.getpid(), ray.get_runtime_context().get_node_id()
 
     def construct(self, pickled: bytes) -> Outcome:
         """Build the user's object from a pickled (class, arguments)."""

@@ -1,4 +1,4 @@
-"""Slurm's own commands, as patient as a batch system needs: `sbatch`, `squeue`, `scontrol`.
+"""Slurm's own commands, as patient as a batch system needs.
 
 A controller that is down or busy is asked again, with longer and longer pauses; a job is never
 taken for lost because of it. `launcher.submit` is the user.
@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.cluster.errors import ClusterError
-from launcher.config.errors import ConfigError
+from launcher.config.errors import ConfigError, advice
+from launcher.config.machines import Slurm
 
 # What Slurm's commands say when the controller, and not the request, is at fault.
 _OUTAGE = re.compile(
@@ -60,6 +61,26 @@ def check_installed() -> None:
             "Submit from a login node, or use cluster=local.",
             ["cluster.kind"],
         )
+
+
+def check_partition(slurm: Slurm) -> None:
+    """Raise ConfigError where Slurm has no such partition, before a plan is made for nothing.
+
+    Raises SlurmError where the controller does not answer.
+    """
+    if slurm.partition is None or {"clusters", "M"} & set(slurm.extra):  # another cluster's
+        return
+    try:
+        known = set(_call(["sinfo", "--all", "--noheader", "--format=%R"]).split())
+    except (SlurmRefusal, FileNotFoundError):
+        return  # sbatch will say
+    for name in slurm.partition.split(","):
+        if known and name not in known:
+            raise ConfigError(
+                f"cluster.slurm.partition={slurm.partition}: Slurm has no partition {name}",
+                advice(name, sorted(known), "It has"),
+                ["cluster.slurm.partition"],
+            )
 
 
 def sbatch(script: Path, array: str | None = None) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from launcher.cluster.errors import ClusterError
 from launcher.cluster.slurm_allocation import Allocation, listen, own_address
-from launcher.config.schema import Slurm
+from launcher.config.machines import Slurm
 
 _POLL_SECONDS = 0.5
 

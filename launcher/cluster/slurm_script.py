@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.config.schema import Cluster, Slurm
+from launcher.config.machines import Cluster, Slurm
 
 SCRIPT = "job.sbatch"  # what it is called in a run's folder
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from launcher.config.errors import ConfigError
-from launcher.config.schema import Config, Slurm
+from launcher.config.machines import Slurm
+from launcher.config.schema import Config
 
 # What a text setting must look like, and what to say where it does not.
 _TEXTS = {

@@ -2,12 +2,11 @@
 
 This module is data only. `build` fills it strictly from a plain tree, `checks` holds the rules that
 no single field can state. Whoever may know settings (cluster, train, report, __main__) reads these
-classes; the module itself imports nothing of ours.
+classes; they import nothing else of ours.
 
-A field's `metadata` may hold `choices` (the words it accepts), `minimum`/`maximum` (inclusive),
-`auto` (the word stands for null, which leaves the choice to the launcher) and
-`variants` (a section of several kinds: the class for each `name`). A default says what the YAML of
-the default options says too (a test holds them together); it serves files that leave a key out.
+The section `cluster` is in `machines`; `fields` is how a field says which values it takes. A
+default says what the YAML of the default options says too (a test holds them together); it serves
+files that leave a key out.
 """
 
 from __future__ import annotations
@@ -15,20 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-
-def choice(default: str, *choices: str) -> Any:
-    """A text field that accepts only `choices`."""
-    return field(default=default, metadata={"choices": choices})
-
-
-def number(default: Any, minimum: float | None = None, maximum: float | None = None) -> Any:
-    """A number field with inclusive bounds; `None` leaves a side open."""
-    return field(default=default, metadata={"minimum": minimum, "maximum": maximum})
-
-
-def automatic(minimum: float) -> Any:
-    """A number field that may be left to the launcher: `auto`, or null."""
-    return field(default=None, metadata={"minimum": minimum, "maximum": None, "auto": True})
+from launcher.config.fields import automatic, choice, number
+from launcher.config.machines import Cluster
 
 
 @dataclass(frozen=True)
@@ -53,7 +40,8 @@ class GPT:
     sizes: dict[str, dict[str, int]] = field(default_factory=dict)
     vocab_size: int | None = number(None, minimum=2)
     sequence_length: int | None = number(None, minimum=1)
-    num_layers: int | None = number(None, minimum=1, maximum=10_000)
+    # Each is traced by itself: more than the deepest published (DeepNet, 2022) would take hours.
+    num_layers: int | None = number(None, minimum=1, maximum=1000)
     num_heads: int | None = number(None, minimum=1)
     hidden_size: int | None = number(None, minimum=1)
     mlp_ratio: int = number(4, minimum=1)
@@ -75,7 +63,7 @@ class MLP:
     input_size: int = number(32, minimum=1)
     hidden_size: int = number(128, minimum=1)
     output_size: int = number(8, minimum=1)
-    num_layers: int = number(4, minimum=1, maximum=10_000)
+    num_layers: int = number(4, minimum=1, maximum=1000)
     widths: list[int] = field(  # of each hidden layer, in their place
         default_factory=list, metadata={"minimum": 1}
     )
@@ -219,92 +207,6 @@ class Parallel:
     pipeline: int | None = number(None, minimum=1)  # three_d: the number of stages
     cost: str = choice("model", "model", "profile")  # what predictions rest on
     plan: str | None = None  # replay: a plan.json
-
-
-@dataclass(frozen=True)
-class Device:
-    """One device of a described cluster. FLOP rates are dense; `sustained` is the share of the peak
-    that large matrix products reach inside a training step."""
-
-    name: str | None = None
-    peak_tflops: float | None = number(None, minimum=0.0)  # 16 bit
-    peak_tflops_fp32: float | None = number(None, minimum=0.0)  # 32 bit, as JAX computes it
-    sustained: float = number(0.5, minimum=0.01, maximum=1.0)
-    memory_gib: float | None = number(None, minimum=0.0)
-    memory_gb_per_second: float | None = number(None, minimum=0.0)
-
-
-@dataclass(frozen=True)
-class Links:
-    """How the devices of a described cluster reach one another, one way."""
-
-    intra_host_gb_per_second: float | None = number(None, minimum=0.0)  # device to device
-    inter_host_gb_per_second: float | None = number(None, minimum=0.0)  # host to host
-    latency_us: float = number(10.0, minimum=0.0)
-
-
-@dataclass(frozen=True)
-class Container:
-    """What srun's container plugin (pyxis) is told; null leaves each out."""
-
-    image: str | None = None
-    mounts: list[str] = field(default_factory=list)
-    workdir: str | None = None
-
-
-@dataclass(frozen=True)
-class Slurm:
-    """What a job asks of Slurm; null leaves the choice to the site. `conf/cluster/slurm.yaml`
-    says in comments what each setting means."""
-
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    time: str | None = None
-    cpus: int | None = number(None, minimum=1)
-    mem: str | None = None
-    gpu_type: str | None = None
-    gres: str | None = None
-    exclusive: bool = True
-    constraint: str | None = None
-    reservation: str | None = None
-    nodelist: str | None = None
-    exclude: str | None = None
-    dependency: str | None = None
-    job_name: str | None = None
-    signal: str = "USR2@120"
-    max_requeues: int = number(10, minimum=0)
-    array: int | None = number(None, minimum=1)
-    setup: list[str] = field(default_factory=list)
-    env: dict[str, str] = field(default_factory=dict)
-    python: str | None = None
-    container: Container = field(default_factory=Container)
-    srun_args: list[str] = field(default_factory=list)
-    extra: dict[str, str] = field(default_factory=dict)
-    emulated: bool = False
-    network_interface: str | None = None
-    start_timeout: int = number(300, minimum=1)
-    dry_run: bool = False
-    wait: bool = False
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """The machines: `gpus` is the total number of devices, `hosts` the number of hosts.
-
-    `kind: described` is machines that are not here: `name`, `device` and `links` say what they
-    are, and plans can be made for them.
-    """
-
-    kind: str = choice("local", "local", "emulated", "slurm", "described")
-    gpus: int | None = number(None, minimum=1)  # null: all of this machine's
-    hosts: int = number(1, minimum=1)
-    step_timeout: float = number(600.0, minimum=1.0)  # seconds without an answer: workers hang
-    max_restarts: int = number(3, minimum=0)  # of the workers, when they die, hang or lose Ray
-    name: str | None = None
-    device: Device = field(default_factory=Device)
-    links: Links = field(default_factory=Links)
-    slurm: Slurm = field(default_factory=Slurm)
 
 
 @dataclass(frozen=True)

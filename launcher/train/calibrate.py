@@ -7,7 +7,7 @@ import functools
 from rich.console import Console
 
 from launcher.cluster.devices import find_devices
-from launcher.config.schema import Cluster
+from launcher.config.machines import Cluster
 from launcher.plan.calibration import measure
 from launcher.report.console import plain_table, status
 from launcher.report.text import seconds_text

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from launcher.cluster.devices import DevicePool, find_devices
 from launcher.config.errors import ConfigError
-from launcher.config.schema import Cluster
+from launcher.config.machines import Cluster
 from launcher.plan import ClusterShape, local_shape
 from launcher.plan.calibration import calibrated
 

@@ -74,6 +74,7 @@ class TrainWorker(Peer):
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="fetcher")
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="saver")
         self._saving: Future[None] | None = None
+        self._background: checkpoint.Background | None = None
         self._before_evaluation: StepResult | None = None
         self._evaluated: list[dict[str, jax.Array]] = []
         self._passed_over = 0
@@ -86,6 +87,9 @@ class TrainWorker(Peer):
         versions of the libraries, than the driver's.
         """
         self._config = from_dict(config)
+        settings = self._config.train.checkpoint
+        if settings.every_steps or settings.every_minutes:  # while it trains
+            self._background = checkpoint.Background()
         self._program = program = build_program(self._config)
         train_plan = Plan.from_dict(plan)
         devices = jax.devices()
@@ -162,17 +166,14 @@ class TrainWorker(Peer):
         for every save. Of the save before, `saved` must have been asked.
         """
         assert self._saving is None
-        state, settings = checkpoint.copied(self._state), self._config.train.checkpoint
+        settings = self._config.train.checkpoint
+        keep, keep_every = settings.keep, settings.every_steps
         writers = checkpoint.Writers(jax.process_index(), jax.process_count(), token)
+        # At the end of a run, with nothing to hold up, a process of its own is not worth its start.
+        by = self._background or checkpoint  # both `copied` and `save`
+        state = by.copied(self._state)
         self._saving = self._saver.submit(
-            checkpoint.save,
-            Path(folder),
-            step,
-            state,
-            metadata,
-            keep=settings.keep,
-            keep_every=settings.every_steps,
-            writers=writers,
+            by.save, Path(folder), step, state, metadata, keep, keep_every, writers
         )
 
     def writing(self, seconds: float) -> bool:
@@ -193,6 +194,8 @@ class TrainWorker(Peer):
     def close(self) -> None:
         """Stop the threads, and leave the others."""
         self._saver.shutdown()
+        if self._background is not None:
+            self._background.close()
         self._fetcher.shutdown()
         self._feeder.close()
         if self._transport is not None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from launcher.cluster.devices import emulated_pool
 from launcher.cluster.session import start
-from launcher.config.schema import Cluster
+from launcher.config.machines import Cluster
 from launcher.train.crew import Crew
 from launcher.train.loop import IN_FLIGHT
 from launcher.train.worker import StepResult

@@ -33,6 +33,7 @@ MODEL = (
     "train.global_batch_size=32",
     "train.steps=100000",
     "train.eval_every=0",
+    "train.checkpoint.every_minutes=10",  # for a worker that is made to save while it trains
     "parallel=manual",
     f"parallel.num_stages={DEVICES}",
     "parallel.num_micro_batches=4",

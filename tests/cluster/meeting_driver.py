@@ -13,7 +13,7 @@ from launcher.cluster.errors import ClusterError, WorkerError
 from launcher.cluster.session import secret, start
 from launcher.cluster.slurm_allocation import Allocation
 from launcher.cluster.slurm_meeting import hold
-from launcher.config.schema import Cluster, Slurm
+from launcher.config.machines import Cluster, Slurm
 
 POOL = emulated_pool(Cluster(kind="emulated", gpus=4, hosts=2))
 FIRST = Allocation("42", 0, 0, ("node1", "node2"), 0)

@@ -15,7 +15,7 @@ import pytest
 from launcher.cluster.devices import emulated_pool
 from launcher.cluster.errors import ClusterError
 from launcher.cluster.session import start
-from launcher.config.schema import Cluster
+from launcher.config.machines import Cluster
 
 ONE_DEVICE = emulated_pool(Cluster(kind="emulated", gpus=1))
 
@@ -28,7 +28,7 @@ from pathlib import Path
 from cluster_probe import Probe
 from launcher.cluster.devices import emulated_pool
 from launcher.cluster.session import start
-from launcher.config.schema import Cluster
+from launcher.config.machines import Cluster
 
 caught = []
 if "handle" in sys.argv:
@@ -174,7 +174,7 @@ import ray_hook
 from cluster_probe import Probe
 from launcher.cluster.devices import emulated_pool
 from launcher.cluster.session import start
-from launcher.config.schema import Cluster
+from launcher.config.machines import Cluster
 
 caught = []
 signal.signal(signal.SIGTERM, lambda number, frame: caught.append(number))

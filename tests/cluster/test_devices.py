@@ -14,7 +14,7 @@ from launcher.cluster.devices import (
     slurm_pool,
 )
 from launcher.config.errors import ConfigError
-from launcher.config.schema import Cluster, Slurm
+from launcher.config.machines import Cluster, Slurm
 
 TWO = Gpus(("NVIDIA H200", "NVIDIA H200"))
 

@@ -10,7 +10,7 @@ from launcher.cluster.devices import emulated_pool
 from launcher.cluster.errors import ClusterError
 from launcher.cluster.existing import ExistingRay, choose_pool
 from launcher.cluster.session import start
-from launcher.config.schema import Cluster
+from launcher.config.machines import Cluster
 
 
 @pytest.fixture(scope="module")

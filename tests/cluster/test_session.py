@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,8 +12,9 @@ import pytest
 
 from launcher.cluster.devices import emulated_pool
 from launcher.cluster.errors import WorkerError
+from launcher.cluster.examine import examine
 from launcher.cluster.session import start
-from launcher.config.schema import Cluster
+from launcher.config.machines import Cluster
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +139,35 @@ def test_a_dead_worker_is_an_error_with_its_last_lines(session, probe, capfd, ho
     assert ("last words" in str(error.value)) == (how == "end")
     assert other.submit("take").result() == "alive"
     assert capfd.readouterr() == ("", "")  # Ray has nothing to add
+
+
+def test_a_worker_on_another_machine_is_examined_there(session, probe, tmp_path):
+    """Here another machine is one that the driver takes for one: Ray finds the node."""
+    worker, _ = session.spawn(probe)
+    worker.submit("add", 1).result()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    worker.submit("wait", str(pipe))
+    pid = worker.process().pid
+    worker._process, worker.elsewhere = None, True
+    while psutil.Process(pid).status() != psutil.STATUS_SLEEPING:
+        time.sleep(0.01)
+    first, *lines = examine(worker).splitlines()
+    assert first.startswith("its process waits")
+    assert first.endswith(f"; where it stands (all of its threads: {worker.log}):")
+    assert any(line.endswith(" in wait") for line in lines)
+
+
+def test_a_machine_that_does_not_answer_is_no_mystery(session, probe, monkeypatch):
+    worker, _ = session.spawn(probe)
+    worker.submit("add", 1).result()
+    worker.process()
+    worker._process, worker.elsewhere = None, True
+    monkeypatch.setattr("launcher.cluster.examine._NODE_SECONDS", 0.0)
+    assert examine(worker) == (
+        "its process is on another machine, of which nothing is known: "
+        "its node did not answer within 0 s"
+    )
 
 
 def test_ray_listens_on_this_machine_alone(workers):

@@ -12,7 +12,7 @@ from launcher.cluster.errors import ClusterError
 from launcher.cluster.session import secret
 from launcher.cluster.slurm_allocation import Allocation
 from launcher.cluster.slurm_meeting import attend, dismiss, hold
-from launcher.config.schema import Slurm
+from launcher.config.machines import Slurm
 
 DRIVER = Path(__file__).with_name("meeting_driver.py")
 FIRST = Allocation("42", 0, 0, ("node1", "node2"), 0)

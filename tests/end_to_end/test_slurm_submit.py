@@ -70,6 +70,27 @@ def test_without_slurm_nothing_is_made(folder: Path, capsys: pytest.CaptureFixtu
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.parametrize("sweep", [(), ("-m", "train.steps=1,2")])
+def test_a_wrong_partition_is_found_before_anything_is_planned(
+    sweep: tuple[str, ...],
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    commands = folder / "bin"
+    commands.mkdir()
+    for name, script in (("sbatch", "exit 9"), ("sinfo", "echo gpu\necho urgent")):
+        (commands / name).write_text(f"#!/bin/sh\n{script}\n")
+        (commands / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(commands))
+    monkeypatch.setattr("launcher.submit.prepare", lambda *_, **__: pytest.fail("planned"))
+    assert main((*sweep, *SETTINGS, "cluster.slurm.partition=gpus")) == 2
+    assert capsys.readouterr().err == (
+        "launcher: cluster.slurm.partition=gpus: Slurm has no partition gpus. Did you mean gpu?\n"
+    )
+    assert [path.name for path in folder.iterdir()] == ["bin"]
+
+
 def test_an_array_whose_runs_ask_for_different_things_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

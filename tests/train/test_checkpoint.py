@@ -1,5 +1,6 @@
 """Checkpoints: exact, whole or not there, and readable by stock Orbax in any JAX program."""
 
+import errno
 import json
 import os
 import subprocess
@@ -40,6 +41,12 @@ moments = state["opt_state"][1]
 assert set(moments) == {"count", "mu", "nu"} and moments["mu"].keys() == state["params"].keys()
 print("read")
 """
+
+# What it says of a full disk, with the code and the words of a quota.
+TENSORSTORE = (
+    'RESOURCE_EXHAUSTED: Error writing local file "d/a1": Failed writing: "d/a1.__lock": '
+    "Failed to write 4096 bytes to file 4: Disk quota exceeded [os_error_code='122']"
+)
 
 
 def make_state(stages=4):
@@ -191,6 +198,31 @@ def test_what_goes_wrong_in_one_process_is_said_by_the_first(tmp_path):
             ):
                 job.result(60)
     assert checkpoint.newest(tmp_path).step is None
+
+
+@pytest.mark.parametrize("by", ["os", "tensorstore"])
+def test_a_quota_that_is_used_up_is_named_and_the_last_checkpoint_stays(by, tmp_path, monkeypatch):
+    save(tmp_path, 1)
+
+    def refuse(*_, **__):
+        if by == "os":
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "some file")
+        raise ValueError(TENSORSTORE)
+
+    # The files' own writing in the one case; in the other what TensorStore makes of it.
+    what = "write.checksums" if by == "os" else "pieces.ts.open"
+    monkeypatch.setattr(f"launcher.train.checkpoint.{what}", refuse)
+    with pytest.raises(checkpoint.SaveError) as error:
+        save(tmp_path, 2)
+    assert str(error.value) == (
+        f"cannot save step 2 in {tmp_path}: Disk quota exceeded. Your quota there is used up: "
+        "free some space, or choose another run.dir."
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+    assert checkpoint.newest(tmp_path) == checkpoint.Choice(1)
+    monkeypatch.undo()
+    save(tmp_path, 2)
+    assert checkpoint.newest(tmp_path) == checkpoint.Choice(2)
 
 
 def halved(state, parity):

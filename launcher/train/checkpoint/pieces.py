@@ -8,7 +8,7 @@ each leaf; how the tree is laid out on disk stays Orbax's own business.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,10 +44,19 @@ class Pieces:
 def copied(state: Any) -> Any:
     """A tree of arrays as one of `Pieces`, on the host and of their own: arrays of devices are
     overwritten by the next step. Waits until they are computed."""
+    return _pieces_of(state, _copy_on_host)
+
+
+def seen(state: Any) -> Any:
+    """Like `copied`, but only for as long as the arrays last."""
+    return _pieces_of(state, np.asarray)
+
+
+def _pieces_of(state: Any, on_host: Callable[[jax.Array], np.ndarray]) -> Any:
     for leaf in jax.tree.leaves(state):
         for shard in _own(leaf):
             shard.data.copy_to_host_async()  # all on their way before the first is waited for
-    return jax.tree.map(_pieces, state)
+    return jax.tree.map(lambda leaf: _pieces(leaf, on_host), state)
 
 
 def _own(array: Any) -> list[jax.Shard]:
@@ -56,17 +65,17 @@ def _own(array: Any) -> list[jax.Shard]:
     return [shard for shard in array.addressable_shards if shard.replica_id == 0]
 
 
-def _pieces(array: Any) -> Pieces:
+def _pieces(array: Any, on_host: Callable[[jax.Array], np.ndarray]) -> Pieces:
     if not isinstance(array, jax.Array):
         value = np.array(array)
         everywhere = tuple(slice(0, n) for n in value.shape)
         return Pieces(value.shape, value.dtype, value.shape, ((everywhere, value),))
-    parts = tuple((shard.index, _on_host(shard.data)) for shard in _own(array))
+    parts = tuple((shard.index, on_host(shard.data)) for shard in _own(array))
     chunk = array.sharding.shard_shape(array.shape)
     return Pieces(array.shape, np.dtype(array.dtype), chunk, parts)
 
 
-def _on_host(data: jax.Array) -> np.ndarray:
+def _copy_on_host(data: jax.Array) -> np.ndarray:
     # What NumPy is shown of a CPU's array is the array's own memory; of other devices' a copy.
     (device,) = data.devices()
     return np.array(data) if device.platform == "cpu" else np.asarray(data)

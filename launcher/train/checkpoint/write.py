@@ -83,10 +83,24 @@ def save(
             _prune(folder, step, keep, keep_every)
     except Exception as error:
         problem = _explained(error, folder, step)
-        _give_up(partial, writers, problem or f"cannot save step {step} in {folder}: {error!r}")
+        abandon(folder, step, writers, problem or f"cannot save step {step} in {folder}: {error!r}")
         if problem is None:
             raise
         raise SaveError(problem) from None
+
+
+def abandon(folder: Path, step: int, writers: Writers, problem: str) -> None:
+    """Of a save that came to nothing: tell the first process, or clear away what there is."""
+    partial = partial_path(folder, step, writers.token)
+    try:
+        if writers.index:
+            shutil.rmtree(partial / ARRAYS / f"ocdbt.process_{writers.index}", ignore_errors=True)
+            partial.mkdir(parents=True, exist_ok=True)  # the first process may not be so far yet
+            _leave(partial, writers.index, {"problem": problem})
+        else:
+            shutil.rmtree(partial, ignore_errors=True)
+    except OSError:
+        pass  # nothing more can be said there: the first process's wait will end
 
 
 def _write_part(partial: Path, state: Any, writers: Writers) -> None:
@@ -168,7 +182,8 @@ def _discard(path: Path) -> None:
 def _handler(process: int) -> ocp.PyTreeCheckpointHandler:
     """Writes trees of `Pieces`; the first process writes what describes the tree."""
     registry = ocp.type_handlers.create_type_handler_registry((Pieces, PiecesHandler(process)))
-    primary = ocp.options.MultiprocessingOptions(primary_host=0)
+    # Which of its processes JAX takes this one for is not what decides: see `background`.
+    primary = ocp.options.MultiprocessingOptions(primary_host=jax.process_index() - process)
     # Weights hardly compress, and trying costs the processor that trains.
     return ocp.PyTreeCheckpointHandler(
         multiprocessing_options=primary,
@@ -186,18 +201,6 @@ def _leave(partial: Path, index: int, note: dict[str, Any]) -> None:
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text(json.dumps(note), encoding="utf-8")
     unfinished.replace(path)
-
-
-def _give_up(partial: Path, writers: Writers, problem: str) -> None:
-    """Tell the first process, or clear away what there is."""
-    try:
-        if writers.index:
-            shutil.rmtree(partial / ARRAYS / f"ocdbt.process_{writers.index}", ignore_errors=True)
-            _leave(partial, writers.index, {"problem": problem})
-        else:
-            shutil.rmtree(partial, ignore_errors=True)
-    except OSError:
-        pass  # nothing more can be said there: the first process's wait will end
 
 
 def _explained(error: Exception, folder: Path, step: int) -> str | None:

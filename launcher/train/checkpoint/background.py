@@ -1,0 +1,209 @@
+"""A process of its own that writes checkpoints while this one trains, at a low priority.
+
+In a thread of the training process the same work would hold up training: it takes the interpreter's
+lock, of which a step needs a little all the time, and its processor time on equal terms. The
+process here gets only what is left over (on a core that is busy, 3 %), and everything when nothing
+trains. `worker` keeps one where a run saves while it trains.
+
+The arrays pass through memory that both processes see. It is kept from save to save, since new
+memory costs more than the copying: of the host's, as much as one state takes here.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from launcher.train.checkpoint.pieces import seen
+from launcher.train.checkpoint.write import FIELDS, SaveError, Writers, abandon, save
+
+_NICENESS = 15
+_ALIGNMENT = 64  # bytes
+_ALONE = Writers()
+_PART = 2**22  # bytes that one thread copies at a time
+_THREADS = 8
+_PROGRAM = f"from {__name__} import serve; serve()"
+# What the driver may be sent, and a batch system sends to every process of a job.
+_FOR_THE_DRIVER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+
+
+class Background:
+    """The process, from its start to `close`; it ends with this one in whatever way that ends.
+
+    Linux.
+    """
+
+    def __init__(self) -> None:
+        self._memory = os.memfd_create("state")
+        self._view: mmap.mmap | None = None
+        self._start()
+
+    @property
+    def pid(self) -> int:
+        """The process's number."""
+        return self._process.pid
+
+    def copied(self, state: Any) -> bytes:
+        """Copy a state's arrays to where the process sees them, for the next `save`: it holds for
+        one alone. Waits until they are computed."""
+        fields = {name: seen(getattr(state, name)) for name in FIELDS}
+        message, buffers = _pickled(fields)
+        places, end = [], 0
+        for buffer in buffers:
+            places.append((end, buffer.nbytes))
+            end += -(-buffer.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if end and (self._view is None or len(self._view) != end):
+            os.ftruncate(self._memory, end)
+            self._view = mmap.mmap(self._memory, end)
+        if self._view is not None:
+            _copy(buffers, np.frombuffer(self._view, np.uint8), [start for start, _ in places])
+        return pickle.dumps((message, places, end))
+
+    def save(
+        self,
+        folder: Path,
+        step: int,
+        state: bytes,
+        metadata: dict[str, Any],
+        keep: int | None = None,
+        keep_every: int = 0,
+        writers: Writers = _ALONE,
+    ) -> None:
+        """`checkpoint.save` in that process, of what `copied` has returned; waits for it.
+
+        Raises SaveError also where the process ends meanwhile; the next save has a new one.
+        """
+        arguments = (folder, step, metadata, keep, keep_every, writers)
+        try:
+            self._connection.send((state, arguments))
+            kind, told = self._connection.recv()
+        except (EOFError, OSError):
+            code = self._end()
+            told = f"the process that writes it ended ({_how(code)})"
+            told = f"cannot save step {step} in {folder}: {told}."
+            abandon(folder, step, writers, told)
+            self._start()
+            raise SaveError(told) from None
+        if kind == "refused":
+            raise SaveError(told)
+        if kind == "failed":
+            raise RuntimeError(f"the process that writes checkpoints failed\n{told}")
+
+    def close(self) -> None:
+        """End the process, at once."""
+        self._end()
+        os.close(self._memory)
+
+    def _start(self) -> None:
+        self._connection, theirs = Pipe()
+        handed = [theirs.fileno(), self._memory]
+        command = [sys.executable, "-P", "-c", _PROGRAM, *map(str, handed)]
+        environ = _environment(os.environ, sys.path)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_DRIVER)  # which it inherits
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, pass_fds=handed, env=environ, start_new_session=True
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICENESS)  # all its threads inherit it
+        theirs.close()
+
+    def _end(self) -> int:
+        self._process.kill()
+        code = self._process.wait()
+        self._connection.close()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        return code
+
+
+def _environment(environ: Mapping[str, str], search_path: Sequence[str]) -> dict[str, str]:
+    """That of a process that finds what this one finds, and uses no device."""
+    kept = {name: value for name, value in environ.items() if name != "XLA_FLAGS"}
+    folders = os.pathsep.join(filter(None, search_path))
+    return kept | {"PYTHONPATH": folders, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def _how(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves the contents of arrays out, those of types of JAX's own as well."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, np.ndarray):
+            return NotImplemented
+        contents = np.ascontiguousarray(obj).reshape(-1).view(np.uint8)
+        return _array, (pickle.PickleBuffer(contents.data), obj.shape, obj.dtype)
+
+
+def _array(contents: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    return np.ndarray(shape, dtype, contents)
+
+
+def _pickled(value: Any) -> tuple[bytes, list[memoryview]]:
+    """A value without the contents of its arrays, and these."""
+    file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+    _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
+    return file.getvalue(), [buffer.raw() for buffer in buffers]
+
+
+def _copy(buffers: Sequence[memoryview], target: np.ndarray, starts: Sequence[int]) -> None:
+    """Copy each buffer to its place in `target`, with all processors: training waits for it."""
+    jobs = []
+    for buffer, start in zip(buffers, starts, strict=True):
+        source = np.frombuffer(buffer, np.uint8)
+        for at in range(0, source.size, _PART):
+            part = source[at : at + _PART]
+            jobs.append((target[start + at : start + at + part.size], part))
+
+    def copy(some: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        for to, part in some:
+            np.copyto(to, part)  # without the interpreter's lock
+
+    threads = min(_THREADS, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads, thread_name_prefix="copy") as pool:
+        list(pool.map(copy, [jobs[i::threads] for i in range(threads)]))
+
+
+def serve() -> None:
+    """Save what is asked for, one state after another: all that the process does."""
+    connection, memory = Connection(int(sys.argv[1])), int(sys.argv[2])
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    while True:
+        copy, arguments = connection.recv()
+        message, places, size = pickle.loads(copy)
+        view = memoryview(mmap.mmap(memory, size) if size else b"")
+        buffers = [view[start : start + length] for start, length in places]
+        state = SimpleNamespace(**pickle.loads(message, buffers=buffers))
+        folder, step, metadata, keep, keep_every, writers = arguments
+        try:
+            save(folder, step, state, metadata, keep, keep_every, writers)
+        except SaveError as error:
+            connection.send(("refused", str(error)))
+        except Exception:
+            connection.send(("failed", traceback.format_exc()))
+        else:
+            connection.send(("saved", ""))
+
+
+def _end_with_the_parent() -> None:
+    os.read(0, 1)  # nothing ever comes: the kernel closes it
+    os._exit(1)

@@ -1,0 +1,142 @@
+"""Checkpoints that a process of its own writes while this one trains."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from launcher.train import checkpoint
+from launcher.train.checkpoint import pieces
+from launcher.train.step import TrainState
+
+
+def make_state(step):
+    """A state with an array on two devices and one of a type that NumPy does not have."""
+    two = NamedSharding(Mesh(np.array(jax.devices()[:2]), "data"), PartitionSpec("data"))
+    params = {
+        "split": jax.device_put(jnp.arange(3_000_000.0).reshape(2, -1) + step, two),
+        "half": jnp.full((4, 4), 1.5, jnp.bfloat16),
+    }
+    return TrainState(jnp.int32(step), params, {}, jnp.zeros(2, jnp.uint32))
+
+
+def restored(folder, step):
+    where = SingleDeviceSharding(jax.devices()[0])
+    shapes = jax.eval_shape(make_state, 0)
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes)
+    return checkpoint.restore(folder, step, like)
+
+
+@pytest.fixture(scope="module")
+def background():
+    background = checkpoint.Background()
+    yield background
+    background.close()
+    assert not psutil.pid_exists(background.pid)
+
+
+def test_what_it_writes_is_the_state_as_it_was_when_copied(background, tmp_path):
+    for step in (1, 2):
+        state = make_state(step)
+        copy = background.copied(state)
+        overwrite = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
+        state = overwrite(state.params["split"])
+        background.save(tmp_path, step, copy, {"plan": step})
+    for step in (1, 2):
+        assert checkpoint.read_metadata(tmp_path, step) == {"plan": step}
+        assert checkpoint.damage(tmp_path / str(step)) is None
+        jax.tree.map(np.testing.assert_array_equal, restored(tmp_path, step), make_state(step))
+
+
+def test_every_thread_of_it_gives_way_to_those_that_train(background, tmp_path):
+    background.save(tmp_path, 1, background.copied(make_state(1)), {})
+    threads = [int(thread) for thread in os.listdir(f"/proc/{background.pid}/task")]
+    assert len(threads) > 1  # those that write
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    niceness = {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads}
+    assert niceness == {min(own + 15, 19)}
+
+
+def test_what_the_disk_refuses_is_said_in_the_same_words(background, tmp_path):
+    folder = tmp_path / "file"
+    folder.write_text("in the way")
+    with pytest.raises(checkpoint.SaveError, match=f"^cannot save step 1 in {folder}: Not a dir"):
+        background.save(folder, 1, background.copied(make_state(1)), {})
+    background.save(tmp_path, 2, background.copied(make_state(2)), {})
+
+
+def test_signals_that_are_the_drivers_do_not_end_it(background, tmp_path):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        os.kill(background.pid, number)
+    background.save(tmp_path, 3, background.copied(make_state(3)), {})
+    assert checkpoint.newest(tmp_path).step == 3
+
+
+def test_two_processes_write_one_checkpoint_and_a_killed_one_spoils_none(
+    background, tmp_path, monkeypatch
+):
+    """Each the state's half that is its own; after the death there is a new process."""
+    copies = []
+    other = checkpoint.Background()
+    try:
+        for i, who in enumerate((background, other)):
+            monkeypatch.setattr("launcher.train.checkpoint.background.seen", half(i))
+            copies.append(who.copied(make_state(0)))
+        monkeypatch.undo()
+        writers = [checkpoint.Writers(i, 2, "t") for i in (0, 1)]
+        other.save(tmp_path, 4, copies[1], {}, writers=writers[1])
+        background.save(tmp_path, 4, copies[0], {}, writers=writers[0])
+        os.kill(other.pid, signal.SIGKILL)
+        told = f"cannot save step 5 in {tmp_path}: the process that writes it ended (signal 9)."
+        for who, i in ((other, 1), (background, 0)):
+            with pytest.raises(checkpoint.SaveError) as error:
+                who.save(tmp_path, 5, copies[i], {}, writers=writers[i])
+            assert str(error.value) == told
+        assert [path.name for path in tmp_path.iterdir()] == ["4"]
+        jax.tree.map(np.testing.assert_array_equal, restored(tmp_path, 4), make_state(0))
+        other.save(tmp_path, 6, other.copied(make_state(6)), {})
+    finally:
+        other.close()
+    assert checkpoint.newest(tmp_path).step == 6
+
+
+def half(parity):
+    """What stands for `seen` in one of two processes: every second array is its own."""
+
+    def seen(tree):
+        leaves, structure = jax.tree.flatten(pieces.seen(tree))
+        own = [x if i % 2 == parity else replace(x, parts=()) for i, x in enumerate(leaves)]
+        return jax.tree.unflatten(structure, own)
+
+    return seen
+
+
+PARENT = """
+import time
+from launcher.train.checkpoint import Background
+print(Background().pid, flush=True)
+time.sleep(1000)
+"""
+
+
+def test_it_ends_with_the_process_that_started_it():
+    environ = os.environ | {"PYTHONPATH": str(Path(checkpoint.__file__).parents[3])}
+    command = [sys.executable, "-c", PARENT]
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as parent:
+        pid = int(parent.stdout.readline())
+        assert psutil.pid_exists(pid)
+        parent.kill()
+    deadline = time.monotonic() + 60
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
