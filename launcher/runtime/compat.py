@@ -1,14 +1,16 @@
 """What the runtime takes from JAX that is private: all of it stands here, each name with its reason
-and with what is done instead where this JAX has it no more. Used by `runtime.transfer`.
+and with what is done where this JAX has it no more. Used by `transfer` and `programs`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Sharding
 from jaxlib import xla_client
 
@@ -47,3 +49,48 @@ def _works() -> bool:
         return copied.devices() == {there} and int(copied) == 7
     except Exception:  # a private name may fail in any way
         return False
+
+
+def loaded_for(
+    compiled: Any, arguments: Sequence[Sharding], results: Sequence[Sharding]
+) -> jax.stages.Compiled | None:
+    """A compiled program for other devices of this process, without compiling it again, or None
+    where this JAX or this platform cannot do that.
+
+    It is written out as JAX's compilation cache does it, and read for the devices of `arguments`
+    and `results`: as many, of the same kind, cut in the same way. What is public,
+    `jax.experimental.serialize_executable`, reads it for the devices it was compiled for only.
+    """
+    try:
+        program = compiled._executable._unloaded_executable
+        if program.host_callbacks:
+            return None
+        devices = [*arguments, *results][0]._internal_device_list
+        executable = program.backend.deserialize_executable(
+            program.xla_executable.serialize(), devices, _compile_options(devices)
+        )
+        if list(executable.local_devices()) != list(devices):
+            return None
+        moved = dataclasses.replace(
+            program,
+            xla_executable=executable,
+            device_list=devices,
+            input_shardings=tuple(arguments),
+            output_shardings=tuple(results),
+        )
+        return jax.stages.Compiled(
+            moved.load(), [], compiled.args_info, compiled.out_tree, compiled._no_kwargs
+        )
+    except Exception:  # private names may fail in any way
+        return None
+
+
+def _compile_options(devices: Sequence[jax.Device]) -> Any:
+    """One program over these devices, as `jax.jit` compiles it."""
+    options = xla_client.CompileOptions()
+    options.num_replicas, options.num_partitions = 1, len(devices)
+    options.device_assignment = xla_client.DeviceAssignment.create(
+        np.array([[device.id for device in devices]])
+    )
+    options.executable_build_options.use_spmd_partitioning = True
+    return options
