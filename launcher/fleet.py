@@ -36,7 +36,7 @@ class Fleet:
         shape: the cluster, for the planner.
 
     Once a worker has failed or died, every use raises its `WorkerError` again: what the others
-    hold is of no use without it.
+    hold is of no use without it. Only what a worker that lives refuses to compile is forgotten.
     """
 
     def __init__(self, handles: Sequence[WorkerHandle], shape: ClusterShape) -> None:
@@ -65,15 +65,19 @@ class Fleet:
         message = [pickle.dumps((method, dropped, arguments))]
         if shared is not None:
             message.append(share(shared))
-        replies = [_Reply(h.submit("do", *message)) for h in self._handles]
+        replies = [_Reply(h.submit("do", *message), method == "compile") for h in self._handles]
         for sent, reply in zip(self._sent, replies, strict=True):
             sent.append(reply)
         return replies
 
     def answers(self, replies: Sequence[_Reply]) -> list[Any]:
-        """Wait for replies. Raises WorkerError as soon as any worker fails in whatever call."""
+        """Wait for replies. Raises WorkerError as soon as any worker fails in whatever call; for a
+        call that the workers survive, once all have answered."""
         while not all(reply.done for reply in replies):
             self._take(wait=True)
+        for reply in replies:
+            if reply.error is not None:
+                raise reply.error
         return [reply.value for reply in replies]
 
     def _take(self, *, wait: bool) -> bool:
@@ -85,11 +89,15 @@ class Fleet:
             return False
         done = ready(list(heads), timeout=None if wait else 0)
         for future in done:
+            reply, value, survived = heads[future][0], None, None
             try:
                 value = future.result()
             except (WorkerError, ClusterError) as error:
-                self._fail(error)
-            heads[future].popleft().arrived(value)
+                if not reply.survived or not isinstance(error, WorkerError) or error.died:
+                    self._fail(error)
+                survived = error
+            heads[future].popleft()
+            reply.arrived(value, survived)
         return bool(done)
 
     def _fail(self, error: Exception) -> NoReturn:
@@ -155,12 +163,16 @@ class Fleet:
 
     def compile(self, step: TracedStep, plan: Plan, source: Traceable) -> RemoteExecutable:
         """Compile a step, traced from `source`, on the workers, each its own stages; waits for
-        them."""
+        them. Raises WorkerError where one cannot; the session goes on if that one lives."""
         settings = {name: getattr(jax.config, name) for name in TRACE_SETTINGS}
         program = Program(**vars(source), plan=plan, settings=settings)
         number = self.new_numbers(1)
         replies = self.send("compile", number, shared=pickled(program, source.fun))
-        return RemoteExecutable(self, number, step, plan, max(self.answers(replies)))
+        try:
+            return RemoteExecutable(self, number, step, plan, max(self.answers(replies)))
+        except WorkerError:
+            self.drop(number)  # by those that have it
+            raise
 
 
 class RemoteExecutable:
@@ -262,15 +274,17 @@ class RemoteExecutable:
 
 
 class _Reply:
-    """What one worker answers to one message."""
+    """What one worker answers to one message; `survived`: where it raises, the worker goes on."""
 
-    __slots__ = ("done", "future", "value")
+    __slots__ = ("done", "error", "future", "survived", "value")
 
-    def __init__(self, future: Future) -> None:
-        self.future, self.done, self.value = future, False, None
+    def __init__(self, future: Future, survived: bool) -> None:
+        self.future, self.survived, self.done = future, survived, False
+        self.value: Any = None
+        self.error: WorkerError | None = None
 
-    def arrived(self, value: Any) -> None:
-        self.done, self.value = True, value
+    def arrived(self, value: Any, error: WorkerError | None) -> None:
+        self.done, self.value, self.error = True, value, error
 
 
 def _within(futures: Sequence[Future], seconds: float) -> list[Future]:

@@ -92,10 +92,11 @@ class StepWorker(Peer):
         arguments)`; `shared` are further arguments.
 
         After a failure every call fails for the same cause: the workers no longer agree about
-        what there is.
+        what there is. Not after one of `compile`, which made nothing and moved nothing.
         """
         if self._failure is not None:
             raise self._failure
+        method = ""
         try:
             method, dropped, arguments = pickle.loads(message)
             for number in dropped:
@@ -103,7 +104,8 @@ class StepWorker(Peer):
                 self._programs.pop(number, None)
             return getattr(self, method)(*arguments, *shared)
         except BaseException as error:
-            self._failure = error
+            if method != "compile":
+                self._failure = error
             raise
 
     def compile(self, number: int, pickled: bytes) -> float:

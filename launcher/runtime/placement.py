@@ -19,15 +19,17 @@ from launcher.runtime.transfer import is_here
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """`meshes`: those of the plan. `slots`: what each slot holds."""
+    """`meshes`: those of the plan. `slots`: what each slot holds. `shardings`: of what each slot
+    holds, the same object where they are equal: JAX compares those of a program's arguments with
+    each call."""
 
     meshes: tuple[Mesh, ...]
     slots: tuple[Slot, ...]
+    shardings: tuple[NamedSharding, ...]
 
     def sharding(self, slot: int) -> NamedSharding:
         """Of what a slot holds."""
-        held = self.slots[slot]
-        return NamedSharding(self.meshes[held.mesh], partition_spec(held.spec))
+        return self.shardings[slot]
 
     def whole(self, mesh: int) -> NamedSharding:
         """Of a value that every device of a mesh has."""
@@ -53,4 +55,9 @@ def make_placement(plan: Plan, devices: Sequence[jax.Device], slots: Sequence[Sl
         Mesh(np.array([devices[d] for d in mesh]).reshape(shapes[mesh]), AXES)
         for mesh in plan.meshes
     ]
-    return Placement(tuple(meshes), tuple(slots))
+    distinct = {
+        (slot.mesh, slot.spec): NamedSharding(meshes[slot.mesh], partition_spec(slot.spec))
+        for slot in slots
+    }
+    shardings = tuple(distinct[slot.mesh, slot.spec] for slot in slots)
+    return Placement(tuple(meshes), tuple(slots), shardings)

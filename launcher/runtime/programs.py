@@ -1,14 +1,19 @@
-"""Compiling the programs of a step, in parallel and from shapes alone. Used by `executable`."""
+"""Compiling the programs of a step: in parallel, from shapes alone, and equal ones once. Used by
+`executable`."""
 
 from __future__ import annotations
 
 import concurrent.futures
+import hashlib
 import os
-from collections.abc import Set
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
+from launcher.runtime.compat import loaded_for
 from launcher.runtime.emit import Emitted
 from launcher.runtime.instructions import Run, Send
 from launcher.runtime.placement import Placement
@@ -27,22 +32,65 @@ def compile_programs(emitted: Emitted, placement: Placement) -> dict[str, Any]:
         if isinstance(x, Send) and not placement.is_local(x)
         for slot in x.inputs
     }
-    lowered = {name: _lower(run, emitted, placement, offered) for name, run in first.items()}
+    alike: dict[Any, list[_Program]] = {}
+    for name, run in first.items():
+        program = _lower(name, run, emitted, placement, offered)
+        alike.setdefault(program.kind(), []).append(program)
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        compiled = pool.map(lambda x: x.compile(), lowered.values())
-        return dict(zip(lowered, compiled, strict=True))
+        groups = pool.map(_compiled, alike.values())
+        found = {name: compiled for group in groups for name, compiled in group}
+    return {name: found[name] for name in first}
 
 
-def _lower(run: Run, emitted: Emitted, placement: Placement, offered: Set[int]) -> Any:
-    def abstract(slot: int) -> jax.ShapeDtypeStruct:
-        aval = placement.slots[slot].aval
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=placement.sharding(slot))
+@dataclass(frozen=True)
+class _Program:
+    """A program that is to be compiled. `arguments`, `results`: their shardings."""
 
-    fun = emitted.programs[run.program]
+    name: str
+    lowered: Any
+    arguments: tuple[NamedSharding, ...]
+    results: tuple[NamedSharding, ...]
+
+    def kind(self) -> Any:
+        """What programs have in common of which one has to be compiled: those of equal stages,
+        which differ in their devices alone. The text names the program's positions in a mesh, not
+        its devices. What runs in several processes is compiled in all of them, on its own."""
+        sharding = [*self.arguments, *self.results][0]
+        if not sharding.is_fully_addressable:
+            return self.name
+        kinds = tuple(device.device_kind for device in sharding.mesh.devices.flat)
+        return kinds, hashlib.sha256(self.lowered.as_text().encode()).digest()
+
+
+def _compiled(alike: Sequence[_Program]) -> list[tuple[str, Any]]:
+    """Programs of one kind, with their names: one is compiled, the others are read from it for
+    their own devices."""
+    found: dict[Any, Any] = {}
+    first = None
+    for x in alike:
+        placed = x.arguments, x.results
+        if placed not in found:
+            made = first and loaded_for(first, *placed)
+            found[placed] = made or x.lowered.compile()
+            first = first or found[placed]
+    return [(x.name, found[x.arguments, x.results]) for x in alike]
+
+
+def _lower(
+    name: str, run: Run, emitted: Emitted, placement: Placement, offered: Set[int]
+) -> _Program:
+    arguments = tuple(placement.sharding(slot) for slot in run.inputs)
+    results = tuple(placement.sharding(slot) for slot in run.outputs)
+    fun = emitted.programs[name]
     jitted = jax.jit(
         lambda *flat: tuple(fun(*flat)),
         donate_argnums=[k for k in run.donated if run.inputs[k] not in offered],
-        out_shardings=tuple(placement.sharding(slot) for slot in run.outputs),
+        out_shardings=results,
         keep_unused=True,
     )
-    return jitted.lower(*(abstract(slot) for slot in run.inputs))
+    avals = [placement.slots[slot].aval for slot in run.inputs]
+    abstract = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+        for aval, sharding in zip(avals, arguments, strict=True)
+    ]
+    return _Program(name, jitted.lower(*abstract), arguments, results)

@@ -16,7 +16,7 @@ from launcher.runtime.emit import Emitted
 from launcher.runtime.instructions import Instruction, Run, Send
 from launcher.runtime.pace import Pace
 from launcher.runtime.placement import Placement
-from launcher.runtime.transfer import LocalTransfer, RemoteTransfer, absent, is_here, place
+from launcher.runtime.transfer import RemoteTransfer, absent, is_here, local_transfer, place
 from launcher.runtime.transport import Transport
 
 
@@ -109,15 +109,15 @@ def _rows(
             if placement.runs_here(x.mesh):
                 rows.append(Row(x, programs[x.program], x.inputs, x.outputs, False))
         elif isinstance(x, Send):
-            call: LocalTransfer | RemoteTransfer
+            call: Any
+            avals = [placement.slots[slot].aval for slot in x.inputs]
             src = [placement.sharding(slot) for slot in x.inputs]
             dst = [placement.sharding(slot) for slot in x.outputs]
             if placement.is_local(x):
-                call = LocalTransfer(dst)
+                call = local_transfer(avals, src, dst)
             elif transport is None:
                 raise PlanError("stages of different processes need a transport to exchange arrays")
             else:  # made also for transfers elsewhere: all processes count the same keys
-                avals = [placement.slots[slot].aval for slot in x.inputs]
                 call = RemoteTransfer(avals, src, dst, transport, offset)
                 offset += call.num_keys
             if placement.runs_here(x.src) or placement.runs_here(x.dst):

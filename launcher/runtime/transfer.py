@@ -1,13 +1,13 @@
 """One transfer of the instruction list, bound to this process. Used by `runtime.executable`.
 
-Inside one process a transfer is `jax.device_put`. Between processes it is a list of pieces
-(`plan.reshard`): this process offers those it has and assembles those it needs.
+Inside one process a transfer is a copy from devices to devices. Between processes it is a list of
+pieces (`plan.reshard`): this process offers those it has and assembles those it needs.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from launcher.plan.reshard import Box, Piece, route
+from launcher.runtime.compat import batched_copy
 from launcher.runtime.transport import Transport
 
 
@@ -40,16 +41,25 @@ def absent(aval: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(aval.shape, sharding, [], dtype=aval.dtype)
 
 
-class LocalTransfer:
-    """All devices of both sides are this process's."""
+def local_transfer(
+    avals: Sequence[Any], src: Sequence[NamedSharding], dst: Sequence[NamedSharding]
+) -> Callable[..., list[jax.Array]]:
+    """A transfer between devices that are all this process's: a function of the arrays."""
+    shardings = list(dst)
+    alike = all(_cut_alike(*parts) for parts in zip(avals, src, dst, strict=True))
 
-    def __init__(self, shardings: Sequence[NamedSharding]) -> None:
-        self._shardings = list(shardings)
+    def put(*arrays: jax.Array) -> list[jax.Array]:
+        return jax.device_put(list(arrays), shardings)
 
-    def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
-        if len(arrays) == 1:  # a list of one takes a fifth longer
-            return [jax.device_put(arrays[0], self._shardings[0])]
-        return jax.device_put(list(arrays), self._shardings)
+    return (batched_copy(shardings) if alike else None) or put
+
+
+def _cut_alike(aval: Any, src: NamedSharding, dst: NamedSharding) -> bool:
+    """Whether each device of the one side holds what its counterpart of the other wants."""
+    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
+        return False  # no array of the devices' own, but a wrapper around one
+    tiles = boxes(aval.shape, src), boxes(aval.shape, dst)
+    return list(tiles[0].values()) == list(tiles[1].values())
 
 
 class RemoteTransfer:

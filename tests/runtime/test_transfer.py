@@ -7,10 +7,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launch import together
 from tiny import BATCHES, init, step
+
+from launcher.runtime import compat, transfer
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +56,54 @@ def test_repeated_calls_leave_nothing_behind(peers):
     for one, other in (peers, peers[::-1]):
         assert one["offered"] == other["pulled"]
         assert len(set(one["offered"])) == len(one["offered"])
+
+
+# -- inside one process ----------------------------------------------------------------------------
+
+CUTS = [(), ("data",), (None, "model"), ("model", "data")]
+
+
+def placed(first, shape, cut):
+    mesh = Mesh(np.array(jax.devices()[first : first + 4]).reshape(shape), ("data", "model"))
+    return NamedSharding(mesh, PartitionSpec(*cut))
+
+
+@pytest.fixture(params=["copied as JAX does", "this JAX has no such copy"])
+def jax_copies(request, monkeypatch):
+    """Whether the private copy is there."""
+    there = request.param == "copied as JAX does"
+    if not there:
+        monkeypatch.setattr(transfer, "batched_copy", lambda to: None)
+    return there
+
+
+@pytest.mark.parametrize("here", CUTS)
+@pytest.mark.parametrize("there", CUTS)
+def test_arrays_arrive_as_the_other_mesh_wants_them(jax_copies, here, there):
+    values = [np.arange(32, dtype=np.float32).reshape(8, 4), np.arange(16).reshape(4, 4)]
+    src = [placed(0, (2, 2), here)] * 2
+    dst = [placed(4, (2, 2), there)] * 2
+    arrays = jax.device_put(values, src)
+    moved = transfer.local_transfer(arrays, src, dst)(*arrays)
+    for value, array in zip(values, moved, strict=True):
+        np.testing.assert_array_equal(array, value)
+        for shard in array.addressable_shards:
+            np.testing.assert_array_equal(shard.data, value[shard.index])
+    assert [array.sharding for array in moved] == dst
+
+
+def test_meshes_of_other_shapes_are_not_taken_for_alike(jax_copies):
+    value = np.arange(32, dtype=np.float32).reshape(8, 4)
+    src, dst = placed(0, (2, 2), ("data", "model")), placed(4, (4, 1), ("data",))
+    (moved,) = transfer.local_transfer([value], [src], [dst])(jax.device_put(value, src))
+    assert moved.sharding == dst
+    for shard in moved.addressable_shards:
+        np.testing.assert_array_equal(shard.data, value[shard.index])
+
+
+def test_a_jax_without_the_private_copy_is_noticed(monkeypatch):
+    assert compat.batched_copy([placed(0, (2, 2), ())]) is not None
+    compat._works.cache_clear()
+    monkeypatch.delattr(compat.xla_client, "batched_copy_array_to_devices_with_sharding")
+    assert compat.batched_copy([placed(0, (2, 2), ())]) is None
+    compat._works.cache_clear()

@@ -1,0 +1,82 @@
+"""Stages that are equal are compiled once, and each runs on devices of its own."""
+
+import jax
+import numpy as np
+import pytest
+
+import launcher
+from launcher.config.schema import GPT
+from launcher.plan import local_shape, make_plan
+from launcher.runtime import compile_step, programs
+from launcher.trace import trace_step
+from recipes import build_model
+
+OPTIONS = GPT(vocab_size=8, hidden_size=8, num_layers=4, num_heads=2, sequence_length=4)
+MODEL = build_model(OPTIONS, "fp32")
+TOKENS = np.random.default_rng(0).integers(0, 8, (8, 5), dtype=np.int32)
+BATCH = {"tokens": TOKENS[:, :-1], "targets": TOKENS[:, 1:]}
+KINDS = {"forward", "backward", "zeros"}
+
+
+def step(params, batch):
+    def loss(params, batch):
+        return MODEL.loss(params, batch, None)
+
+    (value, _), grads = launcher.value_and_grad(loss, has_aux=True)(params, batch)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+@pytest.fixture(scope="module")
+def traced():
+    return trace_step(step, (jax.eval_shape(MODEL.init, jax.random.key(0)), BATCH))
+
+
+def compiled(traced, monkeypatch, num_devices):
+    """The step in four stages, and how many programs were compiled for it."""
+    compiles = []
+    compile_one = jax.stages.Lowered.compile
+    monkeypatch.setattr(
+        jax.stages.Lowered, "compile", lambda self: compiles.append(self) or compile_one(self)
+    )
+    plan = make_plan(
+        traced,
+        method="manual",
+        num_stages=4,
+        num_micro_batches=2,
+        cluster=local_shape(num_devices, 1, "cpu"),
+    )
+    return compile_step(traced, plan, jax.devices()[:num_devices]), len(compiles)
+
+
+def trained(executable):
+    state, losses = executable.create(MODEL.init, jax.random.key(0)), []
+    for _ in range(3):
+        before = state
+        state, loss = executable(state, BATCH)
+        losses.append(float(loss))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))  # donated
+    return state, losses
+
+
+@pytest.mark.parametrize("num_devices", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_equal_stages_are_compiled_once(traced, monkeypatch, num_devices):
+    executable, compiles = compiled(traced, monkeypatch, num_devices)
+    texts = executable.hlo_text()
+    inner = [stage for stage in (1, 2) for kind in KINDS if f"stage.{stage}.{kind}" in texts]
+    assert len(inner) == 6, "the test's two inner stages are no longer what it thinks"
+    memory = executable.memory_bytes()
+    assert set(memory) == set(texts)
+    assert memory["stage.1.backward"] == memory["stage.2.backward"] > 0
+    assert compiles == len(texts) - 4  # the update of an inner stage is its twin's, too
+
+    state, losses = trained(executable)
+    with monkeypatch.context() as patch:
+        patch.setattr(programs, "loaded_for", lambda *_: None)
+        each, compiles = compiled(traced, patch, num_devices)
+    assert compiles == len(texts)
+    expected, same = trained(each)
+    assert losses == same
+    jax.tree.map(np.testing.assert_array_equal, state, expected)
+    jax.tree.map(lambda a, b: np.testing.assert_equal(a.sharding, b.sharding), state, expected)
+    _, plain = jax.jit(step)(MODEL.init(jax.random.key(0)), BATCH)
+    np.testing.assert_allclose(losses[0], plain, rtol=1e-5)
