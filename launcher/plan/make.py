@@ -42,6 +42,7 @@ def complete(
             layer could not be measured.
         BatchError: the batch does not divide into microbatches and replicas.
     """
+    cluster = measured.shape(cluster) if measured else cluster
     slicing = Slicing(outline.num_micro_batches, outline.num_replicas)
     loss = step.loss(slicing.num_slices)
     graphs = cut_stages(loss, outline.layers, outline.mesh_of)
