@@ -3,9 +3,9 @@
     python tests/benchmarks/planner_honest.py [model.size=nano …]
 
 Many plans of one GPT, each compiled and run. Printed are the predictions by `cost=model` (with
-nominal rates, and calibrated as `task=calibrate` does) and by `cost=profile` (calibrated) beside the
-fastest measured step, how far the last are off in 1, 2 and 4 stages, and the rank correlations over
-all plans. Everything is measured anew: no cache is read.
+nominal rates, and calibrated as `task=calibrate` does) and by `cost=profile` (calibrated) beside
+the fastest measured step, how far the last are off in 1, 2 and 4 stages, and the rank correlations
+over all plans. Everything is measured anew: no cache is read.
 """
 
 from __future__ import annotations
