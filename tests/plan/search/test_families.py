@@ -1,0 +1,33 @@
+"""Other families than the GPT on the cluster of the Alpa paper: nothing simpler is faster."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from planner_families import MIXTURES, RESIDUALS, mixture, plans, residual
+from planner_published import fits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "sizes", "gpus"),
+    [(mixture, MIXTURES, 8), (mixture, MIXTURES, 16), (residual, RESIDUALS, 8)],
+)
+def test_both_kinds_of_parallelism_are_not_slower_than_either(make, sizes, gpus):
+    """Of those that fit."""
+    found = plans(make(*sizes[gpus]), gpus)
+    auto = found.pop("auto")
+    assert fits(auto)
+    for name, other in found.items():
+        if other is not None and fits(other):
+            assert auto.predicted_step_seconds <= 1.001 * other.predicted_step_seconds, name
+
+
+@pytest.mark.slow
+def test_experts_across_nodes_are_far_faster_in_a_pipeline_than_with_everything_cut():
+    """As published: a pipeline sends activations over the slow links, ZeRO-3 all parameters."""
+    found = plans(mixture(*MIXTURES[16]), 16)
+    assert len(found["auto"].meshes) > 1
+    assert found["zero3"].predicted_step_seconds > 2 * found["auto"].predicted_step_seconds
