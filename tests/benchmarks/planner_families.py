@@ -116,8 +116,8 @@ def residual(depth: int, channels: int, width: int) -> Model:
     single = functools.partial(zeros, dtype=jnp.float32)
     blocks, before = [], channels
     for stage, count in enumerate({50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}[depth]):
-        after = channels * 2**stage * 4
-        inner = channels * 2**stage * width
+        inner = channels * 2**stage
+        after = inner * 4 * width
         for k in range(count):
             block = {
                 "into": single(1, 1, before, inner),
