@@ -99,7 +99,7 @@ def experts_of(block: Params, h: Any) -> Any:
     gates = jax.nn.softmax((h @ block["gate"]).astype(jnp.float32))
     chosen = jax.nn.one_hot(jnp.argmax(gates, -1), experts)
     place = jnp.cumsum(chosen, 1) * chosen
-    combine = (gates * chosen)[..., None] * jax.nn.one_hot(place, room)
+    combine = (gates * chosen)[..., None] * jax.nn.one_hot(place.astype(jnp.int32), room)
     combine = combine.astype(h.dtype)
     sent = (combine != 0).astype(h.dtype)
     taken = jnp.einsum("gsec,gsm->gecm", sent, h)
