@@ -30,7 +30,7 @@ class Calibration:
 
     Attributes:
         product_flops: FLOP/s by dtype and by the size of the square matrices.
-        memory_bandwidth: bytes/s. at_once: see `ClusterShape`.
+        memory_bandwidth: bytes/s. at_once, launch: see `ClusterShape`.
         all_reduce_seconds: by bytes, over all devices; empty for one.
         memory_bytes: that a program can have; None where it is shared.
     """
@@ -38,6 +38,7 @@ class Calibration:
     product_flops: dict[str, dict[str, float]]
     memory_bandwidth: float
     at_once: float | None
+    launch: float
     all_reduce_seconds: dict[str, float]
     memory_bytes: int | None
 
@@ -53,6 +54,7 @@ class Calibration:
             intra_host=link,
             latency=latency,
             at_once=self.at_once,
+            launch=self.launch,
         )
 
     def _link(self, shape: ClusterShape) -> tuple[float, float]:
@@ -70,13 +72,14 @@ class Calibration:
 
 def calibrated(shape: ClusterShape, say: Callable[[str], None]) -> ClusterShape:
     """The shape by what was measured on such devices, if it was (`task=calibrate`)."""
-    tree = cache.read(_path(shape), _FIELDS, say)
+    path = _path(shape, say)
+    tree = cache.read(path, _FIELDS, say)
     if tree is None:
         return shape
     try:
         return Calibration(**{name: tree[name] for name in _FIELDS}).applied(shape)
     except (TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError):
-        say(f"{_path(shape)} is damaged: ignored; python -m launcher task=calibrate measures again")
+        say(f"{path} is damaged: ignored; python -m launcher task=calibrate measures again")
         return shape
 
 
@@ -109,16 +112,16 @@ def measure(shape: ClusterShape, say: Callable[[str], None]) -> tuple[Calibratio
             raise PlanError(f"the devices cannot be measured: {lines[-1]}") from error
     tree: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     about = {"device_kind": shape.device_kind, "devices": shape.num_devices}
-    cache.write(_path(shape), {**about, **tree}, say)
-    return Calibration(**tree), _path(shape)
+    path = _path(shape, say=lambda text: None)
+    cache.write(path, {**about, **tree}, say)
+    return Calibration(**tree), path
 
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(Calibration))
 
 
-def _path(shape: ClusterShape) -> Path:
-    kind = "".join(c if c.isalnum() else "_" for c in shape.device_kind)
-    return cache.cache_folder() / "calibration" / f"{kind}-{shape.num_devices}.json"
+def _path(shape: ClusterShape, say: Callable[[str], None]) -> Path:
+    return cache.place("calibration", shape, "", say)
 
 
 def _largest(rates: dict[str, float]) -> float:

@@ -18,7 +18,7 @@ class ClusterShape:
             products in 16 and in 32 bits, bytes/s), for predictions.
         memory_bytes: of one device, or None if it is shared.
         intra_host, inter_host: bytes/s one way, from device to device on a host and from
-            host to host. latency: seconds of one transfer.
+            host to host. latency: seconds of one transfer. launch: seconds to start a program.
         at_once: devices that work at full speed at a time, where they share a machine; the rates
             are those with all of them at work. None: each has its own.
     """
@@ -36,6 +36,7 @@ class ClusterShape:
     inter_host: float
     latency: float
     at_once: float | None = None
+    launch: float = 10e-6
 
     @property
     def num_devices(self) -> int:
@@ -84,6 +85,8 @@ _SUSTAINED = 0.5  # of the peak, in large matrix products inside a training step
 _ETHERNET = 12.5e9  # 100 Gbit/s
 _CORE_FLOPS = 60e9  # one CPU core in fp32 matrix products of a small model; nominal
 _CPU_BANDWIDTH = 30e9  # one core, out of its caches; nominal
+_CPU_AT_ONCE = 1.25  # devices that keep two cores busy: XLA lets each use both; nominal
+_CPU_LAUNCH = 150e-6  # nominal
 
 
 def local_shape(num_devices: int, num_hosts: int, device_kind: str) -> ClusterShape:
@@ -121,5 +124,6 @@ def local_shape(num_devices: int, num_hosts: int, device_kind: str) -> ClusterSh
         intra_host=_CPU_BANDWIDTH,
         inter_host=1e9,
         latency=50e-6,
-        at_once=float(cores),
+        at_once=_CPU_AT_ONCE * max(1.0, cores / 2),
+        launch=_CPU_LAUNCH,
     )

@@ -58,6 +58,19 @@ def as_one(of: StagePasses, graph: StageGraph, kinds: Set[Kind]) -> StagePasses:
     return StagePasses(of.joint, cut(of.joint, groups), of.sliced)
 
 
+def inside_of(
+    of: StagePasses, loss: Loss, sharding: Sharding, dims: NamedDims | None = None
+) -> Sharding:
+    """The specs of a joint program's values, by those of its forward pass. `dims`: its own."""
+    found = Sharding(dims or NamedDims(of.joint.equations), sharding.sizes)
+    for name, var in of.joint.inputs.items():
+        if name.kind != "seed":
+            first = name.of[0] if name.kind == "cotangent" else name.of
+            outside = loss.invars[first] if name.kind == "operand" else first
+            found.seed(var, sharding.spec(outside))
+    return found
+
+
 def footprint(of: StagePasses, sharding: Sharding) -> Footprint:
     """What the passes need where `sharding` cuts the joint program's values."""
     size = _sizes(sharding)

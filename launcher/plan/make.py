@@ -42,6 +42,7 @@ def complete(
             layer could not be measured.
         BatchError: the batch does not divide into microbatches and replicas.
     """
+    cluster = measured.shape(cluster) if measured else cluster
     slicing = Slicing(outline.num_micro_batches, outline.num_replicas)
     loss = step.loss(slicing.num_slices)
     graphs = cut_stages(loss, outline.layers, outline.mesh_of)
@@ -215,21 +216,13 @@ def _draft(
                 shardings=dict(shardings[s]),
             )
         )
-    return Plan(
+    return Plan.unpredicted(
         method=outline.method,
         schedule=outline.schedule,
         num_micro_batches=outline.num_micro_batches,
         batch_size=step.batch_size,
-        num_parameters=0,
         stages=tuple(stages),
-        transfers=(),
-        cluster=vars(cluster).copy(),
-        flops_per_step=0.0,
-        predicted_step_seconds=0.0,
-        predicted_samples_per_second=0.0,
-        predicted_tflops_per_device=0.0,
-        predicted_tflops_per_device_with_remat=0.0,
-        predicted_bubble_fraction=0.0,
+        cluster=cluster,
         fingerprint=step.fingerprint,
         layer_ends=step.layer_ends,
     )

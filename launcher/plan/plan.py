@@ -117,6 +117,40 @@ class Plan:
     layer_ends: LayerEnds | None = None
     profiled: tuple[ProfiledLayers, ...] = ()
 
+    @classmethod
+    def unpredicted(
+        cls,
+        *,
+        method: str,
+        schedule: str,
+        num_micro_batches: int,
+        batch_size: int,
+        stages: tuple[StagePlan, ...],
+        cluster: ClusterShape,
+        transfers: tuple[Transfer, ...] = (),
+        fingerprint: str = "",
+        layer_ends: LayerEnds | None = None,
+    ) -> Plan:
+        """A plan of which nothing is predicted yet (`predict.with_predictions` does)."""
+        return cls(
+            method=method,
+            schedule=schedule,
+            num_micro_batches=num_micro_batches,
+            batch_size=batch_size,
+            num_parameters=0,
+            stages=stages,
+            transfers=transfers,
+            cluster=vars(cluster).copy(),
+            flops_per_step=0.0,
+            predicted_step_seconds=0.0,
+            predicted_samples_per_second=0.0,
+            predicted_tflops_per_device=0.0,
+            predicted_tflops_per_device_with_remat=0.0,
+            predicted_bubble_fraction=0.0,
+            fingerprint=fingerprint,
+            layer_ends=layer_ends,
+        )
+
     @property
     def num_replicas(self) -> int:
         """Data-parallel replicas that all stages have in common."""

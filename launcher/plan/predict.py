@@ -61,15 +61,15 @@ def stage_seconds(
     forward, work, sums = _both(sharding, graph, loss, cluster, link)
     if not (graph.wrt or graph.active_in):
         forward = measured[0] if measured else forward
-        return StageSeconds(forward + cluster.latency, 0.0, 0.0)
+        return StageSeconds(forward + cluster.launch, 0.0, 0.0)
     repeated = _both(layout.inside(again, seeds), graph, loss, cluster, link)[0]
     if measured:
         repeated *= measured[0] / forward if forward else 0.0
         forward, work, sums = *measured, 0.0
     gathered = [i for i in graph.operands if layout.is_gathered(i)]
     gather = sum(_data_seconds(i, loss, layout, cluster, link) for i in gathered)
-    forward += gather + cluster.latency
-    backward = work + sums + repeated + 2 * gather + cluster.latency
+    forward += gather + cluster.launch
+    backward = work + sums + repeated + 2 * gather + cluster.launch
     late = work / 2 if graph.active_in and graph.wrt else backward
     return StageSeconds(forward, backward, late)
 

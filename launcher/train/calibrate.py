@@ -44,6 +44,7 @@ def calibrate(cluster: Cluster, console: Console) -> int:
         ),
         ("link", f"{shape.intra_host / 1e9:.3g} GB/s", f"{nominal.intra_host / 1e9:.3g}"),
         ("latency", seconds_text(shape.latency), seconds_text(nominal.latency)),
+        ("start of a program", seconds_text(shape.launch), seconds_text(nominal.launch)),
     ]
     for row in rows:
         table.add_row(*row)

@@ -17,6 +17,7 @@ FOUND = Calibration(
     product_flops={"bfloat16": {"128": 1e9, "1024": 4e9}, "float32": {"128": 1e9, "1024": 2e9}},
     memory_bandwidth=3e9,
     at_once=2.0,
+    launch=3e-4,
     all_reduce_seconds={"4096": 1e-3, "4194304": 9e-3},
     memory_bytes=None,
 )
@@ -28,6 +29,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "launcher" / "calibration"
 
 
+def kept(folder: Path, devices: int) -> Path:
+    """Where a calibration of this machine's CPU devices is kept."""
+    path = cache.place("calibration", local_shape(devices, 1, "cpu"), "", print)
+    assert path.parent == folder
+    return path
+
+
 def test_without_a_calibration_rates_are_nominal() -> None:
     said: list[str] = []
     assert calibrated(local_shape(4, 1, "cpu"), said.append) == local_shape(4, 1, "cpu")
@@ -37,7 +45,7 @@ def test_without_a_calibration_rates_are_nominal() -> None:
 def test_the_figures_stand_in_the_shape() -> None:
     shape = FOUND.applied(local_shape(4, 1, "cpu"))
     assert (shape.flops, shape.flops_fp32, shape.memory_bandwidth) == (4e9, 2e9, 3e9)
-    assert shape.at_once == 2.0
+    assert (shape.at_once, shape.launch) == (2.0, 3e-4)
 
 
 def test_the_link_gives_back_the_all_reduces_it_was_measured_by() -> None:
@@ -58,7 +66,7 @@ def test_the_link_gives_back_the_all_reduces_it_was_measured_by() -> None:
 def test_what_cannot_be_used_is_ignored_and_said(folder: Path, text: str, words: str) -> None:
     said: list[str] = []
     folder.mkdir(parents=True)
-    (folder / "cpu-4.json").write_text(text)
+    kept(folder, 4).write_text(text)
     assert calibrated(local_shape(4, 1, "cpu"), said.append) == local_shape(4, 1, "cpu")
     [line] = said
     assert words in line
@@ -66,9 +74,29 @@ def test_what_cannot_be_used_is_ignored_and_said(folder: Path, text: str, words:
 
 def test_other_devices_have_a_calibration_of_their_own(folder: Path) -> None:
     said: list[str] = []
-    cache.write(folder / "cpu-4.json", vars(FOUND), said.append)
+    cache.write(kept(folder, 4), vars(FOUND), said.append)
     assert calibrated(local_shape(4, 1, "cpu"), said.append).flops == 4e9
     assert calibrated(local_shape(2, 1, "cpu"), said.append) == local_shape(2, 1, "cpu")
+
+
+def test_the_calibration_of_another_machine_is_not_taken_for_this_ones(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where machines share a home: each keeps its own, and says what it ignores."""
+    said: list[str] = []
+    nominal = local_shape(4, 1, "cpu")
+    with monkeypatch.context() as other:
+        other.setattr(cache, "processor", lambda: "Zeta 9000, 96 cores")
+        cache.write(kept(folder, 4), vars(FOUND), said.append)
+        assert calibrated(nominal, said.append).flops == 4e9
+    assert said == []
+    assert calibrated(nominal, said.append) == nominal
+    assert said == [
+        f"{folder}: what was measured on another machine (Zeta_9000_96_cores) is ignored"
+    ]
+    cache.write(kept(folder, 4), {**vars(FOUND), "memory_bandwidth": 1e9}, said.append)
+    assert calibrated(nominal, said.append).memory_bandwidth == 1e9
+    assert len(list(folder.iterdir())) == 2
 
 
 def test_devices_that_cannot_be_measured_are_one_message(
@@ -85,6 +113,6 @@ def test_devices_that_cannot_be_measured_are_one_message(
 def test_this_machine_is_measured_and_remembered(folder: Path) -> None:
     shape = local_shape(2, 1, "cpu")
     found, path = measure(shape, print)
-    assert path == folder / "cpu-2.json"
+    assert path == kept(folder, 2)
     assert calibrated(shape, print) == found.applied(shape)
     assert 1 <= (found.at_once or 0) <= 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -14,14 +15,19 @@ import pytest
 
 import launcher
 from launcher.plan import PlanError, local_shape, make_plan
+from launcher.plan.make import repriced
 from launcher.plan.methods import AutoStageOption, PipeshardParallel
 from launcher.plan.profile import cache
 from launcher.plan.profile import run as profile
 from launcher.plan.profile.measured import MeasuredLayers, Timing
 from launcher.plan.profile.programs import layer_program
+from launcher.plan.schedule import Kind
 from launcher.plan.search.best import best_plan
 from launcher.plan.search.problem import Wanted
 from launcher.plan.stages import cut_stages
+from launcher.runtime.emit import emit
+from launcher.runtime.placement import make_placement
+from launcher.runtime.programs import compile_programs
 from launcher.trace import TracedStep, trace_step
 
 BATCH, LAYERS, WIDTH = 8, 4, 16
@@ -117,33 +123,79 @@ def test_a_candidate_that_dies_costs_itself_and_says_why(
 
 def test_the_programs_compute_the_layer_and_its_gradients() -> None:
     """On two copies × two devices of a model axis, against plain `jax.vjp`."""
-    from jax import export
-    from jax.sharding import Mesh
-
     step = traced()
     loss = step.loss(2)
     graph = cut_stages(loss, [(i,) for i in range(LAYERS)])[1]
-    data = layer_program(step, graph, loss, 2, 2, shape(4)).exported("cpu")
-    forward, backward = (export.deserialize(bytearray(d)) for d in data)
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("copies", "model"))
-
-    def call(exported: Any, *values: Any) -> Any:
-        shardings = exported.in_shardings_jax(mesh)
-        placed = [jax.device_put(v, s) for v, s in zip(values, shardings, strict=True)]
-        return jax.jit(exported.call, in_shardings=shardings)(*placed)
+    layer = layer_program(step, graph, loss, 2, 2, shape(4))
+    names = layer.passes.passes
+    forward, backward = (compiled(e, 2) for e in layer.exported("cpu"))
 
     weight = jax.random.normal(jax.random.key(0), (WIDTH, WIDTH))
-    x = jax.random.normal(jax.random.key(1), (2, BATCH // 2, WIDTH))
-    inputs = {True: weight, False: x}
-    reads = [inputs[a.shape == (WIDTH, WIDTH)] for a in forward.in_avals]
-    out, *rest = call(forward, *reads)
+    x, seed = jax.random.normal(jax.random.key(1), (2, 2, BATCH // 2, WIDTH))
+    values: dict[Any, Any] = {"operand": weight, "activation": x, "cotangent": seed}
+    reads = [values[name.kind] for name in names[Kind.FORWARD].inputs]
+    out, *rest = forward(*reads)
     expected, vjp = jax.vjp(lambda w, x: jnp.tanh(x @ w), weight, x[0])
     assert jnp.allclose(out[0], expected, atol=1e-5)
-    seed, total = jnp.ones_like(out), jnp.zeros((2, WIDTH, WIDTH))
-    back, sums = call(backward, *reads, *rest, seed, total)
+    left = [name for name in names[Kind.FORWARD].outputs if name.kind == "residual"]
+    values |= dict(zip(left, rest, strict=True))
+    made = names[Kind.FORWARD].outputs[0]
+    values |= {made: out}  # an activation that is sent on may be read again
+    reads = [values.get(name, values.get(name.kind)) for name in names[Kind.BACKWARD].inputs]
+    before = jnp.ones((2, WIDTH, WIDTH))
+    sums, back = backward(*reads, before)
     of_weight, of_x = vjp(seed[0])
     assert jnp.allclose(back[0], of_x, atol=1e-5)
-    assert jnp.allclose(sums[0], of_weight, atol=1e-5)
+    assert jnp.allclose(sums[0], 1.0 + of_weight, atol=1e-5)
+
+
+def compiled(exported: Any, model: int) -> Any:
+    """As `stopwatch` compiles it, here."""
+    from jax import export
+    from jax.sharding import Mesh
+
+    call = export.deserialize(bytearray(exported.data))
+    how: dict[str, Any] = {}
+    if call.nr_devices > 1:
+        devices = np.array(jax.devices()[: call.nr_devices]).reshape(-1, model)
+        mesh = Mesh(devices, ("copies", "model"))
+        how = {
+            "in_shardings": call.in_shardings_jax(mesh),
+            "out_shardings": call.out_shardings_jax(mesh),
+        }
+    count = len(call.in_avals)
+    donated = tuple(range(count - exported.sums, count))
+    jitted = jax.jit(call.call, donate_argnums=donated, **how)
+    return jitted.lower(*call.in_avals).compile()
+
+
+@pytest.mark.parametrize(("data", "model"), [(1, 1), (2, 1), (1, 2)])
+def test_what_is_timed_is_what_the_runtime_runs(data: int, model: int) -> None:
+    """The programs of a layer against those of a stage that is this layer: the same operations,
+    the same bytes read and written, the same room."""
+    step = traced()
+    plan = make_plan(
+        step,
+        method="three_d",
+        cluster=shape(4 * data * model),
+        num_micro_batches=2,
+        data=data,
+        model=model,
+        pipeline=4,
+    )
+    emitted = emit(step, plan)
+    stage = compile_programs(emitted, make_placement(plan, jax.devices(), emitted.slots))
+    loss = step.loss(2 * data)
+    graph = cut_stages(loss, [(i,) for i in range(LAYERS)])[1]
+    layer = layer_program(step, graph, loss, data, model, shape(data * model))
+    for word, exported in zip(("forward", "backward"), layer.exported("cpu"), strict=True):
+        timed, run = compiled(exported, model), stage[f"stage.1.{word}"]
+        for count in ("flops", "bytes accessed"):
+            assert timed.cost_analysis()[count] == run.cost_analysis()[count]
+        room, needed = timed.memory_analysis(), run.memory_analysis()
+        assert room.output_size_in_bytes == needed.output_size_in_bytes
+        assert room.alias_size_in_bytes == needed.alias_size_in_bytes
+        assert room.temp_size_in_bytes == needed.temp_size_in_bytes
 
 
 def test_plans_rest_on_what_was_measured() -> None:
@@ -152,10 +204,32 @@ def test_plans_rest_on_what_was_measured() -> None:
     plan = make_plan(step, method="data", cluster=cluster, num_micro_batches=2, cost="profile")
     measured = profile.measure_layers(step, cluster, (1,), 2)  # from the cache
     forward, _ = measured.stage((0, 1), 2, 1)
-    assert plan.stages[0].forward_seconds == pytest.approx(forward + cluster.latency)
+    assert plan.stages[0].forward_seconds == pytest.approx(forward + plan.cluster["launch"])
     assert {found.layers for found in plan.profiled} == {(0,), (1,)}
     method = PipeshardParallel(2, stage_option=AutoStageOption("profile"), schedule="auto")
     assert method.plan(step, cluster).profiled == plan.profiled
+
+
+def test_the_start_of_a_program_is_counted_once_a_stage() -> None:
+    """Layers are timed in programs of their own, each of which has a start."""
+    step, cluster = traced(), shape(1)
+    known = Timing(((4, 0.01, 0.02),), launch=0.5)
+    found = MeasuredLayers((0, 1, 1, 2), {(kind, 1): known for kind in range(3)}, BATCH)
+    plan = make_plan(step, method="data", cluster=cluster, num_micro_batches=2)
+    [stage] = repriced(step, plan, found).stages
+    assert stage.forward_seconds == pytest.approx(4 * 0.01 + 0.5)
+    assert stage.backward_seconds == pytest.approx(4 * 0.02 + 0.5)
+
+
+def test_how_many_devices_work_at_once_is_measured_by_one_alone() -> None:
+    """Alone it takes half of what it takes beside three others: two are at full speed at once."""
+    timing = Timing(((4, 0.01, 0.03),), alone=0.02)
+    found = MeasuredLayers((0, 0), {(0, 1): timing, (0, 2): Timing(((4, 1.0, 1.0),))}, BATCH)
+    assert found.shape(shape(4)).at_once == pytest.approx(2.0)
+    faster = MeasuredLayers((0,), {(0, 1): dataclasses.replace(timing, alone=1e-3)}, BATCH)
+    assert faster.shape(shape(4)).at_once == 1.0
+    apart = dataclasses.replace(shape(4), at_once=None)  # GPUs do not share a machine's cores
+    assert found.shape(apart).at_once is None
 
 
 def test_a_plan_is_made_of_what_could_be_measured() -> None:

@@ -1,19 +1,27 @@
 """Measurements kept on disk, a JSON file each, for other runs and for one that was interrupted.
 
-Below `$XDG_CACHE_HOME/launcher`, by default `~/.cache/launcher`. Each file says under which
-versions it was measured; what is damaged or of other versions is ignored, and said. Used by
-`profile.run` and by `plan.calibration`.
+Below `$XDG_CACHE_HOME/launcher`, by default `~/.cache/launcher`. A file's name begins with the
+devices that were measured; of a CPU these are the processor's model and cores, since several
+machines may share a home. Each file says under which versions it was measured; what is damaged, of
+other versions or of another machine is ignored, and said. Used by `profile.run` and by
+`plan.calibration`.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import platform
+import re
 import tempfile
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import psutil
+
+from launcher.plan.cluster_shape import ClusterShape
 
 _PACKAGES = ("jax", "jaxlib", "launcher")
 
@@ -22,6 +30,39 @@ def cache_folder() -> Path:
     """Where measurements are kept."""
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path.home() / ".cache") / "launcher"
+
+
+def place(folder: str, cluster: ClusterShape, what: str, say: Callable[[str], None]) -> Path:
+    """The file of one measurement of a cluster's devices; says so where only other machines'
+    processors have one."""
+    kind, end = _plain(cluster.device_kind), f"-{cluster.num_devices}{what}.json"
+    if cluster.device_kind != "cpu":
+        return cache_folder() / folder / f"{kind}{end}"
+    own = cache_folder() / folder / f"{kind}-{_plain(processor())}{end}"
+    if not own.exists():
+        for other in sorted(own.parent.glob(f"{kind}-*{end}")):
+            machine = other.name.removeprefix(f"{kind}-").removesuffix(end)
+            say(f"{own.parent}: what was measured on another machine ({machine}) is ignored")
+    return own
+
+
+def processor() -> str:
+    """This machine's processor, and how many of its cores this process may use, in words."""
+    about: dict[str, str] = {}
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            about.setdefault(name.strip(), value.strip())
+    except (OSError, UnicodeError):  # another system: its architecture has to do
+        pass
+    name = about.get("model name", platform.machine())
+    family = ".".join(about[key] for key in ("cpu family", "model") if key in about)
+    return f"{name} {family} {len(psutil.Process().cpu_affinity() or [0])} cores"
+
+
+def _plain(name: str) -> str:
+    """For the name of a file."""
+    return "_".join(re.findall(r"[A-Za-z0-9]+", name))
 
 
 def versions() -> dict[str, str]:

@@ -33,13 +33,12 @@ def main(path: str) -> None:
         dtype: {str(n): product_rate(n, dtype, count) for n in sizes}
         for dtype in ("bfloat16", "float32")
     }
-    alone = product_rate(sizes[-1], "float32", 1)
-    together = count * rates["float32"][str(sizes[-1])]
     reduced = [1 << 12, 1 << 22] if on_cpu else [1 << 16, 1 << 28]
     found = {
         "product_flops": rates,
         "memory_bandwidth": copy_rate(1 << 23 if on_cpu else 1 << 28, count),
-        "at_once": min(max(1.0, together / alone), count) if on_cpu else None,
+        "at_once": working_at_once(count) if on_cpu else None,
+        "launch": launch_seconds(count),
         "all_reduce_seconds": {str(n): reduce_seconds(n, count) for n in reduced if count > 1},
         "memory_bytes": (jax.devices()[0].memory_stats() or {}).get("bytes_limit"),
     }
@@ -71,6 +70,28 @@ def reduce_seconds(size: int, count: int) -> float:
     return timed(lambda a: jax.lax.with_sharding_constraint(a.sum(0), whole), x)
 
 
+def working_at_once(count: int) -> float:
+    """How many of the devices share the machine at full speed: as many as one alone leaves idle in
+    the time that all take together. For a block of a network, since a product alone may use all
+    cores and what is done element by element does not."""
+
+    def block(a: Any) -> Any:
+        import jax
+        import jax.numpy as jnp
+
+        b = jax.nn.gelu(jnp.einsum("nij,jk->nik", a, jnp.full((256, 1024), 0.01)))
+        return jax.nn.softmax(jnp.einsum("nij,jk->nik", b, jnp.full((1024, 256), 0.01)))
+
+    one, every = (timed(block, spread((n, 1024, 256), "float32", n)) for n in (1, count))
+    return min(max(1.0, count * one / every), count)
+
+
+def launch_seconds(count: int) -> float:
+    """Seconds to start a program on all devices that does next to nothing with many inputs."""
+    inputs = [spread((count, 1), "float32", count)] * 16
+    return timed(lambda a: [x + 1 for x in a], inputs, fewest=30)
+
+
 def spread(shape: tuple[int, ...], dtype: str, count: int) -> Any:
     """An array whose first axis is cut over the devices."""
     import jax
@@ -82,7 +103,7 @@ def spread(shape: tuple[int, ...], dtype: str, count: int) -> Any:
     return jax.device_put(jnp.full(shape, 0.5, dtype), NamedSharding(mesh, PartitionSpec("device")))
 
 
-def timed(fun: Callable[[Any], Any], x: Any) -> float:
+def timed(fun: Callable[[Any], Any], x: Any, fewest: int = 5) -> float:
     """The seconds of the fastest call: what other work on the machine adds does not count."""
     import jax
 
@@ -90,7 +111,7 @@ def timed(fun: Callable[[Any], Any], x: Any) -> float:
     for _ in range(2):
         jax.block_until_ready(compiled(x))
     durations: list[float] = []
-    while len(durations) < 5 or (sum(durations) < _LONGEST and len(durations) < 30):
+    while len(durations) < fewest or (sum(durations) < _LONGEST and len(durations) < 30):
         began = time.perf_counter()
         jax.block_until_ready(compiled(x))
         durations.append(time.perf_counter() - began)

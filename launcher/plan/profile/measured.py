@@ -6,12 +6,14 @@ Used by `plan.make` in place of the model's seconds, and by `search` for its tab
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.errors import UnmeasuredError
 from launcher.plan.plan import ProfiledLayers
 
@@ -23,10 +25,19 @@ _NEVER = 1e9  # seconds of what could not be measured: finite, so that sums and 
 
 @dataclass(frozen=True)
 class Timing:
-    """One layer on one mesh, with all devices at work: `(rows of a slice, forward, backward)`, in
-    seconds, by rows; or why it could not be measured."""
+    """One layer on one mesh, in seconds.
+
+    Attributes:
+        points: with all devices at work, `(rows of a slice, forward, backward)`, by rows.
+        launch: what of every program's time is not in them, since a stage has it once.
+        alone: both passes of the most rows on one mesh while the other devices are idle; None
+            where that was not measured.
+        failure: why it could not be measured.
+    """
 
     points: tuple[tuple[int, float, float], ...] = ()
+    launch: float = 0.0
+    alone: float | None = None
     failure: str = ""
 
     def at(self, rows: float) -> tuple[float, float]:
@@ -71,6 +82,30 @@ class MeasuredLayers:
     kind_of: tuple[int, ...]
     timings: Mapping[tuple[int, int], Timing]
     batch_size: int
+
+    def shape(self, cluster: ClusterShape) -> ClusterShape:
+        """The cluster with what was measured of it beside: the start of a program, and, where its
+        devices share a machine, how many of them work at full speed at once."""
+        known = [timing for timing in self.timings.values() if not timing.failure]
+        if not known:
+            return cluster
+        launch = statistics.median(timing.launch for timing in known)
+        at_once = cluster.at_once and (self._at_once(cluster.num_devices) or cluster.at_once)
+        return dataclasses.replace(cluster, launch=launch, at_once=at_once)
+
+    def _at_once(self, devices: int) -> float | None:
+        """From meshes that work alone, in as much of the time as all of them together need."""
+        alone: dict[int, float] = {}
+        together: dict[int, float] = {}
+        for kind in self.kind_of:
+            for (of, model), timing in self.timings.items():
+                if of == kind and timing.alone is not None:
+                    alone[model] = alone.get(model, 0.0) + timing.alone
+                    together[model] = together.get(model, 0.0) + sum(timing.points[-1][1:])
+        if not alone:
+            return None
+        model = min(alone)
+        return min(devices, max(model, devices * alone[model] / together[model]))
 
     def stage(self, layers: Sequence[int], num_slices: int, model: int) -> tuple[float, float]:
         """Forward and backward seconds of a stage for one slice on each of its replicas.

@@ -1,39 +1,55 @@
 """One layer's forward and backward pass as programs that another process can compile.
 
-They are traced for an abstract mesh, `copies` × `model`, so that one program keeps every device at
-work, each copy on rows of its own; and exported as StableHLO, which is data. Used by `profile.run`.
+They are the passes that the runtime runs (`plan.passes`), each over a microbatch of which every
+copy has rows of its own, as replicas have. They are traced for an abstract mesh, `copies` ×
+`model`, so that one program keeps every device at work; and exported as StableHLO, which is data.
+Used by `profile.run`.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import export
-from jax.extend import core as jex
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from launcher.plan.cluster_shape import ClusterShape
+from launcher.plan.footprint import StagePasses, inside_of, stage_passes
+from launcher.plan.joint import Name
+from launcher.plan.outer import accumulator_dtype
+from launcher.plan.passes import Pass
+from launcher.plan.schedule import Kind
 from launcher.plan.sharding.dims import Sharding, Spec
 from launcher.plan.sharding.layout import MODEL
 from launcher.plan.sharding.stage import model_sharding
 from launcher.plan.stages import StageGraph
-from launcher.trace.graph import Var, is_var, program, structure_text
+from launcher.trace.graph import program, structure_text
 from launcher.trace.step import Loss, TracedStep
 
 COPIES = "copies"
 
 
+@dataclass(frozen=True)
+class Exported:
+    """A program as data. The last `sums` of its inputs are accumulators, whose places the first of
+    its outputs take."""
+
+    data: bytes
+    sums: int
+
+
 @dataclass(frozen=True, eq=False)
 class LayerProgram:
-    """A layer on `copies` × `model` devices.
+    """A layer (or a stage of several) on `copies` × `model` devices.
 
     Attributes:
-        key: equal for equal programs on equal meshes, in every process.
+        sharding: of its forward pass. key: equal for equal programs on equal meshes, in every
+            process.
     """
 
     graph: StageGraph
@@ -45,121 +61,91 @@ class LayerProgram:
     @property
     def key(self) -> str:
         """See the class."""
-        body = program(self._reads, self.graph.equations, self.graph.outs).jaxpr
-        specs = [self.sharding.spec(v) for v in (*self._reads, *self._outs)]
+        graph = self.graph
+        body = program(graph.inputs, graph.equations, graph.outs).jaxpr
         more = {
             "mesh": (self.copies, self.model),
-            "specs": specs,
-            "wrt": [i in self.graph.wrt for i in self.graph.operands],
-            "active": [v in self.graph.active for v in self.graph.activations_in],
+            "specs": [self.sharding.spec(v) for v in (*graph.inputs, *graph.outs)],
+            "structure": graph.structure,
         }
         return hashlib.sha256(structure_text(body, more).encode()).hexdigest()[:32]
 
-    @property
-    def _reads(self) -> list[Var]:
-        own = [self.loss.invars[i] for i in self.graph.operands]
-        return [*own, *self.graph.activations_in]
+    @functools.cached_property
+    def passes(self) -> StagePasses:
+        """As the runtime cuts them where a schedule has one kind of backward task."""
+        return stage_passes(self.graph, self.loss, "none", {Kind.FORWARD, Kind.BACKWARD})
 
-    @property
-    def _outs(self) -> list[Var]:
-        return [v for v in self.graph.outs if is_var(v)]
-
-    def exported(self, platform: str) -> list[bytes]:
+    def exported(self, platform: str) -> list[Exported]:
         """The forward pass, and the backward pass where there is one, for `platform`.
 
-        The forward pass gives its results and what the backward pass needs beside its inputs; the
-        backward pass takes both, the gradients of the results, and sums to add to.
+        Both take and give what their `Pass` does, with the copies as a leading axis of all but the
+        parameters; gradients are added to accumulators, which are the last inputs and the first
+        outputs.
         """
-        graph, parameters = self.graph, {self.loss.invars[i] for i in self.graph.wrt}
-        reads, outs = self._reads, self._outs
-        fun = jex.jaxpr_as_fun(program(reads, graph.equations, outs))
-        active = {*graph.active_in, *parameters}
-        moving = [k for k, v in enumerate(reads) if v in active]
-        loss_out = self.loss.outvars[0] if self.loss.wrt and 0 in graph.results else None
-        sources = [k for k, v in enumerate(outs) if v in graph.active or v is loss_out]
-        tree: list[Any] = []
+        return [self._exported(one, platform) for one in self.passes.passes.values()]
 
-        def forward(*inputs: Any) -> tuple[Any, ...]:
-            def of_moving(*values: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-                full = list(inputs)
-                for k, value in zip(moving, values, strict=True):
-                    full[k] = value
-                results = fun(*full)
-                return tuple(results[k] for k in sources), tuple(results)
+    def _exported(self, one: Pass, platform: str) -> Exported:
+        reads = [name for name in one.inputs if name.kind != "seed"]
+        sums = [name for name in one.outputs if name.kind == "grad"]
+        others = [name for name in one.outputs if name.kind != "grad"]
+        shared = [self._is_shared(name) for name in reads]
 
-            if not moving or not sources:
-                return tuple(fun(*inputs))
-            _, vjp, results = jax.vjp(of_moving, *(inputs[k] for k in moving), has_aux=True)
-            leaves, structure = jax.tree.flatten(vjp)
-            known = {id(x): k for k, x in enumerate(inputs)}
-            tree[:] = [structure, [known.get(id(leaf)) for leaf in leaves]]
-            return (*results, *(leaf for leaf in leaves if id(leaf) not in known))
+        def of_slice(*flat: Any) -> tuple[Any, ...]:
+            values = dict(zip(reads, flat, strict=True))
+            seed = jnp.ones((), self.loss.outvars[0].aval.dtype)
+            outs = one.fun(*(values.get(name, seed) for name in one.inputs))
+            made = dict(zip(one.outputs, outs, strict=True))
+            grads = (made[name].astype(accumulator_dtype(made[name].dtype)) for name in sums)
+            return (*grads, *(made[name] for name in others))
 
-        def backward(*values: Any) -> tuple[Any, ...]:
-            structure, places = tree
-            inputs, rest = values[: len(reads)], list(values[len(reads) :])
-            leaves = [rest.pop(0) if k is None else inputs[k] for k in places]
-            vjp = jax.tree.unflatten(structure, leaves)
-            grads = vjp(tuple(rest[: len(sources)]))
-            sums = rest[len(sources) :]
-            summed = [k for k in moving if reads[k] in parameters]
-            found = dict(zip(moving, grads, strict=True))
-            back = [found[k] for k in moving if k not in summed]
-            return (*back, *(s + found[k] for s, k in zip(sums, summed, strict=True)))
-
-        shared = [v in self.loss.invars and self._is_shared(v) for v in reads]
-        specs = [self.sharding.spec(v) for v in reads]
-        avals = [v.aval for v in reads]
-        first = self._export(forward, avals, shared, specs, platform)
-        if not moving or not sources:
-            return [first]
-        made = jax.eval_shape(forward, *map(_shape, avals))
-        residuals = [*made[len(outs) :]]
-        seeds = [outs[k].aval for k in sources]
-        weights = [reads[k] for k in moving if reads[k] in parameters]
-        more = [*residuals, *seeds, *(v.aval for v in weights)]
-        unsaid: list[Spec | None] = [None] * len(residuals)
-        more_specs = [*unsaid, *(self.sharding.spec(outs[k]) for k in sources)]
-        more_specs += [self.sharding.spec(v) for v in weights]
-        second = self._export(
-            backward,
-            [*avals, *more],
-            [*shared, *(False for _ in more)],
-            [*specs, *more_specs],
-            platform,
-        )
-        return [first, second]
-
-    def _is_shared(self, var: Var) -> bool:
-        """What all copies read alike: not the batch."""
-        return self.loss.slice_axes[self.loss.invars.index(var)] is None
-
-    def _export(
-        self,
-        fun: Any,
-        avals: Sequence[Any],
-        shared: Sequence[bool],
-        specs: Sequence[Spec | None],
-        platform: str,
-    ) -> bytes:
-        shapes = [_shape(a) for a in avals]
-        shardings: Any = None
+        fun = of_slice
         if self.copies > 1:
             axes = tuple(None if alike else 0 for alike in shared)
-            fun = jax.vmap(fun, in_axes=axes, spmd_axis_name=COPIES, axis_size=self.copies)
-            shapes = [
-                s if alike else jax.ShapeDtypeStruct((self.copies, *s.shape), s.dtype)
-                for s, alike in zip(shapes, shared, strict=True)
-            ]
+            fun = jax.vmap(of_slice, in_axes=axes, spmd_axis_name=COPIES, axis_size=self.copies)
+
+        def whole(*flat: Any) -> tuple[Any, ...]:
+            outs = fun(*flat[: len(reads)])
+            summed = (a + b for a, b in zip(flat[len(reads) :], outs, strict=False))
+            return (*summed, *outs[len(sums) :])
+
+        of_sum = [self._shape(name, alike=False) for name in sums]
+        of_sum = [jax.ShapeDtypeStruct(x.shape, accumulator_dtype(x.dtype)) for x in of_sum]
+        shapes = [*map(self._shape, reads, shared), *of_sum]
+        ins = [*map(self._spec, reads, shared), *(self._spec(n, alike=False) for n in sums)]
+        outs = [self._spec(name, alike=False) for name in (*sums, *others)]
+        how: dict[str, Any] = {}
         if self.copies * self.model > 1:
             mesh = AbstractMesh((self.copies, self.model), (COPIES, MODEL))
-            leading = [() if alike or self.copies == 1 else (COPIES,) for alike in shared]
-            shardings = tuple(
-                NamedSharding(mesh, PartitionSpec(*first, *(spec or ())))
-                for first, spec in zip(leading, specs, strict=True)
-            )
-        jitted = jax.jit(fun, in_shardings=shardings) if shardings else jax.jit(fun)
-        return bytes(export.export(jitted, platforms=[platform])(*shapes).serialize())
+            how["in_shardings"] = tuple(NamedSharding(mesh, PartitionSpec(*x)) for x in ins)
+            how["out_shardings"] = tuple(NamedSharding(mesh, PartitionSpec(*x)) for x in outs)
+        found = export.export(jax.jit(whole, **how), platforms=[platform])(*shapes)
+        return Exported(bytes(found.serialize()), len(sums))
+
+    def _is_shared(self, name: Name) -> bool:
+        """What all copies read alike: not the batch."""
+        return name.kind == "operand" and self.loss.slice_axes[name.of] is None
+
+    def _value(self, name: Name) -> Any:
+        """The variable of the joint program that has a name's shape and specs."""
+        joint = self.passes.joint
+        if name.kind == "grad":
+            return joint.inputs[Name("operand", name.of)]
+        if name.kind == "residual":
+            return name.of
+        return joint.inputs[name] if name in joint.inputs else joint.outputs[name]
+
+    def _shape(self, name: Name, alike: bool) -> jax.ShapeDtypeStruct:
+        aval = self._value(name).aval
+        leading = () if alike or self.copies == 1 else (self.copies,)
+        return jax.ShapeDtypeStruct((*leading, *jnp.shape(aval)), aval.dtype)
+
+    def _spec(self, name: Name, alike: bool) -> Spec:
+        leading = () if alike or self.copies == 1 else (COPIES,)
+        return (*leading, *self._inside.spec(self._value(name)))
+
+    @functools.cached_property
+    def _inside(self) -> Sharding:
+        return inside_of(self.passes, self.loss, self.sharding)
 
 
 def layer_program(
@@ -173,7 +159,3 @@ def layer_program(
     """A layer, sharded over `model` devices as the planner would."""
     sharding = model_sharding(step, loss, graph, model, cluster, cluster.link_of_axis(model))
     return LayerProgram(graph, loss, sharding, copies, model)
-
-
-def _shape(aval: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(jnp.shape(aval), aval.dtype)

@@ -6,19 +6,21 @@ time-out costs that candidate. Used by `plan.methods` for `cost="profile"`.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.profile import cache, stopwatch
 from launcher.plan.profile.measured import MeasuredLayers, Timing
 from launcher.plan.profile.programs import LayerProgram, layer_program
-from launcher.plan.stages import cut_stages
-from launcher.trace.step import TracedStep
+from launcher.plan.stages import StageGraph, cut_stages
+from launcher.trace.step import Loss, TracedStep
 
 _TIME_OUT = 300.0  # seconds for a candidate, of which compiling takes most
 _MEASURED = 3.0  # seconds that the calls of each of its programs may take together
@@ -47,35 +49,75 @@ def measure_layers(
     sizes = _slice_counts(step.batch_size, num_micro_batches, cluster.num_devices)
     losses = [step.loss(count) for count in sizes]
     cuts = [cut_stages(loss, [(i,) for i in range(loss.num_layers)]) for loss in losses]
+    rows = [step.batch_size // count for count in sizes]
+    say = _once(say)
     kinds: dict[str, int] = {}
     kind_of, wanted = [], []
     for layer, graphs in enumerate(zip(*cuts, strict=True)):
-        programs = {
-            m: [
-                layer_program(step, graph, loss, cluster.num_devices // m, m, cluster)
-                for graph, loss in zip(graphs, losses, strict=True)
-            ]
-            for m in model_sizes
-        }
-        key = programs[model_sizes[0]][0].key
+        found = [_candidate(step, graphs, losses, rows, m, cluster) for m in model_sizes]
+        if cluster.at_once and model_sizes[0] < cluster.num_devices:
+            found[0] = _with_alone(found[0])
+        key = found[0].programs[0].key
         if key not in kinds:
             kinds[key] = len(kinds)
-            wanted += [(kinds[key], layer, m, found) for m, found in programs.items()]
+            wanted += [(kinds[key], layer, candidate) for candidate in found]
         kind_of.append(kinds[key])
     timings = {}
-    rows = [step.batch_size // count for count in sizes]
-    for done, (kind, layer, m, found) in enumerate(wanted):
+    for done, (kind, layer, candidate) in enumerate(wanted):
         progress(done / len(wanted))
-        timings[kind, m] = timing = _timing(found, rows, cluster, say, time_out)
+        m = candidate.programs[0].model
+        timings[kind, m] = timing = _timing(candidate, cluster, say, time_out)
         if timing.failure:
             say(f"layer {layer} on a model axis of {m} was not measured: {timing.failure}")
     return MeasuredLayers(tuple(kind_of), timings, step.batch_size)
 
 
+@dataclass(frozen=True)
+class _Candidate:
+    """A layer on one size of the model axis: its program for each number of rows, and, where it is
+    wanted, that of the most rows for one mesh alone."""
+
+    rows: tuple[int, ...]
+    programs: tuple[LayerProgram, ...]
+    alone: bool = False
+
+
+def _candidate(
+    step: TracedStep,
+    graphs: Sequence[StageGraph],
+    losses: Sequence[Loss],
+    rows: Sequence[int],
+    model: int,
+    cluster: ClusterShape,
+) -> _Candidate:
+    programs = [
+        layer_program(step, graph, loss, cluster.num_devices // model, model, cluster)
+        for graph, loss in zip(graphs, losses, strict=True)
+    ]
+    return _Candidate(tuple(rows), tuple(programs))
+
+
+def _with_alone(candidate: _Candidate) -> _Candidate:
+    one = dataclasses.replace(candidate.programs[-1], copies=1)
+    return _Candidate(candidate.rows, (*candidate.programs, one), alone=True)
+
+
+def _once(say: Callable[[str], None]) -> Callable[[str], None]:
+    """Says nothing twice."""
+    said: set[str] = set()
+
+    def fresh(text: str) -> None:
+        if text not in said:
+            said.add(text)
+            say(text)
+
+    return fresh
+
+
 def _slice_counts(batch_size: int, num_micro_batches: int | None, devices: int) -> list[int]:
     """The numbers of slices to measure for: many slices of few rows, and fewer of more. Powers of
     `_MORE_ROWS` where the batch divides so, that plans with other microbatches share programs."""
-    most = min((num_micro_batches or devices) * devices, batch_size)
+    most = min(max(num_micro_batches or 1, devices) * devices, batch_size)
     divisors = [n for n in range(1, most + 1) if batch_size % n == 0]
     powers = [n for n in divisors if n in {_MORE_ROWS**k for k in range(most.bit_length())}]
     if len(powers) > 1:
@@ -85,44 +127,40 @@ def _slice_counts(batch_size: int, num_micro_batches: int | None, devices: int) 
 
 
 def _timing(
-    programs: Sequence[LayerProgram],
-    rows: Sequence[int],
-    cluster: ClusterShape,
-    say: Callable[[str], None],
-    time_out: float,
+    candidate: _Candidate, cluster: ClusterShape, say: Callable[[str], None], time_out: float
 ) -> Timing:
     """From the cache, or measured and kept there."""
-    kind = "".join(c if c.isalnum() else "_" for c in cluster.device_kind)
-    name = f"{kind}-{cluster.num_devices}-{'-'.join(p.key for p in programs)}.json"
-    path = cache.cache_folder() / "profile" / name
-    known = cache.read(path, ("points", "failure"), say)
+    keys = "-".join(program.key for program in candidate.programs)
+    path = cache.place("profile", cluster, f"-{keys}", say)
+    known = cache.read(path, ("points", "launch", "alone"), say)
     if known is not None:
-        return Timing(tuple((int(n), float(f), float(b)) for n, f, b in known["points"]))
+        points = tuple((int(n), float(f), float(b)) for n, f, b in known["points"])
+        return Timing(points, known["launch"], known["alone"])
     try:
-        timing = _measured(programs, rows, cluster, time_out)
+        timing = _measured(candidate, cluster, time_out)
     except (subprocess.SubprocessError, OSError, ValueError, NotImplementedError) as error:
         return Timing(failure=_reason(error, time_out))  # may go better next time: not kept
-    cache.write(path, {"points": timing.points, "failure": ""}, say)
+    kept = {"points": timing.points, "launch": timing.launch, "alone": timing.alone}
+    cache.write(path, kept, say)
     return timing
 
 
-def _measured(
-    programs: Sequence[LayerProgram], rows: Sequence[int], cluster: ClusterShape, time_out: float
-) -> Timing:
+def _measured(candidate: _Candidate, cluster: ClusterShape, time_out: float) -> Timing:
     platform = "cpu" if cluster.device_kind == "cpu" else "cuda"
     with tempfile.TemporaryDirectory(prefix="launcher-profile-") as folder:
         files, counts = [], []
-        for k, layer in enumerate(programs):
+        for k, layer in enumerate(candidate.programs):
             exported = layer.exported(platform)
             counts.append(len(exported))
-            for n, data in enumerate(exported):
-                files.append(Path(folder) / f"{k}.{n}.stablehlo")
-                files[-1].write_bytes(data)
+            for n, one in enumerate(exported):
+                path = Path(folder) / f"{k}.{n}.stablehlo"
+                path.write_bytes(one.data)
+                files.append((str(path), one.sums))
         request = {
             "platform": platform,
             "devices": cluster.num_devices,
-            "model": programs[0].model,
-            "programs": list(map(str, files)),
+            "model": candidate.programs[0].model,
+            "programs": files,
             "seconds": _MEASURED,
         }
         path = Path(folder) / "request.json"
@@ -135,13 +173,17 @@ def _measured(
             check=True,
             stdin=subprocess.DEVNULL,
         )
-        seconds = json.loads(done.stdout.splitlines()[-1])["seconds"]
-    points, at = [], 0
-    for count, n in zip(counts, rows, strict=True):
-        forward, backward = seconds[at], seconds[at + 1] if count > 1 else 0.0
-        points.append((n, forward, backward))
+        found = json.loads(done.stdout.splitlines()[-1])
+    launch = float(found["launch"])
+    # Of a program that is hardly more than its start the two are as good as equal; some is left.
+    seconds = [max(s - launch, s / 10) for s in found["seconds"]]
+    passes, at = [], 0
+    for count in counts:
+        passes.append((seconds[at], seconds[at + 1] if count > 1 else 0.0))
         at += count
-    return Timing(tuple(points))
+    alone = sum(passes.pop()) if candidate.alone else None
+    points = [(n, *both) for n, both in zip(candidate.rows, passes, strict=True)]
+    return Timing(tuple(points), launch, alone)
 
 
 def _reason(error: Exception, time_out: float) -> str:

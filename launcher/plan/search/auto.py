@@ -41,6 +41,7 @@ def make_problem(
 ) -> Problem:
     """The search for a traced step on a cluster. `measured`: the layers' seconds, instead of the
     model's."""
+    cluster = measured.shape(cluster) if measured else cluster
     loss = step.loss(1)
     groups = group_layers(layer_flops(loss), min(loss.num_layers, _MOST_LAYERS))
     costs = cost_table(step, cluster, model_sizes(cluster))

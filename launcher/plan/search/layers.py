@@ -13,10 +13,10 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from launcher.plan.cluster_shape import ClusterShape
-from launcher.plan.footprint import StagePasses, as_one, footprint, stage_passes
+from launcher.plan.footprint import StagePasses, as_one, footprint, inside_of, stage_passes
 from launcher.plan.schedule import Kind
 from launcher.plan.sharding.cost import flow, is_active, load, work_seconds
-from launcher.plan.sharding.dims import NamedDims, Sharding, parts
+from launcher.plan.sharding.dims import NamedDims, parts
 from launcher.plan.sharding.layout import outer_dims, row_axes
 from launcher.plan.sharding.stage import model_sharding
 from launcher.plan.stages import StageGraph, cut_stages
@@ -122,12 +122,7 @@ def _solve(
         forward_sums += bool(found.forward) * use.times
         backward_sums += bool(found.backward) * use.times
 
-    cut = Sharding(inside, sharding.sizes)
-    for name, var in of.joint.inputs.items():
-        if name.kind != "seed":
-            first = name.of[0] if name.kind == "cotangent" else name.of
-            outside = loss.invars[first] if name.kind == "operand" else first
-            cut.seed(var, sharding.spec(outside))
+    cut = inside_of(of, loss, sharding, inside)
     room = footprint(of, cut)
     working = max(room.working.values())
 

@@ -69,22 +69,14 @@ def sketched(outline: Outline, problem: Problem, measured: MeasuredLayers | None
         crossing = int(costs.sent()[at])
         if crossing and s + 1 < len(outline.layers):
             transfers += [Transfer(s, s + 1, crossing, 0), Transfer(s + 1, s, crossing, 0)]
-    draft = Plan(
+    draft = Plan.unpredicted(
         method=outline.method,
         schedule=outline.schedule,
         num_micro_batches=outline.num_micro_batches,
         batch_size=problem.batch_size,
-        num_parameters=0,
         stages=tuple(stages),
+        cluster=problem.cluster,
         transfers=tuple(transfers),
-        cluster=vars(problem.cluster).copy(),
-        flops_per_step=0.0,
-        predicted_step_seconds=0.0,
-        predicted_samples_per_second=0.0,
-        predicted_tflops_per_device=0.0,
-        predicted_tflops_per_device_with_remat=0.0,
-        predicted_bubble_fraction=0.0,
-        fingerprint="",
     )
     return with_predictions(draft, 0.0)
 

@@ -76,7 +76,7 @@ class StageCosts:
         if zero == 3:  # gathered in both passes, scattered in the second
             gather = _ring(of["parameter_bytes"], data, link, cluster.latency) / 2
             forward, backward = forward + gather, backward + 2 * gather
-        return forward + cluster.latency, backward + cluster.latency
+        return forward + cluster.launch, backward + cluster.launch
 
     def work(self) -> np.ndarray:
         """Of a microbatch's forward pass without what crosses between devices."""
