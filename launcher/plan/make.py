@@ -18,7 +18,7 @@ from launcher.plan.plan import Plan, StagePlan, Transfer
 from launcher.plan.predict import StageSeconds, stage_seconds, update_seconds, with_predictions
 from launcher.plan.profile.measured import MeasuredLayers
 from launcher.plan.remat import recomputed
-from launcher.plan.schedule import Schedule, backward_follows, make_schedule
+from launcher.plan.schedule import Kind, Schedule, backward_follows, make_schedule
 from launcher.plan.sharding.dims import NamedDims, Spec
 from launcher.plan.sharding.layout import MODEL, ROWS, Layout, layouts, outer_dims
 from launcher.plan.sharding.names import leaf_names
@@ -81,6 +81,7 @@ def _shardings(
 ) -> list[Mapping[str, Spec]]:
     """How the arguments of every stage are cut: as the outline says, or as is best."""
     known: KnownCuts = {}
+    inner = NamedDims(loss.equations) if any(outline.sequence) else None
     found: list[Mapping[str, Spec]] = []
     for graph in graphs:
         submesh = outline.submeshes[graph.mesh]
@@ -88,8 +89,18 @@ def _shardings(
         if given is None:
             zero = outline.zero[graph.index] if outline.zero else 0
             link = link_of(submesh, cluster)
+            along = bool(outline.sequence) and outline.sequence[graph.index]
             given = stage_shardings(
-                step, loss, graph, submesh.logical_mesh, zero, cluster, link, dims, known
+                step,
+                loss,
+                graph,
+                submesh.logical_mesh,
+                zero,
+                cluster,
+                link,
+                dims,
+                known,
+                inner if along else None,
             )
         found.append(given)
     return found
@@ -259,10 +270,11 @@ def _described(
         for mesh in range(len(outline.submeshes))
     ]
     known: dict[object, Footprint] = {}
-    memory = [
-        mesh_memory(found, loss, outer, schedule[mesh], laid[mesh], known)
-        for mesh, found in enumerate(on_mesh)
-    ]
+    memory, footprints = [], {}
+    for mesh, found in enumerate(on_mesh):
+        most, of_stages = mesh_memory(found, loss, outer, schedule[mesh], laid[mesh], known)
+        memory.append(most)
+        footprints.update(of_stages)
     timed: dict[object, StageSeconds] = {}  # of stages that are the same program, cut alike
     stages = []
     for graph, stage in zip(graphs, draft.stages, strict=True):
@@ -270,22 +282,25 @@ def _described(
         data, model = stage.logical_mesh
         slices = outline.num_micro_batches * data
         timing = measured.stage(stage.layers, slices, model) if measured else None
+        as_one = Kind.FORWARD not in footprints[graph.index].left
         key = (
             graph.structure,
             tuple(layout.operand(i) for i in graph.operands),
             tuple(layout.activation(v) for v in graph.activations_in),
             tuple(layout.is_gathered(i) for i in graph.operands),
             (*layout.sizes.items(), link, len(again[graph.index]), stage.remat, timing),
+            as_one,
         )
         if key not in timed:
             timed[key] = stage_seconds(
-                graph, loss, layout, cluster, link, again[graph.index], timing
+                graph, loss, layout, cluster, link, again[graph.index], as_one, timing
             )
+        once, at_end = update_seconds(graph, loss, outer, layout, cluster, link)
         stages.append(
             dataclasses.replace(
                 stage,
-                **vars(timed[key]),
-                update_seconds=update_seconds(graph, step, loss, outer, layout, cluster, link),
+                **vars(timed[key]) | {"collectives": timed[key].collectives + at_end},
+                update_seconds=once,
                 memory_bytes=memory[graph.mesh],
             )
         )

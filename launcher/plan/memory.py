@@ -25,9 +25,10 @@ def mesh_memory(
     tasks: Sequence[Task],
     layout: Layout,
     known: Known,
-) -> int:
+) -> tuple[int, dict[int, Footprint]]:
     """Peak bytes on one device of a mesh: the state that lives there, the accumulators, the
-    activations of the microbatches in flight, and the room that the tasks work in.
+    activations of the microbatches in flight, and the room that the tasks work in; and what each
+    stage needs.
 
     Args:
         graphs: the mesh's stages, each with the name of its rematerialisation.
@@ -40,7 +41,7 @@ def mesh_memory(
         graph.index: _footprint(graph, loss, remat, tasks, layout, known)
         for graph, remat in graphs.items()
     }
-    return held + int(activation_bytes(found, tasks))
+    return held + int(activation_bytes(found, tasks)), found
 
 
 def activation_bytes(footprints: Mapping[int, Footprint], tasks: Sequence[Task]) -> float:

@@ -30,6 +30,8 @@ class Outline:
         remat: of every stage, a name of `plan.remat.POLICIES`.
         zero: of every stage 0, 2 (gradients and optimizer state are cut along data) or 3
             (parameters, too); empty: 0 for all.
+        sequence: of every stage whether its model axis cuts the data along its sequence, and not
+            the parameters; empty: none.
         shardings: of every stage, as in `StagePlan`; None: to be chosen.
     """
 
@@ -41,6 +43,7 @@ class Outline:
     schedule: str
     remat: tuple[str, ...]
     zero: tuple[int, ...] = ()
+    sequence: tuple[bool, ...] = ()
     shardings: tuple[Mapping[str, Spec] | None, ...] = ()
 
     @property

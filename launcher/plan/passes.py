@@ -38,13 +38,18 @@ from launcher.trace.graph import (
 class Pass:
     """A part of a joint program: `fun(*inputs) -> outputs`, in the order of their names.
 
-    `closed`: the same, with the constants that it captures as leading inputs.
+    `closed`: the same, with the `constants` that it captures as leading inputs.
     """
 
-    fun: Callable[..., Sequence[Any]]
     closed: jex.ClosedJaxpr
+    constants: tuple[Any, ...]
     inputs: tuple[Name, ...]
     outputs: tuple[Name, ...]
+
+    @property
+    def fun(self) -> Callable[..., Sequence[Any]]:
+        """See the class."""
+        return functools.partial(jex.jaxpr_as_fun(self.closed), *self.constants)
 
 
 def outputs_by_kind(
@@ -95,14 +100,14 @@ def _put_off(joint: Joint, back: Sequence[Name], grads: Sequence[Name]) -> list[
 # unless what the program would keep inside is large: of its memory XLA:CPU asks for one block a
 # run, and glibc fetches a block of 32 MiB or more from the system each time, page by page (a third
 # of such a program's time). Between programs the same values are many smaller blocks.
-_MOST_INSIDE = 8 << 20  # bytes of residuals
+MOST_INSIDE = 8 << 20  # bytes of residuals
 
 
 def runs_as_one(forward: Pass, inside: Sharding) -> bool:
     """Whether a backward pass that follows its forward pass at once becomes one program with it:
     where the latter leaves little on each device. `inside`: the specs of the joint program."""
     left = [name.of for name in forward.outputs if name.kind == "residual"]
-    return sum(nbytes(v.aval) // inside.parts(v) for v in left) <= _MOST_INSIDE
+    return sum(nbytes(v.aval) // inside.parts(v) for v in left) <= MOST_INSIDE
 
 
 def cut(joint: Joint, groups: Mapping[Kind, Sequence[Name]]) -> dict[Kind, Pass]:
@@ -195,11 +200,10 @@ def _passes(
         constants = [v for v in reads[k] if v in joint.constants]
         inputs = [v for v in reads[k] if v not in joint.constants]
         closed = program([*constants, *inputs], equations, [*outs, *left])
-        values = [joint.constants[v] for v in constants]
         passes.append(
             Pass(
-                fun=functools.partial(jex.jaxpr_as_fun(closed), *values),
                 closed=closed,
+                constants=tuple(joint.constants[v] for v in constants),
                 inputs=tuple(known.get(v, Name("residual", v)) for v in inputs),
                 outputs=(*names, *(Name("residual", v) for v in left)),
             )

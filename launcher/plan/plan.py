@@ -22,6 +22,23 @@ from launcher.trace.step import TracedStep
 
 
 @dataclass(frozen=True)
+class Collectives:
+    """What the devices of a stage do together, of one kind.
+
+    Attributes:
+        when: "forward" or "backward", of one microbatch; "update", once a step.
+        kind: "all-reduce", "all-gather" or "reduce-scatter". axis: "data" or "model".
+        count: how many arrays. bytes: of these on one device, where they are whole along the axis.
+    """
+
+    when: str
+    kind: str
+    axis: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class StagePlan:
     """One stage: its layers and its submesh. Stages with the same devices share their mesh.
 
@@ -38,6 +55,7 @@ class StagePlan:
         num_parameters: those that live here.
         shardings: `{argument leaf: for each dimension an axis, several, or None}`. The axes are
             "data" and "model"; a leaf that is not named is on every device.
+        collectives: predicted, those of the whole stage for one replica.
     """
 
     layers: tuple[int, ...]
@@ -52,6 +70,7 @@ class StagePlan:
     memory_bytes: int
     num_parameters: int
     shardings: dict[str, Spec]
+    collectives: tuple[Collectives, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -219,7 +238,7 @@ class Plan:
             PlanError: a field is missing or unknown.
         """
         try:
-            stages = tuple(StagePlan(**_tuples(stage)) for stage in tree["stages"])
+            stages = tuple(map(_stage, tree["stages"]))
             transfers = tuple(Transfer(**t) for t in tree["transfers"])
             others = tuple(RunnerUp(**other) for other in tree.get("runners_up", ()))
             parts = {"stages": stages, "transfers": transfers, "runners_up": others}
@@ -292,6 +311,11 @@ def _check_spec(
     for length, axis in zip(shape, spec, strict=False):
         if length % math.prod(sizes[a] for a in axes(axis)):
             raise PlanError(f"{where}: {length} cannot be cut along {axis} of {sizes}")
+
+
+def _stage(tree: dict[str, Any]) -> StagePlan:
+    crossing = tuple(Collectives(**one) for one in tree.get("collectives", ()))
+    return StagePlan(**{**_tuples(tree), "collectives": crossing})
 
 
 def _tuples(tree: dict[str, Any]) -> dict[str, Any]:

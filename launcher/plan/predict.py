@@ -10,25 +10,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from launcher.plan.cluster_shape import ClusterShape
-from launcher.plan.outer import OuterProgram
-from launcher.plan.plan import Plan
+from launcher.plan.outer import OuterProgram, accumulator_dtype
+from launcher.plan.plan import Collectives, Plan
 from launcher.plan.schedule import Kind, Task
 from launcher.plan.sharding.cost import (
-    all_reduce_seconds,
-    backward_seconds,
+    Collective,
+    crossing_seconds,
     flow,
-    forward_seconds,
-    gather_seconds,
     is_active,
-    load,
+    loads,
+    work_seconds,
 )
-from launcher.plan.sharding.dims import Sharding, parts
-from launcher.plan.sharding.layout import DATA, ROWS, Layout
+from launcher.plan.sharding.dims import parts
+from launcher.plan.sharding.layout import DATA, MODEL, ROWS, Layout
 from launcher.plan.sharing import Shared, simulate_shared
 from launcher.plan.simulate import TimedTask, bubble_fraction, simulate, step_seconds
 from launcher.plan.stages import StageGraph
 from launcher.trace.graph import Equation, nbytes
-from launcher.trace.step import Loss, TracedStep
+from launcher.trace.step import Loss
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,7 @@ class StageSeconds:
     forward_seconds: float
     backward_seconds: float
     backward_weight_seconds: float
+    collectives: tuple[Collectives, ...]
 
 
 def stage_seconds(
@@ -47,85 +47,124 @@ def stage_seconds(
     cluster: ClusterShape,
     link: float,
     again: Sequence[Equation],
+    as_one: bool,
     measured: tuple[float, float] | None = None,
 ) -> StageSeconds:
     """What a stage takes for a microbatch, on each of its devices.
 
     Args:
         link: bytes/s between its devices. again: what its backward pass computes once more.
+        as_one: both passes are one program, which gathers what it needs once.
         measured: of the forward and the backward pass, instead of the model's own.
     """
+
+    def seconds(found: Sequence[Collective]) -> float:
+        return crossing_seconds(found, layout.sizes, cluster, link)
+
     seeds = {loss.invars[i]: layout.operand(i) for i in graph.operands}
     seeds |= {v: layout.activation(v) for v in graph.activations_in}
-    sharding = layout.inside(graph.equations, seeds)
-    forward, work, sums = _both(sharding, graph, loss, cluster, link)
-    if not (graph.wrt or graph.active_in):
-        forward = measured[0] if measured else forward
-        return StageSeconds(forward + cluster.launch, 0.0, 0.0)
-    repeated = _both(layout.inside(again, seeds), graph, loss, cluster, link)[0]
+    flows = flow(graph.equations, [*(loss.invars[i] for i in graph.wrt), *graph.active_in])
+    program = loads(layout.inside(graph.equations, seeds), flows)
+    repeated = [found for _, found in loads(layout.inside(again, seeds), flows)]
+    forward = [c for _, found in program for c in found.forward]
+    backward = [c for use, found in program if is_active(use, flows) for c in found.backward]
+    backward += [c for found in repeated for c in found.forward]
+    if as_one:  # what the forward pass gathered is still there
+        for one in forward:
+            if one in backward:
+                backward.remove(one)
+    gathers, scatters = _kept_in_parts(graph, loss, layout)
+    work = sum(work_seconds(found, cluster) for _, found in program)
+    own = sum(2 * work_seconds(found, cluster) for use, found in program if is_active(use, flows))
+    more = sum(work_seconds(found, cluster) for found in repeated)
+    first, second = work + seconds(forward), own + more + seconds(backward)
     if measured:
-        repeated *= measured[0] / forward if forward else 0.0
-        forward, work, sums = *measured, 0.0
+        own, more = measured[1], more * measured[0] / work if work else 0.0
+        first, second = measured[0], own + more
+    first += seconds(gathers) + cluster.launch
+    if not (graph.wrt or graph.active_in):
+        return StageSeconds(first, 0.0, 0.0, _summary("forward", [*forward, *gathers]))
+    backward += scatters if as_one else [*gathers, *scatters]
+    second += seconds(scatters if as_one else [*gathers, *scatters]) + cluster.launch
+    late = own / 2 if graph.active_in and graph.wrt else second
+    found = _summary("forward", [*forward, *gathers]) + _summary("backward", backward)
+    return StageSeconds(first, second, late, found)
+
+
+def _kept_in_parts(
+    graph: StageGraph, loss: Loss, layout: Layout
+) -> tuple[list[Collective], list[Collective]]:
+    """Parameters that a pass gathers along data, and their gradients that it scatters (ZeRO-3)."""
     gathered = [i for i in graph.operands if layout.is_gathered(i)]
-    gather = sum(_data_seconds(i, loss, layout, cluster, link) for i in gathered)
-    forward += gather + cluster.launch
-    backward = work + sums + repeated + 2 * gather + cluster.launch
-    late = work / 2 if graph.active_in and graph.wrt else backward
-    return StageSeconds(forward, backward, late)
+    scattered = [i for i in gathered if i in graph.wrt]
+    return (
+        [Collective("all-gather", _ALONG_DATA, _whole_bytes(i, loss, layout)) for i in gathered],
+        [Collective("reduce-scatter", _ALONG_DATA, _sum_bytes(i, loss, layout)) for i in scattered],
+    )
 
 
-def _both(
-    sharding: Sharding, graph: StageGraph, loss: Loss, cluster: ClusterShape, link: float
-) -> tuple[float, float, float]:
-    """Forward seconds; the backward pass's own work; its sums."""
-    sources = [*(loss.invars[i] for i in graph.wrt), *graph.active_in]
-    flows = flow(graph.equations, sources)
-    forward = work = sums = 0.0
-    for use in sharding.dims.uses:
-        found = load(use, sharding, flows)
-        forward += forward_seconds(found, sharding.sizes, cluster, link)
-        if is_active(use, flows):
-            own = backward_seconds(
-                dataclasses.replace(found, backward={}), sharding.sizes, cluster, link
-            )
-            work += own
-            sums += backward_seconds(found, sharding.sizes, cluster, link) - own
-    return forward, work, sums
+def update_collectives(graph: StageGraph, loss: Loss, layout: Layout) -> list[Collective]:
+    """The gradients that are summed over the replicas once a step, and where the optimizer's state
+    is cut along data (ZeRO-2) the parameters that are gathered after that. Not the single numbers
+    that an optimizer may sum, such as the global norm."""
+    found = []
+    for i in graph.wrt:
+        if layout.is_gathered(i):
+            continue  # summed in every pass
+        if layout.is_scattered(i):
+            sums, whole = _sum_bytes(i, loss, layout), _whole_bytes(i, loss, layout)
+            found.append(Collective("reduce-scatter", _ALONG_DATA, sums))
+            found.append(Collective("all-gather", _ALONG_DATA, whole))
+        elif layout.sizes[DATA] > 1:
+            found.append(Collective("all-reduce", DATA, _sum_bytes(i, loss, layout)))
+    return found
 
 
-def _data_seconds(i: int, loss: Loss, layout: Layout, cluster: ClusterShape, link: float) -> float:
-    """To gather a parameter, or scatter its gradient, along data."""
+_ALONG_DATA = DATA, ROWS
+
+
+def _whole_bytes(i: int, loss: Loss, layout: Layout) -> float:
+    """Of an operand where it is whole along data."""
+    return nbytes(loss.invars[i].aval) / parts(layout.operand(i), layout.sizes)
+
+
+def _sum_bytes(i: int, loss: Loss, layout: Layout) -> float:
+    """Of its gradient, as it is summed."""
     aval = loss.invars[i].aval
-    devices = layout.sizes[DATA] * layout.sizes[ROWS]
-    size = nbytes(aval) / parts(layout.operand(i), layout.sizes)
-    return gather_seconds(size, devices, link, cluster.latency)
+    size = int(aval.size) * accumulator_dtype(aval.dtype).itemsize
+    return size / parts(layout.operand(i), layout.sizes)
+
+
+def _summary(when: str, found: Sequence[Collective]) -> tuple[Collectives, ...]:
+    count: dict[tuple[str, str], int] = {}
+    size: dict[tuple[str, str], float] = {}
+    for one in found:
+        key = one.kind, "model" if one.axis == MODEL else "data"
+        count[key] = count.get(key, 0) + one.times
+        size[key] = size.get(key, 0.0) + one.times * one.size
+    return tuple(Collectives(when, *key, count[key], int(size[key])) for key in sorted(count))
 
 
 def update_seconds(
     graph: StageGraph,
-    step: TracedStep,
     loss: Loss,
     outer: OuterProgram,
     layout: Layout,
     cluster: ClusterShape,
     link: float,
-) -> float:
+) -> tuple[float, tuple[Collectives, ...]]:
     """What a stage takes once a step: gradients summed over the replicas, and its share of the
-    mesh's update, which reads and writes the state once."""
+    mesh's update, which reads and writes the state once. And what crosses between its devices."""
     if not loss.wrt:
-        return 0.0
-    total = 0.0
-    for i in graph.wrt:
-        if layout.is_gathered(i):
-            continue  # summed in every pass
-        size = loss.invars[i].aval.size * 4 / parts(layout.operand(i), layout.sizes)
-        total += all_reduce_seconds(size, layout.sizes[DATA], link, cluster.latency)
+        return 0.0, ()
+    found = update_collectives(graph, loss, layout)
+    total = crossing_seconds(found, layout.sizes, cluster, link)
     state = sum(
         nbytes(v.aval) / parts(layout.outer(v), layout.sizes)
         for v, home in outer.homes.items()
         if home == graph.mesh
     )
-    return total + 2 * state / cluster.memory_bandwidth
+    return total + 2 * state / cluster.memory_bandwidth, _summary("update", found)
 
 
 def timeline(plan: Plan) -> list[TimedTask]:

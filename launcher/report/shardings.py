@@ -38,8 +38,11 @@ def _stage_in_words(stage: StagePlan) -> list[str]:
     data, model = stage.logical_mesh
     if data > 1:
         lines.append(f"the batch cut in {data} along data")
+    rows = [n for n in stage.shardings if _is_batch(n) and "model" in stage.shardings[n]]
+    if rows:
+        lines.append(f"each row of the batch cut in {model} along model: {_examples(rows)}")
     for along, names in groups.items():
-        kept = [name for name in names if not _is_batch(stage.shardings[name], name)]
+        kept = [name for name in names if not _is_batch(name)]
         if along and kept:
             lines.append(f"{len(kept)} arrays cut along {along}: {_examples(kept)}")
     if model > 1 and not any("model" in along for along in groups):
@@ -47,8 +50,8 @@ def _stage_in_words(stage: StagePlan) -> list[str]:
     return lines
 
 
-def _is_batch(spec: Sequence[Any], name: str) -> bool:
-    return name.startswith("1.") and bool(spec) and spec[0] == "data"
+def _is_batch(name: str) -> bool:
+    return name.partition(".")[0] == "1"
 
 
 def _axes(dim: Any) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ The programs are traced for an abstract mesh, without devices. Used by the rest 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ def partition_spec(spec: Spec) -> PartitionSpec:
 
 def constrained(layout: Layout, value: Any, spec: Spec) -> Any:
     """A value that has this spec from here on."""
-    sharding = NamedSharding(_mesh(layout), partition_spec(spec))
+    sharding = NamedSharding(abstract_mesh(layout.sizes), partition_spec(spec))
     return jax.lax.with_sharding_constraint(value, sharding)
 
 
@@ -46,11 +47,12 @@ def scatter(layout: Layout, operand: int, parts: Any) -> Any:
 
     return jax.shard_map(
         local,
-        mesh=_mesh(layout),
+        mesh=abstract_mesh(layout.sizes),
         in_specs=PartitionSpec(DATA, *before),
         out_specs=PartitionSpec(*after),
     )(parts)
 
 
-def _mesh(layout: Layout) -> AbstractMesh:
-    return AbstractMesh(tuple(layout.sizes.values()), tuple(layout.sizes))
+def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
+    """The axes of a submesh, without its devices."""
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes))

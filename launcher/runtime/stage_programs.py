@@ -8,6 +8,7 @@ program holds no data-parallel collective. Used by `runtime.emit`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from launcher.plan.sharding.dims import Spec
 from launcher.plan.sharding.layout import DATA, Layout
 from launcher.plan.stages import StageGraph
 from launcher.runtime.collectives import constrained, scatter
+from launcher.runtime.local import emitted_locally
 from launcher.trace.graph import Var
 from launcher.trace.step import Loss
 
@@ -87,6 +89,8 @@ def stage_programs(
     found: dict[Kind, StageProgram] = {}
     for kind, one_slice in passes.items():
         word = kind.value if found or not together else f"forward_{kind.value}"
+        closed = emitted_locally(one_slice.closed, inside, slicing.replicas)
+        one_slice = dataclasses.replace(one_slice, closed=closed)
         left = {n.of: inside.spec(n.of) for n in one_slice.outputs if n.kind == "residual"}
         found[kind] = maker.program(f"stage.{graph.index}.{word}", one_slice, left)
     return found

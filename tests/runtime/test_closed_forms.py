@@ -1,5 +1,6 @@
 """What crosses between devices: the planner's count, the known optimum and the compiled program."""
 
+import collections
 import dataclasses
 import math
 import re
@@ -9,14 +10,14 @@ import jax.numpy as jnp
 import pytest
 
 import launcher
-from launcher.plan import local_shape, make_plan
-from launcher.plan.sharding.cost import all_reduced, flow
-from launcher.plan.sharding.layout import MODEL, layouts
-from launcher.plan.stages import cut_stages
+from launcher.plan import local_shape
+from launcher.plan.methods import DataParallel, ShardParallel, Zero2Parallel, Zero3Parallel
+from launcher.plan.sharding.names import leaf_names
 from launcher.runtime import compile_step
 from launcher.trace import trace_step
 
 COLLECTIVE = re.compile(r"= (\(?[^=]*?) (all-[\w-]+|reduce-scatter|collective-\w+)\(")
+ARRAY = re.compile(r"\b([a-z]+\d+)\[([\d,]*)\]")
 BATCH, LENGTH, WIDTH, HEADS, BLOCKS = 4, 8, 32, 4, 2
 ACTIVATION = BATCH * LENGTH * WIDTH * 4  # bytes
 
@@ -35,8 +36,26 @@ def attention(p, x):
     return x + jnp.einsum("bqnh,nhm->bqm", jnp.einsum("bnqk,bknh->bqnh", weights, value), p["o"])
 
 
+def separate(p, x):
+    """Attention with a matrix each for query, key and value."""
+    read = normed(x)
+    query, key, value = (jnp.einsum("bsm,mnh->bsnh", read, p[name]) for name in "qkv")
+    weights = jax.nn.softmax(jnp.einsum("bqnh,bknh->bnqk", query, key))
+    return x + jnp.einsum("bqnh,nhm->bqm", jnp.einsum("bnqk,bknh->bqnh", weights, value), p["o"])
+
+
 def block(p, x):
-    return mlp(p, attention(p, x))
+    return mlp(p, separate(p, x))
+
+
+def again(p, x):
+    """A block of which the backward pass computes all again."""
+    return jax.checkpoint(block)(p, x)
+
+
+def twice(p, x):
+    """Two blocks in a loop."""
+    return jax.lax.scan(lambda x, p: (block(p, x), None), x, p)[0]
 
 
 MLP = {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
@@ -44,12 +63,7 @@ ATTENTION = {
     "qkv": (WIDTH, 3, HEADS, WIDTH // HEADS),
     "o": (HEADS, WIDTH // HEADS, WIDTH),
 }
-# Sums of an activation over the model axis for each block, in each pass: Megatron-LM's (Shoeybi et
-# al. 2019, section 3), one for an MLP and one for attention.
-CASES = {"mlp": (mlp, MLP, 1), "attention": (attention, ATTENTION, 1)}
-CASES["block"] = block, MLP | ATTENTION, 2
-
-
+SEPARATE = dict.fromkeys("qkv", (WIDTH, HEADS, WIDTH // HEADS)) | {"o": ATTENTION["o"]}
 DIMENSIONS = ("NWC", "WIO", "NWC")
 CONV = {"widen": (3, WIDTH, 4 * WIDTH), "narrow": (3, 4 * WIDTH, WIDTH)}
 EXPERTS, CAPACITY = 4, 16
@@ -81,6 +95,28 @@ def moe(p, x):
     return x + jnp.einsum("ecd,tec,te->td", made, dispatch, gates).reshape(x.shape)
 
 
+TOKENS = BATCH * LENGTH * 4  # bytes of a number for each token
+
+
+def small(devices):
+    """Of experts, beside what is of an activation's size: the gate's largest, its sum, the one that
+    is chosen, and a sum going back; where the largest is, each device tells the others."""
+    return [("all-reduce", TOKENS)] * 4 + [("all-gather", devices * TOKENS)] * 2
+
+
+# A layer, its parameters, how often it sums an activation over the model axis, and what is small.
+# Megatron-LM's (Shoeybi et al. 2019, section 3): one for an MLP and one for attention in each pass,
+# which is also what a pair of convolutions needs, and experts whose devices all have the tokens.
+CASES = {
+    "mlp": (mlp, MLP, 2),
+    "attention": (attention, ATTENTION, 2),
+    "separate": (separate, SEPARATE, 2),
+    "block": (block, MLP | SEPARATE, 4),
+    "conv": (conv, CONV, 2),
+    "moe": (moe, MOE, 2),
+}
+
+
 def step_of(layer, shapes):
     def loss(params, batch):
         x = batch @ params["first"]
@@ -94,83 +130,121 @@ def step_of(layer, shapes):
     of_block = {name: floats(*shape) for name, shape in shapes.items()}
     params = {"first": floats(5, WIDTH), "blocks": [of_block] * BLOCKS}
 
-    def train(params, batch):
+    def train(state, batch):
+        params, momentum = state
         grads = launcher.grad(loss)(params, batch)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, grads)
+        return jax.tree.map(lambda p, m: p - 0.1 * m, params, momentum), momentum
 
-    return trace_step(train, (params, floats(BATCH, LENGTH, 5)))
-
-
-def predicted(step, plan):
-    """Bytes of each sum over the model axis in the passes of the only stage."""
-    loss = step.loss(plan.num_micro_batches * plan.num_replicas)
-    (graph,) = cut_stages(loss, [stage.layers for stage in plan.stages])
-    (layout,) = layouts(step, loss, plan)
-    seeds = {loss.invars[i]: layout.operand(i) for i in graph.operands}
-    flows = flow(graph.equations, [loss.invars[i] for i in graph.wrt])
-    sums = all_reduced(layout.inside(graph.equations, seeds), flows)
-    forward, backward = sums.get(MODEL, ([], []))
-    return sorted(forward + backward)
+    return trace_step(train, ((params, params), floats(BATCH, LENGTH, 5)))
 
 
-def compiled(executable):
-    """Bytes of each array that a pass of the pipeline sums over devices, kinds of all others."""
-    sums, others = [], []
-    for name, text in executable.hlo_text().items():
-        if not name.startswith("stage."):
-            continue
-        for shapes, kind in COLLECTIVE.findall(text):
-            if kind != "all-reduce":
-                others.append(kind)
-            for sizes in re.findall(r"f32\[([\d,]*)\]", shapes):
-                sums.append(4 * math.prod(int(n) for n in sizes.split(",") if n))
-    return sorted(sums), others
+def compiled(executable, data, programs=""):
+    """The kind and bytes of every array that devices sum, gather or scatter, of the programs whose
+    names begin so."""
+    found = collections.Counter()
+    texts = executable.hlo_text()
+    for text in (texts[name] for name in texts if name.startswith(programs)):
+        for shapes, kind in COLLECTIVE.findall(re.sub(r"/\*.*?\*/", "", text)):
+            for dtype, lengths in ARRAY.findall(shapes):
+                size = int(dtype[-2:]) // 8 * math.prod(map(int, filter(None, lengths.split(","))))
+                found[kind, size * (data if kind == "reduce-scatter" else 1)] += 1
+    return found
 
 
-def planned(layer, shapes, mesh):
-    """The step, its plan on a logical mesh, and the size of the data axis."""
+def planned(layer, shapes, method):
+    """The step and its plan."""
+    # Transfers that take no time to start, so that cutting pays, small as these blocks are.
+    cluster = dataclasses.replace(local_shape(4, 1, "cpu"), latency=0.0, intra_host=5e9)
     step = step_of(layer, shapes)
-    data, model = mesh
-    # Links so fast that cutting pays, small as these blocks are.
-    cluster = dataclasses.replace(local_shape(data * model, 1, "cpu"), latency=0.0, intra_host=2e11)
-    plan = make_plan(
-        step, method="shard", data=data, model=model, num_micro_batches=1, cluster=cluster
-    )
-    return step, plan, data
+    return step, method.plan(step, cluster)
 
 
-@pytest.mark.parametrize("mesh", [(1, 2), (1, 4), (2, 2)])
-@pytest.mark.parametrize("case", CASES)
-def test_tensor_parallel_sums_are_megatrons(case, mesh):
+def summary(found):
+    """Count and bytes of every kind."""
+    total = collections.defaultdict(lambda: [0, 0])
+    for (kind, size), count in found.items():
+        total[kind][0] += count
+        total[kind][1] += count * size
+    return dict(total)
+
+
+def of_plan(plan):
+    """Of a step of one microbatch."""
+    total = collections.defaultdict(lambda: [0, 0])
+    for one in plan.stages[0].collectives:
+        total[one.kind][0] += one.count
+        total[one.kind][1] += one.bytes
+    return dict(total)
+
+
+def parameter_bytes(step, plan):
+    """Of every parameter, on each device along the model axis."""
+    named = zip(leaf_names(step), step.invars, strict=True)
+    model = plan.stages[0].logical_mesh[1]
+    cut = {n for n, spec in plan.stages[0].shardings.items() if "model" in spec}
+    leaves = [(n, v.aval.size * 4) for n, v in named if n.startswith("0.0.")]
+    return [size // (model if name in cut else 1) for name, size in leaves]
+
+
+MESHES = [
+    pytest.param(case, mesh, id=f"{case}-{mesh[0]}x{mesh[1]}", marks=marks)
+    for case in CASES
+    for mesh in [(1, 4), (2, 2)]
+    for marks in [[] if mesh == (2, 2) and case in ("block", "conv", "moe") else [pytest.mark.slow]]
+]
+
+
+@pytest.mark.parametrize(("case", "mesh"), MESHES)
+def test_tensor_parallel(case, mesh):
+    """Sums over the model axis are as few as is known to be possible, each gradient is summed once
+    over the replicas, and the plan says so."""
     layer, shapes, each = CASES[case]
-    step, plan, data = planned(layer, shapes, mesh)
-    best = [ACTIVATION / data] * (2 * each * BLOCKS)
-    assert predicted(step, plan) == best
-    sums, others = compiled(compile_step(step, plan, jax.devices()))
-    assert (sums, others) == (best, [])
+    data, model = mesh
+    step, plan = planned(layer, shapes, ShardParallel(1, mesh))
+    best = collections.Counter({("all-reduce", ACTIVATION // data): each * BLOCKS})
+    if case == "moe":
+        for kind, size in small(model) * BLOCKS:
+            best[kind, size // data] += 1
+    if data > 1:
+        best.update(("all-reduce", size) for size in parameter_bytes(step, plan))
+    assert compiled(compile_step(step, plan, jax.devices()), data) == best
+    assert of_plan(plan) == summary(best)
 
 
-@pytest.mark.parametrize("mesh", [(1, 2), (1, 4)])
-def test_a_pair_of_convolutions_sums_once_in_each_pass(mesh):
-    """By output channels, then by input channels: as a perceptron's two products are cut."""
-    step, plan, _ = planned(conv, CONV, mesh)
-    best = [float(ACTIVATION)] * (2 * BLOCKS)
-    assert predicted(step, plan) == best
-    sums, others = compiled(compile_step(step, plan, jax.devices()))
-    assert (sums, others) == (best, [])
+@pytest.mark.parametrize("mesh", [(1, 4), pytest.param((2, 2), marks=pytest.mark.slow)])
+def test_parts_of_a_gradient_are_added_before_they_are_summed_in_bodies_too(mesh):
+    """In a loop, whose body is there once, and where the backward pass computes a block again, but
+    for its last sum."""
+    pairs = {name: (2, *lengths) for name, lengths in (MLP | SEPARATE).items()}
+    for layer, shapes, each in ((twice, pairs, 4), (again, MLP | SEPARATE, 5)):
+        step, plan = planned(layer, shapes, ShardParallel(1, mesh))
+        found = compiled(compile_step(step, plan, jax.devices()), mesh[0], "stage.")
+        assert found["all-reduce", ACTIVATION // mesh[0]] == each * BLOCKS
+        assert {kind for kind, _ in found} == {"all-reduce"}
 
 
-@pytest.mark.parametrize("mesh", [(1, 2), (1, 4), (2, 2)])
-def test_experts_run_apart_and_only_their_tokens_are_summed(mesh):
-    """Expert parallelism on devices that all have the tokens: a block's result is summed forward,
-    and its input's gradient, of the experts and of the gate, backward. Sums of the gate's numbers,
-    one a token and expert, are small."""
-    step, plan, data = planned(moe, MOE, mesh)
-    cut = {name for name, spec in plan.stages[0].shardings.items() if "model" in spec}
-    assert cut == {f"0.blocks.{b}.{name}" for b in range(BLOCKS) for name in MOE}
-    tokens = [ACTIVATION / data] * (3 * BLOCKS)
-    found = predicted(step, plan)
-    sums, _ = compiled(compile_step(step, plan, jax.devices()))
-    assert [size for size in found if size >= tokens[0]] == tokens
-    assert [size for size in sums if size >= tokens[0]] == tokens
-    assert sum(found) == pytest.approx(sum(sums), rel=0.05)
+ALONG_DATA = {  # how often each parameter is in each kind: all that is needed
+    "data": (DataParallel(1), {"all-reduce": 1}),
+    "zero2": (Zero2Parallel(1), {"reduce-scatter": 1, "all-gather": 1}),
+    "zero3": (Zero3Parallel(1), {"reduce-scatter": 1, "all-gather": 1}),
+}
+METHODS = [
+    pytest.param(case, method, marks=[] if case == "block" else [pytest.mark.slow])
+    for case in CASES
+    for method in ALONG_DATA
+]
+
+
+@pytest.mark.parametrize(("case", "method"), METHODS)
+def test_along_data(case, method):
+    """Each gradient is summed once, over all devices, or scattered; with ZeRO each parameter is
+    gathered once: after the update, or for both passes of the only microbatch."""
+    how, times = ALONG_DATA[method]
+    layer, shapes, _ = CASES[case]
+    step, plan = planned(layer, shapes, how)
+    best = collections.Counter()
+    for size in parameter_bytes(step, plan):
+        best.update({(kind, size): count for kind, count in times.items()})
+    assert compiled(compile_step(step, plan, jax.devices()), 4) == best
+    assert of_plan(plan) == summary(best)

@@ -134,7 +134,8 @@ class MeasuredLayers:
                 fixed, a_row = timing.line
                 of["fixed_seconds"][m_index, layer] = fixed / 3
                 of["work_seconds"][m_index, layer] = a_row / 3 * self.batch_size
-        for name in ("forward_bytes", "backward_bytes", "forward_sums", "backward_sums"):
+        sums = "forward_bytes", "backward_bytes", "forward_sums", "backward_sums"
+        for name in (*sums, "fixed_backward_bytes"):
             of[name] = np.zeros_like(of[name])
         return dataclasses.replace(table, of=of)
 

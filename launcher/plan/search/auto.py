@@ -44,7 +44,8 @@ def make_problem(
     cluster = measured.shape(cluster) if measured else cluster
     loss = step.loss(1)
     groups = group_layers(layer_flops(loss), min(loss.num_layers, _MOST_LAYERS))
-    costs = cost_table(step, cluster, model_sizes(cluster))
+    # Of what is measured there is no cut along the sequence.
+    costs = cost_table(step, cluster, model_sizes(cluster), with_sequence=measured is None)
     table = _grouped(measured.applied(costs) if measured else costs, groups)
     usable = None if cluster.memory_bytes is None else USABLE * cluster.memory_bytes
     return Problem(table, groups, step.batch_size, cluster, submesh_sizes(cluster), usable)
@@ -66,4 +67,4 @@ def _grouped(table: CostTable, groups: Sequence[Sequence[int]]) -> CostTable:
     of["working_bytes"] = np.maximum.reduceat(most, starts, axis=1)
     of["input_bytes"] = table.of["input_bytes"][:, starts]
     of["sent_bytes"] = table.of["sent_bytes"][:, ends]
-    return CostTable(table.model_sizes, of, table.num_distinct)
+    return CostTable(table.model_sizes, of, table.num_distinct, table.sequence)

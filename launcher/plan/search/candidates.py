@@ -27,6 +27,7 @@ class Choice:
     logical_mesh: tuple[int, int]
     zero: int
     remat: str
+    sequence: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +98,7 @@ def ways(
             needs = stage.memory(zero, remat, depth)
             lost = np.where(needs <= (setting.memory_bytes or np.inf), 0.0, np.inf)
             chosen = np.full(needs.shape, len(choices))
-            choices.append(Choice((data, model), zero, remat))
+            choices.append(Choice((data, model), zero, remat, table.is_sequence(m_index)))
             yield {"seconds": one + lost, "rest": other + lost, "memory": needs, "chosen": chosen}
 
 

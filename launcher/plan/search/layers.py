@@ -15,9 +15,10 @@ import numpy as np
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.footprint import StagePasses, as_one, footprint, inside_of, stage_passes
 from launcher.plan.schedule import Kind
-from launcher.plan.sharding.cost import flow, is_active, load, work_seconds
-from launcher.plan.sharding.dims import NamedDims, parts
+from launcher.plan.sharding.cost import Collective, dependence, flow, is_active, loads, work_seconds
+from launcher.plan.sharding.dims import NamedDims, Sharding, Use, parts
 from launcher.plan.sharding.layout import outer_dims, row_axes
+from launcher.plan.sharding.sequence import sequence_class, sequence_sharding
 from launcher.plan.sharding.stage import model_sharding
 from launcher.plan.stages import StageGraph, cut_stages
 from launcher.trace.graph import Var, is_var, nbytes
@@ -34,7 +35,8 @@ class LayerCost:
         work_seconds: of the forward pass without communication. fixed_seconds: what every slice
             takes beside, however few rows it has: to make something of parameters alone.
         forward_bytes, backward_bytes: all-reduced along the model axis, in `forward_sums` and
-            `backward_sums` operations.
+            `backward_sums` operations; what is gathered or scattered is half of that.
+        fixed_backward_bytes: the same of every slice, however few rows it has: of parameters.
         parameter_bytes, state_bytes (with the parameters), gradient_bytes: held by one device.
         residual_bytes: what the forward pass leaves for the backward pass, the activations that it
             reads included. working_bytes: what a pass needs beside. input_bytes: the activations
@@ -45,6 +47,7 @@ class LayerCost:
     fixed_seconds: float
     forward_bytes: float
     backward_bytes: float
+    fixed_backward_bytes: float
     forward_sums: float
     backward_sums: float
     parameter_bytes: float
@@ -59,16 +62,43 @@ class LayerCost:
 
 @dataclass(frozen=True, eq=False)
 class CostTable:
-    """The layers' costs, as arrays `[model size, layer]`, one a field of `LayerCost`."""
+    """The layers' costs, as arrays `[model axis, layer]`, one a field of `LayerCost`.
+
+    Attributes:
+        model_sizes: of the model axes. sequence: whether each cuts the data along its sequence, and
+            not the parameters; empty: none does.
+    """
 
     model_sizes: tuple[int, ...]
     of: dict[str, np.ndarray]
     num_distinct: int
+    sequence: tuple[bool, ...] = ()
+
+    def is_sequence(self, at: int) -> bool:
+        """Whether the model axis number `at` cuts the data along its sequence."""
+        return bool(self.sequence) and self.sequence[at]
+
+    def index(self, model: int, sequence: bool) -> int:
+        """The number of a model axis."""
+        every = range(len(self.model_sizes))
+        return next(
+            k for k in every if (self.model_sizes[k], self.is_sequence(k)) == (model, sequence)
+        )
 
 
-def cost_table(step: TracedStep, cluster: ClusterShape, model_sizes: Sequence[int]) -> CostTable:
-    """The table of a step's layers."""
+def cost_table(
+    step: TracedStep,
+    cluster: ClusterShape,
+    model_sizes: Sequence[int],
+    with_sequence: bool = True,
+) -> CostTable:
+    """The table of a step's layers. `with_sequence`: also of model axes that cut the data's."""
     loss = step.loss(1)
+    dims = NamedDims(loss.equations) if with_sequence and max(model_sizes) > 1 else None
+    axes: list[tuple[int, int | None]] = [(m, None) for m in model_sizes]
+    if dims is not None:
+        found = ((m, sequence_class(step, loss, dims, m)) for m in model_sizes if m > 1)
+        axes += [(m, of) for m, of in found if of is not None]
     graphs = cut_stages(loss, [(i,) for i in range(loss.num_layers)])
     state = _state_bytes(step, loss)
     owner = {i: g.index for g in reversed(graphs) for i in g.operands}
@@ -76,55 +106,70 @@ def cost_table(step: TracedStep, cluster: ClusterShape, model_sizes: Sequence[in
     solved: dict[object, list[LayerCost]] = {}
     rows = []
     for graph in graphs:
-        key = graph.structure, tuple(rows_of[i] for i in graph.operands)
+        given = [*(loss.invars[i] for i in graph.operands), *graph.activations_in]
+        known = tuple(
+            dims.classes(v).index(of) if dims and of in dims.classes(v) else None
+            for v in given
+            for _, of in axes
+        )
+        key = graph.structure, tuple(rows_of[i] for i in graph.operands), known
         if key not in solved:
             of = stage_passes(graph, loss, "none", _KINDS)
             inside = NamedDims(of.joint.equations)
             whole = as_one(of, graph, _KINDS)
-            solved[key] = [
-                _solve(step, graph, loss, m, cluster, of, whole, inside) for m in model_sizes
-            ]
+            solved[key] = []
+            for m, along in axes:
+                if dims is not None and along is not None:
+                    cut = sequence_sharding(graph, loss, dims, along, m)
+                else:
+                    cut = model_sharding(step, loss, graph, m, cluster, cluster.link_of_axis(m))
+                solved[key].append(_solve(graph, loss, cut, cluster, of, whole, inside))
         own = [i for i in graph.wrt if owner[i] == graph.index]
         rows.append([_with_state(cost, graph, own, loss, state) for cost in solved[key]])
     names = [f.name for f in fields(LayerCost)]
     arrays = {
-        name: np.array([[getattr(row[k], name) for row in rows] for k in range(len(model_sizes))])
+        name: np.array([[getattr(row[k], name) for row in rows] for k in range(len(axes))])
         for name in names
     }
-    return CostTable(tuple(model_sizes), arrays, len(solved))
+    sizes, sequence = tuple(m for m, _ in axes), tuple(of is not None for _, of in axes)
+    return CostTable(sizes, arrays, len(solved), sequence)
 
 
 def _solve(
-    step: TracedStep,
     graph: StageGraph,
     loss: Loss,
-    m: int,
+    sharding: Sharding,
     cluster: ClusterShape,
     of: StagePasses,
     whole: StagePasses,
     inside: NamedDims,
 ) -> LayerCost:
-    """A layer without what the update keeps for it. `of`, `whole`, `inside`: its passes, these as
-    one program, and the named dimensions of their joint program."""
+    """A layer, cut so, without what the update keeps for it. `of`, `whole`, `inside`: its passes,
+    these as one program, and the named dimensions of their joint program."""
     parameters = [loss.invars[i] for i in graph.wrt]
     flows = flow(graph.equations, [*parameters, *graph.active_in])
-    sharding = model_sharding(step, loss, graph, m, cluster, cluster.link_of_axis(m))
-    varying = flow(graph.equations, _varying(graph, loss))
-    work = fixed = forward = backward = forward_sums = backward_sums = 0.0
-    for use in sharding.dims.uses:
-        found = load(use, sharding, flows)
+    varying = dependence(graph.equations, _varying(graph, loss))
+    work = fixed = 0.0
+    forward: list[tuple[Use, Collective]] = []
+    backward: list[tuple[Use, Collective]] = []
+    for use, found in loads(sharding, flows):
         if is_active(use, varying):
             work += work_seconds(found, cluster)
         else:
             fixed += work_seconds(found, cluster)
-        forward += sum(found.forward.values())
-        backward += sum(found.backward.values())
-        forward_sums += bool(found.forward) * use.times
-        backward_sums += bool(found.backward) * use.times
+        forward += [(use, c) for c in found.forward]
+        backward += [(use, c) for c in found.backward]
 
     cut = inside_of(of, loss, sharding, inside)
     room = footprint(of, cut)
     working = max(room.working.values())
+
+    def moved(crossing: Sequence[tuple[Use, Collective]], fixed: bool) -> float:
+        return sum(
+            c.share * c.times * c.size
+            for use, c in crossing
+            if fixed == (c.of is not None and not varying(use, sharding.dims.source(*c.of)[1]))
+        )
 
     def held(var: object) -> float:
         return nbytes(var.aval) / parts(sharding.spec(var), sharding.sizes)  # type: ignore[attr-defined]
@@ -132,10 +177,11 @@ def _solve(
     return LayerCost(
         work_seconds=work,
         fixed_seconds=fixed,
-        forward_bytes=forward,
-        backward_bytes=backward,
-        forward_sums=forward_sums,
-        backward_sums=backward_sums,
+        forward_bytes=moved(forward, fixed=False),
+        backward_bytes=moved(backward, fixed=False),
+        fixed_backward_bytes=moved(backward, fixed=True),
+        forward_sums=sum(c.share * c.times for _, c in forward),
+        backward_sums=sum(c.share * c.times for _, c in backward),
         parameter_bytes=sum(map(held, parameters)),
         state_bytes=0.0,
         gradient_bytes=0.0,

@@ -141,6 +141,7 @@ def _candidate(found: Found, priced: Priced, setting: Setting, problem: Problem)
         schedule=setting.schedule,
         remat=tuple(choice.remat for choice in choices),
         zero=tuple(choice.zero for choice in choices),
+        sequence=tuple(choice.sequence for choice in choices),
     )
     memory = tuple(float(priced.memory[i]) for i in at)
     return Candidate(outline, found.objective, choices, memory)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from launcher.plan.outline import Outline, Submesh
+from launcher.plan.outline import Outline
 from launcher.plan.plan import Plan, StagePlan, Transfer
 from launcher.plan.predict import with_predictions
 from launcher.plan.profile.measured import MeasuredLayers
@@ -34,7 +34,8 @@ def _interleaved(outline: Outline, problem: Problem, wanted: Wanted) -> Iterator
     """Several shorter stages on each submesh, where all submeshes are used alike."""
     count, groups = len(outline.submeshes), problem.groups
     shapes = {submesh.logical_mesh for submesh in outline.submeshes}
-    if len(shapes) > 1 or len(set(outline.zero)) > 1 or wanted.num_stages is not None:
+    alike = max(len(set(outline.zero)), len(set(outline.sequence))) <= 1
+    if len(shapes) > 1 or not alike or wanted.num_stages is not None:
         return
     # The last stage does both passes at once, so that its rematerialisation does not matter.
     (remat, *others) = set(outline.remat[:-1])
@@ -50,6 +51,7 @@ def _interleaved(outline: Outline, problem: Problem, wanted: Wanted) -> Iterator
             schedule="interleaved_1f1b",
             remat=(remat,) * (each * count),
             zero=outline.zero[:1] * (each * count),
+            sequence=outline.sequence[:1] * (each * count),
         )
 
 
@@ -64,7 +66,7 @@ def sketched(outline: Outline, problem: Problem, measured: MeasuredLayers | None
     stages, transfers = [], []
     for s, layers in enumerate(outline.layers):
         at = first[layers[0]], end[layers[-1]]
-        costs = _costs(outline, outline.submeshes[outline.mesh_of[s]], problem)
+        costs = _costs(outline, s, problem)
         stages.append(_stage(outline, s, at, costs, problem, measured))
         crossing = int(costs.sent()[at])
         if crossing and s + 1 < len(outline.layers):
@@ -81,8 +83,9 @@ def sketched(outline: Outline, problem: Problem, measured: MeasuredLayers | None
     return with_predictions(draft, 0.0)
 
 
-def _costs(outline: Outline, submesh: Submesh, problem: Problem) -> StageCosts:
-    data, model = submesh.logical_mesh
+def _costs(outline: Outline, s: int, problem: Problem) -> StageCosts:
+    data, model = outline.submeshes[outline.mesh_of[s]].logical_mesh
+    sequence = bool(outline.sequence) and outline.sequence[s]
     setting = Setting(
         outline.num_micro_batches,
         problem.batch_size,
@@ -91,7 +94,7 @@ def _costs(outline: Outline, submesh: Submesh, problem: Problem) -> StageCosts:
         (),
         None,
     )
-    m_index = problem.table.model_sizes.index(model)
+    m_index = problem.table.index(model, sequence)
     return StageCosts(problem.table, m_index, problem.cluster, setting, data, model)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from launcher.plan.cluster_shape import ClusterShape
+from launcher.plan.passes import MOST_INSIDE
 from launcher.plan.search.layers import CostTable
 
 
@@ -67,16 +68,24 @@ class StageCosts:
         """Of a microbatch's forward and backward pass."""
         cluster, of, data = self._cluster, self._of, self._data
         forward = self.work() + self._summed("forward")
-        backward = 2 * self.work() + self._summed("backward")
+        backward = 2 * self.work() + self._summed("backward", of["fixed_backward_bytes"])
         if remat != "none":
             backward = backward + forward
         rows, link = data // self._setting.replicas, self._data_link
         if rows > 1:  # summed in every microbatch
             backward = backward + _ring(of["gradient_bytes"], rows, link, cluster.latency)
-        if zero == 3:  # gathered in both passes, scattered in the second
+        if zero == 3:  # gathered in both passes, once if they are one; scattered in the second
             gather = _ring(of["parameter_bytes"], data, link, cluster.latency) / 2
-            forward, backward = forward + gather, backward + 2 * gather
+            scatter = _ring(of["gradient_bytes"], data, link, cluster.latency) / 2
+            again = np.where(self._as_one(), 0.0, gather)
+            forward, backward = forward + gather, backward + again + scatter
         return forward + cluster.launch, backward + cluster.launch
+
+    def _as_one(self) -> np.ndarray:
+        """Whether a stage's passes will be one program, see `passes.runs_as_one`."""
+        last = np.arange(self._valid.shape[1]) == self._valid.shape[0]
+        small = self._of["residual_bytes"] / self._slices <= MOST_INSIDE
+        return last[None, :] & small & (self._setting.schedule == "1f1b")
 
     def work(self) -> np.ndarray:
         """Of a microbatch's forward pass without what crosses between devices."""
@@ -125,7 +134,9 @@ class StageCosts:
     def once(self, zero: int) -> np.ndarray:
         """Gradients summed over the replicas, and the update, which reads and writes the state."""
         state, common = self._of["state_bytes"], self._setting.replicas
-        update = 2 * state / (self._data if zero else 1) / self._cluster.memory_bandwidth
+        kept = self._of["parameter_bytes"] if zero == 2 else 0.0
+        held = kept + (state - kept) / (self._data if zero else 1)
+        update = 2 * held / self._cluster.memory_bandwidth
         if zero == 3:
             return update
         gradients = self._of["gradient_bytes"]
@@ -136,12 +147,13 @@ class StageCosts:
         devices = self._data * self._model
         return self._cluster.link_of_axis(devices, min(self._model, self._cluster.devices_per_host))
 
-    def _summed(self, name: str) -> np.ndarray:
-        """All-reduced along the model axis, for one microbatch."""
+    def _summed(self, name: str, fixed: np.ndarray | float = 0.0) -> np.ndarray:
+        """All-reduced along the model axis, for one microbatch. fixed: bytes of any microbatch."""
         if self._model == 1:
             return np.zeros_like(self._of["work_seconds"])
         link = self._cluster.link_of_axis(self._model)
-        moved = _ring(self._of[f"{name}_bytes"] / self._slices, self._model, link, 0.0)
+        size = self._of[f"{name}_bytes"] / self._slices + fixed
+        moved = _ring(size, self._model, link, 0.0)
         waits = 2 * (self._model - 1) * self._cluster.latency
         return moved + waits * self._of[f"{name}_sums"]
 

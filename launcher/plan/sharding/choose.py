@@ -8,6 +8,7 @@ dimension of each feed-forward block, the vocabulary. Solved by HiGHS. Pure; use
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
@@ -16,7 +17,15 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from launcher.plan.cluster_shape import ClusterShape
-from launcher.plan.sharding.cost import PRODUCTS, Flow, load, seconds
+from launcher.plan.sharding.cost import (
+    PRODUCTS,
+    Collective,
+    Flow,
+    SumKey,
+    joined_sums,
+    load,
+    seconds,
+)
 from launcher.plan.sharding.dims import NamedDims, Sharding, Spec, axes
 from launcher.plan.sharding.layout import MODEL
 from launcher.trace.graph import Var, nbytes
@@ -32,6 +41,20 @@ class Choice:
     of: int
     seconds: float
     cut_bytes: int
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What there is to choose from.
+
+    Attributes:
+        exclusive: pairs of choices, by position, that meet in an array.
+        shared: seconds that are spent once if any of several choices is taken.
+    """
+
+    of: tuple[Choice, ...]
+    exclusive: tuple[tuple[int, int], ...]
+    shared: tuple[tuple[float, tuple[int, ...]], ...]
 
 
 def model_classes(
@@ -50,16 +73,16 @@ def model_classes(
         batch: classes of the batch's rows, which are no candidates.
         link: bytes/s between the devices.
     """
-    choices, meetings = _choices(dims, parameters, batch, flows, devices, cluster, link)
-    if not choices:
+    choices = _choices(dims, parameters, batch, flows, devices, cluster, link)
+    if not choices.of:
         return []
-    size = np.array([c.cut_bytes for c in choices], float)
-    price = np.array([c.seconds for c in choices])
-    most = _solve(-size, meetings, None)
+    size = np.array([c.cut_bytes for c in choices.of], float)
+    price = np.array([c.seconds for c in choices.of])
+    most = _solve(-size, choices.exclusive)
     size /= size.max() or 1.0  # the solver takes no coefficients above 1e15
     wanted = _LEAST_CUT * float(size @ most)
-    best = _solve(price, meetings, LinearConstraint(size[None, :], lb=wanted))
-    return [c.of for c, taken in zip(choices, best, strict=True) if taken]
+    best = _solve(price, choices.exclusive, choices.shared, (size, wanted))
+    return [c.of for c, taken in zip(choices.of, best, strict=True) if taken]
 
 
 def _choices(
@@ -70,10 +93,10 @@ def _choices(
     devices: int,
     cluster: ClusterShape,
     link: float,
-) -> tuple[list[Choice], list[tuple[int, int]]]:
-    """The candidates, and the pairs of them (by position) that meet in an array."""
+) -> Choices:
     sizes = {MODEL: devices}
     price: dict[int, float] = {}
+    sums: dict[int, list[Collective]] = {}  # of gradients, one for all parts of each
     met: dict[tuple[int, int], None] = {}
     whole = Sharding(dims, sizes)
     for use in dims.uses:
@@ -88,20 +111,37 @@ def _choices(
         for c in fits:
             cut = Sharding(dims, sizes)
             cut.axis_of[c] = (MODEL,)
-            after = seconds(load(use, cut, flows), sizes, cluster, link)
+            found = load(use, cut, flows)
+            sums.setdefault(c, []).extend(one for one in found.backward if one.of)
+            own = tuple(one for one in found.backward if not one.of)
+            after = seconds(dataclasses.replace(found, backward=own), sizes, cluster, link)
             price[c] = price.get(c, 0.0) + after - before
         if use.eqn.primitive.name in PRODUCTS:
             met.update(_pairs(by_atom, set(fits)))
     size: dict[int, int] = {}
     for var in parameters:
-        own = [c for c in dict.fromkeys(dims.classes(var)) if c in price]
-        met.update(_pairs([dims.classes(var)], set(own)))
-        for c in own:
+        own_classes = [c for c in dict.fromkeys(dims.classes(var)) if c in price]
+        met.update(_pairs([dims.classes(var)], set(own_classes)))
+        for c in own_classes:
             size[c] = size.get(c, 0) + nbytes(var.aval)
+    at: dict[SumKey, dict[int, float]] = {}
+    for c, parts in sums.items():
+        for key, one in joined_sums(dims, parts).items():
+            at.setdefault(key, {})[c] = one.seconds(sizes, link, cluster.latency)
     listed = sorted(c for c in price if size.get(c) or price[c] < 0)
     place = {c: k for k, c in enumerate(listed)}
-    pairs = [(place[a], place[b]) for a, b in met if a in place and b in place]
-    return [Choice(c, price[c], size.get(c, 0)) for c in listed], pairs
+    shared: dict[tuple[int, ...], float] = {}
+    for of in at.values():
+        places = tuple(place[c] for c in of if c in place)
+        if len(places) == 1:
+            price[listed[places[0]]] += max(of.values())
+        elif places:
+            shared[places] = shared.get(places, 0.0) + max(of.values())
+    return Choices(
+        tuple(Choice(c, price[c], size.get(c, 0)) for c in listed),
+        tuple((place[a], place[b]) for a, b in met if a in place and b in place),
+        tuple((cost, places) for places, cost in shared.items()),
+    )
 
 
 def _fits(dims: NamedDims, of: int, devices: int) -> bool:
@@ -117,22 +157,40 @@ def _pairs(by_atom: Iterable[Sequence[int]], among: Set[int]) -> dict[tuple[int,
 
 
 def _solve(
-    price: np.ndarray, exclusive: Sequence[tuple[int, int]], least: LinearConstraint | None
+    price: np.ndarray,
+    exclusive: Sequence[tuple[int, int]],
+    shared: Sequence[tuple[float, tuple[int, ...]]] = (),
+    least: tuple[np.ndarray, float] | None = None,
 ) -> np.ndarray:
-    """The cheapest 0/1 choice without two that exclude each other."""
-    constraints = [] if least is None else [least]
-    if exclusive:
-        rows = np.zeros((len(exclusive), len(price)))
-        for row, (a, b) in zip(rows, exclusive, strict=True):
-            row[a] = row[b] = 1.0
-        constraints.append(LinearConstraint(rows, ub=1.0))
-    scale = float(np.abs(price).max()) or 1.0
-    found = milp(
-        price / scale, integrality=np.ones(len(price)), bounds=Bounds(0, 1), constraints=constraints
-    )
+    """The cheapest 0/1 choice without two that exclude each other.
+
+    Args:
+        shared: see `Choices`. least: amounts, and how much of them has to be chosen.
+    """
+    count = len(price)
+    # After the choices, for each shared price whether it is paid: at least as much as any of its.
+    costs = np.concatenate([price, [cost for cost, _ in shared]])
+    pays = [(count + k, i) for k, (_, places) in enumerate(shared) for i in places]
+    constraints = []
+    for pairs, (first, second), (lower, upper) in (
+        (exclusive, (1.0, 1.0), (-np.inf, 1.0)),
+        (pays, (1.0, -1.0), (0.0, np.inf)),
+    ):
+        if pairs:
+            rows = np.zeros((len(pairs), len(costs)))
+            for row, (a, b) in zip(rows, pairs, strict=True):
+                row[a], row[b] = first, second
+            constraints.append(LinearConstraint(rows, lb=lower, ub=upper))
+    if least:
+        amounts, wanted = least
+        row = np.concatenate([amounts, np.zeros(len(shared))])
+        constraints.append(LinearConstraint(row[None, :], lb=wanted))
+    scale = float(np.abs(costs).max()) or 1.0
+    integral = np.arange(len(costs)) < count
+    found = milp(costs / scale, integrality=integral, bounds=Bounds(0, 1), constraints=constraints)
     if found.x is None:
         raise AssertionError(f"the choice of shardings has no solution: {found.message}")
-    return np.round(found.x)
+    return np.round(found.x[:count])
 
 
 def along_data(shape: Sequence[int], spec: Spec, replicas: int, model: int) -> Spec | None:

@@ -21,6 +21,9 @@ from launcher.trace.graph import Atom, Equation, Var, is_var
 # What an array's dimensions are cut over: for each a mesh axis, several, or None.
 Axis = str | tuple[str, ...] | None
 Spec = tuple[Axis, ...]
+Holder = tuple[int, Var]  # a value, by the scope that it stands in
+# What only changes a value's form, so that parts of its gradient can be added before or after.
+_FORMS = ("convert_element_type", "reshape", "squeeze", "transpose")
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +54,9 @@ class NamedDims:
         self._size: list[int] = []  # of a root: the greatest common divisor of its dimensions
         self._first: dict[tuple[int, Var], int] = {}
         self._scopes = 0
+        self._source: dict[Holder, Holder] = {}
+        self._fixed: set[Holder] = set()
+        self._inner: dict[Holder, list[int]] = {}
         self._visit(equations, 0, 1)
 
     def classes(self, atom: Atom, scope: int = 0) -> tuple[int, ...]:
@@ -63,6 +69,18 @@ class NamedDims:
     def size(self, of: int) -> int:
         """The greatest common divisor of a class's lengths: into how many parts it can be cut."""
         return self._size[self._find(of)]
+
+    def source(self, scope: int, var: Var) -> Holder:
+        """The value that this one is another form of, or itself."""
+        return self._source.get((scope, var), (scope, var))
+
+    def is_fixed(self, scope: int, var: Var) -> bool:
+        """Whether no gradient flows to a value, by the program's own word."""
+        return self.source(scope, var) in self._fixed
+
+    def inner_scopes(self, scope: int, eqn: Equation) -> Sequence[int]:
+        """The scopes of an equation's bodies."""
+        return self._inner.get((scope, eqn.outvars[0]), ()) if eqn.outvars else ()
 
     def link(self, a: Var, b: Var) -> None:
         """Make two values of one shape, outside of bodies, run together."""
@@ -104,6 +122,10 @@ class NamedDims:
                 for body in bodies:
                     self._enter(eqn, scope, times, body)
                 continue
+            if eqn.primitive.name in _FORMS and is_var(eqn.invars[0]):
+                self._source[scope, eqn.outvars[0]] = self.source(scope, eqn.invars[0])
+            if eqn.primitive.name == "stop_gradient":
+                self._fixed.add((scope, eqn.outvars[0]))
             found = factors(eqn)
             self.uses.append(Use(eqn, scope, times, found))
             for factor in found or ():
@@ -120,6 +142,8 @@ class NamedDims:
     def _enter(self, eqn: Equation, scope: int, times: int, body: _Body) -> None:
         self._scopes += 1
         inner = self._scopes
+        if eqn.outvars:
+            self._inner.setdefault((scope, eqn.outvars[0]), []).append(inner)
         for i, atom in body.inputs:
             skip = 1 if i in body.stacked_inputs else 0
             self._link(atom, scope, body.jaxpr.invars[i], inner, skip)

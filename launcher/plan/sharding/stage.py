@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from launcher.plan.cluster_shape import ClusterShape
+from launcher.plan.errors import PlanError
 from launcher.plan.sharding.choose import along_data, model_classes
 from launcher.plan.sharding.cost import flow
 from launcher.plan.sharding.dims import NamedDims, Sharding, Spec
 from launcher.plan.sharding.layout import MODEL, row_axes
 from launcher.plan.sharding.names import leaf_names
+from launcher.plan.sharding.sequence import batch_specs, sequence_class, sequence_sharding
 from launcher.plan.stages import StageGraph
 from launcher.trace.graph import Var
 from launcher.trace.step import Loss, TracedStep
@@ -26,24 +30,36 @@ def stage_shardings(
     link: float,
     outer: NamedDims,
     known: KnownCuts,
+    sequence: NamedDims | None = None,
 ) -> dict[str, Spec]:
     """The specs of the arguments that belong to a stage: its parameters, what the update keeps for
     them, and the batch. Nothing is said of a stage on one device.
 
     Args:
         zero: see `Outline`. link: bytes/s between the submesh's devices. outer: the step's named
-            dimensions outside of the loss. known: what was chosen so far.
+            dimensions outside of the loss. known: what was chosen so far. sequence: the loss's
+            named dimensions, where the data is to be cut along its sequence.
     """
     data, model = logical_mesh
     if data * model == 1:
         return {}
     rows = row_axes(step, loss)
-    key = graph.structure, tuple(rows[i] for i in graph.operands), model, link
-    if key not in known:
-        cut = model_sharding(step, loss, graph, model, cluster, link)
-        known[key] = [cut.spec(loss.invars[i]) for i in graph.operands]
-    operands = dict(zip(graph.operands, known[key], strict=True))
-    return _argument_specs(step, loss, graph, operands, data, model, zero, outer)
+    batch: dict[Var, Spec] = {}
+    if sequence is not None:
+        of = sequence_class(step, loss, sequence, model)
+        if of is None:
+            raise PlanError(f"the data has no dimension beside its rows that {model} devices share")
+        batch = batch_specs(step, loss, sequence, of)
+        cut = sequence_sharding(graph, loss, sequence, of, model)
+        specs = [cut.spec(loss.invars[i]) for i in graph.operands]
+    else:
+        key = graph.structure, tuple(rows[i] for i in graph.operands), model, link
+        if key not in known:
+            cut = model_sharding(step, loss, graph, model, cluster, link)
+            known[key] = [cut.spec(loss.invars[i]) for i in graph.operands]
+        specs = known[key]
+    operands = dict(zip(graph.operands, specs, strict=True))
+    return argument_specs(step, loss, graph, operands, logical_mesh, zero, outer, batch)
 
 
 def model_sharding(
@@ -73,16 +89,23 @@ def row_classes(step: TracedStep, loss: Loss, graph: StageGraph, dims: NamedDims
     return {dims.classes(v)[axis] for v, axis in sliced if axis is not None}
 
 
-def _argument_specs(
+def argument_specs(
     step: TracedStep,
     loss: Loss,
     graph: StageGraph,
-    operands: dict[int, Spec],
-    data: int,
-    model: int,
+    operands: Mapping[int, Spec],
+    logical_mesh: tuple[int, int],
     zero: int,
     dims: NamedDims,
+    batch: Mapping[Var, Spec],
 ) -> dict[str, Spec]:
+    """The specs of a stage's arguments, by those of the loss's operands along the model axis.
+
+    Args:
+        batch: of leaves of the batch, along the model axis; they say it of the activations, and so
+            stand with every stage.
+    """
+    data, model = logical_mesh
     holders = {i: step.loss_equation.invars[i] for i in graph.operands}
     kept = Sharding(dims, {MODEL: model})
     cut = Sharding(dims, {MODEL: model, "data": data})
@@ -99,8 +122,8 @@ def _argument_specs(
     arguments = zip(leaf_names(step), step.invars, step.batch, strict=True)
     for name, var, is_batch in arguments:
         if is_batch:
-            if var in holders.values() and var.aval.shape:
-                found[name] = _batch_spec(var, data)
+            if var in batch or (var in holders.values() and var.aval.shape):
+                found[name] = _batch_spec(var, data, batch.get(var, ()))
             continue
         spec = (cut if zero == 3 or (zero and var not in parameters) else kept).spec(var)
         if var in parameters or (any(spec) and own & set(dims.classes(var))):
@@ -108,6 +131,6 @@ def _argument_specs(
     return found
 
 
-def _batch_spec(var: Var, data: int) -> Spec:
+def _batch_spec(var: Var, data: int, along: Spec) -> Spec:
     rows = "data" if data > 1 and var.aval.shape[0] % data == 0 else None
-    return (rows, *(None for _ in var.aval.shape[1:]))
+    return (rows, *(along[1:] or (None for _ in var.aval.shape[1:])))
