@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from launcher.plan.cluster_shape import ClusterShape
-from launcher.plan.errors import UnmeasuredError
+from launcher.plan.errors import PlanError, UnmeasuredError
 from launcher.plan.make import complete
 from launcher.plan.outline import Outline
 from launcher.plan.plan import Plan, RunnerUp
@@ -18,6 +18,8 @@ from launcher.trace.step import TracedStep
 
 _RUNNERS_UP = 3
 _MOST_COMPLETED = 3  # of those that fit
+_SEARCHES = 3  # at most: the next where all that was completed needs more than was estimated
+_MARGIN = 0.99  # of the memory that the next one gets
 _PRECISION = 1.02  # of a sketch: by how much one may be slower than the next sketch says
 
 
@@ -32,7 +34,8 @@ def best_plan(
 
     The search's objective is a closed form. The few best outlines, each under every schedule that
     is left open, are sketched, so that the simulated timeline decides; of the sketches the best one
-    that fits the memory, of which the search has only an estimate, is completed.
+    that fits the memory, of which the search has only an estimate, is completed. Where none does,
+    the search is done again, with less to spend.
 
     Args:
         measured: the layers' seconds, instead of the model's.
@@ -41,17 +44,23 @@ def best_plan(
         PlanError: nothing fits the devices' memory, or nothing that does could be measured.
     """
     problem = make_problem(step, cluster, measured)
-    found = search(problem, wanted, lambda share: progress(0.7 * share))
-    sketches = _sketches(found, problem, wanted, measured)
-    progress(0.8)
-    completed: list[tuple[Plan, Sketch]] = []
-    for sketch in sketches:
-        if completed and _settled(completed, sketch):
-            break
-        completed.append((complete(step, sketch[0], cluster, measured), sketch))
-        progress(0.9)
-    best, chosen = _best_of(completed)
-    return dataclasses.replace(best, runners_up=_runners_up(best, chosen, completed, sketches))
+    for _ in range(_SEARCHES):
+        found = search(problem, wanted, lambda share: progress(0.7 * share))
+        sketches = _sketches(found, problem, wanted, measured)
+        progress(0.8)
+        completed: list[tuple[Plan, Sketch]] = []
+        for sketch in sketches:
+            if completed and _settled(completed, sketch):
+                break
+            completed.append((complete(step, sketch[0], cluster, measured), sketch))
+            progress(0.9)
+        fitting = [pair for pair in completed if _fits(pair[0])]
+        if fitting:
+            best, chosen = min(fitting, key=lambda pair: pair[0].predicted_step_seconds)
+            runners_up = _runners_up(best, chosen, completed, sketches)
+            return dataclasses.replace(best, runners_up=runners_up)
+        problem = _with_less_memory(problem, [plan for plan, _ in completed])
+    raise PlanError(_too_large(plan for plan, _ in completed))
 
 
 Sketch = tuple[Outline, Plan]
@@ -84,9 +93,22 @@ def _settled(completed: Sequence[tuple[Plan, Sketch]], after: Sketch) -> bool:
     return bool(fitting) and (enough or min(fitting) <= promised * _PRECISION)
 
 
-def _best_of(completed: Sequence[tuple[Plan, Sketch]]) -> tuple[Plan, Sketch]:
-    fitting = [pair for pair in completed if _fits(pair[0])] or completed
-    return min(fitting, key=lambda pair: pair[0].predicted_step_seconds)
+def _with_less_memory(problem: Problem, plans: Sequence[Plan]) -> Problem:
+    """The search again with as much less memory as it took too little of the plans for."""
+    assert problem.memory_bytes is not None
+    assert problem.cluster.memory_bytes is not None
+    share = problem.cluster.memory_bytes / min(map(_most_bytes, plans))
+    return dataclasses.replace(problem, memory_bytes=_MARGIN * share * problem.memory_bytes)
+
+
+def _too_large(plans: Iterable[Plan]) -> str:
+    least = min(plans, key=_most_bytes)
+    needed, there = _most_bytes(least) / 2**30, least.cluster["memory_bytes"] / 2**30
+    return (
+        f"the model does not fit: the leanest plan found ({in_words(least)}) needs {needed:.2f} "
+        f"GiB a device, {needed - there:.2f} GiB more than its {there:.2f} GiB. Use more devices "
+        "(cluster.hosts, cluster.gpus), or a smaller train.global_batch_size"
+    )
 
 
 def _runners_up(

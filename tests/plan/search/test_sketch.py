@@ -9,7 +9,7 @@ import pytest
 
 import launcher
 from launcher.config.schema import GPT
-from launcher.plan import local_shape
+from launcher.plan import PlanError, local_shape
 from launcher.plan.make import complete
 from launcher.plan.outline import Outline, Submesh
 from launcher.plan.search.auto import make_problem
@@ -92,3 +92,17 @@ def test_the_runners_up_are_not_better(step):
     plan = best_plan(step, CLUSTER, Wanted())
     assert plan.runners_up
     assert all(r.predicted_step_seconds >= plan.predicted_step_seconds for r in plan.runners_up)
+
+
+def test_what_was_taken_to_fit_and_does_not_is_searched_for_again(step, monkeypatch):
+    wanted = Wanted(num_micro_batches=2, schedule="1f1b")
+    free = best_plan(step, CLUSTER, wanted)
+    needed = max(stage.memory_bytes for stage in free.stages)
+    # The search takes all plans to need less than they do.
+    monkeypatch.setattr("launcher.plan.search.auto.USABLE", 1.2)
+    tight = dataclasses.replace(CLUSTER, memory_bytes=int(0.9 * needed))
+    plan = best_plan(step, tight, wanted)
+    assert max(stage.memory_bytes for stage in plan.stages) <= tight.memory_bytes
+    none = dataclasses.replace(CLUSTER, memory_bytes=needed // 20)
+    with pytest.raises(PlanError, match=r"does not fit.* GiB more than"):
+        best_plan(step, none, wanted)
