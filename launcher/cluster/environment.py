@@ -33,6 +33,8 @@ def ray_environment(environ: Mapping[str, str], token: Path, nodes: bool = False
         "RAY_gcs_server_port_wait_time_s": "120",
         "RAY_raylet_start_wait_time_s": "120",
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray's own is 15: training is not to stand back behind everything else on the machine.
+        "RAY_worker_niceness": "0",
         # Under `uv run` Ray would build a virtual environment for each worker.
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
         # The memory of a run is its own affair: Ray would kill the worker at 95 % of the machine.

@@ -52,6 +52,11 @@ def test_the_environment_is_set_before_any_import(workers):
     assert (place["jax"], place["platforms"]) == (False, "cpu")
 
 
+def test_a_worker_has_the_driver_s_priority(workers):
+    process = psutil.Process(workers[0].submit("place").result()["pid"])
+    assert process.nice() == psutil.Process().nice()
+
+
 def test_a_worker_gets_the_driver_s_folder_search_path_and_variables(
     session, probe, tmp_path, monkeypatch
 ):
