@@ -107,7 +107,11 @@ class Actor:
 )
 def test_a_worker_is_known_by_its_machine_whatever_its_address(where, told, monkeypatch, tmp_path):
     """As in a Slurm job, whose first node has the driver and a worker."""
-    monkeypatch.setattr("ray.get", lambda place, timeout: place)
+    # The real one may be imported by a session alone, with its settings.
+    ray = SimpleNamespace(
+        get=lambda place, timeout: place, exceptions=SimpleNamespace(RayError=OSError)
+    )
+    monkeypatch.setitem(sys.modules, "ray", ray)
     worker = WorkerHandle(Actor((where, os.getpid(), "node")), 0, tmp_path / "log", "10.0.0.1")
     process = worker.process()
     assert worker.whereabouts == told.replace("PID", str(os.getpid()))
