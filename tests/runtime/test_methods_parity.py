@@ -33,7 +33,7 @@ FAST = {
     ("mlp", "1+3, whole"),
     ("mlp", "2+4, zero2"),
     ("mlp", "given"),
-    ("gpt_tied", "2+4, zero3"),
+    ("mlp", "2+4, zero3"),
 }
 
 

@@ -60,7 +60,7 @@ FAST = {
     ("sums", "zero3"),
     ("conv", "data"),
     ("experts", "stages_2x2"),
-    ("scan", "stages_4"),
+    ("scan", "data"),
     ("checkpoint", "zero_bubble"),
     ("cond", "remat"),
     ("loss_scale", "stages_4"),
