@@ -7,6 +7,7 @@ taken for lost because of it. `launcher.submit` is the user.
 from __future__ import annotations
 
 import getpass
+import os
 import re
 import shutil
 import subprocess
@@ -68,8 +69,9 @@ def check_partition(slurm: Slurm) -> None:
 
     Raises SlurmError where the controller does not answer.
     """
-    if slurm.partition is None or {"clusters", "M"} & set(slurm.extra):  # another cluster's
-        return
+    elsewhere = {"clusters", "M"} & {option.lstrip("-") for option in slurm.extra}
+    if slurm.partition is None or elsewhere or "SBATCH_CLUSTERS" in os.environ:
+        return  # another cluster's
     try:
         known = set(_call(["sinfo", "--all", "--noheader", "--format=%R"]).split())
     except (SlurmRefusal, FileNotFoundError):

@@ -85,7 +85,8 @@ def stage_seconds(
     if not (graph.wrt or graph.active_in):
         return StageSeconds(first, 0.0, 0.0, _summary("forward", [*forward, *gathers]))
     backward += scatters if as_one else [*gathers, *scatters]
-    second += seconds(scatters if as_one else [*gathers, *scatters]) + cluster.launch
+    second += seconds(scatters if as_one else [*gathers, *scatters])
+    second += 0.0 if as_one else cluster.launch
     late = own / 2 if graph.active_in and graph.wrt else second
     found = _summary("forward", [*forward, *gathers]) + _summary("backward", backward)
     return StageSeconds(first, second, late, found)

@@ -63,7 +63,7 @@ def loaded_for(
     """
     try:
         program = compiled._executable._unloaded_executable
-        if program.host_callbacks:
+        if program.host_callbacks or compiled._params.const_args:
             return None
         devices = [*arguments, *results][0]._internal_device_list
         executable = program.backend.deserialize_executable(

@@ -109,7 +109,7 @@ class _Body:
             return []
         if self._summed(eqn):
             return [eqn]
-        if eqn.primitive.name in (_ADD, *_FORMS) and self._is_local(eqn):
+        if eqn.primitive.name in (_ADD, *_FORMS) and self._is_local(eqn) and not _narrows(eqn):
             found = [e for v in eqn.invars for e in self._leading_to(v)]
             return [*found, eqn] if found else []
         return []
@@ -199,6 +199,12 @@ class _Body:
     def _local_shape(self, var: Var) -> tuple[int, ...]:
         sizes, spec = self._sharding.sizes, self._spec(var)
         return tuple(n // parts((a,), sizes) for n, a in zip(var.aval.shape, spec, strict=True))
+
+
+def _narrows(eqn: Equation) -> bool:
+    """Whether a result has fewer bits than its operand: parts are summed before that."""
+    widths = [v.aval.dtype.itemsize for v in (*eqn.invars, *eqn.outvars)]
+    return eqn.primitive.name == "convert_element_type" and widths[0] > widths[-1]
 
 
 def _applied(eqn: Equation, values: Sequence[Any]) -> Any:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import concurrent.futures
 import hashlib
 import os
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,10 +36,14 @@ def compile_programs(emitted: Emitted, placement: Placement) -> dict[str, Any]:
     for name, run in first.items():
         program = _lower(name, run, emitted, placement, offered)
         alike.setdefault(program.kind(), []).append(program)
+    distinct = {(kind, x.placed): x for kind, group in alike.items() for x in group}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        groups = pool.map(_compiled, alike.values())
-        found = {name: compiled for group in groups for name, compiled in group}
-    return {name: found[name] for name in first}
+        compiled = pool.map(lambda group: group[0].lowered.compile(), alike.values())
+        firsts = dict(zip(alike, compiled, strict=True))
+        made = pool.map(lambda at: _made(distinct[at], alike[at[0]][0], firsts[at[0]]), distinct)
+        found = dict(zip(distinct, made, strict=True))
+    by_name = {x.name: found[kind, x.placed] for kind, group in alike.items() for x in group}
+    return {name: by_name[name] for name in first}
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,11 @@ class _Program:
     arguments: tuple[NamedSharding, ...]
     results: tuple[NamedSharding, ...]
 
+    @property
+    def placed(self) -> tuple[tuple[NamedSharding, ...], tuple[NamedSharding, ...]]:
+        """Where it reads and writes."""
+        return self.arguments, self.results
+
     def kind(self) -> Any:
         """What programs have in common of which one has to be compiled: those of equal stages,
         which differ in their devices alone. The text names the program's positions in a mesh, not
@@ -59,21 +68,16 @@ class _Program:
         if not sharding.is_fully_addressable:
             return self.name
         kinds = tuple(device.device_kind for device in sharding.mesh.devices.flat)
-        return kinds, hashlib.sha256(self.lowered.as_text().encode()).digest()
+        types = tuple((v.shape, v.dtype) for v in jax.tree.leaves(self.lowered.in_avals))
+        return kinds, types, hashlib.sha256(self.lowered.as_text().encode()).digest()
 
 
-def _compiled(alike: Sequence[_Program]) -> list[tuple[str, Any]]:
-    """Programs of one kind, with their names: one is compiled, the others are read from it for
-    their own devices."""
-    found: dict[Any, Any] = {}
-    first = None
-    for x in alike:
-        placed = x.arguments, x.results
-        if placed not in found:
-            made = first and loaded_for(first, *placed)
-            found[placed] = made or x.lowered.compile()
-            first = first or found[placed]
-    return [(x.name, found[x.arguments, x.results]) for x in alike]
+def _made(program: _Program, first: _Program, compiled: Any) -> Any:
+    """A program of the same kind as `first`, which is compiled: read from that for its own devices,
+    or compiled, too, where this JAX cannot do so."""
+    if program.placed == first.placed:
+        return compiled
+    return loaded_for(compiled, *program.placed) or program.lowered.compile()
 
 
 def _lower(

@@ -18,8 +18,8 @@ from launcher.trace.step import TracedStep
 
 _RUNNERS_UP = 3
 _MOST_COMPLETED = 3  # of those that fit
-_SEARCHES = 3  # at most: the next where all that was completed needs more than was estimated
-_MARGIN = 0.99  # of the memory that the next one gets
+_SEARCHES = 4  # at most: the next where all that was completed needs more than was estimated
+_MARGIN = 0.9  # of the memory that the next one gets
 _PRECISION = 1.02  # of a sketch: by how much one may be slower than the next sketch says
 
 
@@ -44,11 +44,17 @@ def best_plan(
         PlanError: nothing fits the devices' memory, or nothing that does could be measured.
     """
     problem = make_problem(step, cluster, measured)
+    completed: list[tuple[Plan, Sketch]] = []
     for _ in range(_SEARCHES):
-        found = search(problem, wanted, lambda share: progress(0.7 * share))
+        try:
+            found = search(problem, wanted, lambda share: progress(0.7 * share))
+        except PlanError:
+            if not completed:
+                raise
+            break
         sketches = _sketches(found, problem, wanted, measured)
         progress(0.8)
-        completed: list[tuple[Plan, Sketch]] = []
+        completed = []
         for sketch in sketches:
             if completed and _settled(completed, sketch):
                 break

@@ -79,7 +79,8 @@ class StageCosts:
             scatter = _ring(of["gradient_bytes"], data, link, cluster.latency) / 2
             again = np.where(self._as_one(), 0.0, gather)
             forward, backward = forward + gather, backward + again + scatter
-        return forward + cluster.launch, backward + cluster.launch
+        launch = np.where(self._as_one(), 0.0, cluster.launch)
+        return forward + cluster.launch, backward + launch
 
     def _as_one(self) -> np.ndarray:
         """Whether a stage's passes will be one program, see `passes.runs_as_one`."""

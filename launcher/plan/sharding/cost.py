@@ -4,7 +4,8 @@ Counted equation by equation, as `sharding.execution` says that each runs. A sum
 that is cut ends in an all-reduce of the result, or in a reduce-scatter where the result is cut
 along the same axis; an operand that is cut where the equation needs it whole is gathered. In the
 backward pass the gradient of an operand that is whole along a dimension that the result is cut
-along is summed: once for all uses of a value, since `runtime.sums` adds the parts first. Pure;
+along is summed: once for all uses of a value, since `runtime.local` adds the parts first (but not
+those of a look-up, whose gradient is scattered). Pure;
 used by `plan.predict` and `sharding.choose`.
 """
 
@@ -160,7 +161,7 @@ def _crossing(
                 if axis in gathered:
                     backward.append(Collective("reduce-scatter", axis, size, use.times))
                 else:
-                    of = use.scope, atom
+                    of = None if eqn.primitive.name == "gather" else (use.scope, atom)
                     backward.append(Collective("all-reduce", axis, size, use.times, of))
     return forward, backward
 

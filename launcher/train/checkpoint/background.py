@@ -32,7 +32,8 @@ import numpy as np
 from launcher.train.checkpoint.pieces import seen
 from launcher.train.checkpoint.write import FIELDS, SaveError, Writers, abandon, save
 
-_NICENESS = 15
+_NICENESS = 15  # above this process's own
+_MOST_NICENESS = 19
 _ALIGNMENT = 64  # bytes
 _ALONE = Writers()
 _PART = 2**22  # bytes that one thread copies at a time
@@ -121,7 +122,8 @@ class Background:
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICENESS)  # all its threads inherit it
+        niceness = min(os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS, _MOST_NICENESS)
+        os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)  # all its threads inherit it
         theirs.close()
 
     def _end(self) -> int:
