@@ -58,7 +58,7 @@ def trained(executable):
     return state, losses
 
 
-@pytest.mark.parametrize("num_devices", [4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_devices", [4, pytest.param(8, marks=pytest.mark.stress)])
 def test_equal_stages_are_compiled_once(traced, monkeypatch, num_devices):
     executable, compiles = compiled(traced, monkeypatch, num_devices)
     texts = executable.hlo_text()
