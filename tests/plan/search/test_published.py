@@ -19,8 +19,13 @@ def point_of(gpus):
     return point, traced(point.size), cluster_of(gpus, SUSTAINED)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("gpus", [1, 2, 4, 8, 16, 32])
+@pytest.mark.parametrize(
+    "gpus",
+    [
+        *(pytest.param(gpus, marks=pytest.mark.slow) for gpus in (1, 8, 32)),
+        *(pytest.param(gpus, marks=pytest.mark.stress) for gpus in (2, 4, 16)),
+    ],
+)
 def test_no_published_plan_is_faster(gpus):
     point, step, cluster = point_of(gpus)
     ours, theirs = best_plan(step, cluster, Wanted()), published(step, point, cluster)
