@@ -55,8 +55,10 @@ def submit_sweep(points: Sequence[Point]) -> int:
 
 def _submit(points: Sequence[Point], configs: Sequence[Config], sweep_id: str, folder: Path) -> int:
     check_installed()
-    for config in configs:
-        check_partition(config.cluster.slurm)
+    settings = [config.cluster.slurm for config in configs]
+    for n, slurm in enumerate(settings):
+        if slurm not in settings[:n]:
+            check_partition(slurm)
     homes, made = [], [] if folder.exists() else [folder]
     for n, (config, text) in enumerate(zip(configs, labels(points), strict=True)):
         print(f"[{n + 1}/{len(points)}] {text}", flush=True)

@@ -87,20 +87,18 @@ def _shardings(
         submesh = outline.submeshes[graph.mesh]
         given = outline.shardings[graph.index] if outline.shardings else None
         if given is None:
-            zero = outline.zero[graph.index] if outline.zero else 0
             link = link_of(submesh, cluster)
-            along = bool(outline.sequence) and outline.sequence[graph.index]
             given = stage_shardings(
                 step,
                 loss,
                 graph,
                 submesh.logical_mesh,
-                zero,
+                outline.zero_of(graph.index),
                 cluster,
                 link,
                 dims,
                 known,
-                inner if along else None,
+                inner if outline.sequence_of(graph.index) else None,
             )
         found.append(given)
     return found

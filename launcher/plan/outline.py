@@ -46,6 +46,14 @@ class Outline:
     sequence: tuple[bool, ...] = ()
     shardings: tuple[Mapping[str, Spec] | None, ...] = ()
 
+    def zero_of(self, stage: int) -> int:
+        """See `zero`."""
+        return self.zero[stage] if self.zero else 0
+
+    def sequence_of(self, stage: int) -> bool:
+        """See `sequence`."""
+        return bool(self.sequence) and self.sequence[stage]
+
     @property
     def num_replicas(self) -> int:
         """Data-parallel replicas that all stages have in common."""

@@ -68,11 +68,9 @@ def stage_seconds(
     repeated = [found for _, found in loads(layout.inside(again, seeds), flows)]
     forward = [c for _, found in program for c in found.forward]
     backward = [c for use, found in program if is_active(use, flows) for c in found.backward]
-    backward += [c for found in repeated for c in found.forward]
     if as_one:  # what the forward pass gathered is still there
-        for one in forward:
-            if one in backward:
-                backward.remove(one)
+        backward = [c for c in backward if not c.again]
+    backward += [c for found in repeated for c in found.forward]
     gathers, scatters = _kept_in_parts(graph, loss, layout)
     work = sum(work_seconds(found, cluster) for _, found in program)
     own = sum(2 * work_seconds(found, cluster) for use, found in program if is_active(use, flows))
@@ -84,9 +82,9 @@ def stage_seconds(
     first += seconds(gathers) + cluster.launch
     if not (graph.wrt or graph.active_in):
         return StageSeconds(first, 0.0, 0.0, _summary("forward", [*forward, *gathers]))
-    backward += scatters if as_one else [*gathers, *scatters]
-    second += seconds(scatters if as_one else [*gathers, *scatters])
-    second += 0.0 if as_one else cluster.launch
+    crossing = scatters if as_one else [*gathers, *scatters]
+    backward += crossing
+    second += seconds(crossing) + (0.0 if as_one else cluster.launch)
     late = own / 2 if graph.active_in and graph.wrt else second
     found = _summary("forward", [*forward, *gathers]) + _summary("backward", backward)
     return StageSeconds(first, second, late, found)

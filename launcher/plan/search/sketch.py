@@ -85,7 +85,6 @@ def sketched(outline: Outline, problem: Problem, measured: MeasuredLayers | None
 
 def _costs(outline: Outline, s: int, problem: Problem) -> StageCosts:
     data, model = outline.submeshes[outline.mesh_of[s]].logical_mesh
-    sequence = bool(outline.sequence) and outline.sequence[s]
     setting = Setting(
         outline.num_micro_batches,
         problem.batch_size,
@@ -94,7 +93,7 @@ def _costs(outline: Outline, s: int, problem: Problem) -> StageCosts:
         (),
         None,
     )
-    m_index = problem.table.index(model, sequence)
+    m_index = problem.table.index(model, outline.sequence_of(s))
     return StageCosts(problem.table, m_index, problem.cluster, setting, data, model)
 
 
@@ -110,7 +109,7 @@ def _stage(
     submesh, last = outline.submeshes[outline.mesh_of[s]], s + 1 == len(outline.layers)
     data, model = submesh.logical_mesh
     at_once = last and outline.schedule == "1f1b"  # nothing is computed again
-    remat, zero = "none" if at_once else outline.remat[s], outline.zero[s]
+    remat, zero = "none" if at_once else outline.remat[s], outline.zero_of(s)
     forward, backward = (float(seconds[at]) for seconds in costs.passes(zero, remat))
     late = float(costs.work()[at]) if s else backward
     if measured:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax.numpy as jnp
 
@@ -38,7 +38,8 @@ class Collective:
     Attributes:
         kind: "all-reduce", "all-gather" or "reduce-scatter".
         size: bytes of the array on a device where it is whole along the axis. times: how often.
-        of: of a sum of a gradient the value that it is the gradient of.
+        of: of a sum of a gradient the value that it is the gradient of. again: whether the backward
+            pass only repeats what the forward pass did.
     """
 
     kind: str
@@ -46,6 +47,7 @@ class Collective:
     size: float
     times: int = 1
     of: Holder | None = None
+    again: bool = field(default=False, compare=False)
 
     @property
     def share(self) -> float:
@@ -154,7 +156,7 @@ def _crossing(
             size = _local(atom, without(kept, axis), sizes)
             forward.append(Collective("all-gather", axis, size, use.times))
             if active and eqn.primitive.name in PRODUCTS:  # the other operand's gradient needs it
-                backward.append(Collective("all-gather", axis, size, use.times))
+                backward.append(Collective("all-gather", axis, size, use.times, again=True))
         if wanted and (eqn.primitive.name in _SPREADING or _is_stretched(atom, eqn)):
             for axis in cut - cut_axes(read):
                 size = _local(atom, read, sizes)
