@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import jax
 
 from launcher.cluster.errors import ClusterError, WorkerError
-from launcher.cluster.handle import Future, WorkerHandle, ready, share
+from launcher.cluster.handle import Future, WorkerHandle, cause_of, ready, share
 from launcher.cluster.peer import introduce
 from launcher.cluster.step_worker import TRACE_SETTINGS, Call, Program
 from launcher.plan import ClusterShape, Plan
@@ -26,7 +26,6 @@ from launcher.trace import TracedStep
 
 _AHEAD = 8  # calls that may be under way in a worker: they hold their batches in memory
 _IN_MESSAGE = 64 * 1024  # bytes that are sent to each worker rather than shared: it is quicker
-_CAUSE_SECONDS = 2.0  # in which a death shows, when another worker complains first
 
 
 class Fleet:
@@ -100,11 +99,9 @@ class Fleet:
             reply.arrived(value, survived)
         return bool(done)
 
-    def _fail(self, error: Exception) -> NoReturn:
-        """A process that died is the cause of what the others complain of: look for one."""
-        heads = [sent[0].future for sent in self._sent if sent]
-        if isinstance(error, WorkerError) and not error.died:
-            error = next(filter(None, map(_death, _within(heads, _CAUSE_SECONDS))), error)
+    def _fail(self, error: WorkerError | ClusterError) -> NoReturn:
+        if isinstance(error, WorkerError):
+            error = cause_of(error, self._handles)
         self._failure = error
         raise error
 
@@ -285,15 +282,3 @@ class _Reply:
 
     def arrived(self, value: Any, error: WorkerError | None) -> None:
         self.done, self.value, self.error = True, value, error
-
-
-def _within(futures: Sequence[Future], seconds: float) -> list[Future]:
-    return ready(futures, timeout=seconds) if futures else []
-
-
-def _death(future: Future) -> WorkerError | None:
-    try:
-        future.result()
-    except WorkerError as error:
-        return error if error.died else None
-    return None

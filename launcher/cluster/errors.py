@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+
+# How JAX's coordination and transfer servers, XLA, Gloo and NCCL tell of a peer that is gone.
+_LOST_CONNECTION = re.compile(
+    r"(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED)\b"
+    r"|[A-Z_]+: .*(Connection (closed|reset|refused)|Socket closed|remote process exited)",
+    re.DOTALL,
+)
 
 
 class ClusterError(Exception):
@@ -61,6 +69,11 @@ class WorkerError(Exception):
         self.traceback_text = traceback_text
         self.log = log
         self.log_tail = last_lines(log)
+
+    @property
+    def lost_connection(self) -> bool:
+        """Whether it may only be a consequence of another process's end."""
+        return not self.died and _LOST_CONNECTION.match(self.error_message) is not None
 
     @property
     def summary(self) -> str:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,7 @@ def gather(
             try:
                 waiting.pop(reference).result()
             except WorkerError as error:
-                raise _cause(error, waiting) from None
+                raise cause_of(error, [future._worker for future in futures]) from None
     return [future.result() for future in futures]
 
 
@@ -114,18 +115,22 @@ def share(value: Any) -> Any:
     return ray.put(value)
 
 
-def _cause(error: WorkerError, waiting: Mapping[Any, Future]) -> WorkerError:
-    """The death of another worker that `error` may only be a consequence of, or `error`."""
+def cause_of(error: WorkerError, workers: Iterable[WorkerHandle]) -> WorkerError:
+    """The death of another of `workers` that `error` may only be a consequence of, or `error`."""
     import ray
 
-    if not error.died and waiting:
-        others = list(waiting)
-        for reference in ray.wait(others, num_returns=len(others), timeout=_DEATH_SECONDS)[0]:
-            try:
-                waiting[reference].result()
-            except WorkerError as other:
-                if other.died:
-                    return other
+    others = [] if error.died else [worker for worker in workers if worker.host != error.host]
+    deadline = time.monotonic() + _DEATH_SECONDS
+    with suppress(ray.exceptions.RayError):  # Ray itself ended: nobody can be asked
+        # Asked anew: the one that died may have answered all that it was asked before.
+        asked = {worker.ask_for_life(): worker for worker in others}
+        while asked and (left := deadline - time.monotonic()) > 0:
+            for reference in ray.wait(list(asked), timeout=left)[0]:
+                worker = asked.pop(reference)
+                try:
+                    ray.get(reference)
+                except (ray.exceptions.ActorDiedError, ray.exceptions.ActorUnavailableError) as end:
+                    return worker.death(str(end))
     return error
 
 
@@ -150,6 +155,10 @@ class WorkerHandle:
     def submit(self, method: str, *arguments: Any) -> Future:
         """Queue a call of the worker object's `method` and return without waiting."""
         return Future(self._actor.call.remote(method, *arguments), self, method)
+
+    def ask_for_life(self) -> Any:
+        """Ray's reference to an answer that comes after all that is queued, or to its death."""
+        return self._actor.place.remote()
 
     def process(self) -> psutil.Process | None:
         """Its process; None as long as that is not up, and where it is `elsewhere`."""

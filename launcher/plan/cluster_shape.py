@@ -19,8 +19,9 @@ class ClusterShape:
         memory_bytes: of one device, or None if it is shared.
         intra_host, inter_host: bytes/s one way, from device to device on a host and from
             host to host. latency: seconds of one transfer. launch: seconds to start a program.
-        at_once: devices that work at full speed at a time, where they share a machine; the rates
-            are those with all of them at work. None: each has its own.
+        at_once: where the devices share a machine, of how many one alone does the work (from 1 to
+            all of them, none of which slows another then); the rates are those with all at work.
+            None: each has its own.
     """
 
     name: str

@@ -300,6 +300,7 @@ def _described(
                 **vars(timed[key]) | {"collectives": timed[key].collectives + at_end},
                 update_seconds=once,
                 memory_bytes=memory[graph.mesh],
+                at_once=measured.at_once(stage.layers, cluster) if measured else None,
             )
         )
     return stages

@@ -56,6 +56,7 @@ class StagePlan:
         shardings: `{argument leaf: for each dimension an axis, several, or None}`. The axes are
             "data" and "model"; a leaf that is not named is on every device.
         collectives: predicted, those of the whole stage for one replica.
+        at_once: of its tasks what `ClusterShape.at_once` is of the cluster's, if it was measured.
     """
 
     layers: tuple[int, ...]
@@ -71,6 +72,7 @@ class StagePlan:
     num_parameters: int
     shardings: dict[str, Spec]
     collectives: tuple[Collectives, ...] = ()
+    at_once: float | None = None
 
 
 @dataclass(frozen=True)

@@ -189,9 +189,10 @@ def timeline(plan: Plan) -> list[TimedTask]:
         replicas = plan.num_replicas  # each on its own link
         return cluster.latency + size.get((src, dst), 0) / speed / replicas
 
-    if cluster.at_once is None or cluster.at_once >= cluster.num_devices:
+    if cluster.at_once is None or cluster.num_devices == 1:
         return simulate(plan.tasks(), duration, transfer)
-    machine = Shared(cluster.num_devices, cluster.at_once)
+    shares = [stage.at_once or cluster.at_once for stage in plan.stages]
+    machine = Shared(cluster.num_devices, [min(n, cluster.num_devices) for n in shares])
     devices_of = [len(mesh) for mesh in plan.meshes]
     return simulate_shared(plan.tasks(), duration, transfer, devices_of, machine)
 

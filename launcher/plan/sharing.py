@@ -1,8 +1,9 @@
 """The timeline of a schedule on devices that share a machine: emulated ones. Pure.
 
-Where more devices are at work than the machine can serve at once, each is slower. A task's given
-seconds are those with every device at work; with fewer it is faster, down to what a device takes
-that has a full share. Used by `plan.predict`.
+The more devices are at work, the slower is each. A task's given seconds are those with every device
+at work; how much of them it takes alone is known, and with some at work it is on the line between.
+That is what was seen on few cores, where a device uses all of them in products and one of them in
+what is done element by element. Used by `plan.predict`.
 """
 
 from __future__ import annotations
@@ -19,14 +20,20 @@ _DONE = 1e-9  # of a task: what rounding leaves
 
 @dataclass(frozen=True)
 class Shared:
-    """A machine of `devices`, of which `at_once` have all that they can use."""
+    """A machine of two devices or more.
+
+    Attributes:
+        at_once: for each stage, of how many devices one alone does the work: from 1, where it has
+            as much of the machine as all together, to all, where none slows another.
+    """
 
     devices: int
-    at_once: float
+    at_once: Sequence[float]
 
-    def speed(self, busy: int) -> float:
-        """How much faster than with every device at work each is while so many are."""
-        return max(self.devices, self.at_once) / max(busy, self.at_once)
+    def speed(self, stage: int, busy: int) -> float:
+        """How much faster than with every device at work a stage's task is while so many are."""
+        alone = self.at_once[stage] / self.devices
+        return 1.0 / (alone + (1.0 - alone) * (busy - 1) / (self.devices - 1))
 
 
 def simulate_shared(
@@ -65,11 +72,12 @@ def simulate_shared(
                 waiting.append(ready)
         if not running and not waiting:
             raise ScheduleError("the schedule cannot be followed: every mesh waits for another")
-        speed = machine.speed(sum(devices_of[mesh] for mesh in running))
-        soonest = min((now + left[mesh] / speed for mesh in running), default=float("inf"))
+        busy = sum(devices_of[mesh] for mesh in running)
+        speed = {mesh: machine.speed(task.stage, busy) for mesh, (task, _) in running.items()}
+        soonest = min((now + left[mesh] / speed[mesh] for mesh in running), default=float("inf"))
         until = min([soonest, *waiting])
         for mesh in list(running):
-            left[mesh] -= (until - now) * speed
+            left[mesh] -= (until - now) * speed[mesh]
             task, start = running[mesh]
             if left[mesh] <= _DONE * max(duration(task), 1e-12):
                 end[task] = until

@@ -84,7 +84,7 @@ class Crew:
         try:
             return gather(futures, self._watch())
         except WorkerError as error:
-            if error.died:
+            if error.died or error.lost_connection:
                 self._blame_ray()
             raise
 

@@ -7,9 +7,6 @@ from launcher.plan import Plan
 from launcher.train.record import DivergedError
 from launcher.train.recovery import Failure, Restart
 
-# How XLA and JAX's coordination begin the text of an error that is the connection's.
-_CONNECTION = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED")
-
 
 def failure_of(
     error: Exception, step: int, steps: int, plan: Plan, rolls_back: bool
@@ -22,7 +19,7 @@ def failure_of(
     match error:
         case WorkerError() if error.died:
             return Failure(f"{error.worker} died", step, _report(error, step, steps, plan))
-        case WorkerError() if error.error_message.startswith(_CONNECTION):
+        case WorkerError() if error.lost_connection:
             cause = f"{error.worker} lost a connection"
             return Failure(cause, step, _report(error, step, steps, plan))
         case HungError() | RayEndedError():

@@ -13,6 +13,7 @@ import pytest
 from launcher.cluster.devices import emulated_pool
 from launcher.cluster.errors import WorkerError
 from launcher.cluster.examine import examine
+from launcher.cluster.handle import gather
 from launcher.cluster.session import start
 from launcher.config.machines import Cluster
 
@@ -144,6 +145,21 @@ def test_a_dead_worker_is_an_error_with_its_last_lines(session, probe, capfd, ho
     assert ("last words" in str(error.value)) == (how == "end")
     assert other.submit("take").result() == "alive"
     assert capfd.readouterr() == ("", "")  # Ray has nothing to add
+
+
+def test_a_failure_that_follows_from_a_death_is_told_as_the_death(session, probe):
+    """Also where the one that died had answered by then; not where it is well."""
+    worker, other = session.spawn(probe)
+    for died in (False, True):
+        answered, failed = worker.submit("take"), other.submit("fail")
+        answered.result()
+        if died:
+            with pytest.raises(WorkerError):
+                worker.submit("end", 3).result()
+        with pytest.raises(WorkerError) as error:
+            gather([answered, failed])
+        assert error.value.died is died
+        assert error.value.worker == ("worker_0" if died else "worker_1")
 
 
 def test_a_worker_on_another_machine_is_examined_there(session, probe, tmp_path):

@@ -222,14 +222,19 @@ def test_the_start_of_a_program_is_counted_once_a_stage() -> None:
 
 
 def test_how_many_devices_work_at_once_is_measured_by_one_alone() -> None:
-    """Alone it takes half of what it takes beside three others: two are at full speed at once."""
+    """Alone it takes half of what it takes beside three others: it does the work of two."""
     timing = Timing(((4, 0.01, 0.03),), alone=0.02)
     found = MeasuredLayers((0, 0), {(0, 1): timing, (0, 2): Timing(((4, 1.0, 1.0),))}, BATCH)
-    assert found.shape(shape(4)).at_once == pytest.approx(2.0)
+    assert found.at_once((0, 1), shape(4)) == pytest.approx(2.0)
     faster = MeasuredLayers((0,), {(0, 1): dataclasses.replace(timing, alone=1e-3)}, BATCH)
-    assert faster.shape(shape(4)).at_once == 1.0
+    assert faster.at_once((0,), shape(4)) == 1.0
+    pair = MeasuredLayers((0,), {(0, 2): dataclasses.replace(timing, alone=0.04 * 2 / 3)}, BATCH)
+    assert pair.at_once((0,), shape(4)) == pytest.approx(2.0)  # a third of the way to all four
+    both = MeasuredLayers((0, 1), {(0, 1): timing, (1, 1): Timing(((4, 0.0, 0.04),), 0, 0.04)}, 8)
+    assert both.at_once((0, 1), shape(4)) == pytest.approx(3.0)
+    assert both.at_once((1,), shape(4)) == 4.0
     apart = dataclasses.replace(shape(4), at_once=None)  # GPUs do not share a machine's cores
-    assert found.shape(apart).at_once is None
+    assert found.at_once((0, 1), apart) is None
 
 
 def test_a_plan_is_made_of_what_could_be_measured() -> None:

@@ -23,7 +23,7 @@ def late(src, dst):
 def test_with_a_machine_for_all_it_is_the_plain_timeline(schedule):
     tasks = make_schedule(schedule, 4, 4, 6)
     plain = simulate(tasks, seconds, late)
-    shared = simulate_shared(tasks, seconds, late, [1] * 4, Shared(4, 4.0))
+    shared = simulate_shared(tasks, seconds, late, [1] * 4, Shared(4, [4.0] * 4))
     assert {t.task for t in shared} == {t.task for t in plain}
     assert step_seconds(shared) == pytest.approx(step_seconds(plain))
 
@@ -31,15 +31,26 @@ def test_with_a_machine_for_all_it_is_the_plain_timeline(schedule):
 def test_with_a_machine_for_one_the_work_adds_up_whoever_waits():
     """Seconds are those with all four at work; one alone is four times as fast."""
     tasks = make_schedule("1f1b", 4, 4, 6)
-    found = simulate_shared(tasks, seconds, lambda a, b: 0.0, [1] * 4, Shared(4, 1.0))
+    found = simulate_shared(tasks, seconds, lambda a, b: 0.0, [1] * 4, Shared(4, [1.0] * 4))
     total = sum(seconds(task) for mesh in tasks for task in mesh)
     assert step_seconds(found) == pytest.approx(total / 4)
+
+
+def test_each_stage_is_slowed_as_its_own_work_is():
+    """Alone the first stage has the machine as all together have it, the second a half of that; two
+    of four devices at work are a third of the way from one to all."""
+    machine = Shared(4, [1.0, 2.0])
+    assert [1 / machine.speed(0, busy) for busy in (1, 2, 4)] == pytest.approx([0.25, 0.5, 1.0])
+    assert [1 / machine.speed(1, busy) for busy in (1, 2, 4)] == pytest.approx([0.5, 2 / 3, 1.0])
+    tasks = make_schedule("1f1b", 2, 2, 1)  # one after another: both passes of each
+    found = simulate_shared(tasks, seconds, lambda a, b: 0.0, [2, 2], machine)
+    assert step_seconds(found) == pytest.approx(1.5 * (1 / 2 + 2 / 3))
 
 
 def test_a_machine_for_two_lies_between():
     tasks = make_schedule("1f1b", 4, 4, 6)
     steps = [
-        step_seconds(simulate_shared(tasks, seconds, late, [1] * 4, Shared(4, at_once)))
+        step_seconds(simulate_shared(tasks, seconds, late, [1] * 4, Shared(4, [at_once] * 4)))
         for at_once in (1.0, 2.0, 4.0)
     ]
     assert steps == sorted(steps)
@@ -48,7 +59,7 @@ def test_a_machine_for_two_lies_between():
 
 def test_a_mesh_never_does_two_things_and_keeps_its_order():
     tasks = make_schedule("1f1b", 3, 3, 5)
-    found = simulate_shared(tasks, seconds, late, [2, 1, 1], Shared(4, 2.0))
+    found = simulate_shared(tasks, seconds, late, [2, 1, 1], Shared(4, [2.0] * 3))
     for mesh, own in enumerate(tasks):
         timed = [t for t in found if t.mesh == mesh]
         assert [t.task for t in timed] == list(own)

@@ -65,6 +65,8 @@ def test_every_thread_of_it_gives_way_to_those_that_train(background, tmp_path):
     own = os.getpriority(os.PRIO_PROCESS, 0)
     niceness = {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads}
     assert niceness == {min(own + 15, 19)}
+    # In a session of its own the kernel (`autogroup`) would give it an equal share.
+    assert os.getsid(background.pid) == os.getsid(0)
 
 
 def test_what_the_disk_refuses_is_said_in_the_same_words(background, tmp_path):

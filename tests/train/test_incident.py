@@ -53,9 +53,13 @@ def test_hung_workers_are_told_each_with_its_stages_and_stacks():
     ("error", "cause"),
     [
         (RayEndedError("Ray ended: why"), "Ray ended"),
-        (
-            WorkerError("worker_0", "UNAVAILABLE: socket closed", Path(), error_type="X"),
-            "worker_0 lost a connection",
+        *(
+            (WorkerError("worker_0", told, Path(), error_type="X"), "worker_0 lost a connection")
+            for told in (
+                "UNAVAILABLE: socket closed",
+                "INTERNAL: Error dispatching computation: SocketServer: Connection closed recv()",
+                "INTERNAL: Gloo all-reduce failed:\n[pair.cc:534] Connection closed by peer [::1]",
+            )
         ),
     ],
 )
@@ -68,6 +72,7 @@ def test_what_another_start_may_mend(error, cause):
     [
         worker_error(error_type="ValueError"),
         worker_error(error_type="JaxRuntimeError"),
+        WorkerError("worker_1", "the store says: Connection closed", Path(), error_type="KeyError"),
         DivergedError("train/loss", float("nan"), 13),
         ClusterError("no folder for sockets"),
         OSError(28, "No space left on device"),

@@ -84,28 +84,29 @@ class MeasuredLayers:
     batch_size: int
 
     def shape(self, cluster: ClusterShape) -> ClusterShape:
-        """The cluster with what was measured of it beside: the start of a program, and, where its
-        devices share a machine, how many of them work at full speed at once."""
+        """The cluster with what was measured of it beside: the start of a program."""
         known = [timing for timing in self.timings.values() if not timing.failure]
         if not known:
             return cluster
         launch = statistics.median(timing.launch for timing in known)
-        at_once = cluster.at_once and (self._at_once(cluster.num_devices) or cluster.at_once)
-        return dataclasses.replace(cluster, launch=launch, at_once=at_once)
+        return dataclasses.replace(cluster, launch=launch)
 
-    def _at_once(self, devices: int) -> float | None:
-        """From meshes that work alone, in as much of the time as all of them together need."""
-        alone: dict[int, float] = {}
+    def at_once(self, layers: Sequence[int], cluster: ClusterShape) -> float | None:
+        """Of a stage with these layers `StagePlan.at_once`; None where that was not measured."""
+        alone: dict[int, float] = {}  # by the size of the mesh that was alone
         together: dict[int, float] = {}
-        for kind in self.kind_of:
-            for (of, model), timing in self.timings.items():
-                if of == kind and timing.alone is not None:
+        for layer in layers:
+            for (kind, model), timing in self.timings.items():
+                if kind == self.kind_of[layer] and timing.alone is not None:
                     alone[model] = alone.get(model, 0.0) + timing.alone
                     together[model] = together.get(model, 0.0) + sum(timing.points[-1][1:])
-        if not alone:
+        if cluster.at_once is None or not alone:
             return None
-        model = min(alone)
-        return min(devices, max(model, devices * alone[model] / together[model]))
+        busy, count = min(alone), cluster.num_devices
+        # That of one device, on the line through what was measured: see `plan.sharing`.
+        others = (busy - 1) / (count - 1)
+        share = (alone[busy] / together[busy] - others) / (1.0 - others)
+        return min(max(1.0, count * share), float(count))
 
     def stage(self, layers: Sequence[int], num_slices: int, model: int) -> tuple[float, float]:
         """Forward and backward seconds of a stage for one slice on each of its replicas.

@@ -134,4 +134,5 @@ def _stage(
         memory_bytes=0,
         num_parameters=0,
         shardings={},
+        at_once=measured.at_once(outline.layers[s], problem.cluster) if measured else None,
     )

@@ -118,7 +118,7 @@ class Background:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_DRIVER)  # which it inherits
         try:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, pass_fds=handed, env=environ, start_new_session=True
+                command, stdin=subprocess.PIPE, pass_fds=handed, env=environ, process_group=0
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
