@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.errors import PlanError
 from launcher.plan.footprint import Footprint
-from launcher.plan.memory import mesh_memory
+from launcher.plan.memory import Known, mesh_memory
 from launcher.plan.outer import OuterProgram, Slicing, place_outer
 from launcher.plan.outline import Outline, Submesh
 from launcher.plan.plan import Plan, StagePlan, Transfer
@@ -34,8 +34,13 @@ def complete(
     outline: Outline,
     cluster: ClusterShape,
     measured: MeasuredLayers | None = None,
+    known: Known | None = None,
 ) -> Plan:
-    """The plan of an outline. `measured`: the layers' seconds, instead of the model's.
+    """The plan of an outline.
+
+    Args:
+        measured: the layers' seconds, instead of the model's. known: what other plans of this step
+            have found out about their stages' memory, and this one adds to.
 
     Raises:
         PlanError: its schedule cannot run its stages, a sharding that was given does not fit, or a
@@ -56,7 +61,9 @@ def complete(
     laid = layouts(step, loss, draft, dims)
     outer = place_outer(step, loss, graphs, slicing, lambda i, mesh: laid[mesh].is_scattered(i))
     again = _computed_again(graphs, outline.remat, schedule)
-    stages = _described(draft, step, loss, graphs, outer, laid, outline, schedule, again, measured)
+    known = {} if known is None else known
+    memory = _memory(graphs, outline, schedule, loss, outer, laid, known)
+    stages = _described(draft, step, loss, graphs, outer, laid, outline, memory, again, measured)
     trained = bool(loss.wrt)
     flops = sum(matmul_flops(g.equations) for g in graphs) * slicing.num_slices
     flops_again = sum(matmul_flops(equations) for equations in again) * slicing.num_slices
@@ -249,6 +256,25 @@ def _computed_again(
     ]
 
 
+def _memory(
+    graphs: Sequence[StageGraph],
+    outline: Outline,
+    schedule: Schedule,
+    loss: Loss,
+    outer: OuterProgram,
+    laid: Sequence[Layout],
+    known: Known,
+) -> tuple[list[int], dict[int, Footprint]]:
+    """The peak on a device of each mesh, and what each stage needs."""
+    peaks, footprints = [], {}
+    for mesh in range(len(outline.submeshes)):
+        own = {g: outline.remat[g.index] for g in graphs if g.mesh == mesh}
+        most, of_stages = mesh_memory(own, loss, outer, schedule[mesh], laid[mesh], known)
+        peaks.append(most)
+        footprints.update(of_stages)
+    return peaks, footprints
+
+
 def _described(
     draft: Plan,
     step: TracedStep,
@@ -257,22 +283,13 @@ def _described(
     outer: OuterProgram,
     laid: Sequence[Layout],
     outline: Outline,
-    schedule: Schedule,
+    memory: tuple[Sequence[int], Mapping[int, Footprint]],
     again: Sequence[Sequence[Equation]],
     measured: MeasuredLayers | None,
 ) -> list[StagePlan]:
-    """The stages with their predicted times and memory."""
+    """The stages with their predicted times and memory, which `_memory` has found."""
     cluster = ClusterShape(**draft.cluster)
-    on_mesh = [
-        {g: outline.remat[g.index] for g in graphs if g.mesh == mesh}
-        for mesh in range(len(outline.submeshes))
-    ]
-    known: dict[object, Footprint] = {}
-    memory, footprints = [], {}
-    for mesh, found in enumerate(on_mesh):
-        most, of_stages = mesh_memory(found, loss, outer, schedule[mesh], laid[mesh], known)
-        memory.append(most)
-        footprints.update(of_stages)
+    of_mesh, footprints = memory
     timed: dict[object, StageSeconds] = {}  # of stages that are the same program, cut alike
     stages = []
     for graph, stage in zip(graphs, draft.stages, strict=True):
@@ -299,7 +316,7 @@ def _described(
                 stage,
                 **vars(timed[key]) | {"collectives": timed[key].collectives + at_end},
                 update_seconds=once,
-                memory_bytes=memory[graph.mesh],
+                memory_bytes=of_mesh[graph.mesh],
                 at_once=measured.at_once(stage.layers, cluster) if measured else None,
             )
         )

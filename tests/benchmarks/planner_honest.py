@@ -37,6 +37,10 @@ PLANS: list[tuple[str, dict[str, Any]]] = [
     *((f"{name}, 1", {**of, "num_micro_batches": 1}) for name, of in METHODS.items()),
     *((f"{name}, 8", {**of, "num_micro_batches": 8}) for name, of in METHODS.items()),
     *(
+        (f"{name}, {count}", {**METHODS[name], "num_micro_batches": count})
+        for name, count in (("2 stages", 16), ("4 stages", 32), ("model 4", 32))
+    ),
+    *(
         (
             f"{name}, 8, {schedule}, remat {remat}",
             {**METHODS[name], "num_micro_batches": 8, "schedule": schedule, "remat": remat},

@@ -84,13 +84,15 @@ def main() -> None:
             f"{compiling:11.2f} {compiling / base:11.2f} {losses[name]:11.5f}"
         )
     contestants.clear()
-    tiny = Contest(TINY)
     print()
-    for stages in args.stages:
-        task, transfer = python_cost(tiny, pipeline(tiny, stages, args))
-        print(
-            f"{stages} stages, tiny: {task * 1e6:.0f} µs a task, {transfer * 1e6:.0f} µs a transfer"
-        )
+    # A tiny program may run in the calling thread, which counts as its cost then.
+    for size, of, steps in [("tiny", Contest(TINY), 50)] + [("", model, 5)] * (not args.tiny):
+        for stages in args.stages:
+            task, transfer = python_cost(of, pipeline(of, stages, args), steps)
+            print(
+                f"{f'{stages} stages, {size}'.strip(', ')}: "
+                f"{task * 1e6:.0f} µs a task, {transfer * 1e6:.0f} µs a transfer"
+            )
 
 
 def ratio(times: list[float], others: list[float]) -> float:
@@ -113,8 +115,8 @@ def pipeline(model: Contest, stages: int, args: argparse.Namespace) -> Executabl
     return compile_step(traced, plan, jax.devices()[:stages])
 
 
-def python_cost(model: Contest, executable: Executable) -> tuple[float, float]:
-    """The calling thread's seconds for a task and for a transfer, medians over 50 steps."""
+def python_cost(model: Contest, executable: Executable, steps: int) -> tuple[float, float]:
+    """The calling thread's seconds for a task and for a transfer, medians over the steps."""
     seconds: dict[bool, list[float]] = {True: [], False: []}
 
     def timed(call: Callable[..., Any], is_task: bool) -> Callable[..., Any]:
@@ -133,7 +135,7 @@ def python_cost(model: Contest, executable: Executable) -> tuple[float, float]:
     ]
     executable._table = dataclasses.replace(table, rows=tuple(rows))
     state = executable.create(model.init, KEY)
-    for _ in range(50):
+    for _ in range(steps):
         state, _ = executable(state, model.batch)
         jax.block_until_ready(state)
     return statistics.median(seconds[True]), statistics.median(seconds[False])

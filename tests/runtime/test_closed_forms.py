@@ -224,6 +224,22 @@ def test_parts_of_a_gradient_are_added_before_they_are_summed_in_bodies_too(mesh
         assert {kind for kind, _ in found} == {"all-reduce"}
 
 
+def rounded(p, x):
+    """Products in 32 bits of what is read in 16: parts of the gradient are rounded."""
+    read = normed(x).astype(jnp.bfloat16)
+    heads = [
+        jnp.matmul(read, p[n].reshape(WIDTH, -1), preferred_element_type=jnp.float32) for n in "qkv"
+    ]
+    return x + sum(heads) @ p["o"].reshape(-1, WIDTH)
+
+
+def test_parts_of_a_gradient_are_summed_in_as_many_bits_as_they_are_made():
+    step, plan = planned(rounded, SEPARATE, ShardParallel(1, (1, 4)))
+    found = compiled(compile_step(step, plan, jax.devices()), 1, "stage.")
+    # Each of the three, before it is rounded: of their sum less would be left.
+    assert found == {("all-reduce", ACTIVATION): (1 + 3) * BLOCKS}
+
+
 ALONG_DATA = {  # how often each parameter is in each kind: all that is needed
     "data": (DataParallel(1), {"all-reduce": 1}),
     "zero2": (Zero2Parallel(1), {"reduce-scatter": 1, "all-gather": 1}),

@@ -21,9 +21,9 @@ from trainings import assert_same, run, serial, training
 COLLECTIVE = re.compile(r"= (\(?[^=]*?) (all-[\w-]+|reduce-scatter|collective-\w+)\(")
 
 
-def planned(meshes, sequence, num_micro_batches):
-    """A GPT of two layers, cut into a stage for each logical mesh."""
-    step, init, batches = training("gpt_short")
+def planned(name, meshes, sequence, num_micro_batches):
+    """A GPT, cut into a stage for each logical mesh."""
+    step, init, batches = training(name)
     traced = trace_step(step, (jax.eval_shape(init, jax.random.key(0)), batches[0]))
     count, layers = len(meshes), traced.loss(1).num_layers
     submeshes, first = [], 0
@@ -47,21 +47,21 @@ def planned(meshes, sequence, num_micro_batches):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("meshes", "sequence", "num_micro_batches"),
+    ("name", "meshes", "sequence", "num_micro_batches"),
     [
-        ([(1, 2)], (True,), 1),
-        ([(2, 2), (1, 4)], (True, True), 2),
-        ([(1, 2), (1, 2)], (True, False), 2),
+        ("gpt_short", [(1, 2)], (True,), 1),
+        ("gpt_tied", [(2, 2), (1, 4)], (True, True), 2),
+        ("gpt_short", [(1, 2), (1, 2)], (True, False), 2),
     ],
 )
-def test_a_sequence_that_is_cut_trains_as_a_whole_one(meshes, sequence, num_micro_batches):
-    _, init, batches = training("gpt_short")
-    traced, plan = planned(meshes, sequence, num_micro_batches)
+def test_a_sequence_that_is_cut_trains_as_a_whole_one(name, meshes, sequence, num_micro_batches):
+    _, init, batches = training(name)
+    traced, plan = planned(name, meshes, sequence, num_micro_batches)
     for stage, cut in zip(plan.stages, sequence, strict=True):
         assert ("model" in stage.shardings.get("1.tokens", ())) == cut
     executable = compile_step(traced, plan, jax.devices())
     state = executable.create(init, jax.random.key(0))
-    assert_same(run(executable, state, batches), serial("gpt_short"))
+    assert_same(run(executable, state, batches), serial(name))
     found, wanted = collections.Counter(), collections.Counter()
     for name, text in executable.hlo_text().items():
         if name.startswith("stage."):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.errors import PlanError, UnmeasuredError
 from launcher.plan.make import complete
+from launcher.plan.memory import Known
 from launcher.plan.outline import Outline
 from launcher.plan.plan import Plan, RunnerUp
 from launcher.plan.profile.measured import MeasuredLayers
@@ -45,6 +46,7 @@ def best_plan(
     """
     problem = make_problem(step, cluster, measured)
     completed: list[tuple[Plan, Sketch]] = []
+    known: Known = {}
     for _ in range(_SEARCHES):
         try:
             found = search(problem, wanted, lambda share: progress(0.7 * share))
@@ -58,7 +60,7 @@ def best_plan(
         for sketch in sketches:
             if completed and _settled(completed, sketch):
                 break
-            completed.append((complete(step, sketch[0], cluster, measured), sketch))
+            completed.append((complete(step, sketch[0], cluster, measured, known), sketch))
             progress(0.9)
         fitting = [pair for pair in completed if _fits(pair[0])]
         if fitting:
