@@ -2,7 +2,8 @@
 
     python peer.py INDEX COUNT COORDINATOR DEVICES
 
-Prints a line of JSON: the losses that this process knows, and what it holds at the end.
+Prints a line of JSON: the losses, of networks all metrics, that this process knows, and what it
+holds at the end.
 """
 
 import json
@@ -42,6 +43,30 @@ def planned(traced, cluster, settings):
     return PipeshardParallel(3, stage_option=ManualStageOption(**settings)).plan(traced, cluster)
 
 
+def network(settings, transport):
+    """The metrics that this process knows of a network of `models` by a plan of `plans`, on as many
+    devices of each process as that needs; and the slices that it cuts the batch into."""
+    import models  # it makes arrays: not before the processes know one another
+
+    case = next(case for case in models.MODELS if case.name == settings["network"])
+    total = plans.METHODS[settings["plan"]][0]
+    each = total // COUNT
+    devices = [d for i in range(COUNT) for d in jax.devices()[i * DEVICES :][:each]]
+    assert [d.process_index for d in devices] == sorted([*range(COUNT)] * each)
+    batches = [case.batch(k) for k in range(5)]
+    traced = trace_step(case.step, (jax.eval_shape(case.init, jax.random.key(0)), batches[0]))
+    plan = plans.by_name(traced, settings["plan"], local_shape(total, COUNT, "cpu"))
+    executable = compile_step(traced, plan, devices, transport)
+    state, known = executable.create(case.init, jax.random.key(0)), {}
+    for batch in batches:
+        state, metrics = executable(state, batch)
+        for name, value in metrics.items():
+            if value.addressable_shards:
+                assert value.is_fully_replicated
+                known.setdefault(name, []).append(np.asarray(value.addressable_data(0)).tolist())
+    return {"metrics": known, "slices": plan.num_micro_batches * plan.num_replicas}
+
+
 def main() -> None:
     jax.distributed.initialize(COORDINATOR, COUNT, INDEX)
     store = distributed.global_state.client
@@ -50,6 +75,9 @@ def main() -> None:
     transport.connect([store.blocking_key_value_get(f"address_{i}", 60_000) for i in range(COUNT)])
     found = {}
     for settings in json.loads(sys.stdin.read()):
+        if "network" in settings:
+            found[json.dumps(settings)] = network(settings, transport)
+            continue
         step, init, batches = training(settings.get("training", "tiny"))
         traced = trace_step(step, (jax.eval_shape(init, jax.random.key(0)), batches[0]))
         plan = planned(traced, local_shape(COUNT * DEVICES, COUNT, "cpu"), settings)

@@ -55,6 +55,13 @@ def given_specs(step):
     return manual(2, TWO, [(1, 4), (1, 2)], [(2, 2), (1, 2)], options)
 
 
+def one_and_three(step):
+    """Two halves, on one device and on three."""
+    count = step.loss(1).num_layers
+    halves = [list(range(count // 2)), list(range(count // 2, count))]
+    return manual(2, halves, [(1, 1), (1, 3)])
+
+
 # For models of four layers: name: (devices, method or what makes it for a step).
 METHODS = {
     **{f"shard 4, {m}": (4, ShardParallel(m)) for m in (1, 2)},
@@ -69,7 +76,7 @@ METHODS = {
     "2 stages": (2, uniform(4, 2)),
     "4 stages": (4, uniform(6, 4)),
     "4 stages on 2 meshes": (4, uniform(3, 4, schedule="interleaved_1f1b")),
-    "1+3": (4, manual(2, TWO, [(1, 1), (1, 3)])),
+    "1+3": (4, one_and_three),
     "1+3, whole": (4, manual(1, TWO, [(1, 1), (1, 3)])),
     "3+1, remat": (4, manual(2, TWO, [(1, 3), (1, 1)], remat="dots_saveable")),
     "2+4": (6, manual(3, TWO, [(1, 2), (1, 4)], [(2, 1), (1, 4)])),

@@ -13,6 +13,8 @@ import pytest
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
+import cases  # noqa: E402
+import models  # noqa: E402
 from plans import METHODS  # noqa: E402
 from trainings import serial  # noqa: E402
 
@@ -123,6 +125,36 @@ def by_method(model, num_devices):
 )
 def test_every_method_over_two_processes(devices, settings):
     check(settings, together(2, devices, settings))
+
+
+NETWORKS = "conv", "experts", "scan", "u_net"  # the others are above
+KINDS = "shard 2x2, 2", "data, 2", "zero2, 2", "zero3, 2", "3d", "2 stages", "4 stages", "1+3"
+
+
+@pytest.mark.slow
+def test_other_networks_over_two_processes():
+    """Batch statistics, experts, loops and long skips, by every kind of method."""
+    settings = [
+        {"network": name, "plan": plan}
+        for i, name in enumerate(NETWORKS)
+        for k, plan in enumerate(KINDS)
+        if k % 2 == i % 2  # two networks by every kind
+    ]
+    told = together(2, 4, settings)
+    for each in settings:
+        answers = [peer[json.dumps(each)] for peer in told]
+        case = next(case for case in models.MODELS if case.name == each["network"])
+        step = cases.serial(case, answers[0]["slices"])
+        state, history = case.init(jax.random.key(0)), []
+        for k in range(5):
+            state, metrics = step(state, case.batch(k))
+            history.append(metrics)
+        for name in history[0]:
+            found = [answer["metrics"][name] for answer in answers if name in answer["metrics"]]
+            assert found, (each, name)
+            for values in found:
+                want = [metrics[name] for metrics in history]
+                np.testing.assert_allclose(values, want, rtol=1e-5, err_msg=f"{each} {name}")
 
 
 @pytest.mark.stress
