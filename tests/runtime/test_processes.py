@@ -131,7 +131,7 @@ NETWORKS = "conv", "experts", "scan", "u_net"  # the others are above
 KINDS = "shard 2x2, 2", "data, 2", "zero2, 2", "zero3, 2", "3d", "2 stages", "4 stages", "1+3"
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 def test_other_networks_over_two_processes():
     """Batch statistics, experts, loops and long skips, by every kind of method."""
     settings = [
