@@ -20,13 +20,14 @@ from launcher.cluster.errors import ClusterError, last_lines
 from launcher.cluster.holder import end, start_head
 from launcher.cluster.host import FOR_THE_DRIVER
 from launcher.cluster.slurm_allocation import Allocation, own_address
-from launcher.cluster.slurm_meeting import attend
+from launcher.cluster.slurm_meeting import attend, attend_again
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 
 
 def serve(config: Config, allocation: Allocation) -> int:
-    """Join the driver's Ray until the driver ends, in whatever way; returns the exit code.
+    """Join the driver's Ray, and that of each further start, until the driver ends, in whatever
+    way; returns the exit code.
 
     That is 0 however the run went: the job's exit code is the driver's to say.
     """
@@ -38,39 +39,56 @@ def serve(config: Config, allocation: Allocation) -> int:
 
 
 def _serve(config: Config, allocation: Allocation) -> int:
-    slurm, run = config.cluster.slurm, config.run
-    assert run.id is not None
-    connection, token = attend(Path(run.dir, run.id), allocation, slurm)
+    assert config.run.id is not None
+    home = Path(config.run.dir, config.run.id)
+    first, token = attend(home, allocation, config.cluster.slurm)
     # From now on signals are for the driver, which needs this node to save its state. Before, they
     # end this task, as they may have ended the driver.
     signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_DRIVER)
-    with closing(connection):
-        told = _told(connection)
-        if told is None:
-            return 0  # the driver ended before Ray was up, and has said why
-        address = own_address(allocation, slurm.network_interface, told["ray"].split(":")[0])
-        folder = scratch.create()
-        log = Path(told["logs"], f"ray_{allocation.index}.log")
-        try:
-            environ = ray_environment(os.environ, folder.token(token), nodes=True)
-            if not slurm.emulated:
-                environ["CUDA_VISIBLE_DEVICES"] = visible_gpus(config.cluster, environ)
-            options = [f"--ip={address}", f"--host={allocation.index}", f"--join={told['ray']}"]
-            options += [f"--lifeline={connection.fileno()}"]
-            head = start_head(folder, environ, log, 1, options, [connection.fileno()])
-            failed = head.wait()
-            end(head)
-        finally:
-            folder.remove()
-    if failed:
-        raise ClusterError(
-            f"Ray ended on {allocation.node}. The last lines of {log}:\n{last_lines(log)}"
-        )
+    connection: socket.socket | None = first
+    while connection is not None:
+        with closing(connection):
+            told = _told(connection)
+            if told is not None:
+                _lend(config, allocation, connection, told, token)
+        connection = attend_again(home, allocation)
     return 0
 
 
+def _lend(
+    config: Config,
+    allocation: Allocation,
+    connection: socket.socket,
+    told: dict[str, str],
+    token: str,
+) -> None:
+    """Be a node of the Ray that the driver's head has told of, until that head ends."""
+    slurm = config.cluster.slurm
+    address = own_address(allocation, slurm.network_interface, told["ray"].split(":")[0])
+    folder = scratch.create()
+    log = Path(told["logs"], f"ray_{allocation.index}.log")
+    try:
+        environ = ray_environment(os.environ, folder.token(token), nodes=True)
+        if not slurm.emulated:
+            environ["CUDA_VISIBLE_DEVICES"] = visible_gpus(config.cluster, environ)
+        options = [f"--ip={address}", f"--host={allocation.index}", f"--join={told['ray']}"]
+        options += [f"--lifeline={connection.fileno()}"]
+        head = start_head(folder, environ, log, 1, options, [connection.fileno()])
+        failed = head.wait()
+        assert head.stdout is not None
+        was_up = bool(head.stdout.read())
+        end(head)
+    finally:
+        folder.remove()
+    if failed and not was_up:
+        raise ClusterError(
+            f"Ray ended on {allocation.node}. The last lines of {log}:\n{last_lines(log)}"
+        )
+
+
 def _told(connection: socket.socket) -> dict[str, str] | None:
-    """What the driver's head says once Ray is up; None where the connection ends before."""
+    """What the driver's head says once Ray is up; None where the connection ends before: the driver
+    ended, and has said why, or starts again."""
     connection.settimeout(None)
     try:
         with connection.makefile() as lines:

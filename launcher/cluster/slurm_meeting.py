@@ -3,7 +3,8 @@
 The first task, the driver, listens from its start on; the file says where, and holds the secret
 that opens Ray, so only its user may read it. Every other task connects and waits. Once Ray is up
 the driver's head answers each with Ray's address; when the connection ends, for whatever reason,
-so does the task. `launcher.train` holds the meeting, `slurm_agent` attends it.
+the task ends its part of Ray and connects again, for the driver's next start, or ends where nobody
+listens any more. `launcher.train` holds the meeting, `slurm_agent` attends it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.cluster.errors import ClusterError
@@ -22,6 +23,7 @@ from launcher.cluster.slurm_allocation import Allocation, listen, own_address
 from launcher.config.machines import Slurm
 
 _POLL_SECONDS = 0.5
+_AGAIN_SECONDS = 120.0  # in which a node that is well has joined once more
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,11 @@ def hold(folder: Path, allocation: Allocation, slurm: Slurm, token: str) -> Iter
             path.unlink(missing_ok=True)
 
 
+def again(meeting: Meeting) -> Meeting:
+    """The same meeting for a further start: a node that was lost is not waited for as long."""
+    return replace(meeting, timeout=min(meeting.timeout, _AGAIN_SECONDS))
+
+
 def dismiss(meeting: Meeting) -> None:
     """Let the other tasks come and go, where there is nothing for them to do: without that they
     would wait for a driver that has ended."""
@@ -86,6 +93,14 @@ def attend(folder: Path, allocation: Allocation, slurm: Slurm) -> tuple[socket.s
         "Is run.dir on a file system that all nodes share? Raise cluster.slurm.start_timeout "
         "where nodes are slow to start."
     )
+
+
+def attend_again(folder: Path, allocation: Allocation) -> socket.socket | None:
+    """Connect for the driver's next start; None where the driver has ended."""
+    with suppress(OSError):
+        told = json.loads(_path(folder, allocation).read_text())
+        return socket.create_connection(tuple(told["address"]), timeout=30)
+    return None
 
 
 def _path(folder: Path, allocation: Allocation) -> Path:

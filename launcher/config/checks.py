@@ -139,22 +139,12 @@ def _check_optimizer(config: Config) -> Iterator[ConfigError]:
 
 
 def _check_rollback(config: Config) -> Iterator[ConfigError]:
-    """Going on from a checkpoint is a restart, which this process has to be able to make."""
-    cluster = config.cluster
-    if config.train.non_finite != "rollback":
-        return
-    if cluster.max_restarts == 0:
+    """Going on from a checkpoint is a restart."""
+    if config.train.non_finite == "rollback" and config.cluster.max_restarts == 0:
         yield ConfigError(
             "train.non_finite=rollback is a restart, and cluster.max_restarts=0 allows none",
             "Use train.non_finite=stop or skip, or allow restarts.",
             ["train.non_finite", "cluster.max_restarts"],
-        )
-    if cluster.kind == "slurm" and cluster.hosts > 1:
-        yield ConfigError(
-            f"train.non_finite=rollback cannot be kept on cluster.hosts={cluster.hosts} nodes: "
-            "such a job starts again through Slurm's queue, where the bad batch would come again",
-            "Use train.non_finite=stop or skip.",
-            ["train.non_finite", "cluster.hosts"],
         )
 
 

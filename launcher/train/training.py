@@ -15,7 +15,7 @@ from rich.console import Console
 from launcher.cluster.errors import ClusterError, WorkerError
 from launcher.cluster.session import start
 from launcher.cluster.slurm_attempts import begin, finish
-from launcher.cluster.slurm_meeting import Meeting
+from launcher.cluster.slurm_meeting import Meeting, again
 from launcher.config.compose import to_dict
 from launcher.config.schema import Config
 from launcher.plan import Plan
@@ -137,9 +137,7 @@ class _Job:
         checkpoint. Raises what cannot be mended, or FailedError."""
 
         def max_restarts() -> int:
-            # Slurm brings a job of several nodes back, which end with their driver.
-            wanted = not stop.requested and not (self._meeting and self._pool.hosts > 1)
-            return self._config.cluster.max_restarts if wanted else 0
+            return 0 if stop.requested else self._config.cluster.max_restarts
 
         attempt = functools.partial(self._attempt, stop)
         recovering(attempt, self._diagnose, self._begin_again, max_restarts)
@@ -190,6 +188,7 @@ class _Job:
 
     def _begin_again(self, failure: Failure, restart: Restart) -> None:
         self.restarts = restart.number
+        self._meeting = self._meeting and again(self._meeting)
         self._home = folder.again(self._home, self._config)
         limit, finished = self._config.cluster.max_restarts, self._home.finished_steps
         if failure.passes_over:

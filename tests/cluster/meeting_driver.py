@@ -12,7 +12,7 @@ from launcher.cluster.devices import emulated_pool
 from launcher.cluster.errors import ClusterError, WorkerError
 from launcher.cluster.session import secret, start
 from launcher.cluster.slurm_allocation import Allocation
-from launcher.cluster.slurm_meeting import hold
+from launcher.cluster.slurm_meeting import again, hold
 from launcher.config.machines import Cluster, Slurm
 
 POOL = emulated_pool(Cluster(kind="emulated", gpus=4, hosts=2))
@@ -56,6 +56,12 @@ def main(scenario: str, folder: Path, second: int, timeout: int) -> None:
                 except WorkerError as error:
                     print(error.summary)
                 workers[0].submit("devices").result()
+        if scenario == "again":
+            with start(POOL, folder, again(meeting)) as session:
+                workers = session.spawn(Probe)
+                told = [worker.submit("devices").result() for worker in workers]
+                there = {p.pid for p in psutil.Process(second).children(recursive=True)}
+                assert [pid in there for _, _, pid in told] == [False, True]
     assert list(folder.glob(".meeting*")) == []
 
 

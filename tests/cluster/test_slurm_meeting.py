@@ -57,10 +57,12 @@ def drive(scenario: str, folder: Path, second: int = 0, timeout: int = SECONDS) 
     return driver.stdout
 
 
+@pytest.mark.parametrize("scenario", ["works", "again"])
 def test_each_worker_is_on_its_node_and_all_end_with_the_driver(
-    second_node, tmp_path: Path
+    second_node, tmp_path: Path, scenario: str
 ) -> None:
-    drive("works", tmp_path / "run", second_node.pid)
+    """Also where the driver starts a second time."""
+    drive(scenario, tmp_path / "run", second_node.pid)
     assert second_node.wait(SECONDS) == 0
 
 

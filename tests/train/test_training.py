@@ -9,6 +9,7 @@ from launcher.cluster.devices import emulated_pool
 from launcher.cluster.errors import WorkerError
 from launcher.cluster.slurm_allocation import Allocation
 from launcher.cluster.slurm_attempts import read_attempts
+from launcher.cluster.slurm_meeting import Meeting
 from launcher.config.compose import load, to_dict
 from launcher.plan import local_shape
 from launcher.report.console import make_console
@@ -75,8 +76,9 @@ class Run:
         return json.loads((self.path / "summary.json").read_text())["exit_reason"]
 
 
-class Meeting:
+def two_nodes():
     allocation = Allocation("7", restarts=0, max_requeues=3, nodes=("a", "b"), index=0)
+    return Meeting(allocation, "127.0.0.1", None, timeout=1000.0)
 
 
 @pytest.mark.parametrize("damaged", [False, True])
@@ -117,14 +119,30 @@ def counted(function, calls):
     return call
 
 
-@pytest.mark.parametrize("told", ["several nodes", "a signal"])
-def test_what_is_not_started_again_is_reported_in_full(tmp_path, plan, monkeypatch, told):
+def test_several_nodes_are_started_again_and_a_lost_one_is_not_waited_for_as_long(
+    tmp_path, plan, monkeypatch
+):
+    error = WorkerError("worker_1", "killed", tmp_path / "log", host=1, died=True)
+    waits = []
+
+    def attempt(job, stop):
+        waits.append(job._meeting.timeout)
+        job.recording.recorder.finished_steps = 9
+        if not job.restarts:
+            raise error
+
+    run = Run(tmp_path, plan, monkeypatch)
+    monkeypatch.setattr(training._Job, "_attempt", attempt)
+    assert run.train(two_nodes()) == 0
+    assert waits == [1000.0, 120.0]
+
+
+def test_what_is_not_started_again_is_reported_in_full(tmp_path, plan, monkeypatch):
     error = WorkerError("worker_1", "killed", tmp_path / "log", host=1, died=True)
     run = Run(tmp_path, plan, monkeypatch, [error])
-    if told == "a signal":
-        run.stop.requested = 15
+    run.stop.requested = 15
     with pytest.raises(FailedError) as raised:
-        run.train(Meeting() if told == "several nodes" else None)
+        run.train()
     assert str(raised.value).splitlines()[:2] == [
         "worker_1 died: killed",
         f"  after step 9 of {run.config.train.steps}",
@@ -140,7 +158,7 @@ def test_a_disk_that_is_full_from_the_start_leaves_an_account(tmp_path, plan, mo
 
     monkeypatch.setattr(training, "write_plan", full)
     with pytest.raises(OSError, match="No space left"):
-        run.train(Meeting())
+        run.train(two_nodes())
     assert "No space left" in run.reason
     (attempt,) = read_attempts(run.path)
     assert (attempt.exit_code, attempt.exit_reason) == (1, run.reason)
