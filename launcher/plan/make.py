@@ -15,7 +15,13 @@ from launcher.plan.memory import Known, mesh_memory
 from launcher.plan.outer import OuterProgram, Slicing, place_outer
 from launcher.plan.outline import Outline, Submesh
 from launcher.plan.plan import Plan, StagePlan, Transfer
-from launcher.plan.predict import StageSeconds, stage_seconds, update_seconds, with_predictions
+from launcher.plan.predict import (
+    StageSeconds,
+    links_of,
+    stage_seconds,
+    update_seconds,
+    with_predictions,
+)
 from launcher.plan.profile.measured import MeasuredLayers
 from launcher.plan.remat import recomputed
 from launcher.plan.schedule import Kind, Schedule, backward_follows, make_schedule
@@ -94,7 +100,6 @@ def _shardings(
         submesh = outline.submeshes[graph.mesh]
         given = outline.shardings[graph.index] if outline.shardings else None
         if given is None:
-            link = link_of(submesh, cluster)
             given = stage_shardings(
                 step,
                 loss,
@@ -102,7 +107,7 @@ def _shardings(
                 submesh.logical_mesh,
                 outline.zero_of(graph.index),
                 cluster,
-                link,
+                links_of(submesh, cluster).model,
                 dims,
                 known,
                 inner if outline.sequence_of(graph.index) else None,
@@ -172,12 +177,6 @@ def _outline_of(plan: Plan) -> Outline:
         remat=tuple(stage.remat for stage in plan.stages),
         shardings=tuple(stage.shardings for stage in plan.stages),
     )
-
-
-def link_of(submesh: Submesh, cluster: ClusterShape) -> float:
-    """Bytes/s between the devices of a submesh: of its slowest link."""
-    hosts = {cluster.host_of(d) for d in submesh.devices}
-    return cluster.intra_host if len(hosts) == 1 else cluster.inter_host
 
 
 def _renamed(shardings: Mapping[str, Spec], names: Sequence[str]) -> dict[str, Spec]:
@@ -293,7 +292,7 @@ def _described(
     timed: dict[object, StageSeconds] = {}  # of stages that are the same program, cut alike
     stages = []
     for graph, stage in zip(graphs, draft.stages, strict=True):
-        layout, link = laid[graph.mesh], link_of(outline.submeshes[graph.mesh], cluster)
+        layout, links = laid[graph.mesh], links_of(outline.submeshes[graph.mesh], cluster)
         data, model = stage.logical_mesh
         slices = outline.num_micro_batches * data
         timing = measured.stage(stage.layers, slices, model) if measured else None
@@ -303,14 +302,16 @@ def _described(
             tuple(layout.operand(i) for i in graph.operands),
             tuple(layout.activation(v) for v in graph.activations_in),
             tuple(layout.is_gathered(i) for i in graph.operands),
-            (*layout.sizes.items(), link, len(again[graph.index]), stage.remat, timing),
+            (*layout.sizes.items(), links, len(again[graph.index]), stage.remat, timing),
             as_one,
         )
         if key not in timed:
             timed[key] = stage_seconds(
-                graph, loss, layout, cluster, link, again[graph.index], as_one, timing
+                graph, loss, layout, cluster, links, again[graph.index], as_one, timing
             )
-        once, at_end = update_seconds(graph, loss, outer, layout, cluster, link)
+        beside = [other.num_parameters for other in draft.stages if other.devices == stage.devices]
+        share = stage.num_parameters / sum(beside) if any(beside) else 1 / len(beside)
+        once, at_end = update_seconds(graph, loss, outer, layout, cluster, links, share)
         stages.append(
             dataclasses.replace(
                 stage,

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.outer import OuterProgram, accumulator_dtype
+from launcher.plan.outline import Submesh
 from launcher.plan.plan import Collectives, Plan
 from launcher.plan.schedule import Kind, Task
 from launcher.plan.sharding.cost import (
     Collective,
-    crossing_seconds,
     flow,
     is_active,
     loads,
@@ -28,6 +28,26 @@ from launcher.plan.simulate import TimedTask, bubble_fraction, simulate, step_se
 from launcher.plan.stages import StageGraph
 from launcher.trace.graph import Equation, nbytes
 from launcher.trace.step import Loss
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bytes/s between neighbours in the rings of a submesh, along model and along data."""
+
+    model: float
+    data: float
+
+
+def links_of(submesh: Submesh, cluster: ClusterShape) -> Links:
+    """A ring inside a host has links of its own; those that leave it share the host's."""
+    _, model = submesh.logical_mesh
+    hosts = [cluster.host_of(device) for device in submesh.devices]
+    if len(set(hosts)) == 1:
+        return Links(cluster.intra_host, cluster.intra_host)
+    rings = [hosts[at : at + model] for at in range(0, len(hosts), model)]
+    inside = all(len(set(ring)) == 1 for ring in rings)
+    beside = min(model, cluster.devices_per_host)  # rings along data, one for each place of model
+    return Links(cluster.intra_host if inside else cluster.inter_host, cluster.inter_host / beside)
 
 
 @dataclass(frozen=True)
@@ -45,7 +65,7 @@ def stage_seconds(
     loss: Loss,
     layout: Layout,
     cluster: ClusterShape,
-    link: float,
+    links: Links,
     again: Sequence[Equation],
     as_one: bool,
     measured: tuple[float, float] | None = None,
@@ -53,13 +73,13 @@ def stage_seconds(
     """What a stage takes for a microbatch, on each of its devices.
 
     Args:
-        link: bytes/s between its devices. again: what its backward pass computes once more.
+        links: of its submesh. again: what its backward pass computes once more.
         as_one: both passes are one program, which gathers what it needs once.
         measured: of the forward and the backward pass, instead of the model's own.
     """
 
     def seconds(found: Sequence[Collective]) -> float:
-        return crossing_seconds(found, layout.sizes, cluster, link)
+        return _crossing_seconds(found, layout, cluster, links)
 
     seeds = {loss.invars[i]: layout.operand(i) for i in graph.operands}
     seeds |= {v: layout.activation(v) for v in graph.activations_in}
@@ -76,18 +96,31 @@ def stage_seconds(
     own = sum(2 * work_seconds(found, cluster) for use, found in program if is_active(use, flows))
     more = sum(work_seconds(found, cluster) for found in repeated)
     first, second = work + seconds(forward), own + more + seconds(backward)
-    if measured:
+    if measured:  # on meshes without replicas, whose sums along the model axis are in it
         own, more = measured[1], more * measured[0] / work if work else 0.0
-        first, second = measured[0], own + more
+        first = measured[0] + seconds([c for c in forward if c.axis != MODEL])
+        second = own + more + seconds([c for c in backward if c.axis != MODEL])
     first += seconds(gathers) + cluster.launch
     if not (graph.wrt or graph.active_in):
         return StageSeconds(first, 0.0, 0.0, _summary("forward", [*forward, *gathers]))
     crossing = scatters if as_one else [*gathers, *scatters]
     backward += crossing
     second += seconds(crossing) + (0.0 if as_one else cluster.launch)
-    late = own / 2 if graph.active_in and graph.wrt else second
+    late = second if graph.wrt else 0.0  # all of it, where nothing waits for its input's gradient
+    if graph.active_in and graph.wrt:
+        late = own / 2
     found = _summary("forward", [*forward, *gathers]) + _summary("backward", backward)
     return StageSeconds(first, second, late, found)
+
+
+def _crossing_seconds(
+    found: Sequence[Collective], layout: Layout, cluster: ClusterShape, links: Links
+) -> float:
+    """Of collectives, one after another, each on the links of its axis."""
+    return sum(
+        one.seconds(layout.sizes, links.model if one.axis == MODEL else links.data, cluster.latency)
+        for one in found
+    )
 
 
 def _kept_in_parts(
@@ -150,20 +183,21 @@ def update_seconds(
     outer: OuterProgram,
     layout: Layout,
     cluster: ClusterShape,
-    link: float,
+    links: Links,
+    share: float,
 ) -> tuple[float, tuple[Collectives, ...]]:
-    """What a stage takes once a step: gradients summed over the replicas, and its share of the
+    """What a stage takes once a step: gradients summed over the replicas, and its `share` of the
     mesh's update, which reads and writes the state once. And what crosses between its devices."""
     if not loss.wrt:
         return 0.0, ()
     found = update_collectives(graph, loss, layout)
-    total = crossing_seconds(found, layout.sizes, cluster, link)
+    total = _crossing_seconds(found, layout, cluster, links)
     state = sum(
         nbytes(v.aval) / parts(layout.outer(v), layout.sizes)
         for v, home in outer.homes.items()
         if home == graph.mesh
     )
-    return total + 2 * state / cluster.memory_bandwidth, _summary("update", found)
+    return total + 2 * share * state / cluster.memory_bandwidth, _summary("update", found)
 
 
 def timeline(plan: Plan) -> list[TimedTask]:
@@ -184,10 +218,12 @@ def timeline(plan: Plan) -> list[TimedTask]:
     def transfer(src: int, dst: int) -> float:
         if mesh_of[src] == mesh_of[dst]:
             return 0.0
-        hosts = plan.stages[src].hosts[0], plan.stages[dst].hosts[0]
-        speed = cluster.intra_host if hosts[0] == hosts[1] else cluster.inter_host
-        replicas = plan.num_replicas  # each on its own link
-        return cluster.latency + size.get((src, dst), 0) / speed / replicas
+        hosts = plan.stages[src].hosts, plan.stages[dst].hosts
+        links = plan.num_replicas  # each on its own
+        speed = cluster.intra_host
+        if hosts[0] != hosts[1]:  # but for a host's
+            speed, links = cluster.inter_host, min(links, *map(len, hosts))
+        return cluster.latency + size.get((src, dst), 0) / speed / links
 
     if cluster.at_once is None or cluster.num_devices == 1:
         return simulate(plan.tasks(), duration, transfer)

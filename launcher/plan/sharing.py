@@ -23,8 +23,9 @@ class Shared:
     """A machine of two devices or more.
 
     Attributes:
-        at_once: for each stage, of how many devices one alone does the work: from 1, where it has
-            as much of the machine as all together, to all, where none slows another.
+        at_once: for each stage the devices times the share of a task's time, with all at work,
+            that it takes alone: from 1, where one has as much of the machine as all together, to
+            all, where none slows another.
     """
 
     devices: int
@@ -77,9 +78,10 @@ def simulate_shared(
         soonest = min((now + left[mesh] / speed[mesh] for mesh in running), default=float("inf"))
         until = min([soonest, *waiting])
         for mesh in list(running):
+            over = now + left[mesh] / speed[mesh] <= until
             left[mesh] -= (until - now) * speed[mesh]
             task, start = running[mesh]
-            if left[mesh] <= _DONE * max(duration(task), 1e-12):
+            if over or left[mesh] <= _DONE * max(duration(task), 1e-12):
                 end[task] = until
                 timed.append(TimedTask(task, mesh, start, until))
                 del running[mesh], left[mesh]

@@ -63,7 +63,8 @@ class StageGraph:
         how = {
             "wrt": [i in self.wrt for i in self.operands],
             "active": [v in self.active for v in (*self.activations_in, *self.activations_out)],
-            "of": [len(self.operands), len(self.activations_out)],
+            "of": [len(self.operands), len(self.activations_out), 0 in self.results],
+            "consumers": [len(readers) for readers in self.consumers],  # each sends a gradient back
         }
         return structure_text(program(self.inputs, self.equations, self.outs).jaxpr, how)
 

@@ -47,6 +47,17 @@ def test_each_stage_is_slowed_as_its_own_work_is():
     assert step_seconds(found) == pytest.approx(1.5 * (1 / 2 + 2 / 3))
 
 
+def test_short_tasks_beside_ones_of_many_minutes_come_to_their_end():
+    """What rounding leaves of a short one is little only beside the time that has passed."""
+    tasks = make_schedule("1f1b", 4, 4, 64)
+
+    def lengths(task):
+        return 2e-4 if task.stage == 3 else 400.0 + task.stage * 133.7
+
+    found = simulate_shared(tasks, lengths, late, [1] * 4, Shared(4, [1.3] * 4))
+    assert len(found) == sum(map(len, tasks))
+
+
 def test_a_machine_for_two_lies_between():
     tasks = make_schedule("1f1b", 4, 4, 6)
     steps = [
