@@ -58,7 +58,7 @@ class Launcher:
 
     def workers(self) -> list[psutil.Process]:
         """The worker processes: those that have the emulated devices."""
-        return [p for p in self.processes() if " ".join(p.cmdline()).startswith("ray::Host")]
+        return [p for p in self.processes() if command_of(p).startswith("ray::Host")]
 
     def worker(self) -> psutil.Process:
         """The one worker process."""
@@ -71,6 +71,13 @@ def mark_of(process: psutil.Process) -> str | None:
         return process.environ().get(MARK)
     except psutil.Error:  # another user's, or gone
         return None
+
+
+def command_of(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # gone, or about to be
+        return ""
 
 
 def lines(run: Path) -> list[dict]:

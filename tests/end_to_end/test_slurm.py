@@ -221,6 +221,23 @@ def test_a_time_limit_is_only_an_interruption(user: User) -> None:
 
 
 @pytest.mark.slow
+def test_a_killed_worker_is_replaced_on_the_nodes_of_the_job(
+    user: User, undisturbed: list[float]
+) -> None:
+    run = user.submit("killed-worker", *TWO_NODES, "train.checkpoint.every_steps=5")
+    run.train_past(10)
+    workers = [p for p in user.slurm.left() if " ".join(p.cmdline()).startswith("ray::Host")]
+    assert len(workers) == 2
+    workers[1].kill()
+    run.end()
+    assert "Restart 1 of at most 3" in run.output
+    assert run.losses() == pytest.approx(undisturbed, rel=1e-5)
+    (attempt,) = run.attempts()
+    assert (attempt["exit_code"], attempt["exit_reason"]) == (0, "done")
+    assert run.summary()["restarts"] == 1
+
+
+@pytest.mark.slurm
 def test_a_dead_node_is_noticed_and_the_run_comes_back(user: User) -> None:
     run = user.submit("dead-node", *TWO_NODES, ENDLESS)
     run.train_past(5)
@@ -228,7 +245,8 @@ def test_a_dead_node_is_noticed_and_the_run_comes_back(user: User) -> None:
     try:
         wait_until(lambda: run.attempts()[0]["exit_code"] is not None, SECONDS)
         assert "down" not in user.slurm.run("sinfo", "-h", "-n", "node2", "-o", "%T")
-        assert re.match(r"worker_1\b.* died", run.attempts()[0]["exit_reason"])
+        assert re.search(r"^launcher: worker_1\b.* died", run.output, re.MULTILINE)
+        assert "for node2: 1 of 2 nodes did not join" in run.attempts()[0]["exit_reason"]
         wait_until(lambda: not user.slurm.left(), SECONDS)
         (of_the_dead,) = user.slurm.scratch.glob("launcher-*")  # a later run sweeps it
         shutil.rmtree(of_the_dead)

@@ -144,9 +144,14 @@ CASES = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("model", [gpt, moe, conv])
+@pytest.mark.parametrize(
+    ("model", "case"),
+    [
+        pytest.param(model, case, marks=pytest.mark.stress if (k + m) % 2 else pytest.mark.slow)
+        for m, model in enumerate((gpt, moe, conv))
+        for k, case in enumerate(CASES)
+    ],
+)
 def test_the_estimate_is_within_a_tenth(model, case):
     step = model()
     cluster = local_shape(1 if case == "one_stage" else 2, 1, "cpu")

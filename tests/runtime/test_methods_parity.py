@@ -22,6 +22,7 @@ from plans import METHODS, by_name
 from trainings import assert_same, run, serial, training
 
 UNTIED = "shard 2x2, 2", "3d", "2+4, zero3", "1+3"  # it differs at both ends only
+REST = {"mlp": pytest.mark.stress, "gpt_tied": pytest.mark.slow, "gpt_untied": pytest.mark.slow}
 FAST = {
     ("mlp", "shard 4, 1"),
     ("mlp", "data, 2"),
@@ -40,7 +41,7 @@ FAST = {
 @pytest.mark.parametrize(
     ("name", "method"),
     [
-        pytest.param(*pair, marks=[] if pair in FAST else [pytest.mark.slow])
+        pytest.param(*pair, marks=[] if pair in FAST else [REST[pair[0]]])
         for pair in [
             *itertools.product(("mlp", "gpt_tied"), METHODS),
             *itertools.product(("gpt_untied",), UNTIED),
@@ -62,13 +63,13 @@ FOUR_LAYERS = {"conv", "experts", "scan"}
 UNEQUAL = "1+3", "2+4", "2+4, zero3"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "method"),
     [
-        pytest.param(case, method, id=f"{case.name}-{method}")
-        for case, method in itertools.product(models.MODELS, UNEQUAL)
-        if case.name in FOUR_LAYERS
+        pytest.param(case, method, id=f"{case.name}-{method}", marks=each)
+        for k, case in enumerate(c for c in models.MODELS if c.name in FOUR_LAYERS)
+        for m, method in enumerate(UNEQUAL)
+        for each in [pytest.mark.stress if (k + m) % 3 else pytest.mark.slow]
     ],
 )
 def test_parity_of_other_networks(case, method):

@@ -72,14 +72,14 @@ NETWORKS = {case.name for case in MODELS} - {"gpt_tied", "gpt_untied"}
 
 
 def pairs():
-    """Networks by every method; steps that do something unusual by two, in turn. GPTs are compared
-    by every method elsewhere, too."""
+    """Networks by every method, a third of the pairs with CI; steps that do something unusual by
+    two, in turn. GPTs are compared by every method elsewhere, too."""
     for k, name in enumerate(CASES):
         turn = {(5 * k + j * 4) % len(METHODS) for j in range(2)}
         for m, method in enumerate(METHODS):
             if name in NETWORKS or m in turn or (name, method) in FAST:
-                slow = (name, method) not in FAST
-                yield pytest.param(name, method, marks=[pytest.mark.slow] if slow else [])
+                by_hand = pytest.mark.stress if (k + m) % 3 else pytest.mark.slow
+                yield pytest.param(name, method, marks=[] if (name, method) in FAST else [by_hand])
 
 
 def run(step, state, case):

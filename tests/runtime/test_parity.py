@@ -38,8 +38,6 @@ COVERING = {
     ("mlp", (2, 1, "gpipe")),
     ("gpt_tied", (4, 8, "1f1b")),
 }
-# GPTs are compared by every method elsewhere, too.
-REST = {"mlp": pytest.mark.slow, "gpt_tied": pytest.mark.stress}
 
 
 def batches(options):
@@ -119,7 +117,7 @@ def check(options, expected, executable, state):
 @pytest.mark.parametrize(
     ("name", "stages", "micro_batches", "schedule"),
     [
-        pytest.param(name, *point, marks=[] if (name, point) in COVERING else [REST[name]])
+        pytest.param(name, *point, marks=[] if (name, point) in COVERING else [pytest.mark.stress])
         for name, point in itertools.product(("mlp", "gpt_tied"), GRID)
     ],
 )
