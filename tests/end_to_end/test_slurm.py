@@ -246,7 +246,8 @@ def test_a_dead_node_is_noticed_and_the_run_comes_back(user: User) -> None:
         wait_until(lambda: run.attempts()[0]["exit_code"] is not None, SECONDS)
         assert "down" not in user.slurm.run("sinfo", "-h", "-n", "node2", "-o", "%T")
         assert re.search(r"^launcher: worker_1\b.* died", run.output, re.MULTILINE)
-        assert "for node2: 1 of 2 nodes did not join" in run.attempts()[0]["exit_reason"]
+        reason = run.attempts()[0]["exit_reason"]  # whoever gives up first, Slurm or the driver
+        assert reason == "preempted" or "for node2: 1 of 2 nodes did not join" in reason
         wait_until(lambda: not user.slurm.left(), SECONDS)
         (of_the_dead,) = user.slurm.scratch.glob("launcher-*")  # a later run sweeps it
         shutil.rmtree(of_the_dead)
