@@ -95,7 +95,8 @@ def write_plan(home: RunFolder, config: Config, plan: Plan) -> None:
     """Write what the run is to be: `config.yaml`, resolved, and `plan.json`."""
     tree = to_dict(replace(config, run=replace(config.run, id=home.id)))
     # Whole or not at all: another task of a Slurm job may be reading them.
-    write_whole(home.path / "config.yaml", yaml.safe_dump(tree, sort_keys=False))
+    private = bool(config.cluster.slurm.env)  # its values, which may be secrets, are in it
+    write_whole(home.path / "config.yaml", yaml.safe_dump(tree, sort_keys=False), private)
     write_whole(home.path / "plan.json", json.dumps(plan.to_dict(), indent=2) + "\n")
 
 
