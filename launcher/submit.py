@@ -30,6 +30,7 @@ from launcher.cluster.slurm_script import SCRIPT, Job, render
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.report.console import make_console
+from launcher.report.files import write_whole
 from launcher.train import folder
 from launcher.train.folder import RunFolder
 from launcher.train.prepare import prepare
@@ -58,7 +59,8 @@ def _submit(config: Config) -> int:
     fresh = config.run.id is None or not Path(config.run.dir, config.run.id).exists()
     home = freeze(config, make_console())
     script = home.path / SCRIPT
-    script.write_text(script_for(replace(config, run=replace(config.run, id=home.id))))
+    text = script_for(replace(config, run=replace(config.run, id=home.id)))
+    write_script(script, text, config)
     with unmade([home.path] if fresh else []):
         job_id = sbatch(script)
     note_job(home.path, job_id, script)
@@ -69,6 +71,11 @@ def _submit(config: Config) -> int:
     print(f"  follow      tail -F {shlex.quote(str(output))}")
     print(f"  cancel      scancel {job_id}", flush=True)
     return wait(home.path, job_id) if config.cluster.slurm.wait else 0
+
+
+def write_script(path: Path, text: str, config: Config) -> None:
+    """Write a batch script, which holds the values of `cluster.slurm.env`; they may be secrets."""
+    write_whole(path, text, private=bool(config.cluster.slurm.env))
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from launcher.submit import (
     output_file,
     script_for,
     unmade,
+    write_script,
 )
 from launcher.sweep import labels, place
 from launcher.train.run import guarded
@@ -65,7 +66,7 @@ def _submit(points: Sequence[Point], configs: Sequence[Config], sweep_id: str, f
         homes.append(freeze(config, Console(quiet=True)).path)
     if configs[0].cluster.slurm.array is not None:
         script = folder / SCRIPT
-        script.write_text(_array_script(configs, sweep_id))
+        write_script(script, _array_script(configs, sweep_id), configs[0])
         with unmade(made):
             array_id = sbatch(script)
         for n, home in enumerate(homes):
@@ -74,7 +75,7 @@ def _submit(points: Sequence[Point], configs: Sequence[Config], sweep_id: str, f
     else:
         for n, (config, home) in enumerate(zip(configs, homes, strict=True)):
             script = home / SCRIPT
-            script.write_text(script_for(config))
+            write_script(script, script_for(config), config)
             with unmade([] if n else made):  # the second is refused: the first job is on its way
                 job_id = sbatch(script)
             note_job(home, job_id, script)

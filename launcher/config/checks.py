@@ -23,6 +23,7 @@ from launcher.config.schema import (
     Synthetic,
 )
 
+_LONGEST_NAME = 255  # bytes, of a folder
 _BYTES = 256  # text is read as bytes: the vocabulary that it needs
 
 # Settings that not every optimizer has, and those that do.
@@ -73,6 +74,13 @@ def _check_run(config: Config) -> Iterator[ConfigError]:
         yield ConfigError(
             f"run.id={run.id!r} cannot name a folder and a Weights & Biases run",
             "Use letters, digits, '.', '_' and '-'.",
+            ["run.id"],
+        )
+    if run.id is not None and len(run.id) > _LONGEST_NAME:
+        yield ConfigError(
+            f"run.id={run.id[:20]}… has {len(run.id)} characters; a folder's name has at most "
+            f"{_LONGEST_NAME}",
+            "Choose a shorter one.",
             ["run.id"],
         )
     if run.resume == "must" and run.id is None:

@@ -104,6 +104,15 @@ def to_dict(config: Config) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
+def redacted(config: Config) -> dict[str, Any]:
+    """`to_dict` for where others may read it: of `cluster.slurm.env`, where keys and tokens are
+    handed to a job, only the names."""
+    tree = to_dict(config)
+    slurm = tree["cluster"]["slurm"]
+    slurm["env"] = dict.fromkeys(slurm["env"], "***")
+    return tree
+
+
 def from_dict(tree: Mapping[str, Any]) -> Config:
     """The inverse of `to_dict`, as strict as `load`."""
     config = build(Config, tree)

@@ -7,6 +7,7 @@ says: no colour, no moving cursor. NO_COLOR is obeyed.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -40,6 +41,10 @@ LONGEST_SILENCE = 60.0  # seconds without a line on a pipe, however long the run
 ETA_WINDOW = 50  # logged steps that the time left is judged by
 
 
+# What a disk that standard output goes to may say: full, over quota, broken; EIO a closed terminal.
+_UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
+
+
 def make_console(file: TextIO | None = None) -> Console:
     """A console on `file` (standard output): as wide as the terminal, 100 columns off one."""
     console = _Console(file=file, highlight=False, markup=False, emoji=False)
@@ -57,7 +62,16 @@ def make_console(file: TextIO | None = None) -> Console:
 
 
 class _Console(Console):
-    """Says nothing more once nobody reads it (`| head`), where rich would end the process."""
+    """Says nothing more once nobody reads it (`| head`) or the disk that it goes to is full, where
+    rich would end the process or the run."""
+
+    def _check_buffer(self) -> None:
+        try:
+            super()._check_buffer()
+        except OSError as error:
+            if error.errno not in _UNWRITABLE:
+                raise
+            self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
         self.quiet = True

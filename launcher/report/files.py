@@ -12,11 +12,14 @@ from pathlib import Path
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # what may pass: space can be freed
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file whole or not at all. Raises OSError with the file's name."""
+def write_whole(path: Path, text: str, private: bool = False) -> None:
+    """Write a text file whole or not at all; a `private` one only its owner may read. Raises
+    OSError with the file's name."""
     partial = path.with_suffix(".partial")
     try:
         with open(partial, "w", encoding="utf-8") as file:
+            if private:
+                os.fchmod(file.fileno(), 0o600)
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

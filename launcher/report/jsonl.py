@@ -7,26 +7,33 @@ numeric.
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from launcher.report.files import FULL, named
 from launcher.report.tracker import METRIC_KEYS, Metrics
 
+# What may pass: there is room again, or the disk is mounted as it was.
+_PASSING = FULL | {errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES}
+
 
 class JsonlTracker:
     """Appends to `path`, one flushed line a step, so that a crash costs no line but its own.
 
     Opening it for a run that goes on at `first_step` drops the lines of that step and later, and a
-    last line that a crash tore: every step stands in the file once. `rewind` does the same later.
+    last line that a crash tore: every step stands in the file once. Other lines that are not whole
+    go too, but `warn` is told and the old file is kept beside. `rewind` does the same later.
 
-    While the disk is full, lines are held back and written when there is room; `warn` is told. The
-    constructor, `log`, `sync` and, of a disk that is still full, `finish` raise OSError where the
-    file cannot be written.
+    While the disk is full or takes nothing for another reason, lines are held back and written when
+    it does again; `warn` is told. The constructor, `log`, `sync` and, of a disk that still takes
+    nothing, `finish` raise OSError where the file cannot be written.
     """
 
     def __init__(
@@ -35,17 +42,30 @@ class JsonlTracker:
         self._path, self._warn = path, warn
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open for as long as the run
         self._held_back = b""
-        self._full = False
+        self._waiting = False
         self.rewind(first_step)
 
     def rewind(self, first_step: int) -> None:
         """Drop the lines of `first_step` and later, written or held back."""
-        with open(self._path, "rb") as file:
-            end = _end_of_steps_before(first_step, file)
-            file.seek(end)
-            later = file.read() + self._held_back  # whose first may be a line begun in the file
-        self._file.truncate(end)
-        self._held_back = later[: _end_of_steps_before(first_step, later.splitlines(keepends=True))]
+        written = self._path.read_bytes()
+        lines = (written + self._held_back).splitlines(keepends=True)  # one may be in both
+        records = [_record(line) for line in lines]
+        if bad := [n for n, record in enumerate(records[:-1], 1) if record is None]:
+            self._keep_beside(bad)
+        before = [record is not None and record["step"] < first_step for record in records]
+        same = before.index(False) if False in before else len(lines)
+        end = min(sum(map(len, lines[:same])), len(written))
+        self._held_back = b"".join(itertools.compress(lines, before))[end:]
+        if end < len(written):
+            self._file.truncate(end)
+        self._try(self._write)
+
+    def _keep_beside(self, bad: list[int]) -> None:
+        """Copy the file, of which the lines of these numbers are to go, and say so."""
+        kept = self._path.with_name(f"{self._path.name}.damaged")
+        shutil.copyfile(self._path, kept)
+        which = f"line {bad[0]}" + (f" and {len(bad) - 1} more" if bad[1:] else "")
+        self._warn(f"{self._path}: {which} cannot be read and is left out; see {kept.name}")
 
     def log(self, metrics: Metrics) -> None:
         line = {key: json_number(metrics.get(key)) for key in (*METRIC_KEYS, *metrics)}
@@ -61,11 +81,12 @@ class JsonlTracker:
         try:
             action()
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno not in _PASSING:
                 raise
-            if not self._full:
-                self._warn(f"{self._path}: {error.strerror}; metrics wait until there is room")
-            self._full = True
+            if not self._waiting:
+                until = "there is room" if error.errno in FULL else "it can be written"
+                self._warn(f"{self._path}: {error.strerror}; metrics wait until {until}")
+            self._waiting = True
 
     def message(self, text: str) -> None:
         pass
@@ -82,16 +103,16 @@ class JsonlTracker:
                 self._held_back = self._held_back[self._file.write(self._held_back) :]
         except OSError as error:
             raise named(error, self._path) from None
-        self._full = False
+        self._waiting = False
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The logged steps of a `metrics.jsonl`, oldest first; none where there is no file yet."""
+    """The logged steps of a `metrics.jsonl`, oldest first, without lines that are not whole; none
+    where there is no file yet."""
     if not path.exists():
         return []
-    lines = path.read_bytes()
-    whole = lines[: _end_of_steps_before(None, lines.splitlines(keepends=True))]
-    return [json.loads(line) for line in whole.splitlines()]
+    lines = path.read_bytes().splitlines(keepends=True)
+    return [record for line in lines if (record := _record(line)) is not None]
 
 
 def json_number(value: float | None) -> float | int | None:
@@ -101,17 +122,11 @@ def json_number(value: float | None) -> float | int | None:
     return float(value) if math.isfinite(value) else None
 
 
-def _end_of_steps_before(first_step: int | None, lines: Iterable[bytes]) -> int:
-    """How many bytes of `lines` are whole lines of steps before `first_step` (None: of any)."""
-    end = 0
-    for line in lines:
-        if not line.endswith(b"\n"):
-            break
-        try:
-            step = json.loads(line)["step"]
-        except (ValueError, KeyError, TypeError):
-            break
-        if first_step is not None and step >= first_step:
-            break
-        end += len(line)
-    return end
+def _record(line: bytes) -> dict[str, Any] | None:
+    """What a line holds; None where it is not whole."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    is_step = isinstance(record, dict) and isinstance(record.get("step"), int)
+    return record if is_step and line.endswith(b"\n") else None

@@ -39,7 +39,7 @@ def open_wandb(
     Args:
         settings: the `wandb` section. `mode` None is what WANDB_MODE says, else online where the
             user is logged in, else offline.
-        config: the resolved settings of the run, which are uploaded; they hold no secrets.
+        config: the resolved settings of the run, which are uploaded: `redacted`.
         run_dir: the run folder; wandb's files go to `wandb/` below it.
         warn: says one line to the user.
     """

@@ -25,7 +25,10 @@ from launcher.report.files import FULL
 from launcher.train import checkpoint
 
 # What must not change when a run goes on: with other values its steps would be another run's.
-_FIXED = ("model", "dataset", "optimizer", "train.global_batch_size", "run.seed")
+_FIXED = (
+    *("model", "dataset", "optimizer"),
+    *("train.global_batch_size", "train.precision", "run.seed"),
+)
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ def check(config: Config) -> int:
 
     Raises ConfigError where `run.id` and `run.resume` do not fit what is on disk.
     """
-    _check_place(config.run.dir)
+    _check_place(config.run)
     if config.run.id is None:
         return 0
     path = Path(config.run.dir, config.run.id)
@@ -82,9 +85,14 @@ def check(config: Config) -> int:
     return step
 
 
-def _check_place(parent: str) -> None:
-    """That a folder `parent` is there or could be made, as far as one can see without trying."""
+def _check_place(run: Run) -> None:
+    """That the run's folder is there or could be made, as far as one can see without trying."""
+    parent = run.dir
     path = Path(parent).absolute()
+    try:
+        (path / (run.id or "")).exists()
+    except OSError as error:  # a name that is too long, a folder that may not be looked into
+        raise _not_writable(parent, f"{error.filename}: {error.strerror}") from None
     there = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
     if not there.is_dir():
         raise _not_writable(parent, f"{there} is not a folder")
@@ -166,7 +174,14 @@ def _lock(file: BinaryIO, path: Path) -> None:
 def _choose(config: Config, path: Path, thorough: bool = True) -> checkpoint.Choice:
     """The checkpoint that the run goes on from, if there is one."""
     checkpoints = RunFolder(path).checkpoints
-    choice = checkpoint.newest(checkpoints, thorough)
+    try:
+        choice = checkpoint.newest(checkpoints, thorough)
+    except OSError as error:
+        raise ConfigError(
+            f"run.id={path.name} cannot go on: {error.filename} cannot be read ({error.strerror})",
+            "Make it readable, or choose another run.id.",
+            ["run.id"],
+        ) from None
     if choice.step is not None:
         stored = checkpoint.read_metadata(checkpoints, choice.step)["config"]
         _check_same_run(path, choice.step, _flat(stored), _flat(to_dict(config)))

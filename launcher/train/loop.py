@@ -29,9 +29,9 @@ def train(
 ) -> None:
     """Train from step `finished` + 1 to `settings.steps`, or until a signal asks for the end.
 
-    `save(step)` begins to save the newest step, when the settings ask for it and at the end, where
-    they or a signal do and there was a step to save. Training goes on meanwhile; all is written
-    when this returns. `clock` gives seconds that go on evenly.
+    `save(step)` begins to save the newest step, when the settings ask for it, the last one like any
+    other, and at the end, where they or a signal do and there was a step to save. Training goes on
+    meanwhile; all is written when this returns. `clock` gives seconds that go on evenly.
 
     Raises DivergedError, with nothing saved of the step that went wrong, SaveError, and like
     `Crew.result`.
@@ -53,7 +53,9 @@ def train(
             recorder.record(calls.popleft().result())
     _finish(crew, calls, recorder)
     recorder.log_newest()
-    final = step > finished and bool(settings.checkpoint.at_end or stop.requested)
+    at_end = settings.checkpoint.at_end or stop.requested
+    # The last step may be due like any other, but its save holds up nothing more.
+    final = step > finished and bool(at_end or cadence.is_due(step, clock()))
     if final and step != saved:
         save(step).result()
     save.finish(final)

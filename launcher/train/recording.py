@@ -19,7 +19,7 @@ from rich.console import Console
 
 from launcher.cluster.slurm_allocation import Allocation
 from launcher.cluster.slurm_script import SCRIPT
-from launcher.config.compose import to_dict
+from launcher.config.compose import redacted
 from launcher.config.schema import Config
 from launcher.plan import Plan, timeline
 from launcher.report.console import ConsoleTracker
@@ -105,7 +105,7 @@ class Recording:
         self._wandb = open_wandb(
             config.wandb,
             run_id=self._home.id,
-            config=to_dict(config),
+            config=redacted(config),
             run_dir=path,
             warn=self._say,
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.cluster.errors import HungError
-from launcher.config.compose import to_dict
+from launcher.config.compose import redacted
 from launcher.config.schema import Checkpoint, Config
 from launcher.plan import Plan
 from launcher.train.checkpoint import SaveError, clear_partial
@@ -32,7 +32,7 @@ def contents(config: Config, plan: Plan, step: int, passed_over: int = 0) -> dic
     """
     return {
         "format": FORMAT,
-        "config": to_dict(config),
+        "config": redacted(config),
         "plan": plan.to_dict(),
         "data": {"next_batch": step + passed_over},
         "metrics": {"next_step": step + 1},

@@ -17,6 +17,7 @@ from launcher.cluster.session import start
 from launcher.cluster.slurm_attempts import begin, finish
 from launcher.cluster.slurm_meeting import Meeting, again
 from launcher.config.compose import to_dict
+from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.plan import Plan
 from launcher.report.console import complain, status
@@ -32,7 +33,7 @@ from launcher.train.loop import train
 from launcher.train.prepare import Prepared
 from launcher.train.record import DivergedError
 from launcher.train.recording import Recording
-from launcher.train.recovery import Failure, Restart, recovering
+from launcher.train.recovery import FailedError, Failure, Restart, recovering
 from launcher.train.saving import Saving, contents
 from launcher.train.signals import StopSignals
 from launcher.train.worker import TrainWorker
@@ -94,7 +95,8 @@ def write_plan(home: RunFolder, config: Config, plan: Plan) -> None:
     """Write what the run is to be: `config.yaml`, resolved, and `plan.json`."""
     tree = to_dict(replace(config, run=replace(config.run, id=home.id)))
     # Whole or not at all: another task of a Slurm job may be reading them.
-    write_whole(home.path / "config.yaml", yaml.safe_dump(tree, sort_keys=False))
+    private = bool(config.cluster.slurm.env)  # its values, which may be secrets, are in it
+    write_whole(home.path / "config.yaml", yaml.safe_dump(tree, sort_keys=False), private)
     write_whole(home.path / "plan.json", json.dumps(plan.to_dict(), indent=2) + "\n")
 
 
@@ -189,7 +191,10 @@ class _Job:
     def _begin_again(self, failure: Failure, restart: Restart) -> None:
         self.restarts = restart.number
         self._meeting = self._meeting and again(self._meeting)
-        self._home = folder.again(self._home, self._config)
+        try:
+            self._home = folder.again(self._home, self._config)
+        except (ConfigError, OSError) as error:  # no wrong setting: the run had begun
+            raise FailedError(f"{failure.report}\nThe run is not started again: {error}") from None
         limit, finished = self._config.cluster.max_restarts, self._home.finished_steps
         if failure.passes_over:
             self._rolled_back = finished, failure.step + self._passed_over

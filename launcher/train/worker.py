@@ -166,14 +166,13 @@ class TrainWorker(Peer):
         for every save. Of the save before, `saved` must have been asked.
         """
         assert self._saving is None
-        settings = self._config.train.checkpoint
-        keep, keep_every = settings.keep, settings.every_steps
+        keep = self._config.train.checkpoint.keep
         writers = checkpoint.Writers(jax.process_index(), jax.process_count(), token)
         # At the end of a run, with nothing to hold up, a process of its own is not worth its start.
         by = self._background or checkpoint  # both `copied` and `save`
         state = by.copied(self._state)
         self._saving = self._saver.submit(
-            by.save, Path(folder), step, state, metadata, keep, keep_every, writers
+            by.save, Path(folder), step, state, metadata, keep, writers
         )
 
     def writing(self, seconds: float) -> bool:

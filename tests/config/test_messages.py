@@ -309,6 +309,11 @@ COMMAND_LINES = [
         f"run.id='a/b' cannot name a folder and a Weights & Biases run {CLI}. "
         "Use letters, digits, '.', '_' and '-'.",
     ),
+    (
+        f"run.id={'a' * 300}",
+        f"run.id=aaaaaaaaaaaaaaaaaaaa… has 300 characters; a folder's name has at most 255 {CLI}. "
+        "Choose a shorter one.",
+    ),
     ("run.resume=must", f"run.resume=must does not say which run {CLI}. Give run.id=VALUE."),
     (
         "model.size=null",

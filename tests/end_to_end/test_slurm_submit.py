@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from launcher.__main__ import main
+from launcher.config.compose import load
+from launcher.submit import script_for, write_script
 
 SETTINGS = ("cluster=slurm", "cluster.hosts=2", "cluster.gpus=16", "model.num_layers=4")
 
@@ -102,6 +104,17 @@ def test_an_array_whose_runs_ask_for_different_things_is_refused(
 def test_a_sweep_that_is_none_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(("task=sweep_status", f"sweep.dir={folder}")) == 2
     assert "holds no runs that were submitted to Slurm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("env", ["{}", "{API_KEY: s3cret}"])
+def test_a_script_that_holds_values_of_the_environment_is_its_users_alone(
+    env: str, folder: Path
+) -> None:
+    config = load((*SETTINGS, f"cluster.slurm.env={env}", "run.id=mine"))
+    path = folder / "job.sbatch"
+    write_script(path, script_for(config), config)
+    assert ("s3cret" in path.read_text()) == ("s3cret" in env)
+    assert (path.stat().st_mode & 0o077 == 0) == ("s3cret" in env)
 
 
 def test_frozen_settings_are_a_runs_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

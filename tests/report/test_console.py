@@ -3,6 +3,8 @@
 import io
 import os
 import re
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -127,6 +129,28 @@ def test_a_phase_that_fails_says_so_and_passes_the_error_on():
 def test_intervals_are_round():
     numbers = [0.02, 1, 1.2, 4, 5, 6, 20, 21, 99, 501]
     assert [round_up(n) for n in numbers] == [1, 1, 2, 5, 5, 10, 20, 50, 100, 1000]
+
+
+PRINTS = """
+import sys
+from launcher.report.console import ConsoleTracker, make_console, status
+console = make_console()
+with status(console, "compiling"):
+    pass
+tracker = ConsoleTracker(console, 50)
+for step in range(1, 51):
+    tracker.log({"step": step, "train/loss": 1.0})
+tracker.finish({})
+print("trained", file=sys.stderr)
+"""
+
+
+def test_a_full_disk_behind_standard_output_ends_nothing():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", PRINTS], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (done.returncode, done.stderr) == (0, "trained\n")
 
 
 @pytest.fixture

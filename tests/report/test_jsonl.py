@@ -116,15 +116,15 @@ def test_what_waits_for_room_outlives_a_rewind(tmp_path):
 
 
 class NearlyFull:
-    """A file whose disk has room for so many bytes more."""
+    """A file whose disk has room for so many bytes more, and then answers with `code`."""
 
-    def __init__(self, file, room):
-        self._file, self._room = file, room
+    def __init__(self, file, room, code=errno.ENOSPC):
+        self._file, self._room, self._code = file, room, code
         self.truncate, self.fileno = file.truncate, file.fileno
 
     def write(self, data):
         if not self._room:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise OSError(self._code, os.strerror(self._code))
         taken = self._file.write(data[: self._room])
         self._room -= taken
         return taken
@@ -139,3 +139,36 @@ def test_a_sync_puts_what_is_logged_on_the_disk(tmp_path, monkeypatch):
     tracker.log({"step": 1})
     tracker.sync()
     assert synced == [os.stat(tmp_path / "m.jsonl")]
+
+
+@pytest.mark.parametrize("bad", [b"\0\0\0\n", b'{"step": null}\n', b'{"step": 2, "tr\n', b"7\n"])
+def test_a_bad_line_in_the_middle_costs_no_other_line_and_is_kept_beside(tmp_path, bad):
+    path, warnings = tmp_path / "m.jsonl", []
+    write(path, [1, 2, 3])
+    first, *others = path.read_bytes().splitlines(keepends=True)
+    damaged = b"".join([first, bad, *others])
+    path.write_bytes(damaged)
+    assert steps_in(path) == [1, 2, 3]
+    tracker = JsonlTracker(path, 3, warnings.append)
+    tracker.log({"step": 3})
+    tracker.finish({})
+    lines = path.read_bytes().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+    assert warnings == [f"{path}: line 2 cannot be read and is left out; see m.jsonl.damaged"]
+    assert (tmp_path / "m.jsonl.damaged").read_bytes() == damaged
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES])
+def test_lines_wait_for_a_disk_that_takes_nothing_for_a_while(tmp_path, code):
+    path, warnings = tmp_path / "m.jsonl", []
+    tracker = JsonlTracker(path, warn=warnings.append)
+    file = tracker._file
+    tracker._file = NearlyFull(file, room=0, code=code)
+    tracker.log({"step": 1})
+    tracker.log({"step": 2})
+    tracker.sync()
+    assert warnings == [f"{path}: {os.strerror(code)}; metrics wait until it can be written"]
+    tracker._file = file
+    tracker.log({"step": 3})
+    tracker.finish({})
+    assert steps_in(path) == [1, 2, 3]

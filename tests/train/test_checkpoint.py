@@ -3,10 +3,12 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +19,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from launcher.config.schema import Optimizer
 from launcher.train import checkpoint
+from launcher.train.checkpoint import pieces
 from launcher.train.optimizer import build_optimizer
 from launcher.train.step import TrainState
 
-METADATA = {"config": {"run": {"id": None}, "x": [1, 0.1]}, "data": {"next_batch": 7}}
+
+def metadata(every_steps=0):
+    settings = {"train": {"checkpoint": {"every_steps": every_steps}}, "x": [1, 0.1]}
+    return {"config": settings, "data": {"next_batch": 7}}
+
+
+METADATA = metadata()
 
 STOCK = """
 import sys
@@ -119,8 +128,57 @@ def test_a_missing_step_is_a_file_not_found(tmp_path):
 def test_the_newest_and_the_round_steps_are_kept(tmp_path):
     state = checkpoint.copied(make_state())
     for step in (100, 130, 160, 200, 230):
-        checkpoint.save(tmp_path, step, state, METADATA, keep=2, keep_every=100)
+        checkpoint.save(tmp_path, step, state, metadata(every_steps=100), keep=2)
     assert sorted(int(p.name) for p in tmp_path.iterdir()) == [100, 160, 200, 230]
+
+
+def test_what_an_earlier_start_was_to_keep_is_kept_by_a_later_one(tmp_path):
+    """Each by the settings it was saved with; of one that does not tell, nothing is deleted."""
+    state = checkpoint.copied(make_state())
+    for step, every_steps in ((100, 100), (130, 100), (200, 100), (230, 0), (300, 0)):
+        checkpoint.save(tmp_path, step, state, metadata(every_steps), keep=2)
+    assert sorted(int(p.name) for p in tmp_path.iterdir()) == [100, 200, 230, 300]
+    (tmp_path / "230" / "_CHECKPOINT_METADATA").write_text("{")
+    for step in (310, 320):
+        checkpoint.save(tmp_path, step, state, METADATA, keep=1)
+    assert sorted(int(p.name) for p in tmp_path.iterdir()) == [100, 200, 230, 320]
+
+
+def test_a_state_that_is_saved_stays_so_where_old_ones_cannot_be_deleted(
+    tmp_path, monkeypatch, caplog
+):
+    save(tmp_path, 5)
+    rename = Path.rename
+
+    def refuse(path, target):
+        if path.name == "5":
+            raise OSError(errno.EACCES, "Permission denied", str(path))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    save(tmp_path, 6, keep=1)
+    assert checkpoint.newest(tmp_path) == checkpoint.Choice(6)
+    assert "cannot delete what need not be kept" in caplog.text
+    monkeypatch.undo()
+    save(tmp_path, 7, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["7"]
+
+
+def test_a_step_that_cannot_be_replaced_is_what_it_was(tmp_path, monkeypatch):
+    save(tmp_path, 5)
+    before = (tmp_path / "5" / "checksums.json").read_text()
+    rename = Path.rename
+
+    def refuse(path, target):
+        if path.name == "5.partial-0":
+            raise OSError(errno.EACCES, "Permission denied", str(path))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(checkpoint.SaveError, match="cannot save step 5"):
+        save(tmp_path, 5)
+    assert [path.name for path in tmp_path.iterdir()] == ["5"]
+    assert (tmp_path / "5" / "checksums.json").read_text() == before
 
 
 def test_a_step_that_is_saved_again_is_replaced_and_newer_ones_do_not_count(tmp_path):
@@ -198,6 +256,21 @@ def test_what_goes_wrong_in_one_process_is_said_by_the_first(tmp_path):
             ):
                 job.result(60)
     assert checkpoint.newest(tmp_path).step is None
+
+
+def test_a_process_that_writes_on_into_a_folder_that_is_gone_says_so(tmp_path, monkeypatch):
+    """The first process has given up and deleted it, as TensorStore finds out while it writes."""
+    opened = pieces.ts.open
+
+    async def open_and_lose(*arguments, **options):
+        store = await opened(*arguments, **options)
+        shutil.rmtree(tmp_path / "7.partial-t", ignore_errors=True)
+        return store
+
+    monkeypatch.setattr(pieces.ts, "open", open_and_lose)
+    half = halved(checkpoint.copied(make_state()), 1)
+    with pytest.raises(checkpoint.SaveError, match=f"^cannot save step 7 in {tmp_path}: "):
+        checkpoint.save(tmp_path, 7, half, METADATA, writers=checkpoint.Writers(1, 2, "t"))
 
 
 @pytest.mark.parametrize("by", ["os", "tensorstore"])

@@ -126,6 +126,7 @@ def test_what_nothing_can_start_from_is_named(config, checkpoints, tmp_path):
     damaged = "default/_METADATA is missing"
     for path, told in {
         tmp_path / "none": "does not exist",
+        tmp_path / ("a" * 300): "cannot be read (File name too long)",
         tmp_path / "empty": "holds no checkpoint",
         checkpoints / "6" / "checksums.json": "is not a folder",
         checkpoints / "6": f"is damaged: {damaged}",

@@ -1,5 +1,6 @@
 """Whose folder is it: every rule of `run.id` and `run.resume`, and its words."""
 
+import os
 import re
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from launcher.config.compose import load, to_dict
+from launcher.config.compose import load, redacted, to_dict
 from launcher.config.errors import ConfigError
 from launcher.train import checkpoint, folder
 from launcher.train.step import TrainState
@@ -24,10 +25,10 @@ def named(config, run_id="mine", **fields):
     return replace(config, run=replace(config.run, id=run_id, **fields))
 
 
-def save_checkpoint(config, step):
+def save_checkpoint(config, step, told=to_dict):
     path = Path(config.run.dir, config.run.id, "checkpoints")
     state = TrainState(jnp.int32(step), {"w": jnp.ones(2)}, (), jnp.zeros(2, jnp.uint32))
-    checkpoint.save(path, step, checkpoint.copied(state), {"config": to_dict(config)})
+    checkpoint.save(path, step, checkpoint.copied(state), {"config": told(config)})
 
 
 def test_a_fresh_id_says_model_and_time_and_is_drawn_anew():
@@ -98,6 +99,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint(config, resume):
         ("dataset", "num_samples", 7, "dataset.num_samples=7"),
         ("optimizer", "b2", 0.5, "optimizer.b2=0.5"),
         ("train", "global_batch_size", 64, "train.global_batch_size=64"),
+        ("train", "precision", "bf16", "train.precision='bf16'"),
         ("run", "seed", 1, "run.seed=1"),
     ],
 )
@@ -109,7 +111,7 @@ def test_a_run_does_not_go_on_as_another_one(config, section, field, value, text
     with pytest.raises(ConfigError) as error:
         folder.check(other)
     assert str(error.value) == (
-        f"{text} does not fit run.id=mine, which came to step 5 with {section}.{field}={before}. "
+        f"{text} does not fit run.id=mine, which came to step 5 with {section}.{field}={before!r}. "
         "Set it back to go on with that run, or choose another run.id."
     )
 
@@ -150,6 +152,41 @@ def test_two_runs_at_once_cannot_hold_one_folder(config):
         other.kill()  # the hardest of ends lets go of the folder too
     with folder.claim(config) as home:
         assert home.id == "mine"
+
+
+def test_a_run_goes_on_with_other_secrets_which_its_checkpoints_do_not_hold(config):
+    config = named(config)
+    slurm = replace(config.cluster.slurm, env={"WANDB_API_KEY": "a secret"})
+    config = replace(config, cluster=replace(config.cluster, slurm=slurm))
+    assert redacted(config)["cluster"]["slurm"]["env"] == {"WANDB_API_KEY": "***"}
+    save_checkpoint(config, 5, redacted)
+    assert folder.check(config) == 5
+
+
+def test_a_checkpoint_that_cannot_be_listed_is_a_damaged_one(config, tmp_path):
+    config = named(config)
+    save_checkpoint(config, 5)
+    save_checkpoint(config, 6)
+    closed = Path(config.run.dir, "mine", "checkpoints", "6")
+    closed.chmod(0)
+    try:
+        if os.access(closed, os.R_OK):
+            pytest.skip("this user may read everything")
+        with folder.claim(config) as home:
+            assert home.finished_steps == 5
+        (line,) = home.damaged
+        assert "6 is damaged and not used: checksums.json cannot be read (Permission" in line
+    finally:
+        for path in (closed, closed.with_name("6.damaged")):
+            if path.exists():
+                path.chmod(0o700)
+
+
+@pytest.mark.parametrize("run_id", [None, "mine"])
+def test_a_run_dir_with_a_name_that_is_too_long_is_refused(config, run_id):
+    config = named(config, run_id, dir="a" * 300)
+    with pytest.raises(ConfigError, match=r"^run\.dir=a+ cannot hold a run: .*name too long"):
+        folder.check(config)
 
 
 @pytest.mark.parametrize("run_id", [None, "mine"])

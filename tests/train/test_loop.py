@@ -246,6 +246,20 @@ def test_a_save_that_fails_ends_the_run_where_that_is_asked_or_it_is_the_last(wo
     assert len(training.lines) == 6 or words
 
 
+def test_the_last_step_is_saved_as_often_as_others_are_also_without_a_save_at_the_end(tmp_path):
+    words = ("train.checkpoint.every_steps=3", "train.checkpoint.at_end=false")
+    Training(tmp_path, *words).run()
+    assert sorted(int(path.name) for path in tmp_path.iterdir()) == [3, 6]
+
+
+def test_a_last_step_that_was_due_and_cannot_be_saved_fails_the_run(tmp_path):
+    words = ("train.checkpoint.every_steps=6", "train.checkpoint.at_end=false")
+    training = Training(tmp_path / "checkpoints", *words)
+    training.folder.write_text("in the way")
+    with pytest.raises(checkpoint.SaveError, match="cannot save step 6 in "):
+        training.run()
+
+
 def test_when_to_save():
     cadence = Cadence(Checkpoint(every_steps=10, every_minutes=1.0), now=0.0)
     assert not cadence.is_due(1, 59.0)

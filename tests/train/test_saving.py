@@ -1,5 +1,6 @@
 """Saving as the driver sees it, with real writers in threads of this process."""
 
+import json
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +10,12 @@ import jax.numpy as jnp
 import pytest
 
 from launcher.cluster.errors import HungError
+from launcher.config.compose import load
 from launcher.config.schema import Checkpoint
+from launcher.plan import local_shape
 from launcher.train import checkpoint, saving
+from launcher.train.method import plan_of
+from launcher.train.program import build_program
 from launcher.train.saving import Saving
 from launcher.train.step import TrainState
 
@@ -147,3 +152,12 @@ def test_metrics_are_on_the_disk_before_a_save_begins(tmp_path, said):
     sync = lambda: done.append("synced")  # noqa: E731
     Saving(crew, tmp_path, Checkpoint(), lambda step: {}, said.append, [], sync)(3)
     assert done == ["synced", "saved"]
+
+
+def test_a_checkpoint_holds_no_value_of_the_jobs_environment():
+    words = ["cluster=slurm", "cluster.gpus=1", "cluster.slurm.env={API_KEY: s3cret}"]
+    config = load(["model=mlp", "dataset=synthetic", "parallel=data", *words])
+    plan = plan_of(config.parallel, build_program(config).train, local_shape(1, 1, "cpu"))
+    described = saving.contents(config, plan, 3)
+    assert described["config"]["cluster"]["slurm"]["env"] == {"API_KEY": "***"}
+    assert "s3cret" not in json.dumps(described)

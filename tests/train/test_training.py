@@ -14,7 +14,7 @@ from launcher.config.compose import load, to_dict
 from launcher.plan import local_shape
 from launcher.report.console import make_console
 from launcher.report.jsonl import read_metrics
-from launcher.train import folder, training
+from launcher.train import folder, recording, training
 from launcher.train.checkpoint import integrity
 from launcher.train.method import plan_of
 from launcher.train.prepare import Prepared
@@ -187,3 +187,40 @@ def test_a_restart_on_a_full_disk_keeps_the_metrics_that_wait_for_room(tmp_path,
     monkeypatch.setattr(training._Job, "_attempt", attempt)
     assert run.train() == 0
     assert [record["step"] for record in read_metrics(run.path / "metrics.jsonl")] == [1]
+
+
+def test_a_restart_with_nothing_to_go_on_from_reports_the_failure_and_why(
+    tmp_path, plan, monkeypatch
+):
+    error = WorkerError("worker_1", "killed", tmp_path / "log", host=1, died=True)
+    run = Run(tmp_path, plan, monkeypatch, [error])
+    run.save(6)
+    run.damage(6)
+    with pytest.raises(FailedError) as raised:
+        run.train()
+    first, *_, last = str(raised.value).splitlines()
+    assert first == "worker_1 died: killed"
+    assert last.startswith("The run is not started again: run.id=mine cannot go on: no checkpoint")
+
+
+@pytest.mark.parametrize("env", ["{}", "{API_KEY: s3cret}"])
+def test_settings_that_hold_values_of_the_jobs_environment_are_their_users_alone(
+    tmp_path, plan, env
+):
+    words = ["cluster=slurm", "cluster.gpus=1", f"cluster.slurm.env={env}"]
+    config = load(["model=mlp", "dataset=synthetic", *words])
+    path = tmp_path / "config.yaml"
+    path.touch(0o644)
+    training.write_plan(folder.RunFolder(tmp_path), config, plan)
+    assert ("s3cret" in path.read_text()) == ("s3cret" in env)
+    assert (path.stat().st_mode & 0o077 == 0) == ("s3cret" in env)
+
+
+def test_weights_and_biases_is_told_no_value_of_the_jobs_environment(tmp_path, plan, monkeypatch):
+    told = []
+    monkeypatch.setattr(recording, "open_wandb", lambda _, **given: told.append(given["config"]))
+    words = ["cluster=slurm", "cluster.gpus=2", "cluster.slurm.env={API_KEY: s3cret}"]
+    run = Run(tmp_path, plan, monkeypatch, words=words)
+    monkeypatch.setattr(training._Job, "_attempt", lambda job, stop: job.recording.open(0))
+    assert run.train() == 0
+    assert told[0]["cluster"]["slurm"]["env"] == {"API_KEY": "***"}

@@ -82,14 +82,13 @@ class Background:
         state: bytes,
         metadata: dict[str, Any],
         keep: int | None = None,
-        keep_every: int = 0,
         writers: Writers = _ALONE,
     ) -> None:
         """`checkpoint.save` in that process, of what `copied` has returned; waits for it.
 
         Raises SaveError also where the process ends meanwhile; the next save has a new one.
         """
-        arguments = (folder, step, metadata, keep, keep_every, writers)
+        arguments = (folder, step, metadata, keep, writers)
         try:
             self._connection.send((state, arguments))
             kind, told = self._connection.recv()
@@ -195,9 +194,9 @@ def serve() -> None:
         view = memoryview(mmap.mmap(memory, size) if size else b"")
         buffers = [view[start : start + length] for start, length in places]
         state = SimpleNamespace(**pickle.loads(message, buffers=buffers))
-        folder, step, metadata, keep, keep_every, writers = arguments
+        folder, step, metadata, keep, writers = arguments
         try:
-            save(folder, step, state, metadata, keep, keep_every, writers)
+            save(folder, step, state, metadata, keep, writers)
         except SaveError as error:
             connection.send(("refused", str(error)))
         except Exception:

@@ -65,6 +65,13 @@ def resolve(path: Path) -> tuple[Path, tuple[str, ...]]:
 
     Raises InitError where there is none.
     """
+    try:
+        return _resolved(path)
+    except OSError as error:
+        raise InitError(f"cannot be read ({error.strerror})") from None
+
+
+def _resolved(path: Path) -> tuple[Path, tuple[str, ...]]:
     if not path.is_dir():
         raise InitError("is not a folder" if path.exists() else "does not exist")
     if (path / CHECKSUMS).exists() or (path / METADATA).exists():

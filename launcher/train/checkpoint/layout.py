@@ -12,6 +12,7 @@ Whatever else somebody puts there is left alone.
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -26,17 +27,42 @@ _PARTIAL = ".partial-"
 
 def steps_in(folder: Path) -> list[int]:
     """The steps that `folder` holds checkpoints of, whole or damaged, oldest first; none where
-    there is no folder. Empty folders are no checkpoints."""
+    there is no folder. Empty folders are no checkpoints. Raises OSError."""
     if not folder.is_dir():
         return []
     named = [path for path in folder.iterdir() if _is_step(path.name) and path.is_dir()]
-    return sorted(int(path.name) for path in named if any(path.iterdir()))
+    return sorted(int(path.name) for path in named if not _is_empty(path))
+
+
+def _is_empty(path: Path) -> bool:
+    try:
+        return not any(path.iterdir())
+    except OSError:  # what is in it nobody can read: a damaged one
+        return False
 
 
 def read_metadata(folder: Path, step: int) -> dict[str, Any]:
     """The `metadata` that `folder/<step>` was saved with."""
     found: dict[str, Any] = json.loads((folder / str(step) / METADATA).read_bytes())
     return found["custom_metadata"]
+
+
+def stays(folder: Path, step: int) -> bool:
+    """Whether `folder/<step>` is never to be deleted: it is one of the `every_steps` of the start
+    that saved it, whatever a later start asks for. One that does not tell stays, too."""
+    path = folder / str(step) / METADATA
+    try:
+        every = _every_steps(path, path.stat().st_mtime_ns)
+        return every > 0 and step % every == 0
+    except (OSError, ValueError, KeyError, TypeError):
+        return True
+
+
+@functools.cache  # each is asked about at every save
+def _every_steps(path: Path, modified: int) -> int:
+    found = json.loads(path.read_bytes())
+    every: int = found["custom_metadata"]["config"]["train"]["checkpoint"]["every_steps"]
+    return every
 
 
 def partial_path(folder: Path, step: int, token: str) -> Path:

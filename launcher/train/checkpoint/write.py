@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import re
 import shutil
@@ -21,8 +22,10 @@ import jax
 import orbax.checkpoint as ocp
 
 from launcher.train.checkpoint.integrity import Sums, checksums, files_below, write_checksums
-from launcher.train.checkpoint.layout import ARRAYS, METADATA, partial_path, steps_in
+from launcher.train.checkpoint.layout import ARRAYS, METADATA, partial_path, stays, steps_in
 from launcher.train.checkpoint.pieces import Pieces, PiecesHandler
+
+_log = logging.getLogger(__name__)
 
 FIELDS = ("step", "params", "opt_state", "key")
 _CHUNK_BYTES = 2**24  # at most; who needs a part of an array reads whole chunks
@@ -58,12 +61,10 @@ def save(
     state: Any,
     metadata: dict[str, Any],
     keep: int | None = None,
-    keep_every: int = 0,
     writers: Writers = Writers(),
 ) -> None:
-    """Write `folder/<step>`, whole or not at all, and wait for it; then delete all but the
-    multiples of `keep_every` and, of the others, the newest `keep`. Every process of `writers`
-    calls it.
+    """Write `folder/<step>`, whole or not at all, and wait for it; then delete all but those that
+    stay (see `stays`) and, of the others, the newest `keep`. Every process of `writers` calls it.
 
     Args:
         state: what `copied` made of a state. metadata: JSON-able.
@@ -80,13 +81,14 @@ def save(
             rest = _write_rest(partial, metadata, began, sums)
             write_checksums(partial, {**sums, **rest})
             _commit(partial, folder / str(step))
-            _prune(folder, step, keep, keep_every)
     except Exception as error:
         problem = _explained(error, folder, step)
         abandon(folder, step, writers, problem or f"cannot save step {step} in {folder}: {error!r}")
         if problem is None:
             raise
         raise SaveError(problem) from None
+    if writers.index == 0 and keep:
+        _prune(folder, step, keep)
 
 
 def abandon(folder: Path, step: int, writers: Writers, problem: str) -> None:
@@ -154,29 +156,35 @@ def _write_rest(partial: Path, metadata: dict[str, Any], began: int, sums: Sums)
 
 
 def _commit(partial: Path, final: Path) -> None:
-    """Give it its name, in place of what had it."""
+    """Give it its name, in place of what had it, which goes only then."""
     _sync_folders(partial)
-    if final.exists():
-        _discard(final)
-    partial.rename(final)
+    before = _put_aside(final) if final.exists() else None
+    try:
+        partial.rename(final)
+    except OSError:
+        if before:
+            before.rename(final)
+        raise
     _sync(final.parent)
+    if before:
+        shutil.rmtree(before, ignore_errors=True)
 
 
-def _prune(folder: Path, step: int, keep: int | None, keep_every: int) -> None:
+def _prune(folder: Path, step: int, keep: int) -> None:
     """Delete what need not be kept; what is newer than `step` is not this run's to count."""
-    counted = [
-        s for s in steps_in(folder) if s <= step and not (keep_every and s % keep_every == 0)
-    ]
-    for old in counted[:-keep] if keep else []:
-        _discard(folder / str(old))
+    try:
+        counted = [s for s in steps_in(folder) if s <= step and not stays(folder, s)]
+        for old in counted[:-keep]:
+            shutil.rmtree(_put_aside(folder / str(old)), ignore_errors=True)
+    except OSError as error:  # the state is saved; the next save tries again
+        _log.warning("cannot delete what need not be kept in %s: %s", folder, error)
 
 
-def _discard(path: Path) -> None:
-    """Delete a checkpoint; renamed first, for one half deleted must not look like a damaged one."""
+def _put_aside(path: Path) -> Path:
+    """Rename a checkpoint to what is deleted: one half deleted must not look like a damaged one."""
     gone = partial_path(path.parent, int(path.name), "discarded")
     shutil.rmtree(gone, ignore_errors=True)
-    path.rename(gone)
-    shutil.rmtree(gone, ignore_errors=True)
+    return path.rename(gone)
 
 
 def _handler(process: int) -> ocp.PyTreeCheckpointHandler:
@@ -207,11 +215,16 @@ def _explained(error: Exception, folder: Path, step: int) -> str | None:
     """The error as one line; None where it is not the disk's."""
     if isinstance(error, SaveError):
         return str(error)
-    code = error.errno if isinstance(error, OSError) else _code_of(str(error))
-    if code is None:
+    text = " ".join(str(error).split())
+    code = error.errno if isinstance(error, OSError) else _code_of(text)
+    if code is not None:
+        what = os.strerror(code)
+    elif isinstance(error, ValueError) and re.match(r"[A-Z_]+: ", text):
+        what = text  # TensorStore's, such as of a folder that another process has given up
+    else:
         return None
-    remedy = _REMEDIES.get(code, "See whether the disk is in order")
-    return f"cannot save step {step} in {folder}: {os.strerror(code)}. {remedy}."
+    remedy = _REMEDIES.get(code or 0, "See whether the disk is in order")
+    return f"cannot save step {step} in {folder}: {what}. {remedy}."
 
 
 def _code_of(text: str) -> int | None:
