@@ -72,15 +72,26 @@ class Calibration:
 
 def calibrated(shape: ClusterShape, say: Callable[[str], None]) -> ClusterShape:
     """The shape by what was measured on such devices, if it was (`task=calibrate`)."""
-    path = _path(shape, say)
-    tree = cache.read(path, _FIELDS, say)
-    if tree is None:
-        return shape
-    try:
-        return Calibration(**{name: tree[name] for name in _FIELDS}).applied(shape)
-    except (TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError):
-        say(f"{path} is damaged: ignored; python -m launcher task=calibrate measures again")
-        return shape
+    path, then = _path(shape, say), "python -m launcher task=calibrate measures again"
+    found = cache.read(path, lambda tree: _kept(tree).applied(shape), say, then)
+    return found or shape
+
+
+def _kept(tree: dict[str, Any]) -> Calibration:
+    """From the cache's file, in which anything may stand; it raises what `cache.read` expects."""
+    products, at_once, memory = tree["product_flops"], tree["at_once"], tree["memory_bytes"]
+    return Calibration(
+        product_flops={dtype: _by_size(products[dtype]) for dtype in ("bfloat16", "float32")},
+        memory_bandwidth=cache.positive(tree["memory_bandwidth"]),
+        at_once=None if at_once is None else cache.number(at_once, 1.0),
+        launch=cache.number(tree["launch"]),
+        all_reduce_seconds=_by_size(tree["all_reduce_seconds"]),
+        memory_bytes=None if memory is None else int(cache.positive(memory)),
+    )
+
+
+def _by_size(tree: dict[str, Any]) -> dict[str, float]:
+    return {str(int(size)): cache.positive(value) for size, value in tree.items()}
 
 
 def measure(shape: ClusterShape, say: Callable[[str], None]) -> tuple[Calibration, Path]:
@@ -115,9 +126,6 @@ def measure(shape: ClusterShape, say: Callable[[str], None]) -> tuple[Calibratio
     path = _path(shape, say=lambda text: None)
     cache.write(path, {**about, **tree}, say)
     return Calibration(**tree), path
-
-
-_FIELDS = tuple(field.name for field in dataclasses.fields(Calibration))
 
 
 def _path(shape: ClusterShape, say: Callable[[str], None]) -> Path:
