@@ -21,6 +21,8 @@ _GIB = 2**30
 
 def nothing_fits(problem: Problem, wanted: Wanted) -> str:
     """Why `best_of` found nothing, for a person."""
+    if reason := _too_many_stages(problem, wanted):
+        return reason
     least = _leanest(problem, wanted)
     if problem.memory_bytes is None or least is None:
         count = wanted.num_micro_batches
@@ -48,6 +50,22 @@ def nothing_fits(problem: Problem, wanted: Wanted) -> str:
         f"{stage} needs {needed / _GIB:.2f} GiB a device, {(needed - usable) / _GIB:.2f} GiB more "
         f"than the {usable / _GIB:.2f} GiB that can be used. This would fit: {advice}"
     )
+
+
+def _too_many_stages(problem: Problem, wanted: Wanted) -> str:
+    """More than there are layers or devices for; "" where that is not so."""
+    asked = wanted.num_stages or 1
+    layers, devices = sum(map(len, problem.groups)), problem.cluster.num_devices
+    for most, words in (
+        (len(problem.groups), f"the model's {layers} layers (one more than its marks)"),
+        (devices, f"the {devices} devices (cluster.gpus)"),
+    ):
+        if asked > most:
+            return (
+                f"parallel.num_stages={asked} is more than {words}; each stage needs one. Give at "
+                f"most {min(devices, layers)}, or parallel.num_stages=auto"
+            )
+    return ""
 
 
 def _leanest(problem: Problem, wanted: Wanted) -> Candidate | None:

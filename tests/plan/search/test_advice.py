@@ -60,3 +60,19 @@ def test_a_layer_too_large_for_any_device_is_said_to_be():
 def test_a_batch_that_does_not_divide():
     problem = dataclasses.replace(problem_of(1.0), memory_bytes=None)
     assert "does not divide into 3 microbatches" in nothing_fits(problem, Wanted(3))
+
+
+@pytest.mark.parametrize(
+    ("stages", "words"),
+    [
+        (5, "num_stages=5 is more than the model's 4 layers"),
+        (3, "num_stages=3 is more than the 2 devices"),
+    ],
+)
+def test_more_stages_than_layers_or_devices(stages, words):
+    for problem in (problem_of(9.0), dataclasses.replace(problem_of(9.0), memory_bytes=None)):
+        wanted = Wanted(num_stages=stages)
+        assert not best_of(problem, wanted)
+        message = nothing_fits(problem, wanted)
+        assert words in message
+        assert "Give at most 2," in message
