@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from launcher.plan.search.candidates import submesh_sizes
-from launcher.plan.search.problem import Candidate, Problem, Wanted, best_of
+from launcher.plan.search.problem import Candidate, Problem, Wanted, best_of, spread_divisors
 
 _MOST_MEMORY = 10000  # times what there is; beyond it any amount is tried
 _PRECISION = 1.01
@@ -123,9 +123,8 @@ def _settings(problem: Problem, wanted: Wanted) -> str:
 
 
 def _batch(problem: Problem, wanted: Wanted) -> str:
-    size = problem.batch_size
-    while size > 1 and size % 2 == 0:
-        size //= 2
+    for parts in spread_divisors(problem.batch_size, problem.batch_size)[1:]:
+        size = problem.batch_size // parts
         # The table is of the whole batch: fewer samples cost their share.
         if best_of(_of_batch(problem, size), wanted):
             return f"train.global_batch_size={size}"
