@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.plan.cluster_shape import ClusterShape
+from launcher.plan.cluster_shape import ClusterShape, is_nominal
 from launcher.plan.errors import PlanError
 from launcher.plan.profile import cache, gauge
 
@@ -71,9 +71,19 @@ class Calibration:
 
 
 def calibrated(shape: ClusterShape, say: Callable[[str], None]) -> ClusterShape:
-    """The shape by what was measured on such devices, if it was (`task=calibrate`)."""
+    """The shape by what was measured on such devices, if it was (`task=calibrate`).
+
+    Args:
+        say: told in a line what is ignored, and of devices of which nothing is known.
+    """
     path, then = _path(shape, say), "python -m launcher task=calibrate measures again"
     found = cache.read(path, lambda tree: _kept(tree).applied(shape), say, then)
+    if found is None and is_nominal(shape):
+        say(
+            f"the rates and the memory of {shape.device_kind} are not known: predictions are "
+            "nominal, and memory is not bounded, until python -m launcher task=calibrate measures "
+            "them there"
+        )
     return found or shape
 
 
