@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from launcher.cluster.step_worker import StepWorker
 from launcher.config.machines import Cluster
 from launcher.fleet import Fleet
 from launcher.plan import ClusterShape, Plan, local_shape
+from launcher.plan.calibration import calibrated
 from launcher.runtime import Executable, Transport, compile_step
 from launcher.signature import Traceable
 from launcher.trace import TracedStep
@@ -51,10 +53,13 @@ class Local:
 
     @property
     def shape(self) -> ClusterShape:
-        """The cluster, for the planner."""
+        """The cluster, for the planner, as it was calibrated if it was."""
         devices = self.found
         kind = "cpu" if devices[0].platform == "cpu" else devices[0].device_kind
-        return local_shape(len(devices), len({d.process_index for d in devices}), kind)
+        hosts = len({d.process_index for d in devices})
+        nominal = local_shape(len(devices), hosts, kind)
+        # Several processes plan each for itself, and alike: not by what one machine alone knows.
+        return calibrated(nominal, _say) if hosts == 1 else nominal
 
     def compile(self, step: TracedStep, plan: Plan, source: Traceable) -> Executable:
         """Compile a traced step here; the counterpart of `Fleet.compile`."""
@@ -130,6 +135,10 @@ def current() -> Local | Fleet:
     return _HERE if _held is None else _held.backend
 
 
+def _say(text: str) -> None:
+    warnings.warn(text, stacklevel=3)
+
+
 def _this_process(address: str | None, nodes: int | None, devices: int | None) -> Local:
     if address is not None or nodes not in (None, 1):
         raise SessionError(
@@ -157,12 +166,15 @@ def _workers(address: str | None, nodes: int | None, devices: int | None) -> _He
         undo.callback(session.close)
         if pool.kind == "gpu":
             jax.config.update("jax_platforms", "cpu")  # the devices are for the workers
-        kind = "cpu" if pool.kind == "cpu" else pool.device_name
-        shape = local_shape(pool.num_devices, pool.hosts, kind)
-        fleet = Fleet(session.spawn(StepWorker), shape)
+        fleet = Fleet(session.spawn(StepWorker), _shape_of(pool))
         gone = SessionError("this belongs to a session that launcher.shutdown() has ended")
         undo.callback(fleet.close, gone)
         return _Held(fleet, undo.pop_all().close)
+
+
+def _shape_of(pool: DevicePool) -> ClusterShape:
+    kind = "cpu" if pool.kind == "cpu" else pool.device_name
+    return calibrated(local_shape(pool.num_devices, pool.hosts, kind), _say)
 
 
 def _private_pool(nodes: int, devices: int | None) -> DevicePool:

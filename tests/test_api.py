@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 
 import launcher
-from launcher.plan import PlanError
+from launcher import session
+from launcher.cluster.devices import DevicePool
+from launcher.plan import PlanError, local_shape
+from launcher.plan.profile import cache
 from launcher.session import SessionError
 from launcher.trace import TraceError
 
@@ -201,6 +204,30 @@ def test_local_sessions_choose_devices_and_repeat():
         launcher.shutdown()
     assert train.plan(*shapes).num_devices == 8
     launcher.shutdown()
+
+
+def test_plans_rest_on_what_task_calibrate_measured(tmp_path, monkeypatch):
+    """On this process's devices and on workers."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = {
+        "product_flops": {"bfloat16": {"128": 4e9}, "float32": {"128": 2e9}},
+        "memory_bandwidth": 3e9,
+        "at_once": 2.0,
+        "launch": 3e-4,
+        "all_reduce_seconds": {},
+        "memory_bytes": None,
+    }
+    pool = DevicePool("cpu", 2, 4, "CPU device", "")
+    shapes = lambda: (session.Local().shape, session._shape_of(pool))  # noqa: E731
+    assert not any(shape.flops == 4e9 for shape in shapes())
+    cache.write(cache.place("calibration", local_shape(8, 1, "cpu"), "", print), found, print)
+    assert all(shape.flops == 4e9 for shape in shapes())
+
+
+def test_what_is_not_known_of_devices_is_told():
+    pool = DevicePool("gpu", 1, 2, "Tesla T4", "")
+    with pytest.warns(UserWarning, match="memory of Tesla T4 are not known: .* task=calibrate"):
+        session._shape_of(pool)
 
 
 @pytest.mark.parametrize(

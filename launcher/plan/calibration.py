@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.plan.cluster_shape import ClusterShape
+from launcher.plan.cluster_shape import ClusterShape, is_nominal
 from launcher.plan.errors import PlanError
 from launcher.plan.profile import cache, gauge
 
@@ -71,16 +71,37 @@ class Calibration:
 
 
 def calibrated(shape: ClusterShape, say: Callable[[str], None]) -> ClusterShape:
-    """The shape by what was measured on such devices, if it was (`task=calibrate`)."""
-    path = _path(shape, say)
-    tree = cache.read(path, _FIELDS, say)
-    if tree is None:
-        return shape
-    try:
-        return Calibration(**{name: tree[name] for name in _FIELDS}).applied(shape)
-    except (TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError):
-        say(f"{path} is damaged: ignored; python -m launcher task=calibrate measures again")
-        return shape
+    """The shape by what was measured on such devices, if it was (`task=calibrate`).
+
+    Args:
+        say: told in a line what is ignored, and of devices of which nothing is known.
+    """
+    path, then = _path(shape, say), "python -m launcher task=calibrate measures again"
+    found = cache.read(path, lambda tree: _kept(tree).applied(shape), say, then)
+    if found is None and is_nominal(shape):
+        say(
+            f"the rates and the memory of {shape.device_kind} are not known: predictions are "
+            "nominal, and memory is not bounded, until python -m launcher task=calibrate measures "
+            "them there"
+        )
+    return found or shape
+
+
+def _kept(tree: dict[str, Any]) -> Calibration:
+    """From the cache's file, in which anything may stand; it raises what `cache.read` expects."""
+    products, at_once, memory = tree["product_flops"], tree["at_once"], tree["memory_bytes"]
+    return Calibration(
+        product_flops={dtype: _by_size(products[dtype]) for dtype in ("bfloat16", "float32")},
+        memory_bandwidth=cache.positive(tree["memory_bandwidth"]),
+        at_once=None if at_once is None else cache.number(at_once, 1.0),
+        launch=cache.number(tree["launch"]),
+        all_reduce_seconds=_by_size(tree["all_reduce_seconds"]),
+        memory_bytes=None if memory is None else int(cache.positive(memory)),
+    )
+
+
+def _by_size(tree: dict[str, Any]) -> dict[str, float]:
+    return {str(int(size)): cache.positive(value) for size, value in tree.items()}
 
 
 def measure(shape: ClusterShape, say: Callable[[str], None]) -> tuple[Calibration, Path]:
@@ -115,9 +136,6 @@ def measure(shape: ClusterShape, say: Callable[[str], None]) -> tuple[Calibratio
     path = _path(shape, say=lambda text: None)
     cache.write(path, {**about, **tree}, say)
     return Calibration(**tree), path
-
-
-_FIELDS = tuple(field.name for field in dataclasses.fields(Calibration))
 
 
 def _path(shape: ClusterShape, say: Callable[[str], None]) -> Path:

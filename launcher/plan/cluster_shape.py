@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 
@@ -16,12 +18,13 @@ class ClusterShape:
             datasheet, or None where there is none to hold a run against (MFU is then unknown).
         flops, flops_fp32, memory_bandwidth: what one device is taken to sustain (FLOP/s of matrix
             products in 16 and in 32 bits, bytes/s), for predictions.
-        memory_bytes: of one device, or None if it is shared.
+        memory_bytes: of one device, or None if it is shared or not known.
         intra_host, inter_host: bytes/s one way, from device to device on a host and from
             host to host. latency: seconds of one transfer. launch: seconds to start a program.
-        at_once: where the devices share a machine, of how many one alone does the work (from 1 to
-            all of them, none of which slows another then); the rates are those with all at work.
-            None: each has its own.
+        at_once: where the devices share a machine, their number times the share of a task's time
+            with all at work that it takes alone: from 1, where one alone is as fast as all
+            together, to all of them, where none slows another. The rates are those with all at
+            work. None: each has its own.
     """
 
     name: str
@@ -68,55 +71,79 @@ class ClusterShape:
 class _Datasheet:
     peak_flops: float
     peak_flops_fp32: float
-    memory_bandwidth: float
-    memory_gib: int
+    bandwidths: dict[int, float]  # of the memory, by its GiB; the usual size first
     link: float  # bytes/s one way, device to device on a host
 
 
 # NVIDIA datasheets (dense BF16/FP16 and TF32 tensor-core rates, V100: FP32; memory bandwidth;
-# NVLink one way): nvidia.com/en-us/data-center/{b200,h200,h100,a100,v100}.
+# NVLink one way): nvidia.com/en-us/data-center/{b200,gh200,h200,h100,a100,v100}. The first whose
+# name is in the device's counts.
 _GPUS = {
-    "B200": _Datasheet(2250e12, 1100e12, 8.0e12, 180, 900e9),
-    "H200": _Datasheet(989e12, 494e12, 4.8e12, 141, 450e9),
-    "H100": _Datasheet(989e12, 494e12, 3.35e12, 80, 450e9),
-    "A100": _Datasheet(312e12, 156e12, 2.0e12, 80, 300e9),
-    "V100": _Datasheet(125e12, 15.7e12, 0.9e12, 16, 150e9),
+    "B200": _Datasheet(2250e12, 1100e12, {180: 8.0e12}, 900e9),
+    "GH200": _Datasheet(989e12, 494e12, {96: 4.0e12, 144: 4.9e12}, 450e9),
+    "H200": _Datasheet(989e12, 494e12, {141: 4.8e12}, 450e9),
+    "H100": _Datasheet(989e12, 494e12, {80: 3.35e12}, 450e9),
+    "A100": _Datasheet(312e12, 156e12, {80: 2.0e12, 40: 1.555e12}, 300e9),
+    "V100": _Datasheet(125e12, 15.7e12, {16: 0.9e12, 32: 0.9e12}, 150e9),
 }
+# Of a GPU that is none of these, what it is taken to sustain; its memory is not known.
+_OTHER_GPU = {"flops": 50e12, "flops_fp32": 10e12, "memory_bandwidth": 500e9, "intra_host": 12e9}
 _SUSTAINED = 0.5  # of the peak, in large matrix products inside a training step
 _ETHERNET = 12.5e9  # 100 Gbit/s
 _CORE_FLOPS = 60e9  # one CPU core in fp32 matrix products of a small model; nominal
 _CPU_BANDWIDTH = 30e9  # one core, out of its caches; nominal
-_CPU_AT_ONCE = 1.25  # devices that keep two cores busy: XLA lets each use both; nominal
+_CPU_AT_ONCE = 1.25  # on two cores, of which XLA lets each device use both; nominal
 _CPU_LAUNCH = 150e-6  # nominal
 
 
 def local_shape(num_devices: int, num_hosts: int, device_kind: str) -> ClusterShape:
     """This machine's shape: its GPUs by `device_kind` (as JAX or nvidia-smi names them), or, for
-    `"cpu"`, emulated devices that share the machine's cores and memory."""
-    per_host = num_devices // num_hosts
+    `"cpu"`, emulated devices that share the machine's cores and memory. Of a GPU that no datasheet
+    here is of, rates are nominal (`is_nominal`)."""
+    if device_kind == "cpu":
+        return _emulated(num_devices, num_hosts)
+    rates: dict[str, Any] = {"peak_flops": None, "memory_bytes": None, **_OTHER_GPU}
     sheet = next((s for name, s in _GPUS.items() if name in device_kind.upper()), None)
     if sheet is not None:
-        return ClusterShape(
-            name="local",
-            hosts=num_hosts,
-            devices_per_host=per_host,
-            device_kind=device_kind,
-            peak_flops=sheet.peak_flops,
-            flops=_SUSTAINED * sheet.peak_flops,
-            flops_fp32=_SUSTAINED * sheet.peak_flops_fp32,
-            memory_bandwidth=sheet.memory_bandwidth,
-            memory_bytes=sheet.memory_gib << 30,
-            intra_host=sheet.link,
-            inter_host=_ETHERNET,
-            latency=10e-6,
-        )
+        memory = _memory_gib(device_kind, sheet)
+        rates = {
+            "peak_flops": sheet.peak_flops,
+            "flops": _SUSTAINED * sheet.peak_flops,
+            "flops_fp32": _SUSTAINED * sheet.peak_flops_fp32,
+            "memory_bandwidth": sheet.bandwidths[memory],
+            "memory_bytes": memory << 30,
+            "intra_host": sheet.link,
+        }
+    return ClusterShape(
+        name="local",
+        hosts=num_hosts,
+        devices_per_host=num_devices // num_hosts,
+        device_kind=device_kind,
+        inter_host=_ETHERNET,
+        latency=10e-6,
+        **rates,
+    )
+
+
+def is_nominal(shape: ClusterShape) -> bool:
+    """Whether nothing is known of the devices of a shape by `local_shape`, which are GPUs."""
+    return shape.device_kind != "cpu" and shape.peak_flops is None
+
+
+def _memory_gib(device_kind: str, sheet: _Datasheet) -> int:
+    """The GPU's own memory: as its name says, where that is not another's (GH200 480GB)."""
+    named = [int(size) for size in re.findall(r"(\d+) ?GB?\b", device_kind.upper())]
+    return next((size for size in named if size in sheet.bandwidths), next(iter(sheet.bandwidths)))
+
+
+def _emulated(num_devices: int, num_hosts: int) -> ClusterShape:
     cores = len(psutil.Process().cpu_affinity() or [0])
     share = min(1.0, cores / num_devices)
     return ClusterShape(
-        name="emulated" if device_kind == "cpu" else "local",
+        name="emulated",
         hosts=num_hosts,
-        devices_per_host=per_host,
-        device_kind=device_kind,
+        devices_per_host=num_devices // num_hosts,
+        device_kind="cpu",
         peak_flops=None,
         flops=_CORE_FLOPS * share,
         flops_fp32=_CORE_FLOPS * share,

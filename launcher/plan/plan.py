@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.errors import PlanError
-from launcher.plan.remat import POLICIES
-from launcher.plan.schedule import SCHEDULES, SEVERAL_STAGES_A_MESH, Schedule, make_schedule
-from launcher.plan.sharding.dims import Spec, axes
-from launcher.plan.sharding.names import leaf_names
+from launcher.plan.proof import prove
+from launcher.plan.reading import read
+from launcher.plan.schedule import SEVERAL_STAGES_A_MESH, Schedule, make_schedule
+from launcher.plan.sharding.dims import Spec
 from launcher.trace.clusters import LayerEnds
 from launcher.trace.step import TracedStep
 
@@ -218,15 +217,9 @@ class Plan:
         Raises:
             PlanError: layers or devices that are missing, unknown or used twice, a logical mesh of
                 another size than its devices, a schedule or remat that is unknown or does not fit,
-                or a sharding that does not; the message says where.
+                a sharding that does not, or a batch that does not divide; the message says where.
         """
-        if self.layer_ends is not None:
-            _check_ends(self.layer_ends)
-        _check_order(self, step.cut_at(self.layer_ends).loss(1).num_layers)
-        shapes = dict(zip(leaf_names(step), (v.aval.shape for v in step.invars), strict=True))
-        for index, stage in enumerate(self.stages):
-            _check_stage(index, stage, shapes)
-        self.tasks()
+        prove(self, step)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON-able data."""
@@ -237,94 +230,11 @@ class Plan:
         """From `to_dict`'s data, or a `plan.json`.
 
         Raises:
-            PlanError: a field is missing or unknown.
+            PlanError: a field is missing, unknown or of another type; the message names it.
         """
         try:
-            stages = tuple(map(_stage, tree["stages"]))
-            transfers = tuple(Transfer(**t) for t in tree["transfers"])
-            others = tuple(RunnerUp(**other) for other in tree.get("runners_up", ()))
-            parts = {"stages": stages, "transfers": transfers, "runners_up": others}
-            parts["notes"] = tuple(tree.get("notes", ()))
-            parts["layer_ends"] = _tuple(tree.get("layer_ends"))
-            profiled = tree.get("profiled", ())
-            parts["profiled"] = tuple(ProfiledLayers(**_tuples(p)) for p in profiled)
-            ClusterShape(**tree["cluster"])
-            return cls(**{**tree, **parts})
-        except (AttributeError, KeyError, TypeError) as error:
+            plan = read(cls, tree)
+            read(ClusterShape, plan.cluster, "cluster")
+            return plan
+        except PlanError as error:
             raise PlanError(f"this is not a plan of this version: {error}") from error
-
-
-def _check_ends(ends: Any) -> None:
-    """As a person may have left them."""
-    pairs = [end for end in ends if isinstance(end, tuple) and len(end) == 2]
-    numbers = [n for pair in pairs for n in pair]
-    whole = all(type(n) is int and n >= 0 for n in numbers)
-    if len(pairs) != len(ends) or not whole or pairs != sorted(pairs):
-        raise PlanError(f"layer_ends={ends} are not ascending pairs of whole numbers")
-
-
-def _check_order(plan: Plan, num_layers: int) -> None:
-    """Schedule, layers and devices of the whole plan."""
-    if plan.schedule not in SCHEDULES:
-        raise PlanError(f"schedule {plan.schedule!r} is not one of {', '.join(SCHEDULES)}")
-    if plan.num_micro_batches < 1:
-        raise PlanError(f"num_micro_batches={plan.num_micro_batches} must be at least 1")
-    layers = [layer for stage in plan.stages for layer in stage.layers]
-    if layers != list(range(num_layers)):
-        raise PlanError(f"stages hold layers {layers}; the model has 0 to {num_layers - 1}")
-    used = [device for mesh in plan.meshes for device in mesh]
-    if len(set(used)) != len(used):
-        raise PlanError(f"a device is in two submeshes: {sorted(used)}")
-    count = plan.cluster["hosts"] * plan.cluster["devices_per_host"]
-    unknown = sorted(set(used) - set(range(count)))
-    if unknown:
-        raise PlanError(f"device {unknown[0]} is not one of the cluster's, 0 to {count - 1}")
-
-
-def _check_stage(index: int, stage: StagePlan, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    if not stage.layers:
-        raise PlanError(f"stage {index} has no layers")
-    if stage.remat not in POLICIES:
-        raise PlanError(f"stage {index}: remat {stage.remat!r} is not one of {', '.join(POLICIES)}")
-    shape = stage.logical_mesh
-    if len(shape) != 2 or min(shape) < 1 or math.prod(shape) != len(stage.devices):
-        raise PlanError(
-            f"stage {index}: a logical mesh of {shape} does not fit {len(stage.devices)} devices"
-        )
-    sizes = dict(zip(("data", "model"), shape, strict=True))
-    for name, spec in stage.shardings.items():
-        _check_spec(index, name, spec, shapes.get(name), sizes)
-
-
-def _check_spec(
-    stage: int, name: str, spec: Spec, shape: tuple[int, ...] | None, sizes: dict[str, int]
-) -> None:
-    where = f"stage {stage}, shardings of {name}"
-    if shape is None:
-        raise PlanError(f"{where}: the step has no such argument")
-    if len(spec) > len(shape):
-        raise PlanError(f"{where}: {len(spec)} entries for an array of shape {shape}")
-    used = [a for axis in spec for a in axes(axis)]
-    unknown = [a for a in used if a not in sizes]
-    if unknown:
-        raise PlanError(f"{where}: {unknown[0]!r} is not an axis; they are data and model")
-    if len(set(used)) != len(used):
-        raise PlanError(f"{where}: an axis can cut one dimension, and {spec} has one twice")
-    for length, axis in zip(shape, spec, strict=False):
-        if length % math.prod(sizes[a] for a in axes(axis)):
-            raise PlanError(f"{where}: {length} cannot be cut along {axis} of {sizes}")
-
-
-def _stage(tree: dict[str, Any]) -> StagePlan:
-    crossing = tuple(Collectives(**one) for one in tree.get("collectives", ()))
-    return StagePlan(**{**_tuples(tree), "collectives": crossing})
-
-
-def _tuples(tree: dict[str, Any]) -> dict[str, Any]:
-    return {key: _tuple(value) for key, value in tree.items()}
-
-
-def _tuple(value: Any) -> Any:
-    if isinstance(value, dict):
-        return _tuples(value)
-    return tuple(map(_tuple, value)) if isinstance(value, list) else value

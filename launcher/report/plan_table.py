@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from launcher.plan.plan import Plan
 
 
-def print_plan(console: Console, plan: Plan) -> None:
-    """Print the plan: what it is, its stages, and its predictions."""
+def print_plan(console: Console, plan: Plan, tokens: int | None = None) -> None:
+    """Print the plan: what it is, its stages, and its predictions. `tokens`: of a sample."""
     console.print()
     console.print(headline(plan), style="bold", soft_wrap=True)
     console.print(plan_table(plan))
     for words in (*shardings_in_words(plan), *plan.notes):
         console.print(words, soft_wrap=True)
-    console.print(predictions(plan), soft_wrap=True)
+    console.print(predictions(plan, tokens), soft_wrap=True)
     console.print(bottleneck(plan), soft_wrap=True)
     if plan.profiled:
         console.print("\nmeasured layers, in slices of so many rows:", soft_wrap=True)
@@ -123,13 +123,16 @@ def profile_table(plan: Plan) -> Table:
     return table
 
 
-def predictions(plan: Plan) -> str:
-    """What the plan is predicted to do, in one line."""
+def predictions(plan: Plan, tokens: int | None = None) -> str:
+    """What the plan is predicted to do, in one line; `tokens` are those of a sample, if it has
+    any."""
+    samples = plan.predicted_samples_per_second
     peak = plan.cluster.get("peak_flops")
     mfu = plan.predicted_tflops_per_device * 1e12 / peak if peak else None
     parts = [
         f"{seconds_text(plan.predicted_step_seconds)} a step",
-        rate_text(plan.predicted_samples_per_second, "samples"),
+        rate_text(samples, "samples"),
+        *([rate_text(samples * tokens, "tokens")] if tokens else []),
         *([f"{plan.predicted_tflops_per_device:.1f} TFLOP/s a device"] if peak else []),
         *([f"{percent_text(mfu)} MFU"] if mfu is not None else []),
         f"{percent_text(plan.predicted_bubble_fraction)} bubble",

@@ -49,7 +49,8 @@ def calibrate(cluster: Cluster, console: Console) -> int:
     for row in rows:
         table.add_row(*row)
     console.print(table)
-    if shape.at_once is not None:
-        say(f"{shape.at_once:.1f} of the {shape.num_devices} devices work at full speed at once")
+    if shape.at_once is not None and shape.num_devices > 1:
+        times, count = shape.num_devices / shape.at_once, shape.num_devices
+        say(f"one device alone is {times:.1f} times as fast as with all {count} at work")
     say(f"plans for this machine use it from now on: {path}")
     return 0

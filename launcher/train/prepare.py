@@ -64,5 +64,5 @@ def prepare(
             say(note)
     seconds = time.perf_counter() - began
     console.print(f"data: {program.dataset.describe}", soft_wrap=True)
-    print_plan(console, plan)
+    print_plan(console, plan, getattr(config.model, "sequence_length", None))
     return Prepared(pool, plan, seconds, init_from)

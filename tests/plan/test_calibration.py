@@ -61,6 +61,19 @@ def test_the_link_gives_back_the_all_reduces_it_was_measured_by() -> None:
         ("{", "is damaged: ignored"),
         (json.dumps({"versions": {"jax": "0.1"}}), "is of other versions (jax 0.1): ignored"),
         (json.dumps({"versions": cache.versions(), **vars(FOUND), "product_flops": 7}), "damaged"),
+        *(
+            (json.dumps({"versions": cache.versions(), **vars(FOUND), **change}), "is damaged")
+            for change in (
+                *({"memory_bandwidth": bad} for bad in (None, "x", -1.0, 0, math.nan, math.inf)),
+                {"product_flops": {"bfloat16": {"128": None}, "float32": {"128": 1e9}}},
+                {"product_flops": {"bfloat16": {}, "float32": {"128": 1e9}}},
+                {"all_reduce_seconds": {"4096": 1e-3, "4194304": -1.0}},
+                {"all_reduce_seconds": {"4096": 1e-3}},
+                {"at_once": "x"},
+                {"launch": None},
+                {"memory_bytes": -1},
+            )
+        ),
     ],
 )
 def test_what_cannot_be_used_is_ignored_and_said(folder: Path, text: str, words: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,34 @@ def test_a_cache_that_cannot_be_used_is_ignored_and_said(
     profile.measure_layers(step, shape(1), (1,), 1, say=said.append)
     assert said == [f"{file} {words}"]
     assert json.loads(file.read_text())["versions"] == cache.versions()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"points": p} for p in (None, 3, [], [[1, 2]], [[1, "x", 1.0]], [[1, -1.0, 0]])),
+        *({"points": [[1, bad, 1.0]]} for bad in (0.0, math.nan, math.inf, True)),
+        {"points": [[2, 1.0, 1.0], [2, 1.0, 1.0]]},
+        {"launch": "x"},
+        {"launch": None},
+        {"alone": math.nan},
+        {"versions": []},
+    ],
+)
+def test_what_cannot_have_been_measured_is_ignored_and_said(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch, change: Any
+) -> None:
+    said: list[str] = []
+    step, once = traced(1), Timing(((BATCH, 0.01, 0.02),))
+    monkeypatch.setattr(profile, "_measured", lambda *given: once)  # it is the cache that counts
+    profile.measure_layers(step, shape(1), (1,), 1, say=said.append)
+    file = min((own_cache / "profile").iterdir())
+    kept = file.read_text()
+    file.write_text(json.dumps(json.loads(kept) | change))
+    found = profile.measure_layers(step, shape(1), (1,), 1, say=said.append)
+    assert found.timings == {(0, 1): once}
+    assert said == [f"{file} is damaged: ignored, measured again"]
+    assert file.read_text() == kept
 
 
 def test_a_candidate_that_takes_too_long_costs_itself_and_says_why(own_cache: Path) -> None:

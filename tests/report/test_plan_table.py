@@ -5,7 +5,7 @@ import io
 
 from launcher.plan.plan import Plan, RunnerUp, StagePlan, Transfer
 from launcher.report.console import make_console
-from launcher.report.plan_table import print_plan
+from launcher.report.plan_table import predictions, print_plan
 
 
 def make_plan(num_stages=4, memory_bytes=None, **stage_changes):
@@ -108,3 +108,8 @@ def test_runners_up_stand_beside_the_plan_slower_or_not():
     text = text_of(dataclasses.replace(plan, runners_up=tuple(others)))
     assert "(+25.0%): 1 stage; it is slower" in text
     assert "(-10.0%): 2 stages; it needs" in text
+
+
+def test_tokens_are_told_where_samples_have_them():
+    assert "84 samples/s, 10,778 tokens/s, " in predictions(make_plan(), 128)
+    assert "tokens" not in predictions(make_plan())

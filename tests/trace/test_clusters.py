@@ -142,9 +142,8 @@ def test_a_pipeline_of_automatic_layers_is_the_serial_step_and_can_be_replayed()
 def test_ends_that_are_none_are_refused(ends: Any) -> None:
     step = traced([8] * 4)
     plan = PipeshardParallel(1, "auto").plan(step, local_shape(1, 1, "cpu"))
-    edited = Plan.from_dict(plan.to_dict() | {"layer_ends": ends})
-    with pytest.raises(PlanError, match="are not ascending pairs of whole numbers"):
-        edited.validate(step)
+    with pytest.raises(PlanError, match=r"layer_ends.* not (ascending pairs|a )"):
+        Plan.from_dict(plan.to_dict() | {"layer_ends": ends}).validate(step)
 
 
 def test_evaluation_follows_automatic_layers_without_the_dropout() -> None:

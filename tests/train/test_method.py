@@ -11,6 +11,7 @@ import launcher
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Parallel
 from launcher.plan import PlanError, local_shape
+from launcher.plan.methods import Replay
 from launcher.trace import trace_step
 from launcher.train.method import plan_of
 
@@ -138,3 +139,50 @@ def test_an_edit_that_cannot_be(tmp_path):
     plan = dataclasses.replace(PLAN, stages=(wrong, *PLAN.stages[1:]))
     with pytest.raises(ConfigError, match=r"stages hold layers \[0, 2, 3\]; the model has 0 to 3"):
         replayed(tmp_path / "plan.json", plan.to_dict())
+
+
+SHARED = planned(
+    method="manual",
+    num_stages=4,
+    stages_per_mesh=2,
+    num_micro_batches=2,
+    schedule="interleaved_1f1b",
+).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        (["num_micro_batches"], 7, "num_micro_batches=7 on 2 replicas: .*24"),
+        (["num_micro_batches"], "4", "num_micro_batches is '4', not a whole number"),
+        (["num_micro_batches"], True, "num_micro_batches is True, not a whole number"),
+        (["schedule"], ["x"], r"schedule is \['x'\], not text"),
+        (["schedule"], None, "schedule is None, not text"),
+        (["batch_size"], 8, "batch_size=8, but the step's is 24"),
+        (["cluster", "hosts"], "1", "cluster.hosts is '1', not a whole number"),
+        (["cluster", "color"], 1, "cluster.color is not known"),
+        (["predicted_step_seconds"], "x", "predicted_step_seconds is 'x', not a number"),
+        (["layer_ends"], [[1]], r"layer_ends\[0\] is \[1\], not a list of 2"),
+        (["stages", 0, "layers"], 0, r"stages\[0\].layers is 0, not a list"),
+        (["stages", 1, "logical_mesh"], [1, 2, 1], r"stages\[1\].logical_mesh is .*a list of 2"),
+        (["stages", 0, "at_once"], "x", r"stages\[0\].at_once is 'x', not a number or null"),
+        (["stages", 0, "hosts"], [], r"stage 0: hosts \[\] are not those of its devices, \[0\]"),
+        (["stages", 0, "shardings"], {"0.0": [1]}, r"shardings.0.0\[0\] is 1, not text or a list"),
+        (["stages", 2, "logical_mesh"], [1, 2], "stages 0 and 2 are on the same devices with"),
+        (["transfers"], [3], r"transfers\[0\] is not a table"),
+    ],
+)
+def test_an_edit_that_cannot_be_is_named(tmp_path, place, value, words):
+    tree = json.loads(json.dumps(SHARED))
+    part = tree
+    for key in place[:-1]:
+        part = part[key]
+    part[place[-1]] = value
+    with pytest.raises(ConfigError, match=words) as caught:
+        replayed(tmp_path / "plan.json", tree)
+    assert caught.value.keys == ("parallel.plan",)
+
+
+def test_replay_in_python_is_checked_as_well():
+    with pytest.raises(PlanError, match="num_micro_batches=7"):
+        Replay(dataclasses.replace(PLAN, num_micro_batches=7)).plan(STEP, local_shape(4, 1, "cpu"))

@@ -10,18 +10,22 @@ other versions or of another machine is ignored, and said. Used by `profile.run`
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import re
+import sys
 import tempfile
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
 from launcher.plan.cluster_shape import ClusterShape
+
+T = TypeVar("T")
 
 _PACKAGES = ("jax", "jaxlib", "launcher")
 
@@ -76,30 +80,60 @@ def versions() -> dict[str, str]:
     return found
 
 
-def read(path: Path, fields: tuple[str, ...], say: Callable[[str], None]) -> dict[str, Any] | None:
-    """The measurement in a file that holds all of `fields`; None where there is none to use."""
+def read(
+    path: Path,
+    made: Callable[[dict[str, Any]], T],
+    say: Callable[[str], None],
+    then: str = "measured again",
+) -> T | None:
+    """What `made` makes of the measurement in a file; None where there is none to use.
+
+    Args:
+        made: any error that it raises over what it is given means that the file is damaged.
+        say: told in a line what is ignored. then: what happens instead.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
     except (OSError, UnicodeError) as error:
-        say(f"{path} cannot be read ({error}): ignored, measured again")
+        say(f"{path} cannot be read ({error}): ignored, {then}")
         return None
     try:
         tree = json.loads(text)
-    except ValueError:
-        tree = None
-    if not isinstance(tree, dict) or not isinstance(tree.get("versions"), dict):
-        say(f"{path} is damaged: ignored, measured again")
-        return None
-    if tree["versions"] != versions():
-        other = ", ".join(f"{k} {v}" for k, v in tree["versions"].items() if versions().get(k) != v)
-        say(f"{path} is of other versions ({other}): ignored, measured again")
-        return None
-    if any(field not in tree for field in fields):
-        say(f"{path} is damaged: ignored, measured again")
-        return None
-    return tree
+        found = tree["versions"]
+        if isinstance(found, dict) and found != versions():
+            other = ", ".join(f"{k} {v}" for k, v in found.items() if versions().get(k) != v)
+            say(f"{path} is of other versions ({other}): ignored, {then}")
+            return None
+        if found == versions():
+            return made(tree)
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
+        pass
+    say(f"{path} is damaged: ignored, {then}")
+    return None
+
+
+def number(value: Any, least: float = 0.0) -> float:
+    """A finite number of at least `least`.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{value!r} is no number")
+    if not (math.isfinite(value) and value >= least):
+        raise ValueError(f"{value} is not finite and at least {least}")
+    return float(value)
+
+
+def positive(value: Any) -> float:
+    """A finite number above 0.
+
+    Raises:
+        ValueError: it is none.
+    """
+    return number(value, sys.float_info.min)
 
 
 def write(path: Path, tree: dict[str, Any], say: Callable[[str], None]) -> None:

@@ -71,9 +71,9 @@ def reduce_seconds(size: int, count: int) -> float:
 
 
 def working_at_once(count: int) -> float:
-    """How many of the devices share the machine at full speed: as many as one alone leaves idle in
-    the time that all take together. For a block of a network, since a product alone may use all
-    cores and what is done element by element does not."""
+    """The devices' number times the share of a task's time with all at work that it takes alone:
+    from 1 to all. For a block of a network, since a product alone may use all cores and what is
+    done element by element does not."""
 
     def block(a: Any) -> Any:
         import jax

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.profile import cache, stopwatch
@@ -132,10 +133,9 @@ def _timing(
     """From the cache, or measured and kept there."""
     keys = "-".join(program.key for program in candidate.programs)
     path = cache.place("profile", cluster, f"-{keys}", say)
-    known = cache.read(path, ("points", "launch", "alone"), say)
+    known = cache.read(path, _kept, say)
     if known is not None:
-        points = tuple((int(n), float(f), float(b)) for n, f, b in known["points"])
-        return Timing(points, known["launch"], known["alone"])
+        return known
     try:
         timing = _measured(candidate, cluster, time_out)
     except (subprocess.SubprocessError, OSError, ValueError, NotImplementedError) as error:
@@ -143,6 +143,21 @@ def _timing(
     kept = {"points": timing.points, "launch": timing.launch, "alone": timing.alone}
     cache.write(path, kept, say)
     return timing
+
+
+def _kept(tree: dict[str, Any]) -> Timing:
+    """From the cache's file, in which anything may stand."""
+    points = tuple(
+        (int(cache.number(rows, 1)), cache.positive(forward), cache.number(backward))
+        for rows, forward, backward in tree["points"]
+    )
+    rows = [point[0] for point in points]
+    if not rows or rows != sorted(set(rows)):
+        raise ValueError(f"points are of {rows} rows")
+    alone = tree["alone"]
+    return Timing(
+        points, cache.number(tree["launch"]), None if alone is None else cache.number(alone)
+    )
 
 
 def _measured(candidate: _Candidate, cluster: ClusterShape, time_out: float) -> Timing:

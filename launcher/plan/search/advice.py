@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from launcher.plan.search.candidates import submesh_sizes
-from launcher.plan.search.problem import Candidate, Problem, Wanted, best_of
+from launcher.plan.search.problem import Candidate, Problem, Wanted, best_of, spread_divisors
 
 _MOST_MEMORY = 10000  # times what there is; beyond it any amount is tried
 _PRECISION = 1.01
@@ -21,6 +21,8 @@ _GIB = 2**30
 
 def nothing_fits(problem: Problem, wanted: Wanted) -> str:
     """Why `best_of` found nothing, for a person."""
+    if reason := _too_many_stages(problem, wanted):
+        return reason
     least = _leanest(problem, wanted)
     if problem.memory_bytes is None or least is None:
         count = wanted.num_micro_batches
@@ -48,6 +50,22 @@ def nothing_fits(problem: Problem, wanted: Wanted) -> str:
         f"{stage} needs {needed / _GIB:.2f} GiB a device, {(needed - usable) / _GIB:.2f} GiB more "
         f"than the {usable / _GIB:.2f} GiB that can be used. This would fit: {advice}"
     )
+
+
+def _too_many_stages(problem: Problem, wanted: Wanted) -> str:
+    """More than there are layers or devices for; "" where that is not so."""
+    asked = wanted.num_stages or 1
+    layers, devices = sum(map(len, problem.groups)), problem.cluster.num_devices
+    for most, words in (
+        (len(problem.groups), f"the model's {layers} layers (one more than its marks)"),
+        (devices, f"the {devices} devices (cluster.gpus)"),
+    ):
+        if asked > most:
+            return (
+                f"parallel.num_stages={asked} is more than {words}; each stage needs one. Give at "
+                f"most {min(devices, layers)}, or parallel.num_stages=auto"
+            )
+    return ""
 
 
 def _leanest(problem: Problem, wanted: Wanted) -> Candidate | None:
@@ -105,9 +123,8 @@ def _settings(problem: Problem, wanted: Wanted) -> str:
 
 
 def _batch(problem: Problem, wanted: Wanted) -> str:
-    size = problem.batch_size
-    while size > 1 and size % 2 == 0:
-        size //= 2
+    for parts in spread_divisors(problem.batch_size, problem.batch_size)[1:]:
+        size = problem.batch_size // parts
         # The table is of the whole batch: fewer samples cost their share.
         if best_of(_of_batch(problem, size), wanted):
             return f"train.global_batch_size={size}"

@@ -18,7 +18,8 @@ from launcher.plan.search.problem import Candidate, Problem, Progress, Wanted, b
 from launcher.plan.stages import group_layers, layer_flops
 from launcher.trace.step import TracedStep
 
-_MOST_LAYERS = 16  # the stage search joins neighbouring layers to no more than these
+# The stage search joins neighbouring layers to no more than these, if not more stages are wanted.
+_MOST_LAYERS = 16
 USABLE = 0.92  # of a device's memory; the rest is the runtime's own and fragments
 
 
@@ -37,13 +38,20 @@ def search(
 
 
 def make_problem(
-    step: TracedStep, cluster: ClusterShape, measured: MeasuredLayers | None = None
+    step: TracedStep,
+    cluster: ClusterShape,
+    measured: MeasuredLayers | None = None,
+    num_stages: int | None = None,
 ) -> Problem:
-    """The search for a traced step on a cluster. `measured`: the layers' seconds, instead of the
-    model's."""
+    """The search for a traced step on a cluster.
+
+    Args:
+        measured: the layers' seconds, instead of the model's. num_stages: that are wanted.
+    """
     cluster = measured.shape(cluster) if measured else cluster
     loss = step.loss(1)
-    groups = group_layers(layer_flops(loss), min(loss.num_layers, _MOST_LAYERS))
+    most = max(_MOST_LAYERS, num_stages or 1)
+    groups = group_layers(layer_flops(loss), min(loss.num_layers, most))
     # Of what is measured there is no cut along the sequence.
     costs = cost_table(step, cluster, model_sizes(cluster), with_sequence=measured is None)
     table = _grouped(measured.applied(costs) if measured else costs, groups)

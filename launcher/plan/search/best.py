@@ -44,7 +44,7 @@ def best_plan(
     Raises:
         PlanError: nothing fits the devices' memory, or nothing that does could be measured.
     """
-    problem = make_problem(step, cluster, measured)
+    problem = make_problem(step, cluster, measured, wanted.num_stages)
     completed: list[tuple[Plan, Sketch]] = []
     known: Known = {}
     for _ in range(_SEARCHES):

@@ -5,6 +5,7 @@ rematerialisation. Pure numbers; used by `search.auto` and `search.advice`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -100,7 +101,8 @@ def best_of(
 
 def _settings(problem: Problem, wanted: Wanted) -> Iterator[Setting]:
     batch_size, devices = problem.batch_size, problem.cluster.num_devices
-    counts = [wanted.num_micro_batches] if wanted.num_micro_batches else _powers(batch_size)
+    asked, most = wanted.num_micro_batches, min(batch_size, _MOST_SLICES_TRIED)
+    counts = [asked] if asked else spread_divisors(batch_size, most)
     remats = (wanted.remat,) if wanted.remat else ("none", "full")
     for count in counts:
         if batch_size % count:
@@ -111,13 +113,14 @@ def _settings(problem: Problem, wanted: Wanted) -> Iterator[Setting]:
                 yield Setting(count, batch_size, replicas, schedule, remats, problem.memory_bytes)
 
 
-def _powers(batch_size: int) -> list[int]:
-    """Numbers of microbatches to try: the powers of two that divide the batch."""
-    found, count = [], 1
-    while batch_size % count == 0 and count <= _MOST_SLICES_TRIED:
-        found.append(count)
-        count *= 2
-    return found
+def spread_divisors(number: int, most: int) -> list[int]:
+    """Divisors of a number up to `most`, about as many as there are powers of two: those that are
+    nearest to these, and the largest."""
+    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    divisors = sorted(n for n in {*low, *(number // n for n in low)} if n <= most)
+    powers = [2**k for k in range(divisors[-1].bit_length())]
+    nearest = {min(divisors, key=lambda n: max(n / power, power / n)) for power in powers}
+    return sorted({*nearest, divisors[-1]})
 
 
 def _candidate(found: Found, priced: Priced, setting: Setting, problem: Problem) -> Candidate:

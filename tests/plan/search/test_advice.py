@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from launcher.plan import local_shape
-from launcher.plan.search.advice import _of_batch, nothing_fits
+from launcher.plan.search.advice import _batch, _of_batch, nothing_fits
 from launcher.plan.search.candidates import submesh_sizes
 from launcher.plan.search.layers import CostTable, LayerCost
 from launcher.plan.search.problem import Problem, Wanted, best_of
@@ -60,3 +60,32 @@ def test_a_layer_too_large_for_any_device_is_said_to_be():
 def test_a_batch_that_does_not_divide():
     problem = dataclasses.replace(problem_of(1.0), memory_bytes=None)
     assert "does not divide into 3 microbatches" in nothing_fits(problem, Wanted(3))
+
+
+@pytest.mark.parametrize(
+    ("stages", "words"),
+    [
+        (5, "num_stages=5 is more than the model's 4 layers"),
+        (3, "num_stages=3 is more than the 2 devices"),
+    ],
+)
+def test_more_stages_than_layers_or_devices(stages, words):
+    for problem in (problem_of(9.0), dataclasses.replace(problem_of(9.0), memory_bytes=None)):
+        wanted = Wanted(num_stages=stages)
+        assert not best_of(problem, wanted)
+        message = nothing_fits(problem, wanted)
+        assert words in message
+        assert "Give at most 2," in message
+
+
+def test_an_odd_batch_is_cut_into_as_many_microbatches_as_fit():
+    [found, *_] = best_of(problem_of(4.0, residual=12.0, batch=81), Wanted())
+    assert found.outline.num_micro_batches == 27
+
+
+def test_a_smaller_odd_batch_is_advised():
+    problem, wanted = problem_of(4.0, residual=12.0, batch=81), Wanted(num_micro_batches=1)
+    assert not best_of(problem, wanted)
+    assert _batch(problem, wanted) == "train.global_batch_size=3"
+    assert best_of(_of_batch(problem, 3), wanted)
+    assert not best_of(_of_batch(problem, 9), wanted)

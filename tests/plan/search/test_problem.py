@@ -9,7 +9,7 @@ import pytest
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.search.candidates import Setting, submesh_sizes, ways
 from launcher.plan.search.layers import CostTable, LayerCost
-from launcher.plan.search.problem import Problem, Wanted, best_of
+from launcher.plan.search.problem import Problem, Wanted, best_of, spread_divisors
 from launcher.plan.search.stages import objective
 
 REMATS = ("none", "full")
@@ -55,7 +55,7 @@ def random_problem(rng):
 def brute_force(problem, wanted):
     cluster, batch = problem.cluster, problem.batch_size
     layers = len(problem.groups)
-    counts = [wanted.num_micro_batches] if wanted.num_micro_batches else [1, 2, 4]
+    counts = [wanted.num_micro_batches] if wanted.num_micro_batches else [1, 2, 3, 4, 6]
     least = np.inf
     for count, replicas in itertools.product(counts, range(1, cluster.num_devices + 1)):
         if batch % (count * replicas) or cluster.num_devices % replicas:
@@ -120,6 +120,23 @@ def test_every_found_plan_can_be_run(seed):
     problem = random_problem(np.random.default_rng(1000 + seed))
     for candidate in best_of(problem, Wanted()):
         check(candidate, problem)
+
+
+@pytest.mark.parametrize(
+    ("batch", "most", "tried"),
+    [
+        (1, 1, [1]),
+        (64, 64, [1, 2, 4, 8, 16, 32, 64]),
+        (4096, 64, [1, 2, 4, 8, 16, 32, 64]),
+        (81, 81, [1, 3, 9, 27, 81]),
+        (97, 97, [1, 97]),
+        (1000, 1000, [1, 2, 4, 8, 20, 40, 50, 125, 250, 500, 1000]),
+        (5184, 1024, [1, 2, 4, 8, 16, 32, 64, 144, 288, 576, 864]),
+    ],
+)
+def test_numbers_of_microbatches_that_are_tried(batch, most, tried):
+    """Powers of two where the batch is one; else what lies near them."""
+    assert spread_divisors(batch, most) == tried
 
 
 def check(candidate, problem):

@@ -1,0 +1,75 @@
+"""A dataclass from JSON's data, in which a person may have edited anything. Used by `plan.plan`."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Mapping
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from launcher.plan.errors import PlanError
+
+T = TypeVar("T")
+
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    type(None): "null",
+    tuple: "a list",
+    dict: "a table",
+}
+
+
+def read(kind: type[T], tree: Any, where: str = "") -> T:
+    """An object of a dataclass, with every value held against its field's type; lists become
+    tuples.
+
+    Raises:
+        PlanError: a field is missing, unknown or of another type; the message names it.
+    """
+    if not isinstance(tree, Mapping):
+        raise PlanError(f"{where or 'it'} is not a table")
+    hints = get_type_hints(kind)
+    prefix = f"{where}." if where else ""
+    for unknown in tree.keys() - hints.keys():
+        raise PlanError(f"{prefix}{unknown} is not known")
+    fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(kind)  # type: ignore[arg-type]
+    for field in fields:
+        optional = field.default is not dataclasses.MISSING
+        if field.name not in tree and not optional:
+            raise PlanError(f"{prefix}{field.name} is missing")
+    return kind(**{name: _value(hints[name], tree[name], f"{prefix}{name}") for name in tree})
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    """The value as its type hint has it."""
+    origin, inner = get_origin(hint), get_args(hint)
+    options = inner if origin in (Union, types.UnionType) else (hint,)
+    for option in options:
+        if option is Any:
+            return value
+        if dataclasses.is_dataclass(option) and isinstance(option, type):
+            return read(option, value, where)
+        origin, inner = get_origin(option), get_args(option)
+        if origin is tuple and isinstance(value, list | tuple):
+            return _items(inner, value, where)
+        if origin is dict and isinstance(value, Mapping):
+            return {key: _value(inner[1], one, f"{where}.{key}") for key, one in value.items()}
+        if origin is None and isinstance(value, _accepted(option)) and not isinstance(value, bool):
+            return value
+    expected = " or ".join(_WORDS[get_origin(option) or option] for option in options)
+    raise PlanError(f"{where} is {value!r}, not {expected}")
+
+
+def _items(inner: tuple[Any, ...], values: list[Any] | tuple[Any, ...], where: str) -> Any:
+    if inner[-1] is Ellipsis:
+        inner = inner[:1] * len(values)
+    if len(values) != len(inner):
+        raise PlanError(f"{where} is {values!r}, not a list of {len(inner)}")
+    pairs = enumerate(zip(inner, values, strict=True))
+    return tuple(_value(hint, value, f"{where}[{i}]") for i, (hint, value) in pairs)
+
+
+def _accepted(kind: type) -> tuple[type, ...]:
+    return (int, float) if kind is float else (kind,)

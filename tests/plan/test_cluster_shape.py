@@ -1,0 +1,47 @@
+"""What is known of devices by their kind alone."""
+
+import pytest
+
+from launcher.plan import local_shape
+from launcher.plan.calibration import calibrated
+from launcher.plan.cluster_shape import is_nominal
+
+
+@pytest.mark.parametrize(
+    ("kind", "gib"),
+    [
+        ("NVIDIA H100 80GB HBM3", 80),
+        ("NVIDIA A100-SXM4-80GB", 80),
+        ("NVIDIA A100-SXM4-40GB", 40),
+        ("NVIDIA A100-PCIE-40GB MIG 1g.5gb", 40),
+        ("Tesla V100-SXM2-32GB", 32),
+        ("Tesla V100-SXM2-16GB", 16),
+        ("NVIDIA H200", 141),
+        ("NVIDIA GH200 480GB", 96),  # the processor's memory, not the GPU's
+        ("NVIDIA GH200 144G HBM3e", 144),
+        ("NVIDIA B200", 180),
+    ],
+)
+def test_the_memory_is_that_of_the_kind(kind, gib):
+    shape = local_shape(8, 1, kind)
+    assert shape.memory_bytes == gib << 30
+    assert not is_nominal(shape)
+
+
+@pytest.mark.parametrize("kind", ["Tesla T4", "NVIDIA L40S", "GPU"])
+def test_an_unknown_gpu_is_no_cpu(kind):
+    said = []
+    shape, cpu = local_shape(8, 1, kind), local_shape(8, 1, "cpu")
+    assert (shape.at_once, shape.memory_bytes, shape.peak_flops) == (None, None, None)
+    assert shape.flops > 10 * cpu.flops
+    assert shape.launch < cpu.launch
+    assert calibrated(shape, said.append) == shape
+    [line] = said
+    assert f"the rates and the memory of {kind} are not known" in line
+
+
+def test_of_emulated_devices_nothing_is_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    said = []
+    calibrated(local_shape(2, 1, "cpu"), said.append)
+    assert said == []
