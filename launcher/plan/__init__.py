@@ -5,7 +5,7 @@ from launcher.plan.cluster_shape import ClusterShape, local_shape
 from launcher.plan.errors import PlanError, ScheduleError
 from launcher.plan.make import make_forward_plan
 from launcher.plan.plan import Plan, StagePlan, Transfer
-from launcher.plan.predict import measured_bubble, timeline
+from launcher.plan.predict import measured_bubble, timeline, transfer_seconds
 from launcher.plan.schedule import Task
 
 __all__ = [
@@ -21,4 +21,5 @@ __all__ = [
     "make_plan",
     "measured_bubble",
     "timeline",
+    "transfer_seconds",
 ]

@@ -192,6 +192,14 @@ class Plan:
         meshes = self.meshes
         return tuple(meshes.index(stage.devices) for stage in self.stages)
 
+    @property
+    def mesh_seconds(self) -> tuple[float, ...]:
+        """What both passes of a microbatch are predicted to take on each mesh, in all its stages."""
+        found = [0.0] * len(self.meshes)
+        for stage, mesh in zip(self.stages, self.mesh_of, strict=True):
+            found[mesh] += stage.forward_seconds + stage.backward_seconds
+        return tuple(found)
+
     def tasks(self) -> Schedule:
         """The schedule of a step: for every mesh, its tasks in order.
 

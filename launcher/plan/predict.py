@@ -200,11 +200,23 @@ def update_seconds(
     return total + 2 * share * state / cluster.memory_bandwidth, _summary("update", found)
 
 
+def transfer_seconds(plan: Plan) -> dict[tuple[int, int], float]:
+    """What a microbatch takes from one stage to another, of all that send."""
+    cluster, found = ClusterShape(**plan.cluster), {}
+    for one in plan.transfers:
+        src, dst = one.src_stage, one.dst_stage
+        hosts = plan.stages[src].hosts, plan.stages[dst].hosts
+        speed, links = cluster.intra_host, plan.num_replicas  # each on its own
+        if hosts[0] != hosts[1]:  # but for a host's
+            speed, links = cluster.inter_host, min(links, *map(len, hosts))
+        found[src, dst] = cluster.latency + one.bytes_per_microbatch / speed / links
+    return found
+
+
 def timeline(plan: Plan) -> list[TimedTask]:
     """The step's pipeline as the planner expects it."""
-    cluster = ClusterShape(**plan.cluster)
-    mesh_of = plan.mesh_of
-    size = {(t.src_stage, t.dst_stage): t.bytes_per_microbatch for t in plan.transfers}
+    cluster, mesh_of = ClusterShape(**plan.cluster), plan.mesh_of
+    sending = transfer_seconds(plan)
 
     def duration(task: Task) -> float:
         stage = plan.stages[task.stage]
@@ -216,14 +228,8 @@ def timeline(plan: Plan) -> list[TimedTask]:
         }[task.kind]
 
     def transfer(src: int, dst: int) -> float:
-        if mesh_of[src] == mesh_of[dst]:
-            return 0.0
-        hosts = plan.stages[src].hosts, plan.stages[dst].hosts
-        links = plan.num_replicas  # each on its own
-        speed = cluster.intra_host
-        if hosts[0] != hosts[1]:  # but for a host's
-            speed, links = cluster.inter_host, min(links, *map(len, hosts))
-        return cluster.latency + size.get((src, dst), 0) / speed / links
+        here = mesh_of[src] == mesh_of[dst]
+        return 0.0 if here else sending.get((src, dst), cluster.latency)
 
     if cluster.at_once is None or cluster.num_devices == 1:
         return simulate(plan.tasks(), duration, transfer)

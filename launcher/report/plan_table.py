@@ -51,15 +51,16 @@ def print_plan(console: Console, plan: Plan, tokens: int | None = None) -> None:
 
 def bottleneck(plan: Plan) -> str:
     """What the step waits for, in one line."""
-    each = [stage.forward_seconds + stage.backward_seconds for stage in plan.stages]
+    each = plan.mesh_seconds
     slowest = max(range(len(each)), key=each.__getitem__)
     busy = plan.num_micro_batches * each[slowest]
+    of = [index for index, mesh in enumerate(plan.mesh_of) if mesh == slowest]
     once = max(stage.update_seconds for stage in plan.stages)
     # Devices that share a machine are faster than these seconds while others wait.
     share = percent_text(min(1.0, busy / plan.predicted_step_seconds))
     return (
-        f"bottleneck: stage {slowest}, busy {share} of the step; gradient sums and update "
-        f"{seconds_text(once)}"
+        f"bottleneck: stage{'s' if of[1:] else ''} {ranges_text(of)}, busy {share} of the step; "
+        f"gradient sums and update {seconds_text(once)}"
     )
 
 
@@ -82,9 +83,10 @@ def plan_table(plan: Plan) -> Table:
     """The stages as a table that fits 80 columns.
 
     `submesh` is hosts x devices on each, `mesh` the logical mesh as data x model. Times are for one
-    microbatch. `sends` is what the stage sends to others in a whole step, `memory` the peak on one
-    of its devices, with its share of the device's own where that is known. Whether the forward
-    pass is computed again (`remat`) is told by stage where the stages differ.
+    microbatch, `transfer` that of its activations to a later stage, the slowest where it sends to
+    several. `memory` is the peak on one of its devices, with its share of the device's own where
+    that is known. Whether the forward pass is computed again (`remat`) is told by stage where the
+    stages differ.
     """
     table = plain_table()
     capacity = plan.cluster.get("memory_bytes")
@@ -99,7 +101,7 @@ def plan_table(plan: Plan) -> Table:
         "remat": [stage.remat for stage in plan.stages],
         "forward": [seconds_text(stage.forward_seconds) for stage in plan.stages],
         "backward": [seconds_text(stage.backward_seconds) for stage in plan.stages],
-        "sends": [bytes_text(_sends(plan, index)) for index in range(len(plan.stages))],
+        "transfer": [*_transfers(plan)],
         "memory": [_memory(stage.memory_bytes, capacity) for stage in plan.stages],
     }
     if len(set(columns["remat"])) == 1:
@@ -140,13 +142,16 @@ def predictions(plan: Plan, tokens: int | None = None) -> str:
     return f"{count_text(plan.num_parameters)} parameters; predicted: {', '.join(parts)}"
 
 
-def _sends(plan: Plan, stage: int) -> int:
-    """Bytes that a stage sends to others in one step."""
-    return sum(
-        transfer.bytes_per_microbatch * plan.num_micro_batches + transfer.bytes_per_step
-        for transfer in plan.transfers
-        if transfer.src_stage == stage
-    )
+def _transfers(plan: Plan) -> list[str]:
+    """By stage; "-" where it sends nothing on."""
+    from launcher.plan import transfer_seconds  # brings JAX along, as whoever has a plan did
+
+    slowest: dict[int, float] = {}
+    for (src, dst), seconds in transfer_seconds(plan).items():
+        if src < dst:
+            slowest[src] = max(seconds, slowest.get(src, 0.0))
+    stages = range(len(plan.stages))
+    return [seconds_text(slowest[stage]) if stage in slowest else "-" for stage in stages]
 
 
 def _memory(used: int, capacity: int | None) -> Text:

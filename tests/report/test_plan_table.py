@@ -3,9 +3,16 @@
 import dataclasses
 import io
 
+from launcher.plan import local_shape
 from launcher.plan.plan import Plan, RunnerUp, StagePlan, Transfer
 from launcher.report.console import make_console
 from launcher.report.plan_table import predictions, print_plan
+
+# Each of the two replicas sends its 64 KiB of a microbatch to the same host in 0.06 ms, of which
+# 10 µs pass before; another host has one link for both.
+CLUSTER = dataclasses.replace(
+    local_shape(8, 2, "cpu"), peak_flops=None, intra_host=1.31072e9, inter_host=1e8, latency=1e-5
+)
 
 
 def make_plan(num_stages=4, memory_bytes=None, **stage_changes):
@@ -40,7 +47,7 @@ def make_plan(num_stages=4, memory_bytes=None, **stage_changes):
         num_parameters=420_000,
         stages=stages,
         transfers=tuple(transfers),
-        cluster={"name": "emulated", "memory_bytes": memory_bytes},
+        cluster=dataclasses.asdict(CLUSTER) | {"memory_bytes": memory_bytes},
         flops_per_step=1e9,
         predicted_step_seconds=0.381,
         predicted_samples_per_second=84.2,
@@ -61,11 +68,11 @@ def test_the_exact_text():
     assert text_of(make_plan()) == (
         """
 plan: manual, 4 stages, 1f1b, 8 microbatches, 8 devices on 2 hosts (emulated)
-stage  layers  submesh  mesh  params  forward  backward     sends    memory
-    0     0-1      1x2   2x1   105 K  10.2 ms   21.1 ms  1.00 MiB  12.0 GiB
-    1     2-3      1x2   2x1   105 K  10.2 ms   21.1 ms  2.00 MiB  12.0 GiB
-    2     4-5      1x2   2x1   105 K  10.2 ms   21.1 ms  2.00 MiB  12.0 GiB
-    3     6-7      1x2   2x1   105 K  10.2 ms   21.1 ms  1.00 MiB  12.0 GiB
+stage  layers  submesh  mesh  params  forward  backward  transfer    memory
+    0     0-1      1x2   2x1   105 K  10.2 ms   21.1 ms   0.06 ms  12.0 GiB
+    1     2-3      1x2   2x1   105 K  10.2 ms   21.1 ms   1.32 ms  12.0 GiB
+    2     4-5      1x2   2x1   105 K  10.2 ms   21.1 ms   0.06 ms  12.0 GiB
+    3     6-7      1x2   2x1   105 K  10.2 ms   21.1 ms         -  12.0 GiB
 stages 0-3: the batch cut in 2 along data
 420 K parameters; predicted: 381 ms a step, 84 samples/s, 32.5% bubble
 bottleneck: stage 0, busy 65.7% of the step; gradient sums and update 1.00 ms
@@ -76,6 +83,13 @@ bottleneck: stage 0, busy 65.7% of the step; gradient sums and update 1.00 ms
 def test_memory_stands_beside_the_devices_own():
     assert "12.0 GiB  75%\n" in text_of(make_plan(memory_bytes=16 << 30))
     assert "12.0 GiB 150%\n" in text_of(make_plan(memory_bytes=8 << 30))
+
+
+def test_a_mesh_of_several_stages_is_as_busy_as_all_of_them():
+    plan = make_plan(2)
+    turns = [dataclasses.replace(stage, layers=(i,)) for i, stage in enumerate(plan.stages * 2)]
+    plan = dataclasses.replace(plan, stages=tuple(turns), predicted_step_seconds=1.0)
+    assert "bottleneck: stages 0, 2, busy 50.1% of the step" in text_of(plan)
 
 
 def test_remat_is_told_once_where_all_stages_agree_and_by_stage_where_not():

@@ -173,7 +173,7 @@ def _why(plan: Plan, best: Plan) -> str:
     once = [max(stage.update_seconds for stage in p.stages) for p in (plan, best)]
     waiting = [p.predicted_bubble_fraction * p.predicted_step_seconds for p in (plan, best)]
     reasons = {
-        f"its busiest stage works {busy[0]:.3g} s a step, not {busy[1]:.3g}": busy[0] - busy[1],
+        f"its busiest devices work {busy[0]:.3g} s a step, not {busy[1]:.3g}": busy[0] - busy[1],
         f"gradients and update take {once[0]:.3g} s, not {once[1]:.3g}": once[0] - once[1],
         f"its devices wait {plan.predicted_bubble_fraction:.0%} of the pipeline's time, not "
         f"{best.predicted_bubble_fraction:.0%}": waiting[0] - waiting[1],
@@ -183,5 +183,4 @@ def _why(plan: Plan, best: Plan) -> str:
 
 
 def _busiest(plan: Plan) -> float:
-    each = [stage.forward_seconds + stage.backward_seconds for stage in plan.stages]
-    return plan.num_micro_batches * max(each)
+    return plan.num_micro_batches * max(plan.mesh_seconds)
