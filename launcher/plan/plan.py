@@ -194,7 +194,7 @@ class Plan:
 
     @property
     def mesh_seconds(self) -> tuple[float, ...]:
-        """What both passes of a microbatch are predicted to take on each mesh, in all its stages."""
+        """Predicted for both passes of a microbatch, on each mesh: of all its stages."""
         found = [0.0] * len(self.meshes)
         for stage, mesh in zip(self.stages, self.mesh_of, strict=True):
             found[mesh] += stage.forward_seconds + stage.backward_seconds
