@@ -58,6 +58,19 @@ def test_what_it_writes_is_the_state_as_it_was_when_copied(background, tmp_path)
         jax.tree.map(np.testing.assert_array_equal, restored(tmp_path, step), make_state(step))
 
 
+def test_one_that_is_stopped_is_ended_and_the_next_save_has_another(
+    background, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("launcher.train.checkpoint.background._LOOK_SECONDS", 0.2)
+    os.kill(background.pid, signal.SIGSTOP)
+    before = background.pid
+    with pytest.raises(checkpoint.SaveError, match="the process that writes it was stopped"):
+        background.save(tmp_path, 1, background.copied(make_state(1)), {})
+    assert background.pid != before
+    background.save(tmp_path, 2, background.copied(make_state(2)), {})
+    assert checkpoint.damage(tmp_path / "2") is None
+
+
 def test_every_thread_of_it_gives_way_to_those_that_train(background, tmp_path):
     background.save(tmp_path, 1, background.copied(make_state(1)), {})
     threads = [int(thread) for thread in os.listdir(f"/proc/{background.pid}/task")]

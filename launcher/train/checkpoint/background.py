@@ -28,10 +28,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 
 from launcher.train.checkpoint.pieces import seen
 from launcher.train.checkpoint.write import FIELDS, SaveError, Writers, abandon, save
 
+_LOOK_SECONDS = 5.0
 _NICENESS = 15  # above this process's own
 _MOST_NICENESS = 19
 _ALIGNMENT = 64  # bytes
@@ -41,6 +43,10 @@ _THREADS = 8
 _PROGRAM = f"from {__name__} import serve; serve()"
 # What the driver may be sent, and a batch system sends to every process of a job.
 _FOR_THE_DRIVER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+
+
+class _StoppedError(OSError):
+    """The process is stopped."""
 
 
 class Background:
@@ -86,15 +92,17 @@ class Background:
     ) -> None:
         """`checkpoint.save` in that process, of what `copied` has returned; waits for it.
 
-        Raises SaveError also where the process ends meanwhile; the next save has a new one.
+        Raises SaveError also where the process ends meanwhile, or is stopped and so ended; the next
+        save has a new one.
         """
         arguments = (folder, step, metadata, keep, writers)
         try:
             self._connection.send((state, arguments))
-            kind, told = self._connection.recv()
-        except (EOFError, OSError):
+            kind, told = self._answer()
+        except (EOFError, OSError) as error:
             code = self._end()
-            told = f"the process that writes it ended ({_how(code)})"
+            how = "was stopped (SIGSTOP, or a debugger)" if isinstance(error, _StoppedError) else ""
+            told = f"the process that writes it {how or f'ended ({_how(code)})'}"
             told = f"cannot save step {step} in {folder}: {told}."
             abandon(folder, step, writers, told)
             self._start()
@@ -103,6 +111,17 @@ class Background:
             raise SaveError(told)
         if kind == "failed":
             raise RuntimeError(f"the process that writes checkpoints failed\n{told}")
+
+    def _answer(self) -> tuple[str, str]:
+        """What the process says in the end; one that is stopped would never."""
+        process, looks = psutil.Process(self._process.pid), 0
+        while not self._connection.poll(_LOOK_SECONDS):
+            stopped = process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+            looks = looks + 1 if stopped else 0
+            if looks == 2:
+                raise _StoppedError
+        kind, told = self._connection.recv()
+        return kind, told
 
     def close(self) -> None:
         """End the process, at once."""
