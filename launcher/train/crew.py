@@ -19,7 +19,7 @@ from launcher.plan import Plan, measured_bubble
 from launcher.train.worker import StepResult
 
 STARTING = 10  # up to the first step's end, which compiles and connects, all may take this long
-_RAY_SECONDS = 2.0  # in which Ray's end is noticed, of which a worker's may be the first sign
+_RAY_SECONDS = 4.0  # in which Ray's end is noticed, of which a worker's may be the first sign
 
 
 @dataclass(frozen=True)
