@@ -13,6 +13,14 @@ def send(signum):
     signal.sigtimedwait([], 0)  # give the interpreter a moment to run the handler
 
 
+@pytest.fixture(autouse=True)
+def not_under_nohup():
+    """There a closed terminal ends nothing."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize(
     ("signum", "code", "reason"),
     [
