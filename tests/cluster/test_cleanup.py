@@ -160,7 +160,7 @@ def test_a_driver_that_a_signal_ends_leaves_nothing(run_driver, number):
     driver = run_driver(stderr=subprocess.DEVNULL)
     processes, folder = below(driver.pid)
     driver.send_signal(number)
-    assert driver.wait() == -number
+    assert driver.wait(60) == -number  # never where SIGINT is ignored, as in a script's background
     assert_gone(processes, folder)
 
 
