@@ -26,8 +26,12 @@ from launcher.train import checkpoint
 
 # What must not change when a run goes on: with other values its steps would be another run's.
 _FIXED = (
-    *("model", "dataset", "optimizer"),
-    *("train.global_batch_size", "train.precision", "run.seed"),
+    "model",
+    "dataset",
+    "optimizer",
+    "train.global_batch_size",
+    "train.precision",
+    "run.seed",
 )
 
 

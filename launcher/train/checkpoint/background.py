@@ -135,6 +135,8 @@ class Background:
         environ = _environment(os.environ, sys.path)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_DRIVER)  # which it inherits
         try:
+            # No session of its own, whose share of the processors the kernel (`autogroup`) would
+            # make as large as this one's, whatever the niceness.
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, pass_fds=handed, env=environ, process_group=0
             )
