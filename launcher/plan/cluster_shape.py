@@ -20,7 +20,8 @@ class ClusterShape:
             products in 16 and in 32 bits, bytes/s), for predictions.
         memory_bytes: of one device, or None if it is shared or not known.
         intra_host, inter_host: bytes/s one way, from device to device on a host and from
-            host to host. latency: seconds of one transfer. launch: seconds to start a program.
+            host to host. latency: seconds of one transfer. launch: what a program takes beside its
+            work, in seconds: its start, and the waiting for the last of its devices.
         at_once: where the devices share a machine, their number times the share of a task's time
             with all at work that it takes alone: from 1, where one alone is as fast as all
             together, to all of them, where none slows another. The rates are those with all at
@@ -92,8 +93,12 @@ _SUSTAINED = 0.5  # of the peak, in large matrix products inside a training step
 _ETHERNET = 12.5e9  # 100 Gbit/s
 _CORE_FLOPS = 60e9  # one CPU core in fp32 matrix products of a small model; nominal
 _CPU_BANDWIDTH = 30e9  # one core, out of its caches; nominal
-_CPU_AT_ONCE = 1.25  # on two cores, of which XLA lets each device use both; nominal
-_CPU_LAUNCH = 150e-6  # nominal
+# Nominal, of a device with a core of its own; those of 23 plans of a small GPT for four devices on
+# two cores came out 7 % off in the median (`tests/benchmarks/planner_honest.py`).
+_CPU_LINK = 4e9  # from device to device, inside a collective
+_CPU_LATENCY = 50e-6  # of a step of a collective, whose devices wait for one another
+_CPU_LAUNCH = 1e-3
+_CPU_AT_ONCE = 1.25  # on two cores, of which XLA lets each device use both
 
 
 def local_shape(num_devices: int, num_hosts: int, device_kind: str) -> ClusterShape:
@@ -149,9 +154,9 @@ def _emulated(num_devices: int, num_hosts: int) -> ClusterShape:
         flops_fp32=_CORE_FLOPS * share,
         memory_bandwidth=_CPU_BANDWIDTH * share,
         memory_bytes=None,
-        intra_host=_CPU_BANDWIDTH,
+        intra_host=_CPU_LINK * share,
         inter_host=1e9,
-        latency=50e-6,
+        latency=_CPU_LATENCY / share,
         at_once=_CPU_AT_ONCE * max(1.0, cores / 2),
-        launch=_CPU_LAUNCH,
+        launch=_CPU_LAUNCH / share,
     )

@@ -289,6 +289,7 @@ def _described(
     """The stages with their predicted times and memory, which `_memory` has found."""
     cluster = ClusterShape(**draft.cluster)
     of_mesh, footprints = memory
+    split = outline.schedule == "zero_bubble"
     timed: dict[object, StageSeconds] = {}  # of stages that are the same program, cut alike
     stages = []
     for graph, stage in zip(graphs, draft.stages, strict=True):
@@ -307,7 +308,7 @@ def _described(
         )
         if key not in timed:
             timed[key] = stage_seconds(
-                graph, loss, layout, cluster, links, again[graph.index], as_one, timing
+                graph, loss, layout, cluster, links, again[graph.index], as_one, split, timing
             )
         beside = [other.num_parameters for other in draft.stages if other.devices == stage.devices]
         share = stage.num_parameters / sum(beside) if any(beside) else 1 / len(beside)

@@ -68,6 +68,7 @@ def stage_seconds(
     links: Links,
     again: Sequence[Equation],
     as_one: bool,
+    split: bool,
     measured: tuple[float, float] | None = None,
 ) -> StageSeconds:
     """What a stage takes for a microbatch, on each of its devices.
@@ -75,6 +76,7 @@ def stage_seconds(
     Args:
         links: of its submesh. again: what its backward pass computes once more.
         as_one: both passes are one program, which gathers what it needs once.
+        split: the backward pass is two programs, of which the second may wait.
         measured: of the forward and the backward pass, instead of the model's own.
     """
 
@@ -108,7 +110,8 @@ def stage_seconds(
     second += seconds(crossing) + (0.0 if as_one else cluster.launch)
     late = second if graph.wrt else 0.0  # all of it, where nothing waits for its input's gradient
     if graph.active_in and graph.wrt:
-        late = own / 2
+        start = cluster.launch if split else 0.0
+        late, second = own / 2 + start, second + start
     found = _summary("forward", [*forward, *gathers]) + _summary("backward", backward)
     return StageSeconds(first, second, late, found)
 

@@ -75,21 +75,24 @@ def working_at_once(count: int) -> float:
     from 1 to all. For a block of a network, since a product alone may use all cores and what is
     done element by element does not."""
 
-    def block(a: Any) -> Any:
-        import jax
-        import jax.numpy as jnp
-
-        b = jax.nn.gelu(jnp.einsum("nij,jk->nik", a, jnp.full((256, 1024), 0.01)))
-        return jax.nn.softmax(jnp.einsum("nij,jk->nik", b, jnp.full((1024, 256), 0.01)))
-
     one, every = (timed(block, spread((n, 1024, 256), "float32", n)) for n in (1, count))
     return min(max(1.0, count * one / every), count)
 
 
 def launch_seconds(count: int) -> float:
-    """Seconds to start a program on all devices that does next to nothing with many inputs."""
-    inputs = [spread((count, 1), "float32", count)] * 16
-    return timed(lambda a: [x + 1 for x in a], inputs, fewest=30)
+    """What a program on all devices takes beside its work: its start, and the waiting for its last
+    device. That is what a call by itself takes more than one of several sent together."""
+    x = spread((count, 256, 256), "float32", count)
+    return max(0.0, timed(block, x, fewest=30) - timed(block, x, fewest=30, burst=4))
+
+
+def block(a: Any) -> Any:
+    """Of a network."""
+    import jax
+    import jax.numpy as jnp
+
+    b = jax.nn.gelu(jnp.einsum("nij,jk->nik", a, jnp.full((256, 1024), 0.01)))
+    return jax.nn.softmax(jnp.einsum("nij,jk->nik", b, jnp.full((1024, 256), 0.01)))
 
 
 def spread(shape: tuple[int, ...], dtype: str, count: int) -> Any:
@@ -103,8 +106,9 @@ def spread(shape: tuple[int, ...], dtype: str, count: int) -> Any:
     return jax.device_put(jnp.full(shape, 0.5, dtype), NamedSharding(mesh, PartitionSpec("device")))
 
 
-def timed(fun: Callable[[Any], Any], x: Any, fewest: int = 5) -> float:
-    """The seconds of the fastest call: what other work on the machine adds does not count."""
+def timed(fun: Callable[[Any], Any], x: Any, fewest: int = 5, burst: int = 1) -> float:
+    """The seconds of a call in the fastest of several bursts of them: what other work on the
+    machine adds does not count."""
     import jax
 
     compiled = jax.jit(fun).lower(x).compile()
@@ -113,9 +117,9 @@ def timed(fun: Callable[[Any], Any], x: Any, fewest: int = 5) -> float:
     durations: list[float] = []
     while len(durations) < fewest or (sum(durations) < _LONGEST and len(durations) < 30):
         began = time.perf_counter()
-        jax.block_until_ready(compiled(x))
+        jax.block_until_ready([compiled(x) for _ in range(burst)])
         durations.append(time.perf_counter() - began)
-    return min(durations)
+    return min(durations) / burst
 
 
 if __name__ == "__main__":

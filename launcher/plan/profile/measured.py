@@ -29,7 +29,8 @@ class Timing:
 
     Attributes:
         points: with all devices at work, `(rows of a slice, forward, backward)`, by rows.
-        launch: what of every program's time is not in them, since a stage has it once.
+        launch: what a program takes beside its work, which a stage has once: its start, and the
+            waiting for the last of its devices.
         alone: both passes of the most rows on one mesh while the other devices are idle; None
             where that was not measured.
         failure: why it could not be measured.

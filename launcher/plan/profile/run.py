@@ -189,16 +189,13 @@ def _measured(candidate: _Candidate, cluster: ClusterShape, time_out: float) -> 
             stdin=subprocess.DEVNULL,
         )
         found = json.loads(done.stdout.splitlines()[-1])
-    launch = float(found["launch"])
-    # Of a program that is hardly more than its start the two are as good as equal; some is left.
-    seconds = [max(s - launch, s / 10) for s in found["seconds"]]
-    passes, at = [], 0
+    seconds, passes, at = found["seconds"], [], 0
     for count in counts:
         passes.append((seconds[at], seconds[at + 1] if count > 1 else 0.0))
         at += count
     alone = sum(passes.pop()) if candidate.alone else None
     points = [(n, *both) for n, both in zip(candidate.rows, passes, strict=True)]
-    return Timing(tuple(points), launch, alone)
+    return Timing(tuple(points), found["launch"], alone)
 
 
 def _reason(error: Exception, time_out: float) -> str:

@@ -14,7 +14,7 @@ from launcher.plan.plan import Plan, RunnerUp
 from launcher.plan.profile.measured import MeasuredLayers
 from launcher.plan.search.auto import make_problem, search
 from launcher.plan.search.problem import Candidate, Problem, Wanted
-from launcher.plan.search.sketch import sketched, variants
+from launcher.plan.search.sketch import recounted, sketched, variants
 from launcher.trace.step import TracedStep
 
 _RUNNERS_UP = 3
@@ -83,7 +83,8 @@ def _sketches(
     """What was found, best first as it is simulated."""
     sketches, unmeasured = [], []
     first, *others = (candidate.outline for candidate in found)
-    for outline in (*variants(first, problem, wanted), *others):
+    counts = (o for outline in (first, *others) for o in recounted(outline, problem, wanted))
+    for outline in dict.fromkeys((*variants(first, problem, wanted), *others, *counts)):
         try:
             sketches.append((outline, sketched(outline, problem, measured)))
         except UnmeasuredError as error:

@@ -37,7 +37,8 @@ class LayerCost:
         forward_bytes, backward_bytes: all-reduced along the model axis, in `forward_sums` and
             `backward_sums` operations; what is gathered or scattered is half of that.
         fixed_backward_bytes: the same of every slice, however few rows it has: of parameters.
-        parameter_bytes, state_bytes (with the parameters), gradient_bytes: held by one device.
+        parameters: their number. parameter_bytes, state_bytes (with the parameters),
+            gradient_bytes: held by one device.
         residual_bytes: what the forward pass leaves for the backward pass, the activations that it
             reads included. working_bytes: what a pass needs beside. input_bytes: the activations
             read. sent_bytes: those that cross to the next layer, uncut.
@@ -50,6 +51,7 @@ class LayerCost:
     fixed_backward_bytes: float
     forward_sums: float
     backward_sums: float
+    parameters: float
     parameter_bytes: float
     state_bytes: float
     gradient_bytes: float
@@ -182,6 +184,7 @@ def _solve(
         fixed_backward_bytes=moved(backward, fixed=True),
         forward_sums=sum(c.share * c.times for _, c in forward),
         backward_sums=sum(c.share * c.times for _, c in backward),
+        parameters=float(len(parameters)),
         parameter_bytes=sum(map(held, parameters)),
         state_bytes=0.0,
         gradient_bytes=0.0,

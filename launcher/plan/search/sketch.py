@@ -7,13 +7,15 @@ worth completing, also between schedules. Pure; used by `search.best`.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 from launcher.plan.outline import Outline
 from launcher.plan.plan import Plan, StagePlan, Transfer
 from launcher.plan.predict import with_predictions
 from launcher.plan.profile.measured import MeasuredLayers
-from launcher.plan.search.problem import Problem, Wanted
+from launcher.plan.schedule import BACK_AT_ONCE
+from launcher.plan.search.problem import Problem, Wanted, spread_divisors
 from launcher.plan.search.stage_costs import Setting, StageCosts
 
 _MOST_STAGES_A_MESH = 4
@@ -28,6 +30,18 @@ def variants(outline: Outline, problem: Problem, wanted: Wanted) -> Iterator[Out
     if set(outline.remat) == {"none"}:
         yield dataclasses.replace(outline, schedule="zero_bubble")
     yield from _interleaved(outline, problem, wanted)
+
+
+def recounted(outline: Outline, problem: Problem, wanted: Wanted) -> Iterator[Outline]:
+    """An outline with other numbers of microbatches, where devices share a machine: there the
+    search's objective is no guide to their number, since what one waits for another works faster,
+    and only the simulated timeline knows."""
+    if problem.cluster.at_once is None or wanted.num_micro_batches is not None:
+        return
+    data = math.lcm(*(submesh.logical_mesh[0] for submesh in outline.submeshes))
+    for count in spread_divisors(problem.batch_size, problem.batch_size):
+        if problem.batch_size % (count * data) == 0 and count != outline.num_micro_batches:
+            yield dataclasses.replace(outline, num_micro_batches=count)
 
 
 def _interleaved(outline: Outline, problem: Problem, wanted: Wanted) -> Iterator[Outline]:
@@ -108,7 +122,7 @@ def _stage(
     """Stage `s`, of the layer groups `at[0] … at[1] - 1`."""
     submesh, last = outline.submeshes[outline.mesh_of[s]], s + 1 == len(outline.layers)
     data, model = submesh.logical_mesh
-    at_once = last and outline.schedule == "1f1b"  # nothing is computed again
+    at_once = last and outline.schedule in BACK_AT_ONCE  # nothing is computed again
     remat, zero = "none" if at_once else outline.remat[s], outline.zero_of(s)
     forward, backward = (float(seconds[at]) for seconds in costs.passes(zero, remat))
     late = float(costs.work()[at]) if s else backward
@@ -120,6 +134,8 @@ def _stage(
         forward, late = forward - work + own[0], own[1] / 2
         backward += own[1] + again - work * (3 if again else 2)
         late = late if s else backward
+    if s and outline.schedule == "zero_bubble":  # a program more
+        late, backward = late + problem.cluster.launch, backward + problem.cluster.launch
     hosts = {problem.cluster.host_of(device) for device in submesh.devices}
     return StagePlan(
         layers=outline.layers[s],

@@ -11,6 +11,7 @@ import numpy as np
 
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.passes import MOST_INSIDE
+from launcher.plan.schedule import BACK_AT_ONCE
 from launcher.plan.search.layers import CostTable
 
 
@@ -71,12 +72,12 @@ class StageCosts:
         backward = 2 * self.work() + self._summed("backward", of["fixed_backward_bytes"])
         if remat != "none":
             backward = backward + forward
-        rows, link = data // self._setting.replicas, self._data_link
+        rows = data // self._setting.replicas
         if rows > 1:  # summed in every microbatch
-            backward = backward + _ring(of["gradient_bytes"], rows, link, cluster.latency)
+            backward = backward + self._along_data("gradient_bytes", rows)
         if zero == 3:  # gathered in both passes, once if they are one; scattered in the second
-            gather = _ring(of["parameter_bytes"], data, link, cluster.latency) / 2
-            scatter = _ring(of["gradient_bytes"], data, link, cluster.latency) / 2
+            gather = self._along_data("parameter_bytes", data) / 2
+            scatter = self._along_data("gradient_bytes", data) / 2
             again = np.where(self._as_one(), 0.0, gather)
             forward, backward = forward + gather, backward + again + scatter
         launch = np.where(self._as_one(), 0.0, cluster.launch)
@@ -86,7 +87,7 @@ class StageCosts:
         """Whether a stage's passes will be one program, see `passes.runs_as_one`."""
         last = np.arange(self._valid.shape[1]) == self._valid.shape[0]
         small = self._of["residual_bytes"] / self._slices <= MOST_INSIDE
-        return last[None, :] & small & (self._setting.schedule == "1f1b")
+        return last[None, :] & small & (self._setting.schedule in BACK_AT_ONCE)
 
     def work(self) -> np.ndarray:
         """Of a microbatch's forward pass without what crosses between devices."""
@@ -140,13 +141,15 @@ class StageCosts:
         update = 2 * held / self._cluster.memory_bandwidth
         if zero == 3:
             return update
-        gradients = self._of["gradient_bytes"]
-        return update + _ring(gradients, common, self._data_link, self._cluster.latency)
+        return update + self._along_data("gradient_bytes", common)
 
-    @property
-    def _data_link(self) -> float:
-        devices = self._data * self._model
-        return self._cluster.link_of_axis(devices, min(self._model, self._cluster.devices_per_host))
+    def _along_data(self, name: str, devices: int) -> np.ndarray:
+        """All-reduced along data: arrays as many as there are parameters."""
+        cluster = self._cluster
+        beside = min(self._model, cluster.devices_per_host)
+        link = cluster.link_of_axis(self._data * self._model, beside)
+        waits = 2 * (devices - 1) * cluster.latency
+        return _ring(self._of[name], devices, link) + waits * self._of["parameters"]
 
     def _summed(self, name: str, fixed: np.ndarray | float = 0.0) -> np.ndarray:
         """All-reduced along the model axis, for one microbatch. fixed: bytes of any microbatch."""
@@ -154,7 +157,7 @@ class StageCosts:
             return np.zeros_like(self._of["work_seconds"])
         link = self._cluster.link_of_axis(self._model)
         size = self._of[f"{name}_bytes"] / self._slices + fixed
-        moved = _ring(size, self._model, link, 0.0)
+        moved = _ring(size, self._model, link)
         waits = 2 * (self._model - 1) * self._cluster.latency
         return moved + waits * self._of[f"{name}_sums"]
 
@@ -173,8 +176,6 @@ def _spans(values: np.ndarray) -> np.ndarray:
     return np.asarray(np.maximum(total[None, :] - total[:-1, None], 0.0))
 
 
-def _ring(size: np.ndarray, devices: int, link: float, latency: float) -> np.ndarray:
-    """See `sharding.cost.all_reduce_seconds`."""
-    if devices == 1:
-        return np.zeros_like(size)
-    return 2 * (devices - 1) * (size / devices / link + latency)
+def _ring(size: np.ndarray, devices: int, link: float) -> np.ndarray:
+    """See `sharding.cost.all_reduce_seconds`; without the latency."""
+    return 2 * (devices - 1) * size / devices / link

@@ -22,7 +22,7 @@ from recipes import build_model
 BATCH = 8
 # Devices of their own, links that do not matter: the schedule alone decides.
 CLUSTER = dataclasses.replace(
-    local_shape(4, 1, "cpu"), at_once=None, latency=1e-7, intra_host=1e13, memory_bytes=None
+    local_shape(4, 1, "cpu"), at_once=None, latency=1e-7, intra_host=1e13, launch=1e-6
 )
 
 
@@ -68,12 +68,14 @@ def outline_of(problem, shape, stages, **changed):
         ((1, 2), 2, {"remat": ("full",) * 2}),
         ((2, 2), 1, {"zero": (3,), "num_micro_batches": 2}),
         ((2, 1), 2, {"schedule": "zero_bubble"}),
+        ((1, 1), 4, {"schedule": "eager_1f1b"}),
     ],
 )
 def test_a_sketch_predicts_what_the_whole_plan_does(step, shape, stages, changed):
-    problem = make_problem(step, CLUSTER)
+    cluster = dataclasses.replace(CLUSTER, launch=2e-3)  # so that a program too many is seen
+    problem = make_problem(step, cluster)
     outline = outline_of(problem, shape, stages, **changed)
-    want = complete(step, outline, CLUSTER).predicted_step_seconds
+    want = complete(step, outline, cluster).predicted_step_seconds
     assert sketched(outline, problem).predicted_step_seconds == pytest.approx(want, rel=0.05)
 
 
@@ -106,3 +108,16 @@ def test_what_was_taken_to_fit_and_does_not_is_searched_for_again(step, monkeypa
     none = dataclasses.replace(CLUSTER, memory_bytes=needed // 20)
     with pytest.raises(PlanError, match=r"does not fit.* GiB more than"):
         best_plan(step, none, wanted)
+
+
+def test_devices_that_share_a_machine_get_the_number_of_microbatches_that_the_timeline_prefers(
+    step,
+):
+    """A device that waits leaves the machine to the others, so that a bubble costs less than the
+    programs that more microbatches start; the search's objective alone takes eight."""
+    shared = dataclasses.replace(local_shape(4, 1, "cpu"), launch=3e-4)
+    best = best_plan(step, shared, Wanted())
+    each = [best_plan(step, shared, Wanted(num_micro_batches=n)) for n in (1, 2, 4, 8)]
+    seconds = [plan.predicted_step_seconds for plan in each]
+    assert best.predicted_step_seconds <= 1.02 * min(seconds)
+    assert seconds[-1] > 1.1 * min(seconds)
