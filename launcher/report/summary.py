@@ -28,6 +28,7 @@ from launcher.report.text import (
 )
 
 FILE_NAME = "summary.json"
+_MEMORY_OF = {"device": "on a device", "process": "in a process, JAX and its programs included"}
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class Summary:
     says what failed. `save_error` says why the newest of `failed_saves` failed. `job_id` and
     `nodes` are those of a Slurm job. Losses are over all of the run's logged steps; times,
     rates and memory over those since it was last started, whose plan the predictions are.
+    `peak_memory_of` is `device`, or `process` where devices are this CPU: its peak is then that of
+    the whole process, while the prediction is of arrays.
     """
 
     run_id: str
@@ -56,6 +59,7 @@ class Summary:
     peak_memory_bytes: int | None = None
     predicted_samples_per_second: float | None = None
     predicted_peak_memory_bytes: int | None = None
+    peak_memory_of: str = "device"
     num_parameters: int | None = None
     plan_seconds: float | None = None
     compile_seconds: float | None = None
@@ -122,9 +126,12 @@ def _results(summary: Summary) -> list[tuple[str, str]]:
     if summary.num_parameters is not None:
         size = f"{count_text(summary.num_parameters)} parameters"
         if summary.peak_memory_bytes is not None:
-            size += f", {bytes_text(summary.peak_memory_bytes)} at most on a device"
+            where = _MEMORY_OF[summary.peak_memory_of]
+            size += f", {bytes_text(summary.peak_memory_bytes)} at most {where}"
             if summary.predicted_peak_memory_bytes is not None:
-                size += f" (predicted {bytes_text(summary.predicted_peak_memory_bytes)})"
+                predicted = bytes_text(summary.predicted_peak_memory_bytes)
+                arrays = " of arrays" if summary.peak_memory_of == "process" else ""
+                size += f" (predicted {predicted}{arrays})"
         lines.append(("model", size))
     if summary.restarts:
         lines.append(("restarts", str(summary.restarts)))

@@ -1,5 +1,6 @@
 """summary.json holds the contract's keys and is whole; what is printed can be copied."""
 
+import dataclasses
 import io
 import json
 import math
@@ -46,6 +47,15 @@ def printed(run_dir, summary, resume_command=None):
     file = io.StringIO()
     print_summary(make_console(file), run_dir, summary, resume_command)
     return file.getvalue()
+
+
+def test_memory_of_a_process_is_not_said_to_be_a_devices(tmp_path):
+    of = {"peak_memory_of": "process", "predicted_peak_memory_bytes": 45 << 20}
+    text = printed(tmp_path, dataclasses.replace(DONE, **of))
+    words = (
+        "123 MiB at most in a process, JAX and its programs included (predicted 45.0 MiB of arrays)"
+    )
+    assert words in text
 
 
 def test_the_file_holds_the_contracts_keys(tmp_path):

@@ -72,27 +72,42 @@ def reduce_seconds(size: int, count: int) -> float:
 
 def working_at_once(count: int) -> float:
     """The devices' number times the share of a task's time with all at work that it takes alone:
-    from 1 to all. For a block of a network, since a product alone may use all cores and what is
-    done element by element does not."""
-
-    one, every = (timed(block, spread((n, 1024, 256), "float32", n)) for n in (1, count))
+    from 1 to all. For a network, since a product alone may use all cores and what is done element
+    by element does not."""
+    one, every = (network_seconds(512, n) for n in (1, count))
     return min(max(1.0, count * one / every), count)
 
 
 def launch_seconds(count: int) -> float:
     """What a program on all devices takes beside its work: its start, and the waiting for its last
-    device. That is what a call by itself takes more than one of several sent together."""
-    x = spread((count, 256, 256), "float32", count)
-    return max(0.0, timed(block, x, fewest=30) - timed(block, x, fewest=30, burst=4))
+    device. On the line through a network's passes over few rows and over many, what none take."""
+    few, many = 32, 512
+    less, more = (network_seconds(rows, count) for rows in (few, many))
+    return max(0.0, less - few * (more - less) / (many - few))
 
 
-def block(a: Any) -> Any:
-    """Of a network."""
+def network_seconds(rows: int, count: int) -> float:
+    """Seconds of both passes of a small network on each of so many devices."""
+    import jax
+
+    width, layers = 64, 4
+    shapes = (width, 4 * width), (1, 4 * width), (4 * width, width), (1, width)
+    weights = [[spread((count, *of), "float32", count) for of in shapes] for _ in range(layers)]
+    x = spread((count, rows, width), "float32", count)
+    return timed(jax.value_and_grad(passes), (weights, x), fewest=30)
+
+
+def passes(given: Any) -> Any:
+    """A number from the output of a network, to be differentiated."""
     import jax
     import jax.numpy as jnp
 
-    b = jax.nn.gelu(jnp.einsum("nij,jk->nik", a, jnp.full((256, 1024), 0.01)))
-    return jax.nn.softmax(jnp.einsum("nij,jk->nik", b, jnp.full((1024, 256), 0.01)))
+    weights, x = given
+    for wide, bias, back, other in weights:
+        scaled = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
+        inner = jax.nn.gelu(jnp.einsum("nij,njk->nik", scaled, wide) + bias)
+        x = x + jnp.einsum("nij,njk->nik", inner, back) + other
+    return (x * x).mean()
 
 
 def spread(shape: tuple[int, ...], dtype: str, count: int) -> Any:
@@ -106,9 +121,8 @@ def spread(shape: tuple[int, ...], dtype: str, count: int) -> Any:
     return jax.device_put(jnp.full(shape, 0.5, dtype), NamedSharding(mesh, PartitionSpec("device")))
 
 
-def timed(fun: Callable[[Any], Any], x: Any, fewest: int = 5, burst: int = 1) -> float:
-    """The seconds of a call in the fastest of several bursts of them: what other work on the
-    machine adds does not count."""
+def timed(fun: Callable[[Any], Any], x: Any, fewest: int = 5) -> float:
+    """The seconds of the fastest call: what other work on the machine adds does not count."""
     import jax
 
     compiled = jax.jit(fun).lower(x).compile()
@@ -117,9 +131,9 @@ def timed(fun: Callable[[Any], Any], x: Any, fewest: int = 5, burst: int = 1) ->
     durations: list[float] = []
     while len(durations) < fewest or (sum(durations) < _LONGEST and len(durations) < 30):
         began = time.perf_counter()
-        jax.block_until_ready([compiled(x) for _ in range(burst)])
+        jax.block_until_ready(compiled(x))
         durations.append(time.perf_counter() - began)
-    return min(durations) / burst
+    return min(durations)
 
 
 if __name__ == "__main__":
