@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 from launcher.plan.cluster_shape import ClusterShape
@@ -60,6 +61,9 @@ def best_plan(
         for sketch in sketches:
             if completed and _settled(completed, sketch):
                 break
+            expected = _expected_bytes(sketch, completed) if completed else 0.0
+            if expected > (cluster.memory_bytes or math.inf):
+                continue
             completed.append((complete(step, sketch[0], cluster, measured, known), sketch))
             progress(0.9)
         fitting = [pair for pair in completed if _fits(pair[0])]
@@ -86,9 +90,12 @@ def _sketches(
     counts = (o for outline in (first, *others) for o in recounted(outline, problem, wanted))
     for outline in dict.fromkeys((*variants(first, problem, wanted), *others, *counts)):
         try:
-            sketches.append((outline, sketched(outline, problem, measured)))
+            sketch = sketched(outline, problem, measured)
         except UnmeasuredError as error:
             unmeasured.append(error)
+            continue
+        if outline == first or _most_bytes(sketch) <= (problem.memory_bytes or math.inf):
+            sketches.append((outline, sketch))
     if not sketches:
         raise unmeasured[0]
     return sorted(sketches, key=lambda sketch: sketch[1].predicted_step_seconds)
@@ -100,6 +107,14 @@ def _settled(completed: Sequence[tuple[Plan, Sketch]], after: Sketch) -> bool:
     promised = after[1].predicted_step_seconds
     enough = len(completed) >= _MOST_COMPLETED
     return bool(fitting) and (enough or min(fitting) <= promised * _PRECISION)
+
+
+def _expected_bytes(sketch: Sketch, completed: Sequence[tuple[Plan, Sketch]]) -> float:
+    """Of a device, where all sketches take too little by as much as the worst of those completed;
+    nothing where the sketch says nothing."""
+    known = [(_most_bytes(plan), _most_bytes(of[1])) for plan, of in completed]
+    short = max((needed / said for needed, said in known if said), default=1.0)
+    return _most_bytes(sketch[1]) * max(1.0, short)
 
 
 def _with_less_memory(problem: Problem, plans: Sequence[Plan]) -> Problem:
@@ -135,8 +150,9 @@ def _runners_up(
         if sketch is chosen:
             continue
         seconds = (plan or sketch[1]).predicted_step_seconds * (1.0 if plan else scale)
-        if plan and not _fits(plan) and _fits(best):
-            why = f"it needs {_most_bytes(plan) / 2**30:.1f} GiB a device"
+        needed = _most_bytes(plan) if plan else _expected_bytes(sketch, completed)
+        if needed > (best.cluster["memory_bytes"] or math.inf):
+            why = f"it needs {'' if plan else 'about '}{needed / 2**30:.1f} GiB a device"
         else:
             why = _why(plan, best) if plan else _why(sketch[1], chosen[1])
         found.append(RunnerUp(in_words(sketch[1]), seconds, why))

@@ -14,7 +14,7 @@ import numpy as np
 
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.search.layers import CostTable
-from launcher.plan.search.stage_costs import Setting, StageCosts
+from launcher.plan.search.stage_costs import Setting, StageCosts, in_flight
 from launcher.plan.search.stages import Candidates
 
 ZERO_LEVELS = (0, 2, 3)
@@ -95,7 +95,7 @@ def ways(
             if zero and data == 1:
                 continue
             one, other = stage.seconds(zero, remat)
-            needs = stage.memory(zero, remat, depth)
+            needs = stage.memory(zero, remat, in_flight(setting, depth))
             lost = np.where(needs <= (setting.memory_bytes or np.inf), 0.0, np.inf)
             chosen = np.full(needs.shape, len(choices))
             choices.append(Choice((data, model), zero, remat, table.is_sequence(m_index)))

@@ -14,7 +14,7 @@ from launcher.plan.outline import Outline
 from launcher.plan.plan import Plan, StagePlan, Transfer
 from launcher.plan.predict import with_predictions
 from launcher.plan.profile.measured import MeasuredLayers
-from launcher.plan.schedule import BACK_AT_ONCE
+from launcher.plan.schedule import BACK_AT_ONCE, make_schedule, max_in_flight
 from launcher.plan.search.problem import Problem, Wanted, spread_divisors
 from launcher.plan.search.stage_costs import Setting, StageCosts
 
@@ -70,18 +70,23 @@ def _interleaved(outline: Outline, problem: Problem, wanted: Wanted) -> Iterator
 
 
 def sketched(outline: Outline, problem: Problem, measured: MeasuredLayers | None = None) -> Plan:
-    """The outline as a plan that has predictions, but no shardings, memory or operations.
+    """The outline as a plan that has predictions, but no shardings or operations; and no memory
+    where a submesh has several stages.
 
     Raises:
         UnmeasuredError: one of its layers could not be measured.
     """
     first = {group[0]: at for at, group in enumerate(problem.groups)}
     end = {group[-1]: at + 1 for at, group in enumerate(problem.groups)}
-    stages, transfers = [], []
+    stages, transfers, held = [], [], _in_flight(outline)
     for s, layers in enumerate(outline.layers):
         at = first[layers[0]], end[layers[-1]]
         costs = _costs(outline, s, problem)
-        stages.append(_stage(outline, s, at, costs, problem, measured))
+        stage = _stage(outline, s, at, costs, problem, measured)
+        if held:
+            memory = costs.memory(outline.zero_of(s), outline.remat[s], held)
+            stage = dataclasses.replace(stage, memory_bytes=int(memory[-1 - s][at]))
+        stages.append(stage)
         crossing = int(costs.sent()[at])
         if crossing and s + 1 < len(outline.layers):
             transfers += [Transfer(s, s + 1, crossing, 0), Transfer(s + 1, s, crossing, 0)]
@@ -95,6 +100,15 @@ def sketched(outline: Outline, problem: Problem, measured: MeasuredLayers | None
         transfers=tuple(transfers),
     )
     return with_predictions(draft, 0.0)
+
+
+def _in_flight(outline: Outline) -> list[int]:
+    """The microbatches whose activations a stage holds, the last one first."""
+    count = len(outline.layers)
+    if count > len(outline.submeshes):
+        return []
+    schedule = make_schedule(outline.schedule, count, count, outline.num_micro_batches)
+    return [max_in_flight(tasks) for tasks in reversed(schedule)]
 
 
 def _costs(outline: Outline, s: int, problem: Problem) -> StageCosts:

@@ -5,6 +5,7 @@ Used by `search.candidates`, which chooses among logical meshes, and `search.ske
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +31,16 @@ class Setting:
     schedule: str
     remats: tuple[str, ...]
     memory_bytes: float | None
+
+
+def in_flight(setting: Setting, depth: int) -> list[int]:
+    """The microbatches whose activations a stage holds, by the stages behind it; of `zero_bubble`
+    at least so many, since the number of all stages is not known here."""
+    most = setting.num_micro_batches
+    if setting.schedule == "gpipe":
+        return [most] * depth
+    each = 2 if setting.schedule == "eager_1f1b" else 1
+    return [min(each * behind + 1, most) for behind in range(depth)]
 
 
 class StageCosts:
@@ -97,8 +108,12 @@ class StageCosts:
         """Bytes of one microbatch to the next stage."""
         return self._sent / self._setting.num_micro_batches
 
-    def memory(self, zero: int, remat: str, depth: int) -> np.ndarray:
-        """Peak bytes on a device, `[stages behind, first, end]`."""
+    def memory(self, zero: int, remat: str, in_flight: Sequence[int]) -> np.ndarray:
+        """Peak bytes on a device, `[stages behind, first, end]`.
+
+        Args:
+            in_flight: the microbatches whose activations a stage holds, by the stages behind it.
+        """
         of, data = self._of, self._data
         parameters, state, gradients = (
             of[f"{name}_bytes"] for name in ("parameter", "state", "gradient")
@@ -113,11 +128,9 @@ class StageCosts:
         kept, held_to_work = residual, working
         if remat != "none":  # what is computed again is there while it is used
             kept, held_to_work = self._first_input / self._slices, working + again
-        most = self._setting.num_micro_batches
-        behind = np.arange(1, depth + 1)
-        held = np.minimum(behind, most) if self._setting.schedule != "gpipe" else behind * 0 + most
-        activations = held[:, None, None] * kept[None] + held_to_work[None]
-        if self._setting.schedule != "gpipe":  # the last stage goes back at once
+        held = np.array(in_flight)[:, None, None]
+        activations = held * kept[None] + held_to_work[None]
+        if in_flight[0] == 1:  # the last stage goes back at once
             activations[0] = (
                 self._first_input / self._slices + np.maximum(again, residual) + working
             )

@@ -79,6 +79,15 @@ def test_a_sketch_predicts_what_the_whole_plan_does(step, shape, stages, changed
     assert sketched(outline, problem).predicted_step_seconds == pytest.approx(want, rel=0.05)
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager_1f1b", "zero_bubble"])
+def test_a_sketch_holds_as_much_as_the_schedule_does(step, schedule):
+    problem = make_problem(step, CLUSTER)
+    outline = outline_of(problem, (1, 1), 4, schedule=schedule, num_micro_batches=8)
+    want, sketch = complete(step, outline, CLUSTER), sketched(outline, problem)
+    for stage, known in zip(sketch.stages, want.stages, strict=True):
+        assert stage.memory_bytes == pytest.approx(known.memory_bytes, rel=0.1)
+
+
 def test_short_stages_in_turn_are_found_where_the_bubble_is_large(step):
     """Four stages and four microbatches: what fills and drains is almost half of the step."""
     problem = make_problem(step, CLUSTER)
@@ -121,3 +130,27 @@ def test_devices_that_share_a_machine_get_the_number_of_microbatches_that_the_ti
     seconds = [plan.predicted_step_seconds for plan in each]
     assert best.predicted_step_seconds <= 1.02 * min(seconds)
     assert seconds[-1] > 1.1 * min(seconds)
+
+
+def test_a_schedule_that_holds_too_much_is_not_considered(step):
+    wanted = Wanted(num_micro_batches=8, num_stages=4, remat="none")
+    free = best_plan(step, CLUSTER, wanted)
+    assert any("eager_1f1b" in runner.plan for runner in free.runners_up)
+    most = max(stage.memory_bytes for stage in free.stages)
+    tight = best_plan(step, dataclasses.replace(CLUSTER, memory_bytes=int(1.2 * most)), wanted)
+    assert tight.stages == free.stages
+    assert not any("eager_1f1b" in runner.plan for runner in tight.runners_up)
+
+
+def test_a_runner_up_that_is_faster_needs_more_memory(step, monkeypatch):
+    """Whether it was completed or, after one that was underrated, only expected not to fit."""
+    free = best_plan(step, CLUSTER, Wanted())
+    most = max(stage.memory_bytes for stage in free.stages)
+    monkeypatch.setattr("launcher.plan.search.auto.USABLE", 1.2)
+    tight = dataclasses.replace(CLUSTER, memory_bytes=int(0.8 * most))
+    plan = best_plan(step, tight, Wanted())
+    assert max(stage.memory_bytes for stage in plan.stages) <= tight.memory_bytes
+    faster = [r for r in plan.runners_up if r.predicted_step_seconds < plan.predicted_step_seconds]
+    words = " ".join(runner.why for runner in faster)
+    assert words.count("GiB a device") == len(faster) > 1
+    assert words.count("about") == len(faster) - 1
