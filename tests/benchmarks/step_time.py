@@ -6,7 +6,8 @@
 Every step function trains the same model on the same batches. The first table gives medians and
 the losses at the end, which must agree; ratios are medians over the rounds, each round's times set
 against its own, so that other load on the machine counts less. The second gives the Python thread's
-processor time for a task and for a transfer of a tiny model.
+processor time for a task and for a transfer, beside that of plain JAX's programs that take and give
+as many arrays and compute nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
+import jax.numpy as jnp
 from contest import SIZES, TINY, Contest
 
 import launcher
@@ -88,10 +90,10 @@ def main() -> None:
     # A tiny program may run in the calling thread, which counts as its cost then.
     for size, of, steps in [("tiny", Contest(TINY), 50)] + [("", model, 5)] * (not args.tiny):
         for stages in args.stages:
-            task, transfer = python_cost(of, pipeline(of, stages, args), steps)
+            task, empty, transfer = python_cost(of, pipeline(of, stages, args), steps)
             print(
-                f"{f'{stages} stages, {size}'.strip(', ')}: "
-                f"{task * 1e6:.0f} µs a task, {transfer * 1e6:.0f} µs a transfer"
+                f"{f'{stages} stages, {size}'.strip(', ')}: {task * 1e6:.0f} µs a task (empty "
+                f"programs: {empty * 1e6:.0f} µs), {transfer * 1e6:.0f} µs a transfer"
             )
 
 
@@ -115,15 +117,24 @@ def pipeline(model: Contest, stages: int, args: argparse.Namespace) -> Executabl
     return compile_step(traced, plan, jax.devices()[:stages])
 
 
-def python_cost(model: Contest, executable: Executable, steps: int) -> tuple[float, float]:
-    """The calling thread's seconds for a task and for a transfer, medians over the steps."""
+def python_cost(model: Contest, executable: Executable, steps: int) -> tuple[float, float, float]:
+    """The calling thread's seconds for a task, for an empty program in its place, and for a
+    transfer: medians over the steps."""
     seconds: dict[bool, list[float]] = {True: [], False: []}
+    empty: list[float] = []
 
     def timed(call: Callable[..., Any], is_task: bool) -> Callable[..., Any]:
+        count = 0
+
         def run(*arrays: Any) -> Any:
+            nonlocal count
+            shapes = [shape_of(x) for x in arrays]
             start = time.thread_time()
             results = call(*arrays)
             seconds[is_task].append(time.thread_time() - start)
+            count += 1
+            if is_task and count == 2:
+                empty.extend(empty_seconds(shapes, [shape_of(x) for x in results]))
             return results
 
         return run
@@ -138,7 +149,32 @@ def python_cost(model: Contest, executable: Executable, steps: int) -> tuple[flo
     for _ in range(steps):
         state, _ = executable(state, model.batch)
         jax.block_until_ready(state)
-    return statistics.median(seconds[True]), statistics.median(seconds[False])
+    transfer = statistics.median(seconds[False])
+    return statistics.median(seconds[True]), statistics.median(empty), transfer
+
+
+def shape_of(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+def empty_seconds(
+    given: list[jax.ShapeDtypeStruct], results: list[jax.ShapeDtypeStruct]
+) -> list[float]:
+    """The calling thread's, of a few calls of a program that takes and gives such arrays."""
+
+    def empty(*_: Any) -> list[Any]:
+        return [jnp.zeros(x.shape, x.dtype) for x in results]
+
+    placed = [x.sharding for x in results]
+    compiled = jax.jit(empty, out_shardings=placed, keep_unused=True).lower(*given).compile()
+    arrays = [jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding) for x in given]
+    found = []
+    for _ in range(10):
+        start = time.thread_time()
+        made = compiled(*arrays)
+        found.append(time.thread_time() - start)
+        jax.block_until_ready(made)
+    return found[2:]
 
 
 if __name__ == "__main__":
