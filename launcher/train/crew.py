@@ -106,10 +106,14 @@ class Crew:
         return watch
 
     def _hung(self, waiting: list[WorkerHandle], seconds: float) -> HungError:
+        """All are examined: one that answered may be stopped since, and the others wait for it."""
         names = ", ".join(handle.name for handle in waiting)
-        found = [f"{handle.name}: {examine(handle)}" for handle in waiting]
         told = f"no answer from {names} for {seconds:g} s (cluster.step_timeout)"
-        where = {handle.host: handle.whereabouts for handle in waiting}
+        found = []
+        for handle in sorted(self._handles, key=lambda handle: handle not in waiting):
+            since = "" if handle in waiting else ", which answered before"
+            found.append(f"{handle.name}{since}: {examine(handle)}")
+        where = {handle.host: handle.whereabouts for handle in self._handles}
         return HungError("\n".join([told, *found]), where)
 
     def _blame_ray(self) -> None:
