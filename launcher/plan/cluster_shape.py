@@ -155,7 +155,7 @@ def _emulated(num_devices: int, num_hosts: int) -> ClusterShape:
         memory_bandwidth=_CPU_BANDWIDTH * share,
         memory_bytes=None,
         intra_host=_CPU_LINK * share,
-        inter_host=1e9,
+        inter_host=_CPU_LINK * share / 4,
         latency=_CPU_LATENCY / share,
         at_once=_CPU_AT_ONCE * max(1.0, cores / 2),
         launch=_CPU_LAUNCH / share,

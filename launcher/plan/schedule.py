@@ -159,7 +159,6 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "zero_bubble": zero_bubble,
     "forward": forward_only,
 }
-BACK_AT_ONCE = "1f1b", "eager_1f1b", "zero_bubble"  # the last stage, of one a mesh
 SEVERAL_STAGES_A_MESH = ("interleaved_1f1b", "forward")
 
 

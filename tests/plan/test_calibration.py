@@ -60,6 +60,10 @@ def test_the_link_gives_back_the_all_reduces_it_was_measured_by() -> None:
     [
         ("{", "is damaged: ignored"),
         (json.dumps({"versions": {"jax": "0.1"}}), "is of other versions (jax 0.1): ignored"),
+        (
+            json.dumps({"versions": {k: v for k, v in cache.versions().items() if k != "format"}}),
+            "is of other versions (an earlier format): ignored",
+        ),
         (json.dumps({"versions": cache.versions(), **vars(FOUND), "product_flops": 7}), "damaged"),
         *(
             (json.dumps({"versions": cache.versions(), **vars(FOUND), **change}), "is damaged")

@@ -79,7 +79,7 @@ def test_a_stage_over_hosts_costs_what_the_search_took_it_to_cost(mesh):
     plan = complete(TRACED, outline(Submesh(tuple(range(data * model)), mesh)), HOSTS)
     table = cost_table(TRACED, HOSTS, (1, 2, 4))
     setting = Setting(4, BATCH, data, "1f1b", (), None)
-    costs = StageCosts(table, table.index(model, False), HOSTS, setting, data, model)
+    costs = StageCosts(table, table.index(model, False), HOSTS, setting, data, model, True)
     (stage,) = plan.stages
     forward, _ = (float(seconds[0, LAYERS]) for seconds in costs.passes(0, "none"))
     assert stage.forward_seconds == pytest.approx(forward, rel=0.05)

@@ -28,6 +28,7 @@ from launcher.plan.cluster_shape import ClusterShape
 T = TypeVar("T")
 
 _PACKAGES = ("jax", "jaxlib", "launcher")
+_FORMAT = "2"  # what the figures mean; a launch is more than a start since
 
 
 def cache_folder() -> Path:
@@ -71,7 +72,7 @@ def _plain(name: str) -> str:
 
 def versions() -> dict[str, str]:
     """Of what a measurement depends on."""
-    found = {}
+    found = {"format": _FORMAT}
     for name in _PACKAGES:
         try:
             found[name] = version(name)
@@ -103,7 +104,9 @@ def read(
         tree = json.loads(text)
         found = tree["versions"]
         if isinstance(found, dict) and found != versions():
-            other = ", ".join(f"{k} {v}" for k, v in found.items() if versions().get(k) != v)
+            here = versions()
+            other = ", ".join(f"{k} {v}" for k, v in found.items() if here.get(k) != v)
+            other = other or "an earlier format"
             say(f"{path} is of other versions ({other}): ignored, {then}")
             return None
         if found == versions():

@@ -38,7 +38,7 @@ def main(path: str) -> None:
         "product_flops": rates,
         "memory_bandwidth": copy_rate(1 << 23 if on_cpu else 1 << 28, count),
         "at_once": working_at_once(count) if on_cpu else None,
-        "launch": launch_seconds(count),
+        "launch": launch_seconds(count, *((64, 32, 512) if on_cpu else (1024, 512, 8192))),
         "all_reduce_seconds": {str(n): reduce_seconds(n, count) for n in reduced if count > 1},
         "memory_bytes": (jax.devices()[0].memory_stats() or {}).get("bytes_limit"),
     }
@@ -74,23 +74,22 @@ def working_at_once(count: int) -> float:
     """The devices' number times the share of a task's time with all at work that it takes alone:
     from 1 to all. For a network, since a product alone may use all cores and what is done element
     by element does not."""
-    one, every = (network_seconds(512, n) for n in (1, count))
+    one, every = (network_seconds(64, 512, n) for n in (1, count))
     return min(max(1.0, count * one / every), count)
 
 
-def launch_seconds(count: int) -> float:
+def launch_seconds(count: int, width: int, few: int, many: int) -> float:
     """What a program on all devices takes beside its work: its start, and the waiting for its last
     device. On the line through a network's passes over few rows and over many, what none take."""
-    few, many = 32, 512
-    less, more = (network_seconds(rows, count) for rows in (few, many))
+    less, more = (network_seconds(width, rows, count) for rows in (few, many))
     return max(0.0, less - few * (more - less) / (many - few))
 
 
-def network_seconds(rows: int, count: int) -> float:
+def network_seconds(width: int, rows: int, count: int) -> float:
     """Seconds of both passes of a small network on each of so many devices."""
     import jax
 
-    width, layers = 64, 4
+    layers = 4
     shapes = (width, 4 * width), (1, 4 * width), (4 * width, width), (1, width)
     weights = [[spread((count, *of), "float32", count) for of in shapes] for _ in range(layers)]
     x = spread((count, rows, width), "float32", count)

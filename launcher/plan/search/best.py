@@ -48,6 +48,7 @@ def best_plan(
     problem = make_problem(step, cluster, measured, wanted.num_stages)
     completed: list[tuple[Plan, Sketch]] = []
     known: Known = {}
+    most = cluster.memory_bytes or math.inf
     for _ in range(_SEARCHES):
         try:
             found = search(problem, wanted, lambda share: progress(0.7 * share))
@@ -58,14 +59,19 @@ def best_plan(
         sketches = _sketches(found, problem, wanted, measured)
         progress(0.8)
         completed = []
+        large: list[Sketch] = []  # not expected to fit: only for where nothing else does
         for sketch in sketches:
             if completed and _settled(completed, sketch):
                 break
-            expected = _expected_bytes(sketch, completed) if completed else 0.0
-            if expected > (cluster.memory_bytes or math.inf):
+            if completed and _expected_bytes(sketch, completed) > most:
+                large.append(sketch)
                 continue
             completed.append((complete(step, sketch[0], cluster, measured, known), sketch))
             progress(0.9)
+        for sketch in large:
+            if any(_fits(plan) for plan, _ in completed):
+                break
+            completed.append((complete(step, sketch[0], cluster, measured, known), sketch))
         fitting = [pair for pair in completed if _fits(pair[0])]
         if fitting:
             best, chosen = min(fitting, key=lambda pair: pair[0].predicted_step_seconds)
@@ -87,8 +93,10 @@ def _sketches(
     """What was found, best first as it is simulated."""
     sketches, unmeasured = [], []
     first, *others = (candidate.outline for candidate in found)
-    counts = (o for outline in (first, *others) for o in recounted(outline, problem, wanted))
-    for outline in dict.fromkeys((*variants(first, problem, wanted), *others, *counts)):
+    counts = [first, *recounted(first, problem, wanted)]
+    more = [o for outline in others for o in recounted(outline, problem, wanted)]
+    varied = [o for outline in counts for o in variants(outline, problem, wanted)]
+    for outline in dict.fromkeys((*varied, *others, *more)):
         try:
             sketch = sketched(outline, problem, measured)
         except UnmeasuredError as error:
@@ -110,11 +118,17 @@ def _settled(completed: Sequence[tuple[Plan, Sketch]], after: Sketch) -> bool:
 
 
 def _expected_bytes(sketch: Sketch, completed: Sequence[tuple[Plan, Sketch]]) -> float:
-    """Of a device, where all sketches take too little by as much as the worst of those completed;
-    nothing where the sketch says nothing."""
-    known = [(_most_bytes(plan), _most_bytes(of[1])) for plan, of in completed]
-    short = max((needed / said for needed, said in known if said), default=1.0)
+    """Of a device, where sketches with the same rematerialisation take too little by as much as the
+    worst of those completed; nothing where the sketch says nothing."""
+    alike = [
+        (_most_bytes(p), _most_bytes(s[1])) for p, s in completed if _remats(s) == _remats(sketch)
+    ]
+    short = max((needed / said for needed, said in alike if said), default=1.0)
     return _most_bytes(sketch[1]) * max(1.0, short)
+
+
+def _remats(sketch: Sketch) -> set[str]:
+    return set(sketch[0].remat)
 
 
 def _with_less_memory(problem: Problem, plans: Sequence[Plan]) -> Problem:

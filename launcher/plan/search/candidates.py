@@ -86,11 +86,12 @@ def ways(
     choices: list[Choice],
 ) -> Iterator[Way]:
     """Every use of so many devices, infinite where it does not fit; adds to `choices`."""
+    goes_back = setting.schedule != "gpipe" or setting.num_micro_batches == 1
     for m_index, model in enumerate(table.model_sizes):
         data = size // model
         if size % model or not _splits(setting, data):
             continue
-        stage = StageCosts(table, m_index, cluster, setting, data, model)
+        stage = StageCosts(table, m_index, cluster, setting, data, model, goes_back)
         for zero, remat in itertools.product(ZERO_LEVELS, setting.remats):
             if zero and data == 1:
                 continue

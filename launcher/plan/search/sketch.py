@@ -14,7 +14,7 @@ from launcher.plan.outline import Outline
 from launcher.plan.plan import Plan, StagePlan, Transfer
 from launcher.plan.predict import with_predictions
 from launcher.plan.profile.measured import MeasuredLayers
-from launcher.plan.schedule import BACK_AT_ONCE, make_schedule, max_in_flight
+from launcher.plan.schedule import Schedule, backward_follows, make_schedule, max_in_flight
 from launcher.plan.search.problem import Problem, Wanted, spread_divisors
 from launcher.plan.search.stage_costs import Setting, StageCosts
 
@@ -78,17 +78,24 @@ def sketched(outline: Outline, problem: Problem, measured: MeasuredLayers | None
     """
     first = {group[0]: at for at, group in enumerate(problem.groups)}
     end = {group[-1]: at + 1 for at, group in enumerate(problem.groups)}
-    stages, transfers, held = [], [], _in_flight(outline)
+    count = len(outline.layers)
+    schedule = make_schedule(
+        outline.schedule, count, len(outline.submeshes), outline.num_micro_batches
+    )
+    goes_back = backward_follows(schedule[outline.mesh_of[-1]], count - 1)
+    stages, transfers, held = [], [], _in_flight(schedule, count)
     for s, layers in enumerate(outline.layers):
         at = first[layers[0]], end[layers[-1]]
-        costs = _costs(outline, s, problem)
-        stage = _stage(outline, s, at, costs, problem, measured)
+        costs = _costs(outline, s, problem, goes_back)
+        # What is used at once is not computed again.
+        remat = "none" if goes_back and s + 1 == count else outline.remat[s]
+        stage = _stage(outline, s, remat, at, costs, problem, measured)
         if held:
-            memory = costs.memory(outline.zero_of(s), outline.remat[s], held)
+            memory = costs.memory(outline.zero_of(s), remat, held)
             stage = dataclasses.replace(stage, memory_bytes=int(memory[-1 - s][at]))
         stages.append(stage)
         crossing = int(costs.sent()[at])
-        if crossing and s + 1 < len(outline.layers):
+        if crossing and s + 1 < count:
             transfers += [Transfer(s, s + 1, crossing, 0), Transfer(s + 1, s, crossing, 0)]
     draft = Plan.unpredicted(
         method=outline.method,
@@ -102,16 +109,14 @@ def sketched(outline: Outline, problem: Problem, measured: MeasuredLayers | None
     return with_predictions(draft, 0.0)
 
 
-def _in_flight(outline: Outline) -> list[int]:
-    """The microbatches whose activations a stage holds, the last one first."""
-    count = len(outline.layers)
-    if count > len(outline.submeshes):
+def _in_flight(schedule: Schedule, count: int) -> list[int]:
+    """The microbatches whose activations a stage holds, of `count` stages the last one first."""
+    if count > len(schedule):
         return []
-    schedule = make_schedule(outline.schedule, count, count, outline.num_micro_batches)
     return [max_in_flight(tasks) for tasks in reversed(schedule)]
 
 
-def _costs(outline: Outline, s: int, problem: Problem) -> StageCosts:
+def _costs(outline: Outline, s: int, problem: Problem, goes_back: bool) -> StageCosts:
     data, model = outline.submeshes[outline.mesh_of[s]].logical_mesh
     setting = Setting(
         outline.num_micro_batches,
@@ -122,22 +127,21 @@ def _costs(outline: Outline, s: int, problem: Problem) -> StageCosts:
         None,
     )
     m_index = problem.table.index(model, outline.sequence_of(s))
-    return StageCosts(problem.table, m_index, problem.cluster, setting, data, model)
+    return StageCosts(problem.table, m_index, problem.cluster, setting, data, model, goes_back)
 
 
 def _stage(
     outline: Outline,
     s: int,
+    remat: str,
     at: tuple[int, int],
     costs: StageCosts,
     problem: Problem,
     measured: MeasuredLayers | None,
 ) -> StagePlan:
     """Stage `s`, of the layer groups `at[0] … at[1] - 1`."""
-    submesh, last = outline.submeshes[outline.mesh_of[s]], s + 1 == len(outline.layers)
+    submesh, zero = outline.submeshes[outline.mesh_of[s]], outline.zero_of(s)
     data, model = submesh.logical_mesh
-    at_once = last and outline.schedule in BACK_AT_ONCE  # nothing is computed again
-    remat, zero = "none" if at_once else outline.remat[s], outline.zero_of(s)
     forward, backward = (float(seconds[at]) for seconds in costs.passes(zero, remat))
     late = float(costs.work()[at]) if s else backward
     if measured:

@@ -12,7 +12,6 @@ import numpy as np
 
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.passes import MOST_INSIDE
-from launcher.plan.schedule import BACK_AT_ONCE
 from launcher.plan.search.layers import CostTable
 
 
@@ -54,10 +53,12 @@ class StageCosts:
         setting: Setting,
         data: int,
         model: int,
+        back_at_once: bool,
     ) -> None:
+        """back_at_once: whether the last stage goes back right after each forward pass."""
         self._cluster, self._setting = cluster, setting
         self._table, self._m_index = table, m_index
-        self._data, self._model = data, model
+        self._data, self._model, self._back_at_once = data, model, back_at_once
         self._slices = setting.num_micro_batches * data
         self._of = {name: _spans(rows[m_index]) for name, rows in table.of.items()}
         count = table.of["work_seconds"].shape[1]
@@ -98,7 +99,7 @@ class StageCosts:
         """Whether a stage's passes will be one program, see `passes.runs_as_one`."""
         last = np.arange(self._valid.shape[1]) == self._valid.shape[0]
         small = self._of["residual_bytes"] / self._slices <= MOST_INSIDE
-        return last[None, :] & small & (self._setting.schedule in BACK_AT_ONCE)
+        return last[None, :] & small & self._back_at_once
 
     def work(self) -> np.ndarray:
         """Of a microbatch's forward pass without what crosses between devices."""
