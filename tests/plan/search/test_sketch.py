@@ -42,6 +42,12 @@ def step():
     return trace_step(train, (params, {"tokens": text, "targets": text}))
 
 
+@pytest.fixture(scope="module")
+def free(step):
+    """The best plan where memory has no bound."""
+    return best_plan(step, CLUSTER, Wanted())
+
+
 def outline_of(problem, shape, stages, **changed):
     data, model = shape
     each = data * model
@@ -111,10 +117,9 @@ def test_short_stages_in_turn_are_found_where_the_bubble_is_large(step):
     assert [o.schedule for o in variants(outline, problem, Wanted(schedule="1f1b"))] == ["1f1b"]
 
 
-def test_the_runners_up_are_not_better(step):
-    plan = best_plan(step, CLUSTER, Wanted())
-    assert plan.runners_up
-    assert all(r.predicted_step_seconds >= plan.predicted_step_seconds for r in plan.runners_up)
+def test_the_runners_up_are_not_better(free):
+    assert free.runners_up
+    assert all(r.predicted_step_seconds >= free.predicted_step_seconds for r in free.runners_up)
 
 
 def test_what_was_taken_to_fit_and_does_not_is_searched_for_again(step, monkeypatch):
@@ -146,7 +151,7 @@ def test_devices_that_share_a_machine_get_the_number_of_microbatches_that_the_ti
         launch=3e-4,
     )
     best = best_plan(step, shared, Wanted())
-    each = [best_plan(step, shared, Wanted(num_micro_batches=n)) for n in (1, 2, 4, 8)]
+    each = [best_plan(step, shared, Wanted(num_micro_batches=n)) for n in (2, 8)]
     seconds = [plan.predicted_step_seconds for plan in each]
     assert best.predicted_step_seconds <= 1.02 * min(seconds)
     assert seconds[-1] > 1.1 * min(seconds)
@@ -162,7 +167,7 @@ def test_a_schedule_that_holds_too_much_is_not_considered(step):
     assert not any("eager_1f1b" in runner.plan for runner in tight.runners_up)
 
 
-def test_what_one_shows_to_be_too_large_is_not_completed(step, monkeypatch):
+def test_what_one_shows_to_be_too_large_is_not_completed(step, free, monkeypatch):
     """All need twice what their sketches say: after the first, only those of half the memory are
     worth completing. The plan is the same as where all are completed."""
     completed = []
@@ -173,7 +178,7 @@ def test_what_one_shows_to_be_too_large_is_not_completed(step, monkeypatch):
         stages = [dataclasses.replace(s, memory_bytes=2 * s.memory_bytes) for s in plan.stages]
         return dataclasses.replace(plan, stages=tuple(stages))
 
-    most = max(stage.memory_bytes for stage in best_plan(step, CLUSTER, Wanted()).stages)
+    most = max(stage.memory_bytes for stage in free.stages)
     monkeypatch.setattr("launcher.plan.search.best.complete", larger)
     tight = dataclasses.replace(CLUSTER, memory_bytes=int(1.1 * most))
     plan, number = best_plan(step, tight, Wanted()), len(completed)
