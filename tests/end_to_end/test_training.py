@@ -122,6 +122,7 @@ def test_the_run_folder_holds_what_it_should(undisturbed: tuple[Path, str]) -> N
     for plot in ("loss", "timeline"):
         assert (run / "plots" / f"{plot}.png").read_bytes().startswith(b"\x89PNG")
     assert (run / "logs" / "worker_0.log").exists()
+    assert summary(run)["peak_memory_of"] == "process"
     assert list((run / "wandb").glob("offline-run-*"))
     assert not list(run.rglob("*.pkl"))
 

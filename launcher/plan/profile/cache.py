@@ -28,7 +28,7 @@ from launcher.plan.cluster_shape import ClusterShape
 T = TypeVar("T")
 
 _PACKAGES = ("jax", "jaxlib", "launcher")
-_FORMAT = "2"  # what the figures mean; a launch is more than a start since
+_FORMAT = "2"  # of what the figures mean; to be raised with it
 
 
 def cache_folder() -> Path:
@@ -100,16 +100,16 @@ def read(
     except (OSError, UnicodeError) as error:
         say(f"{path} cannot be read ({error}): ignored, {then}")
         return None
+    here = versions()
     try:
         tree = json.loads(text)
         found = tree["versions"]
-        if isinstance(found, dict) and found != versions():
-            here = versions()
+        if isinstance(found, dict) and found != here:
             other = ", ".join(f"{k} {v}" for k, v in found.items() if here.get(k) != v)
             other = other or "an earlier format"
             say(f"{path} is of other versions ({other}): ignored, {then}")
             return None
-        if found == versions():
+        if found == here:
             return made(tree)
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
         pass
