@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from launcher import testing as testing
     from launcher.api import ParallelizedFunction as ParallelizedFunction
     from launcher.api import parallelize as parallelize
+    from launcher.cluster.errors import ClusterError as ClusterError
+    from launcher.cluster.errors import HungError as HungError
     from launcher.cluster.errors import WorkerError as WorkerError
     from launcher.plan import Plan as Plan
     from launcher.plan.methods import *  # noqa: F403
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from launcher.trace.primitives import value_and_grad as value_and_grad
 
 _HOMES = {
+    "ClusterError": "launcher.cluster.errors",
+    "HungError": "launcher.cluster.errors",
     "ParallelizedFunction": "launcher.api",
     "Plan": "launcher.plan",
     "RemoteArray": "launcher.remote",

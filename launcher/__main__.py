@@ -1,213 +1,35 @@
-"""The command line: `python -m launcher` and the console script `launcher`.
+"""`python -m launcher` and the console script `launcher`: signals first, then the command line.
 
-Reads the arguments, has the settings composed and checked, and only then imports what does the
-work: help, `task=check` and every wrong setting are answered without JAX and without Ray.
+What is imported here is imported before a Ctrl-C can be answered, so it is next to nothing.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from contextlib import suppress
 
-from launcher.config.errors import ConfigError, advice
-
-if TYPE_CHECKING:
-    from launcher.config.schema import Config
-
-_EXAMPLES = """\
-Settings are key=value, options are group=option; the last word on a setting wins.
-
-examples:
-  launcher                                            train a small GPT on this machine
-  launcher model.num_layers=8 train.steps=500         change settings
-  launcher model=mlp dataset=synthetic                choose other options
-  launcher dataset=text dataset.path=/data/books      train on your own text
-  launcher cluster=emulated cluster.gpus=8 task=plan  make and print the plan, train nothing
-  launcher task=check recipe=smoke                    check the settings, do nothing else
-  launcher --cfg job model.size=125m                  print the settings that result
-  launcher -m parallel.num_micro_batches=2,4          run both, then compare them
-  launcher cluster=slurm cluster.hosts=2              submit to Slurm, on two nodes
-  launcher --config-dir my_conf recipe=mine           use my_conf/recipe/mine.yaml
-"""
-
-_EXIT_CODES = """
-exit codes:
-  0    done
-  1    failed
-  2    a setting is wrong: nothing was started
-  75   preempted, state saved: run the same command again
-  130  interrupted, state saved
-"""
+from launcher.stop import Stop
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line `argv` (this process's own where None) and returns its exit code."""
-    try:
-        return _run(_parse(sys.argv[1:] if argv is None else argv))
-    except ConfigError as error:
-        if os.environ.get("SLURM_NODEID", "0") == "0":  # once, not by every task of a job
-            print(f"launcher: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    """Runs the command line `argv` and returns its exit code; where it is None, this process's own,
+    of which nothing is left to do then."""
+    with Stop() as stop:
+        try:
+            from launcher.command import run
 
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(
-            f"The command line is wrong: {message}",
-            "Settings are written key=value, without dashes; --help shows the rest.",
-        )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="launcher",
-        description="Plan, launch and train the model that the settings describe.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        add_help=False,
-        allow_abbrev=False,
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings and options")
-    flag = parser.add_argument
-    flag("-h", "--help", action="store_true", help="show this help and the options of each group")
-    flag("--version", action="store_true", help="show the version")
-    flag("-c", "--cfg", choices=["job"], help="print the settings that result, and stop")
-    flag("-p", "--package", metavar="SECTION", help="with --cfg: only this section")
-    flag("-m", "--multirun", action="store_true", help="run every combination of the values")
-    flag("--frozen", metavar="FILE", help="take all settings from a run's own config.yaml")
-    flag(
-        "-cd",
-        "--config-dir",
-        action="append",
-        default=[],
-        metavar="DIR",
-        help="a folder of your own YAML files, searched first; may be repeated",
-    )
-    return parser
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    # Intermixed: overrides may stand before, between and after the flags.
-    return _parser().parse_intermixed_args(argv)
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    if arguments.help:
-        print(_help(arguments.config_dir))
-        return 0
-    if arguments.version:
-        print(f"launcher {_version()}")
-        return 0
-    # Here and below, imports wait for their turn: Hydra's cost a tenth of a second, JAX's two.
-    from launcher.config.compose import load, load_frozen, load_points
-
-    if arguments.frozen and (arguments.multirun or arguments.config_dir):
-        raise ConfigError("--frozen is one run's settings", "Leave out -m and --config-dir.")
-    if arguments.package and not arguments.cfg:
-        raise ConfigError("--package is a part of what --cfg shows", "Add --cfg job.")
-    if arguments.multirun and arguments.cfg:
-        raise ConfigError("--cfg shows the settings of one run", "Leave out -m.")
-    if arguments.multirun:
-        points = load_points(arguments.overrides, arguments.config_dir)
-        if all(point.config.task == "check" for point in points):
-            print(f"The settings of all {len(points)} runs are fine.")
-            return 0
-        if any(point.config.cluster.kind == "slurm" for point in points):
-            from launcher.submit_sweep import submit_sweep
-
-            return submit_sweep(points)
-        from launcher.sweep import run_sweep
-
-        return run_sweep(points, arguments.config_dir)
-
-    if arguments.frozen:
-        config = load_frozen(Path(arguments.frozen), arguments.overrides)
-    else:
-        config = load(arguments.overrides, arguments.config_dir)
-    if arguments.cfg:
-        print(_settings(config, arguments.package), end="")
-        return 0
-    if config.task == "check":
-        print(_checked(config))
-        return 0
-    if config.task == "sweep_status":
-        from launcher.submit_sweep import sweep_status
-
-        return sweep_status(config.sweep)
-    if config.cluster.kind == "slurm" and config.task in ("train", "submit"):
-        return _on_slurm(config)
-    from launcher.train.run import run
-
-    return run(config)
-
-
-def _on_slurm(config: Config) -> int:
-    """Submit the run, or, as a task of its job, do this task's part."""
-    from launcher.cluster.slurm_allocation import find_allocation, settled
-
-    allocation = find_allocation(os.environ)
-    if allocation is None or config.task == "submit":
-        from launcher.submit import submit
-
-        return submit(config)
-    config = settled(config, allocation)
-    if allocation.index:
-        from launcher.cluster.slurm_agent import serve
-
-        return serve(config, allocation)
-    from launcher.train.allocated import run_allocated
-
-    return run_allocated(config, allocation)
-
-
-def _help(config_dirs: Sequence[str]) -> str:
-    from launcher.config.folders import find_groups, search_folders
-
-    groups = find_groups(search_folders(config_dirs))
-    lines = [f"  {group:<10} {' | '.join(options)}" for group, options in groups.items()]
-    parts = [_parser().format_help(), "groups and their options:", *lines, "", _EXAMPLES]
-    return "\n".join(parts) + _EXIT_CODES
-
-
-def _version() -> str:
-    try:
-        return version("launcher")
-    except PackageNotFoundError:
-        return "(a checkout that is not installed)"
-
-
-def _settings(config: Config, package: str | None) -> str:
-    """The settings as YAML, or one section of them."""
-    import yaml
-
-    from launcher.config.compose import to_dict
-
-    tree = to_dict(config)
-    for name in package.split(".") if package else ():
-        if not isinstance(tree, dict) or name not in tree:
-            remedy = advice(name, list(tree)) if isinstance(tree, dict) else "It is a value."
-            raise ConfigError(f"--package {package} is no section", remedy)
-        tree = tree[name]
-    return yaml.safe_dump(tree, sort_keys=False)
-
-
-def _checked(config: Config) -> str:
-    """One line that says what `task=check` found in order."""
-    parallel, train = config.parallel, config.train
-    layers = config.model.layers or "unknown"
-    return (
-        f"The settings are fine: model={config.model.name} ({layers} layers), "
-        f"dataset={config.dataset.name}, optimizer={config.optimizer.name}, "
-        f"{train.steps} steps of {train.global_batch_size} samples, "
-        f"parallel={parallel.method} ({parallel.schedule}, "
-        f"num_micro_batches={parallel.num_micro_batches or 'auto'}), cluster={config.cluster.kind}."
-    )
+            code = run(sys.argv[1:] if argv is None else argv, stop)
+        except KeyboardInterrupt:
+            code = stop.ending[0]
+            if argv is None:  # what was left half done, such as an import, is not to end itself
+                with suppress(Exception):  # which may be closed, or full
+                    sys.stdout.flush()
+                os._exit(code)
+        if argv is None:
+            stop.over(code)
+    return code
 
 
 if __name__ == "__main__":

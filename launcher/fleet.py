@@ -1,22 +1,18 @@
 """All workers of a session as one machine, in the driver: what `launcher.init("ray")` holds.
 
-Every message goes to all workers, in one order, and is not waited for; what came of it is looked
-at when the next is sent or a value is fetched. `launcher.session` makes a `Fleet`, and
-`launcher.api` compiles on it.
+`launcher.session` makes a `Fleet`, and `launcher.api` compiles on it.
 """
 
 from __future__ import annotations
 
-import collections
-import pickle
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 
-from launcher.cluster.errors import ClusterError, WorkerError
-from launcher.cluster.handle import Future, WorkerHandle, cause_of, ready, share
-from launcher.cluster.peer import introduce
+from launcher.cluster.errors import WorkerError
+from launcher.cluster.group import Group
+from launcher.cluster.messages import Messages, Reply
 from launcher.cluster.step_worker import TRACE_SETTINGS, Call, Program
 from launcher.plan import ClusterShape, Plan
 from launcher.remote import Fetch, RemoteArray, pickled, portable
@@ -24,90 +20,34 @@ from launcher.runtime import StageTimes
 from launcher.signature import Traceable
 from launcher.trace import TracedStep
 
-_AHEAD = 8  # calls that may be under way in a worker: they hold their batches in memory
 _IN_MESSAGE = 64 * 1024  # bytes that are sent to each worker rather than shared: it is quicker
 
 
 class Fleet:
-    """The workers, one a host, whose object is a `StepWorker`. See the module.
+    """The workers, one a host, whose object is a `StepWorker`.
 
     Attributes:
         shape: the cluster, for the planner.
-
-    Once a worker has failed or died, every use raises its `WorkerError` again: what the others
-    hold is of no use without it. Only what a worker that lives refuses to compile is forgotten.
     """
 
-    def __init__(self, handles: Sequence[WorkerHandle], shape: ClusterShape) -> None:
-        introduce(handles)
+    def __init__(self, group: Group, shape: ClusterShape) -> None:
+        group.join()
         self.shape = shape
-        self._handles = handles
-        self._sent: list[collections.deque[_Reply]] = [collections.deque() for _ in handles]
+        self._messages = Messages(group)
         self._next_number = 0
-        self._dropped: collections.deque[int] = collections.deque()  # filled by destructors
         self._wanted: list[RemoteArray] = []
-        self._failure: Exception | None = None
 
-    # -- messages ------------------------------------------------------------------------------
+    def send(self, method: str, *arguments: Any, shared: Any = None) -> list[Reply]:
+        """See `Messages.send`."""
+        return self._messages.send(method, *arguments, shared=shared)
 
-    def send(self, method: str, *arguments: Any, shared: Any = None) -> list[_Reply]:
-        """Queue a call of `StepWorker` in every worker and return without waiting, unless too
-        much is under way. Raises WorkerError for any earlier call that has failed.
-
-        Args:
-            shared: the last argument, if it is large: written once for all workers.
-        """
-        while self._take(wait=any(len(sent) >= _AHEAD for sent in self._sent)):
-            pass
-        dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
-        # As bytes: Ray takes twice as long over a message that it has to look into.
-        message = [pickle.dumps((method, dropped, arguments))]
-        if shared is not None:
-            message.append(share(shared))
-        replies = [_Reply(h.submit("do", *message), method == "compile") for h in self._handles]
-        for sent, reply in zip(self._sent, replies, strict=True):
-            sent.append(reply)
-        return replies
-
-    def answers(self, replies: Sequence[_Reply]) -> list[Any]:
-        """Wait for replies. Raises WorkerError as soon as any worker fails in whatever call; for a
-        call that the workers survive, once all have answered."""
-        while not all(reply.done for reply in replies):
-            self._take(wait=True)
-        for reply in replies:
-            if reply.error is not None:
-                raise reply.error
-        return [reply.value for reply in replies]
-
-    def _take(self, *, wait: bool) -> bool:
-        """Look at the oldest reply of every worker; returns whether there was any."""
-        if self._failure is not None:
-            raise self._failure
-        heads = {sent[0].future: sent for sent in self._sent if sent}
-        if not heads:
-            return False
-        done = ready(list(heads), timeout=None if wait else 0)
-        for future in done:
-            reply, value, survived = heads[future][0], None, None
-            try:
-                value = future.result()
-            except (WorkerError, ClusterError) as error:
-                if not reply.survived or not isinstance(error, WorkerError) or error.died:
-                    self._fail(error)
-                survived = error
-            heads[future].popleft()
-            reply.arrived(value, survived)
-        return bool(done)
-
-    def _fail(self, error: WorkerError | ClusterError) -> NoReturn:
-        if isinstance(error, WorkerError):
-            error = cause_of(error, self._handles)
-        self._failure = error
-        raise error
+    def answers(self, replies: Sequence[Reply]) -> list[Any]:
+        """See `Messages.answers`."""
+        return self._messages.answers(replies)
 
     def close(self, why: Exception) -> None:
         """Refuse all further use, with `why`."""
-        self._failure = why
+        self._messages.close(why)
 
     # -- arrays (see `remote.Owner`) -----------------------------------------------------------
 
@@ -139,7 +79,7 @@ class Fleet:
 
     def drop(self, number: int) -> None:
         """Free an array, or a compiled step, with the next message."""
-        self._dropped.append(number)
+        self._messages.drop(number)
 
     def new_numbers(self, count: int) -> int:
         """The first of `count` numbers in a row that nothing has had yet."""
@@ -234,7 +174,7 @@ class RemoteExecutable:
     def __del__(self) -> None:
         self._fleet.drop(self._number)
 
-    def _run(self, args: tuple[Any, ...], *, profile: bool) -> tuple[Any, list[_Reply]]:
+    def _run(self, args: tuple[Any, ...], *, profile: bool) -> tuple[Any, list[Reply]]:
         leaves, tree = jax.tree.flatten(args)
         if tree != self._in_tree:
             raise TypeError(f"the step was compiled for arguments {self._in_tree}, not {tree}")
@@ -268,17 +208,3 @@ class RemoteExecutable:
 
     def _handles(self, first: int, avals: Iterable[tuple[Any, Any]]) -> list[RemoteArray]:
         return [RemoteArray(self._fleet, n, *aval) for n, aval in enumerate(avals, first)]
-
-
-class _Reply:
-    """What one worker answers to one message; `survived`: where it raises, the worker goes on."""
-
-    __slots__ = ("done", "error", "future", "survived", "value")
-
-    def __init__(self, future: Future, survived: bool) -> None:
-        self.future, self.survived, self.done = future, survived, False
-        self.value: Any = None
-        self.error: WorkerError | None = None
-
-    def arrived(self, value: Any, error: WorkerError | None) -> None:
-        self.done, self.value, self.error = True, value, error

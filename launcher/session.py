@@ -24,8 +24,10 @@ from launcher.cluster.devices import (
     local_pool,
 )
 from launcher.cluster.existing import ExistingRay
+from launcher.cluster.group import Group
 from launcher.cluster.session import Session, start
 from launcher.cluster.step_worker import StepWorker
+from launcher.cluster.waiting import Patience
 from launcher.config.machines import Cluster
 from launcher.fleet import Fleet
 from launcher.plan import ClusterShape, Plan, local_shape
@@ -84,6 +86,8 @@ def init(
     address: str | None = None,
     num_nodes: int | None = None,
     num_devices_per_node: int | None = None,
+    step_timeout: float = 600.0,
+    start_timeout: float = 120.0,
 ) -> None:
     """Say where parallelized functions run from now on; without it, on this process's devices.
 
@@ -96,6 +100,11 @@ def init(
             private Ray one. Several on one machine are emulated, with CPU devices.
         num_devices_per_node: by default all GPUs of a node, or 4 CPU devices that stand in; in
             the "local" case all devices of the process.
+        step_timeout: the seconds that the workers may take to answer, such as to the fetch of a
+            step's results; ten times that where they compile, and for the first step after it. Then
+            they hang, or are stopped: `HungError` says where each stands.
+        start_timeout: the seconds that Ray may take to come up or, at `address`, to answer, and
+            that the workers' processes may.
 
     Functions travel to the workers pickled: what they refer to in importable modules has to be
     importable there too. Call it from the main thread, and before this process uses a GPU: the
@@ -103,20 +112,26 @@ def init(
 
     Raises:
         SessionError: it was called before, or the numbers do not fit the machine.
-        ClusterError, WorkerError: Ray or a worker did not come up.
+        ClusterError, WorkerError: Ray or a worker did not come up. Ctrl-C ends the wait.
     """
     global _held
     if _held is not None:
         raise SessionError("launcher.init was called before; call launcher.shutdown() first")
     if cluster not in ("local", "ray"):
         raise SessionError(f'cluster={cluster!r} is not one of "local", "ray"')
-    for name, number in (("num_nodes", num_nodes), ("num_devices_per_node", num_devices_per_node)):
+    numbers = {
+        "num_nodes": num_nodes,
+        "num_devices_per_node": num_devices_per_node,
+        "step_timeout": step_timeout,
+        "start_timeout": start_timeout,
+    }
+    for name, number in numbers.items():
         if number is not None and number < 1:
             raise SessionError(f"{name}={number} has to be at least 1")
     if cluster == "local":
         _held = _Held(_this_process(address, num_nodes, num_devices_per_node), lambda: None)
     else:
-        _held = _workers(address, num_nodes, num_devices_per_node)
+        _held = _workers(address, num_nodes, num_devices_per_node, step_timeout, start_timeout)
 
 
 def shutdown() -> None:
@@ -153,20 +168,29 @@ def _this_process(address: str | None, nodes: int | None, devices: int | None) -
     return Local(tuple(there[:devices]))
 
 
-def _workers(address: str | None, nodes: int | None, devices: int | None) -> _Held:
+def _workers(
+    address: str | None,
+    nodes: int | None,
+    devices: int | None,
+    step_timeout: float,
+    start_timeout: float,
+) -> _Held:
     with ExitStack() as undo:
         session: Session | ExistingRay
         if address is not None:
-            session = ExistingRay(address, nodes, devices)
+            session = ExistingRay(address, nodes, devices, start_timeout)
             pool = session.pool
         else:
             pool = _private_pool(nodes or 1, devices)
             logs = undo.enter_context(tempfile.TemporaryDirectory(prefix="launcher-logs-"))
-            session = start(pool, Path(logs))
+            patience = Patience(start_timeout, "launcher.init(start_timeout=...)")
+            session = start(pool, Path(logs), patience=patience)
         undo.callback(session.close)
         if pool.kind == "gpu":
             jax.config.update("jax_platforms", "cpu")  # the devices are for the workers
-        fleet = Fleet(session.spawn(StepWorker), _shape_of(pool))
+        workers, setting = session.spawn(StepWorker), "launcher.init(step_timeout=...)"
+        group = Group(workers, session.check, step_timeout, setting)
+        fleet = Fleet(group, _shape_of(pool))
         gone = SessionError("this belongs to a session that launcher.shutdown() has ended")
         undo.callback(fleet.close, gone)
         return _Held(fleet, undo.pop_all().close)

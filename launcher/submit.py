@@ -1,4 +1,4 @@
-"""Submits runs to Slurm from a login node, and says how they are doing. `__main__` calls it.
+"""Submits runs to Slurm from a login node, and says how they are doing. `command` calls it.
 
 Everything that can be found out beforehand is: settings, data and plan are checked here, the
 resolved settings and the batch script are frozen in the run's folder, and only then is Slurm
@@ -7,18 +7,22 @@ asked. `launcher.cluster.slurm_script` writes the script, `slurm_commands` talks
 
 from __future__ import annotations
 
+import codecs
 import json
+import re
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
+from launcher.cluster.private import private_files
 from launcher.cluster.slurm_attempts import read_attempts
 from launcher.cluster.slurm_commands import (
     check_installed,
@@ -27,10 +31,14 @@ from launcher.cluster.slurm_commands import (
     sbatch,
 )
 from launcher.cluster.slurm_script import SCRIPT, Job, render
+from launcher.config.commands import commands_in
 from launcher.config.errors import ConfigError
+from launcher.config.interpolation import in_shell
 from launcher.config.schema import Config
+from launcher.files import DamagedError, read_own, write_whole
+from launcher.output import answer, complain
+from launcher.reading import read
 from launcher.report.console import make_console
-from launcher.report.files import write_whole
 from launcher.train import folder
 from launcher.train.folder import RunFolder
 from launcher.train.prepare import prepare
@@ -41,15 +49,29 @@ JOB_FILE = "job.json"
 _POLL_SECONDS = 2.0
 
 
+@dataclass(frozen=True)
+class Noted:
+    """What `job.json` holds: the run's newest job (`<array>_<element>` in an array), and the script
+    that made it."""
+
+    job_id: str
+    script: str
+
+
 def submit(config: Config) -> int:
     """Submit one run and return; with `cluster.slurm.wait` follow it to its end.
 
     Returns the exit code of this process: with `wait` that of the job.
     """
+    if config.cluster.slurm.array is not None:
+        raise ConfigError(
+            f"cluster.slurm.array={config.cluster.slurm.array} is for sweeps, and this is one run",
+            "Add -m, or leave it out.",
+            ["cluster.slurm.array"],
+        )
     if config.cluster.slurm.dry_run:
         run_id = config.run.id or folder.new_id(config.model.name)
-        print(script_for(replace(config, run=replace(config.run, id=run_id))), end="")
-        return 0
+        return answer(script_for(replace(config, run=replace(config.run, id=run_id))), end="")
     return guarded(lambda: _submit(config))
 
 
@@ -60,16 +82,19 @@ def _submit(config: Config) -> int:
     home = freeze(config, make_console())
     script = home.path / SCRIPT
     text = script_for(replace(config, run=replace(config.run, id=home.id)))
-    write_script(script, text, config)
-    with unmade([home.path] if fresh else []):
-        job_id = sbatch(script)
-    note_job(home.path, job_id, script)
+    with private_files(config.run):  # the job itself takes it over
+        write_script(script, text, config)
+        with unmade([home.path] if fresh else []):
+            job_id = sbatch(script)
+        note_job(home.path, job_id, script)
     output = output_file(home.path, job_id)
-    print(f"submitted job {job_id}")
-    print(f"  run folder  {home.path}")
-    print(f"  log         {output}")
-    print(f"  follow      tail -F {shlex.quote(str(output))}")
-    print(f"  cancel      scancel {job_id}", flush=True)
+    answer(
+        f"submitted job {job_id}\n"
+        f"  run folder  {home.path}\n"
+        f"  log         {output}\n"
+        f"  follow      tail -F {shlex.quote(str(output))}\n"
+        f"  cancel      scancel {job_id}"
+    )
     return wait(home.path, job_id) if config.cluster.slurm.wait else 0
 
 
@@ -113,10 +138,10 @@ def _check_idle(config: Config) -> None:
     """Refuse a second job for a run whose first one is still to end."""
     if config.run.id is None:
         return
-    noted = Path(config.run.dir, config.run.id, JOB_FILE)
-    if not noted.exists():
+    noted = read_job(Path(config.run.dir, config.run.id))
+    if noted is None:
         return
-    job_id = json.loads(noted.read_text())["job_id"]
+    job_id = noted.job_id
     state = job_state(job_id)
     if state is not None and state.is_live:
         raise ConfigError(
@@ -136,6 +161,7 @@ def script_for(config: Config) -> str:
         folder=Path.cwd(),
         output=str(output_file(home, "%j")),
         command=[*map(shlex.quote, command(config)), *frozen(config, shlex.quote(str(settings)))],
+        variables=variables(config),
     )
     return render(config.cluster, job)
 
@@ -151,9 +177,25 @@ def command(config: Config | None = None) -> Sequence[str]:
 
 def frozen(config: Config, settings: str) -> Sequence[str]:
     """The arguments, as the shell reads them, for the settings in the file `settings`. No file can
-    allow modules to be loaded: that is said here again."""
-    allowed = f"allow_modules=[{','.join(config.allow_modules)}]"
-    return ["--frozen", settings, *([shlex.quote(allowed)] if config.allow_modules else [])]
+    allow code to be run: that is said here again, of what is in it by now."""
+    allowed = []
+    if config.allow_modules:
+        allowed.append(f"allow_modules=[{','.join(config.allow_modules)}]")
+    if any(commands_in(config)):
+        allowed.append("allow_commands=true")
+    return ["--frozen", settings, *map(shlex.quote, allowed)]
+
+
+def variables(config: Config) -> Mapping[str, str]:
+    """Words of bash for the variables of the job that come from the environment of whoever submits
+    it, which Slurm hands on: the script asks for them."""
+    places = {("cluster", "slurm", "env", name): name for name in config.cluster.slurm.env}
+    words = {
+        places[place]: in_shell(text)
+        for place, (text, _) in config.from_environment.items()
+        if place in places
+    }
+    return {name: word for name, word in words.items() if word is not None}
 
 
 def output_file(home: Path, job: str) -> Path:
@@ -163,31 +205,46 @@ def output_file(home: Path, job: str) -> Path:
 
 def note_job(home: Path, job_id: str, script: Path) -> None:
     """Note in a run's folder which job it is and which script made it."""
-    told = {"job_id": job_id, "script": str(script.absolute())}
-    (home / JOB_FILE).write_text(json.dumps(told) + "\n")
+    noted = Noted(job_id, str(script.absolute()))
+    write_whole(home / JOB_FILE, json.dumps(asdict(noted)) + "\n")
+
+
+def read_job(home: Path) -> Noted | None:
+    """What `note_job` has noted last; None where there is nothing, or it is damaged, which is
+    said. Raises OSError."""
+    return read_own(home / JOB_FILE, _noted, complain)
+
+
+def _noted(tree: Any) -> Noted:
+    noted = read(Noted, tree)
+    if not re.fullmatch(r"[0-9]+(_[0-9]+)?", noted.job_id):
+        raise DamagedError(f"job_id is {noted.job_id!r}, not a job's")
+    return noted
 
 
 def wait(home: Path, job_id: str) -> int:
     """Print a job's output as it comes, and return the job's exit code once it has ended."""
     path, position = output_file(home, job_id), 0
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # of what may end inside a letter
     try:
         while True:
             state = job_state(job_id)
             if path.exists():
                 with open(path, "rb") as output:
                     output.seek(position)
-                    sys.stdout.buffer.write(output.read())
-                    sys.stdout.flush()
+                    answer(decoder.decode(output.read()), end="")
                     position = output.tell()
             if state is None:  # Slurm forgets jobs; the run itself does not
-                code = attempts[-1].exit_code if (attempts := read_attempts(home)) else None
+                attempts = read_attempts(home, complain)
+                code = attempts[-1].exit_code if attempts else None
                 return 1 if code is None else code
             if not state.is_live:
                 if state.exit_code or state.state == "COMPLETED":
                     return state.exit_code
-                print(f"launcher: job {job_id} ended as {state.state}", file=sys.stderr)
+                complain(f"job {job_id} ended as {state.state}")
                 return 1
             time.sleep(_POLL_SECONDS)
     except KeyboardInterrupt:
-        print(f"\nlauncher: job {job_id} goes on; to end it: scancel {job_id}", file=sys.stderr)
+        answer("")  # after the ^C
+        complain(f"job {job_id} goes on; to end it: scancel {job_id}")
         raise

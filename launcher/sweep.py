@@ -1,27 +1,31 @@
 """Runs the points of a sweep one after another, each a launcher process with a folder of its own.
 
-A process a run, because JAX, Ray and the GPUs' memory are a process's for life. `__main__` calls
-`run_sweep` with points whose settings are all checked already.
+A process a run, because JAX, Ray and the GPUs' memory are a process's for life. `command` calls
+`run_sweep`, or `check_sweep`, with points whose settings do not contradict one another.
 """
 
 from __future__ import annotations
 
+import os
 import secrets
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 
-from rich.console import Console
-
 from launcher.config.compose import Point
 from launcher.config.errors import ConfigError
 from launcher.config.overrides import written
-from launcher.config.schema import Run
-from launcher.report.sweep import comparison_table
+from launcher.config.schema import Config, Run
+from launcher.follow import follow
+from launcher.output import answer, complain
+from launcher.report.console import make_console
+from launcher.report.sweep import print_comparison
+from launcher.train.check import check
 
 _FOLDER = "multirun"  # unless run.dir says otherwise
 
@@ -30,6 +34,8 @@ _STOPS = {
     signal.SIGINT: (signal.SIGINT, 130),
     signal.SIGTERM: (signal.SIGTERM, 75),
     signal.SIGHUP: (signal.SIGTERM, 75),  # the terminal is gone
+    signal.SIGUSR1: (signal.SIGTERM, 75),
+    signal.SIGUSR2: (signal.SIGTERM, 75),
 }
 
 
@@ -50,17 +56,17 @@ def run_sweep(points: Sequence[Point], config_dirs: Sequence[str]) -> int:
     with SignalRelay() as relay:
         for number, (point, label) in enumerate(zip(points, texts, strict=True)):
             run_id = f"{sweep_id}-{number}"
-            print(f"[{number + 1}/{len(points)}] {label}", flush=True)
+            answer(f"[{number + 1}/{len(points)}] {label}")
             code = relay.run(_command(point, config_dirs, folder, run_id, sweep_id))
             run_dirs.append(folder / run_id)
             if relay.received is not None:
                 break
             if code:
                 failed = True
-                print(f"launcher: {label} ended with exit code {code}", file=sys.stderr)
+                complain(f"{label} ended with exit code {code}")
     existing = [path for path in run_dirs if path.is_dir()]
     if existing:
-        Console().print(comparison_table(existing))
+        print_comparison(make_console(), existing)
     return int(failed) if relay.received is None else _STOPS[relay.received][1]
 
 
@@ -75,6 +81,57 @@ def place(points: Sequence[Point]) -> tuple[str, Path]:
     [(run_id, run_dir)] = runs
     sweep_id = run_id or f"sweep-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     return sweep_id, Path(_FOLDER if run_dir == Run().dir else run_dir) / sweep_id
+
+
+def members(points: Sequence[Point], sweep_id: str, folder: Path) -> list[Config]:
+    """The settings of the runs of a sweep, each with a folder of its own."""
+    return [
+        replace(
+            point.config,
+            run=replace(point.config.run, id=f"{sweep_id}-{number}", dir=str(folder)),
+            wandb=replace(point.config.wandb, group=point.config.wandb.group or sweep_id),
+        )
+        for number, point in enumerate(points)
+    ]
+
+
+def check_jobs(configs: Sequence[Config]) -> None:
+    """Raises ConfigError where the runs of a sweep cannot be submitted to Slurm as one."""
+    if any(config.cluster.kind != "slurm" for config in configs):
+        raise ConfigError(
+            "cluster is swept, and some of its options are not slurm",
+            "Submit those runs in a sweep of their own.",
+            ["cluster.kind"],
+        )
+    if any(config.cluster.slurm.wait for config in configs):
+        raise ConfigError(
+            "cluster.slurm.wait=true follows one run, and these are a sweep's",
+            "Leave it out; task=sweep_status shows how they are doing.",
+            ["cluster.slurm.wait"],
+        )
+    is_array = configs[0].cluster.slurm.array is not None
+    if is_array and any(config.cluster != configs[0].cluster for config in configs):
+        raise ConfigError(
+            "The runs of a job array cannot ask for different things of the cluster",
+            "Set cluster.slurm.array=null for a job each.",
+            ["cluster.slurm.array"],
+        )
+
+
+def check_sweep(points: Sequence[Point]) -> int:
+    """Check every run of a sweep as `task=check` does one; the exit code is 2 where one is wrong,
+    which the others do not hide."""
+    configs = members(points, *place(points))
+    if any(config.cluster.kind == "slurm" for config in configs):
+        check_jobs(configs)
+    verdicts = [check(config, os.environ) for config in configs]
+    for label, verdict in zip(labels(points), verdicts, strict=True):
+        if verdict.problem:
+            complain(f"{label}: {verdict.problem}")
+    if code := max(verdict.code for verdict in verdicts):
+        return code
+    lines = dict.fromkeys(line for verdict in verdicts for line in verdict.lines)
+    return answer("\n".join([f"The settings of all {len(points)} runs are fine.", *lines]))
 
 
 def labels(points: Sequence[Point]) -> list[str]:
@@ -94,7 +151,7 @@ def _command(
         command += ["--config-dir", config_dir]
     command += point.overrides
     command += [f"run.dir={written(str(folder))}", f"run.id={written(run_id)}"]
-    if point.config.wandb.group is None:
+    if point.config.wandb.group is None and point.config.wandb.mode != "disabled":
         command += [f"wandb.group={written(sweep_id)}"]
     return command
 
@@ -111,7 +168,8 @@ class SignalRelay:
         self._child: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> SignalRelay:
-        self._previous = {signum: signal.signal(signum, self._handle) for signum in _STOPS}
+        heeded = [s for s in _STOPS if signal.getsignal(s) is not signal.SIG_IGN]  # as by nohup
+        self._previous = {signum: signal.signal(signum, self._handle) for signum in heeded}
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -120,7 +178,9 @@ class SignalRelay:
 
     def run(self, command: Sequence[str]) -> int:
         """Runs `command` to its end and returns its exit code."""
-        with subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0) as self._child:
+        with subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=follow
+        ) as self._child:
             if self.received is not None:  # it came while the process was being made
                 self._child.send_signal(_STOPS[self.received][0])
             return self._child.wait()

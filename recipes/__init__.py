@@ -13,6 +13,7 @@ package are named by the settings `model.module` and `dataset.module` and have t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from types import SimpleNamespace
@@ -95,6 +96,20 @@ def check_dataset(options: Any, model_options: Any, *, validation: bool) -> None
     module.check(_fields(options), _fields(model_options), validation)
 
 
+def find_module(section: str, name: str) -> None:
+    """Raises `InputError` where the module `<section>.module`, a user's own, is not there. Unlike
+    the other functions here it runs nothing of it, and so cannot say what it holds."""
+    path, above = None, ""
+    for part in name.split("."):
+        above = f"{above}.{part}" if above else part
+        finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
+        specs = (find(above, path) for find in finders if find)
+        spec = next((spec for spec in specs if spec), None)
+        if spec is None:
+            raise _not_found(section, name)
+        path = spec.submodule_search_locations or []
+
+
 def _module(table: Mapping[str, str], section: str, options: Any) -> ModuleType:
     if options.name == "custom":
         return _users_own(section, options.module)
@@ -112,9 +127,7 @@ def _users_own(section: str, name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # the module is there, and lacks another
-        raise InputError(
-            f"{section}.module={name} is not found; install it, or put its folder on PYTHONPATH"
-        ) from None
+        raise _not_found(section, name) from None
     for door in ("build",) if section == "model" else ("build", "check"):
         if not callable(getattr(module, door, None)):
             raise InputError(
@@ -122,6 +135,12 @@ def _users_own(section: str, name: str) -> ModuleType:
                 f"write one as recipes/{'mlp' if section == 'model' else 'synthetic'}.py does"
             )
     return module
+
+
+def _not_found(section: str, name: str) -> InputError:
+    return InputError(
+        f"{section}.module={name} is not found; install it, or put its folder on PYTHONPATH"
+    )
 
 
 def _fields(options: Any) -> Any:

@@ -29,6 +29,7 @@ READERS = {"yaml.load", "yaml.full_load", "yaml.unsafe_load", "np.load", "numpy.
 # worker to the process that it started, through a pair of sockets.
 BETWEEN_PROCESSES = {
     "launcher/cluster/host.py",
+    "launcher/cluster/messages.py",
     "launcher/cluster/step_worker.py",
     "launcher/fleet.py",
     "launcher/train/checkpoint/background.py",

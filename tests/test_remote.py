@@ -125,6 +125,32 @@ def test_steps_are_sent_ahead_of_workers_that_are_busy(train):
     assert_allclose(losses, serial(5)[1])
 
 
+@pytest.mark.parametrize("waits", ["fetch", "compute", "compile", "send"])
+def test_ctrl_c_ends_any_wait_which_may_be_begun_again(train, waits):
+    state, losses = run(train, 1)
+    other = launcher.parallelize(evaluation(), method=train, donate_argnums=())
+    wait = {
+        "fetch": lambda: np.asarray(losses[0]),
+        "compute": lambda: losses[0].block_until_ready(),
+        "compile": lambda: other(state, BATCHES[0]),
+        "send": lambda: [launcher.prefetch(leaf) for leaf in jax.tree.leaves(state) * 2],
+    }[waits]
+    stopped = [psutil.Process(pid) for pid in current().pids]
+    for process in stopped:
+        process.suspend()
+    ctrl_c = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    ctrl_c.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            wait()
+    finally:
+        ctrl_c.join()
+        for process in stopped:
+            process.resume()
+    wait()
+    assert_allclose(train(state, BATCHES[1])[1], serial(2)[1][1])
+
+
 def test_a_donated_array_says_so_when_it_is_used_again(train):
     state, _ = run(train, 1)
     train(state, BATCHES[1])
@@ -322,8 +348,25 @@ def test_a_killed_worker_ends_the_session_and_another_one_begins(train):
     with pytest.raises(SessionError, match="has ended"):
         float(unfetched)
     assert_allclose(fetched, serial(1)[1][0])
-    launcher.init("ray", num_nodes=2, num_devices_per_node=2)
+    launcher.init("ray", num_nodes=2, num_devices_per_node=2, step_timeout=10)
     assert_allclose(run(train, 2)[1], serial(2)[1])  # the same function, on others
+
+
+def test_a_stopped_worker_is_told_of_and_ended(train):
+    """Of the session that the test before has begun."""
+    state, losses = run(train, 2)
+    losses[1].block_until_ready()
+    stopped = psutil.Process(current().pids[1])  # which has them
+    ours = psutil.Process().children(recursive=True)
+    stopped.suspend()
+    with pytest.raises(launcher.HungError, match="no answer from worker_1") as error:
+        float(losses[0])
+    assert "for 10 s (launcher.init(step_timeout=...))" in str(error.value)
+    assert "worker_1: its process was stopped (SIGSTOP" in str(error.value)
+    with pytest.raises(launcher.HungError):
+        train(state, BATCHES[2])
+    stopped.suspend()  # again: to examine it, it was continued
     launcher.shutdown()
+    assert not psutil.wait_procs(ours, timeout=60)[1]
     launcher.init("local", num_devices_per_node=4)
     assert_allclose(run(train, 2)[1], serial(2)[1])  # and here

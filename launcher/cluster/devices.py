@@ -20,6 +20,7 @@ from launcher.config.errors import ConfigError
 from launcher.config.machines import Cluster
 
 STAND_INS = 4  # emulated devices where the user named no number
+_MOST_STAND_INS = 64  # that cluster=local makes: more is a slip, or meant for another machine
 EMULATED = "emulated CPU device"
 
 # What CUDA itself enumerates, so that its own rules hold (CUDA_VISIBLE_DEVICES by index or UUID,
@@ -116,7 +117,8 @@ def emulated_pool(cluster: Cluster) -> DevicePool:
 
 
 def local_pool(cluster: Cluster, gpus: Gpus, visible: str | None) -> DevicePool:
-    """This machine's `gpus`, or CPU devices in their place where there are none to use.
+    """This machine's `gpus`, or CPU devices in their place where there are none to use: as many as
+    are asked for.
 
     Args:
         visible: the value of CUDA_VISIBLE_DEVICES, under which `gpus` were counted.
@@ -203,12 +205,20 @@ def _stand_ins(asked: int | None, gpus: Gpus) -> DevicePool:
     total = asked or STAND_INS
     if gpus.problem and gpus.names:
         reason = f"{_count(len(gpus.names), 'GPU')} here ({gpus.names[0]}), but {gpus.problem}"
+        if asked:
+            raise ConfigError(
+                f"cluster.gpus={asked}: {reason}",
+                f"Mend that, or set cluster=emulated for {_count(asked, EMULATED)}.",
+                ("cluster.gpus",),
+            )
     else:
         reason = f"no GPU to use here ({gpus.problem})" if gpus.problem else "no GPU here"
-    if total > STAND_INS:
+    if total > _MOST_STAND_INS:
         raise ConfigError(
-            f"cluster.gpus={total}, but there is {reason}",
-            f"Set cluster=emulated for {total} emulated CPU devices.",
+            f"cluster.gpus={total}, but there is {reason}, and at most {_MOST_STAND_INS} emulated "
+            "CPU devices stand in",
+            f"Set cluster.gpus={_MOST_STAND_INS} or less; to plan for a cluster that is not here, "
+            "describe it (task=plan cluster=h100_8_x16).",
             ("cluster.gpus",),
         )
     verb = "stands" if total == 1 else "stand"

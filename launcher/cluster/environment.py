@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from launcher.cluster.devices import DevicePool
+from launcher.cluster.scratch import TOKEN_VARIABLE
 
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 
@@ -23,7 +24,7 @@ def ray_environment(environ: Mapping[str, str], token: Path, nodes: bool = False
     """
     return _plain(environ) | {
         "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(token),
+        TOKEN_VARIABLE: str(token),
         # Ray's word for a cluster of one machine: everything listens on 127.0.0.1 alone.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1" if nodes else "0",
         # Which GPUs a worker sees is ours to say.

@@ -40,6 +40,7 @@ class WorkerError(Exception):
         worker: the worker's name, such as `worker_0`. host: its index in the pool.
         whereabouts: its name and, as far as they are known, its process and machine.
         died: whether the process is gone; otherwise it lives and takes further calls.
+        silent: whether nobody can say more than that it is out of reach; also `died`.
         error_type: the name of the exception's class inside the worker; "" where it died.
         error_message: the exception's own text, or how the worker died.
         traceback_text: the worker's traceback, as text; "" where there is none.
@@ -56,6 +57,7 @@ class WorkerError(Exception):
         host: int = 0,
         whereabouts: str = "",
         died: bool = False,
+        silent: bool = False,
         error_type: str = "",
         traceback_text: str = "",
     ) -> None:
@@ -64,6 +66,7 @@ class WorkerError(Exception):
         self.host = host
         self.whereabouts = whereabouts or worker
         self.died = died
+        self.silent = silent
         self.error_type = error_type
         self.error_message = error_message
         self.traceback_text = traceback_text
@@ -80,7 +83,8 @@ class WorkerError(Exception):
         """What happened, in one line."""
         told = self.error_message.strip().splitlines() or [""]
         kind = f" {self.error_type}:" if self.error_type else ""
-        return f"{self.worker} {'died' if self.died else 'failed'}:{kind} {told[0]}"
+        verb = "is out of reach" if self.silent else "died" if self.died else "failed"
+        return f"{self.worker} {verb}:{kind} {told[0]}"
 
     def __str__(self) -> str:
         parts = [self.summary]

@@ -1,6 +1,6 @@
 """What can be found out about a worker that does not answer: its state, and where it stands.
 
-`launcher.train` asks before it ends such a worker. Linux; elsewhere less is known.
+`group` asks before it ends such a worker. Linux; elsewhere less is known.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import subprocess
 import sys
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -16,7 +18,18 @@ from launcher.cluster import host
 from launcher.cluster.devices import EMULATED, STAND_INS, DevicePool
 from launcher.cluster.environment import worker_environment
 from launcher.cluster.errors import ClusterError
-from launcher.cluster.handle import WorkerHandle
+from launcher.cluster.handle import WorkerHandle, kill, without_place
+
+# Ray tries for many minutes, and cannot be interrupted from its own process. The watchdog ends this
+# one also where nobody is left to.
+_PROBE = """
+import faulthandler, logging, sys
+faulthandler.dump_traceback_later(float(sys.argv[2]), exit=True)
+import ray
+ray.init(sys.argv[1], logging_level=logging.ERROR, log_to_driver=False)
+"""
+_WARNING = re.compile(r"\[[^\]]+ [WE] [^\]]+\] \S+: (.*)")
+_MORE_SECONDS = 10  # that the probe may have, which is told the deadline
 
 
 class ExistingRay:
@@ -25,6 +38,9 @@ class ExistingRay:
     All nodes need this program, its libraries and the working folder in the same places. The
     workers' output goes to Ray's own logs. Arrays travel between the nodes over ports that are
     open to their network.
+
+    Args:
+        timeout: the seconds that it may take to answer, and again to start the workers' processes.
 
     Attributes:
         pool: the devices: one worker a node with its GPUs, or, where a node has none, with CPU
@@ -35,11 +51,18 @@ class ExistingRay:
     """
 
     def __init__(
-        self, address: str, num_nodes: int | None, num_devices_per_node: int | None
+        self,
+        address: str,
+        num_nodes: int | None,
+        num_devices_per_node: int | None,
+        timeout: float,
     ) -> None:
+        if "ray" not in sys.modules or not sys.modules["ray"].is_initialized():
+            reach(address, timeout)
         import ray
 
         self._ray: Any = ray
+        self._address, self._timeout = address, timeout
         self._actors: list[Any] = []
         self._undo = ExitStack()
         if not ray.is_initialized():
@@ -80,7 +103,17 @@ class ExistingRay:
             address = node["NodeManagerAddress"]
             handles.append(WorkerHandle(actor, index, Path(os.devnull), address))
             actor.construct.remote(pickled)
+        self._undo.callback(kill, handles)  # what Ray's own way cannot end, as where it is stopped
+        if without := without_place(handles, self._timeout):
+            told = next(filter(None, without.values()), "it still tries")
+            problem = f"Ray at {self._address} did not start {', '.join(without)} within"
+            limit = f"{self._timeout:g} s (launcher.init(start_timeout=...))"
+            hint = "`ray status` says which of its GPUs are in use"
+            raise ClusterError(f"{problem} {limit}: {told}; {hint}")
         return handles
+
+    def check(self) -> None:
+        """Raise where the workers can never answer again. Ray itself says so of its workers."""
 
     def close(self) -> None:
         """Have Ray end the workers, and end the connection if it is ours. May be called again."""
@@ -89,6 +122,33 @@ class ExistingRay:
                 self._ray.kill(actor)
         self._actors.clear()
         self._undo.close()
+
+
+def reach(address: str, timeout: float) -> None:
+    """Connect to a Ray from a process that can be given up. Raises ClusterError."""
+    command = [sys.executable, "-P", "-c", _PROBE, address, str(timeout + _MORE_SECONDS)]
+    told: Any
+    try:
+        probe = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout
+        )
+        if probe.returncode == 0:
+            return
+        told, problem = probe.stderr, f"no Ray can be reached at {address}"
+    except subprocess.TimeoutExpired as error:
+        told = (error.stderr or b"").decode(errors="replace")
+        problem = (
+            f"no Ray answers at {address}: waited {timeout:g} s (launcher.init(start_timeout=...))"
+        )
+    raise ClusterError(f"{problem}: {_reason(told)}")
+
+
+def _reason(output: str) -> str:
+    """The last thing that Ray's own code has told of why it cannot connect, which its exception
+    does not, and else the exception."""
+    lines = output.strip().splitlines() or ["it says nothing"]
+    told = [found[1] for line in lines if (found := _WARNING.match(line))]
+    return told[-1] if told else lines[-1]
 
 
 def _gpus(node: dict[str, Any]) -> int:

@@ -20,6 +20,7 @@ from launcher.cluster.host import machine
 
 LOOPBACK = "127.0.0.1"
 WATCH_SECONDS = 0.5
+_KILL_SECONDS = 10
 _DEATH_SECONDS = 5  # in which Ray learns that a worker is gone
 
 
@@ -28,7 +29,7 @@ class Future:
 
     def __init__(self, reference: Any, worker: WorkerHandle, method: str) -> None:
         self._reference = reference
-        self._worker = worker
+        self.worker = worker
         self._method = method
 
     def result(self, timeout: float | None = None) -> Any:
@@ -48,22 +49,22 @@ class Future:
             done, value = ray.get(self._reference, timeout=timeout)
         except ray.exceptions.GetTimeoutError:
             raise TimeoutError(
-                f"{self._worker.name}: {self._method} is still running after {timeout:g} s"
+                f"{self.worker.name}: {self._method} is still running after {timeout:g} s"
             ) from None
         except ray.exceptions.RayTaskError as error:
             # Outside the method itself: its arguments or its result could not be pickled.
-            raise self._worker.failure(
+            raise self.worker.failure(
                 type(error.cause).__name__, str(error.cause), str(error)
             ) from None
         except ray.exceptions.ActorDiedError as error:
-            raise self._worker.death(str(error)) from None
+            raise self.worker.death(str(error)) from None
         except ray.exceptions.ActorUnavailableError:  # and we do not try again
-            raise self._worker.death("unreachable") from None
+            raise self.worker.death("unreachable") from None
         except ray.exceptions.RayError as error:
-            output = self._worker.log.with_name("ray.log")
-            raise RayEndedError(f"Ray lost {self._worker.name}; see {output}: {error}") from error
+            output = self.worker.log.with_name("ray.log")
+            raise RayEndedError(f"Ray lost {self.worker.name}; see {output}: {error}") from error
         if not done:
-            raise self._worker.failure(*value)
+            raise self.worker.failure(*value)
         return value
 
 
@@ -77,34 +78,51 @@ def gather(
         watch: called every `WATCH_SECONDS` with the workers that have not answered; what it raises
             ends the wait.
     """
-    import ray
-
-    waiting = {future._reference: future for future in futures}
+    waiting = list(futures)
     while waiting:
-        timeout = WATCH_SECONDS if watch else None
-        try:
-            done = ray.wait(list(waiting), num_returns=1, timeout=timeout)[0]
-        except ray.exceptions.RayError as error:
-            raise RayEndedError(f"Ray cannot be asked any more: {error}") from error
+        done = ready(waiting, timeout=WATCH_SECONDS)
         if watch and not done:
-            watch([future._worker for future in waiting.values()])
-        for reference in done:
+            watch([future.worker for future in waiting])
+        for future in done:
+            waiting.remove(future)
             try:
-                waiting.pop(reference).result()
+                future.result()
             except WorkerError as error:
-                raise cause_of(error, [future._worker for future in futures]) from None
+                raise cause_of(error, [future.worker for future in futures]) from None
     return [future.result() for future in futures]
 
 
-def ready(futures: Sequence[Future], *, timeout: float | None) -> list[Future]:
+def ready(futures: Sequence[Future], *, timeout: float) -> list[Future]:
     """Those calls that are over, however they ended: at once if any is, else as soon as one is or
-    `timeout` seconds have passed (0 does not wait, None waits for ever)."""
+    `timeout` seconds have passed. Raises RayEndedError."""
     import ray
 
     by_reference = {future._reference: future for future in futures}
-    count = 1 if timeout is None else len(by_reference)
-    done, _ = ray.wait(list(by_reference), num_returns=count, timeout=timeout)
+    count = 1 if timeout else len(by_reference)
+    try:
+        done, _ = ray.wait(list(by_reference), num_returns=count, timeout=timeout)
+    except ray.exceptions.RayError as error:
+        raise RayEndedError(f"Ray cannot be asked any more: {error}") from error
     return [by_reference[reference] for reference in done]
+
+
+def without_place(workers: Sequence[WorkerHandle], timeout: float) -> dict[str, str]:
+    """Those whose processes Ray has not started after `timeout` seconds, by their names, and what
+    Ray says of each, "" where it still tries; returns as soon as nothing is left to wait for."""
+    import ray
+
+    places = [worker.place for worker in workers]
+    done, _ = ray.wait(places, num_returns=len(places), timeout=timeout)
+    without = {}
+    for worker in workers:
+        if worker.place not in done:
+            without[worker.name] = ""
+            continue
+        try:
+            ray.get(worker.place)
+        except ray.exceptions.RayError as error:
+            without[worker.name] = str(error)
+    return without
 
 
 def share(value: Any) -> Any:
@@ -113,6 +131,16 @@ def share(value: Any) -> Any:
     import ray
 
     return ray.put(value)
+
+
+def kill(workers: Sequence[WorkerHandle]) -> None:
+    """Kill the workers of this machine that are known and still there. Usually Ray does it; where
+    that was killed itself, a worker might go on for a while, and write."""
+    processes = [process for worker in workers if (process := worker.process())]
+    for process in processes:
+        with suppress(psutil.Error):  # it is gone
+            process.kill()
+    psutil.wait_procs(processes, _KILL_SECONDS)
 
 
 def cause_of(error: WorkerError, workers: Iterable[WorkerHandle]) -> WorkerError:
@@ -136,14 +164,15 @@ def cause_of(error: WorkerError, workers: Iterable[WorkerHandle]) -> WorkerError
 
 class WorkerHandle:
     """One worker process, `host` its index in the pool and `address` its machine's; `log` holds its
-    output. `elsewhere`: its process is known to be on another machine.
+    output. `elsewhere`: its process is known to be on another machine. `place`: Ray's reference to
+    where its process is, once that is up.
 
     Calls run one at a time, in the order in which they were submitted.
     """
 
     def __init__(self, actor: Any, host: int, log: Path, address: str = LOOPBACK) -> None:
         self._actor = actor
-        self._place = actor.place.remote()
+        self.place = actor.place.remote()
         self._process: psutil.Process | None = None
         self._kills_before = _out_of_memory_kills()
         self.host = host
@@ -166,7 +195,7 @@ class WorkerHandle:
 
         if self._process is None and not self.elsewhere:
             with suppress(ray.exceptions.RayError, psutil.NoSuchProcess):
-                where, pid, _ = ray.get(self._place, timeout=0)
+                where, pid, _ = ray.get(self.place, timeout=0)
                 self.elsewhere = where != machine()
                 self._process = None if self.elsewhere else psutil.Process(pid)
         return self._process
@@ -182,7 +211,7 @@ class WorkerHandle:
 
         ray.cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
         try:
-            _, pid, node = ray.get(self._place, timeout=0)
+            _, pid, node = ray.get(self.place, timeout=0)
             there = NodeAffinitySchedulingStrategy(node, soft=False)
             task: Any = ray.remote(function)
             task = task.options(num_cpus=0, max_retries=0, scheduling_strategy=there)
@@ -214,10 +243,21 @@ class WorkerHandle:
     def death(self, told: str) -> WorkerError:
         """The error for a worker whose process is gone, as far as Ray's text `told` knows why."""
         kills = _out_of_memory_kills() - self._kills_before
+        silent = "health check failed" in told  # of the node: of the worker nothing is known
         if code := re.search(r"exit code (-?\d+)", told):
             how = f"its process ended with exit code {code[1]}"
         elif told == "unreachable":
-            how = "it cannot be reached any more: its machine failed, or its process was killed"
+            how = (
+                "the connection to it broke: its process or its machine failed, or the network to "
+                "it is cut"
+            )
+        elif silent:
+            how = (
+                "Ray's process on its machine has not answered for a minute: the network to it is "
+                "cut, or that machine hangs or is down"
+            )
+        elif "node has died" in told:
+            how = "Ray ended on its machine, which failed or was shut down, or somebody killed it"
         elif "creation task" in told:
             how = f"its process could not be set up\n{told}"
         elif kills:
@@ -228,7 +268,13 @@ class WorkerHandle:
         else:
             how = "its process was killed by a signal or crashed"
         return WorkerError(
-            self.name, how, self.log, host=self.host, whereabouts=self.whereabouts, died=True
+            self.name,
+            how,
+            self.log,
+            host=self.host,
+            whereabouts=self.whereabouts,
+            died=True,
+            silent=silent or told == "unreachable",
         )
 
 

@@ -3,8 +3,9 @@
 The driver starts it in a session of its own, so that no signal of the driver's terminal or process
 group reaches Ray or the workers: the driver alone decides what a Ctrl-C means. It ends everything
 below it and deletes the scratch folder as soon as its standard input closes, which the kernel does
-when the driver ends in whatever way. Should this process itself be killed, the kernel kills `ray
-start`, then Ray's processes (Ray asks for that), and the workers follow.
+when the driver ends in whatever way; where somebody has stopped it, the kernel has it go on then.
+Should this process itself be killed, the kernel kills `ray start`, then Ray's processes (Ray asks
+for that) and the workers (`host` does).
 
 Standard output: one line, Ray's address, once it is up; it just ends where Ray does not come up.
 Exit code: 1 where Ray ended by itself.
@@ -33,14 +34,27 @@ from typing import Any
 
 import psutil
 
+RAY_FOLDER = "r"  # of the scratch folder, for Ray alone: Ray opens its own to everybody
+
 _FOR_THE_DRIVER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _RAY_SECONDS = 25  # what lasts so long was not refused
+_LOOK_SECONDS = 2.0
 _KILL_SECONDS = 10  # the kernel cannot kill a process that hangs in a system call: do not wait
 
 # Ray's client server, which nobody here needs, has a fixed port and no off switch: without grpc,
-# its one dependency, Ray does without it.
-_RAY = "import sys; sys.modules['grpc'] = None; from ray.scripts.scripts import main; main()"
+# its one dependency, Ray does without it. Ray would write its address to a file, for whoever looks
+# for one; here it goes to the process that started this program, and to nobody else.
+_RAY = """
+import os, sys
+told = os.dup(1)
+os.dup2(2, 1)
+sys.modules["grpc"] = None
+import ray._private.utils
+ray._private.utils.write_ray_address = lambda address, _: os.write(told, f"{address}\\n".encode())
+from ray.scripts.scripts import main
+main()
+"""
 
 
 def main() -> None:
@@ -62,6 +76,7 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_DRIVER)
     # Orphans of any depth become children of this process, so that none can be missed.
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
     try:
         ended = run_ray(given)
     finally:
@@ -95,7 +110,8 @@ def start_ray(given: argparse.Namespace) -> subprocess.Popen[bytes]:
     fixed but that of a head that others join, and no GPU is Ray's: the driver hands them out.
     """
     command = [sys.executable, "-P", "-c", _RAY, "start", "--block", "--disable-usage-stats"]
-    command += [f"--temp-dir={given.scratch}", f"--num-cpus={given.workers}", "--num-gpus=0"]
+    command += [f"--temp-dir={given.scratch / RAY_FOLDER}", "--num-gpus=0"]
+    command += [f"--num-cpus={given.workers}"]
     command += [f"--object-store-memory={given.store_bytes}", "--include-log-monitor=false"]
     # Any free ports, where Ray would draw from a range without looking whether they are free.
     command += ["--min-worker-port=0", "--max-worker-port=0"]
@@ -109,7 +125,7 @@ def start_ray(given: argparse.Namespace) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
-        stdout=sys.stderr,  # the log
+        stdout=subprocess.PIPE,  # the address; all else goes to the log
         preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
     )
 
@@ -117,25 +133,49 @@ def start_ray(given: argparse.Namespace) -> subprocess.Popen[bytes]:
 def watch(given: argparse.Namespace, ray: subprocess.Popen[bytes]) -> bool:
     """Tell the driver and the other nodes the address when there is one, until the driver, Ray or
     the lifeline is gone; returns whether there was one."""
-    written = given.scratch / "ray_current_cluster"
     address = ""
+    said: Any = ray.stdout
     ends: list[Any] = [sys.stdin]
     if given.lifeline is not None:
         ends.append(socket.socket(fileno=os.dup(given.lifeline)))
     meeting = None if given.meeting is None else socket.socket(fileno=os.dup(given.meeting))
     met = []  # connections, held until this process ends
+    looked = time.monotonic()
     while os.getppid() == given.driver and ray.poll() is None:
-        if not address and written.exists() and (address := written.read_text()):
-            print(address, flush=True)
         doors = [meeting] if meeting is not None and address else []
-        readable, _, _ = select.select([*ends, *doors], [], [], 1.0 if address else 0.02)
+        readable, _, _ = select.select([*ends, said, *doors], [], [], 1.0)
         if any(end in readable for end in ends):
             break
+        if time.monotonic() - looked >= _LOOK_SECONDS:
+            looked = time.monotonic()
+            go_on(ray.pid)
+        if said in readable:
+            line = said.readline().decode().strip()
+            if not line:  # it ends
+                ray.wait()
+                break
+            address = line
+            print(address, flush=True)
         if meeting is not None and meeting in readable:
             met.append(meeting.accept()[0])
             with suppress(OSError):  # gone again
                 met[-1].sendall(json.dumps({"ray": address, "logs": given.logs}).encode() + b"\n")
     return bool(address)
+
+
+def go_on(ray: int) -> None:
+    """Continue whichever of Ray's own processes somebody has stopped: all others wait for it. The
+    workers are for the driver, which says of one that it is stopped."""
+    with suppress(psutil.Error):  # gone
+        above = psutil.Process(ray)
+        for process in (above, *(p for child in above.children() for p in _with_agents(child))):
+            if process.status() == psutil.STATUS_STOPPED:
+                process.resume()
+
+
+def _with_agents(process: psutil.Process) -> list[psutil.Process]:
+    agents = [child for child in process.children() if "Agent" in child.name()]
+    return [process, *agents]
 
 
 def end_everything() -> None:

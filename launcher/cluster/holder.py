@@ -6,14 +6,18 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from launcher.cluster.scratch import Scratch
+import psutil
 
-_STORE_BYTES = 256 * 2**20  # batches and results pass through it; parameters never do
+from launcher.cluster.room import STORE_BYTES
+from launcher.cluster.scratch import Scratch, end_users
+
 _END_SECONDS = 30
 
 
@@ -33,7 +37,7 @@ def start_head(
     """
     command = [sys.executable, "-P", str(Path(__file__).with_name("head.py"))]
     command += [f"--driver={os.getpid()}", f"--scratch={folder.path}", f"--workers={workers}"]
-    command += [f"--store-bytes={_STORE_BYTES}", *options]
+    command += [f"--store-bytes={STORE_BYTES}", *options]
     with log.open("a") as output:
         return subprocess.Popen(
             command,
@@ -47,13 +51,24 @@ def start_head(
         )
 
 
-def end(head: subprocess.Popen[str]) -> None:
-    """Tell the head to end everything, and wait until it has."""
+def go_on(head: subprocess.Popen[str]) -> None:
+    """Continue it where somebody has stopped it: it has the others to look after."""
+    with suppress(psutil.Error):  # it is gone
+        if psutil.Process(head.pid).status() == psutil.STATUS_STOPPED:
+            head.send_signal(signal.SIGCONT)
+
+
+def end(head: subprocess.Popen[str], folder: Path) -> None:
+    """Tell the head to end everything, and wait until it has. Where it was killed itself, end what
+    it had started, which is known by the scratch folder in its environment."""
     for pipe in (head.stdin, head.stdout):
         assert pipe is not None
         pipe.close()
+    go_on(head)
     try:
         head.wait(_END_SECONDS)
     except subprocess.TimeoutExpired:
         head.kill()
         head.wait()
+    if head.returncode < 0:
+        end_users(folder)

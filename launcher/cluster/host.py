@@ -2,8 +2,8 @@
 
 It travels to the worker by value and is the first code there, before anything of this package or
 JAX is imported, so that both see the environment and the module search path that it sets. For the
-same reason it imports the standard library only, and the Ray that runs it. Only `session` imports
-it.
+same reason it imports the standard library only, and the Ray that runs it, until they are set. Only
+`session` imports it.
 """
 
 from __future__ import annotations
@@ -50,6 +50,9 @@ class Host:
         os.environ.update(environ)
         os.chdir(folder)
         sys.path[:] = search_path + [entry for entry in sys.path if entry not in search_path]
+        from launcher.follow import follow
+
+        follow()  # Ray's process: a worker that is stopped would not see its end
         self._object: Any = None
         self._unborn: Any = None  # the failure of the constructor: the answer to every call
 

@@ -12,43 +12,50 @@ import functools
 import logging
 import os
 import secrets
+import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from launcher.cluster import host, scratch
 from launcher.cluster.devices import DevicePool
 from launcher.cluster.environment import ray_environment, worker_environment
 from launcher.cluster.errors import ClusterError, RayEndedError, last_lines
-from launcher.cluster.handle import LOOPBACK, WorkerHandle
-from launcher.cluster.holder import end, start_head
+from launcher.cluster.handle import LOOPBACK, WorkerHandle, kill, without_place
+from launcher.cluster.holder import end, go_on, start_head
 from launcher.cluster.slurm_allocation import listen
 from launcher.cluster.slurm_meeting import Meeting
+from launcher.cluster.waiting import Aside, Patience, Waiting
 
-_POLL_SECONDS = 0.2
-_KILL_SECONDS = 10
+_HASTE_SECONDS = 1.5  # for what usually takes a moment, when all is to end
+_SHUTDOWN_SECONDS = 15.0
+_PATIENT = Patience()
 
 
-def start(pool: DevicePool, log_dir: Path, meeting: Meeting | None = None) -> Session:
+def start(
+    pool: DevicePool,
+    log_dir: Path,
+    meeting: Meeting | None = None,
+    patience: Patience = _PATIENT,
+) -> Session:
     """Begin to bring up a Ray of our own for the hosts of `pool`, and return without waiting.
 
     Args:
         log_dir: an existing folder for the output of Ray (`ray.log`) and of the workers
             (`worker_<host>.log`).
         meeting: where the tasks of the job's other nodes wait; None for this machine alone.
+        patience: how long `Session.spawn` may take, and what is said meanwhile.
 
     Raises:
         ClusterError: there is no folder for Ray's sockets, or Ray was imported before.
         OSError: `log_dir` cannot be written.
     """
-    return Session(pool, Path(log_dir).resolve(), meeting)
+    return Session(pool, Path(log_dir).resolve(), meeting, patience)
 
 
 class Session:
@@ -57,12 +64,16 @@ class Session:
     One at a time in a process. Sessions of other processes on the machine do not matter.
     """
 
-    def __init__(self, pool: DevicePool, log_dir: Path, meeting: Meeting | None = None) -> None:
+    def __init__(
+        self, pool: DevicePool, log_dir: Path, meeting: Meeting | None, patience: Patience
+    ) -> None:
         self._pool = pool
+        self._patience = patience
         self._meeting = meeting if pool.hosts > 1 else None  # else nobody else is to come in
         self._addresses = [LOOPBACK] * pool.hosts
         self._log_dir = log_dir
-        self._connected = False
+        self._connecting: Aside | None = None
+        self._leaving: Aside | None = None
         self._undo = ExitStack()
         atexit.register(self.close)
         with ExitStack() as on_error:
@@ -72,7 +83,8 @@ class Session:
             token = folder.token(secret())
             self._environ = ray_environment(os.environ, token, nodes=self._meeting is not None)
             self._head = self._start_head(folder)
-            self._undo.callback(end, self._head)
+            self._undo.callback(self._let_go)
+            self._undo.callback(end, self._head, folder.path)
             with _environment(self._environ):
                 self._ray = _import_ray(self._meeting is not None)
             on_error.pop_all()
@@ -80,19 +92,29 @@ class Session:
     def spawn(self, worker_class: type, *arguments: Any) -> list[WorkerHandle]:
         """Start one process a host and build `worker_class(*arguments)` in each.
 
-        Waits for Ray, not for the workers: what their constructors raise comes out of the results
-        of the calls that follow. The class and the arguments are pickled; a process gets the
+        Waits for Ray and the processes: what their constructors raise comes out of the results of
+        the calls that follow. The class and the arguments are pickled; a process gets the
         driver's environment, working folder and module search path as they are now.
 
         Raises:
-            ClusterError: Ray did not come up.
+            ClusterError: Ray or a process did not come up, or not in time.
         """
-        self._connect()
+        waiting = Waiting(self._patience)
+        self._connect(waiting)
         try:
             handles = self._spawn(worker_class, arguments)
         except self._ray.exceptions.RayError as error:
             raise RayEndedError(f"Ray cannot start the workers: {error}") from error
-        self._undo.callback(_kill, handles)
+        self._undo.callback(kill, handles)
+        left = [handle.name for handle in handles]
+
+        def up(seconds: float) -> bool:
+            told = without_place(handles, seconds)
+            left[:] = [name for name in left if told.get(name) == ""]
+            return not left
+
+        if not waiting.until(up, f"the processes of {', '.join(left)} ({self._log} says more)"):
+            raise RayEndedError(self._late(f"Ray did not start the processes of {', '.join(left)}"))
         return handles
 
     def _spawn(self, worker_class: type, arguments: Sequence[Any]) -> list[WorkerHandle]:
@@ -115,15 +137,20 @@ class Session:
     def check(self) -> None:
         """Raise RayEndedError where Ray has ended: none of its workers answers any more."""
         if self._head.poll() is not None:
-            log = self._log_dir / "ray.log"
-            raise RayEndedError(
-                "Ray ended: one of its own processes was killed or failed.\n"
-                f"The last lines of {log}:\n{last_lines(log)}"
-            )
+            told = "Ray ended: one of its own processes was killed or failed."
+            raise RayEndedError(f"{told}\n{self._log_tail()}")
+        go_on(self._head)
 
     def close(self) -> None:
-        """End every process of the session and delete its files. May be called again."""
-        self._undo.close()
+        """End every process of the session and delete its files. May be called again.
+
+        An interrupt that comes meanwhile is raised when that is done.
+        """
+        try:
+            Aside(self._undo.close).finish()
+        finally:
+            if self._connecting is not None:
+                _take_signals_back()
         atexit.unregister(self.close)
 
     def __enter__(self) -> Session:
@@ -143,44 +170,91 @@ class Session:
         options += [f"--meeting={waiting}", f"--logs={self._log_dir}"]
         return start_head(folder, self._environ, log, 1, options, [waiting])
 
-    def _connect(self) -> None:
-        if self._connected:
+    def _connect(self, waiting: Waiting) -> None:
+        if self._connecting is not None:
             return
-        assert self._head.stdout is not None
-        address = self._head.stdout.readline().strip()
-        if not address or self._head.poll() is not None:  # connecting would try for ever
-            log = self._log_dir / "ray.log"
-            raise RayEndedError(
-                f"Ray did not come up.\nThe last lines of {log}:\n{last_lines(log)}"
-            )
-        with _environment(self._environ), _signals_held():
-            self._undo.callback(self._ray.shutdown)
+        address = self._address(waiting)
+        with _environment(self._environ):
+            self._connecting = Aside(functools.partial(self._join, address))
+            self._undo.callback(self._disconnect)
             try:
-                self._ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
-            except (self._ray.exceptions.RayError, ConnectionError, RuntimeError) as error:
-                raise RayEndedError(f"Ray came up, but cannot be talked to: {error}") from error
+                up = waiting.until(self._connecting.ended, f"Ray's answer at {address}")
+            finally:
+                _take_signals_back()
+        if not up:  # this process cannot try once more
+            raise ClusterError(self._late(f"Ray came up at {address}, but gave no answer"))
+        try:
+            self._connecting.result()
+        except (self._ray.exceptions.RayError, ConnectionError, RuntimeError) as error:
+            raise RayEndedError(f"Ray came up, but cannot be talked to: {error}") from error
         if self._meeting is not None:
-            self._await_nodes(self._meeting)
-        self._connected = True
+            self._await_nodes(self._meeting, waiting)
 
-    def _await_nodes(self, meeting: Meeting) -> None:
+    def _address(self, waiting: Waiting) -> str:
+        """What the head says where Ray is."""
+        said = self._head.stdout
+        assert said is not None
+
+        def ready(seconds: float) -> bool:
+            go_on(self._head)
+            return bool(select.select([said], [], [], seconds)[0])
+
+        up = waiting.until(ready, f"Ray to come up ({self._log} says more)")
+        address = said.readline().strip() if up else ""
+        if not up:
+            raise RayEndedError(self._late("Ray did not come up"))
+        if not address or self._head.poll() is not None:  # connecting would try for ever
+            raise RayEndedError(f"Ray did not come up.\n{self._log_tail()}")
+        return address
+
+    def _join(self, address: str) -> None:
+        self._ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
+
+    def _disconnect(self) -> None:
+        """Begin to end the connection while Ray is there, which is faster, if it answers."""
+        assert self._connecting is not None
+        if self._connecting.ended(_HASTE_SECONDS):
+            self._leaving = Aside(self._ray.shutdown)
+            self._leaving.ended(_HASTE_SECONDS)
+
+    def _let_go(self) -> None:
+        """Wait until the connection has ended, as it does when Ray has."""
+        if self._leaving is not None:
+            self._leaving.ended(_SHUTDOWN_SECONDS)
+
+    def _late(self, what: str) -> str:
+        patience = self._patience
+        limit = f"within {patience.seconds:g} s ({patience.setting})"
+        return f"{what} {limit}.\n{self._log_tail()}"
+
+    @property
+    def _log(self) -> Path:
+        return self._log_dir / "ray.log"
+
+    def _log_tail(self) -> str:
+        return f"The last lines of {self._log}:\n{last_lines(self._log)}"
+
+    def _await_nodes(self, meeting: Meeting, waiting: Waiting) -> None:
         """Wait until Ray has every node of the job, and note their addresses."""
         nodes = dict(enumerate(meeting.allocation.nodes))
-        deadline = time.monotonic() + meeting.timeout
-        while nodes:
+
+        def ready(seconds: float) -> bool:
             for node in self._ray.nodes():
                 for index in [k for k in nodes if f"host_{k}" in node["Resources"]]:
                     self._addresses[index] = node["NodeManagerAddress"]
                     del nodes[index]
-            if nodes and time.monotonic() > deadline:
-                raise ClusterError(
-                    f"Waited {meeting.timeout:g} s for {', '.join(nodes.values())}: "
-                    f"{len(nodes)} of {len(self._addresses)} nodes did not join Ray. The job's "
-                    f"output and {self._log_dir}/ray_<node>.log say more; raise "
-                    "cluster.slurm.start_timeout where nodes are slow to start."
-                )
             if nodes:
-                time.sleep(_POLL_SECONDS)
+                time.sleep(seconds)
+            return not nodes
+
+        told = f"the job's other nodes ({self._log_dir}/ray_<node>.log says more)"
+        if not waiting.until(ready, told, meeting.timeout):
+            raise ClusterError(
+                f"Waited {meeting.timeout:g} s for {', '.join(nodes.values())}: "
+                f"{len(nodes)} of {len(self._addresses)} nodes did not join Ray. The job's "
+                f"output and {self._log_dir}/ray_<node>.log say more; raise "
+                "cluster.slurm.start_timeout where nodes are slow to start."
+            )
 
 
 @functools.cache
@@ -218,16 +292,6 @@ def _environment(environ: Mapping[str, str]) -> Iterator[None]:
         _change_environment(before)
 
 
-def _kill(workers: Sequence[WorkerHandle]) -> None:
-    """Kill the workers that are known and still there. Usually the head does it; where that was
-    killed itself, a worker might go on for a while, and write."""
-    processes = [process for worker in workers if (process := worker.process())]
-    for process in processes:
-        with suppress(psutil.Error):  # it is gone
-            process.kill()
-    psutil.wait_procs(processes, _KILL_SECONDS)
-
-
 def _change_environment(environ: Mapping[str, str]) -> None:
     for name in set(os.environ) - set(environ):
         del os.environ[name]
@@ -236,29 +300,10 @@ def _change_environment(environ: Mapping[str, str]) -> None:
             os.environ[name] = value
 
 
-@contextmanager
-def _signals_held() -> Iterator[None]:
-    """Hold signals for the driver back while Ray connects, and deliver them afterwards.
-
-    An interrupt would leave Ray half connected, which later crashes the process. And Ray sets two
-    handlers of its own for SIGTERM: one in Python, which exits, and which is kept from it; one
-    below Python, where `signal.getsignal` does not see it, which calls the handler before it but
-    has an alarm abort the process three seconds later. To block the signals is not enough: the
-    kernel hands them to any thread that does not, and libraries have such threads.
-    """
-    held: list[int] = []
-    before = {s: signal.signal(s, lambda n, frame: held.append(n)) for s in host.FOR_THE_DRIVER}
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, host.FOR_THE_DRIVER)
-    set_handler, on_alarm = signal.signal, signal.getsignal(signal.SIGALRM)
-    alarm_in = signal.alarm(0)
-    signal.signal = lambda number, handler: signal.getsignal(number)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        signal.signal = set_handler
-        signal.alarm(alarm_in)
-        for signum, handler in {**before, signal.SIGALRM: on_alarm}.items():
-            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-    for number in dict.fromkeys(held):
-        signal.raise_signal(number)
+def _take_signals_back() -> None:
+    """Undo what Ray does to signals when it connects, below Python, where `signal.getsignal` does
+    not see it: a handler that has an alarm abort the process three seconds later."""
+    signal.alarm(0)
+    for signum in (*host.FOR_THE_DRIVER, signal.SIGALRM):
+        handler = signal.getsignal(signum)
+        signal.signal(signum, signal.SIG_DFL if handler is None else handler)

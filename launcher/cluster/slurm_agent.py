@@ -1,6 +1,6 @@
 """What the task on every node but the first does: lend the node to the driver's Ray.
 
-It neither plans nor trains, and imports neither JAX nor Ray. `__main__` calls `serve`.
+It neither plans nor trains, and imports neither JAX nor Ray. `command` calls `serve`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import socket
-import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -19,29 +18,34 @@ from launcher.cluster.environment import ray_environment
 from launcher.cluster.errors import ClusterError, last_lines
 from launcher.cluster.holder import end, start_head
 from launcher.cluster.host import FOR_THE_DRIVER
+from launcher.cluster.private import private_files
 from launcher.cluster.slurm_allocation import Allocation, own_address
 from launcher.cluster.slurm_meeting import attend, attend_again
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
+from launcher.output import complain
+from launcher.stop import Stop
 
 
-def serve(config: Config, allocation: Allocation) -> int:
+def serve(config: Config, allocation: Allocation, stop: Stop) -> int:
     """Join the driver's Ray, and that of each further start, until the driver ends, in whatever
     way; returns the exit code.
 
     That is 0 however the run went: the job's exit code is the driver's to say.
     """
     try:
-        return _serve(config, allocation)
+        with private_files(config.run):
+            return _serve(config, allocation, stop)
     except (ClusterError, ConfigError, OSError) as error:
-        print(f"launcher: {error}", file=sys.stderr)
+        complain(str(error))
         return 1
 
 
-def _serve(config: Config, allocation: Allocation) -> int:
+def _serve(config: Config, allocation: Allocation, stop: Stop) -> int:
     assert config.run.id is not None
     home = Path(config.run.dir, config.run.id)
-    first, token = attend(home, allocation, config.cluster.slurm)
+    with stop.interruptible():
+        first, token = attend(home, allocation, config.cluster.slurm)
     # From now on signals are for the driver, which needs this node to save its state. Before, they
     # end this task, as they may have ended the driver.
     signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_DRIVER)
@@ -77,7 +81,7 @@ def _lend(
         failed = head.wait()
         assert head.stdout is not None
         was_up = bool(head.stdout.read())
-        end(head)
+        end(head, folder.path)
     finally:
         folder.remove()
     if failed and not was_up:

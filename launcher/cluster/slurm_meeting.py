@@ -15,12 +15,14 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from launcher.cluster.errors import ClusterError
 from launcher.cluster.slurm_allocation import Allocation, listen, own_address
 from launcher.config.machines import Slurm
+from launcher.files import DamagedError, read_json, write_whole
+from launcher.reading import read
 
 _POLL_SECONDS = 0.5
 _AGAIN_SECONDS = 120.0  # in which a node that is well has joined once more
@@ -36,23 +38,27 @@ class Meeting:
     timeout: float  # seconds to wait for all nodes
 
 
+@dataclass(frozen=True)
+class _Where:
+    """What the file holds: where the driver listens, and the secret."""
+
+    address: tuple[str, int]
+    token: str
+
+
 @contextmanager
 def hold(folder: Path, allocation: Allocation, slurm: Slurm, token: str) -> Iterator[Meeting]:
-    """Make the meeting of a job in its run folder, for as long as the context lasts.
+    """Make the meeting of a job in its run's folder, for as long as the context lasts.
 
     Raises ClusterError where this node has no way to the others, and OSError.
     """
     address = own_address(allocation, slurm.network_interface)
     path = _path(folder, allocation)
-    folder.mkdir(parents=True, exist_ok=True)
     for left in folder.glob(f".meeting-{allocation.job_id}.*"):
         left.unlink(missing_ok=True)  # by a start that was killed
     with listen(allocation.job_id, address) as listener:
-        where = {"address": listener.getsockname(), "token": token}
-        partial = path.with_suffix(".partial")
-        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump(where, file)
-        partial.rename(path)
+        where = asdict(_Where(listener.getsockname(), token))
+        write_whole(path, json.dumps(where), private=True)
         try:
             yield Meeting(allocation, address, listener, slurm.start_timeout)
         finally:
@@ -82,10 +88,10 @@ def attend(folder: Path, allocation: Allocation, slurm: Slurm) -> tuple[socket.s
     deadline = time.monotonic() + slurm.start_timeout
     while time.monotonic() < deadline:
         # Listed, not opened: a network file system remembers for a while that a file was missing.
-        with suppress(OSError):
+        with suppress(OSError, DamagedError):
             if path.name in os.listdir(folder):
-                told = json.loads(path.read_text())
-                return socket.create_connection(tuple(told["address"]), timeout=30), told["token"]
+                told = read(_Where, read_json(path))
+                return socket.create_connection(told.address, timeout=30), told.token
         time.sleep(_POLL_SECONDS)
     raise ClusterError(
         f"{allocation.node} waited {slurm.start_timeout} s for the driver on "
@@ -97,9 +103,9 @@ def attend(folder: Path, allocation: Allocation, slurm: Slurm) -> tuple[socket.s
 
 def attend_again(folder: Path, allocation: Allocation) -> socket.socket | None:
     """Connect for the driver's next start; None where the driver has ended."""
-    with suppress(OSError):
-        told = json.loads(_path(folder, allocation).read_text())
-        return socket.create_connection(tuple(told["address"]), timeout=30)
+    with suppress(OSError, DamagedError):
+        told = read(_Where, read_json(_path(folder, allocation)))
+        return socket.create_connection(told.address, timeout=30)
     return None
 
 

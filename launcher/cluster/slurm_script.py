@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher.config.machines import Cluster, Slurm
+from launcher.config.errors import ConfigError
+from launcher.config.machines import Cluster, Slurm, minutes
 
 SCRIPT = "job.sbatch"  # what it is called in a run's folder
 
@@ -69,6 +70,8 @@ class Job:
         output: the file for its output; %j is the job's id, %A and %a an array's and its element's.
         command: the words of the command of each task, as the shell is to read them.
         array: the elements of a job array, such as 0-2%1; None for a job of one run.
+        variables: words of bash for those of `cluster.slurm.env` whose values are not to be in the
+            script.
     """
 
     name: str
@@ -76,19 +79,21 @@ class Job:
     output: str
     command: Sequence[str]
     array: str | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 def render(cluster: Cluster, job: Job) -> str:
-    """The text of the batch script for `job` with the settings of `cluster`."""
+    """The text of the batch script for `job` with the settings of `cluster`. Raises ConfigError."""
     slurm = cluster.slurm
     lines = ["#!/usr/bin/env bash"]
-    lines += [f"#SBATCH --{option}" for option in _options(cluster, job)]
+    lines += [_line(name, value) for name, value in _options(cluster, job)]
     lines += ["", "set -eo pipefail"]
     if slurm.setup:
         lines += ["", "# cluster.slurm.setup", *slurm.setup]
     if slurm.env:
         lines += ["", "# cluster.slurm.env"]
-        lines += [f"export {name}={shlex.quote(value)}" for name, value in slurm.env.items()]
+        words = {name: shlex.quote(value) for name, value in slurm.env.items()}
+        lines += [f"export {name}={job.variables.get(name, words[name])}" for name in words]
     srun = " ".join(_quoted(word) for word in _srun_arguments(slurm))
     lines += [
         "",
@@ -101,50 +106,55 @@ def render(cluster: Cluster, job: Job) -> str:
 
 def duration(text: str) -> str:
     """`2d12h`, `4h` or `90m` in the one form of Slurm's that has only one reading: D-HH:MM:SS."""
-    parts = {unit: int(number) for number, unit in re.findall(r"(\d+)([dhm])", text)}
-    minutes = (parts.get("d", 0) * 24 + parts.get("h", 0)) * 60 + parts.get("m", 0)
-    return f"{minutes // 1440}-{minutes // 60 % 24:02}:{minutes % 60:02}:00"
+    total = minutes(text)
+    return f"{total // 1440}-{total // 60 % 24:02}:{total % 60:02}:00"
 
 
-def _options(cluster: Cluster, job: Job) -> Iterator[str]:
-    """The options of sbatch, without their dashes."""
+def _options(cluster: Cluster, job: Job) -> Iterator[tuple[str, str | int | None]]:
+    """The options of sbatch, without their dashes, and their values; None where one has none."""
     slurm = cluster.slurm
-    yield f"job-name={slurm.job_name or job.name}"
-    yield f"chdir={_word(str(job.folder))}"
-    yield f"output={_word(job.output)}"
-    yield "open-mode=append"
+    yield "job-name", slurm.job_name or job.name
+    yield "chdir", str(job.folder)
+    yield "output", job.output
+    yield "open-mode", "append"
     if job.array:
-        yield f"array={job.array}"
-    yield f"nodes={cluster.hosts}"
-    yield "ntasks-per-node=1"
+        yield "array", job.array
+    yield "nodes", cluster.hosts
+    yield "ntasks-per-node", 1
     if not slurm.emulated:
         assert cluster.gpus is not None
         per_node = cluster.gpus // cluster.hosts
         kind = f"{slurm.gpu_type}:" if slurm.gpu_type else ""
-        yield f"gres={slurm.gres}" if slurm.gres else f"gpus-per-node={kind}{per_node}"
+        yield ("gres", slurm.gres) if slurm.gres else ("gpus-per-node", f"{kind}{per_node}")
     if slurm.cpus:
-        yield f"cpus-per-task={slurm.cpus}"
+        yield "cpus-per-task", slurm.cpus
     if mem := slurm.mem or ("0" if slurm.exclusive else None):
-        yield f"mem={mem}"
+        yield "mem", mem
     if slurm.exclusive:
-        yield "exclusive"
+        yield "exclusive", None
     if slurm.time:
-        yield f"time={duration(slurm.time)}"
+        yield "time", duration(slurm.time)
     plain = ("partition", "account", "qos", "constraint", "reservation", "nodelist", "exclude")
     for name in (*plain, "dependency"):
         if (value := getattr(slurm, name)) is not None:
-            yield f"{name}={_word(value)}"
-    yield f"signal={slurm.signal}"
-    yield "requeue" if slurm.max_requeues else "no-requeue"
+            yield name, value
+    yield "signal", slurm.signal
+    yield "requeue" if slurm.max_requeues else "no-requeue", None
     for name, value in slurm.extra.items():
-        yield name.lstrip("-") + (f"={_word(value)}" if value else "")
+        yield name.lstrip("-"), value or None
 
 
-def _word(value: str) -> str:
-    """`value` as sbatch reads it from an #SBATCH line: in quotes only where it needs them."""
-    if not re.search(r"[\s\"'#\\]", value):
-        return value
-    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+def _line(name: str, value: str | int | None) -> str:
+    """An option as sbatch reads it from its line; a value in quotes only where it needs them."""
+    text = "" if value is None else f"={value}"
+    if not text.isprintable():  # a folder's name; settings are never so
+        raise ConfigError(
+            f"{str(value)!r} cannot stand in a batch script",
+            "Submit from a folder whose name is one line of plain text.",
+        )
+    if re.search(r"[\s\"'#\\]", text):
+        text = '="' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return f"#SBATCH --{name}{text}"
 
 
 def _srun_arguments(slurm: Slurm) -> Iterator[str]:

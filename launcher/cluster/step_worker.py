@@ -19,7 +19,7 @@ import numpy as np
 from launcher.cluster.peer import Peer
 from launcher.plan import Plan
 from launcher.plan.reshard import Box
-from launcher.runtime import Executable, StageTimes, Transport, compile_step, move
+from launcher.runtime import Executable, StageTimes, Transport, compile_step, met_by_all, move
 from launcher.trace import trace_step
 
 # What decides how a function is traced, beside the function itself.
@@ -78,6 +78,9 @@ class _Compiled:
 Pieces = list[tuple[Box, np.ndarray]]  # parts of an array, and where in it they belong
 
 
+_SMALL = 64 * 1024  # bytes of a result that may be kept, though the driver has dropped it
+
+
 class StepWorker(Peer):
     """Compiles steps, runs them on this process's devices and keeps their results."""
 
@@ -85,6 +88,7 @@ class StepWorker(Peer):
         super().__init__()
         self._programs: dict[int, _Compiled] = {}
         self._arrays: dict[int, jax.Array] = {}
+        self._newest: list[jax.Array] = []  # the small results of the last step
         self._failure: BaseException | None = None
 
     def do(self, message: bytes, *shared: Any) -> Any:
@@ -114,6 +118,10 @@ class StepWorker(Peer):
         Raises PlanError where it is not the program that was planned: other code, or other
         versions of the libraries, than the driver's.
         """
+        with met_by_all(self._transport):
+            return self._compile(number, pickled)
+
+    def _compile(self, number: int, pickled: bytes) -> float:
         program: Program = pickle.loads(pickled)
         for name, value in program.settings.items():
             jax.config.update(name, value)
@@ -134,7 +142,11 @@ class StepWorker(Peer):
         self._keep(first, self._programs[number].executable.create(init, *arguments))
 
     def run(self, call: Call, values: Sequence[Any]) -> StageTimes | None:
-        """Run a step without waiting for it; its times, where it is profiled."""
+        """Run a step without waiting for it; its times, where it is profiled.
+
+        The step before is waited for: devices have work all the same, and no call, of whatever
+        kind, lasts longer than two steps, however many the driver has sent.
+        """
         remaining = iter(values)
         leaves = [next(remaining) if n < 0 else self._arrays[n] for n in call.leaves]
         for number in call.consumed:
@@ -149,6 +161,15 @@ class StepWorker(Peer):
         else:
             results = run(*args)
         self._keep(call.first, results)
+        before, self._newest = (
+            self._newest,
+            [
+                array
+                for array in jax.tree.leaves(results)
+                if array.nbytes <= _SMALL and array.addressable_shards
+            ],
+        )
+        jax.block_until_ready([array for array in before if not array.is_deleted()])
         return times
 
     def fetch(self, numbers: Sequence[int]) -> list[Pieces]:

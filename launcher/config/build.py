@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from launcher.config.errors import ConfigError, closest, shown
+from launcher.config.fields import settings_of
 from launcher.config.keys import setting_keys
 from launcher.config.schema import Config
 
@@ -22,6 +23,7 @@ T = TypeVar("T")
 _UNSET = "???"  # YAML's word for "the user must say"
 LARGEST = 2**31 - 1  # of any whole number: JAX counts and indexes in 32 bits
 _LARGEST_FLOAT = 3e38  # of any other: float32 ends a little above
+_EXPONENT = r"[+-]?[1-9][0-9]*(\.[0-9]+)?[eE]\+?[0-9]+"
 _MEANING = {
     bool: "true or false",
     int: "a whole number",
@@ -49,7 +51,7 @@ def build(cls: type[T], tree: Any, key: str = "") -> T:
             [key],
         )
     hints = typing.get_type_hints(cls)
-    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    fields = {field.name: field for field in settings_of(cls)}
     for name in tree:
         if name not in fields:
             raise _unknown(cls, key, str(name))
@@ -99,26 +101,33 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
     if kind is dict and isinstance(value, Mapping):
         _, inner_hint = typing.get_args(hint)
         return {
-            _convert(str, name, _join(key, str(name))): _convert(inner_hint, item, f"{key}.{name}")
-            for name, item in value.items()
+            _name(name, key): _convert(inner_hint, value[name], f"{key}.{name}") for name in value
         }
     if kind is list and isinstance(value, Sequence) and not isinstance(value, str):
         return [_convert(typing.get_args(hint)[0], item, key) for item in value]
     if kind in _SCALARS:
         try:
-            return _SCALARS[kind](value)
+            converted = _SCALARS[kind](value)
         except ValueError:
-            pass
+            raise _wrong_type(kind, value, key) from None
+        if kind is str:
+            _check_line(converted, key)
+        return converted
     raise _wrong_type(kind, value, key)
+
+
+def _name(name: Any, key: str) -> str:
+    """A name in the table `key`."""
+    if isinstance(name, str) and not name.isprintable():
+        _check_line(name, f"A name in {key}")
+    text: str = _convert(str, name, _join(key, str(name)))
+    return text
 
 
 def _plain_data(value: Any, key: str) -> Any:
     """`value`, which a user's own module reads: whatever JSON can hold, for checkpoints keep it."""
     if isinstance(value, Mapping):
-        return {
-            _convert(str, name, _join(key, str(name))): _plain_data(item, f"{key}.{name}")
-            for name, item in value.items()
-        }
+        return {_name(name, key): _plain_data(value[name], f"{key}.{name}") for name in value}
     if isinstance(value, list):
         return [_plain_data(item, key) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
@@ -142,6 +151,10 @@ def _to_int(value: Any) -> int:
         return value
     # Text comes from ${oc.env:…}. Octal or a stray blank is more likely a slip than meant.
     if isinstance(value, str) and re.fullmatch(r"[+-]?(0|[1-9](_?[0-9])*)", value):
+        return int(value)
+    if isinstance(value, str) and re.fullmatch(_EXPONENT, value):
+        value = float(value)
+    if isinstance(value, float) and value.is_integer():  # 1e3
         return int(value)
     raise ValueError
 
@@ -187,8 +200,8 @@ def _check_bounds(metadata: Mapping[str, Any], value: Any, key: str) -> None:
         return
     if value is None:
         return
-    if isinstance(value, str):
-        _check_text(value, key)
+    if isinstance(value, str) and not value.strip():
+        raise ConfigError(f"{key} is empty", "Give it a value, or leave it out.", [key])
     choices = metadata.get("choices")
     if choices and value not in choices:
         raise ConfigError(
@@ -211,9 +224,8 @@ def _check_bounds(metadata: Mapping[str, Any], value: Any, key: str) -> None:
         )
 
 
-def _check_text(value: str, key: str) -> None:
-    if not value.strip():
-        raise ConfigError(f"{key} is empty", "Give it a value, or leave it out.", [key])
+def _check_line(value: str, key: str) -> None:
+    """Of text wherever it stands, in lists and tables as well: it may become a line of a script."""
     if not value.isprintable():
         raise ConfigError(f"{key} must be one line of plain text, not {shown(value)}", keys=[key])
 
@@ -229,7 +241,7 @@ def _unknown(cls: type, section: str, name: str) -> ConfigError:
     problem = f"{key} is not a setting{f' of {section}={option}' if option else ''}"
     if homes:
         return ConfigError(problem, f"It belongs to {section}={homes[0]}.", [key])
-    here = closest(name, [field.name for field in dataclasses.fields(cls)])
+    here = closest(name, [field.name for field in settings_of(cls)])
     top = section.partition(".")[0]
     elsewhere = [known for known in setting_keys() if known.partition(".")[0] != top]
     match = (
@@ -257,7 +269,7 @@ def _variant_of(cls: type, section: str, name: str) -> tuple[str, list[str]]:
 
 
 def _section_remedy(cls: type, section: str) -> str:
-    names = ", ".join(field.name for field in dataclasses.fields(cls))
+    names = ", ".join(field.name for field in settings_of(cls))
     return f"{section or 'The top level'} has: {names}."
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from launcher.config.errors import ConfigError
-from launcher.config.machines import Slurm
+from launcher.config.machines import Slurm, minutes
 from launcher.config.schema import Config
 
 # What a text setting must look like, and what to say where it does not.
@@ -56,6 +56,7 @@ def check_slurm(config: Config) -> Iterator[ConfigError]:
             ["cluster.gpus"],
         )
     yield from _misspelt(config.cluster.slurm)
+    yield from _too_short(config.cluster.slurm)
     yield from _set_twice(config.cluster.slurm)
 
 
@@ -82,12 +83,24 @@ def _misspelt(slurm: Slurm) -> Iterator[ConfigError]:
                 [f"cluster.slurm.{name}"],
             )
     for name in slurm.env:
-        if not re.fullmatch(r"[A-Za-z_]\w*", name):
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             yield ConfigError(
                 f"cluster.slurm.env: {name!r} cannot name an environment variable",
                 "Use letters, digits and '_'.",
                 ["cluster.slurm.env"],
             )
+
+
+def _too_short(slurm: Slurm) -> Iterator[ConfigError]:
+    """A job that is told to save and end as soon as it starts would never train a step."""
+    lead = int(slurm.signal.rpartition("@")[2])
+    if slurm.time and 60 * minutes(slurm.time) <= lead:
+        yield ConfigError(
+            f"cluster.slurm.time={slurm.time} is not above the {lead} s before its end at which "
+            f"cluster.slurm.signal={slurm.signal} has the run save and end",
+            "Give the job more time, or the signal fewer seconds.",
+            ["cluster.slurm.time", "cluster.slurm.signal"],
+        )
 
 
 def _set_twice(slurm: Slurm) -> Iterator[ConfigError]:
@@ -98,10 +111,23 @@ def _set_twice(slurm: Slurm) -> Iterator[ConfigError]:
             "Leave one out.",
             ["cluster.slurm.gres", "cluster.slurm.gpu_type"],
         )
+    yield from _extra(slurm)
+
+
+def _extra(slurm: Slurm) -> Iterator[ConfigError]:
     for option in slurm.extra:
-        if (setting := _SBATCH_OPTIONS.get(option.lstrip("-"))) is not None:
-            yield ConfigError(
-                f"cluster.slurm.extra.{option} is not for you to set that way",
-                f"{setting} says it." if setting else "The launcher sets it itself.",
-                ["cluster.slurm.extra"],
-            )
+        name = option.lstrip("-")
+        known = [word for word in _SBATCH_OPTIONS if word.startswith(name)]
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]*", name):
+            problem = f"cluster.slurm.extra: {option!r} cannot name an option of sbatch"
+            remedy = "Write its name alone, such as mail-type, and its value behind it."
+        elif name in _SBATCH_OPTIONS:
+            setting = _SBATCH_OPTIONS[name]
+            problem = f"cluster.slurm.extra.{option} is not for you to set that way"
+            remedy = f"{setting} says it." if setting else "The launcher sets it itself."
+        elif known:  # which sbatch takes it for
+            problem = f"cluster.slurm.extra.{option} is short for {known[0]}"
+            remedy = "Write options in full."
+        else:
+            continue
+        yield ConfigError(problem, remedy, ["cluster.slurm.extra"])

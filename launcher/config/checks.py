@@ -13,26 +13,17 @@ from collections.abc import Iterator
 from launcher.config.check_parallel import check_parallel
 from launcher.config.check_slurm import check_slurm
 from launcher.config.errors import ConfigError
+from launcher.config.notes import BYTES
 from launcher.config.schema import (
     GPT,
     MLP,
     Config,
     CustomDataset,
     CustomModel,
-    Optimizer,
     Synthetic,
 )
 
 _LONGEST_NAME = 255  # bytes, of a folder
-_BYTES = 256  # text is read as bytes: the vocabulary that it needs
-
-# Settings that not every optimizer has, and those that do.
-_OPTIMIZERS_WITH = {
-    "momentum": ("sgd",),
-    "b1": ("adamw", "adam", "lion"),
-    "b2": ("adamw", "adam", "lion"),
-    "eps": ("adamw", "adam"),
-}
 
 
 def check(config: Config) -> None:
@@ -112,25 +103,17 @@ def _check_dataset(config: Config) -> Iterator[ConfigError]:
             "Use dataset=synthetic or model=gpt.",
             ["model.name", "dataset.name"],
         )
-    elif model.vocab_size is not None and model.vocab_size < _BYTES:
+    elif model.vocab_size is not None and model.vocab_size < BYTES:
         yield ConfigError(
             f"model.vocab_size={model.vocab_size} is too small for dataset={dataset.name}, "
             f"which is bytes",
-            f"Make it at least {_BYTES}.",
+            f"Make it at least {BYTES}.",
             ["model.vocab_size"],
         )
 
 
 def _check_optimizer(config: Config) -> Iterator[ConfigError]:
     optimizer = config.optimizer
-    for key, users in _OPTIMIZERS_WITH.items():
-        value = getattr(optimizer, key)
-        if optimizer.name not in users and value != getattr(Optimizer(), key):
-            yield ConfigError(
-                f"optimizer.{key}={value:g} has no meaning for optimizer={optimizer.name}",
-                f"Leave it out, or use optimizer={users[0]}.",
-                [f"optimizer.{key}"],
-            )
     if optimizer.clip_norm == 0:
         yield ConfigError(
             "optimizer.clip_norm=0 would make every gradient zero",
@@ -171,6 +154,43 @@ def _check_cluster(config: Config) -> Iterator[ConfigError]:
             "cluster.gpus is the total over all hosts: make it a multiple.",
             ["cluster.gpus", "cluster.hosts"],
         )
+    if cluster.transport != "auto" and cluster.hosts == 1:
+        yield ConfigError(
+            f"cluster.transport={cluster.transport} is a way between processes, and "
+            "cluster.hosts=1 is one",
+            "Leave it at auto.",
+            ["cluster.transport", "cluster.hosts"],
+        )
+    if cluster.transport != "auto" and cluster.kind == "described":
+        yield ConfigError(
+            f"cluster.transport={cluster.transport} has no meaning for machines that are not here",
+            "Leave it at auto.",
+            ["cluster.transport"],
+        )
+
+
+def _check_described(config: Config) -> Iterator[ConfigError]:
+    """What is planned for a cluster that is not here rests on its figures."""
+    cluster, device, links = config.cluster, config.cluster.device, config.cluster.links
+    if cluster.kind != "described":
+        return
+    needed = {
+        "cluster.gpus": cluster.gpus,
+        "cluster.device.name": device.name,
+        "cluster.device.peak_tflops": device.peak_tflops,
+        "cluster.device.memory_gib": device.memory_gib,
+        "cluster.device.memory_gb_per_second": device.memory_gb_per_second,
+        "cluster.links.intra_host_gb_per_second": links.intra_host_gb_per_second,
+    }
+    if cluster.hosts > 1:
+        needed["cluster.links.inter_host_gb_per_second"] = links.inter_host_gb_per_second
+    for key, value in needed.items():
+        if not value:
+            yield ConfigError(
+                f"{key} is not set, and a described cluster needs it",
+                "Fill it in from the datasheet; conf/cluster/h100_8.yaml is an example.",
+                [key],
+            )
 
 
 def _check_task(config: Config) -> Iterator[ConfigError]:
@@ -197,5 +217,5 @@ def _check_task(config: Config) -> Iterator[ConfigError]:
 
 _RULES = (
     *(_check_modules, _check_run, _check_model, _check_dataset, _check_optimizer),
-    *(_check_rollback, _check_cluster, _check_task, check_slurm, check_parallel),
+    *(_check_rollback, _check_cluster, _check_described, _check_task, check_slurm, check_parallel),
 )

@@ -19,20 +19,32 @@ from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+from launcher.config.bounded import tree_of
 from launcher.config.build import build
+from launcher.config.check_environment import check_environment
 from launcher.config.checks import check
+from launcher.config.commands import COMMAND_LINE_ONLY, commands_in, not_allowed
 from launcher.config.errors import ConfigError
+from launcher.config.fields import Place
 from launcher.config.files import refuse_useless
 from launcher.config.folders import find_groups, search_folders
+from launcher.config.interpolation import noted, resolved, written
+from launcher.config.leftovers import Tree, without_leftovers
 from launcher.config.origin import Origin, Source, short
 from launcher.config.overrides import COMMAND_LINE, for_hydra, parse, refuse_sweeps, sweep_points
+from launcher.config.replayed import with_runs_settings
 from launcher.config.schema import GPT, Config
 from launcher.config.search_path import searching
 from launcher.config.sizes import fill_size
-from launcher.config.translate import translated
+from launcher.config.switches import check_switches
+from launcher.config.translate import PRIMARY, translated
+from launcher.files import DamagedError
 
-_PRIMARY = "config"
+# A user's `config.yaml` may name packages to Hydra as further folders; Hydra imports them before
+# anybody has looked at the file. What is said here comes first.
+_NO_OTHER_FOLDERS = "hydra.searchpath=[]"
 
 
 @dataclass(frozen=True)
@@ -69,55 +81,70 @@ def load_points(argv_overrides: Sequence[str], config_dirs: Sequence[str] = ()) 
 def load_frozen(path: Path, argv_overrides: Sequence[str] = ()) -> Config:
     """The settings that a run's `config.yaml` holds, resolved.
 
-    Only `allow_modules` does not come from there but from `argv_overrides`, which hold nothing
-    else. Raises ConfigError.
+    Only `allow_modules` and `allow_commands` do not come from there but from `argv_overrides`,
+    which hold nothing else. Raises ConfigError.
     """
     overrides = parse(argv_overrides)
-    if any(override.key_or_group != "allow_modules" for override in overrides):
+    if any(override.key_or_group not in COMMAND_LINE_ONLY for override in overrides):
         raise ConfigError(
             "--frozen takes all settings from its file",
-            "Leave out the others, but for allow_modules=[…].",
+            f"Leave out the others, but for {' and '.join(COMMAND_LINE_ONLY)}.",
         )
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        tree = tree_of(path)
+    except (OSError, DamagedError, yaml.YAMLError) as error:
         raise ConfigError(
             f"--frozen {path} cannot be read: {' '.join(str(error).split())}",
             "Name the config.yaml of a run.",
         ) from None
     try:
+        texts: dict[Place, str] = {}
         if isinstance(tree, dict):
-            tree["allow_modules"] = _allowed(overrides)
-        return from_dict(tree)
+            tree |= _allowed(overrides)
+            if "${" in str(tree):
+                tree, texts = resolved(OmegaConf.create(tree))
+        config = from_dict(tree, texts)
+        if not config.allow_commands and (command := next(commands_in(config), None)):
+            raise not_allowed(command)
+        return config
     except ConfigError as error:
-        where = COMMAND_LINE if error.keys == ("allow_modules",) else f"in {short(path)}"
-        raise error.said(where) from None
-    except RecursionError:
-        raise ConfigError(
-            f"--frozen {path} has an anchor inside what it stands for, which has no end",
-            "Write out what is meant.",
-        ) from None
+        in_file = not set(error.keys) & set(COMMAND_LINE_ONLY)
+        raise error.said(f"in {short(path)}" if in_file else COMMAND_LINE) from None
+    except OmegaConfBaseException as error:
+        raise translated(error, overrides, (), ()).said(f"in {short(path)}") from None
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """The resolved configuration as a plain tree that YAML and JSON can hold."""
-    return dataclasses.asdict(config)
+    """The resolved configuration as a plain tree that YAML and JSON can hold, to be handed to
+    another process of the run: it holds the values of variables."""
+    tree = dataclasses.asdict(config)
+    del tree["from_environment"]
+    return tree
+
+
+def to_written(config: Config) -> dict[str, Any]:
+    """`to_dict` for a file: what comes from the environment as the interpolation that asks for it.
+    `load_frozen` reads it."""
+    return written(to_dict(config), config.from_environment)
 
 
 def redacted(config: Config) -> dict[str, Any]:
-    """`to_dict` for where others may read it: of `cluster.slurm.env`, where keys and tokens are
+    """`to_written` for where others may read it: of `cluster.slurm.env`, where keys and tokens are
     handed to a job, only the names."""
-    tree = to_dict(config)
+    tree = to_written(config)
     slurm = tree["cluster"]["slurm"]
     slurm["env"] = dict.fromkeys(slurm["env"], "***")
     return tree
 
 
-def from_dict(tree: Mapping[str, Any]) -> Config:
-    """The inverse of `to_dict`, as strict as `load`."""
+def from_dict(tree: Mapping[str, Any], texts: Mapping[Place, str] | None = None) -> Config:
+    """The inverse of `to_dict`, as strict as `load`; `texts` of what comes from the environment."""
     config = build(Config, tree)
     if isinstance(config.model, GPT):
         config = dataclasses.replace(config, model=fill_size(config.model))
+    if texts:
+        config = dataclasses.replace(config, from_environment=noted(to_dict(config), texts))
+        check_environment(config, texts)
     check(config)
     return config
 
@@ -125,20 +152,24 @@ def from_dict(tree: Mapping[str, Any]) -> Config:
 def _load(overrides: Sequence[Override], folders: Sequence[Path]) -> Config:
     groups = find_groups(folders)
     said = [for_hydra(override, groups, find_groups(folders[-1:])) for override in overrides]
+    said.append(_NO_OTHER_FOLDERS)
+    allowed = _allowed(overrides)
     sources: list[Source] = []
     try:
         with searching(folders) as loader:
-            defaults = loader.compute_defaults_list(_PRIMARY, said, RunMode.RUN).defaults
+            defaults = loader.compute_defaults_list(PRIMARY, said, RunMode.RUN).defaults
             sources += _sources(defaults, folders)
             for source in sources:
-                if not source.path.is_relative_to(folders[-1]):
-                    refuse_useless(source)
-            tree = cast(
-                dict[str, Any], OmegaConf.to_container(compose(_PRIMARY, said), resolve=True)
-            )
+                if not source.is_own:
+                    refuse_useless(source, allowed["allow_commands"] is True)
+            tree = cast(Tree, OmegaConf.to_container(compose(PRIMARY, said)))
+        tree = without_leftovers(tree, sources, overrides, groups)
+        tree = with_runs_settings(tree, sources, overrides)
+        tree, texts = resolved(OmegaConf.create(tree))
         _refuse_misplaced(tree, groups, sources)
-        tree["allow_modules"] = _allowed(overrides)
-        return from_dict(tree)
+        config = from_dict(tree | allowed, texts)
+        check_switches(config, Origin(sources, overrides, groups))
+        return config
     except ConfigError as raised:
         error = raised
     except Exception as raised:  # of a file that is no settings Hydra says so by an assertion, too
@@ -146,10 +177,10 @@ def _load(overrides: Sequence[Override], folders: Sequence[Path]) -> Config:
     raise error.said(Origin(sources, overrides, groups).of(error.keys)) from None
 
 
-def _allowed(overrides: Sequence[Override]) -> Any:
-    """`allow_modules` as the command line has it: however a file says it, it does not count."""
-    said = [override for override in overrides if override.key_or_group == "allow_modules"]
-    return said[-1].value() if said else []
+def _allowed(overrides: Sequence[Override]) -> dict[str, Any]:
+    """What the command line allows: however a file says it, it does not count."""
+    said = {override.key_or_group: override.value() for override in overrides}
+    return {name: said.get(name, getattr(Config(), name)) for name in COMMAND_LINE_ONLY}
 
 
 def _sources(defaults: Iterable[ResultDefault], folders: Sequence[Path]) -> Iterator[Source]:
@@ -158,7 +189,8 @@ def _sources(defaults: Iterable[ResultDefault], folders: Sequence[Path]) -> Iter
         files = (folder / f"{default.config_path}.yaml" for folder in folders)
         path = next((file for file in files if file.is_file()), None)
         if path is not None:
-            yield Source(path, default.package or "")
+            own = path.is_relative_to(folders[-1])
+            yield Source(path, default.package or "", own)
 
 
 def _refuse_misplaced(

@@ -2,13 +2,25 @@
 
 A field's `metadata` may hold `choices` (the words it accepts), `minimum`/`maximum` (inclusive),
 `auto` (the word stands for null, which leaves the choice to the launcher) and
-`variants` (a section of several kinds: the class for each `name`).
+`variants` (a section of several kinds: the class for each `name`). A field that is `internal` is
+no setting.
 """
 
 from __future__ import annotations
 
-from dataclasses import field
+from collections.abc import Mapping
+from dataclasses import Field, field, fields
 from typing import Any
+
+# Where a setting is in the tree; and, of what in the tree comes from the environment, the text that
+# asks for it and the value that it had.
+Place = tuple[str | int, ...]
+FromEnvironment = Mapping[Place, tuple[str, Any]]
+
+
+def settings_of(cls: Any) -> list[Field[Any]]:
+    """The fields of a section that are settings."""
+    return [found for found in fields(cls) if "internal" not in found.metadata]
 
 
 def choice(default: str, *choices: str) -> Any:

@@ -9,19 +9,28 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
+from launcher.config.bounded import node_of
+from launcher.config.commands import COMMAND_LINE_ONLY, command_at, not_allowed
 from launcher.config.errors import ConfigError
 from launcher.config.keys import collections, text_keys
-from launcher.config.origin import Source, node_of, short
+from launcher.config.origin import Source, short
+from launcher.files import DamagedError
 
 _ODD = re.compile(r"[+-]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")  # octal, base 60
+_NULL, _BOOL = "tag:yaml.org,2002:null", "tag:yaml.org,2002:bool"
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
-def refuse_useless(source: Source) -> None:
-    """Raises ConfigError for what the file says and what would not be followed, or not as meant."""
+def refuse_useless(source: Source, commands_allowed: bool) -> None:
+    """Raises ConfigError for what the file says and what would not be followed, or not as meant.
+
+    Args:
+        commands_allowed: whether what it says may run code.
+    """
     if problem := _problem(source.path):
         raise _no_settings(source.path, problem)
     section = source.package.partition(".")[0]
@@ -33,13 +42,16 @@ def refuse_useless(source: Source) -> None:
                 "Runs are placed by run.dir and run.id; sweeps are asked for with -m.",
                 where=_place(source.path, node),
             )
-        if top == "allow_modules":
+        if top in COMMAND_LINE_ONLY and node.value != "false":  # as `--cfg` prints it
             raise ConfigError(
-                "allow_modules is for the command line alone: a file that allows itself would "
-                "protect from nothing",
-                "Write allow_modules=[…] on the command line.",
+                f"{top} is for the command line alone: a file that allows itself would protect "
+                "from nothing",
+                f"Write {top}={COMMAND_LINE_ONLY[top]} on the command line.",
                 where=_place(source.path, node),
             )
+        command = None if commands_allowed or _is_nothing(node) else command_at(key, node.value)
+        if command is not None:
+            raise not_allowed(command, _place(source.path, node))
         is_number = node.style is None and node.tag in _NUMBERS
         if is_number and key not in text_keys() and _ODD.fullmatch(node.value):
             read = yaml.safe_load(node.value)
@@ -50,12 +62,43 @@ def refuse_useless(source: Source) -> None:
             )
 
 
-def unusable(folders: Sequence[Path]) -> ConfigError | None:
-    """The first file below `folders` that cannot hold settings at all, as an error."""
-    for file in (file for folder in folders for file in sorted(folder.rglob("*.yaml"))):
+def refuse_unreadable(path: Path) -> None:
+    """Raises ConfigError for a file that cannot hold settings at all, before anything loads it."""
+    try:
+        node_of(path)
+    except OSError as error:
+        raise _no_settings(path, f"cannot be read: {error.strerror}") from None
+    except DamagedError as error:
+        raise _no_settings(path, str(error).removeprefix("it ")) from None
+    except yaml.YAMLError:
+        pass  # which the loading itself says, with its line
+
+
+def unusable(chosen: Sequence[str], folders: Sequence[Path]) -> ConfigError | None:
+    """The first file that cannot hold settings at all, as an error: of those that are `chosen`, by
+    their names below `folders` (`recipe/mine`), and of those that these choose in turn."""
+    waiting, seen = list(chosen), set()
+    while waiting:
+        name = waiting.pop(0)
+        file = next((f for folder in folders if (f := folder / f"{name}.yaml").is_file()), None)
+        if file is None or file in seen:
+            continue
+        seen.add(file)
         if problem := _problem(file):
             return _no_settings(file, problem)
+        waiting += _chosen_by(node_of(file), name.rpartition("/")[0])
     return None
+
+
+def _chosen_by(root: yaml.Node | None, group: str) -> Iterator[str]:
+    """The files that the defaults list of a file in `group` names, without their folders."""
+    for key, node in _scalars(root, ""):
+        said, _, within = key.partition(".")
+        if said != "defaults":
+            continue
+        words = [within, node.value] if within else [node.value]
+        name = "/".join(re.sub(r"^(override|optional)\s+|@.*", "", word) for word in words)
+        yield name.lstrip("/") if name.startswith("/") or not group else f"{group}/{name}"
 
 
 def misshapen(sources: Sequence[Source]) -> ConfigError | None:
@@ -72,6 +115,18 @@ def misshapen(sources: Sequence[Source]) -> ConfigError | None:
     return None
 
 
+def choices(content: Any) -> dict[str, str]:
+    """The options that a file's defaults list chooses, by group: `group: option` there, or
+    `override /group: option`. `content`: the file's, as plain data."""
+    defaults = content.get("defaults") if isinstance(content, dict) else None
+    return {
+        str(name).removeprefix("override ").lstrip("/"): str(choice)
+        for entry in defaults or ()
+        if isinstance(entry, dict)
+        for name, choice in entry.items()
+    }
+
+
 def _no_settings(file: Path, problem: str) -> ConfigError:
     return ConfigError(f"{short(file)} {problem}", "It has to hold names and values.")
 
@@ -81,12 +136,10 @@ def _problem(file: Path) -> str:
         root = node_of(file)
     except OSError as error:
         return f"cannot be read: {error.strerror}"
-    except UnicodeDecodeError:
-        return "is not text in UTF-8"
+    except DamagedError as error:
+        return str(error).removeprefix("it ")
     except yaml.YAMLError as error:
         return f"is not YAML: {' '.join(str(error).split())}"
-    except RecursionError:
-        return "has an anchor inside what it stands for, which has no end"
     if root is None:
         return ""
     if not isinstance(root, yaml.MappingNode):
@@ -121,6 +174,11 @@ def _nodes(node: yaml.Node | None, key: str) -> Iterator[tuple[str, yaml.Node]]:
     elif isinstance(node, yaml.MappingNode):
         for name, value in node.value:
             yield from _nodes(value, f"{key}.{name.value}" if key else str(name.value))
+
+
+def _is_nothing(node: yaml.ScalarNode) -> bool:
+    """Whether a value is null or false."""
+    return node.tag == _NULL or (node.tag == _BOOL and not yaml.safe_load(node.value))
 
 
 def _is_hydras_group(key: str, node: yaml.ScalarNode) -> bool:

@@ -1,7 +1,7 @@
 """Where the YAML files are: the project's own `conf/`, and the folders of `--config-dir`.
 
-The same `conf/` is found from a checkout, an editable install and a wheel: packaging moves it
-inside the package, a checkout keeps it beside the package.
+The same `conf/` is found from a checkout, an editable install and a wheel: it is inside the package
+or, where that is a checkout, beside it, with a link inside.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from pathlib import Path
 from launcher.config.errors import ConfigError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-CONF = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent / "conf"
+_INSIDE = _PACKAGE / "conf"
+CONF = _INSIDE.resolve() if _INSIDE.is_dir() else _PACKAGE.parent / "conf"  # disks without links
 
 
 def search_folders(config_dirs: Sequence[str]) -> tuple[Path, ...]:

@@ -8,13 +8,14 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from launcher.config.fields import settings_of
 from launcher.config.schema import Config
 
 
 def _leaves(cls: Any, section: str = "") -> Iterator[tuple[str, Any]]:
     """The dotted name and the annotation of every setting below `cls`, all variants included."""
     hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
+    for field in settings_of(cls):
         key = f"{section}.{field.name}" if section else field.name
         if "variants" in field.metadata:
             for variant in field.metadata["variants"].values():

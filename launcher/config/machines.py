@@ -5,6 +5,7 @@ A part of `schema`, whose rules hold here as well.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from launcher.config.fields import choice, number
@@ -77,6 +78,12 @@ class Slurm:
     wait: bool = False
 
 
+def minutes(time: str) -> int:
+    """`Slurm.time`, such as 2d12h or 90m, in minutes."""
+    parts = {unit: int(number) for number, unit in re.findall(r"(\d+)([dhm])", time)}
+    return (parts.get("d", 0) * 24 + parts.get("h", 0)) * 60 + parts.get("m", 0)
+
+
 @dataclass(frozen=True)
 class Cluster:
     """The machines: `gpus` is the total number of devices, `hosts` the number of hosts.
@@ -88,8 +95,10 @@ class Cluster:
     kind: str = choice("local", "local", "emulated", "slurm", "described")
     gpus: int | None = number(None, minimum=1)  # null: all of this machine's
     hosts: int = number(1, minimum=1)
+    start_timeout: float = number(180.0, minimum=1.0)  # seconds until all processes are up
     step_timeout: float = number(600.0, minimum=1.0)  # seconds without an answer: workers hang
     max_restarts: int = number(3, minimum=0)  # of the workers, when they die, hang or lose Ray
+    transport: str = choice("auto", "auto", "pull", "collective")  # between worker processes
     name: str | None = None
     device: Device = field(default_factory=Device)
     links: Links = field(default_factory=Links)

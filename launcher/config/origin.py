@@ -1,26 +1,32 @@
-"""Where a setting was said: the command line, or a file and its line. For error messages only.
-
-`node_of` reads a file as YAML nodes, which know their lines; `files` looks at them, too.
-"""
+"""Where a setting was said: the command line, or a file and its line. For error messages only."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import sys
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 from hydra.core.override_parser.types import Override
 
+from launcher.config.bounded import node_of
 from launcher.config.overrides import COMMAND_LINE
+
+ON_COMMAND_LINE = sys.maxsize  # a rank above that of every file
 
 
 @dataclass(frozen=True)
 class Source:
-    """A YAML file that took part, and the dotted section that its top level fills ("" for all)."""
+    """A YAML file that took part, and the dotted section that its top level fills ("" for all).
+
+    `is_own`: it is the project's.
+    """
 
     path: Path
     package: str
+    is_own: bool = False
 
 
 @dataclass(frozen=True)
@@ -39,17 +45,30 @@ class Origin:
         return ", ".join(f"{key} {place}" for key, place in found.items())
 
     def _of_one(self, key: str) -> str:
-        for override in reversed(self.overrides):
-            said = override.key_or_group
-            if said in self.groups and key in (said, f"{said}.name"):
-                return COMMAND_LINE
-            if said not in self.groups and _related(said, key):
-                return COMMAND_LINE
-        for source in reversed(self.sources):
-            line = _line(source, key)
-            if line:
-                return f"in {short(source.path)}:{line}"
-        return ""
+        rank = self.rank(key)
+        if rank == ON_COMMAND_LINE:
+            return COMMAND_LINE
+        if rank < 0:
+            return ""
+        source = self.sources[rank]
+        return f"in {short(source.path)}:{_line(source, key)}"
+
+    def rank(self, key: str) -> int:
+        """How late `key` was said: `ON_COMMAND_LINE`, the place in `sources`, or -1."""
+        for override in self.overrides:
+            said, value = override.key_or_group, override.value()
+            is_option = said in self.groups and not isinstance(value, dict)
+            if is_option and key in (said, f"{said}.name") and key != "cluster.name":
+                return ON_COMMAND_LINE  # that one is no option's name
+            if not is_option and any(_related(one, key) for one in _leaves(said, value)):
+                return ON_COMMAND_LINE
+        places = reversed(list(enumerate(self.sources)))
+        return next((place for place, source in places if _line(source, key)), -1)
+
+    def is_users(self, key: str) -> bool:
+        """Whether `key` was said in a file of the user's, and not after that in our own."""
+        rank = self.rank(key)
+        return 0 <= rank < len(self.sources) and not self.sources[rank].is_own
 
 
 def short(path: Path) -> str:
@@ -58,29 +77,13 @@ def short(path: Path) -> str:
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
-def node_of(path: Path) -> yaml.Node | None:
-    """What the YAML file holds, with its places; None of an empty one. Merge keys (`<<`) are
-    followed: what they bring in stands before a table's own names, which win.
-
-    Raises OSError, UnicodeDecodeError and yaml.YAMLError.
-    """
-    loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
-    try:
-        node: yaml.Node | None = loader.get_single_node()
-        _follow_merges(loader, node)
-        return node
-    finally:
-        loader.dispose()
-
-
-def _follow_merges(loader: yaml.SafeLoader, node: yaml.Node | None) -> None:
-    if isinstance(node, yaml.MappingNode):
-        loader.flatten_mapping(node)
-        for _, value in node.value:
-            _follow_merges(loader, value)
-    elif isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            _follow_merges(loader, item)
+def _leaves(key: str, value: Any) -> Iterator[str]:
+    """The settings that a value sets: of a table those in it."""
+    if not isinstance(value, dict) or not value:
+        yield key
+        return
+    for name, inner in value.items():
+        yield from _leaves(f"{key}.{name}", inner)
 
 
 def _related(said: str, key: str) -> bool:

@@ -16,10 +16,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException, OverrideParseException
 
-from launcher.config.errors import ConfigError
+from launcher.config.bounded import is_too_deep
+from launcher.config.errors import ConfigError, shown
 from launcher.config.keys import text_keys
 
 COMMAND_LINE = "on the command line"
+_LONGEST = 1000  # characters of what a message repeats
 
 
 def parse(texts: Sequence[str], loader: ConfigLoader | None = None) -> list[Override]:
@@ -36,15 +38,17 @@ def parse(texts: Sequence[str], loader: ConfigLoader | None = None) -> list[Over
 def _parse_one(parser: OverridesParser, text: str) -> Override:
     try:
         override = parser.parse_overrides([text])[0]
-    except OverrideParseException:
+    except (OverrideParseException, ValueError, RecursionError):  # these of thousands of signs
         key, equals, value = text.partition("=")
-        if equals:
+        if len(text) > _LONGEST:
+            remedy = "Write what is as long as that in a file of settings."
+        elif equals:
             remedy = (
                 f"Quote special characters, inside the shell's own quotes: \"{key}='{value}'\"."
             )
         else:
             remedy = "Settings are written key=value, for example train.steps=100."
-        problem = f"{text!r} cannot be read as key=value"
+        problem = f"{shown(text)} cannot be read as key=value"
         raise ConfigError(problem, remedy, where=COMMAND_LINE) from None
     _refuse_useless(override, text)
     return override
@@ -63,6 +67,8 @@ def _refuse_useless(override: Override, text: str) -> None:
     elif override.package is not None:
         problem = f"{text} puts a group into another section than its own"
         remedy = f"Write {override.key_or_group}=OPTION."
+    elif not override.is_sweep_override() and is_too_deep(override.value()):
+        problem, remedy = f"{shown(text)} is nested too deeply", "Write a plainer value."
     elif _has_leading_zero(override):
         problem = f"{text} has a 0 in front of a number"
         remedy = "Write numbers with decimal digits; text goes in quotes."
@@ -89,7 +95,7 @@ def for_hydra(
     key, value = override.key_or_group, (override.input_line or "").partition("=")[2].strip()
     said = override.value()
     is_scalar = isinstance(said, bool | int | float)
-    if key not in groups:
+    if key not in groups or isinstance(said, dict):
         return f"++{key}={quoted(value) if is_scalar and key in text_keys() else value}"
     if isinstance(said, list) or ".." in value or value.lstrip("'\"").startswith("/"):
         raise ConfigError(

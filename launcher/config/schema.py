@@ -4,9 +4,9 @@ This module is data only. `build` fills it strictly from a plain tree, `checks` 
 no single field can state. Whoever may know settings (cluster, train, report, __main__) reads these
 classes; they import nothing else of ours.
 
-The section `cluster` is in `machines`; `fields` is how a field says which values it takes. A
-default says what the YAML of the default options says too (a test holds them together); it serves
-files that leave a key out.
+The section `cluster` is in `machines`, `optimizer` in `optimizers`; `fields` is how a field says
+which values it takes. A default says what the YAML of the default options says too (a test holds
+them together); it serves files that leave a key out.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from launcher.config.fields import automatic, choice, number
+from launcher.config.fields import FromEnvironment, automatic, choice, number
 from launcher.config.machines import Cluster
+from launcher.config.optimizers import OPTIMIZERS, SGD, Adafactor, Adam, AdamW, Lion
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Run:
     dir: str = "outputs"
     resume: str = choice("auto", "auto", "never", "must")
     seed: int = number(0, minimum=0, maximum=2**32 - 1)
+    shared: bool = False  # others may read the folder, as far as the user's umask lets them
 
 
 @dataclass(frozen=True)
@@ -127,23 +129,6 @@ class CustomDataset:
 
 
 @dataclass(frozen=True)
-class Optimizer:
-    """An Optax optimizer, its learning-rate schedule and its gradient clipping."""
-
-    name: str = choice("adamw", "adamw", "adam", "sgd", "lion", "adafactor")
-    learning_rate: float = number(3e-3, minimum=0.0)
-    warmup_steps: int = number(20, minimum=0)
-    decay: str = choice("cosine", "constant", "cosine", "linear")
-    final_learning_rate: float = number(0.0, minimum=0.0)
-    weight_decay: float = number(0.1, minimum=0.0)
-    momentum: float = number(0.9, minimum=0.0, maximum=1.0)
-    b1: float = number(0.9, minimum=0.0, maximum=1.0)
-    b2: float = number(0.95, minimum=0.0, maximum=1.0)
-    eps: float = number(1e-8, minimum=0.0)
-    clip_norm: float | None = number(1.0, minimum=0.0)
-
-
-@dataclass(frozen=True)
 class Checkpoint:
     """When a run's state is saved, how much of that is kept, and what a save that fails means.
 
@@ -207,6 +192,7 @@ class Parallel:
     pipeline: int | None = number(None, minimum=1)  # three_d: the number of stages
     cost: str = choice("model", "model", "profile")  # what predictions rest on
     plan: str | None = None  # replay: a plan.json
+    allow_over_memory: bool = False  # train by a plan that needs more memory than the devices have
 
 
 @dataclass(frozen=True)
@@ -240,21 +226,29 @@ DATASETS: dict[str, type] = {
 
 @dataclass(frozen=True)
 class Config:
-    """The whole tree. `model` and `dataset` are of the class that their `name` picks.
+    """The whole tree. `model`, `dataset` and `optimizer` are of the class that their `name` picks.
 
-    `allow_modules` is given on the command line only: what a file says of it does not count.
+    `allow_modules` and `allow_commands` are given on the command line only: what a file says of
+    them does not count. `from_environment` is how the settings are to be written that took the
+    value of a variable.
     """
 
     task: str = choice("train", "train", "plan", "check", "calibrate", "submit", "sweep_status")
     allow_modules: list[str] = field(default_factory=list)
+    allow_commands: bool = False
     run: Run = field(default_factory=Run)
     model: GPT | MLP | CustomModel = field(default_factory=GPT, metadata={"variants": MODELS})
     dataset: StdlibText | Text | Synthetic | CustomDataset = field(
         default_factory=StdlibText, metadata={"variants": DATASETS}
     )
-    optimizer: Optimizer = field(default_factory=Optimizer)
+    optimizer: AdamW | Adam | SGD | Lion | Adafactor = field(
+        default_factory=AdamW, metadata={"variants": OPTIMIZERS}
+    )
     train: Train = field(default_factory=Train)
     parallel: Parallel = field(default_factory=Parallel)
     cluster: Cluster = field(default_factory=Cluster)
     wandb: Wandb = field(default_factory=Wandb)
     sweep: Sweep = field(default_factory=Sweep)
+    from_environment: FromEnvironment = field(
+        default_factory=dict, compare=False, repr=False, metadata={"internal": True}
+    )

@@ -12,20 +12,37 @@ from contextvars import ContextVar
 from pathlib import Path
 
 from hydra import initialize_config_dir
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+from launcher.config.files import refuse_unreadable
 
 # Hydra makes its plugins itself, without arguments: this is how `_UserFolders` learns its own.
 _user_folders: ContextVar[tuple[Path, ...]] = ContextVar("user_folders", default=())
 
 
+class _Bounded(FileConfigSource):
+    """A user's folder, of which Hydra itself would read whatever file there is."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "bounded"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        refuse_unreadable(Path(self.path, self._normalize_file_name(config_path)))
+        return super().load_config(config_path)
+
+
 class _UserFolders(SearchPathPlugin):
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         for folder in reversed(_user_folders.get()):
-            search_path.prepend("user", f"file://{folder}", SearchPathQuery(provider="main"))
+            path = f"{_Bounded.scheme()}://{folder}"
+            search_path.prepend("user", path, SearchPathQuery(provider="main"))
 
 
 @contextmanager
@@ -33,6 +50,7 @@ def searching(folders: Sequence[Path]) -> Iterator[ConfigLoader]:
     """Within this context `hydra.compose` reads `folders`, the last of which is the project's."""
     *users, own = folders
     Plugins.instance().register(_UserFolders)
+    Plugins.instance().register(_Bounded)
     token = _user_folders.set(tuple(users))
     try:
         with initialize_config_dir(str(own), job_name="launcher", version_base="1.3"):

@@ -11,11 +11,15 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
 
+from launcher.config.bounded import tree_of
 from launcher.config.errors import ConfigError, advice
-from launcher.config.files import misshapen, unusable
+from launcher.config.files import choices, misshapen, unusable
 from launcher.config.folders import find_groups
 from launcher.config.origin import Source, short
 from launcher.config.overrides import COMMAND_LINE
+from launcher.files import DamagedError
+
+PRIMARY = "config"  # the file that composing begins with
 
 # OSError and UnicodeDecodeError: a settings file that cannot be read, or holds no table.
 _HYDRA_ERRORS = (
@@ -48,12 +52,24 @@ def translated(
         return translated(error.__cause__, overrides, folders, sources)
     if isinstance(error, OmegaConfBaseException):  # its first line says what, the others how typed
         key = error.full_key or ""
+        if lost := re.search(r"Environment variable '(.+?)' not found", str(error)):
+            return ConfigError(
+                f"{key} asks for the environment variable {lost[1]}, which is not set",
+                f"Set it, or say what stands in for it: ${{oc.env:{lost[1]},VALUE}}.",
+                [key.partition("[")[0]],
+            )
         what = str(error).strip().splitlines()[0]
         return ConfigError(f"{key}: {what}" if key else what, keys=[key.partition("[")[0]])
     if lost := re.search(r"In '(.+)': Could not override '(.+?)'", str(error)):
         return _missing_group(lost[1], lost[2], folders)
-    if (found := unusable(folders[:-1])) is not None:
+    chosen = [f"{o.key_or_group}/{o.value()}" for o in overrides if "." not in o.key_or_group]
+    if (found := unusable([PRIMARY, *chosen], folders)) is not None:
         return found
+    if isinstance(error, RecursionError):
+        return ConfigError(
+            "The files that were chosen choose one another without end",
+            "In its defaults a file may name another one of its group (- mine), not itself.",
+        )
     if not isinstance(error, _HYDRA_ERRORS):
         raise error
     return ConfigError(f"The settings cannot be put together: {' '.join(str(error).split())}")
@@ -93,13 +109,7 @@ def _missing_option(
 def _chooses(file: Path, group: str, option: str) -> bool:
     """Whether the file's defaults list has `group: option` or `override /group: option`."""
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, OSError, UnicodeDecodeError):
+        content = tree_of(file)
+    except (yaml.YAMLError, OSError, DamagedError):
         return False
-    defaults = content.get("defaults") if isinstance(content, dict) else None
-    choices = [entry for entry in defaults or () if isinstance(entry, dict)]
-    return any(
-        str(name).removeprefix("override ").lstrip("/") == group and str(choice) == option
-        for entry in choices
-        for name, choice in entry.items()
-    )
+    return choices(content).get(group) == option

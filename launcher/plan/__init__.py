@@ -7,6 +7,7 @@ from launcher.plan.make import make_forward_plan
 from launcher.plan.plan import Plan, StagePlan, Transfer
 from launcher.plan.predict import measured_bubble, timeline, transfer_seconds
 from launcher.plan.schedule import Task
+from launcher.plan.search.best import in_words
 
 __all__ = [
     "ClusterShape",
@@ -16,6 +17,7 @@ __all__ = [
     "StagePlan",
     "Task",
     "Transfer",
+    "in_words",
     "local_shape",
     "make_forward_plan",
     "make_plan",

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from launcher.plan.cluster_shape import ClusterShape
-from launcher.plan.errors import PlanError
-from launcher.plan.make import repriced
+from launcher.plan.errors import PlanError, TooLargeError
+from launcher.plan.make import complete, repriced
 from launcher.plan.methods import (
     DataParallel,
     PipeshardParallel,
@@ -19,7 +19,7 @@ from launcher.plan.methods import (
     auto_plan,
     check_cost,
 )
-from launcher.plan.options import with_layers
+from launcher.plan.options import ManualLayerOption, numbered_layers
 from launcher.plan.plan import Plan
 from launcher.plan.profile.run import measure_layers
 from launcher.trace.step import TracedStep
@@ -42,6 +42,7 @@ def make_plan(
     model: int | None = None,
     pipeline: int | None = None,
     cost: str = "model",
+    over_memory: bool = False,
     progress: Callable[[float], None] = lambda share: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Plan:
@@ -54,6 +55,8 @@ def make_plan(
             stages (`three_d`). None: what is left of the devices, or 1.
         num_micro_batches: None, and `schedule` and `remat` "auto", for `auto` alone.
         cost: see `AutoStageOption`; for the other methods it is what they are predicted by.
+        over_memory: where nothing fits, what `auto` finds that lacks least; the other methods ask
+            for no memory.
         progress: told the share of a search that is done, 0 … 1. say: told of measurements that
             failed or were ignored.
 
@@ -63,12 +66,20 @@ def make_plan(
     """
     some: dict[str, Any] = {"num_micro_batches": num_micro_batches}
     remats: Any = remat if isinstance(remat, str) else tuple(remat)
+    layers: Any = ManualLayerOption()
     if method in PIPELINES:
-        step = with_layers(step, num_layers)
+        layers = numbered_layers(step, num_layers, num_stages or pipeline)
+    if method != "manual":
+        step = layers.layered(step)
     if method == "auto":
-        return auto_plan(
-            step, cluster, num_micro_batches, schedule, remat, cost, progress, say, num_stages
-        )
+        try:
+            return auto_plan(
+                step, cluster, num_micro_batches, schedule, remat, cost, progress, say, num_stages
+            )
+        except TooLargeError as error:
+            if not over_memory:
+                raise
+            return complete(step, error.outline, cluster)
     known: dict[str, Any] = {
         "data": lambda: DataParallel(**some, remat=remats),
         "zero2": lambda: Zero2Parallel(**some, remat=remats),
@@ -79,6 +90,7 @@ def make_plan(
         ),
         "manual": lambda: PipeshardParallel(
             **some,
+            layer_option=layers,
             stage_option=UniformStageOption(num_stages, stages_per_mesh),
             schedule=schedule,
             remat=remats,
@@ -91,6 +103,7 @@ def make_plan(
     if cost == "model":
         return found
     sizes = sorted({stage.logical_mesh[1] for stage in found.stages})
+    step = step.cut_at(found.layer_ends)
     measured = measure_layers(step, cluster, sizes, found.num_micro_batches, progress, say)
     return repriced(step, found, measured)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launcher import follow
 from launcher.plan.cluster_shape import ClusterShape, is_nominal
 from launcher.plan.errors import PlanError
 from launcher.plan.profile import cache, gauge
@@ -104,8 +105,9 @@ def _by_size(tree: dict[str, Any]) -> dict[str, float]:
     return {str(int(size)): cache.positive(value) for size, value in tree.items()}
 
 
-def measure(shape: ClusterShape, say: Callable[[str], None]) -> tuple[Calibration, Path]:
-    """Measure the devices that `shape` describes; returns the figures and where they are kept.
+def measure(shape: ClusterShape, say: Callable[[str], None]) -> tuple[Calibration, Path | None]:
+    """Measure the devices that `shape` describes; returns the figures and where they are kept:
+    None where they could not be, which is said.
 
     Raises:
         PlanError: they cannot be measured; the message says why.
@@ -119,7 +121,7 @@ def measure(shape: ClusterShape, say: Callable[[str], None]) -> tuple[Calibratio
         path.write_text(json.dumps(request))
         try:
             done = subprocess.run(
-                [sys.executable, str(gauge.__file__), str(path)],
+                [sys.executable, str(follow.__file__), str(gauge.__file__), str(path)],
                 capture_output=True,
                 text=True,
                 timeout=_TIME_OUT,
@@ -134,8 +136,8 @@ def measure(shape: ClusterShape, say: Callable[[str], None]) -> tuple[Calibratio
     tree: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     about = {"device_kind": shape.device_kind, "devices": shape.num_devices}
     path = _path(shape, say=lambda text: None)
-    cache.write(path, {**about, **tree}, say)
-    return Calibration(**tree), path
+    kept = cache.write(path, {**about, **tree}, say)
+    return Calibration(**tree), path if kept else None
 
 
 def _path(shape: ClusterShape, say: Callable[[str], None]) -> Path:

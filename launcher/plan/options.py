@@ -211,12 +211,18 @@ def layer_option_of(
     )
 
 
-def with_layers(step: TracedStep, num_layers: int | None) -> TracedStep:
-    """The step with so many automatic layers; None: at its marks, and automatic ones where it has
-    no marks. Raises PlanError: more layers than equations."""
-    if num_layers is None and step.loss(1).num_layers > 1:
-        return step
-    return AutoLayerOption(num_layers).layered(step)
+def numbered_layers(
+    step: TracedStep, num_layers: int | None, num_stages: int | None = None
+) -> ManualLayerOption | AutoLayerOption:
+    """The option that gives the step so many automatic layers. None: it is cut at its marks, or
+    automatically where it has no marks, at least into the stages that are asked for."""
+    if num_layers is not None:
+        return AutoLayerOption(num_layers)
+    if step.cut_at(None).loss(1).num_layers > 1:
+        return ManualLayerOption()
+    usual = AutoLayerOption()
+    too_few = num_stages and usual.layered(step).loss(1).num_layers < num_stages
+    return AutoLayerOption(num_stages) if too_few else usual
 
 
 def stage_option_of(

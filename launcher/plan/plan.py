@@ -10,12 +10,13 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from launcher.files import DamagedError
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.errors import PlanError
 from launcher.plan.proof import prove
-from launcher.plan.reading import read
 from launcher.plan.schedule import SEVERAL_STAGES_A_MESH, Schedule, make_schedule
 from launcher.plan.sharding.dims import Spec
+from launcher.reading import read
 from launcher.trace.clusters import LayerEnds
 from launcher.trace.step import TracedStep
 
@@ -200,6 +201,13 @@ class Plan:
             found[mesh] += stage.forward_seconds + stage.backward_seconds
         return tuple(found)
 
+    @property
+    def missing_bytes(self) -> int:
+        """How much more memory than they have the plan needs of the devices of the stage that lacks
+        most; not above 0 where all fit, or where it is not known what they have."""
+        there = self.cluster["memory_bytes"]
+        return 0 if there is None else max(stage.memory_bytes for stage in self.stages) - there
+
     def tasks(self) -> Schedule:
         """The schedule of a step: for every mesh, its tasks in order.
 
@@ -244,5 +252,5 @@ class Plan:
             plan = read(cls, tree)
             read(ClusterShape, plan.cluster, "cluster")
             return plan
-        except PlanError as error:
+        except DamagedError as error:
             raise PlanError(f"this is not a plan of this version: {error}") from error

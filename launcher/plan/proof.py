@@ -29,8 +29,8 @@ def prove(plan: Plan, step: TracedStep) -> None:
     for index, stage in enumerate(plan.stages):
         _check_stage(index, stage, shapes)
     _check_places(plan)
-    plan.tasks()
     _check_batch(plan, step)
+    plan.tasks()  # last: of as many microbatches as it is told
 
 
 def _check_ends(ends: LayerEnds) -> None:

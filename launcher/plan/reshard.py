@@ -27,6 +27,11 @@ class Piece:
     src_box: Box
     dst_box: Box
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the part."""
+        return tuple(stop - start for start, stop in self.box)
+
 
 def route(
     src: Mapping[int, Box], dst: Mapping[int, Box], process_of: Mapping[int, int]

@@ -8,8 +8,6 @@ says: no colour, no moving cursor. NO_COLOR is obeyed.
 from __future__ import annotations
 
 import errno
-import os
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +29,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from launcher.output import discard
 from launcher.report.text import clock_text, loss_text, rate_text, seconds_text
 from launcher.report.tracker import Metrics
 
@@ -75,22 +74,7 @@ class _Console(Console):
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        _discard(1)
-
-
-def complain(text: str) -> None:
-    """Print `launcher: <text>` on standard error, if anybody reads that."""
-    try:
-        print(f"launcher: {text}", file=sys.stderr, flush=True)
-    except OSError:
-        _discard(2)
-
-
-def _discard(output: int) -> None:
-    # What Python still holds back is written at exit, which would fail again.
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, output)
-    os.close(null)
+        discard(1)
 
 
 def plain_table() -> Table:

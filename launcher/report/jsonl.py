@@ -15,13 +15,24 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from launcher.report.files import FULL, named
+from launcher.files import (
+    FULL,
+    DamagedError,
+    aside,
+    named,
+    open_regular,
+    parse_json,
+    read_bytes,
+    say_aside,
+)
 from launcher.report.tracker import METRIC_KEYS, Metrics
 
 # What may pass: there is room again, or the disk is mounted as it was.
 _PASSING = FULL | {errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES}
+_LARGEST = 2**53  # of a step: what every reader of JSON takes for itself
+_LARGEST_METRIC = 1.8e308  # that a float holds
 
 
 class JsonlTracker:
@@ -40,14 +51,29 @@ class JsonlTracker:
         self, path: Path, first_step: int = 1, warn: Callable[[str], None] = lambda text: None
     ) -> None:
         self._path, self._warn = path, warn
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open for as long as the run
+        self._file = self._opened()
         self._held_back = b""
         self._waiting = False
         self.rewind(first_step)
 
+    def _opened(self) -> BinaryIO:
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
+        try:
+            descriptor = open_regular(self._path, flags)
+        except DamagedError as error:
+            say_aside(self._path, str(error), self._warn)
+            descriptor = open_regular(self._path, flags)
+        return open(descriptor, "a+b", buffering=0)
+
+    def _written(self) -> bytes:
+        """What the file holds, also where its name is gone."""
+        self._file.seek(0)
+        return self._file.read()
+
     def rewind(self, first_step: int) -> None:
         """Drop the lines of `first_step` and later, written or held back."""
-        written = self._path.read_bytes()
+        self._try(self._ensure_named)
+        written = self._written()
         lines = (written + self._held_back).splitlines(keepends=True)  # one may be in both
         records = [_record(line) for line in lines]
         if bad := [n for n, record in enumerate(records[:-1], 1) if record is None]:
@@ -62,10 +88,32 @@ class JsonlTracker:
 
     def _keep_beside(self, bad: list[int]) -> None:
         """Copy the file, of which the lines of these numbers are to go, and say so."""
-        kept = self._path.with_name(f"{self._path.name}.damaged")
-        shutil.copyfile(self._path, kept)
+        kept = aside(self._path)
+        shutil.copy(self._path, kept)
         which = f"line {bad[0]}" + (f" and {len(bad) - 1} more" if bad[1:] else "")
         self._warn(f"{self._path}: {which} cannot be read and is left out; see {kept.name}")
+
+    def records(self) -> list[dict[str, Any]]:
+        """The steps that are in the file, like `read_metrics`."""
+        return _records(self._written())
+
+    def move(self, path: Path) -> None:
+        """From now on the file is `path`: its folder was renamed, or is made again."""
+        self._path = path
+
+    def _ensure_named(self) -> None:
+        """Write the file again where it was deleted, or something else stands in its place."""
+        try:
+            if os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
+                return
+            say_aside(self._path, "it was put in the place of this run's own", self._warn)
+        except FileNotFoundError:
+            pass
+        before, written = self._file, self._written()
+        self._file = self._opened()
+        before.close()
+        self._held_back = written + self._held_back
+        self._warn(f"{self._path} was taken away while the run trained: it is written again")
 
     def log(self, metrics: Metrics) -> None:
         line = {key: json_number(metrics.get(key)) for key in (*METRIC_KEYS, *metrics)}
@@ -74,6 +122,7 @@ class JsonlTracker:
 
     def sync(self) -> None:
         """Wait until what is logged is on the disk, as far as that has room."""
+        self._try(self._ensure_named)
         self._try(self._write)
         self._try(lambda: os.fsync(self._file.fileno()))
 
@@ -92,7 +141,10 @@ class JsonlTracker:
         pass
 
     def finish(self, summary: Mapping[str, Any]) -> None:
+        if self._file.closed:
+            return
         try:
+            self._ensure_named()
             self._write()
         finally:
             self._file.close()
@@ -108,10 +160,15 @@ class JsonlTracker:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The logged steps of a `metrics.jsonl`, oldest first, without lines that are not whole; none
-    where there is no file yet."""
-    if not path.exists():
+    where there is no such file yet. Raises OSError."""
+    try:
+        return _records(read_bytes(path, most=_LARGEST))
+    except (FileNotFoundError, DamagedError):
         return []
-    lines = path.read_bytes().splitlines(keepends=True)
+
+
+def _records(data: bytes) -> list[dict[str, Any]]:
+    lines = data.splitlines(keepends=True)
     return [record for line in lines if (record := _record(line)) is not None]
 
 
@@ -123,10 +180,17 @@ def json_number(value: float | None) -> float | int | None:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """What a line holds; None where it is not whole."""
+    """What a line holds; None where it is not whole, or no step's metrics."""
     try:
-        record = json.loads(line)
-    except ValueError:
+        record = parse_json(line)
+    except DamagedError:
         return None
-    is_step = isinstance(record, dict) and isinstance(record.get("step"), int)
-    return record if is_step and line.endswith(b"\n") else None
+    if not isinstance(record, dict) or not line.endswith(b"\n"):
+        return None
+    step = record.get("step")
+    is_step = type(step) is int and 0 < step < _LARGEST
+    return record if is_step and all(map(_is_metric, record.values())) else None
+
+
+def _is_metric(value: Any) -> bool:
+    return value is None or (type(value) in (int, float) and abs(value) < _LARGEST_METRIC)

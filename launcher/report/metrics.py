@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -48,17 +48,27 @@ def median(values: Iterable[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def measured(records: Sequence[Mapping[str, Any]], earlier: int = 0) -> dict[str, Any]:
+def measured(
+    records: Sequence[Mapping[str, Any]],
+    rates: Callable[[float], Mapping[str, float | None]],
+    earlier: int = 0,
+    warm_up: Collection[int] = (),
+) -> dict[str, Any]:
     """What a run's logged steps (`read_metrics`) come to, as fields of `Summary`.
 
-    Losses are the first and the last logged ones, None where they were not finite; times and rates
-    are medians, so that one slow step does not colour them.
+    Losses are the first and the last logged ones, None where they were not finite. The step's time
+    is a median, so that one slow step does not colour it, and the rates are those of that time.
 
     Args:
+        rates: `performance` of a step that takes so many seconds.
         earlier: how many steps were taken before, maybe by another plan on other devices: times,
             rates and memory are those of the steps after them, if any was logged.
+        warm_up: the steps whose times count only where no other was logged, the newest of them.
     """
     newer = [record for record in records if record["step"] > earlier] or records
+    steady = [record for record in newer if record["step"] not in warm_up] or newer[-1:]
+    seconds = median(record.get("perf/step_seconds") for record in steady)
+    at_rate = rates(seconds) if seconds else {}
 
     def column(key: str) -> list[Any]:
         of = newer if key.startswith(("perf/", "pipeline/")) else records
@@ -66,13 +76,13 @@ def measured(records: Sequence[Mapping[str, Any]], earlier: int = 0) -> dict[str
 
     return {
         "steps": records[-1]["step"] if records else 0,
-        "first_loss": records[0]["train/loss"] if records else None,
-        "final_loss": records[-1]["train/loss"] if records else None,
+        "first_loss": records[0].get("train/loss") if records else None,
+        "final_loss": records[-1].get("train/loss") if records else None,
         "eval_loss": (column("eval/loss") or [None])[-1],
-        "step_seconds_median": median(column("perf/step_seconds")),
-        "samples_per_second": median(column("perf/samples_per_second")),
-        "tokens_per_second": median(column("perf/tokens_per_second")),
-        "mfu": median(column("perf/mfu")),
+        "step_seconds_median": seconds,
+        "samples_per_second": at_rate.get("perf/samples_per_second"),
+        "tokens_per_second": at_rate.get("perf/tokens_per_second"),
+        "mfu": at_rate.get("perf/mfu"),
         "bubble_fraction": median(column("pipeline/bubble_fraction")),
         "skipped_steps": int(sum(column("train/skipped"))),
         "peak_memory_bytes": max(column("perf/peak_memory_bytes"), default=None),

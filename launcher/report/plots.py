@@ -28,9 +28,11 @@ TASK_COLOURS = {
     "backward_weight": "#CC79A7",
 }
 OTHER_TASK = "#009E73"
+UPDATE = "#0072B2"
 IDLE = "#ECECEC"
 INK = "#333333"
 SMOOTHED_FROM = 80  # logged steps
+SMALLEST_NUMBER = 4.0  # points
 MOST_NUMBERED_TASKS = 2000  # beyond, numbers could not be read and would only cost time
 
 
@@ -52,7 +54,7 @@ def plot_loss(records: Sequence[Mapping[str, Any]], path: Path, title: str = "")
     }
     if len(losses) >= SMOOTHED_FROM:
         axes.plot(steps, losses, color=TRAIN, alpha=0.3, linewidth=0.8)
-        smooth = running_mean(losses, span=len(losses) // 40)
+        smooth = smoothed(losses, window=2 * (len(losses) // 40) + 1)
         axes.plot(steps, smooth, label=f"train (smoothed): {loss_text(smooth[-1])}", **line)
     elif losses:
         axes.plot(steps, losses, label=f"train: {loss_text(losses[-1])}", **line)
@@ -71,23 +73,38 @@ def plot_loss(records: Sequence[Mapping[str, Any]], path: Path, title: str = "")
     return _save(figure, path)
 
 
-def plot_timeline(timeline: Sequence[TimedTask], path: Path, title: str = "") -> Path:
+def plot_timeline(
+    timeline: Sequence[TimedTask],
+    path: Path,
+    title: str = "",
+    step_seconds: float | None = None,
+) -> Path:
     """Draw one simulated step: a row a mesh, a box a task with its microbatch, the rest idle.
 
     Args:
         timeline: what `plan.simulate.simulate` returns; at least one task.
         title: what the plan is, put before the step's length and its bubble.
         path: the PNG to write; its folder is made. Returned.
+        step_seconds: what the plan predicts for the step; what is left of it when all tasks are
+            done is drawn as gradient sums and update. None: it ends with them.
     """
     from matplotlib.patches import Patch
 
     meshes = 1 + max(timed.mesh for timed in timeline)
-    total = max(timed.end for timed in timeline)
+    tasks_end = max(timed.end for timed in timeline)
+    total = max(tasks_end, step_seconds or 0.0)
     busy = sum(timed.end - timed.start for timed in timeline)
     width = min(24.0, max(9.0, 0.2 * len(timeline) / meshes + 5.0))
     figure, axes = _canvas(width, height=1.8 + 0.5 * min(meshes, 32))
     factor, unit = (1.0, "s") if total >= 10 else (1e3, "ms") if total >= 1e-3 else (1e6, "us")
-    axes.barh(range(meshes), total * factor, color=IDLE, height=0.86)
+    axes.barh(range(meshes), tasks_end * factor, color=IDLE, height=0.86)
+    axes.barh(
+        range(meshes),
+        (total - tasks_end) * factor,
+        left=tasks_end * factor,
+        color=UPDATE,
+        height=0.86,
+    )
     kinds = list(dict.fromkeys(timed.task.kind.value for timed in timeline))
     for kind in kinds:
         tasks = [timed for timed in timeline if timed.task.kind.value == kind]
@@ -110,7 +127,7 @@ def plot_timeline(timeline: Sequence[TimedTask], path: Path, title: str = "") ->
     axes.set_xlabel(f"predicted time in the step ({unit})")
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
-    bubble = percent_text(1 - busy / (total * meshes))
+    bubble = percent_text(1 - busy / (tasks_end * meshes))
     figures = f"{seconds_text(total)} a step, {bubble} idle"
     axes.set_title(f"{title}: {figures}" if title else figures, loc="left", fontsize=11)
     figure.legend(
@@ -118,9 +135,10 @@ def plot_timeline(timeline: Sequence[TimedTask], path: Path, title: str = "") ->
             Patch(color=TASK_COLOURS.get(kind, OTHER_TASK), label=kind.replace("_", ", "))
             for kind in kinds
         ]
-        + [Patch(color=IDLE, label="idle (bubble)")],
+        + [Patch(color=IDLE, label="idle (bubble)")]
+        + [Patch(color=UPDATE, label="gradient sums, update")] * (total > tasks_end),
         loc="outside lower center",
-        ncols=len(kinds) + 1,
+        ncols=len(kinds) + 2,
         frameon=False,
         labelcolor=INK,
     )
@@ -132,16 +150,12 @@ def _stages_of(mesh: int, timeline: Sequence[TimedTask]) -> str:
     return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
 
 
-def running_mean(values: Sequence[float], span: int) -> list[float]:
-    """For every value the mean of those at most `span` places away, fewer at the ends."""
-    sums = [0.0]
-    for value in values:
-        sums.append(sums[-1] + value)
-    means = []
-    for i in range(len(values)):
-        reach = min(span, i, len(values) - 1 - i)
-        means.append((sums[i + reach + 1] - sums[i - reach]) / (2 * reach + 1))
-    return means
+def smoothed(values: Sequence[float], window: int) -> list[float]:
+    """The mean of the `window` values around each, an odd number; at both ends, where there are
+    fewer, the line that fits the outermost `window` best, so that no single value bends it."""
+    from scipy.signal import savgol_filter
+
+    return [float(value) for value in savgol_filter(values, window, polyorder=1)]
 
 
 def _series(records: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
@@ -156,18 +170,20 @@ def _number_tasks(
 ) -> None:
     """Write each microbatch's number into its box, all of one size, where there is room."""
     longest = max(len(str(timed.task.microbatch)) for timed in tasks)
-    narrowest = min(timed.end - timed.start for timed in tasks) * inches_per_second
-    size = min(9.0, narrowest * 72 / (0.75 * longest))
-    if size < 4 or len(tasks) > MOST_NUMBERED_TASKS:
+    points = {t.task: (t.end - t.start) * inches_per_second * 72 / (0.75 * longest) for t in tasks}
+    fitting = [size for size in points.values() if size >= SMALLEST_NUMBER]
+    if not fitting or len(tasks) > MOST_NUMBERED_TASKS:
         return
     for timed in tasks:
+        if points[timed.task] < SMALLEST_NUMBER:
+            continue
         axes.text(
             (timed.start + timed.end) / 2 * factor,
             timed.mesh,
             str(timed.task.microbatch),
             ha="center",
             va="center",
-            fontsize=size,
+            fontsize=min(9.0, *fitting),
             color=INK,
         )
 

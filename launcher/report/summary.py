@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from launcher.report.files import write_whole
+from launcher.files import write_whole
 from launcher.report.jsonl import json_number
 from launcher.report.text import (
     bytes_text,

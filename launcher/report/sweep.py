@@ -5,23 +5,25 @@ Reads the run folders' `config.yaml` and `summary.json`; the sweep's front door 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from rich.table import Table
+from rich.console import Console
 from rich.text import Text
 
-from launcher.report.console import plain_table
+from launcher.config.bounded import tree_of
+from launcher.files import DamagedError, read_json
 from launcher.report.summary import FILE_NAME, shown_path
+from launcher.report.tables import Column, side_by_side
 from launcher.report.text import bytes_text, loss_text, percent_text, seconds_text
 
 # They say which run it is, and not what is different about it.
 IDENTITY = ("run.id", "run.dir", "wandb.name", "wandb.group")
 UNSET = "-"
+_LARGEST = 1e300  # of a result
 
 
 class Result(NamedTuple):
@@ -53,10 +55,13 @@ def is_done(run_dir: Path) -> bool:
     return _is_done(_summary(run_dir))
 
 
-def comparison_table(
-    run_dirs: Sequence[str | os.PathLike[str]], jobs: Sequence[str] | None = None
-) -> Table:
-    """A row a run: its name, the settings in which the runs differ, its results, how it ended.
+def print_comparison(
+    console: Console,
+    run_dirs: Sequence[str | os.PathLike[str]],
+    jobs: Sequence[str] | None = None,
+) -> None:
+    """Print a row a run: its name, the settings in which the runs differ, its results, how it
+    ended. What is too wide for the console goes on in a further table.
 
     `jobs` says of each which job of a batch system it is and how far that is.
 
@@ -65,42 +70,44 @@ def comparison_table(
     without a summary is shown as not finished.
     """
     folders = [Path(run_dir) for run_dir in run_dirs]
-    settings = [_settings(folder) for folder in folders]
     summaries = [_summary(folder) for folder in folders]
     prefix = _common_prefix(folders)
-    table = plain_table()
     if prefix:
-        table.title = Text(f"runs {shown_path(folders[0].parent / prefix)}*")
-        table.title_justify = "left"
-    keys = _differing(settings)
-    planned = {summary.get("exit_reason") for summary in summaries if summary} == {"planned"}
-    columns = PLAN_RESULTS if planned else RESULTS
-    results = [_result_cells(result, summaries) for result in columns]
-    table.add_column("run", no_wrap=True)
-    for name in short_names(keys):
-        table.add_column(name, justify="right", overflow="fold")
-    for result in columns:
-        table.add_column(result.header, justify="right", no_wrap=True)
-    if jobs is not None:
-        table.add_column("job", no_wrap=True)
-    table.add_column("ended", no_wrap=True)
-    reasons = []
-    for row, (folder, summary) in enumerate(zip(folders, summaries, strict=True)):
-        name = folder.name.removeprefix(prefix)
-        ending, reason = _ending(summary) if summary or jobs is None else (UNSET, "")
+        console.print(f"runs {shown_path(folders[0].parent / prefix)}*", soft_wrap=True)
+    names = [folder.name.removeprefix(prefix) for folder in folders]
+    endings = [_ending(found) if found or jobs is None else (UNSET, "") for found in summaries]
+    ended = [
+        Text(ending, style="" if _is_done(found) else "bold red")
+        for found, (ending, _) in zip(summaries, endings, strict=True)
+    ]
+    columns = [
+        Column("run", [Text(name) for name in names], "left"),
+        *_setting_columns([_settings(folder) for folder in folders]),
+        *_result_columns(summaries),
+        *([] if jobs is None else [Column("job", [Text(job) for job in jobs], "left")]),
+        Column("ended", ended, "left"),
+    ]
+    for number, table in enumerate(side_by_side(columns, console.width)):
+        if number:
+            console.print()
+        console.print(table)
+    for name, (_, reason) in zip(names, endings, strict=True):
         if reason:
-            reasons.append(f"{name}: {reason}")
-        table.add_row(
-            name,
-            *(_shown(settings[row].get(key)) for key in keys),
-            *(cells[row] for cells in results),
-            *([] if jobs is None else [Text(jobs[row])]),
-            Text(ending, style="" if _is_done(summary) else "bold red"),
-        )
-    if reasons:
-        table.caption = Text("\n".join(reasons))
-        table.caption_justify = "left"
-    return table
+            console.print(f"{name}: {reason}", soft_wrap=True)
+
+
+def _setting_columns(settings: Sequence[Mapping[str, Any]]) -> list[Column]:
+    keys = _differing(settings)
+    return [
+        Column(name, [Text(_shown(one.get(key))) for one in settings])
+        for key, name in zip(keys, short_names(keys), strict=True)
+    ]
+
+
+def _result_columns(summaries: Sequence[Mapping[str, Any]]) -> list[Column]:
+    planned = {summary.get("exit_reason") for summary in summaries if summary} == {"planned"}
+    results = PLAN_RESULTS if planned else RESULTS
+    return [Column(result.header, _result_cells(result, summaries)) for result in results]
 
 
 def _common_prefix(folders: Sequence[Path]) -> str:
@@ -138,7 +145,7 @@ def _number(name: str, value: float | None) -> str:
 def _ending(summary: Mapping[str, Any]) -> tuple[str, str]:
     """How a run ended in a word or two, and why, where that needs more than a word."""
     if not summary:
-        return "not finished", f"it wrote no {FILE_NAME}"
+        return "not finished", f"there is no whole {FILE_NAME}"
     reason = summary["exit_reason"]
     return ("failed", reason) if " " in reason else (reason, "")
 
@@ -166,18 +173,25 @@ def short_names(keys: Sequence[str]) -> list[str]:
 def _settings(folder: Path) -> dict[str, Any]:
     """The run's settings by dotted key; none where the run did not come to write them."""
     try:
-        tree = yaml.safe_load((folder / "config.yaml").read_text())
-    except (OSError, yaml.YAMLError):
+        tree = tree_of(folder / "config.yaml")
+    except (OSError, DamagedError, yaml.YAMLError):
         return {}
     return _flat(tree) if isinstance(tree, dict) else {}
 
 
 def _summary(folder: Path) -> dict[str, Any]:
     try:
-        summary = json.loads((folder / FILE_NAME).read_text())
-    except (OSError, ValueError):
+        summary = read_json(folder / FILE_NAME)
+    except (OSError, DamagedError):
         return {}
-    return summary if isinstance(summary, dict) and "exit_reason" in summary else {}
+    if not isinstance(summary, dict) or not isinstance(summary.get("exit_reason"), str):
+        return {}
+    results = [summary.get(result.field) for result in (*RESULTS, *PLAN_RESULTS)]
+    return summary if all(map(_is_result, results)) else {}
+
+
+def _is_result(value: Any) -> bool:
+    return value is None or (type(value) in (int, float) and abs(value) < _LARGEST)
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

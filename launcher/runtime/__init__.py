@@ -1,7 +1,20 @@
 """How a plan runs: stage programs, instruction lists, the interpreter. Imports `trace`, `plan`."""
 
 from launcher.runtime.executable import Executable, StageTimes, compile_step
+from launcher.runtime.kept import keep_compiled
+from launcher.runtime.permute import PermuteTransport
 from launcher.runtime.transfer import move
-from launcher.runtime.transport import PullTransport, Transport
+from launcher.runtime.transport import NotMetError, PullTransport, Transport, met_by_all
 
-__all__ = ["Executable", "PullTransport", "StageTimes", "Transport", "compile_step", "move"]
+__all__ = [
+    "Executable",
+    "NotMetError",
+    "PermuteTransport",
+    "PullTransport",
+    "StageTimes",
+    "Transport",
+    "compile_step",
+    "keep_compiled",
+    "met_by_all",
+    "move",
+]

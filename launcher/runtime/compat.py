@@ -1,19 +1,23 @@
 """What the runtime takes from JAX that is private: all of it stands here, each name with its reason
-and with what is done where this JAX has it no more. Used by `transfer` and `programs`.
+and with what is done where this JAX has it no more. Used by `transfer`, `transport`, `programs` and
+the workers.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Sharding
-from jaxlib import xla_client
+from jaxlib import _jax, xla_client
 
+_A_DAY = 24 * 3600 * 1000  # milliseconds; whoever started the processes looks after them
 Copy = Callable[..., list[jax.Array]]
 
 
@@ -51,8 +55,87 @@ def _works() -> bool:
         return False
 
 
+def agree(name: str, value: str) -> bool:
+    """Wait until every process has come here; whether all came with one value. Each `name` once.
+
+    By the store that `jax.distributed` has for its own use. What is public,
+    `multihost_utils.sync_global_devices`, is a program over all devices of all processes, which on
+    GPUs takes memory of each for a group that nothing else needs.
+    """
+    if jax.process_count() == 1:
+        return True
+    try:
+        from jax._src import distributed
+
+        store: Any = distributed.global_state.client
+        tell, wait, told = store.key_value_set, store.wait_at_barrier, store.key_value_dir_get
+    except (AttributeError, ImportError):
+        return _agree_by_devices(name, value)
+    tell(f"{name}/{jax.process_index()}", value)
+    wait(name, _A_DAY)
+    return len({each for _, each in told(f"{name}/")}) == 1
+
+
+def _agree_by_devices(name: str, value: str) -> bool:
+    try:
+        multihost_utils.sync_global_devices(f"{name}: {value}")
+    except AssertionError:
+        return False
+    return True
+
+
+class _Read(threading.local):
+    """What this thread's newest compilation took from JAX's compilation cache."""
+
+    is_hit = False
+    program: bytes | None = None
+
+
+_READ = _Read()
+_HIT = "/jax/compilation_cache/cache_hits"
+
+
+def compiled(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, bytes | None]:
+    """A program compiled, or read from JAX's compilation cache; and in that case as it is kept
+    there, empty where this JAX does not say. XLA:CPU writes out nothing that can run of a program
+    that it has read itself.
+    """
+    _note_reads()
+    _READ.is_hit, _READ.program = False, None
+    made = lowered.compile()
+    return made, (_READ.program or b"") if _READ.is_hit else None
+
+
+@functools.cache
+def _note_reads() -> None:
+    def on_event(event: str, **_: Any) -> None:
+        if event == _HIT:
+            _READ.is_hit = True
+
+    jax.monitoring.register_event_listener(on_event)
+    try:
+        from jax._src import compilation_cache
+
+        decompress, extract = (
+            compilation_cache.decompress_executable,
+            compilation_cache.extract_executable_and_time,
+        )
+
+        def noted(executable: bytes) -> bytes:
+            found = decompress(executable)
+            _READ.program = extract(found)[0]
+            return found
+
+        compilation_cache.decompress_executable = noted
+    except (AttributeError, ImportError):
+        pass
+
+
 def loaded_for(
-    compiled: Any, arguments: Sequence[Sharding], results: Sequence[Sharding]
+    compiled: Any,
+    arguments: Sequence[Sharding],
+    results: Sequence[Sharding],
+    kept: bytes | None = None,
 ) -> jax.stages.Compiled | None:
     """A compiled program for other devices of this process, without compiling it again, or None
     where this JAX or this platform cannot do that.
@@ -60,14 +143,18 @@ def loaded_for(
     It is written out as JAX's compilation cache does it, and read for the devices of `arguments`
     and `results`: as many, of the same kind, cut in the same way. What is public,
     `jax.experimental.serialize_executable`, reads it for the devices it was compiled for only.
+
+    Args:
+        kept: the second of what `compiled` returned.
     """
     try:
         program = compiled._executable._unloaded_executable
-        if program.host_callbacks or compiled._params.const_args:
+        if program.host_callbacks or compiled._params.const_args or kept == b"":
             return None
         devices = [*arguments, *results][0]._internal_device_list
+        written = kept or program.xla_executable.serialize()
         executable = program.backend.deserialize_executable(
-            program.xla_executable.serialize(), devices, _compile_options(devices)
+            written, devices, _compile_options(devices)
         )
         if list(executable.local_devices()) != list(devices):
             return None
@@ -94,3 +181,15 @@ def _compile_options(devices: Sequence[jax.Device]) -> Any:
     )
     options.executable_build_options.use_spmd_partitioning = True
     return options
+
+
+def bind_collectives(address: str) -> None:
+    """Have collectives between CPU processes meet at this machine's `address`; before the first
+    device is asked for. Where this JAX makes them in another way, that is left as it is.
+
+    JAX itself names no address, and they listen at the one that the machine's name stands for:
+    open to the network, or, for a name that cannot be resolved, none at all.
+    """
+    make = getattr(_jax, "make_gloo_tcp_collectives", None)
+    if make is not None:
+        _jax.make_gloo_tcp_collectives = functools.partial(make, hostname=address)

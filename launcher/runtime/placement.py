@@ -27,6 +27,11 @@ class Placement:
     slots: tuple[Slot, ...]
     shardings: tuple[NamedSharding, ...]
 
+    @property
+    def owners(self) -> list[set[int]]:
+        """Of every mesh the processes that own a device of it."""
+        return [{d.process_index for d in mesh.devices.flat} for mesh in self.meshes]
+
     def sharding(self, slot: int) -> NamedSharding:
         """Of what a slot holds."""
         return self.shardings[slot]

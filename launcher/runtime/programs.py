@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from launcher.runtime.compat import loaded_for
+from launcher.runtime.compat import compiled, loaded_for
 from launcher.runtime.emit import Emitted
 from launcher.runtime.instructions import Run, Send
 from launcher.runtime.placement import Placement
@@ -38,9 +38,9 @@ def compile_programs(emitted: Emitted, placement: Placement) -> dict[str, Any]:
         alike.setdefault(program.kind(), []).append(program)
     distinct = {(kind, x.placed): x for kind, group in alike.items() for x in group}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        compiled = pool.map(lambda group: group[0].lowered.compile(), alike.values())
-        firsts = dict(zip(alike, compiled, strict=True))
-        made = pool.map(lambda at: _made(distinct[at], alike[at[0]][0], firsts[at[0]]), distinct)
+        first_of_each = pool.map(lambda group: compiled(group[0].lowered), alike.values())
+        firsts = dict(zip(alike, first_of_each, strict=True))
+        made = pool.map(lambda at: _made(distinct[at], alike[at[0]][0], *firsts[at[0]]), distinct)
         found = dict(zip(distinct, made, strict=True))
     by_name = {x.name: found[kind, x.placed] for kind, group in alike.items() for x in group}
     return {name: by_name[name] for name in first}
@@ -72,12 +72,12 @@ class _Program:
         return kinds, types, hashlib.sha256(self.lowered.as_text().encode()).digest()
 
 
-def _made(program: _Program, first: _Program, compiled: Any) -> Any:
+def _made(program: _Program, first: _Program, made: Any, kept: bytes | None) -> Any:
     """A program of the same kind as `first`, which is compiled: read from that for its own devices,
     or compiled, too, where this JAX cannot do so."""
     if program.placed == first.placed:
-        return compiled
-    return loaded_for(compiled, *program.placed) or program.lowered.compile()
+        return made
+    return loaded_for(made, *program.placed, kept) or program.lowered.compile()
 
 
 def _lower(

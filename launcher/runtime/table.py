@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from launcher.plan import PlanError
 from launcher.runtime.emit import Emitted
 from launcher.runtime.instructions import Instruction, Run, Send
+from launcher.runtime.order import digest, parts_of, prove
 from launcher.runtime.pace import Pace
 from launcher.runtime.placement import Placement
 from launcher.runtime.transfer import RemoteTransfer, absent, is_here, local_transfer, place
@@ -71,11 +72,16 @@ def build_table(
         PlanError: stages of several processes, and no transport between them.
     """
     rows, num_keys = _rows(emitted, placement, compiled, transport)
+    if transport is not None:
+        transport.meet(digest(emitted.instructions, placement.owners, emitted.slots))
+        transport.open()
     slots: list[Any] = [None] * len(emitted.slots)
     for value, slot in emitted.constants:
         if is_here(placement.sharding(slot)):
             slots[slot] = place(value, placement.sharding(slot))
     fixed = _fixed(emitted, placement)
+    if transport is not None:
+        transport.meet("open")  # nothing is left that can fail
     sharding = placement.sharding
     return Table(
         rows=rows,
@@ -103,10 +109,11 @@ def _rows(
         for x in emitted.instructions
         if isinstance(x, Run) and x.program in compiled
     }
+    mine = _mine(emitted, placement)
     rows, offset = [], 0  # of a transfer's keys among those of one call
-    for x in emitted.instructions:
+    for number, x in enumerate(emitted.instructions):
         if isinstance(x, Run):
-            if placement.runs_here(x.mesh):
+            if number in mine:
                 rows.append(Row(x, programs[x.program], x.inputs, x.outputs, False))
         elif isinstance(x, Send):
             call: Any
@@ -120,11 +127,22 @@ def _rows(
             else:  # made also for transfers elsewhere: all processes count the same keys
                 call = RemoteTransfer(avals, src, dst, transport, offset)
                 offset += call.num_keys
-            if placement.runs_here(x.src) or placement.runs_here(x.dst):
+            if number in mine:
                 rows.append(Row(x, call, x.inputs, x.outputs, isinstance(call, RemoteTransfer)))
         else:
             rows.append(Row(x, None, x.slots, (), False))
     return tuple(rows), offset
+
+
+def _mine(emitted: Emitted, placement: Placement) -> set[int]:
+    """The places of the instructions that this process does, once it is proved that they come to
+    an end."""
+    owners = placement.owners
+    parts = parts_of(emitted.instructions, owners)
+    given = [slot for _, slot in (*emitted.arguments, *emitted.constants)]
+    given += [slot for _, slot, _ in emitted.batches]
+    prove(emitted.instructions, owners, parts, emitted.slots, given)
+    return set(parts.get(jax.process_index(), ()))
 
 
 def _fixed(emitted: Emitted, placement: Placement) -> dict[int, jax.Array]:

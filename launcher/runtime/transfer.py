@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import NamedSharding
 
-from launcher.plan.reshard import Box, Piece, route
+from launcher.plan.reshard import Box, route
 from launcher.runtime.compat import batched_copy
-from launcher.runtime.transport import Transport
+from launcher.runtime.pieces import cutter, joiner
+from launcher.runtime.transport import Parcel, Transport
 
 
 def is_here(sharding: NamedSharding) -> bool:
@@ -64,9 +64,8 @@ def _cut_alike(aval: Any, src: NamedSharding, dst: NamedSharding) -> bool:
 
 class RemoteTransfer:
     """A transfer in which several processes take part; called with a call's first key and the
-    arrays, of which those that live elsewhere may be None.
-
-    All pieces that go from one process to another travel as one message under one key.
+    arrays, of which those that live elsewhere may be None. All that goes from one process to
+    another goes together, by one exchange of the transport.
 
     Args:
         offset: of this transfer's keys among those of one call.
@@ -81,83 +80,88 @@ class RemoteTransfer:
         offset: int,
     ) -> None:
         self._legs = [_Leg(*parts) for parts in zip(avals, src, dst, strict=True)]
-        self._transport = transport
+        parcels = [(k, n, x) for k, leg in enumerate(self._legs) for n, x in leg.parcels()]
+        self._exchange = transport.bind([parcel for _, _, parcel in parcels])
+        self._offset = offset
+        self.num_keys = self._exchange.num_keys
         me = jax.process_index()
-        links: dict[tuple[int, int], list[tuple[int, int]]] = {}  # (leg, piece of it)
-        for k, leg in enumerate(self._legs):
-            for n, piece in enumerate(leg.pieces):
-                link = piece.src_process, piece.dst_process
-                if link[0] != link[1]:
-                    links.setdefault(link, []).append((k, n))
-        self.num_keys = len(links)
-        numbered = [(key, *link, found) for key, (link, found) in enumerate(links.items(), offset)]
-        self._out = [(key, found) for key, a, _, found in numbered if a == me]
-        self._in = [
-            (key, a, found, [self._legs[k].like(n) for k, n in found])
-            for key, a, b, found in numbered
-            if b == me
-        ]
+        numbered = list(enumerate(parcels))
+        self._out = [(i, k, n) for i, (k, n, x) in numbered if x.src.process_index == me]
+        self._where = [(k, n) for k, n, _ in parcels]
 
     def __call__(self, key: int, arrays: list[Any]) -> list[jax.Array]:
         parts = [leg.cut(x) for leg, x in zip(self._legs, arrays, strict=True)]
-        for at, found in self._out:
-            self._transport.send(key + at, [parts[k][n] for k, n in found])
-        for at, process, found, like in self._in:
-            arrived = self._transport.recv(key + at, process, like)
-            for (k, n), part in zip(found, arrived, strict=True):
-                parts[k][n] = part
+        out = {i: parts[k][n] for i, k, n in self._out}
+        for i, part in self._exchange(key + self._offset, out).items():
+            k, n = self._where[i]
+            parts[k][n] = part
         return [leg.joined(found) for leg, found in zip(self._legs, parts, strict=True)]
 
 
 class _Leg:
-    """One array's transfer, as far as this process takes part in it. `pieces`: of all processes."""
+    """One array's transfer, as far as this process takes part in it."""
 
     def __init__(self, aval: Any, src: NamedSharding, dst: NamedSharding) -> None:
         self._aval, self._dst = aval, dst
-        self.pieces = _pieces(aval.shape, src, dst)
+        devices: list[jax.Device] = [*src.device_set, *dst.device_set]
+        self._device = {d.id: d for d in devices}
+        self._process = {d.id: d.process_index for d in devices}
+        self._tiles = boxes(aval.shape, dst)
+        self._pieces = route(boxes(aval.shape, src), self._tiles, self._process)
         me = jax.process_index()
-        self._out = [(n, p) for n, p in enumerate(self.pieces) if p.src_process == me]
-        self._in = [(n, p) for n, p in enumerate(self.pieces) if p.dst_process == me]
-        self._local = {d.id: d for d in jax.local_devices()}
-        self._tiles = {d: box for d, box in boxes(aval.shape, dst).items() if d in self._local}
+        self._out = [(n, p) for n, p in enumerate(self._pieces) if p.src_process == me]
         # The common case: the whole array goes from one device to one device.
-        self._simple = len(self.pieces) == len(src.device_set) == len(dst.device_set) == 1
-        self._absent = None if self._tiles else absent(aval, dst)
+        self._simple = len(self._pieces) == len(src.device_set) == len(dst.device_set) == 1
+        self._absent = None if is_here(dst) else absent(aval, dst)
+        cuts = [] if self._simple else self._out
+        self._cuts = {n: cutter(p, aval.dtype, self._device[p.src_device]) for n, p in cuts}
+        mine = [(n, p) for n, p in enumerate(self._pieces) if p.dst_process == me]
+        self._in: dict[Box, tuple[list[int], Any]] = {}
+        for box in dict.fromkeys(p.dst_box for _, p in mine):
+            found = [(n, p) for n, p in mine if p.dst_box == box]
+            joined = joiner([p for _, p in found], aval.dtype, self._first(me, box))
+            self._in[box] = [n for n, _ in found], joined
+        own = [(d, box) for d, box in self._tiles.items() if self._process[d] == me]
+        self._here = [(self._device[d], box) for d, box in own]
 
-    def like(self, n: int) -> jax.ShapeDtypeStruct:
-        """What arrives here of a piece."""
-        piece = self.pieces[n]
-        where = self._dst if self._simple else SingleDeviceSharding(self._first(piece.dst_box))
-        shape = tuple(stop - start for start, stop in piece.box)
-        return jax.ShapeDtypeStruct(shape, self._aval.dtype, sharding=where)
+    def parcels(self) -> list[tuple[int, Parcel]]:
+        """What goes from a process to another, with its place among the pieces."""
+        return [
+            (n, Parcel(self._device[p.src_device], to, p.shape, self._aval.dtype))
+            for n, p in enumerate(self._pieces)
+            if p.src_process != p.dst_process
+            for to in (self._first(p.dst_process, p.dst_box),)
+        ]
 
     def cut(self, array: jax.Array | None) -> dict[int, jax.Array]:
-        """The pieces that this process has, by their place in `pieces`."""
+        """The pieces that this process has, by their place among all."""
         if array is None or not self._out:
             return {}
         if self._simple:
             return {0: array}
         shards = {shard.device.id: shard.data for shard in array.addressable_shards}
-        return {n: _cut(shards[p.src_device], p.src_box, p.box) for n, p in self._out}
+        return {n: self._cuts[n](shards[p.src_device]) for n, p in self._out}
 
     def joined(self, parts: dict[int, jax.Array]) -> jax.Array:
         """The array, from the pieces that this process needs of it."""
         if self._absent is not None:
             return self._absent
-        if self._simple:
-            return jax.device_put(parts[0], self._dst) if self._out else parts[0]
-        arrived: dict[Box, list[tuple[Piece, jax.Array]]] = {}
-        for n, piece in self._in:
-            arrived.setdefault(piece.dst_box, []).append((piece, parts[n]))
-        whole = {box: _join(found, self._first(box)) for box, found in arrived.items()}
-        data = [jax.device_put(whole[box], self._local[d]) for d, box in self._tiles.items()]
+        if self._simple and self._out:
+            return jax.device_put(parts[0], self._dst)
+        whole = {
+            box: joined([parts[n] for n in found]) for box, (found, joined) in self._in.items()
+        }
+        data = list(whole.values())
+        if not self._simple:
+            data = [jax.device_put(whole[box], device) for device, box in self._here]
         return jax.make_array_from_single_device_arrays(
             self._aval.shape, self._dst, data, dtype=self._aval.dtype
         )
 
-    def _first(self, box: Box) -> jax.Device:
-        """The device of this process on which a tile arrives."""
-        return self._local[next(d for d, held in self._tiles.items() if held == box)]
+    def _first(self, process: int, box: Box) -> jax.Device:
+        """The device of a process on which a tile arrives."""
+        found = (d for d, held in self._tiles.items() if held == box)
+        return self._device[next(d for d in found if self._process[d] == process)]
 
 
 def move(
@@ -170,6 +174,7 @@ def move(
     """Bring arrays from one placement to another, once. Every process calls it with the same
     `avals` and placements, and with the arrays it holds (others may be anything)."""
     transfer = RemoteTransfer(avals, src, dst, transport, 0)
+    transport.open()
     return transfer(transport.reserve(transfer.num_keys), list(arrays))
 
 
@@ -181,30 +186,3 @@ def boxes(shape: tuple[int, ...], sharding: NamedSharding) -> dict[int, Box]:
         device.id: tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
         for device, index in tiles.items()
     }
-
-
-def _pieces(shape: tuple[int, ...], src: NamedSharding, dst: NamedSharding) -> tuple[Piece, ...]:
-    devices: list[Any] = [*src.device_set, *dst.device_set]
-    process_of = {d.id: d.process_index for d in devices}
-    return route(boxes(shape, src), boxes(shape, dst), process_of)
-
-
-def _cut(shard: jax.Array, src_box: Box, box: Box) -> jax.Array:
-    if box == src_box:
-        return shard
-    starts = [start for start, _ in src_box]
-    inner = tuple(slice(a - start, b - start) for (a, b), start in zip(box, starts, strict=True))
-    return shard[inner]
-
-
-def _join(parts: list[tuple[Piece, jax.Array]], device: jax.Device) -> jax.Array:
-    """A tile from its parts, which are cut along any axes."""
-    (piece, first), *rest = parts
-    if not rest:
-        return first
-    origin = [start for start, _ in piece.dst_box]
-    tile = jnp.zeros([b - a for a, b in piece.dst_box], first.dtype, device=device)
-    for part, value in parts:
-        at = [start - o for (start, _), o in zip(part.box, origin, strict=True)]
-        tile = jax.lax.dynamic_update_slice(tile, jax.device_put(value, device), at)
-    return tile

@@ -15,7 +15,7 @@ from launcher.train.shape import pool_shape
 
 
 def calibrate(cluster: Cluster, console: Console) -> int:
-    """Measure, keep and show; returns the exit code.
+    """Measure, keep and show; returns the exit code, 1 where it could not be kept.
 
     Raises:
         ConfigError: the devices are not here. PlanError: they cannot be measured.
@@ -52,5 +52,7 @@ def calibrate(cluster: Cluster, console: Console) -> int:
     if shape.at_once is not None and shape.num_devices > 1:
         times, count = shape.num_devices / shape.at_once, shape.num_devices
         say(f"one device alone is {times:.1f} times as fast as with all {count} at work")
+    if path is None:
+        return 1
     say(f"plans for this machine use it from now on: {path}")
     return 0

@@ -10,29 +10,24 @@ import errno
 import fcntl
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
+from launcher.cluster.private import OTHERS, private_files
 from launcher.cluster.slurm_attempts import attempt_folder
-from launcher.config.compose import to_dict
-from launcher.config.errors import ConfigError, shown
+from launcher.config.errors import ConfigError
 from launcher.config.schema import Config, Run
-from launcher.report.files import FULL
+from launcher.files import FULL, DamagedError, open_regular, say_aside, set_aside
 from launcher.train import checkpoint
+from launcher.train.held import Held, hold
+from launcher.train.identity import check_same_run
 
-# What must not change when a run goes on: with other values its steps would be another run's.
-_FIXED = (
-    "model",
-    "dataset",
-    "optimizer",
-    "train.global_batch_size",
-    "train.precision",
-    "run.seed",
-)
+LOCK = ".lock"
 
 
 @dataclass(frozen=True)
@@ -40,17 +35,25 @@ class RunFolder:
     """A run's folder, and how many steps its newest checkpoint has behind it (0: none there).
 
     `attempt` is the number of this start of a Slurm job's run, which has logs of its own.
-    `damaged` holds a line for each newer checkpoint that was not whole.
+    `damaged` holds a line for each newer checkpoint that was not whole. `next_batch` is what that
+    checkpoint says. `held` is the folder itself, for as long as this process has it.
     """
 
     path: Path
     finished_steps: int = 0
     attempt: int | None = None
     damaged: tuple[str, ...] = ()
+    next_batch: int = 0
+    held: Held | None = None
 
     @property
     def id(self) -> str:
         return self.path.name
+
+    def check(self) -> None:
+        """Raises LostFolderError where the folder was deleted or renamed."""
+        if self.held is not None:
+            self.held.check()
 
     @property
     def checkpoints(self) -> Path:
@@ -68,10 +71,11 @@ def new_id(model_name: str) -> str:
     return f"{model_name}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
-def check(config: Config) -> int:
+def check(config: Config, thorough: bool = True) -> int:
     """How many finished steps the run would go on from; 0 where it would start afresh.
 
-    What the checkpoints hold is read only where the run would be complete: `claim` reads it.
+    What the checkpoints hold is read only where the run would be complete, and `thorough` is asked
+    for: `claim` reads it.
 
     Raises ConfigError where `run.id` and `run.resume` do not fit what is on disk.
     """
@@ -84,7 +88,7 @@ def check(config: Config) -> int:
     if config.run.resume == "never" and path.exists():
         raise _taken(path)
     step = _choose(config, path, thorough=False).step or 0
-    if step >= config.train.steps:
+    if thorough and step >= config.train.steps:
         step = _choose(config, path).step or 0
     return step
 
@@ -106,34 +110,55 @@ def _check_place(run: Run) -> None:
 
 @contextmanager
 def claim(config: Config) -> Iterator[RunFolder]:
-    """Make the run's folder, or take up the one it has, and hold it against other processes.
+    """Make the run's folder, or take up the one it has, and hold it against other processes. As
+    long as it is held, all that is written is private, unless the run is shared.
 
     A damaged checkpoint is set aside, and what saves that were cut off have left is deleted.
 
     Raises ConfigError like `check`, or where another process holds the folder, and OSError where
     the disk is full.
     """
-    path = _make(config)
-    with open(path / ".lock", "ab") as lock:
+    path = make(config)
+    with (
+        private_files(config.run),
+        open(_open_lock(path / LOCK), "ab") as lock,
+        hold(path) as held,
+    ):
         _lock(lock, path)
         # Looked at only now (again, after `check`), when nobody else can be writing.
-        yield again(RunFolder(path), config)
+        yield again(RunFolder(path, held=held), config)
+
+
+def _open_lock(path: Path) -> int:
+    flags = os.O_WRONLY | os.O_CREAT
+    try:
+        return open_regular(path, flags)
+    except DamagedError:  # somebody has put something else there
+        set_aside(path)
+        return open_regular(path, flags)
 
 
 def again(home: RunFolder, config: Config) -> RunFolder:
     """`home`, which this process has claimed, with the checkpoint that is its newest whole one by
-    now, when no worker writes. Like `claim`, which it is a part of, it tidies up."""
+    now, when no worker writes. Like `claim`, which it is a part of, it tidies up. Raises
+    LostFolderError, too."""
+    home.check()
     choice = _choose(config, home.path)
     checkpoint.clear_partial(home.checkpoints)
     damaged = tuple(_set_aside(home.checkpoints, *found) for found in choice.damaged)
-    return replace(home, finished_steps=choice.step or 0, damaged=damaged)
+    next_batch = choice.account.next_batch if choice.account else 0
+    step = choice.step or 0
+    return replace(home, finished_steps=step, damaged=damaged, next_batch=next_batch)
 
 
-def _make(config: Config) -> Path:
+def make(config: Config) -> Path:
+    """Make the run's folder, or take up the one it has; its user alone may look into it, unless it
+    is shared. Raises like `claim`."""
     run = config.run
     try:
+        Path(run.dir).mkdir(parents=True, exist_ok=True)  # may hold shared runs, too
         if run.id is None:
-            return _fresh_folder(run.dir, config.model.name)
+            return _fresh_folder(run, config.model.name)
         return _own_folder(run, run.id)
     except OSError as error:
         if error.errno in FULL | {errno.EIO}:  # the disk's fault, not the setting's
@@ -141,12 +166,11 @@ def _make(config: Config) -> Path:
         raise _not_writable(run.dir, f"{error.filename}: {error.strerror}") from None
 
 
-def _fresh_folder(parent: str, model_name: str) -> Path:
-    Path(parent).mkdir(parents=True, exist_ok=True)
+def _fresh_folder(run: Run, model_name: str) -> Path:
     while True:
         try:
-            path = Path(parent, new_id(model_name))
-            path.mkdir()
+            path = Path(run.dir, new_id(model_name))
+            path.mkdir(_mode(run))
             return path
         except FileExistsError:
             continue  # somebody drew the same four digits in the same second
@@ -155,12 +179,21 @@ def _fresh_folder(parent: str, model_name: str) -> Path:
 def _own_folder(run: Run, run_id: str) -> Path:
     path = Path(run.dir, run_id)
     try:
-        path.mkdir(parents=True, exist_ok=run.resume != "never")
+        path.mkdir(_mode(run), exist_ok=run.resume != "never")
     except FileExistsError:
         if not path.is_dir():
             raise _no_folder(path) from None
         raise _taken(path) from None
+    if not run.shared and (mode := stat.S_IMODE(path.stat().st_mode)) & OTHERS:
+        try:
+            path.chmod(mode & ~OTHERS)
+        except PermissionError:
+            raise _of_another_user(path) from None
     return path
+
+
+def _mode(run: Run) -> int:
+    return 0o777 if run.shared else 0o777 & ~OTHERS
 
 
 def _lock(file: BinaryIO, path: Path) -> None:
@@ -179,16 +212,15 @@ def _choose(config: Config, path: Path, thorough: bool = True) -> checkpoint.Cho
     """The checkpoint that the run goes on from, if there is one."""
     checkpoints = RunFolder(path).checkpoints
     try:
-        choice = checkpoint.newest(checkpoints, thorough)
+        choice = checkpoint.newest(checkpoints, thorough, path.name)
     except OSError as error:
         raise ConfigError(
             f"run.id={path.name} cannot go on: {error.filename} cannot be read ({error.strerror})",
             "Make it readable, or choose another run.id.",
             ["run.id"],
         ) from None
-    if choice.step is not None:
-        stored = checkpoint.read_metadata(checkpoints, choice.step)["config"]
-        _check_same_run(path, choice.step, _flat(stored), _flat(to_dict(config)))
+    if choice.step is not None and choice.account is not None:
+        check_same_run(path, choice.step, choice.account, config)
     elif choice.damaged:
         step, problem = choice.damaged[0]
         raise ConfigError(
@@ -208,21 +240,9 @@ def _choose(config: Config, path: Path, thorough: bool = True) -> checkpoint.Cho
 
 def _set_aside(checkpoints: Path, step: int, problem: str) -> str:
     """Rename a damaged checkpoint; the line that says so."""
-    path = checkpoint.set_aside(checkpoints, step)
-    kept = f"; it is kept as {path.name}" if path else ""
-    return f"checkpoint {checkpoints / str(step)} is damaged and not used: {problem}{kept}"
-
-
-def _check_same_run(path: Path, step: int, before: dict[str, Any], now: dict[str, Any]) -> None:
-    for key in sorted(before.keys() | now.keys()):
-        fixed = any(key == name or key.startswith(f"{name}.") for name in _FIXED)
-        if fixed and before.get(key) != now.get(key):
-            raise ConfigError(
-                f"{key}={shown(now.get(key))} does not fit run.id={path.name}, which came to step "
-                f"{step} with {key}={shown(before.get(key))}",
-                "Set it back to go on with that run, or choose another run.id.",
-                [key],
-            )
+    said: list[str] = []
+    say_aside(checkpoints / str(step), problem, said.append)
+    return f"checkpoint {said[0]}"
 
 
 def _not_writable(parent: str, reason: str) -> ConfigError:
@@ -241,20 +261,17 @@ def _no_folder(path: Path) -> ConfigError:
     )
 
 
+def _of_another_user(path: Path) -> ConfigError:
+    return ConfigError(
+        f"run.id={path.name} cannot be private: {path} belongs to another user",
+        "Choose another run.id, or set run.shared=true.",
+        ["run.id"],
+    )
+
+
 def _taken(path: Path) -> ConfigError:
     return ConfigError(
         f"run.id={path.name} is taken: {path} exists, and run.resume=never",
         "Choose another run.id, or use run.resume=auto to go on with that run.",
         ["run.id", "run.resume"],
     )
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`{"a": {"b": 1}}` as `{"a.b": 1}`."""
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
-    return flat

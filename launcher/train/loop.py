@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from launcher.config.schema import Checkpoint, Train
+from launcher.stop import Stop
 from launcher.train.record import Recorder
-from launcher.train.signals import StopSignals
 
 if TYPE_CHECKING:
     from launcher.train.crew import Answers, Crew
@@ -22,7 +22,7 @@ def train(
     settings: Train,
     crew: Crew,
     recorder: Recorder,
-    stop: StopSignals,
+    stop: Stop,
     finished: int,
     save: Saving,
     clock: Callable[[], float] = time.monotonic,
@@ -43,7 +43,7 @@ def train(
     while step < settings.steps and not stop.requested:
         step += 1
         calls.append(crew.submit("step", step, step == profiled))
-        if settings.eval_every and step % settings.eval_every == 0:
+        if is_evaluated(step, settings):
             calls += [crew.submit("evaluate", batch) for batch in range(settings.eval_batches)]
         if step < settings.steps and cadence.is_due(step, clock()):
             _finish(crew, calls, recorder)  # only a step that went well is saved
@@ -85,6 +85,18 @@ class Cadence:
         return by_step or late
 
 
+def is_evaluated(step: int, settings: Train) -> bool:
+    """Whether an evaluation follows `step`: every so many steps, and the last one in any case."""
+    every = settings.eval_every
+    return every > 0 and (step % every == 0 or step == settings.steps)
+
+
 def profiled_step(steps: int, finished: int) -> int:
     """The step that is run task by task to time the stages: the second, when all is warm."""
     return min(finished + 2, steps)
+
+
+def warm_up(finished: int) -> range:
+    """The first steps after a start at `finished`, whose times say nothing of the others': all is
+    cold, then it is profiled, and the next one was sent behind that."""
+    return range(finished + 1, finished + 4)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Parallel
 from launcher.plan import ClusterShape, Plan, PlanError, make_plan
 from launcher.trace import TracedStep
+from launcher.train.replay import another_program, check_devices, no_plan, read_plan
 
 
 def plan_of(
@@ -47,39 +46,25 @@ def plan_of(
         pipeline=parallel.pipeline,
         cluster=cluster,
         cost=parallel.cost,
+        over_memory=parallel.allow_over_memory,
         progress=progress,
         say=say,
     )
 
 
 def _replayed(parallel: Parallel, step: TracedStep, cluster: ClusterShape) -> Plan:
-    path = Path(parallel.plan or "")
+    path = str(parallel.plan)
+    tree = read_plan(path)
     try:
-        plan = Plan.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:  # PlanError is one, and so is what json raises
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(
-            f"parallel.plan={path} cannot be read as a plan: {reason}",
-            "Name a plan.json of an earlier run.",
-            ["parallel.plan"],
-        ) from error
+        plan = Plan.from_dict(tree)
+    except ValueError as error:  # DamagedError and PlanError are one
+        raise no_plan(path, str(error)) from error
     if plan.fingerprint != step.fingerprint:
-        raise ConfigError(
-            f"parallel.plan={path} was made for another program",
-            "Use the model, data, optimizer and batch size that it was made for, or plan again.",
-            ["parallel.plan"],
-        )
-    here = cluster.hosts, cluster.devices_per_host
-    there = plan.cluster["hosts"], plan.cluster["devices_per_host"]
-    if here != there:
-        raise ConfigError(
-            f"parallel.plan={path} is for {there[0]} hosts × {there[1]} devices; here are "
-            f"{here[0]} × {here[1]}",
-            "Set cluster.hosts and cluster.gpus as they were.",
-            ["parallel.plan", "cluster.gpus", "cluster.hosts"],
-        )
+        raise another_program(path)
+    check_devices(path, tree, cluster.hosts, cluster.devices_per_host)
     try:
         plan.validate(step)
     except PlanError as error:
-        raise ConfigError(f"parallel.plan={path}: {error}", "", ["parallel.plan"]) from error
+        told = " ".join(str(error).split())
+        raise ConfigError(f"parallel.plan={path}: {told}", "", ["parallel.plan"]) from error
     return plan

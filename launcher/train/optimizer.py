@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import optax
 
-from launcher.config.schema import Optimizer
+from launcher.config.optimizers import Optimizer
 
 Schedule = Callable[[Any], jax.Array]
 
@@ -70,7 +70,8 @@ _DECAYS: dict[str, Callable[[int], Schedule]] = {
     "linear": lambda steps: optax.linear_schedule(1.0, 0.0, steps),
 }
 
-_SCALINGS: dict[str, Callable[[Optimizer], optax.GradientTransformation]] = {
+# By name; each reads the fields of its own class in `config.optimizers`.
+_SCALINGS: dict[str, Callable[[Any], optax.GradientTransformation]] = {
     "adamw": lambda o: optax.scale_by_adam(o.b1, o.b2, o.eps),
     "adam": lambda o: optax.scale_by_adam(o.b1, o.b2, o.eps),
     "sgd": lambda o: optax.trace(o.momentum),

@@ -11,12 +11,14 @@ from rich.console import Console
 
 from launcher.cluster.devices import DevicePool
 from launcher.config.schema import Config
-from launcher.plan import Plan
+from launcher.plan import Plan, PlanError
 from launcher.report.console import progress_of, status
 from launcher.report.plan_table import print_plan
+from launcher.train.check import find_pool
+from launcher.train.fitting import too_large, what_fits
 from launcher.train.method import plan_of
 from launcher.train.program import build_program
-from launcher.train.shape import find_cluster
+from launcher.train.shape import shape_of
 from launcher.train.start import check_start, find_start
 from recipes import check_dataset
 
@@ -24,12 +26,14 @@ from recipes import check_dataset
 @dataclass(frozen=True)
 class Prepared:
     """The devices there are (None: only planned for) and the plan for them. `plan_seconds`: of
-    tracing and planning. `init_from`: the checkpoint whose parameters the run starts from."""
+    tracing and planning. `init_from`: the checkpoint whose parameters the run starts from.
+    `problem`: why it cannot be trained by that plan, which was asked for alone."""
 
     pool: DevicePool | None
     plan: Plan
     plan_seconds: float
     init_from: Path | None = None
+    problem: str = ""
 
 
 def prepare(
@@ -44,25 +48,33 @@ def prepare(
     Raises ConfigError, `recipes.InputError`, `TraceError` and `PlanError` for what the user can
     put right, and OSError for files.
     """
-    check_dataset(config.dataset, config.model, validation=config.train.eval_every > 0)
     say = functools.partial(console.print, soft_wrap=True)
-    pool, cluster = find_cluster(config.cluster, plan_only, say)
-    if pool and pool.note:
-        console.print(pool.note, soft_wrap=True)
+    check_dataset(config.dataset, config.model, validation=config.train.eval_every > 0)
+    pool = find_pool(config, plan_only, say)
     init_from = find_start(config, finished, say)
+    cluster = shape_of(config.cluster, pool, say)
     began = time.perf_counter()
     with status(console, "reading the data and tracing"):
         program = build_program(config)
     if init_from is not None:
         check_start(config.train.init_from, init_from, program.state.params)
-    notes: list[str] = []
+    of_search: list[str] = []
     try:
         with progress_of(console, "planning") as progress:
-            plan = plan_of(config.parallel, program.train, cluster, progress, notes.append)
+            plan = plan_of(config.parallel, program.train, cluster, progress, of_search.append)
     finally:
-        for note in notes:
+        for note in of_search:
             say(note)
     seconds = time.perf_counter() - began
     console.print(f"data: {program.dataset.describe}", soft_wrap=True)
     print_plan(console, plan, getattr(config.model, "sequence_length", None))
+    problem = too_large(plan)
+    if problem and config.parallel.allow_over_memory:
+        say(f"{problem}; parallel.allow_over_memory=true")
+    elif problem:
+        with status(console, "looking for what would fit"):
+            problem = f"{problem}. {what_fits(config.parallel, program.train, cluster, plan)}"
+        if not plan_only:
+            raise PlanError(problem)
+        return Prepared(pool, plan, seconds, init_from, problem)
     return Prepared(pool, plan, seconds, init_from)

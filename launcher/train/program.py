@@ -16,7 +16,7 @@ from launcher.config.schema import Config
 from launcher.trace import TracedStep, trace_step
 from launcher.train.optimizer import build_optimizer
 from launcher.train.step import TrainState, init_state, make_eval_step, make_train_step
-from recipes import build_dataset, build_model
+from recipes import InputError, build_dataset, build_model
 
 if TYPE_CHECKING:
     from recipes import Dataset
@@ -47,6 +47,12 @@ def build_program(config: Config) -> Program:
     """
     batch_size = config.train.global_batch_size
     dataset = build_dataset(config.dataset, config.model, batch_size, config.run.seed)
+    if config.train.eval_every and dataset.validation is None:
+        raise InputError(
+            f"train.eval_every={config.train.eval_every} evaluates, and dataset.name="
+            f"{config.dataset.name} holds nothing out for that; have its build return validation "
+            "batches, or set train.eval_every=0"
+        )
     model = build_model(config.model, config.train.precision)
     optimizer, schedule = build_optimizer(config.optimizer, config.train.steps)
 

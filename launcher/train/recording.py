@@ -30,19 +30,25 @@ from launcher.report.plots import plot_loss, plot_timeline
 from launcher.report.summary import Summary, print_summary, write_summary
 from launcher.report.tracker import CompositeTracker, Metrics, Tracker
 from launcher.report.wandb_tracker import WandbTracker, open_wandb
+from launcher.stop import ENDINGS
 from launcher.train.folder import RunFolder
-from launcher.train.loop import profiled_step
+from launcher.train.loop import warm_up
 from launcher.train.record import Recorder
-from launcher.train.signals import ENDINGS
 
-_RATES = ("perf/step_seconds", "perf/samples_per_second", "perf/tokens_per_second", "perf/mfu")
+METRICS = "metrics.jsonl"
 
 
 def write_planned(home: RunFolder, plan: Plan, plan_seconds: float) -> None:
     """Write what was planned and not run: the timeline's picture and the summary."""
-    plot_timeline(timeline(plan), home.path / "plots" / "timeline.png", home.id)
+    draw_timeline(plan, home.path, home.id)
     summary = Summary(home.id, "planned", **predicted(plan), plan_seconds=plan_seconds)
     write_summary(home.path, summary)
+
+
+def draw_timeline(plan: Plan, folder: Path, run_id: str) -> Path:
+    """Draw the plan's predicted step into the run's folder; returns the picture's path."""
+    path = folder / "plots" / "timeline.png"
+    return plot_timeline(timeline(plan), path, run_id, plan.predicted_step_seconds)
 
 
 def predicted(plan: Plan) -> dict[str, Any]:
@@ -80,7 +86,7 @@ class Recording:
         self._newest_in_wandb = 0
         self._metrics: JsonlTracker | None = None
         self._trackers: list[Tracker] = []  # of this attempt; the others go on
-        self._profiled: set[int] = set()
+        self._warm_up: set[int] = set()  # steps, of all attempts
         self.compile_seconds: float | None = None
         self.failed_saves: list[str] = []
         self.recorder = Recorder(
@@ -99,8 +105,8 @@ class Recording:
         if self._metrics:
             self._metrics.rewind(finished_steps + 1)  # with what waits for room on the disk
         else:
-            self._metrics = JsonlTracker(path / "metrics.jsonl", finished_steps + 1, self._say)
-        self._profiled.add(profiled_step(config.train.steps, finished_steps))
+            self._metrics = JsonlTracker(path / METRICS, finished_steps + 1, self._say)
+        self._warm_up.update(warm_up(finished_steps))
         if self._wandb:
             return
         self._wandb = open_wandb(
@@ -125,11 +131,14 @@ class Recording:
         self._trackers.clear()
 
     def sync(self) -> None:
-        """Wait until the metrics so far are on the disk: a checkpoint is not to outlive them."""
+        """Wait until the metrics so far are on the disk: a checkpoint is not to outlive them.
+        Raises LostFolderError where there is no folder for it any more."""
+        self._home.check()
         if self._metrics:
             self._metrics.sync()
 
     def _log(self, metrics: Metrics) -> None:
+        self._home.check()
         for tracker in (self._metrics, *self._trackers):
             if tracker:
                 tracker.log(metrics)
@@ -150,21 +159,24 @@ class Recording:
             peak_flops=self._plan.cluster["peak_flops"],
         )
 
-    def sum_up(self, reason: str, restarts: int) -> None:
-        """Finish the recording; write and print what the run came to."""
-        metrics = self._home.path / "metrics.jsonl"
-        records = read_metrics(metrics)
+    def sum_up(self, reason: str, restarts: int, path: Path) -> None:
+        """Finish the recording; write what the run came to, to `path`, where the run's folder is by
+        now, and print it."""
+        metrics = path / METRICS
+        if self._metrics:
+            self._metrics.move(metrics)
+        records = self._metrics.records() if self._metrics else read_metrics(metrics)
         summary = self._summary(reason, restarts, records)
         with ExitStack() as stack:  # each of these also where one before it fails
             resume_command = self._resume_command(reason)
-            stack.callback(print_summary, self._console, self._home.path, summary, resume_command)
+            stack.callback(print_summary, self._console, path, summary, resume_command)
             every = tuple(filter(None, (self._metrics, *self._trackers, self._wandb)))
             stack.callback(CompositeTracker(every).finish, summary.to_dict())
-            write_summary(self._home.path, summary)
-            plots = self._home.path / "plots"
-            pictures = [plot_timeline(timeline(self._plan), plots / "timeline.png", self._home.id)]
+            write_summary(path, summary)
+            pictures = [draw_timeline(self._plan, path, self._home.id)]
             if records:
-                pictures.append(plot_loss(records, plots / "loss.png", self._home.id))
+                loss = path / "plots" / "loss.png"
+                pictures.append(plot_loss(records, loss, self._home.id))
             if self._wandb:
                 last = records[-1] if records else {}
                 compared = beside_measured(self._plan, summary, last)
@@ -175,11 +187,7 @@ class Recording:
         self._console.print(text, soft_wrap=True, markup=False, highlight=False)
 
     def _summary(self, reason: str, restarts: int, records: list[dict[str, Any]]) -> Summary:
-        # The step that was profiled ran task by task: its own time says nothing of the others.
         before = self._home.finished_steps
-        if sum(record["step"] > before for record in records) > 1:
-            hidden = dict.fromkeys(_RATES)
-            records = [r | hidden if r["step"] in self._profiled else r for r in records]
         plan, started = self._plan, psutil.Process().create_time()
         first_step_at = self.recorder.first_step_at
         allocation = self._allocation
@@ -191,7 +199,7 @@ class Recording:
             save_error=self.failed_saves[-1] if self.failed_saves else None,
             job_id=allocation.job_id if allocation else None,
             nodes=allocation.nodes if allocation else (),
-            **measured(records, before),
+            **measured(records, self._performance(), before, self._warm_up),
             **predicted(plan),
             plan_seconds=self._plan_seconds,
             compile_seconds=self.compile_seconds,

@@ -15,6 +15,7 @@ from launcher.config.compose import redacted
 from launcher.config.schema import Checkpoint, Config
 from launcher.plan import Plan
 from launcher.train.checkpoint import SaveError, clear_partial
+from launcher.train.identity import fingerprints
 
 if TYPE_CHECKING:
     from launcher.train.crew import Answers, Crew
@@ -30,9 +31,14 @@ def contents(config: Config, plan: Plan, step: int, passed_over: int = 0) -> dic
     Args:
         passed_over: how many batches no step took, as they had led to what is not finite.
     """
+    settings = redacted(config)
+    settings["run"]["id"] = config.run.id  # whose it is, whatever variable named it
+    # And what decides whether it stays, which no variable of a later start is to change.
+    settings["train"]["checkpoint"]["every_steps"] = config.train.checkpoint.every_steps
     return {
         "format": FORMAT,
-        "config": redacted(config),
+        "config": settings,
+        "fingerprints": fingerprints(config),
         "plan": plan.to_dict(),
         "data": {"next_batch": step + passed_over},
         "metrics": {"next_step": step + 1},
@@ -82,7 +88,7 @@ class Saving:
         A worker that writes for longer than `cluster.step_timeout` is not hung: it answers that it
         does, and is asked again. Raises SaveError, and HungError after `_LIMIT_SECONDS`.
         """
-        waited = 0.0  # in calls, not by the clock; see `Crew`
+        waited = 0.0  # in calls, not by the clock; see `Group`
         while any(self._crew.submit("writing", _POLL_SECONDS).each()):
             waited += _POLL_SECONDS
             if waited >= _LIMIT_SECONDS:

@@ -7,29 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from launcher.cluster.devices import DevicePool, find_devices
-from launcher.config.errors import ConfigError
+from launcher.cluster.devices import DevicePool
 from launcher.config.machines import Cluster
 from launcher.plan import ClusterShape, local_shape
 from launcher.plan.calibration import calibrated
 
 
-def find_cluster(
-    cluster: Cluster, plan_only: bool, say: Callable[[str], None]
-) -> tuple[DevicePool | None, ClusterShape]:
-    """The devices that there are, and the shape to plan for, as it was calibrated if it was. No
-    devices are needed, and None are returned, where a described cluster is only planned for.
-
-    Args:
-        say: told in a line where a calibration is ignored.
-
-    Raises:
-        ConfigError: the devices asked for are not here, or the description is not complete.
-    """
-    if plan_only and cluster.kind == "described":
-        return None, described_shape(cluster)
-    pool = find_devices(cluster)
-    return pool, calibrated(pool_shape(pool), say)
+def shape_of(cluster: Cluster, pool: DevicePool | None, say: Callable[[str], None]) -> ClusterShape:
+    """The shape to plan for: of the devices that there are, as they were calibrated if they were,
+    or of the described cluster. `say` is told in a line where a calibration is ignored."""
+    return described_shape(cluster) if pool is None else calibrated(pool_shape(pool), say)
 
 
 def pool_shape(pool: DevicePool) -> ClusterShape:
@@ -39,30 +26,9 @@ def pool_shape(pool: DevicePool) -> ClusterShape:
 
 
 def described_shape(cluster: Cluster) -> ClusterShape:
-    """The shape of `cluster.device` and `cluster.links`.
-
-    Raises:
-        ConfigError: a figure is missing.
-    """
+    """The shape of `cluster.device` and `cluster.links`."""
     device, links = cluster.device, cluster.links
-    needed = {
-        "cluster.gpus": cluster.gpus,
-        "cluster.device.name": device.name,
-        "cluster.device.peak_tflops": device.peak_tflops,
-        "cluster.device.memory_gib": device.memory_gib,
-        "cluster.device.memory_gb_per_second": device.memory_gb_per_second,
-        "cluster.links.intra_host_gb_per_second": links.intra_host_gb_per_second,
-    }
-    if cluster.hosts > 1:
-        needed["cluster.links.inter_host_gb_per_second"] = links.inter_host_gb_per_second
-    for key, value in needed.items():
-        if not value:
-            raise ConfigError(
-                f"{key} is not set, and a described cluster needs it",
-                "Fill it in from the datasheet; conf/cluster/h100_8.yaml is an example.",
-                (key,),
-            )
-    assert cluster.gpus is not None  # as was just checked, here and below
+    assert cluster.gpus is not None  # as `config.checks` has seen to, here and below
     assert device.peak_tflops is not None
     assert device.memory_gib is not None
     assert device.memory_gb_per_second is not None

@@ -13,9 +13,14 @@ from launcher.train import checkpoint
 _KEY = "train.init_from"
 
 
-def find_start(config: Config, finished: int, say: Callable[[str], None]) -> Path | None:
+def find_start(
+    config: Config, finished: int, say: Callable[[str], None], thorough: bool = True
+) -> Path | None:
     """The checkpoint that the run takes its first parameters from; None where it draws them, or
     goes on after `finished` steps of its own.
+
+    Args:
+        thorough: read all of it, to see that it is whole.
 
     Raises ConfigError where `train.init_from` holds no checkpoint that is whole.
     """
@@ -26,7 +31,7 @@ def find_start(config: Config, finished: int, say: Callable[[str], None]) -> Pat
         say(f"{_KEY} is not used: run {config.run.id} goes on from its own step {finished}")
         return None
     try:
-        path, damaged = checkpoint.resolve(Path(named))
+        path, damaged = checkpoint.resolve(Path(named), thorough)
     except checkpoint.InitError as error:
         raise ConfigError(
             f"{_KEY}={named} {error}",

@@ -16,11 +16,13 @@ import optax
 
 import launcher
 from launcher.train.optimizer import Schedule, count_updates
+from recipes import InputError
 
 if TYPE_CHECKING:
     from recipes import Batch, Model
 
 Metrics = dict[str, jax.Array]
+_OWN_METRICS = ("loss", "grad_norm", "learning_rate", "skipped")
 
 
 @jax.tree_util.register_dataclass
@@ -74,7 +76,7 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-        value_and_grad = launcher.value_and_grad(model.loss, has_aux=True)
+        value_and_grad = launcher.value_and_grad(_checked(model), has_aux=True)
         (loss, extra), grads = value_and_grad(state.params, batch, key)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
@@ -102,7 +104,42 @@ def make_eval_step(model: Model) -> Callable[[Any, Batch], Metrics]:
     """A function `(params, batch) -> metrics`: `loss` and what the model adds, without dropout."""
 
     def evaluate(params: Any, batch: Batch) -> Metrics:
-        loss, extra = model.loss(params, batch, None)
+        loss, extra = _checked(model)(params, batch, None)
         return {**extra, "loss": loss}
 
     return launcher.microbatched(evaluate)
+
+
+def _checked(model: Model) -> Callable[..., tuple[jax.Array, Metrics]]:
+    """The model's loss, which raises InputError when it is traced and gives something else than
+    `(loss, metrics)`, one number and a dict of numbers with names of their own."""
+
+    def loss(params: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, Metrics]:
+        out = model.loss(params, batch, key)
+        if not isinstance(out, tuple) or len(out) != 2 or not isinstance(out[1], dict):
+            raise InputError(
+                "the model's loss must return (loss, metrics), one number and a dict of further "
+                f"ones, maybe an empty one; it returns {_in_words(out)}"
+            )
+        for name, value in {"the loss": out[0], **out[1]}.items():
+            if not jax.tree_util.all_leaves([value]) or value is None or jnp.shape(value):
+                metric = name if value is out[0] else f"its metric {name!r}"
+                raise InputError(
+                    f"the model's loss must return numbers; {metric} is {_in_words(value)}: "
+                    "take its mean, or leave it out"
+                )
+        if taken := [name for name in out[1] if name in _OWN_METRICS]:
+            raise InputError(
+                f"the model's loss gives a metric the name {taken[0]!r}, which the launcher's own "
+                "has; choose another"
+            )
+        return out
+
+    return loss
+
+
+def _in_words(value: Any) -> str:
+    """What a loss returned, by type and shape."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{value.dtype}{list(value.shape)}"
+    return f"a {type(value).__name__}"

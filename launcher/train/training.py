@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import functools
 import json
-from contextlib import ExitStack, suppress
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 
 import yaml
 from rich.console import Console
@@ -16,26 +19,29 @@ from launcher.cluster.errors import ClusterError, WorkerError
 from launcher.cluster.session import start
 from launcher.cluster.slurm_attempts import begin, finish
 from launcher.cluster.slurm_meeting import Meeting, again
-from launcher.config.compose import to_dict
+from launcher.cluster.waiting import Patience
+from launcher.config.compose import to_dict, to_written
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
+from launcher.files import aside, write_whole
+from launcher.output import complain
 from launcher.plan import Plan
-from launcher.report.console import complain, status
-from launcher.report.files import write_whole
+from launcher.report.console import status
 from launcher.report.jsonl import read_metrics
 from launcher.report.summary import shown_path
+from launcher.stop import Stop
 from launcher.train import checkpoint, folder
 from launcher.train.checkpoint import SaveError
 from launcher.train.crew import Crew
-from launcher.train.folder import RunFolder
+from launcher.train.folder import LOCK, RunFolder
+from launcher.train.held import LostFolderError
 from launcher.train.incident import failure_of, restart_text
 from launcher.train.loop import train
 from launcher.train.prepare import Prepared
 from launcher.train.record import DivergedError
-from launcher.train.recording import Recording
+from launcher.train.recording import METRICS, Recording
 from launcher.train.recovery import FailedError, Failure, Restart, recovering
 from launcher.train.saving import Saving, contents
-from launcher.train.signals import StopSignals
 from launcher.train.worker import TrainWorker
 
 
@@ -44,7 +50,7 @@ def train_in(
     config: Config,
     ready: Prepared,
     console: Console,
-    stop: StopSignals,
+    stop: Stop,
     meeting: Meeting | None = None,
 ) -> int:
     """Train in the folder `home`, from where its checkpoint left off; returns the exit code.
@@ -56,7 +62,9 @@ def train_in(
     config = replace(config, run=replace(config.run, id=home.id))
     attempt = None
     if meeting is not None:
-        attempt = begin(home.path, meeting.allocation, _last_step(home))
+        attempt = begin(
+            home.path, meeting.allocation, _last_step(home), complain, home.finished_steps
+        )
         home = replace(home, attempt=attempt.number)
     job = _Job(home, config, ready, console, meeting)
     recorder = job.recording.recorder
@@ -66,6 +74,7 @@ def train_in(
         home.logs.mkdir(exist_ok=True)
         write_plan(home, config, ready.plan)
         job.train(stop)
+        home.check()
         code, reason = 0, "done"
         if stop.requested and recorder.finished_steps < config.train.steps:
             code, reason = stop.ending
@@ -82,18 +91,39 @@ def train_in(
         raise
     finally:
         try:
+            path = _found(home, config, ready.plan)
             if attempt is not None:
                 step = max(home.finished_steps, recorder.finished_steps)
-                finish(home.path, attempt, code, reason, step)
-            job.recording.sum_up(reason, job.restarts)
-        except OSError:  # on a full disk, what ended the run is what has to be told
+                finish(path, attempt, code, reason, step)
+            job.recording.sum_up(reason, job.restarts, path)
+        except OSError as error:  # on a full disk, what ended the run is what has to be told
             if code == 0:
                 raise
+            complain(f"the end of the run is not recorded: {error}")
+
+
+def _found(home: RunFolder, config: Config, plan: Plan) -> Path:
+    """Where the run's folder is by now. One that was deleted is made again, for what this process
+    still knows: a command that was meant for another folder does not cost the metrics."""
+    if home.held is None:
+        return home.path
+    try:
+        home.check()
+        return home.path
+    except LostFolderError:
+        if (path := home.held.found()) is not None:
+            return path
+    path = home.path if not (home.path / LOCK).exists() else aside(home.path)  # another run's
+    path.mkdir(parents=True, exist_ok=True)
+    write_plan(replace(home, path=path), config, plan)
+    complain(f"settings, plan and metrics of the run are written again, to {path}")
+    return path
 
 
 def write_plan(home: RunFolder, config: Config, plan: Plan) -> None:
-    """Write what the run is to be: `config.yaml`, resolved, and `plan.json`."""
-    tree = to_dict(replace(config, run=replace(config.run, id=home.id)))
+    """Write what the run is to be: `config.yaml`, resolved but for variables, and `plan.json`."""
+    tree = to_written(replace(config, run=replace(config.run, id=home.id)))
+    tree["run"]["dir"] = config.run.dir  # where this is, whatever a job's variables say
     # Whole or not at all: another task of a Slurm job may be reading them.
     private = bool(config.cluster.slurm.env)  # its values, which may be secrets, are in it
     write_whole(home.path / "config.yaml", yaml.safe_dump(tree, sort_keys=False), private)
@@ -102,8 +132,11 @@ def write_plan(home: RunFolder, config: Config, plan: Plan) -> None:
 
 def _last_step(home: RunFolder) -> int:
     """The newest step that is recorded; further than the newest checkpoint after a crash."""
-    records = read_metrics(home.path / "metrics.jsonl")
+    records = read_metrics(home.path / METRICS)
     return max([home.finished_steps, *(record["step"] for record in records)])
+
+
+_SAVING = "finishing this step and saving; Ctrl-C once more leaves at once, unsaved"
 
 
 class _Job:
@@ -134,17 +167,22 @@ class _Job:
         self._rolled_back: tuple[int, int] | None = None
         self._passed_over = 0  # how much further on in the data a batch is than its step's number
 
-    def train(self, stop: StopSignals) -> None:
+    def train(self, stop: Stop) -> None:
         """Train to the end; after a failure that another start may mend, go on from the newest
         checkpoint. Raises what cannot be mended, or FailedError."""
 
         def max_restarts() -> int:
             return 0 if stop.requested else self._config.cluster.max_restarts
 
-        attempt = functools.partial(self._attempt, stop)
-        recovering(attempt, self._diagnose, self._begin_again, max_restarts)
+        def sleep(seconds: float) -> None:
+            with self._left_at_once(stop):
+                time.sleep(seconds)
 
-    def _attempt(self, stop: StopSignals) -> None:
+        attempt = functools.partial(self._attempt, stop)
+        begin_again = functools.partial(self._begin_again, stop)
+        recovering(attempt, self._diagnose, begin_again, max_restarts, sleep)
+
+    def _attempt(self, stop: Stop) -> None:
         """Bring the workers up, train, save, take them down."""
         finished, steps = self._home.finished_steps, self._config.train.steps
         if finished >= steps:  # an attempt before failed when all was done
@@ -157,12 +195,22 @@ class _Job:
             self._say(f"resuming run {self._home.id} at step {finished} from {path}")
         with ExitStack() as stack:
             with status(self._console, "starting Ray and the workers"):
-                session = stack.enter_context(start(self._pool, self._home.logs, self._meeting))
-                workers, timeout = session.spawn(TrainWorker), self._config.cluster.step_timeout
-                crew = Crew(workers, self._plan, session.check, timeout)
+                cluster = self._config.cluster
+                patience = Patience(cluster.start_timeout, say=self._say, check=stop.check)
+                session = stack.enter_context(
+                    start(self._pool, self._home.logs, self._meeting, patience)
+                )
+                workers = session.spawn(TrainWorker)
+
+                def check() -> None:
+                    session.check()
+                    stop.check()
+
+                crew = Crew(workers, self._plan, check, cluster.step_timeout, cluster.transport)
                 crew.join()
             setup = crew.submit("setup", to_dict(self._config), self._plan.to_dict())
-            self.recording.open(finished)  # while the worker traces and compiles
+            with self._left_at_once(stop):  # which may wait for a network
+                self.recording.open(finished)  # while the worker traces and compiles
             with status(self._console, "compiling"):
                 self.recording.compile_seconds = setup.result()
                 if finished:
@@ -172,7 +220,7 @@ class _Job:
                 if self._passed_over:
                     crew.submit("pass_over", self._passed_over, finished).result()
             self.recording.show(finished)
-            with stop.noted():
+            with stop.heeded(self._say, _SAVING, until="done"):
                 save = self._saving(crew)
                 try:
                     train(self._config.train, crew, self.recording.recorder, stop, finished, save)
@@ -188,11 +236,12 @@ class _Job:
         rolls_back = train.non_finite == "rollback"
         return failure_of(error, step, train.steps, self._plan, rolls_back)
 
-    def _begin_again(self, failure: Failure, restart: Restart) -> None:
+    def _begin_again(self, stop: Stop, failure: Failure, restart: Restart) -> None:
         self.restarts = restart.number
         self._meeting = self._meeting and again(self._meeting)
         try:
-            self._home = folder.again(self._home, self._config)
+            with self._left_at_once(stop):  # it reads checkpoints
+                self._home = folder.again(self._home, self._config)
         except (ConfigError, OSError) as error:  # no wrong setting: the run had begun
             raise FailedError(f"{failure.report}\nThe run is not started again: {error}") from None
         limit, finished = self._config.cluster.max_restarts, self._home.finished_steps
@@ -206,10 +255,14 @@ class _Job:
         finished = self._home.finished_steps
         if self._rolled_back and self._rolled_back[0] == finished:
             return self._rolled_back[1]
-        if not finished:
-            return 0
-        metadata = checkpoint.read_metadata(self._home.checkpoints, finished)
-        return int(metadata["data"]["next_batch"])
+        return self._home.next_batch
+
+    @contextmanager
+    def _left_at_once(self, stop: Stop) -> Iterator[None]:
+        """For work that may last, and that nobody has to end in good order."""
+        with stop.heeded(self._say, until="now"):
+            stop.check()
+            yield
 
     @property
     def _checkpoints(self) -> str:

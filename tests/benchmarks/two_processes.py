@@ -2,8 +2,9 @@
 
     python tests/benchmarks/two_processes.py
 
-Three processes: two workers on a core each, which run the pipeline together, and a third that runs
-the same step serially on the first core. They take turns, so that all see the same load. The ideal
+Two workers on a core each run the pipeline together, by turns with arrays that are pulled and with
+collectives (`cluster.transport`); two more processes run the same step serially on the first core.
+They take turns, so that all see the same load. The ideal
 is the best serial time (the whole batch, or a scan over microbatches) / 2 x (1 + (S - 1) / M): what
 two cores would need if nothing but the pipeline's own bubble stood in their way.
 """
@@ -20,6 +21,7 @@ import time
 
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
 STAGES = 2
+WAYS = "pull", "collective"
 
 
 def main() -> None:
@@ -66,38 +68,42 @@ def contest(args: argparse.Namespace, players: dict[str, subprocess.Popen[str]])
     """Let them take turns, and print the medians."""
 
     def told(role: str) -> list[float]:
-        line = players[role].stdout.readline()
+        while (line := players[role].stdout.readline()).startswith("[Gloo]"):
+            pass
         if not line:
             sys.exit(f"the process {role} ended")
         return [float(word) for word in line.split()]
 
-    def turn(*roles: str) -> list[list[float]]:
+    def turn(*roles: str, say: str = "go") -> list[list[float]]:
         for role in roles:
-            print("go", file=players[role].stdin, flush=True)
+            print(say, file=players[role].stdin, flush=True)
         return [told(role) for role in roles]
 
     for role in players:
         told(role)  # ready
-    steps: dict[str, list[float]] = {"whole": [], "scan": [], "pipeline": []}
-    sent, busy, losses = [], [], {}
+    steps: dict[str, list[float]] = {name: [] for name in ("whole", "scan", *WAYS)}
+    sent: dict[str, list[float]] = {way: [] for way in WAYS}
+    busy: dict[str, list[list[float]]] = {way: [] for way in WAYS}
+    losses = {}
     for k in range(args.rounds + 1):
-        rounds = {"whole": turn("whole"), "scan": turn("scan"), "pipeline": turn("0", "1")}
+        rounds = {"whole": turn("whole"), "scan": turn("scan")}
+        rounds |= {way: turn("0", "1", say=way) for way in WAYS}
         losses = {name: answers[-1][3] for name, answers in rounds.items()}
         if k:
             for name, answers in rounds.items():
                 steps[name].append(max(taken for taken, *_ in answers))
-            sent.append(max(x[1] for x in rounds["pipeline"]))
-            cpu = [x[2] for x in rounds["pipeline"]]
             serial = min(rounds["whole"][0][2], rounds["scan"][0][2])
-            busy.append([serial, *cpu])
+            for way in WAYS:
+                sent[way].append(max(x[1] for x in rounds[way]))
+                busy[way].append([serial, *(x[2] for x in rounds[way])])
     report(args, steps, sent, busy, losses)
 
 
 def report(
     args: argparse.Namespace,
     steps: dict[str, list[float]],
-    sent: list[float],
-    busy: list[list[float]],
+    sent: dict[str, list[float]],
+    busy: dict[str, list[list[float]]],
     losses: dict[str, float],
 ) -> None:
     """Print the medians. Wall time first; then the processor's time, which other load on the
@@ -105,21 +111,25 @@ def report(
     bubble = 1 + (STAGES - 1) / args.micro_batches
     middle = {name: statistics.median(x) * 1e3 for name, x in steps.items()}
     ideal = min(middle["whole"], middle["scan"]) / STAGES * bubble
-    # Of each round against its own serial times, so that a change of load cancels.
-    pairs = zip(steps["pipeline"], steps["whole"], steps["scan"], strict=True)
-    ratio = statistics.median(t / (min(a, b) / STAGES * bubble) for t, a, b in pairs)
-    best = min(steps["pipeline"]) / (min(*steps["whole"], *steps["scan"]) / STAGES * bubble)
     for name, step in middle.items():
-        print(f"{name:9} {step:9.1f} ms a step   loss {losses[name]:.5f}")
-    print(f"ideal     {ideal:9.1f} ms a step")
-    print(f"pipeline ÷ ideal {ratio:7.2f} (median of rounds) {best:7.2f} (best ÷ best)")
-    print(f"to send a step   {statistics.median(sent) * 1e3:7.2f} ms")
-    serial, *stages = (statistics.median(x) * 1e3 for x in zip(*busy, strict=True))
-    print(
-        "processor time   " + " + ".join(f"{x:.0f}" for x in stages), f"of {serial:.0f} ms serial"
-    )
-    print(f"  sum ÷ serial   {sum(stages) / serial:7.2f}")
-    print(f"  busiest ÷ half {max(stages) / (serial / STAGES):7.2f}")
+        print(f"{name:10} {step:9.1f} ms a step   loss {losses[name]:.5f}")
+    print(f"ideal      {ideal:9.1f} ms a step")
+    print(f"{'':24}" + "".join(f"{way:>12}" for way in WAYS))
+
+    def line(name: str, values: list[float]) -> None:
+        print(f"{name:24}" + "".join(f"{value:12.2f}" for value in values))
+
+    # Of each round against its own serial times, so that a change of load cancels.
+    serial = [
+        min(pair) / STAGES * bubble for pair in zip(steps["whole"], steps["scan"], strict=True)
+    ]
+    ratios = [[t / best for t, best in zip(steps[way], serial, strict=True)] for way in WAYS]
+    line("÷ ideal, median", [statistics.median(ratio) for ratio in ratios])
+    line("÷ ideal, best ÷ best", [min(steps[way]) / min(serial) for way in WAYS])
+    line("ms to send a step", [statistics.median(sent[way]) * 1e3 for way in WAYS])
+    cpu = [[statistics.median(x) for x in zip(*busy[way], strict=True)] for way in WAYS]
+    line("CPU time, sum ÷ serial", [sum(stages) / whole for whole, *stages in cpu])
+    line("busiest ÷ half of serial", [max(stages) / (whole / STAGES) for whole, *stages in cpu])
 
 
 def play(args: argparse.Namespace) -> None:
@@ -129,14 +139,16 @@ def play(args: argparse.Namespace) -> None:
 
     model = Contest(TINY if args.tiny else SIZES)
     if args.role in ("0", "1"):
-        run, state = pipeline(args, model)
+        runs = pipelines(args, model)
     else:
         whole = model.step(jax.value_and_grad)
         fun = whole if args.role == "whole" else model.scanned(args.micro_batches)
         state = jax.jit(model.init)(jax.random.key(0))
         run = jax.jit(fun, donate_argnums=0).lower(state, model.batch).compile()
+        runs = {"go": (run, state)}
     print(0, flush=True)
-    for _ in sys.stdin:
+    for line in sys.stdin:
+        run, state = runs.pop(line.strip())
         start, busy = time.perf_counter(), time.process_time()
         for _ in range(args.steps):
             state, loss = run(state, model.batch)
@@ -144,26 +156,27 @@ def play(args: argparse.Namespace) -> None:
         leaves = jax.tree.leaves((state, loss))
         jax.block_until_ready([x for x in leaves if x.addressable_shards])
         taken, busy = time.perf_counter() - start, time.process_time() - busy
+        runs[line.strip()] = run, state
         value = float(loss.addressable_data(0)) if loss.addressable_shards else 0.0
         print(taken / args.steps, sent / args.steps, busy / args.steps, value, flush=True)
 
 
-def pipeline(args, model):
-    """This process's part of the pipeline."""
+def pipelines(args, model):
+    """This process's part of the pipeline and of its state, by each transport."""
     import jax
     from jax._src import distributed  # the key-value store
 
     import launcher
     from launcher.plan import local_shape, make_plan
-    from launcher.runtime import PullTransport, compile_step
+    from launcher.runtime import PermuteTransport, PullTransport, compile_step
     from launcher.trace import trace_step
 
     index = int(args.role)
     jax.distributed.initialize(args.coordinator, STAGES, index)
     store = distributed.global_state.client
-    transport = PullTransport()
-    store.key_value_set(f"address_{index}", transport.address)
-    transport.connect([store.blocking_key_value_get(f"address_{i}", 60_000) for i in range(STAGES)])
+    pull = PullTransport()
+    store.key_value_set(f"address_{index}", pull.address)
+    pull.connect([store.blocking_key_value_get(f"address_{i}", 60_000) for i in range(STAGES)])
     step = model.step(launcher.value_and_grad)
     traced = trace_step(step, (jax.eval_shape(model.init, jax.random.key(0)), model.batch))
     plan = make_plan(
@@ -174,8 +187,11 @@ def pipeline(args, model):
         schedule=args.schedule,
         cluster=local_shape(STAGES, STAGES, "cpu"),
     )
-    executable = compile_step(traced, plan, jax.devices(), transport)
-    return executable, executable.create(model.init, jax.random.key(0))
+    found = {}
+    for way, transport in zip(WAYS, (pull, PermuteTransport()), strict=True):
+        executable = compile_step(traced, plan, jax.devices(), transport)
+        found[way] = executable, executable.create(model.init, jax.random.key(0))
+    return found
 
 
 if __name__ == "__main__":

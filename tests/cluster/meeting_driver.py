@@ -47,14 +47,24 @@ def main(scenario: str, folder: Path, second: int, timeout: int) -> None:
             assert [(devices, node) for devices, node, _ in told] == [(2, None), (2, None)]
             there = {p.pid for p in psutil.Process(second).children(recursive=True)}
             assert [pid in there for _, _, pid in told] == [False, True]
-            if scenario == "dies":
+            if scenario in ("dies", "silent"):
                 os.mkfifo(folder / "pipe")
                 waiting = workers[1].submit("wait", str(folder / "pipe"))
-                psutil.Process(second).kill()
+                node = psutil.Process(second)
+                everything = [node, *node.children(recursive=True)]
+                if scenario == "dies":
+                    node.kill()
+                else:  # as where the network is cut: nothing there can answer any more
+                    for process in everything:
+                        process.suspend()
                 try:
                     waiting.result()
                 except WorkerError as error:
                     print(error.summary)
+                finally:
+                    if scenario == "silent":
+                        for process in everything:
+                            process.resume()
                 workers[0].submit("devices").result()
         if scenario == "again":
             with start(POOL, folder, again(meeting)) as session:

@@ -4,17 +4,21 @@ import fcntl
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 import termios
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+import launcher
 from launcher.cluster.devices import emulated_pool
-from launcher.cluster.errors import ClusterError
+from launcher.cluster.errors import ClusterError, RayEndedError
 from launcher.cluster.session import start
+from launcher.cluster.waiting import Patience
 from launcher.config.machines import Cluster
 
 ONE_DEVICE = emulated_pool(Cluster(kind="emulated", gpus=1))
@@ -51,8 +55,6 @@ def run_driver(probe_folder, tmp_path):
     drivers = []
 
     def run(*words, **settings):
-        import launcher
-
         root = str(Path(launcher.__file__).parents[1])
         command = [sys.executable, "-c", DRIVER, str(tmp_path), *words]
         search = os.pathsep.join([root, str(probe_folder), os.environ.get("PYTHONPATH", "")])
@@ -144,13 +146,24 @@ def test_an_interrupt_at_the_terminal_reaches_the_driver_alone(run_driver):
 
 
 def test_a_killed_driver_leaves_nothing_and_a_neighbour_goes_on(run_driver, probe, tmp_path):
+    """What is stopped ends with it, too; of the neighbour's, all but the worker go on."""
     with start(ONE_DEVICE, tmp_path) as session:
         driver = run_driver()
         processes, folder = below(driver.pid)
         (worker,) = session.spawn(probe, 5)
+        for process in processes:
+            process.suspend()
         driver.kill()
         assert driver.wait() == -signal.SIGKILL
         assert_gone(processes, folder)
+
+        mine, _ = below(os.getpid())
+        for process in mine:
+            if process.pid != worker.process().pid:
+                process.suspend()
+        while psutil.STATUS_STOPPED in [process.status() for process in mine]:
+            session.check()
+            time.sleep(0.1)
         assert worker.submit("add", 1).result() == 6
 
 
@@ -182,7 +195,7 @@ with start(emulated_pool(Cluster(kind="emulated", gpus=1)), Path(sys.argv[1])) a
     ray_hook.signals_while_it_connects()
     (worker,) = session.spawn(Probe)
     time.sleep(4)  # by then the alarm that Ray sets would have aborted this process
-    print(len(caught), worker.submit("add", 1).result())
+    print(bool(caught), worker.submit("add", 1).result())
 """
 RAY_HOOK = """
 import signal
@@ -219,8 +232,6 @@ def signals_while_it_connects():
 @pytest.mark.slow
 def test_signals_that_come_while_ray_connects_are_delivered_afterwards(probe_folder, tmp_path):
     """Ray itself would exit, or abort the process."""
-    import launcher
-
     root = str(Path(launcher.__file__).parents[1])
     (tmp_path / "ray_hook.py").write_text(RAY_HOOK)
     search = os.pathsep.join([root, str(probe_folder), str(tmp_path)])
@@ -230,7 +241,7 @@ def test_signals_that_come_while_ray_connects_are_delivered_afterwards(probe_fol
         text=True,
         env=os.environ | {"PYTHONPATH": search},
     )
-    assert (run.returncode, run.stdout) == (0, "1 1\n"), run.stderr
+    assert (run.returncode, run.stdout) == (0, "True 1\n"), run.stderr
 
 
 @pytest.mark.slow
@@ -254,6 +265,81 @@ def test_a_ray_that_does_not_come_up_is_an_error_that_quotes_it(tmp_path, monkey
             session.spawn(object)
         (head,) = psutil.Process().children()
     assert not head.is_running()
+
+
+@pytest.fixture
+def silent_ray(tmp_path, monkeypatch):
+    """A Ray that says where it is, if that, and nothing else."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def make(address=""):
+        said = f"os.write(__main__.told, b'{address}\\n')" if address else ""
+        (tmp_path / "ray.py").write_text(f"import __main__, os, time; {said}\ntime.sleep(600)")
+
+    return make
+
+
+def test_a_start_says_what_it_waits_for_and_ends_in_time(silent_ray, tmp_path):
+    silent_ray()
+    said = []
+    patience = Patience(11, say=said.append)
+    with start(ONE_DEVICE, tmp_path, patience=patience) as session:
+        told = r"^Ray did not come up within 11 s \(cluster.start_timeout\)\."
+        with pytest.raises(RayEndedError, match=told):
+            session.spawn(object)
+        (head,) = psutil.Process().children()
+    assert not head.is_running()
+    log = tmp_path / "ray.log"
+    assert said == [f"waiting for Ray to come up ({log} says more): 10 s so far, at most 11 s"]
+
+
+def test_whoever_looks_in_ends_a_start(silent_ray, tmp_path):
+    silent_ray()
+
+    def stop():
+        raise KeyboardInterrupt
+
+    with start(ONE_DEVICE, tmp_path, patience=Patience(check=stop)) as session:
+        with pytest.raises(KeyboardInterrupt):
+            session.spawn(object)
+        (head,) = psutil.Process().children()
+    assert not head.is_running()
+
+
+UNANSWERED = """
+import sys
+from pathlib import Path
+
+from launcher.cluster.devices import emulated_pool
+from launcher.cluster.errors import ClusterError
+from launcher.cluster.session import start
+from launcher.cluster.waiting import Patience
+from launcher.config.machines import Cluster
+
+pool = emulated_pool(Cluster(kind="emulated", gpus=1))
+try:
+    with start(pool, Path(sys.argv[1]), patience=Patience(2)) as session:
+        session.spawn(object)
+except ClusterError as error:
+    sys.exit(str(error).splitlines()[0])
+"""
+
+
+def test_a_ray_that_gives_no_answer_is_given_up(silent_ray, tmp_path):
+    root = str(Path(launcher.__file__).parents[1])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        silent_ray(address)
+        program = f"import os; os.environ['PYTHONPATH'] = {str(tmp_path)!r}\n{UNANSWERED}"
+        run = subprocess.run(
+            [sys.executable, "-c", program, str(tmp_path)],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"PYTHONPATH": root},
+        )
+    assert run.returncode == 1
+    told = f"Ray came up at {address}, but gave no answer within 2 s (cluster.start_timeout)."
+    assert told in run.stderr.splitlines()
 
 
 def test_a_ray_imported_by_someone_else_is_refused_and_leaves_nothing(tmp_path):

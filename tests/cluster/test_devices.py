@@ -91,7 +91,14 @@ def test_cpu_devices_stand_in_where_no_gpu_can_be_used(gpus, note):
     pool = local(gpus)
     assert (pool.kind, pool.num_devices, pool.gpu_ids) == ("cpu", 4, ())
     assert pool.note == note
+
+
+@pytest.mark.parametrize("gpus", [Gpus(), Gpus(problem="JAX_PLATFORMS=cpu hides them")])
+def test_as_many_cpu_devices_stand_in_as_are_asked_for(gpus):
     assert local(gpus, gpus=1).note.endswith(": 1 emulated CPU device stands in")
+    pool = local(gpus, gpus=8)
+    assert (pool.kind, pool.num_devices) == ("cpu", 8)
+    assert pool.note.endswith(": 8 emulated CPU devices stand in")
 
 
 @pytest.mark.parametrize(
@@ -105,9 +112,16 @@ def test_cpu_devices_stand_in_where_no_gpu_can_be_used(gpus, note):
         ),
         (
             Gpus(),
-            8,
-            "cluster.gpus=8, but there is no GPU here. "
-            "Set cluster=emulated for 8 emulated CPU devices.",
+            1000,
+            "cluster.gpus=1000, but there is no GPU here, and at most 64 emulated CPU devices "
+            "stand in. Set cluster.gpus=64 or less; to plan for a cluster that is not here, "
+            "describe it (task=plan cluster=h100_8_x16).",
+        ),
+        (
+            Gpus(("NVIDIA H200",), "JAX has no CUDA plugin"),
+            1,
+            "cluster.gpus=1: 1 GPU here (NVIDIA H200), but JAX has no CUDA plugin. "
+            "Mend that, or set cluster=emulated for 1 emulated CPU device.",
         ),
     ],
 )

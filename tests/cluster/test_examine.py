@@ -119,3 +119,41 @@ def test_a_worker_is_known_by_its_machine_whatever_its_address(where, told, monk
         assert worker.elsewhere
     else:
         assert process == psutil.Process()
+
+
+DIED = """The actor died unexpectedly before finishing this task.
+\tclass_name: Host
+\tip: 10.0.0.1
+"""
+NODE = "The actor died because its node has died. Node Id: 99d9b024\n"
+NODE += "\tthe actor's node was terminated unexpectedly: "
+
+
+@pytest.mark.parametrize(
+    ("ray_says", "told"),
+    [
+        (
+            DIED + NODE + "health check failed due to missing too many heartbeats",
+            "worker_0 on 10.0.0.1 is out of reach: Ray's process on its machine has not answered "
+            "for a minute: the network to it is cut, or that machine hangs or is down",
+        ),
+        (
+            "unreachable",
+            "worker_0 on 10.0.0.1 is out of reach: the connection to it broke: its process or its "
+            "machine failed, or the network to it is cut",
+        ),
+        (
+            DIED + NODE + "Termination of node, GCS noticed that it was gone",
+            "worker_0 on 10.0.0.1 died: Ray ended on its machine, which failed or was shut down, "
+            "or somebody killed it",
+        ),
+        (
+            DIED + "Worker unexpectedly exits with a connection error code 2.",
+            "worker_0 on 10.0.0.1 died: its process was killed by a signal or crashed",
+        ),
+    ],
+)
+def test_an_end_is_told_as_what_it_is_as_far_as_that_is_known(ray_says, told, tmp_path):
+    worker = WorkerHandle(Actor(None), 0, tmp_path / "log", "10.0.0.1")
+    error = worker.death(ray_says)
+    assert (error.summary, error.died) == (told, True)

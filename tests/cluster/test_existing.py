@@ -1,16 +1,31 @@
 """Workers on a Ray that others started: they come beside what runs there, and end alone."""
 
+import os
+import signal
+import socket
+import threading
+
 import jax
 import numpy as np
 import psutil
 import pytest
 
 import launcher
-from launcher.cluster.devices import emulated_pool
+from launcher.cluster.devices import DevicePool, emulated_pool
 from launcher.cluster.errors import ClusterError
-from launcher.cluster.existing import ExistingRay, choose_pool
+from launcher.cluster.existing import ExistingRay, choose_pool, reach
 from launcher.cluster.session import start
 from launcher.config.machines import Cluster
+
+
+def test_ctrl_c_ends_the_wait_for_a_ray_that_never_answers():
+    """Before `others`, to which this process is connected then."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        ctrl_c = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+        ctrl_c.start()
+        with pytest.raises(KeyboardInterrupt):
+            ExistingRay(f"127.0.0.1:{silent.getsockname()[1]}", None, None, timeout=600.0)
+        ctrl_c.join()
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +39,7 @@ def others(tmp_path_factory, probe):
 
 
 def test_workers_come_and_go_beside_others(others, probe):
-    ray = ExistingRay("auto", 2, 3)
+    ray = ExistingRay("auto", 2, 3, 120.0)
     workers = ray.spawn(probe, 5)
     places = [worker.submit("place").result() for worker in workers]
     mine = others.submit("place").result()
@@ -33,10 +48,55 @@ def test_workers_come_and_go_beside_others(others, probe):
     assert workers[1].submit("devices").result() == ["cpu"] * 3
     assert [worker.address for worker in workers] == ["127.0.0.1"] * 2
     processes = [psutil.Process(place["pid"]) for place in places]
+    processes[1].suspend()
     ray.close()
     ray.close()
     assert psutil.wait_procs(processes, timeout=60)[1] == []
     assert others.submit("add", 1).result() == 2
+
+
+@pytest.mark.parametrize("why", ["no room", "no answer"])
+def test_workers_that_a_ray_does_not_start_are_named(others, probe, why):
+    ray = ExistingRay("auto", 1, 1, timeout=3.0)
+    raylets = [p for p in psutil.Process().children(recursive=True) if p.name() == "raylet"]
+    # And whoever would have them go on: the head above Ray's own command.
+    silent = [each for raylet in raylets for each in (raylet.parent().parent(), raylet)]
+    told = "it still tries"
+    if why == "no room":
+        ray.pool = DevicePool("gpu", 1, 1, "GPU", "")
+        told = ".*schedul"
+    else:
+        for each in silent:
+            each.suspend()
+    with pytest.raises(
+        ClusterError, match=rf"Ray at auto did not start worker_0 within 3 s \(launcher.*: {told}"
+    ):
+        ray.spawn(probe)
+    for each in silent:
+        each.resume()
+    ray.close()
+    assert others.submit("add", 0).result() >= 1
+
+
+@pytest.mark.slow
+def test_a_wrong_secret_is_named(others, monkeypatch):
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
+    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # look for it on the loopback
+    with pytest.raises(ClusterError, match=rf"no Ray .* at {address}: .*AuthToken"):
+        reach(address, 120.0)
+
+
+def test_what_never_answers_is_given_up(monkeypatch):
+    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        told = rf"no Ray answers at {address}: waited 2 s \(launcher\.init\(start_timeout="
+        with pytest.raises(ClusterError, match=told):
+            reach(address, 2.0)
 
 
 @pytest.mark.slow

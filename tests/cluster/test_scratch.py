@@ -8,6 +8,7 @@ import pytest
 
 from launcher.cluster import scratch
 from launcher.cluster.errors import ClusterError
+from launcher.cluster.head import RAY_FOLDER
 
 LONG_AGO = (0, 0)
 
@@ -24,7 +25,7 @@ def test_the_folder_is_private_and_short_enough_for_sockets(base):
     folder = scratch.create()
     assert str(folder.path.parent) == base
     assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
-    session = "session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
+    session = f"{RAY_FOLDER}/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
     assert len(os.fsencode(folder.path / session)) <= 107
     folder.remove()
     assert os.listdir(base) == []
@@ -41,6 +42,24 @@ def test_without_a_usable_base_the_error_says_how_long_one_may_be(tmp_path):
     long.mkdir()
     with pytest.raises(ClusterError, match=r"Set TMPDIR to .* at most \d+ characters"):
         scratch.choose_base((str(long), "/nonexistent"))
+
+
+@pytest.mark.parametrize(("mode", "safe"), [(0o700, True), (0o1777, True), (0o777, False)])
+def test_a_base_where_others_could_put_a_folder_of_theirs_in_our_place_is_passed_over(
+    mode, safe, base
+):
+    os.chmod(base, mode)
+    inside = os.path.join(base, "t")
+    os.mkdir(inside)
+    for candidate in (base, inside):
+        assert str(scratch.choose_base((candidate, "/tmp"))) == (candidate if safe else "/tmp")
+
+
+def test_a_link_that_somebody_may_turn_is_not_kept(base):
+    os.mkdir(os.path.join(base, "there"))
+    link = os.path.join(base, "link")
+    os.symlink("there", link)
+    assert str(scratch.choose_base((link,))) == os.path.join(base, "there")
 
 
 def test_a_dead_owner_s_folder_is_swept_and_a_living_one_s_is_not(base):

@@ -29,7 +29,8 @@ sys.exit(main(["cluster=slurm", "cluster.hosts=2", "cluster.gpus=4", "run.id=run
 
 @pytest.fixture
 def second_node(tmp_path: Path):
-    """The process that Slurm would start on the second node."""
+    """What Slurm would start on the second node; the first one has made the run's folder."""
+    (tmp_path / "run").mkdir()
     variables = {"SLURM_JOB_ID": "42", "SLURM_NODEID": "1", "LAUNCHER_NODES": "node1 node2"}
     settings = ["cluster.slurm.emulated=true", "cluster.slurm.network_interface=lo"]
     task = subprocess.Popen(
@@ -69,7 +70,15 @@ def test_each_worker_is_on_its_node_and_all_end_with_the_driver(
 def test_a_node_that_dies_takes_its_worker_with_it(second_node, tmp_path: Path) -> None:
     told = drive("dies", tmp_path / "run", second_node.pid)
     assert told.startswith("worker_1")
-    assert "died" in told
+    assert "died: Ray ended on its machine" in told or "is out of reach: the connection" in told
+
+
+@pytest.mark.slow
+def test_of_a_node_that_falls_silent_nobody_says_that_it_died(second_node, tmp_path: Path) -> None:
+    told = drive("silent", tmp_path / "run", second_node.pid)
+    assert told.startswith("worker_1")
+    assert "is out of reach: Ray's process on its machine has not answered for a minute" in told
+    assert second_node.wait(SECONDS) == 0
 
 
 def test_a_driver_with_nothing_to_do_lets_the_others_go(second_node, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from launcher.config.compose import load
 HERE = Path(__file__).parent
 BY_HAND = HERE.parents[1] / "slurm" / "train.sbatch"
 COMMAND = ["/venv/bin/python", "-m", "launcher", "--frozen", "/home/me/outputs/run/config.yaml"]
-ELEMENT = '"/home/me/multirun/s/s-${SLURM_ARRAY_TASK_ID}/config.yaml"'
+ELEMENT = '/home/me/multirun/s/s-"${SLURM_ARRAY_TASK_ID}"/config.yaml'
 FOLDER = Path("/home/me")
 ONE_RUN = Job("run", FOLDER, "/home/me/outputs/run/logs/slurm-%j.out", COMMAND)
 

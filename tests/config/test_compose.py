@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from launcher.__main__ import _EXAMPLES, main
+from launcher.__main__ import main
+from launcher.command import _EXAMPLES
 from launcher.config.build import build
 from launcher.config.compose import from_dict, load, load_points, to_dict
 from launcher.config.folders import CONF
 from launcher.config.keys import setting_keys
+from launcher.config.optimizers import OPTIMIZERS
 from launcher.config.overrides import written
 from launcher.config.schema import GPT, MLP, Config, StdlibText, Text
 
@@ -36,7 +38,7 @@ def test_the_command_in_a_file_is_right(file: Path) -> None:
     commands = re.findall(r"^#   python -m launcher(.*)$", file.read_text(), re.MULTILINE)
     assert commands
     for command in commands:
-        assert main([*shlex.split(command), "task=check"]) == 0
+        load(shlex.split(command))
 
 
 def test_the_examples_of_the_help_are_right(
@@ -49,8 +51,11 @@ def test_the_examples_of_the_help_are_right(
     monkeypatch.chdir(tmp_path)
     commands = re.findall(r"^  launcher(.*?)(?:  |$)", _EXAMPLES, re.MULTILINE)
     assert len(commands) == 10
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books" / "one.txt").write_text("Call me Ishmael. " * 1000)
     for command in commands:
-        assert main([*shlex.split(command), "task=check"]) == 0
+        words = shlex.split(command.replace("/data/books", "books"))
+        assert main([*words, "task=check"]) == 0
 
 
 def test_the_defaults_of_yaml_and_schema_agree() -> None:
@@ -60,6 +65,8 @@ def test_the_defaults_of_yaml_and_schema_agree() -> None:
     model = dataclasses.replace(composed.model, **dict.fromkeys(unfilled))
     assert dataclasses.replace(composed, model=model) == build(Config, {})
     assert load(["model=mlp", "dataset=synthetic"]).model == MLP()
+    for name, optimizer in OPTIMIZERS.items():
+        assert load([f"optimizer={name}"]).optimizer == optimizer()
 
 
 def test_the_yaml_files_show_every_setting() -> None:
@@ -102,6 +109,42 @@ def test_the_command_line_beats_the_recipe_which_beats_the_groups() -> None:
     assert (config.train.steps, config.cluster.gpus, config.optimizer.name) == (7, 2, "sgd")
 
 
+def test_what_a_recipe_says_of_its_own_choice_does_not_stick_to_another() -> None:
+    def said(*words: str) -> tuple[object, ...]:
+        config = load(["recipe=smoke", *words])
+        parallel, cluster = config.parallel, config.cluster
+        return parallel.method, parallel.num_stages, parallel.num_micro_batches, cluster.gpus
+
+    assert said() == said("parallel=manual") == ("manual", 2, 2, 2)
+    assert said("parallel=data") == ("data", None, 1, 2)
+    assert said("parallel=zero3", "parallel.num_micro_batches=4") == ("zero3", None, 4, 2)
+    assert said("cluster=local") == ("manual", 2, 2, None)
+    replayed = load(["recipe=pipeshard_tutorial", "parallel=replay", "parallel.plan=p"]).parallel
+    assert replayed.num_micro_batches is None
+    other = load(["recipe=smoke", "model=mlp", "dataset=synthetic"]).model
+    assert other == load(["model=mlp", "dataset=synthetic"]).model
+
+
+def test_what_a_recipe_says_without_a_choice_of_its_own_is_for_every_option(tmp_path: Path) -> None:
+    """And files before and after it keep their turn; the environment is asked at the end."""
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "parallel").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /model: mlp\n"
+        "parallel: {num_micro_batches: 8}\noptimizer: {learning_rate: 1e-4}\n"
+        "model: {num_layers: 7}\n"
+    )
+    (tmp_path / "parallel" / "mine.yaml").write_text(
+        "defaults: [manual, _self_]\nremat: ${oc.env:REMAT,full}\n"
+    )
+    folders = [str(tmp_path)]
+    config = load(["recipe=mine", "parallel=mine", "model=gpt", "model.num_heads=2"], folders)
+    assert (config.parallel.num_micro_batches, config.parallel.remat) == (8, "full")
+    assert config.parallel.method == "manual"
+    assert config.optimizer.learning_rate == 1e-4
+    assert config.model == load(["model.num_heads=2"]).model
+
+
 def test_a_plus_before_a_known_name_is_harmless() -> None:
     assert load(["+recipe=smoke", "+train.steps=7", "++run.seed=1"]) == load(
         ["recipe=smoke", "train.steps=7", "run.seed=1"]
@@ -123,6 +166,21 @@ def test_written_text_is_read_back(text: str) -> None:
 def test_null_clears_a_text_setting_and_quotes_make_it_text() -> None:
     assert load(["wandb.name=x", "wandb.name=null"]).wandb.name is None
     assert load(["wandb.name='null'"]).wandb.name == "null"
+
+
+@pytest.mark.parametrize("typed", ["1e3", "1.0e3", "1E3", "1_000", "1000.0"])
+def test_a_whole_number_may_have_an_exponent(
+    typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert load([f"train.steps={typed}"]).train.steps == 1000
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text(
+        f"# @package _global_\ntrain: {{steps: {typed}}}\n"
+    )
+    assert load(["recipe=mine"], [str(tmp_path)]).train.steps == 1000
+    monkeypatch.setenv("STEPS", "1e3")
+    assert load(["train.steps=${oc.env:STEPS}"]).train.steps == 1000
+    assert type(load([f"train.steps={typed}"]).train.steps) is int
 
 
 def test_numbers_may_come_as_text_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,3 +232,41 @@ def test_sweep_points_are_the_product_in_order() -> None:
 def test_a_sweep_over_the_options_of_a_group() -> None:
     points = load_points(["optimizer=glob(ada*)"])
     assert [point.config.optimizer.name for point in points] == ["adafactor", "adam", "adamw"]
+
+
+def test_unused_vocabulary_rows_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model.size=125m", "task=check"]) == 0
+    unused = (
+        "dataset=stdlib_text is bytes: 50,944 of the model's 51,200 vocabulary rows are unused; "
+        "model.vocab_size=256 leaves them out"
+    )
+    assert unused in capsys.readouterr().out.splitlines()
+    for words in ([], ["model.size=125m", "dataset=synthetic"]):
+        assert main([*words, "task=check"]) == 0
+        assert "unused" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("word", "section", "key", "value"),
+    [
+        ("optimizer={learning_rate: 5}", "optimizer", "learning_rate", 5.0),
+        ("model={num_layers: 8}", "model", "num_layers", 8),
+        ("parallel={method: manual}", "parallel", "method", "manual"),
+        ("train={steps: 7}", "train", "steps", 7),
+        ("run={seed: 3}", "run", "seed", 3),
+    ],
+)
+def test_a_table_on_the_command_line_sets_what_is_in_it_and_no_more(word, section, key, value):
+    got, plain = to_dict(load([word])), to_dict(load([]))
+    assert got[section].pop(key) == value
+    plain[section].pop(key)
+    assert got == plain
+
+
+@pytest.mark.parametrize("default", ["/recipe: mine", "mine"])
+def test_files_that_choose_one_another_without_end_are_refused(default, tmp_path, capsys):
+    (tmp_path / "recipe").mkdir()
+    text = f"# @package _global_\ndefaults:\n  - {default}\n"
+    (tmp_path / "recipe" / "mine.yaml").write_text(text)
+    assert main(["--config-dir", str(tmp_path), "recipe=mine", "task=check"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

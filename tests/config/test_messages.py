@@ -41,6 +41,8 @@ COMMAND_LINES = [
     ),
     # Wrong types.
     ("train.steps=abc", f"train.steps must be a whole number, not 'abc' {CLI}."),
+    ("train.steps=1e-3", f"train.steps must be a whole number, not 0.001 {CLI}."),
+    ("train.steps=1e400", f"train.steps must be a whole number, not inf {CLI}."),
     ("train.steps=1.5", f"train.steps must be a whole number, not 1.5 {CLI}."),
     ("train.steps=true", f"train.steps must be a whole number, not true {CLI}."),
     ("train.steps=null", f"train.steps must be a whole number, not null {CLI}."),
@@ -156,10 +158,14 @@ COMMAND_LINES = [
         f"wandb.name: Interpolation key 'run.idd' not found {CLI}.",
     ),
     # Settings that do not go together.
+    (  # Said with the value that another optimizer has by default.
+        "optimizer=sgd optimizer.b1=0.9",
+        f"optimizer.b1 is not a setting of optimizer=sgd {CLI}. It belongs to optimizer=adamw.",
+    ),
     (
         "optimizer.momentum=0.5",
-        f"optimizer.momentum=0.5 has no meaning for optimizer=adamw {CLI}. "
-        "Leave it out, or use optimizer=sgd.",
+        f"optimizer.momentum is not a setting of optimizer=adamw {CLI}. "
+        "It belongs to optimizer=sgd.",
     ),
     (
         "parallel=data parallel.schedule=1f1b",
@@ -174,7 +180,7 @@ COMMAND_LINES = [
     (
         "task=calibrate cluster=slurm",
         "task=calibrate measures the devices that are here, and those of cluster=slurm are not "
-        f"(task {CLI[1:-1]}, cluster.kind in {CONF}/cluster/slurm.yaml:7). "
+        f"(task {CLI[1:-1]}, cluster.kind in {CONF}/cluster/slurm.yaml:8). "
         "Run it on a node, with cluster=local.",
     ),
     (
@@ -240,6 +246,17 @@ COMMAND_LINES = [
         "cluster.hosts=2",
         f"cluster=local is this one machine, not cluster.hosts=2 {CLI}. "
         "Use cluster=emulated to play several hosts on it.",
+    ),
+    (
+        "cluster=emulated cluster.transport=collective",
+        "cluster.transport=collective is a way between processes, and cluster.hosts=1 is one "
+        f"(cluster.transport {CLI[1:-1]}, cluster.hosts in {CONF}/cluster/emulated.yaml:7). "
+        "Leave it at auto.",
+    ),
+    (
+        "task=plan cluster=h200_8_x8 cluster.transport=pull",
+        f"cluster.transport=pull has no meaning for machines that are not here {CLI}. "
+        "Leave it at auto.",
     ),
     (
         "task=submit",
@@ -338,10 +355,19 @@ COMMAND_LINES = [
         f"train.steps=interval(1,3) cannot be listed value by value {CLI}. "
         "Write the values with commas, range(start,stop,step) or choice(a,b).",
     ),
+    *(
+        (
+            f"cluster=slurm cluster.slurm.time={time} cluster.slurm.signal=USR2@{lead}",
+            f"cluster.slurm.time={time} is not above the {lead} s before its end at which "
+            f"cluster.slurm.signal=USR2@{lead} has the run save and end {CLI}. "
+            "Give the job more time, or the signal fewer seconds.",
+        )
+        for time, lead in (("2m", 120), ("0m", 10), ("1h", 7200))
+    ),
     (
         "-m parallel.num_micro_batches=2,5",
         "train.global_batch_size=32 cannot be cut into parallel.num_micro_batches=5 equal "
-        f"microbatches (train.global_batch_size in {CONF}/config.yaml:30, "
+        f"microbatches (train.global_batch_size in {CONF}/config.yaml:33, "
         "parallel.num_micro_batches on the command line). Use train.global_batch_size=30 or 35.",
     ),
 ]
@@ -359,8 +385,8 @@ FILES = [
         "optimizer/mine.yaml",
         "name: adamw\nlerning_rate: 3\n",
         "optimizer=mine",
-        "optimizer.lerning_rate is not a setting (in my_conf/optimizer/mine.yaml:2). "
-        "Did you mean optimizer.learning_rate?",
+        "optimizer.lerning_rate is not a setting of optimizer=adamw "
+        "(in my_conf/optimizer/mine.yaml:2). Did you mean optimizer.learning_rate?",
     ),
     (
         "recipe/mine.yaml",
@@ -622,30 +648,32 @@ def test_a_frozen_file_cannot_allow_its_own_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "config.yaml"
-    settings = "task: check\nmodel: {name: custom, module: my_pkg.net}\n"
-    path.write_text(f"{settings}allow_modules: [my_pkg.net]\n")
+    options = "{input_size: 2, output_size: 2}"
+    model = f"{{name: custom, module: json.decoder, options: {options}}}"
+    settings = f"task: check\nmodel: {model}\ndataset: {{name: synthetic}}\n"
+    path.write_text(f"{settings}allow_modules: [json.decoder]\n")
     code, _, err = answer(["--frozen", str(path)], capsys)
     assert code == 2
-    assert "model.module=my_pkg.net is code that this run is not allowed to load" in err
-    assert answer(["--frozen", str(path), "allow_modules=[my_pkg]"], capsys)[0] == 0
+    assert "model.module=json.decoder is code that this run is not allowed to load" in err
+    assert answer(["--frozen", str(path), "allow_modules=[json]"], capsys)[0] == 0
 
 
 def test_what_a_file_says_of_allow_modules_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Even where it goes unnoticed: it is the command line that is asked."""
-    monkeypatch.setattr(compose, "refuse_useless", lambda source: None)
+    monkeypatch.setattr(compose, "refuse_useless", lambda *_: None)
     recipe = tmp_path / "recipe" / "mine.yaml"
     recipe.parent.mkdir()
     recipe.write_text(
-        "# @package _global_\n<<: {allow_modules: [evil]}\n"
-        "defaults: [override /dataset: custom]\ndataset: {module: evil}\n"
+        "# @package _global_\n<<: {allow_modules: [json]}\n"
+        "defaults: [override /dataset: custom]\ndataset: {module: json}\n"
     )
     command = ["--config-dir", str(tmp_path), "recipe=mine", "task=check"]
     code, _, err = answer(command, capsys)
     assert code == 2
-    assert "dataset.module=evil is code that this run is not allowed to load" in err
-    assert answer([*command, "allow_modules=['evil']"], capsys)[0] == 0
+    assert "dataset.module=json is code that this run is not allowed to load" in err
+    assert answer([*command, "allow_modules=['json']"], capsys)[0] == 0
 
 
 def test_missing_config_dir(
@@ -657,4 +685,24 @@ def test_missing_config_dir(
         "",
         f"launcher: --config-dir {tmp_path}/nowhere is not a folder. Name a folder that holds "
         "groups of YAML files, such as my_conf with my_conf/recipe/mine.yaml in it.\n",
+    )
+
+
+def test_an_unused_broken_file_does_not_hide_the_right_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipes = tmp_path / "my_conf" / "recipe"
+    recipes.mkdir(parents=True)
+    (tmp_path / "my_conf" / "dataset").mkdir()
+    (tmp_path / "my_conf" / "dataset" / "broken.yaml").write_text("a: [1\n")
+    (recipes / "mine.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /optimizer: own\n"
+    )
+    (tmp_path / "my_conf" / "optimizer").mkdir()
+    (tmp_path / "my_conf" / "optimizer" / "own.yaml").write_text("defaults: [{a: 1, b: 2}]\n")
+    assert main(["--config-dir", "my_conf", "recipe=mine", "task=check"]) == 2
+    assert capsys.readouterr().err == (
+        "launcher: my_conf/optimizer/own.yaml has defaults with an entry that is not "
+        "'group: option'. It has to hold names and values.\n"
     )

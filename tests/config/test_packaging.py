@@ -1,7 +1,14 @@
-"""pyproject.toml names every package by hand, because conf/ moves: it must name them all."""
+"""pyproject.toml names every package by hand, because of conf/: it must name them all. And what is
+installed from a checkout is found from everywhere."""
 
+import shutil
+import subprocess
+import sys
 import tomllib
+import zipfile
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -17,3 +24,31 @@ def test_every_folder_is_shipped() -> None:
         Path("launcher") / file.parent.relative_to(ROOT) for file in ROOT.glob("conf/**/*.yaml")
     }
     assert sorted(named) == sorted(".".join(folder.parts) for folder in code | conf)
+
+
+def test_an_editable_checkout_is_found_from_the_folder_above_it(tmp_path: Path) -> None:
+    """There the checkout's own folder, which has the package's name, must not be taken for it."""
+    pytest.importorskip("setuptools", minversion="77")  # what [build-system] requires
+    checkout, site = tmp_path / "launcher", tmp_path / "site"
+    for name in ("launcher", "recipes", "conf"):
+        unbuilt = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, checkout / name, symlinks=True, ignore=unbuilt)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, checkout)
+
+    # What `pip install -e .` does: the wheel of the build backend's editable hook, unpacked.
+    build = "import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])"
+    built = [sys.executable, "-c", build, str(tmp_path)]
+    subprocess.run(built, cwd=checkout, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(site)
+
+    use = (
+        "import sys, site; site.addsitedir(sys.argv[1]); sys.path.insert(0, '')\n"
+        "import launcher, recipes; from launcher.config.folders import CONF\n"
+        "print(launcher.__file__, recipes.__file__, CONF)"
+    )
+    alone = [sys.executable, "-I", "-S", "-c", use, str(site)]  # sees no other installation
+    found = subprocess.run(alone, cwd=tmp_path, check=True, capture_output=True, text=True)
+    homes = ("launcher/__init__.py", "recipes/__init__.py", "conf")
+    assert found.stdout.split() == [str(checkout / home) for home in homes]

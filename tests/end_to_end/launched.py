@@ -22,7 +22,13 @@ DEADLINE = 240  # seconds that no launcher of these tests needs
 class Launcher:
     """One `python -m launcher` in a process group of its own."""
 
-    def __init__(self, folder: Path, *words: str, stdout: int = subprocess.PIPE) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *words: str,
+        stdout: int = subprocess.PIPE,
+        stderr: int = subprocess.PIPE,
+    ) -> None:
         self.mark = uuid.uuid4().hex
         self.process = subprocess.Popen(
             [sys.executable, "-m", "launcher", *words],
@@ -30,7 +36,7 @@ class Launcher:
             env={**os.environ, MARK: self.mark},
             stdin=subprocess.DEVNULL,
             stdout=stdout,
-            stderr=subprocess.PIPE,
+            stderr=stderr,
             text=True,
             start_new_session=True,
         )
@@ -42,6 +48,16 @@ class Launcher:
             assert time.monotonic() < deadline
             assert self.process.poll() is None, self.process.communicate()
             time.sleep(0.02)
+
+    def wait_for_handlers(self) -> None:
+        """Wait until the launcher answers signals: from its first lines on."""
+
+        def handles() -> bool:
+            status = Path(f"/proc/{self.process.pid}/status").read_text()
+            (caught,) = (line for line in status.splitlines() if line.startswith("SigCgt:"))
+            return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+        self.wait_for(handles)
 
     def end(self) -> tuple[int, str, str]:
         """Wait for the end: exit code, standard output, standard error. Nothing is left then; soon

@@ -3,7 +3,6 @@
 Every run here is of one plan, and so must come to the very bytes of the one that was left alone.
 """
 
-import functools
 import os
 import random
 import signal
@@ -12,60 +11,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import jax
-import numpy as np
-import orbax.checkpoint as ocp
 import psutil
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+from disturbed import SLOW, STEPS, WORDS, assert_as_undisturbed
 from launched import Launcher, lines, losses, summary
 
-STEPS = 60
-MODEL = (
-    "model=mlp",
-    "dataset=synthetic",
-    "optimizer.learning_rate=0.01",
-    "train.global_batch_size=16",
-    "train.eval_every=0",
-    "parallel=manual",
-    "parallel.num_stages=2",
-    "parallel.num_micro_batches=2",
-    "cluster=emulated",
-    "cluster.gpus=2",
-    "wandb.mode=disabled",
-)
-# Steps of 50 ms and more: whoever is to be killed in the middle of a run is found by then.
-SLOW = ("model.hidden_size=1024", "model.num_layers=8", "train.global_batch_size=128")
-WORDS = (*MODEL, f"train.steps={STEPS}", "train.checkpoint.every_steps=5", "run.id=one")
 FOREVER = "train.steps=1000000"
-
-
-def parameters(run: Path) -> list[np.ndarray]:
-    with ocp.CheckpointManager((run / "checkpoints").absolute()) as manager:
-        assert manager.latest_step() == STEPS
-        return jax.tree.leaves(manager.restore(STEPS, args=ocp.args.StandardRestore()))
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """A run that is left alone, by its number of hosts; made when it is first asked for."""
-
-    @functools.cache
-    def run(hosts: int) -> Path:
-        folder = tmp_path_factory.mktemp(f"hosts_{hosts}")
-        code, _, err = Launcher(folder, *WORDS, *SLOW, f"cluster.hosts={hosts}").end()
-        assert code == 0, err
-        return folder / "outputs" / "one"
-
-    return run
-
-
-def assert_as_undisturbed(run: Path, undisturbed: Path) -> None:
-    assert [line["step"] for line in lines(run)] == list(range(1, STEPS + 1))
-    assert losses(run) == losses(undisturbed)
-    for found, expected in zip(parameters(run), parameters(undisturbed), strict=True):
-        np.testing.assert_array_equal(found, expected, strict=True)
 
 
 def kill(launcher: Launcher, victim: str, draw: random.Random) -> None:
@@ -97,7 +50,7 @@ def kill(launcher: Launcher, victim: str, draw: random.Random) -> None:
         pytest.param("tree", 2, 6, marks=pytest.mark.stress),
         pytest.param("gcs_server", 1, 7, marks=pytest.mark.stress),
         pytest.param("raylet", 1, 8, marks=pytest.mark.stress),
-        pytest.param("raylet", 2, 9, marks=pytest.mark.slow),
+        pytest.param("raylet", 2, 9, marks=pytest.mark.stress),
         pytest.param("head", 1, 10, marks=pytest.mark.stress),
     ],
 )

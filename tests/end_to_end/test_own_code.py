@@ -63,3 +63,22 @@ def test_a_module_without_the_function_is_refused(folder: Path) -> None:
         "write one as recipes/mlp.py does\n"
     )
     assert not (folder / "outputs").exists()
+
+
+def test_data_without_validation_is_refused_before_anything_starts(folder: Path) -> None:
+    (folder / "my_pkg" / "data.py").write_text(
+        "import numpy as np\n"
+        "from recipes import Dataset\n"
+        "def check(options, model_options, validation): pass\n"
+        "def build(options, model_options, batch_size, seed):\n"
+        "    x, y = np.ones((batch_size, 16), np.float32), np.ones((batch_size, 4), np.float32)\n"
+        "    return Dataset(lambda k: {'x': x, 'y': y}, None, 'ones')\n"
+    )
+    words = shlex.split(COMMAND.partition("-m launcher")[2].replace("dataset=synthetic", ""))
+    result = launcher(folder, *words, "dataset=custom", "dataset.module=my_pkg.data")
+    assert result.returncode == 2
+    assert result.stderr == (
+        "launcher: train.eval_every=50 evaluates, and dataset.name=custom holds nothing out for "
+        "that; have its build return validation batches, or set train.eval_every=0\n"
+    )
+    assert not (folder / "outputs").exists()

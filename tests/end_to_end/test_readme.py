@@ -1,5 +1,6 @@
 """The README tells the truth: its commands are accepted, its Python runs, what it names exists."""
 
+import json
 import os
 import re
 import shlex
@@ -9,9 +10,10 @@ from pathlib import Path
 
 import jax
 import pytest
+import yaml
 
 from launcher.__main__ import main
-from launcher.config.compose import load
+from launcher.config.compose import load, to_dict
 from launcher.config.folders import CONF, find_groups
 from launcher.train import checkpoint
 from launcher.train.program import build_program
@@ -31,15 +33,30 @@ COMMANDS = [line.partition("python -m launcher")[2] for line in SHELL if "-m lau
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the README's reader stands: with the YAML of the README, and a run behind him."""
+    """Where the README's reader stands: with what it tells him to write, and with the runs behind
+    him that it has him make; of one no more than what settings are held against."""
     folder = tmp_path_factory.mktemp("reader")
     recipe, cluster = blocks("yaml")
     for group, text in (("recipe", recipe), ("cluster", cluster)):
         (folder / "my_conf" / group).mkdir(parents=True)
         (folder / "my_conf" / group / "mine.yaml").write_text(text)
+    (folder / "books").mkdir()
+    (folder / "books" / "one.txt").write_text("Call me Ishmael. " * 1000)
+    (folder / "README.md").write_text(README)
+    (folder / "my_pkg").mkdir()
+    (folder / "my_pkg" / "net.py").write_text(next(b for b in blocks("python") if "def build" in b))
+
     program = build_program(load(["recipe=smoke"]))
-    state = jax.jit(program.init)(program.seed)
-    checkpoint.save(folder / "outputs" / "first" / "checkpoints", 3, checkpoint.copied(state), {})
+    state = checkpoint.copied(jax.jit(program.init)(program.seed))
+    first, mine = folder / "outputs" / "first", folder / "outputs" / "mine"
+    smoke, default = to_dict(load(["recipe=smoke"])), to_dict(load([]))
+    for home, settings in ((first, smoke), (mine, default)):
+        settings["run"]["id"] = home.name
+        held = {"data": {"next_batch": 3}, "metrics": {"next_step": 4}, "config": settings}
+        checkpoint.save(home / "checkpoints", 3, state, held)
+    plan = {"cluster": {"hosts": 1, "devices_per_host": 2}}
+    (first / "plan.json").write_text(json.dumps(plan))
+    (first / "config.yaml").write_text(yaml.safe_dump(smoke))
     return folder
 
 
@@ -52,7 +69,11 @@ def test_every_command_is_accepted(
     command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)  # as `python -m` does
     arguments = shlex.split(command, comments=True)
+    if "task=sweep_status" in arguments:  # whose settings have no meaning for another task
+        assert load(arguments).task == "sweep_status"
+        return
     assert main([*arguments, "task=check"]) == 0
     assert capsys.readouterr().err == ""
 

@@ -6,7 +6,7 @@ import pytest
 
 from launcher.__main__ import main
 from launcher.config.compose import load
-from launcher.submit import script_for, write_script
+from launcher.submit import read_job, script_for, write_script
 
 SETTINGS = ("cluster=slurm", "cluster.hosts=2", "cluster.gpus=16", "model.num_layers=4")
 
@@ -46,7 +46,7 @@ def test_a_dry_run_of_a_sweep_shows_one_array_or_a_script_a_run(
     script = capsys.readouterr().out
     assert script.count("#!/usr/bin/env bash") == 1
     assert "#SBATCH --array=0-2%2" in script.splitlines()
-    assert f'--frozen "{folder}/multirun/s/s-${{SLURM_ARRAY_TASK_ID}}/config.yaml")' in script
+    assert f'--frozen {folder}/multirun/s/s-"${{SLURM_ARRAY_TASK_ID}}"/config.yaml)' in script
     assert list(folder.iterdir()) == []
 
 
@@ -60,7 +60,7 @@ def test_a_job_may_load_what_the_command_line_allows(
     frozen = f"--frozen {folder}/outputs/mine/config.yaml 'allow_modules=[my_pkg]')"
     assert frozen in capsys.readouterr().out
     assert main(("-m", *words, "cluster.slurm.array=2", "train.steps=1,2")) == 0
-    assert "/config.yaml\" 'allow_modules=[my_pkg]')" in capsys.readouterr().out
+    assert "/config.yaml 'allow_modules=[my_pkg]')" in capsys.readouterr().out
 
 
 def test_without_slurm_nothing_is_made(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,6 +117,28 @@ def test_a_script_that_holds_values_of_the_environment_is_its_users_alone(
     assert (path.stat().st_mode & 0o077 == 0) == ("s3cret" in env)
 
 
+@pytest.mark.parametrize("text", ["", "[]", '{"job_id": "7"}', '{"job_id": "-f", "script": "x"}'])
+def test_a_damaged_note_of_a_job_is_set_aside_and_said(
+    text: str,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (folder / "squeue").write_text("#!/bin/sh\n")
+    (folder / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    path = folder / "s-0" / "job.json"
+    path.parent.mkdir()
+    path.write_text(text)
+    assert read_job(path.parent) is None
+    err = capsys.readouterr().err
+    assert (err.count("\n"), err.startswith(f"launcher: {path} is damaged")) == (1, True)
+    assert "it is kept as job.json.damaged" in err
+    for _ in range(2):  # the run stays in the table
+        assert main(("task=sweep_status", f"sweep.dir={folder}", "sweep.resubmit=true")) == 0
+        assert "unknown" in capsys.readouterr().out
+
+
 def test_frozen_settings_are_a_runs_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(("--cfg", "job", "train.steps=7")) == 0
     (folder / "config.yaml").write_text(capsys.readouterr().out)
@@ -126,3 +148,18 @@ def test_frozen_settings_are_a_runs_own(folder: Path, capsys: pytest.CaptureFixt
     assert "--frozen takes all settings from its file" in capsys.readouterr().err
     assert main(("--frozen", "missing.yaml")) == 2
     assert "launcher: --frozen missing.yaml cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["cluster.slurm.array=2"], "cluster.slurm.array=2 is for sweeps, and this is one run"),
+        (["-m", "train.steps=1,2", "cluster.slurm.wait=true"], "cluster.slurm.wait=true follows"),
+    ],
+)
+def test_what_one_run_or_a_sweep_cannot_follow_is_refused(
+    words: list[str], told: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SETTINGS, *words]) == 2
+    assert told in capsys.readouterr().err
+    assert list(folder.iterdir()) == []

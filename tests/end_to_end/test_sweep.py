@@ -49,7 +49,7 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
         [
             *(sys.executable, "-m", "launcher", "-m", "run.id=jack"),
             *("recipe=smoke", "dataset=text", "dataset.path=missing.txt,text.txt"),
-            *("train.steps=2", "wandb.mode=disabled"),
+            *("train.steps=2", "wandb.mode=offline"),
         ],
         cwd=tmp_path,
         capture_output=True,

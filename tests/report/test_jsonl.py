@@ -121,6 +121,7 @@ class NearlyFull:
     def __init__(self, file, room, code=errno.ENOSPC):
         self._file, self._room, self._code = file, room, code
         self.truncate, self.fileno = file.truncate, file.fileno
+        self.seek, self.read, self.closed = file.seek, file.read, False
 
     def write(self, data):
         if not self._room:

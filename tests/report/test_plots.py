@@ -7,7 +7,7 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
-from launcher.plan.schedule import Kind, gpipe, one_f_one_b
+from launcher.plan.schedule import Kind, gpipe, one_f_one_b, zero_bubble
 from launcher.plan.simulate import bubble_fraction, simulate
 from launcher.report import plots
 
@@ -58,8 +58,52 @@ def test_a_loss_that_is_not_finite_is_left_out(tmp_path):
     assert (imread(whole) == imread(same)).all()
 
 
-def test_the_running_mean_keeps_lines_and_constants():
+def test_smoothing_keeps_lines_and_constants():
     line = [3.0 * i for i in range(20)]
-    assert plots.running_mean(line, span=4) == pytest.approx(line)
-    assert plots.running_mean([1.0, 4.0, 1.0], span=1) == pytest.approx([1.0, 2.0, 1.0])
-    assert plots.running_mean([], span=3) == []
+    assert plots.smoothed(line, window=9) == pytest.approx(line)
+    assert plots.smoothed([1.0, 4.0, 1.0, 1.0], window=3)[1:3] == pytest.approx([2.0, 2.0])
+
+
+def test_smoothing_does_not_hook_at_its_ends():
+    flat = [2.0] * 200
+    for outlier in (0, 199):
+        values = flat.copy()
+        values[outlier] = 3.0
+        bent = max(abs(value - 2.0) for value in plots.smoothed(values, window=11))
+        assert bent < 0.35  # and not 1, as where the last value stands alone
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures, as they are before they are written."""
+    figures = []
+
+    def save(figure, path):
+        figures.append(figure)
+        return path
+
+    monkeypatch.setattr(plots, "_save", save)
+    return figures
+
+
+def test_tasks_too_narrow_for_a_number_cost_the_others_none(tmp_path, drawn):
+    def duration(task):
+        # The first stage's inputs need no gradient.
+        return 0.0 if task.kind is Kind.BACKWARD_INPUT and task.stage == 0 else 1.0
+
+    timeline = simulate(zero_bubble(3, 6), duration)
+    plots.plot_timeline(timeline, tmp_path / "timeline.png")
+    [axes] = drawn[0].axes
+    wide = [timed for timed in timeline if timed.end > timed.start]
+    assert len(wide) < len(timeline)
+    assert sorted(text.get_text() for text in axes.texts) == sorted(
+        str(timed.task.microbatch) for timed in wide
+    )
+
+
+def test_the_pictures_step_time_is_the_consoles(tmp_path, drawn):
+    timeline = simulate(gpipe(2, 4), lambda task: 0.01)
+    plots.plot_timeline(timeline, tmp_path / "timeline.png", "run", step_seconds=0.125)
+    [axes] = drawn[0].axes
+    assert axes.get_title(loc="left").startswith("run: 125 ms a step, 20.0% idle")
+    assert axes.get_xlim() == (0.0, 125.0)

@@ -69,10 +69,14 @@ def test_a_loss_that_is_not_finite_is_null(tmp_path):
     assert json.loads(path.read_text())["final_loss"] is None
 
 
-def test_a_write_that_fails_leaves_the_old_file_whole(tmp_path):
+def test_a_write_that_fails_leaves_the_old_file_whole(tmp_path, monkeypatch):
     write_summary(tmp_path, DONE)
-    (tmp_path / "summary.partial").mkdir()  # nothing can be written there now
-    with pytest.raises(OSError, match="directory"):
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
         write_summary(tmp_path, Summary(run_id="other", exit_reason="done"))
     assert json.loads((tmp_path / "summary.json").read_text())["run_id"] == "gpt-1"
 

@@ -2,11 +2,13 @@
 
 import io
 
+import pytest
 import yaml
+from rich.console import Console
 
 from launcher.report.console import make_console
 from launcher.report.summary import Summary, write_summary
-from launcher.report.sweep import comparison_table, is_done, short_names
+from launcher.report.sweep import is_done, print_comparison, short_names
 
 
 def make_run(folder, settings, **summary):
@@ -19,7 +21,7 @@ def make_run(folder, settings, **summary):
 
 def text_of(run_dirs):
     file = io.StringIO()
-    make_console(file).print(comparison_table(run_dirs))
+    print_comparison(make_console(file), run_dirs)
     return [line.rstrip() for line in file.getvalue().splitlines()]
 
 
@@ -73,7 +75,7 @@ def test_the_exact_text(tmp_path, monkeypatch):
         "3                   16        -        -         -          -          -  not finished",
         "4                   32        -        -         -          -          -  interrupted",
         "2: out of memory on worker 0",
-        "3: it wrote no summary.json",
+        "3: there is no whole summary.json",
     ]
 
 
@@ -98,6 +100,39 @@ def test_plans_are_compared_by_their_predictions(tmp_path, monkeypatch):
         "0                    1    70.0 ms      400.0   25.0%  *3.00 GiB  planned",
         "1                    2   *60.0 ms     *401.0   25.0%   6.00 GiB  planned",
     ]
+
+
+@pytest.mark.parametrize("width", [40, 80, 120, 200, 400])
+def test_no_header_is_folded_and_no_column_dropped_however_narrow_the_terminal(tmp_path, width):
+    runs = [
+        make_run(
+            tmp_path / "s" / f"s-{n}",
+            {
+                "model": {"hidden_size": 64 * n, "num_layers": n, "widths": [512] * 20 * n},
+                "parallel": {"num_micro_batches": n, "schedule": f"{n}f{n}b", "remat": "none" * n},
+                "optimizer": {"final_learning_rate": n / 7, "name": f"optimizer {n}"},
+                "dataset": {"name": f"data {n}", "path": "/a/long/path/to/the/data" * n},
+            },
+            exit_reason="done",
+            step_seconds_median=0.1,
+        )
+        for n in (1, 2)
+    ]
+    file = io.StringIO()
+    console = Console(file=file, width=width, markup=False, highlight=False)
+    print_comparison(console, runs)
+    text = file.getvalue()
+    for header in (
+        *("hidden_size", "num_layers", "widths", "num_micro_batches", "schedule", "remat"),
+        *("final_learning_rate", "optimizer.name", "dataset.name", "path"),
+        *("loss", "eval", "step", "predicted", "samples/s", "ended"),
+    ):
+        assert text.split().count(header) == 1
+    assert "…" not in text
+    longest = max(len(line.rstrip()) for line in text.splitlines()[1:])
+    assert longest <= max(width, len("run  final_learning_rate"), 45)
+    if width == 400:
+        assert text.split().count("run") == 1  # as one table, where there is room
 
 
 def test_runs_of_different_folders_keep_their_names(tmp_path):
@@ -125,7 +160,7 @@ def test_the_jobs_of_a_batch_system_are_shown(tmp_path):
     runs = [make_run(tmp_path / "s-0", settings(0, 2), **done)]
     runs.append(make_run(tmp_path / "s-1", settings(1, 4)))
     file = io.StringIO()
-    make_console(file).print(comparison_table(runs, ["7_0 COMPLETED", "7_1 PENDING"]))
+    print_comparison(make_console(file), runs, ["7_0 COMPLETED", "7_1 PENDING"])
     lines = file.getvalue().splitlines()
     assert any("7_0 COMPLETED  done" in line for line in lines)
     assert any("7_1 PENDING    -" in line for line in lines)

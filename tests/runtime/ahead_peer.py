@@ -1,6 +1,6 @@
 """One of several processes that run many steps without ever waiting; `test_pace` starts it.
 
-    python ahead_peer.py INDEX COUNT COORDINATOR DEVICES STEPS
+    python ahead_peer.py INDEX COUNT COORDINATOR DEVICES STEPS TRANSPORT
 
 Reads the plans' settings from its input, one list of JSON; prints for each the last loss it knows.
 """
@@ -10,7 +10,7 @@ import os
 import sys
 
 INDEX, COUNT, COORDINATOR = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-DEVICES, STEPS = int(sys.argv[4]), int(sys.argv[5])
+DEVICES, STEPS, TRANSPORT = int(sys.argv[4]), int(sys.argv[5]), sys.argv[6]
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
 
 import jax  # noqa: E402
@@ -18,16 +18,17 @@ from jax._src import distributed  # noqa: E402  (the key-value store: tests need
 from tiny import BATCHES, init, step  # noqa: E402
 
 from launcher.plan import local_shape, make_plan  # noqa: E402
-from launcher.runtime import PullTransport, compile_step  # noqa: E402
+from launcher.runtime import PermuteTransport, PullTransport, compile_step  # noqa: E402
 from launcher.trace import trace_step  # noqa: E402
 
 
 def main() -> None:
     jax.distributed.initialize(COORDINATOR, COUNT, INDEX)
     store = distributed.global_state.client
-    transport = PullTransport()
-    store.key_value_set(f"address_{INDEX}", transport.address)
-    transport.connect([store.blocking_key_value_get(f"address_{i}", 60_000) for i in range(COUNT)])
+    pull = PullTransport()
+    store.key_value_set(f"address_{INDEX}", pull.address)
+    pull.connect([store.blocking_key_value_get(f"address_{i}", 60_000) for i in range(COUNT)])
+    transport = PermuteTransport() if TRANSPORT == "collective" else pull
     traced = trace_step(step, (jax.eval_shape(init, jax.random.key(0)), BATCHES[0]))
     found = []
     for settings in json.loads(sys.stdin.read()):

@@ -6,6 +6,7 @@ Prints a line of JSON: the losses, of networks all metrics, that this process kn
 holds at the end.
 """
 
+import hashlib
 import json
 import os
 import sys
@@ -27,13 +28,14 @@ from trainings import training  # noqa: E402
 
 from launcher.plan import local_shape, make_plan  # noqa: E402
 from launcher.plan.methods import ManualStageOption, PipeshardParallel  # noqa: E402
-from launcher.runtime import PullTransport, compile_step  # noqa: E402
+from launcher.runtime import PermuteTransport, PullTransport, compile_step  # noqa: E402
 from launcher.trace import trace_step  # noqa: E402
 
 
 def planned(traced, cluster, settings):
     """By the settings' words: a plan of `plans`, a seed for one at random, a method's name, or the
     fields of a `ManualStageOption`."""
+    settings = {name: value for name, value in settings.items() if name not in FOR_THE_PEER}
     if "plan" in settings:
         return plans.by_name(traced, settings["plan"], cluster)
     if "seed" in settings:
@@ -41,6 +43,9 @@ def planned(traced, cluster, settings):
     if "method" in settings:
         return make_plan(traced, cluster=cluster, **settings)
     return PipeshardParallel(3, stage_option=ManualStageOption(**settings)).plan(traced, cluster)
+
+
+FOR_THE_PEER = "training", "transport"
 
 
 def network(settings, transport):
@@ -67,14 +72,22 @@ def network(settings, transport):
     return {"metrics": known, "slices": plan.num_micro_batches * plan.num_replicas}
 
 
+def held(leaves):
+    """The bits that this process holds of some arrays, in short."""
+    shards = [shard.data for x in leaves for shard in x.addressable_shards]
+    return hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in shards)).hexdigest()
+
+
 def main() -> None:
     jax.distributed.initialize(COORDINATOR, COUNT, INDEX)
     store = distributed.global_state.client
-    transport = PullTransport()
-    store.key_value_set(f"address_{INDEX}", transport.address)
-    transport.connect([store.blocking_key_value_get(f"address_{i}", 60_000) for i in range(COUNT)])
+    pull = PullTransport()
+    store.key_value_set(f"address_{INDEX}", pull.address)
+    pull.connect([store.blocking_key_value_get(f"address_{i}", 60_000) for i in range(COUNT)])
+    transports = {"pull": pull, "collective": PermuteTransport()}
     found = {}
     for settings in json.loads(sys.stdin.read()):
+        transport = transports[settings.get("transport", "pull")]
         if "network" in settings:
             found[json.dumps(settings)] = network(settings, transport)
             continue
@@ -92,7 +105,9 @@ def main() -> None:
         leaves = jax.tree.leaves(state)
         jax.block_until_ready([x for x in leaves if x.addressable_shards])
         here = sum(int(np.prod(x.shape)) for x in leaves if x.addressable_shards)
-        found[json.dumps(settings)] = {"losses": losses, "elements_here": here}
+        found[json.dumps(settings)] = {
+            "losses": losses, "elements_here": here, "state": held(leaves)
+        }  # fmt: skip
     print(json.dumps(found), flush=True)
     jax.distributed.shutdown()
 

@@ -191,7 +191,8 @@ MESHES = [
     pytest.param(case, mesh, id=f"{case}-{mesh[0]}x{mesh[1]}", marks=marks)
     for case in CASES
     for mesh in [(1, 4), (2, 2)]
-    for marks in [[] if mesh == (2, 2) and case in ("block", "conv", "moe") else [pytest.mark.slow]]
+    for by_hand in [pytest.mark.slow if mesh == (1, 4) else pytest.mark.stress]
+    for marks in [[] if mesh == (2, 2) and case in ("block", "conv", "moe") else [by_hand]]
 ]
 
 
@@ -212,7 +213,7 @@ def test_tensor_parallel(case, mesh):
     assert of_plan(plan) == summary(best)
 
 
-@pytest.mark.parametrize("mesh", [(1, 4), pytest.param((2, 2), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mesh", [(1, 4), pytest.param((2, 2), marks=pytest.mark.stress)])
 def test_parts_of_a_gradient_are_added_before_they_are_summed_in_bodies_too(mesh):
     """In a loop, whose body is there once, and where the backward pass computes a block again, but
     for its last sum."""
@@ -246,9 +247,10 @@ ALONG_DATA = {  # how often each parameter is in each kind: all that is needed
     "zero3": (Zero3Parallel(1), {"reduce-scatter": 1, "all-gather": 1}),
 }
 METHODS = [
-    pytest.param(case, method, marks=[] if case == "block" else [pytest.mark.slow])
-    for case in CASES
-    for method in ALONG_DATA
+    pytest.param(case, method, marks=[] if case == "block" else [by_hand])
+    for k, case in enumerate(CASES)
+    for m, method in enumerate(ALONG_DATA)
+    for by_hand in [pytest.mark.stress if (k + m) % 3 else pytest.mark.slow]
 ]
 
 

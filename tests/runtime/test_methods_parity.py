@@ -1,6 +1,7 @@
 """Every method computes, with every model, what plain `jax.jit` computes on one device.
 
-A few pairs that cover all kinds of methods run by default; the rest is slow.
+A few pairs that cover all kinds of methods run by default, a few with a language model are slow,
+all of them `stress`.
 """
 
 import itertools
@@ -22,7 +23,11 @@ from plans import METHODS, by_name
 from trainings import assert_same, run, serial, training
 
 UNTIED = "shard 2x2, 2", "3d", "2+4, zero3", "1+3"  # it differs at both ends only
-REST = {"mlp": pytest.mark.stress, "gpt_tied": pytest.mark.slow, "gpt_untied": pytest.mark.slow}
+SLOW = {
+    *(("gpt_tied", name) for name in ("shard 2x2, 2", "data, 2", "zero2, 2", "zero3, remat")),
+    *(("gpt_tied", name) for name in ("3d, zero bubble", "3+1, remat", "1+2+4+1", "given")),
+    *(("gpt_untied", name) for name in ("3d", "2+4, zero3")),
+}
 FAST = {
     ("mlp", "shard 4, 1"),
     ("mlp", "data, 2"),
@@ -41,11 +46,12 @@ FAST = {
 @pytest.mark.parametrize(
     ("name", "method"),
     [
-        pytest.param(*pair, marks=[] if pair in FAST else [REST[pair[0]]])
+        pytest.param(*pair, marks=[] if pair in FAST else [by_hand])
         for pair in [
             *itertools.product(("mlp", "gpt_tied"), METHODS),
             *itertools.product(("gpt_untied",), UNTIED),
         ]
+        for by_hand in [pytest.mark.slow if pair in SLOW else pytest.mark.stress]
     ],
 )
 def test_parity(name, method):

@@ -58,11 +58,17 @@ def test_many_programs_over_several_devices_of_one_process():
 
 
 @pytest.mark.parametrize(
-    "devices", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+    ("devices", "transport"),
+    [
+        pytest.param(1, "pull", marks=pytest.mark.slow),
+        pytest.param(2, "pull", marks=pytest.mark.slow),
+        pytest.param(1, "collective", marks=pytest.mark.stress),
+        pytest.param(2, "collective", marks=pytest.mark.stress),
+    ],
 )
-def test_processes_run_ahead_of_one_another(devices):
+def test_processes_run_ahead_of_one_another(devices, transport):
     plans = PLANS[: 1 + devices]
-    told = together("ahead_peer.py", 2, devices, STEPS, given=json.dumps(plans))
+    told = together("ahead_peer.py", 2, devices, STEPS, transport, given=json.dumps(plans))
     expected = serial(STEPS)
     for losses in zip(*map(json.loads, told), strict=True):
         known = [x for x in losses if x is not None]

@@ -139,9 +139,9 @@ def test_manual_equals_plain_jit(serial, name, stages, micro_batches, schedule):
 @pytest.mark.parametrize(
     ("name", "stages", "devices", "micro_batches", "schedule", "remat"),
     [
-        pytest.param("gpt_untied", 2, 2, 4, "1f1b", "none", marks=pytest.mark.slow),
+        pytest.param("gpt_untied", 2, 2, 4, "1f1b", "none", marks=pytest.mark.stress),
         pytest.param("gpt_untied", 4, 4, 4, "gpipe", "full", marks=pytest.mark.slow),
-        pytest.param("gpt_tied", 2, 2, 4, "1f1b", "full", marks=pytest.mark.slow),
+        pytest.param("gpt_tied", 2, 2, 4, "1f1b", "full", marks=pytest.mark.stress),
         ("gpt_tied", 2, 4, 4, "1f1b", "none"),  # two replicas a stage
         pytest.param("gpt_tied", 2, 8, 2, "gpipe", "full", marks=pytest.mark.slow),  # four
         # stages of unequal size

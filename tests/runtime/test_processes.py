@@ -90,7 +90,7 @@ def check(settings, told):
             3,
             1,
             [{**ONE_F_ONE_B, "num_stages": 3}, {**GPIPE, "num_stages": 3}],
-            marks=pytest.mark.slow,
+            marks=pytest.mark.stress,
         ),
         pytest.param(4, 1, [{**ONE_F_ONE_B, "num_stages": 4}], marks=pytest.mark.slow),
     ],

@@ -37,12 +37,13 @@ METHODS = {
     "shard 2x2": (4, ShardParallel(2, (2, 2))),
     "3d": (8, ThreeDParallel(2, 2, 2, num_micro_batches=2)),
 }
-FAST_GPT = {"zero2, 2", "3d"}
+FAST_GPT, SLOW_GPT = {"zero2, 2"}, {"zero3, 2", "shard 2x2", "3d"}
 GRID = [
-    pytest.param(name, method, marks=[pytest.mark.slow] if slow else [], id=f"{name}-{method}")
+    pytest.param(name, method, marks=marks, id=f"{name}-{method}")
     for name in ("mlp", "gpt_short")
     for method in METHODS
-    for slow in [name != "mlp" and method not in FAST_GPT]
+    for by_hand in [pytest.mark.slow if method in SLOW_GPT else pytest.mark.stress]
+    for marks in [[] if name == "mlp" or method in FAST_GPT else [by_hand]]
 ]
 
 

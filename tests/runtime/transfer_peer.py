@@ -27,25 +27,22 @@ from launcher.runtime.transfer import boxes, is_here  # noqa: E402
 from launcher.trace import trace_step  # noqa: E402
 
 
-class Counted:
-    """A transport that notes what goes through it."""
+class Counted(PullTransport):
+    """Notes what goes through it."""
 
-    def __init__(self, transport):
-        self.transport = transport
+    def __init__(self):
+        super().__init__()
         self.bytes = 0
         self.offered, self.pulled = collections.Counter(), collections.Counter()
-
-    def reserve(self, count):
-        return self.transport.reserve(count)
 
     def send(self, key, arrays):
         self.bytes += sum(x.nbytes for x in arrays)
         self.offered[key] += 1
-        self.transport.send(key, arrays)
+        super().send(key, arrays)
 
     def recv(self, key, process, like):
         self.pulled[key] += 1
-        return self.transport.recv(key, process, like)
+        return super().recv(key, process, like)
 
 
 def random_sharding(rng):
@@ -133,10 +130,10 @@ def steps(transport):
 def main() -> None:
     jax.distributed.initialize(COORDINATOR, COUNT, INDEX)
     store = distributed.global_state.client
-    transport = Counted(PullTransport())
-    store.key_value_set(f"address_{INDEX}", transport.transport.address)
+    transport = Counted()
+    store.key_value_set(f"address_{INDEX}", transport.address)
     addresses = [store.blocking_key_value_get(f"address_{i}", 60_000) for i in range(COUNT)]
-    transport.transport.connect(addresses)
+    transport.connect(addresses)
     found = {"moves": random_moves(transport), "messages": messages(transport), **steps(transport)}
     found["offered"] = sorted(transport.offered.elements())
     found["pulled"] = sorted(transport.pulled.elements())

@@ -82,7 +82,7 @@ def joined():
     """A worker that has met the others."""
     worker = TrainWorker()
     store = lambda: distributed.global_state.client  # noqa: E731
-    address = worker.join(sys.argv[3], COUNT, INDEX, "127.0.0.1")
+    address = worker.join(sys.argv[3], COUNT, INDEX, "127.0.0.1", "pull")
     store().key_value_set(f"address_{INDEX}", address)
     worker.connect([store().blocking_key_value_get(f"address_{i}", 60_000) for i in range(COUNT)])
     return worker

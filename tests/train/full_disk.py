@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from launcher.report.files import write_whole
+from launcher.files import write_whole
 from launcher.report.jsonl import JsonlTracker
 from launcher.train import checkpoint
 from launcher.train.step import TrainState

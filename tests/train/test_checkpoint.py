@@ -17,9 +17,9 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from launcher.config.schema import Optimizer
+from launcher.config.optimizers import AdamW
 from launcher.train import checkpoint
-from launcher.train.checkpoint import pieces
+from launcher.train.checkpoint import pieces, write
 from launcher.train.optimizer import build_optimizer
 from launcher.train.step import TrainState
 
@@ -65,7 +65,7 @@ def make_state(stages=4):
         "layer_0": {"kernel": jnp.arange(8.0).reshape(2, 4), "bias": jnp.ones(4)},
         "layer_1": jnp.full((4, 4), 1.5, jnp.bfloat16),
     }
-    optimizer, _ = build_optimizer(Optimizer(weight_decay=0.1), 10)
+    optimizer, _ = build_optimizer(AdamW(weight_decay=0.1), 10)
     state = TrainState(
         jnp.int32(7), params, optimizer.init(params), jax.random.key_data(jax.random.key(3))
     )
@@ -259,15 +259,24 @@ def test_what_goes_wrong_in_one_process_is_said_by_the_first(tmp_path):
 
 
 def test_a_process_that_writes_on_into_a_folder_that_is_gone_says_so(tmp_path, monkeypatch):
-    """The first process has given up and deleted it, as TensorStore finds out while it writes."""
-    opened = pieces.ts.open
+    """The first process has given up and deleted it, as TensorStore finds out while it writes; or
+    this process afterwards, where TensorStore has made the folder again."""
+    opened, checksums = pieces.ts.open, write.checksums
+
+    def lose():
+        shutil.rmtree(tmp_path / "7.partial-t", ignore_errors=True)
 
     async def open_and_lose(*arguments, **options):
         store = await opened(*arguments, **options)
-        shutil.rmtree(tmp_path / "7.partial-t", ignore_errors=True)
+        lose()
         return store
 
+    def lose_and_sum(*arguments, **options):
+        lose()
+        return checksums(*arguments, **options)
+
     monkeypatch.setattr(pieces.ts, "open", open_and_lose)
+    monkeypatch.setattr(write, "checksums", lose_and_sum)
     half = halved(checkpoint.copied(make_state()), 1)
     with pytest.raises(checkpoint.SaveError, match=f"^cannot save step 7 in {tmp_path}: "):
         checkpoint.save(tmp_path, 7, half, METADATA, writers=checkpoint.Writers(1, 2, "t"))

@@ -75,8 +75,9 @@ def check(folder, source, target, losses, wanted):
 
 def pairs():
     for source, target in itertools.permutations(HERE_PLANS, 2):
-        slow = [pytest.mark.slow] if "shard_on_4" in (source, target) else []
-        yield pytest.param(source, target, marks=slow)
+        by_hand = pytest.mark.slow if source == "shard_on_4" else pytest.mark.stress
+        marks = [by_hand] if "shard_on_4" in (source, target) else []
+        yield pytest.param(source, target, marks=marks)
 
 
 @pytest.mark.parametrize(("source", "target"), list(pairs()))

@@ -1,5 +1,6 @@
 """A damaged checkpoint is recognised whatever the damage, reported in a line, and passed over."""
 
+import os
 import random
 import shutil
 from dataclasses import replace
@@ -23,6 +24,10 @@ def state():
     return TrainState(jnp.int32(3), params, {"mu": params}, jnp.zeros(2, jnp.uint32))
 
 
+def positions(step):
+    return {"data": {"next_batch": step}, "metrics": {"next_step": step + 1}}
+
+
 @pytest.fixture
 def config(tmp_path):
     words = ["model=mlp", "dataset=synthetic", f"run.dir={tmp_path}/outputs", "run.id=mine"]
@@ -34,7 +39,7 @@ def checkpoints(config):
     """Two checkpoints of the run, after 3 and after 6 steps."""
     path = Path(config.run.dir, "mine", "checkpoints")
     for step in (3, 6):
-        metadata = {"config": to_dict(config)}
+        metadata = {"config": to_dict(config), **positions(step)}
         checkpoint.save(path, step, checkpoint.copied(state()), metadata)
     return path
 
@@ -155,3 +160,80 @@ def test_parameters_of_another_model_are_refused_by_name(checkpoints, params, to
     good = {"w": (20, 30), "b": (3,)}
     like = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in good.items()}
     check_start("there", checkpoints / "6", like)
+
+
+def copy(source, target):
+    shutil.copytree(source, target)
+
+
+def move(source, target):
+    source.rename(target)
+
+
+@pytest.mark.parametrize(("how", "steps"), [(copy, 30), (copy, 15), (move, 30), (move, 15)])
+def test_a_checkpoint_under_another_steps_name_is_not_taken_for_that_steps(
+    how, steps, config, checkpoints
+):
+    how(checkpoints / "6", checkpoints / "15")
+    asked = replace(config, train=replace(config.train, steps=steps))
+    finished = 6 if how is copy else 3
+    assert folder.check(asked) == finished  # also where the run would be complete
+    with folder.claim(asked) as home:
+        assert home.finished_steps == finished
+        (line,) = home.damaged
+    assert line == (
+        f"checkpoint {checkpoints}/15 is damaged and not used: checksums.json is of step 6; the "
+        "folder was renamed or copied; it is kept as 15.damaged"
+    )
+
+
+def test_a_checkpoint_in_another_ones_place_is_not_taken_for_it(config, checkpoints):
+    shutil.rmtree(checkpoints / "6")
+    copy(checkpoints / "3", checkpoints / "6")
+    asked = replace(config, train=replace(config.train, init_from=str(checkpoints / "6")))
+    with pytest.raises(ConfigError, match=r"is damaged: checksums\.json is of step 3; the folder"):
+        find_start(asked, 0, print)
+    with folder.claim(config) as home:
+        assert home.finished_steps == 3
+
+
+def test_a_checkpoint_of_another_run_is_not_taken_for_this_ones(config, checkpoints):
+    other = replace(config, run=replace(config.run, id="other"))
+    copy(checkpoints.parent, checkpoints.parents[1] / "other")
+    with pytest.raises(ConfigError) as error:
+        folder.check(other)
+    assert "in 6, _CHECKPOINT_METADATA is of run 'mine'; a folder was renamed or copied" in str(
+        error.value
+    )
+    named = replace(config.train, init_from=str(checkpoints.parents[1] / "other"))
+    assert find_start(replace(other, train=named), 0, print).name == "6"  # which may be any run's
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"data": {"next_batch": 5}}, "goes on at batch 5, after 6 steps"),
+        ({"data": {"next_batch": True}}, "goes on at batch True, after 6 steps"),
+        ({"data": []}, "is not a run's"),
+        ({"metrics": {"next_step": 4}}, "goes on at step 4, not 7"),
+        ({"config": {"run": {"id": 7}}}, "names no run"),
+        ({"config": None}, "is not a run's"),
+    ],
+)
+def test_an_account_that_cannot_be_is_named(change, told, config, checkpoints):
+    """Sealed as if it had been written so."""
+    metadata = {"config": to_dict(config), **positions(6), **change}
+    checkpoint.save(checkpoints, 6, checkpoint.copied(state()), metadata)
+    with folder.claim(config) as home:
+        assert home.finished_steps == 3
+        (line,) = home.damaged
+    assert f"not used: _CHECKPOINT_METADATA {told};" in line
+
+
+def test_what_stands_in_a_checkpoints_place_or_a_locks_is_not_waited_for(config, checkpoints):
+    for path in (checkpoints / "6" / "checksums.json", checkpoints / "6" / "_CHECKPOINT_METADATA"):
+        path.unlink()
+        os.mkfifo(path)
+    os.mkfifo(checkpoints.parent / ".lock")
+    with folder.claim(config) as home:
+        assert home.finished_steps == 3

@@ -1,11 +1,14 @@
 """Whose folder is it: every rule of `run.id` and `run.resume`, and its words."""
 
+import json
 import os
 import re
+import stat
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
@@ -13,6 +16,7 @@ import pytest
 from launcher.config.compose import load, redacted, to_dict
 from launcher.config.errors import ConfigError
 from launcher.train import checkpoint, folder
+from launcher.train.saving import contents
 from launcher.train.step import TrainState
 
 
@@ -25,10 +29,14 @@ def named(config, run_id="mine", **fields):
     return replace(config, run=replace(config.run, id=run_id, **fields))
 
 
-def save_checkpoint(config, step, told=to_dict):
+def positions(step):
+    return {"data": {"next_batch": step}, "metrics": {"next_step": step + 1}}
+
+
+def save_checkpoint(config, step, told=lambda config: {"config": to_dict(config)}):
     path = Path(config.run.dir, config.run.id, "checkpoints")
     state = TrainState(jnp.int32(step), {"w": jnp.ones(2)}, (), jnp.zeros(2, jnp.uint32))
-    checkpoint.save(path, step, checkpoint.copied(state), {"config": told(config)})
+    checkpoint.save(path, step, checkpoint.copied(state), {**positions(step), **told(config)})
 
 
 def test_a_fresh_id_says_model_and_time_and_is_drawn_anew():
@@ -159,7 +167,7 @@ def test_a_run_goes_on_with_other_secrets_which_its_checkpoints_do_not_hold(conf
     slurm = replace(config.cluster.slurm, env={"WANDB_API_KEY": "a secret"})
     config = replace(config, cluster=replace(config.cluster, slurm=slurm))
     assert redacted(config)["cluster"]["slurm"]["env"] == {"WANDB_API_KEY": "***"}
-    save_checkpoint(config, 5, redacted)
+    save_checkpoint(config, 5, lambda config: {"config": redacted(config)})
     assert folder.check(config) == 5
 
 
@@ -206,4 +214,68 @@ def test_a_run_whose_name_is_a_files_is_refused(config):
     with pytest.raises(ConfigError, match=told):
         folder.check(named(config, "mine"))
     with pytest.raises(ConfigError, match=told), folder.claim(named(config, "mine")):
+        pass
+
+
+def test_another_value_of_a_variable_is_another_run(config, monkeypatch):
+    """The checkpoint holds what asks for it, and enough to notice; not the value."""
+    monkeypatch.setenv("HIDDEN", "4711")
+    words = ["model=mlp", "dataset=synthetic", f"run.dir={config.run.dir}", "run.id=mine"]
+    asked = "model.hidden_size=${oc.env:HIDDEN}"
+    config = load([*words, asked])
+    plan = SimpleNamespace(to_dict=dict)
+    save_checkpoint(config, 5, lambda config: contents(config, plan, 5))
+    assert "4711" not in json.dumps(checkpoint.read_metadata(folder_of(config), 5))
+    assert folder.check(config) == 5
+    assert folder.check(load([*words, "model.hidden_size=4711"])) == 5
+    monkeypatch.setenv("HIDDEN", "4712")
+    for word in (asked, "model.hidden_size=4712"):
+        with pytest.raises(ConfigError) as error:
+            folder.check(load([*words, word]))
+        assert str(error.value).startswith(
+            "model.hidden_size=4712 does not fit run.id=mine, which came to step 5 with "
+            "model.hidden_size='${oc.env:HIDDEN}'. "
+        )
+
+
+def folder_of(config):
+    return Path(config.run.dir, config.run.id, "checkpoints")
+
+
+def modes(path):
+    return {p.name: stat.S_IMODE(p.stat().st_mode) for p in (path, *path.rglob("*"))}
+
+
+@pytest.mark.parametrize("run_id", ["mine", None])
+def test_a_run_is_its_users_alone_unless_it_is_shared(config, run_id):
+    for shared, folders, files in ((False, 0o700, 0o600), (True, 0o750, 0o640)):
+        before = os.umask(0o027)
+        try:
+            run = named(config, run_id and f"{run_id}-{shared}", shared=shared)
+            with folder.claim(run) as home:
+                (home.path / "below").mkdir()
+                (home.path / "below" / "file").touch()
+            assert os.umask(0o027) == 0o027
+        finally:
+            os.umask(before)
+        found = modes(home.path)
+        assert found.pop(".lock") == found.pop("file") == files
+        assert set(found.values()) == {folders}
+
+
+def test_an_open_folder_is_closed_and_anothers_refused(config, monkeypatch):
+    path = Path(config.run.dir, "mine")
+    path.mkdir(parents=True)
+    path.chmod(0o2777)
+    with folder.claim(named(config)) as home:
+        assert stat.S_IMODE(home.path.stat().st_mode) == 0o2700
+    path.chmod(0o755)
+
+    def chmod(path, mode):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "chmod", chmod)  # who runs tests as root may change every folder
+    with pytest.raises(ConfigError, match=r"run\.id=mine cannot be private"):
+        folder.claim(named(config)).__enter__()
+    with folder.claim(named(config, shared=True)):
         pass

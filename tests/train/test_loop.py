@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 
 from launcher.config.compose import load, to_dict
-from launcher.config.schema import Checkpoint
+from launcher.config.schema import Checkpoint, Train
 from launcher.plan import local_shape
+from launcher.stop import Stop
 from launcher.train import checkpoint
 from launcher.train.crew import merged
-from launcher.train.loop import Cadence, train
+from launcher.train.loop import Cadence, is_evaluated, train
 from launcher.train.method import plan_of
 from launcher.train.optimizer import build_optimizer
 from launcher.train.program import build_program
 from launcher.train.record import DivergedError, Recorder
 from launcher.train.saving import Saving, contents
-from launcher.train.signals import StopSignals
 from launcher.train.step import init_state, make_eval_step, make_train_step
 from launcher.train.worker import StepResult, TrainWorker
 from recipes import build_dataset, build_model
@@ -84,7 +84,7 @@ class Training:
         self.folder = folder
         self.lines, self.said, self.warnings, self.failures = [], [], [], []
         self.warn = self.warnings.append
-        self.stop = StopSignals()
+        self.stop = Stop()
         self.stop_after = stop_after
 
     def run(self):
@@ -295,7 +295,7 @@ def bad_batch(monkeypatch):
 
 
 def test_a_step_that_goes_wrong_is_never_saved(bad_batch, tmp_path):
-    words = ("train.checkpoint.every_steps=1", "train.eval_every=0")
+    words = ("train.checkpoint.every_steps=1", "train.eval_every=100")
     training = Training(tmp_path, *words)
     with pytest.raises(DivergedError, match="step 3"):
         training.run()
@@ -310,15 +310,20 @@ def test_a_step_that_goes_wrong_is_never_saved(bad_batch, tmp_path):
         *(
             pytest.param(words, marks=pytest.mark.slow)
             for words in [
-                ("parallel=data", ONE_STAGE),
-                ("parallel=zero2", ONE_STAGE),
                 ("parallel=zero3", ONE_STAGE),
-                ("parallel=shard", "parallel.data=1", "parallel.model=2", ONE_STAGE),
                 (
                     *("parallel=three_d", "parallel.pipeline=2", "parallel.model=2"),
                     *(ONE_STAGE, "cluster.gpus=4"),
                 ),
                 ("parallel.schedule=zero_bubble",),
+            ]
+        ),
+        *(
+            pytest.param(words, marks=pytest.mark.stress)
+            for words in [
+                ("parallel=data", ONE_STAGE),
+                ("parallel=zero2", ONE_STAGE),
+                ("parallel=shard", "parallel.data=1", "parallel.model=2", ONE_STAGE),
                 ("optimizer=adafactor",),
             ]
         ),
@@ -343,3 +348,11 @@ def test_one_step_on_one_stage_is_a_whole_run_and_saves_only_if_asked(tmp_path):
     assert [line["step"] for line in training.lines] == [1]
     assert training.lines[0]["pipeline/stage_0_seconds"] > 0
     assert checkpoint.newest(tmp_path).step is None
+
+
+@pytest.mark.parametrize(
+    ("every", "evaluated"), [(4, [4, 8, 10]), (5, [5, 10]), (20, [10]), (0, [])]
+)
+def test_the_last_step_is_always_evaluated(every, evaluated):
+    settings = Train(steps=10, eval_every=every)
+    assert [step for step in range(1, 11) if is_evaluated(step, settings)] == evaluated

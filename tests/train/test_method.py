@@ -18,11 +18,11 @@ from launcher.train.method import plan_of
 WIDTH = 8
 
 
-def traced(scale=1.0):
+def traced(scale=1.0, marked=True):
     def train(params, x):
         def loss(params, x):
             for i, w in enumerate(params):
-                if i:
+                if i and marked:
                     launcher.mark_pipeline_boundary()
                 x = jnp.tanh(x @ w * scale)
             return (x**2).mean()
@@ -65,6 +65,39 @@ def test_each_method_by_its_settings(settings, stages, logical, micro_batches):
     assert plan.num_micro_batches == micro_batches
     assert plan.schedule == settings.get("schedule", "1f1b")  # what is left open is usual
     assert {stage.remat for stage in plan.stages} == {"none"}
+
+
+@pytest.mark.parametrize(
+    ("method", "others"),
+    [
+        ("auto", {"num_micro_batches": 2}),
+        ("manual", {"num_stages": 2}),
+        ("manual", {"num_stages": 2, "cost": "profile"}),
+        ("three_d", {"pipeline": 2}),
+    ],
+)
+@pytest.mark.parametrize("marked", [True, False])
+def test_num_layers_is_obeyed_with_and_without_marks(method, others, marked, monkeypatch):
+    measured = []
+
+    def measure(step, *_):  # no processes: which layers would be measured is what counts
+        measured.append(step.loss(1).num_layers)
+        raise PlanError("not measured")
+
+    monkeypatch.setattr("launcher.plan.by_name.measure_layers", measure)
+    if others.get("cost") == "profile":
+        with pytest.raises(PlanError, match="not measured"):
+            planned(traced(marked=marked), method=method, num_layers=3, **others)
+        assert measured == [3]
+    else:
+        plan = planned(traced(marked=marked), method=method, num_layers=3, **others)
+        assert [layer for stage in plan.stages for layer in stage.layers] == [0, 1, 2]
+        assert plan.layer_ends is not None
+
+
+def test_a_model_without_marks_is_piped_by_manual():
+    plan = planned(traced(marked=False), method="manual", num_stages=2)
+    assert len(plan.stages) == 2
 
 
 def test_settings_without_a_plan_are_named():

@@ -6,10 +6,11 @@ import numpy as np
 import optax
 import pytest
 
-from launcher.config.schema import MLP, Optimizer
+from launcher.config.optimizers import AdamW
+from launcher.config.schema import MLP
 from launcher.train.optimizer import build_optimizer
 from launcher.train.step import init_state, make_eval_step, make_train_step
-from recipes import Model, build_model
+from recipes import InputError, Model, build_model
 
 SEED = jax.random.key_data(jax.random.key(11))
 BATCH = {"x": jnp.arange(12.0).reshape(4, 3) / 10, "y": jnp.ones((4, 2))}
@@ -18,7 +19,7 @@ BATCH = {"x": jnp.arange(12.0).reshape(4, 3) / 10, "y": jnp.ones((4, 2))}
 @pytest.fixture
 def parts():
     model = build_model(MLP(input_size=3, hidden_size=5, output_size=2, num_layers=2), "fp32")
-    return model, *build_optimizer(Optimizer(warmup_steps=3, clip_norm=0.1), 10)
+    return model, *build_optimizer(AdamW(warmup_steps=3, clip_norm=0.1), 10)
 
 
 def test_a_step_is_gradient_clip_optimizer_update(parts):
@@ -84,7 +85,7 @@ def test_every_step_draws_its_own_random_numbers_and_draws_them_again_after_a_re
         return params["w"] * jnp.mean(batch["x"]), {"drawn": jax.random.uniform(key)}
 
     model = Model(init=lambda key: {"w": jnp.float32(1.0)}, loss=loss)
-    optimizer, schedule = build_optimizer(Optimizer(), 10)
+    optimizer, schedule = build_optimizer(AdamW(), 10)
     step = make_train_step(model, optimizer, schedule)
     states, drawn = [init_state(model, optimizer, SEED)], []
     for _ in range(4):
@@ -105,3 +106,41 @@ def test_evaluation_switches_dropout_off_and_keeps_the_models_own_metrics():
     assert {k: float(v) for k, v in metrics.items()} == pytest.approx(
         {"loss": 1.1, "accuracy": 0.5}
     )
+
+
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        ({"hits": jnp.ones(4)}, r"its metric 'hits' is float32\[4\]: take its mean"),
+        ({"ok": 1.0, "both": (1.0, 2.0)}, "its metric 'both' is a tuple"),
+        ({"none": None}, "its metric 'none' is a NoneType"),
+        ([1.0], r"must return \(loss, metrics\), .*; it returns a tuple"),
+        ({"grad_norm": 1.0}, "the name 'grad_norm', which the launcher's own has"),
+        ({"loss": 1.0}, "the name 'loss', which the launcher's own has"),
+    ],
+)
+def test_metrics_that_cannot_be_logged_are_refused_by_name_when_traced(parts, metrics, words):
+    _, optimizer, schedule = parts
+    model = Model(lambda key: jnp.ones(()), lambda params, batch, key: (params**2, metrics))
+    state = init_state(model, optimizer, SEED)
+    for step, of in (
+        (make_train_step(model, optimizer, schedule), state),
+        (make_eval_step(model), state.params),
+    ):
+        with pytest.raises(InputError, match=words):
+            jax.eval_shape(step, of, BATCH)
+
+
+@pytest.mark.parametrize(
+    ("out", "words"),
+    [
+        (lambda p: p, r"must return \(loss, metrics\), .*; it returns float32\[\]"),
+        (lambda p: (p * jnp.ones(3), {}), r"the loss is float32\[3\]"),
+    ],
+)
+def test_a_loss_of_another_form_is_refused(parts, out, words):
+    _, optimizer, schedule = parts
+    model = Model(lambda key: jnp.ones(()), lambda params, batch, key: out(params))
+    state = init_state(model, optimizer, SEED)
+    with pytest.raises(InputError, match=words):
+        jax.eval_shape(make_train_step(model, optimizer, schedule), state, BATCH)

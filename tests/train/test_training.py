@@ -1,6 +1,7 @@
 """A run in its folder, up to and after the workers: what is read, kept and told of it."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -10,18 +11,19 @@ from launcher.cluster.errors import WorkerError
 from launcher.cluster.slurm_allocation import Allocation
 from launcher.cluster.slurm_attempts import read_attempts
 from launcher.cluster.slurm_meeting import Meeting
-from launcher.config.compose import load, to_dict
-from launcher.plan import local_shape
+from launcher.config.compose import load, load_frozen, to_dict
+from launcher.plan import Plan, local_shape
 from launcher.report.console import make_console
 from launcher.report.jsonl import read_metrics
+from launcher.stop import Stop
 from launcher.train import folder, recording, training
 from launcher.train.checkpoint import integrity
+from launcher.train.held import LostFolderError
 from launcher.train.method import plan_of
 from launcher.train.prepare import Prepared
 from launcher.train.program import build_program
 from launcher.train.record import DivergedError
 from launcher.train.recovery import FailedError
-from launcher.train.signals import StopSignals
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +43,7 @@ class Run:
         self.checkpoints = self.path / "checkpoints"
         cluster = replace(self.config.cluster, kind="emulated", gpus=2, hosts=2)
         self.ready = Prepared(emulated_pool(cluster), plan, 0.0)
-        self.stop, self.jobs, remaining = StopSignals(), [], iter(outcomes)
+        self.stop, self.jobs, remaining = Stop(), [], iter(outcomes)
 
         def attempt(job, stop):
             self.jobs.append((job._home.finished_steps, job._home.damaged, job._stored_position()))
@@ -56,11 +58,12 @@ class Run:
         self.checkpoints.joinpath(str(step), "default").mkdir(parents=True)
         path = self.checkpoints / str(step)
         described = {"config": to_dict(self.config), "data": {"next_batch": step}}
+        described["metrics"] = {"next_step": step + 1}
         text = json.dumps({"custom_metadata": described})
         (path / "_CHECKPOINT_METADATA").write_text(text)
         (path / "default" / "arrays").write_text("numbers")
         files = integrity.files_below(path)
-        integrity.write_checksums(path, integrity.checksums(path, files))
+        integrity.write_checksums(path, step, integrity.checksums(path, files))
 
     def damage(self, step):
         (self.checkpoints / str(step) / "default" / "arrays").write_text("NUMBERS")
@@ -160,7 +163,7 @@ def test_a_disk_that_is_full_from_the_start_leaves_an_account(tmp_path, plan, mo
     with pytest.raises(OSError, match="No space left"):
         run.train(two_nodes())
     assert "No space left" in run.reason
-    (attempt,) = read_attempts(run.path)
+    (attempt,) = read_attempts(run.path, print)
     assert (attempt.exit_code, attempt.exit_reason) == (1, run.reason)
 
 
@@ -224,3 +227,98 @@ def test_weights_and_biases_is_told_no_value_of_the_jobs_environment(tmp_path, p
     monkeypatch.setattr(training._Job, "_attempt", lambda job, stop: job.recording.open(0))
     assert run.train() == 0
     assert told[0]["cluster"]["slurm"]["env"] == {"API_KEY": "***"}
+
+
+class Lost(Run):
+    """A run whose folder something happens to after step 2 of 4."""
+
+    def __init__(self, tmp_path, plan, monkeypatch, happens):
+        super().__init__(tmp_path, plan, monkeypatch)
+
+        def attempt(job, stop):
+            job.recording.open(0)
+            for step in range(1, 5):
+                job.recording.recorder.finished_steps = step
+                job.recording._log({"step": step, "train/loss": 1.0})
+                if step == 2:
+                    happens(self.path)
+
+        monkeypatch.setattr(training._Job, "_attempt", attempt)
+
+    def train(self, meeting=None):
+        with folder.claim(self.config) as home:
+            return training.train_in(
+                home, self.config, self.ready, make_console(), self.stop, meeting
+            )
+
+
+@pytest.mark.parametrize("meeting", [None, two_nodes()])
+def test_a_folder_that_is_renamed_ends_the_run_and_holds_all_of_it(
+    meeting, tmp_path, plan, monkeypatch
+):
+    moved = tmp_path / "outputs" / "moved"
+    run = Lost(tmp_path, plan, monkeypatch, lambda path: path.rename(moved))
+    with pytest.raises(LostFolderError) as raised:
+        run.train(meeting)
+    assert str(raised.value) == (
+        f"the run folder {run.path} was renamed to {moved} while the run trained: the run ends. "
+        "Rename it back to go on from its newest checkpoint."
+    )
+    assert not run.path.exists()
+    assert [record["step"] for record in read_metrics(moved / "metrics.jsonl")] == [1, 2]
+    told = json.loads((moved / "summary.json").read_text())
+    assert (told["exit_reason"], told["steps"]) == (str(raised.value), 2)
+    assert all((moved / name).is_file() for name in ("config.yaml", "plan.json"))
+    assert not meeting or read_attempts(moved, print)[0].exit_code == 1
+
+
+@pytest.mark.parametrize("meeting", [None, two_nodes()])
+@pytest.mark.parametrize("taken", [False, True])
+def test_of_a_folder_that_is_deleted_nothing_that_is_known_is_lost(
+    taken, meeting, tmp_path, plan, monkeypatch, capsys
+):
+    def delete(path):
+        shutil.rmtree(path)
+        if taken:  # by another run
+            path.mkdir()
+            (path / ".lock").touch()
+
+    run = Lost(tmp_path, plan, monkeypatch, delete)
+    with pytest.raises(LostFolderError, match=f"{run.path} was deleted while the run trained"):
+        run.train(meeting)
+    again = run.path.with_name("mine.damaged") if taken else run.path
+    err = capsys.readouterr().err
+    assert f"settings, plan and metrics of the run are written again, to {again}\n" in err
+    assert [record["step"] for record in read_metrics(again / "metrics.jsonl")] == [1, 2]
+    told = json.loads((again / "summary.json").read_text())
+    assert ("was deleted while the run trained" in told["exit_reason"], told["steps"]) == (True, 2)
+    assert load_frozen(again / "config.yaml").run.id == again.name
+    assert Plan.from_dict(json.loads((again / "plan.json").read_text())) == plan
+    assert not taken or [path.name for path in run.path.iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_metrics_whose_file_is_taken_away_are_written_again(
+    replaced, tmp_path, plan, monkeypatch, capsys
+):
+    def remove(path):
+        (path / "metrics.jsonl").unlink()
+        if replaced:
+            (path / "metrics.jsonl").write_text("something else")
+
+    run = Lost(tmp_path, plan, monkeypatch, remove)
+    assert run.train() == 0
+    assert [record["step"] for record in read_metrics(run.path / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert "was taken away while the run trained: it is written again" in capsys.readouterr().out
+    assert (run.path / "metrics.jsonl.damaged").exists() == replaced
+
+
+def test_no_save_makes_a_lost_folder_again(tmp_path, plan, monkeypatch):
+    run = Lost(tmp_path, plan, monkeypatch, lambda path: None)
+    with folder.claim(run.config) as home:
+        record = recording.Recording(home, run.config, plan, 0.0, make_console(), None)
+        shutil.rmtree(run.path)
+        with pytest.raises(LostFolderError):
+            record.sync()
+        with pytest.raises(LostFolderError):  # nor does another start begin from step 0
+            folder.again(home, run.config)

@@ -15,7 +15,6 @@ import os
 import platform
 import re
 import sys
-import tempfile
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,27 +22,31 @@ from typing import Any, TypeVar
 
 import psutil
 
+from launcher.files import DamagedError, read_json, write_whole
 from launcher.plan.cluster_shape import ClusterShape
 
 T = TypeVar("T")
 
 _PACKAGES = ("jax", "jaxlib", "launcher")
+_NO_HOME = "/nonexistent"  # by custom
 _FORMAT = "2"  # of what the figures mean; to be raised with it
 
 
 def cache_folder() -> Path:
-    """Where measurements are kept."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "launcher"
+    """Where measurements are kept; where nothing can be for a user without a home."""
+    if root := os.environ.get("XDG_CACHE_HOME"):
+        return Path(root, "launcher")
+    home = os.path.expanduser("~")
+    return Path(_NO_HOME if home == "~" else home, ".cache", "launcher")
 
 
 def place(folder: str, cluster: ClusterShape, what: str, say: Callable[[str], None]) -> Path:
     """The file of one measurement of a cluster's devices; says so where only other machines'
     processors have one."""
-    kind, end = _plain(cluster.device_kind), f"-{cluster.num_devices}{what}.json"
+    kind, end = file_name(cluster.device_kind), f"-{cluster.num_devices}{what}.json"
     if cluster.device_kind != "cpu":
         return cache_folder() / folder / f"{kind}{end}"
-    own = cache_folder() / folder / f"{kind}-{_plain(processor())}{end}"
+    own = cache_folder() / folder / f"{kind}-{file_name(processor())}{end}"
     if not own.exists():
         for other in sorted(own.parent.glob(f"{kind}-*{end}")):
             machine = other.name.removeprefix(f"{kind}-").removesuffix(end)
@@ -65,8 +68,8 @@ def processor() -> str:
     return f"{name} {family} {len(psutil.Process().cpu_affinity() or [0])} cores"
 
 
-def _plain(name: str) -> str:
-    """For the name of a file."""
+def file_name(name: str) -> str:
+    """A name as a part of a file's name: letters and digits, the rest `_`."""
     return "_".join(re.findall(r"[A-Za-z0-9]+", name))
 
 
@@ -94,15 +97,16 @@ def read(
         say: told in a line what is ignored. then: what happens instead.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        tree = read_json(path)
     except FileNotFoundError:
         return None
-    except (OSError, UnicodeError) as error:
+    except OSError as error:
         say(f"{path} cannot be read ({error}): ignored, {then}")
         return None
+    except DamagedError:
+        tree = None
     here = versions()
     try:
-        tree = json.loads(text)
         found = tree["versions"]
         if isinstance(found, dict) and found != here:
             other = ", ".join(f"{k} {v}" for k, v in found.items() if here.get(k) != v)
@@ -111,7 +115,7 @@ def read(
             return None
         if found == here:
             return made(tree)
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError):
         pass
     say(f"{path} is damaged: ignored, {then}")
     return None
@@ -139,14 +143,13 @@ def positive(value: Any) -> float:
     return number(value, sys.float_info.min)
 
 
-def write(path: Path, tree: dict[str, Any], say: Callable[[str], None]) -> None:
-    """Keep a measurement, whole or not at all. A disk that is full costs the cache, not the run."""
+def write(path: Path, tree: dict[str, Any], say: Callable[[str], None]) -> bool:
+    """Keep a measurement, whole or not at all; returns whether it is kept. A disk that is full
+    costs the cache, not the run."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, suffix=".partial", delete=False
-        ) as file:
-            json.dump({"versions": versions(), **tree}, file, indent=1)
-        os.replace(file.name, path)
+        write_whole(path, json.dumps({"versions": versions(), **tree}, indent=1) + "\n")
     except OSError as error:
         say(f"{path} cannot be written ({error.strerror}): the measurement is not kept")
+        return False
+    return True

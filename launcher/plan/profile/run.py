@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launcher import follow
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.profile import cache, stopwatch
 from launcher.plan.profile.measured import MeasuredLayers, Timing
@@ -181,7 +182,7 @@ def _measured(candidate: _Candidate, cluster: ClusterShape, time_out: float) -> 
         path = Path(folder) / "request.json"
         path.write_text(json.dumps(request))
         done = subprocess.run(
-            [sys.executable, str(stopwatch.__file__), str(path)],
+            [sys.executable, str(follow.__file__), str(stopwatch.__file__), str(path)],
             capture_output=True,
             text=True,
             timeout=time_out,

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from launcher.plan.errors import PlanError, TooLargeError
 from launcher.plan.search.candidates import submesh_sizes
 from launcher.plan.search.problem import Candidate, Problem, Wanted, best_of, spread_divisors
 
@@ -19,14 +20,14 @@ _MOST_TIMES = 64  # the devices there are
 _GIB = 2**30
 
 
-def nothing_fits(problem: Problem, wanted: Wanted) -> str:
+def nothing_fits(problem: Problem, wanted: Wanted) -> PlanError:
     """Why `best_of` found nothing, for a person."""
     if reason := _too_many_stages(problem, wanted):
-        return reason
+        return PlanError(reason)
     least = _leanest(problem, wanted)
     if problem.memory_bytes is None or least is None:
         count = wanted.num_micro_batches
-        return (
+        return PlanError(
             f"a batch of {problem.batch_size} does not divide into "
             f"{f'{count} microbatches' if count else 'microbatches'}; change "
             "train.global_batch_size or parallel.num_micro_batches"
@@ -44,11 +45,12 @@ def nothing_fits(problem: Problem, wanted: Wanted) -> str:
     ]
     changes = _changes(problem, wanted)
     advice = "; or ".join(changes) if changes else "take a smaller model or larger devices"
-    return (
+    return TooLargeError(
         f"the model does not fit{' with ' + ' '.join(asked) if asked else ''}: in the leanest plan "
         f"found ({len(least.memory)} stages, {least.outline.num_micro_batches} microbatches) stage "
         f"{stage} needs {needed / _GIB:.2f} GiB a device, {(needed - usable) / _GIB:.2f} GiB more "
-        f"than the {usable / _GIB:.2f} GiB that can be used. This would fit: {advice}"
+        f"than the {usable / _GIB:.2f} GiB that can be used. This would fit: {advice}",
+        least.outline,
     )
 
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from launcher.plan.cluster_shape import ClusterShape
-from launcher.plan.errors import PlanError
 from launcher.plan.profile.measured import MeasuredLayers
 from launcher.plan.search.advice import nothing_fits
 from launcher.plan.search.candidates import submesh_sizes
@@ -29,11 +28,11 @@ def search(
     """The best plan and the next best ones, best first.
 
     Raises:
-        PlanError: nothing fits the devices' memory; the message says by how much and what would.
+        TooLargeError: nothing fits the devices' memory; it says by how much, and what would.
     """
     found = best_of(problem, wanted, progress)
     if not found:
-        raise PlanError(nothing_fits(problem, wanted))
+        raise nothing_fits(problem, wanted)
     return found
 
 

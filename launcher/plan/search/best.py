@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from launcher.plan.cluster_shape import ClusterShape
-from launcher.plan.errors import PlanError, UnmeasuredError
+from launcher.plan.errors import PlanError, TooLargeError, UnmeasuredError
 from launcher.plan.make import complete
 from launcher.plan.memory import Known
 from launcher.plan.outline import Outline
@@ -69,16 +69,16 @@ def best_plan(
             completed.append((complete(step, sketch[0], cluster, measured, known), sketch))
             progress(0.9)
         for sketch in large:
-            if any(_fits(plan) for plan, _ in completed):
+            if any(plan.missing_bytes <= 0 for plan, _ in completed):
                 break
             completed.append((complete(step, sketch[0], cluster, measured, known), sketch))
-        fitting = [pair for pair in completed if _fits(pair[0])]
+        fitting = [pair for pair in completed if pair[0].missing_bytes <= 0]
         if fitting:
             best, chosen = min(fitting, key=lambda pair: pair[0].predicted_step_seconds)
             runners_up = _runners_up(best, chosen, completed, sketches)
             return dataclasses.replace(best, runners_up=runners_up)
         problem = _with_less_memory(problem, [plan for plan, _ in completed])
-    raise PlanError(_too_large(plan for plan, _ in completed))
+    raise _too_large(completed)
 
 
 Sketch = tuple[Outline, Plan]
@@ -111,7 +111,7 @@ def _sketches(
 
 def _settled(completed: Sequence[tuple[Plan, Sketch]], after: Sketch) -> bool:
     """Whether one that was completed fits, and no sketch from here on promises to be better."""
-    fitting = [plan.predicted_step_seconds for plan, _ in completed if _fits(plan)]
+    fitting = [plan.predicted_step_seconds for plan, _ in completed if plan.missing_bytes <= 0]
     promised = after[1].predicted_step_seconds
     enough = len(completed) >= _MOST_COMPLETED
     return bool(fitting) and (enough or min(fitting) <= promised * _PRECISION)
@@ -139,13 +139,14 @@ def _with_less_memory(problem: Problem, plans: Sequence[Plan]) -> Problem:
     return dataclasses.replace(problem, memory_bytes=_MARGIN * share * problem.memory_bytes)
 
 
-def _too_large(plans: Iterable[Plan]) -> str:
-    least = min(plans, key=_most_bytes)
+def _too_large(completed: Sequence[tuple[Plan, Sketch]]) -> TooLargeError:
+    least, (outline, _) = min(completed, key=lambda pair: _most_bytes(pair[0]))
     needed, there = _most_bytes(least) / 2**30, least.cluster["memory_bytes"] / 2**30
-    return (
+    return TooLargeError(
         f"the model does not fit: the leanest plan found ({in_words(least)}) needs {needed:.2f} "
         f"GiB a device, {needed - there:.2f} GiB more than its {there:.2f} GiB. Use more devices "
-        "(cluster.hosts, cluster.gpus), or a smaller train.global_batch_size"
+        "(cluster.hosts, cluster.gpus), or a smaller train.global_batch_size",
+        outline,
     )
 
 
@@ -172,11 +173,6 @@ def _runners_up(
         found.append(RunnerUp(in_words(sketch[1]), seconds, why))
     found.sort(key=lambda runner: runner.predicted_step_seconds)
     return tuple(found[:_RUNNERS_UP])
-
-
-def _fits(plan: Plan) -> bool:
-    most = plan.cluster["memory_bytes"]
-    return most is None or _most_bytes(plan) <= most
 
 
 def _most_bytes(plan: Plan) -> int:

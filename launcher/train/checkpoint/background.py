@@ -18,7 +18,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +29,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from launcher.follow import follow
 from launcher.train.checkpoint.pieces import seen
 from launcher.train.checkpoint.write import FIELDS, SaveError, Writers, abandon, save
 
@@ -138,7 +138,7 @@ class Background:
             # No session of its own, whose share of the processors the kernel (`autogroup`) would
             # make as large as this one's, whatever the niceness.
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, pass_fds=handed, env=environ, process_group=0
+                command, stdin=subprocess.DEVNULL, pass_fds=handed, env=environ, process_group=0
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -150,8 +150,6 @@ class Background:
         self._process.kill()
         code = self._process.wait()
         self._connection.close()
-        assert self._process.stdin is not None
-        self._process.stdin.close()
         return code
 
 
@@ -207,8 +205,8 @@ def _copy(buffers: Sequence[memoryview], target: np.ndarray, starts: Sequence[in
 
 def serve() -> None:
     """Save what is asked for, one state after another: all that the process does."""
+    follow()
     connection, memory = Connection(int(sys.argv[1])), int(sys.argv[2])
-    threading.Thread(target=_end_with_the_parent, daemon=True).start()
     while True:
         copy, arguments = connection.recv()
         message, places, size = pickle.loads(copy)
@@ -224,8 +222,3 @@ def serve() -> None:
             connection.send(("failed", traceback.format_exc()))
         else:
             connection.send(("saved", ""))
-
-
-def _end_with_the_parent() -> None:
-    os.read(0, 1)  # nothing ever comes: the kernel closes it
-    os._exit(1)

@@ -1,4 +1,5 @@
-"""Whether a checkpoint is whole: `checksums.json`, which holds the size and SHA-256 of every file.
+"""Whether a checkpoint is whole: `checksums.json`, which holds the size and SHA-256 of every file,
+and the step whose state they are.
 
 It is written last, before a checkpoint gets its name, and read first, before a byte of the rest is
 believed. It holds its own checksum, too, and has the only layout that it can have: a change to it
@@ -10,12 +11,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from launcher.train.checkpoint.layout import CHECKSUMS, METADATA
+from launcher.files import parse_json, read_text, write_whole
+from launcher.train.checkpoint.layout import CHECKSUMS, METADATA, is_step
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 _ALGORITHM = "sha256"
 _THREADS = 8  # hashing and reading let go of the interpreter's lock
@@ -28,9 +33,17 @@ def checksums(root: Path, paths: Iterable[Path], sync: bool = False) -> dict[str
     """The checksums of `paths`, which lie below `root`; with `sync` each is on the disk after it.
     Raises OSError."""
     listed = sorted(paths)
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="checksums") as pool:
-        found = list(pool.map(lambda path: _sum(path, sync), listed))
+    found = _side_by_side(lambda path: _sum(path, sync), listed)
     return {str(path.relative_to(root)): sum_ for path, sum_ in zip(listed, found, strict=True)}
+
+
+def _side_by_side(function: Callable[[S], T], items: Iterable[S]) -> list[T]:
+    """`function` of each, by several threads; whoever interrupts it does not wait for them."""
+    pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="checksums")
+    try:
+        return list(pool.map(function, items))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def files_below(folder: Path) -> list[Path]:
@@ -38,35 +51,34 @@ def files_below(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
-def write_checksums(root: Path, sums: Sums) -> None:
-    """Write `root`'s `checksums.json`."""
-    with open(root / CHECKSUMS, "w", encoding="utf-8") as file:
-        file.write(_text(sums))
-        file.flush()
-        os.fsync(file.fileno())
+def write_checksums(root: Path, step: int, sums: Sums) -> None:
+    """Write the `checksums.json` of `root`, which is the state after `step` steps."""
+    write_whole(root / CHECKSUMS, _text(step, sums))
 
 
 def damage(root: Path, thorough: bool = True) -> str | None:
     """What is wrong with the checkpoint `root`, in a few words that name the file; None where it is
-    whole.
+    whole, and that of the step that it is named after.
 
     Args:
         thorough: read every file; otherwise only the metadata, and hold the sizes of the others
             against `checksums.json`.
     """
     try:
-        sums = _read(root / CHECKSUMS)
+        step, sums = _read(root / CHECKSUMS)
     except FileNotFoundError:
         return f"{CHECKSUMS} is missing"
     except OSError as error:
         return f"{CHECKSUMS} cannot be read ({error.strerror})"
     except ValueError:
         return f"{CHECKSUMS} is damaged"
+    if is_step(root.name) and root.name != str(step):
+        return f"{CHECKSUMS} is of step {step}; the folder was renamed or copied"
     wrong = [problem for name, (size, _) in sums.items() if (problem := _size(root, name, size))]
+    wrong += _no_files(root, sums)
     if not wrong:
         to_read = [(name, sums[name][1]) for name in sums if thorough or name == METADATA]
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="checksums") as pool:
-            problems = list(pool.map(lambda item: _contents(root, *item), to_read))
+        problems = _side_by_side(lambda item: _contents(root, *item), to_read)
         wrong = [problem for problem in problems if problem]
     if not wrong:
         return None
@@ -82,6 +94,16 @@ def _size(root: Path, name: str, size: int) -> str | None:
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
     return None if found == size else f"{name} has {found} bytes of {size}"
+
+
+def _no_files(root: Path, sums: Sums) -> list[str]:
+    """What else is there that is no file: whoever reads the arrays could wait for it for ever."""
+    found = ((path, str(path.relative_to(root))) for path in root.rglob("*"))
+    return [
+        f"{name} is no regular file"
+        for path, name in found
+        if name not in sums and not path.is_file() and not path.is_dir()
+    ]
 
 
 def _contents(root: Path, name: str, checksum: str) -> str | None:
@@ -100,18 +122,20 @@ def _sum(path: Path, sync: bool) -> tuple[int, str]:
         return file.tell(), digest
 
 
-def _text(sums: Sums) -> str:
+def _text(step: int, sums: Sums) -> str:
     files = {name: {"bytes": size, _ALGORITHM: digest} for name, (size, digest) in sums.items()}
-    own = hashlib.new(_ALGORITHM, json.dumps(files, sort_keys=True).encode()).hexdigest()
-    return json.dumps({"files": files, _ALGORITHM: own}, indent=1, sort_keys=True) + "\n"
+    tree = {"files": files, "step": step}
+    own = hashlib.new(_ALGORITHM, json.dumps(tree, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**tree, _ALGORITHM: own}, indent=1, sort_keys=True) + "\n"
 
 
-def _read(path: Path) -> dict[str, tuple[int, str]]:
+def _read(path: Path) -> tuple[int, dict[str, tuple[int, str]]]:
     """Raises OSError and ValueError."""
-    text = path.read_bytes().decode("utf-8")
+    text = read_text(path)
     sums: dict[str, tuple[int, str]] = {}
     try:
-        tree: dict[str, Any] = json.loads(text)
+        tree: dict[str, Any] = parse_json(text)
+        step = tree["step"]
         for name, entry in tree["files"].items():
             size, digest = entry["bytes"], entry[_ALGORITHM]
             if not isinstance(size, int) or not isinstance(digest, str) or "\0" in name:
@@ -119,6 +143,6 @@ def _read(path: Path) -> dict[str, tuple[int, str]]:
             sums[name] = size, digest
     except (KeyError, TypeError, AttributeError):
         raise ValueError from None
-    if not sums or _text(sums) != text:
+    if not sums or not isinstance(step, int) or _text(step, sums) != text:
         raise ValueError
-    return sums
+    return step, sums

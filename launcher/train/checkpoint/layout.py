@@ -13,15 +13,15 @@ Whatever else somebody puts there is left alone.
 from __future__ import annotations
 
 import functools
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+from launcher.files import read_json
+
 CHECKSUMS = "checksums.json"
 METADATA = "_CHECKPOINT_METADATA"
 ARRAYS = "default"
-DAMAGED = ".damaged"
 _PARTIAL = ".partial-"
 
 
@@ -30,7 +30,7 @@ def steps_in(folder: Path) -> list[int]:
     there is no folder. Empty folders are no checkpoints. Raises OSError."""
     if not folder.is_dir():
         return []
-    named = [path for path in folder.iterdir() if _is_step(path.name) and path.is_dir()]
+    named = [path for path in folder.iterdir() if is_step(path.name) and path.is_dir()]
     return sorted(int(path.name) for path in named if not _is_empty(path))
 
 
@@ -42,9 +42,10 @@ def _is_empty(path: Path) -> bool:
 
 
 def read_metadata(folder: Path, step: int) -> dict[str, Any]:
-    """The `metadata` that `folder/<step>` was saved with."""
-    found: dict[str, Any] = json.loads((folder / str(step) / METADATA).read_bytes())
-    return found["custom_metadata"]
+    """The `metadata` that `folder/<step>` was saved with. Raises OSError, ValueError, KeyError and
+    TypeError."""
+    found: dict[str, Any] = read_json(folder / str(step) / METADATA)["custom_metadata"]
+    return found
 
 
 def stays(folder: Path, step: int) -> bool:
@@ -60,7 +61,7 @@ def stays(folder: Path, step: int) -> bool:
 
 @functools.cache  # each is asked about at every save
 def _every_steps(path: Path, modified: int) -> int:
-    found = json.loads(path.read_bytes())
+    found = read_json(path)
     every: int = found["custom_metadata"]["config"]["train"]["checkpoint"]["every_steps"]
     return every
 
@@ -73,9 +74,10 @@ def partial_path(folder: Path, step: int, token: str) -> Path:
 def clear_partial(folder: Path) -> None:
     """Delete what saves that were cut off have left; only while nobody writes there."""
     for path in folder.glob(f"*{_PARTIAL}*") if folder.is_dir() else ():
-        if _is_step(path.name.partition(_PARTIAL)[0]):
+        if is_step(path.name.partition(_PARTIAL)[0]):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _is_step(name: str) -> bool:
+def is_step(name: str) -> bool:
+    """Whether a checkpoint may have that name."""
     return name.isascii() and name.isdigit() and str(int(name)) == name

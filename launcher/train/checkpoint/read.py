@@ -17,6 +17,8 @@ from launcher.train.checkpoint.layout import ARRAYS
 from launcher.train.checkpoint.write import FIELDS
 from launcher.train.step import TrainState
 
+_SAID = 200  # characters
+
 
 class Mismatch(Exception):
     """Stored parameters are not those of the model: which, in a few words."""
@@ -35,7 +37,7 @@ def restore(folder: Path, step: int, like: TrainState) -> TrainState:
 
 def restore_params(path: Path, like: Any) -> Any:
     """The parameters of the checkpoint `path`, placed as `like` says; see `restore`."""
-    stored = ocp.PyTreeCheckpointHandler().metadata(path.absolute() / ARRAYS).tree
+    stored = _stored(path)
     others = {name: tree for name, tree in stored.items() if name != "params"}
     tree = {**jax.tree.map(lambda _: ocp.PLACEHOLDER, others), "params": like}
     return _read(path, tree)["params"]
@@ -44,7 +46,7 @@ def restore_params(path: Path, like: Any) -> Any:
 def check_params(path: Path, like: Any) -> None:
     """Raises Mismatch where the parameters of the checkpoint `path` are not of the names and the
     shapes of `like`, a tree of `jax.ShapeDtypeStruct`. Reads no array."""
-    found = ocp.PyTreeCheckpointHandler().metadata(path.absolute() / ARRAYS).tree
+    found = _stored(path)
     stored, wanted = _shapes(found.get("params", {})), _shapes(like)
     for name in wanted.keys() - stored.keys():
         raise Mismatch(f"it has no params{name}, which the model has")
@@ -53,6 +55,15 @@ def check_params(path: Path, like: Any) -> None:
     for name, shape in wanted.items():
         if stored[name] != shape:
             raise Mismatch(f"params{name} is {stored[name]} there and {shape} in the model")
+
+
+def _stored(path: Path) -> Any:
+    """What Orbax knows of the arrays of the checkpoint `path`, as a tree; raises Mismatch."""
+    try:
+        return ocp.PyTreeCheckpointHandler().metadata(path.absolute() / ARRAYS).tree
+    except Exception as error:  # of any kind, where another program has written it
+        told = " ".join(str(error).split())[:_SAID]
+        raise Mismatch(f"Orbax cannot read it ({type(error).__name__}: {told})") from None
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:

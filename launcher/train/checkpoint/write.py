@@ -14,13 +14,15 @@ import os
 import re
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
+from launcher.files import DamagedError, read_json, sync_folder, write_whole
+from launcher.reading import read
 from launcher.train.checkpoint.integrity import Sums, checksums, files_below, write_checksums
 from launcher.train.checkpoint.layout import ARRAYS, METADATA, partial_path, stays, steps_in
 from launcher.train.checkpoint.pieces import Pieces, PiecesHandler
@@ -44,6 +46,14 @@ _REMEDIES = {
 
 class SaveError(OSError):
     """A state could not be saved: where, why, and what to do, in one line."""
+
+
+@dataclass(frozen=True)
+class _Note:
+    """What a process leaves for the first one: the checksums of its files, or what went wrong."""
+
+    sums: dict[str, tuple[int, str]] = field(default_factory=dict)
+    problem: str | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +89,7 @@ def save(
         if writers.index == 0:
             sums = _await_parts(partial, writers)
             rest = _write_rest(partial, metadata, began, sums)
-            write_checksums(partial, {**sums, **rest})
+            write_checksums(partial, step, {**sums, **rest})
             _commit(partial, folder / str(step))
     except Exception as error:
         problem = _explained(error, folder, step)
@@ -98,7 +108,7 @@ def abandon(folder: Path, step: int, writers: Writers, problem: str) -> None:
         if writers.index:
             shutil.rmtree(partial / ARRAYS / f"ocdbt.process_{writers.index}", ignore_errors=True)
             partial.mkdir(parents=True, exist_ok=True)  # the first process may not be so far yet
-            _leave(partial, writers.index, {"problem": problem})
+            _leave(partial, writers.index, _Note(problem=problem))
         else:
             shutil.rmtree(partial, ignore_errors=True)
     except OSError:
@@ -115,7 +125,7 @@ def _write_part(partial: Path, state: Any, writers: Writers) -> None:
     own = arrays / f"ocdbt.process_{writers.index}"
     if writers.index:
         sums = checksums(partial, files_below(own) if own.exists() else [], sync=True)
-        _leave(partial, writers.index, {"sums": sums})
+        _leave(partial, writers.index, _Note(sums))
 
 
 def _await_parts(partial: Path, writers: Writers) -> dict[str, tuple[int, str]]:
@@ -128,10 +138,10 @@ def _await_parts(partial: Path, writers: Writers) -> dict[str, tuple[int, str]]:
             if time.monotonic() > deadline:
                 raise OSError(errno.ETIMEDOUT, f"process {index} did not write its part", note)
             time.sleep(_POLL_SECONDS)
-        left = json.loads(note.read_bytes())
-        if "problem" in left:
-            raise SaveError(left["problem"])
-        sums |= {name: (size, digest) for name, (size, digest) in left["sums"].items()}
+        left = _read_note(note)
+        if left.problem is not None:
+            raise SaveError(" ".join(left.problem.split()))
+        sums |= left.sums
         note.unlink()
     return sums
 
@@ -150,7 +160,7 @@ def _write_rest(partial: Path, metadata: dict[str, Any], began: int, sums: Sums)
         "commit_timestamp_nsecs": time.time_ns(),
         "custom_metadata": metadata,
     }
-    (partial / METADATA).write_text(json.dumps(described, allow_nan=False), encoding="utf-8")
+    write_whole(partial / METADATA, json.dumps(described, allow_nan=False))
     mine = [path for path in files_below(partial) if str(path.relative_to(partial)) not in sums]
     return checksums(partial, mine, sync=True)
 
@@ -165,7 +175,7 @@ def _commit(partial: Path, final: Path) -> None:
         if before:
             before.rename(final)
         raise
-    _sync(final.parent)
+    sync_folder(final.parent)
     if before:
         shutil.rmtree(before, ignore_errors=True)
 
@@ -204,11 +214,15 @@ def _note(partial: Path, index: int) -> Path:
     return partial / f"process_{index}.json"
 
 
-def _leave(partial: Path, index: int, note: dict[str, Any]) -> None:
-    path = _note(partial, index)
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(note), encoding="utf-8")
-    unfinished.replace(path)
+def _leave(partial: Path, index: int, note: _Note) -> None:
+    write_whole(_note(partial, index), json.dumps(asdict(note)))
+
+
+def _read_note(path: Path) -> _Note:
+    try:
+        return read(_Note, read_json(path))
+    except DamagedError as error:
+        raise SaveError(f"cannot save {path.parent.stem}: {path} is damaged: {error}.") from None
 
 
 def _explained(error: Exception, folder: Path, step: int) -> str | None:
@@ -236,12 +250,4 @@ def _code_of(text: str) -> int | None:
 
 def _sync_folders(root: Path) -> None:
     for path in [root, *(path for path in root.rglob("*") if path.is_dir())]:
-        _sync(path)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync_folder(path)

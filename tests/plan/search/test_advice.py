@@ -32,7 +32,7 @@ def problem_of(memory_gib, residual=6.0, state=1.0, batch=8):
 def test_what_was_asked_for_too_much_is_left_to_the_search():
     problem, wanted = problem_of(9.0), Wanted(num_micro_batches=1)
     assert not best_of(problem, wanted)
-    message = nothing_fits(problem, wanted)
+    message = str(nothing_fits(problem, wanted))
     assert message.endswith("This would fit: parallel.num_micro_batches=auto")
     assert best_of(problem, Wanted())
 
@@ -41,7 +41,7 @@ def test_what_was_asked_for_too_much_is_left_to_the_search():
 def test_advice_that_is_followed_helps(memory):
     problem = problem_of(memory)
     assert not best_of(problem, Wanted())
-    message = nothing_fits(problem, Wanted())
+    message = str(nothing_fits(problem, Wanted()))
     assert re.search(r"stage \d+ needs [\d.]+ GiB a device, [\d.]+ GiB more than", message)
     advice = message.split("This would fit: ")[1]
     if found := re.search(r"cluster.hosts=(\d+)", advice):
@@ -53,13 +53,13 @@ def test_advice_that_is_followed_helps(memory):
 
 
 def test_a_layer_too_large_for_any_device_is_said_to_be():
-    message = nothing_fits(problem_of(0.01, state=400.0), Wanted())
+    message = str(nothing_fits(problem_of(0.01, state=400.0), Wanted()))
     assert "take a smaller model or larger devices" in message
 
 
 def test_a_batch_that_does_not_divide():
     problem = dataclasses.replace(problem_of(1.0), memory_bytes=None)
-    assert "does not divide into 3 microbatches" in nothing_fits(problem, Wanted(3))
+    assert "does not divide into 3 microbatches" in str(nothing_fits(problem, Wanted(3)))
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_more_stages_than_layers_or_devices(stages, words):
     for problem in (problem_of(9.0), dataclasses.replace(problem_of(9.0), memory_bytes=None)):
         wanted = Wanted(num_stages=stages)
         assert not best_of(problem, wanted)
-        message = nothing_fits(problem, wanted)
+        message = str(nothing_fits(problem, wanted))
         assert words in message
         assert "Give at most 2," in message
 

@@ -1,17 +1,23 @@
-"""A dataclass from JSON's data, in which a person may have edited anything. Used by `plan.plan`."""
+"""A dataclass from JSON's data, in which a person may have edited anything.
+
+Plans and the accounts of attempts and jobs are read with it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 import types
 from collections.abc import Mapping
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from launcher.plan.errors import PlanError
+from launcher.files import DamagedError
 
 T = TypeVar("T")
 
+_LARGEST = 2**63  # of any whole number
 _WORDS = {
+    bool: "true or false",
     int: "a whole number",
     float: "a number",
     str: "text",
@@ -26,19 +32,19 @@ def read(kind: type[T], tree: Any, where: str = "") -> T:
     tuples.
 
     Raises:
-        PlanError: a field is missing, unknown or of another type; the message names it.
+        DamagedError: a field is missing, unknown or of another type; the message names it.
     """
     if not isinstance(tree, Mapping):
-        raise PlanError(f"{where or 'it'} is not a table")
+        raise DamagedError(f"{where or 'it'} is not a table")
     hints = get_type_hints(kind)
     prefix = f"{where}." if where else ""
     for unknown in tree.keys() - hints.keys():
-        raise PlanError(f"{prefix}{unknown} is not known")
+        raise DamagedError(f"{prefix}{unknown} is not known")
     fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(kind)  # type: ignore[arg-type]
     for field in fields:
-        optional = field.default is not dataclasses.MISSING
+        optional = not field.default is field.default_factory is dataclasses.MISSING
         if field.name not in tree and not optional:
-            raise PlanError(f"{prefix}{field.name} is missing")
+            raise DamagedError(f"{prefix}{field.name} is missing")
     return kind(**{name: _value(hints[name], tree[name], f"{prefix}{name}") for name in tree})
 
 
@@ -56,20 +62,24 @@ def _value(hint: Any, value: Any, where: str) -> Any:
             return _items(inner, value, where)
         if origin is dict and isinstance(value, Mapping):
             return {key: _value(inner[1], one, f"{where}.{key}") for key, one in value.items()}
-        if origin is None and isinstance(value, _accepted(option)) and not isinstance(value, bool):
+        if origin is None and _fits(option, value):
             return value
     expected = " or ".join(_WORDS[get_origin(option) or option] for option in options)
-    raise PlanError(f"{where} is {value!r}, not {expected}")
+    raise DamagedError(f"{where} is {reprlib.repr(value)}, not {expected}")
 
 
 def _items(inner: tuple[Any, ...], values: list[Any] | tuple[Any, ...], where: str) -> Any:
     if inner[-1] is Ellipsis:
         inner = inner[:1] * len(values)
     if len(values) != len(inner):
-        raise PlanError(f"{where} is {values!r}, not a list of {len(inner)}")
+        raise DamagedError(f"{where} is {reprlib.repr(values)}, not a list of {len(inner)}")
     pairs = enumerate(zip(inner, values, strict=True))
     return tuple(_value(hint, value, f"{where}[{i}]") for i, (hint, value) in pairs)
 
 
-def _accepted(kind: type) -> tuple[type, ...]:
-    return (int, float) if kind is float else (kind,)
+def _fits(kind: type, value: Any) -> bool:
+    if isinstance(value, bool):
+        return kind is bool
+    if isinstance(value, int):
+        return kind in (int, float) and abs(value) < _LARGEST
+    return isinstance(value, kind)

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from launcher.cluster import group
 from launcher.cluster.errors import HungError
-from launcher.train import crew
-from launcher.train.crew import Crew
+from launcher.cluster.group import Group
 
 PROGRAM = """
 import faulthandler, signal, time
@@ -50,12 +50,13 @@ def workers(tmp_path):
 
 def test_the_one_that_stopped_is_examined_though_it_answered_before(workers, monkeypatch):
     """The other one waits for it, and is the only one that owes an answer."""
-    monkeypatch.setattr(crew, "WATCH_SECONDS", 1.0)
+    monkeypatch.setattr(group, "WATCH_SECONDS", 1.0)
     first, second = workers
     first.process().send_signal(signal.SIGSTOP)
     while first.process().status() != psutil.STATUS_STOPPED:
         time.sleep(0.01)
-    watch = Crew(workers, None, lambda: None, 0.1)._watch()  # the first step may take a second
+    both = Group(workers, lambda: None, 0.1, "cluster.step_timeout")
+    watch = both.watch(starting=True)  # which may take a second
     with pytest.raises(HungError) as raised:
         watch([second])
     lines = str(raised.value).splitlines()

@@ -1,0 +1,58 @@
+"""What this machine has to give before Ray is started on it: else Ray fails minutes later, and says
+something else. `scratch` asks.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+
+from launcher.cluster.errors import ClusterError
+
+STORE_BYTES = 256 * 2**20  # batches and results pass through it; parameters never do
+_SHARED = Path("/dev/shm")
+_LEAST_FILES, _WANTED_FILES = 256, 65536  # of Ray's own processes, the busiest
+_LEAST_INODES, _LEAST_BYTES = 500, 32 * 2**20  # of Ray's session: files, and logs
+
+
+def check_files() -> None:
+    """Let this process and those that it starts open as many files as they may.
+
+    Raises ClusterError where these are too few.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)
+    if most < _LEAST_FILES:
+        raise ClusterError(
+            f"A process may open only {most} files here, and Ray needs {_LEAST_FILES}: raise the "
+            "limit (ulimit -n, or LimitNOFILE= of a service)."
+        )
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def check_shared_memory(folder: Path = _SHARED) -> None:
+    """Raises ClusterError where processes cannot share as much memory as Ray wants."""
+    if not folder.is_dir():  # Ray knows another place
+        return
+    if not os.access(folder, os.W_OK):
+        raise ClusterError(
+            f"{folder} cannot be written, and Ray's processes share memory there: mount it "
+            f"writable (docker run --shm-size={STORE_BYTES >> 20}m)."
+        )
+
+
+def check_disk(folder: Path, least_inodes: int = _LEAST_INODES) -> None:
+    """Raises ClusterError where the disk of `folder` has no room for Ray's files."""
+    disk = os.statvfs(folder)
+    if disk.f_files and disk.f_favail < least_inodes:
+        raise ClusterError(
+            f"{folder} has room for only {disk.f_favail} more files (df -i {folder}), and Ray "
+            f"needs {least_inodes}: delete some, or set TMPDIR to a short folder of another disk."
+        )
+    if disk.f_bavail * disk.f_frsize < _LEAST_BYTES:
+        raise ClusterError(
+            f"{folder} is full (df {folder}), and Ray needs {_LEAST_BYTES >> 20} MiB there: make "
+            "room, or set TMPDIR to a short folder of another disk."
+        )

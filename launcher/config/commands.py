@@ -1,0 +1,58 @@
+"""The settings that run code, which no file may decide unless the command line says so.
+
+A settings file may come from anywhere. What it says of these is refused without `allow_commands`;
+what the command line says itself never is. `allow_modules` is the like for modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from launcher.config.errors import ConfigError
+from launcher.config.schema import Config
+
+# Settings of which a file can say nothing, each with a value.
+COMMAND_LINE_ONLY = {"allow_modules": "[…]", "allow_commands": "true"}
+
+# Shell lines, programs and their folders, and variables that programs load code by; a sweep's
+# folder, whose scripts are submitted again.
+_COMMANDS = (
+    *("cluster.slurm.setup", "cluster.slurm.env", "cluster.slurm.python"),
+    *("cluster.slurm.container", "cluster.slurm.srun_args", "cluster.slurm.extra"),
+    *("sweep.dir", "sweep.resubmit"),
+)
+
+
+def command_at(key: str, value: str) -> str | None:
+    """The setting that runs code and that `value`, which a file has at `key`, would decide."""
+    for command in _COMMANDS:
+        if f"{key}.".startswith(f"{command}."):
+            return key
+        if command.startswith(f"{key}.") and "${" in value:  # a section from somewhere else
+            return command
+    return None
+
+
+def not_allowed(command: str, where: str = "") -> ConfigError:
+    """The error of a file that decides `command`."""
+    return ConfigError(
+        f"{command} runs code, which no file may decide",
+        "If you trust the file, add allow_commands=true on the command line.",
+        [command],
+        where,
+    )
+
+
+def commands_in(config: Config) -> Iterator[str]:
+    """The settings that run code and that `config` has a value of."""
+    for command in _COMMANDS:
+        value, default = (_at(tree, command) for tree in (config, Config()))
+        if value != default:
+            yield command
+
+
+def _at(tree: Any, key: str) -> Any:
+    for name in key.split("."):
+        tree = getattr(tree, name)
+    return tree

@@ -1,0 +1,121 @@
+"""Settings that come from the environment, and how they are written down: as `${oc.env:X}`.
+
+A variable may hold a secret. What is written of a setting that depends on one is the text that asks
+for it, which a job resolves again where it reads its settings; the value is used and never written.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.resolvers import oc
+
+from launcher.config.fields import FromEnvironment, Place
+
+_VARIABLE = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)\s*\}")
+
+
+def resolved(settings: DictConfig) -> tuple[dict[str, Any], dict[Place, str]]:
+    """The settings with their interpolations resolved, and the text of those that depend on the
+    environment, by their places. Raises what OmegaConf does."""
+    texts = dict(_interpolations(OmegaConf.to_container(settings, resolve=False)))
+    found = {}
+    with _noted_variables() as names:
+        for place, text in texts.items():
+            names.clear()
+            node: Any = settings
+            for name in place:
+                node = node[name]
+            if OmegaConf.is_config(node):
+                OmegaConf.to_container(node, resolve=True)
+            if names:
+                found[place] = text
+        return cast(dict[str, Any], OmegaConf.to_container(settings, resolve=True)), found
+
+
+def noted(tree: Mapping[str, Any], texts: Mapping[Place, str]) -> FromEnvironment:
+    """What of `tree`, which holds the values, is to be written as one of `texts`."""
+    return {place: (text, value) for place, text in texts.items() for value in _values(tree, place)}
+
+
+def written(tree: Mapping[str, Any], environment: FromEnvironment) -> dict[str, Any]:
+    """`tree` as it is written down, and resolved when it is read: what still is as it came from the
+    environment as the text that asks for it, any other text so that it is read as it is."""
+    result: dict[str, Any] = _escaped(tree)
+    for place, (text, value) in environment.items():
+        if _values(tree, place) == [value]:
+            *sections, name = place
+            node: Any = result
+            for section in sections:
+                node = node[section]
+            node[name] = text
+    return result
+
+
+def dotted(place: Place) -> str:
+    """The name of the setting at a place; in a list, the list's own."""
+    return ".".join(map(str, itertools.takewhile(lambda name: isinstance(name, str), place)))
+
+
+def in_shell(text: str) -> str | None:
+    """The interpolation `text` as a word of bash, which asks for the same variables; None where
+    bash has no such word."""
+    plain, names = _VARIABLE.split(text)[::2], _VARIABLE.split(text)[1::2]
+    if any("${" in part or "\\" in part for part in plain):
+        return None
+    quoted = [shlex.quote(part) if part else "" for part in plain]
+    asked = [f'"${{{name}?the run takes it from the environment}}"' for name in names]
+    return "".join(part + word for part, word in zip(quoted, [*asked, ""], strict=True))
+
+
+@contextmanager
+def _noted_variables() -> Iterator[list[str]]:
+    """The variables that interpolations ask for inside, in a list that grows."""
+    names: list[str] = []
+
+    def env(key: str, *default: Any) -> Any:
+        names.append(key)
+        return oc.env(key, *default)
+
+    OmegaConf.register_new_resolver("oc.env", env, replace=True)
+    try:
+        yield names
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+
+
+def _interpolations(tree: Any, place: Place = ()) -> Iterator[tuple[Place, str]]:
+    if isinstance(tree, str) and "${" in tree:
+        yield place, tree
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if _is_list(tree) else ()
+    for name, item in items:
+        yield from _interpolations(item, (*place, name))
+
+
+def _escaped(tree: Any) -> Any:
+    """`tree` with every text so that OmegaConf reads it as it is."""
+    if isinstance(tree, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", tree)
+    if isinstance(tree, Mapping):
+        return {name: _escaped(item) for name, item in tree.items()}
+    return [_escaped(item) for item in tree] if _is_list(tree) else tree
+
+
+def _values(tree: Any, place: Place) -> list[Any]:
+    """What is at a place: one value, or none."""
+    for name in place:
+        try:
+            tree = tree[name]
+        except (KeyError, IndexError, TypeError):
+            return []
+    return [tree]
+
+
+def _is_list(tree: Any) -> bool:
+    return isinstance(tree, list | tuple)

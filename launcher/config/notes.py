@@ -1,0 +1,21 @@
+"""What a user should know of settings that are allowed. Pure; `prepare` and `task=check` say it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from launcher.config.schema import GPT, Config, StdlibText, Text
+
+BYTES = 256  # text is read as bytes: the vocabulary that it needs
+
+
+def notes(config: Config) -> Iterator[str]:
+    """Each in one line, with what to do about it."""
+    model, dataset = config.model, config.dataset
+    if isinstance(model, GPT) and isinstance(dataset, StdlibText | Text):
+        rows = model.vocab_size or BYTES
+        if rows > BYTES:
+            yield (
+                f"dataset={dataset.name} is bytes: {rows - BYTES:,} of the model's {rows:,} "
+                f"vocabulary rows are unused; model.vocab_size={BYTES} leaves them out"
+            )

@@ -1,0 +1,115 @@
+"""The settings of the run whose plan is replayed: its `config.yaml` lies beside its `plan.json`.
+
+A plan is for one program: `compose` takes what makes that program from its run, where nothing else
+is said, and `train.replay` says what differs where something is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.types import Override
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from launcher.config.bounded import tree_of
+from launcher.config.errors import shown
+from launcher.config.files import choices
+from launcher.config.interpolation import resolved
+from launcher.config.leftovers import Tree
+from launcher.config.origin import Source
+from launcher.files import DamagedError
+
+_SECTIONS = ("model", "dataset", "optimizer", "cluster")
+_TAKEN = (*_SECTIONS, "train")
+_OF_TRAIN = ("steps", "global_batch_size", "precision", "non_finite")
+_HERE = ("local", "emulated")  # clusters that can be taken over: the others mean more than devices
+
+
+def with_runs_settings(
+    tree: Tree, sources: Sequence[Source], overrides: Sequence[Override]
+) -> Tree:
+    """`tree`, not yet resolved, with the model, the data and what else makes its program from the
+    run whose plan it replays, as far as neither the command line nor a recipe says a word of it."""
+    parallel = tree.get("parallel")
+    if not isinstance(parallel, dict) or parallel.get("method") != "replay":
+        return tree
+    if (plan := OmegaConf.select(OmegaConf.create(tree), "parallel.plan")) is None:
+        return tree
+    run = settings_beside(str(plan))
+    said = {override.key_or_group for override in overrides}
+    for source in sources:
+        if not source.package and source.path.name != "config.yaml":  # which all others come after
+            content = OmegaConf.to_container(OmegaConf.load(source.path))
+            assert isinstance(content, dict)
+            said |= {f"train.{key}" for key in content.get("train") or ()}
+            said |= {str(key) for key in content if key != "train"} | choices(content).keys()
+    sections = {word.partition(".")[0] for word in said}
+    taken = {name: run[name] for name in _SECTIONS if run and name not in sections}
+    if taken.get("cluster", {}).get("kind") not in _HERE:
+        taken.pop("cluster", None)
+    if run and isinstance(tree.get("train"), dict):
+        keys = [key for key in _OF_TRAIN if key in run["train"] and f"train.{key}" not in said]
+        taken["train"] = {**tree["train"], **{key: run["train"][key] for key in keys}}
+    return {**tree, **taken}
+
+
+def settings_beside(plan: str) -> Tree:
+    """The settings of the run that a plan is of; none where there is no such file, or it cannot be
+    read: then the program alone tells whether the plan is for it."""
+    try:
+        tree = tree_of(Path(plan).parent / "config.yaml")
+    except (OSError, DamagedError, yaml.YAMLError):
+        return {}
+    ours = (*_TAKEN, "run", "parallel")  # and no other program's config.yaml
+    is_run = isinstance(tree, dict) and all(isinstance(tree.get(name), dict) for name in ours)
+    return tree if is_run else {}
+
+
+def resolved_beside(plan: str) -> Tree:
+    """`settings_beside` with the values of the variables that it asks for; none where they are not
+    set here: then, too, the program alone tells."""
+    tree = settings_beside(plan)
+    try:
+        return resolved(OmegaConf.create(tree))[0] if "${" in str(tree) else tree
+    except OmegaConfBaseException:
+        return {}
+
+
+def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> Iterator[str]:
+    """What makes `here` another program than `there`, both the settings of a run: what was said
+    there and what is here, such as "model.num_layers=4 and not 2"."""
+    for name in ("model", "optimizer"):
+        ours, theirs = here[name], there[name]
+        if theirs.get("name") not in (None, ours["name"]):
+            yield f"{name}={theirs['name']} and not {ours['name']}"
+            continue
+        keys = (key for key in ours if key not in ("size", "sizes"))  # which the others say
+        yield from _differing(name, keys, ours, theirs)
+    ours, theirs = here["train"], there["train"]
+    yield from _differing("train", ("global_batch_size", "precision"), ours, theirs)
+    if _decays_over(here) != _decays_over({**here, "train": {**ours, **theirs}}):
+        yield from _differing("train", ("steps",), ours, theirs)
+    if "skip" in (ours["non_finite"], theirs.get("non_finite")):
+        yield from _differing("train", ("non_finite",), ours, theirs)
+
+
+def _differing(
+    section: str, keys: Iterable[str], here: Mapping[str, Any], there: Mapping[str, Any]
+) -> Iterator[str]:
+    for key in keys:
+        if key in there and there[key] != here[key]:
+            yield f"{section}.{key}={_plain(there[key])} and not {_plain(here[key])}"
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else shown(value)
+
+
+def _decays_over(settings: Mapping[str, Any]) -> int:
+    """The steps that the learning rate's decay is a constant of."""
+    optimizer, steps = settings["optimizer"], settings["train"]["steps"]
+    return 0 if optimizer["decay"] == "constant" else max(1, steps - optimizer["warmup_steps"])

@@ -1,0 +1,174 @@
+"""Settings that mean nothing while another one is as it is: said all the same, they are refused.
+
+A setting counts as said on the command line, or in a file of the user's that gives it another value
+than the default. What a file says below the place that turns the switch (a recipe's `eval_batches`
+under `train.eval_every=0` on the command line) is no contradiction and is passed over.
+`compose` calls `check_switches`, which alone knows where each setting was said.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from launcher.config.errors import ConfigError
+from launcher.config.keys import setting_keys
+from launcher.config.origin import ON_COMMAND_LINE, Origin
+from launcher.config.schema import MLP, Config, Text
+
+
+class Switch(NamedTuple):
+    """What depends on a switch.
+
+    Attributes:
+        keys: settings, or sections of them, that have an effect only where it is on.
+        by: the settings that turn it. is_on: whether they do.
+        off: what it means that they do not, as a clause. remedy: what turns it on.
+    """
+
+    keys: tuple[str, ...]
+    by: tuple[str, ...]
+    is_on: Callable[[Config], bool]
+    off: str
+    remedy: str
+
+
+SWITCHES = (
+    Switch(
+        ("train.eval_batches",),
+        ("train.eval_every",),
+        lambda c: c.train.eval_every > 0,
+        "train.eval_every=0 never evaluates",
+        "set train.eval_every",
+    ),
+    Switch(
+        ("train.checkpoint.keep",),
+        ("train.checkpoint.every_minutes",),
+        lambda c: c.train.checkpoint.every_minutes > 0,
+        "only what train.checkpoint.every_minutes saves is ever deleted, and it is 0",
+        "set train.checkpoint.every_minutes",
+    ),
+    Switch(
+        ("train.checkpoint.on_error",),
+        ("train.checkpoint.every_steps", "train.checkpoint.every_minutes"),
+        lambda c: bool(c.train.checkpoint.every_steps or c.train.checkpoint.every_minutes),
+        "nothing is saved before the end, where a save that fails is an error in any case",
+        "set train.checkpoint.every_steps or every_minutes",
+    ),
+    Switch(
+        ("optimizer.final_learning_rate",),
+        ("optimizer.decay",),
+        lambda c: c.optimizer.decay != "constant",
+        "optimizer.decay=constant ends at the rate where it begins",
+        "use optimizer.decay=cosine or linear",
+    ),
+    Switch(
+        ("model.hidden_size", "model.num_layers"),
+        ("model.widths",),
+        lambda c: not (isinstance(c.model, MLP) and c.model.widths),
+        "model.widths says the layers",
+        "leave out model.widths",
+    ),
+    Switch(
+        ("dataset.pattern",),
+        ("dataset.path",),
+        lambda c: not (isinstance(c.dataset, Text) and Path(c.dataset.path).is_file()),
+        "dataset.path is one file",
+        "name a folder",
+    ),
+    Switch(
+        tuple(f"wandb.{name}" for name in ("project", "entity", "group", "name", "tags")),
+        ("wandb.mode",),
+        lambda c: c.wandb.mode != "disabled",
+        "wandb.mode=disabled records nothing there",
+        "use another wandb.mode",
+    ),
+    Switch(
+        ("sweep",),
+        ("task",),
+        lambda c: c.task == "sweep_status",
+        "that is for task=sweep_status",
+        "use that task",
+    ),
+    Switch(
+        ("cluster.name", "cluster.device", "cluster.links"),
+        ("cluster.kind",),
+        lambda c: c.cluster.kind == "described",
+        "that describes a cluster that is not here (kind: described)",
+        "put it into a file of the group cluster",
+    ),
+    Switch(
+        ("cluster.links.inter_host_gb_per_second",),
+        ("cluster.hosts",),
+        lambda c: c.cluster.hosts > 1,
+        "cluster.hosts=1 has no link to another host",
+        "set cluster.hosts",
+    ),
+    Switch(
+        ("cluster.start_timeout", "cluster.step_timeout", "cluster.max_restarts"),
+        ("cluster.kind",),
+        lambda c: c.cluster.kind != "described",
+        "a described cluster is only planned for",
+        "use a cluster that is here",
+    ),
+    Switch(
+        ("cluster.slurm.container.mounts", "cluster.slurm.container.workdir"),
+        ("cluster.slurm.container.image",),
+        lambda c: c.cluster.slurm.container.image is not None,
+        "without cluster.slurm.container.image there is no container",
+        "name an image",
+    ),
+    Switch(
+        ("cluster.slurm.gpu_type", "cluster.slurm.gres"),
+        ("cluster.slurm.emulated",),
+        lambda c: not c.cluster.slurm.emulated,
+        "cluster.slurm.emulated=true asks for no GPUs",
+        "leave that out",
+    ),
+)
+
+
+def check_switches(config: Config, origin: Origin) -> None:
+    """Raises ConfigError for the first setting that was said and has no effect."""
+    for switch in SWITCHES:
+        if switch.is_on(config):
+            continue
+        turned = max(origin.rank(key) for key in switch.by)
+        for key in _below(switch.keys):
+            said = origin.rank(key)
+            is_said = said == ON_COMMAND_LINE or (
+                origin.is_users(key) and _value(config, key) not in (None, _default(config, key))
+            )
+            if is_said and said >= turned:
+                raise ConfigError(
+                    f"{key} has no effect: {switch.off}",
+                    f"Leave it out, or {switch.remedy}.",
+                    [key],
+                )
+
+
+def _below(keys: tuple[str, ...]) -> Iterator[str]:
+    return (
+        known
+        for known in setting_keys()
+        if any(known == key or known.startswith(f"{key}.") for key in keys)
+    )
+
+
+def _value(config: Config, key: str) -> Any:
+    """None where the variant at hand has no such setting."""
+    found: Any = config
+    for name in key.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+def _default(config: Config, key: str) -> Any:
+    section, _, name = key.rpartition(".")
+    for field in dataclasses.fields(_value(config, section)):
+        if field.name == name:
+            made = field.default_factory
+            return field.default if made is dataclasses.MISSING else made()
+    return None

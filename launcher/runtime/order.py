@@ -1,0 +1,93 @@
+"""The one order that all processes follow, and the proof that none of them waits for ever. Pure.
+
+It is that of the instruction list, which is the one of the plan's simulated timeline. Each process
+does its part of it: the instructions in which one of its devices takes part. What goes by
+collectives (`runtime.permute`) is known by its turn alone, so that two transfers swapped in one
+process are wrong data, silently, or a process that waits for ever. Imported by `runtime.table`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Mapping, Sequence, Set
+
+from launcher.plan import PlanError
+from launcher.runtime.instructions import Free, Instruction, Run, Slot
+
+Parts = Mapping[int, Sequence[int]]  # process -> places in the list of instructions
+
+
+def parts_of(instructions: Sequence[Instruction], owners: Sequence[Set[int]]) -> Parts:
+    """What each process does, in order. `owners`: of every mesh the processes with a device."""
+    parts: dict[int, list[int]] = {process: [] for process in sorted(set().union(*owners))}
+    for place, x in enumerate(instructions):
+        for process in _together(x, owners):
+            parts[process].append(place)
+    return parts
+
+
+def prove(
+    instructions: Sequence[Instruction],
+    owners: Sequence[Set[int]],
+    parts: Parts,
+    slots: Sequence[Slot],
+    given: Iterable[int],
+) -> None:
+    """Show that processes that do these parts all come to their ends, with the right arrays.
+
+    Of what is not done yet take the first in the list. Its arrays were made before it, on the mesh
+    that reads them, and each process that takes part in it has done all that stands before: so it
+    is done next, however long any of them waits for it, and so on to the last. What two processes
+    do together they do in the same order, so that neither takes one thing for another.
+
+    Args:
+        given: the slots that are filled before the first instruction.
+
+    Raises:
+        PlanError: what is out of order, or what is read and not there.
+    """
+    for process, places in parts_of(instructions, owners).items():
+        for wanted, found in itertools.zip_longest(places, parts.get(process, ())):
+            if wanted != found:
+                raise PlanError(
+                    f"process {process} has to do {_told(wanted, instructions)} and does "
+                    f"{_told(found, instructions)}"
+                )
+    there = set(given)
+    for place, x in enumerate(instructions):
+        if isinstance(x, Free):
+            there.difference_update(x.slots)
+            continue
+        here, to = (x.mesh, x.mesh) if isinstance(x, Run) else (x.src, x.dst)
+        absent = [s for s in x.inputs if s not in there or slots[s].mesh != here]
+        if absent or any(slots[s].mesh != to for s in x.outputs):
+            raise PlanError(f"{_told(place, instructions)} needs slots {absent}, not there")
+        there.update(x.outputs)
+
+
+def digest(
+    instructions: Sequence[Instruction], owners: Sequence[Set[int]], slots: Sequence[Slot]
+) -> str:
+    """The same for processes that follow the same order with arrays of the same kinds."""
+    kinds = [(s.mesh, s.aval.shape, str(s.aval.dtype), s.spec) for s in slots]
+    told = repr((instructions, list(map(sorted, owners)), kinds))
+    return hashlib.sha256(told.encode()).hexdigest()
+
+
+def _together(x: Instruction, owners: Sequence[Set[int]]) -> Set[int]:
+    """The processes that do an instruction together. Nobody is waited for to free a slot."""
+    if isinstance(x, Free):
+        return set()
+    return owners[x.mesh] if isinstance(x, Run) else owners[x.src] | owners[x.dst]
+
+
+def _told(place: int | None, instructions: Sequence[Instruction]) -> str:
+    if place is None:
+        return "nothing"
+    x = instructions[place]
+    if isinstance(x, Run):
+        return f"instruction {place}, {x.program} on mesh {x.mesh}"
+    return f"instruction {place}, a transfer" + (
+        f" from mesh {x.src} to {x.dst}" if not isinstance(x, Free) else ""
+    )

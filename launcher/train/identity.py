@@ -1,0 +1,92 @@
+"""What must stay as it was when a run goes on; with other settings it would be another run.
+
+A checkpoint holds the settings that it was saved with: what comes from the environment as the
+interpolation (see `launcher.config.interpolation`), and beside that as a fingerprint, by which
+another value is noticed and the value not found. `folder` checks, `saving` notes.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import hmac
+import json
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from launcher.config.compose import to_dict
+from launcher.config.errors import ConfigError, shown
+from launcher.config.interpolation import dotted, written
+from launcher.config.schema import Config
+from launcher.train.checkpoint import Account
+
+_FIXED = (
+    "model",
+    "dataset",
+    "optimizer",
+    "train.global_batch_size",
+    "train.precision",
+    "run.seed",
+)
+
+
+def fingerprints(config: Config) -> dict[str, str]:
+    """Of each setting that must stay and comes from the environment, by its name."""
+    places = [dotted(place) for place in config.from_environment]
+    return {
+        key: _fingerprint(json.dumps(value))
+        for key, value in _flat(to_dict(config)).items()
+        if _is_fixed(key) and any(f"{place}.".startswith(f"{key}.") for place in places)
+    }
+
+
+def check_same_run(path: Path, step: int, stored: Account, config: Config) -> None:
+    """Raises ConfigError where the run in the folder `path` came to `step` with other settings;
+    `stored` is what the checkpoint there says of them."""
+    before, now = _flat(stored.config), _flat(to_dict(config))
+    for key in filter(_is_fixed, sorted(before.keys() | now.keys())):
+        value = now.get(key)
+        if key in stored.fingerprints:
+            is_same = _is_of(stored.fingerprints[key], json.dumps(value))
+        else:
+            is_same = before.get(key) == written({key: value}, {})[key]
+        if not is_same:
+            raise ConfigError(
+                f"{key}={shown(value)} does not fit run.id={path.name}, which came to step {step} "
+                f"with {key}={shown(before.get(key))}",
+                "Set it back to go on with that run, or choose another run.id.",
+                [key],
+            )
+
+
+def _is_fixed(key: str) -> bool:
+    return any(f"{key}.".startswith(f"{name}.") for name in _FIXED)
+
+
+@functools.cache  # it is slow on purpose, and asked for at every save
+def _fingerprint(text: str) -> str:
+    salt = secrets.token_hex(16)
+    return f"{salt}:{_digest(text, salt)}"
+
+
+def _is_of(fingerprint: str, text: str) -> bool:
+    salt, _, digest = fingerprint.partition(":")
+    return hmac.compare_digest(_digest(text, salt), digest)
+
+
+def _digest(text: str, salt: str) -> str:
+    """By a function that costs 50 ms: who reads it cannot try out many values."""
+    return hashlib.scrypt(text.encode(), salt=salt.encode(), n=2**14, r=8, p=1, dklen=32).hex()
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"a": {"b": 1}}` as `{"a.b": 1}`."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat

@@ -1,0 +1,75 @@
+"""A plan to be replayed, held against the settings: what can be said of it before tracing.
+
+Used by `check`, which imports no JAX, and by `method`, which knows the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from launcher.config.compose import to_dict
+from launcher.config.errors import ConfigError
+from launcher.config.replayed import differences, resolved_beside
+from launcher.config.schema import Config
+from launcher.files import DamagedError, read_json
+
+_MOST_NAMED = 4
+
+
+def check_program(config: Config) -> None:
+    """Raises ConfigError where `parallel.plan` is no JSON, or its run, as its `config.yaml` beside
+    the plan says, had other settings that make another program."""
+    path = str(config.parallel.plan)
+    read_plan(path)
+    if there := resolved_beside(path):
+        differing = list(differences(to_dict(config), there))
+        if differing:
+            raise another_program(path, differing)
+
+
+def read_plan(path: str) -> Any:
+    """What the file holds. Raises ConfigError where that is no JSON."""
+    try:
+        return read_json(Path(path))
+    except OSError as error:
+        raise no_plan(path, str(error.strerror)) from error
+    except DamagedError as error:
+        raise no_plan(path, str(error)) from error
+
+
+def check_devices(path: str, plan: Any, hosts: int, devices_per_host: int) -> None:
+    """Raises ConfigError where the plan, as it is in its file, is for other devices than these."""
+    cluster = plan.get("cluster") if isinstance(plan, dict) else None
+    if not isinstance(cluster, dict):
+        return  # it is no plan, as whoever reads it says
+    there = cluster.get("hosts"), cluster.get("devices_per_host")
+    here = hosts, devices_per_host
+    if here != there:
+        raise ConfigError(
+            f"parallel.plan={path} is for {there[0]} hosts × {there[1]} devices; here are "
+            f"{here[0]} × {here[1]}",
+            "Set cluster.hosts and cluster.gpus as they were.",
+            ["parallel.plan", "cluster.gpus", "cluster.hosts"],
+        )
+
+
+def no_plan(path: str, reason: str) -> ConfigError:
+    """The error for a file that does not hold a plan."""
+    return ConfigError(
+        f"parallel.plan={path} cannot be read as a plan: {reason}",
+        "Name a plan.json of an earlier run.",
+        ["parallel.plan"],
+    )
+
+
+def another_program(path: str, differing: Sequence[str] = ()) -> ConfigError:
+    """The error for a plan of another program; `differing`: what its run had, and not what."""
+    words = ", ".join(differing[:_MOST_NAMED]) + (", …" if differing[_MOST_NAMED:] else "")
+    remedy = "Use the model, data, optimizer, batch size and precision that it was made for"
+    return ConfigError(
+        f"parallel.plan={path} was made for another program" + (f": with {words}" if words else ""),
+        f"{'Set that as it was' if words else remedy}, or plan again.",
+        ["parallel.plan"],
+    )

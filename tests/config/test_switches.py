@@ -1,0 +1,91 @@
+"""What depends on a switch is refused while that is off, but not what a file says below it."""
+
+from pathlib import Path
+
+import pytest
+
+from launcher.config.compose import load
+from launcher.config.errors import ConfigError
+from launcher.config.switches import SWITCHES
+
+CLI = "(on the command line)"
+MLP = "model=mlp dataset=synthetic model.widths=[8,8]"
+# Of each switch what depends on it, said while it is off, and how the refusal begins.
+REFUSED = [
+    ("train.eval_every=0 train.eval_batches=4", "train.eval_batches"),
+    ("train.eval_every=0 train.eval_batches=8", "train.eval_batches"),  # the default
+    ("train.checkpoint.every_steps=5 train.checkpoint.keep=3", "train.checkpoint.keep"),
+    ("train.checkpoint.on_error=stop", "train.checkpoint.on_error"),
+    (
+        "optimizer.decay=constant optimizer.final_learning_rate=1e-5",
+        "optimizer.final_learning_rate",
+    ),
+    (f"{MLP} model.hidden_size=8", "model.hidden_size"),
+    (f"{MLP} model.num_layers=2", "model.num_layers"),
+    (f"dataset=text dataset.path={__file__} dataset.pattern=*.py", "dataset.pattern"),
+    *(
+        (f"wandb.mode=disabled wandb.{word}", f"wandb.{word.partition('=')[0]}")
+        for word in ("project=p", "entity=e", "group=g", "name=n", "tags=[t]")
+    ),
+    ("sweep.dir=multirun/x", "sweep.dir"),
+    ("sweep.resubmit=true", "sweep.resubmit"),
+    ("cluster.device.peak_tflops=300", "cluster.device.peak_tflops"),
+    ("cluster=emulated cluster.links.latency_us=3", "cluster.links.latency_us"),
+    ("cluster.name=mine", "cluster.name"),
+    (
+        "cluster=a100_8 cluster.links.inter_host_gb_per_second=3",
+        "cluster.links.inter_host_gb_per_second",
+    ),
+    ("cluster=a100_8 cluster.step_timeout=30", "cluster.step_timeout"),
+    ("cluster=a100_8 cluster.max_restarts=1", "cluster.max_restarts"),
+    ("cluster=slurm cluster.slurm.container.mounts=[/a:/b]", "cluster.slurm.container.mounts"),
+    ("cluster=slurm cluster.slurm.container.workdir=/a", "cluster.slurm.container.workdir"),
+    ("cluster=slurm cluster.slurm.emulated=true cluster.slurm.gres=gpu:8", "cluster.slurm.gres"),
+]
+
+
+@pytest.mark.parametrize(("words", "key"), REFUSED, ids=lambda text: text.rpartition(" ")[2])
+def test_what_has_no_effect_is_refused(words: str, key: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"^{key}\S* has no effect: .* \(on the command line\)\."
+    ):
+        load(words.split())
+
+
+def test_every_switch_is_tried() -> None:
+    for switch in SWITCHES:
+        assert any(key.startswith(switch.keys) for _, key in REFUSED), switch.keys
+
+
+def test_the_whole_line() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(["wandb.mode=disabled", "wandb.tags=[a]"])
+    assert str(caught.value) == (
+        f"wandb.tags has no effect: wandb.mode=disabled records nothing there {CLI}. "
+        "Leave it out, or use another wandb.mode."
+    )
+
+
+def mine(folder: Path, text: str) -> list[str]:
+    (folder / "recipe").mkdir()
+    (folder / "recipe" / "mine.yaml").write_text(f"# @package _global_\n{text}\n")
+    return [str(folder)]
+
+
+def test_what_a_recipe_says_below_the_switch_is_passed_over(tmp_path: Path) -> None:
+    load(["recipe=smoke", "train.eval_every=0"])
+    folder = mine(tmp_path, "train: {eval_batches: 4}\nwandb: {project: p}")
+    assert load(["recipe=mine"], folder).train.eval_batches == 4
+    config = load(["recipe=mine", "train.eval_every=0", "wandb.mode=disabled"], folder)
+    assert config.train.eval_every == 0
+
+
+def test_a_file_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
+    folder = mine(tmp_path, "train:\n  eval_every: 0\n  eval_batches: 4")
+    with pytest.raises(ConfigError, match=r"eval_batches has no effect: .*mine\.yaml:4\)"):
+        load(["recipe=mine"], folder)
+
+
+def test_defaults_that_a_file_writes_out_are_no_contradiction(tmp_path: Path) -> None:
+    folder = mine(tmp_path, "train: {eval_every: 0, eval_batches: 8}\nsweep: {dir: null}")
+    assert load(["recipe=mine"], folder).train.eval_every == 0

@@ -1,0 +1,39 @@
+"""The run that is disturbed in many ways, and what it must come to: the bytes of one left alone."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from launched import lines, losses
+
+STEPS = 60
+MODEL = (
+    "model=mlp",
+    "dataset=synthetic",
+    "optimizer.learning_rate=0.01",
+    "train.global_batch_size=16",
+    "train.eval_every=0",
+    "parallel=manual",
+    "parallel.num_stages=2",
+    "parallel.num_micro_batches=2",
+    "cluster=emulated",
+    "cluster.gpus=2",
+    "wandb.mode=disabled",
+)
+# Steps of 50 ms and more: whoever is to be killed in the middle of a run is found by then.
+SLOW = ("model.hidden_size=1024", "model.num_layers=8", "train.global_batch_size=128")
+WORDS = (*MODEL, f"train.steps={STEPS}", "train.checkpoint.every_steps=5", "run.id=one")
+
+
+def parameters(run: Path) -> list[np.ndarray]:
+    with ocp.CheckpointManager((run / "checkpoints").absolute()) as manager:
+        assert manager.latest_step() == STEPS
+        return jax.tree.leaves(manager.restore(STEPS, args=ocp.args.StandardRestore()))
+
+
+def assert_as_undisturbed(run: Path, undisturbed: Path) -> None:
+    assert [line["step"] for line in lines(run)] == list(range(1, STEPS + 1))
+    assert losses(run) == losses(undisturbed)
+    for found, expected in zip(parameters(run), parameters(undisturbed), strict=True):
+        np.testing.assert_array_equal(found, expected, strict=True)

@@ -1,0 +1,103 @@
+"""Ctrl-C in every phase: it is answered, nothing is left or lost, no traceback is shown."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from launched import Launcher, lines, losses, summary
+
+WORDS = (
+    "model=mlp",
+    "dataset=synthetic",
+    "train.steps=40",
+    "train.eval_every=0",
+    "train.checkpoint.every_steps=5",
+    "parallel=manual",
+    "parallel.num_stages=2",
+    "parallel.num_micro_batches=2",
+    "cluster=emulated",
+    "cluster.gpus=2",
+    "wandb.mode=disabled",
+    "run.id=one",
+)
+MOMENTS = 40
+
+
+class Running:
+    """A launcher whose output goes to a file that is looked at meanwhile."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self.output = folder / "output"
+        with self.output.open("w") as output:
+            self.launcher = Launcher(folder, *words, stdout=output.fileno())
+
+    def press(self, after: str | None = None, seconds: float = 0.0) -> None:
+        """Ctrl-C, when `after` is shown; None: as soon as a signal is answered at all."""
+        self.launcher.wait_for_handlers()
+        if after is not None:
+            self.launcher.wait_for(lambda: after in self.output.read_text())
+        time.sleep(seconds)
+        if self.launcher.process.poll() is None:
+            os.killpg(self.launcher.process.pid, signal.SIGINT)
+
+    def end(self) -> tuple[int, str]:
+        """The exit code, and what was printed; nothing on standard error."""
+        code, _, err = self.launcher.end()
+        assert err == ""
+        return code, self.output.read_text()
+
+
+@pytest.mark.parametrize(
+    ("task", "phase"),
+    [
+        ("check", None),
+        ("plan", None),
+        ("plan", "reading the data and tracing"),
+        ("plan", "planning"),
+        pytest.param("train", "starting Ray", marks=pytest.mark.slow),
+        pytest.param("train", "compiling", marks=pytest.mark.slow),
+    ],
+)
+def test_ctrl_c_before_the_first_step_ends_the_run(
+    task: str, phase: str | None, tmp_path: Path
+) -> None:
+    running = Running(tmp_path, *WORDS, f"task={task}")
+    running.press(phase)
+    code, out = running.end()
+    assert code == 130
+    assert "launcher: stopping" in out
+    run = tmp_path / "outputs" / "one"
+    assert run.exists() == (task == "train")
+    if task == "train":
+        assert summary(run)["exit_reason"] == "interrupted"
+
+
+@pytest.mark.stress
+def test_a_run_that_is_interrupted_at_forty_moments_comes_to_the_same_losses(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "other").mkdir()
+    undisturbed = Running(tmp_path / "other", *WORDS)
+    undisturbed.launcher.wait_for_handlers()
+    began = time.monotonic()
+    assert undisturbed.end()[0] == 0
+    whole = time.monotonic() - began
+    codes = []
+    for moment in range(MOMENTS):
+        running = Running(tmp_path, *WORDS)
+        running.press(seconds=moment * whole / MOMENTS)
+        code, out = running.end()
+        assert code in (0, 130), moment
+        assert code == 0 or "launcher: stopping" in out, moment
+        codes.append(code)
+    assert 130 in codes
+    running = Running(tmp_path, *WORDS)
+    assert running.end()[0] == 0
+    run, expected = tmp_path / "outputs" / "one", tmp_path / "other" / "outputs" / "one"
+    assert [line["step"] for line in lines(run)] == list(range(1, 41))
+    assert losses(run) == losses(expected)

@@ -1,0 +1,206 @@
+"""What `test_engine` runs on the device, a process a part: `programs.py PART ARGUMENTS`.
+
+Prints a line of JSON.
+"""
+
+import dataclasses
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import launcher
+from launcher.config.compose import load
+from launcher.config.schema import GPT
+from launcher.plan import local_shape, make_plan
+from launcher.runtime import PullTransport, compile_step
+from launcher.trace import trace_step
+from recipes import build_model
+
+ROUNDS = 12
+
+
+def sized(name):
+    """A GPT's options and its batch by the settings' own tables."""
+    options = dataclasses.replace(load([f"model.size={name}"]).model, dropout=0.0)
+    rows = 8 if name != "nano" else 4
+    text = np.random.default_rng(0).integers(
+        0, options.vocab_size, (rows, options.sequence_length + 1), dtype=np.int32
+    )
+    return options, {"tokens": text[:, :-1], "targets": text[:, 1:]}
+
+
+def training(loss, init, value_and_grad):
+    """A step with AdamW, and what makes its state."""
+    optimizer = optax.adamw(1e-4)
+
+    def step(state, batch):
+        value, grads = value_and_grad(loss)(state[0], batch)
+        updates, opt_state = optimizer.update(grads, state[1], state[0])
+        return (optax.apply_updates(state[0], updates), opt_state), value
+
+    def start(key):
+        params = init(key)
+        return params, optimizer.init(params)
+
+    return step, start
+
+
+def ours(loss, init, batch):
+    """The step by our engine on one device, and its state."""
+    step, start = training(loss, init, launcher.value_and_grad)
+    traced = trace_step(step, (jax.eval_shape(start, jax.random.key(0)), batch))
+    device = jax.devices()[0]
+    plan = make_plan(traced, method="data", cluster=local_shape(1, 1, device.platform))
+    executable = compile_step(traced, plan, [device])
+    return executable, executable.create(start, jax.random.key(0))
+
+
+def timed(calls, batch):
+    """Milliseconds a step of each (call, state), by turns, and their losses."""
+    times, values = [[] for _ in calls], [[] for _ in calls]
+    states = [state for _, state in calls]
+    for k in range(ROUNDS + 2):
+        for n, (call, _) in enumerate(calls):
+            start = time.perf_counter()
+            states[n], loss = call(states[n], batch)
+            jax.block_until_ready((states[n], loss))
+            values[n].append(float(loss))
+            if k >= 2:
+                times[n].append(1e3 * (time.perf_counter() - start))
+    return times, values
+
+
+def memory():
+    """Whether the state is donated, and the device's bytes after each step."""
+    options = GPT(vocab_size=256, hidden_size=256, num_layers=4, num_heads=4, sequence_length=128)
+    model = build_model(options, "fp32")
+    text = np.random.default_rng(0).integers(0, 256, (8, 129), dtype=np.int32)
+    batch = {"tokens": text[:, :-1], "targets": text[:, 1:]}
+    call, state = ours(lambda p, b: model.loss(p, b, None)[0], model.init, batch)
+    used = []
+    for _ in range(6):
+        before = state
+        state, loss = call(state, batch)
+        jax.block_until_ready((state, loss))
+        used.append((jax.devices()[0].memory_stats() or {}).get("bytes_in_use"))
+    gone = all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
+    return {"donated": gone, "bytes": used}
+
+
+def attention(kind):
+    """A step whose attention is JAX's fused one, against the same without cuDNN."""
+    rng, shape = np.random.default_rng(0), (4, 512, 8, 64)
+    batch = rng.normal(size=(*shape[:2], 512)).astype(np.float32)
+
+    def init(key):
+        return jax.random.normal(key, (512, 3, 8, 64)) * 0.02
+
+    def loss_by(implementation):
+        def loss(params, x):
+            made = jnp.einsum("bth,hpnd->pbtnd", x, params).astype(jnp.bfloat16)
+            mixed = jax.nn.dot_product_attention(
+                *made, is_causal=True, implementation=implementation
+            )
+            return jnp.mean((mixed.astype(jnp.float32) - 1) ** 2)
+
+        return loss
+
+    calls = [ours(loss_by(by), init, batch) for by in (kind, "xla")]
+    times, (a, b) = timed(calls, batch)
+    apart = max(abs(x - y) / y for x, y in zip(a, b, strict=True))
+    return {"ours": statistics.median(times[0]), "xla": statistics.median(times[1]), "apart": apart}
+
+
+def speed(size):
+    """Our step against plain jit's, and the device's use."""
+    options, batch = sized(size)
+    model = build_model(options, "bf16")
+
+    def loss(params, batch):
+        return model.loss(params, batch, None)[0]
+
+    step, start = training(loss, model.init, jax.value_and_grad)
+    plain = jax.jit(step, donate_argnums=0), jax.jit(start)(jax.random.key(0))
+    mine = ours(loss, model.init, batch)
+    times, (a, b) = timed([mine, plain], batch)
+    np.testing.assert_allclose(a, b, rtol=1e-2)
+    ratio = statistics.median(x / y for x, y in zip(*times, strict=True))
+    seconds = statistics.median(times[0]) / 1e3
+    plan = mine[0].plan
+    flops = plan.predicted_tflops_per_device * 1e12 * plan.predicted_step_seconds
+    peak = plan.cluster.get("peak_flops")
+    return {
+        "ours": 1e3 * seconds,
+        "ratio": ratio,
+        "tflops": flops / seconds / 1e12,
+        "mfu": flops / seconds / peak if peak else None,
+    }
+
+
+def processes():
+    """64 MiB from one process on the first device to another one on the same."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        where = f"127.0.0.1:{probe.getsockname()[1]}"
+    both = [
+        subprocess.Popen(
+            [sys.executable, __file__, "peer", str(i), where],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    try:
+        told = [each.communicate(timeout=180) for each in both]
+    except subprocess.TimeoutExpired:
+        return {"problem": "no answer within three minutes"}
+    finally:
+        for each in both:
+            each.kill()
+    if any(each.returncode for each in both):
+        return {"problem": " ".join(err.strip()[-200:] for _, err in told)}
+    return {"problem": "", "ms": json.loads(told[1][0].splitlines()[-1])}
+
+
+def peer(index, where):
+    """One of two: the first offers an array twice, the second pulls it, the second time timed."""
+    from jax._src import distributed
+
+    index = int(index)
+    device_ids = [0] if jax.config.jax_platforms != "cpu" else None
+    jax.distributed.initialize(where, 2, index, local_device_ids=device_ids)
+    store = distributed.global_state.client
+    transport = PullTransport("127.0.0.1")
+    store.key_value_set(f"at_{index}", transport.address)
+    transport.connect([store.blocking_key_value_get(f"at_{i}", 60_000) for i in range(2)])
+    device = jax.local_devices()[0]
+    array = jax.device_put(np.ones((16, 1 << 20), np.float32), device)
+    taken = 0.0
+    for _ in range(2):
+        key = transport.reserve(1)
+        store.wait_at_barrier(f"begin_{key}", 60_000)
+        start = time.perf_counter()
+        if index == 0:
+            transport.send(key, [array])
+        else:
+            like = [jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)]
+            (got,) = transport.recv(key, 0, like)
+            assert float(got.sum()) == array.size
+            taken = 1e3 * (time.perf_counter() - start)
+        store.wait_at_barrier(f"end_{key}", 60_000)
+    return taken
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    print(json.dumps(globals()[sys.argv[1]](*sys.argv[2:])))

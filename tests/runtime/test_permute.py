@@ -1,0 +1,246 @@
+"""What goes from device to device by collectives arrives, and computes the same bits as what is
+pulled."""
+
+import json
+import random
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from launcher.runtime import PermuteTransport, compat, met_by_all, transport
+from launcher.runtime.permute import rounds_of
+from launcher.runtime.transport import NotMetError, Parcel
+
+sys.path.insert(0, str(Path(__file__).parent))
+from plans import METHODS
+from test_processes import GPIPE, ONE_F_ONE_B, UNEQUAL, check, together
+
+KINDS = [
+    ((), "float32"),
+    ((3,), "float32"),
+    ((2, 4), "bfloat16"),
+    ((3,), "int32"),
+    ((1, 2), "bool"),
+]
+
+
+def parcels_at_random(seed, count):
+    rng, devices = random.Random(seed), jax.devices()
+    found = []
+    for _ in range(count):
+        src, dst = rng.sample(devices, 2)
+        shape, dtype = rng.choice(KINDS)
+        found.append(Parcel(src, dst, shape, jnp.dtype(dtype)))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rounds_take_every_parcel_once(seed):
+    parcels = parcels_at_random(seed, seed)
+    rounds = rounds_of(parcels, jax.devices())
+    assert sorted(n for _, numbers in rounds for n in numbers) == list(range(seed))
+    for found, numbers in rounds:
+        for (a, b), n in zip(found.pairs, numbers, strict=True):
+            assert (jax.devices()[a], jax.devices()[b]) == (parcels[n].src, parcels[n].dst)
+            assert (found.shape, found.dtype) == (parcels[n].shape, parcels[n].dtype)
+        sources, targets = zip(*found.pairs, strict=True)
+        assert len({*sources}) == len({*targets}) == len(numbers)
+
+
+def test_an_array_for_each_of_many_goes_in_one_round():
+    first, second = jax.devices()[:4], jax.devices()[4:]
+    kind = (8, 2), jnp.dtype("float32")
+    ((found, _),) = rounds_of(
+        [Parcel(a, b, *kind) for a, b in zip(first, second, strict=True)], jax.devices()
+    )
+    assert len(found.pairs) == 4
+
+
+def test_parcels_of_all_kinds_arrive():
+    """Here between devices of one process, as between those of several: what is sent again is what
+    arrives, of an exchange of the same kind too."""
+    way = PermuteTransport()
+    every = [parcels_at_random(seed, 6) for seed in range(3)]
+    every += [every[0], []]
+    exchanges = [way.bind(parcels) for parcels in every]
+    way.open()
+    way.open()  # of nothing new
+    rng = np.random.default_rng(0)
+    for _ in range(2):
+        for parcels, exchange in zip(every, exchanges, strict=True):
+            values = [jnp.asarray(rng.normal(size=x.shape) * 9, x.dtype) for x in parcels]
+            parts = {
+                n: jax.device_put(v, x.src)
+                for n, (v, x) in enumerate(zip(values, parcels, strict=True))
+            }
+            arrived = exchange(way.reserve(exchange.num_keys), parts)
+            assert sorted(arrived) == list(range(len(parcels)))
+            for n, (value, parcel) in enumerate(zip(values, parcels, strict=True)):
+                assert arrived[n].devices() == {parcel.dst}
+                assert (arrived[n].shape, arrived[n].dtype) == (value.shape, value.dtype)
+                np.testing.assert_array_equal(arrived[n], value)
+
+
+def test_equal_exchanges_share_a_program_and_devices_meet_once(monkeypatch):
+    way = PermuteTransport()
+    a, b, c = jax.devices()[:3]
+    kind = (4,), jnp.dtype("float32")
+    for src, dst in ((a, b), (a, b), (b, a), (b, c)):
+        way.bind([Parcel(src, dst, *kind)])
+    lowered, ran = [], []
+    compiled = way_of(lowered, ran)
+    monkeypatch.setattr("launcher.runtime.permute._Program.compiled", compiled)
+    way.open()
+    assert len(lowered) == 3
+    assert [[device.id for device in devices] for devices in ran] == [[a.id, b.id], [b.id, c.id]]
+
+
+def way_of(lowered, ran):
+    """In the place of compiling: a note of what is compiled, and of what runs."""
+
+    def compiled(program):
+        lowered.append(program)
+
+        def run(*arrays):
+            ran.append(program.devices)
+            return arrays
+
+        return run
+
+    return compiled
+
+
+@pytest.mark.parametrize("own", ["a", "b"])
+def test_processes_of_other_orders_are_told(monkeypatch, own):
+    """Process 0 comes with the order "a"."""
+    name = "launcher/PermuteTransport/1"
+    held, met = {f"{name}/0": "a"}, []
+
+    class Store:
+        def key_value_set(self, name, value):
+            held[name] = value
+
+        def wait_at_barrier(self, name, timeout):
+            met.append(name)
+
+        def key_value_dir_get(self, folder):
+            assert met
+            return [(name, value) for name, value in held.items() if name.startswith(folder)]
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr("jax._src.distributed.global_state.client", Store())
+    way = PermuteTransport.__new__(PermuteTransport)
+    transport.Meeting.__init__(way)
+    if own == "a":
+        way.meet(own)
+    else:
+        with pytest.raises(NotMetError, match="would not run this plan alike"):
+            way.meet(own)
+    assert met == [name]
+
+
+def test_a_process_that_fails_tells_the_others():
+    met = []
+    way = SimpleNamespace(meet=met.append)
+    with pytest.raises(ZeroDivisionError), met_by_all(way):
+        raise ZeroDivisionError
+    assert met == [""]
+    with pytest.raises(NotMetError), met_by_all(way):
+        raise NotMetError  # the others failed: all have met
+    with met_by_all(way):
+        pass
+    assert met == [""]
+    with pytest.raises(ZeroDivisionError), met_by_all(None):
+        raise ZeroDivisionError
+
+
+def test_a_jax_without_the_private_store_asks_the_devices(monkeypatch):
+    names = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.delattr("jax._src.distributed.global_state")
+    monkeypatch.setattr(compat.multihost_utils, "sync_global_devices", names.append)
+    assert compat.agree("one", "a")
+
+    def differs(name):
+        raise AssertionError(name)
+
+    monkeypatch.setattr(compat.multihost_utils, "sync_global_devices", differs)
+    assert not compat.agree("two", "a")
+    assert names == ["one: a"]
+
+
+# -- several processes -----------------------------------------------------------------------------
+
+SCHEDULES = "gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zero_bubble"
+
+
+def the_same_by_both(count, devices, settings):
+    """Run each by both transports: as one device does, and with the same bits in each process."""
+    ways = [{**each, "transport": way} for each in settings for way in ("pull", "collective")]
+    told = together(count, devices, ways)
+    check(ways, told)
+    for peer in told:
+        for each in settings:
+            pulled, permuted = (
+                peer[json.dumps({**each, "transport": way})] for way in ("pull", "collective")
+            )
+            assert pulled == permuted, each
+
+
+@pytest.mark.slow
+def test_both_ways_give_the_same_bits():
+    four = {**ONE_F_ONE_B, "num_stages": 4}
+    the_same_by_both(
+        2,
+        2,
+        [
+            four,
+            {**GPIPE, "num_stages": 2, "num_micro_batches": 12},  # two devices to two
+            {**four, "schedule": "zero_bubble"},
+            {"method": "three_d", "data": 1, "model": 2, "pipeline": 2},
+            UNEQUAL,  # a submesh that lies in both processes
+        ],
+    )
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize(("count", "devices"), [(2, 2), (3, 1), (4, 1), (4, 2)])
+def test_every_schedule_gives_the_same_bits_by_both_ways(count, devices):
+    stages = count * devices
+    settings = [
+        {**ONE_F_ONE_B, "num_stages": n, "schedule": schedule}
+        for schedule in SCHEDULES
+        for n in {min(stages, 4), min(count, 4)}
+    ]
+    the_same_by_both(count, devices, settings)
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("devices", [2, 4, 6, 8])
+def test_every_method_gives_the_same_bits_by_both_ways(devices):
+    plans = [name for name, (n, _) in METHODS.items() if n == devices]
+    the_same_by_both(2, devices // 2, [{"plan": name} for name in plans])
+
+
+# Processes and devices of each.
+RUNS = [(2, 4), (3, 2), (4, 2), (2, 2)]
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("first", range(0, 200, 10))
+def test_random_plans_end(first):
+    """A process that waits for ever is a time-out."""
+    count, devices = RUNS[first // 10 % len(RUNS)]
+    seeds = range(1000 + first, 1010 + first)
+    settings = [{"training": "chain", "seed": seed} for seed in seeds]
+    if first < 40:
+        the_same_by_both(count, devices, settings)
+    else:
+        settings = [{**each, "transport": "collective"} for each in settings]
+        check(settings, together(count, devices, settings))

@@ -1,0 +1,51 @@
+"""What the command line says where nobody reads it, or where it cannot be written."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ANSWERS = [
+    ["--help"],
+    ["--version"],
+    ["--cfg", "job"],
+    ["task=check"],
+    ["-m", "task=check", "train.steps=1,2"],
+]
+
+
+def run(words: list[str], folder: Path, **streams) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "launcher", *words]
+    return subprocess.run(command, cwd=folder, text=True, check=False, **streams)
+
+
+@pytest.mark.parametrize("words", ANSWERS, ids=" ".join)
+def test_nobody_reads_the_answer(words: list[str], tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)  # as `| true` does, sooner or later
+    result = run(words, tmp_path, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_nobody_reads_the_complaint(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    result = run(["train.stepz=1"], tmp_path, stdout=subprocess.PIPE, stderr=writer)
+    os.close(writer)
+    assert (result.returncode, result.stdout) == (2, "")
+
+
+def test_an_answer_that_a_full_disk_does_not_take_is_a_failure(tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        result = run(["--cfg", "job"], tmp_path, stdout=full, stderr=subprocess.PIPE)
+    assert result.returncode == 1
+    assert result.stderr == "launcher: standard output: No space left on device\n"
+
+
+def test_output_may_be_closed(tmp_path: Path) -> None:
+    shell = f"{sys.executable} -m launcher --version >&-; echo $?"
+    result = subprocess.run(shell, shell=True, cwd=tmp_path, capture_output=True, text=True)
+    assert (result.stdout, result.stderr) == ("0\n", "")

@@ -1,0 +1,343 @@
+"""No setting is accepted without effect: each changes the plan, the run or a report, or is refused.
+
+A new setting needs a line in `PROBES` here, or a rule that refuses it (`config.switches`).
+"""
+
+import dataclasses
+import functools
+import sys
+import typing
+from pathlib import Path
+
+import pytest
+
+from launcher.config.compose import from_dict
+from launcher.config.errors import ConfigError
+from launcher.config.fields import settings_of
+from launcher.config.optimizers import OPTIMIZERS
+from launcher.config.schema import DATASETS, MODELS, Config, Parallel
+
+sys.path.insert(0, str(Path(__file__).parent))
+import every_key as told
+
+ROW = {"vocab_size": 256, "sequence_length": 4, "num_layers": 1, "num_heads": 2, "hidden_size": 8}
+GPT = {"model": {"name": "gpt", "size": "s", "sizes": {"s": ROW, "t": ROW | {"num_layers": 2}}}}
+MLP = {"model": {"name": "mlp", "hidden_size": 4, "input_size": 4, "output_size": 2}}
+MADE_UP = {"dataset": {"name": "synthetic", "num_samples": 64}}
+NET = {
+    "model": {"name": "custom", "module": "mine.net", "options": {"width": 4}},
+    "allow_modules": ["mine"],
+}
+DATA = {
+    "dataset": {"name": "custom", "module": "mine.data", "options": {"width": 4}},
+    "allow_modules": ["mine"],
+}
+TEXT = {"dataset": {"name": "text", "path": "books"}}
+SHORT = {"train": {"steps": 4, "eval_every": 2, "eval_batches": 1}, "wandb": {"mode": "disabled"}}
+RECORDED = {"train": {"steps": 1, "eval_every": 0}, "wandb": {"mode": "offline"}}
+SLURM = {"cluster": {"kind": "slurm", "gpus": 4, "hosts": 2}, "run": {"id": "r"}}
+CONTAINER = {"cluster": {"slurm": {"container": {"image": "i"}}}}
+DESCRIBED = {
+    "cluster": {
+        "kind": "described",
+        "name": "mine",
+        "gpus": 4,
+        "hosts": 2,
+        "device": {
+            **dict.fromkeys(("peak_tflops", "memory_gib", "memory_gb_per_second"), 100.0),
+            "name": "A100",
+        },
+        "links": {"intra_host_gb_per_second": 100.0, "inter_host_gb_per_second": 10.0},
+    }
+}
+
+
+def merged(*trees):
+    """Nested tables, the later of which win."""
+    out = {}
+    for tree in trees:
+        for key, value in tree.items():
+            both = isinstance(value, dict) and isinstance(out.get(key), dict)
+            out[key] = merged(out[key], value) if both and key != "options" else value
+    return out
+
+
+def said(key, value):
+    """The tree that holds one setting."""
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return value
+
+
+def config_of(tree):
+    """The configuration; where no model and no data are named, of the smallest."""
+    return from_dict(merged(MLP, MADE_UP) | tree)
+
+
+class Probe(typing.NamedTuple):
+    """Where a setting shows, beside which others, and another value of it."""
+
+    shows: typing.Callable
+    base: dict
+    value: object
+
+
+def probes():
+    """By option and key; the option is "" for sections without variants."""
+    model = functools.partial(Probe, told.model_told)
+    gpt = merged(GPT, MADE_UP)
+    yield "gpt", "model.size", model(gpt, "t")
+    yield "gpt", "model.sizes", model(gpt, {"s": ROW | {"num_layers": 2}})
+    values = {"vocab_size": 64, "sequence_length": 8, "num_layers": 2, "num_heads": 1}
+    values |= {"hidden_size": 16, "mlp_ratio": 2, "dropout": 0.5, "tie_embeddings": False}
+    for name, value in values.items():
+        yield "gpt", f"model.{name}", model(gpt, value)
+    for name, value in {"input_size": 8, "hidden_size": 8, "output_size": 4}.items():
+        yield "mlp", f"model.{name}", model(merged(MLP, MADE_UP), value)
+    yield "mlp", "model.num_layers", model(merged(MLP, MADE_UP), 2)
+    yield "mlp", "model.widths", model(merged(MLP, MADE_UP), [3, 5])
+    yield "custom", "model.module", model(merged(NET, DATA), "mine.other_net")
+    yield "custom", "model.options", model(merged(NET, DATA), {"width": 4, "depth": 3})
+
+    data = functools.partial(Probe, told.data_told)
+    yield (
+        "stdlib_text",
+        "dataset.validation_fraction",
+        data(merged(GPT, {"dataset": {"name": "stdlib_text"}}), 0.5),
+    )
+    yield "text", "dataset.path", data(merged(GPT, TEXT), "more")
+    yield "text", "dataset.pattern", data(merged(GPT, TEXT), "*.md")
+    yield "text", "dataset.validation_fraction", data(merged(GPT, TEXT), 0.3)
+    yield "synthetic", "dataset.num_samples", data(merged(MLP, MADE_UP), 128)
+    yield "custom", "dataset.module", data(merged(NET, DATA), "mine.other_data")
+    yield "custom", "dataset.options", data(merged(NET, DATA), {"width": 8})
+
+    for name, optimizer in OPTIMIZERS.items():
+        base = {"optimizer": {"name": name, "decay": "linear"}, "train": {"steps": 40}}
+        for field in dataclasses.fields(optimizer):
+            value = {"decay": "constant", "warmup_steps": 2, "clip_norm": 0.1}.get(field.name, 0.05)
+            value = 1e-4 if field.name == "final_learning_rate" else value
+            if field.name != "name":
+                shown = base
+                if field.name in ("decay", "final_learning_rate"):
+                    shown = merged(base, {"optimizer": {"warmup_steps": 0}})
+                yield name, f"optimizer.{field.name}", Probe(told.optimizer_told, shown, value)
+
+    yield "", "task", Probe(lambda config: config.task, {}, "check")  # `__main__` goes by it
+    yield "", "allow_modules", model(merged(NET, DATA), [])
+    run = functools.partial(Probe, told.run_told)
+    taken = functools.partial(Probe, told.folder_told, {"run": {"id": "taken"}})
+    yield "", "run.id", taken("free")
+    yield "", "run.dir", taken("elsewhere")
+    yield "", "run.resume", taken("never")
+    yield "", "run.seed", data(merged(GPT, TEXT), 1)
+    yield "", "run.shared", taken(True)
+    yield "", "train.steps", run(SHORT, 5)
+    yield "", "train.global_batch_size", data(merged(MLP, MADE_UP), 8)
+    yield "", "train.precision", model(merged(MLP, MADE_UP), "bf16")
+    yield "", "train.log_every", run(SHORT, 3)
+    yield "", "train.eval_every", run(SHORT, 3)
+    yield "", "train.eval_batches", run(SHORT, 2)
+    for value in ("skip", "rollback"):
+        diverges = functools.partial(told.run_told, third="diverges")
+        yield "", "train.non_finite", Probe(diverges, SHORT, value)
+    yield "", "train.init_from", taken("nowhere")
+    yield "", "train.checkpoint.at_end", run(SHORT, False)
+    yield "", "train.checkpoint.every_steps", run(SHORT, 2)
+    yield "", "train.checkpoint.every_minutes", run(SHORT, 1e-9)
+    yield "", "train.checkpoint.keep", Probe(told.worker_told, SHORT, 7)
+    saved = merged(SHORT, {"train": {"checkpoint": {"every_steps": 2}}})
+    yield "", "train.checkpoint.on_error", run(saved, "stop")
+    for name in ("project", "entity", "group", "name"):
+        yield "", f"wandb.{name}", run(RECORDED, "x")
+    yield "", "wandb.tags", run(RECORDED, ["x"])
+    yield "", "wandb.mode", run(RECORDED, "disabled")
+    sweep = functools.partial(Probe, told.sweep_told)
+    yield "", "sweep.dir", sweep({"sweep": {"dir": "multirun/s"}}, "multirun/none")
+    yield "", "sweep.resubmit", sweep({"sweep": {"dir": "multirun/s"}}, True)
+    yield from cluster_probes()
+
+
+def cluster_probes():
+    devices = functools.partial(Probe, told.cluster_told)
+    emulated = {"cluster": {"kind": "emulated", "gpus": 4}}
+    yield "", "cluster.kind", devices(DESCRIBED, "emulated")
+    for base in (emulated, DESCRIBED):
+        yield "", "cluster.gpus", devices(base, 8)
+        yield "", "cluster.hosts", devices(base, 4)
+    for name in ("step_timeout", "start_timeout"):
+        yield "", f"cluster.{name}", Probe(told.run_told, SHORT, 60.0)
+    two_hosts = merged(SHORT, {"cluster": {"kind": "emulated", "gpus": 4, "hosts": 2}})
+    yield "", "cluster.transport", Probe(told.run_told, two_hosts, "collective")
+    hangs = functools.partial(told.run_told, third="hangs")
+    yield "", "cluster.max_restarts", Probe(hangs, SHORT, 0)
+    described = {"name": "x", "device.name": "H100", "device.peak_tflops": 50.0}
+    described |= {"device.peak_tflops_fp32": 20.0, "device.sustained": 0.4}
+    described |= {"device.memory_gib": 50.0, "device.memory_gb_per_second": 50.0}
+    described |= {"links.intra_host_gb_per_second": 50.0, "links.latency_us": 5.0}
+    described |= {"links.inter_host_gb_per_second": 5.0}
+    for name, value in described.items():
+        yield "", f"cluster.{name}", devices(DESCRIBED, value)
+    words = ("partition", "account", "qos", "gpu_type", "gres", "constraint", "reservation")
+    asked = dict.fromkeys((*words, "nodelist", "exclude", "dependency", "job_name"), "x")
+    asked |= {"time": "4h", "cpus": 3, "mem": "4G", "exclusive": False, "signal": "USR1@9"}
+    asked |= {"max_requeues": 3, "array": 2, "setup": ["a"], "env": {"A": "b"}, "python": "p"}
+    asked |= {"srun_args": ["--x"], "extra": {"x": "y"}, "emulated": True}
+    asked |= {"network_interface": "ib0", "start_timeout": 5, "dry_run": True, "wait": True}
+    for name, value in asked.items():
+        yield "", f"cluster.slurm.{name}", Probe(told.slurm_told, SLURM, value)
+    swept = merged(SLURM, {"cluster": {"slurm": {"array": 1}}})
+    yield "", "cluster.slurm.array", Probe(told.array_told, swept, 2)
+    contained = merged(SLURM, CONTAINER)
+    for name, value in {"image": "j", "mounts": ["/a:/b"], "workdir": "/w"}.items():
+        yield "", f"cluster.slurm.container.{name}", Probe(told.slurm_told, contained, value)
+
+
+PROBES = list(probes())
+
+
+def keys(cls=Config, section="", option=""):
+    """Every option and key of the schema."""
+    hints = typing.get_type_hints(cls)
+    for field in settings_of(cls):
+        key = f"{section}.{field.name}" if section else field.name
+        if "variants" in field.metadata:
+            for name, variant in field.metadata["variants"].items():
+                yield from keys(variant, key, name)
+        elif dataclasses.is_dataclass(hints[field.name]):
+            yield from keys(hints[field.name], key)
+        elif not (option and field.name == "name"):
+            yield option, key
+
+
+def test_every_key_has_a_probe():
+    wanted = {(option, key) for option, key in keys() if not key.startswith("parallel.")}
+    wanted.remove(("", "allow_commands"))  # which files are refused for: config/test_commands.py
+    assert {(option, key) for option, key, _ in PROBES} == wanted
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """An empty folder with some text and a user's own modules."""
+    for name, text in {
+        "books/a.txt": "abcde",
+        "books/b.md": "fghij",
+        "more/c.txt": "klmno",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("".join(f"{text} {i} " for i in range(99)))
+    (tmp_path / "mine").mkdir()
+    net = (
+        "import jax, jax.numpy as jnp\n"
+        "from recipes import Model\n"
+        "def build(options, precision):\n"
+        "    shape = (options.width, getattr(options, 'depth', 2))\n"
+        "    def loss(params, batch, key): return jnp.mean(batch['x'] @ params) FACTOR, {}\n"
+        "    return Model(lambda key: jnp.ones(shape), loss)\n"
+    )
+    data = (
+        "import numpy as np\n"
+        "from recipes import Dataset\n"
+        "def check(options, model_options, validation): pass\n"
+        "def build(options, model_options, size, seed):\n"
+        "    batch = {'x': np.full((size, options.width), FILL, np.float32)}\n"
+        "    return Dataset(lambda k: batch, lambda k: batch, 'mine')\n"
+    )
+    files = {"net": net.replace("FACTOR", ""), "other_net": net.replace("FACTOR", "* 2")}
+    files |= {"data": data.replace("FILL", "1"), "other_data": data.replace("FILL", "2")}
+    for name, text in files.items():
+        (tmp_path / "mine" / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+
+REFUSED = ("allow_modules",)  # whose other value is: code that is no longer allowed
+
+
+@pytest.mark.parametrize(
+    ("option", "key", "probe"), PROBES, ids=[f"{option}.{key}" for option, key, _ in PROBES]
+)
+def test_every_key_has_an_effect_or_is_refused(option, key, probe):
+    before = probe.shows(config_of(probe.base))
+    asked = merged(probe.base, said(key, probe.value))
+    if key in REFUSED:
+        with pytest.raises(ConfigError, match=key):
+            config_of(asked)
+    else:
+        assert probe.shows(config_of(asked)) != before
+
+
+VARIANTS = {"model": MODELS, "dataset": DATASETS, "optimizer": OPTIMIZERS}
+NEEDED = {"module": "mine.net", "path": "books"}
+
+
+@pytest.mark.parametrize(
+    ("section", "option"), [(s, option) for s, found in VARIANTS.items() for option in found]
+)
+def test_an_option_takes_no_setting_of_another(section, option):
+    own = {field.name for field in dataclasses.fields(VARIANTS[section][option])}
+    base = {"name": option} | {name: NEEDED[name] for name in own & NEEDED.keys()}
+    for variant in VARIANTS[section].values():
+        for name in {field.name for field in dataclasses.fields(variant)} - own:
+            with pytest.raises(ConfigError, match=f"{section}.{name} is not a setting of"):
+                config_of({section: base | {name: 1}})
+
+
+METHODS = {
+    "auto": {"num_micro_batches": 2},
+    "manual": {"num_micro_batches": 2, "num_stages": 2},
+    "data": {},
+    "zero2": {},
+    "zero3": {},
+    "shard": {"model": 4},
+    "three_d": {"model": 2, "pipeline": 2},
+    "replay": {"plan": "plan.json"},
+}
+# Others than those above; of some settings a second, for where the first is what is taken anyway.
+VALUES = {
+    "num_layers": [3, 7],
+    "num_stages": [4, 1],
+    "stages_per_mesh": [2],
+    "num_micro_batches": [4],
+    "schedule": ["gpipe", "zero_bubble"],
+    "remat": ["full"],
+    "data": [2, 1],
+    "model": [2, 1],
+    "pipeline": [4, 1],
+    "cost": ["profile"],
+    "plan": ["other.json"],
+}
+
+
+def test_every_method_and_key_of_parallel_is_tried():
+    fields = {field.name: field for field in dataclasses.fields(Parallel)}
+    assert set(METHODS) == set(fields.pop("method").metadata["choices"])
+    assert set(VALUES) == set(fields) - {"allow_over_memory"}  # test_fitting.py shows that one
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", VALUES)
+def test_every_key_of_parallel_changes_the_plan_or_is_refused(method, name, monkeypatch):
+    def measure(step, *_):
+        raise told.PlanError("this would be measured")
+
+    monkeypatch.setattr("launcher.plan.by_name.measure_layers", measure)
+    monkeypatch.setattr("launcher.plan.methods.measure_layers", measure)
+    base = {"method": method} | METHODS[method]
+    before = planned(base)
+    assert isinstance(before, dict) or method == "replay"
+    after = [planned(base | {name: value}) for value in VALUES[name]]
+    assert any(plan != before for plan in after), "accepted without effect"
+
+
+@functools.cache
+def _planned(words):
+    try:
+        config = config_of({"parallel": dict(words), "cluster": {"gpus": 4, "kind": "emulated"}})
+    except ConfigError as error:
+        return str(error)
+    return told.plan_told(config)
+
+
+def planned(parallel):
+    return _planned(tuple(parallel.items()))
