@@ -1,7 +1,8 @@
-"""Settings that come from the environment, and how they are written down: as `${oc.env:X}`.
+"""Interpolations: resolved within bounds, and how settings from the environment are written down.
 
-A variable may hold a secret. What is written of a setting that depends on one is the text that asks
-for it, which a job resolves again where it reads its settings; the value is used and never written.
+What comes from the environment is written as `${oc.env:X}`: a variable may hold a secret. What is
+written of a setting that depends on one is the text that asks for it, which a job resolves again
+where it reads its settings; the value is used and never written.
 """
 
 from __future__ import annotations
@@ -14,10 +15,14 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationResolutionError
+from omegaconf.grammar_visitor import GrammarVisitor
 from omegaconf.resolvers import oc
 
 from launcher.config.fields import FromEnvironment, Place
 
+_MOST = 2_000  # interpolations to follow; a second's work
+_LARGEST = 2**20  # characters that these may bring in
 _VARIABLE = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)\s*\}")
 
 
@@ -26,7 +31,7 @@ def resolved(settings: DictConfig) -> tuple[dict[str, Any], dict[Place, str]]:
     environment, by their places. Raises what OmegaConf does."""
     texts = dict(_interpolations(OmegaConf.to_container(settings, resolve=False)))
     found = {}
-    with _noted_variables() as names:
+    with bounded(), _noted_variables() as names:
         for place, text in texts.items():
             names.clear()
             node: Any = settings
@@ -72,6 +77,35 @@ def in_shell(text: str) -> str | None:
     quoted = [shlex.quote(part) if part else "" for part in plain]
     asked = [f'"${{{name}?the run takes it from the environment}}"' for name in names]
     return "".join(part + word for part, word in zip(quoted, [*asked, ""], strict=True))
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """Limits what the interpolations that are resolved inside may come to, all of them together:
+    a few lines in which each asks twice for the next may stand for any number of characters.
+    Beyond that raises InterpolationResolutionError."""
+    follow = GrammarVisitor.visitInterpolation
+    followed = brought_in = 0
+
+    def visit(visitor: GrammarVisitor, context: Any) -> Any:
+        nonlocal followed, brought_in
+        followed += 1
+        if followed <= _MOST:
+            value = follow(visitor, context)
+            brought_in += len(str(value))
+            if brought_in <= _LARGEST:
+                return value
+        raise InterpolationResolutionError(
+            f"with the others its interpolations come to more than {_LARGEST:,} characters or "
+            f"{_MOST:,} references"
+        )
+
+    # OmegaConf has a hook for its resolvers only, and none for `${name}`.
+    GrammarVisitor.visitInterpolation = visit
+    try:
+        yield
+    finally:
+        GrammarVisitor.visitInterpolation = follow
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from launcher.config.bounded import tree_of
 from launcher.config.errors import shown
 from launcher.config.files import choices
-from launcher.config.interpolation import resolved
+from launcher.config.interpolation import bounded, resolved
 from launcher.config.leftovers import Tree
 from launcher.config.origin import Source
 from launcher.files import DamagedError
@@ -37,7 +37,9 @@ def with_runs_settings(
     parallel = tree.get("parallel")
     if not isinstance(parallel, dict) or parallel.get("method") != "replay":
         return tree
-    if (plan := OmegaConf.select(OmegaConf.create(tree), "parallel.plan")) is None:
+    with bounded():
+        plan = OmegaConf.select(OmegaConf.create(tree), "parallel.plan")
+    if plan is None:
         return tree
     run = settings_beside(str(plan))
     said = {override.key_or_group for override in overrides}

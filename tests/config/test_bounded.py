@@ -30,6 +30,14 @@ FILES = {
     "brackets": (f"{OPTIONS}    b: {'[' * 9999}{']' * 9999}\n", "is nested too deeply"),
     "tables": (f"{OPTIONS}    b: {'{b: ' * 70}1{'}' * 70}\n", "is nested more than 64 levels deep"),
     "its size": (OPTIONS + "#\n" * 200_000, "is larger than 262,144 bytes"),
+    "interpolations": (
+        doubled("'${{.a{before}}}${{.a{before}}}'"),
+        "its interpolations come to more than 1,048,576 characters",
+    ),
+    "lists of interpolations": (
+        doubled("['${{..a{before}}}', '${{..a{before}}}']"),
+        "or 2,000 references",
+    ),
     "digits": (f"{OPTIONS}    b: {'9' * 5000}\n", "holds a number of 5000 digits"),
     "no date": (f"{OPTIONS}    b: 2026-02-31\n", ""),
 }
