@@ -75,7 +75,6 @@ class Session:
         self._connecting: Aside | None = None
         self._leaving: Aside | None = None
         self._undo = ExitStack()
-        atexit.register(self.close)
         with ExitStack() as on_error:
             on_error.callback(self.close)
             folder = scratch.create()
@@ -87,6 +86,7 @@ class Session:
             self._undo.callback(end, self._head, folder.path)
             with _environment(self._environ):
                 self._ray = _import_ray(self._meeting is not None)
+            atexit.register(self.close)  # now that Ray is imported: before what Ray registered
             on_error.pop_all()
 
     def spawn(self, worker_class: type, *arguments: Any) -> list[WorkerHandle]:

@@ -342,6 +342,23 @@ def test_a_ray_that_gives_no_answer_is_given_up(silent_ray, tmp_path):
     assert told in run.stderr.splitlines()
 
 
+def test_a_program_that_ends_without_a_word_ends_its_session_before_ray_disconnects(tmp_path):
+    """Ray asked after that starts another one, of its own accord."""
+    at_exit = "print('left:', len(psutil.Process().children()))"
+    (tmp_path / "ray.py").write_text(f"import atexit, psutil\natexit.register(lambda: {at_exit})")
+    program = (
+        "import pathlib, sys\n"
+        "from launcher.cluster.devices import DevicePool\n"
+        "from launcher.cluster.session import start\n"
+        "session = start(DevicePool('cpu', 1, 1, '', ''), pathlib.Path(sys.argv[1]))\n"
+    )
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    run = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, env=environ
+    )
+    assert (run.returncode, run.stdout, run.stderr) == (0, "left: 0\n", "")
+
+
 def test_a_ray_imported_by_someone_else_is_refused_and_leaves_nothing(tmp_path):
     """It was set up for another cluster at its import, and would search for ours for ever."""
     program = (

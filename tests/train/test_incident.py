@@ -8,7 +8,7 @@ import pytest
 from launcher.cluster.errors import ClusterError, HungError, RayEndedError, WorkerError
 from launcher.train.incident import failure_of, restart_text
 from launcher.train.record import DivergedError
-from launcher.train.recovery import Restart
+from launcher.train.recovery import GiveUp, Restart, decide
 
 PLAN = SimpleNamespace(stages=[SimpleNamespace(hosts=hosts) for hosts in [(0,), (0,), (1,)]])
 
@@ -80,6 +80,17 @@ def test_what_another_start_may_mend(error, cause):
 )
 def test_what_another_start_would_only_repeat(error):
     assert failure(error) is None
+
+
+def test_a_start_that_is_late_twice_is_not_tried_a_third_time():
+    """Whatever it was that did not come up."""
+    late = [
+        failure(RayEndedError(f"{what} within 180 s (cluster.start_timeout)."))
+        for what in ("Ray did not come up", "Ray did not start the processes of worker_0")
+    ]
+    assert isinstance(decide(late[:1], max_restarts=9), Restart)
+    assert isinstance(decide(late, max_restarts=9), GiveUp)
+    assert "(cluster.start_timeout)" in late[1].report
 
 
 def test_a_roll_back_counts_by_the_step_that_went_wrong():
