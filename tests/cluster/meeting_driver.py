@@ -2,11 +2,13 @@
 node. A process of its own, because Ray keeps the network that it was first imported for.
 """
 
+import json
 import os
 import sys
 from pathlib import Path
 
 import psutil
+from listening import ports
 
 from launcher.cluster.devices import emulated_pool
 from launcher.cluster.errors import ClusterError, WorkerError
@@ -30,6 +32,26 @@ class Probe:
             return pipe.read()
 
 
+def met():
+    """Workers that become one where they are introduced."""
+    from launcher.cluster.peer import Peer  # loads JAX
+
+    class Met(Probe, Peer):
+        pass
+
+    return Met
+
+
+def tell_ports(workers, second: int) -> None:
+    """Print where the processes of each node listen, once the workers know one another."""
+    from launcher.cluster.peer import introduce
+
+    workers[1].address = "127.0.0.2"  # they meet as those of two machines do
+    introduce(workers)
+    for node in (psutil.Process(), psutil.Process(second)):
+        print(json.dumps([*ports([node, *node.children(recursive=True)]).items()]))
+
+
 def main(scenario: str, folder: Path, second: int, timeout: int) -> None:
     settings = Slurm(emulated=True, network_interface="lo", start_timeout=timeout)
     with hold(folder, FIRST, settings, secret()) as meeting:
@@ -42,7 +64,9 @@ def main(scenario: str, folder: Path, second: int, timeout: int) -> None:
                 except ClusterError as error:
                     print(error)
                 return
-            workers = session.spawn(Probe)
+            workers = session.spawn(met() if scenario == "ports" else Probe)
+            if scenario == "ports":
+                return tell_ports(workers, second)
             told = [worker.submit("devices").result() for worker in workers]
             assert [(devices, node) for devices, node, _ in told] == [(2, None), (2, None)]
             there = {p.pid for p in psutil.Process(second).children(recursive=True)}

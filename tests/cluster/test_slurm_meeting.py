@@ -1,12 +1,17 @@
 """The tasks of a job find one another and end together: two nodes that are both this machine."""
 
+import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import psutil
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from listening import ANYWHERE, documented
 
 from launcher.cluster.errors import ClusterError
 from launcher.cluster.session import secret
@@ -58,12 +63,21 @@ def drive(scenario: str, folder: Path, second: int = 0, timeout: int = SECONDS) 
     return driver.stdout
 
 
-@pytest.mark.parametrize("scenario", ["works", "again"])
 def test_each_worker_is_on_its_node_and_all_end_with_the_driver(
-    second_node, tmp_path: Path, scenario: str
+    second_node, tmp_path: Path
 ) -> None:
     """Also where the driver starts a second time."""
-    drive(scenario, tmp_path / "run", second_node.pid)
+    drive("again", tmp_path / "run", second_node.pid)
+    assert second_node.wait(SECONDS) == 0
+
+
+def test_the_nodes_listen_where_the_readme_says(second_node, tmp_path: Path) -> None:
+    told = drive("ports", tmp_path / "run", second_node.pid).splitlines()
+    for line, first in zip(told, (True, False), strict=True):
+        listening = {(ip, port): kind for (ip, port), kind in json.loads(line)}
+        assert Counter(listening.values()) == documented("nodes", 1, first=first)
+        everywhere = Counter(kind for (ip, _), kind in listening.items() if ip in ANYWHERE)
+        assert everywhere <= documented("nodes", 1, first=first, purpose="Ray")
     assert second_node.wait(SECONDS) == 0
 
 

@@ -1,7 +1,6 @@
 """What other users of the machine can do to a run: nothing; one of them tries it."""
 
 import os
-import re
 import shutil
 import stat
 import subprocess
@@ -13,6 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from listening import documented, ports
 
 from launcher.cluster.devices import emulated_pool
 from launcher.cluster.peer import introduce
@@ -176,7 +178,7 @@ def test_a_run_of_two_hosts_is_closed_to_other_users(shared, tmp_path, monkeypat
     monkeypatch.syspath_prepend(str(tmp_path))
     import met
 
-    before = {address for _, address in ports([psutil.Process()])}  # of other tests' sessions
+    before = ports([psutil.Process()])  # of other tests' sessions
     with start(TWO_HOSTS, tmp_path) as session:
         handles = session.spawn(met.Met)
         introduce(handles)
@@ -187,42 +189,12 @@ def test_a_run_of_two_hosts_is_closed_to_other_users(shared, tmp_path, monkeypat
         assert {"raylet", "gcs_server"} <= kinds
         assert len(list(shared.iterdir())) == 1  # the socket in which the workers met is gone
         assert open_to_others([*below(shared), *used_by(processes)]) == []
-        listening = [
-            (kind, address[0])
-            for kind, address in ports([psutil.Process(), *processes])
-            if address not in before
-        ]
+        there = ports([psutil.Process(), *processes])
+        listening = {address: kind for address, kind in there.items() if address not in before}
         del sys.modules["met"]
-    assert {address for _, address in listening} == {"127.0.0.1"}
-    assert Counter(kind for kind, _ in listening) == documented("one machine")
+    assert {ip for ip, _ in listening} == {"127.0.0.1"}
+    assert Counter(listening.values()) == documented("one machine", 2)
     assert list(shared.iterdir()) == []
-
-
-def ports(processes):
-    """For each port that is listened at: which kind of process does, and at which address."""
-    found = []
-    for process in processes:
-        kind = process.name() if process.pid != os.getpid() else "launcher"
-        for connection in process.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN:
-                kind = "ray::Host" if kind.startswith("ray::Host") else kind
-                found.append(
-                    (kind, (connection.laddr.ip.removeprefix("::ffff:"), connection.laddr.port))
-                )
-    return found
-
-
-def documented(where):
-    """README's table of ports: how many each kind of process has, with two hosts."""
-    readme = Path(__file__).parents[2].joinpath("README.md").read_text()
-    header, _, *rows = re.search(r"\| process \|.*?\n\n", readme, re.DOTALL)[0].splitlines()[:-1]
-    column = [cell.strip() for cell in header.split("|")].index(where)
-    number = Counter()
-    for row in rows:
-        cells = row.split("|")
-        (kind,) = re.findall(r"`([^`]+)`", cells[1])
-        number[kind] += int(cells[column]) * (2 if "each" in cells[1] else 1)
-    return +number
 
 
 @pytest.mark.parametrize(
