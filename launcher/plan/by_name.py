@@ -42,7 +42,7 @@ def make_plan(
     model: int | None = None,
     pipeline: int | None = None,
     cost: str = "model",
-    over_memory: bool = False,
+    nothing_fits: Callable[[str], None] | None = None,
     progress: Callable[[float], None] = lambda share: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Plan:
@@ -55,8 +55,8 @@ def make_plan(
             stages (`three_d`). None: what is left of the devices, or 1.
         num_micro_batches: None, and `schedule` and `remat` "auto", for `auto` alone.
         cost: see `AutoStageOption`; for the other methods it is what they are predicted by.
-        over_memory: where nothing fits, what `auto` finds that lacks least; the other methods ask
-            for no memory.
+        nothing_fits: where nothing fits, told why, and the plan is what `auto` finds that lacks
+            least; None: that is an error. The other methods ask for no memory.
         progress: told the share of a search that is done, 0 … 1. say: told of measurements that
             failed or were ignored.
 
@@ -77,8 +77,9 @@ def make_plan(
                 step, cluster, num_micro_batches, schedule, remat, cost, progress, say, num_stages
             )
         except TooLargeError as error:
-            if not over_memory:
+            if nothing_fits is None:
                 raise
+            nothing_fits(str(error))
             return complete(step, error.outline, cluster)
     known: dict[str, Any] = {
         "data": lambda: DataParallel(**some, remat=remats),

@@ -89,6 +89,7 @@ _GPUS = {
 }
 # Of a GPU that is none of these, what it is taken to sustain; its memory is not known.
 _OTHER_GPU = {"flops": 50e12, "flops_fp32": 10e12, "memory_bandwidth": 500e9, "intra_host": 12e9}
+LOCAL = "local"  # the name of GPUs that are here
 _SUSTAINED = 0.5  # of the peak, in large matrix products inside a training step
 _ETHERNET = 12.5e9  # 100 Gbit/s
 _CORE_FLOPS = 60e9  # one CPU core in fp32 matrix products of a small model; nominal
@@ -120,7 +121,7 @@ def local_shape(num_devices: int, num_hosts: int, device_kind: str) -> ClusterSh
             "intra_host": sheet.link,
         }
     return ClusterShape(
-        name="local",
+        name=LOCAL,
         hosts=num_hosts,
         devices_per_host=num_devices // num_hosts,
         device_kind=device_kind,

@@ -17,10 +17,12 @@ def plan_of(
     cluster: ClusterShape,
     progress: Callable[[float], None] = lambda share: None,
     say: Callable[[str], None] = lambda text: None,
+    nothing_fits: Callable[[str], None] | None = None,
 ) -> Plan:
     """The plan that the settings ask for. What is left to the launcher, only `auto` searches for;
     the other methods take one microbatch, 1f1b and no rematerialisation. `progress` is told the
-    share of a search that is done, `say` what happened to measurements.
+    share of a search that is done, `say` what happened to measurements, and `nothing_fits` why a
+    search plans what lacks least memory; without it, that takes `parallel.allow_over_memory`.
 
     Raises:
         ConfigError: the plan to replay cannot be read, or is not one for this program and cluster.
@@ -29,6 +31,8 @@ def plan_of(
     if parallel.method == "replay":
         return _replayed(parallel, step, cluster)
     searched = parallel.method == "auto"
+    if nothing_fits is None and parallel.allow_over_memory:
+        nothing_fits = _as_allowed
     chosen = {"schedule": parallel.schedule, "remat": parallel.remat}
     if not searched:
         usual = {"schedule": "1f1b", "remat": "none"}
@@ -46,10 +50,14 @@ def plan_of(
         pipeline=parallel.pipeline,
         cluster=cluster,
         cost=parallel.cost,
-        over_memory=parallel.allow_over_memory,
+        nothing_fits=nothing_fits,
         progress=progress,
         say=say,
     )
+
+
+def _as_allowed(why: str) -> None:
+    """Say nothing of what was allowed."""
 
 
 def _replayed(parallel: Parallel, step: TracedStep, cluster: ClusterShape) -> Plan:

@@ -59,21 +59,30 @@ def prepare(
     if init_from is not None:
         check_start(config.train.init_from, init_from, program.state.params)
     of_search: list[str] = []
+    nothing_fits: list[str] = []
+    told = nothing_fits.append if plan_only else None
     try:
         with progress_of(console, "planning") as progress:
-            plan = plan_of(config.parallel, program.train, cluster, progress, of_search.append)
+            plan = plan_of(
+                config.parallel, program.train, cluster, progress, of_search.append, told
+            )
     finally:
         for note in of_search:
             say(note)
     seconds = time.perf_counter() - began
     console.print(f"data: {program.dataset.describe}", soft_wrap=True)
     print_plan(console, plan, getattr(config.model, "sequence_length", None))
-    problem = too_large(plan)
+    problem = too_large(plan) or "".join(nothing_fits)
     if problem and config.parallel.allow_over_memory:
         say(f"{problem}; parallel.allow_over_memory=true")
     elif problem:
-        with status(console, "looking for what would fit"):
-            problem = f"{problem}. {what_fits(config.parallel, program.train, cluster, plan)}"
+        if plan_only:
+            say("this plan needs more memory than the devices have")
+        if nothing_fits:
+            (problem,) = nothing_fits
+        else:
+            with status(console, "looking for what would fit"):
+                problem = f"{problem}. {what_fits(config.parallel, program.train, cluster, plan)}"
         if not plan_only:
             raise PlanError(problem)
         return Prepared(pool, plan, seconds, init_from, problem)

@@ -109,6 +109,7 @@ def test_task_plan_shows_the_plan_and_fails(tmp_path: Path, capsys: pytest.Captu
     assert main(words) == 1
     out, err = capsys.readouterr()
     assert "plan: data" in out
+    assert "\nthis plan needs more memory than the devices have\n" in out
     assert "looking for what would fit" in out
     assert err.startswith("launcher: the plan does not fit: stage 0 needs ")
     assert err.count("\n") == 1
@@ -116,6 +117,25 @@ def test_task_plan_shows_the_plan_and_fails(tmp_path: Path, capsys: pytest.Captu
     assert main([*words, "parallel.allow_over_memory=true"]) == 0
     out, err = capsys.readouterr()
     assert (err, "; parallel.allow_over_memory=true" in out) == ("", True)
+
+
+def test_auto_shows_the_nearest_plan_and_advises_what_is_accepted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    words = [f"run.dir={tmp_path}", "run.id=one", *MLP, "parallel=auto"]
+    assert main([*words, "cluster.device.memory_gib=0.001", "task=plan"]) == 1
+    out, err = capsys.readouterr()
+    assert out.index("plan: auto") < out.index(
+        "\nthis plan needs more memory than the devices have\n"
+    )
+    assert err.startswith("launcher: the model does not fit: in the leanest plan found ")
+    assert err.count("\n") == 1
+    assert json.loads((tmp_path / "one" / "plan.json").read_text())["method"] == "auto"
+    for advice in err.split("This would fit: ")[1].split("; or "):
+        settings = [word for word in advice.split() if "=" in word]
+        assert settings
+        assert main([*words, *settings, "run.id=two", "task=check"]) == 0
+    assert "cluster.hosts=" in err
 
 
 def test_a_run_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch):

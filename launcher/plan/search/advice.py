@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from launcher.plan.cluster_shape import LOCAL, ClusterShape
 from launcher.plan.errors import PlanError, TooLargeError
 from launcher.plan.search.candidates import submesh_sizes
 from launcher.plan.search.problem import Candidate, Problem, Wanted, best_of, spread_divisors
@@ -18,6 +19,7 @@ _MOST_MEMORY = 10000  # times what there is; beyond it any amount is tried
 _PRECISION = 1.01
 _MOST_TIMES = 64  # the devices there are
 _GIB = 2**30
+_LINK = "cluster.links.inter_host_gb_per_second=12.5"
 
 
 def nothing_fits(problem: Problem, wanted: Wanted) -> PlanError:
@@ -153,5 +155,15 @@ def _devices(problem: Problem, wanted: Wanted) -> str:
         times *= 2
         more = dataclasses.replace(cluster, hosts=cluster.hosts * times)
         if best_of(dataclasses.replace(problem, cluster=more, sizes=submesh_sizes(more)), wanted):
-            return f"cluster.hosts={more.hosts} cluster.gpus={more.num_devices}"
+            return _as_settings(cluster, more)
     return ""
+
+
+def _as_settings(there: ClusterShape, more: ClusterShape) -> str:
+    """The settings that ask for more hosts, which are accepted as they stand."""
+    words = f"cluster.hosts={more.hosts} cluster.gpus={more.num_devices}"
+    if there.name == LOCAL:  # a machine does not grow
+        return f"so many of these devices in a Slurm job: cluster=slurm {words}"
+    if there.hosts == 1:
+        return f"{words} {_LINK} (100 Gbit/s between hosts, or what there is)"
+    return words

@@ -52,6 +52,20 @@ def test_advice_that_is_followed_helps(memory):
         assert best_of(_of_batch(problem, int(found[1])), Wanted())
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("local", "so many of these devices in a Slurm job: cluster=slurm cluster.hosts="),
+        ("mine", " cluster.links.inter_host_gb_per_second=12.5 (100 Gbit/s between hosts, or"),
+    ],
+)
+def test_more_hosts_are_advised_with_all_that_they_need(name, words):
+    problem = problem_of(1.0, residual=0.1, state=1.5)
+    there = dataclasses.replace(problem.cluster, name=name)
+    told = str(nothing_fits(dataclasses.replace(problem, cluster=there), Wanted()))
+    assert words in told
+
+
 def test_a_layer_too_large_for_any_device_is_said_to_be():
     message = str(nothing_fits(problem_of(0.01, state=400.0), Wanted()))
     assert "take a smaller model or larger devices" in message
