@@ -21,6 +21,7 @@ from launcher.config.origin import Source, short
 from launcher.files import DamagedError
 
 _ODD = re.compile(r"[+-]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")  # octal, base 60
+_NEEDED = ("model", "dataset", "optimizer", "parallel", "cluster")  # groups
 _NULL, _BOOL = "tag:yaml.org,2002:null", "tag:yaml.org,2002:bool"
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
@@ -40,6 +41,12 @@ def refuse_useless(source: Source, commands_allowed: bool) -> None:
             raise ConfigError(
                 "hydra is Hydra's own section, which has no effect here",
                 "Runs are placed by run.dir and run.id; sweeps are asked for with -m.",
+                where=_place(source.path, node),
+            )
+        if group := _switched_off(key.removeprefix(f"{source.package}."), node):
+            raise ConfigError(
+                f"{group}: null chooses nothing, and every run needs a {group}",
+                "Name an option, or leave the line out.",
                 where=_place(source.path, node),
             )
         if top in COMMAND_LINE_ONLY and node.value != "false":  # as `--cfg` prints it
@@ -182,8 +189,21 @@ def _is_nothing(node: yaml.ScalarNode) -> bool:
 
 
 def _is_hydras_group(key: str, node: yaml.ScalarNode) -> bool:
-    word = key.removeprefix("defaults.").removeprefix("override ").lstrip("/")
-    return key.startswith("defaults.") and word.partition("/")[0] == "hydra"
+    return _group(key).partition("/")[0] == "hydra"
+
+
+def _switched_off(key: str, node: yaml.ScalarNode) -> str:
+    """The group of which a defaults list chooses no option, though each run needs one; "" if none.
+    Hydra leaves out what was chosen before, and the schema would fill it in again."""
+    return group if node.tag == _NULL and (group := _group(key)) in _NEEDED else ""
+
+
+def _group(key: str) -> str:
+    """Which group an entry of a defaults list chooses from; "" of what is no such entry."""
+    said, _, word = key.partition(".")
+    return (
+        word.removeprefix("override ").lstrip("/").partition("@")[0] if said == "defaults" else ""
+    )
 
 
 def _place(path: Path, node: yaml.Node) -> str:

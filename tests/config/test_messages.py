@@ -456,6 +456,13 @@ FILES = [
     ),
     (
         "recipe/mine.yaml",
+        "# @package _global_\ndefaults:\n  - override /dataset: null\n",
+        "recipe=mine",
+        "dataset: null chooses nothing, and every run needs a dataset (in "
+        "my_conf/recipe/mine.yaml:3). Name an option, or leave the line out.",
+    ),
+    (
+        "recipe/mine.yaml",
         "# @package _global_\ndefaults:\n  - override /modle: gpt\n",
         "recipe=mine",
         "There is no group modle for 'override /modle' to choose from "
