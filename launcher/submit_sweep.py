@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from launcher.cluster.private import private_files
+from launcher.cluster.private import OTHERS, private_files
 from launcher.cluster.slurm_commands import (
     ENDED,
     check_installed,
@@ -24,7 +24,7 @@ from launcher.cluster.slurm_commands import (
 from launcher.cluster.slurm_script import SCRIPT, Job, render
 from launcher.config.compose import Point
 from launcher.config.errors import ConfigError
-from launcher.config.schema import Config, Sweep
+from launcher.config.schema import Config, Run, Sweep
 from launcher.output import answer
 from launcher.report.console import make_console
 from launcher.report.sweep import is_done, print_comparison
@@ -117,8 +117,10 @@ def _status(sweep: Sweep) -> int:
             continue
         state = states.get(job.job_id, "ended")
         if sweep.resubmit and state in ENDED | {"ended"} and not is_done(home):
-            job = replace(job, job_id=_again(job))
-            note_job(home, job.job_id, Path(job.script))
+            shared = bool(home.stat().st_mode & OTHERS)
+            with private_files(Run(shared=shared)):  # the job itself takes it over
+                job = replace(job, job_id=_again(job))
+                note_job(home, job.job_id, Path(job.script))
             state = "SUBMITTED"
         shown.append(f"{job.job_id} {state}")
     print_comparison(make_console(), homes, shown)

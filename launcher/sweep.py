@@ -110,6 +110,13 @@ def check_jobs(configs: Sequence[Config]) -> None:
             ["cluster.slurm.wait"],
         )
     is_array = configs[0].cluster.slurm.array is not None
+    # An array has one script, and one command line in it.
+    if is_array and any(config.allow_modules != configs[0].allow_modules for config in configs):
+        raise ConfigError(
+            "The runs of a job array cannot be allowed different modules",
+            "Allow all of them what any one needs, or set cluster.slurm.array=null for a job each.",
+            ["allow_modules", "cluster.slurm.array"],
+        )
     if is_array and any(config.cluster != configs[0].cluster for config in configs):
         raise ConfigError(
             "The runs of a job array cannot ask for different things of the cluster",

@@ -1,5 +1,6 @@
 """Submitting without a Slurm: what is shown, what is refused, and what is left alone."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -99,11 +100,39 @@ def test_an_array_whose_runs_ask_for_different_things_is_refused(
     words = ("-m", "cluster=slurm", "cluster.gpus=4", "cluster.slurm.array=2")
     assert main((*words, "cluster.slurm.time=1h,2h")) == 2
     assert "The runs of a job array cannot ask for different things" in capsys.readouterr().err
+    assert main((*words, "allow_modules=[a],[a,b]")) == 2
+    assert "The runs of a job array cannot be allowed different modules" in capsys.readouterr().err
 
 
 def test_a_sweep_that_is_none_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(("task=sweep_status", f"sweep.dir={folder}")) == 2
     assert "holds no runs that were submitted to Slurm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755])
+def test_what_is_submitted_again_is_as_private_as_its_folder(
+    mode: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = folder / "s-0"
+    home.mkdir(mode)
+    (home / "job.json").write_text('{"job_id": "7", "script": "x"}')
+    monkeypatch.setattr("launcher.submit_sweep.job_states", dict)
+    before = os.umask(0o022)
+    masks = []  # Slurm hands it on to the job
+
+    def again(_: object) -> str:
+        masks.append(os.umask(0))
+        os.umask(masks[-1])
+        return "8"
+
+    monkeypatch.setattr("launcher.submit_sweep._again", again)
+    try:
+        assert main(("task=sweep_status", f"sweep.dir={folder}", "sweep.resubmit=true")) == 0
+    finally:
+        os.umask(before)
+    others = 0o077 if mode == 0o700 else 0o022
+    assert masks == [others]
+    assert (home / "job.json").stat().st_mode & 0o777 == 0o666 & ~others
 
 
 @pytest.mark.parametrize("env", ["{}", "{API_KEY: s3cret}"])

@@ -10,36 +10,41 @@ from pathlib import Path
 import pytest
 import yaml
 
-RELAY = '''
+SWEEP = '''
 import sys
-from launcher.sweep import SignalRelay
+from launcher import sweep
+from launcher.config.compose import Point
+from launcher.config.schema import Config
 
 run = """
 import signal, sys
-signal.signal({wanted}, lambda *_: sys.exit(7))
+signal.signal(signal.{wanted}, lambda *_: print('state saved', flush=True) or sys.exit(7))
 print('ready', flush=True)
 signal.pause()
 """
-with SignalRelay() as relay:
-    code = relay.run([sys.executable, "-c", run])
-print(code, relay.received.name)
+sweep._command = lambda *_: [sys.executable, "-c", run]
+sweep.answer = lambda text: print(text, flush=True)
+points = [Point((f"train.steps={n}",), Config()) for n in (3, 4)]
+sys.exit(sweep.run_sweep(points, []))
 '''
 
 
-def test_a_signal_reaches_the_run_in_progress() -> None:
-    for sent, wanted in (
-        (signal.SIGINT, "signal.SIGINT"),
-        (signal.SIGTERM, "signal.SIGTERM"),
-        (signal.SIGHUP, "signal.SIGTERM"),
+def test_a_signal_ends_the_run_in_progress_and_the_sweep_in_good_order(tmp_path: Path) -> None:
+    for sent, wanted, code in (
+        (signal.SIGINT, "SIGINT", 130),
+        (signal.SIGTERM, "SIGTERM", 75),
+        (signal.SIGUSR1, "SIGTERM", 75),
     ):
-        program = RELAY.replace("{wanted}", wanted)
+        program = SWEEP.replace("{wanted}", wanted)
         with subprocess.Popen(
-            [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=tmp_path
         ) as sweep:
             assert sweep.stdout is not None
+            assert sweep.stdout.readline() == "[1/2] train.steps=3\n"
             assert sweep.stdout.readline() == "ready\n"
             os.kill(sweep.pid, sent)
-            assert sweep.stdout.read() == f"7 {sent.name}\n"
+            assert sweep.stdout.read() == "state saved\n"  # and no other run
+        assert sweep.returncode == code
 
 
 @pytest.mark.slow
