@@ -96,13 +96,13 @@ def _unmapped_owner() -> list[int]:
         return []
 
 
-def open_regular(path: Path, flags: int, mode: int = 0o666) -> int:
+def open_regular(path: Path, flags: int) -> int:
     """`os.open` of a regular file, which nothing waits for: a FIFO would have it wait for ever.
     Raises OSError, and DamagedError where something else is there."""
     with suppress(FileNotFoundError):
         if not stat.S_ISREG(path.stat().st_mode):  # opening a device may do something
             raise DamagedError(_NO_FILE)
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise DamagedError(_NO_FILE)

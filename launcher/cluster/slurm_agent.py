@@ -5,11 +5,11 @@ It neither plans nor trains, and imports neither JAX nor Ray. `command` calls `s
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.cluster import scratch
@@ -23,8 +23,18 @@ from launcher.cluster.slurm_allocation import Allocation, own_address
 from launcher.cluster.slurm_meeting import attend, attend_again
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
+from launcher.files import DamagedError, parse_json
 from launcher.output import complain
+from launcher.reading import read
 from launcher.stop import Stop
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What the driver's head says once Ray is up: Ray's address, and the folder for logs."""
+
+    ray: str
+    logs: str
 
 
 def serve(config: Config, allocation: Allocation, stop: Stop) -> int:
@@ -36,7 +46,7 @@ def serve(config: Config, allocation: Allocation, stop: Stop) -> int:
     try:
         with private_files(config.run):
             return _serve(config, allocation, stop)
-    except (ClusterError, ConfigError, OSError) as error:
+    except (ClusterError, ConfigError, DamagedError, OSError) as error:
         complain(str(error))
         return 1
 
@@ -63,19 +73,19 @@ def _lend(
     config: Config,
     allocation: Allocation,
     connection: socket.socket,
-    told: dict[str, str],
+    told: _Told,
     token: str,
 ) -> None:
     """Be a node of the Ray that the driver's head has told of, until that head ends."""
     slurm = config.cluster.slurm
-    address = own_address(allocation, slurm.network_interface, told["ray"].split(":")[0])
+    address = own_address(allocation, slurm.network_interface, told.ray.split(":")[0])
     folder = scratch.create()
-    log = Path(told["logs"], f"ray_{allocation.index}.log")
+    log = Path(told.logs, f"ray_{allocation.index}.log")
     try:
         environ = ray_environment(os.environ, folder.token(token), nodes=True)
         if not slurm.emulated:
             environ["CUDA_VISIBLE_DEVICES"] = visible_gpus(config.cluster, environ)
-        options = [f"--ip={address}", f"--host={allocation.index}", f"--join={told['ray']}"]
+        options = [f"--ip={address}", f"--host={allocation.index}", f"--join={told.ray}"]
         options += [f"--lifeline={connection.fileno()}"]
         head = start_head(folder, environ, log, 1, options, [connection.fileno()])
         failed = head.wait()
@@ -90,13 +100,13 @@ def _lend(
         )
 
 
-def _told(connection: socket.socket) -> dict[str, str] | None:
-    """What the driver's head says once Ray is up; None where the connection ends before: the driver
-    ended, and has said why, or starts again."""
+def _told(connection: socket.socket) -> _Told | None:
+    """What the driver's head says; None where the connection ends before it has: the driver ended,
+    and has said why, or starts again. Raises DamagedError."""
     connection.settimeout(None)
     try:
         with connection.makefile() as lines:
             line = lines.readline()
     except ConnectionError:
         return None
-    return json.loads(line) if line else None
+    return read(_Told, parse_json(line)) if line.endswith("\n") else None

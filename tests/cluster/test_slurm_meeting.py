@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -13,6 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from listening import ANYWHERE, documented
 
+from launcher.cluster import slurm_agent
 from launcher.cluster.errors import ClusterError
 from launcher.cluster.session import secret
 from launcher.cluster.slurm_allocation import Allocation
@@ -109,6 +111,22 @@ def test_a_driver_that_ends_early_ends_the_others(second_node, tmp_path: Path) -
         meeting.listener.accept()[0].close()
     assert second_node.wait(SECONDS) == 0
     assert not psutil.pid_exists(second_node.pid)
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (b'{"ray": "10.0.0.1:6379", "logs": "/run/logs"}\n', ("10.0.0.1:6379", "/run/logs")),
+        (b'{"ray": "10.0.0', None),  # its driver was killed
+    ],
+)
+def test_what_the_driver_says_counts_once_it_is_whole(line, told) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(line)
+        theirs.shutdown(socket.SHUT_WR)
+        said = slurm_agent._told(ours)
+    assert (said and (said.ray, said.logs)) == told
 
 
 def test_nodes_that_do_not_come_are_named(tmp_path: Path) -> None:
