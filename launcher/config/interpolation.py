@@ -101,11 +101,11 @@ def bounded() -> Iterator[None]:
         )
 
     # OmegaConf has a hook for its resolvers only, and none for `${name}`.
-    GrammarVisitor.visitInterpolation = visit
+    GrammarVisitor.visitInterpolation = visit  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        GrammarVisitor.visitInterpolation = follow
+        GrammarVisitor.visitInterpolation = follow  # type: ignore[method-assign]
 
 
 @contextmanager
