@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -28,6 +29,11 @@ from launcher.train import folder
 from launcher.train.check import Found, look, os_error_text
 from launcher.train.folder import RunFolder
 from recipes import InputError
+
+if TYPE_CHECKING:
+    from launcher.train.prepare import Prepared
+
+_LEAVES = "Ctrl-C once more leaves at once"
 
 
 def run(config: Config, stop: Stop, meeting: Meeting | None = None) -> int:
@@ -113,22 +119,33 @@ def _train(config: Config, stop: Stop, meeting: Meeting | None) -> int:
         with folder.unmade(home), ExitStack() as opening:
             session = None
             if meeting is None and _is_plain(config):
-                session = opening.enter_context(_begun(config, home, found, console, stop))
-            with stop.interruptible():
-                # Ray comes up meanwhile, and after it the worker, which imports and traces itself.
-                from launcher.train.prepare import plan, trace
-
-                traced = trace(config, console, found)
-            if session is not None:
-                with stop.heeded(say, "Ctrl-C once more leaves at once"):
-                    _begin_workers(session, config, home)
-            with stop.interruptible():
-                ready = plan(config, console, traced)
+                session = opening.enter_context(_begun(config, home, found, say, stop))
+            ready = _prepared(config, home, found, console, session, stop)
             stack.push(opening.pop_all())
         from launcher.train.training import train_in
 
-        stack.enter_context(stop.heeded(say, "Ctrl-C once more leaves at once"))
+        stack.enter_context(stop.heeded(say, _LEAVES))
         return train_in(home, config, ready, console, stop, meeting, session)
+
+
+def _prepared(
+    config: Config,
+    home: RunFolder,
+    found: Found,
+    console: Console,
+    session: Session | None,
+    stop: Stop,
+) -> Prepared:
+    """Trace and plan, while Ray comes up, if it was begun, and then the workers."""
+    with stop.interruptible():
+        from launcher.train.prepare import plan, trace
+
+        traced = trace(config, console, found)
+    if session is not None:
+        with stop.heeded(functools.partial(console.print, soft_wrap=True), _LEAVES):
+            _begin_workers(session, config, home)
+    with stop.interruptible():
+        return plan(config, console, traced)
 
 
 def _is_plain(config: Config) -> bool:
@@ -138,10 +155,11 @@ def _is_plain(config: Config) -> bool:
     return not is_own and config.parallel.cost != "profile"
 
 
-def _begun(config: Config, home: RunFolder, found: Found, console: Console, stop: Stop) -> Session:
+def _begun(
+    config: Config, home: RunFolder, found: Found, say: Callable[[str], None], stop: Stop
+) -> Session:
     assert found.pool is not None
     home.logs.mkdir(exist_ok=True)
-    say = functools.partial(console.print, soft_wrap=True, markup=False, highlight=False)
     patience = Patience(config.cluster.start_timeout, say=say, check=stop.check)
     return start(found.pool, home.logs, patience=patience)
 
