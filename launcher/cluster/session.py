@@ -74,7 +74,7 @@ class Session:
         self._addresses = [LOOPBACK] * pool.hosts
         self._log_dir = log_dir
         self._connecting: Aside | None = None
-        self._connected = False
+        self._connected, self._at = False, ""
         self._leaving: Aside | None = None
         self._begun: list[WorkerHandle] = []
         self._undo = ExitStack()
@@ -187,16 +187,16 @@ class Session:
         if self._connected:
             return
         if self._connecting is None:
-            address = self._address()
+            self._at = self._address()
             with _environment(self._environ):
-                self._connecting = Aside(functools.partial(self._join, address))
+                self._connecting = Aside(functools.partial(self._join, self._at))
                 self._undo.callback(self._disconnect)
                 try:
-                    self._waiting.until(self._connecting.ended, f"Ray's answer at {address}")
+                    self._waiting.until(self._connecting.ended, f"Ray's answer at {self._at}")
                 finally:
                     _take_signals_back()
         if not self._connecting.ended(0):  # this process cannot try once more
-            raise ClusterError(self._late("Ray came up, but gave no answer"))
+            raise ClusterError(self._late(f"Ray came up at {self._at}, but gave no answer"))
         try:
             self._connecting.result()
         except (self._ray.exceptions.RayError, ConnectionError, RuntimeError) as error:
