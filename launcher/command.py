@@ -40,7 +40,7 @@ _EXIT_CODES = """
 exit codes:
   0    done
   1    failed
-  2    a setting is wrong: nothing was started
+  2    a setting is wrong: nothing was trained
   75   preempted, state saved: run the same command again
   130  interrupted, state saved
 """

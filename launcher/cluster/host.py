@@ -9,6 +9,7 @@ same reason it imports the standard library only, and the Ray that runs it, unti
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -35,6 +36,7 @@ class Host:
             os.dup2(output, 2)
             if os.fstat(output).st_size:
                 os.write(output, f"--- {time.ctime()}: started again ---\n".encode())
+        gc.set_threshold(20_000)  # imports and tracing make a million objects, which stay
         faulthandler.enable()  # a crash leaves the Python stack as the log's last lines
         # `kill -QUIT <pid>` adds the stacks of a process that seems to hang; see `examine`.
         faulthandler.register(signal.SIGQUIT, file=2)

@@ -1,7 +1,8 @@
 """A private Ray, on this machine or over the nodes of a Slurm job, from its first process to the
 last trace of it.
 
-`start` does not wait: Ray comes up in the background, and `Session.spawn` waits for it. Whatever
+`start` does not wait: Ray comes up in the background, and `Session.spawn` waits for it; between the
+two, `Session.begin` lets the workers come up in the background as well. Whatever
 ends the driver, nothing stays behind: see `head`. `launcher.train` and the command line import it.
 """
 
@@ -68,12 +69,14 @@ class Session:
         self, pool: DevicePool, log_dir: Path, meeting: Meeting | None, patience: Patience
     ) -> None:
         self._pool = pool
-        self._patience = patience
+        self._patience, self._waiting = patience, Waiting(patience)
         self._meeting = meeting if pool.hosts > 1 else None  # else nobody else is to come in
         self._addresses = [LOOPBACK] * pool.hosts
         self._log_dir = log_dir
         self._connecting: Aside | None = None
+        self._connected, self._at = False, ""
         self._leaving: Aside | None = None
+        self._begun: list[WorkerHandle] = []
         self._undo = ExitStack()
         with ExitStack() as on_error:
             on_error.callback(self.close)
@@ -99,13 +102,9 @@ class Session:
         Raises:
             ClusterError: Ray or a process did not come up, or not in time.
         """
-        waiting = Waiting(self._patience)
-        self._connect(waiting)
-        try:
-            handles = self._spawn(worker_class, arguments)
-        except self._ray.exceptions.RayError as error:
-            raise RayEndedError(f"Ray cannot start the workers: {error}") from error
-        self._undo.callback(kill, handles)
+        if not self._begun:
+            self.begin(worker_class, *arguments)
+        handles, self._begun = self._begun, []
         left = [handle.name for handle in handles]
 
         def up(seconds: float) -> bool:
@@ -113,8 +112,22 @@ class Session:
             left[:] = [name for name in left if told.get(name) == ""]
             return not left
 
-        if not waiting.until(up, f"the processes of {', '.join(left)} ({self._log} says more)"):
+        if not self._waiting.until(
+            up, f"the processes of {', '.join(left)} ({self._log} says more)"
+        ):
             raise RayEndedError(self._late(f"Ray did not start the processes of {', '.join(left)}"))
+        return handles
+
+    def begin(self, worker_class: type, *arguments: Any) -> list[WorkerHandle]:
+        """Wait for Ray, and have it start the processes for which the next `spawn` of the same
+        class and arguments then waits. They take calls from now on. Raises like `spawn`."""
+        self._connect()
+        try:
+            handles = self._spawn(worker_class, arguments)
+        except self._ray.exceptions.RayError as error:
+            raise RayEndedError(f"Ray cannot start the workers: {error}") from error
+        self._undo.callback(kill, handles)
+        self._begun = handles
         return handles
 
     def _spawn(self, worker_class: type, arguments: Sequence[Any]) -> list[WorkerHandle]:
@@ -170,27 +183,29 @@ class Session:
         options += [f"--meeting={waiting}", f"--logs={self._log_dir}"]
         return start_head(folder, self._environ, log, 1, options, [waiting])
 
-    def _connect(self, waiting: Waiting) -> None:
-        if self._connecting is not None:
+    def _connect(self) -> None:
+        if self._connected:
             return
-        address = self._address(waiting)
-        with _environment(self._environ):
-            self._connecting = Aside(functools.partial(self._join, address))
-            self._undo.callback(self._disconnect)
-            try:
-                up = waiting.until(self._connecting.ended, f"Ray's answer at {address}")
-            finally:
-                _take_signals_back()
-        if not up:  # this process cannot try once more
-            raise ClusterError(self._late(f"Ray came up at {address}, but gave no answer"))
+        if self._connecting is None:
+            self._at = self._address()
+            with _environment(self._environ):
+                self._connecting = Aside(functools.partial(self._join, self._at))
+                self._undo.callback(self._disconnect)
+                try:
+                    self._waiting.until(self._connecting.ended, f"Ray's answer at {self._at}")
+                finally:
+                    _take_signals_back()
+        if not self._connecting.ended(0):  # this process cannot try once more
+            raise ClusterError(self._late(f"Ray came up at {self._at}, but gave no answer"))
         try:
             self._connecting.result()
         except (self._ray.exceptions.RayError, ConnectionError, RuntimeError) as error:
             raise RayEndedError(f"Ray came up, but cannot be talked to: {error}") from error
         if self._meeting is not None:
-            self._await_nodes(self._meeting, waiting)
+            self._await_nodes(self._meeting)
+        self._connected = True
 
-    def _address(self, waiting: Waiting) -> str:
+    def _address(self) -> str:
         """What the head says where Ray is."""
         said = self._head.stdout
         assert said is not None
@@ -199,7 +214,7 @@ class Session:
             go_on(self._head)
             return bool(select.select([said], [], [], seconds)[0])
 
-        up = waiting.until(ready, f"Ray to come up ({self._log} says more)")
+        up = self._waiting.until(ready, f"Ray to come up ({self._log} says more)")
         address = said.readline().strip() if up else ""
         if not up:
             raise RayEndedError(self._late("Ray did not come up"))
@@ -234,7 +249,7 @@ class Session:
     def _log_tail(self) -> str:
         return f"The last lines of {self._log}:\n{last_lines(self._log)}"
 
-    def _await_nodes(self, meeting: Meeting, waiting: Waiting) -> None:
+    def _await_nodes(self, meeting: Meeting) -> None:
         """Wait until Ray has every node of the job, and note their addresses."""
         nodes = dict(enumerate(meeting.allocation.nodes))
 
@@ -248,7 +263,7 @@ class Session:
             return not nodes
 
         told = f"the job's other nodes ({self._log_dir}/ray_<node>.log says more)"
-        if not waiting.until(ready, told, meeting.timeout):
+        if not self._waiting.until(ready, told, meeting.timeout):
             raise ClusterError(
                 f"Waited {meeting.timeout:g} s for {', '.join(nodes.values())}: "
                 f"{len(nodes)} of {len(self._addresses)} nodes did not join Ray. The job's "

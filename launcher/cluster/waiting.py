@@ -50,7 +50,7 @@ class Waiting:
         """
         patience, calls, waited, spoken = self._patience, 0, 0.0, _SILENCE
         limit = self._left if seconds is None else seconds
-        while not ready(_POLL_SECONDS):
+        while not (is_ready := ready(_POLL_SECONDS)):
             patience.check()
             calls += 1
             waited = calls * _POLL_SECONDS
@@ -59,12 +59,11 @@ class Waiting:
             if waited >= spoken:
                 spoken += _AGAIN
                 patience.say(f"waiting for {what}: {waited:.0f} s so far, at most {limit:.0f} s")
-        else:
+        if is_ready:
             patience.check()
-            if seconds is None:
-                self._left -= waited
-            return True
-        return False
+        if seconds is None:
+            self._left -= waited
+        return bool(is_ready)
 
 
 class Aside:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.extend import core as jex
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from launcher.runtime.transfer import absent, is_here, place
@@ -23,7 +24,7 @@ def create_state(
     Raises:
         TypeError: `init` does not return what the step takes.
     """
-    shapes = jax.eval_shape(init, *args)
+    program, shapes = jax.make_jaxpr(init, return_shape=True)(*args)  # once for all meshes
     expected: Any = jax.tree.structure(shardings)
     if expected != jax.tree.structure(shapes):
         raise TypeError("init does not return the structure that the step takes")
@@ -37,7 +38,7 @@ def create_state(
             return
 
         def some(*inputs: Any) -> list[Any]:
-            leaves = jax.tree.leaves(init(*inputs))
+            leaves = jex.jaxpr_as_fun(program)(*jax.tree.leaves(inputs))
             return [leaves[i] for i in mine]
 
         whole = NamedSharding(mesh, PartitionSpec())

@@ -1,13 +1,14 @@
 """What can be said of the settings on this machine before anything is traced.
 
 `task=check` does that and no more, in a fraction of a second and without JAX, Ray or a module of
-the user's; a run begins with it, in `prepare`.
+the user's; a run begins with the same, in `look`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from launcher.cluster.devices import DevicePool, find_devices
 from launcher.cluster.slurm_allocation import find_allocation
@@ -34,6 +35,32 @@ class Verdict:
     lines: tuple[str, ...] = ()
     problem: str = ""
     code: int = 0
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a run begins with: the devices there are (None: only planned for), and the checkpoint
+    whose parameters it starts from."""
+
+    pool: DevicePool | None
+    init_from: Path | None
+
+
+def look(
+    config: Config, finished: int, say: Callable[[str], None], plan_only: bool = False
+) -> Found:
+    """Look at the data, the devices and where the parameters come from, cheapest first, and `say`
+    what there is.
+
+    Args:
+        finished: how many steps the run has behind it.
+        plan_only: the cluster may be a described one, which is not here.
+
+    Raises ConfigError, `recipes.InputError` and OSError.
+    """
+    check_dataset(config.dataset, config.model, validation=config.train.eval_every > 0)
+    pool = find_pool(config, plan_only, say)
+    return Found(pool, find_start(config, finished, say))
 
 
 def check(config: Config, environ: Mapping[str, str]) -> Verdict:

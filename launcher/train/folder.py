@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ class RunFolder:
     `attempt` is the number of this start of a Slurm job's run, which has logs of its own.
     `damaged` holds a line for each newer checkpoint that was not whole. `next_batch` is what that
     checkpoint says. `held` is the folder itself, for as long as this process has it.
+    `is_new`: there was nothing in it.
     """
 
     path: Path
@@ -45,6 +47,7 @@ class RunFolder:
     damaged: tuple[str, ...] = ()
     next_batch: int = 0
     held: Held | None = None
+    is_new: bool = False
 
     @property
     def id(self) -> str:
@@ -119,6 +122,7 @@ def claim(config: Config) -> Iterator[RunFolder]:
     the disk is full.
     """
     path = make(config)
+    is_new = not any(path.iterdir())
     with (
         private_files(config.run),
         open(_open_lock(path / LOCK), "ab") as lock,
@@ -126,7 +130,19 @@ def claim(config: Config) -> Iterator[RunFolder]:
     ):
         _lock(lock, path)
         # Looked at only now (again, after `check`), when nobody else can be writing.
-        yield again(RunFolder(path, held=held), config)
+        yield again(RunFolder(path, held=held, is_new=is_new), config)
+
+
+@contextmanager
+def unmade(home: RunFolder) -> Iterator[None]:
+    """Take the folder away again, if it is new, where what is done inside fails: the run did not
+    begin."""
+    try:
+        yield
+    except BaseException:
+        if home.is_new:
+            shutil.rmtree(home.path, ignore_errors=True)
+        raise
 
 
 def _open_lock(path: Path) -> int:

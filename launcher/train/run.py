@@ -1,34 +1,39 @@
 """A whole run in the driver, from checked settings to an exit code. `launcher.command` calls it.
 
 The driver plans and directs; it computes nothing itself. Here stands what is done for which task,
-and what is said, and with which exit code, where it cannot be done.
+and what is said, and with which exit code, where it cannot be done. JAX takes a second to import,
+so it is imported where it is needed, when Ray is on its way up.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import jax
+from rich.console import Console
 
 from launcher.cluster.errors import ClusterError, WorkerError
+from launcher.cluster.session import Session, start
 from launcher.cluster.slurm_meeting import Meeting, dismiss
+from launcher.cluster.waiting import Patience
+from launcher.config.compose import to_dict
 from launcher.config.errors import ConfigError
-from launcher.config.schema import Config
+from launcher.config.schema import Config, CustomDataset, CustomModel
 from launcher.output import complain
-from launcher.plan import PlanError
 from launcher.report.console import make_console
 from launcher.stop import Stop
-from launcher.trace import TraceError
 from launcher.train import folder
-from launcher.train.calibrate import calibrate
-from launcher.train.check import os_error_text
-from launcher.train.prepare import prepare
-from launcher.train.record import DivergedError
-from launcher.train.recording import write_planned
-from launcher.train.recovery import FailedError
-from launcher.train.training import train_in, write_plan
+from launcher.train.check import Found, look, os_error_text
+from launcher.train.folder import RunFolder
 from recipes import InputError
+
+if TYPE_CHECKING:
+    from launcher.train.prepare import Prepared
+
+_LEAVES = "Ctrl-C once more leaves at once"
 
 
 def run(config: Config, stop: Stop, meeting: Meeting | None = None) -> int:
@@ -42,6 +47,8 @@ def run(config: Config, stop: Stop, meeting: Meeting | None = None) -> int:
     def work() -> int:
         if config.task == "train":
             return _train(config, stop, meeting)
+        from launcher.train.calibrate import calibrate
+
         with stop.interruptible():
             if config.task == "calibrate":
                 return calibrate(config.cluster, make_console())
@@ -52,20 +59,32 @@ def run(config: Config, stop: Stop, meeting: Meeting | None = None) -> int:
 
 def guarded(work: Callable[[], int]) -> int:
     """The exit code of `work`, or of what goes wrong in it, which is said on standard error."""
-    jax.config.update("jax_platforms", "cpu")  # the devices are for the workers
     try:
         return work()
-    except (ConfigError, InputError, TraceError, PlanError) as error:
+    except (ConfigError, InputError) as error:
         message, code = str(error), 2
     except OSError as error:
         message, code = os_error_text(error), 1
-    except (DivergedError, ClusterError, WorkerError, FailedError) as error:
+    except (ClusterError, WorkerError) as error:
         message, code = str(error), 1
+    except Exception as error:
+        from launcher.plan import PlanError
+        from launcher.trace import TraceError
+        from launcher.train.record import DivergedError
+        from launcher.train.recovery import FailedError
+
+        if not isinstance(error, TraceError | PlanError | DivergedError | FailedError):
+            raise
+        message, code = str(error), 2 if isinstance(error, TraceError | PlanError) else 1
     complain(message)
     return code
 
 
 def _plan(config: Config) -> int:
+    from launcher.train.prepare import prepare
+    from launcher.train.recording import write_planned
+    from launcher.train.training import write_plan
+
     console = make_console()
     ready = prepare(config, console, plan_only=True, finished=folder.check(config))
     with folder.claim(config) as home:
@@ -81,24 +100,76 @@ def _plan(config: Config) -> int:
 
 def _train(config: Config, stop: Stop, meeting: Meeting | None) -> int:
     console = make_console()
+    say = functools.partial(console.print, soft_wrap=True)
+    steps = config.train.steps
     with stop.interruptible():
-        finished, steps = folder.check(config), config.train.steps
-        ready = prepare(config, console, finished=finished) if finished < steps else None
-    if ready is None:
-        console.print(
+        finished = folder.check(config)
+        found = look(config, finished, say) if finished < steps else None
+    if found is None:
+        say(
             f"run {config.run.id} is complete, {finished} of {steps} steps; to go on with it, "
-            "raise train.steps",
-            soft_wrap=True,
+            "raise train.steps"
         )
         if meeting is not None:
             dismiss(meeting)
         return 0
-
-    def say(text: str) -> None:
-        console.print(text, soft_wrap=True)
-
     with ExitStack() as stack:
         with stop.heeded(say, until="now"):  # it reads checkpoints
             home = stack.enter_context(folder.claim(config))
-        stack.enter_context(stop.heeded(say, "Ctrl-C once more leaves at once"))
-        return train_in(home, config, ready, console, stop, meeting)
+        with folder.unmade(home), ExitStack() as opening:
+            session = None
+            if meeting is None and _is_plain(config):
+                session = opening.enter_context(_begun(config, home, found, say, stop))
+            ready = _prepared(config, home, found, console, session, stop)
+            stack.push(opening.pop_all())
+        from launcher.train.training import train_in
+
+        stack.enter_context(stop.heeded(say, _LEAVES))
+        return train_in(home, config, ready, console, stop, meeting, session)
+
+
+def _prepared(
+    config: Config,
+    home: RunFolder,
+    found: Found,
+    console: Console,
+    session: Session | None,
+    stop: Stop,
+) -> Prepared:
+    """Trace and plan, while Ray comes up, if it was begun, and then the workers."""
+    with stop.interruptible():
+        from launcher.train.prepare import plan, trace
+
+        traced = trace(config, console, found)
+    if session is not None:
+        with stop.heeded(functools.partial(console.print, soft_wrap=True), _LEAVES):
+            _begin_workers(session, config, home)
+    with stop.interruptible():
+        return plan(config, console, traced)
+
+
+def _is_plain(config: Config) -> bool:
+    """Whether next to nothing can be wrong with a run that was looked at, and nothing is measured
+    for its plan: then Ray and the workers come up while it is traced and planned."""
+    is_own = isinstance(config.model, CustomModel) or isinstance(config.dataset, CustomDataset)
+    return not is_own and config.parallel.cost != "profile"
+
+
+def _begun(
+    config: Config, home: RunFolder, found: Found, say: Callable[[str], None], stop: Stop
+) -> Session:
+    assert found.pool is not None
+    home.logs.mkdir(exist_ok=True)
+    patience = Patience(config.cluster.start_timeout, say=say, check=stop.check)
+    return start(found.pool, home.logs, patience=patience)
+
+
+def _begin_workers(session: Session, config: Config, home: RunFolder) -> None:
+    """Have the workers come up, and a worker that is alone trace; several meet first."""
+    from launcher.train.worker import TrainWorker
+
+    with suppress(ClusterError):  # which the run comes upon again
+        workers = session.begin(TrainWorker)
+        if len(workers) == 1:
+            named = replace(config, run=replace(config.run, id=home.id))
+            workers[0].submit("build", to_dict(named))

@@ -16,7 +16,7 @@ import yaml
 from rich.console import Console
 
 from launcher.cluster.errors import ClusterError, WorkerError
-from launcher.cluster.session import start
+from launcher.cluster.session import Session, start
 from launcher.cluster.slurm_attempts import begin, finish
 from launcher.cluster.slurm_meeting import Meeting, again
 from launcher.cluster.waiting import Patience
@@ -52,10 +52,12 @@ def train_in(
     console: Console,
     stop: Stop,
     meeting: Meeting | None = None,
+    session: Session | None = None,
 ) -> int:
     """Train in the folder `home`, from where its checkpoint left off; returns the exit code.
 
-    In a Slurm job, where there is a `meeting`, it is an attempt with logs of its own. Whatever
+    In a Slurm job, where there is a `meeting`, it is an attempt with logs of its own. The first
+    start takes the `session` that `run` has begun, if there is one, and closes it. Whatever
     happens, no process stays behind and `summary.json` says how the run ended. Raises ClusterError,
     WorkerError, DivergedError, SaveError, FailedError, KeyboardInterrupt and OSError.
     """
@@ -66,7 +68,7 @@ def train_in(
             home.path, meeting.allocation, _last_step(home), complain, home.finished_steps
         )
         home = replace(home, attempt=attempt.number)
-    job = _Job(home, config, ready, console, meeting)
+    job = _Job(home, config, ready, console, meeting, session)
     recorder = job.recording.recorder
     code, reason = 1, "failed"
     try:  # from here on the attempt has an account of its end, also on a full disk
@@ -153,10 +155,12 @@ class _Job:
         ready: Prepared,
         console: Console,
         meeting: Meeting | None,
+        session: Session | None = None,
     ) -> None:
         self._home, self._config, self._console = home, config, console
         assert ready.pool is not None, "nothing to train on"
         self._meeting, self._pool, self._plan = meeting, ready.pool, ready.plan
+        self._session = session
         allocation = meeting.allocation if meeting else None
         self.recording = Recording(
             home, config, ready.plan, ready.plan_seconds, console, allocation
@@ -195,11 +199,7 @@ class _Job:
             self._say(f"resuming run {self._home.id} at step {finished} from {path}")
         with ExitStack() as stack:
             with status(self._console, "starting Ray and the workers"):
-                cluster = self._config.cluster
-                patience = Patience(cluster.start_timeout, say=self._say, check=stop.check)
-                session = stack.enter_context(
-                    start(self._pool, self._home.logs, self._meeting, patience)
-                )
+                session, cluster = stack.enter_context(self._start(stop)), self._config.cluster
                 workers = session.spawn(TrainWorker)
 
                 def check() -> None:
@@ -208,10 +208,12 @@ class _Job:
 
                 crew = Crew(workers, self._plan, check, cluster.step_timeout, cluster.transport)
                 crew.join()
-            setup = crew.submit("setup", to_dict(self._config), self._plan.to_dict())
+            built = crew.submit("build", to_dict(self._config))
+            setup = crew.submit("setup", self._plan.to_dict())
             with self._left_at_once(stop):  # which may wait for a network
                 self.recording.open(finished)  # while the worker traces and compiles
             with status(self._console, "compiling"):
+                built.result()
                 self.recording.compile_seconds = setup.result()
                 if finished:
                     crew.submit("restore", self._checkpoints, finished).result()
@@ -230,6 +232,13 @@ class _Job:
                     raise
                 with suppress(WorkerError, ClusterError):  # all is done and saved
                     crew.submit("close").result()
+
+    def _start(self, stop: Stop) -> Session:
+        session, self._session = self._session, None
+        if session is not None:
+            return session
+        patience = Patience(self._config.cluster.start_timeout, say=self._say, check=stop.check)
+        return start(self._pool, self._home.logs, self._meeting, patience)
 
     def _diagnose(self, error: Exception) -> Failure | None:
         train, step = self._config.train, self.recording.recorder.finished_steps

@@ -19,11 +19,12 @@ import numpy as np
 
 from launcher.cluster.peer import Peer
 from launcher.config.compose import from_dict
+from launcher.config.schema import Config
 from launcher.plan import Plan, Task, make_forward_plan
 from launcher.runtime import StageTimes, compile_step
 from launcher.train import checkpoint
 from launcher.train.feed import Feeder
-from launcher.train.program import build_program
+from launcher.train.program import Program, build_program
 from launcher.train.step import TrainState
 
 if TYPE_CHECKING:
@@ -57,17 +58,19 @@ class _Sent:
 
 
 class TrainWorker(Peer):
-    """Trains on this process's devices: `setup`, then `create` or `restore`, then `step` by step.
+    """Trains on this process's devices: `build`, `setup`, `create` or `restore`, then step by step.
 
     A step is sent to the devices before the previous one's results are fetched, so that they
     always have work; its metrics therefore come back from the next call.
     """
 
+    _config: Config
     _state: TrainState
     _feeder: Feeder[Batch]
 
     def __init__(self) -> None:
         super().__init__()
+        self._built: Program | None = None
         self._sent: _Sent | None = None
         self._stages: StageTimes | None = None
         # A thread of its own, so that the moment a step completes is seen while the next is sent.
@@ -80,17 +83,22 @@ class TrainWorker(Peer):
         self._passed_over = 0
         self._completed = 0.0
 
-    def setup(self, config: dict[str, Any], plan: dict[str, Any]) -> float:
-        """Trace the program again and compile it ahead of time. Returns the seconds of compiling.
+    def build(self, config: dict[str, Any]) -> None:
+        """Trace the program again, which takes no plan; a second call does nothing."""
+        if self._built is None:
+            self._config = from_dict(config)
+            self._built = build_program(self._config)
+
+    def setup(self, plan: dict[str, Any]) -> float:
+        """Compile what was built ahead of time. Returns the seconds that took.
 
         Raises PlanError where the program is not the one that was planned: other code, or other
         versions of the libraries, than the driver's.
         """
-        self._config = from_dict(config)
         settings = self._config.train.checkpoint
         if settings.every_steps or settings.every_minutes:  # while it trains
             self._background = checkpoint.Background()
-        self._program = program = build_program(self._config)
+        program = self._program
         train_plan = Plan.from_dict(plan)
         devices = jax.devices()
         self._train = compile_step(program.train, train_plan, devices, self._transport)
@@ -199,6 +207,11 @@ class TrainWorker(Peer):
         self._feeder.close()
         if self._transport is not None:
             jax.distributed.shutdown()
+
+    @property
+    def _program(self) -> Program:
+        assert self._built is not None
+        return self._built
 
     def _placed(self) -> TrainState:
         """The state's shapes, each with its place."""

@@ -261,8 +261,9 @@ def test_a_ray_that_does_not_come_up_is_an_error_that_quotes_it(tmp_path, monkey
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "ray.py").write_text("raise ImportError('this ray is out of order')")
     with start(ONE_DEVICE, tmp_path) as session:
-        with pytest.raises(ClusterError, match=r"(?s)Ray did not come up.*is out of order"):
-            session.spawn(object)
+        for wait in (session.begin, session.spawn):  # which says it again
+            with pytest.raises(ClusterError, match=r"(?s)Ray did not come up.*is out of order"):
+                wait(object)
         (head,) = psutil.Process().children()
     assert not head.is_running()
 

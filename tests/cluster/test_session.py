@@ -76,8 +76,9 @@ def test_a_worker_gets_the_driver_s_folder_search_path_and_variables(
 
 
 def test_calls_run_in_the_order_of_their_submission(session, probe):
-    worker = session.spawn(probe, 100)[0]
+    worker = session.begin(probe, 100)[0]  # whose process need not be up
     futures = [worker.submit("add", number) for number in range(50)]
+    assert session.spawn(probe, 100)[0] is worker
     expected = [100 + sum(range(number + 1)) for number in range(50)]
     assert [future.result() for future in futures] == expected
     assert futures[3].result() == expected[3]  # a result can be asked for again

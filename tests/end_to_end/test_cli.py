@@ -63,7 +63,7 @@ def test_help_shows_options_examples_and_exit_codes(
         "  model      custom | gpt | mine | mlp",
         "  optimizer  adafactor | adam | adamw | lion | sgd",
         "  launcher -m parallel.num_micro_batches=2,4          run both, then compare them",
-        "  2    a setting is wrong: nothing was started",
+        "  2    a setting is wrong: nothing was trained",
     ):
         assert line in out.splitlines()
 

@@ -45,7 +45,8 @@ class Trainee:
         cluster = local_shape(config.cluster.gpus, config.cluster.hosts, "cpu")
         program = build_program(config)
         plan = plan_of(config.parallel, program.train, cluster, lambda *_: None, lambda _: None)
-        self.worker.setup(to_dict(config), plan.to_dict())
+        self.worker.build(to_dict(config))
+        self.worker.setup(plan.to_dict())
 
     def create_and_save(self, folder):
         """Two steps, a save of the state, two steps more: their losses."""

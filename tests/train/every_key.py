@@ -115,7 +115,7 @@ class FakeCrew:
         pass
 
     def submit(self, method, *arguments):
-        if method not in ("setup", "save"):
+        if method not in ("build", "setup", "save"):
             self._told.append((method, *arguments))
         if method == "save":
             self._told.append(("save", arguments[1]))

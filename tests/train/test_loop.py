@@ -92,7 +92,8 @@ class Training:
         shape = local_shape(config.cluster.gpus or 2, 1, "cpu")
         plan = plan_of(config.parallel, build_program(config).train, shape)
         worker = TrainWorker()
-        worker.setup(to_dict(config), plan.to_dict())
+        worker.build(to_dict(config))
+        worker.setup(plan.to_dict())
         worker.restore(str(self.folder), finished) if finished else worker.create()
         self.handle = Handle(worker, plan)
         skips = config.train.non_finite == "skip"
