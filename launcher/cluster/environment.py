@@ -13,6 +13,9 @@ from launcher.cluster.devices import DevicePool
 from launcher.cluster.scratch import TOKEN_VARIABLE
 
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
+# Of a GPU's memory JAX takes 0.75 by itself. A plan may fill as much as this (`USABLE` in
+# `plan.search.auto`), and the worker has the GPU alone.
+_GPU_MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
 
 
 def ray_environment(environ: Mapping[str, str], token: Path, nodes: bool = False) -> dict[str, str]:
@@ -60,11 +63,12 @@ def worker_environment(
     variables = {name: value for name, value in variables.items() if not name.startswith("SLURM_")}
     if pool.kind == "gpu" and not pool.gpu_ids:
         variables.pop("CUDA_VISIBLE_DEVICES", None)
-        return variables | {"JAX_PLATFORMS": "cuda,cpu"}
+        return _GPU_MEMORY | variables | {"JAX_PLATFORMS": "cuda,cpu"}
     if pool.kind == "gpu":
         first = host * pool.devices_per_host
         mine = pool.gpu_ids[first : first + pool.devices_per_host]
-        return variables | {"CUDA_VISIBLE_DEVICES": ",".join(mine), "JAX_PLATFORMS": "cuda,cpu"}
+        shown = {"CUDA_VISIBLE_DEVICES": ",".join(mine), "JAX_PLATFORMS": "cuda,cpu"}
+        return _GPU_MEMORY | variables | shown
     kept = [
         flag
         for flag in variables.get("XLA_FLAGS", "").split()

@@ -108,6 +108,7 @@ def test_a_closed_session_leaves_nothing_and_another_can_follow(probe, tmp_path)
     assert dict(os.environ) == environ
 
 
+@pytest.mark.slow
 def test_an_interrupt_at_the_terminal_reaches_the_driver_alone(run_driver):
     """Control-C goes to every process of the foreground group; so does a group-wide SIGTERM."""
     terminal, its_end = pty.openpty()
@@ -145,6 +146,7 @@ def test_an_interrupt_at_the_terminal_reaches_the_driver_alone(run_driver):
     os.close(terminal)
 
 
+@pytest.mark.slow
 def test_a_killed_driver_leaves_nothing_and_a_neighbour_goes_on(run_driver, probe, tmp_path):
     """What is stopped ends with it, too; of the neighbour's, all but the worker go on."""
     with start(ONE_DEVICE, tmp_path) as session:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from launcher.cluster.devices import DevicePool
 from launcher.cluster.environment import ray_environment, worker_environment
+from launcher.plan.search.auto import USABLE
 
 CPUS = DevicePool("cpu", 2, 3, "emulated CPU device", "")
 GPUS = DevicePool("gpu", 2, 2, "H200", "", ("4", "5", "GPU-a", "GPU-b"))
@@ -39,6 +40,14 @@ def test_gpu_workers_of_a_job_see_what_their_own_node_gives_them():
     variables = worker_environment({"CUDA_VISIBLE_DEVICES": "4,5", "SLURM_JOB_ID": "1"}, pool, 1)
     assert "CUDA_VISIBLE_DEVICES" not in variables
     assert variables["JAX_PLATFORMS"] == "cuda,cpu"
+
+
+def test_gpu_workers_have_the_memory_that_a_plan_may_fill():
+    fraction = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    for pool in (GPUS, DevicePool("gpu", 2, 2, "H200", "")):
+        assert float(worker_environment({}, pool, 0)[fraction]) >= USABLE
+        assert worker_environment({fraction: "0.5"}, pool, 0)[fraction] == "0.5"
+    assert fraction not in worker_environment({}, CPUS, 0)
 
 
 def test_workers_do_not_know_that_they_are_in_a_slurm_step():

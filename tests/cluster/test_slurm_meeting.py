@@ -83,6 +83,7 @@ def test_the_nodes_listen_where_the_readme_says(second_node, tmp_path: Path) -> 
     assert second_node.wait(SECONDS) == 0
 
 
+@pytest.mark.slow
 def test_a_node_that_dies_takes_its_worker_with_it(second_node, tmp_path: Path) -> None:
     told = drive("dies", tmp_path / "run", second_node.pid)
     assert told.startswith("worker_1")
@@ -129,6 +130,7 @@ def test_what_the_driver_says_counts_once_it_is_whole(line, told) -> None:
     assert (said and (said.ray, said.logs)) == told
 
 
+@pytest.mark.slow
 def test_nodes_that_do_not_come_are_named(tmp_path: Path) -> None:
     told = drive("absent", tmp_path, timeout=1)
     assert told.startswith("Waited 1 s for node2: 1 of 2 nodes did not join Ray.")

@@ -28,7 +28,9 @@ class Launcher:
         *words: str,
         stdout: int = subprocess.PIPE,
         stderr: int = subprocess.PIPE,
+        deadline: float = DEADLINE,
     ) -> None:
+        self._deadline = deadline
         self.mark = uuid.uuid4().hex
         self.process = subprocess.Popen(
             [sys.executable, "-m", "launcher", *words],
@@ -43,7 +45,7 @@ class Launcher:
 
     def wait_for(self, condition) -> None:
         """Wait until `condition()` holds; the launcher must still run by then."""
-        deadline = time.monotonic() + DEADLINE
+        deadline = time.monotonic() + self._deadline
         while not condition():
             assert time.monotonic() < deadline
             assert self.process.poll() is None, self.process.communicate()
@@ -62,7 +64,7 @@ class Launcher:
     def end(self) -> tuple[int, str, str]:
         """Wait for the end: exit code, standard output, standard error. Nothing is left then; soon
         after, where the launcher could not see to that itself."""
-        out, err = self.process.communicate(timeout=DEADLINE)
+        out, err = self.process.communicate(timeout=self._deadline)
         if self.process.returncode == -signal.SIGKILL:
             psutil.wait_procs(self.processes(), timeout=30)
         assert [process.cmdline() for process in self.processes()] == []

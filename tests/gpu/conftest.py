@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from launched import Launcher, losses, summary  # noqa: E402
 REPORT, ON = os.environ.get("GPU_REPORT"), os.environ.get("GPU_TESTS_ON", "gpu")
 MOST_LINES = 200
 REASON_LINES = 3
+MOST_SECONDS = 900  # for a program or a run
+RUNS_NEED = "ray", "hydra", "grain", "wandb"
 STARTED = time.monotonic()
 
 
@@ -41,6 +44,12 @@ def machine():
         ]
         gpus = "; ".join(subprocess.check_output(asked, text=True).splitlines())
     return f"{gpus}\n{', '.join(packages)}, Python {sys.version.split()[0]}"
+
+
+def visible_gpus():
+    """How many GPUs there are, of which the user may have hidden some."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return len(asked_of_the_driver("index")) if visible is None else len(visible.split(","))
 
 
 def asked_of_the_driver(what):
@@ -93,7 +102,7 @@ def on_gpu():
 @pytest.fixture
 def devices(on_gpu):
     """How many GPUs there are; on CPUs, two."""
-    return len(asked_of_the_driver("index")) if on_gpu else 2
+    return visible_gpus() if on_gpu else 2
 
 
 class Runs:
@@ -106,7 +115,8 @@ class Runs:
         where = ["cluster=emulated"] if ON == "cpu" else ["cluster=local"]
         if not any(word.startswith("cluster.gpus=") for word in words):
             where.append("cluster.gpus=1")
-        return Launcher(self.folder, "wandb.mode=disabled", *where, *words)
+        words = "wandb.mode=disabled", *where, *words
+        return Launcher(self.folder, *words, deadline=MOST_SECONDS)
 
     def home(self, name):
         return self.folder / "outputs" / name
@@ -120,6 +130,8 @@ class Runs:
 
 @pytest.fixture
 def runs(tmp_path):
+    if absent := [name for name in RUNS_NEED if find_spec(name) is None]:
+        pytest.skip(f"not installed: {', '.join(absent)}")
     return Runs(tmp_path)
 
 
@@ -127,12 +139,12 @@ def runs(tmp_path):
 def program():
     """A function of a part of `programs.py` and its arguments: what it printed, read as JSON."""
 
-    def call(part, *arguments, timeout=900, **environ):
+    def call(part, *arguments, **environ):
         done = subprocess.run(
             [sys.executable, str(Path(__file__).with_name("programs.py")), part, *arguments],
             capture_output=True,
             text=True,
-            timeout=timeout,
+            timeout=MOST_SECONDS,
             env=os.environ | environ,
         )
         assert done.returncode == 0, done.stderr[-2000:]

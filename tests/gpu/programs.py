@@ -10,7 +10,6 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +58,7 @@ def ours(loss, init, batch):
     step, start = training(loss, init, launcher.value_and_grad)
     traced = trace_step(step, (jax.eval_shape(start, jax.random.key(0)), batch))
     device = jax.devices()[0]
-    plan = make_plan(traced, method="data", cluster=local_shape(1, 1, device.platform))
+    plan = make_plan(traced, method="data", cluster=local_shape(1, 1, device.device_kind))
     executable = compile_step(traced, plan, [device])
     return executable, executable.create(start, jax.random.key(0))
 
@@ -202,5 +201,4 @@ def peer(index, where):
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[2]))
     print(json.dumps(globals()[sys.argv[1]](*sys.argv[2:])))

@@ -6,10 +6,13 @@ Prints a line of JSON: the losses, of networks all metrics, that this process kn
 holds at the end.
 """
 
+import faulthandler
+import functools
 import hashlib
 import json
 import os
 import sys
+from unittest import mock
 
 INDEX, COUNT, COORDINATOR, DEVICES = (
     int(sys.argv[1]),
@@ -18,7 +21,10 @@ INDEX, COUNT, COORDINATOR, DEVICES = (
     int(sys.argv[4]),
 )
 os.environ["NPROC"] = str(DEVICES + 2)  # threads, see launcher.cluster.environment
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
+# Compiling is most of the work: see tests/conftest.py.
+os.environ["XLA_FLAGS"] = (
+    f"--xla_force_host_platform_device_count={DEVICES} --xla_backend_optimization_level=0"
+)
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
@@ -28,14 +34,36 @@ from trainings import training  # noqa: E402
 
 from launcher.plan import local_shape, make_plan  # noqa: E402
 from launcher.plan.methods import ManualStageOption, PipeshardParallel  # noqa: E402
-from launcher.runtime import PermuteTransport, PullTransport, compile_step  # noqa: E402
+from launcher.runtime import (  # noqa: E402
+    PermuteTransport,
+    PullTransport,
+    compile_step,
+    executable,
+)
 from launcher.trace import trace_step  # noqa: E402
+
+
+@functools.lru_cache(1)
+def prepared(words):
+    """Of the settings `words`, without a transport: the traced step, its plan, `init`, the batches,
+    and what compiles the plan's programs once. They are the same by every transport, and most of
+    the work."""
+    settings = json.loads(words)
+    step, init, batches = training(settings.pop("training", "tiny"))
+    traced = trace_step(step, (jax.eval_shape(init, jax.random.key(0)), batches[0]))
+    plan = planned(traced, local_shape(COUNT * DEVICES, COUNT, "cpu"), settings)
+    compile_programs, kept = executable.compile_programs, []
+
+    def compile_once(*args):
+        kept.extend([] if kept else [compile_programs(*args)])
+        return kept[0]
+
+    return traced, plan, init, batches, compile_once
 
 
 def planned(traced, cluster, settings):
     """By the settings' words: a plan of `plans`, a seed for one at random, a method's name, or the
     fields of a `ManualStageOption`."""
-    settings = {name: value for name, value in settings.items() if name not in FOR_THE_PEER}
     if "plan" in settings:
         return plans.by_name(traced, settings["plan"], cluster)
     if "seed" in settings:
@@ -45,7 +73,7 @@ def planned(traced, cluster, settings):
     return PipeshardParallel(3, stage_option=ManualStageOption(**settings)).plan(traced, cluster)
 
 
-FOR_THE_PEER = "training", "transport"
+MOST_SECONDS = 200  # for each of the settings; what takes longer hangs
 
 
 def network(settings, transport):
@@ -87,18 +115,20 @@ def main() -> None:
     transports = {"pull": pull, "collective": PermuteTransport()}
     found = {}
     for settings in json.loads(sys.stdin.read()):
+        print(settings, file=sys.stderr, flush=True)  # of a failure's output the last
+        faulthandler.dump_traceback_later(MOST_SECONDS, exit=True)
+        words = {name: value for name, value in settings.items() if name != "transport"}
         transport = transports[settings.get("transport", "pull")]
         if "network" in settings:
             found[json.dumps(settings)] = network(settings, transport)
             continue
-        step, init, batches = training(settings.get("training", "tiny"))
-        traced = trace_step(step, (jax.eval_shape(init, jax.random.key(0)), batches[0]))
-        plan = planned(traced, local_shape(COUNT * DEVICES, COUNT, "cpu"), settings)
-        executable = compile_step(traced, plan, jax.devices(), transport)
-        state = executable.create(init, jax.random.key(0))
+        traced, plan, init, batches, compile_once = prepared(json.dumps(words))
+        with mock.patch.object(executable, "compile_programs", compile_once):
+            step = compile_step(traced, plan, jax.devices(), transport)
+        state = step.create(init, jax.random.key(0))
         losses = []
         for k, batch in enumerate(batches):
-            run = executable.profile if k == 1 else lambda *args: (executable(*args), None)  # noqa: B023
+            run = step.profile if k == 1 else lambda *args: (step(*args), None)  # noqa: B023
             (state, loss), _ = run(state, batch)
             if loss.addressable_shards:
                 losses.append(float(loss.addressable_data(0)))

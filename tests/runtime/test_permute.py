@@ -2,6 +2,7 @@
 pulled."""
 
 import json
+import os
 import random
 import sys
 from pathlib import Path
@@ -228,19 +229,17 @@ def test_every_method_gives_the_same_bits_by_both_ways(devices):
     the_same_by_both(2, devices // 2, [{"plan": name} for name in plans])
 
 
-# Processes and devices of each.
-RUNS = [(2, 4), (3, 2), (4, 2), (2, 2)]
+# Processes and devices of each; a seed's are those at its remainder.
+RUNS = (2, 4), (3, 2), (4, 2), (2, 2)
+FIRST, LAST = map(int, os.environ.get("PLAN_SEEDS", "1000-1199").split("-"))
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("first", range(0, 200, 10))
-def test_random_plans_end(first):
-    """A process that waits for ever is a time-out."""
-    count, devices = RUNS[first // 10 % len(RUNS)]
-    seeds = range(1000 + first, 1010 + first)
-    settings = [{"training": "chain", "seed": seed} for seed in seeds]
-    if first < 40:
-        the_same_by_both(count, devices, settings)
-    else:
-        settings = [{**each, "transport": "collective"} for each in settings]
-        check(settings, together(count, devices, settings))
+@pytest.mark.parametrize("run", range(len(RUNS)), ids=[f"{n}x{m}" for n, m in RUNS])
+def test_random_plans_give_the_same_bits_by_both_ways(run):
+    """Each ends, too: `peer.py` gives up one that does not, and says where it stands.
+    `PLAN_SEEDS=1003-1003` chooses the seeds."""
+    seeds = [seed for seed in range(FIRST, LAST + 1) if seed % len(RUNS) == run]
+    if not seeds:
+        pytest.skip("no seed among PLAN_SEEDS")
+    the_same_by_both(*RUNS[run], [{"training": "chain", "seed": seed} for seed in seeds])

@@ -83,6 +83,7 @@ def test_what_fits_is_not_said_to_lack_anything():
     assert too_large(dataclasses.replace(plan, cluster=plan.cluster | {"memory_bytes": None})) == ""
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_larger_devices_are_named():
     plan = planned(1000, method="zero3")
     text = what_fits(Parallel(method="zero3"), STEP, shape(1000), plan)
@@ -90,6 +91,7 @@ def test_where_nothing_fits_larger_devices_are_named():
     assert text.startswith(("This would fit: parallel=auto with ", "Take a smaller"))
 
 
+@pytest.mark.slow
 def test_auto_plans_what_lacks_least_where_that_is_allowed():
     with pytest.raises(PlanError, match="does not fit"):
         planned(100_000, method="auto")

@@ -202,6 +202,7 @@ def test_an_interrupted_run_saves_and_goes_on_as_if_nothing_had_been(undisturbed
     assert first.losses() + second.losses() == undisturbed.losses()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_stages(undisturbed, tmp_path):
     first = Training(tmp_path, stop_after=2).run()
     words = ("cluster.gpus=4", "parallel.num_stages=4", "parallel.num_micro_batches=4")
@@ -237,6 +238,7 @@ def test_a_save_that_fails_is_said_and_the_run_goes_on(undisturbed, tmp_path):
     assert checkpoint.newest(training.folder).step == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["train.checkpoint.on_error=stop"], []])
 def test_a_save_that_fails_ends_the_run_where_that_is_asked_or_it_is_the_last(words, tmp_path):
     every = "train.checkpoint.every_steps=2" if words else "train.checkpoint.every_steps=0"
@@ -247,12 +249,14 @@ def test_a_save_that_fails_ends_the_run_where_that_is_asked_or_it_is_the_last(wo
     assert len(training.lines) == 6 or words
 
 
+@pytest.mark.slow
 def test_the_last_step_is_saved_as_often_as_others_are_also_without_a_save_at_the_end(tmp_path):
     words = ("train.checkpoint.every_steps=3", "train.checkpoint.at_end=false")
     Training(tmp_path, *words).run()
     assert sorted(int(path.name) for path in tmp_path.iterdir()) == [3, 6]
 
 
+@pytest.mark.slow
 def test_a_last_step_that_was_due_and_cannot_be_saved_fails_the_run(tmp_path):
     words = ("train.checkpoint.every_steps=6", "train.checkpoint.at_end=false")
     training = Training(tmp_path / "checkpoints", *words)
@@ -271,6 +275,7 @@ def test_when_to_save():
     assert not Cadence(Checkpoint(), now=0.0).is_due(1000, 1e6)
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_saves_nothing(tmp_path):
     words = ("optimizer=sgd", "optimizer.learning_rate=1e38", "optimizer.clip_norm=null")
     training = Training(tmp_path, *words)
@@ -295,6 +300,7 @@ def bad_batch(monkeypatch):
     monkeypatch.setattr("launcher.train.program.build_dataset", spoiled)
 
 
+@pytest.mark.slow
 def test_a_step_that_goes_wrong_is_never_saved(bad_batch, tmp_path):
     words = ("train.checkpoint.every_steps=1", "train.eval_every=100")
     training = Training(tmp_path, *words)
@@ -343,6 +349,7 @@ def test_a_step_that_goes_wrong_is_skipped_as_on_one_device(words, bad_batch, tm
     assert checkpoint.newest(tmp_path).step == 6
 
 
+@pytest.mark.slow
 def test_one_step_on_one_stage_is_a_whole_run_and_saves_only_if_asked(tmp_path):
     words = ("train.steps=1", "parallel.num_stages=1", "train.checkpoint.at_end=false")
     training = Training(tmp_path, *words).run()
