@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO
 
-from launcher.cluster.private import OTHERS, private_files
+from launcher.cluster.private import OTHERS, exposed_at, is_own, private_files
 from launcher.cluster.slurm_attempts import attempt_folder
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config, Run
@@ -87,6 +87,8 @@ def check(config: Config, thorough: bool = True) -> int:
         raise _no_folder(path)
     if config.run.resume == "never" and path.exists():
         raise _taken(path)
+    if path.exists():
+        _check_owner(config.run, path)
     step = _choose(config, path, thorough=False).step or 0
     if thorough and step >= config.train.steps:
         step = _choose(config, path).step or 0
@@ -106,6 +108,22 @@ def _check_place(run: Run) -> None:
         raise _not_writable(parent, f"{there} is not a folder")
     if not os.access(there, os.W_OK | os.X_OK):
         raise _not_writable(parent, f"you may not write to {there}")
+    _check_exposed(run, there)
+
+
+def _check_exposed(run: Run, there: Path) -> None:
+    """That nobody can put a folder of theirs in the place of a private run's."""
+    if not run.shared and (folder := exposed_at(there.resolve())) is not None:
+        raise ConfigError(
+            f"run.dir={run.dir} cannot hold a private run: anybody may rename what is in {folder}",
+            f"Run 'chmod o-w {folder}', choose another run.dir, or set run.shared=true.",
+            ["run.dir"],
+        )
+
+
+def _check_owner(run: Run, path: Path) -> None:
+    if not run.shared and not is_own(path):
+        raise _of_another_user(path)
 
 
 @contextmanager
@@ -157,6 +175,7 @@ def make(config: Config) -> Path:
     run = config.run
     try:
         Path(run.dir).mkdir(parents=True, exist_ok=True)  # may hold shared runs, too
+        _check_exposed(run, Path(run.dir))
         if run.id is None:
             return _fresh_folder(run, config.model.name)
         return _own_folder(run, run.id)
@@ -184,6 +203,7 @@ def _own_folder(run: Run, run_id: str) -> Path:
         if not path.is_dir():
             raise _no_folder(path) from None
         raise _taken(path) from None
+    _check_owner(run, path)
     if not run.shared and (mode := stat.S_IMODE(path.stat().st_mode)) & OTHERS:
         try:
             path.chmod(mode & ~OTHERS)
