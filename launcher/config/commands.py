@@ -48,13 +48,13 @@ def not_allowed(command: str, where: str = "") -> ConfigError:
 
 def commands_in(config: Config) -> Iterator[str]:
     """The settings that run code and that `config` has a value of; of a table those in it."""
+    tree, untouched = dataclasses.asdict(config), dataclasses.asdict(Config())
     for command in _COMMANDS:
-        values, defaults = (dict(_leaves_at(tree, command)) for tree in (config, Config()))
+        values, defaults = (dict(_leaves_at(one, command)) for one in (tree, untouched))
         yield from (key for key, value in values.items() if value != defaults.get(key))
 
 
-def _leaves_at(config: Config, key: str) -> Iterator[tuple[str, Any]]:
-    value: Any = config
+def _leaves_at(tree: Any, key: str) -> Iterator[tuple[str, Any]]:
     for name in key.split("."):
-        value = getattr(value, name)
-    return leaves(key, dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value)
+        tree = tree[name]
+    return leaves(key, tree)
