@@ -75,13 +75,18 @@ def sync_folder(folder: Path) -> None:
 def is_safe(folder: Path) -> bool:
     """Whether nobody but this user and the system can rename or replace an entry of `folder` that
     is this user's, or `folder` itself. A resolved path: what links say may change."""
-    owners = {os.getuid(), 0, *_unmapped_owner()}
+    owners = trusted_owners()
     for above in (folder, *folder.parents):
         status = above.stat()
         shared = status.st_mode & _OF_OTHERS and not status.st_mode & stat.S_ISVTX
         if status.st_uid not in owners or shared:
             return False
     return True
+
+
+def trusted_owners() -> set[int]:
+    """The users whose folders are as good as this user's: itself and the system."""
+    return {os.getuid(), 0, *_unmapped_owner()}
 
 
 def _unmapped_owner() -> list[int]:

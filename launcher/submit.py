@@ -35,7 +35,7 @@ from launcher.config.commands import commands_in
 from launcher.config.errors import ConfigError
 from launcher.config.interpolation import in_shell
 from launcher.config.schema import Config
-from launcher.files import DamagedError, read_own, write_whole
+from launcher.files import DamagedError, read_json, write_whole
 from launcher.output import answer, complain
 from launcher.reading import read
 from launcher.report.console import make_console
@@ -211,8 +211,15 @@ def note_job(home: Path, job_id: str, script: Path) -> None:
 
 def read_job(home: Path) -> Noted | None:
     """What `note_job` has noted last; None where there is nothing, or it is damaged, which is
-    said. Raises OSError."""
-    return read_own(home / JOB_FILE, _noted, complain)
+    said: it stays where it is, for the run may be another user's. Raises OSError."""
+    path = home / JOB_FILE
+    try:
+        return _noted(read_json(path))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        complain(f"{path} is damaged and not used: {error}")
+        return None
 
 
 def _noted(tree: Any) -> Noted:

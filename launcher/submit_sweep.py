@@ -25,7 +25,7 @@ from launcher.cluster.slurm_script import SCRIPT, Job, render
 from launcher.config.compose import Point
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config, Run, Sweep
-from launcher.output import answer
+from launcher.output import answer, complain
 from launcher.report.console import make_console
 from launcher.report.sweep import is_done, print_comparison
 from launcher.submit import (
@@ -111,7 +111,11 @@ def _status(sweep: Sweep) -> int:
     states = job_states()
     shown = []
     for home in homes:
-        job = read_job(home)
+        try:
+            job = read_job(home)
+        except OSError as error:
+            complain(f"{home / JOB_FILE} cannot be read: {error.strerror}")
+            job = None
         if job is None:  # nobody knows whether it still runs
             shown.append("unknown")
             continue

@@ -6,7 +6,6 @@ taken for lost because of it. `launcher.submit` is the user.
 
 from __future__ import annotations
 
-import getpass
 import os
 import re
 import shutil
@@ -124,7 +123,7 @@ def job_state(job_id: str) -> JobState | None:
 
 def job_states() -> dict[str, str]:
     """The state of every job of this user that Slurm still remembers, an array's by element."""
-    told = _call(["squeue", "-h", "-r", "-t", "all", "-u", getpass.getuser(), "-o", "%i %T"])
+    told = _call(["squeue", "-h", "-r", "-t", "all", "-u", str(os.getuid()), "-o", "%i %T"])
     return dict(line.split(maxsplit=1) for line in told.splitlines() if line.strip())
 
 

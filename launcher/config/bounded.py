@@ -6,6 +6,7 @@ anchors stand for where they are written out, since a few lines of them may stan
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from launcher.files import DamagedError, read_text
 _LARGEST = 2**18  # bytes; PyYAML reads as many in a second
 _MOST = 20_000  # names and values
 _DEEPEST = 64  # levels; fewer than JSON may have, which checkpoints keep them as
+_INTERPOLATION = 20  # names and values that take as long as one to parse
+_INNERMOST = 32  # levels inside an interpolation; its parser takes a hundred at most
 _DIGITS = 1000  # of a whole number; Python itself reads no more than 4300
 _WHOLE = "tag:yaml.org,2002:int"
 
@@ -55,6 +58,8 @@ def is_too_deep(tree: Any) -> bool:
     for _ in range(_DEEPEST):
         tables = [one for one in level if isinstance(one, dict)]
         lists = [one for one in level if isinstance(one, list)]
+        if any(isinstance(one, str) and _is_too_deep_inside(one) for one in level):
+            return True
         level = [value for table in tables for value in table.values()]
         level += [value for one in lists for value in one]
         if not level:
@@ -85,19 +90,36 @@ def _measure(
         inner = [one for pair in node.value for one in pair]
     elif isinstance(node, yaml.SequenceNode):
         inner = node.value
+    elif _is_too_deep_inside(node.value):
+        raise DamagedError(f"it has an interpolation nested more than {_INNERMOST} levels deep")
     elif node.tag == _WHOLE and len(node.value) > _DIGITS:
         raise DamagedError(f"it holds a number of {len(node.value)} digits")
     if len(above) == _DEEPEST:
         raise DamagedError(f"it is nested more than {_DEEPEST} levels deep")
     found = [_measure(one, known, [*above, id(node)]) for one in inner]
     size = 1 + sum(size for size, _ in found)
+    if isinstance(node, yaml.ScalarNode):
+        size += _INTERPOLATION * node.value.count("${")
     levels = 1 + max((levels for _, levels in found), default=0)
     if size > _MOST:
-        raise DamagedError(f"it stands for more than {_MOST:,} names and values")
+        raise DamagedError(
+            f"it stands for more than {_MOST:,} names and values, of which an interpolation counts "
+            f"as {_INTERPOLATION}"
+        )
     if len(above) + levels > _DEEPEST:
         raise DamagedError(f"it is nested more than {_DEEPEST} levels deep")
     known[id(node)] = size, levels
     return size, levels
+
+
+def _is_too_deep_inside(text: str) -> bool:
+    """Whether a text has interpolations inside one another that their parser could not follow."""
+    level = 0
+    for bracket in re.findall(r"[][{}]", text) if "${" in text else ():
+        level = level + 1 if bracket in "[{" else max(level - 1, 0)
+        if level > _INNERMOST:
+            return True
+    return False
 
 
 def _follow_merges(loader: yaml.SafeLoader, node: yaml.Node | None) -> None:

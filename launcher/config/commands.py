@@ -6,10 +6,12 @@ what the command line says itself never is. `allow_modules` is the like for modu
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 from launcher.config.errors import ConfigError
+from launcher.config.origin import leaves
 from launcher.config.schema import Config
 
 # Settings of which a file can say nothing, each with a value.
@@ -45,14 +47,14 @@ def not_allowed(command: str, where: str = "") -> ConfigError:
 
 
 def commands_in(config: Config) -> Iterator[str]:
-    """The settings that run code and that `config` has a value of."""
+    """The settings that run code and that `config` has a value of; of a table those in it."""
+    tree, untouched = dataclasses.asdict(config), dataclasses.asdict(Config())
     for command in _COMMANDS:
-        value, default = (_at(tree, command) for tree in (config, Config()))
-        if value != default:
-            yield command
+        values, defaults = (dict(_leaves_at(one, command)) for one in (tree, untouched))
+        yield from (key for key, value in values.items() if value != defaults.get(key))
 
 
-def _at(tree: Any, key: str) -> Any:
+def _leaves_at(tree: Any, key: str) -> Iterator[tuple[str, Any]]:
     for name in key.split("."):
-        tree = getattr(tree, name)
-    return tree
+        tree = tree[name]
+    return leaves(key, tree)

@@ -32,7 +32,7 @@ from launcher.config.files import refuse_useless
 from launcher.config.folders import find_groups, search_folders
 from launcher.config.interpolation import noted, resolved, written
 from launcher.config.leftovers import Tree, without_leftovers
-from launcher.config.origin import Origin, Source, short
+from launcher.config.origin import ON_COMMAND_LINE, Origin, Source, short
 from launcher.config.overrides import COMMAND_LINE, for_hydra, parse, refuse_sweeps, sweep_points
 from launcher.config.replayed import with_runs_settings
 from launcher.config.schema import GPT, Config
@@ -168,7 +168,11 @@ def _load(overrides: Sequence[Override], folders: Sequence[Path]) -> Config:
         tree, texts = resolved(OmegaConf.create(tree))
         _refuse_misplaced(tree, groups, sources)
         config = from_dict(tree | allowed, texts)
-        check_switches(config, Origin(sources, overrides, groups))
+        origin = Origin(sources, overrides, groups)
+        for command in () if config.allow_commands else commands_in(config):
+            if origin.rank(command) != ON_COMMAND_LINE:
+                raise not_allowed(command)
+        check_switches(config, origin)
         return config
     except ConfigError as raised:
         error = raised
@@ -186,11 +190,12 @@ def _allowed(overrides: Sequence[Override]) -> dict[str, Any]:
 def _sources(defaults: Iterable[ResultDefault], folders: Sequence[Path]) -> Iterator[Source]:
     """The files that Hydra's defaults list stands for; not Hydra's own, which lie elsewhere."""
     for default in defaults:
-        files = (folder / f"{default.config_path}.yaml" for folder in folders)
-        path = next((file for file in files if file.is_file()), None)
-        if path is not None:
-            own = path.is_relative_to(folders[-1])
-            yield Source(path, default.package or "", own)
+        name = str(default.config_path).removesuffix(".yaml")  # with which Hydra takes it, too
+        folder = next((one for one in folders if (one / f"{name}.yaml").is_file()), None)
+        if folder is not None:
+            yield Source(folder / f"{name}.yaml", default.package or "", folder == folders[-1])
+        elif not name.startswith("hydra/"):
+            raise ConfigError(f"There is no {name}.yaml among the files of settings")
 
 
 def _refuse_misplaced(

@@ -60,7 +60,7 @@ class Origin:
             is_option = said in self.groups and not isinstance(value, dict)
             if is_option and key in (said, f"{said}.name") and key != "cluster.name":
                 return ON_COMMAND_LINE  # that one is no option's name
-            if not is_option and any(_related(one, key) for one in _leaves(said, value)):
+            if not is_option and any(_related(one, key) for one, _ in leaves(said, value)):
                 return ON_COMMAND_LINE
         places = reversed(list(enumerate(self.sources)))
         return next((place for place, source in places if _line(source, key)), -1)
@@ -77,13 +77,13 @@ def short(path: Path) -> str:
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
-def _leaves(key: str, value: Any) -> Iterator[str]:
-    """The settings that a value sets: of a table those in it."""
+def leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The settings that a value sets, each with its own: of a table those in it."""
     if not isinstance(value, dict) or not value:
-        yield key
+        yield key, value
         return
     for name, inner in value.items():
-        yield from _leaves(f"{key}.{name}", inner)
+        yield from leaves(f"{key}.{name}", inner)
 
 
 def _related(said: str, key: str) -> bool:

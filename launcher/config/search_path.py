@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from hydra import initialize_config_dir
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
@@ -20,6 +20,7 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
+from launcher.config.errors import ConfigError
 from launcher.config.files import refuse_unreadable
 
 # Hydra makes its plugins itself, without arguments: this is how `_UserFolders` learns its own.
@@ -32,6 +33,16 @@ class _Bounded(FileConfigSource):
     @staticmethod
     def scheme() -> str:
         return "bounded"
+
+    def is_config(self, config_path: str) -> bool:
+        # The first folder to be asked: nothing outside is read, and no file is taken for another.
+        path = PurePosixPath(config_path)
+        if path.is_absolute() or ".." in path.parts:
+            raise ConfigError(
+                f"A defaults list names {config_path}, which is in no folder of settings",
+                "Name a file below the folder itself: /GROUP/FILE, without '..'.",
+            )
+        return super().is_config(config_path)
 
     def load_config(self, config_path: str) -> ConfigResult:
         refuse_unreadable(Path(self.path, self._normalize_file_name(config_path)))

@@ -13,13 +13,13 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO
 
-from launcher.cluster.private import OTHERS, private_files
+from launcher.cluster.private import OTHERS, exposed_at, is_own, private_files
 from launcher.cluster.slurm_attempts import attempt_folder
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config, Run
@@ -38,7 +38,7 @@ class RunFolder:
     `attempt` is the number of this start of a Slurm job's run, which has logs of its own.
     `damaged` holds a line for each newer checkpoint that was not whole. `next_batch` is what that
     checkpoint says. `held` is the folder itself, for as long as this process has it.
-    `is_new`: there was nothing in it.
+    `made`: what this process has made to have it, innermost first; nothing where it was in use.
     """
 
     path: Path
@@ -47,7 +47,7 @@ class RunFolder:
     damaged: tuple[str, ...] = ()
     next_batch: int = 0
     held: Held | None = None
-    is_new: bool = False
+    made: tuple[Path, ...] = ()
 
     @property
     def id(self) -> str:
@@ -90,6 +90,8 @@ def check(config: Config, thorough: bool = True) -> int:
         raise _no_folder(path)
     if config.run.resume == "never" and path.exists():
         raise _taken(path)
+    if path.exists():
+        _check_owner(config.run, path)
     step = _choose(config, path, thorough=False).step or 0
     if thorough and step >= config.train.steps:
         step = _choose(config, path).step or 0
@@ -109,6 +111,22 @@ def _check_place(run: Run) -> None:
         raise _not_writable(parent, f"{there} is not a folder")
     if not os.access(there, os.W_OK | os.X_OK):
         raise _not_writable(parent, f"you may not write to {there}")
+    _check_exposed(run, there)
+
+
+def _check_exposed(run: Run, there: Path) -> None:
+    """That nobody can put a folder of theirs in the place of a private run's."""
+    if not run.shared and (folder := exposed_at(there.resolve())) is not None:
+        raise ConfigError(
+            f"run.dir={run.dir} cannot hold a private run: anybody may rename what is in {folder}",
+            f"Run 'chmod o-w {folder}', choose another run.dir, or set run.shared=true.",
+            ["run.dir"],
+        )
+
+
+def _check_owner(run: Run, path: Path) -> None:
+    if not run.shared and not is_own(path):
+        raise _of_another_user(path)
 
 
 @contextmanager
@@ -121,8 +139,10 @@ def claim(config: Config) -> Iterator[RunFolder]:
     Raises ConfigError like `check`, or where another process holds the folder, and OSError where
     the disk is full.
     """
+    base = Path(config.run.dir)
+    missing = [folder for folder in (base, *base.parents) if not folder.exists()]
     path = make(config)
-    is_new = not any(path.iterdir())
+    made = () if any(path.iterdir()) else (path, *missing)
     with (
         private_files(config.run),
         open(_open_lock(path / LOCK), "ab") as lock,
@@ -130,18 +150,21 @@ def claim(config: Config) -> Iterator[RunFolder]:
     ):
         _lock(lock, path)
         # Looked at only now (again, after `check`), when nobody else can be writing.
-        yield again(RunFolder(path, held=held, is_new=is_new), config)
+        yield again(RunFolder(path, held=held, made=made), config)
 
 
 @contextmanager
 def unmade(home: RunFolder) -> Iterator[None]:
-    """Take the folder away again, if it is new, where what is done inside fails: the run did not
-    begin."""
+    """Take away again what was made for a run that is new, where what is done inside fails: it did
+    not begin."""
     try:
         yield
     except BaseException:
-        if home.is_new:
+        if home.made:
             shutil.rmtree(home.path, ignore_errors=True)
+            with suppress(OSError):  # in use by now
+                for folder in home.made[1:]:
+                    folder.rmdir()
         raise
 
 
@@ -173,6 +196,7 @@ def make(config: Config) -> Path:
     run = config.run
     try:
         Path(run.dir).mkdir(parents=True, exist_ok=True)  # may hold shared runs, too
+        _check_exposed(run, Path(run.dir))
         if run.id is None:
             return _fresh_folder(run, config.model.name)
         return _own_folder(run, run.id)
@@ -200,6 +224,7 @@ def _own_folder(run: Run, run_id: str) -> Path:
         if not path.is_dir():
             raise _no_folder(path) from None
         raise _taken(path) from None
+    _check_owner(run, path)
     if not run.shared and (mode := stat.S_IMODE(path.stat().st_mode)) & OTHERS:
         try:
             path.chmod(mode & ~OTHERS)

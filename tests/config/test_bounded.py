@@ -38,6 +38,18 @@ FILES = {
         doubled("['${{..a{before}}}', '${{..a{before}}}']"),
         "or 2,000 references",
     ),
+    "many interpolations": (
+        f"{OPTIONS}    b: {'${oc.env:A,x}' * 1000}\n",
+        "of which an interpolation counts as 20",
+    ),
+    "anchors of interpolations": (
+        f"{OPTIONS}    b: &b '${{oc.env:A,x}}'\n    c: [{'*b, ' * 1000}]\n",
+        "of which an interpolation counts as 20",
+    ),
+    "interpolations in one another": (
+        f"{OPTIONS}    b: '{'${oc.env:A,' * 200}x{'}' * 200}'\n",
+        "has an interpolation nested more than 32 levels deep",
+    ),
     "digits": (f"{OPTIONS}    b: {'9' * 5000}\n", "holds a number of 5000 digits"),
     "no date": (f"{OPTIONS}    b: 2026-02-31\n", ""),
 }
@@ -82,6 +94,7 @@ def test_a_fifo_among_the_settings_files_is_not_waited_for(
         (f"train.steps={'9' * 5000}", "cannot be read as key=value"),
         (f"model.options={'{a:' * 200}1{'}' * 200}", "is nested too deeply"),
         (f"a={'[' * 2000}{']' * 2000}", "cannot be read as key=value"),
+        (f"run.dir='{'${oc.env:A,' * 100}x{'}' * 100}'", "is nested too deeply"),
         (f"a={'(' * 3000}", "cannot be read as key=value"),
     ],
 )

@@ -82,6 +82,34 @@ def test_no_detour_leads_to_code(text: str, here: Path) -> None:
         load([*recipe(here, text)[2:], *SLURM, "allow_modules=[m]"], [str(here / "my_conf")])
 
 
+@pytest.mark.parametrize("chosen", ["val.yaml", "/recipe/val.yaml", "/recipe: val.yaml"])
+def test_a_file_named_with_its_extension_is_looked_at(
+    chosen: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe(here, "sweep: {dir: D, resubmit: true}")
+    (here / "my_conf/recipe/mine.yaml").rename(here / "my_conf/recipe/val.yaml")
+    default = "override /recipe: val.yaml" if ":" in chosen else chosen
+    words = recipe(here, f"defaults: [{default}]\ntask: sweep_status")
+    if ":" in chosen:  # by the command line
+        words[-1] = "recipe=val.yaml"
+    assert main(words) == 2
+    assert "sweep.dir runs code, which no file may decide (in my_conf" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("way", ["/../../../elsewhere/evil", "{}/elsewhere/evil"])
+def test_no_file_outside_the_folders_of_settings_is_read(
+    way: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Found from the project's folder, `..` leads to other files than from one that lies deeper."""
+    (here / "elsewhere").mkdir()
+    os.mkfifo(here / "elsewhere" / "evil.yaml")
+    (here / "a/b/c").mkdir(parents=True)
+    way = f"/{way.format(here)}" if "{}" in way else way
+    words = recipe(here / "a/b/c", f"defaults: [{way}]")
+    assert main([*words, *SLURM]) == 2
+    assert "which is in no folder of settings" in capsys.readouterr().err
+
+
 def test_what_a_file_leaves_out_needs_no_permission(here: Path) -> None:
     slurm = "setup: [], env: {}, python: null, srun_args: [], extra: {}, container: {image: null}"
     words = recipe(here, f"cluster: {{slurm: {{{slurm}}}}}\nsweep: {{dir: null, resubmit: false}}")

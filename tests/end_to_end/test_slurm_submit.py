@@ -147,13 +147,13 @@ def test_a_script_that_holds_values_of_the_environment_is_its_users_alone(
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"job_id": "7"}', '{"job_id": "-f", "script": "x"}'])
-def test_a_damaged_note_of_a_job_is_set_aside_and_said(
+def test_a_damaged_note_of_a_job_is_said_and_stays_where_it_is(
     text: str,
     folder: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (folder / "squeue").write_text("#!/bin/sh\n")
+    (folder / "squeue").write_text(f"#!/bin/sh\necho $* >> {folder}/asked\n")
     (folder / "squeue").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
     path = folder / "s-0" / "job.json"
@@ -162,10 +162,17 @@ def test_a_damaged_note_of_a_job_is_set_aside_and_said(
     assert read_job(path.parent) is None
     err = capsys.readouterr().err
     assert (err.count("\n"), err.startswith(f"launcher: {path} is damaged")) == (1, True)
-    assert "it is kept as job.json.damaged" in err
-    for _ in range(2):  # the run stays in the table
-        assert main(("task=sweep_status", f"sweep.dir={folder}", "sweep.resubmit=true")) == 0
-        assert "unknown" in capsys.readouterr().out
+    (folder / "s-1").mkdir()
+    (folder / "s-1" / "job.json").symlink_to("job.json")  # not to be read, whoever asks
+    for name in ("USER", "LOGNAME", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])  # in a container it has no name
+    assert main(("task=sweep_status", f"sweep.dir={folder}", "sweep.resubmit=true")) == 0
+    out, err = capsys.readouterr()
+    assert out.count("unknown") == 2
+    assert f"{folder}/s-1/job.json cannot be read: Too many levels" in err
+    assert f"-u {os.getuid()} -o" in (folder / "asked").read_text()
+    assert (path.read_text(), [file.name for file in path.parent.iterdir()]) == (text, ["job.json"])
 
 
 def test_frozen_settings_are_a_runs_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """A damaged checkpoint is recognised whatever the damage, reported in a line, and passed over."""
 
+import hashlib
 import os
 import random
 import shutil
@@ -13,6 +14,7 @@ import pytest
 from launcher.config.compose import load, to_dict
 from launcher.config.errors import ConfigError
 from launcher.train import checkpoint, folder
+from launcher.train.checkpoint import integrity
 from launcher.train.start import check_start, find_start
 from launcher.train.step import TrainState
 
@@ -228,6 +230,19 @@ def test_an_account_that_cannot_be_is_named(change, told, config, checkpoints):
         assert home.finished_steps == 3
         (line,) = home.damaged
     assert f"not used: _CHECKPOINT_METADATA {told};" in line
+
+
+def test_what_lies_outside_of_a_checkpoint_is_no_part_of_it(checkpoints):
+    root, outside = checkpoints / "6", checkpoints.parent / "secret"
+    outside.write_text("not to be read")
+    (root / "link").symlink_to(outside)
+    _, sums = integrity._read(root / "checksums.json")
+    sum_ = (outside.stat().st_size, hashlib.sha256(outside.read_bytes()).hexdigest())
+    for name in (str(outside), "../../secret", "link"):
+        integrity.write_checksums(root, 6, {**sums, name: sum_})
+        assert integrity.damage(root) == f"checksums.json names {name}, which is not below it"
+    (checkpoints / "link").symlink_to(checkpoints / "3")  # of the whole, a link is fine
+    assert integrity.damage(checkpoints / "link") is None
 
 
 def test_what_stands_in_a_checkpoints_place_or_a_locks_is_not_waited_for(config, checkpoints):

@@ -263,6 +263,40 @@ def test_a_run_is_its_users_alone_unless_it_is_shared(config, run_id):
         assert set(found.values()) == {folders}
 
 
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o2775, 0o755])
+def test_a_private_run_is_where_nobody_can_replace_it(config, mode):
+    config, above = named(config), Path(config.run.dir)
+    above.mkdir()
+    above.chmod(mode)
+    doors = (folder.check, lambda config: folder.claim(config).__enter__())
+    for door in doors if mode == 0o777 else ():
+        with pytest.raises(ConfigError, match=r"^run\.dir=.* anybody may rename .* 'chmod o-w "):
+            door(config)
+    shared = named(config, shared=mode == 0o777)
+    assert folder.check(shared) == 0
+    with folder.claim(shared):
+        pass
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="gives a folder to another user")
+def test_a_private_run_is_in_a_folder_of_its_users(config):
+    config, path = named(config), Path(config.run.dir, "mine")
+    path.mkdir(parents=True)
+    path.chmod(0o700)
+    os.chown(path, 65534, -1)
+    for door in (folder.check, lambda config: folder.claim(config).__enter__()):
+        with pytest.raises(ConfigError, match=r"run\.id=mine cannot be private: .* another user"):
+            door(config)
+    with folder.claim(named(config, shared=True)):
+        pass
+    os.chown(path.parent, 65534, -1)  # what is not open to everybody was somebody's choice
+    with folder.claim(named(config, "other")):
+        pass
+    path.parent.chmod(0o1777)  # whose owner can rename everything, sticky or not
+    with pytest.raises(ConfigError, match="anybody may rename"):
+        folder.check(named(config, "other"))
+
+
 def test_an_open_folder_is_closed_and_anothers_refused(config, monkeypatch):
     path = Path(config.run.dir, "mine")
     path.mkdir(parents=True)
