@@ -18,6 +18,7 @@ from launcher.config.schema import Config
 from launcher.output import complain
 from launcher.plan import PlanError
 from launcher.report.console import make_console
+from launcher.runtime import why_not_kept
 from launcher.stop import Stop
 from launcher.trace import TraceError
 from launcher.train import folder
@@ -97,6 +98,8 @@ def _train(config: Config, stop: Stop, meeting: Meeting | None) -> int:
     def say(text: str) -> None:
         console.print(text, soft_wrap=True)
 
+    if problem := why_not_kept():  # the workers' own words are in their logs
+        say(problem)
     with ExitStack() as stack:
         with stop.heeded(say, until="now"):  # it reads checkpoints
             home = stack.enter_context(folder.claim(config))

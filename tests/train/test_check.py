@@ -119,6 +119,27 @@ def test_a_plan_takes_what_is_not_said_from_its_run(first: Path) -> None:
     assert (config.train.eval_every, config.cluster.gpus) == (50, 2)
     code, text = said(*replay)
     assert (code, text.endswith("whether the plan is right for the model's program")) == (0, True)
+    common = "train.global_batch_size=16, train.precision=fp32, train.non_finite=stop; "
+    common = f"model, dataset, optimizer, cluster, train.steps=100, {common}"
+    assert f"as in {first}/config.yaml, beside the plan: {common}" in text
+
+
+def test_a_word_on_a_key_leaves_its_section_the_runs(first: Path, here: Path) -> None:
+    (here / "mine" / "recipe").mkdir(parents=True)
+    recipe = "# @package _global_\noptimizer: {clip_norm: 0.5}\ntrain: {non_finite: rollback}\n"
+    (here / "mine" / "recipe" / "mine.yaml").write_text(recipe)
+    replay = ["parallel=replay", f"parallel.plan={first}/plan.json", "recipe=mine"]
+    theirs = to_dict(load(replay[:2]))
+    ours = to_dict(load([*replay, "cluster.step_timeout=900", "model.num_layers=4"], ["mine"]))
+    for section, key, value in (
+        ("cluster", "step_timeout", 900.0),
+        ("model", "num_layers", 4),
+        ("optimizer", "clip_norm", 0.5),
+        ("train", "non_finite", "rollback"),
+    ):
+        assert ours[section] == {**theirs[section], key: value} != theirs[section]
+    # Of another option than the run's nothing is the run's.
+    assert load([*replay[:2], "optimizer=sgd"]).optimizer.name == "sgd"
 
 
 @pytest.mark.parametrize(
