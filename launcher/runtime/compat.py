@@ -137,7 +137,8 @@ def on_unreadable(told: Callable[[str], None]) -> None:
     try:
         from jax._src import compilation_cache
 
-        read = compilation_cache.get_executable_and_time
+        cache: Any = compilation_cache
+        read = cache.get_executable_and_time
     except (AttributeError, ImportError):
         return
 
@@ -150,7 +151,7 @@ def on_unreadable(told: Callable[[str], None]) -> None:
             told(key)
             raise
 
-    compilation_cache.get_executable_and_time = noted
+    cache.get_executable_and_time = noted
 
 
 def loaded_for(

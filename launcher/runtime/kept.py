@@ -65,7 +65,7 @@ def why_not_kept() -> str:
 def _is_the_users() -> bool:
     """Whether the user's own variables say what is kept, and where."""
     return bool(os.environ.get("JAX_COMPILATION_CACHE_DIR")) or (
-        not jax.config.jax_enable_compilation_cache
+        not jax.config.values["jax_enable_compilation_cache"]
     )
 
 
@@ -80,7 +80,7 @@ def _folder() -> Path:
     make_private(folder)
     if at := exposed(folder.resolve()):
         raise PermissionError(
-            f"{at} is open to others, who could put theirs in their place; chmod go-w {at} closes it"
+            f"{at} is open to others, who could replace them; chmod go-w {at} closes it"
         )
     return folder
 
