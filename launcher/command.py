@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -52,9 +52,14 @@ def run(argv: Sequence[str], stop: Stop) -> int:
     try:
         return _run(_parse(argv), stop)
     except ConfigError as error:
-        if os.environ.get("SLURM_NODEID", "0") == "0":  # once, not by every task of a job
-            complain(str(error))
-        return 2
+        return _refuse([str(error)])
+
+
+def _refuse(problems: Iterable[str]) -> int:
+    if os.environ.get("SLURM_NODEID", "0") == "0":  # once, not by every task of a job
+        for problem in problems:
+            complain(problem)
+    return 2
 
 
 class _Parser(argparse.ArgumentParser):
@@ -112,11 +117,13 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
     if arguments.multirun and arguments.cfg:
         raise ConfigError("--cfg shows the settings of one run", "Leave out -m.")
     if arguments.multirun:
-        points = load_points(arguments.overrides, arguments.config_dir)
-        if all(point.config.task == "check" for point in points):
+        points, wrong = load_points(arguments.overrides, arguments.config_dir)
+        if points and all(point.config.task == "check" for point in points):
             from launcher.sweep import check_sweep
 
-            return check_sweep(points)
+            return check_sweep(points, wrong)
+        if wrong:
+            return _refuse(f"{label}: {error}" for label, error in wrong.items())
         if any(point.config.cluster.kind == "slurm" for point in points):
             from launcher.submit_sweep import submit_sweep
 

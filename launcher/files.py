@@ -72,16 +72,24 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def is_safe(folder: Path) -> bool:
-    """Whether nobody but this user and the system can rename or replace an entry of `folder` that
-    is this user's, or `folder` itself. A resolved path: what links say may change."""
+def make_private(folder: Path) -> None:
+    """Make a folder, and each above it that is not there, for this user alone, whatever the umask
+    is. Raises OSError."""
+    for each in reversed((folder, *folder.parents)):
+        each.mkdir(mode=0o700, exist_ok=True)
+
+
+def exposed(folder: Path) -> Path | None:
+    """Which of `folder` and those above it lets others than this user and the system rename or
+    replace an entry of `folder` that is this user's, or `folder` itself; None where none does. A
+    resolved path: what links say may change."""
     owners = trusted_owners()
     for above in (folder, *folder.parents):
         status = above.stat()
         shared = status.st_mode & _OF_OTHERS and not status.st_mode & stat.S_ISVTX
         if status.st_uid not in owners or shared:
-            return False
-    return True
+            return above
+    return None
 
 
 def trusted_owners() -> set[int]:

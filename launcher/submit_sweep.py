@@ -42,7 +42,7 @@ from launcher.submit import (
     variables,
     write_script,
 )
-from launcher.sweep import check_jobs, labels, members, place
+from launcher.sweep import check_jobs, members, place
 from launcher.train.run import guarded
 
 
@@ -65,8 +65,8 @@ def _submit(points: Sequence[Point], configs: Sequence[Config], sweep_id: str, f
         if slurm not in settings[:n]:
             check_partition(slurm)
     homes, made = [], [] if folder.exists() else [folder]
-    for n, (config, text) in enumerate(zip(configs, labels(points), strict=True)):
-        answer(f"[{n + 1}/{len(points)}] {text}")
+    for n, (config, point) in enumerate(zip(configs, points, strict=True)):
+        answer(f"[{n + 1}/{len(points)}] {point.label}")
         homes.append(freeze(config, Console(quiet=True)).path)
     if _is_array(configs):
         script = folder / SCRIPT

@@ -11,7 +11,7 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -50,20 +50,19 @@ def run_sweep(points: Sequence[Point], config_dirs: Sequence[str]) -> int:
         otherwise 1.
     """
     sweep_id, folder = place(points)
-    texts = labels(points)
     run_dirs: list[Path] = []
     failed = False
     with SignalRelay() as relay:
-        for number, (point, label) in enumerate(zip(points, texts, strict=True)):
+        for number, point in enumerate(points):
             run_id = f"{sweep_id}-{number}"
-            answer(f"[{number + 1}/{len(points)}] {label}")
+            answer(f"[{number + 1}/{len(points)}] {point.label}")
             code = relay.run(_command(point, config_dirs, folder, run_id, sweep_id))
             run_dirs.append(folder / run_id)
             if relay.received is not None:
                 break
             if code:
                 failed = True
-                complain(f"{label} ended with exit code {code}")
+                complain(f"{point.label} ended with exit code {code}")
     existing = [path for path in run_dirs if path.is_dir()]
     if existing:
         print_comparison(make_console(), existing)
@@ -125,29 +124,25 @@ def check_jobs(configs: Sequence[Config]) -> None:
         )
 
 
-def check_sweep(points: Sequence[Point]) -> int:
-    """Check every run of a sweep as `task=check` does one; the exit code is 2 where one is wrong,
-    which the others do not hide."""
+def check_sweep(points: Sequence[Point], wrong: Mapping[str, ConfigError]) -> int:
+    """Check every run of a sweep as `task=check` does one, and name those whose settings are
+    `wrong`, too; the exit code is 2 where one is wrong, which the others do not hide."""
     configs = members(points, *place(points))
     if any(config.cluster.kind == "slurm" for config in configs):
         check_jobs(configs)
     verdicts = [check(config, os.environ) for config in configs]
-    for label, verdict in zip(labels(points), verdicts, strict=True):
-        if verdict.problem:
-            complain(f"{label}: {verdict.problem}")
-    if code := max(verdict.code for verdict in verdicts):
-        return code
+    problems = {label: str(error) for label, error in wrong.items()}
+    problems |= {
+        point.label: verdict.problem
+        for point, verdict in zip(points, verdicts, strict=True)
+        if verdict.problem
+    }
+    for label, problem in problems.items():
+        complain(f"{label}: {problem}")
+    if problems:
+        return max([2 for _ in wrong] + [verdict.code for verdict in verdicts])
     lines = dict.fromkeys(line for verdict in verdicts for line in verdict.lines)
     return answer("\n".join([f"The settings of all {len(points)} runs are fine.", *lines]))
-
-
-def labels(points: Sequence[Point]) -> list[str]:
-    """What sets each point apart from the others."""
-    shared = set.intersection(*(set(point.overrides) for point in points))
-    return [
-        " ".join(text for text in point.overrides if text not in shared) or "the only run"
-        for point in points
-    ]
 
 
 def _command(

@@ -25,7 +25,7 @@ import psutil
 from launcher.cluster import room
 from launcher.cluster.errors import ClusterError
 from launcher.cluster.head import RAY_FOLDER
-from launcher.files import is_safe
+from launcher.files import exposed
 
 _PREFIX = "launcher-"
 _TOKEN = "token"
@@ -92,7 +92,7 @@ def choose_base(candidates: Sequence[str]) -> Path:
     for base in (Path(candidate).resolve() for candidate in candidates):
         plain = str(base).isascii() and len(str(base)) <= most  # Ray can say no other paths
         fits = plain and os.access(base, os.W_OK | os.X_OK)
-        if fits and is_safe(base):
+        if fits and exposed(base) is None:
             return base
     raise ClusterError(
         f"No folder for Ray's sockets: tried {', '.join(dict.fromkeys(candidates))}. Set TMPDIR to "

@@ -33,7 +33,14 @@ from launcher.config.folders import find_groups, search_folders
 from launcher.config.interpolation import noted, resolved, written
 from launcher.config.leftovers import Tree, without_leftovers
 from launcher.config.origin import ON_COMMAND_LINE, Origin, Source, short
-from launcher.config.overrides import COMMAND_LINE, for_hydra, parse, refuse_sweeps, sweep_points
+from launcher.config.overrides import (
+    COMMAND_LINE,
+    for_hydra,
+    labels,
+    parse,
+    refuse_sweeps,
+    sweep_points,
+)
 from launcher.config.replayed import with_runs_settings
 from launcher.config.schema import GPT, Config
 from launcher.config.search_path import searching
@@ -49,9 +56,11 @@ _NO_OTHER_FOLDERS = "hydra.searchpath=[]"
 
 @dataclass(frozen=True)
 class Point:
-    """One run of a sweep: what the command line says for it, and the configuration it yields."""
+    """One run of a sweep: what the command line says for it, what of that sets it apart from the
+    others, and the configuration it yields."""
 
     overrides: tuple[str, ...]
+    label: str
     config: Config
 
 
@@ -70,12 +79,27 @@ def load(argv_overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> Conf
     return _load(overrides, folders)
 
 
-def load_points(argv_overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> list[Point]:
-    """Every run of a sweep, all of them checked. Arguments and errors are those of `load`."""
+def load_points(
+    argv_overrides: Sequence[str], config_dirs: Sequence[str] = ()
+) -> tuple[list[Point], dict[str, ConfigError]]:
+    """The runs of a sweep, and by their labels the errors of those whose settings are wrong.
+    Arguments are those of `load`.
+
+    Raises ConfigError where the sweep, or each of its runs in the same way, is wrong.
+    """
     folders = search_folders(config_dirs)
     with searching(folders) as loader:
         points = sweep_points(parse(argv_overrides, loader))
-    return [Point(point, _load(parse(point), folders)) for point in points]
+    made: list[Point] = []
+    wrong: dict[str, ConfigError] = {}
+    for point, label in zip(points, labels(points), strict=True):
+        try:
+            made.append(Point(point, label, _load(parse(point), folders)))
+        except ConfigError as error:
+            wrong[label] = error
+    if not made and len({str(error) for error in wrong.values()}) == 1:
+        raise next(iter(wrong.values()))
+    return made, wrong
 
 
 def load_frozen(path: Path, argv_overrides: Sequence[str] = ()) -> Config:

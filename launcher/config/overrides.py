@@ -149,3 +149,11 @@ def sweep_points(overrides: Sequence[Override]) -> list[tuple[str, ...]]:
             ) from None
         axes.append([f"{override.get_key_element()}={value}" for value in values])
     return list(itertools.product(*axes))
+
+
+def labels(points: Sequence[tuple[str, ...]]) -> list[str]:
+    """What sets each point apart from the others."""
+    shared = set.intersection(*map(set, points))
+    return [
+        " ".join(text for text in point if text not in shared) or "the only run" for point in points
+    ]

@@ -6,7 +6,7 @@ is said, and `train.replay` says what differs where something is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from launcher.config.files import choices
 from launcher.config.interpolation import bounded, resolved
 from launcher.config.leftovers import Tree
 from launcher.config.origin import Source
+from launcher.config.sizes import DIMENSIONS
 from launcher.files import DamagedError
 
 _SECTIONS = ("model", "dataset", "optimizer", "cluster")
@@ -42,21 +43,48 @@ def with_runs_settings(
     if plan is None:
         return tree
     run = settings_beside(str(plan))
+    if not run:
+        return tree
     said = {override.key_or_group for override in overrides}
     for source in sources:
         if not source.package and source.path.name != "config.yaml":  # which all others come after
             content = OmegaConf.to_container(OmegaConf.load(source.path))
             assert isinstance(content, dict)
-            said |= {f"train.{key}" for key in content.get("train") or ()}
-            said |= {str(key) for key in content if key != "train"} | choices(content).keys()
-    sections = {word.partition(".")[0] for word in said}
-    taken = {name: run[name] for name in _SECTIONS if run and name not in sections}
-    if taken.get("cluster", {}).get("kind") not in _HERE:
-        taken.pop("cluster", None)
-    if run and isinstance(tree.get("train"), dict):
+            said |= choices(content).keys() | set(_leaves(content))
+    if "model.size" in said:  # which stands for them
+        said |= {f"model.{name}" for name in ("sizes", *DIMENSIONS)}
+    taken = {name: _laid_over(run[name], tree.get(name), said, name) for name in _SECTIONS}
+    if run["cluster"].get("kind") not in _HERE:
+        del taken["cluster"]
+    if isinstance(tree.get("train"), dict):
         keys = [key for key in _OF_TRAIN if key in run["train"] and f"train.{key}" not in said]
         taken["train"] = {**tree["train"], **{key: run["train"][key] for key in keys}}
     return {**tree, **taken}
+
+
+def _leaves(tree: Mapping[Any, Any], above: str = "") -> Iterator[str]:
+    """The dotted keys of a tree's values."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}"
+
+
+def _laid_over(theirs: Any, ours: Any, said: Set[str], key: str) -> Any:
+    """What the run says of `key`, and over it what is said of it here."""
+    if key in said:
+        return ours
+    if not (isinstance(theirs, dict) and isinstance(ours, dict)):
+        return theirs
+    laid = {}
+    for name in dict.fromkeys((*theirs, *ours)):
+        below = f"{key}.{name}"
+        if name in theirs and below not in said:
+            laid[name] = _laid_over(theirs[name], ours.get(name), said, below)
+        elif name in ours and any(word == below or word.startswith(f"{below}.") for word in said):
+            laid[name] = ours[name]
+    return laid
 
 
 def settings_beside(plan: str) -> Tree:
@@ -79,6 +107,21 @@ def resolved_beside(plan: str) -> Tree:
         return resolved(OmegaConf.create(tree))[0] if "${" in str(tree) else tree
     except OmegaConfBaseException:
         return {}
+
+
+def in_common(here: Mapping[str, Any], there: Mapping[str, Any]) -> Iterator[str]:
+    """What `here`, the settings of a replay, has of what may come from `there`, those of the plan's
+    run: "model (but for dropout)", "train.steps=4"."""
+    for name in _SECTIONS:
+        ours, theirs = here[name], there[name]
+        if any(ours.get(key) != theirs.get(key) for key in ("name", "kind")):
+            continue
+        differing = [key for key in ours if key not in ("size", "sizes")]
+        differing = [key for key in differing if ours[key] != theirs.get(key, ours[key])]
+        yield name + (f" (but for {', '.join(differing)})" if differing else "")
+    for key in _OF_TRAIN:
+        if there["train"].get(key) == here["train"][key]:
+            yield f"train.{key}={_plain(here['train'][key])}"
 
 
 def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> Iterator[str]:

@@ -9,7 +9,7 @@ from launcher.config.build import LARGEST
 from launcher.config.errors import ConfigError, advice
 from launcher.config.schema import GPT
 
-_DIMENSIONS = ("vocab_size", "sequence_length", "num_layers", "num_heads", "hidden_size")
+DIMENSIONS = ("vocab_size", "sequence_length", "num_layers", "num_heads", "hidden_size")
 
 
 def fill_size(gpt: GPT) -> GPT:
@@ -22,7 +22,7 @@ def fill_size(gpt: GPT) -> GPT:
     row = _row(gpt)
     filled: dict[str, Any] = {
         name: value if (value := getattr(gpt, name)) is not None else row.get(name)
-        for name in _DIMENSIONS
+        for name in DIMENSIONS
     }
     for name, value in filled.items():
         if value is None:
@@ -54,10 +54,10 @@ def _row(gpt: GPT) -> dict[str, int]:
         )
     row = gpt.sizes[gpt.size]
     for name in row:
-        if name not in _DIMENSIONS:
+        if name not in DIMENSIONS:
             raise ConfigError(
                 f"model.sizes.{gpt.size}.{name} is not a dimension",
-                advice(name, _DIMENSIONS),
+                advice(name, DIMENSIONS),
                 [f"model.sizes.{gpt.size}.{name}"],
             )
     return row

@@ -1,6 +1,6 @@
 """Tables that may be wider than the terminal: what does not fit stands in a further table below.
 
-No header is folded and no column is dropped, from 40 columns on. Used by `sweep`.
+No column is dropped, and no header folded that has room beside the first column's. Used by `sweep`.
 """
 
 from __future__ import annotations
@@ -25,31 +25,34 @@ class Column(NamedTuple):
     cells: Sequence[Text]
     justify: Literal["left", "right"] = "right"
 
-    @property
-    def width(self) -> int:
-        """How wide it is."""
+    def width(self, most: int) -> int:
+        """How wide it is, with cells of `most` at most."""
         longest = max((cell_len(cell.plain) for cell in self.cells), default=0)
-        return max(cell_len(self.header), min(longest, _LONGEST_CELL))
+        return max(cell_len(self.header), min(longest, most))
 
 
 def side_by_side(columns: Sequence[Column], width: int) -> Iterator[Table]:
     """The columns in as few tables as are no wider than `width`; each begins with the first column,
     which names the rows."""
-    first, *others = columns
+    longest = min(_LONGEST_CELL, width // 2)
+    widths = [column.width(longest) for column in columns]
+    room = width - _BETWEEN - max(widths[1:], default=0)  # beside the widest of the others
+    widths[0] = max(cell_len(columns[0].header), min(widths[0], room))
+    first, *others = zip(columns, widths, strict=True)
     while True:
-        shown, left = [first], width - first.width
-        while others and (len(shown) == 1 or others[0].width + _BETWEEN <= left):
+        shown, left = [first], width - first[1]
+        while others and (len(shown) == 1 or others[0][1] + _BETWEEN <= left):
             shown.append(others.pop(0))
-            left -= shown[-1].width + _BETWEEN
+            left -= shown[-1][1] + _BETWEEN
         yield _table(shown)
         if not others:
             return
 
 
-def _table(columns: Sequence[Column]) -> Table:
+def _table(columns: Sequence[tuple[Column, int]]) -> Table:
     table = plain_table()
-    for column in columns:
-        table.add_column(column.header, justify=column.justify, overflow="fold", width=column.width)
-    for row in zip(*(column.cells for column in columns), strict=True):
+    for column, width in columns:
+        table.add_column(column.header, justify=column.justify, overflow="fold", width=width)
+    for row in zip(*(column.cells for column, _ in columns), strict=True):
         table.add_row(*row)
     return table

@@ -1,7 +1,7 @@
 """How a plan runs: stage programs, instruction lists, the interpreter. Imports `trace`, `plan`."""
 
 from launcher.runtime.executable import Executable, StageTimes, compile_step
-from launcher.runtime.kept import keep_compiled
+from launcher.runtime.kept import keep_compiled, why_not_kept
 from launcher.runtime.permute import PermuteTransport
 from launcher.runtime.transfer import move
 from launcher.runtime.transport import NotMetError, PullTransport, Transport, met_by_all
@@ -17,4 +17,5 @@ __all__ = [
     "keep_compiled",
     "met_by_all",
     "move",
+    "why_not_kept",
 ]

@@ -131,6 +131,29 @@ def _note_reads() -> None:
         pass
 
 
+def on_unreadable(told: Callable[[str], None]) -> None:
+    """Have `told` called with the key of each entry of JAX's compilation cache that cannot be read.
+    JAX itself compiles the program again, but never replaces the entry."""
+    try:
+        from jax._src import compilation_cache
+
+        cache: Any = compilation_cache
+        read = cache.get_executable_and_time
+    except (AttributeError, ImportError):
+        return
+
+    def noted(key: str, *rest: Any, **named: Any) -> Any:
+        try:
+            return read(key, *rest, **named)
+        except OSError:  # of the disk, not of the entry
+            raise
+        except Exception:
+            told(key)
+            raise
+
+    cache.get_executable_and_time = noted
+
+
 def loaded_for(
     compiled: Any,
     arguments: Sequence[Sharding],

@@ -1,20 +1,29 @@
 """Compiled programs kept on disk for the next start, by JAX's own persistent compilation cache.
 
-`keep_compiled` turns it on in a worker process, before anything is compiled there. What is read
-back is code that will run, so the folder must be this user's alone. Imported by `cluster.peer`.
+`keep_compiled` turns it on in a worker process, before anything is compiled there; the driver asks
+`why_not_kept`. What is read back is code that will run, so the folder must be this user's alone.
+JAX writes its files in place: what a kill or a full disk left of them is deleted here.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
+from filelock import FileLock
 
-from launcher.files import is_safe
+from launcher.files import exposed, make_private
 from launcher.plan.profile.cache import cache_folder, file_name, processor
+from launcher.runtime.compat import on_unreadable
 
 MOST_BYTES = 2 << 30  # the programs that were used least recently go first
+_LOCK = ".lockfile"  # JAX's own names
+_ENTRY = "-cache"
+_USED = "-atime"  # when the entry was used last
+_PATIENCE = 10  # seconds, as JAX's
 
 
 def keep_compiled(say: Callable[[str], None]) -> None:
@@ -27,18 +36,71 @@ def keep_compiled(say: Callable[[str], None]) -> None:
     Args:
         say: told in a line why nothing is kept.
     """
-    if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+    if _is_the_users():
         return
     try:
-        folder = cache_folder() / "compiled" / file_name(processor())
-        for each in (folder.parent, folder):
-            each.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not is_safe(folder.resolve()):
-            raise PermissionError(f"others could put theirs in the place of {folder}")
-    except (OSError, RuntimeError) as error:  # RuntimeError: nobody knows this user's home
-        say(f"compiled programs are not kept for the next start: {error}")
+        folder = _folder()
+        _delete_halves(folder)
+    except (OSError, RuntimeError) as error:
+        say(_not_kept(error))
         return
+    on_unreadable(functools.partial(_delete, folder))
     jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_compilation_cache_dir", str(folder))
+
+
+def why_not_kept() -> str:
+    """Why a process of this user on this machine cannot keep what it compiles, in a line; "" where
+    it can."""
+    try:
+        if not _is_the_users():
+            _folder()
+    except (OSError, RuntimeError) as error:
+        return _not_kept(error)
+    return ""
+
+
+def _is_the_users() -> bool:
+    """Whether the user's own variables say what is kept, and where."""
+    return bool(os.environ.get("JAX_COMPILATION_CACHE_DIR")) or (
+        not jax.config.values["jax_enable_compilation_cache"]
+    )
+
+
+def _not_kept(error: Exception) -> str:
+    return f"compiled programs are not kept for the next start: {error}"
+
+
+def _folder() -> Path:
+    """The folder, made. Raises OSError where it cannot be, or would not be this user's alone, and
+    RuntimeError where nobody knows this user's home."""
+    folder = cache_folder() / "compiled" / file_name(processor())
+    make_private(folder)
+    if at := exposed(folder.resolve()):
+        raise PermissionError(
+            f"{at} is open to others, who could replace them; chmod go-w {at} closes it"
+        )
+    return folder
+
+
+def _delete_halves(folder: Path) -> None:
+    """Delete each program without its time, for which JAX would never write another one, and each
+    time without its program."""
+    with FileLock(folder / _LOCK, timeout=_PATIENCE):
+        programs = {path.name.removesuffix(_ENTRY) for path in folder.glob(f"*{_ENTRY}")}
+        times = {path.name.removesuffix(_USED) for path in folder.glob(f"*{_USED}")}
+        for key in programs ^ times:
+            _unlink(folder, key)
+
+
+def _delete(folder: Path, key: str) -> None:
+    """Delete a program that cannot be read: JAX would neither use nor replace it."""
+    with FileLock(folder / _LOCK, timeout=_PATIENCE):
+        _unlink(folder, key)
+
+
+def _unlink(folder: Path, key: str) -> None:
+    for end in (_ENTRY, _USED):
+        (folder / f"{key}{end}").unlink(missing_ok=True)

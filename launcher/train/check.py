@@ -114,7 +114,7 @@ def find_pool(config: Config, plan_only: bool, say: Callable[[str], None]) -> De
     for error in check_parallel(replace(config, cluster=cluster)):
         raise error
     if config.parallel.method == "replay":
-        check_program(config)
+        check_program(config, say)
         assert cluster.gpus is not None
         path, each = str(config.parallel.plan), cluster.gpus // cluster.hosts
         check_devices(path, read_plan(path), cluster.hosts, each)

@@ -12,6 +12,7 @@ import os
 import secrets
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -23,12 +24,13 @@ from launcher.cluster.private import OTHERS, exposed_at, is_own, private_files
 from launcher.cluster.slurm_attempts import attempt_folder
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config, Run
-from launcher.files import FULL, DamagedError, open_regular, say_aside, set_aside
+from launcher.files import FULL, DamagedError, named, open_regular, say_aside, set_aside
 from launcher.train import checkpoint
 from launcher.train.held import Held, hold
 from launcher.train.identity import check_same_run
 
 LOCK = ".lock"
+_OF_THE_DISK = FULL | {errno.EIO}  # its fault, not the setting's
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,8 @@ def check(config: Config, thorough: bool = True) -> int:
 
 
 def _check_place(run: Run) -> None:
-    """That the run's folder is there or could be made, as far as one can see without trying."""
+    """That the run's folder is there or could be made: one is, for a moment, where it would be. To
+    root, permissions promise everything, and /proc, say, keeps none of it."""
     parent = run.dir
     path = Path(parent).absolute()
     try:
@@ -109,8 +112,12 @@ def _check_place(run: Run) -> None:
     there = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
     if not there.is_dir():
         raise _not_writable(parent, f"{there} is not a folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise _not_writable(parent, f"you may not write to {there}")
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".launcher-", dir=there))
+    except OSError as error:
+        if error.errno in _OF_THE_DISK:
+            raise named(error, there) from None
+        raise _not_writable(parent, f"you may not write to {there}") from None
     _check_exposed(run, there)
 
 
@@ -201,7 +208,7 @@ def make(config: Config) -> Path:
             return _fresh_folder(run, config.model.name)
         return _own_folder(run, run.id)
     except OSError as error:
-        if error.errno in FULL | {errno.EIO}:  # the disk's fault, not the setting's
+        if error.errno in _OF_THE_DISK:
             raise
         raise _not_writable(run.dir, f"{error.filename}: {error.strerror}") from None
 

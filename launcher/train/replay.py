@@ -5,28 +5,33 @@ Used by `check`, which imports no JAX, and by `method`, which knows the program.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from launcher.config.compose import to_dict
 from launcher.config.errors import ConfigError
-from launcher.config.replayed import differences, resolved_beside
+from launcher.config.replayed import differences, in_common, resolved_beside
 from launcher.config.schema import Config
 from launcher.files import DamagedError, read_json
 
 _MOST_NAMED = 4
 
 
-def check_program(config: Config) -> None:
-    """Raises ConfigError where `parallel.plan` is no JSON, or its run, as its `config.yaml` beside
+def check_program(config: Config, say: Callable[[str], None]) -> None:
+    """Say what `config` has from the run of the plan that it replays, or has in common with it.
+
+    Raises ConfigError where `parallel.plan` is no JSON, or its run, as its `config.yaml` beside
     the plan says, had other settings that make another program."""
     path = str(config.parallel.plan)
     read_plan(path)
     if there := resolved_beside(path):
-        differing = list(differences(to_dict(config), there))
+        here = to_dict(config)
+        differing = list(differences(here, there))
         if differing:
             raise another_program(path, differing)
+        beside = Path(path).with_name("config.yaml")
+        say(f"as in {beside}, beside the plan: {', '.join(in_common(here, there))}")
 
 
 def read_plan(path: str) -> Any:

@@ -138,8 +138,11 @@ def _prepared(
 ) -> Prepared:
     """Trace and plan, while Ray comes up, if it was begun, and then the workers."""
     with stop.interruptible():
+        from launcher.runtime import why_not_kept
         from launcher.train.prepare import plan, trace
 
+        if problem := why_not_kept():  # the workers' own words are in their logs
+            console.print(problem, soft_wrap=True)
         traced = trace(config, console, found)
     if session is not None:
         with stop.heeded(functools.partial(console.print, soft_wrap=True), _LEAVES):

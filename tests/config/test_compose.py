@@ -219,7 +219,7 @@ def test_a_dataset_of_the_users_own(tmp_path: Path) -> None:
 
 
 def test_sweep_points_are_the_product_in_order() -> None:
-    points = load_points(["train.steps=1,2", "model.num_layers=range(4,6)", "run.seed=3"])
+    points, _ = load_points(["train.steps=1,2", "model.num_layers=range(4,6)", "run.seed=3"])
     assert [point.overrides for point in points] == [
         ("train.steps=1", "model.num_layers=4", "run.seed=3"),
         ("train.steps=1", "model.num_layers=5", "run.seed=3"),
@@ -230,7 +230,7 @@ def test_sweep_points_are_the_product_in_order() -> None:
 
 
 def test_a_sweep_over_the_options_of_a_group() -> None:
-    points = load_points(["optimizer=glob(ada*)"])
+    points, _ = load_points(["optimizer=glob(ada*)"])
     assert [point.config.optimizer.name for point in points] == ["adafactor", "adam", "adamw"]
 
 

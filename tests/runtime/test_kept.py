@@ -6,7 +6,11 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
+
+from launcher.plan.profile.cache import file_name, processor
+from launcher.runtime import keep_compiled, why_not_kept
 
 PROGRAM = """
 import json
@@ -33,51 +37,64 @@ print(json.dumps({"result": result, "hits": hits, "misses": misses, "told": told
 
 @pytest.fixture
 def start(tmp_path):
-    def start(**environ):
-        environ = os.environ | {"XDG_CACHE_HOME": str(tmp_path)} | environ
+    def start():
         done = subprocess.run(
-            [sys.executable, "-c", PROGRAM], env=environ, check=True, capture_output=True, text=True
+            [sys.executable, "-c", PROGRAM],
+            env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)},
+            check=True,
+            capture_output=True,
+            text=True,
+            umask=0o002,  # as where each user has a group of their own
         )
         told = json.loads(done.stdout)
         assert told["result"] == 7
+        assert told["told"] == []
         return told
 
     return start
 
 
-def test_the_next_process_compiles_nothing(start, tmp_path):
-    first, second = start(), start()
+def test_the_next_process_compiles_nothing_whatever_a_kill_left(start, tmp_path):
+    first = start()
     assert first["misses"] > 0
     assert first["hits"] == 0
-    assert second["misses"] == 0
-    assert second["hits"] == first["misses"]
-    (folder,) = (tmp_path / "launcher" / "compiled").iterdir()
-    assert [x.stat().st_mode & 0o777 for x in (folder.parent, folder)] == [0o700, 0o700]
+    folder = tmp_path / "launcher" / "compiled" / file_name(processor())
+    for made in (folder, folder.parent, folder.parent.parent):
+        assert made.stat().st_mode & 0o777 == 0o700
+
+    for torn in folder.glob("*-cache"):
+        torn.write_bytes(torn.read_bytes()[:100])
+    halves = [folder / "killed-cache", folder / "evicted-atime"]
+    for half in halves:
+        half.touch()
+    second, third = start(), start()
+    assert second["hits"] == 0
+    assert not any(half.exists() for half in halves)
+    assert third["misses"] == 0
+    assert third["hits"] == first["misses"]
 
 
-def test_a_damaged_program_is_compiled_again(start, tmp_path):
-    start()
-    kept = list((tmp_path / "launcher" / "compiled").glob("*/*-cache"))
-    assert kept
-    for file in kept:
-        file.write_bytes(b"no program")
-    assert start()["hits"] == 0
+def test_a_folder_that_others_may_write_to_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert why_not_kept() == ""
+    (tmp_path / "cache").chmod(0o775)
+    told = []
+    keep_compiled(told.append)
+    assert jax.config.jax_compilation_cache_dir is None
+    assert told == [why_not_kept()]
+    assert told[0].startswith("compiled programs are not kept for the next start: ")
+    assert f"chmod go-w {tmp_path / 'cache'} closes it" in told[0]
 
 
-def test_a_folder_that_others_may_write_to_is_not_used(start, tmp_path):
-    folder = tmp_path / "launcher" / "compiled"
-    folder.mkdir(parents=True)
-    folder.chmod(0o777)
-    (said,) = start()["told"]
-    assert said.startswith("compiled programs are not kept for the next start: ")
-    assert str(folder) in said
-    assert not list(folder.glob("*/*-cache"))
-
-
-def test_a_users_own_folder_stays(start, tmp_path):
-    own = tmp_path / "own"
-    start(JAX_COMPILATION_CACHE_DIR=str(own), JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0")
-    assert own.is_dir()
-    assert not (tmp_path / "launcher").exists()
-    start(JAX_ENABLE_COMPILATION_CACHE="false")
-    assert not list(tmp_path.glob("launcher/compiled/*/*-cache"))
+def test_what_the_user_says_of_the_cache_stays(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "own"))
+    keep_compiled(pytest.fail)
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        keep_compiled(pytest.fail)
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+    assert jax.config.jax_compilation_cache_dir is None
+    assert not (tmp_path / "cache").exists()

@@ -17,7 +17,7 @@ import wandb
 from rich.console import Console
 
 import launcher
-from launcher import submit_sweep
+from launcher import command, submit_sweep
 from launcher.cluster import slurm_meeting
 from launcher.cluster.devices import find_devices
 from launcher.cluster.errors import HungError
@@ -252,6 +252,18 @@ def slurm_told(config: Config):
 
 def array_told(config: Config):
     return submit_sweep._array_script([config], "s")
+
+
+def task_told(config: Config):
+    """What the command line has done."""
+    called = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("launcher.config.compose.load", lambda *_: config)
+        patch.setattr("launcher.command._check", lambda *_: called.append("check"))
+        for name in ("_train", "_plan", "calibrate"):
+            patch.setattr(f"launcher.train.run.{name}", lambda *_, name=name: called.append(name))
+        command.run([], Stop())
+    return called
 
 
 def sweep_told(config: Config):

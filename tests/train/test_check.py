@@ -104,6 +104,16 @@ def test_a_sweep_is_checked_run_by_run(capsys: pytest.CaptureFixture[str]) -> No
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("launcher: train.init_from=nowhere: train.init_from=nowhere does not")
+    words = ("model.num_layers=2,0", "train.init_from=null,nowhere")
+    assert main(["-m", "task=check", *SMOKE, *words]) == 2
+    told = [line.split(": ", 2) for line in capsys.readouterr().err.splitlines()]
+    assert [(label, what.split(" ")[0]) for _, label, what in told] == [
+        ("model.num_layers=0 train.init_from=null", "model.num_layers"),
+        ("model.num_layers=0 train.init_from=nowhere", "model.num_layers"),
+        ("model.num_layers=2 train.init_from=nowhere", "train.init_from=nowhere"),
+    ]
+    assert main(["-m", "train.steps=1,0", "train.log_every=3"]) == 2
+    assert capsys.readouterr().err.startswith("launcher: train.steps=0: train.steps ")
     assert main(["-m", "task=check", *SMOKE, "run.id=a,b"]) == 2
     assert "run.id and run.dir cannot be swept" in capsys.readouterr().err
 
@@ -119,6 +129,29 @@ def test_a_plan_takes_what_is_not_said_from_its_run(first: Path) -> None:
     assert (config.train.eval_every, config.cluster.gpus) == (50, 2)
     code, text = said(*replay)
     assert (code, text.endswith("whether the plan is right for the model's program")) == (0, True)
+    common = "train.global_batch_size=16, train.precision=fp32, train.non_finite=stop; "
+    common = f"model, dataset, optimizer, cluster, train.steps=100, {common}"
+    assert f"as in {first}/config.yaml, beside the plan: {common}" in text
+
+
+def test_a_word_on_a_key_leaves_its_section_the_runs(first: Path, here: Path) -> None:
+    (here / "mine" / "recipe").mkdir(parents=True)
+    recipe = "# @package _global_\noptimizer: {clip_norm: 0.5}\ntrain: {non_finite: rollback}\n"
+    (here / "mine" / "recipe" / "mine.yaml").write_text(recipe)
+    replay = ["parallel=replay", f"parallel.plan={first}/plan.json", "recipe=mine"]
+    theirs = to_dict(load(replay[:2]))
+    ours = to_dict(load([*replay, "cluster.step_timeout=900", "model.num_layers=4"], ["mine"]))
+    for section, key, value in (
+        ("cluster", "step_timeout", 900.0),
+        ("model", "num_layers", 4),
+        ("optimizer", "clip_norm", 0.5),
+        ("train", "non_finite", "rollback"),
+    ):
+        assert ours[section] == {**theirs[section], key: value} != theirs[section]
+    dropped = {**theirs, "model": to_dict(load(["model.dropout=0.5"]))["model"]}
+    (first / "config.yaml").write_text(yaml.safe_dump(dropped))
+    sized = to_dict(load([*replay[:2], "model.size=micro"]))["model"]  # and its dimensions
+    assert (sized["dropout"], sized["num_layers"]) == (0.5, 6)
 
 
 @pytest.mark.parametrize(

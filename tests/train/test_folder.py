@@ -199,6 +199,10 @@ def test_a_run_dir_with_a_name_that_is_too_long_is_refused(config, run_id):
 
 @pytest.mark.parametrize("run_id", [None, "mine"])
 def test_a_folder_that_cannot_be_made_is_refused_with_a_remedy(config, tmp_path, run_id):
+    with pytest.raises(ConfigError, match=r"run\.dir=/proc/x cannot hold a run: you may not write"):
+        folder.check(named(config, dir="/proc/x"))  # where root has every permission
+    folder.check(config)
+    assert not any(tmp_path.iterdir())
     (tmp_path / "outputs").write_text("a file, not a folder")
     told = r"run\.dir=.*/outputs cannot hold a run: .*Set run\.dir to a folder that you can write"
     with pytest.raises(ConfigError, match=told):

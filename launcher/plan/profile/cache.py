@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from launcher.files import DamagedError, read_json, write_whole
+from launcher.files import DamagedError, make_private, read_json, write_whole
 from launcher.plan.cluster_shape import ClusterShape
 
 T = TypeVar("T")
@@ -147,7 +147,7 @@ def write(path: Path, tree: dict[str, Any], say: Callable[[str], None]) -> bool:
     """Keep a measurement, whole or not at all; returns whether it is kept. A disk that is full
     costs the cache, not the run."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_private(path.parent)  # compiled programs are kept beside it: `runtime.kept`
         write_whole(path, json.dumps({"versions": versions(), **tree}, indent=1) + "\n")
     except OSError as error:
         say(f"{path} cannot be written ({error.strerror}): the measurement is not kept")
