@@ -6,11 +6,13 @@ picture is drawn, and without any global state (no pyplot).
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launcher.files import write_whole
 from launcher.report.text import loss_text, percent_text, seconds_text
 
 if TYPE_CHECKING:
@@ -202,5 +204,7 @@ def _canvas(width: float, height: float) -> tuple[Figure, Axes]:
 
 def _save(figure: Figure, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=150, format="png")
+    write_whole(path, picture.getvalue())
     return path

@@ -22,7 +22,7 @@ from launcher.cluster.private import OTHERS, private_files
 from launcher.cluster.slurm_attempts import attempt_folder
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config, Run
-from launcher.files import FULL, DamagedError, open_regular, say_aside, set_aside
+from launcher.files import FULL, clear_partial, open_own, say_aside
 from launcher.train import checkpoint
 from launcher.train.held import Held, hold
 from launcher.train.identity import check_same_run
@@ -113,7 +113,8 @@ def claim(config: Config) -> Iterator[RunFolder]:
     """Make the run's folder, or take up the one it has, and hold it against other processes. As
     long as it is held, all that is written is private, unless the run is shared.
 
-    A damaged checkpoint is set aside, and what saves that were cut off have left is deleted.
+    A damaged checkpoint is set aside, and what was left by saves and writes that were cut off is
+    deleted.
 
     Raises ConfigError like `check`, or where another process holds the folder, and OSError where
     the disk is full.
@@ -121,21 +122,14 @@ def claim(config: Config) -> Iterator[RunFolder]:
     path = make(config)
     with (
         private_files(config.run),
-        open(_open_lock(path / LOCK), "ab") as lock,
+        open(open_own(path / LOCK, os.O_WRONLY), "ab") as lock,
         hold(path) as held,
     ):
         _lock(lock, path)
+        for written in (path, path / "plots"):
+            clear_partial(written)
         # Looked at only now (again, after `check`), when nobody else can be writing.
         yield again(RunFolder(path, held=held), config)
-
-
-def _open_lock(path: Path) -> int:
-    flags = os.O_WRONLY | os.O_CREAT
-    try:
-        return open_regular(path, flags)
-    except DamagedError:  # somebody has put something else there
-        set_aside(path)
-        return open_regular(path, flags)
 
 
 def again(home: RunFolder, config: Config) -> RunFolder:
