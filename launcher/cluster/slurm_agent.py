@@ -5,7 +5,6 @@ It neither plans nor trains, and imports neither JAX nor Ray. `command` calls `s
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -20,7 +19,7 @@ from launcher.cluster.holder import end, start_head
 from launcher.cluster.host import FOR_THE_DRIVER
 from launcher.cluster.private import private_files
 from launcher.cluster.slurm_allocation import Allocation, own_address
-from launcher.cluster.slurm_meeting import attend, attend_again
+from launcher.cluster.slurm_meeting import Answer, ask, attend, attend_again
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.output import complain
@@ -52,7 +51,7 @@ def _serve(config: Config, allocation: Allocation, stop: Stop) -> int:
     connection: socket.socket | None = first
     while connection is not None:
         with closing(connection):
-            told = _told(connection)
+            told = ask(connection, token)
             if told is not None:
                 _lend(config, allocation, connection, told, token)
         connection = attend_again(home, allocation)
@@ -63,19 +62,19 @@ def _lend(
     config: Config,
     allocation: Allocation,
     connection: socket.socket,
-    told: dict[str, str],
+    told: Answer,
     token: str,
 ) -> None:
     """Be a node of the Ray that the driver's head has told of, until that head ends."""
     slurm = config.cluster.slurm
-    address = own_address(allocation, slurm.network_interface, told["ray"].split(":")[0])
+    address = own_address(allocation, slurm.network_interface, told.ray.split(":")[0])
     folder = scratch.create()
-    log = Path(told["logs"], f"ray_{allocation.index}.log")
+    log = Path(told.logs, f"ray_{allocation.index}.log")
     try:
         environ = ray_environment(os.environ, folder.token(token), nodes=True)
         if not slurm.emulated:
             environ["CUDA_VISIBLE_DEVICES"] = visible_gpus(config.cluster, environ)
-        options = [f"--ip={address}", f"--host={allocation.index}", f"--join={told['ray']}"]
+        options = [f"--ip={address}", f"--host={allocation.index}", f"--join={told.ray}"]
         options += [f"--lifeline={connection.fileno()}"]
         head = start_head(folder, environ, log, 1, options, [connection.fileno()])
         failed = head.wait()
@@ -88,15 +87,3 @@ def _lend(
         raise ClusterError(
             f"Ray ended on {allocation.node}. The last lines of {log}:\n{last_lines(log)}"
         )
-
-
-def _told(connection: socket.socket) -> dict[str, str] | None:
-    """What the driver's head says once Ray is up; None where the connection ends before: the driver
-    ended, and has said why, or starts again."""
-    connection.settimeout(None)
-    try:
-        with connection.makefile() as lines:
-            line = lines.readline()
-    except ConnectionError:
-        return None
-    return json.loads(line) if line else None

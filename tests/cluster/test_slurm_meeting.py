@@ -2,8 +2,10 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from listening import ANYWHERE, documented
 from launcher.cluster.errors import ClusterError
 from launcher.cluster.session import secret
 from launcher.cluster.slurm_allocation import Allocation
-from launcher.cluster.slurm_meeting import attend, dismiss, hold
+from launcher.cluster.slurm_meeting import ask, attend, dismiss, hold
 from launcher.config.machines import Slurm
 
 DRIVER = Path(__file__).with_name("meeting_driver.py")
@@ -66,7 +68,8 @@ def drive(scenario: str, folder: Path, second: int = 0, timeout: int = SECONDS) 
 def test_each_worker_is_on_its_node_and_all_end_with_the_driver(
     second_node, tmp_path: Path
 ) -> None:
-    """Also where the driver starts a second time."""
+    """Also where the driver starts a second time, has a thousand files open, and strangers stand
+    in the queue."""
     drive("again", tmp_path / "run", second_node.pid)
     assert second_node.wait(SECONDS) == 0
 
@@ -121,3 +124,40 @@ def test_a_driver_that_does_not_come_is_an_error_that_says_where_it_was_sought(
 ) -> None:
     with pytest.raises(ClusterError, match=r"node2 waited 1 s for the driver on node1: .*meeting"):
         attend(tmp_path, SECOND, Slurm(start_timeout=1))
+
+
+@pytest.mark.parametrize("whose", ["readable", "another's", "a link"])
+def test_a_meeting_that_others_may_have_made_is_not_attended(whose: str, tmp_path: Path) -> None:
+    with hold(tmp_path, FIRST, Slurm(network_interface="lo"), "secret"):
+        (file,) = tmp_path.glob(".meeting*")
+        if whose == "readable":
+            file.chmod(0o644)
+        elif whose == "a link":
+            file.symlink_to(file.rename(tmp_path / "elsewhere"))
+        elif os.getuid() == 0:
+            os.chown(file, 65534, 65534)
+        else:
+            pytest.skip("only root can give a file away")
+        with pytest.raises(ClusterError, match=r"nobody answered \(.*(alone|regular file)\)"):
+            attend(tmp_path, SECOND, Slurm(start_timeout=1))
+
+
+@pytest.mark.parametrize("copied", ["", "0" * 64 + " "])
+def test_who_answers_in_the_driver_s_place_is_not_believed_and_learns_nothing(
+    copied: str, tmp_path: Path
+) -> None:
+    heard = []
+
+    def stranger() -> None:
+        caller = meeting.listener.accept()[0]
+        heard.append(caller.recv(4096))
+        caller.sendall(f'{copied}{{"ray": "127.0.0.1:1", "logs": "/"}}\n'.encode())
+
+    with hold(tmp_path, FIRST, Slurm(network_interface="lo"), secret()) as meeting:
+        threading.Thread(target=stranger).start()
+        connection, token = attend(tmp_path, SECOND, Slurm())
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        with connection, pytest.raises(ClusterError, match="does not know the run's secret"):
+            ask(connection, token)
+    assert token == secret()
+    assert token.encode() not in heard[0]
