@@ -128,7 +128,7 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
             from launcher.submit_sweep import submit_sweep
 
             with stop.interruptible():
-                return submit_sweep(points)
+                return submit_sweep(points, stop)
         from launcher.sweep import run_sweep
 
         return run_sweep(points, arguments.config_dir)
@@ -144,7 +144,7 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
     if config.task == "sweep_status":
         from launcher.submit_sweep import sweep_status
 
-        return sweep_status(config.sweep)
+        return sweep_status(config.sweep, stop)
     if config.cluster.kind == "slurm" and config.task in ("train", "submit"):
         return _on_slurm(config, stop)
     from launcher.train.run import run
@@ -171,7 +171,7 @@ def _on_slurm(config: Config, stop: Stop) -> int:
         from launcher.submit import submit
 
         with stop.interruptible():
-            return submit(config)
+            return submit(config, stop)
     config = settled(config, allocation)
     if allocation.index:
         from launcher.cluster.slurm_agent import serve

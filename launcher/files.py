@@ -13,6 +13,7 @@ import math
 import os
 import secrets
 import stat
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +27,7 @@ DEEPEST = 100  # levels of lists and tables in one another
 DAMAGED = ".damaged"
 _PART = 2**22  # bytes that are read at a time
 _SAID = 300  # characters
+_WRITING_SECONDS = 60  # younger than this, a file may still be written
 _OF_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _NO_FILE = "it is no regular file"
 
@@ -38,8 +40,8 @@ class DamagedError(ValueError):
         super().__init__(line if len(line) <= _SAID else f"{line[: _SAID - 1]}…")
 
 
-def write_whole(path: Path, text: str, private: bool = False) -> None:
-    """Write a text file whole or not at all, and wait until it is on the disk.
+def write_whole(path: Path, content: str | bytes, private: bool = False) -> None:
+    """Write a file whole or not at all, and wait until it is on the disk; text in UTF-8.
 
     A `private` one is its user's alone to read, any other one as the umask says. Raises OSError
     with the file's name.
@@ -49,8 +51,8 @@ def write_whole(path: Path, text: str, private: bool = False) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         descriptor = os.open(partial, flags, 0o600 if private else 0o666)
         try:
-            with open(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
+            with open(descriptor, "wb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
                 file.flush()
                 os.fsync(descriptor)
             os.replace(partial, path)
@@ -61,6 +63,14 @@ def write_whole(path: Path, text: str, private: bool = False) -> None:
         sync_folder(path.parent)
     except OSError as error:
         raise named(error, path) from None
+
+
+def clear_partial(folder: Path) -> None:
+    """Delete what a `write_whole` into `folder` that was killed has left."""
+    for left in folder.glob(f"*.{'[0-9a-f]' * 8}.partial"):
+        with suppress(OSError):
+            if time.time() - left.lstat().st_mtime > _WRITING_SECONDS:
+                left.unlink()
 
 
 def sync_folder(folder: Path) -> None:
@@ -111,9 +121,10 @@ def _unmapped_owner() -> list[int]:
 
 def open_regular(path: Path, flags: int) -> int:
     """`os.open` of a regular file, which nothing waits for: a FIFO would have it wait for ever.
-    Raises OSError, and DamagedError where something else is there."""
+    Raises OSError, and DamagedError where something else is there: with O_NOFOLLOW, also a link."""
     with suppress(FileNotFoundError):
-        if not stat.S_ISREG(path.stat().st_mode):  # opening a device may do something
+        status = path.stat(follow_symlinks=not flags & os.O_NOFOLLOW)
+        if not stat.S_ISREG(status.st_mode):  # opening a device may do something
             raise DamagedError(_NO_FILE)
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -122,9 +133,34 @@ def open_regular(path: Path, flags: int) -> int:
     return descriptor
 
 
+def open_own(path: Path, flags: int, say: Callable[[str], None] = lambda text: None) -> int:
+    """`os.open` of a file of a run's own, to write it: whatever else stands in its place, a link
+    too, is set aside, and `say` is told. Raises like `open_regular`."""
+    flags |= os.O_CREAT | os.O_NOFOLLOW
+    try:
+        return open_regular(path, flags)
+    except DamagedError as error:
+        say_aside(path, str(error), say)
+        return open_regular(path, flags)
+
+
+def read_private(path: Path) -> bytes:
+    """Like `read_bytes`, of a file that only this user can have written, and only he can read."""
+    descriptor = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
+    status = os.fstat(descriptor)
+    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        os.close(descriptor)
+        raise DamagedError(f"{path} is not this user's alone")
+    return _read(descriptor, LARGEST)
+
+
 def read_bytes(path: Path, most: int = LARGEST) -> bytes:
     """What a file holds. Raises OSError, and DamagedError where it is no file, or a larger one."""
-    with open(open_regular(path, os.O_RDONLY), "rb") as file:
+    return _read(open_regular(path, os.O_RDONLY), most)
+
+
+def _read(descriptor: int, most: int) -> bytes:
+    with open(descriptor, "rb") as file:
         data = bytearray()
         while part := file.read(_PART):
             data += part

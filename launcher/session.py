@@ -7,15 +7,14 @@ its own: what `init` has brought up. `launcher.api` asks `current` for it.
 from __future__ import annotations
 
 import os
-import tempfile
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 
+from launcher.cluster import scratch
 from launcher.cluster.devices import (
     EMULATED,
     STAND_INS,
@@ -182,9 +181,10 @@ def _workers(
             pool = session.pool
         else:
             pool = _private_pool(nodes or 1, devices)
-            logs = undo.enter_context(tempfile.TemporaryDirectory(prefix="launcher-logs-"))
+            logs = scratch.create()  # not the session's own: that goes when Ray ends
+            undo.callback(logs.remove)
             patience = Patience(start_timeout, "launcher.init(start_timeout=...)")
-            session = start(pool, Path(logs), patience=patience)
+            session = start(pool, logs.path, patience=patience)
         undo.callback(session.close)
         if pool.kind == "gpu":
             jax.config.update("jax_platforms", "cpu")  # the devices are for the workers

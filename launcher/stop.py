@@ -115,16 +115,24 @@ class Stop:
             until: "checked": work goes on until it calls `check`. "done": `check` does nothing.
                 "now": the first signal leaves at once, too.
         """
-        before, self._heeded = self._heeded, _Heeded(say, told, until)
+        before = self._heeded, self._interruptible
+        self._heeded, self._interruptible = _Heeded(say, told, until), False
         try:
             yield
         finally:
-            self._heeded = before
+            self._heeded, self._interruptible = before
 
     def check(self) -> None:
         """Raise KeyboardInterrupt where a signal has come; for waits inside `heeded`."""
         if self.requested and not (self._heeded and self._heeded.until == "done"):
             raise Stopped
+
+    def sleep(self, seconds: float) -> None:
+        """`time.sleep`; raises like `check`."""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            self.check()
+            time.sleep(min(left, _AGAIN))
 
     def over(self, code: int) -> None:
         """From now on a signal ends the process at once with `code`: all is done."""

@@ -39,6 +39,7 @@ from launcher.files import DamagedError, read_json, write_whole
 from launcher.output import answer, complain
 from launcher.reading import read
 from launcher.report.console import make_console
+from launcher.stop import Stop
 from launcher.train import folder
 from launcher.train.folder import RunFolder
 from launcher.train.prepare import prepare
@@ -58,10 +59,11 @@ class Noted:
     script: str
 
 
-def submit(config: Config) -> int:
+def submit(config: Config, stop: Stop) -> int:
     """Submit one run and return; with `cluster.slurm.wait` follow it to its end.
 
-    Returns the exit code of this process: with `wait` that of the job.
+    Returns the exit code of this process: with `wait` that of the job. Raises KeyboardInterrupt
+    where a signal ends it, as `stop` knows.
     """
     if config.cluster.slurm.array is not None:
         raise ConfigError(
@@ -72,10 +74,10 @@ def submit(config: Config) -> int:
     if config.cluster.slurm.dry_run:
         run_id = config.run.id or folder.new_id(config.model.name)
         return answer(script_for(replace(config, run=replace(config.run, id=run_id))), end="")
-    return guarded(lambda: _submit(config))
+    return guarded(lambda: _submit(config, stop))
 
 
-def _submit(config: Config) -> int:
+def _submit(config: Config, stop: Stop) -> int:
     check_installed()
     check_partition(config.cluster.slurm)
     fresh = config.run.id is None or not Path(config.run.dir, config.run.id).exists()
@@ -84,23 +86,36 @@ def _submit(config: Config) -> int:
     text = script_for(replace(config, run=replace(config.run, id=home.id)))
     with private_files(config.run):  # the job itself takes it over
         write_script(script, text, config)
-        with unmade([home.path] if fresh else []):
-            job_id = sbatch(script)
-        note_job(home.path, job_id, script)
-    output = output_file(home.path, job_id)
-    answer(
-        f"submitted job {job_id}\n"
-        f"  run folder  {home.path}\n"
-        f"  log         {output}\n"
-        f"  follow      tail -F {shlex.quote(str(output))}\n"
-        f"  cancel      scancel {job_id}"
-    )
+        with unmade([home.path] if fresh else []), handing_in(stop):
+            job_id = sbatch(script, sleep=stop.sleep)
+            note_job(home.path, job_id, script)
+            output = output_file(home.path, job_id)
+            answer(
+                f"submitted job {job_id}\n"
+                f"  run folder  {home.path}\n"
+                f"  log         {output}\n"
+                f"  follow      tail -F {shlex.quote(str(output))}\n"
+                f"  cancel      scancel {job_id}"
+            )
     return wait(home.path, job_id) if config.cluster.slurm.wait else 0
 
 
 def write_script(path: Path, text: str, config: Config) -> None:
     """Write a batch script, which holds the values of `cluster.slurm.env`; they may be secrets."""
     write_whole(path, text, private=bool(config.cluster.slurm.env))
+
+
+@contextmanager
+def handing_in(stop: Stop) -> Iterator[None]:
+    """Have a signal wait for the end of what is inside: `sbatch`, and the note of what it says. A
+    job that Slurm has taken, and that nobody knows of, would be submitted once more."""
+
+    def say(text: str) -> None:
+        answer(text)
+
+    with stop.heeded(say, "once Slurm has answered; Ctrl-C once more leaves at once"):
+        yield
+    stop.check()
 
 
 @contextmanager

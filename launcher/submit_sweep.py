@@ -28,12 +28,14 @@ from launcher.config.schema import Config, Run, Sweep
 from launcher.output import answer, complain
 from launcher.report.console import make_console
 from launcher.report.sweep import is_done, print_comparison
+from launcher.stop import Stop
 from launcher.submit import (
     JOB_FILE,
     Noted,
     command,
     freeze,
     frozen,
+    handing_in,
     note_job,
     output_file,
     read_job,
@@ -46,7 +48,7 @@ from launcher.sweep import check_jobs, members, place
 from launcher.train.run import guarded
 
 
-def submit_sweep(points: Sequence[Point]) -> int:
+def submit_sweep(points: Sequence[Point], stop: Stop) -> int:
     """Submit every run of a sweep and return; the exit code is 0 where Slurm took them all."""
     sweep_id, folder = place(points)
     configs = members(points, sweep_id, folder)
@@ -55,10 +57,12 @@ def submit_sweep(points: Sequence[Point]) -> int:
         if _is_array(configs):
             return answer(_array_script(configs, sweep_id), end="")
         return answer("\n".join(map(script_for, configs)), end="")
-    return guarded(lambda: _submit(points, configs, sweep_id, folder))
+    return guarded(lambda: _submit(points, configs, sweep_id, folder, stop))
 
 
-def _submit(points: Sequence[Point], configs: Sequence[Config], sweep_id: str, folder: Path) -> int:
+def _submit(
+    points: Sequence[Point], configs: Sequence[Config], sweep_id: str, folder: Path, stop: Stop
+) -> int:
     check_installed()
     settings = [config.cluster.slurm for config in configs]
     for n, slurm in enumerate(settings):
@@ -72,33 +76,34 @@ def _submit(points: Sequence[Point], configs: Sequence[Config], sweep_id: str, f
         script = folder / SCRIPT
         with private_files(configs[0].run):
             write_script(script, _array_script(configs, sweep_id), configs[0])
-            with unmade(made):
-                array_id = sbatch(script)
-            for n, home in enumerate(homes):
-                note_job(home, f"{array_id}_{n}", script)
-        answer(f"submitted job array {array_id}")
+            with unmade(made), handing_in(stop):
+                array_id = sbatch(script, sleep=stop.sleep)
+                for n, home in enumerate(homes):
+                    note_job(home, f"{array_id}_{n}", script)
+                answer(f"submitted job array {array_id}")
     else:
         for n, (config, home) in enumerate(zip(configs, homes, strict=True)):
             script = home / SCRIPT
             with private_files(config.run):
                 write_script(script, script_for(config), config)
-                with unmade([] if n else made):  # the second is refused: the first is on its way
-                    job_id = sbatch(script)
-                note_job(home, job_id, script)
-            answer(f"submitted job {job_id}: {home.name}")
+                # Where the second is refused, the first is on its way.
+                with unmade([] if n else made), handing_in(stop):
+                    job_id = sbatch(script, sleep=stop.sleep)
+                    note_job(home, job_id, script)
+                    answer(f"submitted job {job_id}: {home.name}")
     shown = shlex.quote(str(folder))
     answer(f"  folder  {folder}")
     answer(f"  status  {shlex.join(command())} task=sweep_status sweep.dir={shown}")
     return 0
 
 
-def sweep_status(sweep: Sweep) -> int:
+def sweep_status(sweep: Sweep, stop: Stop) -> int:
     """Print where the runs of a sweep are and what came of them; submit again those that failed,
     where `sweep.resubmit` asks for it."""
-    return guarded(lambda: _status(sweep))
+    return guarded(lambda: _status(sweep, stop))
 
 
-def _status(sweep: Sweep) -> int:
+def _status(sweep: Sweep, stop: Stop) -> int:
     assert sweep.dir is not None
     folder = Path(sweep.dir)
     homes = sorted({file.parent for file in folder.glob(f"*/{JOB_FILE}*")}, key=_number)
@@ -122,8 +127,9 @@ def _status(sweep: Sweep) -> int:
         state = states.get(job.job_id, "ended")
         if sweep.resubmit and state in ENDED | {"ended"} and not is_done(home):
             shared = bool(home.stat().st_mode & OTHERS)
-            with private_files(Run(shared=shared)):  # the job itself takes it over
-                job = replace(job, job_id=_again(job))
+            # The job itself takes the privacy over.
+            with handing_in(stop), private_files(Run(shared=shared)):
+                job = replace(job, job_id=_again(job, stop))
                 note_job(home, job.job_id, Path(job.script))
             state = "SUBMITTED"
         shown.append(f"{job.job_id} {state}")
@@ -137,12 +143,12 @@ def _number(home: Path) -> tuple[int, str]:
     return int(number) if number.isascii() and number.isdigit() else -1, home.name
 
 
-def _again(job: Noted) -> str:
+def _again(job: Noted, stop: Stop) -> str:
     """Submit one run's script again; of an array only its element."""
     _, is_element, element = job.job_id.partition("_")
     if not is_element:
-        return sbatch(Path(job.script))
-    return f"{sbatch(Path(job.script), array=element)}_{element}"
+        return sbatch(Path(job.script), sleep=stop.sleep)
+    return f"{sbatch(Path(job.script), element, stop.sleep)}_{element}"
 
 
 def _is_array(configs: Sequence[Config]) -> bool:

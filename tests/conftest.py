@@ -14,6 +14,8 @@ os.environ["XLA_FLAGS"] = (
 os.environ["WANDB_MODE"] = "offline"
 # What was measured on this machine before must not decide what tests see.
 os.environ["XDG_CACHE_HOME"] = f"{tempfile.gettempdir()}/launcher-tests-{os.getpid()}"
+# Its list of this machine's fonts takes seconds: made once, not once a process of tests.
+os.environ["MPLCONFIGDIR"] = f"{tempfile.gettempdir()}/launcher-tests-matplotlib-{os.getuid()}"
 # A script's background ignores it, and so would all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

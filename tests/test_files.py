@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from launcher.cluster.errors import last_lines
 from launcher.files import (
     DamagedError,
+    clear_partial,
+    open_own,
     open_regular,
     parse_json,
     read_json,
@@ -58,6 +61,20 @@ def test_a_write_that_fails_leaves_what_was_there(
     assert (os.listdir(tmp_path), path.read_text()) == (["job.json"], "before")
 
 
+def test_what_a_killed_write_left_is_cleared_once_nobody_can_be_writing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "replace", lambda *_: None)  # as where it is killed before
+    for name in ("new", "old"):
+        write_whole(tmp_path / name, "secret")
+    (tmp_path / "notes.partial").touch()
+    (new,) = tmp_path.glob("new*")
+    for path in {*tmp_path.iterdir()} - {new}:
+        os.utime(path, (0, 0))
+    clear_partial(tmp_path)
+    assert {*tmp_path.iterdir()} == {new, tmp_path / "notes.partial"}
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -97,6 +114,21 @@ def test_what_is_no_file_is_not_waited_for(kind: str, tmp_path: Path) -> None:
     kept = "it is no regular file; it is kept as job.json.damaged"
     assert said == [f"{path} is damaged and not used: {kept}"]
     assert os.listdir(tmp_path) == ["job.json.damaged"]
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link"])
+def test_what_stands_in_the_place_of_a_file_to_write_is_set_aside(
+    kind: str, tmp_path: Path
+) -> None:
+    path, other = tmp_path / "ray.log", tmp_path / "other"
+    other.write_text("mine")
+    path.symlink_to(other) if kind == "link" else os.mkfifo(path)
+    assert last_lines(path) == ""
+    for _ in range(2):
+        with open(open_own(path, os.O_WRONLY | os.O_APPEND), "w") as file:
+            file.write("line\n")
+    assert (last_lines(path), other.read_text()) == ("line\nline", "mine")
+    assert os.path.lexists(tmp_path / "ray.log.damaged")
 
 
 def test_what_is_too_large_is_not_read(tmp_path: Path) -> None:

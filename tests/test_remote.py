@@ -340,9 +340,12 @@ def test_a_killed_worker_ends_the_session_and_another_one_begins(train):
     with pytest.raises(WorkerError, match="worker_1 died") as error:
         float(train(state, BATCHES[2])[1])
     assert (error.value.host, error.value.died) == (1, True)
+    logs = error.value.log.parent
+    assert (logs / "lock").exists()  # by which it is known who is dead, and left this
     with pytest.raises(WorkerError, match="worker_1 died"):
         float(unfetched)
     launcher.shutdown()
+    assert not logs.exists()
     launcher.shutdown()  # nothing is left to do
     assert not psutil.wait_procs(ours, timeout=20)[1]
     with pytest.raises(SessionError, match="has ended"):

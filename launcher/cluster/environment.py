@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from launcher.cluster.devices import DevicePool
-from launcher.cluster.scratch import TOKEN_VARIABLE
+from launcher.cluster.head import TOKEN_VARIABLE
 
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 # Of a GPU's memory JAX takes 0.75 by itself. A plan may fill as much as this (`USABLE` in

@@ -1,9 +1,12 @@
-"""What goes wrong with processes. Standard library only; whoever may import the package may too."""
+"""What goes wrong with processes. Loads no library; whoever may import the package may too."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
+
+from launcher.files import DamagedError, open_regular
 
 # How JAX's coordination and transfer servers, XLA, Gloo and NCCL tell of a peer that is gone.
 _LOST_CONNECTION = re.compile(
@@ -99,9 +102,9 @@ class WorkerError(Exception):
 def last_lines(path: Path, count: int = 20, most_bytes: int = 8192) -> str:
     """The last `count` lines of a text file, at most `most_bytes` of it; "" where it is missing."""
     try:
-        with path.open("rb") as file:
+        with open(open_regular(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
             file.seek(max(0, file.seek(0, 2) - most_bytes))
             text = file.read().decode(errors="replace")
-    except OSError:
+    except (OSError, DamagedError):
         return ""
     return "\n".join(text.splitlines()[-count:])

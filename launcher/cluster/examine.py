@@ -15,6 +15,7 @@ import psutil
 
 from launcher.cluster.errors import RayEndedError
 from launcher.cluster.handle import WorkerHandle
+from launcher.files import DamagedError, open_regular
 
 _DUMP_SECONDS = 3.0  # in which a process that can still do so has written its stacks
 _NODE_SECONDS = 30.0  # that another machine may take, which starts a process for it
@@ -106,6 +107,10 @@ def _new_text(log: Path, start: int) -> str:
             break
     if size <= start:
         return ""
-    with log.open("rb") as file:
+    try:
+        descriptor = open_regular(log, os.O_RDONLY | os.O_NOFOLLOW)
+    except (OSError, DamagedError):  # somebody has put something else there
+        return ""
+    with open(descriptor, "rb") as file:
         file.seek(start)
         return file.read(size - start).decode(errors="replace")

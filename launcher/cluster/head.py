@@ -11,23 +11,26 @@ Standard output: one line, Ray's address, once it is up; it just ends where Ray 
 Exit code: 1 where Ray ended by itself.
 
 In a Ray of several nodes the first node's head also answers the others' tasks, which wait connected
-to `--meeting`, with one line of JSON: Ray's address and the folder for logs. Their heads join that
-Ray, and end when the connection, their `--lifeline`, does.
+to `--meeting`: a task says a number of its own and proves that it knows the secret that opens Ray;
+the answer is a proof over that number, and one line of JSON: Ray's address and the folder for logs.
+Their heads join that Ray, and end when the connection, their `--lifeline`, does.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import hmac
 import json
 import os
-import select
+import selectors
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,11 +38,14 @@ from typing import Any
 import psutil
 
 RAY_FOLDER = "r"  # of the scratch folder, for Ray alone: Ray opens its own to everybody
+TOKEN_VARIABLE = "RAY_AUTH_TOKEN_PATH"
 
 _FOR_THE_DRIVER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _RAY_SECONDS = 25  # what lasts so long was not refused
 _LOOK_SECONDS = 2.0
+_ASKED_BYTES = 200  # more than a task says
+_MOST_CALLERS = 64  # who have not said yet who they are
 _KILL_SECONDS = 10  # the kernel cannot kill a process that hangs in a system call: do not wait
 
 # Ray's client server, which nobody here needs, has a fixed port and no off switch: without grpc,
@@ -65,7 +71,6 @@ def main() -> None:
     parser.add_argument("--store-bytes", type=int, required=True)
     parser.add_argument("--ip", help="this node's address, in a Ray of several nodes")
     parser.add_argument("--host", type=int, help="this node's number there")
-    parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--meeting", type=int, help="a listening socket's descriptor")
     parser.add_argument("--logs", help="the folder that the others are told")
     parser.add_argument("--join", help="the address of the Ray that this node becomes part of")
@@ -107,7 +112,8 @@ def start_ray(given: argparse.Namespace) -> subprocess.Popen[bytes]:
 
     Rather than `ray.init`, which starts two more Python processes that nobody here needs (an
     autoscaler and a log reader): on two busy cores Ray is up in two thirds of the time. No port is
-    fixed but that of a head that others join, and no GPU is Ray's: the driver hands them out.
+    named before Ray holds it, for whoever took it first would be told the secret; and no GPU is
+    Ray's: the driver hands them out.
     """
     command = [sys.executable, "-P", "-c", _RAY, "start", "--block", "--disable-usage-stats"]
     command += [f"--temp-dir={given.scratch / RAY_FOLDER}", "--num-gpus=0"]
@@ -120,7 +126,7 @@ def start_ray(given: argparse.Namespace) -> subprocess.Popen[bytes]:
     if given.join:
         command += [f"--address={given.join}"]
     else:
-        command += ["--head", f"--port={given.port}", "--include-dashboard=false"]
+        command += ["--head", "--port=0", "--include-dashboard=false"]
         command += ["--dashboard-port=0", "--no-monitor"]
     return subprocess.Popen(
         command,
@@ -139,28 +145,62 @@ def watch(given: argparse.Namespace, ray: subprocess.Popen[bytes]) -> bool:
     if given.lifeline is not None:
         ends.append(socket.socket(fileno=os.dup(given.lifeline)))
     meeting = None if given.meeting is None else socket.socket(fileno=os.dup(given.meeting))
-    met = []  # connections, held until this process ends
+    callers: list[socket.socket] = []
+    met = []  # the job's other tasks, held until this process ends
     looked = time.monotonic()
     while os.getppid() == given.driver and ray.poll() is None:
-        doors = [meeting] if meeting is not None and address else []
-        readable, _, _ = select.select([*ends, said, *doors], [], [], 1.0)
-        if any(end in readable for end in ends):
+        doors = [meeting, *callers] if meeting is not None and address else []
+        ready = readable([*ends, said, *doors], 1.0)
+        if any(end in ready for end in ends):
             break
         if time.monotonic() - looked >= _LOOK_SECONDS:
             looked = time.monotonic()
             go_on(ray.pid)
-        if said in readable:
+        if said in ready:
             line = said.readline().decode().strip()
             if not line:  # it ends
                 ray.wait()
                 break
             address = line
             print(address, flush=True)
-        if meeting is not None and meeting in readable:
-            met.append(meeting.accept()[0])
+        for caller in [caller for caller in callers if caller in ready]:
+            callers.remove(caller)
             with suppress(OSError):  # gone again
-                met[-1].sendall(json.dumps({"ray": address, "logs": given.logs}).encode() + b"\n")
+                if answer(caller, json.dumps({"ray": address, "logs": given.logs})):
+                    met.append(caller)
+                    continue
+            caller.close()
+        if meeting is not None and meeting in ready:
+            with suppress(OSError):  # gone again
+                callers.append(meeting.accept()[0])
+        while len(callers) > _MOST_CALLERS:
+            callers.pop(0).close()  # a task of the job calls again
     return bool(address)
+
+
+def answer(caller: socket.socket, body: str) -> bool:
+    """Answer who can be read from, if it is a task of this job; returns whether it is."""
+    caller.setblocking(False)
+    nonce, _, given = caller.recv(_ASKED_BYTES).partition(b" ")
+    secret = Path(os.environ[TOKEN_VARIABLE]).read_bytes()
+    if not hmac.compare_digest(given, proof(secret, b"task", nonce)):
+        return False
+    caller.sendall(proof(secret, b"driver", nonce, body.encode()) + b" " + body.encode() + b"\n")
+    return True
+
+
+def proof(secret: bytes, *said: bytes) -> bytes:
+    """What only those can say who know the secret; `said` holds no space but in its last part."""
+    return hmac.new(secret, b" ".join(said), "sha256").hexdigest().encode()
+
+
+def readable(files: Iterable[Any], seconds: float) -> list[Any]:
+    """Which of `files` can be read from, at the latest after so long. Unlike `select.select` it
+    takes descriptors of any number."""
+    with selectors.PollSelector() as selector:
+        for file in files:
+            selector.register(file, selectors.EVENT_READ)
+        return [key.fileobj for key, _ in selector.select(seconds)]
 
 
 def go_on(ray: int) -> None:

@@ -17,6 +17,7 @@ import psutil
 
 from launcher.cluster.room import STORE_BYTES
 from launcher.cluster.scratch import Scratch, end_users
+from launcher.files import open_own
 
 _END_SECONDS = 30
 
@@ -38,7 +39,7 @@ def start_head(
     command = [sys.executable, "-P", str(Path(__file__).with_name("head.py"))]
     command += [f"--driver={os.getpid()}", f"--scratch={folder.path}", f"--workers={workers}"]
     command += [f"--store-bytes={STORE_BYTES}", *options]
-    with log.open("a") as output:
+    with open(open_own(log, os.O_WRONLY | os.O_APPEND), "a") as output:
         return subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

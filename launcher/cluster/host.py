@@ -31,7 +31,9 @@ class Host:
         self, environ: dict[str, str], search_path: list[str], folder: str, log: str | None
     ) -> None:
         if log is not None:
-            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            # The driver has made it: nothing else can stand there, to wait for or to follow.
+            output = os.open(log, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
             os.dup2(output, 1)
             os.dup2(output, 2)
             if os.fstat(output).st_size:

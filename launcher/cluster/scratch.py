@@ -24,12 +24,11 @@ import psutil
 
 from launcher.cluster import room
 from launcher.cluster.errors import ClusterError
-from launcher.cluster.head import RAY_FOLDER
+from launcher.cluster.head import RAY_FOLDER, TOKEN_VARIABLE
 from launcher.files import exposed
 
 _PREFIX = "launcher-"
 _TOKEN = "token"
-TOKEN_VARIABLE = "RAY_AUTH_TOKEN_PATH"
 _KILL_SECONDS = 10
 _SOCKET_LIMIT = 107
 _LONGEST_SOCKET = (
@@ -115,13 +114,17 @@ def end_users(folder: Path) -> None:
 
 def sweep(base: Path) -> None:
     """Delete this user's scratch folders below `base` that no living process holds."""
-    for path in base.glob(f"{_PREFIX}*"):
+    for path in base.glob(f"{_PREFIX}{'?' * 8}"):
         with suppress(OSError):  # another run may sweep the same folder
             status = path.lstat()
             mine = status.st_uid == os.getuid() and stat.S_ISDIR(status.st_mode)
             if not mine or time.time() - status.st_mtime < _STARTING_SECONDS:
                 continue
-            lock = os.open(path / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                lock = os.open(path / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+            except FileNotFoundError:  # killed before it had one, so there is nothing in it
+                path.rmdir()
+                continue
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 end_users(path)

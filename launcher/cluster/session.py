@@ -13,7 +13,6 @@ import functools
 import logging
 import os
 import secrets
-import select
 import signal
 import subprocess
 import sys
@@ -28,10 +27,11 @@ from launcher.cluster.devices import DevicePool
 from launcher.cluster.environment import ray_environment, worker_environment
 from launcher.cluster.errors import ClusterError, RayEndedError, last_lines
 from launcher.cluster.handle import LOOPBACK, WorkerHandle, kill, without_place
+from launcher.cluster.head import readable
 from launcher.cluster.holder import end, go_on, start_head
-from launcher.cluster.slurm_allocation import listen
 from launcher.cluster.slurm_meeting import Meeting
 from launcher.cluster.waiting import Aside, Patience, Waiting
+from launcher.files import open_own
 
 _HASTE_SECONDS = 1.5  # for what usually takes a moment, when all is to end
 _SHUTDOWN_SECONDS = 15.0
@@ -141,6 +141,7 @@ class Session:
         for index in range(self._pool.hosts):
             environ = worker_environment(os.environ, self._pool, index, self._addresses)
             log = self._log_dir / f"worker_{index}.log"
+            os.close(open_own(log, os.O_WRONLY))
             place = actor_class.options(resources={f"host_{index}": 1} if many else {})
             actor = place.remote(environ, search_path, os.getcwd(), str(log))
             handles.append(WorkerHandle(actor, index, log, self._addresses[index]))
@@ -176,10 +177,8 @@ class Session:
         log, meeting = self._log_dir / "ray.log", self._meeting
         if meeting is None:
             return start_head(folder, self._environ, log, self._pool.hosts)
-        with listen(meeting.allocation.job_id, meeting.address) as free:
-            port = free.getsockname()[1]
         waiting = meeting.listener.fileno()
-        options = [f"--ip={meeting.address}", f"--port={port}", "--host=0"]
+        options = [f"--ip={meeting.address}", "--host=0"]
         options += [f"--meeting={waiting}", f"--logs={self._log_dir}"]
         return start_head(folder, self._environ, log, 1, options, [waiting])
 
@@ -212,7 +211,7 @@ class Session:
 
         def ready(seconds: float) -> bool:
             go_on(self._head)
-            return bool(select.select([said], [], [], seconds)[0])
+            return bool(readable([said], seconds))
 
         up = self._waiting.until(ready, f"Ray to come up ({self._log} says more)")
         address = said.readline().strip() if up else ""

@@ -20,12 +20,11 @@ from launcher.cluster.holder import end, start_head
 from launcher.cluster.host import FOR_THE_DRIVER
 from launcher.cluster.private import private_files
 from launcher.cluster.slurm_allocation import Allocation, own_address
-from launcher.cluster.slurm_meeting import attend, attend_again
+from launcher.cluster.slurm_meeting import Answer, ask, attend, attend_again
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
-from launcher.files import DamagedError, parse_json
+from launcher.files import DamagedError
 from launcher.output import complain
-from launcher.reading import read
 from launcher.stop import Stop
 
 
@@ -62,7 +61,7 @@ def _serve(config: Config, allocation: Allocation, stop: Stop) -> int:
     connection: socket.socket | None = first
     while connection is not None:
         with closing(connection):
-            told = _told(connection)
+            told = ask(connection, token)
             if told is not None:
                 _lend(config, allocation, connection, told, token)
         connection = attend_again(home, allocation)
@@ -73,7 +72,7 @@ def _lend(
     config: Config,
     allocation: Allocation,
     connection: socket.socket,
-    told: _Told,
+    told: Answer,
     token: str,
 ) -> None:
     """Be a node of the Ray that the driver's head has told of, until that head ends."""
@@ -98,15 +97,3 @@ def _lend(
         raise ClusterError(
             f"Ray ended on {allocation.node}. The last lines of {log}:\n{last_lines(log)}"
         )
-
-
-def _told(connection: socket.socket) -> _Told | None:
-    """What the driver's head says; None where the connection ends before it has: the driver ended,
-    and has said why, or starts again. Raises DamagedError."""
-    connection.settimeout(None)
-    try:
-        with connection.makefile() as lines:
-            line = lines.readline()
-    except ConnectionError:
-        return None
-    return read(_Told, parse_json(line)) if line.endswith("\n") else None

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,11 +84,14 @@ def check_partition(slurm: Slurm) -> None:
             )
 
 
-def sbatch(script: Path, array: str | None = None) -> str:
+def sbatch(
+    script: Path, array: str | None = None, sleep: Callable[[float], None] = time.sleep
+) -> str:
     """Submit a batch script; returns the job's id.
 
     Args:
         array: the elements to run of a job array, in place of those that the script names.
+        sleep: called between two tries; what it raises ends them.
 
     Raises:
         ConfigError: Slurm refuses the job.
@@ -96,7 +99,7 @@ def sbatch(script: Path, array: str | None = None) -> str:
     """
     elements = [f"--array={array}"] if array else []
     try:
-        told = _call(["sbatch", "--parsable", *elements, str(script)])
+        told = _call(["sbatch", "--parsable", *elements, str(script)], sleep)
     except SlurmRefusal as refusal:
         raise ConfigError(
             f"Slurm refuses the job: {refusal}",
@@ -127,10 +130,12 @@ def job_states() -> dict[str, str]:
     return dict(line.split(maxsplit=1) for line in told.splitlines() if line.strip())
 
 
-def _call(command: Sequence[str]) -> str:
-    """The output of a command, once the controller answers."""
+def _call(command: Sequence[str], sleep: Callable[[float], None] = time.sleep) -> str:
+    """The output of a command, once the controller answers. The terminal's Ctrl-C is not for it."""
     for pause in (*_pauses(), None):
-        result = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        result = subprocess.run(
+            command, capture_output=True, text=True, stdin=subprocess.DEVNULL, process_group=0
+        )
         if not result.returncode:
             return result.stdout
         problem = " ".join(result.stderr.split()) or f"exit code {result.returncode}"
@@ -141,7 +146,7 @@ def _call(command: Sequence[str]) -> str:
                 f"{command[0]}: Slurm's controller does not answer; again in {pause:g} s",
                 file=sys.stderr,
             )
-            time.sleep(pause)
+            sleep(pause)
     raise SlurmError(f"Slurm's controller does not answer: {problem}")
 
 

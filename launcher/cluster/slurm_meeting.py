@@ -1,16 +1,19 @@
 """How the tasks of a job find one another: a file in the run folder, and a socket.
 
 The first task, the driver, listens from its start on; the file says where, and holds the secret
-that opens Ray, so only its user may read it. Every other task connects and waits. Once Ray is up
-the driver's head answers each with Ray's address; when the connection ends, for whatever reason,
-the task ends its part of Ray and connects again, for the driver's next start, or ends where nobody
-listens any more. `launcher.train` holds the meeting, `slurm_agent` attends it.
+that opens Ray, so only its user may read it, and no other user's is believed. Every other task
+connects and waits. Once Ray is up the driver's head answers each with Ray's address; both prove
+that they know the secret, which is not said (see `head`). When the connection ends, for whatever
+reason, the task ends its part of Ray and connects again, for the driver's next start, or ends where
+nobody listens any more. `launcher.train` holds the meeting, `slurm_agent` attends it.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
+import secrets
 import socket
 import time
 from collections.abc import Iterator
@@ -19,12 +22,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from launcher.cluster.errors import ClusterError
+from launcher.cluster.head import proof
 from launcher.cluster.slurm_allocation import Allocation, listen, own_address
 from launcher.config.machines import Slurm
-from launcher.files import DamagedError, read_json, write_whole
+from launcher.files import DamagedError, parse_json, read_private, write_whole
 from launcher.reading import read
 
 _POLL_SECONDS = 0.5
+_ANSWER_BYTES = 2**16
+_KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}  # seconds, and how often
 _AGAIN_SECONDS = 120.0  # in which a node that is well has joined once more
 
 
@@ -44,6 +50,14 @@ class _Where:
 
     address: tuple[str, int]
     token: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the driver's head says once Ray is up: Ray's address, and the folder for logs."""
+
+    ray: str
+    logs: str
 
 
 @contextmanager
@@ -84,18 +98,20 @@ def attend(folder: Path, allocation: Allocation, slurm: Slurm) -> tuple[socket.s
 
     Raises ClusterError where there is no driver within `slurm.start_timeout` seconds.
     """
-    path = _path(folder, allocation)
+    path, problem = _path(folder, allocation), ""
     deadline = time.monotonic() + slurm.start_timeout
     while time.monotonic() < deadline:
         # Listed, not opened: a network file system remembers for a while that a file was missing.
-        with suppress(OSError, DamagedError):
+        try:
             if path.name in os.listdir(folder):
-                told = read(_Where, read_json(path))
-                return socket.create_connection(told.address, timeout=30), told.token
+                where = _read(path)
+                return _connect(where), where.token
+        except (OSError, DamagedError) as error:
+            problem = f" ({error})"
         time.sleep(_POLL_SECONDS)
     raise ClusterError(
         f"{allocation.node} waited {slurm.start_timeout} s for the driver on "
-        f"{allocation.nodes[0]}: {path} did not appear, or nobody answered. "
+        f"{allocation.nodes[0]}: {path} did not appear, or nobody answered{problem}. "
         "Is run.dir on a file system that all nodes share? Raise cluster.slurm.start_timeout "
         "where nodes are slow to start."
     )
@@ -104,9 +120,44 @@ def attend(folder: Path, allocation: Allocation, slurm: Slurm) -> tuple[socket.s
 def attend_again(folder: Path, allocation: Allocation) -> socket.socket | None:
     """Connect for the driver's next start; None where the driver has ended."""
     with suppress(OSError, DamagedError):
-        told = read(_Where, read_json(_path(folder, allocation)))
-        return socket.create_connection(told.address, timeout=30)
+        return _connect(_read(_path(folder, allocation)))
     return None
+
+
+def ask(connection: socket.socket, token: str) -> Answer | None:
+    """Wait for what the driver's head says; None where the connection ends before all of it: the
+    driver ended, and has said why, or starts again.
+
+    Raises ClusterError where somebody else answers.
+    """
+    nonce, secret = secrets.token_hex(16).encode(), token.encode()
+    connection.settimeout(None)
+    try:
+        connection.sendall(nonce + b" " + proof(secret, b"task", nonce))
+        with connection.makefile("rb") as lines:
+            line = lines.readline(_ANSWER_BYTES)
+    except ConnectionError:
+        return None
+    if not line.endswith(b"\n") and len(line) < _ANSWER_BYTES:
+        return None
+    given, _, body = line.rstrip(b"\n").partition(b" ")
+    if not hmac.compare_digest(given, proof(secret, b"driver", nonce, body)):
+        raise ClusterError("Who answers in the driver's place does not know the run's secret.")
+    return read(Answer, parse_json(body))
+
+
+def _read(path: Path) -> _Where:
+    return read(_Where, parse_json(read_private(path)))
+
+
+def _connect(where: _Where) -> socket.socket:
+    """A connection whose end is also seen where the driver's machine has lost its power."""
+    connection = socket.create_connection(where.address, timeout=30)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE.items():
+        if hasattr(socket, option):  # the system's own patience is two hours
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return connection
 
 
 def _path(folder: Path, allocation: Allocation) -> Path:

@@ -22,7 +22,7 @@ from launcher.files import (
     DamagedError,
     aside,
     named,
-    open_regular,
+    open_own,
     parse_json,
     read_bytes,
     say_aside,
@@ -57,12 +57,7 @@ class JsonlTracker:
         self.rewind(first_step)
 
     def _opened(self) -> BinaryIO:
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
-        try:
-            descriptor = open_regular(self._path, flags)
-        except DamagedError as error:
-            say_aside(self._path, str(error), self._warn)
-            descriptor = open_regular(self._path, flags)
+        descriptor = open_own(self._path, os.O_RDWR | os.O_APPEND, self._warn)
         return open(descriptor, "a+b", buffering=0)
 
     def _written(self) -> bytes:

@@ -6,11 +6,14 @@ picture is drawn, and without any global state (no pyplot).
 
 from __future__ import annotations
 
+import io
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launcher.files import write_whole
 from launcher.report.text import loss_text, percent_text, seconds_text
 
 if TYPE_CHECKING:
@@ -190,6 +193,8 @@ def _number_tasks(
 
 def _canvas(width: float, height: float) -> tuple[Figure, Axes]:
     """An empty picture of that size in inches, without the box around the axes."""
+    # It warns where a machine takes five seconds to look at its fonts, once for each user.
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -202,5 +207,7 @@ def _canvas(width: float, height: float) -> tuple[Figure, Axes]:
 
 def _save(figure: Figure, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=150, format="png")
+    write_whole(path, picture.getvalue())
     return path

@@ -24,7 +24,7 @@ from launcher.cluster.private import OTHERS, exposed_at, is_own, private_files
 from launcher.cluster.slurm_attempts import attempt_folder
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config, Run
-from launcher.files import FULL, DamagedError, named, open_regular, say_aside, set_aside
+from launcher.files import FULL, clear_partial, named, open_own, say_aside
 from launcher.train import checkpoint
 from launcher.train.held import Held, hold
 from launcher.train.identity import check_same_run
@@ -141,7 +141,8 @@ def claim(config: Config) -> Iterator[RunFolder]:
     """Make the run's folder, or take up the one it has, and hold it against other processes. As
     long as it is held, all that is written is private, unless the run is shared.
 
-    A damaged checkpoint is set aside, and what saves that were cut off have left is deleted.
+    A damaged checkpoint is set aside, and what was left by saves and writes that were cut off is
+    deleted.
 
     Raises ConfigError like `check`, or where another process holds the folder, and OSError where
     the disk is full.
@@ -152,10 +153,12 @@ def claim(config: Config) -> Iterator[RunFolder]:
     made = () if any(path.iterdir()) else (path, *missing)
     with (
         private_files(config.run),
-        open(_open_lock(path / LOCK), "ab") as lock,
+        open(open_own(path / LOCK, os.O_WRONLY), "ab") as lock,
         hold(path) as held,
     ):
         _lock(lock, path)
+        for written in (path, path / "plots"):
+            clear_partial(written)
         # Looked at only now (again, after `check`), when nobody else can be writing.
         yield again(RunFolder(path, held=held, made=made), config)
 
@@ -173,15 +176,6 @@ def unmade(home: RunFolder) -> Iterator[None]:
                 for folder in home.made[1:]:
                     folder.rmdir()
         raise
-
-
-def _open_lock(path: Path) -> int:
-    flags = os.O_WRONLY | os.O_CREAT
-    try:
-        return open_regular(path, flags)
-    except DamagedError:  # somebody has put something else there
-        set_aside(path)
-        return open_regular(path, flags)
 
 
 def again(home: RunFolder, config: Config) -> RunFolder:

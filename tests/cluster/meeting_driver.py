@@ -4,6 +4,9 @@ node. A process of its own, because Ray keeps the network that it was first impo
 
 import json
 import os
+import re
+import resource
+import socket
 import sys
 from pathlib import Path
 
@@ -52,12 +55,38 @@ def tell_ports(workers, second: int) -> None:
         print(json.dumps([*ports([node, *node.children(recursive=True)]).items()]))
 
 
+def many_open_files() -> None:
+    """Have further files get numbers that `select` cannot take."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, most), most))
+    for _ in range(1024):
+        os.open(os.devnull, os.O_RDONLY)
+
+
+def strangers_at(address) -> list[socket.socket]:
+    """Connections of whoever finds the port: one says something, the others nothing."""
+    strangers = [socket.create_connection(address, timeout=60) for _ in range(100)]
+    strangers[0].sendall(b"0123 let me in")
+    return strangers
+
+
+def ports_named() -> set[str]:
+    """The ports that command lines name: somebody else may listen there first."""
+    words = [word for p in psutil.Process().children(recursive=True) for word in p.cmdline()]
+    return set(re.findall(r"--(?:gcs_server_)?port=(\d+)", " ".join(words)))
+
+
 def main(scenario: str, folder: Path, second: int, timeout: int) -> None:
+    if scenario == "again":
+        many_open_files()
     settings = Slurm(emulated=True, network_interface="lo", start_timeout=timeout)
     with hold(folder, FIRST, settings, secret()) as meeting:
         (file,) = folder.glob(".meeting*")
         assert file.stat().st_mode & 0o777 == 0o600
+        address = meeting.listener.getsockname()
+        strangers = strangers_at(address) if scenario == "again" else []
         with start(POOL, folder, meeting) as session:
+            assert ports_named() <= {"0"}
             if scenario == "absent":
                 try:
                     session.spawn(Probe)
@@ -65,6 +94,7 @@ def main(scenario: str, folder: Path, second: int, timeout: int) -> None:
                     print(error)
                 return
             workers = session.spawn(met() if scenario == "ports" else Probe)
+            assert ports_named() <= {"0"}
             if scenario == "ports":
                 return tell_ports(workers, second)
             told = [worker.submit("devices").result() for worker in workers]
@@ -91,6 +121,8 @@ def main(scenario: str, folder: Path, second: int, timeout: int) -> None:
                             process.resume()
                 workers[0].submit("devices").result()
         if scenario == "again":
+            assert strangers[0].recv(1) == b""
+            assert strangers[1].recv(1) == b""  # too many say nothing
             with start(POOL, folder, again(meeting)) as session:
                 workers = session.spawn(Probe)
                 told = [worker.submit("devices").result() for worker in workers]

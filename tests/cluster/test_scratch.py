@@ -75,11 +75,13 @@ def test_a_dead_owner_s_folder_is_swept_and_a_living_one_s_is_not(base):
 
 
 def test_only_old_folders_of_ours_are_swept(base):
+    """Also one that was never locked, which is empty."""
     starting = scratch.create()
     os.close(starting.lock)  # young: it may be about to be locked
-    others = os.path.join(base, "launcher-notes")  # old, but with no lock in it
-    os.mkdir(others)
-    os.utime(others, LONG_AGO)
+    for name in ("launcher-notes", "launcher-datasets/mine", "launcher-_0ab_1cd"):
+        os.makedirs(os.path.join(base, name))  # old, but with no lock in it
+    for name in os.listdir(base):
+        if name != starting.path.name:
+            os.utime(os.path.join(base, name), LONG_AGO)
     scratch.sweep(starting.path.parent)
-    assert starting.path.exists()
-    assert os.path.isdir(others)
+    assert {*os.listdir(base)} == {starting.path.name, "launcher-notes", "launcher-datasets"}

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -14,11 +15,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from listening import ANYWHERE, documented
 
-from launcher.cluster import slurm_agent
 from launcher.cluster.errors import ClusterError
+from launcher.cluster.head import proof
 from launcher.cluster.session import secret
 from launcher.cluster.slurm_allocation import Allocation
-from launcher.cluster.slurm_meeting import attend, dismiss, hold
+from launcher.cluster.slurm_meeting import Answer, ask, attend, dismiss, hold
 from launcher.config.machines import Slurm
 
 DRIVER = Path(__file__).with_name("meeting_driver.py")
@@ -68,7 +69,8 @@ def drive(scenario: str, folder: Path, second: int = 0, timeout: int = SECONDS) 
 def test_each_worker_is_on_its_node_and_all_end_with_the_driver(
     second_node, tmp_path: Path
 ) -> None:
-    """Also where the driver starts a second time."""
+    """Also where the driver starts a second time, has a thousand files open, and strangers stand
+    in the queue."""
     drive("again", tmp_path / "run", second_node.pid)
     assert second_node.wait(SECONDS) == 0
 
@@ -114,20 +116,21 @@ def test_a_driver_that_ends_early_ends_the_others(second_node, tmp_path: Path) -
     assert not psutil.pid_exists(second_node.pid)
 
 
-@pytest.mark.parametrize(
-    ("line", "told"),
-    [
-        (b'{"ray": "10.0.0.1:6379", "logs": "/run/logs"}\n', ("10.0.0.1:6379", "/run/logs")),
-        (b'{"ray": "10.0.0', None),  # its driver was killed
-    ],
-)
-def test_what_the_driver_says_counts_once_it_is_whole(line, told) -> None:
+@pytest.mark.parametrize("part", [1, 0.5])
+def test_what_the_driver_says_counts_once_it_is_whole(part: float) -> None:
+    """Of half an answer the driver was killed."""
+    body = b'{"ray": "10.0.0.1:6379", "logs": "/run/logs"}'
+
+    def answer() -> None:
+        nonce = theirs.recv(4096).partition(b" ")[0]
+        line = proof(b"token", b"driver", nonce, body) + b" " + body + b"\n"
+        theirs.sendall(line[: int(part * len(line))])
+        theirs.close()
+
     ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.sendall(line)
-        theirs.shutdown(socket.SHUT_WR)
-        said = slurm_agent._told(ours)
-    assert (said and (said.ray, said.logs)) == told
+    threading.Thread(target=answer).start()
+    with ours:
+        assert ask(ours, "token") == (Answer("10.0.0.1:6379", "/run/logs") if part == 1 else None)
 
 
 @pytest.mark.slow
@@ -141,3 +144,40 @@ def test_a_driver_that_does_not_come_is_an_error_that_says_where_it_was_sought(
 ) -> None:
     with pytest.raises(ClusterError, match=r"node2 waited 1 s for the driver on node1: .*meeting"):
         attend(tmp_path, SECOND, Slurm(start_timeout=1))
+
+
+@pytest.mark.parametrize("whose", ["readable", "another's", "a link"])
+def test_a_meeting_that_others_may_have_made_is_not_attended(whose: str, tmp_path: Path) -> None:
+    with hold(tmp_path, FIRST, Slurm(network_interface="lo"), "secret"):
+        (file,) = tmp_path.glob(".meeting*")
+        if whose == "readable":
+            file.chmod(0o644)
+        elif whose == "a link":
+            file.symlink_to(file.rename(tmp_path / "elsewhere"))
+        elif os.getuid() == 0:
+            os.chown(file, 65534, 65534)
+        else:
+            pytest.skip("only root can give a file away")
+        with pytest.raises(ClusterError, match=r"nobody answered \(.*(alone|regular file)\)"):
+            attend(tmp_path, SECOND, Slurm(start_timeout=1))
+
+
+@pytest.mark.parametrize("copied", ["", "0" * 64 + " "])
+def test_who_answers_in_the_driver_s_place_is_not_believed_and_learns_nothing(
+    copied: str, tmp_path: Path
+) -> None:
+    heard = []
+
+    def stranger() -> None:
+        caller = meeting.listener.accept()[0]
+        heard.append(caller.recv(4096))
+        caller.sendall(f'{copied}{{"ray": "127.0.0.1:1", "logs": "/"}}\n'.encode())
+
+    with hold(tmp_path, FIRST, Slurm(network_interface="lo"), secret()) as meeting:
+        threading.Thread(target=stranger).start()
+        connection, token = attend(tmp_path, SECOND, Slurm())
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        with connection, pytest.raises(ClusterError, match="does not know the run's secret"):
+            ask(connection, token)
+    assert token == secret()
+    assert token.encode() not in heard[0]

@@ -179,6 +179,9 @@ def test_a_run_of_two_hosts_is_closed_to_other_users(shared, tmp_path, monkeypat
     import met
 
     before = ports([psutil.Process()])  # of other tests' sessions
+    os.mkfifo(tmp_path / "ray.log")  # in what is no log nobody waits, or writes
+    os.mkfifo(tmp_path / "worker_0.log")
+    (tmp_path / "worker_1.log").symlink_to(tmp_path / "met.py")
     with start(TWO_HOSTS, tmp_path) as session:
         handles = session.spawn(met.Met)
         introduce(handles)
@@ -195,6 +198,7 @@ def test_a_run_of_two_hosts_is_closed_to_other_users(shared, tmp_path, monkeypat
     assert {ip for ip, _ in listening} == {"127.0.0.1"}
     assert Counter(listening.values()) == documented("one machine", 2)
     assert list(shared.iterdir()) == []
+    assert (tmp_path / "met.py").read_text() == MET
 
 
 @pytest.mark.parametrize(

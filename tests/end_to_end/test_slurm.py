@@ -351,7 +351,7 @@ def test_what_cannot_be_submitted_is_exit_code_2(user: User) -> None:
     refused = user.launcher(*ON_SLURM, "cluster.gpus=2", "cluster.slurm.partition=moon")
     assert set((user.folder / "outputs").glob("*")) == before
     assert refused.returncode == 2
-    assert "launcher: Slurm refuses the job: sbatch: error: invalid partition" in refused.stderr
+    assert "launcher: cluster.slurm.partition=moon: Slurm has no partition moon" in refused.stderr
     assert "Traceback" not in refused.stderr
     sweep = ("cluster.gpus=2", "cluster.slurm.partition=moon", "run.id=refused", "train.steps=1,2")
     assert user.launcher("-m", *ON_SLURM, *sweep).returncode == 2

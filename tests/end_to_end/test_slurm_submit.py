@@ -8,6 +8,7 @@ import pytest
 from launcher.__main__ import main
 from launcher.config.compose import load
 from launcher.submit import read_job, script_for, write_script
+from launcher.train.folder import RunFolder, make
 
 SETTINGS = ("cluster=slurm", "cluster.hosts=2", "cluster.gpus=16", "model.num_layers=4")
 
@@ -199,3 +200,46 @@ def test_what_one_run_or_a_sweep_cannot_follow_is_refused(
     assert main([*SETTINGS, *words]) == 2
     assert told in capsys.readouterr().err
     assert list(folder.iterdir()) == []
+
+
+# Its Ctrl-C comes when Slurm has the job, and it has not said so yet; not to its own group.
+SBATCH = """#!/bin/sh
+set -- $(cat /proc/$$/stat)
+[ $5 = $$ ] || exit 9
+kill -INT $PPID
+sleep 0.3
+echo 17
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "jobs"),
+    [
+        (("run.id=s",), {"outputs/s": "17"}),
+        (
+            ("-m", "run.id=s", "cluster.slurm.array=2", "train.steps=1,2"),
+            {"multirun/s/s-0": "17_0", "multirun/s/s-1": "17_1"},
+        ),
+    ],
+)
+def test_a_job_that_slurm_takes_while_ctrl_c_is_pressed_is_noted(
+    words: tuple[str, ...],
+    jobs: dict[str, str],
+    folder: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (folder / "sbatch").write_text(SBATCH)
+    (folder / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    for module in ("submit", "submit_sweep"):
+        frozen = f"launcher.{module}.freeze"
+        monkeypatch.setattr(frozen, lambda config, console: RunFolder(make(config)))
+    assert main((*SETTINGS, *words)) == 130
+    for home, job_id in jobs.items():
+        noted = read_job(folder / home)
+        assert noted is not None
+        assert noted.job_id == job_id
+    out = capfd.readouterr().out
+    assert "launcher: stopping: once Slurm has answered" in out
+    assert "submitted job" in out

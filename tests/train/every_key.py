@@ -224,12 +224,12 @@ def slurm_told(config: Config):
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(file):
         for name in names:
             patch.setattr(f"launcher.submit.{name}", lambda *words, **_: told.append(words[1:2]))
-        patch.setattr("launcher.submit.sbatch", lambda script: "7")
+        patch.setattr("launcher.submit.sbatch", lambda script, **_: "7")
         patch.setattr("launcher.submit.unmade", lambda folders: contextlib.nullcontext())
         patch.setattr("launcher.submit.freeze", lambda config, console: RunFolder(Path("x/run")))
         patch.setattr("launcher.submit.wait", lambda *_: told.append("waited"))
         try:
-            submit(config)
+            submit(config, Stop())
         except ConfigError as error:
             told.append(str(error))
 
@@ -274,9 +274,9 @@ def sweep_told(config: Config):
     told, file = [], io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(file):
         patch.setattr(submit_sweep, "job_states", dict)
-        patch.setattr(submit_sweep, "_again", lambda job: told.append(job) or "8")
+        patch.setattr(submit_sweep, "_again", lambda job, stop: told.append(job) or "8")
         try:
-            submit_sweep._status(config.sweep)
+            submit_sweep._status(config.sweep, Stop())
         except ConfigError as error:
             told.append(str(error))
     return told, file.getvalue()

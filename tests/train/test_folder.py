@@ -90,6 +90,17 @@ def test_a_run_without_a_checkpoint_starts_afresh_in_its_own_folder(config):
         assert (again.path, again.finished_steps) == (first.path, 0)
 
 
+def test_what_a_killed_start_left_half_written_goes(config):
+    """A batch script may hold secrets."""
+    with folder.claim(config) as home:
+        left = home.path / "job.sbatch.0123abcd.partial"
+        left.touch()
+        os.utime(left, (0, 0))
+    config = replace(config, run=replace(config.run, id=home.id))
+    with folder.claim(config):
+        assert not left.exists()
+
+
 @pytest.mark.parametrize("resume", ["auto", "must"])
 def test_a_run_goes_on_from_its_newest_checkpoint(config, resume):
     config = named(config, resume=resume)
