@@ -34,7 +34,8 @@ def prove(
     slots: Sequence[Slot],
     given: Iterable[int],
 ) -> None:
-    """Show that processes that do these parts all come to their ends, with the right arrays.
+    """Show that processes that do these parts all come to their ends, with the right arrays. Each
+    may prove its own part alone, where all have shown by the `digest` that they follow one list.
 
     Of what is not done yet take the first in the list. Its arrays were made before it, on the mesh
     that reads them, and each process that takes part in it has done all that stands before: so it
@@ -47,8 +48,9 @@ def prove(
     Raises:
         PlanError: what is out of order, or what is read and not there.
     """
-    for process, places in parts_of(instructions, owners).items():
-        for wanted, found in itertools.zip_longest(places, parts.get(process, ())):
+    wanted_of = parts_of(instructions, owners)
+    for process, places in parts.items():
+        for wanted, found in itertools.zip_longest(wanted_of.get(process, ()), places):
             if wanted != found:
                 raise PlanError(
                     f"process {process} has to do {_told(wanted, instructions)} and does "
@@ -67,11 +69,15 @@ def prove(
 
 
 def digest(
-    instructions: Sequence[Instruction], owners: Sequence[Set[int]], slots: Sequence[Slot]
+    instructions: Sequence[Instruction],
+    owners: Sequence[Set[int]],
+    slots: Sequence[Slot],
+    exchanges: Sequence[str],
 ) -> str:
-    """The same for processes that follow the same order with arrays of the same kinds."""
+    """The same for processes that follow the same order with arrays of the same kinds, of which
+    the same pieces go between the same devices. `exchanges`: as each tells of itself."""
     kinds = [(s.mesh, s.aval.shape, str(s.aval.dtype), s.spec) for s in slots]
-    told = repr((instructions, list(map(sorted, owners)), kinds))
+    told = repr((instructions, list(map(sorted, owners)), kinds, list(exchanges)))
     return hashlib.sha256(told.encode()).hexdigest()
 
 

@@ -5,13 +5,19 @@ of both sides, whose processes alone take part: NCCL on GPUs, gloo on CPUs. Noth
 arrives but its turn, so all processes follow the one order of `runtime.order`; and as a program of
 which one device has begun and another has not keeps the former, everything is compiled, and every
 group of devices has met once, before the first step. Used by the same as `runtime.transport`.
+
+Every device of an exchange gives and gets an array in every round. For what it has nothing to send
+of, it keeps zeros as long as an exchange needs them, one array of each kind; where nothing arrives,
+it gets zeros, which go when the round is over. Plans count neither: they do not know the transport.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import os
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +28,10 @@ from launcher.runtime.pace import Pace
 from launcher.runtime.transport import Exchange, Meeting, Parcel, Parts
 
 _AXIS = "device"
+_MOST = 4096  # programs that are kept, of which those of microbatches and layers are the same few
+
+
+Zero = Callable[[jax.Device, "Round"], jax.Array]
 
 
 class Round(NamedTuple):
@@ -59,14 +69,13 @@ def rounds_of(
 
 
 class PermuteTransport(Meeting):
-    """See the module. Where a device has nothing to send in a round, it sends zeros to nobody,
-    which stay there for the next time: of each size one array, of what else arrives there."""
+    """See the module."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._programs: dict[Any, _Program] = {}
+        self._program = functools.lru_cache(_MOST)(_Program)
         self._opened: set[tuple[jax.Device, ...]] = set()
-        self._zeros: dict[Any, jax.Array] = {}
+        self._zeros: weakref.WeakValueDictionary[Any, jax.Array] = weakref.WeakValueDictionary()
         self._pace = Pace()
 
     def bind(self, parcels: Sequence[Parcel]) -> Exchange:
@@ -74,38 +83,38 @@ class PermuteTransport(Meeting):
         ends = {device for parcel in parcels for device in (parcel.src, parcel.dst)}
         devices = tuple(sorted(ends, key=lambda device: device.id))
         rounds = rounds_of(parcels, devices)
-        key = devices, tuple(found for found, _ in rounds)
-        if key not in self._programs:
-            self._programs[key] = _Program(*key)
-        return _Permutes(self._programs[key], [numbers for _, numbers in rounds])
+        program = self._program(devices, tuple(found for found, _ in rounds))
+        return _Permutes(program, [numbers for _, numbers in rounds], self._zero)
 
-    def open(self) -> None:
-        """See `Transport`. Compiles, then lets each group of devices meet, one after another."""
-        new = [x for x in self._programs.values() if x.is_here and x.run is None]
+    def open(self, exchanges: Sequence[Exchange], order: str) -> None:
+        """See `Transport`. Compiles, and when all have, lets each group of devices meet, one after
+        another."""
+        programs = dict.fromkeys(x.program for x in exchanges if isinstance(x, _Permutes))
+        new = [x for x in programs if not x.is_open]
+        here = [x for x in new if x.is_here]
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            compiled = list(pool.map(_Program.compiled, new))
-        for program, run in zip(new, compiled, strict=True):
+            compiled = list(pool.map(_Program.compiled, here))
+        self.meet(order)
+        for program, run in zip(here, compiled, strict=True):
             program.run = self._pace.keep(run, program.local)
-            program.zeros = [self._zeros_for(program, x) for x in program.rounds]
-        groups = {x.devices: x for x in reversed(self._programs.values()) if x.devices}
+        for program in new:
+            program.is_open = True
+        groups = {x.devices: x for x in reversed(new)}
         for devices in sorted(groups.keys() - self._opened, key=lambda g: [d.id for d in g]):
             self._opened.add(devices)
             if groups[devices].is_here:
-                nothing: list[list[int]] = [[] for _ in groups[devices].rounds]
-                jax.block_until_ready(groups[devices]({}, nothing))
+                jax.block_until_ready(groups[devices].first(self._zero))
 
     def reserve(self, count: int) -> int:
         """See `Transport`. Nothing has a key."""
         return count
 
-    def _zeros_for(self, program: _Program, of: Round) -> list[jax.Array]:
-        """An array of a round's kind on each of this process's devices."""
-        found = []
-        for device in program.local:
-            key = device, of.shape, of.dtype
-            if key not in self._zeros:
-                self._zeros[key] = jax.device_put(np.zeros(of.shape, of.dtype), device)
-            found.append(self._zeros[key])
+    def _zero(self, device: jax.Device, of: Round) -> jax.Array:
+        """Zeros of a round's kind, the same array for all that hold it."""
+        key = device, of.shape, of.dtype
+        found = self._zeros.get(key)
+        if found is None:
+            self._zeros[key] = found = jax.device_put(np.zeros(of.shape, of.dtype), device)
         return found
 
 
@@ -114,7 +123,8 @@ class _Program:
 
     Attributes:
         local: those of `devices` that are this process's. run: it compiled, once it is.
-        zeros: for each round what each of `local` gives that sends nothing.
+        is_open: whether all processes have it compiled.
+        ends: of each round's pairs the position of both among `local`, None of those elsewhere.
     """
 
     def __init__(self, devices: tuple[jax.Device, ...], rounds: tuple[Round, ...]) -> None:
@@ -122,28 +132,28 @@ class _Program:
         self.devices, self.rounds = devices, rounds
         self.local = [device for device in devices if device.process_index == me]
         self.is_here = bool(self.local)
+        self.is_open = not devices  # nothing to do
         self.run: Any = None
-        self.zeros: list[list[jax.Array]] = []
         if self.is_here:
             self._mesh = Mesh(np.array(devices), (_AXIS,))
             self._kinds = [self._kind(x) for x in rounds]
             at = [devices.index(device) for device in self.local]
-            # For each round and pair the position of its ends among `local`, None elsewhere.
             here = {whole: own for own, whole in enumerate(at)}
             self.ends = [[(here.get(a), here.get(b)) for a, b in x.pairs] for x in rounds]
 
-    def __call__(self, parts: Parts, numbers: Sequence[Sequence[int]]) -> Any:
-        """Run it with these parcels in each round; all of the rounds' results."""
-        inputs = []
-        for kind, zeros, ends, found in zip(
-            self._kinds, self.zeros, self.ends, numbers, strict=True
-        ):
-            data = list(zeros)
-            for (a, _), n in zip(ends, found, strict=False):  # none, when they first meet
-                if a is not None:
-                    data[a] = parts[n]
-            inputs.append(jax.make_array_from_single_device_arrays(kind.shape, kind.sharding, data))
-        return self.run(*inputs)
+    def __call__(self, given: Sequence[Sequence[jax.Array]]) -> Any:
+        """Run it with what each of `local` gives in each round; all of the rounds' results."""
+        kinds = zip(self._kinds, given, strict=True)
+        return self.run(
+            *(
+                jax.make_array_from_single_device_arrays(x.shape, x.sharding, list(data))
+                for x, data in kinds
+            )
+        )
+
+    def first(self, zero: Zero) -> Any:
+        """Run it with nothing but zeros."""
+        return self([[zero(device, x) for device in self.local] for x in self.rounds])
 
     def compiled(self) -> Any:
         """Compile it, from shapes alone."""
@@ -170,20 +180,42 @@ class _Program:
 
 
 class _Permutes:
-    """An exchange by a program. `numbers`: the parcels of each of its rounds."""
+    """An exchange by a program.
+
+    Args:
+        numbers: the parcels of each of its rounds. zero: what makes what idle devices give.
+    """
 
     num_keys = 0
 
-    def __init__(self, program: _Program, numbers: list[list[int]]) -> None:
-        self._program = program
+    def __init__(self, program: _Program, numbers: list[list[int]], zero: Zero) -> None:
+        self.program = program
         self._numbers = numbers
+        rounds = [(x.shape, str(x.dtype), x.pairs) for x in program.rounds]
+        self.told = repr(([device.id for device in program.devices], rounds, numbers))
+        self._zeros: list[dict[int, jax.Array]] = []
+        if program.is_here:
+            for of, ends in zip(program.rounds, program.ends, strict=True):
+                idle = set(range(len(program.local))) - {a for a, _ in ends}
+                self._zeros.append({at: zero(program.local[at], of) for at in idle})
+
+    @property
+    def is_open(self) -> bool:
+        """Whether all processes have it compiled."""
+        return self.program.is_open
 
     def __call__(self, key: int, parts: Parts) -> Parts:
-        program, arrived = self._program, {}
+        program, arrived = self.program, {}
         if not program.is_here:
             return {}
-        results = program(parts, self._numbers)
-        for result, ends, found in zip(results, program.ends, self._numbers, strict=True):
+        rounds = list(zip(program.ends, self._numbers, self._zeros, strict=True))
+        given = []
+        for ends, found, zeros in rounds:
+            data = zeros | {
+                a: parts[n] for (a, _), n in zip(ends, found, strict=True) if a is not None
+            }
+            given.append([data[at] for at in range(len(program.local))])
+        for result, (ends, found, _) in zip(program(given), rounds, strict=True):
             shards = result.addressable_shards
             for (_, b), n in zip(ends, found, strict=True):
                 if b is not None:

@@ -3,7 +3,7 @@ be known beforehand looked up. Used by `executable`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,12 +13,12 @@ from jax.sharding import NamedSharding
 
 from launcher.plan import PlanError
 from launcher.runtime.emit import Emitted
-from launcher.runtime.instructions import Instruction, Run, Send
+from launcher.runtime.instructions import Free, Instruction, Run, Send
 from launcher.runtime.order import digest, parts_of, prove
 from launcher.runtime.pace import Pace
 from launcher.runtime.placement import Placement
 from launcher.runtime.transfer import RemoteTransfer, absent, is_here, local_transfer, place
-from launcher.runtime.transport import Transport
+from launcher.runtime.transport import Exchange, Transport
 
 
 class Row(NamedTuple):
@@ -71,10 +71,12 @@ def build_table(
     Raises:
         PlanError: stages of several processes, and no transport between them.
     """
-    rows, num_keys = _rows(emitted, placement, compiled, transport)
+    rows, exchanges = _rows(emitted, placement, compiled, transport)
+    _prove(rows, emitted, placement)
     if transport is not None:
-        transport.meet(digest(emitted.instructions, placement.owners, emitted.slots))
-        transport.open()
+        told = [exchange.told for exchange in exchanges]
+        order = digest(emitted.instructions, placement.owners, emitted.slots, told)
+        transport.open(exchanges, order)
     slots: list[Any] = [None] * len(emitted.slots)
     for value, slot in emitted.constants:
         if is_here(placement.sharding(slot)):
@@ -85,7 +87,7 @@ def build_table(
     sharding = placement.sharding
     return Table(
         rows=rows,
-        num_keys=num_keys,
+        num_keys=sum(exchange.num_keys for exchange in exchanges),
         slots=slots,
         arguments=tuple((i, slot, sharding(slot)) for i, slot in emitted.arguments),
         batches=tuple((i, slot, sharding(slot), axis) for i, slot, axis in emitted.batches),
@@ -102,15 +104,17 @@ def _rows(
     placement: Placement,
     compiled: Mapping[str, Any],
     transport: Transport | None,
-) -> tuple[tuple[Row, ...], int]:
+) -> tuple[tuple[Row, ...], list[Exchange]]:
+    """The rows, and all processes' exchanges."""
     pace = Pace()
     programs = {
         x.program: pace.keep(compiled[x.program], placement.meshes[x.mesh].local_devices)
         for x in emitted.instructions
         if isinstance(x, Run) and x.program in compiled
     }
-    mine = _mine(emitted, placement)
-    rows, offset = [], 0  # of a transfer's keys among those of one call
+    mine = set(parts_of(emitted.instructions, placement.owners).get(jax.process_index(), ()))
+    rows, exchanges = [], []
+    offset = 0  # of a transfer's keys among those of one call
     for number, x in enumerate(emitted.instructions):
         if isinstance(x, Run):
             if number in mine:
@@ -127,22 +131,22 @@ def _rows(
             else:  # made also for transfers elsewhere: all processes count the same keys
                 call = RemoteTransfer(avals, src, dst, transport, offset)
                 offset += call.num_keys
+                exchanges.append(call.exchange)
             if number in mine:
                 rows.append(Row(x, call, x.inputs, x.outputs, isinstance(call, RemoteTransfer)))
         else:
             rows.append(Row(x, None, x.slots, (), False))
-    return tuple(rows), offset
+    return tuple(rows), exchanges
 
 
-def _mine(emitted: Emitted, placement: Placement) -> set[int]:
-    """The places of the instructions that this process does, once it is proved that they come to
-    an end."""
-    owners = placement.owners
-    parts = parts_of(emitted.instructions, owners)
+def _prove(rows: Sequence[Row], emitted: Emitted, placement: Placement) -> None:
+    """Show of the rows, as they were built, that this process comes to its end."""
+    place = {id(x): i for i, x in enumerate(emitted.instructions)}
+    done = [place[id(x)] for x, *_ in rows if not isinstance(x, Free)]
     given = [slot for _, slot in (*emitted.arguments, *emitted.constants)]
     given += [slot for _, slot, _ in emitted.batches]
-    prove(emitted.instructions, owners, parts, emitted.slots, given)
-    return set(parts.get(jax.process_index(), ()))
+    own = {jax.process_index(): done}
+    prove(emitted.instructions, placement.owners, own, emitted.slots, given)
 
 
 def _fixed(emitted: Emitted, placement: Placement) -> dict[int, jax.Array]:

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from launcher.plan.reshard import Box, route
 from launcher.runtime.compat import batched_copy
 from launcher.runtime.pieces import cutter, joiner
-from launcher.runtime.transport import Parcel, Transport
+from launcher.runtime.transport import Parcel, Transport, met_by_all
 
 
 def is_here(sharding: NamedSharding) -> bool:
@@ -38,7 +38,25 @@ def place(value: Any, sharding: NamedSharding) -> jax.Array:
 
 def absent(aval: Any, sharding: NamedSharding) -> jax.Array:
     """An array of which this process holds no part."""
+    plain, impl = _plain(aval)
+    if impl is not None:
+        return jax.random.wrap_key_data(absent(plain, sharding), impl=impl)
     return jax.make_array_from_single_device_arrays(aval.shape, sharding, [], dtype=aval.dtype)
+
+
+def _plain(aval: Any) -> tuple[Any, Any]:
+    """What an array is on the devices: of random keys, which are a wrapper around it, their data
+    and the implementation to wrap it with; of anything else itself and None."""
+    if not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return aval, None
+    impls = []
+
+    def data(keys: jax.Array) -> jax.Array:
+        impls.append(jax.random.key_impl(keys))
+        return jax.random.key_data(keys)
+
+    plain = jax.eval_shape(data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+    return plain, impls[0]
 
 
 def local_transfer(
@@ -69,6 +87,9 @@ class RemoteTransfer:
 
     Args:
         offset: of this transfer's keys among those of one call.
+
+    Attributes:
+        exchange: what goes between processes, to be opened before the first call.
     """
 
     def __init__(
@@ -81,9 +102,9 @@ class RemoteTransfer:
     ) -> None:
         self._legs = [_Leg(*parts) for parts in zip(avals, src, dst, strict=True)]
         parcels = [(k, n, x) for k, leg in enumerate(self._legs) for n, x in leg.parcels()]
-        self._exchange = transport.bind([parcel for _, _, parcel in parcels])
+        self.exchange = transport.bind([parcel for _, _, parcel in parcels])
         self._offset = offset
-        self.num_keys = self._exchange.num_keys
+        self.num_keys = self.exchange.num_keys
         me = jax.process_index()
         numbered = list(enumerate(parcels))
         self._out = [(i, k, n) for i, (k, n, x) in numbered if x.src.process_index == me]
@@ -92,16 +113,18 @@ class RemoteTransfer:
     def __call__(self, key: int, arrays: list[Any]) -> list[jax.Array]:
         parts = [leg.cut(x) for leg, x in zip(self._legs, arrays, strict=True)]
         out = {i: parts[k][n] for i, k, n in self._out}
-        for i, part in self._exchange(key + self._offset, out).items():
+        for i, part in self.exchange(key + self._offset, out).items():
             k, n = self._where[i]
             parts[k][n] = part
         return [leg.joined(found) for leg, found in zip(self._legs, parts, strict=True)]
 
 
 class _Leg:
-    """One array's transfer, as far as this process takes part in it."""
+    """One array's transfer, as far as this process takes part in it. Random keys go as their data,
+    which is cut as they are: its last axis is whole everywhere."""
 
     def __init__(self, aval: Any, src: NamedSharding, dst: NamedSharding) -> None:
+        aval, self._impl = _plain(aval)
         self._aval, self._dst = aval, dst
         devices: list[jax.Device] = [*src.device_set, *dst.device_set]
         self._device = {d.id: d for d in devices}
@@ -137,6 +160,8 @@ class _Leg:
         """The pieces that this process has, by their place among all."""
         if array is None or not self._out:
             return {}
+        if self._impl is not None:
+            array = jax.random.key_data(array)
         if self._simple:
             return {0: array}
         shards = {shard.device.id: shard.data for shard in array.addressable_shards}
@@ -144,6 +169,10 @@ class _Leg:
 
     def joined(self, parts: dict[int, jax.Array]) -> jax.Array:
         """The array, from the pieces that this process needs of it."""
+        data = self._joined(parts)
+        return data if self._impl is None else jax.random.wrap_key_data(data, impl=self._impl)
+
+    def _joined(self, parts: dict[int, jax.Array]) -> jax.Array:
         if self._absent is not None:
             return self._absent
         if self._simple and self._out:
@@ -172,9 +201,18 @@ def move(
     transport: Transport,
 ) -> list[jax.Array]:
     """Bring arrays from one placement to another, once. Every process calls it with the same
-    `avals` and placements, and with the arrays it holds (others may be anything)."""
+    `avals` and placements, and with the arrays it holds (others may be anything).
+
+    What was not moved like that before is made ready first, and nobody begins before all have it.
+
+    Raises:
+        NotMetError: another process could not make it ready.
+    """
     transfer = RemoteTransfer(avals, src, dst, transport, 0)
-    transport.open()
+    if not transfer.exchange.is_open:
+        with met_by_all(transport):
+            transport.open([transfer.exchange], transfer.exchange.told)
+            transport.meet("open")
     return transfer(transport.reserve(transfer.num_keys), list(arrays))
 
 

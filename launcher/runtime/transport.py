@@ -37,9 +37,19 @@ Parts = dict[int, jax.Array]  # by the number of their parcel
 
 
 class Exchange(Protocol):
-    """Parcels that go together, bound to this process. `num_keys`: how many keys they take."""
+    """Parcels that go together, bound to this process.
+
+    Attributes:
+        num_keys: how many keys they take.
+        told: what goes from where to where, and how; the same in all processes.
+        is_open: whether it can be called, which changes in all processes together.
+    """
 
     num_keys: int
+    told: str
+
+    @property
+    def is_open(self) -> bool: ...
 
     def __call__(self, key: int, parts: Parts) -> Parts:
         """Send the arrays that lie here, each on the device that its parcel names; those that
@@ -53,8 +63,8 @@ class Transport(Protocol):
     def bind(self, parcels: Sequence[Parcel]) -> Exchange:
         """Prepare an exchange."""
 
-    def open(self) -> None:
-        """Make all that was bound ready to be called."""
+    def open(self, exchanges: Sequence[Exchange], order: str) -> None:
+        """Make exchanges ready to be called, and `meet` with the `order` that they are part of."""
 
     def meet(self, order: str) -> None:
         """Wait until every process has come here. Raises NotMetError where they do not all follow
@@ -127,8 +137,9 @@ class PullTransport(Meeting):
         """See `Transport`."""
         return _Pulls(self, parcels)
 
-    def open(self) -> None:
-        """See `Transport`."""
+    def open(self, exchanges: Sequence[Exchange], order: str) -> None:
+        """See `Transport`. Nothing is to be made ready."""
+        self.meet(order)
 
     def reserve(self, count: int) -> int:
         """See `Transport`."""
@@ -148,6 +159,8 @@ class PullTransport(Meeting):
 class _Pulls:
     """An exchange by keys: all parcels from one process to another are one message under one."""
 
+    is_open = True
+
     def __init__(self, transport: PullTransport, parcels: Sequence[Parcel]) -> None:
         self._transport = transport
         links: dict[tuple[int, int], list[int]] = {}
@@ -155,6 +168,9 @@ class _Pulls:
             link = parcel.src.process_index, parcel.dst.process_index
             links.setdefault(link, []).append(n)
         self.num_keys = len(links)
+        self.told = repr(
+            [(link, [str(parcels[n]) for n in found]) for link, found in links.items()]
+        )
         me, numbered = jax.process_index(), list(enumerate(links.items()))
         self._out = [(key, found) for key, ((a, _), found) in numbered if a == me]
         self._in = [

@@ -60,9 +60,10 @@ def play(args: argparse.Namespace) -> None:
     pull = PullTransport()
     store.key_value_set(f"address_{args.role}", pull.address)
     pull.connect([store.blocking_key_value_get(f"address_{i}", 60_000) for i in range(2)])
+    permute = PermuteTransport()
     ways = {
         "pull": lambda size: by(pull, size),
-        "collective": lambda size: by(PermuteTransport(), size),
+        "collective": lambda size: by(permute, size),
         "device_put": put,
     }
     say = print if args.role == 0 else lambda *_: None
@@ -102,7 +103,7 @@ def by(transport, size):
     ends = jax.devices()
     kind = (size // 4,), np.dtype("float32")
     there, back = (transport.bind([Parcel(*way, *kind)]) for way in (ends, ends[::-1]))
-    transport.open()
+    transport.open([there, back], "")
     is_first = jax.process_index() == 0
 
     def there_and_back(array):

@@ -20,7 +20,8 @@ import launcher
 from launcher.config.compose import load
 from launcher.config.schema import GPT
 from launcher.plan import local_shape, make_plan
-from launcher.runtime import PullTransport, compile_step
+from launcher.runtime import PermuteTransport, PullTransport, compile_step
+from launcher.runtime.transport import Parcel
 from launcher.trace import trace_step
 from recipes import build_model
 
@@ -145,14 +146,14 @@ def speed(size):
     }
 
 
-def processes():
-    """64 MiB from one process on the first device to another one on the same."""
+def processes(transport, *gpus):
+    """What the second of two processes says of `peer`, on a GPU each or both on the one named."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         where = f"127.0.0.1:{probe.getsockname()[1]}"
     both = [
         subprocess.Popen(
-            [sys.executable, __file__, "peer", str(i), where],
+            [sys.executable, __file__, "peer", str(i), where, transport, gpus[i % len(gpus)]],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -168,36 +169,88 @@ def processes():
             each.kill()
     if any(each.returncode for each in both):
         return {"problem": " ".join(err.strip()[-200:] for _, err in told)}
-    return {"problem": "", "ms": json.loads(told[1][0].splitlines()[-1])}
+    return {"problem": "", **json.loads(told[1][0].splitlines()[-1])}
 
 
-def peer(index, where):
-    """One of two: the first offers an array twice, the second pulls it, the second time timed."""
+def peer(index, where, way, gpu):
+    """One of two: 64 MiB from the first to the second, twice, the second time timed; then the
+    losses of a pipeline of two stages, beside those of one process."""
     from jax._src import distributed
 
     index = int(index)
-    device_ids = [0] if jax.config.jax_platforms != "cpu" else None
+    device_ids = [int(gpu)] if jax.config.jax_platforms != "cpu" else None
     jax.distributed.initialize(where, 2, index, local_device_ids=device_ids)
     store = distributed.global_state.client
-    transport = PullTransport("127.0.0.1")
-    store.key_value_set(f"at_{index}", transport.address)
-    transport.connect([store.blocking_key_value_get(f"at_{i}", 60_000) for i in range(2)])
-    device = jax.local_devices()[0]
-    array = jax.device_put(np.ones((16, 1 << 20), np.float32), device)
-    taken = 0.0
-    for _ in range(2):
-        key = transport.reserve(1)
-        store.wait_at_barrier(f"begin_{key}", 60_000)
+    if way == "collective":
+        transport = PermuteTransport()
+    else:
+        transport = PullTransport()
+        store.key_value_set(f"at_{index}", transport.address)
+        transport.connect([store.blocking_key_value_get(f"at_{i}", 60_000) for i in range(2)])
+    taken = handed_over(transport, store, is_first=index == 0)
+    return {"ms": taken, "losses": pipeline(transport), "alone": alone()}
+
+
+def handed_over(transport, store, is_first):
+    """Milliseconds of 64 MiB from the first to the second."""
+    first, second = jax.devices()
+    array = jax.device_put(np.ones((16, 1 << 20), np.float32), jax.local_devices()[0])
+    exchange = transport.bind([Parcel(first, second, array.shape, array.dtype)])
+    transport.open([exchange], "")
+    for turn in range(2):
+        key = transport.reserve(exchange.num_keys)
+        store.wait_at_barrier(f"begin_{turn}", 60_000)
         start = time.perf_counter()
-        if index == 0:
-            transport.send(key, [array])
-        else:
-            like = [jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)]
-            (got,) = transport.recv(key, 0, like)
-            assert float(got.sum()) == array.size
-            taken = 1e3 * (time.perf_counter() - start)
-        store.wait_at_barrier(f"end_{key}", 60_000)
+        arrived = exchange(key, {0: array} if is_first else {})
+        jax.block_until_ready(arrived)
+        if not is_first:
+            assert float(arrived[0].sum()) == array.size
+        taken = 1e3 * (time.perf_counter() - start)
     return taken
+
+
+def small():
+    """A step and what makes its state, a batch, and the traced step."""
+    options = GPT(vocab_size=256, hidden_size=64, num_layers=2, num_heads=2, sequence_length=32)
+    model = build_model(options, "fp32")
+    text = np.random.default_rng(0).integers(0, 256, (4, 33), dtype=np.int32)
+    batch = {"tokens": text[:, :-1], "targets": text[:, 1:]}
+    step, start = training(
+        lambda p, b: model.loss(p, b, None)[0], model.init, launcher.value_and_grad
+    )
+    return start, batch, trace_step(step, (jax.eval_shape(start, jax.random.key(0)), batch))
+
+
+def trained(executable, start, batch):
+    """The losses of a few steps that this process knows."""
+    state, found = executable.create(start, jax.random.key(0)), []
+    for _ in range(4):
+        state, loss = executable(state, batch)
+        found += [float(shard.data) for shard in loss.addressable_shards[:1]]
+    jax.block_until_ready([x for x in jax.tree.leaves(state) if x.addressable_shards])
+    return found
+
+
+def pipeline(transport):
+    """The losses of two stages, one in each process."""
+    start, batch, traced = small()
+    kind = jax.devices()[0].device_kind
+    plan = make_plan(
+        traced,
+        method="manual",
+        num_stages=2,
+        num_micro_batches=2,
+        cluster=local_shape(2, 2, kind),
+    )
+    return trained(compile_step(traced, plan, jax.devices(), transport), start, batch)
+
+
+def alone():
+    """The same on this process's device alone."""
+    start, batch, traced = small()
+    device = jax.local_devices()[0]
+    plan = make_plan(traced, method="data", cluster=local_shape(1, 1, device.device_kind))
+    return trained(compile_step(traced, plan, [device]), start, batch)
 
 
 if __name__ == "__main__":

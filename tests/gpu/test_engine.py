@@ -22,12 +22,29 @@ def test_attention(program, figure, on_gpu):
     )
 
 
-def test_two_processes_share_a_gpu(program, figure):
-    """Two worker processes on one device, arrays pulled from one by the other."""
-    told = program("processes", XLA_PYTHON_CLIENT_MEM_FRACTION="0.3")
+@pytest.mark.parametrize("way", ["pull", "collective"])
+def test_two_processes_share_a_gpu(way, program, figure):
+    """Two worker processes on one device. Neither way is for that: NCCL wants a device each."""
+    told = program("processes", way, "0", XLA_PYTHON_CLIENT_MEM_FRACTION="0.3")
     if told["problem"]:
         pytest.skip(f"not here: {told['problem'][-120:]}")
-    figure(f"64 MiB in {told['ms']:.1f} ms")
+    figure(and_losses(told))
+
+
+def test_two_processes_with_a_gpu_each(program, figure, devices):
+    """By collectives, as `cluster.transport=auto` takes them on GPUs: what one process computes."""
+    if devices < 2:
+        pytest.skip("one GPU")
+    told = program("processes", "collective", "0", "1")
+    assert not told["problem"]
+    figure(and_losses(told))
+
+
+def and_losses(told):
+    """The figure of a pipeline whose losses are those of one process."""
+    apart = max(abs(x - y) / y for x, y in zip(told["losses"], told["alone"], strict=True))
+    assert apart < 1e-3
+    return f"64 MiB in {told['ms']:.1f} ms; losses {apart:.1e} from one process's"
 
 
 @pytest.mark.parametrize("size", ["125m", "350m"])

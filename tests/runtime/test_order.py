@@ -7,12 +7,17 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 
+from launcher import runtime
 from launcher.plan import PlanError, local_shape
+from launcher.runtime import table
 from launcher.runtime.emit import emit
 from launcher.runtime.instructions import Free, Run, Send
 from launcher.runtime.order import digest, parts_of, prove
+from launcher.runtime.placement import make_placement
+from launcher.runtime.transport import Parcel
 from launcher.trace import trace_step
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -160,11 +165,52 @@ def other_way_round(instructions, place):
 
 def test_orders_that_differ_have_other_digests(traced):
     instructions, slots, owners, _ = chain(traced)
-    own = digest(instructions, owners, slots)
-    assert own == digest(tuple(instructions), [set(x) for x in owners], list(slots))
+    told = ["a to b", "b to c"]  # of what goes between processes
+    own = digest(instructions, owners, slots, told)
+    assert own == digest(tuple(instructions), [set(x) for x in owners], list(slots), tuple(told))
     sends = [i for i, x in enumerate(instructions) if isinstance(x, Send)]
     other = list(instructions)
     other[sends[0]], other[sends[1]] = other[sends[1]], other[sends[0]]
-    assert digest(other, owners, slots) != own
-    assert digest(instructions, owners[::-1], slots) != own
-    assert digest(instructions, owners, slots[::-1]) != own
+    assert digest(other, owners, slots, told) != own
+    assert digest(instructions, owners[::-1], slots, told) != own
+    assert digest(instructions, owners, slots[::-1], told) != own
+    assert digest(instructions, owners, slots, told[::-1]) != own
+
+
+def test_a_process_proves_the_rows_that_it_built(traced, monkeypatch):
+    plan = uniform(2, 2).plan(traced, local_shape(8, 2, "cpu"))
+    emitted = emit(traced, plan)
+    placement = make_placement(plan, jax.devices(), emitted.slots)
+    programs = {x.program: None for x in emitted.instructions if isinstance(x, Run)}
+    given = emitted, placement, programs, (False,) * len(traced.donated), None
+    assert table.build_table(*given).rows
+    build = table._rows
+
+    def swapped_rows(*args):
+        rows, exchanges = build(*args)
+        first, second, *_ = (i for i, row in enumerate(rows) if row.call or row.outputs)
+        found = list(rows)
+        found[first], found[second] = found[second], found[first]
+        return found, exchanges
+
+    monkeypatch.setattr(table, "_rows", swapped_rows)
+    with pytest.raises(PlanError, match=r"process 0 has to do instruction \d+"):
+        table.build_table(*given)
+
+
+@pytest.mark.parametrize("way", ["PermuteTransport", "PullTransport"])
+def test_exchanges_tell_what_they_do(way):
+    """Those alike the same, and any other something else."""
+    a, b, c = jax.devices()[:3]
+    f32, i32 = jnp.dtype("float32"), jnp.dtype("int32")
+    base = [Parcel(a, b, (3,), f32), Parcel(a, b, (2,), f32)]
+    others = [
+        base[:1],
+        base[::-1],
+        [Parcel(a, c, (3,), f32), base[1]],
+        [Parcel(a, b, (3,), i32), base[1]],
+        [Parcel(b, a, (3,), f32), base[1]],
+    ]
+    bind = getattr(runtime, way)().bind
+    assert bind(base).told == bind(list(base)).told
+    assert len({bind(parcels).told for parcels in [base, *others]}) == 1 + len(others)

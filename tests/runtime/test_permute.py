@@ -69,8 +69,9 @@ def test_parcels_of_all_kinds_arrive():
     every = [parcels_at_random(seed, 6) for seed in range(3)]
     every += [every[0], []]
     exchanges = [way.bind(parcels) for parcels in every]
-    way.open()
-    way.open()  # of nothing new
+    way.open(exchanges, "")
+    way.open(exchanges, "")  # nothing new
+    assert all(exchange.is_open for exchange in exchanges)
     rng = np.random.default_rng(0)
     for _ in range(2):
         for parcels, exchange in zip(every, exchanges, strict=True):
@@ -91,14 +92,29 @@ def test_equal_exchanges_share_a_program_and_devices_meet_once(monkeypatch):
     way = PermuteTransport()
     a, b, c = jax.devices()[:3]
     kind = (4,), jnp.dtype("float32")
-    for src, dst in ((a, b), (a, b), (b, a), (b, c)):
-        way.bind([Parcel(src, dst, *kind)])
+    ways = (a, b), (a, b), (b, a), (b, c)
+    exchanges = [way.bind([Parcel(*ends, *kind)]) for ends in ways]
     lowered, ran = [], []
     compiled = way_of(lowered, ran)
     monkeypatch.setattr("launcher.runtime.permute._Program.compiled", compiled)
-    way.open()
+    way.open(exchanges, "")
     assert len(lowered) == 3
     assert [[device.id for device in devices] for devices in ran] == [[a.id, b.id], [b.id, c.id]]
+
+
+def test_an_exchange_leaves_nothing_behind():
+    """What idle devices give is kept while an exchange needs it, once for all that do; what was
+    compiled, for the next one like it."""
+    way, (a, b, c) = PermuteTransport(), jax.devices()[:3]
+    sent = jax.device_put(jnp.ones(77), a)
+    before = len(jax.live_arrays())
+    both = [way.bind([Parcel(a, to, sent.shape, sent.dtype)]) for to in (b, b, c)]
+    way.open(both, "")
+    arrived = [exchange(0, {0: sent}) for exchange in both]
+    assert len(jax.live_arrays()) == before + len(arrived) + 2  # zeros on b, and on c
+    del both, arrived
+    assert len(jax.live_arrays()) == before
+    assert way.bind([Parcel(a, b, sent.shape, sent.dtype)]).is_open
 
 
 def way_of(lowered, ran):

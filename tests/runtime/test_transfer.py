@@ -58,6 +58,18 @@ def test_repeated_calls_leave_nothing_behind(peers):
         assert len(set(one["offered"])) == len(one["offered"])
 
 
+def test_random_keys_go_by_both_ways(peers):
+    """To each of the two devices, one key and two of four."""
+    assert [peer["keys"] for peer in peers] == [[0, 0], [4, 4]]
+
+
+def test_processes_meet_for_a_move_that_is_new(peers):
+    assert [peer["meetings"] for peer in peers] == [
+        [2, 2, "NotMetError"],
+        [2, 2, "ZeroDivisionError"],
+    ]
+
+
 # -- inside one process ----------------------------------------------------------------------------
 
 CUTS = [(), ("data",), (None, "model"), ("model", "data")]

@@ -6,9 +6,11 @@ Prints a line of JSON: what this process sent, beside what it should have sent.
 """
 
 import collections
+import contextlib
 import json
 import os
 import sys
+from unittest import mock
 
 INDEX, COUNT, COORDINATOR = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 DEVICES = int(sys.argv[4])
@@ -22,8 +24,15 @@ from tiny import BATCHES, init, step  # noqa: E402
 
 from launcher.plan import local_shape, make_plan  # noqa: E402
 from launcher.plan.reshard import crossing, route  # noqa: E402
-from launcher.runtime import PullTransport, compile_step, move  # noqa: E402
-from launcher.runtime.transfer import boxes, is_here  # noqa: E402
+from launcher.runtime import (  # noqa: E402
+    NotMetError,
+    PermuteTransport,
+    PullTransport,
+    compile_step,
+    move,
+)
+from launcher.runtime.permute import _Program  # noqa: E402
+from launcher.runtime.transfer import boxes, is_here, place  # noqa: E402
 from launcher.trace import trace_step  # noqa: E402
 
 
@@ -95,6 +104,66 @@ def messages(transport):
     return transport.offered.total() - before
 
 
+def keys(transport):
+    """Random keys, one and several, go to where the other process is; how many arrived."""
+    one, other = (
+        Mesh([d for d in jax.devices() if d.process_index == i], "a") for i in range(COUNT)
+    )
+    values = [jax.random.key(3), jax.random.split(jax.random.key(4, impl="rbg"), 4)]
+    avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values]
+    src = [NamedSharding(one, PartitionSpec())] * 2
+    dst = [NamedSharding(other, PartitionSpec(*cut)) for cut in ((), ("a",))]
+    there = [place(*each) if INDEX == 0 else None for each in zip(values, src, strict=True)]
+    arrived = 0
+    for value, moved, sharding in zip(
+        values, move(there, avals, src, dst, transport), dst, strict=True
+    ):
+        assert (moved.shape, moved.dtype, moved.sharding) == (value.shape, value.dtype, sharding)
+        data = np.asarray(jax.random.key_data(value))
+        for shard in jax.random.key_data(moved).addressable_shards:
+            arrived += 1
+            np.testing.assert_array_equal(shard.data, data[shard.index])
+    return arrived
+
+
+class Meets(PermuteTransport):
+    """Notes what it met for."""
+
+    def __init__(self):
+        super().__init__()
+        self.met = []
+
+    def meet(self, order):
+        self.met.append(order)
+        super().meet(order)
+
+
+def meetings():
+    """How often the processes meet for a move, for another like it, and for a third that one of
+    them cannot compile; and whether each is told."""
+    transport = Meets()
+    src, dst = (
+        NamedSharding(
+            Mesh([d for d in jax.devices() if d.process_index == i], "a"), PartitionSpec()
+        )
+        for i in range(COUNT)
+    )
+    found = []
+    for size in (3, 3, 4):
+        value = np.arange(size, dtype=np.float32)
+        array = place(value, src) if INDEX == 0 else None
+        fails = mock.patch.object(_Program, "compiled", side_effect=ZeroDivisionError)
+        try:
+            with fails if size == 4 and INDEX == 1 else contextlib.nullcontext():
+                (moved,) = move([array], [value], [src], [dst], transport)
+        except (ZeroDivisionError, NotMetError) as error:
+            found.append(type(error).__name__)
+        else:
+            assert all((x.data == value).all() for x in moved.addressable_shards)
+            found.append(len(transport.met))
+    return found
+
+
 def steps(transport):
     """Two executables by turns on one state: bytes a step of each, losses, arrays alive."""
     traced = trace_step(step, (jax.eval_shape(init, jax.random.key(0)), BATCHES[0]))
@@ -135,6 +204,8 @@ def main() -> None:
     addresses = [store.blocking_key_value_get(f"address_{i}", 60_000) for i in range(COUNT)]
     transport.connect(addresses)
     found = {"moves": random_moves(transport), "messages": messages(transport), **steps(transport)}
+    found["keys"] = [keys(transport), keys(PermuteTransport())]
+    found["meetings"] = meetings()
     found["offered"] = sorted(transport.offered.elements())
     found["pulled"] = sorted(transport.pulled.elements())
     print(json.dumps(found), flush=True)
