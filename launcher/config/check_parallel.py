@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
+from launcher.schedule import training_schedules
 
 _ONE_STAGE = ("data", "zero2", "zero3", "shard")
 
@@ -103,11 +104,12 @@ def _check_stages(config: Config) -> Iterator[ConfigError]:
             f"{'parallel' if parallel.num_layers else 'model'}.num_layers.",
             ["parallel.num_stages"],
         )
-    if gpus is not None and stages > gpus and parallel.schedule != "interleaved_1f1b":
+    sharing = training_schedules(interleaves=True)
+    if gpus is not None and stages > gpus and parallel.schedule not in sharing:
         yield ConfigError(
             f"parallel.num_stages={stages} is more than cluster.gpus={gpus}",
-            "A stage needs a device of its own, except with parallel.schedule=interleaved_1f1b: "
-            "ask for fewer stages or more devices.",
+            "A stage needs a device of its own, except with parallel.schedule="
+            f"{' or '.join(sharing)}: ask for fewer stages or more devices.",
             ["parallel.num_stages", "cluster.gpus"],
         )
 

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from launcher.config.fields import FromEnvironment, automatic, choice, number
 from launcher.config.machines import Cluster
 from launcher.config.optimizers import OPTIMIZERS, SGD, Adafactor, Adam, AdamW, Lion
+from launcher.schedule import training_schedules
 
 
 @dataclass(frozen=True)
@@ -172,9 +173,7 @@ class Parallel:
     num_stages: int | None = automatic(minimum=1)  # manual: as many as layers and devices allow
     stages_per_mesh: int | None = number(None, minimum=1)  # null: one; interleaved: at least two
     num_micro_batches: int | None = automatic(minimum=1)  # left open: for auto alone
-    schedule: str = choice(
-        "auto", "auto", "gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zero_bubble"
-    )
+    schedule: str = choice("auto", "auto", *training_schedules())
     remat: str = choice(
         "auto",
         "auto",

@@ -22,6 +22,7 @@ from launcher.plan.methods import (
 from launcher.plan.options import ManualLayerOption, numbered_layers
 from launcher.plan.plan import Plan
 from launcher.plan.profile.run import measure_layers
+from launcher.schedule import DEFAULT_SCHEDULE
 from launcher.trace.step import TracedStep
 
 PIPELINES = ("auto", "manual", "three_d")  # the methods by name that put layers into stages
@@ -36,7 +37,7 @@ def make_plan(
     num_stages: int | None = None,
     stages_per_mesh: int | None = None,
     num_micro_batches: int | None = 1,
-    schedule: str = "1f1b",
+    schedule: str = DEFAULT_SCHEDULE,
     remat: str | Sequence[str] = "none",
     data: int | None = None,
     model: int | None = None,

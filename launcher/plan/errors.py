@@ -22,7 +22,3 @@ class TooLargeError(PlanError):
 
 class UnmeasuredError(PlanError):
     """A plan needs the seconds of layers that could not be measured."""
-
-
-class ScheduleError(ValueError):
-    """A schedule cannot be followed: a defect of ours, not bad input."""

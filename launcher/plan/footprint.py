@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from launcher.plan.joint import Joint, Name, opened, trace_joint
 from launcher.plan.passes import Pass, cut, outputs_by_kind
-from launcher.plan.schedule import Kind
 from launcher.plan.sharding.dims import NamedDims, Sharding
 from launcher.plan.stages import StageGraph
 from launcher.plan.working import Size, working_bytes
+from launcher.schedule import Kind
 from launcher.trace.graph import Var, is_var, nbytes
 from launcher.trace.step import Loss
 

@@ -24,12 +24,12 @@ from launcher.plan.predict import (
 )
 from launcher.plan.profile.measured import MeasuredLayers
 from launcher.plan.remat import recomputed
-from launcher.plan.schedule import Kind, Schedule, backward_follows, make_schedule
 from launcher.plan.sharding.dims import NamedDims, Spec
 from launcher.plan.sharding.layout import MODEL, ROWS, Layout, layouts, outer_dims
 from launcher.plan.sharding.names import leaf_names
 from launcher.plan.sharding.stage import KnownCuts, stage_shardings
 from launcher.plan.stages import StageGraph, cut_stages
+from launcher.schedule import FORWARD_SCHEDULE, SCHEDULES, Kind, Tasks, backward_follows, make_tasks
 from launcher.trace.cost import matmul_flops
 from launcher.trace.graph import Equation, nbytes, source_line
 from launcher.trace.step import Loss, TracedStep
@@ -145,7 +145,7 @@ def make_forward_plan(step: TracedStep, like: Plan) -> Plan:
         )
     outline = dataclasses.replace(
         _outline_of(like),
-        schedule="forward",
+        schedule=FORWARD_SCHEDULE,
         remat=("none",) * len(like.stages),
         shardings=tuple(_renamed(stage.shardings, leaf_names(step)) for stage in like.stages),
     )
@@ -191,14 +191,14 @@ def _renamed(shardings: Mapping[str, Spec], names: Sequence[str]) -> dict[str, S
     return found
 
 
-def _schedule(outline: Outline) -> Schedule:
+def _schedule(outline: Outline) -> Tasks:
     count = len(outline.submeshes)
     if outline.mesh_of != tuple(s % count for s in range(len(outline.mesh_of))):
         raise PlanError(
             f"stages on the same devices must come round in turn; {len(outline.mesh_of)} stages "
             f"are on meshes {', '.join(map(str, outline.mesh_of))}"
         )
-    return make_schedule(outline.schedule, len(outline.layers), count, outline.num_micro_batches)
+    return make_tasks(outline.schedule, len(outline.layers), count, outline.num_micro_batches)
 
 
 def _draft(
@@ -244,7 +244,7 @@ def _draft(
 
 
 def _computed_again(
-    graphs: Sequence[StageGraph], remat: Sequence[str], schedule: Schedule
+    graphs: Sequence[StageGraph], remat: Sequence[str], schedule: Tasks
 ) -> list[list[Equation]]:
     """What each stage's backward pass computes again: nothing where it follows at once."""
     return [
@@ -258,7 +258,7 @@ def _computed_again(
 def _memory(
     graphs: Sequence[StageGraph],
     outline: Outline,
-    schedule: Schedule,
+    schedule: Tasks,
     loss: Loss,
     outer: OuterProgram,
     laid: Sequence[Layout],
@@ -289,7 +289,7 @@ def _described(
     """The stages with their predicted times and memory, which `_memory` has found."""
     cluster = ClusterShape(**draft.cluster)
     of_mesh, footprints = memory
-    split = outline.schedule == "zero_bubble"
+    split = SCHEDULES[outline.schedule].splits_backward
     timed: dict[object, StageSeconds] = {}  # of stages that are the same program, cut alike
     stages = []
     for graph, stage in zip(graphs, draft.stages, strict=True):

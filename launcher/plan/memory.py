@@ -8,10 +8,10 @@ from launcher.plan.footprint import Footprint, as_one, footprint, stage_passes
 from launcher.plan.joint import Name, input_spec
 from launcher.plan.outer import OuterProgram, accumulator_dtype
 from launcher.plan.passes import runs_as_one
-from launcher.plan.schedule import Kind, Task, backward_follows
 from launcher.plan.sharding.dims import parts
 from launcher.plan.sharding.layout import DATA, ROWS, Layout
 from launcher.plan.stages import StageGraph
+from launcher.schedule import Kind, Task, backward_follows
 from launcher.trace.graph import nbytes
 from launcher.trace.step import Loss
 

@@ -27,10 +27,10 @@ from launcher.plan.outline import Outline, Submesh
 from launcher.plan.plan import Plan
 from launcher.plan.profile.run import measure_layers
 from launcher.plan.remat import remat_of_stages
-from launcher.plan.schedule import SCHEDULES
 from launcher.plan.search.auto import model_sizes
 from launcher.plan.search.best import best_plan
 from launcher.plan.search.problem import Wanted
+from launcher.schedule import DEFAULT_SCHEDULE, training_schedules
 from launcher.trace.step import TracedStep
 
 __all__ = [
@@ -128,7 +128,7 @@ class ThreeDParallel:
     model: int = 1
     pipeline: int = 1
     num_micro_batches: int = 1
-    schedule: str = "1f1b"
+    schedule: str = DEFAULT_SCHEDULE
     remat: str | tuple[str, ...] = "none"
 
     def plan(self, step: TracedStep, cluster: ClusterShape) -> Plan:
@@ -151,7 +151,7 @@ class PipeshardParallel:
             `mark_pipeline_boundary()` calls; `AutoLayerOption(…)` or "auto", where few bytes cross.
         stage_option: which layers and devices make a stage: `UniformStageOption(…)` or "uniform",
             `ManualStageOption(…)`, or `AutoStageOption()` or "auto", which searches for the best.
-        schedule: "gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b" or "zero_bubble".
+        schedule: the name of one of `launcher.schedule.SCHEDULES` that trains.
         remat: one of `plan.remat.POLICIES`, or one a stage.
 
     With the automatic stage option `num_micro_batches` may be None, and `schedule` and `remat`
@@ -161,7 +161,7 @@ class PipeshardParallel:
     num_micro_batches: int | None = 1
     layer_option: str | ManualLayerOption | AutoLayerOption = "manual"
     stage_option: str | UniformStageOption | ManualStageOption | AutoStageOption = "uniform"
-    schedule: str = "1f1b"
+    schedule: str = DEFAULT_SCHEDULE
     remat: str | tuple[str, ...] = "none"
 
     def plan(self, step: TracedStep, cluster: ClusterShape) -> Plan:
@@ -226,10 +226,11 @@ def auto_plan(
         PlanError: a schedule, policy or cost that the search does not know, or nothing fits.
     """
     check_cost(cost)
-    if schedule not in ("auto", "1f1b", "eager_1f1b", "gpipe", "zero_bubble"):
+    searched = training_schedules(interleaves=False)
+    if schedule not in ("auto", *searched):
         raise PlanError(
-            f"parallel.schedule={schedule} is not searched for; give auto, 1f1b, "
-            "eager_1f1b, gpipe or zero_bubble, or use parallel=manual"
+            f"parallel.schedule={schedule} is not searched for; give auto, "
+            f"{', '.join(searched[:-1])} or {searched[-1]}, or use parallel=manual"
         )
     if remat != "auto":
         remat = remat_of_stages(remat, 1)[0]
@@ -285,7 +286,7 @@ def _one_stage(
         submeshes=(Submesh(devices, logical_mesh),),
         mesh_of=(0,),
         num_micro_batches=checked_micro_batches(num_micro_batches),
-        schedule="1f1b",
+        schedule=DEFAULT_SCHEDULE,
         remat=remat_of_stages(remat, 1),
         zero=(zero,),
     )
@@ -301,9 +302,10 @@ def _pipeline(
     schedule: str,
     remat: str | Sequence[str],
 ) -> Plan:
-    trainings = [name for name in SCHEDULES if name != "forward"]
-    if schedule not in trainings:
-        raise PlanError(f"parallel.schedule={schedule} is not one of {', '.join(trainings)}")
+    if schedule not in training_schedules():
+        raise PlanError(
+            f"parallel.schedule={schedule} is not one of {', '.join(training_schedules())}"
+        )
     cut = option.cut(step, cluster, schedule)
     outline = Outline(
         method=method,

@@ -13,9 +13,9 @@ from typing import Any
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.errors import PlanError
 from launcher.plan.outline import Submesh
-from launcher.plan.schedule import SEVERAL_STAGES_A_MESH
 from launcher.plan.sharding.dims import Spec
 from launcher.plan.stages import group_layers, layer_flops
+from launcher.schedule import SCHEDULES, training_schedules
 from launcher.trace.clusters import cluster
 from launcher.trace.errors import LayerCountError
 from launcher.trace.step import TracedStep
@@ -81,8 +81,8 @@ class UniformStageOption:
 
     Attributes:
         num_stages: None for as many as layers and devices allow.
-        stages_per_mesh: how many of them share a submesh; None: one, and with `interleaved_1f1b`
-            as few as fit, at least two.
+        stages_per_mesh: how many of them share a submesh; None: one, and with a schedule
+            that interleaves as few as fit, at least two.
         logical_mesh_shape: of every submesh, (data, model); None: all of its devices in data.
     """
 
@@ -257,11 +257,12 @@ def _stages_and_meshes(
     num_devices: int,
 ) -> tuple[int, int]:
     """How many stages on how many equal meshes: as many meshes as fit what was asked."""
-    several = schedule in SEVERAL_STAGES_A_MESH
+    several = SCHEDULES[schedule].interleaves
     if stages_per_mesh is not None and stages_per_mesh > 1 and not several:
         raise PlanError(
             f"parallel.stages_per_mesh={stages_per_mesh} needs "
-            f"parallel.schedule=interleaved_1f1b; {schedule} runs one stage on each submesh"
+            f"parallel.schedule={' or '.join(training_schedules(interleaves=True))}; "
+            f"{schedule} runs one stage on each submesh"
         )
     for key, number in (("num_stages", asked), ("stages_per_mesh", stages_per_mesh)):
         if number is not None and number < 1:

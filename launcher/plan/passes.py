@@ -18,8 +18,8 @@ from jax.extend import core as jex
 
 from launcher.plan.joint import Joint, Name
 from launcher.plan.residuals import is_cheap, is_fused, kept_values
-from launcher.plan.schedule import Kind
 from launcher.plan.sharding.dims import Sharding
+from launcher.schedule import Kind
 from launcher.trace.cost import matmul_flops
 from launcher.trace.graph import (
     Atom,

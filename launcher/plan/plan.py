@@ -14,9 +14,9 @@ from launcher.files import DamagedError
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.errors import PlanError
 from launcher.plan.proof import prove
-from launcher.plan.schedule import SEVERAL_STAGES_A_MESH, Schedule, make_schedule
 from launcher.plan.sharding.dims import Spec
 from launcher.reading import read
+from launcher.schedule import SCHEDULES, Tasks, make_tasks
 from launcher.trace.clusters import LayerEnds
 from launcher.trace.step import TracedStep
 
@@ -49,7 +49,8 @@ class StagePlan:
             `jax.checkpoint_policies`, by its name, keeps. Without effect where a microbatch's
             backward pass follows its forward pass at once.
         forward_seconds, backward_seconds: predicted, for one microbatch;
-            backward_weight_seconds: of the latter, what `zero_bubble` puts off;
+            backward_weight_seconds: of the latter, what may wait
+            (`Schedule.splits_backward`);
             update_seconds: predicted, once a step, to sum gradients and to update.
         memory_bytes: predicted peak on one device of the mesh, with all of its stages.
         num_parameters: those that live here.
@@ -208,8 +209,8 @@ class Plan:
         there = self.cluster["memory_bytes"]
         return 0 if there is None else max(stage.memory_bytes for stage in self.stages) - there
 
-    def tasks(self) -> Schedule:
-        """The schedule of a step: for every mesh, its tasks in order.
+    def tasks(self) -> Tasks:
+        """For every mesh, its tasks of a step in order.
 
         Raises:
             PlanError: stages share meshes, and the schedule has none do so, or in another order.
@@ -220,12 +221,12 @@ class Plan:
                 f"stages on the same devices must come round in turn; {len(self.stages)} stages "
                 f"are on meshes {', '.join(map(str, self.mesh_of))}"
             )
-        several = self.schedule in SEVERAL_STAGES_A_MESH
+        several = SCHEDULES[self.schedule].interleaves
         if len(self.stages) % count or (len(self.stages) > count and not several):
             raise PlanError(
                 f"{self.schedule} cannot run {len(self.stages)} stages on {count} submeshes"
             )
-        return make_schedule(self.schedule, len(self.stages), count, self.num_micro_batches)
+        return make_tasks(self.schedule, len(self.stages), count, self.num_micro_batches)
 
     def validate(self, step: TracedStep) -> None:
         """Prove that the plan, perhaps edited by hand, can be carried out.

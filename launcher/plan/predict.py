@@ -13,7 +13,6 @@ from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.outer import OuterProgram, accumulator_dtype
 from launcher.plan.outline import Submesh
 from launcher.plan.plan import Collectives, Plan
-from launcher.plan.schedule import Kind, Task
 from launcher.plan.sharding.cost import (
     Collective,
     flow,
@@ -23,9 +22,17 @@ from launcher.plan.sharding.cost import (
 )
 from launcher.plan.sharding.dims import parts
 from launcher.plan.sharding.layout import DATA, MODEL, ROWS, Layout
-from launcher.plan.sharing import Shared, simulate_shared
-from launcher.plan.simulate import TimedTask, bubble_fraction, simulate, step_seconds
 from launcher.plan.stages import StageGraph
+from launcher.schedule import (
+    Kind,
+    Shared,
+    Task,
+    TimedTask,
+    bubble_fraction,
+    simulate,
+    simulate_shared,
+    step_seconds,
+)
 from launcher.trace.graph import Equation, nbytes
 from launcher.trace.step import Loss
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from launcher.plan.errors import PlanError
 from launcher.plan.remat import POLICIES
-from launcher.plan.schedule import SCHEDULES
 from launcher.plan.sharding.dims import Spec, axes
 from launcher.plan.sharding.names import leaf_names
+from launcher.schedule import SCHEDULES
 from launcher.trace.clusters import LayerEnds
 from launcher.trace.errors import BatchError
 from launcher.trace.step import TracedStep

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from launcher.plan.simulate import TimedTask
+    from launcher.schedule import TimedTask
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 TRAIN, EVAL = "#0072B2", "#D55E00"

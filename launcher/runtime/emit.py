@@ -17,7 +17,6 @@ from launcher.plan import Plan, timeline
 from launcher.plan.joint import Name
 from launcher.plan.outer import OuterProgram, Slicing, place_outer
 from launcher.plan.place import Segment
-from launcher.plan.schedule import Kind, Task
 from launcher.plan.sharding.layout import layouts
 from launcher.plan.stages import StageGraph, cut_stages
 from launcher.runtime.collectives import scatter
@@ -31,6 +30,7 @@ from launcher.runtime.instructions import (
 )
 from launcher.runtime.slots import Slots
 from launcher.runtime.stage_programs import StageProgram, stage_programs
+from launcher.schedule import Kind, Task
 from launcher.trace.graph import Var, is_var, program
 from launcher.trace.step import Loss, TracedStep
 

@@ -15,8 +15,6 @@ from typing import Any
 import jax
 
 from launcher.plan import Plan, PlanError
-from launcher.plan.schedule import Task
-from launcher.plan.simulate import TimedTask, simulate
 from launcher.runtime.emit import emit
 from launcher.runtime.instructions import Run
 from launcher.runtime.placement import make_placement
@@ -25,6 +23,7 @@ from launcher.runtime.state import create_state
 from launcher.runtime.table import Row, build_table
 from launcher.runtime.transfer import is_here, place
 from launcher.runtime.transport import Transport
+from launcher.schedule import Task, TimedTask, simulate
 from launcher.trace.step import TracedStep
 
 

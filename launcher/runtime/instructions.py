@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.plan.schedule import Task
 from launcher.plan.sharding.dims import Spec
+from launcher.schedule import Task
 
 
 @dataclass(frozen=True)

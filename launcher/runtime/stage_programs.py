@@ -19,12 +19,12 @@ import jax.numpy as jnp
 from launcher.plan.joint import Name, input_spec, trace_joint
 from launcher.plan.outer import Operand, Slicing, accumulator_dtype
 from launcher.plan.passes import Pass, cut, outputs_by_kind, runs_as_one
-from launcher.plan.schedule import Kind, Task, backward_follows
 from launcher.plan.sharding.dims import Spec
 from launcher.plan.sharding.layout import DATA, Layout
 from launcher.plan.stages import StageGraph
 from launcher.runtime.collectives import constrained, scatter
 from launcher.runtime.local import emitted_locally
+from launcher.schedule import Kind, Task, backward_follows
 from launcher.trace.graph import Var
 from launcher.trace.step import Loss
 

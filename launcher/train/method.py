@@ -7,6 +7,7 @@ from collections.abc import Callable
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Parallel
 from launcher.plan import ClusterShape, Plan, PlanError, make_plan
+from launcher.schedule import DEFAULT_SCHEDULE
 from launcher.trace import TracedStep
 from launcher.train.replay import another_program, check_devices, no_plan, read_plan
 
@@ -20,9 +21,9 @@ def plan_of(
     nothing_fits: Callable[[str], None] | None = None,
 ) -> Plan:
     """The plan that the settings ask for. What is left to the launcher, only `auto` searches for;
-    the other methods take one microbatch, 1f1b and no rematerialisation. `progress` is told the
-    share of a search that is done, `say` what happened to measurements, and `nothing_fits` why a
-    search plans what lacks least memory; without it, that takes `parallel.allow_over_memory`.
+    the other methods take one microbatch, the default schedule and no rematerialisation.
+    `progress` is told the share of a search that is done, `say` what happened to measurements, and `nothing_fits`
+    why a search plans what lacks least memory; without it, that takes `parallel.allow_over_memory`.
 
     Raises:
         ConfigError: the plan to replay cannot be read, or is not one for this program and cluster.
@@ -35,7 +36,7 @@ def plan_of(
         nothing_fits = _as_allowed
     chosen = {"schedule": parallel.schedule, "remat": parallel.remat}
     if not searched:
-        usual = {"schedule": "1f1b", "remat": "none"}
+        usual = {"schedule": DEFAULT_SCHEDULE, "remat": "none"}
         chosen = {key: usual[key] if word == "auto" else word for key, word in chosen.items()}
     return make_plan(
         step,

@@ -20,8 +20,9 @@ import numpy as np
 from launcher.cluster.peer import Peer
 from launcher.config.compose import from_dict
 from launcher.config.schema import Config
-from launcher.plan import Plan, Task, make_forward_plan
+from launcher.plan import Plan, make_forward_plan
 from launcher.runtime import StageTimes, compile_step
+from launcher.schedule import Task
 from launcher.train import checkpoint
 from launcher.train.feed import Feeder
 from launcher.train.program import Program, build_program

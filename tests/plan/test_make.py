@@ -8,7 +8,7 @@ import pytest
 
 import launcher
 from launcher.plan import Plan, PlanError, local_shape, make_forward_plan, make_plan, timeline
-from launcher.plan.schedule import Kind
+from launcher.schedule import Kind
 from launcher.trace import trace_step
 
 LAYERS, WIDTH = 6, 64

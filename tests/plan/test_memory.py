@@ -7,9 +7,9 @@ import pytest
 import launcher
 from launcher.plan.footprint import footprint, stage_passes
 from launcher.plan.memory import activation_bytes
-from launcher.plan.schedule import Kind, make_schedule, max_in_flight
 from launcher.plan.sharding.dims import NamedDims, Sharding
 from launcher.plan.stages import cut_stages
+from launcher.schedule import Kind, make_tasks, max_in_flight
 from launcher.trace import trace_step
 
 WIDTH, ROWS, STAGES, MICRO_BATCHES = 8, 4, 4, 6
@@ -42,7 +42,7 @@ def footprints(traced, meshes, remat, kinds=frozenset((Kind.FORWARD, Kind.BACKWA
 
 
 def peaks(traced, name, meshes, remat, kinds=frozenset((Kind.FORWARD, Kind.BACKWARD))):
-    tasks = make_schedule(name, STAGES, meshes, MICRO_BATCHES)
+    tasks = make_tasks(name, STAGES, meshes, MICRO_BATCHES)
     found = footprints(traced, meshes, remat, kinds)
     return [activation_bytes(of, on_mesh) for of, on_mesh in zip(found, tasks, strict=True)]
 
@@ -51,7 +51,7 @@ def peaks(traced, name, meshes, remat, kinds=frozenset((Kind.FORWARD, Kind.BACKW
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_what_is_kept_is_kept_for_every_microbatch_in_flight(found, name, remat):
     (one,) = footprints(found, STAGES, remat)[1].values()
-    in_flight = max_in_flight(make_schedule(name, STAGES, STAGES, MICRO_BATCHES)[1])
+    in_flight = max_in_flight(make_tasks(name, STAGES, STAGES, MICRO_BATCHES)[1])
     kept, worked = one.left[Kind.FORWARD], one.working
     last = max((in_flight - 1) * kept + worked[Kind.FORWARD], in_flight * kept)
     assert peaks(found, name, STAGES, remat)[1] == pytest.approx(
@@ -73,7 +73,7 @@ def test_what_is_computed_again_is_held_between_the_parts_of_a_backward_pass(fou
 
 
 def test_the_stages_of_a_mesh_add_up(found):
-    tasks = make_schedule("interleaved_1f1b", STAGES, 2, MICRO_BATCHES)
+    tasks = make_tasks("interleaved_1f1b", STAGES, 2, MICRO_BATCHES)
     shared = peaks(found, "interleaved_1f1b", 2, "full")
     assert shared[1] >= max_in_flight(tasks[1]) * BOUNDARY
     assert shared[0] < shared[1] + max_in_flight(tasks[0]) * BOUNDARY  # stage 0 keeps nothing

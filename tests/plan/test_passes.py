@@ -10,9 +10,9 @@ from launcher.plan.footprint import footprint, stage_passes
 from launcher.plan.joint import trace_joint
 from launcher.plan.passes import cut, outputs_by_kind
 from launcher.plan.remat import POLICIES
-from launcher.plan.schedule import Kind
 from launcher.plan.sharding.dims import NamedDims, Sharding
 from launcher.plan.stages import cut_stages
+from launcher.schedule import Kind
 from launcher.trace import trace_step
 from launcher.trace.cost import matmul_flops
 from launcher.trace.graph import nbytes

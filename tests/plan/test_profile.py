@@ -22,13 +22,13 @@ from launcher.plan.profile import cache
 from launcher.plan.profile import run as profile
 from launcher.plan.profile.measured import MeasuredLayers, Timing
 from launcher.plan.profile.programs import layer_program
-from launcher.plan.schedule import Kind
 from launcher.plan.search.best import best_plan
 from launcher.plan.search.problem import Wanted
 from launcher.plan.stages import cut_stages
 from launcher.runtime.emit import emit
 from launcher.runtime.placement import make_placement
 from launcher.runtime.programs import compile_programs
+from launcher.schedule import Kind
 from launcher.trace import TracedStep, trace_step
 
 BATCH, LAYERS, WIDTH = 8, 4, 16

@@ -8,9 +8,8 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
-from launcher.plan.schedule import Kind, gpipe, one_f_one_b, zero_bubble
-from launcher.plan.simulate import bubble_fraction, simulate
 from launcher.report import plots
+from launcher.schedule import SCHEDULES, Kind, bubble_fraction, simulate
 
 
 def pixels(path, colour):
@@ -18,10 +17,11 @@ def pixels(path, colour):
     return int((np.abs(image - to_rgb(colour)).max(axis=-1) < 0.01).sum())
 
 
-@pytest.mark.parametrize(("schedule", "num_stages"), [(gpipe, 2), (one_f_one_b, 4)])
+@pytest.mark.parametrize(("schedule", "num_stages"), [("gpipe", 2), ("1f1b", 4)])
 def test_the_idle_area_of_the_timeline_is_the_bubble(tmp_path, schedule, num_stages):
     timeline = simulate(
-        schedule(num_stages, 4), lambda task: 0.01 if task.kind is Kind.FORWARD else 0.02
+        SCHEDULES[schedule].tasks(num_stages, 4),
+        lambda task: 0.01 if task.kind is Kind.FORWARD else 0.02,
     )
     path = plots.plot_timeline(timeline, tmp_path / "plots" / "timeline.png", "a plan")
     idle = pixels(path, plots.IDLE)
@@ -30,7 +30,9 @@ def test_the_idle_area_of_the_timeline_is_the_bubble(tmp_path, schedule, num_sta
 
 
 def test_backward_takes_its_share_of_the_timeline(tmp_path):
-    timeline = simulate(gpipe(1, 3), lambda task: 1.0 if task.kind is Kind.FORWARD else 2.0)
+    timeline = simulate(
+        SCHEDULES["gpipe"].tasks(1, 3), lambda task: 1.0 if task.kind is Kind.FORWARD else 2.0
+    )
     path = plots.plot_timeline(timeline, tmp_path / "timeline.png")
     forward, backward = (pixels(path, plots.TASK_COLOURS[k]) for k in ("forward", "backward"))
     assert backward / forward == pytest.approx(2.0, rel=0.1)
@@ -93,7 +95,7 @@ def test_tasks_too_narrow_for_a_number_cost_the_others_none(tmp_path, drawn):
         # The first stage's inputs need no gradient.
         return 0.0 if task.kind is Kind.BACKWARD_INPUT and task.stage == 0 else 1.0
 
-    timeline = simulate(zero_bubble(3, 6), duration)
+    timeline = simulate(SCHEDULES["zero_bubble"].tasks(3, 6), duration)
     plots.plot_timeline(timeline, tmp_path / "timeline.png")
     [axes] = drawn[0].axes
     wide = [timed for timed in timeline if timed.end > timed.start]
@@ -104,7 +106,7 @@ def test_tasks_too_narrow_for_a_number_cost_the_others_none(tmp_path, drawn):
 
 
 def test_the_pictures_step_time_is_the_consoles(tmp_path, drawn):
-    timeline = simulate(gpipe(2, 4), lambda task: 0.01)
+    timeline = simulate(SCHEDULES["gpipe"].tasks(2, 4), lambda task: 0.01)
     plots.plot_timeline(timeline, tmp_path / "timeline.png", "run", step_seconds=0.125)
     [axes] = drawn[0].axes
     assert axes.get_title(loc="left").startswith("run: 125 ms a step, 20.0% idle")

@@ -11,10 +11,10 @@ import pytest
 
 import launcher
 from launcher.plan import PlanError, local_shape, make_plan, measured_bubble
-from launcher.plan.schedule import Kind, in_flight_bound
 from launcher.runtime import compile_step
 from launcher.runtime.emit import emit
 from launcher.runtime.instructions import Free, Run, Send
+from launcher.schedule import SCHEDULES, Kind
 from launcher.trace import trace_step
 
 LAYERS, WIDTH = 4, 8
@@ -88,7 +88,7 @@ def test_live_activations_stay_within_the_schedules_bound(schedule, devices, rem
     assert not held & owner.keys()
     assert held <= {slot for slot, _, _ in emitted.results}
     meshes = len(plan.meshes)
-    bounds = [in_flight_bound(schedule, i, meshes, 8, 4 // meshes) for i in range(meshes)]
+    bounds = [SCHEDULES[schedule].in_flight_bound(i, meshes, 8, 4 // meshes) for i in range(meshes)]
     if remat == "none":
         assert [peak[i] for i in range(meshes)] == bounds
     assert all(peak[i] <= bounds[i] for i in range(meshes))

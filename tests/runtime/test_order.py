@@ -18,6 +18,7 @@ from launcher.runtime.instructions import Free, Run, Send
 from launcher.runtime.order import digest, parts_of, prove
 from launcher.runtime.placement import make_placement
 from launcher.runtime.transport import Parcel
+from launcher.schedule import training_schedules
 from launcher.trace import trace_step
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -26,7 +27,7 @@ from trainings import training
 
 STEP, INIT, BATCHES = training("chain")
 DEVICES = {2: 8, 3: 6, 4: 8}  # of so many processes together
-SCHEDULES = "gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zero_bubble"
+SCHEDULES = training_schedules()
 
 
 @pytest.fixture(scope="module")

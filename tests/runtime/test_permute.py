@@ -16,6 +16,7 @@ import pytest
 from launcher.runtime import PermuteTransport, compat, met_by_all, transport
 from launcher.runtime.permute import rounds_of
 from launcher.runtime.transport import NotMetError, Parcel
+from launcher.schedule import training_schedules
 
 sys.path.insert(0, str(Path(__file__).parent))
 from plans import METHODS
@@ -194,7 +195,7 @@ def test_a_jax_without_the_private_store_asks_the_devices(monkeypatch):
 
 # -- several processes -----------------------------------------------------------------------------
 
-SCHEDULES = "gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zero_bubble"
+SCHEDULES = training_schedules()
 
 
 def the_same_by_both(count, devices, settings):

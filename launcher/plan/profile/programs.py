@@ -23,11 +23,11 @@ from launcher.plan.footprint import StagePasses, inside_of, stage_passes
 from launcher.plan.joint import Name
 from launcher.plan.outer import accumulator_dtype
 from launcher.plan.passes import Pass
-from launcher.plan.schedule import Kind
 from launcher.plan.sharding.dims import Sharding, Spec
 from launcher.plan.sharding.layout import MODEL
 from launcher.plan.sharding.stage import model_sharding
 from launcher.plan.stages import StageGraph
+from launcher.schedule import Kind
 from launcher.trace.graph import program, structure_text
 from launcher.trace.step import Loss, TracedStep
 

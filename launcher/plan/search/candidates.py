@@ -16,6 +16,7 @@ from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.search.layers import CostTable
 from launcher.plan.search.stage_costs import Setting, StageCosts, in_flight
 from launcher.plan.search.stages import Candidates
+from launcher.schedule import SCHEDULES
 
 ZERO_LEVELS = (0, 2, 3)
 
@@ -86,7 +87,8 @@ def ways(
     choices: list[Choice],
 ) -> Iterator[Way]:
     """Every use of so many devices, infinite where it does not fit; adds to `choices`."""
-    goes_back = setting.schedule != "gpipe" or setting.num_micro_batches == 1
+    schedule = SCHEDULES[setting.schedule]
+    goes_back = schedule.last_stage_alternates(setting.num_micro_batches)
     for m_index, model in enumerate(table.model_sizes):
         data = size // model
         if size % model or not _splits(setting, data):

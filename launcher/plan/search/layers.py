@@ -14,13 +14,13 @@ import numpy as np
 
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.footprint import StagePasses, as_one, footprint, inside_of, stage_passes
-from launcher.plan.schedule import Kind
 from launcher.plan.sharding.cost import Collective, dependence, flow, is_active, loads, work_seconds
 from launcher.plan.sharding.dims import NamedDims, Sharding, Use, parts
 from launcher.plan.sharding.layout import outer_dims, row_axes
 from launcher.plan.sharding.sequence import sequence_class, sequence_sharding
 from launcher.plan.sharding.stage import model_sharding
 from launcher.plan.stages import StageGraph, cut_stages
+from launcher.schedule import Kind
 from launcher.trace.graph import Var, is_var, nbytes
 from launcher.trace.step import Loss, TracedStep
 

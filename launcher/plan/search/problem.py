@@ -17,6 +17,7 @@ from launcher.plan.search.candidates import Choice, Priced, Setting, price
 from launcher.plan.search.layers import CostTable
 from launcher.plan.search.placing import place_submeshes
 from launcher.plan.search.stages import Found, best_stages, lower_bound
+from launcher.schedule import DEFAULT_SCHEDULE
 
 _MOST_SLICES_TRIED = 1024
 _MOST_FOUND = 4
@@ -109,7 +110,7 @@ def _settings(problem: Problem, wanted: Wanted) -> Iterator[Setting]:
             continue
         for replicas in range(1, devices + 1):
             if devices % replicas == 0 and batch_size % (count * replicas) == 0:
-                schedule = wanted.schedule or "1f1b"
+                schedule = wanted.schedule or DEFAULT_SCHEDULE
                 yield Setting(count, batch_size, replicas, schedule, remats, problem.memory_bytes)
 
 

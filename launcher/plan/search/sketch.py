@@ -14,9 +14,9 @@ from launcher.plan.outline import Outline
 from launcher.plan.plan import Plan, StagePlan, Transfer
 from launcher.plan.predict import with_predictions
 from launcher.plan.profile.measured import MeasuredLayers
-from launcher.plan.schedule import Schedule, backward_follows, make_schedule, max_in_flight
 from launcher.plan.search.problem import Problem, Wanted, spread_divisors
 from launcher.plan.search.stage_costs import Setting, StageCosts
+from launcher.schedule import SCHEDULES, Tasks, backward_follows, make_tasks, max_in_flight
 
 _MOST_STAGES_A_MESH = 4
 
@@ -26,10 +26,14 @@ def variants(outline: Outline, problem: Problem, wanted: Wanted) -> Iterator[Out
     yield outline
     if wanted.schedule is not None or len(outline.layers) == 1:
         return
-    yield dataclasses.replace(outline, schedule="eager_1f1b")
-    if set(outline.remat) == {"none"}:
-        yield dataclasses.replace(outline, schedule="zero_bubble")
-    yield from _interleaved(outline, problem, wanted)
+    others = [schedule for schedule in SCHEDULES.values() if schedule.improves_1f1b]
+    for schedule in others:
+        may_split = not schedule.splits_backward or set(outline.remat) == {"none"}
+        if may_split and not schedule.interleaves:
+            yield dataclasses.replace(outline, schedule=schedule.name)
+    for schedule in others:
+        if schedule.interleaves:
+            yield from _interleaved(outline, problem, wanted, schedule.name)
 
 
 def recounted(outline: Outline, problem: Problem, wanted: Wanted) -> Iterator[Outline]:
@@ -44,7 +48,9 @@ def recounted(outline: Outline, problem: Problem, wanted: Wanted) -> Iterator[Ou
             yield dataclasses.replace(outline, num_micro_batches=count)
 
 
-def _interleaved(outline: Outline, problem: Problem, wanted: Wanted) -> Iterator[Outline]:
+def _interleaved(
+    outline: Outline, problem: Problem, wanted: Wanted, schedule: str
+) -> Iterator[Outline]:
     """Several shorter stages on each submesh, where all submeshes are used alike."""
     count, groups = len(outline.submeshes), problem.groups
     shapes = {submesh.logical_mesh for submesh in outline.submeshes}
@@ -62,7 +68,7 @@ def _interleaved(outline: Outline, problem: Problem, wanted: Wanted) -> Iterator
             outline,
             layers=tuple(tuple(layer for group in part for layer in group) for part in parts),
             mesh_of=tuple(s % count for s in range(each * count)),
-            schedule="interleaved_1f1b",
+            schedule=schedule,
             remat=(remat,) * (each * count),
             zero=outline.zero[:1] * (each * count),
             sequence=outline.sequence[:1] * (each * count),
@@ -79,7 +85,7 @@ def sketched(outline: Outline, problem: Problem, measured: MeasuredLayers | None
     first = {group[0]: at for at, group in enumerate(problem.groups)}
     end = {group[-1]: at + 1 for at, group in enumerate(problem.groups)}
     count = len(outline.layers)
-    schedule = make_schedule(
+    schedule = make_tasks(
         outline.schedule, count, len(outline.submeshes), outline.num_micro_batches
     )
     goes_back = backward_follows(schedule[outline.mesh_of[-1]], count - 1)
@@ -109,7 +115,7 @@ def sketched(outline: Outline, problem: Problem, measured: MeasuredLayers | None
     return with_predictions(draft, 0.0)
 
 
-def _in_flight(schedule: Schedule, count: int) -> list[int]:
+def _in_flight(schedule: Tasks, count: int) -> list[int]:
     """The microbatches whose activations a stage holds, of `count` stages the last one first."""
     if count > len(schedule):
         return []
@@ -152,7 +158,7 @@ def _stage(
         forward, late = forward - work + own[0], own[1] / 2
         backward += own[1] + again - work * (3 if again else 2)
         late = late if s else backward
-    if s and outline.schedule == "zero_bubble":  # a program more
+    if s and SCHEDULES[outline.schedule].splits_backward:  # a program more
         late, backward = late + problem.cluster.launch, backward + problem.cluster.launch
     hosts = {problem.cluster.host_of(device) for device in submesh.devices}
     return StagePlan(

@@ -13,6 +13,7 @@ import numpy as np
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.passes import MOST_INSIDE
 from launcher.plan.search.layers import CostTable
+from launcher.schedule import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,10 @@ class Setting:
 
 
 def in_flight(setting: Setting, depth: int) -> list[int]:
-    """The microbatches whose activations a stage holds, by the stages behind it; of `zero_bubble`
-    at least so many, since the number of all stages is not known here."""
-    most = setting.num_micro_batches
-    if setting.schedule == "gpipe":
-        return [most] * depth
-    each = 2 if setting.schedule == "eager_1f1b" else 1
-    return [min(each * behind + 1, most) for behind in range(depth)]
+    """The microbatches whose activations a stage holds, by the stages behind it: as of the first
+    stage, and so at least, since the number of all stages is not known here."""
+    schedule, most = SCHEDULES[setting.schedule], setting.num_micro_batches
+    return [schedule.in_flight_bound(0, behind + 1, most) for behind in range(depth)]
 
 
 class StageCosts:

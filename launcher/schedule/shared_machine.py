@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from launcher.plan.errors import ScheduleError
-from launcher.plan.schedule import Schedule, Task, dependencies
-from launcher.plan.simulate import TimedTask
+from launcher.schedule.simulate import TimedTask
+from launcher.schedule.tasks import ScheduleError, Task, Tasks, dependencies
 
 _DONE = 1e-9  # of a task: what rounding leaves
 
@@ -38,7 +37,7 @@ class Shared:
 
 
 def simulate_shared(
-    schedule: Schedule,
+    schedule: Tasks,
     duration: Callable[[Task], float],
     transfer: Callable[[int, int], float],
     devices_of: Sequence[int],

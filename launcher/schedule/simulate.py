@@ -9,8 +9,7 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from launcher.plan.errors import ScheduleError
-from launcher.plan.schedule import Schedule, Task, dependencies
+from launcher.schedule.tasks import ScheduleError, Task, Tasks, dependencies
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class TimedTask:
 
 
 def simulate(
-    schedule: Schedule,
+    schedule: Tasks,
     duration: Callable[[Task], float],
     transfer: Callable[[int, int], float] = lambda src, dst: 0.0,
 ) -> list[TimedTask]:

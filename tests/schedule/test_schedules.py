@@ -5,40 +5,30 @@ import itertools
 
 import pytest
 
-from launcher.plan.errors import ScheduleError
-from launcher.plan.schedule import (
+from launcher.schedule import (
     SCHEDULES,
-    SEVERAL_STAGES_A_MESH,
     Kind,
+    ScheduleError,
     Task,
     backward_follows,
-    check_schedule,
+    bubble_fraction,
     clock_table,
     dependencies,
-    eager_1f1b,
-    gpipe,
-    in_flight_bound,
-    interleaved_1f1b,
-    make_schedule,
+    make_tasks,
     max_in_flight,
-    one_f_one_b,
-    zero_bubble,
+    simulate,
+    step_seconds,
+    validate_tasks,
 )
-from launcher.plan.simulate import bubble_fraction, simulate, step_seconds
 
 MESHES, MICRO_BATCHES = range(1, 7), range(1, 10)
 SIZES = list(itertools.product(MESHES, MICRO_BATCHES))
-KINDS = {
-    "forward": {Kind.FORWARD},
-    "zero_bubble": {Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT},
-}
-USUAL = {Kind.FORWARD, Kind.BACKWARD}
 
 
 def every_schedule():
     """`(name, meshes, stages a mesh, microbatches)` of every size."""
     for name, (meshes, micro_batches) in itertools.product(SCHEDULES, SIZES):
-        for each in (1, 2, 3) if name in SEVERAL_STAGES_A_MESH else (1,):
+        for each in (1, 2, 3) if SCHEDULES[name].interleaves else (1,):
             yield name, meshes, each, micro_batches
 
 
@@ -51,8 +41,8 @@ def seconds(task):
 def test_every_task_runs_once_on_its_mesh_after_what_it_needs(name):
     for _, meshes, each, micro_batches in (x for x in every_schedule() if x[0] == name):
         stages = meshes * each
-        schedule = make_schedule(name, stages, meshes, micro_batches)
-        kinds = KINDS.get(name, USUAL)
+        schedule = make_tasks(name, stages, meshes, micro_batches)
+        kinds = SCHEDULES[name].kinds
         want = {Task(s, m, k) for s in range(stages) for m in range(micro_batches) for k in kinds}
         done = set()
         for row in clock_table(schedule):
@@ -62,31 +52,36 @@ def test_every_task_runs_once_on_its_mesh_after_what_it_needs(name):
             assert not done.intersection(tasks)
             done.update(tasks)
         assert done == want
-        check_schedule(name, schedule, stages, micro_batches)
+        validate_tasks(name, schedule, stages, micro_batches)
 
 
 def test_the_bound_on_what_is_in_flight_is_met_exactly():
     for name, meshes, each, micro_batches in every_schedule():
-        schedule = make_schedule(name, meshes * each, meshes, micro_batches)
+        schedule = make_tasks(name, meshes * each, meshes, micro_batches)
         for mesh, tasks in enumerate(schedule):
-            bound = in_flight_bound(name, mesh, meshes, micro_batches, each)
+            bound = SCHEDULES[name].in_flight_bound(mesh, meshes, micro_batches, each)
             assert max_in_flight(tasks) == bound, (name, meshes, each, micro_batches)
 
 
 def test_the_bounds_are_the_papers():
-    assert [in_flight_bound("gpipe", s, 4, 8) for s in range(4)] == [8] * 4
-    assert [in_flight_bound("1f1b", s, 4, 8) for s in range(4)] == [4, 3, 2, 1]
-    assert [in_flight_bound("eager_1f1b", s, 4, 8) for s in range(4)] == [7, 5, 3, 1]
-    assert [in_flight_bound("zero_bubble", s, 4, 8) for s in range(4)] == [4] * 4
+    assert [SCHEDULES["gpipe"].in_flight_bound(s, 4, 8) for s in range(4)] == [8] * 4
+    assert [SCHEDULES["1f1b"].in_flight_bound(s, 4, 8) for s in range(4)] == [4, 3, 2, 1]
+    assert [SCHEDULES["eager_1f1b"].in_flight_bound(s, 4, 8) for s in range(4)] == [7, 5, 3, 1]
+    assert [SCHEDULES["zero_bubble"].in_flight_bound(s, 4, 8) for s in range(4)] == [4] * 4
     # Of half the size: 1 + (p - 1) / (p v) times what 1f1b holds at most.
-    assert [in_flight_bound("interleaved_1f1b", s, 4, 8, 2) for s in range(4)] == [11, 9, 7, 5]
-    assert in_flight_bound("forward", 0, 4, 8) == 0
+    assert [SCHEDULES["interleaved_1f1b"].in_flight_bound(s, 4, 8, 2) for s in range(4)] == [
+        11,
+        9,
+        7,
+        5,
+    ]
+    assert SCHEDULES["forward"].in_flight_bound(0, 4, 8) == 0
 
 
-@pytest.mark.parametrize("schedule", [gpipe, one_f_one_b, eager_1f1b])
-def test_length_and_bubble_are_the_papers(schedule):
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager_1f1b"])
+def test_length_and_bubble_are_the_papers(name):
     for meshes, micro_batches in SIZES:
-        timeline = simulate(schedule(meshes, micro_batches), seconds)
+        timeline = simulate(SCHEDULES[name].tasks(meshes, micro_batches), seconds)
         rounds = micro_batches + meshes - 1
         assert step_seconds(timeline) == pytest.approx(3.0 * rounds)
         assert bubble_fraction(timeline, meshes) == pytest.approx((meshes - 1) / rounds)
@@ -95,7 +90,7 @@ def test_length_and_bubble_are_the_papers(schedule):
 def test_running_further_ahead_hides_transfers():
     """Each round trip costs 1F1B two transfers; the eager one only those that fill and drain."""
     length = {
-        name: step_seconds(simulate(make_schedule(name, 2, 2, 8), seconds, lambda src, dst: 0.5))
+        name: step_seconds(simulate(make_tasks(name, 2, 2, 8), seconds, lambda src, dst: 0.5))
         for name in ("1f1b", "eager_1f1b")
     }
     assert length["eager_1f1b"] == 3.0 * (8 + 1) + 2 * 0.5
@@ -106,7 +101,9 @@ def test_running_further_ahead_hides_transfers():
 def test_interleaving_divides_the_bubble_by_the_stages_a_mesh(each):
     """For any number of microbatches that is at least that of the meshes."""
     for meshes, micro_batches in SIZES:
-        timeline = simulate(interleaved_1f1b(meshes, micro_batches, each), seconds)
+        timeline = simulate(
+            SCHEDULES["interleaved_1f1b"].tasks(meshes, micro_batches, each), seconds
+        )
         work = 3.0 * micro_batches * each
         idle = step_seconds(timeline) - work
         if micro_batches >= meshes:
@@ -118,39 +115,39 @@ def test_interleaving_divides_the_bubble_by_the_stages_a_mesh(each):
 def test_the_weight_parts_fill_the_bubble():
     """(p - 1) (F + B - W) of waiting, a third of 1F1B's at equal times, and never more than it."""
     for meshes, micro_batches in SIZES:
-        schedule = zero_bubble(meshes, micro_batches)
+        schedule = SCHEDULES["zero_bubble"].tasks(meshes, micro_batches)
         length = step_seconds(simulate(schedule, seconds))
-        usual = step_seconds(simulate(one_f_one_b(meshes, micro_batches), seconds))
+        usual = step_seconds(simulate(SCHEDULES["1f1b"].tasks(meshes, micro_batches), seconds))
         if micro_batches >= meshes:
             assert length == pytest.approx(3.0 * micro_batches + meshes - 1)
         assert length < usual or meshes == 1
 
 
 def test_transfers_lengthen_the_step():
-    timeline = simulate(gpipe(3, 1), lambda t: 1.0, lambda src, dst: 0.5)
+    timeline = simulate(SCHEDULES["gpipe"].tasks(3, 1), lambda t: 1.0, lambda src, dst: 0.5)
     assert step_seconds(timeline) == pytest.approx(6 + 4 * 0.5)
 
 
 def test_where_both_passes_can_be_one_program():
     def last(name, each=1):
-        return backward_follows(make_schedule(name, 4 * each, 4, 8)[3], 4 * each - 1)
+        return backward_follows(make_tasks(name, 4 * each, 4, 8)[3], 4 * each - 1)
 
     assert last("1f1b")
     assert last("zero_bubble")
     assert last("interleaved_1f1b", 2)
     assert not last("gpipe")
-    assert not backward_follows(one_f_one_b(4, 8)[2], 2)
+    assert not backward_follows(SCHEDULES["1f1b"].tasks(4, 8)[2], 2)
 
 
 def test_an_impossible_order_is_refused():
-    backward_first = tuple(tuple(reversed(tasks)) for tasks in gpipe(2, 2))
+    backward_first = tuple(tuple(reversed(tasks)) for tasks in SCHEDULES["gpipe"].tasks(2, 2))
     for walk in (clock_table, lambda s: simulate(s, lambda t: 1.0)):
         with pytest.raises(ScheduleError):
             walk(backward_first)
     with pytest.raises(ScheduleError, match="1f1b cannot run 4 stages on 2 meshes"):
-        make_schedule("1f1b", 4, 2, 8)
+        make_tasks("1f1b", 4, 2, 8)
     with pytest.raises(ScheduleError, match="cannot run 3 stages on 2 meshes"):
-        make_schedule("interleaved_1f1b", 3, 2, 8)
+        make_tasks("interleaved_1f1b", 3, 2, 8)
 
 
 @dataclasses.dataclass
@@ -167,14 +164,14 @@ WRONG = [
     Wrong(
         "it has only", lambda s: tuple(tuple(t for t in x if t.kind is Kind.BACKWARD) for x in s)
     ),
-    Wrong("holds more than 2 microbatches on mesh 0", lambda s: gpipe(2, 4)),
+    Wrong("holds more than 2 microbatches on mesh 0", lambda s: SCHEDULES["gpipe"].tasks(2, 4)),
     Wrong("no task can run next", lambda s: (s[0][::-1], s[1]), "gpipe"),
 ]
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda w: w.words)
 def test_the_checker_finds_every_fault(wrong):
-    schedule = SCHEDULES[wrong.name](2, 4)
-    check_schedule(wrong.name, schedule, 2, 4)
+    schedule = SCHEDULES[wrong.name].tasks(2, 4)
+    validate_tasks(wrong.name, schedule, 2, 4)
     with pytest.raises(ScheduleError, match=wrong.words):
-        check_schedule(wrong.name, wrong.change(schedule), 2, 4)
+        validate_tasks(wrong.name, wrong.change(schedule), 2, 4)

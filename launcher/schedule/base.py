@@ -1,0 +1,97 @@
+"""What a pipeline schedule is, and the registry of all of them.
+
+A schedule is one class in one file: its tasks, its bound on activations in flight, what it may do,
+and its paper. Settings, help, plans, the search and the property tests read the class; nothing
+compares its name.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import ClassVar
+
+from launcher.schedule.tasks import Kind, ScheduleError, Tasks, backward_follows
+
+
+class Schedule(abc.ABC):
+    """The order of every mesh's tasks.
+
+    Attributes:
+        name: what settings and plans call it.
+        trains: whether it runs backward passes; False for evaluation.
+        interleaves: whether a mesh may hold several stages.
+        splits_backward: whether the backward pass is two tasks, the gradients that an earlier
+            stage waits for and those of the weights.
+        improves_1f1b: whether the search tries it on the stages that it found for 1F1B.
+    """
+
+    name: ClassVar[str]
+    trains: ClassVar[bool] = True
+    interleaves: ClassVar[bool] = False
+    splits_backward: ClassVar[bool] = False
+    improves_1f1b: ClassVar[bool] = False
+
+    @abc.abstractmethod
+    def tasks(self, num_meshes: int, num_micro_batches: int, stages_per_mesh: int = 1) -> Tasks:
+        """Returns the tasks of every mesh in order; `stages_per_mesh` is 1 unless `interleaves`."""
+
+    @abc.abstractmethod
+    def in_flight(
+        self, mesh: int, num_meshes: int, num_micro_batches: int, stages_per_mesh: int = 1
+    ) -> int:
+        """Returns the most microbatches whose activations a mesh holds at once.
+
+        A microbatch counts once a stage; a number above all of them means all of them.
+        """
+
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        """The kinds of its tasks."""
+        if not self.trains:
+            return frozenset({Kind.FORWARD})
+        if self.splits_backward:
+            return frozenset({Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
+        return frozenset({Kind.FORWARD, Kind.BACKWARD})
+
+    def in_flight_bound(
+        self, mesh: int, num_meshes: int, num_micro_batches: int, stages_per_mesh: int = 1
+    ) -> int:
+        """Returns what `max_in_flight` of a mesh's tasks never exceeds."""
+        most = self.in_flight(mesh, num_meshes, num_micro_batches, stages_per_mesh)
+        return min(most, num_micro_batches * stages_per_mesh)
+
+    def last_stage_alternates(self, num_micro_batches: int) -> bool:
+        """Returns whether each backward pass of the last stage follows its forward pass at once, so
+        that both are one program."""
+        return backward_follows(self.tasks(1, num_micro_batches)[0], 0)
+
+
+SCHEDULES: dict[str, Schedule] = {}
+
+
+def register(schedule: type[Schedule]) -> type[Schedule]:
+    """Makes a schedule known by its name, as a class decorator."""
+    SCHEDULES[schedule.name] = schedule()
+    return schedule
+
+
+def training_schedules(interleaves: bool | None = None) -> tuple[str, ...]:
+    """Returns the names that a user may ask for; with `interleaves`, those that do or do not."""
+    return tuple(
+        name
+        for name, schedule in SCHEDULES.items()
+        if schedule.trains and interleaves in (None, schedule.interleaves)
+    )
+
+
+def make_tasks(name: str, num_stages: int, num_meshes: int, num_micro_batches: int) -> Tasks:
+    """Returns the tasks of every mesh under the schedule of that name.
+
+    Raises:
+        ScheduleError: it cannot put so many stages on so many meshes.
+    """
+    schedule = SCHEDULES[name]
+    stages_per_mesh, rest = divmod(num_stages, num_meshes)
+    if rest or (stages_per_mesh > 1 and not schedule.interleaves):
+        raise ScheduleError(f"{name} cannot run {num_stages} stages on {num_meshes} meshes")
+    return schedule.tasks(num_meshes, num_micro_batches, stages_per_mesh)

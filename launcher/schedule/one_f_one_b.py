@@ -1,0 +1,41 @@
+"""1F1B: Narayanan et al. 2019 (PipeDream), in the flushing form of Narayanan et al. 2021, arXiv
+2104.04473. Eager 1F1B: Zhuang et al. 2023, arXiv 2211.05322, §4."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from launcher.schedule.base import Schedule
+from launcher.schedule.tasks import Kind, Task, Tasks, alternate
+
+
+class OneFOneB(Schedule):
+    """Stage s runs ahead by `num_meshes - s` microbatches at most, then alternates."""
+
+    name = "1f1b"
+    ahead: ClassVar[int] = 1  # microbatches that a stage runs ahead of each later one
+
+    def tasks(self, num_meshes: int, num_micro_batches: int, stages_per_mesh: int = 1) -> Tasks:
+        """See `Schedule.tasks`."""
+
+        def of_stage(s: int) -> tuple[Task, ...]:
+            forwards = [Task(s, m, Kind.FORWARD) for m in range(num_micro_batches)]
+            backwards = [Task(s, m, Kind.BACKWARD) for m in range(num_micro_batches)]
+            return alternate(forwards, backwards, self.ahead * (num_meshes - s - 1))
+
+        return tuple(of_stage(s) for s in range(num_meshes))
+
+    def in_flight(
+        self, mesh: int, num_meshes: int, num_micro_batches: int, stages_per_mesh: int = 1
+    ) -> int:
+        """Returns the microbatches of the warm-up and one more."""
+        return self.ahead * (num_meshes - mesh - 1) + 1
+
+
+class EagerOneFOneB(OneFOneB):
+    """1F1B that runs ahead twice as far, by `2 (num_meshes - s) - 1` microbatches at most: while
+    one is computed, what another one waits for is on its way."""
+
+    name = "eager_1f1b"
+    improves_1f1b = True
+    ahead = 2
