@@ -85,7 +85,7 @@ def plot_timeline(
     """Draw one simulated step: a row a mesh, a box a task with its microbatch, the rest idle.
 
     Args:
-        timeline: what `plan.simulate.simulate` returns; at least one task.
+        timeline: what `schedule.simulate` returns; at least one task.
         title: what the plan is, put before the step's length and its bubble.
         path: the PNG to write; its folder is made. Returned.
         step_seconds: what the plan predicts for the step; what is left of it when all tasks are

@@ -22,8 +22,9 @@ def plan_of(
 ) -> Plan:
     """The plan that the settings ask for. What is left to the launcher, only `auto` searches for;
     the other methods take one microbatch, the default schedule and no rematerialisation.
-    `progress` is told the share of a search that is done, `say` what happened to measurements, and `nothing_fits`
-    why a search plans what lacks least memory; without it, that takes `parallel.allow_over_memory`.
+    `progress` is told the share of a search that is done, `say` what happened to measurements, and
+    `nothing_fits` why a search plans what lacks least memory; without it, that takes
+    `parallel.allow_over_memory`.
 
     Raises:
         ConfigError: the plan to replay cannot be read, or is not one for this program and cluster.

@@ -104,7 +104,7 @@ class MeasuredLayers:
         if cluster.at_once is None or not alone:
             return None
         busy, count = min(alone), cluster.num_devices
-        # That of one device, on the line through what was measured: see `plan.sharing`.
+        # That of one device, on the line through what was measured: see `schedule.shared_machine`.
         others = (busy - 1) / (count - 1)
         share = (alone[busy] / together[busy] - others) / (1.0 - others)
         return min(max(1.0, count * share), float(count))
