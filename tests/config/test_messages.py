@@ -366,9 +366,10 @@ COMMAND_LINES = [
     ),
     (
         "-m parallel.num_micro_batches=2,5",
-        "train.global_batch_size=32 cannot be cut into parallel.num_micro_batches=5 equal "
-        f"microbatches (train.global_batch_size in {CONF}/config.yaml:33, "
-        "parallel.num_micro_batches on the command line). Use train.global_batch_size=30 or 35.",
+        "parallel.num_micro_batches=5: train.global_batch_size=32 cannot be cut into "
+        "parallel.num_micro_batches=5 equal microbatches (train.global_batch_size in "
+        f"{CONF}/config.yaml:33, parallel.num_micro_batches on the command line). "
+        "Use train.global_batch_size=30 or 35.",
     ),
 ]
 

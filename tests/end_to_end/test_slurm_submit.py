@@ -121,7 +121,7 @@ def test_what_is_submitted_again_is_as_private_as_its_folder(
     before = os.umask(0o022)
     masks = []  # Slurm hands it on to the job
 
-    def again(_: object) -> str:
+    def again(*_: object) -> str:
         masks.append(os.umask(0))
         os.umask(masks[-1])
         return "8"

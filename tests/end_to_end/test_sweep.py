@@ -24,7 +24,7 @@ signal.pause()
 """
 sweep._command = lambda *_: [sys.executable, "-c", run]
 sweep.answer = lambda text: print(text, flush=True)
-points = [Point((f"train.steps={n}",), Config()) for n in (3, 4)]
+points = [Point((f"train.steps={n}",), f"train.steps={n}", Config()) for n in (3, 4)]
 sys.exit(sweep.run_sweep(points, []))
 '''
 
