@@ -85,6 +85,7 @@ def check(config: Config, thorough: bool = True) -> int:
     Raises ConfigError where `run.id` and `run.resume` do not fit what is on disk.
     """
     _check_place(config.run)
+    _check_exposed(config)
     if config.run.id is None:
         return 0
     path = Path(config.run.dir, config.run.id)
@@ -118,14 +119,19 @@ def _check_place(run: Run) -> None:
         if error.errno in _OF_THE_DISK:
             raise named(error, there) from None
         raise _not_writable(parent, f"you may not write to {there}") from None
-    _check_exposed(run, there)
 
 
-def _check_exposed(run: Run, there: Path) -> None:
-    """That nobody can put a folder of theirs in the place of a private run's."""
-    if not run.shared and (folder := exposed_at(there.resolve())) is not None:
+def _check_exposed(config: Config) -> None:
+    """That nobody can have Slurm run a script of theirs as this user, in the place of a private
+    run's. A run by itself takes no code from its folder, and looks whose it is."""
+    run = config.run
+    if run.shared or config.task != "submit":
+        return
+    path = Path(run.dir).absolute()
+    there = next(folder for folder in (path, *path.parents) if folder.exists())
+    if (folder := exposed_at(there.resolve())) is not None:
         raise ConfigError(
-            f"run.dir={run.dir} cannot hold a private run: anybody may rename what is in {folder}",
+            f"run.dir={run.dir} cannot hold a private job: anybody may rename what is in {folder}",
             f"Run 'chmod o-w {folder}', choose another run.dir, or set run.shared=true.",
             ["run.dir"],
         )
@@ -197,7 +203,7 @@ def make(config: Config) -> Path:
     run = config.run
     try:
         Path(run.dir).mkdir(parents=True, exist_ok=True)  # may hold shared runs, too
-        _check_exposed(run, Path(run.dir))
+        _check_exposed(config)
         if run.id is None:
             return _fresh_folder(run, config.model.name)
         return _own_folder(run, run.id)

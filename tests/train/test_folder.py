@@ -279,10 +279,13 @@ def test_a_run_is_its_users_alone_unless_it_is_shared(config, run_id):
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o2775, 0o755])
-def test_a_private_run_is_where_nobody_can_replace_it(config, mode):
+def test_a_private_job_is_where_nobody_can_replace_it(config, mode):
+    """Slurm would run somebody's script as this user; a run by itself takes no code from there."""
     config, above = named(config), Path(config.run.dir)
     above.mkdir()
     above.chmod(mode)
+    assert folder.check(config) == 0
+    config = replace(config, task="submit")
     doors = (folder.check, lambda config: folder.claim(config).__enter__())
     for door in doors if mode == 0o777 else ():
         with pytest.raises(ConfigError, match=r"^run\.dir=.* anybody may rename .* 'chmod o-w "):
@@ -309,7 +312,7 @@ def test_a_private_run_is_in_a_folder_of_its_users(config):
         pass
     path.parent.chmod(0o1777)  # whose owner can rename everything, sticky or not
     with pytest.raises(ConfigError, match="anybody may rename"):
-        folder.check(named(config, "other"))
+        folder.check(replace(named(config, "other"), task="submit"))
 
 
 def test_an_open_folder_is_closed_and_anothers_refused(config, monkeypatch):
