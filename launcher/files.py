@@ -86,7 +86,8 @@ def make_private(folder: Path) -> None:
     """Make a folder, and each above it that is not there, for this user alone, whatever the umask
     is. Raises OSError."""
     for each in reversed((folder, *folder.parents)):
-        each.mkdir(mode=0o700, exist_ok=True)
+        if not each.exists():
+            each.mkdir(mode=0o700, exist_ok=True)
 
 
 def exposed(folder: Path) -> Path | None:

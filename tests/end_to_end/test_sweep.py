@@ -17,8 +17,11 @@ from launcher.config.compose import Point
 from launcher.config.schema import Config
 
 run = """
-import signal, sys
-signal.signal(signal.{wanted}, lambda *_: print('state saved', flush=True) or sys.exit(7))
+import os, signal, sys
+def stop(*_):
+    os.write(1, b'state saved' + bytes([10]))
+    sys.exit(7)
+signal.signal(signal.{wanted}, stop)
 print('ready', flush=True)
 signal.pause()
 """

@@ -78,9 +78,9 @@ def test_a_folder_that_others_may_write_to_is_not_used(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert why_not_kept() == ""
     (tmp_path / "cache").chmod(0o775)
-    told = []
+    told, before = [], jax.config.jax_compilation_cache_dir
     keep_compiled(told.append)
-    assert jax.config.jax_compilation_cache_dir is None
+    assert jax.config.jax_compilation_cache_dir == before
     assert told == [why_not_kept()]
     assert told[0].startswith("compiled programs are not kept for the next start: ")
     assert f"chmod go-w {tmp_path / 'cache'} closes it" in told[0]
@@ -89,6 +89,7 @@ def test_a_folder_that_others_may_write_to_is_not_used(tmp_path, monkeypatch):
 def test_what_the_user_says_of_the_cache_stays(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "own"))
+    before = jax.config.jax_compilation_cache_dir
     keep_compiled(pytest.fail)
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
     jax.config.update("jax_enable_compilation_cache", False)
@@ -96,5 +97,5 @@ def test_what_the_user_says_of_the_cache_stays(tmp_path, monkeypatch):
         keep_compiled(pytest.fail)
     finally:
         jax.config.update("jax_enable_compilation_cache", True)
-    assert jax.config.jax_compilation_cache_dir is None
+    assert jax.config.jax_compilation_cache_dir == before
     assert not (tmp_path / "cache").exists()

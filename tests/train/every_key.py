@@ -260,8 +260,8 @@ def task_told(config: Config):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("launcher.config.compose.load", lambda *_: config)
         patch.setattr("launcher.command._check", lambda *_: called.append("check"))
-        for name in ("_train", "_plan", "calibrate"):
-            patch.setattr(f"launcher.train.run.{name}", lambda *_, name=name: called.append(name))
+        for name in ("run._train", "run._plan", "calibrate.calibrate"):
+            patch.setattr(f"launcher.train.{name}", lambda *_, name=name: called.append(name))
         command.run([], Stop())
     return called
 
