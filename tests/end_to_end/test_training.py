@@ -288,9 +288,8 @@ def test_closing_the_terminal_saves_and_ends_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_before_the_first_step_leaves_at_once(tmp_path: Path) -> None:
-    logs = tmp_path / "outputs" / "one" / "logs" / "worker_0.log"
     launcher = Launcher(tmp_path, *SMOKE, "run.id=one", FOREVER)
-    launcher.wait_for(logs.exists)
+    launcher.wait_for((tmp_path / "outputs" / "one" / "plan.json").exists)
     os.killpg(launcher.process.pid, signal.SIGINT)
     code, _, err = launcher.end()
     assert (code, err) == (130, "")
