@@ -28,7 +28,6 @@ DAMAGED = ".damaged"
 _PART = 2**22  # bytes that are read at a time
 _SAID = 300  # characters
 _WRITING_SECONDS = 60  # younger than this, a file may still be written
-_OF_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _NO_FILE = "it is no regular file"
 
 
@@ -90,22 +89,25 @@ def make_private(folder: Path) -> None:
             each.mkdir(mode=0o700, exist_ok=True)
 
 
-def exposed(folder: Path) -> Path | None:
+def exposed(folder: Path, trust_group: bool = False) -> Path | None:
     """Which of `folder` and those above it lets others than this user and the system rename or
-    replace an entry of `folder` that is this user's, or `folder` itself; None where none does. A
-    resolved path: what links say may change."""
-    owners = trusted_owners()
+    replace an entry of `folder` that is this user's, or `folder` itself; None where none does.
+
+    Args:
+        folder: a resolved path, for what links say may change.
+        trust_group: whether groups and the folders' owners are trusted, too: a project's members
+            share their folders.
+    """
+    trusted = {os.getuid(), 0, *_unmapped_owner()}
+    others = stat.S_IWOTH if trust_group else stat.S_IWGRP | stat.S_IWOTH
     for above in (folder, *folder.parents):
         status = above.stat()
-        shared = status.st_mode & _OF_OTHERS and not status.st_mode & stat.S_ISVTX
-        if status.st_uid not in owners or shared:
+        owned = status.st_uid in trusted
+        sticky = status.st_mode & stat.S_ISVTX  # keeps off all but the owners of entry and folder
+        shared = status.st_mode & others and not (sticky and owned)
+        if shared or not (owned or trust_group):
             return above
     return None
-
-
-def trusted_owners() -> set[int]:
-    """The users whose folders are as good as this user's: itself and the system."""
-    return {os.getuid(), 0, *_unmapped_owner()}
 
 
 def _unmapped_owner() -> list[int]:

@@ -11,7 +11,6 @@ import codecs
 import json
 import re
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,7 +40,7 @@ from launcher.reading import read
 from launcher.report.console import make_console
 from launcher.stop import Stop
 from launcher.train import folder
-from launcher.train.folder import RunFolder
+from launcher.train.folder import RunFolder, unmade
 from launcher.train.prepare import prepare
 from launcher.train.run import guarded
 from launcher.train.training import write_plan
@@ -80,13 +79,12 @@ def submit(config: Config, stop: Stop) -> int:
 def _submit(config: Config, stop: Stop) -> int:
     check_installed()
     check_partition(config.cluster.slurm)
-    fresh = config.run.id is None or not Path(config.run.dir, config.run.id).exists()
     home = freeze(config, make_console())
     script = home.path / SCRIPT
     text = script_for(replace(config, run=replace(config.run, id=home.id)))
     with private_files(config.run):  # the job itself takes it over
         write_script(script, text, config)
-        with unmade([home.path] if fresh else []), handing_in(stop):
+        with unmade(home.made, on=ConfigError), handing_in(stop):
             job_id = sbatch(script, sleep=stop.sleep)
             note_job(home.path, job_id, script)
             output = output_file(home.path, job_id)
@@ -116,17 +114,6 @@ def handing_in(stop: Stop) -> Iterator[None]:
     with stop.heeded(say, "once Slurm has answered; Ctrl-C once more leaves at once"):
         yield
     stop.check()
-
-
-@contextmanager
-def unmade(folders: Sequence[Path]) -> Iterator[None]:
-    """Take these folders, just made, away again where Slurm refuses what they were made for."""
-    try:
-        yield
-    except ConfigError:
-        for path in folders:
-            shutil.rmtree(path, ignore_errors=True)
-        raise
 
 
 def freeze(config: Config, console: Console) -> RunFolder:

@@ -40,11 +40,11 @@ from launcher.submit import (
     output_file,
     read_job,
     script_for,
-    unmade,
     variables,
     write_script,
 )
 from launcher.sweep import check_jobs, members, place
+from launcher.train.folder import unmade
 from launcher.train.run import guarded
 
 
@@ -76,7 +76,7 @@ def _submit(
         script = folder / SCRIPT
         with private_files(configs[0].run):
             write_script(script, _array_script(configs, sweep_id), configs[0])
-            with unmade(made), handing_in(stop):
+            with unmade(made, on=ConfigError), handing_in(stop):
                 array_id = sbatch(script, sleep=stop.sleep)
                 for n, home in enumerate(homes):
                     note_job(home, f"{array_id}_{n}", script)
@@ -87,7 +87,7 @@ def _submit(
             with private_files(config.run):
                 write_script(script, script_for(config), config)
                 # Where the second is refused, the first is on its way.
-                with unmade([] if n else made), handing_in(stop):
+                with unmade([] if n else made, on=ConfigError), handing_in(stop):
                     job_id = sbatch(script, sleep=stop.sleep)
                     note_job(home, job_id, script)
                     answer(f"submitted job {job_id}: {home.name}")

@@ -6,14 +6,12 @@
 from __future__ import annotations
 
 import os
-import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from launcher.config.schema import Run
-from launcher.files import trusted_owners
 
 OTHERS = 0o077  # the permissions that are not the user's own
 
@@ -29,18 +27,6 @@ def private_files(run: Run) -> Iterator[None]:
         yield
     finally:
         os.umask(before)
-
-
-def exposed_at(folder: Path) -> Path | None:
-    """Where anybody can put something else in the place of this user's files: `folder`, a resolved
-    path, or one above it. A group is trusted: a project's members share their folders."""
-    owners = trusted_owners()
-    for above in (folder, *folder.parents):
-        status = above.stat()
-        kept = status.st_mode & stat.S_ISVTX and status.st_uid in owners
-        if status.st_mode & stat.S_IWOTH and not kept:
-            return above
-    return None
 
 
 def is_own(folder: Path) -> bool:

@@ -2,8 +2,8 @@
 last trace of it.
 
 `start` does not wait: Ray comes up in the background, and `Session.spawn` waits for it; between the
-two, `Session.begin` lets the workers come up in the background as well. Whatever
-ends the driver, nothing stays behind: see `head`. `launcher.train` and the command line import it.
+two, `Session.begin` lets the workers come up in the background as well. Whatever ends the driver,
+nothing stays behind: see `head`. `launcher.train` and the command line import it.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.cluster import scratch
@@ -26,14 +25,6 @@ from launcher.config.schema import Config
 from launcher.files import DamagedError
 from launcher.output import complain
 from launcher.stop import Stop
-
-
-@dataclass(frozen=True)
-class _Told:
-    """What the driver's head says once Ray is up: Ray's address, and the folder for logs."""
-
-    ray: str
-    logs: str
 
 
 def serve(config: Config, allocation: Allocation, stop: Stop) -> int:

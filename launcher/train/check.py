@@ -114,10 +114,11 @@ def find_pool(config: Config, plan_only: bool, say: Callable[[str], None]) -> De
     for error in check_parallel(replace(config, cluster=cluster)):
         raise error
     if config.parallel.method == "replay":
-        check_program(config, say)
         assert cluster.gpus is not None
         path, each = str(config.parallel.plan), cluster.gpus // cluster.hosts
-        check_devices(path, read_plan(path), cluster.hosts, each)
+        plan = read_plan(path)
+        check_program(config, say)
+        check_devices(path, plan, cluster.hosts, each)
     return pool
 
 

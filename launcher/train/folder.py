@@ -13,18 +13,18 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO
 
-from launcher.cluster.private import OTHERS, exposed_at, is_own, private_files
+from launcher.cluster.private import OTHERS, is_own, private_files
 from launcher.cluster.slurm_attempts import attempt_folder
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config, Run
-from launcher.files import FULL, clear_partial, named, open_own, say_aside
+from launcher.files import FULL, clear_partial, exposed, named, open_own, say_aside
 from launcher.train import checkpoint
 from launcher.train.held import Held, hold
 from launcher.train.identity import check_same_run
@@ -40,7 +40,7 @@ class RunFolder:
     `attempt` is the number of this start of a Slurm job's run, which has logs of its own.
     `damaged` holds a line for each newer checkpoint that was not whole. `next_batch` is what that
     checkpoint says. `held` is the folder itself, for as long as this process has it.
-    `made`: what this process has made to have it, innermost first; nothing where it was in use.
+    `made`: what this process has made to have it, innermost first; nothing where it was there.
     """
 
     path: Path
@@ -129,7 +129,7 @@ def _check_exposed(config: Config) -> None:
         return
     path = Path(run.dir).absolute()
     there = next(folder for folder in (path, *path.parents) if folder.exists())
-    if (folder := exposed_at(there.resolve())) is not None:
+    if (folder := exposed(there.resolve(), trust_group=True)) is not None:
         raise ConfigError(
             f"run.dir={run.dir} cannot hold a private job: anybody may rename what is in {folder}",
             f"Run 'chmod o-w {folder}', choose another run.dir, or set run.shared=true.",
@@ -155,8 +155,9 @@ def claim(config: Config) -> Iterator[RunFolder]:
     """
     base = Path(config.run.dir)
     missing = [folder for folder in (base, *base.parents) if not folder.exists()]
+    fresh = config.run.id is None or not Path(base, config.run.id).exists()
     path = make(config)
-    made = () if any(path.iterdir()) else (path, *missing)
+    made = (path, *missing) if fresh else ()
     with (
         private_files(config.run),
         open(open_own(path / LOCK, os.O_WRONLY), "ab") as lock,
@@ -170,16 +171,16 @@ def claim(config: Config) -> Iterator[RunFolder]:
 
 
 @contextmanager
-def unmade(home: RunFolder) -> Iterator[None]:
-    """Take away again what was made for a run that is new, where what is done inside fails: it did
-    not begin."""
+def unmade(made: Sequence[Path], on: type[BaseException] = BaseException) -> Iterator[None]:
+    """Take folders that were just made, innermost first, away again where what is done inside
+    raises `on`: what they were made for did not begin. Those around the first have to be empty."""
     try:
         yield
-    except BaseException:
-        if home.made:
-            shutil.rmtree(home.path, ignore_errors=True)
+    except on:
+        if made:
+            shutil.rmtree(made[0], ignore_errors=True)
             with suppress(OSError):  # in use by now
-                for folder in home.made[1:]:
+                for folder in made[1:]:
                     folder.rmdir()
         raise
 

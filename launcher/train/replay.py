@@ -21,10 +21,10 @@ _MOST_NAMED = 4
 def check_program(config: Config, say: Callable[[str], None]) -> None:
     """Say what `config` has from the run of the plan that it replays, or has in common with it.
 
-    Raises ConfigError where `parallel.plan` is no JSON, or its run, as its `config.yaml` beside
-    the plan says, had other settings that make another program."""
+    Raises ConfigError where that run, as its `config.yaml` beside the plan says, had other settings
+    that make another program.
+    """
     path = str(config.parallel.plan)
-    read_plan(path)
     if there := resolved_beside(path):
         here = to_dict(config)
         differing = list(differences(here, there))

@@ -116,7 +116,7 @@ def _train(config: Config, stop: Stop, meeting: Meeting | None) -> int:
     with ExitStack() as stack:
         with stop.heeded(say, until="now"):  # it reads checkpoints
             home = stack.enter_context(folder.claim(config))
-        with folder.unmade(home), ExitStack() as opening:
+        with folder.unmade(home.made), ExitStack() as opening:
             session = None
             if meeting is None and _is_plain(config):
                 session = opening.enter_context(_begun(config, home, found, say, stop))

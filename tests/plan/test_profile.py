@@ -309,5 +309,5 @@ def test_a_full_disk_costs_the_cache_only(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     cache.write(tmp_path / "file" / "x.json", {}, said.append)
     [words] = said
-    assert words.endswith("cannot be written (File exists): the measurement is not kept")
+    assert words.endswith("cannot be written (Not a directory): the measurement is not kept")
     assert os.listdir(tmp_path) == ["file"]

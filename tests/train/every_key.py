@@ -220,12 +220,11 @@ def cluster_told(config: Config):
 def slurm_told(config: Config):
     """What is submitted, what is done about it here, and how the job's tasks meet."""
     told, file = [], io.StringIO()
-    names = ("check_installed", "check_partition", "note_job", "unmade", "write_script", "sbatch")
+    names = ("check_installed", "check_partition", "note_job", "write_script", "sbatch")
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(file):
         for name in names:
             patch.setattr(f"launcher.submit.{name}", lambda *words, **_: told.append(words[1:2]))
         patch.setattr("launcher.submit.sbatch", lambda script, **_: "7")
-        patch.setattr("launcher.submit.unmade", lambda folders: contextlib.nullcontext())
         patch.setattr("launcher.submit.freeze", lambda config, console: RunFolder(Path("x/run")))
         patch.setattr("launcher.submit.wait", lambda *_: told.append("waited"))
         try:
