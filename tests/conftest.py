@@ -6,10 +6,11 @@ import tempfile
 
 # Before any test imports JAX, which reads them once.
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Tests compile far more than they compute: XLA:CPU's own optimizations would take a third of their
-# time. What the programs hold and in which order is decided before that.
+# Tests compile far more than they compute: XLA:CPU's own optimizations and its newer code generator
+# would take two thirds of their time. What the programs hold and in which order is decided before.
 os.environ["XLA_FLAGS"] = (
-    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+    " --xla_force_host_platform_device_count=8"
 )
 os.environ["WANDB_MODE"] = "offline"
 # What was measured on this machine before must not decide what tests see.

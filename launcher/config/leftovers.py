@@ -29,7 +29,7 @@ def without_leftovers(
         for o in overrides
         if o.key_or_group in sections and not isinstance(o.value(), dict)
     }
-    files = [(source, _content(source)) for source in sources]
+    files = [(source, _content(source)) for source in sources] if chosen else []
     for group, option in chosen.items():
         kept = [
             _part(source, content, group)

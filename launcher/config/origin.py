@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,11 @@ class Source:
     path: Path
     package: str
     is_own: bool = False
+
+    @functools.cached_property
+    def node(self) -> yaml.Node | None:
+        """What the file holds, read once; raises like `node_of`."""
+        return node_of(self.path)
 
 
 @dataclass(frozen=True)
@@ -96,7 +102,7 @@ def _line(source: Source, key: str) -> int:
     path = key.split(".")
     if path[: len(prefix)] != prefix:
         return 0
-    node = node_of(source.path)
+    node = source.node
     line = 0
     for name in path[len(prefix) :]:
         if not isinstance(node, yaml.MappingNode):

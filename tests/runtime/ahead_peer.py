@@ -11,7 +11,7 @@ import sys
 
 INDEX, COUNT, COORDINATOR = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 DEVICES, STEPS, TRANSPORT = int(sys.argv[4]), int(sys.argv[5]), sys.argv[6]
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
+os.environ["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={DEVICES}"
 
 import jax  # noqa: E402
 from jax._src import distributed  # noqa: E402  (the key-value store: tests need no driver)

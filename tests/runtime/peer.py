@@ -21,10 +21,7 @@ INDEX, COUNT, COORDINATOR, DEVICES = (
     int(sys.argv[4]),
 )
 os.environ["NPROC"] = str(DEVICES + 2)  # threads, see launcher.cluster.environment
-# Compiling is most of the work: see tests/conftest.py.
-os.environ["XLA_FLAGS"] = (
-    f"--xla_force_host_platform_device_count={DEVICES} --xla_backend_optimization_level=0"
-)
+os.environ["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={DEVICES}"
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402

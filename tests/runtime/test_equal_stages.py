@@ -5,16 +5,15 @@ import numpy as np
 import pytest
 
 import launcher
-from launcher.config.schema import GPT
+from launcher.config.schema import MLP
 from launcher.plan import local_shape, make_plan
 from launcher.runtime import compile_step, programs
 from launcher.trace import trace_step
 from recipes import build_model
 
-OPTIONS = GPT(vocab_size=8, hidden_size=8, num_layers=4, num_heads=2, sequence_length=4)
-MODEL = build_model(OPTIONS, "fp32")
-TOKENS = np.random.default_rng(0).integers(0, 8, (8, 5), dtype=np.int32)
-BATCH = {"tokens": TOKENS[:, :-1], "targets": TOKENS[:, 1:]}
+MODEL = build_model(MLP(input_size=4, hidden_size=8, output_size=2, num_layers=4), "fp32")
+X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+BATCH = {"x": X, "y": X[:, :2] ** 2}
 KINDS = {"forward", "backward", "zeros"}
 
 

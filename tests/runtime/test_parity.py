@@ -1,5 +1,6 @@
 """The pipelined step computes what plain `jax.jit` computes on one device."""
 
+import functools
 import itertools
 from types import SimpleNamespace
 
@@ -84,10 +85,12 @@ def run(call, state, options):
 def serial():
     """Histories and final states by plain `jax.jit` on one device; `value_and_grad` means there
     what JAX's own does."""
-    found = {}
-    for name, options in MODELS.items():
-        t = training(options)
-        found[name] = run(jax.jit(t.step), jax.jit(t.init)(jax.random.key(0)), options)
+
+    @functools.cache
+    def found(name):
+        t, options = training(MODELS[name]), MODELS[name]
+        return run(jax.jit(t.step), jax.jit(t.init)(jax.random.key(0)), options)
+
     return found
 
 
@@ -125,7 +128,7 @@ def test_manual_equals_plain_jit(serial, name, stages, micro_batches, schedule):
     options = MODELS[name]
     check(
         options,
-        serial[name],
+        serial(name),
         *compiled(
             options,
             method="manual",
@@ -155,7 +158,7 @@ def test_replicas_remat_and_uneven_stages(
     options = MODELS[name]
     check(
         options,
-        serial[name],
+        serial(name),
         *compiled(
             options,
             method="manual",
@@ -174,7 +177,7 @@ def test_data_parallel_equals_plain_jit(serial, name, micro_batches):
     options = MODELS[name]
     check(
         options,
-        serial[name],
+        serial(name),
         *compiled(options, method="data", devices=4, num_micro_batches=micro_batches),
     )
 

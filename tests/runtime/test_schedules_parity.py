@@ -1,5 +1,7 @@
 """Interleaved and zero-bubble schedules compute what plain `jax.jit` computes on one device."""
 
+import functools
+
 import jax
 import numpy as np
 import optax
@@ -66,10 +68,11 @@ def run(call, state, options):
 
 @pytest.fixture(scope="module")
 def serial():
-    found = {}
-    for name, options in MODELS.items():
-        init, step = training(build_model(options, "fp32"))
-        found[name] = run(jax.jit(step), jax.jit(init)(jax.random.key(0)), options)
+    @functools.cache
+    def found(name):
+        init, step = training(build_model(MODELS[name], "fp32"))
+        return run(jax.jit(step), jax.jit(init)(jax.random.key(0)), MODELS[name])
+
     return found
 
 
@@ -126,14 +129,14 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "devices", "parallel"), CASES)
 def test_a_schedule_equals_plain_jit(serial, name, devices, parallel):
-    check(name, serial[name], *compiled(name, devices, **parallel))
+    check(name, serial(name), *compiled(name, devices, **parallel))
 
 
 def test_evaluation_passes_through_every_stage_of_a_mesh(serial):
     executable, state = compiled(
         "mlp", 2, schedule="interleaved_1f1b", num_stages=4, num_micro_batches=4
     )
-    state = check("mlp", serial["mlp"], executable, state)
+    state = check("mlp", serial("mlp"), executable, state)
     model = build_model(MODELS["mlp"], "fp32")
 
     def evaluate(params, batch):

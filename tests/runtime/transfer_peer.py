@@ -14,7 +14,7 @@ from unittest import mock
 
 INDEX, COUNT, COORDINATOR = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 DEVICES = int(sys.argv[4])
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
+os.environ["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={DEVICES}"
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402

@@ -13,7 +13,7 @@ import sys
 if __name__ == "__main__":
     INDEX, COUNT, DEVICES = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[4])
     os.environ["NPROC"] = str(DEVICES + 2)  # threads, see launcher.cluster.environment
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
+    os.environ["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={DEVICES}"
 
 import psutil
 from jax._src import distributed
