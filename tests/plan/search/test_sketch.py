@@ -28,6 +28,24 @@ CLUSTER = dataclasses.replace(
 
 @pytest.fixture(scope="module")
 def step():
+    def train(params, x):
+        def loss(params, x):
+            for i, (up, down) in enumerate(params):
+                if i:
+                    launcher.mark_pipeline_boundary()
+                x = x + jnp.tanh(x @ up) @ down
+            return (x**2).mean()
+
+        grads = launcher.grad(loss)(params, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    up, down = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 256), (256, 64)))
+    return trace_step(train, ([(up, down)] * 8, jax.ShapeDtypeStruct((BATCH, 32, 64), jnp.float32)))
+
+
+@pytest.fixture(scope="module")
+def gpt():
+    """A step that holds more than its parameters; one to plan takes seconds."""
     options = GPT(
         vocab_size=64, hidden_size=64, num_layers=8, num_heads=4, sequence_length=32, mlp_ratio=4
     )
@@ -40,12 +58,6 @@ def step():
 
     params = jax.eval_shape(model.init, jax.random.key(0))
     return trace_step(train, (params, {"tokens": text, "targets": text}))
-
-
-@pytest.fixture(scope="module")
-def free(step):
-    """The best plan where memory has no bound."""
-    return best_plan(step, CLUSTER, Wanted())
 
 
 def outline_of(problem, shape, stages, **changed):
@@ -98,10 +110,10 @@ def test_a_sketch_predicts_what_the_whole_plan_does(step, shape, stages, changed
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager_1f1b", "zero_bubble"])
-def test_a_sketch_holds_as_much_as_the_schedule_does(step, schedule):
-    problem = make_problem(step, CLUSTER)
+def test_a_sketch_holds_as_much_as_the_schedule_does(gpt, schedule):
+    problem = make_problem(gpt, CLUSTER)
     outline = outline_of(problem, (1, 1), 4, schedule=schedule, num_micro_batches=8)
-    want, sketch = complete(step, outline, CLUSTER), sketched(outline, problem)
+    want, sketch = complete(gpt, outline, CLUSTER), sketched(outline, problem)
     for stage, known in zip(sketch.stages, want.stages, strict=True):
         assert stage.memory_bytes == pytest.approx(known.memory_bytes, rel=0.1)
 
@@ -117,7 +129,8 @@ def test_short_stages_in_turn_are_found_where_the_bubble_is_large(step):
     assert [o.schedule for o in variants(outline, problem, Wanted(schedule="1f1b"))] == ["1f1b"]
 
 
-def test_the_runners_up_are_not_better(free):
+def test_the_runners_up_are_not_better(step):
+    free = best_plan(step, CLUSTER, Wanted())
     assert free.runners_up
     assert all(r.predicted_step_seconds >= free.predicted_step_seconds for r in free.runners_up)
 
@@ -157,20 +170,22 @@ def test_devices_that_share_a_machine_get_the_number_of_microbatches_that_the_ti
     assert seconds[-1] > 1.1 * min(seconds)
 
 
-def test_a_schedule_that_holds_too_much_is_not_considered(step):
+@pytest.mark.slow
+def test_a_schedule_that_holds_too_much_is_not_considered(gpt):
     wanted = Wanted(num_micro_batches=8, num_stages=4, remat="none")
-    free = best_plan(step, CLUSTER, wanted)
+    free = best_plan(gpt, CLUSTER, wanted)
     assert any("eager_1f1b" in runner.plan for runner in free.runners_up)
     most = max(stage.memory_bytes for stage in free.stages)
-    tight = best_plan(step, dataclasses.replace(CLUSTER, memory_bytes=int(1.2 * most)), wanted)
+    tight = best_plan(gpt, dataclasses.replace(CLUSTER, memory_bytes=int(1.2 * most)), wanted)
     assert tight.stages == free.stages
     assert not any("eager_1f1b" in runner.plan for runner in tight.runners_up)
 
 
-def test_what_one_shows_to_be_too_large_is_not_completed(step, free, monkeypatch):
+@pytest.mark.slow
+def test_what_one_shows_to_be_too_large_is_not_completed(gpt, monkeypatch):
     """All need twice what their sketches say: after the first, only those of half the memory are
     worth completing. The plan is the same as where all are completed."""
-    completed = []
+    free, completed = best_plan(gpt, CLUSTER, Wanted()), []
 
     def larger(*given):
         plan = complete(*given)
@@ -181,12 +196,12 @@ def test_what_one_shows_to_be_too_large_is_not_completed(step, free, monkeypatch
     most = max(stage.memory_bytes for stage in free.stages)
     monkeypatch.setattr("launcher.plan.search.best.complete", larger)
     tight = dataclasses.replace(CLUSTER, memory_bytes=int(1.1 * most))
-    plan, number = best_plan(step, tight, Wanted()), len(completed)
+    plan, number = best_plan(gpt, tight, Wanted()), len(completed)
     assert max(stage.memory_bytes for stage in plan.stages) <= tight.memory_bytes
     faster = [r for r in plan.runners_up if r.predicted_step_seconds < plan.predicted_step_seconds]
     assert faster
     assert all("GiB a device" in runner.why for runner in faster)
     monkeypatch.setattr("launcher.plan.search.best._expected_bytes", lambda *_: 0.0)
     completed.clear()
-    assert best_plan(step, tight, Wanted()).stages == plan.stages
+    assert best_plan(gpt, tight, Wanted()).stages == plan.stages
     assert number < len(completed)
