@@ -145,7 +145,8 @@ def test_manual_equals_plain_jit(serial, name, stages, micro_batches, schedule):
         pytest.param("gpt_untied", 2, 2, 4, "1f1b", "none", marks=pytest.mark.stress),
         pytest.param("gpt_untied", 4, 4, 4, "gpipe", "full", marks=pytest.mark.slow),
         pytest.param("gpt_tied", 2, 2, 4, "1f1b", "full", marks=pytest.mark.stress),
-        ("gpt_tied", 2, 4, 4, "1f1b", "none"),  # two replicas a stage
+        # two replicas a stage
+        pytest.param("gpt_tied", 2, 4, 4, "1f1b", "none", marks=pytest.mark.slow),
         pytest.param("gpt_tied", 2, 8, 2, "gpipe", "full", marks=pytest.mark.slow),  # four
         # stages of unequal size
         pytest.param("gpt_untied", 3, 3, 2, "1f1b", "none", marks=pytest.mark.slow),
@@ -172,7 +173,7 @@ def test_replicas_remat_and_uneven_stages(
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("name", ["mlp", "gpt_tied"])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("gpt_tied", marks=pytest.mark.slow)])
 def test_data_parallel_equals_plain_jit(serial, name, micro_batches):
     options = MODELS[name]
     check(

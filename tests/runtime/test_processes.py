@@ -115,7 +115,11 @@ def by_method(model, num_devices):
 @pytest.mark.parametrize(
     ("devices", "settings"),
     [
-        (3, [{"training": "gpt_tied", "plan": "2+4, zero3"}, {"plan": "given"}]),
+        pytest.param(
+            3,
+            [{"training": "gpt_tied", "plan": "2+4, zero3"}, {"plan": "given"}],
+            marks=pytest.mark.slow,
+        ),
         *(
             pytest.param(n // 2, by_method(model, n), marks=pytest.mark.stress, id=f"{model}, {n}")
             for model in ("tiny", "gpt_tied")
