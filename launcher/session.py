@@ -30,7 +30,7 @@ from launcher.cluster.waiting import Patience
 from launcher.config.machines import Cluster
 from launcher.fleet import Fleet
 from launcher.plan import ClusterShape, Plan, local_shape
-from launcher.plan.calibration import calibrated
+from launcher.plan.profile.calibration import calibrated
 from launcher.runtime import Executable, Transport, compile_step
 from launcher.signature import Traceable
 from launcher.trace import TracedStep

@@ -17,8 +17,8 @@ import jax
 import numpy as np
 
 from launcher.cluster.peer import Peer
+from launcher.partition.sharding.reshard import Box
 from launcher.plan import Plan
-from launcher.plan.reshard import Box
 from launcher.runtime import Executable, StageTimes, Transport, compile_step, met_by_all, move
 from launcher.trace import trace_step
 

@@ -1,12 +1,13 @@
-"""Where and when it runs. Imports `trace` and `schedule` only."""
+"""Which cut of a step is best, and what it costs. Imports `partition` and below."""
 
+from launcher.partition.errors import PlanError
+from launcher.plan.build import make_forward_plan
 from launcher.plan.by_name import make_plan
 from launcher.plan.cluster_shape import ClusterShape, local_shape
-from launcher.plan.errors import PlanError
-from launcher.plan.make import make_forward_plan
-from launcher.plan.plan import Plan, StagePlan, Transfer
-from launcher.plan.predict import measured_bubble, timeline, transfer_seconds
-from launcher.plan.search.best import in_words
+from launcher.plan.inter_op.select import in_words
+from launcher.plan.pipeline import measured_bubble, timeline, transfer_seconds
+from launcher.plan.plan import Plan
+from launcher.plan.stage_plan import StagePlan, Transfer
 
 __all__ = [
     "ClusterShape",

@@ -1,13 +1,14 @@
-"""A plan by the name of its method and the settings of `parallel`. Used by `train.method`."""
+"""A plan by the name of its method and the settings of `parallel`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from launcher.partition.errors import PlanError
+from launcher.plan.build import build_plan, repriced
 from launcher.plan.cluster_shape import ClusterShape
-from launcher.plan.errors import PlanError, TooLargeError
-from launcher.plan.make import complete, repriced
+from launcher.plan.errors import TooLargeError
 from launcher.plan.methods import (
     DataParallel,
     PipeshardParallel,
@@ -21,7 +22,7 @@ from launcher.plan.methods import (
 )
 from launcher.plan.options import ManualLayerOption, numbered_layers
 from launcher.plan.plan import Plan
-from launcher.plan.profile.run import measure_layers
+from launcher.plan.profile.measure_layers import measure_layers
 from launcher.schedule import DEFAULT_SCHEDULE
 from launcher.trace.step import TracedStep
 
@@ -81,7 +82,7 @@ def make_plan(
             if nothing_fits is None:
                 raise
             nothing_fits(str(error))
-            return complete(step, error.outline, cluster)
+            return build_plan(step, error.assignment, cluster)
     known: dict[str, Any] = {
         "data": lambda: DataParallel(**some, remat=remats),
         "zero2": lambda: Zero2Parallel(**some, remat=remats),

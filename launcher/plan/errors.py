@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from launcher.plan.outline import Outline
-
-
-class PlanError(ValueError):
-    """No plan exists for what was asked; the message says why and what to change."""
+from launcher.partition.assignment import Assignment
+from launcher.partition.errors import PlanError
 
 
 class TooLargeError(PlanError):
-    """Nothing that a search finds fits the devices' memory. `outline` is what lacks least."""
+    """Nothing that a search finds fits the devices' memory. `assignment` is what lacks least."""
 
-    def __init__(self, message: str, outline: Outline) -> None:
+    def __init__(self, message: str, assignment: Assignment) -> None:
         super().__init__(message)
-        self.outline = outline
+        self.assignment = assignment
 
 
 class UnmeasuredError(PlanError):

@@ -1,7 +1,7 @@
 """The parallel methods as values: what a user writes in Python, or names in the settings.
 
 A method is a frozen dataclass that turns a traced step and a cluster's shape into a `Plan`; it
-holds no device and no result. Used by `launcher.api` and `train.prepare`.
+holds no device and no result.
 """
 
 from __future__ import annotations
@@ -10,9 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from launcher.partition.assignment import Assignment, Submesh
+from launcher.partition.errors import PlanError
+from launcher.partition.remat import remat_of_stages
+from launcher.plan.build import build_plan, make_forward_plan
 from launcher.plan.cluster_shape import ClusterShape
-from launcher.plan.errors import PlanError
-from launcher.plan.make import complete, make_forward_plan
+from launcher.plan.inter_op.auto import model_sizes
+from launcher.plan.inter_op.problem import Wanted
+from launcher.plan.inter_op.select import best_plan
 from launcher.plan.options import (
     AutoLayerOption,
     AutoStageOption,
@@ -23,13 +28,8 @@ from launcher.plan.options import (
     pair,
     stage_option_of,
 )
-from launcher.plan.outline import Outline, Submesh
 from launcher.plan.plan import Plan
-from launcher.plan.profile.run import measure_layers
-from launcher.plan.remat import remat_of_stages
-from launcher.plan.search.auto import model_sizes
-from launcher.plan.search.best import best_plan
-from launcher.plan.search.problem import Wanted
+from launcher.plan.profile.measure_layers import measure_layers
 from launcher.schedule import DEFAULT_SCHEDULE, training_schedules
 from launcher.trace.step import TracedStep
 
@@ -152,7 +152,7 @@ class PipeshardParallel:
         stage_option: which layers and devices make a stage: `UniformStageOption(…)` or "uniform",
             `ManualStageOption(…)`, or `AutoStageOption()` or "auto", which searches for the best.
         schedule: the name of one of `launcher.schedule.SCHEDULES` that trains.
-        remat: one of `plan.remat.POLICIES`, or one a stage.
+        remat: one of `partition.remat.POLICIES`, or one a stage.
 
     With the automatic stage option `num_micro_batches` may be None, and `schedule` and `remat`
     "auto": they are searched for as well.
@@ -280,7 +280,7 @@ def _one_stage(
     zero: int = 0,
 ) -> Plan:
     devices = tuple(range(logical_mesh[0] * logical_mesh[1]))
-    outline = Outline(
+    assignment = Assignment(
         method=method,
         layers=(tuple(range(step.loss(1).num_layers)),),
         submeshes=(Submesh(devices, logical_mesh),),
@@ -290,7 +290,7 @@ def _one_stage(
         remat=remat_of_stages(remat, 1),
         zero=(zero,),
     )
-    return complete(step, outline, cluster)
+    return build_plan(step, assignment, cluster)
 
 
 def _pipeline(
@@ -307,7 +307,7 @@ def _pipeline(
             f"parallel.schedule={schedule} is not one of {', '.join(training_schedules())}"
         )
     cut = option.cut(step, cluster, schedule)
-    outline = Outline(
+    assignment = Assignment(
         method=method,
         layers=cut.layers,
         submeshes=cut.submeshes,
@@ -318,7 +318,7 @@ def _pipeline(
         zero=cut.zero,
         shardings=cut.shardings,
     )
-    return complete(step, outline, cluster)
+    return build_plan(step, assignment, cluster)
 
 
 def checked_micro_batches(number: int) -> int:

@@ -1,6 +1,6 @@
 """How a pipeline is cut: layer options and stage options, and what follows from them. Pure.
 
-The names are those of Alpa's API. Used by `plan.methods`.
+The names are those of Alpa's API.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from launcher.partition.assignment import Submesh
+from launcher.partition.errors import PlanError
+from launcher.partition.sharding.named_dims import Spec
+from launcher.partition.stages import group_layers, layer_flops
 from launcher.plan.cluster_shape import ClusterShape
-from launcher.plan.errors import PlanError
-from launcher.plan.outline import Submesh
-from launcher.plan.sharding.dims import Spec
-from launcher.plan.stages import group_layers, layer_flops
 from launcher.schedule import SCHEDULES, training_schedules
 from launcher.trace.clusters import cluster
 from launcher.trace.errors import LayerCountError
@@ -25,7 +25,7 @@ _ZERO = {"zero2": 2, "zero3": 3}
 
 @dataclass(frozen=True)
 class Cut:
-    """Stages and submeshes: the part of an `Outline` that a stage option decides."""
+    """Stages and submeshes: the part of an `Assignment` that a stage option decides."""
 
     layers: tuple[tuple[int, ...], ...]
     submeshes: tuple[Submesh, ...]
@@ -65,7 +65,7 @@ class AutoLayerOption:
 
 @dataclass(frozen=True)
 class AutoStageOption:
-    """Stages, submeshes and shardings as the search finds them best (`plan.search`).
+    """Stages, submeshes and shardings as the search finds them best (`plan.inter_op`).
 
     Attributes:
         cost: what a layer takes: "model", by its operations over the devices' rates, or "profile",

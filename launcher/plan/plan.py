@@ -6,84 +6,18 @@ Every parallel method ends in one of these; the runtime executes nothing else. I
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any
 
 from launcher.files import DamagedError
+from launcher.partition.errors import PlanError
+from launcher.partition.validate import validate
 from launcher.plan.cluster_shape import ClusterShape
-from launcher.plan.errors import PlanError
-from launcher.plan.proof import prove
-from launcher.plan.sharding.dims import Spec
+from launcher.plan.stage_plan import Staged, StagePlan, Transfer
+from launcher.plan.validate import check_devices, check_ends
 from launcher.reading import read
-from launcher.schedule import SCHEDULES, Tasks, make_tasks
 from launcher.trace.clusters import LayerEnds
 from launcher.trace.step import TracedStep
-
-
-@dataclass(frozen=True)
-class Collectives:
-    """What the devices of a stage do together, of one kind.
-
-    Attributes:
-        when: "forward" or "backward", of one microbatch; "update", once a step.
-        kind: "all-reduce", "all-gather" or "reduce-scatter". axis: "data" or "model".
-        count: how many arrays. bytes: of these on one device, where they are whole along the axis.
-    """
-
-    when: str
-    kind: str
-    axis: str
-    count: int
-    bytes: int
-
-
-@dataclass(frozen=True)
-class StagePlan:
-    """One stage: its layers and its submesh. Stages with the same devices share their mesh.
-
-    Attributes:
-        layers: indices of the layers, consecutive. hosts, devices: the submesh (global numbers).
-        logical_mesh: the submesh's shape as (data, model).
-        remat: what the backward pass computes again: "none", "full", or all but what a policy of
-            `jax.checkpoint_policies`, by its name, keeps. Without effect where a microbatch's
-            backward pass follows its forward pass at once.
-        forward_seconds, backward_seconds: predicted, for one microbatch;
-            backward_weight_seconds: of the latter, what may wait
-            (`Schedule.splits_backward`);
-            update_seconds: predicted, once a step, to sum gradients and to update.
-        memory_bytes: predicted peak on one device of the mesh, with all of its stages.
-        num_parameters: those that live here.
-        shardings: `{argument leaf: for each dimension an axis, several, or None}`. The axes are
-            "data" and "model"; a leaf that is not named is on every device.
-        collectives: predicted, those of the whole stage for one replica.
-        at_once: of its tasks what `ClusterShape.at_once` is of the cluster's, if it was measured.
-    """
-
-    layers: tuple[int, ...]
-    hosts: tuple[int, ...]
-    devices: tuple[int, ...]
-    logical_mesh: tuple[int, int]
-    remat: str
-    forward_seconds: float
-    backward_seconds: float
-    backward_weight_seconds: float
-    update_seconds: float
-    memory_bytes: int
-    num_parameters: int
-    shardings: dict[str, Spec]
-    collectives: tuple[Collectives, ...] = ()
-    at_once: float | None = None
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """What crosses from one stage to another: bytes every microbatch and once a step."""
-
-    src_stage: int
-    dst_stage: int
-    bytes_per_microbatch: int
-    bytes_per_step: int
 
 
 @dataclass(frozen=True)
@@ -109,7 +43,7 @@ class ProfiledLayers:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Staged):
     """The whole plan.
 
     `predicted_tflops_per_device` counts the model's operations only, as MFU does;
@@ -139,94 +73,12 @@ class Plan:
     layer_ends: LayerEnds | None = None
     profiled: tuple[ProfiledLayers, ...] = ()
 
-    @classmethod
-    def unpredicted(
-        cls,
-        *,
-        method: str,
-        schedule: str,
-        num_micro_batches: int,
-        batch_size: int,
-        stages: tuple[StagePlan, ...],
-        cluster: ClusterShape,
-        transfers: tuple[Transfer, ...] = (),
-        fingerprint: str = "",
-        layer_ends: LayerEnds | None = None,
-    ) -> Plan:
-        """A plan of which nothing is predicted yet (`predict.with_predictions` does)."""
-        return cls(
-            method=method,
-            schedule=schedule,
-            num_micro_batches=num_micro_batches,
-            batch_size=batch_size,
-            num_parameters=0,
-            stages=stages,
-            transfers=transfers,
-            cluster=vars(cluster).copy(),
-            flops_per_step=0.0,
-            predicted_step_seconds=0.0,
-            predicted_samples_per_second=0.0,
-            predicted_tflops_per_device=0.0,
-            predicted_tflops_per_device_with_remat=0.0,
-            predicted_bubble_fraction=0.0,
-            fingerprint=fingerprint,
-            layer_ends=layer_ends,
-        )
-
-    @property
-    def num_replicas(self) -> int:
-        """Data-parallel replicas that all stages have in common."""
-        return math.gcd(*(stage.logical_mesh[0] for stage in self.stages))
-
-    @property
-    def num_devices(self) -> int:
-        """Devices that the plan uses."""
-        return sum(map(len, self.meshes))
-
-    @property
-    def meshes(self) -> tuple[tuple[int, ...], ...]:
-        """The devices of every submesh, in the order of their first stages."""
-        return tuple(dict.fromkeys(stage.devices for stage in self.stages))
-
-    @property
-    def mesh_of(self) -> tuple[int, ...]:
-        """The mesh of every stage, as an index into `meshes`."""
-        meshes = self.meshes
-        return tuple(meshes.index(stage.devices) for stage in self.stages)
-
-    @property
-    def mesh_seconds(self) -> tuple[float, ...]:
-        """Predicted for both passes of a microbatch, on each mesh: of all its stages."""
-        found = [0.0] * len(self.meshes)
-        for stage, mesh in zip(self.stages, self.mesh_of, strict=True):
-            found[mesh] += stage.forward_seconds + stage.backward_seconds
-        return tuple(found)
-
     @property
     def missing_bytes(self) -> int:
         """How much more memory than they have the plan needs of the devices of the stage that lacks
         most; not above 0 where all fit, or where it is not known what they have."""
         there = self.cluster["memory_bytes"]
         return 0 if there is None else max(stage.memory_bytes for stage in self.stages) - there
-
-    def tasks(self) -> Tasks:
-        """For every mesh, its tasks of a step in order.
-
-        Raises:
-            PlanError: stages share meshes, and the schedule has none do so, or in another order.
-        """
-        count = len(self.meshes)
-        if self.mesh_of != tuple(s % count for s in range(len(self.stages))):
-            raise PlanError(
-                f"stages on the same devices must come round in turn; {len(self.stages)} stages "
-                f"are on meshes {', '.join(map(str, self.mesh_of))}"
-            )
-        several = SCHEDULES[self.schedule].interleaves
-        if len(self.stages) % count or (len(self.stages) > count and not several):
-            raise PlanError(
-                f"{self.schedule} cannot run {len(self.stages)} stages on {count} submeshes"
-            )
-        return make_tasks(self.schedule, len(self.stages), count, self.num_micro_batches)
 
     def validate(self, step: TracedStep) -> None:
         """Prove that the plan, perhaps edited by hand, can be carried out.
@@ -236,7 +88,12 @@ class Plan:
                 another size than its devices, a schedule or remat that is unknown or does not fit,
                 a sharding that does not, or a batch that does not divide; the message says where.
         """
-        prove(self, step)
+        if self.layer_ends is not None:
+            check_ends(self.layer_ends)
+        check_devices(self.stages, self.cluster)
+        if self.batch_size != step.batch_size:
+            raise PlanError(f"batch_size={self.batch_size}, but the step's is {step.batch_size}")
+        validate(self.assignment, step.cut_at(self.layer_ends))
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON-able data."""

@@ -1,7 +1,4 @@
-"""What a plan cuts, in words: a line for each way in which a stage's arrays are shared out.
-
-Used by `plan_table`; it reads the plan, and needs no device.
-"""
+"""What a plan cuts, in words: a line for each way in which a stage's arrays are shared out."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Tables that may be wider than the terminal: what does not fit stands in a further table below.
 
-No column is dropped, and no header folded that has room beside the first column's. Used by `sweep`.
+No column is dropped, and no header folded that has room beside the first column's.
 """
 
 from __future__ import annotations

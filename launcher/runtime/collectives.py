@@ -1,6 +1,6 @@
 """Sharding inside a stage's programs: constraints and the explicit reduce-scatter.
 
-The programs are traced for an abstract mesh, without devices. Used by the rest of `runtime`.
+The programs are traced for an abstract mesh, without devices.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from launcher.plan.sharding.dims import Spec, axes
-from launcher.plan.sharding.layout import DATA, ROWS, Layout
+from launcher.partition.sharding.layout import DATA, ROWS, Layout
+from launcher.partition.sharding.named_dims import Spec, axes
 
 
 def partition_spec(spec: Spec) -> PartitionSpec:

@@ -1,6 +1,5 @@
 """What the runtime takes from JAX that is private: all of it stands here, each name with its reason
-and with what is done where this JAX has it no more. Used by `transfer`, `transport`, `programs` and
-the workers.
+and with what is done where this JAX has it no more.
 """
 
 from __future__ import annotations

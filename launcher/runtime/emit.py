@@ -1,7 +1,7 @@
 """From a placed step to instructions: what runs, in which order, on which slots. Pure.
 
 The order is the one of the simulated timeline, so a single thread can issue it and every mesh finds
-its work early enough. Imported by `runtime.executable`.
+its work early enough.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core as jex
 
+from launcher.partition.joint_graph import Name
+from launcher.partition.partitioned import PartitionedStep, partition
+from launcher.partition.slicing import Slicing
+from launcher.partition.stages import StageGraph
+from launcher.partition.update_placement import Segment
 from launcher.plan import Plan, timeline
-from launcher.plan.joint import Name
-from launcher.plan.outer import OuterProgram, Slicing, place_outer
-from launcher.plan.place import Segment
-from launcher.plan.sharding.layout import layouts
-from launcher.plan.stages import StageGraph, cut_stages
 from launcher.runtime.collectives import scatter
 from launcher.runtime.instructions import (
     Instruction,
@@ -32,7 +32,7 @@ from launcher.runtime.slots import Slots
 from launcher.runtime.stage_programs import StageProgram, stage_programs
 from launcher.schedule import Kind, Task
 from launcher.trace.graph import Var, is_var, program
-from launcher.trace.step import Loss, TracedStep
+from launcher.trace.step import TracedStep
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,24 +58,15 @@ class Emitted:
 
 
 def emit(step: TracedStep, plan: Plan) -> Emitted:
-    """The instruction list of `plan`."""
-    slicing = Slicing(plan.num_micro_batches, plan.num_replicas)
-    loss = step.loss(slicing.num_slices)
-    graphs = cut_stages(loss, [stage.layers for stage in plan.stages], plan.mesh_of)
-    laid = layouts(step, loss, plan)
-    scattered = [layout.is_scattered for layout in laid]
-    outer = place_outer(step, loss, graphs, slicing, lambda i, mesh: scattered[mesh](i))
-    slots = Slots(step, loss, outer, slicing, laid)
-    return _Emitter(step, plan, loss, graphs, outer, slots).emit()
+    """Returns the instruction list of a plan, the tasks in the order of its timeline."""
+    cut = partition(step, plan.assignment)
+    return _Emitter(cut, [timed.task for timed in timeline(plan)], Slots(cut)).emit()
 
 
 @dataclass(eq=False)
 class _Emitter:
-    step: TracedStep
-    plan: Plan
-    loss: Loss
-    graphs: Sequence[StageGraph]
-    outer: OuterProgram
+    cut: PartitionedStep
+    order: Sequence[Task]
     slots: Slots
     programs: dict[str, Callable[..., tuple[Any, ...]]] = field(default_factory=dict)
     listed: list[Run | Send] = field(default_factory=list)
@@ -83,25 +74,25 @@ class _Emitter:
     def emit(self) -> Emitted:
         slots = self.slots
         arguments = [
-            (i, slots.of_outer(v, self.outer.homes[v]))
-            for i, v in enumerate(self.step.invars)
-            if not self.step.batch[i]
+            (i, slots.of_outer(v, self.cut.update.homes[v]))
+            for i, v in enumerate(self.cut.step.invars)
+            if not self.cut.step.batch[i]
         ]
         self.give()
-        self.sends(self.outer.argument_sends)
-        for i, segment in enumerate(self.outer.before):
+        self.sends(self.cut.update.argument_sends)
+        for i, segment in enumerate(self.cut.update.before):
             self.segment(f"before.{i}", segment)
         self.pipeline()
-        self.sends(self.outer.part_sends)
-        for i, segment in enumerate(self.outer.after):
+        self.sends(self.cut.update.part_sends)
+        for i, segment in enumerate(self.cut.update.after):
             self.segment(f"update.{i}", segment)
         results = []
-        for atom, mesh in zip(self.outer.outvars, self.outer.out_homes, strict=True):
+        for atom, mesh in zip(self.cut.update.outvars, self.cut.update.out_homes, strict=True):
             slot = slots.of_outer(atom, mesh) if is_var(atom) else None
             results.append((slot, None if is_var(atom) else atom, mesh))
         kept = {slot for slot, _, _ in results if slot is not None}
         kept |= {slot for _, slot in slots.constants}
-        kept |= {slot for i, slot in arguments if not self.step.donated[i]}
+        kept |= {slot for i, slot in arguments if not self.cut.step.donated[i]}
         first = frozenset(slot for _, slot in arguments)
         lent = kept | {slot for _, slot, _ in slots.batches}  # may be the caller's own array
         listed = with_donations(self.listed, slots.slots, first, frozenset(lent))
@@ -113,19 +104,19 @@ class _Emitter:
             batches=tuple(slots.batches),
             constants=tuple(slots.constants),
             results=tuple(results),
-            slicing=slots.slicing,
+            slicing=self.cut.slicing,
         )
 
     # -- around the pipeline ---------------------------------------------------------------------
 
     def give(self) -> None:
         """Batch leaves and constants that the outer program reads whole."""
-        for var, mesh in self.outer.given:
+        for var, mesh in self.cut.update.given:
             slot = self.slots.of_outer(var, mesh)
-            if var in self.step.constants:
-                self.slots.constants.append((self.step.constants[var], slot))
+            if var in self.cut.step.constants:
+                self.slots.constants.append((self.cut.step.constants[var], slot))
             else:
-                self.slots.batches.append((self.step.invars.index(var), slot, None))
+                self.slots.batches.append((self.cut.step.invars.index(var), slot, None))
 
     def sends(self, sends: Sequence[tuple[Var, int, int]]) -> None:
         links: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -152,28 +143,17 @@ class _Emitter:
     # -- the pipeline ----------------------------------------------------------------------------
 
     def pipeline(self) -> None:
-        tasks = self.plan.tasks()
-        programs = [self.stage(graph, tasks[graph.mesh]) for graph in self.graphs]
-        for timed in timeline(self.plan):
-            made = programs[timed.task.stage].get(timed.task.kind)
+        programs = [self.stage(graph) for graph in self.cut.stages]
+        for task in self.order:
+            made = programs[task.stage].get(task.kind)
             if made is not None:
-                self.task(timed.task, made)
-        for graph, made_of in zip(self.graphs, programs, strict=True):
+                self.task(task, made)
+        for graph, made_of in zip(self.cut.stages, programs, strict=True):
             self.reduce(graph, list(made_of.values()))
 
-    def stage(self, graph: StageGraph, tasks: Sequence[Task]) -> dict[Kind, StageProgram]:
+    def stage(self, graph: StageGraph) -> dict[Kind, StageProgram]:
         """A stage's programs, and its accumulators set to zero."""
-        programs = stage_programs(
-            graph,
-            self.loss,
-            self.outer.operands,
-            self.slots.slicing,
-            self.slots.layouts[graph.mesh],
-            self.plan.stages[graph.index].remat,
-            [i for i, stage in self.outer.result_parts if stage == graph.index],
-            [i for i, stage in self.outer.grad_parts if stage == graph.index],
-            tasks,
-        )
+        programs = stage_programs(self.cut, graph.index)
         self.programs.update((made.name, made.fun) for made in programs.values())
         for made in programs.values():
             self.slots.residuals.update(made.residuals)
@@ -187,7 +167,7 @@ class _Emitter:
         return programs
 
     def task(self, task: Task, made: StageProgram) -> None:
-        graph, m = self.graphs[task.stage], task.microbatch
+        graph, m = self.cut.stages[task.stage], task.microbatch
         inputs = [self.slots.of_stage(name, graph, m) for name in made.inputs]
         outputs = [self.slots.of_stage(name, graph, m) for name in made.outputs]
         number = self.slots.number(m, graph.mesh)
@@ -204,7 +184,7 @@ class _Emitter:
         late = [n for made in programs for n in made.accumulators if n.kind == "unsummed"]
         if not late:
             return
-        name, layout = f"stage.{graph.index}.reduce", self.slots.layouts[graph.mesh]
+        name, layout = f"stage.{graph.index}.reduce", self.cut.layouts[graph.mesh]
         self.programs[name] = lambda *parts: tuple(
             scatter(layout, n.of, part) for n, part in zip(late, parts, strict=True)
         )
@@ -219,9 +199,9 @@ class _Emitter:
         links: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for name in made:
             if name.kind == "activation":
-                meshes = dict.fromkeys(self.graphs[to].mesh for to in readers[name.of])
+                meshes = dict.fromkeys(self.cut.stages[to].mesh for to in readers[name.of])
             elif name.kind == "cotangent":
-                meshes = {g.mesh: None for g in self.graphs if name.of[0] in g.activations_out}
+                meshes = {g.mesh: None for g in self.cut.stages if name.of[0] in g.activations_out}
             else:
                 continue
             for mesh in meshes:

@@ -1,8 +1,8 @@
 """A compiled step: programs for every stage, and the loop that follows the instruction list.
 
 Everything is compiled before the first call. A call flattens its arguments, runs a table of
-pre-bound instructions without waiting for any of them, and returns the results' arrays, each on
-its stage's devices. Imported by `train` and the public front.
+pre-bound instructions without waiting for any of them, and returns the results' arrays, each on its
+stage's devices.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 import jax
 
 from launcher.plan import Plan, PlanError
+from launcher.runtime.compile import compile_programs
+from launcher.runtime.dispatch_table import Row, build_table
 from launcher.runtime.emit import emit
 from launcher.runtime.instructions import Run
 from launcher.runtime.placement import make_placement
-from launcher.runtime.programs import compile_programs
 from launcher.runtime.state import create_state
-from launcher.runtime.table import Row, build_table
 from launcher.runtime.transfer import is_here, place
 from launcher.runtime.transport import Transport
 from launcher.schedule import Task, TimedTask, simulate

@@ -1,7 +1,7 @@
 """The static instruction list that a worker follows each step, and when arrays in it die. Pure.
 
 Instructions address *slots*: numbered places that hold one array each. What a slot holds (shape,
-mesh, spec) is known before the first step. Imported by the rest of `runtime`.
+mesh, spec) is known before the first step.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.plan.sharding.dims import Spec
+from launcher.partition.sharding.named_dims import Spec
 from launcher.schedule import Task
 
 

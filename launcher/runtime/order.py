@@ -3,7 +3,7 @@
 It is that of the instruction list, which is the one of the plan's simulated timeline. Each process
 does its part of it: the instructions in which one of its devices takes part. What goes by
 collectives (`runtime.permute`) is known by its turn alone, so that two transfers swapped in one
-process are wrong data, silently, or a process that waits for ever. Imported by `runtime.table`.
+process are wrong data, silently, or a process that waits for ever.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ An exchange is one compiled program, a `jax.lax.ppermute` for each of its rounds
 of both sides, whose processes alone take part: NCCL on GPUs, gloo on CPUs. Nothing names what
 arrives but its turn, so all processes follow the one order of `runtime.order`; and as a program of
 which one device has begun and another has not keeps the former, everything is compiled, and every
-group of devices has met once, before the first step. Used by the same as `runtime.transport`.
+group of devices has met once, before the first step.
 
 Every device of an exchange gives and gets an array in every round. For what it has nothing to send
 of, it keeps zeros as long as an exchange needs them, one array of each kind; where nothing arrives,
@@ -24,7 +24,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from launcher.runtime.pace import Pace
+from launcher.runtime.throttle import Pace
 from launcher.runtime.transport import Exchange, Meeting, Parcel, Parts
 
 _AXIS = "device"

@@ -1,5 +1,5 @@
-"""Cutting the pieces of an array (`plan.reshard`) from its tiles and joining tiles from pieces, by
-programs that are compiled before the first step. Used by `runtime.transfer`.
+"""Cuts the pieces of an array (`reshard`) from its tiles and joins tiles from pieces, by programs
+that are compiled before the first step.
 
 Who compiles in the middle of a step keeps those that have begun to exchange arrays with it by
 collectives, and on GPUs may wait for their devices for ever.
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from launcher.plan.reshard import Box, Piece
+from launcher.partition.sharding.reshard import Box, Piece
 
 _MOST = 4096  # programs that are kept: microbatches and layers need the same few
 

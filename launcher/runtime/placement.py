@@ -1,5 +1,4 @@
-"""Where the slots of a step live: the plan's meshes on real devices. Used by the building of an
-executable."""
+"""Where the slots of a step live: the plan's meshes on real devices."""
 
 from __future__ import annotations
 
@@ -10,8 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from launcher.partition.sharding.layout import AXES, mesh_sizes
 from launcher.plan import Plan
-from launcher.plan.sharding.layout import AXES, mesh_sizes
 from launcher.runtime.collectives import partition_spec
 from launcher.runtime.instructions import Send, Slot
 from launcher.runtime.transfer import is_here

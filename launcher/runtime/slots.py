@@ -1,22 +1,20 @@
-"""Numbering the values of a step: which slot holds what, on which mesh. Used by `runtime.emit`."""
+"""Numbering the values of a step: which slot holds what, on which mesh."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from launcher.plan.joint import Name
-from launcher.plan.outer import OuterProgram, Slicing
-from launcher.plan.sharding.dims import Axis, Spec
-from launcher.plan.sharding.layout import DATA, Layout
-from launcher.plan.stages import StageGraph
+from launcher.partition.joint_graph import Name
+from launcher.partition.partitioned import PartitionedStep
+from launcher.partition.sharding.layout import DATA
+from launcher.partition.sharding.named_dims import Axis, Spec
+from launcher.partition.stages import StageGraph
 from launcher.runtime.instructions import Slot
 from launcher.trace.graph import Var
-from launcher.trace.step import Loss, TracedStep
 
 
 @dataclass(eq=False)
@@ -24,15 +22,11 @@ class Slots:
     """The slots of one step, made when they are first asked for.
 
     Attributes:
-        layouts: of each mesh. residuals: the specs of the stages' residuals.
+        residuals: the specs of the stages' residuals.
         slots: what each holds. constants, batches: see `emit.Emitted`.
     """
 
-    step: TracedStep
-    loss: Loss
-    outer: OuterProgram
-    slicing: Slicing
-    layouts: Sequence[Layout]
+    cut: PartitionedStep
     residuals: dict[Var, Spec] = field(default_factory=dict)
     slots: list[Slot] = field(default_factory=list)
     constants: list[tuple[Any, int]] = field(default_factory=list)
@@ -41,13 +35,13 @@ class Slots:
     _parts: dict[Var, tuple[str, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for i, operand in enumerate(self.outer.operands):
+        for i, operand in enumerate(self.cut.update.operands):
             if operand.stacked and not operand.host:
                 self._parts[operand.value] = "stacked", i
-        for (i, _), parts in self.outer.result_parts.items():
+        for (i, _), parts in self.cut.update.result_parts.items():
             self._parts.update((var, ("result", i)) for var in parts)
-        for (i, _), parts in self.outer.grad_parts.items():
-            rank = len(self.loss.invars[i].aval.shape)
+        for (i, _), parts in self.cut.update.grad_parts.items():
+            rank = len(self.cut.loss.invars[i].aval.shape)
             for var in parts:
                 self._parts[var] = "unsummed" if len(var.aval.shape) > rank else "grad", i
 
@@ -73,8 +67,8 @@ class Slots:
         if name.kind in ("result", "grad"):
             return self.of_outer(self._part(name, graph, microbatch), graph.mesh)
         if name.kind == "unsummed":
-            (part,) = self.outer.grad_parts[name.of, graph.index]
-            spec = self.layouts[graph.mesh].operand(name.of)
+            (part,) = self.cut.update.grad_parts[name.of, graph.index]
+            spec = self.cut.layouts[graph.mesh].operand(name.of)
             return self._per_replica((name, graph.index), graph.mesh, part.aval, spec)
         if name.kind == "residual":
             spec = self.residuals[name.of]
@@ -84,28 +78,30 @@ class Slots:
     def exchanged(self, name: Name, mesh: int, microbatch: int) -> int:
         """An activation or a cotangent, as a mesh has it."""
         var = name.of if name.kind == "activation" else name.of[0]
-        spec = self.layouts[mesh].activation(var)
+        spec = self.cut.layouts[mesh].activation(var)
         return self._per_replica((name, microbatch, mesh), mesh, var.aval, spec)
 
     def _part(self, name: Name, graph: StageGraph, microbatch: int) -> Var:
         """What a stage leaves behind of a result or a gradient: an accumulator, or a part for each
         microbatch."""
-        parts = self.outer.result_parts if name.kind == "result" else self.outer.grad_parts
+        parts = (
+            self.cut.update.result_parts if name.kind == "result" else self.cut.update.grad_parts
+        )
         variables = parts[name.of, graph.index]
         return variables[microbatch if len(variables) > 1 else 0]
 
     def _operand(self, index: int, mesh: int) -> int:
-        operand = self.outer.operands[index]
+        operand = self.cut.update.operands[index]
         if not operand.host:
             return self.of_outer(operand.value, mesh)
-        axis = self.loss.slice_axes[index]
-        leaf = self.step.invars.index(operand.value)
+        axis = self.cut.loss.slice_axes[index]
+        leaf = self.cut.step.invars.index(operand.value)
         key = ("batch", leaf, axis, mesh)
         if key not in self._numbers:
-            aval, spec = operand.value.aval, self.layouts[mesh].operand(index)
+            aval, spec = operand.value.aval, self.cut.layouts[mesh].operand(index)
             if axis is not None:
                 aval = jax.eval_shape(
-                    lambda x: self.slicing.stack(x, axis),
+                    lambda x: self.cut.slicing.stack(x, axis),
                     jax.ShapeDtypeStruct(aval.shape, aval.dtype),
                 )
                 spec = self._stacked(index, mesh)
@@ -114,25 +110,29 @@ class Slots:
         return self._numbers[key]
 
     def _outer_spec(self, var: Var, mesh: int) -> Spec:
-        layout = self.layouts[mesh]
+        layout = self.cut.layouts[mesh]
         kind, i = self._parts.get(var, ("", 0))
         if kind == "stacked":
             return self._stacked(i, mesh)
         if kind == "result":
-            return (DATA,) if self.slicing.replicas > 1 else ()
+            return (DATA,) if self.cut.slicing.replicas > 1 else ()
         if kind == "unsummed":
             return (DATA, *layout.operand(i))
-        return layout.gradient(i) if kind == "grad" else layout.outer(self.outer.like.get(var, var))
+        return (
+            layout.gradient(i)
+            if kind == "grad"
+            else layout.outer(self.cut.update.like.get(var, var))
+        )
 
     def _stacked(self, index: int, mesh: int) -> Spec:
         """Of a sliced operand: microbatches, replicas, and a slice with its rows in front."""
-        of_slice: list[Axis] = list(self.layouts[mesh].operand(index))
-        rows = of_slice.pop(self.loss.slice_axes[index] or 0)
-        return (None, *((DATA,) if self.slicing.replicas > 1 else ()), rows, *of_slice)
+        of_slice: list[Axis] = list(self.cut.layouts[mesh].operand(index))
+        rows = of_slice.pop(self.cut.loss.slice_axes[index] or 0)
+        return (None, *((DATA,) if self.cut.slicing.replicas > 1 else ()), rows, *of_slice)
 
     def _per_replica(self, key: Any, mesh: int, aval: Any, spec: Spec) -> int:
         """A value of one microbatch, of which each replica has its own."""
-        replicas = self.slicing.replicas
+        replicas = self.cut.slicing.replicas
         if replicas == 1:
             return self._slot(key, mesh, aval, spec)
         whole = jax.ShapeDtypeStruct((replicas, *aval.shape), aval.dtype)

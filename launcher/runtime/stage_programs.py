@@ -1,9 +1,9 @@
 """The programs of one stage, one for each kind of task that its schedule has.
 
-A pass over one slice of the batch (`plan.passes`) becomes a program over a microbatch: it takes
-its slice of each operand and adds its results and gradients to accumulators. Replicas are a
+A task program over one slice of the batch becomes a program over a microbatch: it takes its slice
+of each operand and adds its results and gradients to accumulators. Replicas are a
 `jax.vmap(spmd_axis_name=…)` axis of every activation, residual and accumulator, so that a backward
-program holds no data-parallel collective. Used by `runtime.emit`.
+program holds no data-parallel collective.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from launcher.plan.joint import Name, input_spec, trace_joint
-from launcher.plan.outer import Operand, Slicing, accumulator_dtype
-from launcher.plan.passes import Pass, cut, outputs_by_kind, runs_as_one
-from launcher.plan.sharding.dims import Spec
-from launcher.plan.sharding.layout import DATA, Layout
-from launcher.plan.stages import StageGraph
+from launcher.partition.joint_graph import Name
+from launcher.partition.partitioned import PartitionedStep
+from launcher.partition.sharding.layout import DATA, Layout
+from launcher.partition.sharding.named_dims import Spec
+from launcher.partition.slicing import Slicing, accumulator_dtype
+from launcher.partition.task_programs import TaskProgram
+from launcher.partition.update import Operand
 from launcher.runtime.collectives import constrained, scatter
-from launcher.runtime.local import emitted_locally
-from launcher.schedule import Kind, Task, backward_follows
+from launcher.runtime.partial_sums import emitted_locally
+from launcher.schedule import Kind
 from launcher.trace.graph import Var
 from launcher.trace.step import Loss
 
@@ -52,66 +53,34 @@ class StageProgram:
         return tuple(name for name in self.inputs if name.kind in _SUMS)
 
 
-def stage_programs(
-    graph: StageGraph,
-    loss: Loss,
-    operands: Sequence[Operand],
-    slicing: Slicing,
-    layout: Layout,
-    remat: str,
-    results: Sequence[int],
-    grads: Sequence[int],
-    tasks: Sequence[Task],
-) -> dict[Kind, StageProgram]:
-    """The program that a stage runs for each kind of task; a kind without one has nothing to do.
-
-    Args:
-        operands: what holds each of the loss's. results, grads: those that the step uses.
-        tasks: of the stage's mesh, in order.
-    """
-    maker = _Maker(loss, operands, slicing, layout)
-    kinds = {task.kind for task in tasks if task.stage == graph.index}
-    at_once = not graph.activations_out and backward_follows(tasks, graph.index)
-    joint = trace_joint(
-        graph,
-        loss,
-        [i for i in graph.wrt if i in grads],
-        [i for i in graph.operands if maker.varies(i)],
-        "none" if at_once else remat,  # what is used at once need not be computed again
-        open_checkpoints=Kind.BACKWARD_WEIGHT in kinds,
-    )
-    seeds = {v: input_spec(name, layout) for name, v in joint.inputs.items()}
-    inside = layout.inside(joint.equations, seeds)
-    passes = cut(joint, outputs_by_kind(joint, results, kinds, together=False))
-    together = at_once and runs_as_one(passes[Kind.FORWARD], inside)
-    if together:
-        passes = cut(joint, outputs_by_kind(joint, results, kinds, together=True))
+def stage_programs(cut: PartitionedStep, stage: int) -> dict[Kind, StageProgram]:
+    """Returns the program that a stage runs for each kind of task; a kind without one has nothing
+    to do."""
+    of, inside = cut.programs(stage)
+    maker = _Maker(cut.loss, cut.update.operands, cut.slicing, cut.layout(stage))
+    together = Kind.FORWARD not in of.programs
     found: dict[Kind, StageProgram] = {}
-    for kind, one_slice in passes.items():
+    for kind, one_slice in of.programs.items():
         word = kind.value if found or not together else f"forward_{kind.value}"
-        closed = emitted_locally(one_slice.closed, inside, slicing.replicas)
+        closed = emitted_locally(one_slice.closed, inside, cut.slicing.replicas)
         one_slice = dataclasses.replace(one_slice, closed=closed)
         left = {n.of: inside.spec(n.of) for n in one_slice.outputs if n.kind == "residual"}
-        found[kind] = maker.program(f"stage.{graph.index}.{word}", one_slice, left)
+        found[kind] = maker.program(f"stage.{stage}.{word}", one_slice, left)
     return found
 
 
 @dataclass(frozen=True, eq=False)
 class _Maker:
-    """Makes programs over a microbatch out of passes over a slice."""
+    """Makes programs over a microbatch out of task programs over a slice."""
 
     loss: Loss
     operands: Sequence[Operand]
     slicing: Slicing
     layout: Layout
 
-    def varies(self, i: int) -> bool:
-        """Whether an operand differs from slice to slice; of the only slice: may be data."""
-        if self.slicing.num_slices == 1:
-            return i not in self.loss.wrt
-        return self.operands[i].stacked
-
-    def program(self, name: str, one_slice: Pass, residuals: Mapping[Var, Spec]) -> StageProgram:
+    def program(
+        self, name: str, one_slice: TaskProgram, residuals: Mapping[Var, Spec]
+    ) -> StageProgram:
         """All replicas' slices of a microbatch, and its accumulators."""
         late = {n: Name("unsummed", n.of) for n in one_slice.outputs if self.is_late(n)}
         made = [late.get(n, n) for n in one_slice.outputs]

@@ -1,5 +1,4 @@
-"""Creating a step's state in place: every leaf is computed where it will live. Used by
-`executable`."""
+"""Creating a step's state in place: every leaf is computed where it will live."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""One transfer of the instruction list, bound to this process. Used by `runtime.executable`.
+"""One transfer of the instruction list, bound to this process.
 
 Inside one process a transfer is a copy from devices to devices. Between processes it is a list of
-pieces (`plan.reshard`): this process offers those it has and assembles those it needs.
+pieces (`reshard`): this process offers those it has and assembles those it needs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from launcher.plan.reshard import Box, route
+from launcher.partition.sharding.reshard import Box, route
 from launcher.runtime.compat import batched_copy
 from launcher.runtime.pieces import cutter, joiner
 from launcher.runtime.transport import Parcel, Transport, met_by_all

@@ -5,7 +5,7 @@ it on the other, in any order, in both directions at once, and only the two proc
 part. It moves CPU buffers (a pull of 1 MB takes about a millisecond on loopback). The server
 answers whoever reaches its port and names a key, so it binds to one address, by default this
 machine's own loopback, and the keys can start at a number that nobody guesses. `runtime.permute` is
-the way for GPUs. Used by `runtime.transfer`.
+the way for GPUs.
 """
 
 from __future__ import annotations

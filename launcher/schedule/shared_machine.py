@@ -3,7 +3,7 @@
 The more devices are at work, the slower is each. A task's given seconds are those with every device
 at work; how much of them it takes alone is known, and with some at work it is on the line between.
 That is what was seen on few cores, where a device uses all of them in products and one of them in
-what is done element by element. Used by `plan.predict`.
+what is done element by element.
 """
 
 from __future__ import annotations

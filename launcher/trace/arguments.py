@@ -1,7 +1,4 @@
-"""A step's arguments as shapes: which leaves are batch, donated or static, and who follows whom.
-
-Used by `trace.step`.
-"""
+"""A step's arguments as shapes: which leaves are batch, donated or static, and who follows whom."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """What a step may not do if its batch is to be cut into slices: every refusal, with its remedy.
 
 `Whole` is the loss as traced on the whole batch; `part` the loss equation as traced on one slice.
-Used by `trace.slices`.
 """
 
 from __future__ import annotations

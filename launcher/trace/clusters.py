@@ -2,8 +2,7 @@
 
 `cluster` finds the cuts in one trace of the loss, `recut` puts them into another of the same model:
 of a smaller slice, or without dropout. A cut is therefore told by what these have in common, the
-*anchors*: equations that hold a matrix product or read a floating operand (a parameter). Used by
-`trace.step` and by `plan`.
+*anchors*: equations that hold a matrix product or read a floating operand (a parameter).
 """
 
 from __future__ import annotations

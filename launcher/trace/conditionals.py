@@ -1,4 +1,4 @@
-"""Splitting a conditional into independent ones. Used by `trace.step` on the parameter update.
+"""Splitting a conditional into independent ones.
 
 "Apply the update only if all gradients are finite" is one `lax.cond` over every parameter. As one
 equation it would have to run in one place. Its results fall into groups that share no array

@@ -1,7 +1,7 @@
 """Random keys among the inputs of a loss: which they are, and a key of its own for each slice.
 
 A typed key says what it is. A raw key (`jax.random.PRNGKey`, an array of `uint32`) is known by its
-use: the loss makes a typed key of it, or of parts of it. Used by `trace.slices` and `plan.outer`.
+use: the loss makes a typed key of it, or of parts of it.
 """
 
 from __future__ import annotations

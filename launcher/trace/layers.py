@@ -1,4 +1,4 @@
-"""Cutting the forward pass into layers at the user's marks. Used by `trace.step`.
+"""Cutting the forward pass into layers at the user's marks.
 
 A *layer* is the run of equations between two `mark_pipeline_boundary()` calls. Equations that
 depend on no operand at all (an iota, a mask made of literals) belong to no layer: whoever needs

@@ -3,9 +3,8 @@
 `microbatched_loss` keeps a whole loss as a jaxpr inside the trace of the train step, so that the
 planner sees the forward pass, what is differentiated and what is combined, before autodiff has
 mixed them up. Outside a parallelized step it means what `jax.value_and_grad` does, under every
-transformation.
-`pipeline_boundary` has no operands and computes nothing: its place among the equations is what it
-says. Imported by `trace.step`, `trace.layers` and the public front (`launcher.api`).
+transformation. `pipeline_boundary` has no operands and computes nothing: its place among the
+equations is what it says.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ An input of the loss that is computed from the batch is computed once, on the wh
 into slices afterwards. That is what computing it slice by slice would give only while position `i`
 along the cut axis belongs to example `i` (or to a run of examples, in order): after a transpose,
 yes; after a reversal, no. What cannot be shown to keep the rows in order counts as not keeping
-them. Pure; used by `trace.checks`.
+them. Pure.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The loss on one slice of the batch.
 
-The step is traced again on a slice; comparing that trace with the one on the whole batch says
-which inputs of the loss are cut and where. Used by `trace.step`; `plan` and `runtime` read `Loss`.
+The step is traced again on a slice; comparing that trace with the one on the whole batch says which
+inputs of the loss are cut and where.
 """
 
 from __future__ import annotations

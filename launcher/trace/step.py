@@ -1,8 +1,8 @@
 """From a user's train step to data: what is computed before, inside and after the loss.
 
-`trace_step` traces the step once on the whole batch. The loss inside it is traced again for a
-slice of the batch whenever somebody asks for it (`TracedStep.loss`), since only the planner knows
-how many slices there will be. Imported by `plan` and `runtime`.
+`trace_step` traces the step once on the whole batch. The loss inside it is traced again for a slice
+of the batch whenever somebody asks for it (`TracedStep.loss`), since only the planner knows how
+many slices there will be.
 """
 
 from __future__ import annotations

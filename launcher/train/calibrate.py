@@ -8,7 +8,7 @@ from rich.console import Console
 
 from launcher.cluster.devices import find_devices
 from launcher.config.machines import Cluster
-from launcher.plan.calibration import measure
+from launcher.plan.profile.calibration import measure
 from launcher.report.console import plain_table, status
 from launcher.report.text import seconds_text
 from launcher.train.shape import pool_shape

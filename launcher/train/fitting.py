@@ -1,4 +1,4 @@
-"""Whether a plan fits the devices' memory, and what would. Used by `prepare`.
+"""Whether a plan fits the devices' memory, and what would.
 
 `auto` only finds what fits; the other methods do as they are told, and what they lack is said here.
 """

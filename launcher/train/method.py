@@ -1,4 +1,4 @@
-"""From the settings of `parallel` to a plan. Used by `prepare`."""
+"""From the settings of `parallel` to a plan."""
 
 from __future__ import annotations
 

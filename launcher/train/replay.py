@@ -1,6 +1,6 @@
 """A plan to be replayed, held against the settings: what can be said of it before tracing.
 
-Used by `check`, which imports no JAX, and by `method`, which knows the program.
+It imports no JAX: `task=check` asks it, too.
 """
 
 from __future__ import annotations

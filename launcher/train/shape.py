@@ -1,7 +1,4 @@
-"""The shape of the cluster that a run plans for: this machine's, or the described one's.
-
-Used by `prepare`.
-"""
+"""The shape of the cluster that a run plans for: this machine's, or the described one's."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from collections.abc import Callable
 from launcher.cluster.devices import DevicePool
 from launcher.config.machines import Cluster
 from launcher.plan import ClusterShape, local_shape
-from launcher.plan.calibration import calibrated
+from launcher.plan.profile.calibration import calibrated
 
 
 def shape_of(cluster: Cluster, pool: DevicePool | None, say: Callable[[str], None]) -> ClusterShape:

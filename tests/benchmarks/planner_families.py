@@ -23,8 +23,8 @@ from planner_published import cluster_of, fits, restricted
 
 import launcher
 from launcher.plan import Plan, make_plan
-from launcher.plan.search.best import best_plan, in_words
-from launcher.plan.search.problem import Wanted
+from launcher.plan.inter_op.problem import Wanted
+from launcher.plan.inter_op.select import best_plan, in_words
 from launcher.trace import TracedStep, trace_step
 
 SUSTAINED = 0.4  # of the datasheet's peak; any: only plans of one model are compared

@@ -74,7 +74,7 @@ def runner(program: Any, plan: Any) -> Callable[[int], float]:
 def predictions(program: Any) -> tuple[list[list[float]], list[Any]]:
     """For every plan the seconds by each way to know them; and the plans to run."""
     from launcher.plan import local_shape, make_plan
-    from launcher.plan.calibration import measure
+    from launcher.plan.profile.calibration import measure
 
     nominal = local_shape(DEVICES, 1, "cpu")
     shape = measure(nominal, print)[0].applied(nominal)

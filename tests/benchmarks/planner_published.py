@@ -22,13 +22,13 @@ import optax
 import yaml
 
 import launcher
+from launcher.partition.assignment import Assignment, Submesh
+from launcher.partition.stages import group_layers
 from launcher.plan import ClusterShape, Plan
-from launcher.plan.make import complete
-from launcher.plan.outline import Outline, Submesh
-from launcher.plan.search.auto import USABLE, make_problem
-from launcher.plan.search.best import best_plan, in_words
-from launcher.plan.search.problem import Wanted, best_of
-from launcher.plan.stages import group_layers
+from launcher.plan.build import build_plan
+from launcher.plan.inter_op.auto import USABLE, make_problem
+from launcher.plan.inter_op.problem import Wanted, best_of
+from launcher.plan.inter_op.select import best_plan, in_words
 from launcher.trace import TracedStep, trace_step
 from recipes import build_model
 
@@ -114,7 +114,7 @@ def published(step: TracedStep, point: Point, cluster: ClusterShape) -> Plan:
         layers.append(tuple(layer for part in parts[first:end] for layer in part))
         submeshes.append(Submesh(tuple(range(device, device + size)), mesh))
         first, device = end, device + size
-    outline = Outline(
+    assignment = Assignment(
         method="published",
         layers=tuple(layers),
         submeshes=tuple(submeshes),
@@ -128,7 +128,7 @@ def published(step: TracedStep, point: Point, cluster: ClusterShape) -> Plan:
     for count in (64, 128, 256, 512, 1024):
         if rows % count:
             break
-        plan = complete(step, dataclasses.replace(outline, num_micro_batches=count), cluster)
+        plan = build_plan(step, dataclasses.replace(assignment, num_micro_batches=count), cluster)
         if fits(plan):
             break
     return plan
@@ -145,7 +145,7 @@ def restricted(step: TracedStep, cluster: ClusterShape, intra: bool) -> Plan | N
     problem = make_problem(step, cluster)
     sizes = (cluster.num_devices,) if intra else (1,)
     found = best_of(dataclasses.replace(problem, sizes=sizes), Wanted(schedule="1f1b"))
-    return complete(step, found[0].outline, cluster) if found else None
+    return build_plan(step, found[0].assignment, cluster) if found else None
 
 
 def calibrated(step: TracedStep) -> float:

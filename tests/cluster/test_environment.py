@@ -4,7 +4,7 @@ from pathlib import Path
 
 from launcher.cluster.devices import DevicePool
 from launcher.cluster.environment import ray_environment, worker_environment
-from launcher.plan.search.auto import USABLE
+from launcher.plan.inter_op.auto import USABLE
 
 CPUS = DevicePool("cpu", 2, 3, "emulated CPU device", "")
 GPUS = DevicePool("gpu", 2, 2, "H200", "", ("4", "5", "GPU-a", "GPU-b"))

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import launcher
+from launcher.cache_folder import cache_folder
 from launcher.cluster import room
 from launcher.cluster.errors import ClusterError
-from launcher.plan.profile.cache import cache_folder
 
 PROGRAM = """
 import sys

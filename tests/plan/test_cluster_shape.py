@@ -3,8 +3,8 @@
 import pytest
 
 from launcher.plan import local_shape
-from launcher.plan.calibration import calibrated
 from launcher.plan.cluster_shape import is_nominal
+from launcher.plan.profile.calibration import calibrated
 
 
 @pytest.mark.parametrize(

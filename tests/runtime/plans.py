@@ -4,7 +4,8 @@ import itertools
 import math
 import random
 
-from launcher.plan.make import complete
+from launcher.partition.assignment import Assignment, Submesh
+from launcher.plan.build import build_plan
 from launcher.plan.methods import (
     DataParallel,
     ManualStageOption,
@@ -15,8 +16,7 @@ from launcher.plan.methods import (
     Zero2Parallel,
     Zero3Parallel,
 )
-from launcher.plan.outline import Outline, Submesh
-from launcher.plan.sharding.names import leaf_names
+from launcher.trace.leaf_names import leaf_names
 
 
 def manual(num_micro_batches, stages, submeshes, logical=None, options=None, **other):
@@ -99,10 +99,10 @@ def at_random(step, seed, cluster):
     cluster follows from the seed."""
     rng = random.Random(seed)
     while True:
-        outline = _outline(step, rng, cluster.num_devices)
-        replicas = math.gcd(*(submesh.logical_mesh[0] for submesh in outline.submeshes))
-        if step.batch_size % (outline.num_micro_batches * replicas) == 0:
-            return complete(step, outline, cluster)
+        assignment = _outline(step, rng, cluster.num_devices)
+        replicas = math.gcd(*(submesh.logical_mesh[0] for submesh in assignment.submeshes))
+        if step.batch_size % (assignment.num_micro_batches * replicas) == 0:
+            return build_plan(step, assignment, cluster)
 
 
 def _outline(step, rng, num_devices):
@@ -124,7 +124,7 @@ def _outline(step, rng, num_devices):
         else None
         for s, z in enumerate(zero)
     ]
-    return Outline(
+    return Assignment(
         method="manual",
         layers=tuple(tuple(range(a, b)) for a, b in itertools.pairwise(ends)),
         submeshes=submeshes,

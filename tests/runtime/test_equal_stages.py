@@ -7,7 +7,7 @@ import pytest
 import launcher
 from launcher.config.schema import MLP
 from launcher.plan import local_shape, make_plan
-from launcher.runtime import compile_step, programs
+from launcher.runtime import compile_step
 from launcher.trace import trace_step
 from recipes import build_model
 
@@ -70,7 +70,7 @@ def test_equal_stages_are_compiled_once(traced, monkeypatch, num_devices):
 
     state, losses = trained(executable)
     with monkeypatch.context() as patch:
-        patch.setattr(programs, "loaded_for", lambda *_: None)
+        patch.setattr("launcher.runtime.compile.loaded_for", lambda *_: None)
         each, compiles = compiled(traced, patch, num_devices)
     assert compiles == len(texts)
     expected, same = trained(each)

@@ -9,7 +9,7 @@ import sys
 import jax
 import pytest
 
-from launcher.plan.profile.cache import file_name, processor
+from launcher.cache_folder import file_name, processor
 from launcher.runtime import keep_compiled, why_not_kept
 
 PROGRAM = """

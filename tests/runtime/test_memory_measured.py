@@ -10,10 +10,10 @@ import pytest
 
 import launcher
 from launcher.plan import local_shape, make_plan
+from launcher.runtime.compile import compile_programs
 from launcher.runtime.emit import emit
 from launcher.runtime.instructions import Free, Run
 from launcher.runtime.placement import make_placement
-from launcher.runtime.programs import compile_programs
 from launcher.trace import trace_step
 from recipes import build_model
 

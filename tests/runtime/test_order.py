@@ -12,7 +12,7 @@ import pytest
 
 from launcher import runtime
 from launcher.plan import PlanError, local_shape
-from launcher.runtime import table
+from launcher.runtime import dispatch_table
 from launcher.runtime.emit import emit
 from launcher.runtime.instructions import Free, Run, Send
 from launcher.runtime.order import digest, parts_of, prove
@@ -184,8 +184,8 @@ def test_a_process_proves_the_rows_that_it_built(traced, monkeypatch):
     placement = make_placement(plan, jax.devices(), emitted.slots)
     programs = {x.program: None for x in emitted.instructions if isinstance(x, Run)}
     given = emitted, placement, programs, (False,) * len(traced.donated), None
-    assert table.build_table(*given).rows
-    build = table._rows
+    assert dispatch_table.build_table(*given).rows
+    build = dispatch_table._rows
 
     def swapped_rows(*args):
         rows, exchanges = build(*args)
@@ -194,9 +194,9 @@ def test_a_process_proves_the_rows_that_it_built(traced, monkeypatch):
         found[first], found[second] = found[second], found[first]
         return found, exchanges
 
-    monkeypatch.setattr(table, "_rows", swapped_rows)
+    monkeypatch.setattr(dispatch_table, "_rows", swapped_rows)
     with pytest.raises(PlanError, match=r"process 0 has to do instruction \d+"):
-        table.build_table(*given)
+        dispatch_table.build_table(*given)
 
 
 @pytest.mark.parametrize("way", ["PermuteTransport", "PullTransport"])

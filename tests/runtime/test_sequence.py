@@ -9,9 +9,9 @@ from pathlib import Path
 import jax
 import pytest
 
+from launcher.partition.assignment import Assignment, Submesh
 from launcher.plan import local_shape
-from launcher.plan.make import complete
-from launcher.plan.outline import Outline, Submesh
+from launcher.plan.build import build_plan
 from launcher.runtime import compile_step
 from launcher.trace import trace_step
 
@@ -30,7 +30,7 @@ def planned(name, meshes, sequence, num_micro_batches):
     for data, model in meshes:
         submeshes.append(Submesh(tuple(range(first, first + data * model)), (data, model)))
         first += data * model
-    outline = Outline(
+    assignment = Assignment(
         method="auto",
         layers=tuple(
             tuple(range(layers * s // count, layers * (s + 1) // count)) for s in range(count)
@@ -42,7 +42,7 @@ def planned(name, meshes, sequence, num_micro_batches):
         remat=("none",) * count,
         sequence=sequence,
     )
-    return traced, complete(traced, outline, local_shape(8, 1, "cpu"))
+    return traced, build_plan(traced, assignment, local_shape(8, 1, "cpu"))
 
 
 @pytest.mark.slow

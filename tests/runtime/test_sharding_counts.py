@@ -19,9 +19,9 @@ from launcher.plan.methods import (
     Zero2Parallel,
     Zero3Parallel,
 )
-from launcher.plan.sharding.names import leaf_names
 from launcher.runtime import compile_step
 from launcher.trace import trace_step
+from launcher.trace.leaf_names import leaf_names
 
 sys.path.insert(0, str(Path(__file__).parent))
 from trainings import RECIPES, training

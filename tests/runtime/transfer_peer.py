@@ -22,8 +22,8 @@ from jax._src import distributed  # noqa: E402  (the key-value store: tests need
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 from tiny import BATCHES, init, step  # noqa: E402
 
+from launcher.partition.sharding.reshard import crossing, route  # noqa: E402
 from launcher.plan import local_shape, make_plan  # noqa: E402
-from launcher.plan.reshard import crossing, route  # noqa: E402
 from launcher.runtime import (  # noqa: E402
     NotMetError,
     PermuteTransport,

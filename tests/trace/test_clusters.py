@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import launcher
+from launcher.partition.stages import layer_flops
 from launcher.plan import Plan, PlanError, local_shape, make_forward_plan
 from launcher.plan.methods import AutoLayerOption, PipeshardParallel, Replay
-from launcher.plan.stages import layer_flops
 from launcher.runtime import compile_step
 from launcher.trace import TraceError, trace_step
 from launcher.trace.clusters import _crossing, _own, cluster, recut

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from launcher.config.machines import Cluster
-from launcher.plan import calibration
+from launcher.plan.profile import calibration
 from launcher.report.console import make_console
 from launcher.train.calibrate import calibrate
 
@@ -23,9 +23,9 @@ FOUND = {
 def test_what_could_not_be_kept_is_not_said_to_be_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = tmp_path / "gauge.py"
+    script = tmp_path / "measure_devices.py"
     script.write_text(f"print({json.dumps(FOUND)!r})")
-    monkeypatch.setattr(calibration.gauge, "__file__", str(script))
+    monkeypatch.setattr(calibration.measure_devices, "__file__", str(script))
     home, cluster = tmp_path / "home", Cluster(kind="emulated", gpus=4)
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     home.touch()  # which is no folder

@@ -3,41 +3,27 @@
 Below `$XDG_CACHE_HOME/launcher`, by default `~/.cache/launcher`. A file's name begins with the
 devices that were measured; of a CPU these are the processor's model and cores, since several
 machines may share a home. Each file says under which versions it was measured; what is damaged, of
-other versions or of another machine is ignored, and said. Used by `profile.run` and by
-`plan.calibration`.
+other versions or of another machine is ignored, and said.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import platform
-import re
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
-import psutil
-
+from launcher.cache_folder import cache_folder, file_name, processor
 from launcher.files import DamagedError, make_private, read_json, write_whole
 from launcher.plan.cluster_shape import ClusterShape
 
 T = TypeVar("T")
 
 _PACKAGES = ("jax", "jaxlib", "launcher")
-_NO_HOME = "/nonexistent"  # by custom
 _FORMAT = "2"  # of what the figures mean; to be raised with it
-
-
-def cache_folder() -> Path:
-    """Where measurements are kept; where nothing can be for a user without a home."""
-    if root := os.environ.get("XDG_CACHE_HOME"):
-        return Path(root, "launcher")
-    home = os.path.expanduser("~")
-    return Path(_NO_HOME if home == "~" else home, ".cache", "launcher")
 
 
 def place(folder: str, cluster: ClusterShape, what: str, say: Callable[[str], None]) -> Path:
@@ -52,25 +38,6 @@ def place(folder: str, cluster: ClusterShape, what: str, say: Callable[[str], No
             machine = other.name.removeprefix(f"{kind}-").removesuffix(end)
             say(f"{own.parent}: what was measured on another machine ({machine}) is ignored")
     return own
-
-
-def processor() -> str:
-    """This machine's processor, and how many of its cores this process may use, in words."""
-    about: dict[str, str] = {}
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            name, _, value = line.partition(":")
-            about.setdefault(name.strip(), value.strip())
-    except (OSError, UnicodeError):  # another system: its architecture has to do
-        pass
-    name = about.get("model name", platform.machine())
-    family = ".".join(about[key] for key in ("cpu family", "model") if key in about)
-    return f"{name} {family} {len(psutil.Process().cpu_affinity() or [0])} cores"
-
-
-def file_name(name: str) -> str:
-    """A name as a part of a file's name: letters and digits, the rest `_`."""
-    return "_".join(re.findall(r"[A-Za-z0-9]+", name))
 
 
 def versions() -> dict[str, str]:

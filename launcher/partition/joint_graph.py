@@ -1,0 +1,178 @@
+"""A stage's forward and backward pass on one slice of the batch, traced as one program.
+
+Its values have names that the runtime knows them by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core as jex
+
+from launcher.partition.remat import POLICIES, is_checkpoint
+from launcher.partition.sharding.layout import Layout
+from launcher.partition.sharding.named_dims import Spec
+from launcher.partition.stages import StageGraph
+from launcher.trace.graph import Atom, Equation, Var, inline_calls, program
+from launcher.trace.step import Loss
+
+
+class Name(NamedTuple):
+    """What a value of a stage is: its kind, and which one of that kind.
+
+    "operand", "result", "grad": of the loss, by index (a gradient by its operand's).
+    "activation": a variable of the loss. "cotangent": the gradient of an activation that a stage
+    sends back, as `(activation, stage)`. "seed": the gradient of the loss itself.
+    "residual": a variable of the joint program that one pass leaves to a later one.
+    """
+
+    kind: str
+    of: Any
+
+
+@dataclass(frozen=True, eq=False)
+class JointGraph:
+    """The joint program.
+
+    Attributes:
+        inputs, outputs: each value's variable. constants: arrays that the program captures.
+        slices: the inputs that differ from slice to slice.
+    """
+
+    inputs: Mapping[Name, Var]
+    outputs: Mapping[Name, Atom]
+    equations: Sequence[Equation]
+    constants: Mapping[Var, Any]
+    slices: frozenset[Var]
+
+    def named(self, kind: str) -> list[Name]:
+        """The outputs of a kind."""
+        return [name for name in self.outputs if name.kind == kind]
+
+    @property
+    def gradients_in(self) -> list[Var]:
+        """The inputs that a backward pass waits for."""
+        return [v for name, v in self.inputs.items() if name.kind in ("cotangent", "seed")]
+
+
+def trace_joint(
+    graph: StageGraph,
+    loss: Loss,
+    grads: Sequence[int],
+    sliced: Sequence[int],
+    remat: str,
+    open_checkpoints: bool,
+) -> JointGraph:
+    """Trace a stage. Its outputs are the activations out, the results, the gradients and the
+    cotangents that it sends back; with neither of the last two it has no backward pass.
+
+    Args:
+        grads: the operands whose gradients are wanted.
+        sliced: the operands that differ from slice to slice.
+        remat: what the pullback computes again, see `partition.remat`.
+        open_checkpoints: let a `jax.checkpoint` be cut, too.
+    """
+    reads = {
+        **{Name("operand", i): loss.invars[i] for i in graph.operands},
+        **{Name("activation", v): v for v in graph.activations_in},
+    }
+    forward = jex.jaxpr_as_fun(program(list(reads.values()), graph.equations, graph.outs))
+    made = [Name("activation", v) for v in graph.activations_out]
+    made += [Name("result", i) for i in graph.results]
+    wrt = [Name("operand", i) for i in grads] + [Name("activation", v) for v in graph.active_in]
+    heads = [Name("activation", v) for v in graph.active_out]
+    heads += [Name("result", 0)] if loss.wrt and 0 in graph.results else []
+    inputs = reads | (_gradients_in(graph, loss) if wrt else {})
+
+    def joint(*flat: Any) -> list[Any]:
+        values = dict(zip(inputs, flat, strict=True))
+
+        def of_wrt(diff: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            full = values | dict(zip(wrt, diff, strict=True))
+            outs = forward(*(full[name] for name in reads))
+            return [outs[made.index(name)] for name in heads], outs
+
+        policy = POLICIES[remat]
+        fun = of_wrt if policy is None else jax.checkpoint(of_wrt, policy=policy)
+        diff = [values[name] for name in wrt]
+        if not wrt:
+            return of_wrt(diff)[1]
+        _, pullback, outs = jax.vjp(fun, diff, has_aux=True)
+        (back,) = pullback([_gradient(name, values) for name in heads])
+        return [*outs, *back]
+
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inputs.values()]
+    closed = inline_calls(jax.make_jaxpr(joint)(*avals))
+    if open_checkpoints:
+        closed = opened(closed)
+    variables = dict(zip(inputs, closed.jaxpr.invars, strict=True))
+    outputs = [*made, *(Name("grad", i) for i in grads)]
+    outputs += [Name("cotangent", (v, graph.index)) for v in graph.active_in]
+    return JointGraph(
+        inputs=variables,
+        outputs=dict(zip(outputs, closed.jaxpr.outvars, strict=True)),
+        equations=closed.jaxpr.eqns,
+        constants=dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)),
+        slices=frozenset(
+            v for name, v in variables.items() if name.kind != "operand" or name.of in sliced
+        ),
+    )
+
+
+def input_spec(name: Name, layout: Layout) -> Spec:
+    """How an input of a joint program is cut over a submesh."""
+    if name.kind == "operand":
+        return layout.operand(name.of)
+    if name.kind == "seed":
+        return ()
+    return layout.activation(name.of if name.kind == "activation" else name.of[0])
+
+
+def _gradients_in(graph: StageGraph, loss: Loss) -> dict[Name, Var]:
+    """What the backward pass is given: a gradient from every stage that reads an activation, and
+    the loss's own where it is made."""
+    pairs = zip(graph.activations_out, graph.consumers, strict=True)
+    found = {
+        Name("cotangent", (v, to)): v
+        for v, consumers in pairs
+        if v in graph.active
+        for to in consumers
+    }
+    return found | ({Name("seed", None): loss.outvars[0]} if 0 in graph.results else {})
+
+
+def _gradient(head: Name, values: Mapping[Name, Any]) -> Any:
+    """Of an activation the sum of what the stages that read it send back; of the loss its seed."""
+    if head.kind == "result":
+        return values[Name("seed", None)]
+    first, *others = (
+        x for name, x in values.items() if name.kind == "cotangent" and name.of[0] is head.of
+    )
+    for other in others:
+        first = first + other
+    return first
+
+
+def opened(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """Every `jax.checkpoint` replaced by its body. A barrier keeps the compiler, as that of
+    `jax.checkpoint` does, from computing only once what is to be computed again."""
+    while any(is_checkpoint(eqn) for eqn in closed.jaxpr.eqns):
+        equations = [_as_call(eqn) if is_checkpoint(eqn) else eqn for eqn in closed.jaxpr.eqns]
+        jaxpr = closed.jaxpr.replace(eqns=equations)
+        closed = inline_calls(jex.ClosedJaxpr(jaxpr, closed.consts))
+    return closed
+
+
+def _as_call(eqn: Equation) -> Equation:
+    body = jex.jaxpr_as_fun(jex.ClosedJaxpr(eqn.params["jaxpr"], ()))
+    again = eqn.params["differentiated"] and eqn.params["prevent_cse"]
+
+    def run(*args: Any) -> Any:
+        return body(*(jax.lax.optimization_barrier(args) if again else args))
+
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    (call,) = jax.make_jaxpr(jax.jit(run))(*avals).eqns
+    return eqn.replace(primitive=call.primitive, params=call.params, effects=call.effects)

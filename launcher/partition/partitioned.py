@@ -1,0 +1,160 @@
+"""A train step cut as an `Assignment` says: what every submesh computes, holds and exchanges.
+
+`partition` makes it once; `launcher.plan` prices it and `launcher.runtime` emits and compiles it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
+
+from launcher.partition.assignment import Assignment
+from launcher.partition.joint_graph import Name, input_spec
+from launcher.partition.sharding.layout import Layout, layouts, outer_dims
+from launcher.partition.sharding.named_dims import NamedDims, Sharding, Spec
+from launcher.partition.slicing import Slicing
+from launcher.partition.stage_programs import StagePrograms, as_one, trace_stage
+from launcher.partition.stages import StageGraph, cut_stages
+from launcher.partition.task_programs import runs_as_one
+from launcher.partition.update import UpdateProgram, place_update
+from launcher.partition.validate import validate
+from launcher.schedule import Kind, Tasks, backward_follows
+from launcher.trace.step import Loss, TracedStep
+
+Choose = Callable[[Loss, StageGraph], Mapping[str, Spec]]
+
+
+@dataclass(frozen=True, eq=False)
+class PartitionedStep:
+    """See `partition`.
+
+    Attributes:
+        assignment: with the shardings of every stage.
+        loss: of one slice of the batch.
+        stages: what each stage computes and exchanges.
+        layouts: of every submesh, the specs of all values.
+        update: what runs around the pipeline: before the loss, and the parameter update.
+        tasks: of every submesh, in order.
+    """
+
+    step: TracedStep
+    assignment: Assignment
+    loss: Loss
+    stages: tuple[StageGraph, ...]
+    layouts: tuple[Layout, ...]
+    update: UpdateProgram
+    tasks: Tasks
+
+    @property
+    def slicing(self) -> Slicing:
+        """How the batch is cut."""
+        return self.assignment.slicing
+
+    def on_mesh(self, mesh: int) -> list[StageGraph]:
+        """Returns the stages of a submesh."""
+        return [graph for graph in self.stages if graph.mesh == mesh]
+
+    def layout(self, stage: int) -> Layout:
+        """Returns the layout of a stage's submesh."""
+        return self.layouts[self.stages[stage].mesh]
+
+    def kinds(self, stage: int) -> Set[Kind]:
+        """Returns the kinds of tasks that the schedule has for a stage."""
+        tasks = self.tasks[self.stages[stage].mesh]
+        return {task.kind for task in tasks if task.stage == stage}
+
+    def goes_back_at_once(self, stage: int) -> bool:
+        """Returns whether a stage's backward pass follows its forward pass with nothing between
+        them, so that nothing has to be computed again."""
+        graph = self.stages[stage]
+        return not graph.activations_out and backward_follows(self.tasks[graph.mesh], stage)
+
+    def programs(self, stage: int) -> tuple[StagePrograms, Sharding]:
+        """Returns the task programs of a stage on one slice of the batch, and the specs of its
+        joint graph's values."""
+        graph, layout, kinds = self.stages[stage], self.layout(stage), self.kinds(stage)
+        at_once = self.goes_back_at_once(stage)
+        of = trace_stage(
+            graph,
+            self.loss,
+            "none" if at_once else self.assignment.remat[stage],
+            kinds,
+            grads=self._grads(stage),
+            varying=self._varying(stage),
+            results=self._results(stage),
+        )
+        seeds = {v: input_spec(name, layout) for name, v in of.joint.inputs.items()}
+        inside = layout.inside(of.joint.equations, seeds)
+        if at_once and runs_as_one(of.programs[Kind.FORWARD], inside):
+            of = as_one(of, kinds)
+        return of, inside
+
+    def likeness(self, stage: int) -> object:
+        """Returns a key that is equal for stages whose task programs are the same, sharded
+        alike."""
+        graph, layout = self.stages[stage], self.layout(stage)
+        names = [Name("operand", i) for i in graph.operands]
+        names += [Name("activation", v) for v in graph.activations_in]
+        grads, varying = self._grads(stage), self._varying(stage)
+        return (
+            graph.structure,
+            tuple(input_spec(name, layout) for name in names),
+            tuple(sorted(layout.sizes.items())),
+            (self.assignment.remat[stage], self.goes_back_at_once(stage)),
+            tuple(sorted(kind.value for kind in self.kinds(stage))),
+            tuple((i in grads, i in varying, i in self.sliced) for i in graph.operands),
+            tuple(i in self._results(stage) for i in graph.results),
+        )
+
+    @property
+    def sliced(self) -> Set[int]:
+        """The operands of which each slice reads its rows."""
+        return {i for i, axis in enumerate(self.loss.slice_axes) if axis is not None}
+
+    def _grads(self, stage: int) -> list[int]:
+        """The operands whose gradients the step uses."""
+        return [i for i, s in self.update.grad_parts if s == stage]
+
+    def _results(self, stage: int) -> list[int]:
+        return [i for i, s in self.update.result_parts if s == stage]
+
+    def _varying(self, stage: int) -> list[int]:
+        """The operands that differ from slice to slice; of the only slice: may be data."""
+        operands = self.stages[stage].operands
+        if self.slicing.num_slices == 1:
+            return [i for i in operands if i not in self.loss.wrt]
+        return [i for i in operands if self.update.operands[i].stacked]
+
+
+def partition(
+    step: TracedStep,
+    assignment: Assignment,
+    choose: Choose | None = None,
+    outer: NamedDims | None = None,
+) -> PartitionedStep:
+    """Cut a step.
+
+    Args:
+        step: cut into the layers that the assignment is about.
+        choose: returns the shardings of a stage for which the assignment has none.
+        outer: `outer_dims(step)`, where it is known.
+
+    Raises:
+        PlanError: the assignment cannot be carried out; the message says where.
+        BatchError: the batch does not divide into microbatches and replicas.
+    """
+    loss = step.loss(assignment.slicing.num_slices)
+    graphs = cut_stages(loss, assignment.layers, assignment.mesh_of)
+    tasks = assignment.tasks()
+    given = assignment.shardings or (None,) * len(graphs)
+    if choose:
+        pairs = zip(given, graphs, strict=True)
+        given = tuple(choose(loss, graph) if own is None else own for own, graph in pairs)
+    assignment = dataclasses.replace(assignment, shardings=given)
+    validate(assignment, step)
+    laid = layouts(step, loss, assignment, outer or outer_dims(step))
+    update = place_update(
+        step, loss, graphs, assignment.slicing, lambda i, mesh: laid[mesh].is_scattered(i)
+    )
+    return PartitionedStep(step, assignment, loss, graphs, laid, update, tasks)

@@ -1,0 +1,1 @@
+"""How arrays are cut over the devices of a submesh, and moved between submeshes."""

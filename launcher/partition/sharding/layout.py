@@ -1,0 +1,161 @@
+"""The spec of every value of a step on every submesh of a plan.
+
+A plan says how the step's arguments are cut (`StagePlan.shardings`); by the named dimensions of the
+step this module says it of everything else: gradients, activations, residuals, what the update
+computes. `runtime` lays its arrays out by it and `plan` measures memory by it.
+
+A submesh has three axes. `data` holds the replicas that all stages have in common; `rows` cuts the
+slices of a stage with more of its data axis than that; `model` cuts whatever the plan says. In a
+plan, `data` means the first two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from launcher.partition.assignment import Assignment
+from launcher.partition.sharding.named_dims import Axis, NamedDims, Sharding, Spec, axes, without
+from launcher.trace.graph import Equation, Var, is_var
+from launcher.trace.leaf_names import leaf_names
+from launcher.trace.step import Loss, TracedStep
+
+DATA, ROWS, MODEL = AXES = "data", "rows", "model"
+
+
+def outer_dims(step: TracedStep) -> NamedDims:
+    """The named dimensions outside of the loss, where a gradient runs with what it is of."""
+    dims = NamedDims([*step.before, *step.after])
+    for var, gradient in gradients(step).items():
+        dims.link(var, gradient)
+    return dims
+
+
+def gradients(step: TracedStep) -> dict[Var, Var]:
+    """What is differentiated, and its gradient."""
+    eqn = step.loss_equation
+    wrt = [eqn.invars[i] for i in eqn.params["wrt"]]
+    return dict(zip(wrt, eqn.outvars[len(eqn.params["reduce"]) :], strict=True))
+
+
+def row_axes(step: TracedStep, loss: Loss) -> tuple[int | None, ...]:
+    """Where each operand of the loss has the batch's rows. Of the only slice of a batch this is
+    known of its leaves alone."""
+    if loss.num_slices > 1:
+        return loss.slice_axes
+    batch = {v for v, is_batch in zip(step.invars, step.batch, strict=True) if is_batch}
+    holders = step.loss_equation.invars
+    return tuple(0 if is_var(v) and v in batch and v.aval.shape else None for v in holders)
+
+
+def mesh_sizes(logical_mesh: tuple[int, int], replicas: int) -> dict[str, int]:
+    """The devices along each axis of a submesh."""
+    return {DATA: replicas, ROWS: logical_mesh[0] // replicas, MODEL: logical_mesh[1]}
+
+
+@dataclass(eq=False)
+class Layout:
+    """The specs on one submesh.
+
+    Args:
+        explicit: of the step's arguments, and of the results that take their places.
+    """
+
+    step: TracedStep
+    loss: Loss
+    sizes: Mapping[str, int]
+    explicit: Mapping[Var, Spec]
+    outer_dims: NamedDims
+    loss_dims: NamedDims
+    _outer: Sharding = field(init=False)
+    _loss: Sharding = field(init=False)
+    _row_axes: tuple[int | None, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._row_axes = row_axes(self.step, self.loss)
+        self._outer = Sharding(self.outer_dims, self.sizes)
+        for var, spec in self.explicit.items():
+            self._outer.seed(var, spec)
+        self._loss = Sharding(self.loss_dims, self.sizes)
+        for i, var in enumerate(self.loss.invars):
+            self._loss.seed(var, self._seed(i))
+
+    def outer(self, var: Var) -> Spec:
+        """A value outside of the loss."""
+        return self.explicit[var] if var in self.explicit else self._outer.spec(var)
+
+    def activation(self, var: Var) -> Spec:
+        """A value of the loss, as one slice has it."""
+        return self._loss.spec(var)
+
+    def operand(self, i: int) -> Spec:
+        """An operand of the loss, as a stage's program for one slice reads it: parameters that are
+        cut along data are gathered first."""
+        if self._row_axes[i] is not None:
+            return self._loss.spec(self.loss.invars[i])
+        return without(self.outer(self._holder(i)), DATA, ROWS)
+
+    def is_gathered(self, i: int) -> bool:
+        """Whether an operand is cut along data where it is kept."""
+        return self.loss.slice_axes[i] is None and _cuts(self.outer(self._holder(i)), DATA)
+
+    def is_scattered(self, i: int) -> bool:
+        """Whether an operand's gradient ends up cut along the replicas."""
+        return self.sizes[DATA] > 1 and _cuts(self.gradient(i), DATA)
+
+    def gradient(self, i: int) -> Spec:
+        """An operand's gradient, once it is whole."""
+        return self.outer(gradients(self.step)[self._holder(i)])
+
+    def inside(self, equations: Iterable[Equation], seeds: Mapping[Var, Spec]) -> Sharding:
+        """The specs of another program, by those of its inputs."""
+        found = Sharding(NamedDims(equations), self.sizes)
+        for var, spec in seeds.items():
+            found.seed(var, spec)
+        return found
+
+    def _holder(self, i: int) -> Var:
+        return self.step.loss_equation.invars[i]
+
+    def _seed(self, i: int) -> Spec:
+        spec = without(self.outer(self._holder(i)), DATA, ROWS)
+        axis = self._row_axes[i]
+        return tuple((ROWS, *axes(a)) if d == axis else a for d, a in enumerate(spec))
+
+
+def layouts(
+    step: TracedStep, loss: Loss, assignment: Assignment, outer: NamedDims
+) -> tuple[Layout, ...]:
+    """Returns the layout of every submesh. `outer`: see `outer_dims`."""
+    names = dict(zip(leaf_names(step), step.invars, strict=True))
+    inner = NamedDims(loss.equations)
+    found = []
+    for mesh, submesh in enumerate(assignment.submeshes):
+        cut: dict[Var, Spec] = {}
+        on_mesh = (s for s, at in enumerate(assignment.mesh_of) if at == mesh)
+        for shardings in (assignment.shardings[s] for s in on_mesh):
+            for name, spec in (shardings or {}).items():
+                if name in names:
+                    cut[names[name]] = tuple(_mesh_axes(axis) for axis in spec)
+        for result, argument in step.aliases.items():
+            if step.invars[argument] in cut and is_var(step.outvars[result]):
+                cut[step.outvars[result]] = cut[step.invars[argument]]
+        sizes = mesh_sizes(submesh.logical_mesh, assignment.num_replicas)
+        cut = {v: _fitting(spec, sizes) for v, spec in cut.items()}
+        found.append(Layout(step, loss, sizes, cut, outer, inner))
+    return tuple(found)
+
+
+def _mesh_axes(axis: Any) -> Axis:
+    named = [a for word in axes(axis) for a in ((DATA, ROWS) if word == DATA else (word,))]
+    return tuple(named) or None
+
+
+def _fitting(spec: Spec, sizes: Mapping[str, int]) -> Spec:
+    """Without axes of a single device."""
+    return without(spec, *(axis for axis, size in sizes.items() if size == 1))
+
+
+def _cuts(spec: Spec, axis: str) -> bool:
+    return any(axis in axes(a) for a in spec)

@@ -1,0 +1,264 @@
+"""Named dimensions: which dimensions of a program's values are cut alike, or else resharded.
+
+Every equation's rule (`trace.factors`) says which dimensions run together; their union over the
+program leaves few classes, such as the heads of one attention layer or the batch (cf. TOAST, Alabed
+et al. 2025, arXiv 2508.15010). To cut a program is to give some classes a mesh axis. Bodies of
+loops, branches and calls are part of the program that holds them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from jax.extend import core as jex
+
+from launcher.trace.factors import Factor, factors
+from launcher.trace.graph import Atom, Equation, Var, is_var
+
+# What an array's dimensions are cut over: for each a mesh axis, several, or None.
+Axis = str | tuple[str, ...] | None
+Spec = tuple[Axis, ...]
+Holder = tuple[int, Var]  # a value, by the scope that it stands in
+# What only changes a value's form, so that parts of its gradient can be added before or after.
+_FORMS = ("convert_element_type", "reshape", "squeeze", "transpose")
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """One equation of the program, or of a body in it.
+
+    Attributes:
+        scope: which body's instance it stands in; variables are known by `(scope, variable)`.
+        times: how often it runs. factors: None where its primitive has no known rule.
+    """
+
+    eqn: Equation
+    scope: int
+    times: int
+    factors: tuple[Factor, ...] | None
+
+
+class NamedDims:
+    """The classes of a program's dimensions.
+
+    Attributes:
+        uses: its equations, those of bodies in the place of the equations that hold them.
+    """
+
+    def __init__(self, equations: Iterable[Equation]) -> None:
+        self.uses: list[Use] = []
+        self._parent: list[int] = []
+        self._size: list[int] = []  # of a root: the greatest common divisor of its dimensions
+        self._first: dict[tuple[int, Var], int] = {}
+        self._scopes = 0
+        self._source: dict[Holder, Holder] = {}
+        self._fixed: set[Holder] = set()
+        self._inner: dict[Holder, list[int]] = {}
+        self._visit(equations, 0, 1)
+
+    def classes(self, atom: Atom, scope: int = 0) -> tuple[int, ...]:
+        """The class of each dimension of a value; of a literal there are none."""
+        if not is_var(atom) or not getattr(atom.aval, "shape", ()):
+            return ()
+        first = self._node(atom, scope)
+        return tuple(self._find(first + d) for d in range(len(atom.aval.shape)))
+
+    def size(self, of: int) -> int:
+        """The greatest common divisor of a class's lengths: into how many parts it can be cut."""
+        return self._size[self._find(of)]
+
+    def source(self, scope: int, var: Var) -> Holder:
+        """The value that this one is another form of, or itself."""
+        return self._source.get((scope, var), (scope, var))
+
+    def is_fixed(self, scope: int, var: Var) -> bool:
+        """Whether no gradient flows to a value, by the program's own word."""
+        return self.source(scope, var) in self._fixed
+
+    def inner_scopes(self, scope: int, eqn: Equation) -> Sequence[int]:
+        """The scopes of an equation's bodies."""
+        return self._inner.get((scope, eqn.outvars[0]), ()) if eqn.outvars else ()
+
+    def link(self, a: Var, b: Var) -> None:
+        """Make two values of one shape, outside of bodies, run together."""
+        self._link(a, 0, b, 0)
+
+    def _node(self, var: Var, scope: int) -> int:
+        key = scope, var
+        if key not in self._first:
+            self._first[key] = len(self._parent)
+            for length in var.aval.shape:
+                self._parent.append(len(self._parent))
+                self._size.append(length)
+        return self._first[key]
+
+    def _find(self, node: int) -> int:
+        while self._parent[node] != node:
+            self._parent[node] = self._parent[self._parent[node]]
+            node = self._parent[node]
+        return node
+
+    def _union(self, a: int, b: int) -> None:
+        a, b = self._find(a), self._find(b)
+        if a != b:
+            self._parent[b] = a
+            self._size[a] = math.gcd(self._size[a], self._size[b])
+
+    def _link(self, a: Atom, scope_a: int, b: Atom, scope_b: int, skip: int = 0) -> None:
+        """Two values of one shape; `skip` leading dimensions of the first are its alone."""
+        if is_var(a) and is_var(b) and b.aval.shape:
+            first, second = self._node(a, scope_a) + skip, self._node(b, scope_b)
+            for d, length in enumerate(b.aval.shape):
+                if length != 1:
+                    self._union(first + d, second + d)
+
+    def _visit(self, equations: Iterable[Equation], scope: int, times: int) -> None:
+        for eqn in equations:
+            bodies = _bodies(eqn)
+            if bodies:
+                for body in bodies:
+                    self._enter(eqn, scope, times, body)
+                continue
+            if eqn.primitive.name in _FORMS and is_var(eqn.invars[0]):
+                self._source[scope, eqn.outvars[0]] = self.source(scope, eqn.invars[0])
+            if eqn.primitive.name == "stop_gradient":
+                self._fixed.add((scope, eqn.outvars[0]))
+            found = factors(eqn)
+            self.uses.append(Use(eqn, scope, times, found))
+            for factor in found or ():
+                sides = (factor.operands, eqn.invars), (factor.results, eqn.outvars)
+                places = [(side[i], d) for members, side in sides for i, d in members]
+                nodes = [
+                    self._node(atom, scope) + d
+                    for atom, d in places
+                    if is_var(atom) and atom.aval.shape[d] != 1  # else it is stretched, not cut
+                ]
+                for node in nodes[1:]:
+                    self._union(nodes[0], node)
+
+    def _enter(self, eqn: Equation, scope: int, times: int, body: _Body) -> None:
+        self._scopes += 1
+        inner = self._scopes
+        if eqn.outvars:
+            self._inner.setdefault((scope, eqn.outvars[0]), []).append(inner)
+        for i, atom in body.inputs:
+            skip = 1 if i in body.stacked_inputs else 0
+            self._link(atom, scope, body.jaxpr.invars[i], inner, skip)
+        for i, atom in body.outputs:
+            skip = 1 if i in body.stacked_outputs else 0
+            self._link(atom, scope, body.jaxpr.outvars[i], inner, skip)
+        self._visit(body.jaxpr.eqns, inner, times * body.times)
+
+
+@dataclass(frozen=True, eq=False)
+class _Body:
+    """A program inside an equation: its inputs and outputs by their number, with the outer values.
+
+    `stacked_…`: those of which the body sees one slice, along the leading dimension, at a time.
+    """
+
+    jaxpr: jex.Jaxpr
+    inputs: Sequence[tuple[int, Atom]]
+    outputs: Sequence[tuple[int, Atom]]
+    times: int = 1
+    stacked_inputs: range = range(0)
+    stacked_outputs: range = range(0)
+
+
+def _bodies(eqn: Equation) -> list[_Body]:
+    params, ins, outs = eqn.params, eqn.invars, eqn.outvars
+    name = eqn.primitive.name
+    if name == "scan":
+        jaxpr = params["jaxpr"].jaxpr
+        consts, carry = params["num_consts"], params["num_carry"]
+        turn = [*enumerate(outs[:carry]), *enumerate(ins[consts : consts + carry])]
+        return [
+            _Body(
+                jaxpr,
+                list(enumerate(ins)),
+                [*turn, *enumerate(outs[carry:], carry)],
+                params["length"],
+                range(consts + carry, len(ins)),
+                range(carry, len(outs)),
+            )
+        ]
+    if name == "while":
+        a, b = params["cond_nconsts"], params["body_nconsts"]
+        carry = ins[a + b :]
+        return [
+            _Body(params["cond_jaxpr"].jaxpr, list(enumerate([*ins[:a], *carry])), []),
+            _Body(
+                params["body_jaxpr"].jaxpr,
+                list(enumerate(ins[a:])),
+                [*enumerate(outs), *enumerate(carry)],
+            ),
+        ]
+    if name == "cond":
+        branches = [branch.jaxpr for branch in params["branches"]]
+        return [_Body(j, list(enumerate(ins[1:])), list(enumerate(outs))) for j in branches]
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        inner = params.get(key)
+        if isinstance(inner, (jex.Jaxpr, jex.ClosedJaxpr)) and name in _CALLS:
+            jaxpr = inner.jaxpr if isinstance(inner, jex.ClosedJaxpr) else inner
+            return [_Body(jaxpr, list(enumerate(ins)), list(enumerate(outs)))]
+    return []
+
+
+# fmt: off
+_CALLS = frozenset((
+    "jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call",
+    "custom_vjp_call_jaxpr", "checkpoint", "remat", "remat2", "custom_lin",
+))
+# fmt: on
+
+
+class Sharding:
+    """The specs that follow from giving classes mesh axes; `sizes` are the devices along each."""
+
+    def __init__(self, dims: NamedDims, sizes: Mapping[str, int]) -> None:
+        self.dims, self.sizes = dims, sizes
+        self.axis_of: dict[int, tuple[str, ...]] = {}
+
+    def seed(self, var: Var, spec: Spec) -> None:
+        """Cut the classes of a value's dimensions as `spec` does, or as an earlier one did that
+        says more."""
+        for of, axis in zip(self.dims.classes(var), spec, strict=False):
+            if len(axes(axis)) > len(self.axis_of.get(of, ())):
+                self.axis_of[of] = axes(axis)
+
+    def spec(self, var: Atom, scope: int = 0) -> Spec:
+        """A value's own: each axis once, for the first dimension that it divides."""
+        shape = getattr(var.aval, "shape", ())
+        used: set[str] = set()
+        found: list[Axis] = []
+        for of, length in zip(self.dims.classes(var, scope), shape, strict=False):
+            fits: tuple[str, ...] = ()
+            for axis in self.axis_of.get(of, ()):
+                parts = math.prod(self.sizes[a] for a in (*fits, axis))
+                if axis not in used and self.sizes[axis] > 1 and length % parts == 0:
+                    fits = (*fits, axis)
+            used.update(fits)
+            found.append(fits[0] if len(fits) == 1 else fits or None)
+        return tuple(found)
+
+    def parts(self, var: Var) -> int:
+        """Into how many parts a value is cut."""
+        return parts(self.spec(var), self.sizes) if self.axis_of else 1
+
+
+def axes(axis: Axis) -> tuple[str, ...]:
+    """The mesh axes of one dimension."""
+    return (axis,) if isinstance(axis, str) else axis or ()
+
+
+def without(spec: Spec, *dropped: str) -> Spec:
+    """A spec less some mesh axes."""
+    kept = [tuple(a for a in axes(axis) if a not in dropped) for axis in spec]
+    return tuple(k[0] if len(k) == 1 else k or None for k in kept)
+
+
+def parts(spec: Spec, sizes: Mapping[str, int]) -> int:
+    """Into how many parts a spec cuts an array."""
+    return math.prod(sizes[a] for axis in spec for a in axes(axis))

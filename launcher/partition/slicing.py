@@ -1,0 +1,32 @@
+"""How the batch of a step is cut: microbatches in time, replicas in space."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+
+@dataclass(frozen=True)
+class Slicing:
+    """How the batch is cut: `micro_batches` in time × `replicas` in space."""
+
+    micro_batches: int
+    replicas: int
+
+    @property
+    def num_slices(self) -> int:
+        """Equal slices of the batch in all."""
+        return self.micro_batches * self.replicas
+
+    def stack(self, x: Any, axis: int) -> Any:
+        """A whole-batch array as `[microbatch, (replica,) rows, …]`, rows first."""
+        x = jnp.moveaxis(x, axis, 0) if axis else x
+        lead = (self.micro_batches, self.replicas) if self.replicas > 1 else (self.micro_batches,)
+        return x.reshape(*lead, x.shape[0] // self.num_slices, *x.shape[1:])
+
+
+def accumulator_dtype(dtype: Any) -> Any:
+    """Sums over microbatches are kept in at least float32."""
+    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype

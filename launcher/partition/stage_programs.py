@@ -1,0 +1,77 @@
+"""The programs of one stage on one slice of the batch, and how their values are sharded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from launcher.partition.joint_graph import JointGraph, trace_joint
+from launcher.partition.sharding.named_dims import NamedDims, Sharding
+from launcher.partition.stages import StageGraph
+from launcher.partition.task_programs import TaskProgram, cut, outputs_by_kind
+from launcher.schedule import Kind
+from launcher.trace.step import Loss
+
+
+@dataclass(frozen=True, eq=False)
+class StagePrograms:
+    """A stage's joint graph, and the task programs that it is cut into.
+
+    Attributes:
+        results: those of the loss that are wanted.
+        sliced: the operands of which each slice reads its rows.
+    """
+
+    joint: JointGraph
+    programs: Mapping[Kind, TaskProgram]
+    results: Sequence[int]
+    sliced: Set[int]
+
+
+def trace_stage(
+    graph: StageGraph,
+    loss: Loss,
+    remat: str,
+    kinds: Set[Kind],
+    grads: Sequence[int] | None = None,
+    varying: Sequence[int] | None = None,
+    results: Sequence[int] | None = None,
+) -> StagePrograms:
+    """Trace a stage, and cut it into a program for each kind of task.
+
+    Args:
+        remat: what the backward pass computes again, a name of `remat.POLICIES`.
+        kinds: those that the schedule has.
+        grads: the operands whose gradients are wanted; by default all.
+        varying: the operands that differ from slice to slice; by default all but parameters.
+        results: those of the loss that are wanted; by default all.
+    """
+    grads = graph.wrt if grads is None else grads
+    results = graph.results if results is None else results
+    sliced = {i for i in graph.operands if loss.slice_axes[i] is not None}
+    if varying is None:
+        varying = [i for i in graph.operands if i in sliced or i not in loss.wrt]
+    parts = Kind.BACKWARD_WEIGHT in kinds
+    joint = trace_joint(graph, loss, grads, varying, remat, open_checkpoints=parts)
+    programs = cut(joint, outputs_by_kind(joint, results, kinds, together=False))
+    return StagePrograms(joint, programs, results, sliced)
+
+
+def as_one(of: StagePrograms, kinds: Set[Kind]) -> StagePrograms:
+    """Returns the same with the forward pass in one program with what follows it."""
+    groups = outputs_by_kind(of.joint, of.results, kinds, together=True)
+    return dataclasses.replace(of, programs=cut(of.joint, groups))
+
+
+def inside_of(
+    of: StagePrograms, loss: Loss, sharding: Sharding, dims: NamedDims | None = None
+) -> Sharding:
+    """The specs of a joint program's values, by those of its forward pass. `dims`: its own."""
+    found = Sharding(dims or NamedDims(of.joint.equations), sharding.sizes)
+    for name, var in of.joint.inputs.items():
+        if name.kind != "seed":
+            first = name.of[0] if name.kind == "cotangent" else name.of
+            outside = loss.invars[first] if name.kind == "operand" else first
+            found.seed(var, sharding.spec(outside))
+    return found

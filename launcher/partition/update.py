@@ -1,0 +1,315 @@
+"""Where the rest of the train step runs: what comes before the loss, and the parameter update.
+
+Decides where every argument and result of the step lives, says how the parts of a result or a
+gradient (microbatches, replicas, stages) are combined, and has the equations placed by
+`update_placement`. Pure; the planner reads bytes off it and the runtime compiles it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from launcher.partition.slicing import Slicing, accumulator_dtype
+from launcher.partition.stages import StageGraph
+from launcher.partition.update_placement import Placer, Segment, Send
+from launcher.trace.graph import Atom, Equation, Var, inline_calls, is_var
+from launcher.trace.keys import fold_slices
+from launcher.trace.step import Loss, TracedStep
+
+
+@dataclass(frozen=True, eq=False)
+class Operand:
+    """What holds a loss operand on the meshes that read it: a value, stacked if it is sliced.
+
+    `host` says that it is a leaf of the batch, which the driver hands to each mesh stacked.
+    """
+
+    value: Var
+    stacked: bool
+    host: bool
+
+
+@dataclass(frozen=True, eq=False)
+class UpdateProgram:
+    """The placed outer program.
+
+    Attributes:
+        homes: the mesh where each argument leaf lives; leaves of the batch have none.
+        given: leaves of the batch and constants that the outer program reads: `(value, mesh)`.
+        argument_sends: arguments sent to other meshes as the step begins.
+        before, after: the segments around the pipeline, in order.
+        operands: one a loss operand.
+        result_parts, grad_parts: `{(result or operand, stage): variables}`: what the stages leave
+            behind; one accumulator, or for `concat` one part a microbatch.
+        part_sends: parts sent to other meshes when the pipeline is done.
+        outvars, out_homes: the value of each result leaf of the step and the mesh it ends on.
+        like: the gradient that a mesh's share of it is laid out like.
+    """
+
+    homes: dict[Var, int]
+    given: tuple[tuple[Var, int], ...]
+    argument_sends: tuple[Send, ...]
+    before: tuple[Segment, ...]
+    after: tuple[Segment, ...]
+    operands: tuple[Operand, ...]
+    result_parts: dict[tuple[int, int], tuple[Var, ...]]
+    grad_parts: dict[tuple[int, int], tuple[Var, ...]]
+    part_sends: tuple[Send, ...]
+    outvars: tuple[Atom, ...]
+    out_homes: tuple[int, ...]
+    like: dict[Var, Var]
+
+
+def place_update(
+    step: TracedStep,
+    loss: Loss,
+    stages: Sequence[StageGraph],
+    slicing: Slicing,
+    scattered: Callable[[int, int], bool] = lambda operand, mesh: False,
+) -> UpdateProgram:
+    """Place everything that is not the pipeline itself.
+
+    Args:
+        scattered: whether a mesh leaves behind an operand's gradient summed over its replicas.
+    """
+    uses = [
+        list(dict.fromkeys(s.mesh for s in stages if i in s.operands))
+        for i in range(len(loss.invars))
+    ]
+    home = stages[-1].mesh
+    batch = frozenset(v for v, is_batch in zip(step.invars, step.batch, strict=True) if is_batch)
+    arguments = frozenset(step.invars) - batch
+    everywhere = batch | frozenset(step.constants)
+    operands, stacking = _operands(step, loss, slicing, batch)
+    owners = {operands[i].value: uses[i][0] for i in loss.wrt if uses[i]}
+    homes = {v: mesh for v, mesh in owners.items() if v in arguments}
+    before = Placer(
+        (*step.before, *stacking),
+        home,
+        {v: mesh for v, mesh in owners.items() if v not in arguments},
+        homes,
+        arguments,
+        everywhere,
+    )
+    combined = _combine(step, loss, stages, slicing, scattered)
+    after = Placer(
+        combined.equations,
+        home,
+        {**before.placed, **homes, **combined.sources},
+        homes,
+        arguments,
+        everywhere,
+        before,
+    )
+    for i, operand in enumerate(operands):
+        if not operand.host:
+            for mesh in uses[i]:
+                before.export(operand.value, mesh)
+    after.export_placed()
+    out_homes = _export_results(step, step.outvars, after)
+    return UpdateProgram(
+        homes={v: homes.get(v, 0) for v in step.invars if v in arguments},
+        given=tuple(dict.fromkeys((*before.given, *after.given))),
+        argument_sends=tuple(dict.fromkeys((*before.argument_sends, *after.argument_sends))),
+        before=before.segments(),
+        after=after.segments(),
+        operands=operands,
+        result_parts=combined.result_parts,
+        grad_parts=combined.grad_parts,
+        part_sends=tuple(after.source_sends),
+        outvars=step.outvars,
+        out_homes=out_homes,
+        like=combined.like,
+    )
+
+
+def _operands(
+    step: TracedStep, loss: Loss, slicing: Slicing, batch: frozenset[Var]
+) -> tuple[tuple[Operand, ...], list[Equation]]:
+    """What holds each loss operand, and the equations that stack those that are computed: what is
+    cut into slices, and random keys, of which every slice has its own."""
+    operands, equations = [], []
+    for i, (atom, axis) in enumerate(zip(step.loss_equation.invars, loss.slice_axes, strict=True)):
+        is_key = loss.keys[i]
+        if not is_key and (axis is None or atom in batch):
+            operands.append(Operand(atom, axis is not None, atom in batch))
+            continue
+
+        def make(x: Any, i: int = i, is_key: bool = is_key, axis: int = axis or 0) -> Any:
+            x = fold_slices(x, loss.raw_keys[i], loss.num_slices) if is_key else x
+            return slicing.stack(x, axis)
+
+        extra, (stacked,) = splice(make, [atom])
+        equations += extra
+        operands.append(Operand(stacked, True, False))
+    return tuple(operands), equations
+
+
+@dataclass(frozen=True, eq=False)
+class _Combined:
+    equations: tuple[Equation, ...]
+    sources: dict[Var, int]
+    result_parts: dict[tuple[int, int], tuple[Var, ...]]
+    grad_parts: dict[tuple[int, int], tuple[Var, ...]]
+    like: dict[Var, Var]
+
+
+def _combine(
+    step: TracedStep,
+    loss: Loss,
+    stages: Sequence[StageGraph],
+    slicing: Slicing,
+    scattered: Callable[[int, int], bool],
+) -> _Combined:
+    """The update program, with the equations before it that make the loss's results and gradients
+    out of the parts that the stages leave behind."""
+    outs = step.loss_equation.outvars
+    used = {v for e in step.after for v in e.invars if is_var(v)} | {
+        v for v in step.outvars if is_var(v)
+    }
+    equations: list[Equation] = []
+    result_parts: dict[tuple[int, int], tuple[Var, ...]] = {}
+    grad_parts: dict[tuple[int, int], tuple[Var, ...]] = {}
+    like: dict[Var, Var] = {}
+    for i, word in enumerate(loss.reduce):
+        if outs[i] in used:
+            stage = next(s.index for s in stages if i in s.results)
+            count = slicing.micro_batches if word == "concat" else 1
+            parts = tuple(_part(loss.outvars[i].aval, slicing, True) for _ in range(count))
+            combine = _result_combiner(word, outs[i].aval, slicing)
+            result_parts[i, stage], extra = _join(outs[i], combine, parts)
+            equations += extra
+    for k, i in enumerate(loss.wrt):
+        whole = outs[len(loss.reduce) + k]
+        if whole in used:
+            here = sorted((s for s in stages if i in s.wrt), key=lambda s: s.mesh)
+            by_mesh = [
+                [_part(loss.invars[i].aval, slicing, not scattered(i, mesh)) for _ in group]
+                for mesh, group in itertools.groupby(here, key=lambda s: s.mesh)
+            ]
+            parts, sums, extra = _gradient(whole, by_mesh)
+            like.update((share, whole) for share in sums)
+            equations += extra
+            grad_parts.update(((i, s.index), (v,)) for s, v in zip(here, parts, strict=True))
+    named = {**result_parts, **{(-1 - i, s): vs for (i, s), vs in grad_parts.items()}}
+    return _Combined(
+        equations=(*equations, *step.after),
+        sources={v: stages[s].mesh for (_, s), vs in named.items() for v in vs},
+        result_parts=result_parts,
+        grad_parts=grad_parts,
+        like=like,
+    )
+
+
+def _part(aval: Any, slicing: Slicing, per_replica: bool) -> Var:
+    """What a stage leaves behind of a result or gradient."""
+    lead = (slicing.replicas,) if per_replica and slicing.replicas > 1 else ()
+    dtype = accumulator_dtype(aval.dtype) if slicing.num_slices > 1 else aval.dtype
+    return Var(jax.core.ShapedArray((*lead, *aval.shape), dtype))
+
+
+def _join(
+    whole: Var, fun: Callable[..., Any], parts: Sequence[Var]
+) -> tuple[tuple[Var, ...], list[Equation]]:
+    """The equations that make `whole` as `fun(*parts)`, in its dtype. Where there is nothing to do
+    the part is `whole` itself."""
+    equations, (out,) = splice(lambda *xs: fun(*xs).astype(whole.aval.dtype), parts)
+    if not is_var(out):  # a literal; an equation has to name it
+        equations, (out,) = splice(lambda: jax.lax.optimization_barrier(out.val), ())
+    if out in parts:
+        return tuple(whole if part is out else part for part in parts), equations
+    return tuple(parts), [
+        e.replace(outvars=[whole if v is out else v for v in e.outvars]) for e in equations
+    ]
+
+
+def _gradient(
+    whole: Var, by_mesh: Sequence[Sequence[Var]]
+) -> tuple[tuple[Var, ...], list[Var], list[Equation]]:
+    """The sum of a gradient's parts: over each mesh's stages, then its replicas, then the meshes,
+    so that one array, its share, leaves a mesh. Zeros where the loss does not depend on it.
+
+    Returns:
+        The parts, the shares if there are several, and the equations.
+    """
+
+    def of_mesh(*parts: Any) -> Any:
+        total = functools.reduce(operator.add, parts)
+        return total.sum(0) if total.ndim > len(whole.aval.shape) else total
+
+    if not by_mesh:
+        _, equations = _join(whole, lambda: jnp.zeros(whole.aval.shape, whole.aval.dtype), ())
+        return (), [], equations
+    if len(by_mesh) == 1:
+        made, equations = _join(whole, of_mesh, by_mesh[0])
+        return made, [], equations
+    found: list[Var] = []
+    equations = []
+    sums: list[Var] = []
+    for parts in by_mesh:
+        sums.append(Var(jax.core.ShapedArray(whole.aval.shape, parts[0].aval.dtype)))
+        made, extra = _join(sums[-1], of_mesh, parts)
+        found += made
+        equations += extra
+    _, extra = _join(whole, lambda *xs: functools.reduce(operator.add, xs), sums)
+    return tuple(found), sums, equations + extra
+
+
+def _result_combiner(word: str, whole: Any, slicing: Slicing) -> Callable[..., Any]:
+    replicated = slicing.replicas > 1
+    if slicing.num_slices == 1:
+        return lambda x: x
+    if word == "concat":
+        return lambda *xs: jnp.stack(xs).reshape(whole.shape)
+    if word == "last":
+        return lambda x: x[-1] if replicated else x
+    scale = 1.0 / slicing.num_slices if word == "mean" else None
+    return lambda x: _scaled(x.sum(0) if replicated else x, scale)
+
+
+def _scaled(x: Any, scale: float | None) -> Any:
+    return x if scale is None else x * scale
+
+
+def _export_results(step: TracedStep, outvars: Sequence[Atom], after: Placer) -> tuple[int, ...]:
+    """Bring each result of the step to its place; where that is."""
+    places: dict[int, int] = {}
+    waiting = []
+    for i, atom in enumerate(outvars):
+        argument = step.invars[step.aliases[i]] if i in step.aliases else None
+        at = after.placed.get(atom) if is_var(atom) else None
+        if argument is None:
+            places[i] = after.home if at is None else at
+        elif argument in after.homes or at is not None:
+            places[i] = after.homes.setdefault(argument, -1 if at is None else at)
+        else:
+            waiting.append((i, argument))
+    for i, mesh in places.items():
+        if is_var(outvars[i]):
+            after.export(outvars[i], mesh)
+    for i, argument in waiting:
+        places[i] = after.homes.setdefault(argument, 0)
+        if is_var(outvars[i]):
+            after.export(outvars[i], places[i])
+    return tuple(places[i] for i in range(len(outvars)))
+
+
+def splice(fun: Callable[..., Any], operands: Sequence[Var]) -> tuple[list[Equation], list[Atom]]:
+    """Trace `fun` on values like `operands` and name its inputs so: its equations and results."""
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands]
+    closed = inline_calls(jax.make_jaxpr(fun)(*avals))
+    rename: dict[Any, Any] = dict(zip(closed.jaxpr.invars, operands, strict=True))
+
+    def read(atom: Atom) -> Atom:
+        return rename.get(atom, atom) if is_var(atom) else atom
+
+    equations = [e.replace(invars=[read(v) for v in e.invars]) for e in closed.jaxpr.eqns]
+    return equations, [read(v) for v in closed.jaxpr.outvars]

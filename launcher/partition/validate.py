@@ -1,0 +1,94 @@
+"""Proves that an assignment, which a person may have edited, can be carried out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from launcher.partition.assignment import Assignment, Submesh
+from launcher.partition.errors import PlanError
+from launcher.partition.remat import POLICIES
+from launcher.partition.sharding.named_dims import Spec, axes
+from launcher.schedule import SCHEDULES
+from launcher.trace.errors import BatchError
+from launcher.trace.leaf_names import leaf_names
+from launcher.trace.step import TracedStep
+
+
+def validate(assignment: Assignment, step: TracedStep) -> None:
+    """Check an assignment against the step, which is cut into its layers.
+
+    Raises:
+        PlanError: the message says what is wrong, and where.
+    """
+    _check_order(assignment, step.loss(1).num_layers)
+    shapes = dict(zip(leaf_names(step), (v.aval.shape for v in step.invars), strict=True))
+    for stage, mesh in enumerate(assignment.mesh_of):
+        _check_stage(assignment, stage, assignment.submeshes[mesh], shapes)
+    _check_batch(assignment, step)
+    assignment.tasks()  # last: of as many microbatches as it is told
+
+
+def _check_order(assignment: Assignment, num_layers: int) -> None:
+    """Schedule, layers and devices."""
+    if assignment.schedule not in SCHEDULES:
+        known = ", ".join(SCHEDULES)
+        raise PlanError(f"schedule {assignment.schedule!r} is not one of {known}")
+    if assignment.num_micro_batches < 1:
+        raise PlanError(f"num_micro_batches={assignment.num_micro_batches} must be at least 1")
+    layers = [layer for stage in assignment.layers for layer in stage]
+    if layers != list(range(num_layers)):
+        raise PlanError(f"stages hold layers {layers}; the model has 0 to {num_layers - 1}")
+    used = [device for submesh in assignment.submeshes for device in submesh.devices]
+    if len(set(used)) != len(used):
+        raise PlanError(f"a device is in two submeshes: {sorted(used)}")
+
+
+def _check_batch(assignment: Assignment, step: TracedStep) -> None:
+    """What the batch is cut into."""
+    try:
+        step.loss(assignment.slicing.num_slices)
+    except BatchError as error:
+        raise PlanError(
+            f"num_micro_batches={assignment.num_micro_batches} on {assignment.num_replicas} "
+            f"replicas: {error}"
+        ) from error
+
+
+def _check_stage(
+    assignment: Assignment,
+    index: int,
+    submesh: Submesh,
+    shapes: Mapping[str, tuple[int, ...]],
+) -> None:
+    if not assignment.layers[index]:
+        raise PlanError(f"stage {index} has no layers")
+    if (remat := assignment.remat[index]) not in POLICIES:
+        raise PlanError(f"stage {index}: remat {remat!r} is not one of {', '.join(POLICIES)}")
+    shape = submesh.logical_mesh
+    if len(shape) != 2 or min(shape) < 1 or math.prod(shape) != len(submesh.devices):
+        raise PlanError(
+            f"stage {index}: a logical mesh of {shape} does not fit {len(submesh.devices)} devices"
+        )
+    sizes = dict(zip(("data", "model"), shape, strict=True))
+    for name, spec in ((assignment.shardings and assignment.shardings[index]) or {}).items():
+        _check_spec(index, name, spec, shapes.get(name), sizes)
+
+
+def _check_spec(
+    stage: int, name: str, spec: Spec, shape: tuple[int, ...] | None, sizes: dict[str, int]
+) -> None:
+    where = f"stage {stage}, shardings of {name}"
+    if shape is None:
+        raise PlanError(f"{where}: the step has no such argument")
+    if len(spec) > len(shape):
+        raise PlanError(f"{where}: {len(spec)} entries for an array of shape {shape}")
+    used = [a for axis in spec for a in axes(axis)]
+    unknown = [a for a in used if a not in sizes]
+    if unknown:
+        raise PlanError(f"{where}: {unknown[0]!r} is not an axis; they are data and model")
+    if len(set(used)) != len(used):
+        raise PlanError(f"{where}: an axis can cut one dimension, and {spec} has one twice")
+    for length, axis in zip(shape, spec, strict=False):
+        if length % math.prod(sizes[a] for a in axes(axis)):
+            raise PlanError(f"{where}: {length} cannot be cut along {axis} of {sizes}")

@@ -1,0 +1,302 @@
+"""Builds a plan from a method's assignment: shardings, transfers, memory and predictions."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+
+from launcher.partition.assignment import Assignment
+from launcher.partition.errors import PlanError
+from launcher.partition.partitioned import Choose, PartitionedStep, partition
+from launcher.partition.remat import recomputed
+from launcher.partition.sharding.layout import MODEL, ROWS, Layout, outer_dims
+from launcher.partition.sharding.named_dims import NamedDims, Spec
+from launcher.partition.stages import StageGraph
+from launcher.plan.cluster_shape import ClusterShape
+from launcher.plan.cost.mesh_memory import mesh_memory
+from launcher.plan.cost.stage_memory import Footprint, footprint
+from launcher.plan.cost.stage_seconds import (
+    StageSeconds,
+    links_of,
+    stage_seconds,
+    update_seconds,
+)
+from launcher.plan.intra_op.stage_shardings import KnownCuts, stage_shardings
+from launcher.plan.pipeline import Pipeline, estimated
+from launcher.plan.plan import Plan
+from launcher.plan.profile.measured_layers import MeasuredLayers
+from launcher.plan.stage_plan import StagePlan, Transfer
+from launcher.schedule import FORWARD_SCHEDULE, SCHEDULES, Kind
+from launcher.trace.cost import matmul_flops
+from launcher.trace.graph import Equation, nbytes, source_line
+from launcher.trace.leaf_names import leaf_names
+from launcher.trace.step import Loss, TracedStep
+
+
+def build_plan(
+    step: TracedStep,
+    assignment: Assignment,
+    cluster: ClusterShape,
+    measured: MeasuredLayers | None = None,
+) -> Plan:
+    """Returns the plan of one assignment; see `PlanBuilder.build`."""
+    return PlanBuilder(step, cluster, measured).build(assignment)
+
+
+class PlanBuilder:
+    """Builds plans of one step on one cluster. What several have in common, the memory of stages
+    that are the same program sharded alike, is computed once.
+
+    Args:
+        measured: the layers' seconds, instead of the model's.
+    """
+
+    def __init__(
+        self, step: TracedStep, cluster: ClusterShape, measured: MeasuredLayers | None = None
+    ) -> None:
+        self._step = step
+        self._cluster = measured.shape(cluster) if measured else cluster
+        self._measured = measured
+        self._footprints: dict[object, Footprint] = {}
+
+    def build(self, assignment: Assignment) -> Plan:
+        """Returns the plan of an assignment, with shardings where it has none.
+
+        Raises:
+            PlanError: its schedule cannot run its stages, a sharding that was given does not fit,
+                or a layer could not be measured.
+            BatchError: the batch does not divide into microbatches and replicas.
+        """
+        step, cluster, measured = self._step, self._cluster, self._measured
+        cut = partition(step, assignment, self._chooser(assignment), self._outer_dims)
+        again = _computed_again(cut)
+        stages = self._stages(cut, again)
+        trained, num_slices = bool(cut.loss.wrt), cut.slicing.num_slices
+        flops = sum(matmul_flops(g.equations) for g in cut.stages) * num_slices
+        flops *= 3 if trained else 1
+        flops_again = sum(matmul_flops(equations) for equations in again) * num_slices
+        pipeline = Pipeline(
+            method=assignment.method,
+            schedule=assignment.schedule,
+            num_micro_batches=assignment.num_micro_batches,
+            stages=stages,
+            transfers=_transfers(cut),
+            cluster=vars(cluster).copy(),
+        )
+        estimate = estimated(pipeline)
+        seconds = estimate.predicted_step_seconds
+        rate = 1.0 / seconds / estimate.num_devices / 1e12
+        return Plan(
+            **vars(estimate),
+            batch_size=step.batch_size,
+            num_parameters=sum(stage.num_parameters for stage in stages),
+            flops_per_step=flops,
+            predicted_samples_per_second=step.batch_size / seconds,
+            predicted_tflops_per_device=flops * rate,
+            predicted_tflops_per_device_with_remat=(flops + (flops_again if trained else 0.0))
+            * rate,
+            fingerprint=step.fingerprint,
+            notes=_notes(cut.layouts),
+            layer_ends=step.layer_ends,
+            profiled=measured.account() if measured else (),
+        )
+
+    @functools.cached_property
+    def _outer_dims(self) -> NamedDims:
+        return outer_dims(self._step)
+
+    def _chooser(self, assignment: Assignment) -> Choose:
+        """Returns what chooses the shardings of a stage."""
+        known: KnownCuts = {}
+        inner: list[NamedDims] = []
+
+        def choose(loss: Loss, graph: StageGraph) -> Mapping[str, Spec]:
+            submesh = assignment.submeshes[graph.mesh]
+            if assignment.sequence_of(graph.index) and not inner:
+                inner.append(NamedDims(loss.equations))
+            return stage_shardings(
+                self._step,
+                loss,
+                graph,
+                submesh.logical_mesh,
+                assignment.zero_of(graph.index),
+                self._cluster,
+                links_of(submesh, self._cluster).model,
+                self._outer_dims,
+                known,
+                inner[0] if assignment.sequence_of(graph.index) else None,
+            )
+
+        return choose
+
+    def _footprint(self, cut: PartitionedStep, stage: int) -> Footprint:
+        key = cut.likeness(stage)
+        if key not in self._footprints:
+            self._footprints[key] = footprint(*cut.programs(stage))
+        return self._footprints[key]
+
+    def _stages(
+        self, cut: PartitionedStep, again: Sequence[Sequence[Equation]]
+    ) -> tuple[StagePlan, ...]:
+        """The stages with their predicted times and memory."""
+        footprints = {graph.index: self._footprint(cut, graph.index) for graph in cut.stages}
+        peaks = [mesh_memory(cut, mesh, footprints) for mesh in range(len(cut.layouts))]
+        counts = _num_parameters(cut)
+        timed: dict[object, StageSeconds] = {}  # of stages that are the same program, cut alike
+        return tuple(
+            self._stage(cut, graph, again[graph.index], footprints, peaks, counts, timed)
+            for graph in cut.stages
+        )
+
+    def _stage(
+        self,
+        cut: PartitionedStep,
+        graph: StageGraph,
+        again: Sequence[Equation],
+        footprints: Mapping[int, Footprint],
+        peaks: Sequence[int],
+        counts: Sequence[int],
+        timed: dict[object, StageSeconds],
+    ) -> StagePlan:
+        s, assignment, cluster, measured = (
+            graph.index,
+            cut.assignment,
+            self._cluster,
+            self._measured,
+        )
+        submesh, layout = assignment.submeshes[graph.mesh], cut.layouts[graph.mesh]
+        links, layers = links_of(submesh, cluster), assignment.layers[s]
+        data, model = submesh.logical_mesh
+        slices = assignment.num_micro_batches * data
+        timing = measured.stage(layers, slices, model) if measured else None
+        split = SCHEDULES[assignment.schedule].splits_backward
+        as_one = Kind.FORWARD not in footprints[s].left
+        key = cut.likeness(s), links, timing
+        if key not in timed:
+            timed[key] = stage_seconds(
+                graph, cut.loss, layout, cluster, links, again, as_one, split, timing
+            )
+        beside = [counts[other.index] for other in cut.on_mesh(graph.mesh)]
+        share = counts[s] / sum(beside) if any(beside) else 1 / len(beside)
+        once, at_end = update_seconds(graph, cut.loss, cut.update, layout, cluster, links, share)
+        return StagePlan(
+            layers=layers,
+            hosts=tuple(sorted({cluster.host_of(d) for d in submesh.devices})),
+            devices=submesh.devices,
+            logical_mesh=submesh.logical_mesh,
+            remat=assignment.remat[s],
+            **vars(timed[key]) | {"collectives": timed[key].collectives + at_end},
+            update_seconds=once,
+            memory_bytes=peaks[graph.mesh],
+            num_parameters=counts[s],
+            shardings=dict(assignment.shardings[s] or {}),
+            at_once=measured.at_once(layers, cluster) if measured else None,
+        )
+
+
+def _notes(laid: Sequence[Layout]) -> tuple[str, ...]:
+    """What is computed on every device of a submesh because no rule says how to cut it."""
+    shared = [layout for layout in laid if layout.sizes[MODEL] * layout.sizes[ROWS] > 1]
+    unknown = {
+        f"{use.eqn.primitive.name} at {source_line(use.eqn)} is not cut: every device of a submesh "
+        "computes it whole"
+        for layout in shared[:1]
+        for use in layout.loss_dims.uses
+        if use.factors is None
+    }
+    return tuple(sorted(unknown))
+
+
+def make_forward_plan(step: TracedStep, like: Plan) -> Plan:
+    """Returns an evaluation step's plan on the stages of a train step's, so that it finds its
+    parameters.
+
+    Raises:
+        PlanError: the two do not have the same layers.
+    """
+    step = step.cut_at(like.layer_ends)
+    num_layers = step.loss(1).num_layers
+    planned = sum(len(stage.layers) for stage in like.stages)
+    if num_layers != planned:
+        raise PlanError(
+            f"the evaluation step has {num_layers} layers and the train step {planned}; both must "
+            "run the same model"
+        )
+    assignment = dataclasses.replace(
+        like.assignment,
+        schedule=FORWARD_SCHEDULE,
+        remat=("none",) * len(like.stages),
+        shardings=tuple(_renamed(stage.shardings, leaf_names(step)) for stage in like.stages),
+    )
+    return build_plan(step, assignment, ClusterShape(**like.cluster))
+
+
+def repriced(step: TracedStep, plan: Plan, measured: MeasuredLayers) -> Plan:
+    """Returns the same plan with predictions from measured layers.
+
+    Raises:
+        PlanError: one of its layers could not be measured.
+    """
+    step, cluster = step.cut_at(plan.layer_ends), ClusterShape(**plan.cluster)
+    built = build_plan(step, plan.assignment, cluster, measured)
+    return dataclasses.replace(built, runners_up=plan.runners_up)
+
+
+def _renamed(shardings: Mapping[str, Spec], names: Sequence[str]) -> dict[str, Spec]:
+    """The specs of another step's arguments for this one's: a leaf is known by its path, with the
+    fewest steps before it (a parameter stands less deep than what the optimizer keeps for it)."""
+    found = {}
+    for name in names:
+        path = name.partition(".")[2]
+        same = [other for other in shardings if path and f".{other}".endswith(f".{path}")]
+        if same:
+            found[name] = shardings[min(same, key=len)]
+    return found
+
+
+def _computed_again(cut: PartitionedStep) -> list[list[Equation]]:
+    """What each stage's backward pass computes again: nothing where it follows at once."""
+    return [
+        []
+        if cut.goes_back_at_once(g.index)
+        else recomputed(g.equations, cut.assignment.remat[g.index])
+        for g in cut.stages
+    ]
+
+
+def _num_parameters(cut: PartitionedStep) -> list[int]:
+    """Of each stage those that live there: with the first stage that reads them."""
+    owner = {i: g.index for g in reversed(cut.stages) for i in g.operands}
+    wrt = cut.loss.wrt
+    return [
+        sum(cut.loss.invars[i].aval.size for i in wrt if owner.get(i, 0) == g.index)
+        for g in cut.stages
+    ]
+
+
+def _transfers(cut: PartitionedStep) -> tuple[Transfer, ...]:
+    """What crosses between meshes: activations go to a mesh once, a gradient comes back from each
+    stage that read them, and the rest of the step sends from first stage to first stage."""
+    graphs, outer, trained = cut.stages, cut.update, bool(cut.loss.wrt)
+    every: dict[tuple[int, int], int] = {}
+    once: dict[tuple[int, int], int] = {}
+    for graph in graphs:
+        for v, consumers in zip(graph.activations_out, graph.consumers, strict=True):
+            size = nbytes(v.aval) * cut.slicing.replicas
+            abroad = [to for to in consumers if graphs[to].mesh != graph.mesh]
+            for to in {graphs[to].mesh: to for to in reversed(abroad)}.values():
+                every[graph.index, to] = every.get((graph.index, to), 0) + size
+            for to in abroad:
+                if trained and v in graph.active:
+                    every[to, graph.index] = every.get((to, graph.index), 0) + size
+    first = {g.mesh: g.index for g in reversed(graphs)}
+    sends = [*outer.argument_sends, *outer.part_sends]
+    for segment in (*outer.before, *outer.after):
+        sends += [(v, segment.mesh, to) for v, to in segment.sends]
+    for v, src, dst in sends:
+        link = first[src], first[dst]
+        once[link] = once.get(link, 0) + nbytes(v.aval)
+    return tuple(
+        Transfer(*link, every.get(link, 0), once.get(link, 0)) for link in sorted({*every, *once})
+    )

@@ -1,0 +1,1 @@
+"""The cost model: seconds, bytes moved and memory of stages and meshes."""

@@ -1,0 +1,280 @@
+"""What cutting a program costs: operations a device still does, and what its collectives move.
+
+Counted equation by equation, as `spmd` says that each runs. A sum over a dimension that is cut ends
+in an all-reduce of the result, or in a reduce-scatter where the result is cut along the same axis;
+an operand that is cut where the equation needs it whole is gathered. In the backward pass the
+gradient of an operand that is whole along a dimension that the result is cut along is summed: once
+for all uses of a value, since the runtime adds the parts first (but not those of a look-up, whose
+gradient is scattered). Pure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import jax.numpy as jnp
+
+from launcher.partition.sharding.named_dims import (
+    Holder,
+    NamedDims,
+    Sharding,
+    Spec,
+    Use,
+    parts,
+    without,
+)
+from launcher.partition.sharding.spmd import Execution, cut_axes, execution
+from launcher.plan.cluster_shape import ClusterShape
+from launcher.trace.cost import flops, moved_bytes
+from launcher.trace.graph import Equation, Var, dependents, is_var, nbytes
+
+PRODUCTS = ("dot_general", "conv_general_dilated")
+# What has an operand whose gradient is summed over what the result has more of.
+_SPREADING = (*PRODUCTS, "broadcast_in_dim", "gather")
+_SEARCHES = ("argmax", "argmin")
+
+Flow = Callable[[Use, Var], bool]  # whether gradients flow to a value that an equation has
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What the devices along an axis do together.
+
+    Attributes:
+        kind: "all-reduce", "all-gather" or "reduce-scatter".
+        size: bytes of the array on a device where it is whole along the axis. times: how often.
+        of: of a sum of a gradient the value that it is the gradient of. again: whether the backward
+            pass only repeats what the forward pass did.
+    """
+
+    kind: str
+    axis: str | tuple[str, ...]
+    size: float
+    times: int = 1
+    of: Holder | None = None
+    again: bool = field(default=False, compare=False)
+
+    @property
+    def share(self) -> float:
+        """What of an all-reduce it is: gathering and scattering are half of one each."""
+        return 1.0 if self.kind == "all-reduce" else 0.5
+
+    def seconds(self, sizes: Mapping[str, int], bandwidth: float, latency: float) -> float:
+        """A ring's. sizes: devices along each axis; bandwidth: bytes/s between neighbours;
+        latency: seconds of a transfer."""
+        devices = parts((self.axis,), sizes)
+        once = all_reduce_seconds(self.size, devices, bandwidth, latency)
+        return self.times * self.share * once
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one device does: operations of matrix products (in 16 and in 32 bits) and of everything
+    else, bytes that the latter move, and the collectives of the forward and backward pass."""
+
+    product_flops: float
+    product_flops_fp32: float
+    other_flops: float
+    moved_bytes: float
+    forward: tuple[Collective, ...]
+    backward: tuple[Collective, ...]
+
+
+def flow(equations: Iterable[Equation], sources: Sequence[Var]) -> Flow:
+    """To what depends on `sources` by real numbers; inside of bodies, to everything."""
+    reached = set(sources)
+    for eqn in equations:
+        if eqn.primitive.name != "stop_gradient" and not reached.isdisjoint(
+            v for v in eqn.invars if is_var(v)
+        ):
+            reached.update(v for v in eqn.outvars if _floating(v))
+    return lambda use, var: use.scope > 0 or var in reached
+
+
+def dependence(equations: Iterable[Equation], sources: Sequence[Var]) -> Flow:
+    """As `flow`, but of values."""
+    reached = dependents(equations, sources)
+    return lambda use, var: use.scope > 0 or var in reached
+
+
+def is_active(use: Use, flows: Flow) -> bool:
+    """Whether gradients flow through an equation."""
+    return any(flows(use, v) for v in use.eqn.outvars)
+
+
+def load(use: Use, sharding: Sharding, flows: Flow) -> Load:
+    """Of one equation, alone."""
+    eqn, share = use.eqn, 1.0
+    forward: list[Collective] = []
+    backward: list[Collective] = []
+    if sharding.axis_of:
+        runs = execution(use, sharding)
+        for axis in set(runs.summed).union(*map(cut_axes, runs.outs)):
+            share *= sharding.sizes[axis]
+        if any(map(any, (*runs.kept_ins, *runs.kept_outs))):
+            forward, backward = _crossing(use, runs, sharding, flows)
+    work = flops(eqn) * use.times / share
+    product = eqn.primitive.name in PRODUCTS
+    single = product and eqn.invars[0].aval.dtype.itemsize >= 4
+    return Load(
+        work if product and not single else 0.0,
+        work if single else 0.0,
+        0.0 if product else work,
+        0.0 if product else moved_bytes(eqn) * use.times / share,
+        tuple(forward),
+        tuple(backward),
+    )
+
+
+def _crossing(
+    use: Use, runs: Execution, sharding: Sharding, flows: Flow
+) -> tuple[list[Collective], list[Collective]]:
+    """The collectives of an equation's forward and backward pass."""
+    eqn, sizes = use.eqn, sharding.sizes
+    active = is_active(use, flows)
+    cut = set(runs.summed).union(*map(cut_axes, runs.outs))
+    forward, backward = [], []
+    for var, kept, made in zip(eqn.outvars, runs.kept_outs, runs.outs, strict=True):
+        for axis in runs.summed if var is eqn.outvars[0] else ():
+            scattered = axis in cut_axes(kept)
+            size = _local(var, without(made, axis), sizes)
+            kind = "reduce-scatter" if scattered else "all-reduce"
+            forward.append(Collective(kind, axis, size, use.times))
+            if scattered and active:
+                backward.append(Collective("all-gather", axis, size, use.times))
+        if active:  # a part is taken; its gradient is gathered
+            for axis in _moved(kept, made) - set(runs.summed):
+                size = _local(var, without(kept, axis), sizes)
+                backward.append(Collective("all-gather", axis, size, use.times))
+    for atom, kept, read in zip(eqn.invars, runs.kept_ins, runs.ins, strict=True):
+        if not is_var(atom):
+            continue
+        gathered = _moved(kept, read)
+        fixed = sharding.dims.is_fixed(use.scope, atom)
+        wanted = active and _floating(atom) and flows(use, atom) and not fixed
+        for axis in gathered:
+            if eqn.primitive.name in _SEARCHES:  # each device's own find, and where it is
+                finds = (v.aval.dtype.itemsize for v in (atom, eqn.outvars[0]))
+                count = sizes[axis] * eqn.outvars[0].aval.size / parts(runs.outs[0], sizes)
+                forward += [Collective("all-gather", axis, count * n, use.times) for n in finds]
+                continue
+            size = _local(atom, without(kept, axis), sizes)
+            forward.append(Collective("all-gather", axis, size, use.times))
+            if active and eqn.primitive.name in PRODUCTS:  # the other operand's gradient needs it
+                backward.append(Collective("all-gather", axis, size, use.times, again=True))
+        if wanted and (eqn.primitive.name in _SPREADING or _is_stretched(atom, eqn)):
+            for axis in cut - cut_axes(read):
+                size = _local(atom, read, sizes)
+                if axis in gathered:
+                    backward.append(Collective("reduce-scatter", axis, size, use.times))
+                else:
+                    of = None if eqn.primitive.name == "gather" else (use.scope, atom)
+                    backward.append(Collective("all-reduce", axis, size, use.times, of))
+    return forward, backward
+
+
+def _is_stretched(atom: Var, eqn: Equation) -> bool:
+    """Whether an operand is repeated along a dimension in which it is 1 long."""
+    before, after = atom.aval.shape, eqn.outvars[0].aval.shape
+    same = len(before) == len(after) and eqn.primitive.name not in ("concatenate", "pad")
+    return same and any(a == 1 != b for a, b in zip(before, after, strict=True))
+
+
+def _moved(kept: Spec, used: Spec) -> set[str]:
+    """The axes of a value that is kept cut otherwise than it is used."""
+    pairs = zip(kept, used, strict=True)
+    return {a for have, need in pairs for a in cut_axes((have,)) - cut_axes((need,))}
+
+
+def loads(sharding: Sharding, flows: Flow) -> list[tuple[Use, Load]]:
+    """Of every equation of a program. Where several parts of a value's gradient have to be summed
+    they are added first: the sum is counted once, at the first of them."""
+    dims = sharding.dims
+    alone = [(use, load(use, sharding, flows)) for use in dims.uses]
+    joined = joined_sums(dims, [c for _, one in alone for c in one.backward])
+    found = []
+    for use, one in alone:
+        backward = [joined.pop(_key(dims, c), None) if c.of else c for c in one.backward]
+        left = tuple(c for c in backward if c is not None)
+        found.append((use, dataclasses.replace(one, backward=left)))
+    return found
+
+
+SumKey = tuple[str | tuple[str, ...], Holder]
+
+
+def joined_sums(dims: NamedDims, sums: Iterable[Collective]) -> dict[SumKey, Collective]:
+    """The sums of gradients, one for each axis and value."""
+    found: dict[SumKey, Collective] = {}
+    for one in sums:
+        if one.of is None:
+            continue
+        key = _key(dims, one)
+        other = found.setdefault(key, one)
+        if other.of != one.of:  # they meet where both come from
+            (_, root), (_, own) = key[1], one.of
+            size = one.size * nbytes(root.aval) / nbytes(own.aval)
+            found[key] = dataclasses.replace(one, size=size, of=key[1])
+    return found
+
+
+def _key(dims: NamedDims, one: Collective) -> SumKey:
+    assert one.of is not None
+    return one.axis, dims.source(*one.of)
+
+
+def collectives(sharding: Sharding, flows: Flow) -> list[Collective]:
+    """The collectives that a program will hold: of the forward and of the backward pass."""
+    return [c for _, one in loads(sharding, flows) for c in (*one.forward, *one.backward)]
+
+
+def all_reduce_seconds(size: float, devices: int, bandwidth: float, latency: float) -> float:
+    """A ring's: each device sends `2 (n - 1) / n` of the bytes (Patarasuk and Yuan, 2009)."""
+    if devices == 1 or not size:
+        return 0.0
+    return 2 * (devices - 1) * (size / devices / bandwidth + latency)
+
+
+def _local(var: Var, spec: Spec, sizes: Mapping[str, int]) -> float:
+    return nbytes(var.aval) / parts(spec, sizes)
+
+
+def _floating(var: Var) -> bool:
+    return bool(jnp.issubdtype(var.aval.dtype, jnp.floating))
+
+
+def seconds(found: Load, sizes: Mapping[str, int], cluster: ClusterShape, link: float) -> float:
+    """Forward and, at twice the work, backward: of one slice, on one device."""
+    return forward_seconds(found, sizes, cluster, link) + backward_seconds(
+        found, sizes, cluster, link
+    )
+
+
+def forward_seconds(
+    found: Load, sizes: Mapping[str, int], cluster: ClusterShape, link: float
+) -> float:
+    """One slice's work, and what is summed."""
+    return work_seconds(found, cluster) + crossing_seconds(found.forward, sizes, cluster, link)
+
+
+def backward_seconds(
+    found: Load, sizes: Mapping[str, int], cluster: ClusterShape, link: float
+) -> float:
+    """Twice the forward pass's work, and what is summed."""
+    return 2 * work_seconds(found, cluster) + crossing_seconds(found.backward, sizes, cluster, link)
+
+
+def work_seconds(found: Load, cluster: ClusterShape) -> float:
+    """Of one pass, without what is summed."""
+    return cluster.work_seconds(
+        found.product_flops, found.product_flops_fp32, found.other_flops, found.moved_bytes
+    )
+
+
+def crossing_seconds(
+    sums: Iterable[Collective], sizes: Mapping[str, int], cluster: ClusterShape, link: float
+) -> float:
+    """Of collectives, one after another."""
+    return sum(one.seconds(sizes, link, cluster.latency) for one in sums)

@@ -1,0 +1,126 @@
+"""The room that a program needs for what it computes, beside its inputs: an estimate of what the
+compiler makes of it. Pure.
+
+Equations run in their order. A chain of element-wise ones is fused into what reads it, so that it
+takes no room: a value gets some where a matrix product, a loop or the caller reads it, where it is
+a matrix product's or a sum's result, and where it would else be computed twice: from several others
+(the rule of XLA's instruction fusion), or spread out for a sum, which a library's routine computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from launcher.trace.graph import Atom, Equation, Var, is_var
+from launcher.trace.primitive_kinds import COSTLY, FUSED, SUMS
+
+Size = Callable[[Var], float]
+
+
+def working_bytes(
+    equations: Sequence[Equation],
+    outs: Iterable[Atom],
+    size: Size,
+    at_once: Iterable[Atom] = (),
+) -> float:
+    """The most bytes that the values of a program take at one time.
+
+    Args:
+        outs: what the caller gets: held to the end. at_once: what is added to an accumulator as
+            soon as it is made.
+    """
+    equations = _once(equations)
+    kept = _kept(equations, [*outs, *at_once])
+    behind = _behind(equations, kept)
+    end = len(equations)
+    last: dict[Var, int] = {}
+    for place, eqn in enumerate(equations):
+        if any(v in kept for v in eqn.outvars):
+            reads = {s for v in eqn.invars if is_var(v) for s in behind.get(v, ())}
+            last.update(dict.fromkeys((*reads, *(v for v in eqn.outvars if v in kept)), place))
+    last.update((v, end) for v in outs if is_var(v) and v in last)
+    ends: dict[int, list[Var]] = {}
+    for v, place in last.items():
+        ends.setdefault(place, []).append(v)
+    # Copies of what is there from the start are made at the start.
+    defined = {v for eqn in equations for v in eqn.outvars}
+    first = [[v for v in _turned(eqn) if v not in defined] for eqn in equations]
+    level = peak = sum(size(v) for copied in first for v in copied)
+    for place, eqn in enumerate(equations):
+        made = sum(size(v) for v in eqn.outvars if v in kept)
+        dying = ends.get(place, ())
+        freed = sum(size(v) for v in dying)
+        written_over = made and eqn.primitive.name in FUSED
+        level += made
+        copied = sum(size(v) for v in _turned(eqn) if v in defined)
+        peak = max(peak, level + copied - (min(made, freed) if written_over else 0.0))
+        level -= freed + sum(size(v) for v in first[place])
+    return peak
+
+
+def _once(equations: Sequence[Equation]) -> list[Equation]:
+    """Without those that compute what another one did; a barrier makes its values new ones."""
+    same: dict[Var, Var] = {}
+    done: dict[object, Equation] = {}
+    found = []
+    for eqn in equations:
+        reads = [same.get(v, v) if is_var(v) else v for v in eqn.invars]
+        eqn = eqn.replace(invars=reads)
+        name = eqn.primitive.name
+        if name in FUSED - {"optimization_barrier"} or name in SUMS:
+            known = [v if is_var(v) else (str(v.val), v.aval) for v in reads]
+            key = name, tuple(known), str(eqn.params)
+            if key in done:
+                same.update(zip(eqn.outvars, done[key].outvars, strict=True))
+                continue
+            done[key] = eqn
+        found.append(eqn)
+    return found
+
+
+def _kept(equations: Sequence[Equation], outs: Iterable[Atom]) -> set[Var]:
+    """The values that get a place."""
+    defined = {v for eqn in equations for v in eqn.outvars}
+    kept = {v for v in outs if is_var(v) and v in defined}
+    uses: dict[Var, int] = {}
+    for eqn in equations:
+        fuses = eqn.primitive.name in FUSED or eqn.primitive.name in SUMS
+        for v in {v for v in eqn.invars if is_var(v)}:
+            uses[v] = uses.get(v, 0) + 1
+            if not fuses and v in defined:
+                kept.add(v)
+        if eqn.primitive.name not in FUSED:
+            kept.update(eqn.outvars)
+    for eqn in equations:
+        if eqn.primitive.name in FUSED and uses.get(eqn.outvars[0], 0) > 1:
+            sources = {v for v in eqn.invars if is_var(v) and v.aval.size > 1}
+            grown = sum(v.aval.size for v in sources) < eqn.outvars[0].aval.size
+            if len(sources) > 1 or eqn.primitive.name in COSTLY or (sources and grown):
+                kept.update(eqn.outvars)
+    return kept
+
+
+def _turned(eqn: Equation) -> list[Var]:
+    """Operands of a product that are copied first, since their dimensions are not in its order:
+    what is summed last, and what it runs over in parallel first."""
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), batch = eqn.params["dimension_numbers"]
+        first = eqn.invars[0]
+        turned = [v for v, d in zip(eqn.invars, batch, strict=True) if list(d) != [*range(len(d))]]
+        if contracted and len(first.aval.shape) - 1 not in contracted and first not in turned:
+            turned.append(first)
+        return [v for v in turned if is_var(v)]
+    if eqn.primitive.name == "conv_general_dilated":
+        of = eqn.params["dimension_numbers"]
+        return [v for v, d in zip(eqn.invars, (of.lhs_spec[0], 0), strict=True) if d and is_var(v)]
+    return []
+
+
+def _behind(equations: Iterable[Equation], kept: set[Var]) -> dict[Var, frozenset[Var]]:
+    """For every value those with a place that it is computed from when it is read."""
+    found: dict[Var, frozenset[Var]] = {}
+    for eqn in equations:
+        reads = [found[v] for v in eqn.invars if is_var(v) and v in found]
+        through = frozenset().union(*reads)
+        found.update((v, frozenset((v,)) if v in kept else through) for v in eqn.outvars)
+    return found

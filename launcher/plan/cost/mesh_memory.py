@@ -1,0 +1,72 @@
+"""Peak memory of a submesh on each of its devices, estimated from shapes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from launcher.partition.partitioned import PartitionedStep
+from launcher.partition.sharding.layout import DATA, ROWS, Layout
+from launcher.partition.sharding.named_dims import parts
+from launcher.partition.slicing import accumulator_dtype
+from launcher.partition.stages import StageGraph
+from launcher.partition.update import UpdateProgram
+from launcher.plan.cost.stage_memory import Footprint
+from launcher.schedule import Task
+from launcher.trace.graph import nbytes
+from launcher.trace.step import Loss
+
+
+def mesh_memory(cut: PartitionedStep, mesh: int, footprints: Mapping[int, Footprint]) -> int:
+    """Returns the peak bytes on one device of a submesh: the state that lives there, the
+    accumulators, the activations of the microbatches in flight, and the tasks' temporaries.
+
+    Args:
+        footprints: by stage.
+    """
+    graphs, layout, loss = cut.on_mesh(mesh), cut.layouts[mesh], cut.loss
+    gathered = max(_gathered_bytes(graph, loss, layout) for graph in graphs)
+    grads = sum(_gradient_bytes(i, loss, layout) for graph in graphs for i in graph.wrt)
+    held = _state_bytes(graphs, cut.update, layout) + gathered + (grads if loss.wrt else 0)
+    return held + int(activation_bytes(footprints, cut.tasks[mesh]))
+
+
+def activation_bytes(footprints: Mapping[int, Footprint], tasks: Sequence[Task]) -> float:
+    """The most bytes on one device that tasks, in this order, leave to later ones and work in.
+    `footprints`: by stage."""
+    level = peak = 0.0
+    for stage, _, kind in tasks:
+        if kind in footprints[stage].left:
+            peak = max(peak, level + footprints[stage].working[kind])
+            level += footprints[stage].left[kind]
+    return peak
+
+
+def _state_bytes(graphs: Sequence[StageGraph], outer: UpdateProgram, layout: Layout) -> int:
+    """What a mesh holds all through the step: arguments that live there or are sent there, and the
+    batch, of which each replica has its rows."""
+    (mesh,) = {graph.mesh for graph in graphs}
+    whole = [v for v, home in outer.homes.items() if home == mesh]
+    batch = 0
+    for operand in {outer.operands[i]: None for graph in graphs for i in graph.operands}:
+        if operand.stacked:
+            batch += nbytes(operand.value.aval) // (layout.sizes[DATA] * layout.sizes[ROWS])
+        elif outer.homes.get(operand.value, mesh) != mesh:
+            whole.append(operand.value)
+    return batch + sum(nbytes(v.aval) // parts(layout.outer(v), layout.sizes) for v in whole)
+
+
+def _gradient_bytes(i: int, loss: Loss, layout: Layout) -> int:
+    """Of one gradient as it is accumulated."""
+    aval = loss.invars[i].aval
+    spec = layout.gradient(i) if layout.is_gathered(i) else layout.operand(i)
+    size = int(aval.size) * accumulator_dtype(aval.dtype).itemsize
+    return size // parts(spec, layout.sizes)
+
+
+def _gathered_bytes(graph: StageGraph, loss: Loss, layout: Layout) -> int:
+    """Of the parameters that a pass gathers, and their gradients before they are scattered."""
+    found = [i for i in graph.operands if layout.is_gathered(i)]
+    whole = sum(
+        nbytes(loss.invars[i].aval) // parts(layout.operand(i), layout.sizes) for i in found
+    )
+    return 2 * whole if loss.wrt else whole

@@ -1,0 +1,197 @@
+"""Predicted seconds of a stage: of its tasks for a microbatch, and of its update once a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from launcher.partition.assignment import Submesh
+from launcher.partition.sharding.layout import DATA, MODEL, ROWS, Layout
+from launcher.partition.sharding.named_dims import parts
+from launcher.partition.slicing import accumulator_dtype
+from launcher.partition.stages import StageGraph
+from launcher.partition.update import UpdateProgram
+from launcher.plan.cluster_shape import ClusterShape
+from launcher.plan.cost.collectives import (
+    Collective,
+    flow,
+    is_active,
+    loads,
+    work_seconds,
+)
+from launcher.plan.stage_plan import Collectives
+from launcher.trace.graph import Equation, nbytes
+from launcher.trace.step import Loss
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bytes/s between neighbours in the rings of a submesh, along model and along data."""
+
+    model: float
+    data: float
+
+
+def links_of(submesh: Submesh, cluster: ClusterShape) -> Links:
+    """A ring inside a host has links of its own; those that leave it share the host's."""
+    _, model = submesh.logical_mesh
+    hosts = [cluster.host_of(device) for device in submesh.devices]
+    if len(set(hosts)) == 1:
+        return Links(cluster.intra_host, cluster.intra_host)
+    rings = [hosts[at : at + model] for at in range(0, len(hosts), model)]
+    inside = all(len(set(ring)) == 1 for ring in rings)
+    beside = min(model, cluster.devices_per_host)  # rings along data, one for each place of model
+    return Links(cluster.intra_host if inside else cluster.inter_host, cluster.inter_host / beside)
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """Of one stage and one microbatch; see `StagePlan`."""
+
+    forward_seconds: float
+    backward_seconds: float
+    backward_weight_seconds: float
+    collectives: tuple[Collectives, ...]
+
+
+def stage_seconds(
+    graph: StageGraph,
+    loss: Loss,
+    layout: Layout,
+    cluster: ClusterShape,
+    links: Links,
+    again: Sequence[Equation],
+    as_one: bool,
+    split: bool,
+    measured: tuple[float, float] | None = None,
+) -> StageSeconds:
+    """What a stage takes for a microbatch, on each of its devices.
+
+    Args:
+        links: of its submesh. again: what its backward pass computes once more.
+        as_one: both passes are one program, which gathers what it needs once.
+        split: the backward pass is two programs, of which the second may wait.
+        measured: of the forward and the backward pass, instead of the model's own.
+    """
+
+    def seconds(found: Sequence[Collective]) -> float:
+        return _crossing_seconds(found, layout, cluster, links)
+
+    seeds = {loss.invars[i]: layout.operand(i) for i in graph.operands}
+    seeds |= {v: layout.activation(v) for v in graph.activations_in}
+    flows = flow(graph.equations, [*(loss.invars[i] for i in graph.wrt), *graph.active_in])
+    program = loads(layout.inside(graph.equations, seeds), flows)
+    repeated = [found for _, found in loads(layout.inside(again, seeds), flows)]
+    forward = [c for _, found in program for c in found.forward]
+    backward = [c for use, found in program if is_active(use, flows) for c in found.backward]
+    if as_one:  # what the forward pass gathered is still there
+        backward = [c for c in backward if not c.again]
+    backward += [c for found in repeated for c in found.forward]
+    gathers, scatters = _kept_in_parts(graph, loss, layout)
+    work = sum(work_seconds(found, cluster) for _, found in program)
+    own = sum(2 * work_seconds(found, cluster) for use, found in program if is_active(use, flows))
+    more = sum(work_seconds(found, cluster) for found in repeated)
+    first, second = work + seconds(forward), own + more + seconds(backward)
+    if measured:  # on meshes without replicas, whose sums along the model axis are in it
+        own, more = measured[1], more * measured[0] / work if work else 0.0
+        first = measured[0] + seconds([c for c in forward if c.axis != MODEL])
+        second = own + more + seconds([c for c in backward if c.axis != MODEL])
+    first += seconds(gathers) + cluster.launch
+    if not (graph.wrt or graph.active_in):
+        return StageSeconds(first, 0.0, 0.0, _summary("forward", [*forward, *gathers]))
+    crossing = scatters if as_one else [*gathers, *scatters]
+    backward += crossing
+    second += seconds(crossing) + (0.0 if as_one else cluster.launch)
+    late = second if graph.wrt else 0.0  # all of it, where nothing waits for its input's gradient
+    if graph.active_in and graph.wrt:
+        start = cluster.launch if split else 0.0
+        late, second = own / 2 + start, second + start
+    found = _summary("forward", [*forward, *gathers]) + _summary("backward", backward)
+    return StageSeconds(first, second, late, found)
+
+
+def _crossing_seconds(
+    found: Sequence[Collective], layout: Layout, cluster: ClusterShape, links: Links
+) -> float:
+    """Of collectives, one after another, each on the links of its axis."""
+    return sum(
+        one.seconds(layout.sizes, links.model if one.axis == MODEL else links.data, cluster.latency)
+        for one in found
+    )
+
+
+def _kept_in_parts(
+    graph: StageGraph, loss: Loss, layout: Layout
+) -> tuple[list[Collective], list[Collective]]:
+    """Parameters that a pass gathers along data, and their gradients that it scatters (ZeRO-3)."""
+    gathered = [i for i in graph.operands if layout.is_gathered(i)]
+    scattered = [i for i in gathered if i in graph.wrt]
+    return (
+        [Collective("all-gather", _ALONG_DATA, _whole_bytes(i, loss, layout)) for i in gathered],
+        [Collective("reduce-scatter", _ALONG_DATA, _sum_bytes(i, loss, layout)) for i in scattered],
+    )
+
+
+def update_collectives(graph: StageGraph, loss: Loss, layout: Layout) -> list[Collective]:
+    """The gradients that are summed over the replicas once a step, and where the optimizer's state
+    is cut along data (ZeRO-2) the parameters that are gathered after that. Not the single numbers
+    that an optimizer may sum, such as the global norm."""
+    found = []
+    for i in graph.wrt:
+        if layout.is_gathered(i):
+            continue  # summed in every pass
+        if layout.is_scattered(i):
+            sums, whole = _sum_bytes(i, loss, layout), _whole_bytes(i, loss, layout)
+            found.append(Collective("reduce-scatter", _ALONG_DATA, sums))
+            found.append(Collective("all-gather", _ALONG_DATA, whole))
+        elif layout.sizes[DATA] > 1:
+            found.append(Collective("all-reduce", DATA, _sum_bytes(i, loss, layout)))
+    return found
+
+
+_ALONG_DATA = DATA, ROWS
+
+
+def _whole_bytes(i: int, loss: Loss, layout: Layout) -> float:
+    """Of an operand where it is whole along data."""
+    return nbytes(loss.invars[i].aval) / parts(layout.operand(i), layout.sizes)
+
+
+def _sum_bytes(i: int, loss: Loss, layout: Layout) -> float:
+    """Of its gradient, as it is summed."""
+    aval = loss.invars[i].aval
+    size = int(aval.size) * accumulator_dtype(aval.dtype).itemsize
+    return size / parts(layout.operand(i), layout.sizes)
+
+
+def _summary(when: str, found: Sequence[Collective]) -> tuple[Collectives, ...]:
+    count: dict[tuple[str, str], int] = {}
+    size: dict[tuple[str, str], float] = {}
+    for one in found:
+        key = one.kind, "model" if one.axis == MODEL else "data"
+        count[key] = count.get(key, 0) + one.times
+        size[key] = size.get(key, 0.0) + one.times * one.size
+    return tuple(Collectives(when, *key, count[key], int(size[key])) for key in sorted(count))
+
+
+def update_seconds(
+    graph: StageGraph,
+    loss: Loss,
+    outer: UpdateProgram,
+    layout: Layout,
+    cluster: ClusterShape,
+    links: Links,
+    share: float,
+) -> tuple[float, tuple[Collectives, ...]]:
+    """What a stage takes once a step: gradients summed over the replicas, and its `share` of the
+    mesh's update, which reads and writes the state once. And what crosses between its devices."""
+    if not loss.wrt:
+        return 0.0, ()
+    found = update_collectives(graph, loss, layout)
+    total = _crossing_seconds(found, layout, cluster, links)
+    state = sum(
+        nbytes(v.aval) / parts(layout.outer(v), layout.sizes)
+        for v, home in outer.homes.items()
+        if home == graph.mesh
+    )
+    return total + 2 * share * state / cluster.memory_bandwidth, _summary("update", found)

@@ -1,0 +1,1 @@
+"""Inter-operator parallelism: which layers become which stage, on which submesh."""

@@ -1,0 +1,171 @@
+"""When nothing fits the memory: which stage lacks how much, and the nearest changes that would do.
+
+Every change that is named was tried by the same search. Pure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from launcher.partition.errors import PlanError
+from launcher.plan.cluster_shape import LOCAL, ClusterShape
+from launcher.plan.errors import TooLargeError
+from launcher.plan.inter_op.problem import Candidate, Problem, Wanted, best_of, spread_divisors
+from launcher.plan.inter_op.stage_choices import submesh_sizes
+
+_MOST_MEMORY = 10000  # times what there is; beyond it any amount is tried
+_PRECISION = 1.01
+_MOST_TIMES = 64  # the devices there are
+_GIB = 2**30
+_LINK = "cluster.links.inter_host_gb_per_second=12.5"
+
+
+def nothing_fits(problem: Problem, wanted: Wanted) -> PlanError:
+    """Why `best_of` found nothing, for a person."""
+    if reason := _too_many_stages(problem, wanted):
+        return PlanError(reason)
+    least = _leanest(problem, wanted)
+    if problem.memory_bytes is None or least is None:
+        count = wanted.num_micro_batches
+        return PlanError(
+            f"a batch of {problem.batch_size} does not divide into "
+            f"{f'{count} microbatches' if count else 'microbatches'}; change "
+            "train.global_batch_size or parallel.num_micro_batches"
+        )
+    stage = max(range(len(least.memory)), key=lambda s: least.memory[s])
+    needed, usable = least.memory[stage], problem.memory_bytes
+    asked = [
+        f"parallel.{name}={value}"
+        for name, value in (
+            ("num_micro_batches", wanted.num_micro_batches),
+            ("remat", wanted.remat),
+            ("schedule", wanted.schedule),
+        )
+        if value
+    ]
+    changes = _changes(problem, wanted)
+    advice = "; or ".join(changes) if changes else "take a smaller model or larger devices"
+    return TooLargeError(
+        f"the model does not fit{' with ' + ' '.join(asked) if asked else ''}: in the leanest plan "
+        f"found ({len(least.memory)} stages, {least.assignment.num_micro_batches} microbatches) "
+        f"stage {stage} needs {needed / _GIB:.2f} GiB a device, "
+        f"{(needed - usable) / _GIB:.2f} GiB more than the {usable / _GIB:.2f} GiB that can be "
+        f"used. This would fit: {advice}",
+        least.assignment,
+    )
+
+
+def _too_many_stages(problem: Problem, wanted: Wanted) -> str:
+    """More than there are layers or devices for; "" where that is not so."""
+    asked = wanted.num_stages or 1
+    layers, devices = sum(map(len, problem.groups)), problem.cluster.num_devices
+    for most, words in (
+        (len(problem.groups), f"the model's {layers} layers (one more than its marks)"),
+        (devices, f"the {devices} devices (cluster.gpus)"),
+    ):
+        if asked > most:
+            return (
+                f"parallel.num_stages={asked} is more than {words}; each stage needs one. Give at "
+                f"most {min(devices, layers)}, or parallel.num_stages=auto"
+            )
+    return ""
+
+
+def _leanest(problem: Problem, wanted: Wanted) -> Candidate | None:
+    """The plan that would fit with the least memory more, to a hundredth of it."""
+    if problem.memory_bytes is None:
+        return None
+    low, high = problem.memory_bytes, problem.memory_bytes
+    found: list[Candidate] = []
+    while not found:
+        if high > _MOST_MEMORY * problem.memory_bytes:
+            high = np.inf
+        low, high = high, 2 * high
+        found = best_of(dataclasses.replace(problem, memory_bytes=high), wanted)
+        if not found and high == np.inf:
+            return None
+    while min(high, most := _most_bytes(found)) > _PRECISION * low:
+        high = min(high, most)
+        middle = (low * high) ** 0.5
+        leaner = best_of(dataclasses.replace(problem, memory_bytes=middle), wanted)
+        low, high = (low, middle) if leaner else (middle, high)
+        found = leaner or found
+    return min(found, key=lambda c: max(c.memory))
+
+
+def _most_bytes(found: Sequence[Candidate]) -> float:
+    return min(max(candidate.memory) for candidate in found)
+
+
+def _changes(problem: Problem, wanted: Wanted) -> list[str]:
+    """Changes of the settings alone if there are such; else of the batch and of the devices."""
+    if setting := _settings(problem, wanted):
+        return [setting]
+    for asked, words in ((wanted, ""), (Wanted(), f" with {_as_auto(wanted)}")):
+        found = [change for change in (_batch(problem, asked), _devices(problem, asked)) if change]
+        if found or asked == wanted == Wanted():
+            return [change + words for change in found]
+    return []
+
+
+_SETTINGS = "num_micro_batches", "remat", "schedule", "num_stages"
+
+
+def _as_auto(wanted: Wanted) -> str:
+    return " ".join(f"parallel.{name}=auto" for name, value in vars(wanted).items() if value)
+
+
+def _settings(problem: Problem, wanted: Wanted) -> str:
+    """What was asked for and should be left to the search, as little as does it."""
+    asked = [name for name, value in vars(wanted).items() if value]
+    singles = [(name,) for name in _SETTINGS if name in asked]
+    for names in (*singles, tuple(asked)):
+        if names and best_of(problem, dataclasses.replace(wanted, **dict.fromkeys(names))):
+            return " ".join(f"parallel.{name}=auto" for name in names)
+    return ""
+
+
+def _batch(problem: Problem, wanted: Wanted) -> str:
+    for parts in spread_divisors(problem.batch_size, problem.batch_size)[1:]:
+        size = problem.batch_size // parts
+        # The table is of the whole batch: fewer samples cost their share.
+        if best_of(_of_batch(problem, size), wanted):
+            return f"train.global_batch_size={size}"
+    return ""
+
+
+def _of_batch(problem: Problem, size: int) -> Problem:
+    share = size / problem.batch_size
+    rows = problem.table.of.items()
+    of = {name: row * share if name in _PER_SAMPLE else row for name, row in rows}
+    table = dataclasses.replace(problem.table, of=of)
+    return dataclasses.replace(problem, table=table, batch_size=size)
+
+
+_PER_SAMPLE = (
+    *("work_seconds", "forward_bytes", "backward_bytes"),
+    *("residual_bytes", "again_bytes", "working_bytes", "input_bytes", "sent_bytes"),
+)
+
+
+def _devices(problem: Problem, wanted: Wanted) -> str:
+    cluster, times = problem.cluster, 1
+    while times < _MOST_TIMES:
+        times *= 2
+        more = dataclasses.replace(cluster, hosts=cluster.hosts * times)
+        if best_of(dataclasses.replace(problem, cluster=more, sizes=submesh_sizes(more)), wanted):
+            return _as_settings(cluster, more)
+    return ""
+
+
+def _as_settings(there: ClusterShape, more: ClusterShape) -> str:
+    """The settings that ask for more hosts, which are accepted as they stand."""
+    words = f"cluster.hosts={more.hosts} cluster.gpus={more.num_devices}"
+    if there.name == LOCAL:  # a machine does not grow
+        return f"so many of these devices in a Slurm job: cluster=slurm {words}"
+    if there.hosts == 1:
+        return f"{words} {_LINK} (100 Gbit/s between hosts, or what there is)"
+    return words

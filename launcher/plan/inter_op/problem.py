@@ -1,0 +1,151 @@
+"""What is searched, and the search over all that a plan may set: numbers of microbatches and of
+common replicas, and for each the stages with their submeshes, logical meshes, ZeRO levels and
+rematerialisation. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from launcher.partition.assignment import Assignment, Submesh
+from launcher.plan.cluster_shape import ClusterShape
+from launcher.plan.inter_op.layer_costs import CostTable
+from launcher.plan.inter_op.stage_choices import Choice, Priced, Setting, price
+from launcher.plan.inter_op.stage_dp import Found, best_stages, lower_bound
+from launcher.plan.inter_op.submeshes import place_submeshes
+from launcher.schedule import DEFAULT_SCHEDULE
+
+_MOST_SLICES_TRIED = 1024
+_MOST_FOUND = 4
+
+Progress = Callable[[float], None]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the user left open (None) and what not."""
+
+    num_micro_batches: int | None = None
+    schedule: str | None = None
+    remat: str | None = None
+    num_stages: int | None = None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One found plan in assignment, with the objective that the search gave it, in seconds."""
+
+    assignment: Assignment
+    seconds: float
+    choices: tuple[Choice, ...]
+    memory: tuple[float, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """What is searched: layers (`groups` of the step's) by their costs, a batch and a cluster.
+
+    Attributes:
+        sizes: the numbers of devices that a stage may have. memory_bytes: that a plan may use of a
+            device; None: without bound.
+    """
+
+    table: CostTable
+    groups: tuple[tuple[int, ...], ...]
+    batch_size: int
+    cluster: ClusterShape
+    sizes: tuple[int, ...]
+    memory_bytes: float | None
+
+
+def best_of(
+    problem: Problem, wanted: Wanted, progress: Progress = lambda share: None
+) -> list[Candidate]:
+    """For the most promising numbers of microbatches and of common replicas the best stages; of the
+    same stages the best number of microbatches. Best first; empty where nothing fits.
+
+    What cannot be among the best few, by its lower bound, is not solved: the first of them are what
+    they would be if all were.
+    """
+    devices = problem.cluster.num_devices
+    promising: list[tuple[float, int, Setting, Priced]] = []
+    for k, setting in enumerate(_settings(problem, wanted)):
+        priced = price(problem.table, problem.cluster, setting, problem.sizes)
+        least = sum(lower_bound(priced.candidates, devices))
+        if np.isfinite(least):
+            promising.append((least, k, setting, priced))
+    promising.sort(key=lambda one: one[:2])
+    distinct: dict[object, Candidate] = {}
+    for k, (least, _, setting, priced) in enumerate(promising):
+        ranked = sorted(candidate.seconds for candidate in distinct.values())
+        most = ranked[_MOST_FOUND - 1] if len(ranked) >= _MOST_FOUND else np.inf
+        if least >= most:
+            break
+
+        def inner(share: float, k: int = k) -> None:
+            progress((k + share) / len(promising))
+
+        best = best_stages(
+            priced.candidates, devices, best=most, progress=inner, num_stages=wanted.num_stages
+        )
+        if best is not None:
+            candidate = _candidate(best, priced, setting, problem)
+            same = candidate.assignment.layers, candidate.choices
+            if same not in distinct or candidate.seconds < distinct[same].seconds:
+                distinct[same] = candidate
+    return sorted(distinct.values(), key=lambda c: c.seconds)[:_MOST_FOUND]
+
+
+def _settings(problem: Problem, wanted: Wanted) -> Iterator[Setting]:
+    batch_size, devices = problem.batch_size, problem.cluster.num_devices
+    asked, most = wanted.num_micro_batches, min(batch_size, _MOST_SLICES_TRIED)
+    counts = [asked] if asked else spread_divisors(batch_size, most)
+    remats = (wanted.remat,) if wanted.remat else ("none", "full")
+    for count in counts:
+        if batch_size % count:
+            continue
+        for replicas in range(1, devices + 1):
+            if devices % replicas == 0 and batch_size % (count * replicas) == 0:
+                schedule = wanted.schedule or DEFAULT_SCHEDULE
+                yield Setting(count, batch_size, replicas, schedule, remats, problem.memory_bytes)
+
+
+def spread_divisors(number: int, most: int) -> list[int]:
+    """Divisors of a number up to `most`, about as many as there are powers of two: those that are
+    nearest to these, and the largest."""
+    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    divisors = sorted(n for n in {*low, *(number // n for n in low)} if n <= most)
+    powers = [2**k for k in range(divisors[-1].bit_length())]
+    nearest = {min(divisors, key=lambda n: max(n / power, power / n)) for power in powers}
+    return sorted({*nearest, divisors[-1]})
+
+
+def _candidate(found: Found, priced: Priced, setting: Setting, problem: Problem) -> Candidate:
+    count = len(found.stages)
+    at = [(count - 1 - s, *stage) for s, stage in enumerate(found.stages)]
+    choices = tuple(priced.choices[int(priced.chosen[i])] for i in at)
+    sizes = [priced.candidates.sizes[j] for _, _, j in found.stages]
+    devices = place_submeshes(sizes, problem.cluster)
+    layers = tuple(
+        tuple(layer for group in problem.groups[first:end] for layer in group)
+        for first, end, _ in found.stages
+    )
+    assignment = Assignment(
+        method="auto",
+        layers=layers,
+        submeshes=tuple(
+            Submesh(of, choice.logical_mesh) for of, choice in zip(devices, choices, strict=True)
+        ),
+        mesh_of=tuple(range(count)),
+        num_micro_batches=setting.num_micro_batches,
+        schedule=setting.schedule,
+        remat=tuple(choice.remat for choice in choices),
+        zero=tuple(choice.zero for choice in choices),
+        sequence=tuple(choice.sequence for choice in choices),
+    )
+    memory = tuple(float(priced.memory[i]) for i in at)
+    return Candidate(assignment, found.objective, choices, memory)

@@ -1,0 +1,215 @@
+"""Selects one plan among the search's assignments; it says what it beat."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+from launcher.partition.assignment import Assignment
+from launcher.partition.errors import PlanError
+from launcher.plan.build import PlanBuilder
+from launcher.plan.cluster_shape import ClusterShape
+from launcher.plan.errors import TooLargeError, UnmeasuredError
+from launcher.plan.inter_op.auto import make_problem, search
+from launcher.plan.inter_op.estimate import recounted, sketched, variants
+from launcher.plan.inter_op.problem import Candidate, Problem, Wanted
+from launcher.plan.pipeline import Estimate
+from launcher.plan.plan import Plan, RunnerUp
+from launcher.plan.profile.measured_layers import MeasuredLayers
+from launcher.plan.stage_plan import Staged
+from launcher.trace.step import TracedStep
+
+_RUNNERS_UP = 3
+_MOST_COMPLETED = 3  # of those that fit
+_SEARCHES = 4  # at most: the next where all that was completed needs more than was estimated
+_MARGIN = 0.9  # of the memory that the next one gets
+_PRECISION = 1.02  # of a sketch: by how much one may be slower than the next sketch says
+
+
+def best_plan(
+    step: TracedStep,
+    cluster: ClusterShape,
+    wanted: Wanted,
+    progress: Callable[[float], None] = lambda share: None,
+    measured: MeasuredLayers | None = None,
+) -> Plan:
+    """The best plan; the next best ones stand in it as `runners_up`.
+
+    The search's objective is a closed form. The few best assignments, each under every schedule
+    that is left open, are estimated, so that the simulated timeline decides; of the estimates the
+    best one that fits the memory, of which the search has only an estimate, is built. Where none
+    does, the search is done again, with less to spend.
+
+    Args:
+        measured: the layers' seconds, instead of the model's.
+
+    Raises:
+        PlanError: nothing fits the devices' memory, or nothing that does could be measured.
+    """
+    problem = make_problem(step, cluster, measured, wanted.num_stages)
+    completed: list[tuple[Plan, Sketch]] = []
+    builder = PlanBuilder(step, cluster, measured)
+    most = cluster.memory_bytes or math.inf
+    for _ in range(_SEARCHES):
+        try:
+            found = search(problem, wanted, lambda share: progress(0.7 * share))
+        except PlanError:
+            if not completed:
+                raise
+            break
+        sketches = _sketches(found, problem, wanted, measured)
+        progress(0.8)
+        completed = []
+        large: list[Sketch] = []  # not expected to fit: only for where nothing else does
+        for sketch in sketches:
+            if completed and _settled(completed, sketch):
+                break
+            if completed and _expected_bytes(sketch, completed) > most:
+                large.append(sketch)
+                continue
+            completed.append((builder.build(sketch[0]), sketch))
+            progress(0.9)
+        for sketch in large:
+            if any(plan.missing_bytes <= 0 for plan, _ in completed):
+                break
+            completed.append((builder.build(sketch[0]), sketch))
+        fitting = [pair for pair in completed if pair[0].missing_bytes <= 0]
+        if fitting:
+            best, chosen = min(fitting, key=lambda pair: pair[0].predicted_step_seconds)
+            runners_up = _runners_up(best, chosen, completed, sketches)
+            return dataclasses.replace(best, runners_up=runners_up)
+        problem = _with_less_memory(problem, [plan for plan, _ in completed])
+    raise _too_large(completed)
+
+
+Sketch = tuple[Assignment, Estimate]
+
+
+def _sketches(
+    found: Sequence[Candidate],
+    problem: Problem,
+    wanted: Wanted,
+    measured: MeasuredLayers | None,
+) -> list[Sketch]:
+    """What was found, best first as it is simulated."""
+    sketches, unmeasured = [], []
+    first, *others = (candidate.assignment for candidate in found)
+    counts = [first, *recounted(first, problem, wanted)]
+    more = [o for assignment in others for o in recounted(assignment, problem, wanted)]
+    varied = [o for assignment in counts for o in variants(assignment, problem, wanted)]
+    for assignment in dict.fromkeys((*varied, *others, *more)):
+        try:
+            sketch = sketched(assignment, problem, measured)
+        except UnmeasuredError as error:
+            unmeasured.append(error)
+            continue
+        if assignment == first or _most_bytes(sketch) <= (problem.memory_bytes or math.inf):
+            sketches.append((assignment, sketch))
+    if not sketches:
+        raise unmeasured[0]
+    return sorted(sketches, key=lambda sketch: sketch[1].predicted_step_seconds)
+
+
+def _settled(completed: Sequence[tuple[Plan, Sketch]], after: Sketch) -> bool:
+    """Whether one that was completed fits, and no sketch from here on promises to be better."""
+    fitting = [plan.predicted_step_seconds for plan, _ in completed if plan.missing_bytes <= 0]
+    promised = after[1].predicted_step_seconds
+    enough = len(completed) >= _MOST_COMPLETED
+    return bool(fitting) and (enough or min(fitting) <= promised * _PRECISION)
+
+
+def _expected_bytes(sketch: Sketch, completed: Sequence[tuple[Plan, Sketch]]) -> float:
+    """Of a device, where sketches with the same rematerialisation take too little by as much as the
+    worst of those completed; nothing where the sketch says nothing."""
+    alike = [
+        (_most_bytes(p), _most_bytes(s[1])) for p, s in completed if _remats(s) == _remats(sketch)
+    ]
+    short = max((needed / said for needed, said in alike if said), default=1.0)
+    return _most_bytes(sketch[1]) * max(1.0, short)
+
+
+def _remats(sketch: Sketch) -> set[str]:
+    return set(sketch[0].remat)
+
+
+def _with_less_memory(problem: Problem, plans: Sequence[Plan]) -> Problem:
+    """The search again with as much less memory as it took too little of the plans for."""
+    assert problem.memory_bytes is not None
+    assert problem.cluster.memory_bytes is not None
+    share = problem.cluster.memory_bytes / min(map(_most_bytes, plans))
+    return dataclasses.replace(problem, memory_bytes=_MARGIN * share * problem.memory_bytes)
+
+
+def _too_large(completed: Sequence[tuple[Plan, Sketch]]) -> TooLargeError:
+    least, (assignment, _) = min(completed, key=lambda pair: _most_bytes(pair[0]))
+    needed, there = _most_bytes(least) / 2**30, least.cluster["memory_bytes"] / 2**30
+    return TooLargeError(
+        f"the model does not fit: the leanest plan found ({in_words(least)}) needs {needed:.2f} "
+        f"GiB a device, {needed - there:.2f} GiB more than its {there:.2f} GiB. Use more devices "
+        "(cluster.hosts, cluster.gpus), or a smaller train.global_batch_size",
+        assignment,
+    )
+
+
+def _runners_up(
+    best: Plan,
+    chosen: Sketch,
+    completed: Sequence[tuple[Plan, Sketch]],
+    sketches: Sequence[Sketch],
+) -> tuple[RunnerUp, ...]:
+    """The next best ones. Those that were only sketched are held against the best one's sketch."""
+    known = {id(sketch): plan for plan, sketch in completed}
+    scale = best.predicted_step_seconds / chosen[1].predicted_step_seconds
+    found = []
+    for sketch in sketches:
+        plan = known.get(id(sketch))
+        if sketch is chosen:
+            continue
+        seconds = (plan or sketch[1]).predicted_step_seconds * (1.0 if plan else scale)
+        needed = _most_bytes(plan) if plan else _expected_bytes(sketch, completed)
+        if needed > (best.cluster["memory_bytes"] or math.inf):
+            why = f"it needs {'' if plan else 'about '}{needed / 2**30:.1f} GiB a device"
+        else:
+            why = _why(plan, best) if plan else _why(sketch[1], chosen[1])
+        found.append(RunnerUp(in_words(sketch[1]), seconds, why))
+    found.sort(key=lambda runner: runner.predicted_step_seconds)
+    return tuple(found[:_RUNNERS_UP])
+
+
+def _most_bytes(plan: Staged) -> int:
+    return max(stage.memory_bytes for stage in plan.stages)
+
+
+def in_words(plan: Staged) -> str:
+    """A plan in a few words: stages, meshes, microbatches, what is computed again or cut."""
+    shapes = list(dict.fromkeys(stage.logical_mesh for stage in plan.stages))
+    meshes = " and ".join(f"{data}x{model}" for data, model in shapes[:3])
+    remat = sorted({stage.remat for stage in plan.stages} - {"none"})
+    count = len(plan.stages)
+    parts = [
+        f"{count} stage{'s' if count > 1 else ''} of {meshes}{' …' if len(shapes) > 3 else ''}",
+        f"{plan.num_micro_batches} microbatch{'es' if plan.num_micro_batches > 1 else ''}",
+        plan.schedule,
+        *(f"remat {name}" for name in remat),
+    ]
+    return ", ".join(parts)
+
+
+def _why(plan: Plan | Estimate, best: Plan | Estimate) -> str:
+    """What costs a plan most time beside the best one."""
+    busy = [_busiest(p) for p in (plan, best)]
+    once = [max(stage.update_seconds for stage in p.stages) for p in (plan, best)]
+    waiting = [p.predicted_bubble_fraction * p.predicted_step_seconds for p in (plan, best)]
+    reasons = {
+        f"its busiest devices work {busy[0]:.3g} s a step, not {busy[1]:.3g}": busy[0] - busy[1],
+        f"gradients and update take {once[0]:.3g} s, not {once[1]:.3g}": once[0] - once[1],
+        f"its devices wait {plan.predicted_bubble_fraction:.0%} of the pipeline's time, not "
+        f"{best.predicted_bubble_fraction:.0%}": waiting[0] - waiting[1],
+    }
+    words = max(reasons, key=lambda reason: reasons[reason])
+    return words if reasons[words] > 0 else "it is as good within the model's precision"
+
+
+def _busiest(plan: Staged) -> float:
+    return plan.num_micro_batches * max(plan.mesh_seconds)

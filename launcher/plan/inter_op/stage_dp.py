@@ -1,0 +1,175 @@
+"""The stage search: which layers make a stage, and on how many devices. Pure numbers.
+
+A dynamic program over stages, layers and devices, run for growing bounds on the slowest stage, as
+in Alpa (Zheng et al. 2022, arXiv 2201.12023, section 5.2), with what that one leaves out: transfers
+and the number of microbatches in flight are part of a stage's cost, what is done once a step is
+part of the objective, and devices may stay idle.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What a stage of layers `first … end - 1` would cost.
+
+    Attributes:
+        sizes: the numbers of devices that a stage may have.
+        seconds: `[stages behind it, first, end, size]`: of one microbatch, forward and backward,
+            and its way to the next stage; infinite where it does not fit.
+        rest: the same shape: what the stage does besides the first microbatch, in seconds: the
+            other microbatches, and what is done once a step.
+    """
+
+    sizes: tuple[int, ...]
+    seconds: np.ndarray
+    rest: np.ndarray
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best stages: `(first, end, position in sizes)` in order, and the objective, seconds."""
+
+    stages: tuple[tuple[int, int, int], ...]
+    objective: float
+
+
+def objective(seconds: Sequence[float], rest: Sequence[float]) -> float:
+    """A step: one microbatch through all stages, and the rest of the one that has most left."""
+    return sum(seconds) + max(rest)
+
+
+def lower_bound(candidates: Candidates, num_devices: int) -> tuple[float, float]:
+    """What no choice of stages goes below: the sum of their seconds, and the rest of the one that
+    has most left. Both are of stages anywhere in the pipeline; the devices' time is the sum of the
+    rests over all devices of the stages, of which the busiest has at least its share."""
+    seconds, bound = candidates.seconds, _bounds(candidates)
+    if not seconds.size:
+        return np.inf, np.inf
+    device_seconds = (bound * np.array(candidates.sizes)).min(axis=(0, 3))
+    return _least_cover(seconds.min(axis=(0, 3))), _least_cover(device_seconds) / num_devices
+
+
+def best_stages(
+    candidates: Candidates,
+    num_devices: int,
+    best: float = np.inf,
+    progress: Callable[[float], None] = lambda share: None,
+    num_stages: int | None = None,
+) -> Found | None:
+    """The stages that cover all layers on at most `num_devices` devices at the least objective.
+
+    The least sum of seconds under a bound on the rest falls as the bound grows. So between two
+    bounds nothing is better than the sum of the upper one with the least bound between them, and
+    most bounds need not be tried.
+
+    Args:
+        best: an objective to stay below. progress: told the share that is done, 0 … 1.
+        num_stages: how many stages; None: as many as are best.
+
+    Returns:
+        None if there are none, or none below `best`.
+    """
+    seconds, bound = candidates.seconds, _bounds(candidates)
+    levels = np.unique(bound[np.isfinite(bound)])
+    floor = lower_bound(candidates, num_devices)[1] * (1 - 1e-9)
+    levels = levels[np.searchsorted(levels, floor) :]
+    if not len(levels):
+        return None
+    found: Found | None = None
+
+    def solved(k: int) -> float:
+        """The least sum under bound `k`; its stages may be the best so far."""
+        nonlocal best, found
+        allowed = np.where(bound <= levels[k], seconds, np.inf)
+        if not np.isfinite(_least_cover(allowed.min(axis=(0, 3)))):
+            return np.inf
+        least, stages = _solve(allowed, candidates.sizes, num_devices, num_stages)
+        if stages:
+            at = [(len(stages) - 1 - s, *stage) for s, stage in enumerate(stages)]
+            value = objective([float(seconds[i]) for i in at], [float(bound[i]) for i in at])
+            if value < best:
+                best, found = value, Found(tuple(stages), value)
+        return least
+
+    top = len(levels) - 1
+    least = solved(top)
+    between = [(least + levels[0], -1, top, least)] if np.isfinite(least) else []
+    done = 0
+    while between and between[0][0] < best:
+        _, low, high, least = heapq.heappop(between)
+        done += high - low <= 2
+        progress(1 - 1 / (1 + done))
+        middle = (low + high) // 2
+        if middle == low:
+            continue
+        sums = solved(middle)
+        if np.isfinite(sums) and middle - low > 1:
+            heapq.heappush(between, (sums + levels[low + 1], low, middle, sums))
+        if high - middle > 1:
+            heapq.heappush(between, (least + levels[middle + 1], middle, high, least))
+    return found
+
+
+def _bounds(candidates: Candidates) -> np.ndarray:
+    """The rest of each stage that there can be."""
+    return np.where(np.isfinite(candidates.seconds), candidates.rest, np.inf)
+
+
+def _least_cover(cost: np.ndarray) -> float:
+    """The least sum of `[first, end]` costs of runs that cover all layers; infinite: none do."""
+    count = len(cost)
+    least = np.full(count + 1, np.inf)
+    least[count] = 0.0
+    for first in reversed(range(count)):
+        least[first] = (cost[first] + least).min()
+    return float(least[0])
+
+
+def _solve(
+    seconds: np.ndarray, sizes: Sequence[int], num_devices: int, num_stages: int | None
+) -> tuple[float, list[tuple[int, int, int]]]:
+    """The least sum of seconds, and its stages; `f[s, l, d]` covers layers `l …` by `s` stages on
+    exactly `d` devices."""
+    most, count = seconds.shape[0], seconds.shape[1]
+    f = np.full((most + 1, count + 1, num_devices + 1), np.inf)
+    f[0, count, 0] = 0.0
+    choice: list[np.ndarray] = []
+    for s in range(1, most + 1):
+        step_best = np.full((count + 1, num_devices + 1), np.inf)
+        step_choice = np.zeros((count + 1, num_devices + 1), np.int32)
+        for j, size in enumerate(sizes):
+            if size > num_devices:
+                continue
+            cost = seconds[s - 1, :, :, j]
+            if not np.isfinite(cost).any():
+                continue
+            shifted = f[s - 1][:, : num_devices + 1 - size]
+            total = cost[:, :, None] + shifted[None, :, :]
+            end = total.argmin(axis=1)
+            least = np.take_along_axis(total, end[:, None, :], 1)[:, 0, :]
+            better = least < step_best[:count, size:]
+            step_best[:count, size:][better] = least[better]
+            step_choice[:count, size:][better] = (end * len(sizes) + j)[better]
+        f[s] = step_best
+        choice.append(step_choice)
+    finals = f[1:, 0, :]
+    if num_stages is not None:
+        asked = np.arange(1, most + 1) == num_stages
+        finals = np.where(asked[:, None], finals, np.inf)
+    at = np.unravel_index(int(finals.argmin()), finals.shape)
+    value = float(finals[at])
+    if not np.isfinite(value):
+        return value, []
+    stages, layer, devices = [], 0, int(at[1])
+    for s in range(int(at[0]) + 1, 0, -1):
+        end, j = divmod(int(choice[s - 1][layer, devices]), len(sizes))
+        stages.append((layer, end, j))
+        layer, devices = end, devices - sizes[j]
+    return value, stages

@@ -1,0 +1,36 @@
+"""Which devices each submesh of a pipeline gets. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from launcher.plan.cluster_shape import ClusterShape
+
+
+def place_submeshes(sizes: Sequence[int], cluster: ClusterShape) -> list[tuple[int, ...]]:
+    """Devices for submeshes of these sizes, in the pipeline's order: whole hosts for those that
+    fill hosts; the others share hosts with their neighbours where they can. Where no such placing
+    fits, the devices in their order."""
+    each = cluster.devices_per_host
+    fresh = iter(range(cluster.hosts))
+    room: list[list[int]] = []  # devices that are left on the hosts that were begun
+    found: list[tuple[int, ...]] = []
+    for size in sizes:
+        hosts = 1 if size < each else -(-size // each)
+        begun = [left for left in room if len(left) >= size] if size < each else []
+        if begun:
+            left = begun[-1]
+        else:
+            taken = [host for _, host in zip(range(hosts), fresh, strict=False)]
+            if len(taken) < hosts:
+                return _in_order(sizes)
+            left = [host * each + d for host in taken for d in range(each)]
+            room.append(left)
+        found.append(tuple(left[:size]))
+        del left[:size]
+    return found
+
+
+def _in_order(sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    firsts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [tuple(range(first, first + size)) for first, size in zip(firsts, sizes, strict=True)]

@@ -1,0 +1,1 @@
+"""Intra-operator parallelism: how the arrays of one stage are sharded over its submesh."""

@@ -1,0 +1,67 @@
+"""Cutting the data along a dimension other than its rows: a text's positions, for example.
+
+Every device then has all parameters and a part of each row's activations; what the positions
+exchange, keys and values in attention, is gathered, and the gradients of all parameters are summed
+in every microbatch (cf. Li et al. 2021, arXiv 2105.13120). That pays where activations are large
+beside the parameters. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from launcher.partition.sharding.layout import MODEL, row_axes
+from launcher.partition.sharding.named_dims import NamedDims, Sharding, Spec
+from launcher.partition.stages import StageGraph
+from launcher.trace.graph import Var, is_var
+from launcher.trace.step import Loss, TracedStep
+
+
+def sequence_class(step: TracedStep, loss: Loss, dims: NamedDims, model: int) -> int | None:
+    """The class of the dimension that most leaves of the batch have beside their rows, among those
+    that `model` devices can share, the first of several. None: there is none. `dims`: the loss's.
+    """
+    found: Counter[int] = Counter()
+    rows = {c for var, axis in _leaves(step, loss) for c in [dims.classes(var)[axis]]}
+    for var, _ in _leaves(step, loss):
+        found.update(c for c in set(dims.classes(var)) if c not in rows and _fits(dims, c, model))
+    return max(found, key=lambda c: (found[c], -c)) if found else None
+
+
+def batch_specs(step: TracedStep, loss: Loss, dims: NamedDims, of: int) -> dict[Var, Spec]:
+    """For each leaf of the batch that has the class `of` what is cut along the model axis."""
+    holders = dict(zip(loss.invars, step.loss_equation.invars, strict=True))
+    found: dict[Var, Spec] = {}
+    for var, _ in _leaves(step, loss):
+        classes = dims.classes(var)
+        if of in classes:
+            at = classes.index(of)
+            found[holders[var]] = tuple(MODEL if d == at else None for d in range(len(classes)))
+    return found
+
+
+def sequence_sharding(
+    graph: StageGraph, loss: Loss, dims: NamedDims, of: int, model: int
+) -> Sharding:
+    """A stage with the class `of` of the loss's dimensions `dims` cut over `model` devices."""
+    cut = Sharding(NamedDims(graph.equations), {MODEL: model})
+    for var in (*(loss.invars[i] for i in graph.operands), *graph.activations_in):
+        for outside, inside in zip(dims.classes(var), cut.dims.classes(var), strict=True):
+            if outside == of:
+                cut.axis_of[inside] = (MODEL,)
+    return cut
+
+
+def _fits(dims: NamedDims, of: int, devices: int) -> bool:
+    return dims.size(of) > 1 and dims.size(of) % devices == 0
+
+
+def _leaves(step: TracedStep, loss: Loss) -> list[tuple[Var, int]]:
+    """The operands that are leaves of the batch, with the axis of their rows."""
+    batch = {v for v, is_batch in zip(step.invars, step.batch, strict=True) if is_batch}
+    operands = zip(step.loss_equation.invars, loss.invars, row_axes(step, loss), strict=True)
+    return [
+        (inner, axis)
+        for outer, inner, axis in operands
+        if is_var(outer) and outer in batch and axis is not None
+    ]

@@ -1,0 +1,99 @@
+"""The timeline of a step, simulated from the predicted seconds of its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.plan.cluster_shape import ClusterShape
+from launcher.plan.plan import Plan
+from launcher.plan.stage_plan import Staged, StagePlan, Transfer
+from launcher.schedule import (
+    Kind,
+    Shared,
+    Task,
+    TimedTask,
+    bubble_fraction,
+    simulate,
+    simulate_shared,
+    step_seconds,
+)
+
+
+@dataclass(frozen=True)
+class Pipeline(Staged):
+    """What a timeline is simulated from: a plan without predictions of the whole step."""
+
+    method: str
+    schedule: str
+    num_micro_batches: int
+    stages: tuple[StagePlan, ...]
+    transfers: tuple[Transfer, ...]
+    cluster: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Estimate(Pipeline):
+    """A pipeline and what its step is predicted to take. `predicted_bubble_fraction`: 0 … 1."""
+
+    predicted_step_seconds: float
+    predicted_bubble_fraction: float
+
+
+def transfer_seconds(plan: Pipeline | Plan) -> dict[tuple[int, int], float]:
+    """What a microbatch takes from one stage to another, of all that send."""
+    cluster, found = ClusterShape(**plan.cluster), {}
+    for one in plan.transfers:
+        src, dst = one.src_stage, one.dst_stage
+        hosts = plan.stages[src].hosts, plan.stages[dst].hosts
+        speed, links = cluster.intra_host, plan.num_replicas  # each on its own
+        if hosts[0] != hosts[1]:  # but for a host's
+            speed, links = cluster.inter_host, min(links, *map(len, hosts))
+        found[src, dst] = cluster.latency + one.bytes_per_microbatch / speed / links
+    return found
+
+
+def timeline(plan: Pipeline | Plan) -> list[TimedTask]:
+    """The step's pipeline as the planner expects it."""
+    cluster, mesh_of = ClusterShape(**plan.cluster), plan.mesh_of
+    sending = transfer_seconds(plan)
+
+    def duration(task: Task) -> float:
+        stage = plan.stages[task.stage]
+        return {
+            Kind.FORWARD: stage.forward_seconds,
+            Kind.BACKWARD: stage.backward_seconds,
+            Kind.BACKWARD_INPUT: stage.backward_seconds - stage.backward_weight_seconds,
+            Kind.BACKWARD_WEIGHT: stage.backward_weight_seconds,
+        }[task.kind]
+
+    def transfer(src: int, dst: int) -> float:
+        here = mesh_of[src] == mesh_of[dst]
+        return 0.0 if here else sending.get((src, dst), cluster.latency)
+
+    if cluster.at_once is None or cluster.num_devices == 1:
+        return simulate(plan.tasks(), duration, transfer)
+    shares = [stage.at_once or cluster.at_once for stage in plan.stages]
+    machine = Shared(cluster.num_devices, [min(n, cluster.num_devices) for n in shares])
+    devices_of = [len(mesh) for mesh in plan.meshes]
+    return simulate_shared(plan.tasks(), duration, transfer, devices_of, machine)
+
+
+def measured_bubble(plan: Pipeline | Plan, seconds: Mapping[Task, float]) -> float:
+    """The bubble of the plan's schedule when its tasks take these seconds, 0 … 1."""
+    measured = simulate(plan.tasks(), lambda task: seconds.get(task, 0.0))
+    return bubble_fraction(measured, len(plan.meshes))
+
+
+def estimated(pipeline: Pipeline) -> Estimate:
+    """Returns the pipeline with the predictions that its timeline makes."""
+    expected = timeline(pipeline)
+    once: dict[tuple[int, ...], float] = {}
+    for stage in pipeline.stages:
+        once[stage.devices] = once.get(stage.devices, 0.0) + stage.update_seconds
+    return Estimate(
+        **vars(pipeline),
+        predicted_step_seconds=step_seconds(expected) + max(once.values()),
+        predicted_bubble_fraction=bubble_fraction(expected, len(pipeline.meshes)),
+    )

@@ -1,0 +1,148 @@
+"""What this machine's devices were measured to reach, in place of nominal rates.
+
+`measure` does it once, in a process of its own, and keeps it in the cache by the devices' kind and
+number; `calibrated` puts what is kept into a shape.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher import follow
+from launcher.partition.errors import PlanError
+from launcher.plan.cluster_shape import ClusterShape, is_nominal
+from launcher.plan.profile import cache, measure_devices
+
+_TIME_OUT = 600.0  # seconds
+_LEAST_LATENCY = 1e-6
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Of each device while all are at work.
+
+    Attributes:
+        product_flops: FLOP/s by dtype and by the size of the square matrices.
+        memory_bandwidth: bytes/s. at_once, launch: see `ClusterShape`.
+        all_reduce_seconds: by bytes, over all devices; empty for one.
+        memory_bytes: that a program can have; None where it is shared.
+    """
+
+    product_flops: dict[str, dict[str, float]]
+    memory_bandwidth: float
+    at_once: float | None
+    launch: float
+    all_reduce_seconds: dict[str, float]
+    memory_bytes: int | None
+
+    def applied(self, shape: ClusterShape) -> ClusterShape:
+        """The shape with these figures; a host's own link stays what it was."""
+        latency, link = self._link(shape)
+        return dataclasses.replace(
+            shape,
+            flops=_largest(self.product_flops["bfloat16"]),
+            flops_fp32=_largest(self.product_flops["float32"]),
+            memory_bandwidth=self.memory_bandwidth,
+            memory_bytes=self.memory_bytes or shape.memory_bytes,
+            intra_host=link,
+            latency=latency,
+            at_once=self.at_once,
+            launch=self.launch,
+        )
+
+    def _link(self, shape: ClusterShape) -> tuple[float, float]:
+        """Latency and bytes/s of a ring: on the line through a short and a long all-reduce."""
+        if not self.all_reduce_seconds:
+            return shape.latency, shape.intra_host
+        count, steps = shape.num_devices, 2 * (shape.num_devices - 1)
+        (few, short), (many, long) = sorted((int(n), s) for n, s in self.all_reduce_seconds.items())
+        per_byte = (long - short) / (many - few)
+        if per_byte <= 0:  # noise: nothing can be said of the link
+            return shape.latency, shape.intra_host
+        latency = max(short / steps - few / count * per_byte * count / steps, _LEAST_LATENCY)
+        return latency, steps / count / per_byte
+
+
+def calibrated(shape: ClusterShape, say: Callable[[str], None]) -> ClusterShape:
+    """The shape by what was measured on such devices, if it was (`task=calibrate`).
+
+    Args:
+        say: told in a line what is ignored, and of devices of which nothing is known.
+    """
+    path, then = _path(shape, say), "python -m launcher task=calibrate measures again"
+    found = cache.read(path, lambda tree: _kept(tree).applied(shape), say, then)
+    if found is None and is_nominal(shape):
+        say(
+            f"the rates and the memory of {shape.device_kind} are not known: predictions are "
+            "nominal, and memory is not bounded, until python -m launcher task=calibrate measures "
+            "them there"
+        )
+    return found or shape
+
+
+def _kept(tree: dict[str, Any]) -> Calibration:
+    """From the cache's file, in which anything may stand; it raises what `cache.read` expects."""
+    products, at_once, memory = tree["product_flops"], tree["at_once"], tree["memory_bytes"]
+    return Calibration(
+        product_flops={dtype: _by_size(products[dtype]) for dtype in ("bfloat16", "float32")},
+        memory_bandwidth=cache.positive(tree["memory_bandwidth"]),
+        at_once=None if at_once is None else cache.number(at_once, 1.0),
+        launch=cache.number(tree["launch"]),
+        all_reduce_seconds=_by_size(tree["all_reduce_seconds"]),
+        memory_bytes=None if memory is None else int(cache.positive(memory)),
+    )
+
+
+def _by_size(tree: dict[str, Any]) -> dict[str, float]:
+    return {str(int(size)): cache.positive(value) for size, value in tree.items()}
+
+
+def measure(shape: ClusterShape, say: Callable[[str], None]) -> tuple[Calibration, Path | None]:
+    """Measure the devices that `shape` describes; returns the figures and where they are kept:
+    None where they could not be, which is said.
+
+    Raises:
+        PlanError: they cannot be measured; the message says why.
+    """
+    request = {
+        "platform": "cpu" if shape.device_kind == "cpu" else "cuda",
+        "devices": shape.num_devices,
+    }
+    with tempfile.TemporaryDirectory(prefix="launcher-calibrate-") as folder:
+        path = Path(folder) / "request.json"
+        path.write_text(json.dumps(request))
+        try:
+            done = subprocess.run(
+                [sys.executable, str(follow.__file__), str(measure_devices.__file__), str(path)],
+                capture_output=True,
+                text=True,
+                timeout=_TIME_OUT,
+                check=True,
+                stdin=subprocess.DEVNULL,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise PlanError(f"the devices were not measured within {_TIME_OUT:g} s") from error
+        except subprocess.CalledProcessError as error:
+            lines = (error.stderr or "").strip().splitlines() or [f"exit code {error.returncode}"]
+            raise PlanError(f"the devices cannot be measured: {lines[-1]}") from error
+    tree: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    about = {"device_kind": shape.device_kind, "devices": shape.num_devices}
+    path = _path(shape, say=lambda text: None)
+    kept = cache.write(path, {**about, **tree}, say)
+    return Calibration(**tree), path if kept else None
+
+
+def _path(shape: ClusterShape, say: Callable[[str], None]) -> Path:
+    return cache.place("calibration", shape, "", say)
+
+
+def _largest(rates: dict[str, float]) -> float:
+    return float(rates[max(rates, key=int)])

@@ -1,0 +1,132 @@
+"""The stages of a plan with their predicted seconds, and what crosses between them. Pure data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from launcher.partition.assignment import Assignment, Submesh
+from launcher.partition.sharding.named_dims import Spec
+from launcher.schedule import Tasks
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """What the devices of a stage do together, of one kind.
+
+    Attributes:
+        when: "forward" or "backward", of one microbatch; "update", once a step.
+        kind: "all-reduce", "all-gather" or "reduce-scatter". axis: "data" or "model".
+        count: how many arrays. bytes: of these on one device, where they are whole along the axis.
+    """
+
+    when: str
+    kind: str
+    axis: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage: its layers and its submesh. Stages with the same devices share their mesh.
+
+    Attributes:
+        layers: indices of the layers, consecutive. hosts, devices: the submesh (global numbers).
+        logical_mesh: the submesh's shape as (data, model).
+        remat: what the backward pass computes again: "none", "full", or all but what a policy of
+            `jax.checkpoint_policies`, by its name, keeps. Without effect where a microbatch's
+            backward pass follows its forward pass at once.
+        forward_seconds, backward_seconds: predicted, for one microbatch;
+            backward_weight_seconds: of the latter, what may wait
+            (`Schedule.splits_backward`);
+            update_seconds: predicted, once a step, to sum gradients and to update.
+        memory_bytes: predicted peak on one device of the mesh, with all of its stages.
+        num_parameters: those that live here.
+        shardings: `{argument leaf: for each dimension an axis, several, or None}`. The axes are
+            "data" and "model"; a leaf that is not named is on every device.
+        collectives: predicted, those of the whole stage for one replica.
+        at_once: of its tasks what `ClusterShape.at_once` is of the cluster's, if it was measured.
+    """
+
+    layers: tuple[int, ...]
+    hosts: tuple[int, ...]
+    devices: tuple[int, ...]
+    logical_mesh: tuple[int, int]
+    remat: str
+    forward_seconds: float
+    backward_seconds: float
+    backward_weight_seconds: float
+    update_seconds: float
+    memory_bytes: int
+    num_parameters: int
+    shardings: dict[str, Spec]
+    collectives: tuple[Collectives, ...] = ()
+    at_once: float | None = None
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What crosses from one stage to another: bytes every microbatch and once a step."""
+
+    src_stage: int
+    dst_stage: int
+    bytes_per_microbatch: int
+    bytes_per_step: int
+
+
+class Staged:
+    """Has timed stages, and a schedule that they run under: a plan, or what becomes one."""
+
+    method: str
+    schedule: str
+    num_micro_batches: int
+    stages: tuple[StagePlan, ...]
+
+    @property
+    def assignment(self) -> Assignment:
+        """What a parallel method decided, and the shardings of every stage."""
+        shape = {stage.devices: stage.logical_mesh for stage in self.stages}
+        return Assignment(
+            method=self.method,
+            layers=tuple(stage.layers for stage in self.stages),
+            submeshes=tuple(Submesh(devices, shape[devices]) for devices in self.meshes),
+            mesh_of=self.mesh_of,
+            num_micro_batches=self.num_micro_batches,
+            schedule=self.schedule,
+            remat=tuple(stage.remat for stage in self.stages),
+            shardings=tuple(stage.shardings for stage in self.stages),
+        )
+
+    @property
+    def num_replicas(self) -> int:
+        """Data-parallel replicas that all stages have in common."""
+        return math.gcd(*(stage.logical_mesh[0] for stage in self.stages))
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that the plan uses."""
+        return sum(map(len, self.meshes))
+
+    @property
+    def meshes(self) -> tuple[tuple[int, ...], ...]:
+        """The devices of every submesh, in the order of their first stages."""
+        return tuple(dict.fromkeys(stage.devices for stage in self.stages))
+
+    @property
+    def mesh_of(self) -> tuple[int, ...]:
+        """The mesh of every stage, as an index into `meshes`."""
+        meshes = self.meshes
+        return tuple(meshes.index(stage.devices) for stage in self.stages)
+
+    @property
+    def mesh_seconds(self) -> tuple[float, ...]:
+        """Predicted for both passes of a microbatch, on each mesh: of all its stages."""
+        found = [0.0] * len(self.meshes)
+        for stage, mesh in zip(self.stages, self.mesh_of, strict=True):
+            found[mesh] += stage.forward_seconds + stage.backward_seconds
+        return tuple(found)
+
+    def tasks(self) -> Tasks:
+        """Returns for every mesh its tasks of a step, in order. Raises like `Assignment.tasks`."""
+        return self.assignment.tasks()

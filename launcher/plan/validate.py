@@ -1,0 +1,40 @@
+"""Proves that a plan, which a person may have edited, can be carried out. See `Plan.validate`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from launcher.partition.errors import PlanError
+from launcher.plan.stage_plan import StagePlan
+from launcher.trace.clusters import LayerEnds
+
+
+def check_ends(ends: LayerEnds) -> None:
+    """Raise PlanError where the layers' ends are not in order."""
+    if list(ends) != sorted(ends) or any(min(end) < 0 for end in ends):
+        raise PlanError(f"layer_ends={ends} are not ascending pairs of whole numbers")
+
+
+def check_devices(stages: Sequence[StagePlan], cluster: Mapping[str, Any]) -> None:
+    """Raise PlanError where stages are not on the cluster's devices, or not on the hosts that they
+    name, or share devices in logical meshes of different shapes."""
+    each = cluster["devices_per_host"]
+    count = cluster["hosts"] * each
+    first: dict[tuple[int, ...], int] = {}
+    for index, stage in enumerate(stages):
+        unknown = sorted(set(stage.devices) - set(range(count)))
+        if unknown:
+            raise PlanError(f"device {unknown[0]} is not one of the cluster's, 0 to {count - 1}")
+        hosts = tuple(sorted({device // each for device in stage.devices}))
+        if stage.hosts != hosts:
+            raise PlanError(
+                f"stage {index}: hosts {list(stage.hosts)} are not those of its devices, "
+                f"{list(hosts)}"
+            )
+        other = first.setdefault(stage.devices, index)
+        if stages[other].logical_mesh != stage.logical_mesh:
+            raise PlanError(
+                f"stages {other} and {index} are on the same devices with logical meshes of "
+                f"{stages[other].logical_mesh} and {stage.logical_mesh}; give both the same"
+            )

@@ -1,0 +1,99 @@
+"""Compiling the programs of a step: in parallel, from shapes alone, and equal ones once."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import os
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from launcher.runtime.compat import compiled, loaded_for
+from launcher.runtime.emit import Emitted
+from launcher.runtime.instructions import Run, Send
+from launcher.runtime.placement import Placement
+
+
+def compile_programs(emitted: Emitted, placement: Placement) -> dict[str, Any]:
+    """The programs that this process runs, compiled, by name."""
+    first: dict[str, Run] = {}
+    for x in emitted.instructions:
+        if isinstance(x, Run) and placement.runs_here(x.mesh):
+            first.setdefault(x.program, x)
+    # What another process may not have pulled yet must not be written over.
+    offered = {
+        slot
+        for x in emitted.instructions
+        if isinstance(x, Send) and not placement.is_local(x)
+        for slot in x.inputs
+    }
+    alike: dict[Any, list[_Program]] = {}
+    for name, run in first.items():
+        program = _lower(name, run, emitted, placement, offered)
+        alike.setdefault(program.kind(), []).append(program)
+    distinct = {(kind, x.placed): x for kind, group in alike.items() for x in group}
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        first_of_each = pool.map(lambda group: compiled(group[0].lowered), alike.values())
+        firsts = dict(zip(alike, first_of_each, strict=True))
+        made = pool.map(lambda at: _made(distinct[at], alike[at[0]][0], *firsts[at[0]]), distinct)
+        found = dict(zip(distinct, made, strict=True))
+    by_name = {x.name: found[kind, x.placed] for kind, group in alike.items() for x in group}
+    return {name: by_name[name] for name in first}
+
+
+@dataclass(frozen=True)
+class _Program:
+    """A program that is to be compiled. `arguments`, `results`: their shardings."""
+
+    name: str
+    lowered: Any
+    arguments: tuple[NamedSharding, ...]
+    results: tuple[NamedSharding, ...]
+
+    @property
+    def placed(self) -> tuple[tuple[NamedSharding, ...], tuple[NamedSharding, ...]]:
+        """Where it reads and writes."""
+        return self.arguments, self.results
+
+    def kind(self) -> Any:
+        """What programs have in common of which one has to be compiled: those of equal stages,
+        which differ in their devices alone. The text names the program's positions in a mesh, not
+        its devices. What runs in several processes is compiled in all of them, on its own."""
+        sharding = [*self.arguments, *self.results][0]
+        if not sharding.is_fully_addressable:
+            return self.name
+        kinds = tuple(device.device_kind for device in sharding.mesh.devices.flat)
+        types = tuple((v.shape, v.dtype) for v in jax.tree.leaves(self.lowered.in_avals))
+        return kinds, types, hashlib.sha256(self.lowered.as_text().encode()).digest()
+
+
+def _made(program: _Program, first: _Program, made: Any, kept: bytes | None) -> Any:
+    """A program of the same kind as `first`, which is compiled: read from that for its own devices,
+    or compiled, too, where this JAX cannot do so."""
+    if program.placed == first.placed:
+        return made
+    return loaded_for(made, *program.placed, kept) or program.lowered.compile()
+
+
+def _lower(
+    name: str, run: Run, emitted: Emitted, placement: Placement, offered: Set[int]
+) -> _Program:
+    arguments = tuple(placement.sharding(slot) for slot in run.inputs)
+    results = tuple(placement.sharding(slot) for slot in run.outputs)
+    fun = emitted.programs[name]
+    jitted = jax.jit(
+        lambda *flat: tuple(fun(*flat)),
+        donate_argnums=[k for k in run.donated if run.inputs[k] not in offered],
+        out_shardings=results,
+        keep_unused=True,
+    )
+    avals = [placement.slots[slot].aval for slot in run.inputs]
+    abstract = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+        for aval, sharding in zip(avals, arguments, strict=True)
+    ]
+    return _Program(name, jitted.lower(*abstract), arguments, results)

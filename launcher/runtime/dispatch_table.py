@@ -1,0 +1,176 @@
+"""The table that a call follows: this process's part of the instructions, with everything that can
+be known beforehand looked up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from launcher.plan import PlanError
+from launcher.runtime.emit import Emitted
+from launcher.runtime.instructions import Free, Instruction, Run, Send
+from launcher.runtime.order import digest, parts_of, prove
+from launcher.runtime.placement import Placement
+from launcher.runtime.throttle import Pace
+from launcher.runtime.transfer import RemoteTransfer, absent, is_here, local_transfer, place
+from launcher.runtime.transport import Exchange, Transport
+
+
+class Row(NamedTuple):
+    """One row: what it is, what to call, from which slots into which. With nothing to call it
+    forgets its inputs; `keyed`: what is called also takes the call's first transfer key."""
+
+    instruction: Instruction
+    call: Any
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    keyed: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """What a call needs.
+
+    Attributes:
+        rows: what to do, in order. num_keys: the transfer keys of one call, of all processes.
+        slots: the slots' first contents: the constants.
+        arguments: `(argument leaf, slot, sharding)`.
+        batches: `(argument leaf, slot, sharding, stacked along axis | None)`.
+        results: the slot of each result leaf; None where `fixed` holds it.
+        fixed: results that no call computes here.
+        shared: results whose array somebody else holds too, to be copied.
+    """
+
+    rows: tuple[Row, ...]
+    num_keys: int
+    slots: list[Any]
+    arguments: tuple[tuple[int, int, NamedSharding], ...]
+    batches: tuple[tuple[int, int, NamedSharding, int | None], ...]
+    results: tuple[int | None, ...]
+    fixed: dict[int, jax.Array]
+    shared: tuple[int, ...]
+
+
+def build_table(
+    emitted: Emitted,
+    placement: Placement,
+    compiled: Mapping[str, Any],
+    donated: tuple[bool, ...],
+    transport: Transport | None,
+) -> Table:
+    """The table of this process.
+
+    Args:
+        compiled: its programs. donated: whether a call may consume an argument leaf.
+
+    Raises:
+        PlanError: stages of several processes, and no transport between them.
+    """
+    rows, exchanges = _rows(emitted, placement, compiled, transport)
+    _prove(rows, emitted, placement)
+    if transport is not None:
+        told = [exchange.told for exchange in exchanges]
+        order = digest(emitted.instructions, placement.owners, emitted.slots, told)
+        transport.open(exchanges, order)
+    slots: list[Any] = [None] * len(emitted.slots)
+    for value, slot in emitted.constants:
+        if is_here(placement.sharding(slot)):
+            slots[slot] = place(value, placement.sharding(slot))
+    fixed = _fixed(emitted, placement)
+    if transport is not None:
+        transport.meet("open")  # nothing is left that can fail
+    sharding = placement.sharding
+    return Table(
+        rows=rows,
+        num_keys=sum(exchange.num_keys for exchange in exchanges),
+        slots=slots,
+        arguments=tuple((i, slot, sharding(slot)) for i, slot in emitted.arguments),
+        batches=tuple((i, slot, sharding(slot), axis) for i, slot, axis in emitted.batches),
+        results=tuple(
+            None if i in fixed else slot for i, (slot, _, _) in enumerate(emitted.results)
+        ),
+        fixed=fixed,
+        shared=_shared(emitted, placement, donated),
+    )
+
+
+def _rows(
+    emitted: Emitted,
+    placement: Placement,
+    compiled: Mapping[str, Any],
+    transport: Transport | None,
+) -> tuple[tuple[Row, ...], list[Exchange]]:
+    """The rows, and all processes' exchanges."""
+    pace = Pace()
+    programs = {
+        x.program: pace.keep(compiled[x.program], placement.meshes[x.mesh].local_devices)
+        for x in emitted.instructions
+        if isinstance(x, Run) and x.program in compiled
+    }
+    mine = set(parts_of(emitted.instructions, placement.owners).get(jax.process_index(), ()))
+    rows, exchanges = [], []
+    offset = 0  # of a transfer's keys among those of one call
+    for number, x in enumerate(emitted.instructions):
+        if isinstance(x, Run):
+            if number in mine:
+                rows.append(Row(x, programs[x.program], x.inputs, x.outputs, False))
+        elif isinstance(x, Send):
+            call: Any
+            avals = [placement.slots[slot].aval for slot in x.inputs]
+            src = [placement.sharding(slot) for slot in x.inputs]
+            dst = [placement.sharding(slot) for slot in x.outputs]
+            if placement.is_local(x):
+                call = local_transfer(avals, src, dst)
+            elif transport is None:
+                raise PlanError("stages of different processes need a transport to exchange arrays")
+            else:  # made also for transfers elsewhere: all processes count the same keys
+                call = RemoteTransfer(avals, src, dst, transport, offset)
+                offset += call.num_keys
+                exchanges.append(call.exchange)
+            if number in mine:
+                rows.append(Row(x, call, x.inputs, x.outputs, isinstance(call, RemoteTransfer)))
+        else:
+            rows.append(Row(x, None, x.slots, (), False))
+    return tuple(rows), exchanges
+
+
+def _prove(rows: Sequence[Row], emitted: Emitted, placement: Placement) -> None:
+    """Show of the rows, as they were built, that this process comes to its end."""
+    place = {id(x): i for i, x in enumerate(emitted.instructions)}
+    done = [place[id(x)] for x, *_ in rows if not isinstance(x, Free)]
+    given = [slot for _, slot in (*emitted.arguments, *emitted.constants)]
+    given += [slot for _, slot, _ in emitted.batches]
+    own = {jax.process_index(): done}
+    prove(emitted.instructions, placement.owners, own, emitted.slots, given)
+
+
+def _fixed(emitted: Emitted, placement: Placement) -> dict[int, jax.Array]:
+    found = {}
+    for i, (slot, literal, mesh) in enumerate(emitted.results):
+        if slot is None:
+            sharding = placement.whole(mesh)
+            value = np.asarray(literal.val, literal.aval.dtype)
+            found[i] = place(value, sharding) if is_here(sharding) else absent(value, sharding)
+        elif not is_here(placement.sharding(slot)):
+            found[i] = absent(emitted.slots[slot].aval, placement.sharding(slot))
+    return found
+
+
+def _shared(emitted: Emitted, placement: Placement, donated: tuple[bool, ...]) -> tuple[int, ...]:
+    """Results whose array the table, the caller or another result holds too: the caller may donate
+    any result to the next call."""
+    held = {slot for _, slot in emitted.constants}
+    held |= {slot for i, slot in emitted.arguments if not donated[i]}
+    shared = []
+    for i, (slot, _, mesh) in enumerate(emitted.results):
+        if placement.runs_here(mesh) and (slot is None or slot in held):
+            shared.append(i)
+        if slot is not None:
+            held.add(slot)
+    return tuple(shared)

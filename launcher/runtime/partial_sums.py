@@ -1,0 +1,234 @@
+"""Equations that are emitted as each device computes them, where XLA would move more than need be.
+
+Of a gradient with several parts, such as that of what query, key and value are all computed from,
+XLA's partitioner sums each over the devices and adds afterwards, at least on CPUs: here the parts
+are added first and summed once. And a convolution that every replica does on rows of its own is a
+grouped one to the partitioner, which gathers it. Both become a `jax.shard_map` of what the device's
+own parts need.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core as jex
+from jax.sharding import PartitionSpec
+
+from launcher.partition.sharding.named_dims import NamedDims, Sharding, Spec, Use, parts
+from launcher.partition.sharding.spmd import Execution, cut_axes, execution
+from launcher.runtime.collectives import abstract_mesh
+from launcher.trace.graph import Atom, Equation, Var, is_var, program
+
+_PARTIAL = ("dot_general", "conv_general_dilated", "reduce_sum")
+_ADD = "add_any"  # what adds the parts of a gradient
+_FORMS = ("convert_element_type", "reshape", "transpose")
+_BODIES = ("cond_jaxpr", "body_jaxpr", "branches", "jaxpr")
+
+
+def emitted_locally(closed: jex.ClosedJaxpr, known: Sharding, replicas: int) -> jex.ClosedJaxpr:
+    """The same program with some of its equations a `jax.shard_map`.
+
+    Args:
+        known: says how the program's values are cut, those of its bodies aside. replicas: of the
+            program that will run side by side, as a `jax.vmap`.
+    """
+    jaxpr = closed.jaxpr
+    sharding = Sharding(NamedDims(jaxpr.eqns), known.sizes)
+    for v in (*jaxpr.constvars, *jaxpr.invars, *(v for e in jaxpr.eqns for v in e.outvars)):
+        sharding.seed(v, known.spec(v))
+    return jex.ClosedJaxpr(_rewritten(jaxpr, 0, sharding, replicas), closed.consts)
+
+
+def _rewritten(jaxpr: jex.Jaxpr, scope: int, sharding: Sharding, replicas: int) -> jex.Jaxpr:
+    body = _Body(jaxpr, scope, sharding)
+    instead: dict[int, list[Equation]] = {}
+    for members in body.totals():
+        instead.update((id(eqn), []) for eqn in members)
+        instead[id(members[-1])] = [body.joined(members)]
+    for eqn in jaxpr.eqns:
+        if id(eqn) in instead:
+            continue
+        if replicas > 1 and eqn.primitive.name == "conv_general_dilated":
+            instead[id(eqn)] = [body.alone(eqn)]
+        elif sharding.dims.inner_scopes(scope, eqn):
+            instead[id(eqn)] = [_with_bodies(eqn, scope, sharding, replicas)]
+    return jaxpr.replace(eqns=[new for e in jaxpr.eqns for new in instead.get(id(e), [e])])
+
+
+def _with_bodies(eqn: Equation, scope: int, sharding: Sharding, replicas: int) -> Equation:
+    inner = iter(sharding.dims.inner_scopes(scope, eqn))
+    params = dict(eqn.params)
+
+    def rewritten(body: Any) -> Any:
+        if isinstance(body, tuple):
+            return tuple(map(rewritten, body))
+        if isinstance(body, jex.ClosedJaxpr):
+            return jex.ClosedJaxpr(rewritten(body.jaxpr), body.consts)
+        return _rewritten(body, next(inner), sharding, replicas)
+
+    params.update((key, rewritten(params[key])) for key in _BODIES if key in params)
+    return eqn.replace(params=params)
+
+
+class _Body:
+    """A program, or a body in it, and who makes and reads its values."""
+
+    def __init__(self, jaxpr: jex.Jaxpr, scope: int, sharding: Sharding) -> None:
+        self._equations, self._scope, self._sharding = jaxpr.eqns, scope, sharding
+        self._maker: dict[Var, Equation] = {v: e for e in jaxpr.eqns for v in e.outvars}
+        read = [v for e in jaxpr.eqns for v in e.invars]
+        self._reads = Counter(v for v in (*read, *jaxpr.outvars) if is_var(v))
+        self._uses: Mapping[Var, Use] = {
+            use.eqn.outvars[0]: use
+            for use in sharding.dims.uses
+            if use.scope == scope and use.eqn.outvars
+        }
+
+    def totals(self) -> Iterator[list[Equation]]:
+        """Gradients of which each device makes two parts or more that can be added before they are
+        summed: all equations that only lead from the parts to the whole, which the last makes."""
+        if not self._sharding.axis_of:
+            return
+        told: set[int] = set()
+        for eqn in reversed(self._equations):
+            if eqn.primitive.name != _ADD or id(eqn) in told:
+                continue
+            sides = [self._leading_to(v) for v in eqn.invars]
+            found = [*(e for side in sides for e in side), eqn]
+            if all(sides) and self._is_local(eqn) and len(set(map(self._summed, found))) <= 2:
+                told.update(map(id, found))
+                yield found
+
+    def _leading_to(self, atom: Atom) -> list[Equation]:
+        """The equations, which nothing else needs, that make a value out of each device's part."""
+        eqn = self._maker.get(atom) if is_var(atom) else None
+        if eqn is None or self._reads[atom] != 1:
+            return []
+        if self._summed(eqn):
+            return [eqn]
+        if eqn.primitive.name in (_ADD, *_FORMS) and self._is_local(eqn) and not _narrows(eqn):
+            found = [e for v in eqn.invars for e in self._leading_to(v)]
+            return [*found, eqn] if found else []
+        return []
+
+    def _summed(self, eqn: Equation) -> tuple[str, ...]:
+        """The axes over which a part of a gradient has to be summed; of anything else none."""
+        if eqn.primitive.name not in _PARTIAL:
+            return ()
+        runs = self._runs(eqn)
+        (kept,) = runs.kept_outs
+        whole = runs.outs == runs.kept_outs and not cut_axes(kept) & set(runs.summed)
+        return runs.summed if whole else ()
+
+    def _is_local(self, eqn: Equation) -> bool:
+        """Whether each device makes its part of the result from its parts of the operands."""
+        runs = self._runs(eqn)
+        return runs.ins == runs.kept_ins and runs.outs == runs.kept_outs
+
+    def _runs(self, eqn: Equation) -> Execution:
+        return execution(self._uses[eqn.outvars[0]], self._sharding)
+
+    def _spec(self, atom: Atom) -> Spec:
+        return self._sharding.spec(atom, self._scope)
+
+    def joined(self, members: Sequence[Equation]) -> Equation:
+        """One equation instead of those that lead to a gradient: its parts added, then summed; to
+        which comes what is whole already."""
+        root = members[-1].outvars[0]
+        inside = {e.outvars[0]: e for e in members}
+        partial = [e for e in members if self._summed(e)]
+        axes = self._summed(partial[0])
+        reads = [v for e in partial for v in e.invars]
+        others = [v for e in members if e not in partial for v in e.invars if v not in inside]
+        specs = [spec for e in partial for spec in self._runs(e).ins]
+
+        def value(atom: Atom, given: Callable[[Atom], Any], local: bool) -> Any:
+            """Of the tree that ends in `atom`; None of what has nothing that is given."""
+            eqn = inside.get(atom) if is_var(atom) else None
+            if eqn is None or eqn in partial:
+                return given(atom)
+            parts_of = [value(v, given, local) for v in eqn.invars]
+            there = [x for x in parts_of if x is not None]
+            if not there:
+                return None
+            if eqn.primitive.name == _ADD:
+                return there[0] if len(there) == 1 else jax.lax.add(*there)
+            shape = self._local_shape(atom) if local else atom.aval.shape
+            return _in_form(eqn, there[0], shape)
+
+        def local(*values: Any) -> Any:
+            left = list(values)
+            made = {}
+            for eqn in partial:
+                own, left = left[: len(eqn.invars)], left[len(eqn.invars) :]
+                made[eqn.outvars[0]] = _applied(eqn, own)
+            return jax.lax.psum(value(root, made.get, True), axes)
+
+        def whole(*values: Any) -> Any:
+            summed = self._mapped(local, specs, self._spec(root))(*values[: len(reads)])
+            known = dict(zip(others, values[len(reads) :], strict=True))
+            rest = value(root, known.get, False)
+            return summed if rest is None else jax.lax.add(summed, rest)
+
+        return _called(members[-1], whole, [*reads, *others])
+
+    def alone(self, eqn: Equation) -> Equation:
+        """A product that each device does with its own parts."""
+        runs = self._runs(eqn)
+
+        def local(*values: Any) -> Any:
+            made = _applied(eqn, values)
+            return jax.lax.psum(made, runs.summed) if runs.summed else made
+
+        return _called(eqn, self._mapped(local, runs.ins, runs.outs[0]), eqn.invars)
+
+    def _mapped(
+        self, fun: Callable[..., Any], ins: Sequence[Spec], out: Spec
+    ) -> Callable[..., Any]:
+        return jax.shard_map(
+            fun,
+            mesh=abstract_mesh(self._sharding.sizes),
+            in_specs=tuple(PartitionSpec(*spec) for spec in ins),
+            out_specs=PartitionSpec(*out),
+            check_vma=False,  # it does not know the axis that a `jax.vmap` adds
+        )
+
+    def _local_shape(self, var: Var) -> tuple[int, ...]:
+        sizes, spec = self._sharding.sizes, self._spec(var)
+        return tuple(n // parts((a,), sizes) for n, a in zip(var.aval.shape, spec, strict=True))
+
+
+def _narrows(eqn: Equation) -> bool:
+    """Whether a result has fewer bits than its operand: parts are summed before that."""
+    widths = [v.aval.dtype.itemsize for v in (*eqn.invars, *eqn.outvars)]
+    return eqn.primitive.name == "convert_element_type" and widths[0] > widths[-1]
+
+
+def _applied(eqn: Equation, values: Sequence[Any]) -> Any:
+    """An equation's only result from other operands, perhaps of other lengths."""
+    named = [(v, x) for v, x in zip(eqn.invars, values, strict=True) if is_var(v)]
+    reads = dict(named)
+    (made,) = jex.jaxpr_as_fun(program(list(reads), [eqn], eqn.outvars))(*reads.values())
+    return made
+
+
+def _in_form(eqn: Equation, value: Any, shape: Sequence[int]) -> Any:
+    """A value in another form. shape: of the result."""
+    if eqn.primitive.name == "reshape":
+        return jax.lax.reshape(value, shape, eqn.params["dimensions"])
+    return _applied(eqn, [value])
+
+
+def _called(eqn: Equation, fun: Callable[..., Any], operands: Sequence[Atom]) -> Equation:
+    """An equation with the results of `eqn` that calls `fun`."""
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands]
+    (call,) = jax.make_jaxpr(jax.jit(fun))(*avals).eqns
+    return eqn.replace(
+        primitive=call.primitive,
+        params=call.params,
+        effects=call.effects,
+        invars=list(operands),
+    )

@@ -1,0 +1,80 @@
+"""What the memory estimate adds up; tests/runtime/test_memory_measured.py: that it is true."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import launcher
+from launcher.partition.sharding.named_dims import NamedDims, Sharding
+from launcher.partition.stage_programs import trace_stage
+from launcher.partition.stages import cut_stages
+from launcher.plan.cost.mesh_memory import activation_bytes
+from launcher.plan.cost.stage_memory import footprint
+from launcher.schedule import Kind, make_tasks, max_in_flight
+from launcher.trace import trace_step
+
+WIDTH, ROWS, STAGES, MICRO_BATCHES = 8, 4, 4, 6
+BOUNDARY = ROWS * WIDTH * 4
+
+
+def loss(params, x):
+    for i in range(STAGES):
+        if i:
+            launcher.mark_pipeline_boundary()
+        x = jnp.tanh(x @ params[i])
+    return (x**2).mean()
+
+
+@pytest.fixture(scope="module")
+def found():
+    params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * STAGES
+    batch = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+    return trace_step(lambda p, x: launcher.grad(loss)(p, x), (params, batch))
+
+
+def footprints(traced, meshes, remat, kinds=frozenset((Kind.FORWARD, Kind.BACKWARD))):
+    """Of each stage, on one device, its passes apart; by mesh."""
+    graphs = cut_stages(traced.loss(1), [(i,) for i in range(STAGES)])
+    found = [{} for _ in range(meshes)]
+    for graph in graphs:
+        of = trace_stage(graph, traced.loss(1), remat, kinds)
+        found[graph.index % meshes][graph.index] = footprint(of, Sharding(NamedDims([]), {}))
+    return found
+
+
+def peaks(traced, name, meshes, remat, kinds=frozenset((Kind.FORWARD, Kind.BACKWARD))):
+    tasks = make_tasks(name, STAGES, meshes, MICRO_BATCHES)
+    found = footprints(traced, meshes, remat, kinds)
+    return [activation_bytes(of, on_mesh) for of, on_mesh in zip(found, tasks, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_what_is_kept_is_kept_for_every_microbatch_in_flight(found, name, remat):
+    (one,) = footprints(found, STAGES, remat)[1].values()
+    in_flight = max_in_flight(make_tasks(name, STAGES, STAGES, MICRO_BATCHES)[1])
+    kept, worked = one.left[Kind.FORWARD], one.working
+    last = max((in_flight - 1) * kept + worked[Kind.FORWARD], in_flight * kept)
+    assert peaks(found, name, STAGES, remat)[1] == pytest.approx(
+        max(last, in_flight * kept + worked[Kind.BACKWARD])
+    )
+
+
+def test_full_rematerialisation_keeps_the_boundary(found):
+    for stage, of in enumerate(footprints(found, STAGES, "full")):
+        # The first stage's input is the batch, which is there anyway.
+        assert of[stage].left[Kind.FORWARD] == (BOUNDARY if stage else 0)
+
+
+def test_what_is_computed_again_is_held_between_the_parts_of_a_backward_pass(found):
+    kinds = {Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
+    (one,) = footprints(found, STAGES, "full", kinds)[1].values()
+    assert one.left[Kind.BACKWARD_INPUT] > 0
+    assert sum(one.left.values()) == 0
+
+
+def test_the_stages_of_a_mesh_add_up(found):
+    tasks = make_tasks("interleaved_1f1b", STAGES, 2, MICRO_BATCHES)
+    shared = peaks(found, "interleaved_1f1b", 2, "full")
+    assert shared[1] >= max_in_flight(tasks[1]) * BOUNDARY
+    assert shared[0] < shared[1] + max_in_flight(tasks[0]) * BOUNDARY  # stage 0 keeps nothing

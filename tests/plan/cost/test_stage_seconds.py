@@ -1,0 +1,159 @@
+"""What a plan is expected to take, by hand: links of each axis, transfers, the update."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import launcher
+from launcher.partition.assignment import Assignment, Submesh
+from launcher.plan import local_shape, timeline
+from launcher.plan.build import PlanBuilder, build_plan
+from launcher.plan.cost.stage_seconds import Links, links_of
+from launcher.plan.inter_op.auto import cost_table
+from launcher.plan.inter_op.stage_costs import Setting, StageCosts
+from launcher.plan.profile.measured_layers import MeasuredLayers, Timing
+from launcher.trace import trace_step
+
+LAYERS, WIDTH, BATCH = 4, 512, 64
+HOSTS = dataclasses.replace(  # whose devices share nothing
+    local_shape(8, 2, "cpu"), at_once=None, intra_host=100e9, inter_host=3e9, latency=1e-5
+)
+
+
+def loss(params, x):
+    for i in range(LAYERS):
+        if i:
+            launcher.mark_pipeline_boundary()
+        x = jnp.tanh(x @ params[2 * i]) @ params[2 * i + 1]
+    return (x**2).mean()
+
+
+def train(state, x):
+    params, momentum = state
+    grads = launcher.grad(loss)(params, x)
+    momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, grads)
+    return jax.tree.map(lambda p, m: p - 0.1 * m, params, momentum), momentum
+
+
+PARAMS = [
+    jax.ShapeDtypeStruct(shape, jnp.float32)
+    for _ in range(LAYERS)
+    for shape in ((WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH))
+]
+TRACED = trace_step(train, ((PARAMS, PARAMS), jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)))
+
+
+def assignment(*submeshes, schedule="1f1b", mesh_of=None, count=None):
+    count = count or len(submeshes)
+    run = LAYERS // count
+    return Assignment(
+        method="auto",
+        layers=tuple(tuple(range(s * run, (s + 1) * run)) for s in range(count)),
+        submeshes=submeshes,
+        mesh_of=mesh_of or tuple(range(count)),
+        num_micro_batches=4,
+        schedule=schedule,
+        remat=("none",) * count,
+    )
+
+
+@pytest.mark.parametrize(
+    ("devices", "mesh", "links"),
+    [
+        (range(4), (1, 4), Links(100e9, 100e9)),
+        (range(8), (2, 4), Links(100e9, 0.75e9)),  # four rings along data share a host's link
+        (range(8), (8, 1), Links(100e9, 3e9)),
+        (range(8), (1, 8), Links(3e9, 0.75e9)),
+        ((3, 4), (1, 2), Links(3e9, 1.5e9)),
+    ],
+)
+def test_a_ring_that_leaves_a_host_shares_its_link(devices, mesh, links):
+    assert links_of(Submesh(tuple(devices), mesh), HOSTS) == links
+
+
+@pytest.mark.parametrize("mesh", [(2, 4), (8, 1), (1, 4)])
+def test_a_stage_over_hosts_costs_what_the_search_took_it_to_cost(mesh):
+    data, model = mesh
+    plan = build_plan(TRACED, assignment(Submesh(tuple(range(data * model)), mesh)), HOSTS)
+    table = cost_table(TRACED, HOSTS, (1, 2, 4))
+    setting = Setting(4, BATCH, data, "1f1b", (), None)
+    costs = StageCosts(table, table.index(model, False), HOSTS, setting, data, model, True)
+    (stage,) = plan.stages
+    forward, _ = (float(seconds[0, LAYERS]) for seconds in costs.passes(0, "none"))
+    assert stage.forward_seconds == pytest.approx(forward, rel=0.05)
+    assert stage.update_seconds == pytest.approx(float(costs.once(0)[0, LAYERS]), rel=0.05)
+
+
+def test_replicas_of_two_hosts_send_over_the_one_link_between_them():
+    halves = Submesh((0, 1, 2, 3), (4, 1)), Submesh((4, 5, 6, 7), (4, 1))
+    plan = build_plan(TRACED, assignment(*halves), HOSTS)
+    size = next(t.bytes_per_microbatch for t in plan.transfers if t.src_stage == 0)
+    assert size == BATCH // 4 * WIDTH * 4
+    first, second = (next(t for t in timeline(plan) if t.task.stage == s) for s in (0, 1))
+    assert second.start - first.end == pytest.approx(HOSTS.latency + size / HOSTS.inter_host)
+    inside = dataclasses.replace(HOSTS, hosts=1, devices_per_host=8)
+    plan = build_plan(TRACED, assignment(*halves), inside)
+    first, second = (next(t for t in timeline(plan) if t.task.stage == s) for s in (0, 1))
+    wait = HOSTS.latency + size / HOSTS.intra_host / 4  # each on its own
+    assert second.start - first.end == pytest.approx(wait)
+
+
+def test_a_mesh_updates_its_state_once_however_many_stages_it_has():
+    cluster = dataclasses.replace(HOSTS, hosts=1, devices_per_host=8)
+    meshes = Submesh((0,), (1, 1)), Submesh((1,), (1, 1))
+    plain = build_plan(TRACED, assignment(*meshes), cluster)
+    turns = assignment(*meshes, schedule="interleaved_1f1b", mesh_of=(0, 1, 0, 1), count=4)
+    several = build_plan(TRACED, turns, cluster)
+    for mesh in range(2):
+        own = several.stages[mesh].update_seconds + several.stages[mesh + 2].update_seconds
+        assert own == pytest.approx(plain.stages[mesh].update_seconds)
+
+
+def test_a_stage_that_others_read_is_not_one_that_the_next_alone_reads():
+    """They send as many gradients back as read it: other programs, of other memory."""
+
+    def skipping(params, x):
+        first = x = jnp.tanh(x @ params[0])
+        for i in range(1, LAYERS):
+            launcher.mark_pipeline_boundary()
+            x = jnp.tanh((x + first) @ params[i])
+        return (x**2).mean()
+
+    def step(params, x):
+        return launcher.grad(skipping)(params, x)
+
+    params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * LAYERS
+    traced = trace_step(step, (params, jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)))
+    cluster = dataclasses.replace(HOSTS, hosts=1, devices_per_host=8)
+
+    def with_stages(ends, builder):
+        submeshes = tuple(Submesh((s,), (1, 1)) for s in range(len(ends)))
+        layers = tuple(
+            tuple(range(first, end)) for first, end in zip((0, *ends), ends, strict=False)
+        )
+        given = dataclasses.replace(
+            assignment(*submeshes), layers=layers, remat=("none",) * len(ends)
+        )
+        return builder.build(given)
+
+    shared = PlanBuilder(traced, cluster)
+    with_stages((1, LAYERS), shared)
+    found = with_stages((1, 2, 3, 4), shared)
+    assert found == with_stages((1, 2, 3, 4), PlanBuilder(traced, cluster))
+
+
+def test_replicas_of_a_stage_alone_are_summed_beside_what_was_measured():
+    """A stage with more replicas than the others sums its gradients in every microbatch."""
+    cluster = dataclasses.replace(HOSTS, hosts=1, devices_per_host=8)
+    measured = MeasuredLayers((0,) * LAYERS, {(0, 1): Timing(((4, 0.01, 0.02),))}, BATCH)
+    wider = assignment(Submesh((0, 1), (2, 1)), Submesh((2,), (1, 1)))
+    first, _ = build_plan(TRACED, wider, cluster, measured).stages
+    _, own = measured.stage((0, 1), 8, 1)
+    sums = sum(c.bytes for c in first.collectives if (c.when, c.axis) == ("backward", "data"))
+    assert sums > 0
+    ring = sums / cluster.intra_host  # of two devices: half of it twice
+    waits = 2 * sum(c.count for c in first.collectives if c.when == "backward") * cluster.latency
+    expected = own + ring + waits  # a program starts at once, as it was measured
+    assert first.backward_seconds == pytest.approx(expected, rel=1e-3)

@@ -1,0 +1,207 @@
+"""A sketch is close to the plan that it stands for, and decides between schedules."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import launcher
+from launcher.config.schema import GPT
+from launcher.partition.assignment import Assignment, Submesh
+from launcher.plan import PlanError, local_shape
+from launcher.plan.build import build_plan
+from launcher.plan.inter_op.auto import make_problem
+from launcher.plan.inter_op.estimate import sketched, variants
+from launcher.plan.inter_op.problem import Wanted
+from launcher.plan.inter_op.select import best_plan
+from launcher.trace import trace_step
+from recipes import build_model
+
+BATCH = 8
+# Devices of their own, links that do not matter: the schedule alone decides.
+CLUSTER = dataclasses.replace(
+    local_shape(4, 1, "cpu"), at_once=None, latency=1e-7, intra_host=1e13, launch=1e-6
+)
+
+
+@pytest.fixture(scope="module")
+def step():
+    def train(params, x):
+        def loss(params, x):
+            for i, (up, down) in enumerate(params):
+                if i:
+                    launcher.mark_pipeline_boundary()
+                x = x + jnp.tanh(x @ up) @ down
+            return (x**2).mean()
+
+        grads = launcher.grad(loss)(params, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    up, down = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 256), (256, 64)))
+    return trace_step(train, ([(up, down)] * 8, jax.ShapeDtypeStruct((BATCH, 32, 64), jnp.float32)))
+
+
+@pytest.fixture(scope="module")
+def gpt():
+    """A step that holds more than its parameters; one to plan takes seconds."""
+    options = GPT(
+        vocab_size=64, hidden_size=64, num_layers=8, num_heads=4, sequence_length=32, mlp_ratio=4
+    )
+    model = build_model(options, "fp32")
+    text = jax.ShapeDtypeStruct((BATCH, 32), jnp.int32)
+
+    def train(params, batch):
+        grads = launcher.grad(lambda p: model.loss(p, batch, None)[0])(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    return trace_step(train, (params, {"tokens": text, "targets": text}))
+
+
+def assignment_of(problem, shape, stages, **changed):
+    data, model = shape
+    each = data * model
+    parts = np.array_split(np.arange(len(problem.groups)), stages)
+    given = Assignment(
+        method="auto",
+        layers=tuple(tuple(int(i) for i in part) for part in parts),
+        submeshes=tuple(
+            Submesh(tuple(range(s * each, s * each + each)), shape) for s in range(stages)
+        ),
+        mesh_of=tuple(range(stages)),
+        num_micro_batches=4,
+        schedule="1f1b",
+        remat=("none",) * stages,
+        zero=(0,) * stages,
+    )
+    return dataclasses.replace(given, **changed)
+
+
+@pytest.mark.parametrize(
+    ("shape", "stages", "changed"),
+    [
+        ((1, 1), 4, {}),
+        ((1, 2), 2, {"remat": ("full",) * 2}),
+        ((2, 2), 1, {"zero": (3,), "num_micro_batches": 2}),
+        ((2, 1), 2, {"schedule": "zero_bubble"}),
+        ((1, 1), 4, {"schedule": "eager_1f1b"}),
+        ((1, 1), 1, {"schedule": "gpipe", "num_micro_batches": 1, "remat": ("full",)}),
+        (
+            (1, 1),
+            4,
+            {
+                "layers": tuple((i,) for i in range(8)),
+                "mesh_of": (0, 1, 2, 3) * 2,
+                "schedule": "interleaved_1f1b",
+                "remat": ("none",) * 8,
+                "zero": (0,) * 8,
+            },
+        ),
+    ],
+)
+def test_a_sketch_predicts_what_the_whole_plan_does(step, shape, stages, changed):
+    cluster = dataclasses.replace(CLUSTER, launch=2e-3)  # so that a program too many is seen
+    problem = make_problem(step, cluster)
+    assignment = assignment_of(problem, shape, stages, **changed)
+    want = build_plan(step, assignment, cluster).predicted_step_seconds
+    assert sketched(assignment, problem).predicted_step_seconds == pytest.approx(want, rel=0.05)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager_1f1b", "zero_bubble"])
+def test_a_sketch_holds_as_much_as_the_schedule_does(gpt, schedule):
+    problem = make_problem(gpt, CLUSTER)
+    assignment = assignment_of(problem, (1, 1), 4, schedule=schedule, num_micro_batches=8)
+    want, sketch = build_plan(gpt, assignment, CLUSTER), sketched(assignment, problem)
+    for stage, known in zip(sketch.stages, want.stages, strict=True):
+        assert stage.memory_bytes == pytest.approx(known.memory_bytes, rel=0.1)
+
+
+def test_short_stages_in_turn_are_found_where_the_bubble_is_large(step):
+    """Four stages and four microbatches: what fills and drains is almost half of the step."""
+    problem = make_problem(step, CLUSTER)
+    assignment = assignment_of(problem, (1, 1), 4)
+    by_name = {o.schedule: sketched(o, problem) for o in variants(assignment, problem, Wanted())}
+    seconds = {name: plan.predicted_step_seconds for name, plan in by_name.items()}
+    assert seconds["interleaved_1f1b"] < seconds["1f1b"]
+    assert set(seconds) == {"1f1b", "eager_1f1b", "zero_bubble", "interleaved_1f1b"}
+    assert [o.schedule for o in variants(assignment, problem, Wanted(schedule="1f1b"))] == ["1f1b"]
+
+
+def test_the_runners_up_are_not_better(step):
+    free = best_plan(step, CLUSTER, Wanted())
+    assert free.runners_up
+    assert all(r.predicted_step_seconds >= free.predicted_step_seconds for r in free.runners_up)
+
+
+def test_what_was_taken_to_fit_and_does_not_is_searched_for_again(step, monkeypatch):
+    wanted = Wanted(num_micro_batches=2, schedule="1f1b")
+    free = best_plan(step, CLUSTER, wanted)
+    needed = max(stage.memory_bytes for stage in free.stages)
+    # The search takes all plans to need less than they do.
+    monkeypatch.setattr("launcher.plan.inter_op.auto.USABLE", 1.2)
+    tight = dataclasses.replace(CLUSTER, memory_bytes=int(0.9 * needed))
+    plan = best_plan(step, tight, wanted)
+    assert max(stage.memory_bytes for stage in plan.stages) <= tight.memory_bytes
+    none = dataclasses.replace(CLUSTER, memory_bytes=needed // 20)
+    with pytest.raises(PlanError, match=r"does not fit.* GiB more than"):
+        best_plan(step, none, wanted)
+
+
+def test_devices_that_share_a_machine_get_the_number_of_microbatches_that_the_timeline_prefers(
+    step,
+):
+    """A device that waits leaves the machine to the others, so that a bubble costs less than the
+    programs that more microbatches start; the search's objective alone takes eight."""
+    shared = dataclasses.replace(
+        CLUSTER,
+        flops_fp32=3e10,
+        memory_bandwidth=1.5e10,
+        intra_host=2e9,
+        latency=1e-4,
+        at_once=1.25,
+        launch=3e-4,
+    )
+    best = best_plan(step, shared, Wanted())
+    each = [best_plan(step, shared, Wanted(num_micro_batches=n)) for n in (2, 8)]
+    seconds = [plan.predicted_step_seconds for plan in each]
+    assert best.predicted_step_seconds <= 1.02 * min(seconds)
+    assert seconds[-1] > 1.1 * min(seconds)
+
+
+@pytest.mark.slow
+def test_a_schedule_that_holds_too_much_is_not_considered(gpt):
+    wanted = Wanted(num_micro_batches=8, num_stages=4, remat="none")
+    free = best_plan(gpt, CLUSTER, wanted)
+    assert any("eager_1f1b" in runner.plan for runner in free.runners_up)
+    most = max(stage.memory_bytes for stage in free.stages)
+    tight = best_plan(gpt, dataclasses.replace(CLUSTER, memory_bytes=int(1.2 * most)), wanted)
+    assert tight.stages == free.stages
+    assert not any("eager_1f1b" in runner.plan for runner in tight.runners_up)
+
+
+@pytest.mark.slow
+def test_what_one_shows_to_be_too_large_is_not_completed(gpt, monkeypatch):
+    """All need twice what their sketches say: after the first, only those of half the memory are
+    worth completing. The plan is the same as where all are completed."""
+    free, completed = best_plan(gpt, CLUSTER, Wanted()), []
+
+    def larger(*given):
+        plan = build_plan(*given)
+        completed.append(plan)
+        stages = [dataclasses.replace(s, memory_bytes=2 * s.memory_bytes) for s in plan.stages]
+        return dataclasses.replace(plan, stages=tuple(stages))
+
+    most = max(stage.memory_bytes for stage in free.stages)
+    monkeypatch.setattr("launcher.plan.inter_op.select.complete", larger)
+    tight = dataclasses.replace(CLUSTER, memory_bytes=int(1.1 * most))
+    plan, number = best_plan(gpt, tight, Wanted()), len(completed)
+    assert max(stage.memory_bytes for stage in plan.stages) <= tight.memory_bytes
+    faster = [r for r in plan.runners_up if r.predicted_step_seconds < plan.predicted_step_seconds]
+    assert faster
+    assert all("GiB a device" in runner.why for runner in faster)
+    monkeypatch.setattr("launcher.plan.inter_op.select._expected_bytes", lambda *_: 0.0)
+    completed.clear()
+    assert best_plan(gpt, tight, Wanted()).stages == plan.stages
+    assert number < len(completed)

@@ -1,0 +1,105 @@
+"""When nothing fits: the words name the stage and the lack, and what they advise would fit."""
+
+import dataclasses
+import re
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+from launcher.plan import local_shape
+from launcher.plan.inter_op.infeasible import _batch, _of_batch, nothing_fits
+from launcher.plan.inter_op.layer_costs import CostTable, LayerCost
+from launcher.plan.inter_op.problem import Problem, Wanted, best_of
+from launcher.plan.inter_op.stage_choices import submesh_sizes
+
+GIB = 2**30
+
+
+def problem_of(memory_gib, residual=6.0, state=1.0, batch=8):
+    """Four equal layers on one host of two devices; bytes of the whole batch, in GiB."""
+    of = {f.name: np.full((1, 4), 1e-3) for f in fields(LayerCost)}
+    of["residual_bytes"] = of["again_bytes"] = np.full((1, 4), residual * GIB)
+    for name in ("parameter_bytes", "gradient_bytes"):
+        of[name] = np.full((1, 4), state * GIB / 4)
+    of["state_bytes"] = np.full((1, 4), state * GIB)
+    cluster = dataclasses.replace(local_shape(2, 1, "cpu"), memory_bytes=int(memory_gib * GIB))
+    groups = tuple((i,) for i in range(4))
+    table = CostTable((1,), of, 1)
+    return Problem(table, groups, batch, cluster, submesh_sizes(cluster), memory_gib * GIB)
+
+
+def test_what_was_asked_for_too_much_is_left_to_the_search():
+    problem, wanted = problem_of(9.0), Wanted(num_micro_batches=1)
+    assert not best_of(problem, wanted)
+    message = str(nothing_fits(problem, wanted))
+    assert message.endswith("This would fit: parallel.num_micro_batches=auto")
+    assert best_of(problem, Wanted())
+
+
+@pytest.mark.parametrize("memory", [0.4, 1.0, 1.9])
+def test_advice_that_is_followed_helps(memory):
+    problem = problem_of(memory)
+    assert not best_of(problem, Wanted())
+    message = str(nothing_fits(problem, Wanted()))
+    assert re.search(r"stage \d+ needs [\d.]+ GiB a device, [\d.]+ GiB more than", message)
+    advice = message.split("This would fit: ")[1]
+    if found := re.search(r"cluster.hosts=(\d+)", advice):
+        more = dataclasses.replace(problem.cluster, hosts=int(found[1]))
+        sizes = submesh_sizes(more)
+        assert best_of(dataclasses.replace(problem, cluster=more, sizes=sizes), Wanted())
+    if found := re.search(r"train.global_batch_size=(\d+)", advice):
+        assert best_of(_of_batch(problem, int(found[1])), Wanted())
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("local", "so many of these devices in a Slurm job: cluster=slurm cluster.hosts="),
+        ("mine", " cluster.links.inter_host_gb_per_second=12.5 (100 Gbit/s between hosts, or"),
+    ],
+)
+def test_more_hosts_are_advised_with_all_that_they_need(name, words):
+    problem = problem_of(1.0, residual=0.1, state=1.5)
+    there = dataclasses.replace(problem.cluster, name=name)
+    told = str(nothing_fits(dataclasses.replace(problem, cluster=there), Wanted()))
+    assert words in told
+
+
+def test_a_layer_too_large_for_any_device_is_said_to_be():
+    message = str(nothing_fits(problem_of(0.01, state=400.0), Wanted()))
+    assert "take a smaller model or larger devices" in message
+
+
+def test_a_batch_that_does_not_divide():
+    problem = dataclasses.replace(problem_of(1.0), memory_bytes=None)
+    assert "does not divide into 3 microbatches" in str(nothing_fits(problem, Wanted(3)))
+
+
+@pytest.mark.parametrize(
+    ("stages", "words"),
+    [
+        (5, "num_stages=5 is more than the model's 4 layers"),
+        (3, "num_stages=3 is more than the 2 devices"),
+    ],
+)
+def test_more_stages_than_layers_or_devices(stages, words):
+    for problem in (problem_of(9.0), dataclasses.replace(problem_of(9.0), memory_bytes=None)):
+        wanted = Wanted(num_stages=stages)
+        assert not best_of(problem, wanted)
+        message = str(nothing_fits(problem, wanted))
+        assert words in message
+        assert "Give at most 2," in message
+
+
+def test_an_odd_batch_is_cut_into_as_many_microbatches_as_fit():
+    [found, *_] = best_of(problem_of(4.0, residual=12.0, batch=81), Wanted())
+    assert found.assignment.num_micro_batches == 27
+
+
+def test_a_smaller_odd_batch_is_advised():
+    problem, wanted = problem_of(4.0, residual=12.0, batch=81), Wanted(num_micro_batches=1)
+    assert not best_of(problem, wanted)
+    assert _batch(problem, wanted) == "train.global_batch_size=3"
+    assert best_of(_of_batch(problem, 3), wanted)
+    assert not best_of(_of_batch(problem, 9), wanted)

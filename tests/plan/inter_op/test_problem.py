@@ -1,0 +1,155 @@
+"""The whole search finds what trying everything in its space finds, on small made-up tables."""
+
+import itertools
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+from launcher.plan.cluster_shape import ClusterShape
+from launcher.plan.inter_op.layer_costs import CostTable, LayerCost
+from launcher.plan.inter_op.problem import Problem, Wanted, best_of, spread_divisors
+from launcher.plan.inter_op.stage_choices import Setting, submesh_sizes, ways
+from launcher.plan.inter_op.stage_dp import objective
+
+REMATS = ("none", "full")
+
+
+def cluster_of(hosts, each, memory=None):
+    return ClusterShape(
+        name="made up",
+        hosts=hosts,
+        devices_per_host=each,
+        device_kind="none",
+        peak_flops=None,
+        flops=1.0,
+        flops_fp32=1.0,
+        memory_bandwidth=50.0,
+        memory_bytes=memory,
+        intra_host=20.0,
+        inter_host=2.0,
+        latency=0.01,
+    )
+
+
+def random_problem(rng):
+    """Up to five layers on up to eight devices; work and memory fall with the model axis."""
+    hosts, each = int(rng.integers(1, 3)), int(rng.integers(1, 5))
+    cluster, layers = cluster_of(hosts, each), int(rng.integers(1, 6))
+    models = tuple(n for n in range(1, each + 1) if each % n == 0)
+    cut = np.array(models)[:, None] ** rng.uniform(0, 1, (1, layers))
+    of = {f.name: rng.uniform(1, 20, (1, layers)) / cut for f in fields(LayerCost)}
+    whole = np.ones((len(models), 1))
+    for name in ("sent_bytes", "forward_sums", "backward_sums"):
+        of[name] = rng.integers(0, 4, (1, layers)) * whole
+    for name in ("forward_bytes", "backward_bytes"):
+        of[name] = rng.uniform(0, 9, (1, layers)) * (np.array(models)[:, None] > 1)
+    of["state_bytes"] = of["state_bytes"] + of["parameter_bytes"]
+    memory = rng.choice([np.inf, 120.0, 60.0, 30.0])
+    groups = tuple((i,) for i in range(layers))
+    batch = int(rng.choice([2, 4, 6]))
+    table = CostTable(models, of, layers)
+    return Problem(table, groups, batch, cluster, submesh_sizes(cluster), memory)
+
+
+def brute_force(problem, wanted):
+    cluster, batch = problem.cluster, problem.batch_size
+    layers = len(problem.groups)
+    counts = [wanted.num_micro_batches] if wanted.num_micro_batches else [1, 2, 3, 4, 6]
+    least = np.inf
+    for count, replicas in itertools.product(counts, range(1, cluster.num_devices + 1)):
+        if batch % (count * replicas) or cluster.num_devices % replicas:
+            continue
+        setting = Setting(count, batch, replicas, "1f1b", REMATS, problem.memory_bytes)
+        depth = min(layers, cluster.num_devices)
+        every = [
+            (size, way)
+            for size in problem.sizes
+            for way in ways(problem.table, cluster, setting, size, depth, [])
+        ]
+        least = min(least, _best_stages(every, layers, cluster.num_devices))
+    return least
+
+
+def _best_stages(every, layers, devices):
+    """Stage by stage from the front, everything that may follow."""
+    least = np.inf
+
+    def extend(first, left, seconds, rest):
+        nonlocal least
+        if first == layers:
+            behind = range(len(seconds) - 1, -1, -1)
+            at = [(of[s], other[s]) for of, other, s in zip(seconds, rest, behind, strict=True)]
+            least = min(least, objective(*map(list, zip(*at, strict=True))))
+            return
+        for end in range(first + 1, layers + 1):
+            for size, way in every:
+                one = way["seconds"][:, first, end]
+                if size <= left and len(seconds) < len(one) and np.isfinite(one).any():
+                    other = way["rest"][:, first, end]
+                    extend(end, left - size, [*seconds, one], [*rest, other])
+
+    extend(0, devices, [], [])
+    return least
+
+
+def small_enough(problem):
+    return len(problem.groups) * problem.cluster.num_devices <= 12
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_the_best_plan_is_that_of_brute_force(seed):
+    rng = np.random.default_rng(seed)
+    problem = random_problem(rng)
+    while not small_enough(problem):
+        problem = random_problem(rng)
+    wanted = Wanted(num_micro_batches=int(rng.choice([1, 2])) if rng.random() < 0.3 else None)
+    least = brute_force(problem, wanted)
+    found = best_of(problem, wanted)
+    if not np.isfinite(least):
+        assert found == []
+        return
+    assert found[0].seconds == pytest.approx(least)
+    assert [c.seconds for c in found] == sorted(c.seconds for c in found)
+    for candidate in found:
+        check(candidate, problem)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_found_plan_can_be_run(seed):
+    problem = random_problem(np.random.default_rng(1000 + seed))
+    for candidate in best_of(problem, Wanted()):
+        check(candidate, problem)
+
+
+@pytest.mark.parametrize(
+    ("batch", "most", "tried"),
+    [
+        (1, 1, [1]),
+        (64, 64, [1, 2, 4, 8, 16, 32, 64]),
+        (4096, 64, [1, 2, 4, 8, 16, 32, 64]),
+        (81, 81, [1, 3, 9, 27, 81]),
+        (97, 97, [1, 97]),
+        (1000, 1000, [1, 2, 4, 8, 20, 40, 50, 125, 250, 500, 1000]),
+        (5184, 1024, [1, 2, 4, 8, 16, 32, 64, 144, 288, 576, 864]),
+    ],
+)
+def test_numbers_of_microbatches_that_are_tried(batch, most, tried):
+    """Powers of two where the batch is one; else what lies near them."""
+    assert spread_divisors(batch, most) == tried
+
+
+def check(candidate, problem):
+    """All layers once, no device twice, within the memory."""
+    assignment = candidate.assignment
+    assert [layer for layers in assignment.layers for layer in layers] == list(
+        range(len(problem.groups))
+    )
+    used = [d for submesh in assignment.submeshes for d in submesh.devices]
+    assert len(used) == len(set(used)) <= problem.cluster.num_devices
+    assert set(used) <= set(range(problem.cluster.num_devices))
+    assert max(candidate.memory) <= problem.memory_bytes
+    for submesh in assignment.submeshes:
+        data, model = submesh.logical_mesh
+        assert data * model == len(submesh.devices)
+        assert problem.batch_size % (assignment.num_micro_batches * data) == 0

@@ -1,0 +1,50 @@
+"""Our plans beside the published ones of the Alpa paper, under one cost model: never slower."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from planner_published import POINTS, cluster_of, published, restricted, traced
+
+from launcher.plan.inter_op.problem import Wanted
+from launcher.plan.inter_op.select import best_plan
+
+SUSTAINED = 0.4  # of the datasheet's peak; any
+
+
+def point_of(gpus):
+    (point,) = [point for point in POINTS if point.gpus == gpus]
+    return point, traced(point.size), cluster_of(gpus, SUSTAINED)
+
+
+@pytest.mark.parametrize(
+    "gpus",
+    [
+        pytest.param(8, marks=pytest.mark.slow),
+        *(pytest.param(gpus, marks=pytest.mark.stress) for gpus in (1, 2, 4, 16, 32)),
+    ],
+)
+def test_no_published_plan_is_faster(gpus):
+    point, step, cluster = point_of(gpus)
+    ours, theirs = best_plan(step, cluster, Wanted()), published(step, point, cluster)
+    assert max(stage.memory_bytes for stage in ours.stages) <= cluster.memory_bytes
+    assert ours.predicted_samples_per_second >= theirs.predicted_samples_per_second
+
+
+@pytest.mark.slow
+def test_both_kinds_of_parallelism_beat_either_alone():
+    """On 8 GPUs, as published: neither one stage on all devices nor one device a stage."""
+    point, step, cluster = point_of(8)
+    speeds = [
+        plan.predicted_samples_per_second if plan else 0.0
+        for plan in (
+            best_plan(step, cluster, Wanted()),
+            published(step, point, cluster),
+            restricted(step, cluster, intra=True),
+            restricted(step, cluster, intra=False),
+        )
+    ]
+    assert speeds[0] == max(speeds)
+    assert point.auto == max(point.auto, point.intra, point.inter)

@@ -1,0 +1,47 @@
+"""Where submeshes go: no device twice, and on as few hosts as they can be."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from launcher.plan import local_shape
+from launcher.plan.inter_op.stage_choices import submesh_sizes
+from launcher.plan.inter_op.submeshes import place_submeshes
+
+
+def cluster_of(hosts, each):
+    return dataclasses.replace(local_shape(1, 1, "cpu"), hosts=hosts, devices_per_host=each)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_choice_of_sizes_has_a_place(seed):
+    rng = np.random.default_rng(seed)
+    cluster = cluster_of(int(rng.integers(1, 5)), int(rng.choice([1, 2, 4, 6, 8])))
+    sizes, left = [], cluster.num_devices
+    while fitting := [n for n in submesh_sizes(cluster) if n <= left]:
+        sizes.append(int(rng.choice(fitting)))
+        left -= sizes[-1]
+        if rng.random() < 0.2:
+            break
+    placed = place_submeshes(sizes, cluster)
+    used = [d for devices in placed for d in devices]
+    assert [len(devices) for devices in placed] == sizes
+    assert len(used) == len(set(used))
+    assert set(used) <= set(range(cluster.num_devices))
+
+
+@pytest.mark.parametrize("sizes", [(4, 4, 8, 2, 2, 4), (1, 2, 4, 8, 1), (8, 16), (2, 8, 4, 8, 2)])
+def test_a_stage_that_fits_a_host_is_on_one(sizes):
+    cluster = cluster_of(8, 8)
+    for size, devices in zip(sizes, place_submeshes(sizes, cluster), strict=True):
+        assert len({cluster.host_of(d) for d in devices}) == -(-size // 8)
+
+
+def test_neighbours_share_a_host():
+    assert place_submeshes((4, 4, 4, 4), cluster_of(2, 8)) == [
+        (0, 1, 2, 3),
+        (4, 5, 6, 7),
+        (8, 9, 10, 11),
+        (12, 13, 14, 15),
+    ]
