@@ -144,17 +144,16 @@ def partition(
         PlanError: the assignment cannot be carried out; the message says where.
         BatchError: the batch does not divide into microbatches and replicas.
     """
+    validate(assignment, step)
     loss = step.loss(assignment.slicing.num_slices)
     graphs = cut_stages(loss, assignment.layers, assignment.mesh_of)
-    tasks = assignment.tasks()
     given = assignment.shardings or (None,) * len(graphs)
     if choose:
         pairs = zip(given, graphs, strict=True)
         given = tuple(choose(loss, graph) if own is None else own for own, graph in pairs)
     assignment = dataclasses.replace(assignment, shardings=given)
-    validate(assignment, step)
     laid = layouts(step, loss, assignment, outer or outer_dims(step))
     update = place_update(
         step, loss, graphs, assignment.slicing, lambda i, mesh: laid[mesh].is_scattered(i)
     )
-    return PartitionedStep(step, assignment, loss, graphs, laid, update, tasks)
+    return PartitionedStep(step, assignment, loss, graphs, laid, update, assignment.tasks())

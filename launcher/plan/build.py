@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from launcher.partition.assignment import Assignment
 from launcher.partition.errors import PlanError
-from launcher.partition.partitioned import Choose, PartitionedStep, partition
+from launcher.partition.partitioned import PartitionedStep, partition
 from launcher.partition.remat import recomputed
 from launcher.partition.sharding.layout import MODEL, ROWS, Layout, outer_dims
 from launcher.partition.sharding.named_dims import NamedDims, Spec
@@ -22,7 +22,7 @@ from launcher.plan.cost.stage_seconds import (
     stage_seconds,
     update_seconds,
 )
-from launcher.plan.intra_op.stage_shardings import KnownCuts, stage_shardings
+from launcher.plan.intra_op.stage_shardings import StageShardings
 from launcher.plan.pipeline import Pipeline, estimated
 from launcher.plan.plan import Plan
 from launcher.plan.profile.measured_layers import MeasuredLayers
@@ -31,7 +31,7 @@ from launcher.schedule import FORWARD_SCHEDULE, SCHEDULES, Kind
 from launcher.trace.cost import matmul_flops
 from launcher.trace.graph import Equation, nbytes, source_line
 from launcher.trace.leaf_names import leaf_names
-from launcher.trace.step import Loss, TracedStep
+from launcher.trace.step import TracedStep
 
 
 def build_plan(
@@ -69,7 +69,8 @@ class PlanBuilder:
             BatchError: the batch does not divide into microbatches and replicas.
         """
         step, cluster, measured = self._step, self._cluster, self._measured
-        cut = partition(step, assignment, self._chooser(assignment), self._outer_dims)
+        choose = StageShardings(step, assignment, cluster, self._outer_dims)
+        cut = partition(step, assignment, choose, self._outer_dims)
         again = _computed_again(cut)
         stages = self._stages(cut, again)
         trained, num_slices = bool(cut.loss.wrt), cut.slicing.num_slices
@@ -105,30 +106,6 @@ class PlanBuilder:
     @functools.cached_property
     def _outer_dims(self) -> NamedDims:
         return outer_dims(self._step)
-
-    def _chooser(self, assignment: Assignment) -> Choose:
-        """Returns what chooses the shardings of a stage."""
-        known: KnownCuts = {}
-        inner: list[NamedDims] = []
-
-        def choose(loss: Loss, graph: StageGraph) -> Mapping[str, Spec]:
-            submesh = assignment.submeshes[graph.mesh]
-            if assignment.sequence_of(graph.index) and not inner:
-                inner.append(NamedDims(loss.equations))
-            return stage_shardings(
-                self._step,
-                loss,
-                graph,
-                submesh.logical_mesh,
-                assignment.zero_of(graph.index),
-                self._cluster,
-                links_of(submesh, self._cluster).model,
-                self._outer_dims,
-                known,
-                inner[0] if assignment.sequence_of(graph.index) else None,
-            )
-
-        return choose
 
     def _footprint(self, cut: PartitionedStep, stage: int) -> Footprint:
         key = cut.likeness(stage)

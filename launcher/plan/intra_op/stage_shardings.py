@@ -4,62 +4,82 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from launcher.partition.assignment import Assignment
 from launcher.partition.errors import PlanError
 from launcher.partition.sharding.layout import MODEL, row_axes
 from launcher.partition.sharding.named_dims import NamedDims, Sharding, Spec
 from launcher.partition.stages import StageGraph
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.cost.collectives import flow
+from launcher.plan.cost.stage_seconds import links_of
 from launcher.plan.intra_op.sequence_parallel import batch_specs, sequence_class, sequence_sharding
 from launcher.plan.intra_op.solver import along_data, model_classes
 from launcher.trace.graph import Var
 from launcher.trace.leaf_names import leaf_names
 from launcher.trace.step import Loss, TracedStep
 
-# The specs of the operands of stages that are the same program, by what they follow from.
-KnownCuts = dict[object, list[Spec]]
 
-
-def stage_shardings(
-    step: TracedStep,
-    loss: Loss,
-    graph: StageGraph,
-    logical_mesh: tuple[int, int],
-    zero: int,
-    cluster: ClusterShape,
-    link: float,
-    outer: NamedDims,
-    known: KnownCuts,
-    sequence: NamedDims | None = None,
-) -> dict[str, Spec]:
-    """The specs of the arguments that belong to a stage: its parameters, what the update keeps for
-    them, and the batch. Nothing is said of a stage on one device.
+class StageShardings:
+    """Chooses the shardings of an assignment's stages; stages that are the same program are solved
+    once.
 
     Args:
-        zero: see `Assignment`. link: bytes/s between the submesh's devices. outer: the step's named
-            dimensions outside of the loss. known: what was chosen so far. sequence: the loss's
-            named dimensions, where the data is to be cut along its sequence.
+        outer: the step's named dimensions outside of the loss.
     """
-    data, model = logical_mesh
-    if data * model == 1:
-        return {}
-    rows = row_axes(step, loss)
-    batch: dict[Var, Spec] = {}
-    if sequence is not None:
-        of = sequence_class(step, loss, sequence, model)
+
+    def __init__(
+        self, step: TracedStep, assignment: Assignment, cluster: ClusterShape, outer: NamedDims
+    ) -> None:
+        self._step = step
+        self._assignment = assignment
+        self._cluster = cluster
+        self._outer = outer
+        self._inner: NamedDims | None = None
+        self._solved: dict[object, list[Spec]] = {}
+
+    def __call__(self, loss: Loss, graph: StageGraph) -> dict[str, Spec]:
+        """Returns the specs of the arguments that belong to a stage: its parameters, what the
+        update keeps for them, and the batch. Nothing is said of a stage on one device.
+
+        Raises:
+            PlanError: the data cannot be cut along a sequence, as the assignment has it.
+        """
+        step, assignment = self._step, self._assignment
+        submesh, zero = assignment.submeshes[graph.mesh], assignment.zero_of(graph.index)
+        data, model = submesh.logical_mesh
+        if data * model == 1:
+            return {}
+        batch: dict[Var, Spec] = {}
+        if assignment.sequence_of(graph.index):
+            specs, batch = self._along_sequence(loss, graph, model)
+        else:
+            specs = self._solution(loss, graph, model, links_of(submesh, self._cluster).model)
+        operands = dict(zip(graph.operands, specs, strict=True))
+        return argument_specs(
+            step, loss, graph, operands, submesh.logical_mesh, zero, self._outer, batch
+        )
+
+    def _along_sequence(
+        self, loss: Loss, graph: StageGraph, model: int
+    ) -> tuple[list[Spec], dict[Var, Spec]]:
+        """The specs of a stage's operands, and of the batch, cut along the data's sequence."""
+        if self._inner is None:
+            self._inner = NamedDims(loss.equations)
+        of = sequence_class(self._step, loss, self._inner, model)
         if of is None:
             raise PlanError(f"the data has no dimension beside its rows that {model} devices share")
-        batch = batch_specs(step, loss, sequence, of)
-        cut = sequence_sharding(graph, loss, sequence, of, model)
+        cut = sequence_sharding(graph, loss, self._inner, of, model)
         specs = [cut.spec(loss.invars[i]) for i in graph.operands]
-    else:
+        return specs, batch_specs(self._step, loss, self._inner, of)
+
+    def _solution(self, loss: Loss, graph: StageGraph, model: int, link: float) -> list[Spec]:
+        """The specs of a stage's operands along the model axis. `link`: its bytes/s."""
+        rows = row_axes(self._step, loss)
         key = graph.structure, tuple(rows[i] for i in graph.operands), model, link
-        if key not in known:
-            cut = model_sharding(step, loss, graph, model, cluster, link)
-            known[key] = [cut.spec(loss.invars[i]) for i in graph.operands]
-        specs = known[key]
-    operands = dict(zip(graph.operands, specs, strict=True))
-    return argument_specs(step, loss, graph, operands, logical_mesh, zero, outer, batch)
+        if key not in self._solved:
+            cut = model_sharding(self._step, loss, graph, model, self._cluster, link)
+            self._solved[key] = [cut.spec(loss.invars[i]) for i in graph.operands]
+        return self._solved[key]
 
 
 def model_sharding(
