@@ -67,7 +67,8 @@ class Launcher:
         out, err = self.process.communicate(timeout=self._deadline)
         if self.process.returncode == -signal.SIGKILL:
             psutil.wait_procs(self.processes(), timeout=30)
-        assert [process.cmdline() for process in self.processes()] == []
+        left = [(process.pid, process.status(), process.cmdline()) for process in self.processes()]
+        assert left == [], f"left after exit code {self.process.returncode}: {left}\n{out}\n{err}"
         return self.process.returncode, out, err
 
     def processes(self) -> list[psutil.Process]:
