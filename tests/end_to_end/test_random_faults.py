@@ -90,6 +90,8 @@ def strike(watched: Watched, draw: random.Random) -> str:
         if signum == signal.SIGSTOP and victim.pid == driver:  # nobody else could go on for it
             time.sleep(draw.uniform(0, 2))
             victim.send_signal(draw.choice((signal.SIGCONT, signal.SIGKILL)))
+        elif signum == signal.SIGSTOP and watched.ended:  # nor has it a driver that ends
+            victim.send_signal(signal.SIGCONT)
     except psutil.NoSuchProcess:
         pass
     return f"{signum.name} {kind}"
