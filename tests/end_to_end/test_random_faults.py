@@ -123,7 +123,7 @@ def test_whatever_is_killed_or_stopped_the_run_comes_to_the_same_bytes(
         else:
             watched.wait(lambda: False)
         if watched.ended:
-            code, _, _ = watched.launcher.end()  # and nothing is left
+            code, _, _ = watched.launcher.end(soon=30)  # and nothing is left
             if code == 0 and rounds == ROUNDS:
                 break
             start += 1
