@@ -119,7 +119,9 @@ def _train(config: Config, stop: Stop, meeting: Meeting | None) -> int:
         with folder.unmade(home.made), ExitStack() as opening:
             session = None
             if meeting is None and _is_plain(config):
-                session = opening.enter_context(_begun(config, home, found, say, stop))
+                with stop.heeded(say, _LEAVES):  # no process is left without an owner
+                    session = opening.enter_context(_begun(config, home, found, say, stop))
+                    stop.check()
             ready = _prepared(config, home, found, console, session, stop)
             stack.push(opening.pop_all())
         from launcher.train.training import train_in

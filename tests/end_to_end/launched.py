@@ -61,13 +61,20 @@ class Launcher:
 
         self.wait_for(handles)
 
-    def end(self) -> tuple[int, str, str]:
+    def end(self, soon: float = 0) -> tuple[int, str, str]:
         """Wait for the end: exit code, standard output, standard error. Nothing is left then; soon
-        after, where the launcher could not see to that itself."""
+        after, where the launcher could not see to that itself.
+
+        Args:
+            soon: within how many seconds, for a signal at a moment when the launcher may have been
+                where it can only leave, and what it had started follows.
+        """
         out, err = self.process.communicate(timeout=self._deadline)
         if self.process.returncode == -signal.SIGKILL:
-            psutil.wait_procs(self.processes(), timeout=30)
-        assert [process.cmdline() for process in self.processes()] == []
+            soon = 30
+        psutil.wait_procs(self.processes(), timeout=soon)
+        left = [(process.pid, process.status(), process.cmdline()) for process in self.processes()]
+        assert left == [], f"left after exit code {self.process.returncode}: {left}\n{out}\n{err}"
         return self.process.returncode, out, err
 
     def processes(self) -> list[psutil.Process]:

@@ -49,7 +49,7 @@ class Running:
 
     def end(self) -> tuple[int, str]:
         """The exit code, and what was printed; nothing on standard error."""
-        code, _, err = self.launcher.end()
+        code, _, err = self.launcher.end(soon=10)
         assert err == ""
         return code, self.output.read_text()
 

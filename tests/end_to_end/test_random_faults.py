@@ -90,6 +90,8 @@ def strike(watched: Watched, draw: random.Random) -> str:
         if signum == signal.SIGSTOP and victim.pid == driver:  # nobody else could go on for it
             time.sleep(draw.uniform(0, 2))
             victim.send_signal(draw.choice((signal.SIGCONT, signal.SIGKILL)))
+        elif signum == signal.SIGSTOP and watched.ended:  # nor has it a driver that ends
+            victim.send_signal(signal.SIGCONT)
     except psutil.NoSuchProcess:
         pass
     return f"{signum.name} {kind}"
@@ -121,7 +123,7 @@ def test_whatever_is_killed_or_stopped_the_run_comes_to_the_same_bytes(
         else:
             watched.wait(lambda: False)
         if watched.ended:
-            code, _, _ = watched.launcher.end()  # and nothing is left
+            code, _, _ = watched.launcher.end(soon=30)  # and nothing is left
             if code == 0 and rounds == ROUNDS:
                 break
             start += 1
