@@ -114,7 +114,7 @@ class PartitionedStep:
 
     def _grads(self, stage: int) -> list[int]:
         """The operands whose gradients the step uses."""
-        return [i for i, s in self.update.grad_parts if s == stage]
+        return [i for i in self.stages[stage].wrt if (i, stage) in self.update.grad_parts]
 
     def _results(self, stage: int) -> list[int]:
         return [i for i, s in self.update.result_parts if s == stage]
