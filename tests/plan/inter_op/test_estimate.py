@@ -11,7 +11,7 @@ import launcher
 from launcher.config.schema import GPT
 from launcher.partition.assignment import Assignment, Submesh
 from launcher.plan import PlanError, local_shape
-from launcher.plan.build import build_plan
+from launcher.plan.build import PlanBuilder, build_plan
 from launcher.plan.inter_op.auto import make_problem
 from launcher.plan.inter_op.estimate import sketched, variants
 from launcher.plan.inter_op.problem import Wanted
@@ -187,14 +187,16 @@ def test_what_one_shows_to_be_too_large_is_not_completed(gpt, monkeypatch):
     worth completing. The plan is the same as where all are completed."""
     free, completed = best_plan(gpt, CLUSTER, Wanted()), []
 
-    def larger(*given):
-        plan = build_plan(*given)
+    build = PlanBuilder.build
+
+    def larger(self, assignment):
+        plan = build(self, assignment)
         completed.append(plan)
         stages = [dataclasses.replace(s, memory_bytes=2 * s.memory_bytes) for s in plan.stages]
         return dataclasses.replace(plan, stages=tuple(stages))
 
     most = max(stage.memory_bytes for stage in free.stages)
-    monkeypatch.setattr("launcher.plan.inter_op.select.complete", larger)
+    monkeypatch.setattr(PlanBuilder, "build", larger)
     tight = dataclasses.replace(CLUSTER, memory_bytes=int(1.1 * most))
     plan, number = best_plan(gpt, tight, Wanted()), len(completed)
     assert max(stage.memory_bytes for stage in plan.stages) <= tight.memory_bytes
