@@ -77,6 +77,7 @@ class PlanBuilder:
         flops = sum(matmul_flops(g.equations) for g in cut.stages) * num_slices
         flops *= 3 if trained else 1
         flops_again = sum(matmul_flops(equations) for equations in again) * num_slices
+        with_remat = flops + (flops_again if trained else 0.0)
         pipeline = Pipeline(
             method=assignment.method,
             schedule=assignment.schedule,
@@ -95,8 +96,7 @@ class PlanBuilder:
             flops_per_step=flops,
             predicted_samples_per_second=step.batch_size / seconds,
             predicted_tflops_per_device=flops * rate,
-            predicted_tflops_per_device_with_remat=(flops + (flops_again if trained else 0.0))
-            * rate,
+            predicted_tflops_per_device_with_remat=with_remat * rate,
             fingerprint=step.fingerprint,
             notes=_notes(cut.layouts),
             layer_ends=step.layer_ends,
