@@ -16,6 +16,7 @@ only. What a signal does depends on what the process is at:
 from __future__ import annotations
 
 import _thread
+import atexit
 import os
 import signal
 import sys
@@ -66,12 +67,15 @@ class Stop:
         self._previous = {signum: signal.signal(signum, self._handle) for signum in self._handled}
         self._unraisable = sys.unraisablehook
         sys.unraisablehook = self._report_unraisable
+        atexit.register(self._ignore)  # before all others, and so the last to be called
         return self
 
     def __exit__(self, *exc: object) -> None:
         sys.unraisablehook = self._unraisable
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
+        if self._previous:
+            atexit.unregister(self._ignore)
 
     @property
     def ending(self) -> tuple[int, str]:
@@ -139,6 +143,12 @@ class Stop:
         for signum in self._handled:
             signal.signal(signum, lambda signum, frame: os._exit(code))
         self._previous = {}
+
+    def _ignore(self) -> None:
+        """Ignore signals while Python itself ends: it puts the handlers back that would have the
+        signal, and not `over`, say how the process ended."""
+        for signum in self._handled:
+            signal.signal(signum, signal.SIG_IGN)
 
     def leave(self) -> NoReturn:
         """End the process with the exit code of a stopped one, whatever is going on in it. What it

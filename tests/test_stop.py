@@ -179,6 +179,20 @@ def test_when_all_is_done_a_signal_changes_no_exit_code():
     assert run(program, signal.SIGINT) == (0, "", "")
 
 
+def test_nor_does_one_while_python_itself_ends():
+    """It puts the default handlers back before it deletes what a module holds."""
+    program = BEGUN + (
+        "import os, signal\n"
+        "class Last:\n"
+        "    def __del__(self, kill=os.kill, own=os.getpid(), signum=signal.SIGINT):\n"
+        "        kill(own, signum)\n"
+        "last = Last()\n"
+        "stop.over(0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_the_handlers_of_before_come_back():
     before = [signal.getsignal(s) for s in ENDINGS], sys.unraisablehook
     with Stop() as stop, stop.interruptible():
