@@ -66,14 +66,18 @@ def trace_joint(
     remat: str,
     open_checkpoints: bool,
 ) -> JointGraph:
-    """Trace a stage. Its outputs are the activations out, the results, the gradients and the
-    cotangents that it sends back; with neither of the last two it has no backward pass.
+    """Trace a stage's forward and backward pass as one program.
+
+    Its outputs are the activations out, the results, the gradients and the cotangents that the
+    stage sends back; with neither of the last two it has no backward pass.
 
     Args:
+        graph: the stage.
+        loss: the loss that it is a part of.
         grads: the operands whose gradients are wanted.
         sliced: the operands that differ from slice to slice.
-        remat: what the pullback computes again, see `partition.remat`.
-        open_checkpoints: let a `jax.checkpoint` be cut, too.
+        remat: what the pullback computes again, a name of `remat.POLICIES`.
+        open_checkpoints: whether a `jax.checkpoint` may be cut, too.
     """
     reads = {
         **{Name("operand", i): loss.invars[i] for i in graph.operands},
@@ -132,8 +136,11 @@ def input_spec(name: Name, layout: Layout) -> Spec:
 
 
 def _gradients_in(graph: StageGraph, loss: Loss) -> dict[Name, Var]:
-    """What the backward pass is given: a gradient from every stage that reads an activation, and
-    the loss's own where it is made."""
+    """Return what the backward pass is given.
+
+    That is a gradient from every stage that reads an activation, and the loss's own where it is
+    made.
+    """
     pairs = zip(graph.activations_out, graph.consumers, strict=True)
     found = {
         Name("cotangent", (v, to)): v
@@ -157,8 +164,11 @@ def _gradient(head: Name, values: Mapping[Name, Any]) -> Any:
 
 
 def opened(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    """Every `jax.checkpoint` replaced by its body. A barrier keeps the compiler, as that of
-    `jax.checkpoint` does, from computing only once what is to be computed again."""
+    """Replace every `jax.checkpoint` by its body.
+
+    A barrier, like that of `jax.checkpoint`, keeps the compiler from computing only once what is to
+    be computed again.
+    """
     while any(is_checkpoint(eqn) for eqn in closed.jaxpr.eqns):
         equations = [_as_call(eqn) if is_checkpoint(eqn) else eqn for eqn in closed.jaxpr.eqns]
         jaxpr = closed.jaxpr.replace(eqns=equations)

@@ -40,12 +40,16 @@ def kept_values(
     firm: Iterable[Var] = (),
     read: Callable[[Atom], Atom] = lambda atom: atom,
 ) -> set[Var]:
-    """The values to keep, of those that `equations` make or are given, so that `wanted` can be
-    computed from them by cheap equations; what is neither is at hand anyway.
+    """Choose the values to keep, so that `wanted` can be computed from them by cheap equations.
+
+    They are values that `equations` make or are given; any other value is at hand anyway.
 
     Args:
-        given: what the equations read and would have to be kept, too. firm: what cannot be computed
-            again. read: what to read instead of an operand.
+        equations: the forward pass.
+        given: what the equations read and would have to be kept, too.
+        wanted: what is read later.
+        firm: what cannot be computed again.
+        read: returns what to read instead of an operand.
     """
     numbers = {v: k for k, v in enumerate([*given, *(v for e in equations for v in e.outvars)])}
     ends = {numbers[v] for v in wanted if v in numbers}

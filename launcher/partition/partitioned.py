@@ -52,27 +52,28 @@ class PartitionedStep:
         return self.assignment.slicing
 
     def on_mesh(self, mesh: int) -> list[StageGraph]:
-        """Returns the stages of a submesh."""
+        """Return the stages of a submesh."""
         return [graph for graph in self.stages if graph.mesh == mesh]
 
     def layout(self, stage: int) -> Layout:
-        """Returns the layout of a stage's submesh."""
+        """Return the layout of a stage's submesh."""
         return self.layouts[self.stages[stage].mesh]
 
     def kinds(self, stage: int) -> Set[Kind]:
-        """Returns the kinds of tasks that the schedule has for a stage."""
+        """Return the kinds of tasks that the schedule has for a stage."""
         tasks = self.tasks[self.stages[stage].mesh]
         return {task.kind for task in tasks if task.stage == stage}
 
     def goes_back_at_once(self, stage: int) -> bool:
-        """Returns whether a stage's backward pass follows its forward pass with nothing between
-        them, so that nothing has to be computed again."""
+        """Return whether a stage's backward pass directly follows its forward pass.
+
+        Then nothing has to be computed again.
+        """
         graph = self.stages[stage]
         return not graph.activations_out and backward_follows(self.tasks[graph.mesh], stage)
 
     def programs(self, stage: int) -> tuple[StagePrograms, Sharding]:
-        """Returns the task programs of a stage on one slice of the batch, and the specs of its
-        joint graph's values."""
+        """Return a stage's task programs on one slice of the batch, and its joint graph's specs."""
         graph, layout, kinds = self.stages[stage], self.layout(stage), self.kinds(stage)
         at_once = self.goes_back_at_once(stage)
         of = trace_stage(
@@ -91,8 +92,7 @@ class PartitionedStep:
         return of, inside
 
     def likeness(self, stage: int) -> object:
-        """Returns a key that is equal for stages whose task programs are the same, sharded
-        alike."""
+        """Return a key that is equal for stages with the same task programs, sharded alike."""
         graph, layout = self.stages[stage], self.layout(stage)
         names = [Name("operand", i) for i in graph.operands]
         names += [Name("activation", v) for v in graph.activations_in]
@@ -136,7 +136,8 @@ def partition(
     """Cut a step.
 
     Args:
-        step: cut into the layers that the assignment is about.
+        step: the step, cut into the layers that the assignment is about.
+        assignment: which layers run where, in which order, on which slices.
         choose: returns the shardings of a stage for which the assignment has none.
         outer: `outer_dims(step)`, where it is known.
 

@@ -41,6 +41,8 @@ def trace_stage(
     """Trace a stage, and cut it into a program for each kind of task.
 
     Args:
+        graph: the stage.
+        loss: the loss that it is a part of.
         remat: what the backward pass computes again, a name of `remat.POLICIES`.
         kinds: those that the schedule has.
         grads: the operands whose gradients are wanted; by default all.
@@ -59,7 +61,7 @@ def trace_stage(
 
 
 def as_one(of: StagePrograms, kinds: Set[Kind]) -> StagePrograms:
-    """Returns the same with the forward pass in one program with what follows it."""
+    """Return the same with the forward pass in one program with what follows it."""
     groups = outputs_by_kind(of.joint, of.results, kinds, together=True)
     return dataclasses.replace(of, programs=cut(of.joint, groups))
 

@@ -58,8 +58,10 @@ class StageGraph:
 
     @functools.cached_property
     def structure(self) -> str:
-        """Equal for stages that are the same program, differentiate the same inputs and give the
-        same gradients back."""
+        """Text that is equal for stages that are the same program.
+
+        They also differentiate the same inputs and send the same gradients back.
+        """
         how = {
             "wrt": [i in self.wrt for i in self.operands],
             "active": [v in self.active for v in (*self.activations_in, *self.activations_out)],
@@ -89,8 +91,11 @@ def layer_flops(loss: Loss) -> list[float]:
 
 
 def group_layers(costs: Sequence[float], num_stages: int) -> tuple[tuple[int, ...], ...]:
-    """Consecutive layers in `num_stages` non-empty groups: the least costliest one, then the most
-    even (least sum of squares)."""
+    """Split consecutive layers into `num_stages` non-empty groups.
+
+    The costliest group is as cheap as can be; of those splits, the most even one (the least sum of
+    squares) is taken.
+    """
 
     @functools.cache
     def best(first: int, groups: int) -> tuple[float, float, tuple[int, ...]]:
@@ -111,8 +116,13 @@ def group_layers(costs: Sequence[float], num_stages: int) -> tuple[tuple[int, ..
 def cut_stages(
     loss: Loss, stage_layers: Sequence[Sequence[int]], mesh_of: Sequence[int] | None = None
 ) -> tuple[StageGraph, ...]:
-    """The graph of every stage; `stage_layers` lists each stage's layers, `mesh_of` its mesh (by
-    default each has its own)."""
+    """Return the graph of every stage.
+
+    Args:
+        loss: the loss of one slice.
+        stage_layers: the layers of each stage.
+        mesh_of: the submesh of each stage; by default each has its own.
+    """
     mesh_of = range(len(stage_layers)) if mesh_of is None else mesh_of
     stage_of_layer = {layer: s for s, layers in enumerate(stage_layers) for layer in layers}
     last = len(stage_layers) - 1

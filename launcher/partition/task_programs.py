@@ -55,12 +55,15 @@ class TaskProgram:
 def outputs_by_kind(
     joint: JointGraph, results: Sequence[int], kinds: Set[Kind], together: bool
 ) -> dict[Kind, list[Name]]:
-    """What each kind of task makes, in the order in which a microbatch has them. A backward kind
-    with nothing to make is absent.
+    """Return what each kind of task makes, in the order in which a microbatch runs them.
+
+    A backward kind with nothing to make is absent.
 
     Args:
-        results: those of the loss that are wanted. kinds: those that the schedule has.
-        together: let the first backward kind do the forward pass as well.
+        joint: the stage's joint graph.
+        results: the results of the loss that are wanted.
+        kinds: those that the schedule has.
+        together: whether the first backward kind does the forward pass as well.
     """
     activations, back, grads = (joint.named(k) for k in ("activation", "cotangent", "grad"))
     wanted = {Kind.FORWARD: [*activations, *(n for n in joint.named("result") if n.of in results)]}
@@ -79,8 +82,10 @@ def outputs_by_kind(
 
 
 def _put_off(joint: JointGraph, back: Sequence[Name], grads: Sequence[Name]) -> list[Name]:
-    """The gradients of weights that can wait: those with a matrix product of their own. Of any
-    other the operands would take more room than it takes time."""
+    """Return the gradients of weights that can wait: those with a matrix product of their own.
+
+    The operands of any other gradient would take more memory than it takes time.
+    """
     if not back:
         return list(grads)
     late = dependents(joint.equations, joint.gradients_in)
@@ -104,8 +109,14 @@ MOST_INSIDE = 8 << 20  # bytes of residuals
 
 
 def runs_as_one(forward: TaskProgram, inside: Sharding) -> bool:
-    """Whether a backward pass that follows its forward pass at once becomes one program with it:
-    where the latter leaves little on each device. `inside`: the specs of the joint program."""
+    """Return whether a backward pass becomes one program with the forward pass before it.
+
+    It does where the forward pass leaves little on each device.
+
+    Args:
+        forward: the forward pass.
+        inside: the specs of the joint graph's values.
+    """
     left = [name.of for name in forward.outputs if name.kind == "residual"]
     return sum(nbytes(v.aval) // inside.parts(v) for v in left) <= MOST_INSIDE
 

@@ -78,6 +78,10 @@ def place_update(
     """Place everything that is not the pipeline itself.
 
     Args:
+        step: the step.
+        loss: its loss on one slice.
+        stages: the pipeline.
+        slicing: how the batch is cut.
         scattered: whether a mesh leaves behind an operand's gradient summed over its replicas.
     """
     uses = [
@@ -134,8 +138,11 @@ def place_update(
 def _operands(
     step: TracedStep, loss: Loss, slicing: Slicing, batch: frozenset[Var]
 ) -> tuple[tuple[Operand, ...], list[Equation]]:
-    """What holds each loss operand, and the equations that stack those that are computed: what is
-    cut into slices, and random keys, of which every slice has its own."""
+    """Return what holds each operand of the loss, and the equations that stack computed operands.
+
+    Stacked are operands that are cut into slices, and random keys, of which every slice has its
+    own.
+    """
     operands, equations = [], []
     for i, (atom, axis) in enumerate(zip(step.loss_equation.invars, loss.slice_axes, strict=True)):
         is_key = loss.keys[i]
@@ -169,8 +176,10 @@ def _combine(
     slicing: Slicing,
     scattered: Callable[[int, int], bool],
 ) -> _Combined:
-    """The update program, with the equations before it that make the loss's results and gradients
-    out of the parts that the stages leave behind."""
+    """Return the update program, with the equations that combine the parts left by the stages.
+
+    They make the loss's results and gradients.
+    """
     outs = step.loss_equation.outvars
     used = {v for e in step.after for v in e.invars if is_var(v)} | {
         v for v in step.outvars if is_var(v)
@@ -219,8 +228,10 @@ def _part(aval: Any, slicing: Slicing, per_replica: bool) -> Var:
 def _join(
     whole: Var, fun: Callable[..., Any], parts: Sequence[Var]
 ) -> tuple[tuple[Var, ...], list[Equation]]:
-    """The equations that make `whole` as `fun(*parts)`, in its dtype. Where there is nothing to do
-    the part is `whole` itself."""
+    """Return the equations that make `whole` as `fun(*parts)`, in its dtype.
+
+    Where there is nothing to do, the part is `whole` itself.
+    """
     equations, (out,) = splice(lambda *xs: fun(*xs).astype(whole.aval.dtype), parts)
     if not is_var(out):  # a literal; an equation has to name it
         equations, (out,) = splice(lambda: jax.lax.optimization_barrier(out.val), ())
@@ -234,8 +245,9 @@ def _join(
 def _gradient(
     whole: Var, by_mesh: Sequence[Sequence[Var]]
 ) -> tuple[tuple[Var, ...], list[Var], list[Equation]]:
-    """The sum of a gradient's parts: over each mesh's stages, then its replicas, then the meshes,
-    so that one array, its share, leaves a mesh. Zeros where the loss does not depend on it.
+    """Sum a gradient's parts over each mesh's stages, then its replicas, then the meshes.
+
+    So one array, its share, leaves a mesh. The sum is zeros where the loss does not depend on it.
 
     Returns:
         The parts, the shares if there are several, and the equations.

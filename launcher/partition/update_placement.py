@@ -107,8 +107,11 @@ class Placer:
         self._require(var, mesh)
 
     def _require(self, var: Var, mesh: int) -> None:
-        """Have a value on a mesh, and before it all that it follows from. A stack and no
-        recursion: the norm of a large model's gradients is a sum of a thousand terms."""
+        """Place a value on a mesh, and before it all that it follows from.
+
+        With a stack instead of recursion: the norm of a large model's gradients is a sum of a
+        thousand terms.
+        """
         waiting = [(var, mesh)]
         while waiting:
             var, mesh = waiting.pop()

@@ -61,8 +61,10 @@ class Schedule(abc.ABC):
         return min(most, num_micro_batches * stages_per_mesh)
 
     def last_stage_alternates(self, num_micro_batches: int) -> bool:
-        """Returns whether each backward pass of the last stage follows its forward pass at once, so
-        that both are one program."""
+        """Return whether each backward pass of the last stage directly follows its forward pass.
+
+        Both are one program then.
+        """
         return backward_follows(self.tasks(1, num_micro_batches)[0], 0)
 
 

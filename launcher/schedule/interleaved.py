@@ -7,8 +7,11 @@ from launcher.schedule.tasks import Kind, Task, Tasks, alternate, rounds
 
 
 class InterleavedOneFOneB(Schedule):
-    """1F1B over short stages: a mesh takes its microbatches in rounds, a round through each of its
-    stages in turn, so that the pipeline fills and drains `stages_per_mesh` times faster."""
+    """Run 1F1B over several short stages on each mesh.
+
+    A mesh takes its microbatches in rounds, a round through each of its stages in turn, so that the
+    pipeline fills and drains `stages_per_mesh` times faster.
+    """
 
     name = "interleaved_1f1b"
     interleaves = True
@@ -31,7 +34,10 @@ class InterleavedOneFOneB(Schedule):
     def in_flight(
         self, mesh: int, num_meshes: int, num_micro_batches: int, stages_per_mesh: int = 1
     ) -> int:
-        """Returns the warm-up and one more: two for each mesh after this one and a
-        round for each of its stages but one."""
+        """Return the warm-up and one more.
+
+        The warm-up is two microbatches for each mesh after this one, and a round for each of its
+        stages but one.
+        """
         longest = len(rounds(num_meshes, num_micro_batches)[0])
         return 2 * (num_meshes - mesh - 1) + (stages_per_mesh - 1) * longest + 1

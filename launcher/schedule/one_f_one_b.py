@@ -1,5 +1,8 @@
-"""1F1B: Narayanan et al. 2019 (PipeDream), in the flushing form of Narayanan et al. 2021, arXiv
-2104.04473. Eager 1F1B: Zhuang et al. 2023, arXiv 2211.05322, §4."""
+"""1F1B (PipeDream), and eager 1F1B.
+
+1F1B: Narayanan et al. 2019, in the flushing form of Narayanan et al. 2021, arXiv 2104.04473. Eager
+1F1B: Zhuang et al. 2023, arXiv 2211.05322, §4.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,10 @@ class OneFOneB(Schedule):
 
 
 class EagerOneFOneB(OneFOneB):
-    """1F1B that runs ahead twice as far, by `2 (num_meshes - s) - 1` microbatches at most: while
-    one is computed, what another one waits for is on its way."""
+    """Run 1F1B twice as far ahead, by `2 (num_meshes - s) - 1` microbatches at most.
+
+    While one microbatch is computed, the next one's activations are on their way.
+    """
 
     name = "eager_1f1b"
     improves_1f1b = True

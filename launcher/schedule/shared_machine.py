@@ -43,10 +43,14 @@ def simulate_shared(
     devices_of: Sequence[int],
     machine: Shared,
 ) -> list[TimedTask]:
-    """As `simulate.simulate`, with the tasks of all meshes slowed by one another.
+    """Run a schedule on paper like `simulate`, with the tasks of all meshes slowed by one another.
 
     Args:
+        schedule: the tasks of every mesh.
+        duration: seconds of a task with every device at work.
+        transfer: seconds from one stage to another.
         devices_of: the number of devices of each mesh.
+        machine: how much the devices slow one another.
 
     Raises:
         ScheduleError: the order can never be followed.

@@ -27,10 +27,12 @@ def simulate(
     duration: Callable[[Task], float],
     transfer: Callable[[int, int], float] = lambda src, dst: 0.0,
 ) -> list[TimedTask]:
-    """Run the schedule on paper; tasks in order of their start (ties: the later mesh first).
+    """Run a schedule on paper; tasks in order of their start (ties: the later mesh first).
 
     Args:
-        duration: seconds of a task. transfer: seconds from one stage to another.
+        schedule: the tasks of every mesh.
+        duration: seconds of a task.
+        transfer: seconds from one stage to another.
 
     Raises:
         ScheduleError: the order can never be followed.

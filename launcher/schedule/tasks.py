@@ -81,8 +81,10 @@ def clock_table(tasks: Tasks) -> tuple[tuple[Task | None, ...], ...]:
 
 
 def backward_follows(tasks: Sequence[Task], stage: int) -> bool:
-    """Returns whether the backward pass of every microbatch starts right after its forward pass on
-    a stage, so that both can be one program."""
+    """Return whether every microbatch's backward pass directly follows its forward pass on a stage.
+
+    Both can be one program then.
+    """
     pairs = itertools.pairwise(tasks)
     forwards = sum(t.stage == stage and t.kind is Kind.FORWARD for t in tasks)
     return forwards == sum(
@@ -91,8 +93,11 @@ def backward_follows(tasks: Sequence[Task], stage: int) -> bool:
 
 
 def max_in_flight(tasks: Sequence[Task]) -> int:
-    """Returns the most microbatches whose activations a mesh holds at once during these tasks: from
-    a stage's forward to the last task of its backward. A microbatch counts once a stage."""
+    """Return the most microbatches whose activations a mesh holds at once during these tasks.
+
+    They are held from a stage's forward to the last task of its backward. A microbatch counts once
+    a stage.
+    """
     ends = {task[:2] for task in tasks if task.kind in _LAST}
     level = peak = 0
     for task in tasks:
@@ -107,8 +112,7 @@ def max_in_flight(tasks: Sequence[Task]) -> int:
 def alternate(
     forwards: Sequence[Task], backwards: Sequence[Task], warm_up: int
 ) -> tuple[Task, ...]:
-    """Returns `warm_up` forwards, then one forward and one backward by turns, then the remaining
-    backwards."""
+    """Return `warm_up` forwards, then forward and backward by turns, then the other backwards."""
     warm_up = min(warm_up, len(forwards))
     pairs = zip(forwards[warm_up:], backwards, strict=False)
     steady = [task for pair in pairs for task in pair]
@@ -116,8 +120,11 @@ def alternate(
 
 
 def rounds(num_meshes: int, num_micro_batches: int) -> list[range]:
-    """Divides the microbatches into as many equal rounds as have at least one for every mesh (a
-    shorter round would stall the pipeline); where they do not divide, the first take one more."""
+    """Divide the microbatches into as many equal rounds as have at least one for every mesh.
+
+    A shorter round would stall the pipeline; where they do not divide, the first rounds take one
+    more.
+    """
     count = max(1, num_micro_batches // num_meshes)
     size, longer = divmod(num_micro_batches, count)
     ends = list(itertools.accumulate(size + (i < longer) for i in range(count)))

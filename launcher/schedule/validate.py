@@ -9,8 +9,10 @@ from launcher.schedule.tasks import ScheduleError, Task, Tasks, clock_table, max
 
 
 def validate_tasks(name: str, tasks: Tasks, num_stages: int, num_micro_batches: int) -> None:
-    """Proves that every task runs once and on its stage's mesh, one at a time, each after what it
-    needs, with no more microbatches in flight than the bound of the schedule of that name.
+    """Prove that tasks are a valid schedule.
+
+    Every task runs once and on its stage's mesh, one at a time, each after what it needs, with no
+    more microbatches in flight than the bound of the schedule of that name.
 
     Raises:
         ScheduleError: one of these does not hold.

@@ -122,8 +122,11 @@ def batch_size(arguments: Arguments) -> int:
 
 
 def aliases(arguments: Arguments, out: Any) -> dict[int, int]:
-    """Result leaves that take a donated argument's place: the whole result, or the first of its
-    parts (whatever holds them: a tuple, a dict, a dataclass) that is like the argument."""
+    """Return the result leaves that take a donated argument's place.
+
+    These are the whole result, or the first of its parts (whatever holds them: a tuple, a dict, a
+    dataclass) that is like the argument.
+    """
     parts = jax.tree.leaves(out, is_leaf=lambda x: x is not out)
     candidates = [(0, out), *zip(_starts(parts), parts, strict=True)]
     in_starts = _starts(arguments.shapes)

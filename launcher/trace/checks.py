@@ -121,8 +121,13 @@ def _scaled_by_batch(whole: jex.Jaxpr, part: jex.Jaxpr, result: int) -> Equation
 
 
 def check_constants(whole: Whole, part: Equation, constants: Mapping[Var, Any]) -> None:
-    """Refuse inputs that are constants of the program, and others on a slice; `constants` are those
-    of the trace on a slice."""
+    """Refuse inputs that are constants of the program, or become other ones on a slice.
+
+    Args:
+        whole: the step, traced on the whole batch.
+        part: the loss's equation, traced on a slice.
+        constants: those of the trace on a slice.
+    """
     for a, b in zip(whole.loss_equation.invars, part.invars, strict=True):
         if a not in whole.constants:
             continue

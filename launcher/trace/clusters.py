@@ -34,14 +34,17 @@ _BALANCE = 1e-4  # what an even cut is worth beside few bytes: it decides betwee
 
 
 def cluster(loss: Loss, num_layers: int | None, eps: float) -> LayerEnds:
-    """Where to cut the forward pass into layers: the fewest bytes over all cuts with no layer of
-    more than `1 + eps` times the mean work, and of these the most even one.
+    """Choose where to cut the forward pass into layers.
 
-    A dynamic program over the places with the fewest bytes between two matrix products; what
-    holds a loop or a branch is one equation and stays whole. Where one equation alone is more than
-    that work, the bound is what must be.
+    The fewest bytes cross all cuts, with no layer of more than `1 + eps` times the mean work; of
+    these choices the most even one is taken.
+
+    A dynamic program over the places with the fewest bytes between two matrix products; what holds
+    a loop or a branch is one equation and stays whole. Where one equation alone is more than that
+    work, the bound is its work.
 
     Args:
+        loss: the loss whose forward pass is cut.
         num_layers: None for as many, to `MOST_LAYERS`, as keep a cut within `1 + eps` times the
             bytes of a cut into two.
         eps: at least 0.
@@ -166,8 +169,10 @@ def _crossing(equations: Sequence[Equation], loss: Loss) -> np.ndarray:
 
 
 def _places(equations: Sequence[Equation], crossing: np.ndarray, num_layers: int) -> list[int]:
-    """Where to cut: of the places between two products the one with the fewest bytes; any, where
-    these are too few."""
+    """Return where to cut: between two products, the place with the fewest bytes.
+
+    Any place where these are too few.
+    """
     products = [i for i, eqn in enumerate(equations) if matmul_flops([eqn])]
     runs = [range(a + 1, b + 1) for a, b in itertools.pairwise(products)]
     found = [min(run, key=lambda i: float(crossing[i])) for run in runs]

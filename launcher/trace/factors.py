@@ -171,8 +171,10 @@ def _concatenate(eqn: Equation) -> tuple[Factor, ...]:
 
 
 def _gather(eqn: Equation) -> tuple[Factor, ...]:
-    """Window dimensions that are taken whole run with the operand's; a looked-up dimension is
-    summed over (each device looks into its part, the others add zeros); the rest with the indices.
+    """Return the factors of a gather.
+
+    Window dimensions that are taken whole run with the operand's; a looked-up dimension is summed
+    over (each device looks into its part, the others add zeros); the rest run with the indices.
     """
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     operand, indices = (v.aval.shape for v in eqn.invars)

@@ -28,8 +28,10 @@ def is_typed(aval: Any) -> bool:
 
 
 def raw_generator(var: Var, equations: Iterable[Equation]) -> str | None:
-    """The generator (`"threefry2x32"`) whose raw key, or array of raw keys, `equations` take `var`
-    for; None if they do not."""
+    """Return the generator whose raw keys `equations` take `var` for, such as "threefry2x32".
+
+    None if they do not; `var` is a raw key, or an array of them.
+    """
     return _wrapped_as({var}, equations) if var.aval.dtype == jnp.uint32 else None
 
 
@@ -53,10 +55,12 @@ def _wrapped_as(words: set[Var], equations: Iterable[Equation]) -> str | None:
 
 
 def fold_slices(key: Any, generator: str | None, num_slices: int) -> Any:
-    """Keys of `num_slices` slices along a new leading axis: each folded with its slice's number.
+    """Return the keys of all slices along a new leading axis, each folded with its slice's number.
 
     Args:
         key: typed keys of any shape or, with the name of their `generator`, raw ones.
+        generator: of raw keys, such as "threefry2x32"; None for typed ones.
+        num_slices: how many slices.
     """
     typed = key if generator is None else jax.random.wrap_key_data(key, impl=generator)
     numbers = jnp.arange(num_slices)

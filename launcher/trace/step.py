@@ -105,9 +105,11 @@ def trace_step(
     donate_argnums: Sequence[int] = (0,),
     static_argnums: Sequence[int] = (),
 ) -> TracedStep:
-    """Trace `fun(*args)`; `args` are pytrees of arrays or `jax.ShapeDtypeStruct`, whole batch.
+    """Trace `fun(*args)`.
 
     Args:
+        fun: the train step.
+        args: pytrees of arrays or `jax.ShapeDtypeStruct`, of the whole batch.
         batch_argnums: the arguments whose leaves are cut along axis 0.
         donate_argnums: those that a call consumes.
         static_argnums: those that are Python values, baked into the program. The traced step takes

@@ -40,8 +40,10 @@ def gradients(step: TracedStep) -> dict[Var, Var]:
 
 
 def row_axes(step: TracedStep, loss: Loss) -> tuple[int | None, ...]:
-    """Where each operand of the loss has the batch's rows. Of the only slice of a batch this is
-    known of its leaves alone."""
+    """Return the axis of each operand of the loss that holds the batch's rows, or None.
+
+    Of the only slice of a batch this is known for its leaves alone.
+    """
     if loss.num_slices > 1:
         return loss.slice_axes
     batch = {v for v, is_batch in zip(step.invars, step.batch, strict=True) if is_batch}
@@ -90,8 +92,10 @@ class Layout:
         return self._loss.spec(var)
 
     def operand(self, i: int) -> Spec:
-        """An operand of the loss, as a stage's program for one slice reads it: parameters that are
-        cut along data are gathered first."""
+        """Return the spec of an operand of the loss as a stage's program for one slice reads it.
+
+        Parameters that are cut along data are gathered first.
+        """
         if self._row_axes[i] is not None:
             return self._loss.spec(self.loss.invars[i])
         return without(self.outer(self._holder(i)), DATA, ROWS)

@@ -222,8 +222,10 @@ class Sharding:
         self.axis_of: dict[int, tuple[str, ...]] = {}
 
     def seed(self, var: Var, spec: Spec) -> None:
-        """Cut the classes of a value's dimensions as `spec` does, or as an earlier one did that
-        says more."""
+        """Cut the classes of a value's dimensions as `spec` does.
+
+        An earlier call that says more about a class has precedence.
+        """
         for of, axis in zip(self.dims.classes(var), spec, strict=False):
             if len(axes(axis)) > len(self.axis_of.get(of, ())):
                 self.axis_of[of] = axes(axis)
