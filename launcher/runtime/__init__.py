@@ -1,4 +1,7 @@
-"""How a plan runs: stage programs, instruction lists, the interpreter. Imports `trace`, `plan`."""
+"""Execution of a plan: stage programs, instruction lists and the loop that runs them.
+
+Imports `trace` and `plan`.
+"""
 
 from launcher.runtime.executable import Executable, StageTimes, compile_step
 from launcher.runtime.kept import keep_compiled, why_not_kept

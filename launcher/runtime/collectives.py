@@ -16,20 +16,26 @@ from launcher.partition.sharding.named_dims import Spec, axes
 
 
 def partition_spec(spec: Spec) -> PartitionSpec:
-    """As JAX writes it: nothing said of the last dimensions that are whole."""
+    """Return a spec in JAX's form, without the trailing dimensions that are not sharded."""
     last = max((d + 1 for d, axis in enumerate(spec) if axis), default=0)
     return PartitionSpec(*spec[:last])
 
 
 def constrained(layout: Layout, value: Any, spec: Spec) -> Any:
-    """A value that has this spec from here on."""
+    """Constrain a value to have this spec from here on."""
     sharding = NamedSharding(abstract_mesh(layout.sizes), partition_spec(spec))
     return jax.lax.with_sharding_constraint(value, sharding)
 
 
 def scatter(layout: Layout, operand: int, parts: Any) -> Any:
-    """An operand's gradient from every replica's own, `[replicas, …]`: summed, each device with
-    its part. A reduce-scatter by name, since XLA does not make one of a sum and a slice on CPUs.
+    """Sum an operand's gradient over the replicas and leave each device with its shard.
+
+    This is an explicit reduce-scatter, since XLA does not turn a sum and a slice into one on CPUs.
+
+    Args:
+        layout: the layout of the submesh.
+        operand: the operand's index among those of the loss.
+        parts: the gradients of all replicas, `[replicas, …]`.
     """
     before, after = layout.operand(operand), layout.gradient(operand)
     at = next(d for d, axis in enumerate(after) if DATA in axes(axis))
@@ -54,5 +60,5 @@ def scatter(layout: Layout, operand: int, parts: Any) -> Any:
 
 
 def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
-    """The axes of a submesh, without its devices."""
+    """Return the axes of a submesh, without its devices."""
     return AbstractMesh(tuple(sizes.values()), tuple(sizes))

@@ -1,5 +1,7 @@
-"""What the runtime takes from JAX that is private: all of it stands here, each name with its reason
-and with what is done where this JAX has it no more.
+"""Everything private that the runtime takes from JAX.
+
+Each name is given with the reason for its use and with the fallback for a JAX that no longer has
+it.
 """
 
 from __future__ import annotations
@@ -21,12 +23,15 @@ Copy = Callable[..., list[jax.Array]]
 
 
 def batched_copy(to: Sequence[Sharding]) -> Copy | None:
-    """A function of arrays, one for each sharding of `to`: copies of them there, or None where this
-    JAX cannot make it. Every array must be cut as its sharding cuts it, over as many devices of
-    this process and in the same order, which is not checked.
+    """Return a function that copies arrays to the shardings of `to`, or None if JAX cannot.
 
-    `jax.device_put` ends in this very call. What it finds out before (abstract values, trees, how
-    both sides are cut) is known here when the step is compiled, and costs three times the call.
+    The function takes one array for each sharding and returns the copies. Every array must be
+    sharded as its copy will be, over as many devices of this process and in the same order; this is
+    not checked.
+
+    `jax.device_put` ends in this very call. What it works out before that (abstract values, trees,
+    how both sides are sharded) costs three times as much as the call, and is known here when the
+    step is compiled.
     """
     return _bound(to) if _works() else None
 
@@ -45,7 +50,7 @@ def _bound(to: Sequence[Sharding]) -> Copy:
 
 @functools.cache
 def _works() -> bool:
-    """Whether a first copy arrives as it should."""
+    """Return whether a test copy arrives as it should."""
     here, there = jax.local_devices()[0], jax.local_devices()[-1]
     try:
         (copied,) = _bound([jax.sharding.SingleDeviceSharding(there)])(jax.device_put(7, here))
@@ -55,11 +60,13 @@ def _works() -> bool:
 
 
 def agree(name: str, value: str) -> bool:
-    """Wait until every process has come here; whether all came with one value. Each `name` once.
+    """Wait until every process has called this; return whether all of them gave the same value.
 
-    By the store that `jax.distributed` has for its own use. What is public,
+    Each `name` can be used once.
+
+    It uses the key-value store that `jax.distributed` has for itself. The public alternative,
     `multihost_utils.sync_global_devices`, is a program over all devices of all processes, which on
-    GPUs takes memory of each for a group that nothing else needs.
+    GPUs takes memory on each for a communicator that nothing else needs.
     """
     if jax.process_count() == 1:
         return True
@@ -84,7 +91,7 @@ def _agree_by_devices(name: str, value: str) -> bool:
 
 
 class _Read(threading.local):
-    """What this thread's newest compilation took from JAX's compilation cache."""
+    """The entry that this thread's latest compilation read from JAX's compilation cache."""
 
     is_hit = False
     program: bytes | None = None
@@ -95,9 +102,14 @@ _HIT = "/jax/compilation_cache/cache_hits"
 
 
 def compiled(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, bytes | None]:
-    """A program compiled, or read from JAX's compilation cache; and in that case as it is kept
-    there, empty where this JAX does not say. XLA:CPU writes out nothing that can run of a program
-    that it has read itself.
+    """Compile a program or read it from JAX's compilation cache.
+
+    XLA:CPU cannot serialise a program that it has read itself into one that runs, so the bytes that
+    were read are returned too.
+
+    Returns:
+        The compiled program, and its bytes as the cache keeps them. These are None if the program
+            was not read from the cache, and empty if it was but this JAX does not show them.
     """
     _note_reads()
     _READ.is_hit, _READ.program = False, None
@@ -131,8 +143,10 @@ def _note_reads() -> None:
 
 
 def on_unreadable(told: Callable[[str], None]) -> None:
-    """Have `told` called with the key of each entry of JAX's compilation cache that cannot be read.
-    JAX itself compiles the program again, but never replaces the entry."""
+    """Have `told` called with the key of each entry of JAX's cache that cannot be read.
+
+    JAX itself compiles such a program again, but never replaces the entry.
+    """
     try:
         from jax._src import compilation_cache
 
@@ -159,15 +173,21 @@ def loaded_for(
     results: Sequence[Sharding],
     kept: bytes | None = None,
 ) -> jax.stages.Compiled | None:
-    """A compiled program for other devices of this process, without compiling it again, or None
-    where this JAX or this platform cannot do that.
+    """Load a compiled program for other devices of this process, without compiling it again.
 
-    It is written out as JAX's compilation cache does it, and read for the devices of `arguments`
-    and `results`: as many, of the same kind, cut in the same way. What is public,
-    `jax.experimental.serialize_executable`, reads it for the devices it was compiled for only.
+    It is serialised as JAX's compilation cache does it, and loaded for the devices of `arguments`
+    and `results`. These must be as many as it was compiled for, of the same kind and sharded in the
+    same way. The public alternative, `jax.experimental.serialize_executable`, loads a program only
+    for the devices that it was compiled for.
 
     Args:
-        kept: the second of what `compiled` returned.
+        compiled: the compiled program.
+        arguments: the shardings of its arguments on the other devices.
+        results: the shardings of its results there.
+        kept: the bytes that `compat.compiled` returned with the program.
+
+    Returns:
+        The program for the other devices, or None if this JAX or this platform cannot do that.
     """
     try:
         program = compiled._executable._unloaded_executable
@@ -195,7 +215,7 @@ def loaded_for(
 
 
 def _compile_options(devices: Sequence[jax.Device]) -> Any:
-    """One program over these devices, as `jax.jit` compiles it."""
+    """Return the options with which `jax.jit` compiles one program over these devices."""
     options = xla_client.CompileOptions()
     options.num_replicas, options.num_partitions = 1, len(devices)
     options.device_assignment = xla_client.DeviceAssignment.create(
@@ -206,11 +226,13 @@ def _compile_options(devices: Sequence[jax.Device]) -> Any:
 
 
 def bind_collectives(address: str) -> None:
-    """Have collectives between CPU processes meet at this machine's `address`; before the first
-    device is asked for. Where this JAX makes them in another way, that is left as it is.
+    """Make the collectives between CPU processes listen at this machine's `address`.
 
-    JAX itself names no address, and they listen at the one that the machine's name stands for:
-    open to the network, or, for a name that cannot be resolved, none at all.
+    Call it before JAX is first asked for a device. If this JAX sets up these collectives in another
+    way, nothing is changed.
+
+    JAX itself gives no address, so that they listen at the one to which the machine's host name
+    resolves. That one is open to the network; if the name cannot be resolved, there is none at all.
     """
     make = getattr(_jax, "make_gloo_tcp_collectives", None)
     if make is not None:

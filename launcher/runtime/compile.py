@@ -1,4 +1,4 @@
-"""Compiling the programs of a step: in parallel, from shapes alone, and equal ones once."""
+"""Compilation of a step's programs: in parallel, from shapes alone, and equal ones once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from launcher.runtime.placement import Placement
 
 
 def compile_programs(emitted: Emitted, placement: Placement) -> dict[str, Any]:
-    """The programs that this process runs, compiled, by name."""
+    """Compile the programs that this process runs; return them by name."""
     first: dict[str, Run] = {}
     for x in emitted.instructions:
         if isinstance(x, Run) and placement.runs_here(x.mesh):
@@ -47,7 +47,14 @@ def compile_programs(emitted: Emitted, placement: Placement) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Program:
-    """A program that is to be compiled. `arguments`, `results`: their shardings."""
+    """A program that is to be compiled.
+
+    Attributes:
+        name: its name.
+        lowered: the lowered program.
+        arguments: the shardings of its arguments.
+        results: the shardings of its results.
+    """
 
     name: str
     lowered: Any
@@ -56,13 +63,16 @@ class _Program:
 
     @property
     def placed(self) -> tuple[tuple[NamedSharding, ...], tuple[NamedSharding, ...]]:
-        """Where it reads and writes."""
+        """The shardings of its arguments and of its results."""
         return self.arguments, self.results
 
     def kind(self) -> Any:
-        """What programs have in common of which one has to be compiled: those of equal stages,
-        which differ in their devices alone. The text names the program's positions in a mesh, not
-        its devices. What runs in several processes is compiled in all of them, on its own."""
+        """Return a key that is equal for programs of which only one has to be compiled.
+
+        These are programs of equal stages, which differ in their devices alone: the lowered text
+        names positions in a mesh, not devices. A program that runs in several processes is compiled
+        by each of them, and shares its key with no other program.
+        """
         sharding = [*self.arguments, *self.results][0]
         if not sharding.is_fully_addressable:
             return self.name
@@ -72,8 +82,16 @@ class _Program:
 
 
 def _made(program: _Program, first: _Program, made: Any, kept: bytes | None) -> Any:
-    """A program of the same kind as `first`, which is compiled: read from that for its own devices,
-    or compiled, too, where this JAX cannot do so."""
+    """Return the executable of a program of the same kind as `first`, which is compiled already.
+
+    It is loaded from that of `first` for its own devices, or compiled if this JAX cannot do so.
+
+    Args:
+        program: the program.
+        first: the program of its kind that was compiled.
+        made: the executable of `first`.
+        kept: the bytes that `compat.compiled` returned with `made`.
+    """
     if program.placed == first.placed:
         return made
     return loaded_for(made, *program.placed, kept) or program.lowered.compile()

@@ -1,5 +1,7 @@
-"""The table that a call follows: this process's part of the instructions, with everything that can
-be known beforehand looked up.
+"""The dispatch table that a call follows.
+
+It is this process's part of the instructions, with everything looked up that can be known before
+the call.
 """
 
 from __future__ import annotations
@@ -23,8 +25,15 @@ from launcher.runtime.transport import Exchange, Transport
 
 
 class Row(NamedTuple):
-    """One row: what it is, what to call, from which slots into which. With nothing to call it
-    forgets its inputs; `keyed`: what is called also takes the call's first transfer key."""
+    """One row of the dispatch table.
+
+    Attributes:
+        instruction: the instruction that it carries out.
+        call: what to call; None if the row only drops the arrays of its inputs.
+        inputs: the slots to read.
+        outputs: the slots to write.
+        keyed: whether `call` also takes the first transfer key of the step's call.
+    """
 
     instruction: Instruction
     call: Any
@@ -35,16 +44,17 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """What a call needs.
+    """Everything that a call of the step needs.
 
     Attributes:
-        rows: what to do, in order. num_keys: the transfer keys of one call, of all processes.
-        slots: the slots' first contents: the constants.
+        rows: what to do, in order.
+        num_keys: the number of transfer keys that one call takes, over all processes.
+        slots: the initial contents of the slots: the constants.
         arguments: `(argument leaf, slot, sharding)`.
         batches: `(argument leaf, slot, sharding, stacked along axis | None)`.
-        results: the slot of each result leaf; None where `fixed` holds it.
+        results: the slot of each result leaf; None if `fixed` holds it.
         fixed: results that no call computes here.
-        shared: results whose array somebody else holds too, to be copied.
+        shared: results whose array something else holds too, so that they have to be copied.
     """
 
     rows: tuple[Row, ...]
@@ -64,13 +74,17 @@ def build_table(
     donated: tuple[bool, ...],
     transport: Transport | None,
 ) -> Table:
-    """The table of this process.
+    """Build the dispatch table of this process.
 
     Args:
-        compiled: its programs. donated: whether a call may consume an argument leaf.
+        emitted: the step's instructions and programs.
+        placement: where its slots live.
+        compiled: the compiled programs of this process, by name.
+        donated: for each argument leaf, whether a call may consume it.
+        transport: what moves arrays between processes, if there are several.
 
     Raises:
-        PlanError: stages of several processes, and no transport between them.
+        PlanError: the stages belong to several processes and there is no transport between them.
     """
     rows, exchanges = _rows(emitted, placement, compiled, transport)
     _prove(rows, emitted, placement)
@@ -106,7 +120,7 @@ def _rows(
     compiled: Mapping[str, Any],
     transport: Transport | None,
 ) -> tuple[tuple[Row, ...], list[Exchange]]:
-    """The rows, and all processes' exchanges."""
+    """Return the rows of this process and the exchanges of all processes."""
     pace = Pace()
     programs = {
         x.program: pace.keep(compiled[x.program], placement.meshes[x.mesh].local_devices)
@@ -141,7 +155,7 @@ def _rows(
 
 
 def _prove(rows: Sequence[Row], emitted: Emitted, placement: Placement) -> None:
-    """Show of the rows, as they were built, that this process comes to its end."""
+    """Prove, from the rows as they were built, that this process does not deadlock."""
     place = {id(x): i for i, x in enumerate(emitted.instructions)}
     done = [place[id(x)] for x, *_ in rows if not isinstance(x, Free)]
     given = [slot for _, slot in (*emitted.arguments, *emitted.constants)]
@@ -163,8 +177,10 @@ def _fixed(emitted: Emitted, placement: Placement) -> dict[int, jax.Array]:
 
 
 def _shared(emitted: Emitted, placement: Placement, donated: tuple[bool, ...]) -> tuple[int, ...]:
-    """Results whose array the table, the caller or another result holds too: the caller may donate
-    any result to the next call."""
+    """Return the results whose array the table, the caller or another result holds too.
+
+    The caller may donate any result to the next call.
+    """
     held = {slot for _, slot in emitted.constants}
     held |= {slot for i, slot in emitted.arguments if not donated[i]}
     shared = []

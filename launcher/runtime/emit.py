@@ -1,7 +1,7 @@
-"""From a placed step to instructions: what runs, in which order, on which slots. Pure.
+"""Lowering of a placed step to instructions: what runs, in which order, on which slots. Pure.
 
-The order is the one of the simulated timeline, so a single thread can issue it and every mesh finds
-its work early enough.
+The order is that of the simulated timeline, so that a single thread can issue it and every mesh
+gets its work early enough.
 """
 
 from __future__ import annotations
@@ -37,14 +37,18 @@ from launcher.trace.step import TracedStep
 
 @dataclass(frozen=True, eq=False)
 class Emitted:
-    """A step ready to be compiled.
+    """A step that is ready to be compiled.
 
     Attributes:
+        slots: what each slot holds.
         programs: the function of every program, by name.
+        instructions: what runs, in order.
         arguments: `(argument leaf, slot)`: where each is put before the step.
         batches: `(argument leaf, slot, stacked along axis | None)`: copies of batch leaves.
         constants: `(array, slot)`, put once.
-        results: for each result leaf its slot, or else the literal that it is; and its mesh.
+        results: for each result leaf `(slot, literal, mesh)`, where either the slot or the literal
+            is None.
+        slicing: how the batch is cut.
     """
 
     slots: tuple[Slot, ...]
@@ -58,7 +62,7 @@ class Emitted:
 
 
 def emit(step: TracedStep, plan: Plan) -> Emitted:
-    """Returns the instruction list of a plan, the tasks in the order of its timeline."""
+    """Return the instruction list of a plan, with the tasks in the order of its timeline."""
     cut = partition(step, plan.assignment)
     return _Emitter(cut, [timed.task for timed in timeline(plan)], Slots(cut)).emit()
 
@@ -110,7 +114,7 @@ class _Emitter:
     # -- around the pipeline ---------------------------------------------------------------------
 
     def give(self) -> None:
-        """Batch leaves and constants that the outer program reads whole."""
+        """Add the batch leaves and constants that the update program reads whole."""
         for var, mesh in self.cut.update.given:
             slot = self.slots.of_outer(var, mesh)
             if var in self.cut.step.constants:
@@ -152,7 +156,7 @@ class _Emitter:
             self.reduce(graph, list(made_of.values()))
 
     def stage(self, graph: StageGraph) -> dict[Kind, StageProgram]:
-        """A stage's programs, and its accumulators set to zero."""
+        """Return a stage's programs, and emit the zeroing of its accumulators."""
         programs = stage_programs(self.cut, graph.index)
         self.programs.update((made.name, made.fun) for made in programs.values())
         for made in programs.values():
@@ -179,8 +183,10 @@ class _Emitter:
         self.send_on(graph, made.outputs, m)
 
     def reduce(self, graph: StageGraph, programs: Sequence[StageProgram]) -> None:
-        """Sum the gradients that are kept for each replica until the pipeline is done and end up
-        cut along the replicas."""
+        """Emit the sum of the gradients that stay unsummed until the pipeline is done.
+
+        These are kept for each replica, and end up sharded along the replicas.
+        """
         late = [n for made in programs for n in made.accumulators if n.kind == "unsummed"]
         if not late:
             return
@@ -193,8 +199,11 @@ class _Emitter:
         self.listed.append(Run(graph.mesh, name, tuple(inputs), tuple(outputs)))
 
     def send_on(self, graph: StageGraph, made: Sequence[Name], m: int) -> None:
-        """Activations to the meshes that read them, cotangents to the one that awaits them; what
-        stays on a mesh is there."""
+        """Emit the transfers of what a task made.
+
+        Activations go to the meshes that read them, cotangents to the mesh that made the
+        activation. What is used on its own mesh needs no transfer.
+        """
         readers = dict(zip(graph.activations_out, graph.consumers, strict=True))
         links: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for name in made:

@@ -1,8 +1,8 @@
 """A compiled step: programs for every stage, and the loop that follows the instruction list.
 
 Everything is compiled before the first call. A call flattens its arguments, runs a table of
-pre-bound instructions without waiting for any of them, and returns the results' arrays, each on its
-stage's devices.
+pre-bound instructions without waiting for any of them, and returns the arrays of the results, each
+on its stage's devices.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ from launcher.trace.step import TracedStep
 
 @dataclass(frozen=True)
 class StageTimes:
-    """One step measured task by task, each waited for.
+    """Times of one step in which every task was waited for.
 
-    `stage_seconds`: busy seconds of each stage; `task_seconds`: of each task. Of the stages and
-    tasks of other processes nothing is known here: 0.0, and absent.
+    Attributes:
+        stage_seconds: the busy seconds of each stage; 0.0 for stages of other processes, of which
+            nothing is known here.
+        task_seconds: the seconds of each task; those of other processes are absent.
     """
 
     stage_seconds: tuple[float, ...]
@@ -45,13 +47,19 @@ def compile_step(
     devices: Sequence[jax.Device],
     transport: Transport | None = None,
 ) -> Executable:
-    """Compile a traced step for `plan` on `devices` (numbered as the plan numbers them).
+    """Compile a traced step for a plan.
 
-    With devices of several processes every process compiles, in the same order, the same steps;
-    each builds only the programs of its own stages. `transport` moves arrays between them.
+    If the devices belong to several processes, every process compiles the same steps in the same
+    order, and each builds only the programs of its own stages.
+
+    Args:
+        step: the traced step.
+        plan: the plan to run it by.
+        devices: the devices, numbered as the plan numbers them.
+        transport: what moves arrays between processes.
 
     Raises:
-        PlanError: the plan is another program's, or there are fewer devices than it needs.
+        PlanError: the plan is for another program, or there are fewer devices than it needs.
     """
     if plan.fingerprint != step.fingerprint:
         raise PlanError(
@@ -64,13 +72,14 @@ def compile_step(
 
 
 class Executable:
-    """Call it like the step that was traced. See `compile_step`.
+    """A compiled step, called like the step that was traced. See `compile_step`.
 
     Attributes:
-        plan: what it runs. compile_seconds: how long compiling took.
+        plan: the plan that it runs.
+        compile_seconds: how long compilation took.
         in_shardings: a pytree like the arguments: where each leaf lives; None for the batch.
-        timeline: the tasks of the newest step that was profiled, with the seconds that each took,
-            set one after another as the plan orders them; None before.
+        timeline: the tasks of the last profiled step, with the seconds that each took, laid out one
+            after another as the plan orders them; None before any was profiled.
     """
 
     def __init__(
@@ -97,7 +106,7 @@ class Executable:
         self.compile_seconds = time.perf_counter() - started
 
     def __call__(self, *args: Any) -> Any:
-        """Run one step; returns without waiting. Donated arguments are consumed.
+        """Run one step and return without waiting for it. Donated arguments are consumed.
 
         Raises:
             TypeError: the arguments' structure, shapes or dtypes are not those that were traced.
@@ -116,7 +125,7 @@ class Executable:
         return self._results(slots)
 
     def profile(self, *args: Any) -> tuple[Any, StageTimes]:
-        """Run one step waiting for every task: its results, and how long each stage was busy."""
+        """Run one step, waiting for every task; return its results and the time of each stage."""
         slots = self._fill(args)
         key = self._first_key()
         seconds: dict[Task, float] = {}
@@ -134,7 +143,11 @@ class Executable:
         return self._results(slots), StageTimes(tuple(busy), seconds)
 
     def create(self, init: Callable[..., Any], *args: Any) -> Any:
-        """Make the step's first argument in place: `init(*args)`, every leaf on its own stage.
+        """Make the step's first argument in place: `init(*args)`, with every leaf on its own stage.
+
+        Args:
+            init: the function that makes it.
+            *args: the arguments of `init`.
 
         Raises:
             TypeError: `init` does not return what the step takes.
@@ -142,12 +155,14 @@ class Executable:
         return create_state(init, args, self.in_shardings[0], self._placement.meshes)
 
     def hlo_text(self) -> dict[str, str]:
-        """The compiled programs as text, by name."""
+        """Return the compiled programs as text, by name."""
         return {name: compiled.as_text() for name, compiled in self._compiled.items()}
 
     def memory_bytes(self) -> dict[str, int]:
-        """What each compiled program needs on every device of its mesh: its arguments, what it
-        makes of them, and what it holds in between. By the program's name."""
+        """Return the bytes that each program needs on every device of its mesh, by program name.
+
+        They are those of its arguments, results and temporaries; a donated buffer is counted once.
+        """
         return {
             name: found.argument_size_in_bytes
             + found.output_size_in_bytes
@@ -158,7 +173,7 @@ class Executable:
         }
 
     def _first_key(self) -> int:
-        """The first key of a call's transfers."""
+        """Reserve the keys of a call's transfers and return the first."""
         return self._transport.reserve(self._table.num_keys) if self._transport else 0
 
     def _fill(self, args: tuple[Any, ...]) -> list[Any]:
@@ -195,7 +210,7 @@ class Executable:
 
 
 def _timed(row: Row, slots: list[Any], key: int) -> float:
-    """Do one row and wait for it; the seconds that took."""
+    """Run one row and wait for it; return the seconds that it took."""
     if row.call is None:
         for i in row.inputs:
             slots[i] = None

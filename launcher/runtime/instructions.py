@@ -1,4 +1,4 @@
-"""The static instruction list that a worker follows each step, and when arrays in it die. Pure.
+"""The static instruction list that a worker follows each step, with the lifetimes of arrays. Pure.
 
 Instructions address *slots*: numbered places that hold one array each. What a slot holds (shape,
 mesh, spec) is known before the first step.
@@ -17,7 +17,13 @@ from launcher.schedule import Task
 
 @dataclass(frozen=True)
 class Slot:
-    """What a slot holds: a value on one mesh. `spec`: how the mesh's devices share it."""
+    """The content of a slot: a value on one mesh.
+
+    Attributes:
+        mesh: the mesh's number.
+        aval: the value's shape and dtype.
+        spec: how the value is sharded over the mesh's devices.
+    """
 
     mesh: int
     aval: Any
@@ -26,10 +32,18 @@ class Slot:
 
 @dataclass(frozen=True)
 class Run:
-    """Call program `program` on the arrays of `inputs`; `donated` are positions among them.
+    """An instruction to call a program on one mesh.
 
-    An output may name an input's slot: it then takes its place. `task`: the pipeline's, if it is
-    one's program.
+    An output may name the slot of an input, which it then replaces.
+
+    Attributes:
+        mesh: the mesh that runs it.
+        program: the program's name.
+        inputs: the slots of its arguments.
+        outputs: the slots of its results.
+        donated: the positions, among `inputs`, of the arguments that are donated.
+        task: the task of the pipeline that the program is for; None for the programs around the
+            pipeline.
     """
 
     mesh: int
@@ -42,7 +56,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Send:
-    """Copy arrays from one mesh's slots to another's."""
+    """An instruction to copy arrays from slots of one mesh to slots of another."""
 
     src: int
     dst: int
@@ -52,7 +66,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Free:
-    """Forget the arrays of these slots."""
+    """An instruction to drop the arrays of these slots."""
 
     slots: tuple[int, ...]
 
@@ -66,9 +80,17 @@ def with_donations(
     arguments: frozenset[int],
     kept: frozenset[int],
 ) -> list[Run | Send]:
-    """Let the programs around the pipeline reuse the buffers they read last, the step's `arguments`
-    first, where a result of the same kind is made: so parameters and optimizer state change in
-    place. Slots that are `kept` beyond the step stay as they are."""
+    """Let the programs around the pipeline reuse the buffers that they are the last to read.
+
+    A buffer is reused for a result of the same shape, dtype and spec, so that parameters and
+    optimizer state are updated in place.
+
+    Args:
+        instructions: the instructions without donations.
+        slots: what each slot holds.
+        arguments: the slots of the step's arguments, which are donated first.
+        kept: the slots that are needed beyond the step, which are not donated.
+    """
 
     def signature(slot: int) -> tuple[Any, ...]:
         held = slots[slot]

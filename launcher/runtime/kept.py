@@ -1,4 +1,4 @@
-"""Compiled programs kept on disk for the next start, by JAX's own persistent compilation cache.
+"""Compiled programs kept on disk for the next start, in JAX's own persistent compilation cache.
 
 `keep_compiled` turns it on in a worker process, before anything is compiled there; the driver asks
 `why_not_kept`. What is read back is code that will run, so the folder must be this user's alone.
@@ -27,14 +27,14 @@ _PATIENCE = 10  # seconds, as JAX's
 
 
 def keep_compiled(say: Callable[[str], None]) -> None:
-    """Keep what this process compiles below the cache folder, and take from there what was.
+    """Keep what this process compiles below the cache folder, and reuse what is there.
 
-    A folder for each kind of processor, since machines may share a home. A user's own
-    `JAX_COMPILATION_CACHE_DIR` is left alone; `JAX_ENABLE_COMPILATION_CACHE=false` turns it off.
+    There is one folder for each kind of processor, since machines may share a home. A user's own
+    `JAX_COMPILATION_CACHE_DIR` is left alone; `JAX_ENABLE_COMPILATION_CACHE=false` turns this off.
     Of several processes JAX lets only the first one write.
 
     Args:
-        say: told in a line why nothing is kept.
+        say: called with one line that says why nothing is kept, if that is so.
     """
     if _is_the_users():
         return
@@ -52,8 +52,7 @@ def keep_compiled(say: Callable[[str], None]) -> None:
 
 
 def why_not_kept() -> str:
-    """Why a process of this user on this machine cannot keep what it compiles, in a line; "" where
-    it can."""
+    """Return one line on why this user cannot keep compiled programs on this machine, or ""."""
     try:
         if not _is_the_users():
             _folder()
@@ -63,7 +62,7 @@ def why_not_kept() -> str:
 
 
 def _is_the_users() -> bool:
-    """Whether the user's own variables say what is kept, and where."""
+    """Return whether the user's own variables decide whether and where programs are kept."""
     return bool(os.environ.get("JAX_COMPILATION_CACHE_DIR")) or (
         not jax.config.values["jax_enable_compilation_cache"]
     )
@@ -74,8 +73,12 @@ def _not_kept(error: Exception) -> str:
 
 
 def _folder() -> Path:
-    """The folder, made. Raises OSError where it cannot be, or would not be this user's alone, and
-    RuntimeError where nobody knows this user's home."""
+    """Make the folder and return its path.
+
+    Raises:
+        OSError: it cannot be made, or would not be this user's alone.
+        RuntimeError: this user's home is not known.
+    """
     folder = cache_folder() / "compiled" / file_name(processor())
     make_private(folder)
     if at := exposed(folder.resolve()):
@@ -86,8 +89,10 @@ def _folder() -> Path:
 
 
 def _delete_halves(folder: Path) -> None:
-    """Delete each program without its time, for which JAX would never write another one, and each
-    time without its program."""
+    """Delete each program without its time of last use, and each time without its program.
+
+    JAX would never write a new time for such a program.
+    """
     with FileLock(folder / _LOCK, timeout=_PATIENCE):
         programs = {path.name.removesuffix(_ENTRY) for path in folder.glob(f"*{_ENTRY}")}
         times = {path.name.removesuffix(_USED) for path in folder.glob(f"*{_USED}")}

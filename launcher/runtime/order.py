@@ -1,9 +1,9 @@
-"""The one order that all processes follow, and the proof that none of them waits for ever. Pure.
+"""The one order that all processes follow, and the proof that none of them deadlocks. Pure.
 
-It is that of the instruction list, which is the one of the plan's simulated timeline. Each process
-does its part of it: the instructions in which one of its devices takes part. What goes by
-collectives (`runtime.permute`) is known by its turn alone, so that two transfers swapped in one
-process are wrong data, silently, or a process that waits for ever.
+It is the order of the instruction list, which is that of the plan's simulated timeline. Each
+process does its part of it: the instructions in which one of its devices takes part. Transfers by
+collectives (`runtime.permute`) are told apart only by their order, so two transfers that are
+swapped in one process mean silently wrong data, or a process that waits for ever.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ Parts = Mapping[int, Sequence[int]]  # process -> places in the list of instruct
 
 
 def parts_of(instructions: Sequence[Instruction], owners: Sequence[Set[int]]) -> Parts:
-    """What each process does, in order. `owners`: of every mesh the processes with a device."""
+    """Return what each process does, in order.
+
+    Args:
+        instructions: the instruction list.
+        owners: for every mesh, the processes that own one of its devices.
+    """
     parts: dict[int, list[int]] = {process: [] for process in sorted(set().union(*owners))}
     for place, x in enumerate(instructions):
         for process in _together(x, owners):
@@ -34,19 +39,26 @@ def prove(
     slots: Sequence[Slot],
     given: Iterable[int],
 ) -> None:
-    """Show that processes that do these parts all come to their ends, with the right arrays. Each
-    may prove its own part alone, where all have shown by the `digest` that they follow one list.
+    """Prove that processes that do these parts all finish, with the right arrays.
 
-    Of what is not done yet take the first in the list. Its arrays were made before it, on the mesh
-    that reads them, and each process that takes part in it has done all that stands before: so it
-    is done next, however long any of them waits for it, and so on to the last. What two processes
-    do together they do in the same order, so that neither takes one thing for another.
+    Each process may prove its own part alone, if all have shown by the `digest` that they follow
+    one list.
+
+    The proof: take the first instruction in the list that is not done yet. Its arrays were made
+    before it, on the mesh that reads them, and each process that takes part in it has done
+    everything before it. So it is done next, however long any process waits for it, and so on to
+    the last one. What two processes do together they do in the same order, so that neither mistakes
+    one transfer for another.
 
     Args:
+        instructions: the instruction list.
+        owners: for every mesh, the processes that own one of its devices.
+        parts: what each process does, as positions in the list.
+        slots: what each slot holds.
         given: the slots that are filled before the first instruction.
 
     Raises:
-        PlanError: what is out of order, or what is read and not there.
+        PlanError: an instruction is out of order, or reads what is not there.
     """
     wanted_of = parts_of(instructions, owners)
     for process, places in parts.items():
@@ -74,15 +86,23 @@ def digest(
     slots: Sequence[Slot],
     exchanges: Sequence[str],
 ) -> str:
-    """The same for processes that follow the same order with arrays of the same kinds, of which
-    the same pieces go between the same devices. `exchanges`: as each tells of itself."""
+    """Return a hash that is equal for processes that follow the same order.
+
+    Their arrays are also of the same kinds, and the same pieces go between the same devices.
+
+    Args:
+        instructions: the instruction list.
+        owners: for every mesh, the processes that own one of its devices.
+        slots: what each slot holds.
+        exchanges: the descriptions of the exchanges, `Exchange.told`.
+    """
     kinds = [(s.mesh, s.aval.shape, str(s.aval.dtype), s.spec) for s in slots]
     told = repr((instructions, list(map(sorted, owners)), kinds, list(exchanges)))
     return hashlib.sha256(told.encode()).hexdigest()
 
 
 def _together(x: Instruction, owners: Sequence[Set[int]]) -> Set[int]:
-    """The processes that do an instruction together. Nobody is waited for to free a slot."""
+    """Return the processes that do an instruction together. Freeing a slot waits for nobody."""
     if isinstance(x, Free):
         return set()
     return owners[x.mesh] if isinstance(x, Run) else owners[x.src] | owners[x.dst]

@@ -1,10 +1,10 @@
-"""Equations that are emitted as each device computes them, where XLA would move more than need be.
+"""Equations that are emitted as each device computes them, where XLA would move too much data.
 
-Of a gradient with several parts, such as that of what query, key and value are all computed from,
-XLA's partitioner sums each over the devices and adds afterwards, at least on CPUs: here the parts
-are added first and summed once. And a convolution that every replica does on rows of its own is a
-grouped one to the partitioner, which gathers it. Both become a `jax.shard_map` of what the device's
-own parts need.
+If a gradient has several parts, such as that of the common input of query, key and value, XLA's
+partitioner sums each part over the devices and adds them afterwards, at least on CPUs. Here the
+parts are added first and summed once. And a convolution that every replica does on its own rows is
+a grouped convolution to the partitioner, which gathers it. Both become a `jax.shard_map` of what
+each device needs for its own part.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ _BODIES = ("cond_jaxpr", "body_jaxpr", "branches", "jaxpr")
 
 
 def emitted_locally(closed: jex.ClosedJaxpr, known: Sharding, replicas: int) -> jex.ClosedJaxpr:
-    """The same program with some of its equations a `jax.shard_map`.
+    """Return the same program with some of its equations replaced by a `jax.shard_map`.
 
     Args:
-        known: says how the program's values are cut, those of its bodies aside. replicas: of the
-            program that will run side by side, as a `jax.vmap`.
+        closed: the program.
+        known: how the program's values are sharded, except those inside its bodies.
+        replicas: how many replicas of the program will run side by side, under a `jax.vmap`.
     """
     jaxpr = closed.jaxpr
     sharding = Sharding(NamedDims(jaxpr.eqns), known.sizes)
@@ -74,7 +75,7 @@ def _with_bodies(eqn: Equation, scope: int, sharding: Sharding, replicas: int) -
 
 
 class _Body:
-    """A program, or a body in it, and who makes and reads its values."""
+    """A program or a body inside it, with the producers and readers of its values."""
 
     def __init__(self, jaxpr: jex.Jaxpr, scope: int, sharding: Sharding) -> None:
         self._equations, self._scope, self._sharding = jaxpr.eqns, scope, sharding
@@ -88,8 +89,11 @@ class _Body:
         }
 
     def totals(self) -> Iterator[list[Equation]]:
-        """Gradients of which each device makes two parts or more that can be added before they are
-        summed: all equations that only lead from the parts to the whole, which the last makes."""
+        """Yield the gradients whose parts each device can add before they are summed over devices.
+
+        A gradient is given as all equations that only lead from two or more parts to the whole,
+        which the last of them makes.
+        """
         if not self._sharding.axis_of:
             return
         told: set[int] = set()
@@ -103,7 +107,7 @@ class _Body:
                 yield found
 
     def _leading_to(self, atom: Atom) -> list[Equation]:
-        """The equations, which nothing else needs, that make a value out of each device's part."""
+        """Return the equations, used by nothing else, that make a value from each device's part."""
         eqn = self._maker.get(atom) if is_var(atom) else None
         if eqn is None or self._reads[atom] != 1:
             return []
@@ -115,7 +119,7 @@ class _Body:
         return []
 
     def _summed(self, eqn: Equation) -> tuple[str, ...]:
-        """The axes over which a part of a gradient has to be summed; of anything else none."""
+        """Return the axes over which a part of a gradient must be summed; else none."""
         if eqn.primitive.name not in _PARTIAL:
             return ()
         runs = self._runs(eqn)
@@ -124,7 +128,7 @@ class _Body:
         return runs.summed if whole else ()
 
     def _is_local(self, eqn: Equation) -> bool:
-        """Whether each device makes its part of the result from its parts of the operands."""
+        """Return whether each device makes its shard of the result from its own operand shards."""
         runs = self._runs(eqn)
         return runs.ins == runs.kept_ins and runs.outs == runs.kept_outs
 
@@ -135,8 +139,10 @@ class _Body:
         return self._sharding.spec(atom, self._scope)
 
     def joined(self, members: Sequence[Equation]) -> Equation:
-        """One equation instead of those that lead to a gradient: its parts added, then summed; to
-        which comes what is whole already."""
+        """Return one equation in place of those that lead to a gradient.
+
+        It adds the gradient's parts, sums them over the devices, and adds what is whole already.
+        """
         root = members[-1].outvars[0]
         inside = {e.outvars[0]: e for e in members}
         partial = [e for e in members if self._summed(e)]
@@ -146,7 +152,7 @@ class _Body:
         specs = [spec for e in partial for spec in self._runs(e).ins]
 
         def value(atom: Atom, given: Callable[[Atom], Any], local: bool) -> Any:
-            """Of the tree that ends in `atom`; None of what has nothing that is given."""
+            """Return the value of the tree ending in `atom`, or None if nothing in it is given."""
             eqn = inside.get(atom) if is_var(atom) else None
             if eqn is None or eqn in partial:
                 return given(atom)
@@ -176,7 +182,7 @@ class _Body:
         return _called(members[-1], whole, [*reads, *others])
 
     def alone(self, eqn: Equation) -> Equation:
-        """A product that each device does with its own parts."""
+        """Return a product that each device computes from its own shards."""
         runs = self._runs(eqn)
 
         def local(*values: Any) -> Any:
@@ -202,13 +208,13 @@ class _Body:
 
 
 def _narrows(eqn: Equation) -> bool:
-    """Whether a result has fewer bits than its operand: parts are summed before that."""
+    """Return whether a result has fewer bits than its operand: parts are summed before that."""
     widths = [v.aval.dtype.itemsize for v in (*eqn.invars, *eqn.outvars)]
     return eqn.primitive.name == "convert_element_type" and widths[0] > widths[-1]
 
 
 def _applied(eqn: Equation, values: Sequence[Any]) -> Any:
-    """An equation's only result from other operands, perhaps of other lengths."""
+    """Return an equation's only result for other operands, which may have other lengths."""
     named = [(v, x) for v, x in zip(eqn.invars, values, strict=True) if is_var(v)]
     reads = dict(named)
     (made,) = jex.jaxpr_as_fun(program(list(reads), [eqn], eqn.outvars))(*reads.values())
@@ -216,14 +222,20 @@ def _applied(eqn: Equation, values: Sequence[Any]) -> Any:
 
 
 def _in_form(eqn: Equation, value: Any, shape: Sequence[int]) -> Any:
-    """A value in another form. shape: of the result."""
+    """Convert, reshape or transpose a value as `eqn` does.
+
+    Args:
+        eqn: the equation.
+        value: its operand.
+        shape: the shape of the result.
+    """
     if eqn.primitive.name == "reshape":
         return jax.lax.reshape(value, shape, eqn.params["dimensions"])
     return _applied(eqn, [value])
 
 
 def _called(eqn: Equation, fun: Callable[..., Any], operands: Sequence[Atom]) -> Equation:
-    """An equation with the results of `eqn` that calls `fun`."""
+    """Return an equation with the results of `eqn` that calls `fun`."""
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands]
     (call,) = jax.make_jaxpr(jax.jit(fun))(*avals).eqns
     return eqn.replace(

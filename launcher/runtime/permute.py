@@ -1,14 +1,15 @@
-"""Moving arrays between processes from device to device, by the runtime's collectives.
+"""Transfers between processes from device to device, by the runtime's collectives.
 
 An exchange is one compiled program, a `jax.lax.ppermute` for each of its rounds, over the devices
-of both sides, whose processes alone take part: NCCL on GPUs, gloo on CPUs. Nothing names what
-arrives but its turn, so all processes follow the one order of `runtime.order`; and as a program of
-which one device has begun and another has not keeps the former, everything is compiled, and every
-group of devices has met once, before the first step.
+of both sides. Only their processes take part: by NCCL on GPUs, by Gloo on CPUs. An array that
+arrives is identified by its turn alone, so all processes follow the one order of `runtime.order`.
+If one device has begun a program and another has not, the former waits. So everything is compiled,
+and every group of devices has met once, before the first step.
 
-Every device of an exchange gives and gets an array in every round. For what it has nothing to send
-of, it keeps zeros as long as an exchange needs them, one array of each kind; where nothing arrives,
-it gets zeros, which go when the round is over. Plans count neither: they do not know the transport.
+Every device of an exchange sends and receives an array in every round. For a round in which a
+device has nothing to send, it keeps zeros as long as an exchange needs them, one array of each
+kind. Where nothing arrives, it receives zeros, which are freed when the round is over. Plans count
+neither: they do not know the transport.
 """
 
 from __future__ import annotations
@@ -35,9 +36,12 @@ Zero = Callable[[jax.Device, "Round"], jax.Array]
 
 
 class Round(NamedTuple):
-    """Arrays of one kind of which no two leave the same device or arrive at the same.
+    """Arrays of one kind that travel together: no two have the same source or destination device.
 
-    `pairs`: from where to where, as positions among the devices of the exchange.
+    Attributes:
+        shape: the shape of each array.
+        dtype: the dtype of each array.
+        pairs: `(source, destination)`, as positions among the devices of the exchange.
     """
 
     shape: tuple[int, ...]
@@ -45,7 +49,7 @@ class Round(NamedTuple):
     pairs: tuple[tuple[int, int], ...]
 
     def takes(self, other: Round) -> bool:
-        """Whether another round's arrays may go with these."""
+        """Return whether the arrays of another round can travel in this one."""
         ends = zip(*self.pairs, *other.pairs, strict=True)
         alike = (self.shape, self.dtype) == (other.shape, other.dtype)
         return alike and all(len(set(end)) == len(end) for end in ends)
@@ -54,7 +58,7 @@ class Round(NamedTuple):
 def rounds_of(
     parcels: Sequence[Parcel], devices: Sequence[jax.Device]
 ) -> list[tuple[Round, list[int]]]:
-    """The rounds that parcels between these devices take; with each the numbers of its parcels."""
+    """Return the rounds that parcels between these devices take, each with its parcels' numbers."""
     at = {device: i for i, device in enumerate(devices)}
     rounds: list[tuple[Round, list[int]]] = []
     for n, parcel in enumerate(parcels):
@@ -69,7 +73,7 @@ def rounds_of(
 
 
 class PermuteTransport(Meeting):
-    """See the module."""
+    """A transport by collectives between devices; see the module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,8 +91,10 @@ class PermuteTransport(Meeting):
         return _Permutes(program, [numbers for _, numbers in rounds], self._zero)
 
     def open(self, exchanges: Sequence[Exchange], order: str) -> None:
-        """See `Transport`. Compiles, and when all have, lets each group of devices meet, one after
-        another."""
+        """Compile the exchanges, then let each group of devices meet; see `Transport`.
+
+        The groups meet one after another, once all processes have compiled.
+        """
         programs = dict.fromkeys(x.program for x in exchanges if isinstance(x, _Permutes))
         new = [x for x in programs if not x.is_open]
         here = [x for x in new if x.is_here]
@@ -106,11 +112,11 @@ class PermuteTransport(Meeting):
                 jax.block_until_ready(groups[devices].first(self._zero))
 
     def reserve(self, count: int) -> int:
-        """See `Transport`. Nothing has a key."""
+        """See `Transport`. Nothing here has a key."""
         return count
 
     def _zero(self, device: jax.Device, of: Round) -> jax.Array:
-        """Zeros of a round's kind, the same array for all that hold it."""
+        """Return zeros of a round's kind, one array that all its users share."""
         key = device, of.shape, of.dtype
         found = self._zeros.get(key)
         if found is None:
@@ -122,9 +128,14 @@ class _Program:
     """The program of exchanges that differ in their values alone.
 
     Attributes:
-        local: those of `devices` that are this process's. run: it compiled, once it is.
-        is_open: whether all processes have it compiled.
-        ends: of each round's pairs the position of both among `local`, None of those elsewhere.
+        devices: the devices of both sides.
+        rounds: its rounds.
+        local: the devices that are this process's.
+        run: the compiled program, once there is one.
+        is_here: whether this process takes part.
+        is_open: whether all processes have compiled it.
+        ends: for each round, both positions of each pair among `local`; None for a device of
+            another process.
     """
 
     def __init__(self, devices: tuple[jax.Device, ...], rounds: tuple[Round, ...]) -> None:
@@ -142,7 +153,7 @@ class _Program:
             self.ends = [[(here.get(a), here.get(b)) for a, b in x.pairs] for x in rounds]
 
     def __call__(self, given: Sequence[Sequence[jax.Array]]) -> Any:
-        """Run it with what each of `local` gives in each round; all of the rounds' results."""
+        """Run it with what each of `local` sends in each round; return all rounds' results."""
         kinds = zip(self._kinds, given, strict=True)
         return self.run(
             *(
@@ -171,8 +182,10 @@ class _Program:
         return jax.jit(mapped).lower(*self._kinds).compile()
 
     def _kind(self, of: Round) -> jax.ShapeDtypeStruct:
-        """All devices' arrays as one, along the first axis; of numbers, which have none, as if they
-        were one and the same number."""
+        """Return the shape of all devices' arrays of a round as one array, along the first axis.
+
+        Scalars have no axis: they are declared as one replicated scalar.
+        """
         spec = PartitionSpec(_AXIS) if of.shape else PartitionSpec()
         first = [len(self.devices) * of.shape[0]] if of.shape else []
         sharding = NamedSharding(self._mesh, spec)
@@ -180,10 +193,12 @@ class _Program:
 
 
 class _Permutes:
-    """An exchange by a program.
+    """An exchange that is carried out by a program.
 
     Args:
-        numbers: the parcels of each of its rounds. zero: what makes what idle devices give.
+        program: the program.
+        numbers: the numbers of the parcels in each of its rounds.
+        zero: makes what idle devices send.
     """
 
     num_keys = 0
@@ -201,7 +216,7 @@ class _Permutes:
 
     @property
     def is_open(self) -> bool:
-        """Whether all processes have it compiled."""
+        """Whether all processes have compiled it."""
         return self.program.is_open
 
     def __call__(self, key: int, parts: Parts) -> Parts:

@@ -1,8 +1,8 @@
-"""Cuts the pieces of an array (`reshard`) from its tiles and joins tiles from pieces, by programs
-that are compiled before the first step.
+"""Programs that cut the pieces of an array (`reshard`) from its tiles and join tiles from pieces.
 
-Who compiles in the middle of a step keeps those that have begun to exchange arrays with it by
-collectives, and on GPUs may wait for their devices for ever.
+They are compiled before the first step. A process that compiles in the middle of a step holds up
+those that have begun to exchange arrays with it by collectives, and on GPUs may wait for their
+devices for ever.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST = 4096  # programs that are kept: microbatches and layers need the same fe
 
 
 def cutter(piece: Piece, dtype: Any, device: jax.Device) -> Callable[[jax.Array], jax.Array]:
-    """What cuts a piece from the tile of its source, which lies on this device."""
+    """Return a function that cuts a piece from its source tile, which lies on this device."""
     if piece.box == piece.src_box:
         return _as_it_is
     return _cut(_shape(piece.src_box), dtype, _inside(piece.box, piece.src_box), device)
@@ -30,8 +30,10 @@ def cutter(piece: Piece, dtype: Any, device: jax.Device) -> Callable[[jax.Array]
 def joiner(
     pieces: Sequence[Piece], dtype: Any, device: jax.Device
 ) -> Callable[[list[jax.Array]], jax.Array]:
-    """What joins the pieces of one tile of the destination on this device; one alone stays as it
-    is."""
+    """Return a function that joins the pieces of one destination tile on this device.
+
+    A single piece is returned as it is.
+    """
     tile = pieces[0].dst_box
     if len(pieces) == 1:
         return _only
@@ -70,7 +72,7 @@ def _join(shape: tuple[int, ...], dtype: Any, inner: tuple[Box, ...], device: ja
 
 
 def _inside(box: Box, of: Box) -> Box:
-    """Where a box lies in a larger one."""
+    """Return where a box lies in a larger one."""
     return tuple((a - start, b - start) for (a, b), (start, _) in zip(box, of, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Where the slots of a step live: the plan's meshes on real devices."""
+"""Placement of a step's slots: the plan's meshes on real devices."""
 
 from __future__ import annotations
 
@@ -18,9 +18,14 @@ from launcher.runtime.transfer import is_here
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """`meshes`: those of the plan. `slots`: what each slot holds. `shardings`: of what each slot
-    holds, the same object where they are equal: JAX compares those of a program's arguments with
-    each call."""
+    """The meshes and shardings of a step.
+
+    Attributes:
+        meshes: the plan's meshes.
+        slots: what each slot holds.
+        shardings: the sharding of what each slot holds. Equal ones are the same object, since JAX
+            compares those of a program's arguments with each call.
+    """
 
     meshes: tuple[Mesh, ...]
     slots: tuple[Slot, ...]
@@ -28,29 +33,29 @@ class Placement:
 
     @property
     def owners(self) -> list[set[int]]:
-        """Of every mesh the processes that own a device of it."""
+        """For every mesh, the processes that own one of its devices."""
         return [{d.process_index for d in mesh.devices.flat} for mesh in self.meshes]
 
     def sharding(self, slot: int) -> NamedSharding:
-        """Of what a slot holds."""
+        """Return the sharding of what a slot holds."""
         return self.shardings[slot]
 
     def whole(self, mesh: int) -> NamedSharding:
-        """Of a value that every device of a mesh has."""
+        """Return the sharding of a value that is replicated over a mesh."""
         return NamedSharding(self.meshes[mesh], PartitionSpec())
 
     def runs_here(self, mesh: int) -> bool:
-        """Whether this process owns a device of a mesh."""
+        """Return whether this process owns a device of a mesh."""
         return is_here(self.whole(mesh))
 
     def is_local(self, send: Send) -> bool:
-        """Whether one process, this or another, owns all devices of both sides."""
+        """Return whether one process, this or another, owns all devices of both sides."""
         devices = [d for mesh in (send.src, send.dst) for d in self.meshes[mesh].devices.flat]
         return len({d.process_index for d in devices}) == 1
 
 
 def make_placement(plan: Plan, devices: Sequence[jax.Device], slots: Sequence[Slot]) -> Placement:
-    """Put a plan on devices, which are numbered as the plan numbers them."""
+    """Place a plan on devices, which are numbered as the plan numbers them."""
     shapes = {
         stage.devices: tuple(mesh_sizes(stage.logical_mesh, plan.num_replicas).values())
         for stage in plan.stages

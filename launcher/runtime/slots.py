@@ -1,4 +1,4 @@
-"""Numbering the values of a step: which slot holds what, on which mesh."""
+"""Numbering of a step's values: which slot holds what, on which mesh."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ from launcher.trace.graph import Var
 
 @dataclass(eq=False)
 class Slots:
-    """The slots of one step, made when they are first asked for.
+    """The slots of one step, each made when it is first asked for.
 
     Attributes:
+        cut: the partitioned step.
         residuals: the specs of the stages' residuals.
-        slots: what each holds. constants, batches: see `emit.Emitted`.
+        slots: what each slot holds.
+        constants: see `emit.Emitted`.
+        batches: see `emit.Emitted`.
     """
 
     cut: PartitionedStep
@@ -46,14 +49,14 @@ class Slots:
                 self._parts[var] = "unsummed" if len(var.aval.shape) > rank else "grad", i
 
     def of_outer(self, var: Var, mesh: int) -> int:
-        """A value of the outer program."""
+        """Return the slot of a value of the update program on a mesh."""
         key = "outer", var, mesh
         if key not in self._numbers:
             self._slot(key, mesh, var.aval, self._outer_spec(var, mesh))
         return self._numbers[key]
 
     def number(self, microbatch: int, mesh: int) -> int:
-        """The microbatch's number, a constant."""
+        """Return the slot of a microbatch's number, which is a constant."""
         key = ("number", microbatch, mesh)
         if key not in self._numbers:
             slot = self._slot(key, mesh, jax.ShapeDtypeStruct((), jnp.int32), ())
@@ -61,7 +64,7 @@ class Slots:
         return self._numbers[key]
 
     def of_stage(self, name: Name, graph: StageGraph, microbatch: int) -> int:
-        """A value that a program of a stage reads or makes."""
+        """Return the slot of a value that a program of a stage reads or makes."""
         if name.kind == "operand":
             return self._operand(name.of, graph.mesh)
         if name.kind in ("result", "grad"):
@@ -76,14 +79,16 @@ class Slots:
         return self.exchanged(name, graph.mesh, microbatch)
 
     def exchanged(self, name: Name, mesh: int, microbatch: int) -> int:
-        """An activation or a cotangent, as a mesh has it."""
+        """Return the slot of an activation or a cotangent on a mesh."""
         var = name.of if name.kind == "activation" else name.of[0]
         spec = self.cut.layouts[mesh].activation(var)
         return self._per_replica((name, microbatch, mesh), mesh, var.aval, spec)
 
     def _part(self, name: Name, graph: StageGraph, microbatch: int) -> Var:
-        """What a stage leaves behind of a result or a gradient: an accumulator, or a part for each
-        microbatch."""
+        """Return the variable that holds a stage's share of a result or a gradient.
+
+        It is an accumulator, or one part for each microbatch.
+        """
         parts = (
             self.cut.update.result_parts if name.kind == "result" else self.cut.update.grad_parts
         )
@@ -125,13 +130,17 @@ class Slots:
         )
 
     def _stacked(self, index: int, mesh: int) -> Spec:
-        """Of a sliced operand: microbatches, replicas, and a slice with its rows in front."""
+        """Return the spec of a sliced operand.
+
+        Its dimensions are microbatches, replicas if there are several, and those of a slice, rows
+        first.
+        """
         of_slice: list[Axis] = list(self.cut.layouts[mesh].operand(index))
         rows = of_slice.pop(self.cut.loss.slice_axes[index] or 0)
         return (None, *((DATA,) if self.cut.slicing.replicas > 1 else ()), rows, *of_slice)
 
     def _per_replica(self, key: Any, mesh: int, aval: Any, spec: Spec) -> int:
-        """A value of one microbatch, of which each replica has its own."""
+        """Return the slot of a value of one microbatch, of which each replica has its own."""
         replicas = self.cut.slicing.replicas
         if replicas == 1:
             return self._slot(key, mesh, aval, spec)

@@ -34,11 +34,18 @@ _SUMS = ("result", "grad", "unsummed")
 
 @dataclass(frozen=True, eq=False)
 class StageProgram:
-    """One program: `fun(microbatch's number, *inputs) -> outputs`, flat, in the order of the names.
+    """One program of a stage.
 
     Accumulators are the last of the inputs and the first of the outputs, in one order, so that each
-    can keep its buffer. A result or gradient that is no input is made afresh: of the only
-    microbatch, or a part for each. `residuals`: by their variable, the specs of those it makes.
+    can keep its buffer. A result or gradient that is not an input is made afresh: that of the only
+    microbatch, or one part for each.
+
+    Attributes:
+        name: the program's name.
+        fun: `fun(microbatch's number, *inputs) -> outputs`, flat, in the order of the names.
+        inputs: the names of what it reads.
+        outputs: the names of what it makes.
+        residuals: the specs of the residuals that it makes, by their variables.
     """
 
     name: str
@@ -49,13 +56,15 @@ class StageProgram:
 
     @property
     def accumulators(self) -> tuple[Name, ...]:
-        """The inputs that the program adds to and gives back."""
+        """The inputs that the program adds to and returns."""
         return tuple(name for name in self.inputs if name.kind in _SUMS)
 
 
 def stage_programs(cut: PartitionedStep, stage: int) -> dict[Kind, StageProgram]:
-    """Returns the program that a stage runs for each kind of task; a kind without one has nothing
-    to do."""
+    """Return the program that a stage runs for each kind of task.
+
+    A kind without a program has nothing to do.
+    """
     of, inside = cut.programs(stage)
     maker = _Maker(cut.loss, cut.update.operands, cut.slicing, cut.layout(stage))
     together = Kind.FORWARD not in of.programs
@@ -71,7 +80,7 @@ def stage_programs(cut: PartitionedStep, stage: int) -> dict[Kind, StageProgram]
 
 @dataclass(frozen=True, eq=False)
 class _Maker:
-    """Makes programs over a microbatch out of task programs over a slice."""
+    """A maker of programs over a microbatch from task programs over a slice."""
 
     loss: Loss
     operands: Sequence[Operand]
@@ -81,7 +90,7 @@ class _Maker:
     def program(
         self, name: str, one_slice: TaskProgram, residuals: Mapping[Var, Spec]
     ) -> StageProgram:
-        """All replicas' slices of a microbatch, and its accumulators."""
+        """Return the program over all replicas' slices of a microbatch, with its accumulators."""
         late = {n: Name("unsummed", n.of) for n in one_slice.outputs if self.is_late(n)}
         made = [late.get(n, n) for n in one_slice.outputs]
         kept = [n for n in made if n.kind in _SUMS and self.is_kept(n)]
@@ -110,43 +119,46 @@ class _Maker:
         return StageProgram(name, whole, tuple(inputs), tuple(outputs), residuals)
 
     def is_kept(self, name: Name) -> bool:
-        """Whether an accumulator is read and added to, rather than made afresh."""
+        """Return whether an accumulator is read and added to, rather than made afresh."""
         word = self.loss.reduce[name.of] if name.kind == "result" else "sum"
         return self.slicing.micro_batches > 1 and word in ("mean", "sum")
 
     def is_late(self, name: Name) -> bool:
-        """Whether a gradient stays with its replicas until the pipeline is done. What is gathered
-        in every pass is also summed in every pass, since it may not fit whole."""
+        """Return whether a gradient stays unsummed over the replicas until the pipeline is done.
+
+        The gradient of a parameter that every task program gathers is also summed in every task
+        program, since it may not fit in memory unsharded.
+        """
         several = self.slicing.micro_batches > 1
         scattered = name.kind == "grad" and self.layout.is_scattered(name.of)
         return scattered and several and not self.layout.is_gathered(name.of)
 
     def summed(self, name: Name, value: Any) -> Any:
-        """A gradient that ends up cut along the replicas: their sum, each with its part."""
+        """Sum a gradient that ends up sharded along the replicas; each replica keeps its shard."""
         if name.kind == "grad" and self.layout.is_scattered(name.of):
             return scatter(self.layout, name.of, value)
         return value
 
     def gathered(self, name: Name, value: Any) -> Any:
-        """A parameter that is kept in parts: whole, as far as data goes."""
+        """Gather a parameter that is kept sharded along `data`."""
         if name.kind == "operand" and self.layout.is_gathered(name.of):
             return constrained(self.layout, value, self.layout.operand(name.of))
         return value
 
     def widened(self, value: Any) -> Any:
-        """A part of a result or gradient as it is accumulated."""
+        """Convert a part of a result or gradient to the dtype in which it is accumulated."""
         value = jnp.asarray(value)
         wide = self.slicing.num_slices > 1
         return value.astype(accumulator_dtype(value.dtype)) if wide else value
 
     def replica_axis(self, name: Name) -> int | None:
-        """Where an input has its replicas; None: they share it."""
+        """Return the axis of an input along which its replicas lie; None if they share it."""
         if name.kind != "operand":
             return 0
         return 1 if self.operands[name.of].stacked else None
 
     def part(self, name: Name, value: Any, number: Any) -> Any:
-        """An input of a pass as one slice sees it."""
+        """Return an input of a task program as one slice sees it."""
         if name.kind == "seed":
             mean = self.loss.reduce[0] == "mean"
             dtype = self.loss.outvars[0].aval.dtype

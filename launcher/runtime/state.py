@@ -1,4 +1,4 @@
-"""Creating a step's state in place: every leaf is computed where it will live."""
+"""Creation of a step's state in place: every leaf is computed where it will live."""
 
 from __future__ import annotations
 
@@ -17,8 +17,15 @@ from launcher.runtime.transfer import absent, is_here, place
 def create_state(
     init: Callable[..., Any], args: tuple[Any, ...], shardings: Any, meshes: Sequence[Mesh]
 ) -> Any:
-    """`init(*args)` with these shardings, a pytree like its result; each of `meshes` computes its
-    own leaves, so that no process needs room for the others'.
+    """Compute `init(*args)` with these shardings, as a pytree like its result.
+
+    Each mesh computes its own leaves, so that no process needs memory for those of others.
+
+    Args:
+        init: the function that makes the state.
+        args: its arguments, which every process has.
+        shardings: the sharding of each leaf, a pytree like the state.
+        meshes: the meshes that the leaves live on.
 
     Raises:
         TypeError: `init` does not return what the step takes.

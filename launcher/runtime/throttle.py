@@ -1,10 +1,10 @@
-"""How many programs over several CPU devices of this process may be in flight.
+"""A limit on the programs over several CPU devices of this process that may be in flight.
 
 JAX's CPU client lets a device have 32 computations in flight and makes whoever starts one more
 wait. For a program over several devices it starts each part on its own worker threads, of which it
-has as many as devices: once all of them wait there, none is left to do the work they wait for, and
-the process hangs. (`jax.jit` alone does: 40 calls in a row on two devices are enough.) A program on
-one device is started by the caller's thread, which may wait.
+has as many as devices. Once all of them wait there, none is left to do the work that they wait for,
+and the process hangs. (`jax.jit` alone does: 40 calls in a row on two devices are enough.) A
+program on one device is started by the caller's thread, which may wait.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ _MOST = 8  # leaves room for other executables and for the caller's own programs
 
 
 class Pace:
-    """Lets a process start `_MOST` of its programs over several devices, then waits for the last.
+    """A limiter: after every `_MOST` starts of programs over several devices it waits for the last.
 
-    The client runs them one after the other, so the last one's end is the end of all. What is
-    waited for stands earlier than everything not yet started in the one order that all processes
-    follow, so that the wait ends.
+    The client runs them one after the other, so when the last one ends, all have ended. What is
+    waited for comes before everything that is not yet started in the one order that all processes
+    follow, so the wait ends.
     """
 
     def __init__(self) -> None:
         self._started = 0
 
     def keep(self, program: Any, devices: Sequence[jax.Device]) -> Any:
-        """`program`, which runs on these devices of this process, at this pace."""
+        """Wrap `program`, which runs on these devices of this process, to keep to this pace."""
         if len(devices) == 1 or devices[0].platform != "cpu":
             return program
 

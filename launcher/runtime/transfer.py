@@ -1,7 +1,7 @@
 """One transfer of the instruction list, bound to this process.
 
 Inside one process a transfer is a copy from devices to devices. Between processes it is a list of
-pieces (`reshard`): this process offers those it has and assembles those it needs.
+pieces (`reshard`): this process offers those that it has and assembles those that it needs.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from launcher.runtime.transport import Parcel, Transport, met_by_all
 
 
 def is_here(sharding: NamedSharding) -> bool:
-    """Whether this process owns a device of a sharding's mesh."""
+    """Return whether this process owns a device of a sharding's mesh."""
     return bool(sharding.addressable_devices)
 
 
 def place(value: Any, sharding: NamedSharding) -> jax.Array:
-    """A value that every process has, as one array; each process fills its own devices."""
+    """Return a value that every process has as one array; each process fills its own devices."""
     if sharding.is_fully_addressable:
         return jax.device_put(value, sharding)
     if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
@@ -37,7 +37,7 @@ def place(value: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def absent(aval: Any, sharding: NamedSharding) -> jax.Array:
-    """An array of which this process holds no part."""
+    """Return an array of which this process holds no part."""
     plain, impl = _plain(aval)
     if impl is not None:
         return jax.random.wrap_key_data(absent(plain, sharding), impl=impl)
@@ -45,8 +45,11 @@ def absent(aval: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def _plain(aval: Any) -> tuple[Any, Any]:
-    """What an array is on the devices: of random keys, which are a wrapper around it, their data
-    and the implementation to wrap it with; of anything else itself and None."""
+    """Return what an array is on the devices, and the implementation of its random keys.
+
+    An array of random keys is a wrapper around their data: the data is returned, and the
+    implementation to wrap it with. Any other array is returned itself, with None.
+    """
     if not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return aval, None
     impls = []
@@ -62,7 +65,7 @@ def _plain(aval: Any) -> tuple[Any, Any]:
 def local_transfer(
     avals: Sequence[Any], src: Sequence[NamedSharding], dst: Sequence[NamedSharding]
 ) -> Callable[..., list[jax.Array]]:
-    """A transfer between devices that are all this process's: a function of the arrays."""
+    """Return a function that transfers arrays between devices of this process."""
     shardings = list(dst)
     alike = all(_cut_alike(*parts) for parts in zip(avals, src, dst, strict=True))
 
@@ -73,7 +76,7 @@ def local_transfer(
 
 
 def _cut_alike(aval: Any, src: NamedSharding, dst: NamedSharding) -> bool:
-    """Whether each device of the one side holds what its counterpart of the other wants."""
+    """Return whether each source device holds what its counterpart at the destination needs."""
     if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
         return False  # no array of the devices' own, but a wrapper around one
     tiles = boxes(aval.shape, src), boxes(aval.shape, dst)
@@ -81,15 +84,22 @@ def _cut_alike(aval: Any, src: NamedSharding, dst: NamedSharding) -> bool:
 
 
 class RemoteTransfer:
-    """A transfer in which several processes take part; called with a call's first key and the
-    arrays, of which those that live elsewhere may be None. All that goes from one process to
-    another goes together, by one exchange of the transport.
+    """A transfer in which several processes take part.
+
+    It is called with the first key of the step's call and with the arrays, of which those that live
+    in other processes may be None. All that goes from one process to another goes together, by one
+    exchange of the transport.
 
     Args:
-        offset: of this transfer's keys among those of one call.
+        avals: the shape and dtype of each array.
+        src: the sharding of each array at the source.
+        dst: the sharding of each array at the destination.
+        transport: what moves arrays between processes.
+        offset: the position of this transfer's first key among the keys of one call.
 
     Attributes:
-        exchange: what goes between processes, to be opened before the first call.
+        exchange: what goes between processes; it must be opened before the first call.
+        num_keys: the number of keys that the transfer takes.
     """
 
     def __init__(
@@ -111,6 +121,12 @@ class RemoteTransfer:
         self._where = [(k, n) for k, n, _ in parcels]
 
     def __call__(self, key: int, arrays: list[Any]) -> list[jax.Array]:
+        """Transfer the arrays; return them at the destination.
+
+        Args:
+            key: the first key of the step's call.
+            arrays: the arrays at the source; those that live in other processes may be None.
+        """
         parts = [leg.cut(x) for leg, x in zip(self._legs, arrays, strict=True)]
         out = {i: parts[k][n] for i, k, n in self._out}
         for i, part in self.exchange(key + self._offset, out).items():
@@ -120,8 +136,10 @@ class RemoteTransfer:
 
 
 class _Leg:
-    """One array's transfer, as far as this process takes part in it. Random keys go as their data,
-    which is cut as they are: its last axis is whole everywhere."""
+    """One array's transfer, as far as this process takes part in it.
+
+    Random keys travel as their data, which is sharded as they are: its last axis is not sharded.
+    """
 
     def __init__(self, aval: Any, src: NamedSharding, dst: NamedSharding) -> None:
         aval, self._impl = _plain(aval)
@@ -148,7 +166,7 @@ class _Leg:
         self._here = [(self._device[d], box) for d, box in own]
 
     def parcels(self) -> list[tuple[int, Parcel]]:
-        """What goes from a process to another, with its place among the pieces."""
+        """Return what goes from one process to another, with its position among the pieces."""
         return [
             (n, Parcel(self._device[p.src_device], to, p.shape, self._aval.dtype))
             for n, p in enumerate(self._pieces)
@@ -157,7 +175,7 @@ class _Leg:
         ]
 
     def cut(self, array: jax.Array | None) -> dict[int, jax.Array]:
-        """The pieces that this process has, by their place among all."""
+        """Return the pieces that this process has, by their position among all pieces."""
         if array is None or not self._out:
             return {}
         if self._impl is not None:
@@ -168,7 +186,7 @@ class _Leg:
         return {n: self._cuts[n](shards[p.src_device]) for n, p in self._out}
 
     def joined(self, parts: dict[int, jax.Array]) -> jax.Array:
-        """The array, from the pieces that this process needs of it."""
+        """Return the array, made of the pieces of it that this process needs."""
         data = self._joined(parts)
         return data if self._impl is None else jax.random.wrap_key_data(data, impl=self._impl)
 
@@ -188,7 +206,7 @@ class _Leg:
         )
 
     def _first(self, process: int, box: Box) -> jax.Device:
-        """The device of a process on which a tile arrives."""
+        """Return the device of a process on which a tile arrives."""
         found = (d for d, held in self._tiles.items() if held == box)
         return self._device[next(d for d in found if self._process[d] == process)]
 
@@ -200,13 +218,20 @@ def move(
     dst: Sequence[NamedSharding],
     transport: Transport,
 ) -> list[jax.Array]:
-    """Bring arrays from one placement to another, once. Every process calls it with the same
-    `avals` and placements, and with the arrays it holds (others may be anything).
+    """Move arrays from one placement to another, once.
 
-    What was not moved like that before is made ready first, and nobody begins before all have it.
+    Every process calls it with the same `avals` and placements. A transfer of a new kind is
+    prepared first, and no process starts it before all have prepared it.
+
+    Args:
+        arrays: the arrays that this process holds; others may be anything.
+        avals: the shape and dtype of each array.
+        src: the sharding of each array at the source.
+        dst: the sharding of each array at the destination.
+        transport: what moves arrays between processes.
 
     Raises:
-        NotMetError: another process could not make it ready.
+        NotMetError: another process could not prepare the transfer.
     """
     transfer = RemoteTransfer(avals, src, dst, transport, 0)
     if not transfer.exchange.is_open:
@@ -218,7 +243,7 @@ def move(
 
 @functools.lru_cache(maxsize=4096)
 def boxes(shape: tuple[int, ...], sharding: NamedSharding) -> dict[int, Box]:
-    """The tile of every device of a sharding."""
+    """Return the tile of every device of a sharding, by the device's id."""
     tiles: dict[Any, Any] = dict(sharding.devices_indices_map(shape))
     return {
         device.id: tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))

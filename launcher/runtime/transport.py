@@ -1,11 +1,11 @@
-"""Moving arrays between processes: what the runtime needs of a way, and the one for CPU buffers.
+"""Transfers of arrays between processes: the interface, and the transport for CPU buffers.
 
 `PullTransport` is JAX's transfer server: arrays are offered under a key on one side and pulled by
-it on the other, in any order, in both directions at once, and only the two processes concerned take
-part. It moves CPU buffers (a pull of 1 MB takes about a millisecond on loopback). The server
-answers whoever reaches its port and names a key, so it binds to one address, by default this
-machine's own loopback, and the keys can start at a number that nobody guesses. `runtime.permute` is
-the way for GPUs.
+that key on the other, in any order, in both directions at once, and only the two processes
+concerned take part. It moves CPU buffers (a pull of 1 MB takes about a millisecond on loopback).
+The server answers anyone who reaches its port and names a key, so it binds to one address, by
+default this machine's own loopback, and the keys can start at a number that nobody can guess.
+`runtime.permute` is the transport for GPUs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from launcher.runtime.compat import agree
 
 @dataclass(frozen=True)
 class Parcel:
-    """An array that goes from a device to one of another process."""
+    """An array that goes from one device to a device of another process."""
 
     src: jax.Device
     dst: jax.Device
@@ -41,7 +41,7 @@ class Exchange(Protocol):
 
     Attributes:
         num_keys: how many keys they take.
-        told: what goes from where to where, and how; the same in all processes.
+        told: a description of what goes from where to where, and how; the same in all processes.
         is_open: whether it can be called, which changes in all processes together.
     """
 
@@ -49,16 +49,28 @@ class Exchange(Protocol):
     told: str
 
     @property
-    def is_open(self) -> bool: ...
+    def is_open(self) -> bool:
+        """Whether it can be called."""
+        ...
 
     def __call__(self, key: int, parts: Parts) -> Parts:
-        """Send the arrays that lie here, each on the device that its parcel names; those that
-        arrive here. Returns at once where the devices allow it; they are filled later."""
+        """Send the parcels of this process and return those that arrive here.
+
+        If the devices allow it, this returns at once, and the arrays are filled later.
+
+        Args:
+            key: the first of the exchange's keys.
+            parts: the arrays to send, by the number of their parcel, each on the device that its
+                parcel names.
+        """
 
 
 class Transport(Protocol):
-    """What the runtime needs of a way between processes. All processes bind, open and call alike:
-    the same things in the same order, also those that other processes exchange."""
+    """The interface that the runtime needs to move arrays between processes.
+
+    All processes bind, open and call alike: the same things in the same order, including those that
+    only other processes exchange.
+    """
 
     def bind(self, parcels: Sequence[Parcel]) -> Exchange:
         """Prepare an exchange."""
@@ -67,19 +79,26 @@ class Transport(Protocol):
         """Make exchanges ready to be called, and `meet` with the `order` that they are part of."""
 
     def meet(self, order: str) -> None:
-        """Wait until every process has come here. Raises NotMetError where they do not all follow
-        this `order`, as `runtime.order` tells it; "": this one failed."""
+        """Wait until every process has called this.
+
+        Args:
+            order: the order that this process follows, such as a `runtime.order.digest`; "" if this
+                process failed.
+
+        Raises:
+            NotMetError: the processes do not all give the same order.
+        """
 
     def reserve(self, count: int) -> int:
-        """The first of so many new keys, of which each is used once."""
+        """Reserve `count` new keys, each of which is used once, and return the first."""
 
 
 class NotMetError(PlanError):
-    """The processes do not come together to run a plan."""
+    """An error raised when the processes do not come together to run a plan."""
 
 
 class Meeting:
-    """`Transport.meet`."""
+    """An implementation of `Transport.meet`."""
 
     def __init__(self) -> None:
         self._met = 0
@@ -96,7 +115,10 @@ class Meeting:
 
 @contextmanager
 def met_by_all(transport: Transport | None) -> Iterator[None]:
-    """In which processes compile: where this one fails, the others are told and do not wait."""
+    """Guard a block in which all processes compile.
+
+    If this process fails in it, the others are told and do not wait.
+    """
     try:
         yield
     except NotMetError:
@@ -109,7 +131,10 @@ def met_by_all(transport: Transport | None) -> Iterator[None]:
 
 
 class PullTransport(Meeting):
-    """See the module. Make one in each process, then tell each all `addresses` by `connect`."""
+    """A transport by JAX's transfer server; see the module.
+
+    Make one in each process, then give each of them all `addresses` by `connect`.
+    """
 
     def __init__(self, bind: str = "127.0.0.1") -> None:
         super().__init__()
@@ -120,12 +145,16 @@ class PullTransport(Meeting):
 
     @property
     def address(self) -> str:
-        """Where other processes reach this one."""
+        """The address at which other processes reach this one."""
         return str(self._server.address())
 
     def connect(self, addresses: Sequence[str], first_key: int = 0) -> None:
-        """Connect to every process; `addresses` are in the order of `jax.process_index()`. The
-        first key that is reserved, the same in all of them, is `first_key`."""
+        """Connect to every process.
+
+        Args:
+            addresses: the addresses of all processes, in the order of `jax.process_index()`.
+            first_key: the first key that is reserved, the same in all processes.
+        """
         me = jax.process_index()
         self._reserved = first_key
         self._peers = [
@@ -138,7 +167,7 @@ class PullTransport(Meeting):
         return _Pulls(self, parcels)
 
     def open(self, exchanges: Sequence[Exchange], order: str) -> None:
-        """See `Transport`. Nothing is to be made ready."""
+        """Meet the other processes; nothing has to be prepared. See `Transport`."""
         self.meet(order)
 
     def reserve(self, count: int) -> int:
@@ -147,17 +176,24 @@ class PullTransport(Meeting):
         return self._reserved - count
 
     def send(self, key: int, arrays: list[jax.Array]) -> None:
-        """Offer arrays of this process under a key that is used once; returns at once."""
+        """Offer arrays of this process under a key that is used once; return at once."""
         self._server.await_pull(key, arrays)
 
     def recv(self, key: int, process: int, like: list[jax.ShapeDtypeStruct]) -> list[jax.Array]:
-        """The arrays that `process` offers under `key`, with these shapes and shardings; returns
-        at once, the arrays are filled later."""
+        """Return the arrays that a process offers under a key; they are filled later.
+
+        This returns at once.
+
+        Args:
+            key: the key.
+            process: the process that offers them.
+            like: the shapes and shardings of the arrays.
+        """
         return list(self._peers[process].pull(key, like))
 
 
 class _Pulls:
-    """An exchange by keys: all parcels from one process to another are one message under one."""
+    """An exchange by keys: all parcels from one process to another share one message and key."""
 
     is_open = True
 
@@ -190,6 +226,6 @@ class _Pulls:
 
 
 def _like(parcel: Parcel) -> jax.ShapeDtypeStruct:
-    """What arrives of a parcel."""
+    """Return the shape and the device of a parcel as it arrives."""
     where = SingleDeviceSharding(parcel.dst)
     return jax.ShapeDtypeStruct(parcel.shape, parcel.dtype, sharding=where)
