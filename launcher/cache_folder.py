@@ -1,4 +1,4 @@
-"""The launcher's cache folder, and the names of what in it is for one kind of machine."""
+"""The launcher's cache folder, and file names for what belongs to one kind of machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _NO_HOME = "/nonexistent"  # by custom
 
 
 def cache_folder() -> Path:
-    """Where measurements are kept; where nothing can be for a user without a home."""
+    """Return where measurements and compiled programs are kept.
+
+    For a user without a home it is a place where nothing can be kept.
+    """
     if root := os.environ.get("XDG_CACHE_HOME"):
         return Path(root, "launcher")
     home = os.path.expanduser("~")

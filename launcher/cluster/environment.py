@@ -14,7 +14,7 @@ from launcher.cluster.head import TOKEN_VARIABLE
 
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 # Of a GPU's memory JAX takes 0.75 by itself. A plan may fill as much as this (`USABLE` in
-# `plan.search.auto`), and the worker has the GPU alone.
+# `plan.inter_op.auto`), and the worker has the GPU alone.
 _GPU_MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
 
 

@@ -1,7 +1,7 @@
 """What a file says of an option of its own choice counts only while that option is chosen.
 
 A recipe picks `parallel: manual` and says how many stages; with `parallel=data` on the command line
-the stages mean nothing.
+the stages mean nothing. Pure but for reading files that have been read before.
 """
 
 from __future__ import annotations

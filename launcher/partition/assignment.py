@@ -50,6 +50,10 @@ class Assignment:
         """See `zero`."""
         return self.zero[stage] if self.zero else 0
 
+    def shardings_of(self, stage: int) -> Mapping[str, Spec] | None:
+        """See `shardings`."""
+        return self.shardings[stage] if self.shardings else None
+
     def sequence_of(self, stage: int) -> bool:
         """See `sequence`."""
         return bool(self.sequence) and self.sequence[stage]

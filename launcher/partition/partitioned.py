@@ -1,6 +1,6 @@
 """A train step cut as an `Assignment` says: what every submesh computes, holds and exchanges.
 
-`partition` makes it once; `launcher.plan` prices it and `launcher.runtime` emits and compiles it.
+`launcher.plan` prices it; `launcher.runtime` emits and compiles it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PartitionedStep:
     """See `partition`.
 
     Attributes:
-        assignment: with the shardings of every stage.
+        assignment: with the shardings of every stage, None where none were given or chosen.
         loss: of one slice of the batch.
         stages: what each stage computes and exchanges.
         layouts: of every submesh, the specs of all values.
@@ -96,15 +96,16 @@ class PartitionedStep:
         graph, layout = self.stages[stage], self.layout(stage)
         names = [Name("operand", i) for i in graph.operands]
         names += [Name("activation", v) for v in graph.activations_in]
-        grads, varying = self._grads(stage), self._varying(stage)
+        grads, varying = set(self._grads(stage)), set(self._varying(stage))
+        sliced, results = self.sliced, set(self._results(stage))
         return (
             graph.structure,
             tuple(input_spec(name, layout) for name in names),
             tuple(sorted(layout.sizes.items())),
             (self.assignment.remat[stage], self.goes_back_at_once(stage)),
             tuple(sorted(kind.value for kind in self.kinds(stage))),
-            tuple((i in grads, i in varying, i in self.sliced) for i in graph.operands),
-            tuple(i in self._results(stage) for i in graph.results),
+            tuple((i in grads, i in varying, i in sliced) for i in graph.operands),
+            tuple(i in results for i in graph.results),
         )
 
     @property
@@ -145,16 +146,16 @@ def partition(
         PlanError: the assignment cannot be carried out; the message says where.
         BatchError: the batch does not divide into microbatches and replicas.
     """
-    validate(assignment, step)
+    tasks = validate(assignment, step)
     loss = step.loss(assignment.slicing.num_slices)
     graphs = cut_stages(loss, assignment.layers, assignment.mesh_of)
-    given = assignment.shardings or (None,) * len(graphs)
-    if choose:
-        pairs = zip(given, graphs, strict=True)
-        given = tuple(choose(loss, graph) if own is None else own for own, graph in pairs)
-    assignment = dataclasses.replace(assignment, shardings=given)
+    shardings = []
+    for graph in graphs:
+        given = assignment.shardings_of(graph.index)
+        shardings.append(choose(loss, graph) if given is None and choose else given)
+    assignment = dataclasses.replace(assignment, shardings=tuple(shardings))
     laid = layouts(step, loss, assignment, outer or outer_dims(step))
     update = place_update(
         step, loss, graphs, assignment.slicing, lambda i, mesh: laid[mesh].is_scattered(i)
     )
-    return PartitionedStep(step, assignment, loss, graphs, laid, update, assignment.tasks())
+    return PartitionedStep(step, assignment, loss, graphs, laid, update, tasks)

@@ -9,24 +9,27 @@ from launcher.partition.assignment import Assignment, Submesh
 from launcher.partition.errors import PlanError
 from launcher.partition.remat import POLICIES
 from launcher.partition.sharding.named_dims import Spec, axes
-from launcher.schedule import SCHEDULES
-from launcher.trace.errors import BatchError
+from launcher.schedule import SCHEDULES, Tasks
 from launcher.trace.leaf_names import leaf_names
 from launcher.trace.step import TracedStep
 
 
-def validate(assignment: Assignment, step: TracedStep) -> None:
+def validate(assignment: Assignment, step: TracedStep) -> Tasks:
     """Check an assignment against the step, which is cut into its layers.
+
+    Returns:
+        The assignment's tasks.
 
     Raises:
         PlanError: the message says what is wrong, and where.
+        BatchError: the batch does not divide into microbatches and replicas.
     """
     _check_order(assignment, step.loss(1).num_layers)
     shapes = dict(zip(leaf_names(step), (v.aval.shape for v in step.invars), strict=True))
     for stage, mesh in enumerate(assignment.mesh_of):
         _check_stage(assignment, stage, assignment.submeshes[mesh], shapes)
-    _check_batch(assignment, step)
-    assignment.tasks()  # last: of as many microbatches as it is told
+    step.loss(assignment.slicing.num_slices)
+    return assignment.tasks()  # last: of as many microbatches as it is told
 
 
 def _check_order(assignment: Assignment, num_layers: int) -> None:
@@ -36,23 +39,16 @@ def _check_order(assignment: Assignment, num_layers: int) -> None:
         raise PlanError(f"schedule {assignment.schedule!r} is not one of {known}")
     if assignment.num_micro_batches < 1:
         raise PlanError(f"num_micro_batches={assignment.num_micro_batches} must be at least 1")
+    stages, submeshes = len(assignment.layers), range(len(assignment.submeshes))
+    of_stages = assignment.mesh_of, assignment.remat, assignment.shardings or assignment.layers
+    if {*map(len, of_stages)} != {stages} or not set(assignment.mesh_of) <= set(submeshes):
+        raise PlanError(f"not each of {stages} stages has a submesh, a remat and shardings")
     layers = [layer for stage in assignment.layers for layer in stage]
     if layers != list(range(num_layers)):
         raise PlanError(f"stages hold layers {layers}; the model has 0 to {num_layers - 1}")
     used = [device for submesh in assignment.submeshes for device in submesh.devices]
     if len(set(used)) != len(used):
         raise PlanError(f"a device is in two submeshes: {sorted(used)}")
-
-
-def _check_batch(assignment: Assignment, step: TracedStep) -> None:
-    """What the batch is cut into."""
-    try:
-        step.loss(assignment.slicing.num_slices)
-    except BatchError as error:
-        raise PlanError(
-            f"num_micro_batches={assignment.num_micro_batches} on {assignment.num_replicas} "
-            f"replicas: {error}"
-        ) from error
 
 
 def _check_stage(
@@ -71,7 +67,7 @@ def _check_stage(
             f"stage {index}: a logical mesh of {shape} does not fit {len(submesh.devices)} devices"
         )
     sizes = dict(zip(("data", "model"), shape, strict=True))
-    for name, spec in ((assignment.shardings and assignment.shardings[index]) or {}).items():
+    for name, spec in (assignment.shardings_of(index) or {}).items():
         _check_spec(index, name, spec, shapes.get(name), sizes)
 
 

@@ -116,46 +116,62 @@ class PlanBuilder:
     def _stages(
         self, cut: PartitionedStep, again: Sequence[Sequence[Equation]]
     ) -> tuple[StagePlan, ...]:
-        """The stages with their predicted times and memory."""
+        """Return the stages with their predicted times and memory."""
         footprints = {graph.index: self._footprint(cut, graph.index) for graph in cut.stages}
         peaks = [mesh_memory(cut, mesh, footprints) for mesh in range(len(cut.layouts))]
-        counts = _num_parameters(cut)
-        timed: dict[object, StageSeconds] = {}  # of stages that are the same program, cut alike
+        timed, counts = self._seconds(cut, again, footprints), _num_parameters(cut)
         return tuple(
-            self._stage(cut, graph, again[graph.index], footprints, peaks, counts, timed)
-            for graph in cut.stages
+            self._stage(cut, graph, seconds, peaks[graph.mesh], counts)
+            for graph, seconds in zip(cut.stages, timed, strict=True)
         )
+
+    def _seconds(
+        self,
+        cut: PartitionedStep,
+        again: Sequence[Sequence[Equation]],
+        footprints: Mapping[int, Footprint],
+    ) -> list[StageSeconds]:
+        """Return what each stage takes; of stages that are the same program only one is timed."""
+        split = SCHEDULES[cut.assignment.schedule].splits_backward
+        known: dict[object, StageSeconds] = {}
+        found = []
+        for graph, repeated in zip(cut.stages, again, strict=True):
+            s, layout = graph.index, cut.layouts[graph.mesh]
+            submesh = cut.assignment.submeshes[graph.mesh]
+            links, timing = links_of(submesh, self._cluster), self._timing(cut, graph)
+            gathered = tuple(layout.is_gathered(i) for i in graph.operands)
+            key = cut.likeness(s), gathered, links, timing
+            if key not in known:
+                as_one = Kind.FORWARD not in footprints[s].left
+                known[key] = stage_seconds(
+                    graph, cut.loss, layout, self._cluster, links, repeated, as_one, split, timing
+                )
+            found.append(known[key])
+        return found
+
+    def _timing(self, cut: PartitionedStep, graph: StageGraph) -> tuple[float, float] | None:
+        """Return the measured seconds of a stage's forward and backward pass, if they are known."""
+        if self._measured is None:
+            return None
+        data, model = cut.assignment.submeshes[graph.mesh].logical_mesh
+        layers = cut.assignment.layers[graph.index]
+        return self._measured.stage(layers, cut.assignment.num_micro_batches * data, model)
 
     def _stage(
         self,
         cut: PartitionedStep,
         graph: StageGraph,
-        again: Sequence[Equation],
-        footprints: Mapping[int, Footprint],
-        peaks: Sequence[int],
+        seconds: StageSeconds,
+        peak: int,
         counts: Sequence[int],
-        timed: dict[object, StageSeconds],
     ) -> StagePlan:
-        s, assignment, cluster, measured = (
-            graph.index,
-            cut.assignment,
-            self._cluster,
-            self._measured,
-        )
+        """Return one stage; `counts`: the parameters of every stage."""
+        s, assignment, cluster = graph.index, cut.assignment, self._cluster
         submesh, layout = assignment.submeshes[graph.mesh], cut.layouts[graph.mesh]
-        links, layers = links_of(submesh, cluster), assignment.layers[s]
-        data, model = submesh.logical_mesh
-        slices = assignment.num_micro_batches * data
-        timing = measured.stage(layers, slices, model) if measured else None
-        split = SCHEDULES[assignment.schedule].splits_backward
-        as_one = Kind.FORWARD not in footprints[s].left
-        key = cut.likeness(s), links, timing
-        if key not in timed:
-            timed[key] = stage_seconds(
-                graph, cut.loss, layout, cluster, links, again, as_one, split, timing
-            )
+        layers, measured = assignment.layers[s], self._measured
         beside = [counts[other.index] for other in cut.on_mesh(graph.mesh)]
         share = counts[s] / sum(beside) if any(beside) else 1 / len(beside)
+        links = links_of(submesh, cluster)
         once, at_end = update_seconds(graph, cut.loss, cut.update, layout, cluster, links, share)
         return StagePlan(
             layers=layers,
@@ -163,11 +179,11 @@ class PlanBuilder:
             devices=submesh.devices,
             logical_mesh=submesh.logical_mesh,
             remat=assignment.remat[s],
-            **vars(timed[key]) | {"collectives": timed[key].collectives + at_end},
+            **vars(seconds) | {"collectives": seconds.collectives + at_end},
             update_seconds=once,
-            memory_bytes=peaks[graph.mesh],
+            memory_bytes=peak,
             num_parameters=counts[s],
-            shardings=dict(assignment.shardings[s] or {}),
+            shardings=dict(assignment.shardings_of(s) or {}),
             at_once=measured.at_once(layers, cluster) if measured else None,
         )
 

@@ -17,6 +17,7 @@ from launcher.plan.stage_plan import Staged, StagePlan, Transfer
 from launcher.plan.validate import check_devices, check_ends
 from launcher.reading import read
 from launcher.trace.clusters import LayerEnds
+from launcher.trace.errors import BatchError
 from launcher.trace.step import TracedStep
 
 
@@ -93,7 +94,13 @@ class Plan(Staged):
         check_devices(self.stages, self.cluster)
         if self.batch_size != step.batch_size:
             raise PlanError(f"batch_size={self.batch_size}, but the step's is {step.batch_size}")
-        validate(self.assignment, step.cut_at(self.layer_ends))
+        try:
+            validate(self.assignment, step.cut_at(self.layer_ends))
+        except BatchError as error:
+            raise PlanError(
+                f"num_micro_batches={self.num_micro_batches} on {self.num_replicas} replicas: "
+                f"{error}"
+            ) from error
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON-able data."""

@@ -1,6 +1,6 @@
 """Execution of a plan: stage programs, instruction lists and the loop that runs them.
 
-Imports `trace` and `plan`.
+Imports `plan`, by its door, and below.
 """
 
 from launcher.runtime.executable import Executable, StageTimes, compile_step

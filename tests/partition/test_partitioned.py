@@ -11,9 +11,10 @@ from launcher.partition.assignment import Assignment, Submesh
 from launcher.partition.errors import PlanError
 from launcher.partition.partitioned import partition
 from launcher.plan import local_shape, make_plan
+from launcher.plan.build import build_plan
 from launcher.runtime.emit import emit
 from launcher.schedule import Kind
-from launcher.trace import trace_step
+from launcher.trace import BatchError, trace_step
 
 LAYERS, WIDTH, BATCH = 4, 8, 16
 
@@ -119,8 +120,26 @@ def test_a_plan_is_the_assignment_that_it_was_made_of():
         ({"remat": ("none", "some", "none", "none")}, "stage 1: remat 'some'"),
         ({"submeshes": tuple(Submesh((i // 2,), (1, 1)) for i in range(4))}, "in two submeshes"),
         ({"shardings": ({"nobody": ()}, {}, {}, {})}, "no such argument"),
+        ({"remat": ("none",)}, "not each of 4 stages"),
+        ({"mesh_of": (0, 1, 2, 4)}, "not each of 4 stages"),
     ],
 )
 def test_what_cannot_be_carried_out_is_refused(changed, words):
     with pytest.raises(PlanError, match=words):
         partition(STEP, assignment(**changed))
+
+
+def test_a_refused_batch_is_its_own_error():
+    with pytest.raises(BatchError):
+        partition(STEP, assignment(num_micro_batches=5))
+
+
+def test_stages_that_gather_their_parameters_are_priced_apart():
+    """They are the same program on one slice as those that hold them whole."""
+    submeshes = tuple(Submesh((2 * i, 2 * i + 1), (2, 1)) for i in range(LAYERS))
+    plan = build_plan(
+        STEP, assignment(submeshes=submeshes, zero=(0, 3, 0, 0)), local_shape(8, 1, "cpu")
+    )
+    kinds = [{c.kind for c in stage.collectives} for stage in plan.stages]
+    assert kinds[1] == {"all-gather", "reduce-scatter"}
+    assert kinds[2] == {"all-reduce"}

@@ -99,13 +99,13 @@ def at_random(step, seed, cluster):
     cluster follows from the seed."""
     rng = random.Random(seed)
     while True:
-        assignment = _outline(step, rng, cluster.num_devices)
+        assignment = _assignment(step, rng, cluster.num_devices)
         replicas = math.gcd(*(submesh.logical_mesh[0] for submesh in assignment.submeshes))
         if step.batch_size % (assignment.num_micro_batches * replicas) == 0:
             return build_plan(step, assignment, cluster)
 
 
-def _outline(step, rng, num_devices):
+def _assignment(step, rng, num_devices):
     num_layers = step.loss(1).num_layers
     num_stages = rng.randint(1, min(6, num_layers))
     ends = [0, *sorted(rng.sample(range(1, num_layers), num_stages - 1)), num_layers]
@@ -114,7 +114,7 @@ def _outline(step, rng, num_devices):
     if schedule == "interleaved_1f1b":
         num_meshes = rng.choice([n for n in range(1, num_stages + 1) if num_stages % n == 0])
     if num_meshes > num_devices:
-        return _outline(step, rng, num_devices)
+        return _assignment(step, rng, num_devices)
     submeshes = _submeshes(rng, num_devices, num_meshes)
     zero = [rng.choice([0, 0, 2, 3]) for _ in range(num_stages)]
     axes = ["data", "model", None]

@@ -138,10 +138,9 @@ def layouts(
     for mesh, submesh in enumerate(assignment.submeshes):
         cut: dict[Var, Spec] = {}
         on_mesh = (s for s, at in enumerate(assignment.mesh_of) if at == mesh)
-        for shardings in (assignment.shardings[s] for s in on_mesh):
-            for name, spec in (shardings or {}).items():
-                if name in names:
-                    cut[names[name]] = tuple(_mesh_axes(axis) for axis in spec)
+        for stage in on_mesh:
+            for name, spec in (assignment.shardings_of(stage) or {}).items():
+                cut[names[name]] = tuple(_mesh_axes(axis) for axis in spec)
         for result, argument in step.aliases.items():
             if step.invars[argument] in cut and is_var(step.outvars[result]):
                 cut[step.outvars[result]] = cut[step.invars[argument]]

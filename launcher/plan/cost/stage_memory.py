@@ -1,4 +1,7 @@
-"""Activation memory of a stage: what a task keeps for later ones, and its peak temporaries."""
+"""Activation memory of a stage: what a task keeps for later ones, and its peak temporaries.
+
+The task programs are those that the runtime will run, cut out of the same joint graph. Pure.
+"""
 
 from __future__ import annotations
 

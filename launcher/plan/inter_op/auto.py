@@ -1,5 +1,6 @@
-"""The whole search, from a traced step to the best assignments: what its layers cost
-(`layer_costs`), and which plan of them is best (`problem`). Pure.
+"""The whole search, from a traced step to the best assignments.
+
+What its layers cost is in `layer_costs`, which plan of them is best in `problem`. Pure.
 """
 
 from __future__ import annotations

@@ -78,7 +78,9 @@ def _interleaved(
 def sketched(
     assignment: Assignment, problem: Problem, measured: MeasuredLayers | None = None
 ) -> Estimate:
-    """Returns the assignment with predictions; without memory where a submesh has several stages.
+    """Return the estimate of an assignment, without shardings.
+
+    It is without memory, too, where a submesh has several stages.
 
     Raises:
         UnmeasuredError: one of its layers could not be measured.

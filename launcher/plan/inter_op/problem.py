@@ -37,7 +37,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One found plan in assignment, with the objective that the search gave it, in seconds."""
+    """An assignment that was found, with the objective that the search gave it, in seconds."""
 
     assignment: Assignment
     seconds: float

@@ -1,4 +1,4 @@
-"""Selects one plan among the search's assignments; it says what it beat."""
+"""Selects one plan among the search's assignments, and records in it what it beat."""
 
 from __future__ import annotations
 

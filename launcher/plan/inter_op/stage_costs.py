@@ -91,7 +91,7 @@ class StageCosts:
         return forward + cluster.launch, backward + launch
 
     def _as_one(self) -> np.ndarray:
-        """Whether a stage's passes will be one program, see `passes.runs_as_one`."""
+        """Whether a stage's passes will be one program, see `task_programs.runs_as_one`."""
         last = np.arange(self._valid.shape[1]) == self._valid.shape[0]
         small = self._of["residual_bytes"] / self._slices <= MOST_INSIDE
         return last[None, :] & small & self._back_at_once
@@ -186,5 +186,5 @@ def _spans(values: np.ndarray) -> np.ndarray:
 
 
 def _ring(size: np.ndarray, devices: int, link: float) -> np.ndarray:
-    """See `sharding.cost.all_reduce_seconds`; without the latency."""
+    """See `cost.collectives.all_reduce_seconds`; without the latency."""
     return 2 * (devices - 1) * size / devices / link

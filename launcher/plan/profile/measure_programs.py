@@ -5,7 +5,7 @@
 Reads `{"platform", "devices", "model", "programs": [[file, accumulators], …], "seconds"}` and
 writes `{"seconds": [of each program], "launch": what one of them takes beside its work}` to
 standard output.
-It imports JAX and nothing of ours, so that it starts fast; `profile.run` starts one for each
+It imports JAX and nothing of ours, so that it starts fast; `measure_layers` starts one for each
 candidate, and what befalls it befalls that one only.
 """
 
