@@ -62,7 +62,7 @@ def trace_joint(
     graph: StageGraph,
     loss: Loss,
     grads: Sequence[int],
-    sliced: Sequence[int],
+    varying: Sequence[int],
     remat: str,
     open_checkpoints: bool,
 ) -> JointGraph:
@@ -75,7 +75,7 @@ def trace_joint(
         graph: the stage.
         loss: the loss that it is a part of.
         grads: the operands whose gradients are wanted.
-        sliced: the operands that differ from slice to slice.
+        varying: the operands that differ from slice to slice.
         remat: what the pullback computes again, a name of `remat.POLICIES`.
         open_checkpoints: whether a `jax.checkpoint` may be cut, too.
     """
@@ -121,7 +121,7 @@ def trace_joint(
         equations=closed.jaxpr.eqns,
         constants=dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)),
         slices=frozenset(
-            v for name, v in variables.items() if name.kind != "operand" or name.of in sliced
+            v for name, v in variables.items() if name.kind != "operand" or name.of in varying
         ),
     )
 

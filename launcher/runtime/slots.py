@@ -89,9 +89,8 @@ class Slots:
 
         It is an accumulator, or one part for each microbatch.
         """
-        parts = (
-            self.cut.update.result_parts if name.kind == "result" else self.cut.update.grad_parts
-        )
+        update = self.cut.update
+        parts = update.result_parts if name.kind == "result" else update.grad_parts
         variables = parts[name.of, graph.index]
         return variables[microbatch if len(variables) > 1 else 0]
 
@@ -123,11 +122,9 @@ class Slots:
             return (DATA,) if self.cut.slicing.replicas > 1 else ()
         if kind == "unsummed":
             return (DATA, *layout.operand(i))
-        return (
-            layout.gradient(i)
-            if kind == "grad"
-            else layout.outer(self.cut.update.like.get(var, var))
-        )
+        if kind == "grad":
+            return layout.gradient(i)
+        return layout.outer(self.cut.update.like.get(var, var))
 
     def _stacked(self, index: int, mesh: int) -> Spec:
         """Return the spec of a sliced operand.

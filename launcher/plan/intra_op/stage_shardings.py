@@ -20,8 +20,9 @@ from launcher.trace.step import Loss, TracedStep
 
 
 class StageShardings:
-    """Chooses the shardings of an assignment's stages; stages that are the same program are solved
-    once.
+    """What chooses the shardings of an assignment's stages, of one loss.
+
+    Stages that are the same program are solved once.
 
     Args:
         outer: the step's named dimensions outside of the loss.
