@@ -1,4 +1,4 @@
-"""Selects one plan among the search's assignments; it says what it beat."""
+"""Selection of one plan among the search's assignments, with what it was better than."""
 
 from __future__ import annotations
 
@@ -34,15 +34,19 @@ def best_plan(
     progress: Callable[[float], None] = lambda share: None,
     measured: MeasuredLayers | None = None,
 ) -> Plan:
-    """The best plan; the next best ones stand in it as `runners_up`.
+    """Return the best plan, with the next best ones as its `runners_up`.
 
     The search's objective is a closed form. The few best assignments, each under every schedule
-    that is left open, are estimated, so that the simulated timeline decides; of the estimates the
-    best one that fits the memory, of which the search has only an estimate, is built. Where none
-    does, the search is done again, with less to spend.
+    that is left open, are estimated, so that the simulated timeline decides. The best of the
+    estimates that fits the memory, of which the search has only an estimate, is built. Where none
+    fits, the search is repeated with less memory.
 
     Args:
-        measured: the layers' seconds, instead of the model's.
+        step: the traced step, cut into layers.
+        cluster: the devices to plan for.
+        wanted: what the user fixed.
+        progress: called with the share that is done, 0 … 1.
+        measured: the layers' measured seconds, instead of the cost model's.
 
     Raises:
         PlanError: nothing fits the devices' memory, or nothing that does could be measured.
@@ -92,7 +96,7 @@ def _sketches(
     wanted: Wanted,
     measured: MeasuredLayers | None,
 ) -> list[Sketch]:
-    """What was found, best first as it is simulated."""
+    """Return the estimates of what was found, best first by their simulated timelines."""
     sketches, unmeasured = [], []
     first, *others = (candidate.assignment for candidate in found)
     counts = [first, *recounted(first, problem, wanted)]
@@ -112,7 +116,7 @@ def _sketches(
 
 
 def _settled(completed: Sequence[tuple[Plan, Sketch]], after: Sketch) -> bool:
-    """Whether one that was completed fits, and no sketch from here on promises to be better."""
+    """Return whether a plan that was built fits, and no further estimate promises to be better."""
     fitting = [plan.predicted_step_seconds for plan, _ in completed if plan.missing_bytes <= 0]
     promised = after[1].predicted_step_seconds
     enough = len(completed) >= _MOST_COMPLETED
@@ -120,8 +124,11 @@ def _settled(completed: Sequence[tuple[Plan, Sketch]], after: Sketch) -> bool:
 
 
 def _expected_bytes(sketch: Sketch, completed: Sequence[tuple[Plan, Sketch]]) -> float:
-    """Of a device, where sketches with the same rematerialisation take too little by as much as the
-    worst of those completed; nothing where the sketch says nothing."""
+    """Return the bytes that a plan is expected to need on a device.
+
+    Estimates with the same rematerialisation are taken to be too low by as much as the worst of
+    those that were built. The result is 0 where the estimate has no memory.
+    """
     alike = [
         (_most_bytes(p), _most_bytes(s[1])) for p, s in completed if _remats(s) == _remats(sketch)
     ]
@@ -134,7 +141,7 @@ def _remats(sketch: Sketch) -> set[str]:
 
 
 def _with_less_memory(problem: Problem, plans: Sequence[Plan]) -> Problem:
-    """The search again with as much less memory as it took too little of the plans for."""
+    """Return the problem with less memory, by as much as the search underestimated the plans."""
     assert problem.memory_bytes is not None
     assert problem.cluster.memory_bytes is not None
     share = problem.cluster.memory_bytes / min(map(_most_bytes, plans))
@@ -158,7 +165,10 @@ def _runners_up(
     completed: Sequence[tuple[Plan, Sketch]],
     sketches: Sequence[Sketch],
 ) -> tuple[RunnerUp, ...]:
-    """The next best ones. Those that were only sketched are held against the best one's sketch."""
+    """Return the next best plans.
+
+    Those that were only estimated are compared with the best one's estimate.
+    """
     known = {id(sketch): plan for plan, sketch in completed}
     scale = best.predicted_step_seconds / chosen[1].predicted_step_seconds
     found = []
@@ -182,7 +192,7 @@ def _most_bytes(plan: Staged) -> int:
 
 
 def in_words(plan: Staged) -> str:
-    """A plan in a few words: stages, meshes, microbatches, what is computed again or cut."""
+    """Return a plan in a few words: stages, meshes, microbatches, schedule, rematerialisation."""
     shapes = list(dict.fromkeys(stage.logical_mesh for stage in plan.stages))
     meshes = " and ".join(f"{data}x{model}" for data, model in shapes[:3])
     remat = sorted({stage.remat for stage in plan.stages} - {"none"})
@@ -197,7 +207,7 @@ def in_words(plan: Staged) -> str:
 
 
 def _why(plan: Plan | Estimate, best: Plan | Estimate) -> str:
-    """What costs a plan most time beside the best one."""
+    """Return what costs a plan most time, compared with the best one."""
     busy = [_busiest(p) for p in (plan, best)]
     once = [max(stage.update_seconds for stage in p.stages) for p in (plan, best)]
     waiting = [p.predicted_bubble_fraction * p.predicted_step_seconds for p in (plan, best)]
