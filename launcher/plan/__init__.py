@@ -1,4 +1,7 @@
-"""Which cut of a step is best, and what it costs. Imports `partition` and below."""
+"""Planning: which cut of a step is best, and what it costs.
+
+Imports `partition` and below.
+"""
 
 from launcher.partition.errors import PlanError
 from launcher.plan.build import make_forward_plan

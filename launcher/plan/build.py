@@ -1,4 +1,4 @@
-"""Builds a plan from a method's assignment: shardings, transfers, memory and predictions."""
+"""Building a plan from a method's assignment: shardings, transfers, memory and predictions."""
 
 from __future__ import annotations
 
@@ -40,16 +40,20 @@ def build_plan(
     cluster: ClusterShape,
     measured: MeasuredLayers | None = None,
 ) -> Plan:
-    """Returns the plan of one assignment; see `PlanBuilder.build`."""
+    """Return the plan of one assignment; see `PlanBuilder.build`."""
     return PlanBuilder(step, cluster, measured).build(assignment)
 
 
 class PlanBuilder:
-    """Builds plans of one step on one cluster. What several have in common, the memory of stages
-    that are the same program sharded alike, is computed once.
+    """Builder of plans of one step on one cluster.
+
+    What several plans have in common, the memory of stages that are the same program sharded alike,
+    is computed once.
 
     Args:
-        measured: the layers' seconds, instead of the model's.
+        step: the traced step.
+        cluster: the devices to plan for.
+        measured: the layers' measured seconds, instead of the cost model's.
     """
 
     def __init__(
@@ -61,7 +65,7 @@ class PlanBuilder:
         self._footprints: dict[object, Footprint] = {}
 
     def build(self, assignment: Assignment) -> Plan:
-        """Returns the plan of an assignment, with shardings where it has none.
+        """Return the plan of an assignment; shardings that it lacks are chosen.
 
         Raises:
             PlanError: its schedule cannot run its stages, a sharding that was given does not fit,
@@ -189,7 +193,7 @@ class PlanBuilder:
 
 
 def _notes(laid: Sequence[Layout]) -> tuple[str, ...]:
-    """What is computed on every device of a submesh because no rule says how to cut it."""
+    """Return notes on what every device of a submesh computes, since no rule says how to cut it."""
     shared = [layout for layout in laid if layout.sizes[MODEL] * layout.sizes[ROWS] > 1]
     unknown = {
         f"{use.eqn.primitive.name} at {source_line(use.eqn)} is not cut: every device of a submesh "
@@ -202,11 +206,16 @@ def _notes(laid: Sequence[Layout]) -> tuple[str, ...]:
 
 
 def make_forward_plan(step: TracedStep, like: Plan) -> Plan:
-    """Returns an evaluation step's plan on the stages of a train step's, so that it finds its
-    parameters.
+    """Return the plan of an evaluation step on the stages of a train step's plan.
+
+    So it finds its parameters where the train step keeps them.
+
+    Args:
+        step: the evaluation step.
+        like: the plan of the train step.
 
     Raises:
-        PlanError: the two do not have the same layers.
+        PlanError: the two steps do not have the same layers.
     """
     step = step.cut_at(like.layer_ends)
     num_layers = step.loss(1).num_layers
@@ -226,7 +235,7 @@ def make_forward_plan(step: TracedStep, like: Plan) -> Plan:
 
 
 def repriced(step: TracedStep, plan: Plan, measured: MeasuredLayers) -> Plan:
-    """Returns the same plan with predictions from measured layers.
+    """Return the same plan with predictions from measured layers.
 
     Raises:
         PlanError: one of its layers could not be measured.
@@ -237,8 +246,11 @@ def repriced(step: TracedStep, plan: Plan, measured: MeasuredLayers) -> Plan:
 
 
 def _renamed(shardings: Mapping[str, Spec], names: Sequence[str]) -> dict[str, Spec]:
-    """The specs of another step's arguments for this one's: a leaf is known by its path, with the
-    fewest steps before it (a parameter stands less deep than what the optimizer keeps for it)."""
+    """Return the specs of another step's arguments under the names of this step's.
+
+    A leaf is identified by its path. Of several matches the one with the fewest steps before the
+    path is taken, since a parameter is nested less deeply than what the optimizer keeps for it.
+    """
     found = {}
     for name in names:
         path = name.partition(".")[2]
@@ -249,7 +261,10 @@ def _renamed(shardings: Mapping[str, Spec], names: Sequence[str]) -> dict[str, S
 
 
 def _computed_again(cut: PartitionedStep) -> list[list[Equation]]:
-    """What each stage's backward pass computes again: nothing where it follows at once."""
+    """Return the equations that each stage's backward pass computes again.
+
+    There are none where it directly follows the forward pass.
+    """
     return [
         []
         if cut.goes_back_at_once(g.index)
@@ -259,7 +274,10 @@ def _computed_again(cut: PartitionedStep) -> list[list[Equation]]:
 
 
 def _num_parameters(cut: PartitionedStep) -> list[int]:
-    """Of each stage those that live there: with the first stage that reads them."""
+    """Return the number of parameters of each stage.
+
+    A parameter lives with the first stage that reads it.
+    """
     owner = {i: g.index for g in reversed(cut.stages) for i in g.operands}
     wrt = cut.loss.wrt
     return [
@@ -269,8 +287,11 @@ def _num_parameters(cut: PartitionedStep) -> list[int]:
 
 
 def _transfers(cut: PartitionedStep) -> tuple[Transfer, ...]:
-    """What crosses between meshes: activations go to a mesh once, a gradient comes back from each
-    stage that read them, and the rest of the step sends from first stage to first stage."""
+    """Return what is sent between meshes.
+
+    An activation is sent to a mesh once, and a gradient comes back from each stage that read it.
+    The rest of the step is sent from the first stage of a mesh to the first stage of another.
+    """
     graphs, outer, trained = cut.stages, cut.update, bool(cut.loss.wrt)
     every: dict[tuple[int, int], int] = {}
     once: dict[tuple[int, int], int] = {}

@@ -1,4 +1,4 @@
-"""A plan by the name of its method and the settings of `parallel`."""
+"""Plans by the name of their method and the settings of `parallel`."""
 
 from __future__ import annotations
 
@@ -48,22 +48,37 @@ def make_plan(
     progress: Callable[[float], None] = lambda share: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Plan:
-    """The plan by a method's name and the settings of `parallel`; what a method does not know of
-    these it ignores.
+    """Return the plan of a method, by its name and the settings of `parallel`.
+
+    Settings that a method does not know are ignored.
 
     Args:
-        num_layers: automatic layers for a pipeline; None: at the model's marks, if it has any.
-        data, model: the logical mesh of each stage (`three_d`, `shard`). pipeline: the number of
-            stages (`three_d`). None: what is left of the devices, or 1.
-        num_micro_batches: None, and `schedule` and `remat` "auto", for `auto` alone.
-        cost: see `AutoStageOption`; for the other methods it is what they are predicted by.
-        nothing_fits: where nothing fits, told why, and the plan is what `auto` finds that lacks
-            least; None: that is an error. The other methods ask for no memory.
-        progress: told the share of a search that is done, 0 … 1. say: told of measurements that
-            failed or were ignored.
+        step: the traced train step.
+        method: "auto", "data", "zero2", "zero3", "shard", "three_d" or "manual".
+        cluster: the devices to plan for.
+        num_layers: number of automatic layers for a pipeline; None: layers end at the model's
+            marks, if it has any.
+        num_stages: number of stages (`auto`, `manual`); None: as many as are best (`auto`), or as
+            layers and devices allow (`manual`).
+        stages_per_mesh: how many stages share a submesh (`manual`); see `UniformStageOption`.
+        num_micro_batches: number of microbatches a step; None, for `auto` alone: searched for.
+        schedule: name of a pipeline schedule; "auto", for `auto` alone: searched for.
+        remat: name of a rematerialisation policy, or one for each stage; "auto", for `auto` alone:
+            searched for.
+        data: size of the data axis of each stage's logical mesh (`three_d`, `shard`); None: what is
+            left of the devices, or 1.
+        model: size of the model axis, likewise.
+        pipeline: number of stages (`three_d`); None: what is left of the devices, or 1.
+        cost: see `AutoStageOption`; the plans of the other methods are predicted from the same
+            costs.
+        nothing_fits: called with the reason where no plan of `auto` fits the memory; the candidate
+            that exceeds it least is then returned. None: that is an error. The other methods have
+            no memory limit.
+        progress: called with the share of a search that is done, 0 … 1.
+        say: called with a message about each measurement that failed or was ignored.
 
     Raises:
-        PlanError: an unknown name, or no such plan on these devices.
+        PlanError: the method is unknown, or has no such plan on these devices.
         BatchError: the batch does not divide into microbatches and replicas.
     """
     some: dict[str, Any] = {"num_micro_batches": num_micro_batches}
@@ -122,7 +137,10 @@ def _shape(data: int | None, model: int | None, cluster: ClusterShape) -> dict[s
 def _sizes(
     data: int | None, model: int | None, pipeline: int | None, cluster: ClusterShape
 ) -> tuple[int, int, int]:
-    """The sizes that are not given: what is left of the devices goes to data, then pipeline."""
+    """Return (data, model, pipeline), with the sizes that are not given filled in.
+
+    What is left of the devices goes to data, otherwise to pipeline, otherwise to model.
+    """
     left = cluster.num_devices // ((data or 1) * (model or 1) * (pipeline or 1))
     if data is None:
         return max(1, left), model or 1, pipeline or 1

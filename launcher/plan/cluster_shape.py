@@ -1,4 +1,7 @@
-"""The cluster as the planner sees it: how many devices, how fast, how connected. Pure data."""
+"""The cluster as the planner sees it: how many devices, how fast, how connected.
+
+Pure data.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,23 @@ class ClusterShape:
     """Hosts of equal devices.
 
     Attributes:
-        device_kind: as JAX names it. peak_flops: dense 16-bit FLOP/s of one device by its
-            datasheet, or None where there is none to hold a run against (MFU is then unknown).
-        flops, flops_fp32, memory_bandwidth: what one device is taken to sustain (FLOP/s of matrix
-            products in 16 and in 32 bits, bytes/s), for predictions.
-        memory_bytes: of one device, or None if it is shared or not known.
-        intra_host, inter_host: bytes/s one way, from device to device on a host and from
-            host to host. latency: seconds of one transfer. launch: what a program takes beside its
-            work, in seconds: its start, and the waiting for the last of its devices.
-        at_once: where the devices share a machine, their number times the share of a task's time
-            with all at work that it takes alone: from 1, where one alone is as fast as all
-            together, to all of them, where none slows another. The rates are those with all at
-            work. None: each has its own.
+        device_kind: the kind of the devices, as JAX names it.
+        peak_flops: dense 16-bit FLOP/s of one device by its datasheet, or None where there is none
+            to compare a run with (MFU is then unknown).
+        flops: FLOP/s that one device is assumed to sustain in 16-bit matrix products, for
+            predictions.
+        flops_fp32: the same in 32-bit matrix products.
+        memory_bandwidth: bytes/s that one device is assumed to sustain.
+        memory_bytes: memory of one device, or None if it is shared or not known.
+        intra_host: bytes/s one way, from device to device on a host.
+        inter_host: bytes/s one way, from host to host.
+        latency: seconds of one transfer, beside its bytes.
+        at_once: where the devices share a machine, the number of devices times the share of a
+            task's time with all at work that it takes alone: from 1, where one device alone is as
+            fast as all together, to the number of devices, where none slows another. The rates are
+            those with all at work. None: each device has its own resources.
+        launch: dispatch overhead in seconds: what a program takes beside its work, that is its
+            start and the wait for the last of its devices.
     """
 
     name: str
@@ -45,24 +53,29 @@ class ClusterShape:
 
     @property
     def num_devices(self) -> int:
-        """Devices in all."""
+        """Number of devices on all hosts."""
         return self.hosts * self.devices_per_host
 
     def host_of(self, device: int) -> int:
-        """The host of a device; devices are numbered host by host."""
+        """Return the host of a device; devices are numbered host by host."""
         return device // self.devices_per_host
 
     def link_of_axis(self, devices: int, groups: int = 1) -> float:
-        """Bytes/s of a ring of neighbouring devices. Beyond a host it runs over the host's own
-        link, which `groups` such rings share."""
+        """Return the bytes/s of a ring of neighbouring devices.
+
+        A ring that leaves its host runs over the host's own link, which `groups` such rings share.
+        """
         within = devices <= self.devices_per_host
         return self.intra_host if within else self.inter_host / groups
 
     def work_seconds(
         self, product_flops: float, product_flops_fp32: float, other_flops: float, moved: float
     ) -> float:
-        """One device's time: matrix products at the sustained rates; the rest, fused, by the bytes
-        that it moves once."""
+        """Return the seconds of work on one device.
+
+        Matrix products run at the sustained rates. Everything else is fused: it takes the time to
+        move its bytes once, or that of its operations if it is longer.
+        """
         fused = moved / 4  # a chain of element-wise operations is one pass
         other = max(other_flops / self.flops, fused / self.memory_bandwidth)
         return product_flops / self.flops + product_flops_fp32 / self.flops_fp32 + other
@@ -103,9 +116,12 @@ _CPU_AT_ONCE = 1.25  # on two cores, of which XLA lets each device use both
 
 
 def local_shape(num_devices: int, num_hosts: int, device_kind: str) -> ClusterShape:
-    """This machine's shape: its GPUs by `device_kind` (as JAX or nvidia-smi names them), or, for
-    `"cpu"`, emulated devices that share the machine's cores and memory. Of a GPU that no datasheet
-    here is of, rates are nominal (`is_nominal`)."""
+    """Return the shape of this machine.
+
+    It has GPUs of `device_kind` (as JAX or nvidia-smi names them) or, for `"cpu"`, emulated devices
+    that share the machine's cores and memory. The rates of a GPU without a datasheet here are
+    nominal (`is_nominal`).
+    """
     if device_kind == "cpu":
         return _emulated(num_devices, num_hosts)
     rates: dict[str, Any] = {"peak_flops": None, "memory_bytes": None, **_OTHER_GPU}
@@ -132,12 +148,15 @@ def local_shape(num_devices: int, num_hosts: int, device_kind: str) -> ClusterSh
 
 
 def is_nominal(shape: ClusterShape) -> bool:
-    """Whether nothing is known of the devices of a shape by `local_shape`, which are GPUs."""
+    """Return whether the devices of a shape by `local_shape` are GPUs of unknown rates."""
     return shape.device_kind != "cpu" and shape.peak_flops is None
 
 
 def _memory_gib(device_kind: str, sheet: _Datasheet) -> int:
-    """The GPU's own memory: as its name says, where that is not another's (GH200 480GB)."""
+    """Return the GiB of the GPU's own memory.
+
+    Its name says it, unless the number there is another memory's (GH200 480GB).
+    """
     named = [int(size) for size in re.findall(r"(\d+) ?GB?\b", device_kind.upper())]
     return next((size for size in named if size in sheet.bandwidths), next(iter(sheet.bandwidths)))
 

@@ -1,4 +1,7 @@
-"""What can be wrong with a parallel method on a given cluster. Shown by the front doors."""
+"""Errors of a parallel method on a given cluster.
+
+The front doors show them to the user.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,11 @@ from launcher.partition.errors import PlanError
 
 
 class TooLargeError(PlanError):
-    """Nothing that a search finds fits the devices' memory. `assignment` is what lacks least."""
+    """Nothing that a search finds fits the devices' memory.
+
+    Attributes:
+        assignment: the candidate that exceeds the memory least.
+    """
 
     def __init__(self, message: str, assignment: Assignment) -> None:
         super().__init__(message)

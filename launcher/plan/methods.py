@@ -52,16 +52,23 @@ __all__ = [
 
 
 class Method(Protocol):
-    """Anything that fills in a plan."""
+    """Anything that makes a plan."""
 
     def plan(self, step: TracedStep, cluster: ClusterShape) -> Plan:
-        """The plan of `step` on `cluster`. Raises PlanError where there is none."""
+        """Return the plan of `step` on `cluster`.
+
+        Raises:
+            PlanError: there is none.
+        """
 
 
 @dataclass(frozen=True)
 class DataParallel:
-    """One stage on all devices; each holds all parameters and its share of the batch. Gradients
-    are all-reduced once a step, whatever the number of microbatches."""
+    """Data parallelism: one stage on all devices.
+
+    Each device holds all parameters and its share of the batch. Gradients are all-reduced once a
+    step, whatever the number of microbatches.
+    """
 
     num_micro_batches: int = 1
     remat: str = "none"
@@ -74,8 +81,11 @@ class DataParallel:
 
 @dataclass(frozen=True)
 class Zero2Parallel:
-    """Data parallel; the optimizer's state is cut over the devices, and so are the gradients once
-    they are summed: by a reduce-scatter, once a step (Rajbhandari et al., arXiv 1910.02054)."""
+    """Data parallelism with a sharded optimizer state and sharded gradients (ZeRO-2).
+
+    Gradients are sharded once they are summed: by a reduce-scatter, once a step (Rajbhandari et
+    al., arXiv 1910.02054).
+    """
 
     num_micro_batches: int = 1
     remat: str = "none"
@@ -88,8 +98,11 @@ class Zero2Parallel:
 
 @dataclass(frozen=True)
 class Zero3Parallel:
-    """As `Zero2Parallel`, and the parameters are cut, too. Each pass over a microbatch gathers
-    them, and scatters its gradients, so that no device ever keeps either whole."""
+    """Data parallelism as `Zero2Parallel`, with sharded parameters, too (ZeRO-3).
+
+    Each pass over a microbatch gathers the parameters and scatters their gradients, so that no
+    device ever keeps either whole.
+    """
 
     num_micro_batches: int = 1
     remat: str = "none"
@@ -145,17 +158,17 @@ class ThreeDParallel:
 class PipeshardParallel:
     """A pipeline of stages, each on its own share of the devices.
 
+    With the automatic stage option `num_micro_batches` may be None, and `schedule` and `remat`
+    "auto": they are searched for as well.
+
     Attributes:
-        num_micro_batches: parts of the batch that follow one another through the stages.
+        num_micro_batches: number of parts of the batch that follow one another through the stages.
         layer_option: where layers end: `ManualLayerOption()` or "manual", at the model's
             `mark_pipeline_boundary()` calls; `AutoLayerOption(…)` or "auto", where few bytes cross.
         stage_option: which layers and devices make a stage: `UniformStageOption(…)` or "uniform",
             `ManualStageOption(…)`, or `AutoStageOption()` or "auto", which searches for the best.
         schedule: the name of one of `launcher.schedule.SCHEDULES` that trains.
-        remat: one of `partition.remat.POLICIES`, or one a stage.
-
-    With the automatic stage option `num_micro_batches` may be None, and `schedule` and `remat`
-    "auto": they are searched for as well.
+        remat: one of `partition.remat.POLICIES`, or one for each stage.
     """
 
     num_micro_batches: int | None = 1
@@ -181,12 +194,12 @@ class PipeshardParallel:
 
 @dataclass(frozen=True)
 class Replay:
-    """A plan found before, as it is (`Plan.from_dict(json.load(open("plan.json")))`)."""
+    """A plan found before, unchanged (`Plan.from_dict(json.load(open("plan.json")))`)."""
 
     found: Plan
 
     def plan(self, step: TracedStep, cluster: ClusterShape) -> Plan:
-        """See `Method.plan`. The runtime refuses it where `step` is another program."""
+        """See `Method.plan`; the runtime refuses the plan if `step` is another program."""
         del cluster
         if self.found.fingerprint == step.fingerprint:
             self.found.validate(step)
@@ -195,7 +208,7 @@ class Replay:
 
 @dataclass(frozen=True)
 class Follow:
-    """Evaluate where a train step keeps its parameters: on the stages of its plan `like`."""
+    """Evaluation where a train step keeps its parameters: on the stages of its plan `like`."""
 
     like: Plan
 
@@ -216,14 +229,21 @@ def auto_plan(
     say: Callable[[str], None] = lambda text: None,
     num_stages: int | None = None,
 ) -> Plan:
-    """The best plan that the search finds.
+    """Return the best plan that the search finds.
 
     Args:
-        progress: told the share that is done, 0 … 1. say: told what a person should know of the
-            measurements. num_stages: None for as many as are best.
+        step: the traced train step, cut into layers.
+        cluster: the devices to plan for.
+        num_micro_batches: number of microbatches; None: searched for.
+        schedule: name of a schedule, or "auto".
+        remat: name of a rematerialisation policy, or "auto".
+        cost: see `AutoStageOption`.
+        progress: called with the share that is done, 0 … 1.
+        say: called with what a person should know about the measurements.
+        num_stages: number of stages; None: as many as are best.
 
     Raises:
-        PlanError: a schedule, policy or cost that the search does not know, or nothing fits.
+        PlanError: the search does not know the schedule, policy or cost, or nothing fits.
     """
     check_cost(cost)
     searched = training_schedules(interleaves=False)
@@ -254,7 +274,7 @@ def auto_plan(
 
 
 def check_cost(cost: str) -> None:
-    """Raises PlanError for a word that is not known."""
+    """Raise PlanError if `cost` is unknown."""
     if cost not in ("model", "profile"):
         raise PlanError(f'cost={cost!r} is not "model" or "profile"')
 
@@ -322,7 +342,7 @@ def _pipeline(
 
 
 def checked_micro_batches(number: int) -> int:
-    """Raises PlanError for less than one microbatch."""
+    """Return the number of microbatches; raise PlanError if it is less than one."""
     if not isinstance(number, int) or number < 1:
         raise PlanError(f"num_micro_batches={number} must be a whole number, at least 1")
     return number

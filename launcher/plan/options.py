@@ -1,6 +1,6 @@
-"""How a pipeline is cut: layer options and stage options, and what follows from them. Pure.
+"""How a pipeline is cut: layer options and stage options, and what follows from them.
 
-The names are those of Alpa's API.
+Pure. The names are those of Alpa's API.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ class Cut:
 
 @dataclass(frozen=True)
 class ManualLayerOption:
-    """Layers end at the model's own `mark_pipeline_boundary()` calls."""
+    """Layers that end at the model's own `mark_pipeline_boundary()` calls."""
 
     def layered(self, step: TracedStep) -> TracedStep:
-        """The step with its layers."""
+        """Return the step cut into its layers."""
         return step.cut_at(None)
 
 
 @dataclass(frozen=True)
 class AutoLayerOption:
-    """Layers end where few bytes cross and the work is balanced; marks do not matter.
+    """Layers that end where few bytes cross and that have balanced work; marks are ignored.
 
     Attributes:
-        layer_num: None for as many as suit (`trace.clusters.cluster`).
+        layer_num: number of layers; None: as many as suit (`trace.clusters.cluster`).
         eps: a layer has at most `1 + eps` times the mean work.
     """
 
@@ -56,7 +56,11 @@ class AutoLayerOption:
     eps: float = 0.6
 
     def layered(self, step: TracedStep) -> TracedStep:
-        """The step with its layers. Raises PlanError: more layers than equations."""
+        """Return the step cut into its layers.
+
+        Raises:
+            PlanError: there are to be more layers than there are equations.
+        """
         try:
             return step.cut_at(cluster(step.loss(1), self.layer_num, self.eps))
         except LayerCountError as error:
@@ -68,8 +72,8 @@ class AutoStageOption:
     """Stages, submeshes and shardings as the search finds them best (`plan.inter_op`).
 
     Attributes:
-        cost: what a layer takes: "model", by its operations over the devices' rates, or "profile",
-            compiled and timed on this machine's devices (`plan.profile`).
+        cost: where a layer's seconds come from: "model", its operations over the devices' rates; or
+            "profile", compiled and timed on this machine's devices (`plan.profile`).
     """
 
     cost: str = "model"
@@ -80,10 +84,10 @@ class UniformStageOption:
     """Stages of about equal work, each on an equal share of the devices.
 
     Attributes:
-        num_stages: None for as many as layers and devices allow.
-        stages_per_mesh: how many of them share a submesh; None: one, and with a schedule
-            that interleaves as few as fit, at least two.
-        logical_mesh_shape: of every submesh, (data, model); None: all of its devices in data.
+        num_stages: number of stages; None: as many as layers and devices allow.
+        stages_per_mesh: how many stages share a submesh; None: one or, with a schedule that
+            interleaves, as few as fit, at least two.
+        logical_mesh_shape: (data, model) of every submesh; None: all of its devices in data.
     """
 
     num_stages: int | None = None
@@ -91,8 +95,12 @@ class UniformStageOption:
     logical_mesh_shape: tuple[int, int] | None = None
 
     def cut(self, step: TracedStep, cluster: ClusterShape, schedule: str) -> Cut:
-        """Raises PlanError: more stages than layers or devices, devices that do not divide, or a
-        schedule that cannot run so many stages on a submesh."""
+        """Return the stages and their submeshes.
+
+        Raises:
+            PlanError: there are to be more stages than layers or devices, the devices do not
+                divide, or the schedule cannot run so many stages on a submesh.
+        """
         loss = step.loss(1)
         count, num_meshes = _stages_and_meshes(
             self.num_stages,
@@ -119,14 +127,14 @@ class UniformStageOption:
 
 @dataclass(frozen=True)
 class ManualStageOption:
-    """Every stage by hand. Submeshes take the devices in order, host by host.
+    """Stages that are all given by hand; submeshes take the devices in order, host by host.
 
     Attributes:
         forward_stage_layer_ids: the layers of each stage, e.g. `[[0, 1], [2, 3]]`.
-        submesh_shapes: of each stage, (hosts, devices on each).
-        logical_mesh_shapes: of each stage, (data, model); None: all of its devices in data.
-        sharding_options: of each stage None (chosen), "zero2", "zero3" or
-            `{argument leaf: spec}` as in `plan.json`; None: chosen for all.
+        submesh_shapes: (hosts, devices on each) of each stage.
+        logical_mesh_shapes: (data, model) of each stage; None: all of its devices in data.
+        sharding_options: for each stage None (chosen), "zero2", "zero3" or `{argument leaf: spec}`
+            as in `plan.json`; None: chosen for all.
     """
 
     forward_stage_layer_ids: Sequence[Sequence[int]]
@@ -135,7 +143,11 @@ class ManualStageOption:
     sharding_options: Sequence[Any] | None = None
 
     def cut(self, step: TracedStep, cluster: ClusterShape, schedule: str) -> Cut:
-        """Raises PlanError: the options do not cover the layers, or do not fit the devices."""
+        """Return the stages and their submeshes.
+
+        Raises:
+            PlanError: the options do not cover the layers, or do not fit the devices.
+        """
         del schedule
         layers = tuple(map(tuple, self.forward_stage_layer_ids))
         self._check_counts(len(layers))
@@ -188,7 +200,7 @@ class ManualStageOption:
 
 
 def pair(what: str, value: Any) -> tuple[int, int]:
-    """Two numbers that count devices. Raises PlanError for anything else."""
+    """Return two numbers of devices; raise PlanError for anything else."""
     listed = tuple(value) if isinstance(value, (tuple, list)) else ()
     if len(listed) != 2 or not all(isinstance(n, int) and n > 0 for n in listed):
         raise PlanError(f"{what}={value!r} must be two whole numbers, at least 1")
@@ -198,7 +210,7 @@ def pair(what: str, value: Any) -> tuple[int, int]:
 def layer_option_of(
     option: str | ManualLayerOption | AutoLayerOption,
 ) -> ManualLayerOption | AutoLayerOption:
-    """The option that a word stands for. Raises PlanError for another."""
+    """Return the layer option that a word stands for; raise PlanError for an unknown word."""
     if isinstance(option, (ManualLayerOption, AutoLayerOption)):
         return option
     if option == "manual":
@@ -214,8 +226,11 @@ def layer_option_of(
 def numbered_layers(
     step: TracedStep, num_layers: int | None, num_stages: int | None = None
 ) -> ManualLayerOption | AutoLayerOption:
-    """The option that gives the step so many automatic layers. None: it is cut at its marks, or
-    automatically where it has no marks, at least into the stages that are asked for."""
+    """Return the option that cuts the step into so many automatic layers.
+
+    If `num_layers` is None, the step is cut at its marks or, where it has none, automatically, into
+    at least `num_stages` layers.
+    """
     if num_layers is not None:
         return AutoLayerOption(num_layers)
     if step.cut_at(None).loss(1).num_layers > 1:
@@ -228,7 +243,7 @@ def numbered_layers(
 def stage_option_of(
     option: str | UniformStageOption | ManualStageOption | AutoStageOption,
 ) -> UniformStageOption | ManualStageOption | AutoStageOption:
-    """The option that a word stands for. Raises PlanError for another."""
+    """Return the stage option that a word stands for; raise PlanError for an unknown word."""
     if isinstance(option, (UniformStageOption, ManualStageOption, AutoStageOption)):
         return option
     if option == "auto":
@@ -256,7 +271,7 @@ def _stages_and_meshes(
     num_layers: int,
     num_devices: int,
 ) -> tuple[int, int]:
-    """How many stages on how many equal meshes: as many meshes as fit what was asked."""
+    """Return the number of stages and of equal meshes, with as many meshes as fit the request."""
     several = SCHEDULES[schedule].interleaves
     if stages_per_mesh is not None and stages_per_mesh > 1 and not several:
         raise PlanError(

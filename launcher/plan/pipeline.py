@@ -23,7 +23,7 @@ from launcher.schedule import (
 
 @dataclass(frozen=True)
 class Pipeline(Staged):
-    """What a timeline is simulated from: a plan without predictions of the whole step."""
+    """What a timeline is simulated from: a plan without predictions for the whole step."""
 
     method: str
     schedule: str
@@ -35,14 +35,19 @@ class Pipeline(Staged):
 
 @dataclass(frozen=True)
 class Estimate(Pipeline):
-    """A pipeline and what its step is predicted to take. `predicted_bubble_fraction`: 0 … 1."""
+    """A pipeline and its predicted step.
+
+    Attributes:
+        predicted_step_seconds: seconds of the simulated timeline and of the longest update.
+        predicted_bubble_fraction: idle share of the pipeline, 0 … 1.
+    """
 
     predicted_step_seconds: float
     predicted_bubble_fraction: float
 
 
 def transfer_seconds(plan: Pipeline | Plan) -> dict[tuple[int, int], float]:
-    """What a microbatch takes from one stage to another, of all that send."""
+    """Return the seconds of a microbatch's transfer, by (source, destination) stage."""
     cluster, found = ClusterShape(**plan.cluster), {}
     for one in plan.transfers:
         src, dst = one.src_stage, one.dst_stage
@@ -55,7 +60,7 @@ def transfer_seconds(plan: Pipeline | Plan) -> dict[tuple[int, int], float]:
 
 
 def timeline(plan: Pipeline | Plan) -> list[TimedTask]:
-    """The step's pipeline as the planner expects it."""
+    """Return the timeline of the step's pipeline as the planner expects it."""
     cluster, mesh_of = ClusterShape(**plan.cluster), plan.mesh_of
     sending = transfer_seconds(plan)
 
@@ -81,13 +86,13 @@ def timeline(plan: Pipeline | Plan) -> list[TimedTask]:
 
 
 def measured_bubble(plan: Pipeline | Plan, seconds: Mapping[Task, float]) -> float:
-    """The bubble of the plan's schedule when its tasks take these seconds, 0 … 1."""
+    """Return the bubble of the plan's schedule if its tasks take these seconds, 0 … 1."""
     measured = simulate(plan.tasks(), lambda task: seconds.get(task, 0.0))
     return bubble_fraction(measured, len(plan.meshes))
 
 
 def estimated(pipeline: Pipeline) -> Estimate:
-    """Returns the pipeline with the predictions that its timeline makes."""
+    """Return the pipeline with the predictions that its timeline makes."""
     expected = timeline(pipeline)
     once: dict[tuple[int, ...], float] = {}
     for stage in pipeline.stages:

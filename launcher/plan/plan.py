@@ -1,6 +1,6 @@
-"""The plan: where and when a train step runs, and what that is expected to cost. Pure data.
+"""The plan: where and when a train step runs, and what that is expected to cost.
 
-Every parallel method ends in one of these; the runtime executes nothing else. It is JSON on disk.
+Pure data. Every parallel method returns one; the runtime executes nothing else. It is JSON on disk.
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ from launcher.trace.step import TracedStep
 
 @dataclass(frozen=True)
 class RunnerUp:
-    """A plan that the search found worse: in words, its predicted step, and why it lost."""
+    """A plan that the search found to be worse than the best one.
+
+    Attributes:
+        plan: the plan in words.
+        predicted_step_seconds: its predicted step.
+        why: why it lost.
+    """
 
     plan: str
     predicted_step_seconds: float
@@ -32,8 +38,16 @@ class RunnerUp:
 
 @dataclass(frozen=True)
 class ProfiledLayers:
-    """What was measured of layers that are one program, on `model` devices of a model axis with
-    all devices at work: the seconds of a slice of so many rows; or why there are none."""
+    """Measured seconds of layers that are the same program, with all devices at work.
+
+    Attributes:
+        layers: indices of the layers.
+        model: number of devices of the model axis.
+        rows: number of rows of the measured slice.
+        forward_seconds: forward pass of the slice.
+        backward_seconds: backward pass of the slice.
+        failure: why there are no measurements, if there are none.
+    """
 
     layers: tuple[int, ...]
     model: int
@@ -47,11 +61,13 @@ class ProfiledLayers:
 class Plan(Staged):
     """The whole plan.
 
-    `predicted_tflops_per_device` counts the model's operations only, as MFU does;
-    `…_with_remat` also those that are done again. `runners_up` are what a search found next best;
-    `notes` say what a person should know of the plan. `layer_ends`: where layers end, as
-    `trace.clusters` tells it; None: at the model's own marks.
-    `profiled`: what the predictions rest on, where it was measured.
+    Attributes:
+        predicted_tflops_per_device: counts the model's operations only, as MFU does.
+        predicted_tflops_per_device_with_remat: also counts the operations that are computed again.
+        runners_up: the next best plans of a search.
+        notes: what a person should know about the plan.
+        layer_ends: where layers end, as `trace.clusters` gives it; None: at the model's own marks.
+        profiled: the measurements that the predictions rest on, if there are any.
     """
 
     method: str
@@ -76,18 +92,23 @@ class Plan(Staged):
 
     @property
     def missing_bytes(self) -> int:
-        """How much more memory than they have the plan needs of the devices of the stage that lacks
-        most; not above 0 where all fit, or where it is not known what they have."""
+        """Bytes of memory that the devices of the most demanding stage lack.
+
+        It is not above 0 where all stages fit, or where the devices' memory is not known.
+        """
         there = self.cluster["memory_bytes"]
         return 0 if there is None else max(stage.memory_bytes for stage in self.stages) - there
 
     def validate(self, step: TracedStep) -> None:
-        """Prove that the plan, perhaps edited by hand, can be carried out.
+        """Check that the plan, perhaps edited by hand, can be carried out.
+
+        Args:
+            step: the step that it is to run.
 
         Raises:
-            PlanError: layers or devices that are missing, unknown or used twice, a logical mesh of
-                another size than its devices, a schedule or remat that is unknown or does not fit,
-                a sharding that does not, or a batch that does not divide; the message says where.
+            PlanError: layers or devices are missing, unknown or used twice, a logical mesh is of
+                another size than its devices, a schedule or remat is unknown or does not fit, a
+                sharding does not fit, or the batch does not divide; the message says where.
         """
         if self.layer_ends is not None:
             check_ends(self.layer_ends)
@@ -103,12 +124,12 @@ class Plan(Staged):
             ) from error
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-able data."""
+        """Return the plan as JSON-able data."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, tree: dict[str, Any]) -> Plan:
-        """From `to_dict`'s data, or a `plan.json`.
+        """Return the plan from the data of `to_dict`, or of a `plan.json`.
 
         Raises:
             PlanError: a field is missing, unknown or of another type; the message names it.

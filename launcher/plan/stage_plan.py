@@ -1,4 +1,7 @@
-"""The stages of a plan with their predicted seconds, and what crosses between them. Pure data."""
+"""The stages of a plan with their predicted seconds, and the transfers between them.
+
+Pure data.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,14 @@ from launcher.schedule import Tasks
 
 @dataclass(frozen=True)
 class Collectives:
-    """What the devices of a stage do together, of one kind.
+    """Collectives of one kind among the devices of a stage.
 
     Attributes:
-        when: "forward" or "backward", of one microbatch; "update", once a step.
-        kind: "all-reduce", "all-gather" or "reduce-scatter". axis: "data" or "model".
-        count: how many arrays. bytes: of these on one device, where they are whole along the axis.
+        when: "forward" or "backward", for one microbatch; "update", once a step.
+        kind: "all-reduce", "all-gather" or "reduce-scatter".
+        axis: "data" or "model".
+        count: number of arrays.
+        bytes: bytes of these arrays on one device, where they are not sharded along the axis.
     """
 
     when: str
@@ -29,24 +34,29 @@ class Collectives:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage: its layers and its submesh. Stages with the same devices share their mesh.
+    """One stage: its layers and its submesh.
+
+    Stages with the same devices share their mesh.
 
     Attributes:
-        layers: indices of the layers, consecutive. hosts, devices: the submesh (global numbers).
+        layers: indices of the layers, consecutive.
+        hosts: the hosts of the submesh, by their global numbers.
+        devices: the devices of the submesh, by their global numbers.
         logical_mesh: the submesh's shape as (data, model).
-        remat: what the backward pass computes again: "none", "full", or all but what a policy of
-            `jax.checkpoint_policies`, by its name, keeps. Without effect where a microbatch's
-            backward pass follows its forward pass at once.
-        forward_seconds, backward_seconds: predicted, for one microbatch;
-            backward_weight_seconds: of the latter, what may wait
-            (`Schedule.splits_backward`);
-            update_seconds: predicted, once a step, to sum gradients and to update.
-        memory_bytes: predicted peak on one device of the mesh, with all of its stages.
-        num_parameters: those that live here.
+        remat: what the backward pass computes again: "none", "full", or everything but what a
+            policy of `jax.checkpoint_policies`, given by its name, keeps. It has no effect where a
+            microbatch's backward pass directly follows its forward pass.
+        forward_seconds: predicted forward pass of one microbatch.
+        backward_seconds: predicted backward pass of one microbatch.
+        backward_weight_seconds: the part of `backward_seconds` that may wait
+            (`Schedule.splits_backward`).
+        update_seconds: predicted, once a step, to sum the gradients and to update.
+        memory_bytes: predicted peak memory of one device of the mesh, with all of its stages.
+        num_parameters: number of parameters that live here.
         shardings: `{argument leaf: for each dimension an axis, several, or None}`. The axes are
-            "data" and "model"; a leaf that is not named is on every device.
+            "data" and "model"; a leaf that is not named is replicated on every device.
         collectives: predicted, those of the whole stage for one replica.
-        at_once: of its tasks what `ClusterShape.at_once` is of the cluster's, if it was measured.
+        at_once: for its tasks what `ClusterShape.at_once` is for the cluster's, if it was measured.
     """
 
     layers: tuple[int, ...]
@@ -67,7 +77,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Transfer:
-    """What crosses from one stage to another: bytes every microbatch and once a step."""
+    """Bytes sent from one stage to another, in every microbatch and once a step."""
 
     src_stage: int
     dst_stage: int
@@ -76,7 +86,7 @@ class Transfer:
 
 
 class Staged:
-    """Has timed stages, and a schedule that they run under: a plan, or what becomes one."""
+    """Timed stages and a schedule that they run under: a plan, or what becomes one."""
 
     method: str
     schedule: str
@@ -85,7 +95,7 @@ class Staged:
 
     @property
     def assignment(self) -> Assignment:
-        """What a parallel method decided, and the shardings of every stage."""
+        """The decisions of the parallel method, and the shardings of every stage."""
         shape = {stage.devices: stage.logical_mesh for stage in self.stages}
         return Assignment(
             method=self.method,
@@ -100,12 +110,12 @@ class Staged:
 
     @property
     def num_replicas(self) -> int:
-        """Data-parallel replicas that all stages have in common."""
+        """Number of data-parallel replicas that all stages have in common."""
         return math.gcd(*(stage.logical_mesh[0] for stage in self.stages))
 
     @property
     def num_devices(self) -> int:
-        """Devices that the plan uses."""
+        """Number of devices that the plan uses."""
         return sum(map(len, self.meshes))
 
     @property
@@ -121,12 +131,19 @@ class Staged:
 
     @property
     def mesh_seconds(self) -> tuple[float, ...]:
-        """Predicted for both passes of a microbatch, on each mesh: of all its stages."""
+        """Predicted seconds of a microbatch's forward and backward pass, on each mesh.
+
+        They are those of all its stages.
+        """
         found = [0.0] * len(self.meshes)
         for stage, mesh in zip(self.stages, self.mesh_of, strict=True):
             found[mesh] += stage.forward_seconds + stage.backward_seconds
         return tuple(found)
 
     def tasks(self) -> Tasks:
-        """Returns for every mesh its tasks of a step, in order. Raises like `Assignment.tasks`."""
+        """Return for every mesh its tasks of a step, in order.
+
+        Raises:
+            PlanError: as `Assignment.tasks` does.
+        """
         return self.assignment.tasks()

@@ -1,4 +1,7 @@
-"""Proves that a plan, which a person may have edited, can be carried out. See `Plan.validate`."""
+"""Checks that a plan, which a person may have edited, can be carried out.
+
+See `Plan.validate`.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,17 @@ from launcher.trace.clusters import LayerEnds
 
 
 def check_ends(ends: LayerEnds) -> None:
-    """Raise PlanError where the layers' ends are not in order."""
+    """Raise PlanError if the layers' ends are not in order."""
     if list(ends) != sorted(ends) or any(min(end) < 0 for end in ends):
         raise PlanError(f"layer_ends={ends} are not ascending pairs of whole numbers")
 
 
 def check_devices(stages: Sequence[StagePlan], cluster: Mapping[str, Any]) -> None:
-    """Raise PlanError where stages are not on the cluster's devices, or not on the hosts that they
-    name, or share devices in logical meshes of different shapes."""
+    """Raise PlanError if stages do not fit the cluster's devices.
+
+    Every stage has to be on devices of the cluster and on the hosts that it names, and stages on
+    the same devices have to have logical meshes of the same shape.
+    """
     each = cluster["devices_per_host"]
     count = cluster["hosts"] * each
     first: dict[tuple[int, ...], int] = {}

@@ -1,4 +1,4 @@
-"""What cutting a program costs: operations a device still does, and what its collectives move.
+"""What sharding a program costs: the operations left to a device, and the bytes of its collectives.
 
 Counted equation by equation, as `spmd` says that each runs. A sum over a dimension that is cut ends
 in an all-reduce of the result, or in a reduce-scatter where the result is cut along the same axis;
@@ -40,13 +40,15 @@ Flow = Callable[[Use, Var], bool]  # whether gradients flow to a value that an e
 
 @dataclass(frozen=True)
 class Collective:
-    """What the devices along an axis do together.
+    """A collective of the devices along an axis.
 
     Attributes:
         kind: "all-reduce", "all-gather" or "reduce-scatter".
-        size: bytes of the array on a device where it is whole along the axis. times: how often.
-        of: of a sum of a gradient the value that it is the gradient of. again: whether the backward
-            pass only repeats what the forward pass did.
+        axis: the axis, or several.
+        size: bytes of the array on a device where it is whole along the axis.
+        times: how often it runs.
+        of: for the sum of a gradient, the value that it is the gradient of.
+        again: whether the backward pass only repeats what the forward pass did.
     """
 
     kind: str
@@ -58,12 +60,17 @@ class Collective:
 
     @property
     def share(self) -> float:
-        """What of an all-reduce it is: gathering and scattering are half of one each."""
+        """Fraction of an all-reduce: gathering and scattering are half of one each."""
         return 1.0 if self.kind == "all-reduce" else 0.5
 
     def seconds(self, sizes: Mapping[str, int], bandwidth: float, latency: float) -> float:
-        """A ring's. sizes: devices along each axis; bandwidth: bytes/s between neighbours;
-        latency: seconds of a transfer."""
+        """Return the seconds that a ring takes.
+
+        Args:
+            sizes: number of devices along each axis.
+            bandwidth: bytes/s between neighbours.
+            latency: seconds of a transfer, beside its bytes.
+        """
         devices = parts((self.axis,), sizes)
         once = all_reduce_seconds(self.size, devices, bandwidth, latency)
         return self.times * self.share * once
@@ -71,8 +78,16 @@ class Collective:
 
 @dataclass(frozen=True)
 class Load:
-    """What one device does: operations of matrix products (in 16 and in 32 bits) and of everything
-    else, bytes that the latter move, and the collectives of the forward and backward pass."""
+    """What one device does.
+
+    Attributes:
+        product_flops: operations of matrix products in 16 bits.
+        product_flops_fp32: operations of matrix products in 32 bits.
+        other_flops: operations of everything else.
+        moved_bytes: bytes that everything else moves.
+        forward: collectives of the forward pass.
+        backward: collectives of the backward pass.
+    """
 
     product_flops: float
     product_flops_fp32: float
@@ -83,7 +98,10 @@ class Load:
 
 
 def flow(equations: Iterable[Equation], sources: Sequence[Var]) -> Flow:
-    """To what depends on `sources` by real numbers; inside of bodies, to everything."""
+    """Return the gradient flow from `sources`: to what depends on them by floating-point values.
+
+    Inside of bodies, gradients are taken to flow to everything.
+    """
     reached = set(sources)
     for eqn in equations:
         if eqn.primitive.name != "stop_gradient" and not reached.isdisjoint(
@@ -94,18 +112,18 @@ def flow(equations: Iterable[Equation], sources: Sequence[Var]) -> Flow:
 
 
 def dependence(equations: Iterable[Equation], sources: Sequence[Var]) -> Flow:
-    """As `flow`, but of values."""
+    """Return the same as `flow` for the dependence of values on `sources`."""
     reached = dependents(equations, sources)
     return lambda use, var: use.scope > 0 or var in reached
 
 
 def is_active(use: Use, flows: Flow) -> bool:
-    """Whether gradients flow through an equation."""
+    """Return whether gradients flow through an equation."""
     return any(flows(use, v) for v in use.eqn.outvars)
 
 
 def load(use: Use, sharding: Sharding, flows: Flow) -> Load:
-    """Of one equation, alone."""
+    """Return the load of one equation, alone."""
     eqn, share = use.eqn, 1.0
     forward: list[Collective] = []
     backward: list[Collective] = []
@@ -131,7 +149,7 @@ def load(use: Use, sharding: Sharding, flows: Flow) -> Load:
 def _crossing(
     use: Use, runs: Execution, sharding: Sharding, flows: Flow
 ) -> tuple[list[Collective], list[Collective]]:
-    """The collectives of an equation's forward and backward pass."""
+    """Return the collectives of an equation's forward and backward pass."""
     eqn, sizes = use.eqn, sharding.sizes
     active = is_active(use, flows)
     cut = set(runs.summed).union(*map(cut_axes, runs.outs))
@@ -176,21 +194,24 @@ def _crossing(
 
 
 def _is_stretched(atom: Var, eqn: Equation) -> bool:
-    """Whether an operand is repeated along a dimension in which it is 1 long."""
+    """Return whether an operand is repeated along a dimension of length 1."""
     before, after = atom.aval.shape, eqn.outvars[0].aval.shape
     same = len(before) == len(after) and eqn.primitive.name not in ("concatenate", "pad")
     return same and any(a == 1 != b for a, b in zip(before, after, strict=True))
 
 
 def _moved(kept: Spec, used: Spec) -> set[str]:
-    """The axes of a value that is kept cut otherwise than it is used."""
+    """Return the axes that a value is sharded along as it is kept, but not as it is used."""
     pairs = zip(kept, used, strict=True)
     return {a for have, need in pairs for a in cut_axes((have,)) - cut_axes((need,))}
 
 
 def loads(sharding: Sharding, flows: Flow) -> list[tuple[Use, Load]]:
-    """Of every equation of a program. Where several parts of a value's gradient have to be summed
-    they are added first: the sum is counted once, at the first of them."""
+    """Return the load of every equation of a program.
+
+    Where several parts of a value's gradient have to be summed, they are added first: the sum is
+    counted once, at the first of them.
+    """
     dims = sharding.dims
     alone = [(use, load(use, sharding, flows)) for use in dims.uses]
     joined = joined_sums(dims, [c for _, one in alone for c in one.backward])
@@ -206,7 +227,7 @@ SumKey = tuple[str | tuple[str, ...], Holder]
 
 
 def joined_sums(dims: NamedDims, sums: Iterable[Collective]) -> dict[SumKey, Collective]:
-    """The sums of gradients, one for each axis and value."""
+    """Return the sums of gradients, one for each axis and value."""
     found: dict[SumKey, Collective] = {}
     for one in sums:
         if one.of is None:
@@ -226,12 +247,15 @@ def _key(dims: NamedDims, one: Collective) -> SumKey:
 
 
 def collectives(sharding: Sharding, flows: Flow) -> list[Collective]:
-    """The collectives that a program will hold: of the forward and of the backward pass."""
+    """Return the collectives of a program's forward and backward pass."""
     return [c for _, one in loads(sharding, flows) for c in (*one.forward, *one.backward)]
 
 
 def all_reduce_seconds(size: float, devices: int, bandwidth: float, latency: float) -> float:
-    """A ring's: each device sends `2 (n - 1) / n` of the bytes (Patarasuk and Yuan, 2009)."""
+    """Return the seconds of a ring all-reduce.
+
+    Each device sends `2 (n - 1) / n` of the bytes (Patarasuk and Yuan, 2009).
+    """
     if devices == 1 or not size:
         return 0.0
     return 2 * (devices - 1) * (size / devices / bandwidth + latency)
@@ -246,7 +270,7 @@ def _floating(var: Var) -> bool:
 
 
 def seconds(found: Load, sizes: Mapping[str, int], cluster: ClusterShape, link: float) -> float:
-    """Forward and, at twice the work, backward: of one slice, on one device."""
+    """Return the seconds of one slice's forward and backward pass on one device."""
     return forward_seconds(found, sizes, cluster, link) + backward_seconds(
         found, sizes, cluster, link
     )
@@ -255,19 +279,22 @@ def seconds(found: Load, sizes: Mapping[str, int], cluster: ClusterShape, link: 
 def forward_seconds(
     found: Load, sizes: Mapping[str, int], cluster: ClusterShape, link: float
 ) -> float:
-    """One slice's work, and what is summed."""
+    """Return the seconds of one slice's forward pass: its work and its collectives."""
     return work_seconds(found, cluster) + crossing_seconds(found.forward, sizes, cluster, link)
 
 
 def backward_seconds(
     found: Load, sizes: Mapping[str, int], cluster: ClusterShape, link: float
 ) -> float:
-    """Twice the forward pass's work, and what is summed."""
+    """Return the seconds of one slice's backward pass.
+
+    These are twice the forward pass's work, and its own collectives.
+    """
     return 2 * work_seconds(found, cluster) + crossing_seconds(found.backward, sizes, cluster, link)
 
 
 def work_seconds(found: Load, cluster: ClusterShape) -> float:
-    """Of one pass, without what is summed."""
+    """Return the seconds of one pass without its collectives."""
     return cluster.work_seconds(
         found.product_flops, found.product_flops_fp32, found.other_flops, found.moved_bytes
     )
@@ -276,5 +303,5 @@ def work_seconds(found: Load, cluster: ClusterShape) -> float:
 def crossing_seconds(
     sums: Iterable[Collective], sizes: Mapping[str, int], cluster: ClusterShape, link: float
 ) -> float:
-    """Of collectives, one after another."""
+    """Return the seconds of collectives that run one after another."""
     return sum(one.seconds(sizes, link, cluster.latency) for one in sums)

@@ -1,10 +1,12 @@
-"""The room that a program needs for what it computes, beside its inputs: an estimate of what the
-compiler makes of it. Pure.
+"""Peak temporaries of a program: the memory for what it computes, beside its inputs.
+
+This is an estimate of what the compiler makes of it. Pure.
 
 Equations run in their order. A chain of element-wise ones is fused into what reads it, so that it
-takes no room: a value gets some where a matrix product, a loop or the caller reads it, where it is
-a matrix product's or a sum's result, and where it would else be computed twice: from several others
-(the rule of XLA's instruction fusion), or spread out for a sum, which a library's routine computes.
+takes no memory. A value is stored where a matrix product, a loop or the caller reads it, where it
+is a matrix product's or a sum's result, and where it would otherwise be computed twice: from
+several others (the rule of XLA's instruction fusion), or broadcast for a sum, which a library's
+routine computes.
 """
 
 from __future__ import annotations
@@ -23,11 +25,13 @@ def working_bytes(
     size: Size,
     at_once: Iterable[Atom] = (),
 ) -> float:
-    """The most bytes that the values of a program take at one time.
+    """Return the most bytes that the values of a program take at one time.
 
     Args:
-        outs: what the caller gets: held to the end. at_once: what is added to an accumulator as
-            soon as it is made.
+        equations: the program, in order.
+        outs: what the caller gets, which is held to the end.
+        size: returns the bytes of a value.
+        at_once: what is added to an accumulator as soon as it is computed.
     """
     equations = _once(equations)
     kept = _kept(equations, [*outs, *at_once])
@@ -59,7 +63,10 @@ def working_bytes(
 
 
 def _once(equations: Sequence[Equation]) -> list[Equation]:
-    """Without those that compute what another one did; a barrier makes its values new ones."""
+    """Return the equations without those that compute the same as an earlier one.
+
+    The values of a barrier count as new ones.
+    """
     same: dict[Var, Var] = {}
     done: dict[object, Equation] = {}
     found = []
@@ -79,7 +86,7 @@ def _once(equations: Sequence[Equation]) -> list[Equation]:
 
 
 def _kept(equations: Sequence[Equation], outs: Iterable[Atom]) -> set[Var]:
-    """The values that get a place."""
+    """Return the values that are stored."""
     defined = {v for eqn in equations for v in eqn.outvars}
     kept = {v for v in outs if is_var(v) and v in defined}
     uses: dict[Var, int] = {}
@@ -101,8 +108,10 @@ def _kept(equations: Sequence[Equation], outs: Iterable[Atom]) -> set[Var]:
 
 
 def _turned(eqn: Equation) -> list[Var]:
-    """Operands of a product that are copied first, since their dimensions are not in its order:
-    what is summed last, and what it runs over in parallel first."""
+    """Return the operands of a product that are copied first, since their layout does not suit it.
+
+    Batch dimensions have to come first, and in the first operand the contracted dimension last.
+    """
     if eqn.primitive.name == "dot_general":
         (contracted, _), batch = eqn.params["dimension_numbers"]
         first = eqn.invars[0]
@@ -117,7 +126,7 @@ def _turned(eqn: Equation) -> list[Var]:
 
 
 def _behind(equations: Iterable[Equation], kept: set[Var]) -> dict[Var, frozenset[Var]]:
-    """For every value those with a place that it is computed from when it is read."""
+    """Return for every value the stored values that it is computed from when it is read."""
     found: dict[Var, frozenset[Var]] = {}
     for eqn in equations:
         reads = [found[v] for v in eqn.invars if is_var(v) and v in found]

@@ -17,11 +17,15 @@ from launcher.trace.step import Loss
 
 
 def mesh_memory(cut: PartitionedStep, mesh: int, footprints: Mapping[int, Footprint]) -> int:
-    """Returns the peak bytes on one device of a submesh: the state that lives there, the
-    accumulators, the activations of the microbatches in flight, and the tasks' temporaries.
+    """Return the peak memory of one device of a submesh, in bytes.
+
+    It holds the state that lives there, the accumulators, the activations of the microbatches in
+    flight, and the peak temporaries of the tasks.
 
     Args:
-        footprints: by stage.
+        cut: the partitioned step.
+        mesh: index of the submesh.
+        footprints: the footprint of each of its stages, by stage.
     """
     graphs, layout, loss = cut.on_mesh(mesh), cut.layouts[mesh], cut.loss
     gathered = max(_gathered_bytes(graph, loss, layout) for graph in graphs)
@@ -31,8 +35,12 @@ def mesh_memory(cut: PartitionedStep, mesh: int, footprints: Mapping[int, Footpr
 
 
 def activation_bytes(footprints: Mapping[int, Footprint], tasks: Sequence[Task]) -> float:
-    """The most bytes on one device that tasks, in this order, leave to later ones and work in.
-    `footprints`: by stage."""
+    """Return the peak activation memory of tasks in this order on one device, temporaries included.
+
+    Args:
+        footprints: the footprint of each stage, by stage.
+        tasks: the tasks of the device's mesh.
+    """
     level = peak = 0.0
     for stage, _, kind in tasks:
         if kind in footprints[stage].left:
@@ -42,8 +50,11 @@ def activation_bytes(footprints: Mapping[int, Footprint], tasks: Sequence[Task])
 
 
 def _state_bytes(graphs: Sequence[StageGraph], outer: UpdateProgram, layout: Layout) -> int:
-    """What a mesh holds all through the step: arguments that live there or are sent there, and the
-    batch, of which each replica has its rows."""
+    """Return the bytes that a device holds all through the step.
+
+    They are the arguments that live on the mesh or are sent there, and the batch, of which each
+    replica has its rows.
+    """
     (mesh,) = {graph.mesh for graph in graphs}
     whole = [v for v, home in outer.homes.items() if home == mesh]
     batch = 0
@@ -56,7 +67,7 @@ def _state_bytes(graphs: Sequence[StageGraph], outer: UpdateProgram, layout: Lay
 
 
 def _gradient_bytes(i: int, loss: Loss, layout: Layout) -> int:
-    """Of one gradient as it is accumulated."""
+    """Return the bytes of one gradient as it is accumulated."""
     aval = loss.invars[i].aval
     spec = layout.gradient(i) if layout.is_gathered(i) else layout.operand(i)
     size = int(aval.size) * accumulator_dtype(aval.dtype).itemsize
@@ -64,7 +75,10 @@ def _gradient_bytes(i: int, loss: Loss, layout: Layout) -> int:
 
 
 def _gathered_bytes(graph: StageGraph, loss: Loss, layout: Layout) -> int:
-    """Of the parameters that a pass gathers, and their gradients before they are scattered."""
+    """Return the bytes of the parameters that a pass gathers.
+
+    Their gradients before they are scattered are included.
+    """
     found = [i for i in graph.operands if layout.is_gathered(i)]
     whole = sum(
         nbytes(loss.invars[i].aval) // parts(layout.operand(i), layout.sizes) for i in found

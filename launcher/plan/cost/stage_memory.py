@@ -21,10 +21,10 @@ _SLACK = 1.06  # what the compiler needs more than the values: copies, and place
 
 @dataclass(frozen=True)
 class Footprint:
-    """Of one stage and one slice of the batch, in bytes on one device, by kind of task.
+    """Memory of one stage and one slice of the batch, in bytes on one device, by kind of task.
 
     Attributes:
-        left: by how much what is held between tasks has changed when a task is done.
+        left: change in the memory held between tasks when a task is done.
         working: the most that a task needs on top of what was held before it.
     """
 
@@ -33,7 +33,7 @@ class Footprint:
 
 
 def footprint(of: StagePrograms, sharding: Sharding) -> Footprint:
-    """What the passes need where `sharding` cuts the joint program's values."""
+    """Return the memory of the task programs where `sharding` cuts the joint graph's values."""
     size = _sizes(sharding)
     listed = list(of.programs.values())
     held = _held(of.joint, listed, size)
@@ -68,8 +68,11 @@ def _working(one: TaskProgram, sharding: Sharding) -> float:
 
 
 def _held(joint: JointGraph, passes: list[TaskProgram], size: Size) -> list[float]:
-    """What is held before the first pass, and after each: whatever came before and is read after.
-    Operands are held anyway, and counted where they live."""
+    """Return the bytes held before the first task program, and after each.
+
+    A value is held from the task program that first has it to the last one that reads it. Operands
+    are held anyway, and counted where they live.
+    """
     first: dict[Name, int] = {}
     last: dict[Name, int] = {}
     for k, one in enumerate(passes):
@@ -85,8 +88,11 @@ def _held(joint: JointGraph, passes: list[TaskProgram], size: Size) -> list[floa
 
 
 def _arriving(of: StagePrograms, k: int, size: Size) -> float:
-    """What other stages have sent for a pass that none before it has read, and its slice of the
-    batch."""
+    """Return the bytes of a task program's inputs that come from elsewhere.
+
+    They are what other stages have sent that no earlier task program has read, and its slice of the
+    batch.
+    """
     listed = list(of.programs.values())
     before = {name for one in listed[:k] for name in one.inputs}
     total = 0.0

@@ -33,7 +33,10 @@ class Links:
 
 
 def links_of(submesh: Submesh, cluster: ClusterShape) -> Links:
-    """A ring inside a host has links of its own; those that leave it share the host's."""
+    """Return the links of a submesh.
+
+    A ring inside a host has links of its own; rings that leave a host share its link.
+    """
     _, model = submesh.logical_mesh
     hosts = [cluster.host_of(device) for device in submesh.devices]
     if len(set(hosts)) == 1:
@@ -46,7 +49,7 @@ def links_of(submesh: Submesh, cluster: ClusterShape) -> Links:
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """Of one stage and one microbatch; see `StagePlan`."""
+    """Predicted seconds and collectives of one stage for one microbatch; see `StagePlan`."""
 
     forward_seconds: float
     backward_seconds: float
@@ -65,13 +68,18 @@ def stage_seconds(
     split: bool,
     measured: tuple[float, float] | None = None,
 ) -> StageSeconds:
-    """What a stage takes for a microbatch, on each of its devices.
+    """Return what a stage takes for a microbatch, on each of its devices.
 
     Args:
-        links: of its submesh. again: what its backward pass computes once more.
-        as_one: both passes are one program, which gathers what it needs once.
-        split: the backward pass is two programs, of which the second may wait.
-        measured: of the forward and the backward pass, instead of the model's own.
+        graph: the stage.
+        loss: the loss that it is a part of.
+        layout: the specs on its submesh.
+        cluster: the rates of the devices.
+        links: the links of its submesh.
+        again: the equations that its backward pass computes again.
+        as_one: whether both passes are one program, which gathers what it needs once.
+        split: whether the backward pass is two programs, of which the second may wait.
+        measured: seconds of the forward and the backward pass, instead of the cost model's.
     """
 
     def seconds(found: Sequence[Collective]) -> float:
@@ -113,7 +121,7 @@ def stage_seconds(
 def _crossing_seconds(
     found: Sequence[Collective], layout: Layout, cluster: ClusterShape, links: Links
 ) -> float:
-    """Of collectives, one after another, each on the links of its axis."""
+    """Return the seconds of collectives, one after another, each on the links of its axis."""
     return sum(
         one.seconds(layout.sizes, links.model if one.axis == MODEL else links.data, cluster.latency)
         for one in found
@@ -123,7 +131,10 @@ def _crossing_seconds(
 def _kept_in_parts(
     graph: StageGraph, loss: Loss, layout: Layout
 ) -> tuple[list[Collective], list[Collective]]:
-    """Parameters that a pass gathers along data, and their gradients that it scatters (ZeRO-3)."""
+    """Return the collectives of parameters that are sharded along data (ZeRO-3).
+
+    They are the all-gathers of a pass, and the reduce-scatters of the gradients.
+    """
     gathered = [i for i in graph.operands if layout.is_gathered(i)]
     scattered = [i for i in gathered if i in graph.wrt]
     return (
@@ -133,9 +144,12 @@ def _kept_in_parts(
 
 
 def update_collectives(graph: StageGraph, loss: Loss, layout: Layout) -> list[Collective]:
-    """The gradients that are summed over the replicas once a step, and where the optimizer's state
-    is cut along data (ZeRO-2) the parameters that are gathered after that. Not the single numbers
-    that an optimizer may sum, such as the global norm."""
+    """Return the collectives that a stage runs once a step.
+
+    They sum the gradients over the replicas and, where the optimizer's state is sharded along data
+    (ZeRO-2), gather the parameters after that. The single numbers that an optimizer may sum, such
+    as the global norm, are not included.
+    """
     found = []
     for i in graph.wrt:
         if layout.is_gathered(i):
@@ -153,12 +167,12 @@ _ALONG_DATA = DATA, ROWS
 
 
 def _whole_bytes(i: int, loss: Loss, layout: Layout) -> float:
-    """Of an operand where it is whole along data."""
+    """Return the bytes of operand `i` when it is not sharded along data."""
     return nbytes(loss.invars[i].aval) / parts(layout.operand(i), layout.sizes)
 
 
 def _sum_bytes(i: int, loss: Loss, layout: Layout) -> float:
-    """Of its gradient, as it is summed."""
+    """Return the bytes of operand `i`'s gradient, as it is summed."""
     aval = loss.invars[i].aval
     size = int(aval.size) * accumulator_dtype(aval.dtype).itemsize
     return size / parts(layout.operand(i), layout.sizes)
@@ -183,8 +197,11 @@ def update_seconds(
     links: Links,
     share: float,
 ) -> tuple[float, tuple[Collectives, ...]]:
-    """What a stage takes once a step: gradients summed over the replicas, and its `share` of the
-    mesh's update, which reads and writes the state once. And what crosses between its devices."""
+    """Return what a stage takes once a step, and the collectives in it.
+
+    Gradients are summed over the replicas, and the stage has its `share` of the mesh's update,
+    which reads and writes the state once.
+    """
     if not loss.wrt:
         return 0.0, ()
     found = update_collectives(graph, loss, layout)

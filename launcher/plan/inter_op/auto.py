@@ -1,6 +1,7 @@
 """The whole search, from a traced step to the best assignments.
 
-What its layers cost is in `layer_costs`, which plan of them is best in `problem`. Pure.
+It finds what the step's layers cost (`layer_costs`), and which plan of them is best (`problem`).
+Pure.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ USABLE = 0.92  # of a device's memory; the rest is the runtime's own and fragmen
 def search(
     problem: Problem, wanted: Wanted, progress: Progress = lambda share: None
 ) -> list[Candidate]:
-    """The best plan and the next best ones, best first.
+    """Return the best plan and the next best ones, best first.
 
     Raises:
         TooLargeError: nothing fits the devices' memory; it says by how much, and what would.
@@ -43,10 +44,13 @@ def make_problem(
     measured: MeasuredLayers | None = None,
     num_stages: int | None = None,
 ) -> Problem:
-    """The search for a traced step on a cluster.
+    """Return the search problem of a traced step on a cluster.
 
     Args:
-        measured: the layers' seconds, instead of the model's. num_stages: that are wanted.
+        step: the traced step, cut into layers.
+        cluster: the devices to plan for.
+        measured: the layers' measured seconds, instead of the cost model's.
+        num_stages: the number of stages that is asked for, if any.
     """
     cluster = measured.shape(cluster) if measured else cluster
     loss = step.loss(1)
@@ -60,14 +64,16 @@ def make_problem(
 
 
 def model_sizes(cluster: ClusterShape) -> tuple[int, ...]:
-    """Sizes of the model axis: it stays inside a host, whose links are the fast ones."""
+    """Return the sizes of the model axis: it stays inside a host, whose links are the fast ones."""
     each = cluster.devices_per_host
     return tuple(n for n in range(1, each + 1) if each % n == 0)
 
 
 def _grouped(table: CostTable, groups: Sequence[Sequence[int]]) -> CostTable:
-    """Costs of runs of layers. A run reads what its first layer reads, and sends what its last
-    one sends."""
+    """Return the costs of runs of layers.
+
+    A run reads what its first layer reads, and sends what its last one sends.
+    """
     starts = [group[0] for group in groups]
     ends = [group[-1] for group in groups]
     of = {name: np.add.reduceat(rows, starts, axis=1) for name, rows in table.of.items()}

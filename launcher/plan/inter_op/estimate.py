@@ -1,7 +1,7 @@
-"""Estimates the plan of an assignment from the search's own table, with its schedule simulated.
+"""Estimates of an assignment's plan from the search's own table, with its schedule simulated.
 
-Far cheaper than building the plan, and close to it: by estimates the search decides which plans are
-worth building, also between schedules.
+An estimate is far cheaper than building the plan, and close to it: by estimates the search decides
+which plans are worth building, also between schedules.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST_STAGES_A_MESH = 4
 
 
 def variants(assignment: Assignment, problem: Problem, wanted: Wanted) -> Iterator[Assignment]:
-    """An assignment, and the same under every other schedule that is left open and can run it."""
+    """Yield an assignment, and the same under every other open schedule that can run it."""
     yield assignment
     if wanted.schedule is not None or len(assignment.layers) == 1:
         return
@@ -37,9 +37,11 @@ def variants(assignment: Assignment, problem: Problem, wanted: Wanted) -> Iterat
 
 
 def recounted(assignment: Assignment, problem: Problem, wanted: Wanted) -> Iterator[Assignment]:
-    """An assignment with other numbers of microbatches, where devices share a machine: there the
-    search's objective is no guide to their number, since what one waits for another works faster,
-    and only the simulated timeline knows."""
+    """Yield an assignment with other numbers of microbatches, where devices share a machine.
+
+    There the search's objective is no guide to their number, since a device works faster while
+    another waits, and only the simulated timeline accounts for that.
+    """
     if problem.cluster.at_once is None or wanted.num_micro_batches is not None:
         return
     data = math.lcm(*(submesh.logical_mesh[0] for submesh in assignment.submeshes))
@@ -51,7 +53,10 @@ def recounted(assignment: Assignment, problem: Problem, wanted: Wanted) -> Itera
 def _interleaved(
     assignment: Assignment, problem: Problem, wanted: Wanted, schedule: str
 ) -> Iterator[Assignment]:
-    """Several shorter stages on each submesh, where all submeshes are used alike."""
+    """Yield assignments with several shorter stages on each of the submeshes.
+
+    There are none unless all submeshes are used alike.
+    """
     count, groups = len(assignment.submeshes), problem.groups
     shapes = {submesh.logical_mesh for submesh in assignment.submeshes}
     alike = max(len(set(assignment.zero)), len(set(assignment.sequence))) <= 1
@@ -75,12 +80,10 @@ def _interleaved(
         )
 
 
-def sketched(
+def make_estimate(
     assignment: Assignment, problem: Problem, measured: MeasuredLayers | None = None
 ) -> Estimate:
-    """Return the estimate of an assignment, without shardings.
-
-    It is without memory, too, where a submesh has several stages.
+    """Return the estimate of an assignment; without memory where a submesh has several stages.
 
     Raises:
         UnmeasuredError: one of its layers could not be measured.
@@ -119,7 +122,7 @@ def sketched(
 
 
 def _in_flight(schedule: Tasks, count: int) -> list[int]:
-    """The microbatches whose activations a stage holds, of `count` stages the last one first."""
+    """Return the microbatches whose activations each of `count` stages holds, last stage first."""
     if count > len(schedule):
         return []
     return [max_in_flight(tasks) for tasks in reversed(schedule)]
@@ -148,7 +151,7 @@ def _stage(
     problem: Problem,
     measured: MeasuredLayers | None,
 ) -> StagePlan:
-    """Stage `s`, of the layer groups `at[0] … at[1] - 1`."""
+    """Return stage `s`, of the layer groups `at[0] … at[1] - 1`."""
     submesh, zero = assignment.submeshes[assignment.mesh_of[s]], assignment.zero_of(s)
     data, model = submesh.logical_mesh
     forward, backward = (float(seconds[at]) for seconds in costs.passes(zero, remat))

@@ -1,4 +1,4 @@
-"""When nothing fits the memory: which stage lacks how much, and the nearest changes that would do.
+"""Where nothing fits the memory: which stage lacks how much, and the nearest changes that would do.
 
 Every change that is named was tried by the same search. Pure.
 """
@@ -24,7 +24,7 @@ _LINK = "cluster.links.inter_host_gb_per_second=12.5"
 
 
 def nothing_fits(problem: Problem, wanted: Wanted) -> PlanError:
-    """Why `best_of` found nothing, for a person."""
+    """Return the error that explains to a person why `best_of` found nothing."""
     if reason := _too_many_stages(problem, wanted):
         return PlanError(reason)
     least = _leanest(problem, wanted)
@@ -59,7 +59,7 @@ def nothing_fits(problem: Problem, wanted: Wanted) -> PlanError:
 
 
 def _too_many_stages(problem: Problem, wanted: Wanted) -> str:
-    """More than there are layers or devices for; "" where that is not so."""
+    """Return a message if there are fewer layers or devices than requested stages; otherwise ""."""
     asked = wanted.num_stages or 1
     layers, devices = sum(map(len, problem.groups)), problem.cluster.num_devices
     for most, words in (
@@ -75,7 +75,7 @@ def _too_many_stages(problem: Problem, wanted: Wanted) -> str:
 
 
 def _leanest(problem: Problem, wanted: Wanted) -> Candidate | None:
-    """The plan that would fit with the least memory more, to a hundredth of it."""
+    """Return the plan that would fit with the least additional memory, to a hundredth of it."""
     if problem.memory_bytes is None:
         return None
     low, high = problem.memory_bytes, problem.memory_bytes
@@ -101,7 +101,7 @@ def _most_bytes(found: Sequence[Candidate]) -> float:
 
 
 def _changes(problem: Problem, wanted: Wanted) -> list[str]:
-    """Changes of the settings alone if there are such; else of the batch and of the devices."""
+    """Return changes of the settings alone if any suffice; else of the batch and the devices."""
     if setting := _settings(problem, wanted):
         return [setting]
     for asked, words in ((wanted, ""), (Wanted(), f" with {_as_auto(wanted)}")):
@@ -119,7 +119,7 @@ def _as_auto(wanted: Wanted) -> str:
 
 
 def _settings(problem: Problem, wanted: Wanted) -> str:
-    """What was asked for and should be left to the search, as little as does it."""
+    """Return the requested settings that should be left to the search, as few as suffice."""
     asked = [name for name, value in vars(wanted).items() if value]
     singles = [(name,) for name in _SETTINGS if name in asked]
     for names in (*singles, tuple(asked)):
@@ -162,7 +162,7 @@ def _devices(problem: Problem, wanted: Wanted) -> str:
 
 
 def _as_settings(there: ClusterShape, more: ClusterShape) -> str:
-    """The settings that ask for more hosts, which are accepted as they stand."""
+    """Return the settings that ask for more hosts, which are accepted as they stand."""
     words = f"cluster.hosts={more.hosts} cluster.gpus={more.num_devices}"
     if there.name == LOCAL:  # a machine does not grow
         return f"so many of these devices in a Slurm job: cluster=slurm {words}"

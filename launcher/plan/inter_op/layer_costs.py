@@ -1,4 +1,4 @@
-"""What each layer costs on submeshes of every shape: the table that the stage search adds up.
+"""The cost of each layer on submeshes of every shape: the table that the stage search adds up.
 
 A layer is solved on its own for each size of the model axis, and layers that are the same program
 are solved once, so that the time does not grow with the number of identical blocks. Costs are of
@@ -38,19 +38,28 @@ _KINDS = {Kind.FORWARD, Kind.BACKWARD}
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer on `m` devices of a model axis, for the whole batch: what one of them does.
+    """Cost of one layer on `m` devices of a model axis, for the whole batch, on one of them.
 
     Attributes:
-        work_seconds: of the forward pass without communication. fixed_seconds: what every slice
-            takes beside, however few rows it has: to make something of parameters alone.
-        forward_bytes, backward_bytes: all-reduced along the model axis, in `forward_sums` and
-            `backward_sums` operations; what is gathered or scattered is half of that.
+        work_seconds: seconds of the forward pass without communication.
+        fixed_seconds: what every slice takes beside, however few rows it has: to compute something
+            of parameters alone.
+        forward_bytes: bytes all-reduced along the model axis in the forward pass; what is gathered
+            or scattered counts half.
+        backward_bytes: the same in the backward pass.
         fixed_backward_bytes: the same of every slice, however few rows it has: of parameters.
-        parameters: their number. parameter_bytes, state_bytes (with the parameters),
-            gradient_bytes: held by one device.
+        forward_sums: number of all-reduces of `forward_bytes`.
+        backward_sums: number of all-reduces of the backward pass.
+        parameters: number of parameter arrays.
+        parameter_bytes: bytes of the parameters on one device.
+        state_bytes: bytes of the parameters and the optimizer's state on one device.
+        gradient_bytes: bytes of the gradients on one device.
         residual_bytes: what the forward pass leaves for the backward pass, the activations that it
-            reads included. working_bytes: what a pass needs beside. input_bytes: the activations
-            read. sent_bytes: those that cross to the next layer, uncut.
+            reads included.
+        again_bytes: what both passes as one program need beyond `working_bytes`.
+        working_bytes: peak temporaries of a pass.
+        input_bytes: bytes of the activations that the layer reads.
+        sent_bytes: bytes of the activations that cross to the next layer, unsharded.
     """
 
     work_seconds: float
@@ -73,11 +82,14 @@ class LayerCost:
 
 @dataclass(frozen=True, eq=False)
 class CostTable:
-    """The layers' costs, as arrays `[model axis, layer]`, one a field of `LayerCost`.
+    """The layers' costs, as arrays `[model axis, layer]`, one for each field of `LayerCost`.
 
     Attributes:
-        model_sizes: of the model axes. sequence: whether each cuts the data along its sequence, and
-            not the parameters; empty: none does.
+        model_sizes: sizes of the model axes.
+        of: the arrays by the name of the field.
+        num_distinct: number of layers that are different programs.
+        sequence: whether each model axis cuts the data along its sequence, and not the parameters;
+            empty: none does.
     """
 
     model_sizes: tuple[int, ...]
@@ -86,11 +98,11 @@ class CostTable:
     sequence: tuple[bool, ...] = ()
 
     def is_sequence(self, at: int) -> bool:
-        """Whether the model axis number `at` cuts the data along its sequence."""
+        """Return whether the model axis number `at` cuts the data along its sequence."""
         return bool(self.sequence) and self.sequence[at]
 
     def index(self, model: int, sequence: bool) -> int:
-        """The number of a model axis."""
+        """Return the number of a model axis."""
         every = range(len(self.model_sizes))
         return next(
             k for k in every if (self.model_sizes[k], self.is_sequence(k)) == (model, sequence)
@@ -103,7 +115,14 @@ def cost_table(
     model_sizes: Sequence[int],
     with_sequence: bool = True,
 ) -> CostTable:
-    """The table of a step's layers. `with_sequence`: also of model axes that cut the data's."""
+    """Return the table of a step's layers.
+
+    Args:
+        step: the traced step, cut into layers.
+        cluster: the rates of the devices.
+        model_sizes: sizes of the model axis.
+        with_sequence: whether model axes that cut the data along its sequence are included.
+    """
     loss = step.loss(1)
     dims = NamedDims(loss.equations) if with_sequence and max(model_sizes) > 1 else None
     axes: list[tuple[int, int | None]] = [(m, None) for m in model_sizes]
@@ -147,7 +166,7 @@ def cost_table(
 
 
 def with_measured(table: CostTable, measured: MeasuredLayers) -> CostTable:
-    """Returns the table with measured work, of which the sums along the model axis are a part."""
+    """Return the table with measured work, which includes the collectives along the model axis."""
     of = {name: values.copy() for name, values in table.of.items()}
     for m_index, model in enumerate(table.model_sizes):
         for layer, kind in enumerate(measured.kind_of):
@@ -169,8 +188,17 @@ def _solve(
     whole: StagePrograms,
     inside: NamedDims,
 ) -> LayerCost:
-    """A layer, cut so, without what the update keeps for it. `of`, `whole`, `inside`: its passes,
-    these as one program, and the named dimensions of their joint program."""
+    """Return the cost of a layer, sharded so, without what the update keeps for it.
+
+    Args:
+        graph: the layer.
+        loss: the loss that it is a part of.
+        sharding: the sharding of its forward pass.
+        cluster: the rates of the devices.
+        of: its forward and backward pass as two task programs.
+        whole: both as one task program.
+        inside: the named dimensions of its joint graph.
+    """
     parameters = [loss.invars[i] for i in graph.wrt]
     flows = flow(graph.equations, [*parameters, *graph.active_in])
     varying = dependence(graph.equations, _varying(graph, loss))
@@ -220,8 +248,10 @@ def _solve(
 
 
 def _varying(graph: StageGraph, loss: Loss) -> list[Var]:
-    """What a layer has of other sizes for other numbers of rows: data, activations, and what is
-    broadcast, which in the most cases is to their shape."""
+    """Return the values of a layer whose sizes depend on the number of rows.
+
+    They are data, activations, and what is broadcast, which in most cases is to their shape.
+    """
     rows = [loss.invars[i] for i in graph.operands if i not in graph.wrt]
     spread = [
         v
@@ -235,8 +265,10 @@ def _varying(graph: StageGraph, loss: Loss) -> list[Var]:
 def _with_state(
     cost: LayerCost, graph: StageGraph, own: Sequence[int], loss: Loss, state: dict[int, float]
 ) -> LayerCost:
-    """The state is cut as the parameters are. A parameter that several layers read is the first's;
-    the others hold a copy."""
+    """Return a layer's cost with the state, which is sharded as the parameters are.
+
+    A parameter that several layers read belongs to the first; the others hold a copy.
+    """
     whole = sum(nbytes(loss.invars[i].aval) for i in graph.wrt)
     share = cost.parameter_bytes / whole if whole else 1.0
     elements = sum(loss.invars[i].aval.size for i in graph.wrt)
@@ -250,8 +282,10 @@ def _with_state(
 
 
 def _state_bytes(step: TracedStep, loss: Loss) -> dict[int, float]:
-    """For each differentiated operand the bytes of the arguments that run with it: the parameter
-    itself and what the optimizer keeps for it."""
+    """Return for each differentiated operand the bytes of the arguments that belong to it.
+
+    They are the parameter itself and what the optimizer keeps for it.
+    """
     dims = outer_dims(step)
     of_class: dict[int, int] = {}
     for i in loss.wrt:

@@ -1,6 +1,7 @@
-"""What is searched, and the search over all that a plan may set: numbers of microbatches and of
-common replicas, and for each the stages with their submeshes, logical meshes, ZeRO levels and
-rematerialisation. Pure.
+"""The search problem, and the search over all that a plan may set.
+
+That is the numbers of microbatches and of common replicas, and for each the stages with their
+submeshes, logical meshes, ZeRO levels and rematerialisation. Pure.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Progress = Callable[[float], None]
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the user left open (None) and what not."""
+    """What the user fixed, and what is left open (None)."""
 
     num_micro_batches: int | None = None
     schedule: str | None = None
@@ -37,7 +38,14 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Candidate:
-    """An assignment that was found, with the objective that the search gave it, in seconds."""
+    """An assignment that the search found.
+
+    Attributes:
+        assignment: the assignment.
+        seconds: the objective that the search gave it.
+        choices: how each stage uses its devices.
+        memory: peak bytes on one device of each stage.
+    """
 
     assignment: Assignment
     seconds: float
@@ -47,11 +55,15 @@ class Candidate:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What is searched: layers (`groups` of the step's) by their costs, a batch and a cluster.
+    """What is searched: layers by their costs, a batch and a cluster.
 
     Attributes:
-        sizes: the numbers of devices that a stage may have. memory_bytes: that a plan may use of a
-            device; None: without bound.
+        table: the costs of the layers, each of which is a group of the step's.
+        groups: the step's layers in each group.
+        batch_size: rows of the whole batch.
+        cluster: the devices to plan for.
+        sizes: the numbers of devices that a stage may have.
+        memory_bytes: what a plan may use of a device's memory; None: no limit.
     """
 
     table: CostTable
@@ -65,11 +77,13 @@ class Problem:
 def best_of(
     problem: Problem, wanted: Wanted, progress: Progress = lambda share: None
 ) -> list[Candidate]:
-    """For the most promising numbers of microbatches and of common replicas the best stages; of the
-    same stages the best number of microbatches. Best first; empty where nothing fits.
+    """Return the best candidates, best first; empty where nothing fits.
 
-    What cannot be among the best few, by its lower bound, is not solved: the first of them are what
-    they would be if all were.
+    For the most promising numbers of microbatches and of common replicas they have the best stages;
+    of the same stages only the best number of microbatches is kept.
+
+    What cannot be among the best few, by its lower bound, is not solved: the best few are the same
+    as if everything were.
     """
     devices = problem.cluster.num_devices
     promising: list[tuple[float, int, Setting, Priced]] = []
@@ -115,8 +129,10 @@ def _settings(problem: Problem, wanted: Wanted) -> Iterator[Setting]:
 
 
 def spread_divisors(number: int, most: int) -> list[int]:
-    """Divisors of a number up to `most`, about as many as there are powers of two: those that are
-    nearest to these, and the largest."""
+    """Return divisors of a number up to `most`, about as many as there are powers of two.
+
+    They are those that are nearest to the powers of two, and the largest.
+    """
     low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     divisors = sorted(n for n in {*low, *(number // n for n in low)} if n <= most)
     powers = [2**k for k in range(divisors[-1].bit_length())]

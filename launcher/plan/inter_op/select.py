@@ -1,4 +1,4 @@
-"""Selects one plan among the search's assignments, and records in it what it beat."""
+"""Selection of one plan among the search's assignments, with what it was better than."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from launcher.plan.build import PlanBuilder
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.errors import TooLargeError, UnmeasuredError
 from launcher.plan.inter_op.auto import make_problem, search
-from launcher.plan.inter_op.estimate import recounted, sketched, variants
+from launcher.plan.inter_op.estimate import make_estimate, recounted, variants
 from launcher.plan.inter_op.problem import Candidate, Problem, Wanted
 from launcher.plan.pipeline import Estimate
 from launcher.plan.plan import Plan, RunnerUp
@@ -21,10 +21,10 @@ from launcher.plan.stage_plan import Staged
 from launcher.trace.step import TracedStep
 
 _RUNNERS_UP = 3
-_MOST_COMPLETED = 3  # of those that fit
-_SEARCHES = 4  # at most: the next where all that was completed needs more than was estimated
+_MOST_BUILT = 3  # of those that fit
+_SEARCHES = 4  # at most: the next where all that was built needs more than was estimated
 _MARGIN = 0.9  # of the memory that the next one gets
-_PRECISION = 1.02  # of a sketch: by how much one may be slower than the next sketch says
+_PRECISION = 1.02  # of a estimate: by how much one may be slower than the next estimate says
 
 
 def best_plan(
@@ -34,115 +34,122 @@ def best_plan(
     progress: Callable[[float], None] = lambda share: None,
     measured: MeasuredLayers | None = None,
 ) -> Plan:
-    """The best plan; the next best ones stand in it as `runners_up`.
+    """Return the best plan, with the next best ones as its `runners_up`.
 
     The search's objective is a closed form. The few best assignments, each under every schedule
-    that is left open, are estimated, so that the simulated timeline decides; of the estimates the
-    best one that fits the memory, of which the search has only an estimate, is built. Where none
-    does, the search is done again, with less to spend.
+    that is left open, are estimated, so that the simulated timeline decides. The best of the
+    estimates that fits the memory, of which the search has only an estimate, is built. Where none
+    fits, the search is repeated with less memory.
 
     Args:
-        measured: the layers' seconds, instead of the model's.
+        step: the traced step, cut into layers.
+        cluster: the devices to plan for.
+        wanted: what the user fixed.
+        progress: called with the share that is done, 0 … 1.
+        measured: the layers' measured seconds, instead of the cost model's.
 
     Raises:
         PlanError: nothing fits the devices' memory, or nothing that does could be measured.
     """
     problem = make_problem(step, cluster, measured, wanted.num_stages)
-    completed: list[tuple[Plan, Sketch]] = []
+    built: list[tuple[Plan, Estimated]] = []
     builder = PlanBuilder(step, cluster, measured)
     most = cluster.memory_bytes or math.inf
     for _ in range(_SEARCHES):
         try:
             found = search(problem, wanted, lambda share: progress(0.7 * share))
         except PlanError:
-            if not completed:
+            if not built:
                 raise
             break
-        sketches = _sketches(found, problem, wanted, measured)
+        estimates = _estimates(found, problem, wanted, measured)
         progress(0.8)
-        completed = []
-        large: list[Sketch] = []  # not expected to fit: only for where nothing else does
-        for sketch in sketches:
-            if completed and _settled(completed, sketch):
+        built = []
+        large: list[Estimated] = []  # not expected to fit: only for where nothing else does
+        for estimate in estimates:
+            if built and _settled(built, estimate):
                 break
-            if completed and _expected_bytes(sketch, completed) > most:
-                large.append(sketch)
+            if built and _expected_bytes(estimate, built) > most:
+                large.append(estimate)
                 continue
-            completed.append((builder.build(sketch[0]), sketch))
+            built.append((builder.build(estimate[0]), estimate))
             progress(0.9)
-        for sketch in large:
-            if any(plan.missing_bytes <= 0 for plan, _ in completed):
+        for estimate in large:
+            if any(plan.missing_bytes <= 0 for plan, _ in built):
                 break
-            completed.append((builder.build(sketch[0]), sketch))
-        fitting = [pair for pair in completed if pair[0].missing_bytes <= 0]
+            built.append((builder.build(estimate[0]), estimate))
+        fitting = [pair for pair in built if pair[0].missing_bytes <= 0]
         if fitting:
             best, chosen = min(fitting, key=lambda pair: pair[0].predicted_step_seconds)
-            runners_up = _runners_up(best, chosen, completed, sketches)
+            runners_up = _runners_up(best, chosen, built, estimates)
             return dataclasses.replace(best, runners_up=runners_up)
-        problem = _with_less_memory(problem, [plan for plan, _ in completed])
-    raise _too_large(completed)
+        problem = _with_less_memory(problem, [plan for plan, _ in built])
+    raise _too_large(built)
 
 
-Sketch = tuple[Assignment, Estimate]
+Estimated = tuple[Assignment, Estimate]
 
 
-def _sketches(
+def _estimates(
     found: Sequence[Candidate],
     problem: Problem,
     wanted: Wanted,
     measured: MeasuredLayers | None,
-) -> list[Sketch]:
-    """What was found, best first as it is simulated."""
-    sketches, unmeasured = [], []
+) -> list[Estimated]:
+    """Return the estimates of what was found, best first by their simulated timelines."""
+    estimates, unmeasured = [], []
     first, *others = (candidate.assignment for candidate in found)
     counts = [first, *recounted(first, problem, wanted)]
     more = [o for assignment in others for o in recounted(assignment, problem, wanted)]
     varied = [o for assignment in counts for o in variants(assignment, problem, wanted)]
     for assignment in dict.fromkeys((*varied, *others, *more)):
         try:
-            sketch = sketched(assignment, problem, measured)
+            estimate = make_estimate(assignment, problem, measured)
         except UnmeasuredError as error:
             unmeasured.append(error)
             continue
-        if assignment == first or _most_bytes(sketch) <= (problem.memory_bytes or math.inf):
-            sketches.append((assignment, sketch))
-    if not sketches:
+        if assignment == first or _most_bytes(estimate) <= (problem.memory_bytes or math.inf):
+            estimates.append((assignment, estimate))
+    if not estimates:
         raise unmeasured[0]
-    return sorted(sketches, key=lambda sketch: sketch[1].predicted_step_seconds)
+    return sorted(estimates, key=lambda estimate: estimate[1].predicted_step_seconds)
 
 
-def _settled(completed: Sequence[tuple[Plan, Sketch]], after: Sketch) -> bool:
-    """Whether one that was completed fits, and no sketch from here on promises to be better."""
-    fitting = [plan.predicted_step_seconds for plan, _ in completed if plan.missing_bytes <= 0]
+def _settled(built: Sequence[tuple[Plan, Estimated]], after: Estimated) -> bool:
+    """Return whether a plan that was built fits, and no further estimate promises to be better."""
+    fitting = [plan.predicted_step_seconds for plan, _ in built if plan.missing_bytes <= 0]
     promised = after[1].predicted_step_seconds
-    enough = len(completed) >= _MOST_COMPLETED
+    enough = len(built) >= _MOST_BUILT
     return bool(fitting) and (enough or min(fitting) <= promised * _PRECISION)
 
 
-def _expected_bytes(sketch: Sketch, completed: Sequence[tuple[Plan, Sketch]]) -> float:
-    """Of a device, where sketches with the same rematerialisation take too little by as much as the
-    worst of those completed; nothing where the sketch says nothing."""
+def _expected_bytes(estimate: Estimated, built: Sequence[tuple[Plan, Estimated]]) -> float:
+    """Return the bytes that a plan is expected to need on a device.
+
+    Estimates with the same rematerialisation are taken to be too low by as much as the worst of
+    those that were built. The result is 0 where the estimate has no memory.
+    """
     alike = [
-        (_most_bytes(p), _most_bytes(s[1])) for p, s in completed if _remats(s) == _remats(sketch)
+        (_most_bytes(p), _most_bytes(s[1])) for p, s in built if _remats(s) == _remats(estimate)
     ]
     short = max((needed / said for needed, said in alike if said), default=1.0)
-    return _most_bytes(sketch[1]) * max(1.0, short)
+    return _most_bytes(estimate[1]) * max(1.0, short)
 
 
-def _remats(sketch: Sketch) -> set[str]:
-    return set(sketch[0].remat)
+def _remats(estimate: Estimated) -> set[str]:
+    return set(estimate[0].remat)
 
 
 def _with_less_memory(problem: Problem, plans: Sequence[Plan]) -> Problem:
-    """The search again with as much less memory as it took too little of the plans for."""
+    """Return the problem with less memory, by as much as the search underestimated the plans."""
     assert problem.memory_bytes is not None
     assert problem.cluster.memory_bytes is not None
     share = problem.cluster.memory_bytes / min(map(_most_bytes, plans))
     return dataclasses.replace(problem, memory_bytes=_MARGIN * share * problem.memory_bytes)
 
 
-def _too_large(completed: Sequence[tuple[Plan, Sketch]]) -> TooLargeError:
-    least, (assignment, _) = min(completed, key=lambda pair: _most_bytes(pair[0]))
+def _too_large(built: Sequence[tuple[Plan, Estimated]]) -> TooLargeError:
+    least, (assignment, _) = min(built, key=lambda pair: _most_bytes(pair[0]))
     needed, there = _most_bytes(least) / 2**30, least.cluster["memory_bytes"] / 2**30
     return TooLargeError(
         f"the model does not fit: the leanest plan found ({in_words(least)}) needs {needed:.2f} "
@@ -154,25 +161,28 @@ def _too_large(completed: Sequence[tuple[Plan, Sketch]]) -> TooLargeError:
 
 def _runners_up(
     best: Plan,
-    chosen: Sketch,
-    completed: Sequence[tuple[Plan, Sketch]],
-    sketches: Sequence[Sketch],
+    chosen: Estimated,
+    built: Sequence[tuple[Plan, Estimated]],
+    estimates: Sequence[Estimated],
 ) -> tuple[RunnerUp, ...]:
-    """The next best ones. Those that were only sketched are held against the best one's sketch."""
-    known = {id(sketch): plan for plan, sketch in completed}
+    """Return the next best plans.
+
+    Those that were only estimated are compared with the best one's estimate.
+    """
+    known = {id(estimate): plan for plan, estimate in built}
     scale = best.predicted_step_seconds / chosen[1].predicted_step_seconds
     found = []
-    for sketch in sketches:
-        plan = known.get(id(sketch))
-        if sketch is chosen:
+    for estimate in estimates:
+        plan = known.get(id(estimate))
+        if estimate is chosen:
             continue
-        seconds = (plan or sketch[1]).predicted_step_seconds * (1.0 if plan else scale)
-        needed = _most_bytes(plan) if plan else _expected_bytes(sketch, completed)
+        seconds = (plan or estimate[1]).predicted_step_seconds * (1.0 if plan else scale)
+        needed = _most_bytes(plan) if plan else _expected_bytes(estimate, built)
         if needed > (best.cluster["memory_bytes"] or math.inf):
             why = f"it needs {'' if plan else 'about '}{needed / 2**30:.1f} GiB a device"
         else:
-            why = _why(plan, best) if plan else _why(sketch[1], chosen[1])
-        found.append(RunnerUp(in_words(sketch[1]), seconds, why))
+            why = _why(plan, best) if plan else _why(estimate[1], chosen[1])
+        found.append(RunnerUp(in_words(estimate[1]), seconds, why))
     found.sort(key=lambda runner: runner.predicted_step_seconds)
     return tuple(found[:_RUNNERS_UP])
 
@@ -182,7 +192,7 @@ def _most_bytes(plan: Staged) -> int:
 
 
 def in_words(plan: Staged) -> str:
-    """A plan in a few words: stages, meshes, microbatches, what is computed again or cut."""
+    """Return a plan in a few words: stages, meshes, microbatches, schedule, rematerialisation."""
     shapes = list(dict.fromkeys(stage.logical_mesh for stage in plan.stages))
     meshes = " and ".join(f"{data}x{model}" for data, model in shapes[:3])
     remat = sorted({stage.remat for stage in plan.stages} - {"none"})
@@ -197,7 +207,7 @@ def in_words(plan: Staged) -> str:
 
 
 def _why(plan: Plan | Estimate, best: Plan | Estimate) -> str:
-    """What costs a plan most time beside the best one."""
+    """Return what costs a plan most time, compared with the best one."""
     busy = [_busiest(p) for p in (plan, best)]
     once = [max(stage.update_seconds for stage in p.stages) for p in (plan, best)]
     waiting = [p.predicted_bubble_fraction * p.predicted_step_seconds for p in (plan, best)]

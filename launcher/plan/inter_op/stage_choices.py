@@ -1,7 +1,7 @@
-"""What a stage of any layers on any submesh would cost, for one number of microbatches. Pure.
+"""The cost of a stage of any layers on any submesh, for one number of microbatches.
 
 For each number of devices the logical mesh, ZeRO level and rematerialisation that fit the memory
-are chosen here, so that the stage search sees few prices.
+are chosen here, so that the stage search sees few prices. Pure.
 """
 
 from __future__ import annotations
@@ -33,7 +33,14 @@ class Choice:
 
 @dataclass(frozen=True, eq=False)
 class Priced:
-    """The candidates, and the choice behind each: a position in `choices`, and the memory."""
+    """The candidates, and the choice behind each.
+
+    Attributes:
+        candidates: the candidates.
+        choices: the choices.
+        chosen: the choice of each candidate, as a position in `choices`.
+        memory: the memory of each candidate.
+    """
 
     candidates: Candidates
     choices: tuple[Choice, ...]
@@ -42,8 +49,11 @@ class Priced:
 
 
 def submesh_sizes(cluster: ClusterShape) -> tuple[int, ...]:
-    """The numbers of devices that a stage may have: on one host any, on several the divisors of a
-    host's number and whole hosts by powers of two, so that they can be placed."""
+    """Return the numbers of devices that a stage may have.
+
+    On one host of at most 16 devices these are all; otherwise the divisors of a host's number of
+    devices, and whole hosts by powers of two, so that the submeshes can be placed.
+    """
     each, hosts = cluster.devices_per_host, cluster.hosts
     if hosts == 1 and each <= 16:
         return tuple(range(1, each + 1))
@@ -55,9 +65,9 @@ def submesh_sizes(cluster: ClusterShape) -> tuple[int, ...]:
 def price(
     table: CostTable, cluster: ClusterShape, setting: Setting, sizes: tuple[int, ...]
 ) -> Priced:
-    """Price every stage. Layers are the table's.
+    """Price every stage of the table's layers.
 
-    Of the ways to use a number of devices those stay that no other beats both in seconds and in
+    Of the ways to use a number of devices those are kept that no other beats both in seconds and in
     rest: which of them is best depends on the other stages. The first is the fastest.
     """
     depth = min(table.of["work_seconds"].shape[1], cluster.num_devices)
@@ -86,7 +96,7 @@ def ways(
     depth: int,
     choices: list[Choice],
 ) -> Iterator[Way]:
-    """Every use of so many devices, infinite where it does not fit; adds to `choices`."""
+    """Yield every use of `size` devices, infinite where it does not fit; extend `choices`."""
     schedule = SCHEDULES[setting.schedule]
     goes_back = schedule.last_stage_alternates(setting.num_micro_batches)
     for m_index, model in enumerate(table.model_sizes):
@@ -106,7 +116,7 @@ def ways(
 
 
 def _fronts(size: int, ways: Iterable[Way]) -> Iterator[tuple[int, Way]]:
-    """The ways that are not beaten, by growing seconds and falling rest."""
+    """Yield the ways that no other beats, by growing seconds and falling rest."""
     listed = list(ways)
     if not listed:
         return

@@ -1,4 +1,7 @@
-"""What each run of layers would cost as a stage on one logical mesh. Pure numbers."""
+"""The cost of each run of layers as a stage on one logical mesh.
+
+Pure numbers.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,12 @@ class Setting:
     """What is fixed for one run of the stage search.
 
     Attributes:
-        replicas: that all stages have in common. remats: the names to choose from.
-        memory_bytes: of a device; None: without bound.
+        num_micro_batches: number of microbatches a step.
+        batch_size: rows of the whole batch.
+        replicas: number of replicas that all stages have in common.
+        schedule: name of the schedule.
+        remats: the names of the rematerialisation policies to choose from.
+        memory_bytes: memory of a device; None: no limit.
     """
 
     num_micro_batches: int
@@ -31,14 +38,17 @@ class Setting:
 
 
 def in_flight(setting: Setting, depth: int) -> list[int]:
-    """The microbatches whose activations a stage holds, by the stages behind it: as of the first
-    stage, and so at least, since the number of all stages is not known here."""
+    """Return the microbatches whose activations a stage holds, by the number of stages behind it.
+
+    The stage is taken to be the first, which gives a lower bound, since the number of all stages is
+    not known here.
+    """
     schedule, most = SCHEDULES[setting.schedule], setting.num_micro_batches
     return [schedule.in_flight_bound(0, behind + 1, most) for behind in range(depth)]
 
 
 class StageCosts:
-    """Of all stages on one logical mesh: arrays `[first, end]`, in seconds and bytes."""
+    """Costs of all stages on one logical mesh: arrays `[first, end]`, in seconds and bytes."""
 
     def __init__(
         self,
@@ -50,7 +60,18 @@ class StageCosts:
         model: int,
         back_at_once: bool,
     ) -> None:
-        """back_at_once: whether the last stage goes back right after each forward pass."""
+        """Add up the costs of the table's layers.
+
+        Args:
+            table: the costs of the layers.
+            m_index: the number of the model axis in the table.
+            cluster: the rates of the devices.
+            setting: what is fixed.
+            data: size of the data axis.
+            model: size of the model axis.
+            back_at_once: whether each backward pass of the last stage directly follows its forward
+                pass.
+        """
         self._cluster, self._setting = cluster, setting
         self._table, self._m_index = table, m_index
         self._data, self._model, self._back_at_once = data, model, back_at_once
@@ -67,13 +88,16 @@ class StageCosts:
         self._valid = np.where(ordered, 0.0, np.inf)
 
     def seconds(self, zero: int, remat: str) -> tuple[np.ndarray, np.ndarray]:
-        """Of the first microbatch with its way to the next stage; of all else."""
+        """Return the seconds of the first microbatch with its transfer, and of everything else.
+
+        The transfer is the one to the next stage.
+        """
         one = sum(self.passes(zero, remat))
         rest = (self._setting.num_micro_batches - 1) * one + self.once(zero)
         return one + self._sending() + self._valid, rest + self._valid
 
     def passes(self, zero: int, remat: str) -> tuple[np.ndarray, np.ndarray]:
-        """Of a microbatch's forward and backward pass."""
+        """Return the seconds of a microbatch's forward and backward pass."""
         cluster, of, data = self._cluster, self._of, self._data
         forward = self.work() + self._summed("forward")
         backward = 2 * self.work() + self._summed("backward", of["fixed_backward_bytes"])
@@ -91,23 +115,25 @@ class StageCosts:
         return forward + cluster.launch, backward + launch
 
     def _as_one(self) -> np.ndarray:
-        """Whether a stage's passes will be one program, see `task_programs.runs_as_one`."""
+        """Return whether both passes will be one task program; see `task_programs.runs_as_one`."""
         last = np.arange(self._valid.shape[1]) == self._valid.shape[0]
         small = self._of["residual_bytes"] / self._slices <= MOST_INSIDE
         return last[None, :] & small & self._back_at_once
 
     def work(self) -> np.ndarray:
-        """Of a microbatch's forward pass without what crosses between devices."""
+        """Return the seconds of a microbatch's forward pass without communication."""
         return self._of["work_seconds"] / self._slices + self._of["fixed_seconds"]
 
     def sent(self) -> np.ndarray:
-        """Bytes of one microbatch to the next stage."""
+        """Return the bytes of one microbatch to the next stage."""
         return self._sent / self._setting.num_micro_batches
 
     def memory(self, zero: int, remat: str, in_flight: Sequence[int]) -> np.ndarray:
-        """Peak bytes on a device, `[stages behind, first, end]`.
+        """Return the peak bytes on a device, `[stages behind, first, end]`.
 
         Args:
+            zero: ZeRO level: 0, 2 or 3.
+            remat: name of the rematerialisation policy.
             in_flight: the microbatches whose activations a stage holds, by the stages behind it.
         """
         of, data = self._of, self._data
@@ -133,7 +159,7 @@ class StageCosts:
         return (state + gradients)[None] + activations
 
     def _most(self, name: str) -> np.ndarray:
-        """The most of any layer of a stage."""
+        """Return the most of any layer of a stage."""
         row = self._table.of[name][self._m_index]
         count = len(row)
         ends = [np.maximum.accumulate(row[first:]) for first in range(count)]
@@ -143,7 +169,10 @@ class StageCosts:
         return found
 
     def once(self, zero: int) -> np.ndarray:
-        """Gradients summed over the replicas, and the update, which reads and writes the state."""
+        """Return the seconds of what is done once a step.
+
+        Gradients are summed over the replicas, and the update reads and writes the state.
+        """
         state, common = self._of["state_bytes"], self._setting.replicas
         kept = self._of["parameter_bytes"] if zero == 2 else 0.0
         held = kept + (state - kept) / (self._data if zero else 1)
@@ -153,7 +182,7 @@ class StageCosts:
         return update + self._along_data("gradient_bytes", common)
 
     def _along_data(self, name: str, devices: int) -> np.ndarray:
-        """All-reduced along data: arrays as many as there are parameters."""
+        """Return the seconds to all-reduce along data as many arrays as there are parameters."""
         cluster = self._cluster
         beside = min(self._model, cluster.devices_per_host)
         link = cluster.link_of_axis(self._data * self._model, beside)
@@ -161,7 +190,12 @@ class StageCosts:
         return _ring(self._of[name], devices, link) + waits * self._of["parameters"]
 
     def _summed(self, name: str, fixed: np.ndarray | float = 0.0) -> np.ndarray:
-        """All-reduced along the model axis, for one microbatch. fixed: bytes of any microbatch."""
+        """Return the seconds to all-reduce along the model axis, for one microbatch.
+
+        Args:
+            name: "forward" or "backward".
+            fixed: bytes of any microbatch.
+        """
         if self._model == 1:
             return np.zeros_like(self._of["work_seconds"])
         link = self._cluster.link_of_axis(self._model)
@@ -171,7 +205,7 @@ class StageCosts:
         return moved + waits * self._of[f"{name}_sums"]
 
     def _sending(self) -> np.ndarray:
-        """One microbatch to the next stage and its gradient back."""
+        """Return the seconds to send one microbatch to the next stage, and its gradient back."""
         cluster = self._cluster
         across = cluster.hosts > 1 and self._data * self._model >= cluster.devices_per_host
         links = cluster.inter_host if across else cluster.intra_host * self._data
@@ -180,11 +214,11 @@ class StageCosts:
 
 
 def _spans(values: np.ndarray) -> np.ndarray:
-    """Sums over `[first, end)`."""
+    """Return the sums over `[first, end)`."""
     total = np.concatenate([[0.0], np.cumsum(values)])
     return np.asarray(np.maximum(total[None, :] - total[:-1, None], 0.0))
 
 
 def _ring(size: np.ndarray, devices: int, link: float) -> np.ndarray:
-    """See `cost.collectives.all_reduce_seconds`; without the latency."""
+    """Return the seconds of `cost.collectives.all_reduce_seconds`, without the latency."""
     return 2 * (devices - 1) * size / devices / link

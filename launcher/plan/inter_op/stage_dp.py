@@ -1,9 +1,9 @@
-"""The stage search: which layers make a stage, and on how many devices. Pure numbers.
+"""The stage search: which layers make a stage, and on how many devices.
 
 A dynamic program over stages, layers and devices, run for growing bounds on the slowest stage, as
 in Alpa (Zheng et al. 2022, arXiv 2201.12023, section 5.2), with what that one leaves out: transfers
 and the number of microbatches in flight are part of a stage's cost, what is done once a step is
-part of the objective, and devices may stay idle.
+part of the objective, and devices may stay idle. Pure numbers.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Candidates:
-    """What a stage of layers `first … end - 1` would cost.
+    """The costs of a stage of layers `first … end - 1`.
 
     Attributes:
         sizes: the numbers of devices that a stage may have.
         seconds: `[stages behind it, first, end, size]`: of one microbatch, forward and backward,
-            and its way to the next stage; infinite where it does not fit.
+            and its transfer to the next stage; infinite where it does not fit.
         rest: the same shape: what the stage does besides the first microbatch, in seconds: the
             other microbatches, and what is done once a step.
     """
@@ -34,21 +34,32 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Found:
-    """The best stages: `(first, end, position in sizes)` in order, and the objective, seconds."""
+    """The best stages, and their objective.
+
+    Attributes:
+        stages: `(first, end, position in sizes)`, in order.
+        objective: the objective in seconds.
+    """
 
     stages: tuple[tuple[int, int, int], ...]
     objective: float
 
 
 def objective(seconds: Sequence[float], rest: Sequence[float]) -> float:
-    """A step: one microbatch through all stages, and the rest of the one that has most left."""
+    """Return the seconds of a step.
+
+    One microbatch passes through all stages; the rest of the stage that has most left follows.
+    """
     return sum(seconds) + max(rest)
 
 
 def lower_bound(candidates: Candidates, num_devices: int) -> tuple[float, float]:
-    """What no choice of stages goes below: the sum of their seconds, and the rest of the one that
-    has most left. Both are of stages anywhere in the pipeline; the devices' time is the sum of the
-    rests over all devices of the stages, of which the busiest has at least its share."""
+    """Return lower bounds on the objective of any choice of stages.
+
+    They are the sum of the stages' seconds, and the rest of the stage that has most left. Both take
+    the stages to be anywhere in the pipeline. The devices' time is the sum of the rests over all
+    devices of the stages, of which the busiest has at least its share.
+    """
     seconds, bound = candidates.seconds, _bounds(candidates)
     if not seconds.size:
         return np.inf, np.inf
@@ -63,14 +74,19 @@ def best_stages(
     progress: Callable[[float], None] = lambda share: None,
     num_stages: int | None = None,
 ) -> Found | None:
-    """The stages that cover all layers on at most `num_devices` devices at the least objective.
+    """Return the stages that cover all layers at the least objective.
+
+    They are on at most `num_devices` devices.
 
     The least sum of seconds under a bound on the rest falls as the bound grows. So between two
     bounds nothing is better than the sum of the upper one with the least bound between them, and
     most bounds need not be tried.
 
     Args:
-        best: an objective to stay below. progress: told the share that is done, 0 … 1.
+        candidates: the costs of every stage.
+        num_devices: number of devices.
+        best: an objective to stay below.
+        progress: called with the share that is done, 0 … 1.
         num_stages: how many stages; None: as many as are best.
 
     Returns:
@@ -85,7 +101,7 @@ def best_stages(
     found: Found | None = None
 
     def solved(k: int) -> float:
-        """The least sum under bound `k`; its stages may be the best so far."""
+        """Return the least sum under bound `k`; its stages may be the best so far."""
         nonlocal best, found
         allowed = np.where(bound <= levels[k], seconds, np.inf)
         if not np.isfinite(_least_cover(allowed.min(axis=(0, 3)))):
@@ -118,12 +134,15 @@ def best_stages(
 
 
 def _bounds(candidates: Candidates) -> np.ndarray:
-    """The rest of each stage that there can be."""
+    """Return the rest of each possible stage."""
     return np.where(np.isfinite(candidates.seconds), candidates.rest, np.inf)
 
 
 def _least_cover(cost: np.ndarray) -> float:
-    """The least sum of `[first, end]` costs of runs that cover all layers; infinite: none do."""
+    """Return the least sum of `[first, end]` costs of runs that cover all layers.
+
+    It is infinite if none do.
+    """
     count = len(cost)
     least = np.full(count + 1, np.inf)
     least[count] = 0.0
@@ -135,8 +154,10 @@ def _least_cover(cost: np.ndarray) -> float:
 def _solve(
     seconds: np.ndarray, sizes: Sequence[int], num_devices: int, num_stages: int | None
 ) -> tuple[float, list[tuple[int, int, int]]]:
-    """The least sum of seconds, and its stages; `f[s, l, d]` covers layers `l …` by `s` stages on
-    exactly `d` devices."""
+    """Return the least sum of seconds, and its stages.
+
+    `f[s, l, d]` covers layers `l …` by `s` stages on exactly `d` devices.
+    """
     most, count = seconds.shape[0], seconds.shape[1]
     f = np.full((most + 1, count + 1, num_devices + 1), np.inf)
     f[0, count, 0] = 0.0

@@ -1,4 +1,7 @@
-"""Which devices each submesh of a pipeline gets. Pure."""
+"""Which devices each submesh of a pipeline gets.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,11 @@ from launcher.plan.cluster_shape import ClusterShape
 
 
 def place_submeshes(sizes: Sequence[int], cluster: ClusterShape) -> list[tuple[int, ...]]:
-    """Devices for submeshes of these sizes, in the pipeline's order: whole hosts for those that
-    fill hosts; the others share hosts with their neighbours where they can. Where no such placing
-    fits, the devices in their order."""
+    """Return devices for submeshes of these sizes, in the pipeline's order.
+
+    Submeshes that fill hosts get whole hosts; the others share hosts with their neighbours where
+    they can. Where no such placement fits, the devices are taken in their order.
+    """
     each = cluster.devices_per_host
     fresh = iter(range(cluster.hosts))
     room: list[list[int]] = []  # devices that are left on the hosts that were begun

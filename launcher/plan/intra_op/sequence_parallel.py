@@ -1,9 +1,9 @@
 """Cutting the data along a dimension other than its rows: a text's positions, for example.
 
-Every device then has all parameters and a part of each row's activations; what the positions
+Every device then has all parameters and a part of each row's activations. What the positions
 exchange, keys and values in attention, is gathered, and the gradients of all parameters are summed
 in every microbatch (cf. Li et al. 2021, arXiv 2105.13120). That pays where activations are large
-beside the parameters. Pure.
+compared with the parameters. Pure.
 """
 
 from __future__ import annotations
@@ -18,8 +18,16 @@ from launcher.trace.step import Loss, TracedStep
 
 
 def sequence_class(step: TracedStep, loss: Loss, dims: NamedDims, model: int) -> int | None:
-    """The class of the dimension that most leaves of the batch have beside their rows, among those
-    that `model` devices can share, the first of several. None: there is none. `dims`: the loss's.
+    """Return the class of the batch's sequence dimension, or None if there is none.
+
+    It is the dimension that most leaves of the batch have beside their rows, among those that
+    `model` devices can share; the first of several.
+
+    Args:
+        step: the traced step.
+        loss: its loss.
+        dims: the named dimensions of the loss.
+        model: number of devices of the model axis.
     """
     found: Counter[int] = Counter()
     rows = {c for var, axis in _leaves(step, loss) for c in [dims.classes(var)[axis]]}
@@ -29,7 +37,7 @@ def sequence_class(step: TracedStep, loss: Loss, dims: NamedDims, model: int) ->
 
 
 def batch_specs(step: TracedStep, loss: Loss, dims: NamedDims, of: int) -> dict[Var, Spec]:
-    """For each leaf of the batch that has the class `of` what is cut along the model axis."""
+    """Return the spec along the model axis of each leaf of the batch that has the class `of`."""
     holders = dict(zip(loss.invars, step.loss_equation.invars, strict=True))
     found: dict[Var, Spec] = {}
     for var, _ in _leaves(step, loss):
@@ -43,7 +51,10 @@ def batch_specs(step: TracedStep, loss: Loss, dims: NamedDims, of: int) -> dict[
 def sequence_sharding(
     graph: StageGraph, loss: Loss, dims: NamedDims, of: int, model: int
 ) -> Sharding:
-    """A stage with the class `of` of the loss's dimensions `dims` cut over `model` devices."""
+    """Return a stage's sharding with the class `of` cut over `model` devices.
+
+    The class is one of the loss's named dimensions `dims`.
+    """
     cut = Sharding(NamedDims(graph.equations), {MODEL: model})
     for var in (*(loss.invars[i] for i in graph.operands), *graph.activations_in):
         for outside, inside in zip(dims.classes(var), cut.dims.classes(var), strict=True):
@@ -57,7 +68,7 @@ def _fits(dims: NamedDims, of: int, devices: int) -> bool:
 
 
 def _leaves(step: TracedStep, loss: Loss) -> list[tuple[Var, int]]:
-    """The operands that are leaves of the batch, with the axis of their rows."""
+    """Return the operands that are leaves of the batch, with the axis of their rows."""
     batch = {v for v, is_batch in zip(step.invars, step.batch, strict=True) if is_batch}
     operands = zip(step.loss_equation.invars, loss.invars, row_axes(step, loss), strict=True)
     return [

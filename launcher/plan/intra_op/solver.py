@@ -1,9 +1,9 @@
 """Choosing what to cut along a submesh's model axis, and along data for ZeRO.
 
-The named dimensions make it a small integer program: one binary variable a class; two classes that
-meet in one array exclude each other; a class's price is what cutting it alone changes. For a
-transformer this finds Megatron's cut (Shoeybi et al. 2019, arXiv 1909.08053): heads, the hidden
-dimension of each feed-forward block, the vocabulary. Solved by HiGHS. Pure.
+The named dimensions make it a small integer program: one binary variable for each class; two
+classes that meet in one array exclude each other; the price of a class is what cutting it alone
+changes. For a transformer this finds Megatron's cut (Shoeybi et al. 2019, arXiv 1909.08053): heads,
+the hidden dimension of each feed-forward block, the vocabulary. Solved by HiGHS. Pure.
 """
 
 from __future__ import annotations
@@ -35,8 +35,13 @@ _LEAST_CUT = 0.75  # of the parameter bytes that can be cut at all
 
 @dataclass(frozen=True)
 class Choice:
-    """A class that can be cut: what that changes, in seconds of a slice's forward and backward
-    pass (negative is better), and the parameter bytes that are cut."""
+    """A class of dimensions that can be cut.
+
+    Attributes:
+        of: the class.
+        seconds: what cutting it changes in a slice's forward and backward pass; negative is better.
+        cut_bytes: bytes of the parameters that are cut.
+    """
 
     of: int
     seconds: float
@@ -45,11 +50,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class Choices:
-    """What there is to choose from.
+    """What the integer program chooses from.
 
     Attributes:
+        of: the choices.
         exclusive: pairs of choices, by position, that meet in an array.
-        shared: seconds that are spent once if any of several choices is taken.
+        shared: seconds that are spent once if any of several choices, by position, is taken.
     """
 
     of: tuple[Choice, ...]
@@ -66,11 +72,18 @@ def model_classes(
     cluster: ClusterShape,
     link: float,
 ) -> list[int]:
-    """The classes to cut over `devices`: those that cost least while at least three quarters of
-    the parameter bytes that can be cut are.
+    """Return the classes to cut over `devices`.
+
+    They are those that cost least while at least three quarters of the parameter bytes that can be
+    cut are.
 
     Args:
+        dims: the named dimensions of a stage's program.
+        parameters: its parameters.
         batch: classes of the batch's rows, which are no candidates.
+        flows: whether gradients flow to a value.
+        devices: number of devices of the model axis.
+        cluster: the rates of the devices.
         link: bytes/s between the devices.
     """
     choices = _choices(dims, parameters, batch, flows, devices, cluster, link)
@@ -162,10 +175,13 @@ def _solve(
     shared: Sequence[tuple[float, tuple[int, ...]]] = (),
     least: tuple[np.ndarray, float] | None = None,
 ) -> np.ndarray:
-    """The cheapest 0/1 choice without two that exclude each other.
+    """Return the cheapest 0/1 choice without two that exclude each other.
 
     Args:
-        shared: see `Choices`. least: amounts, and how much of them has to be chosen.
+        price: the price of each choice.
+        exclusive: see `Choices`.
+        shared: see `Choices`.
+        least: an amount for each choice, and the sum of amounts that has to be chosen.
     """
     count = len(price)
     # After the choices, for each shared price whether it is paid: at least as much as any of its.
@@ -194,8 +210,10 @@ def _solve(
 
 
 def along_data(shape: Sequence[int], spec: Spec, replicas: int, model: int) -> Spec | None:
-    """A spec with the data axis as well: on the longest dimension that it divides, rather one that
-    is not cut yet. None: there is none."""
+    """Return a spec with the data axis added, or None if no dimension fits.
+
+    The axis goes to the longest dimension that it divides, preferably one that is not cut yet.
+    """
     options = []
     for d, length in enumerate(shape):
         held = length // (model if axes(spec[d]) else 1)

@@ -1,4 +1,7 @@
-"""How a stage's arguments are cut: what its `StagePlan.shardings` says. Pure."""
+"""How a stage's arguments are sharded: the contents of its `StagePlan.shardings`.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,14 @@ from launcher.trace.step import Loss, TracedStep
 
 
 class StageShardings:
-    """What chooses the shardings of an assignment's stages, of one loss.
+    """Chooser of the shardings of an assignment's stages.
 
     Stages that are the same program are solved once.
 
     Args:
+        step: the traced step.
+        assignment: the stages and their submeshes.
+        cluster: the rates of the devices.
         outer: the step's named dimensions outside of the loss.
     """
 
@@ -39,8 +45,10 @@ class StageShardings:
         self._solved: dict[object, list[Spec]] = {}
 
     def __call__(self, loss: Loss, graph: StageGraph) -> dict[str, Spec]:
-        """Returns the specs of the arguments that belong to a stage: its parameters, what the
-        update keeps for them, and the batch. Nothing is said of a stage on one device.
+        """Return the specs of the arguments that belong to a stage.
+
+        They are its parameters, what the update keeps for them, and the batch. A stage on one
+        device has no specs.
 
         Raises:
             PlanError: the data cannot be cut along a sequence, as the assignment has it.
@@ -63,7 +71,7 @@ class StageShardings:
     def _along_sequence(
         self, loss: Loss, graph: StageGraph, model: int
     ) -> tuple[list[Spec], dict[Var, Spec]]:
-        """The specs of a stage's operands, and of the batch, cut along the data's sequence."""
+        """Return a stage's operand specs, and the batch's, cut along the data's sequence."""
         if self._inner is None:
             self._inner = NamedDims(loss.equations)
         of = sequence_class(self._step, loss, self._inner, model)
@@ -74,7 +82,10 @@ class StageShardings:
         return specs, batch_specs(self._step, loss, self._inner, of)
 
     def _solution(self, loss: Loss, graph: StageGraph, model: int, link: float) -> list[Spec]:
-        """The specs of a stage's operands along the model axis. `link`: its bytes/s."""
+        """Return the specs of a stage's operands along the model axis.
+
+        The links of the axis have `link` bytes/s.
+        """
         rows = row_axes(self._step, loss)
         key = graph.structure, tuple(rows[i] for i in graph.operands), model, link
         if key not in self._solved:
@@ -91,7 +102,7 @@ def model_sharding(
     cluster: ClusterShape,
     link: float,
 ) -> Sharding:
-    """What a stage's program cuts along the model axis."""
+    """Return what a stage's program cuts along the model axis."""
     dims = NamedDims(graph.equations)
     cut = Sharding(dims, {MODEL: model})
     if model > 1:
@@ -104,7 +115,7 @@ def model_sharding(
 
 
 def row_classes(step: TracedStep, loss: Loss, graph: StageGraph, dims: NamedDims) -> set[int]:
-    """The classes of the batch's rows in a stage."""
+    """Return the classes of the batch's rows in a stage."""
     rows = row_axes(step, loss)
     sliced = [(loss.invars[i], rows[i]) for i in graph.operands]
     return {dims.classes(v)[axis] for v, axis in sliced if axis is not None}
@@ -120,11 +131,18 @@ def argument_specs(
     dims: NamedDims,
     batch: Mapping[Var, Spec],
 ) -> dict[str, Spec]:
-    """The specs of a stage's arguments, by those of the loss's operands along the model axis.
+    """Return the specs of a stage's arguments, given those of the loss's operands.
 
     Args:
-        batch: of leaves of the batch, along the model axis; they say it of the activations, and so
-            stand with every stage.
+        step: the traced step.
+        loss: its loss.
+        graph: the stage.
+        operands: specs of the stage's operands along the model axis, by index.
+        logical_mesh: (data, model) of the stage's submesh.
+        zero: ZeRO level of the stage: 0, 2 or 3.
+        dims: the step's named dimensions outside of the loss.
+        batch: specs of leaves of the batch along the model axis; they determine those of the
+            activations as well, and are therefore listed with every stage.
     """
     data, model = logical_mesh
     holders = {i: step.loss_equation.invars[i] for i in graph.operands}

@@ -1,9 +1,9 @@
-"""Measurements kept on disk, a JSON file each, for other runs and for one that was interrupted.
+"""Measurements kept on disk, one JSON file each, for other runs and for one that was interrupted.
 
-Below `$XDG_CACHE_HOME/launcher`, by default `~/.cache/launcher`. A file's name begins with the
-devices that were measured; of a CPU these are the processor's model and cores, since several
-machines may share a home. Each file says under which versions it was measured; what is damaged, of
-other versions or of another machine is ignored, and said.
+They are below `$XDG_CACHE_HOME/launcher`, by default `~/.cache/launcher`. A file's name begins with
+the devices that were measured; for a CPU these are the processor's model and cores, since several
+machines may share a home. Each file names the versions that it was measured with. A file that is
+damaged, of other versions or of another machine is ignored, with a message.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ _FORMAT = "2"  # of what the figures mean; to be raised with it
 
 
 def place(folder: str, cluster: ClusterShape, what: str, say: Callable[[str], None]) -> Path:
-    """The file of one measurement of a cluster's devices; says so where only other machines'
-    processors have one."""
+    """Return the file of one measurement of a cluster's devices.
+
+    If only other machines' processors have such a file, say so.
+    """
     kind, end = file_name(cluster.device_kind), f"-{cluster.num_devices}{what}.json"
     if cluster.device_kind != "cpu":
         return cache_folder() / folder / f"{kind}{end}"
@@ -41,7 +43,7 @@ def place(folder: str, cluster: ClusterShape, what: str, say: Callable[[str], No
 
 
 def versions() -> dict[str, str]:
-    """Of what a measurement depends on."""
+    """Return the versions of what a measurement depends on."""
     found = {"format": _FORMAT}
     for name in _PACKAGES:
         try:
@@ -57,11 +59,14 @@ def read(
     say: Callable[[str], None],
     then: str = "measured again",
 ) -> T | None:
-    """What `made` makes of the measurement in a file; None where there is none to use.
+    """Return what `made` makes of the measurement in a file, or None where there is none to use.
 
     Args:
-        made: any error that it raises over what it is given means that the file is damaged.
-        say: told in a line what is ignored. then: what happens instead.
+        path: the file.
+        made: converts the file's contents; any error that it raises over them means that the file
+            is damaged.
+        say: called with one line about what is ignored.
+        then: what happens instead, for that line.
     """
     try:
         tree = read_json(path)
@@ -89,10 +94,10 @@ def read(
 
 
 def number(value: Any, least: float = 0.0) -> float:
-    """A finite number of at least `least`.
+    """Return a finite number of at least `least`.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the value is not such a number.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{value!r} is no number")
@@ -102,17 +107,19 @@ def number(value: Any, least: float = 0.0) -> float:
 
 
 def positive(value: Any) -> float:
-    """A finite number above 0.
+    """Return a finite number above 0.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the value is not such a number.
     """
     return number(value, sys.float_info.min)
 
 
 def write(path: Path, tree: dict[str, Any], say: Callable[[str], None]) -> bool:
-    """Keep a measurement, whole or not at all; returns whether it is kept. A disk that is full
-    costs the cache, not the run."""
+    """Keep a measurement, whole or not at all, and return whether it is kept.
+
+    A full disk costs the cache, not the run.
+    """
     try:
         make_private(path.parent)  # compiled programs are kept beside it: `runtime.kept`
         write_whole(path, json.dumps({"versions": versions(), **tree}, indent=1) + "\n")

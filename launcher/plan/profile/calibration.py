@@ -1,7 +1,7 @@
-"""What this machine's devices were measured to reach, in place of nominal rates.
+"""Measured rates of this machine's devices, in place of nominal ones.
 
-`measure` does it once, in a process of its own, and keeps it in the cache by the devices' kind and
-number; `calibrated` puts what is kept into a shape.
+`measure` measures them once, in a process of its own, and keeps them in the cache by the devices'
+kind and number; `calibrated` puts what is kept into a shape.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ _LEAST_LATENCY = 1e-6
 
 @dataclass(frozen=True)
 class Calibration:
-    """Of each device while all are at work.
+    """Measured rates of each device while all are at work.
 
     Attributes:
         product_flops: FLOP/s by dtype and by the size of the square matrices.
-        memory_bandwidth: bytes/s. at_once, launch: see `ClusterShape`.
-        all_reduce_seconds: by bytes, over all devices; empty for one.
-        memory_bytes: that a program can have; None where it is shared.
+        memory_bandwidth: bytes/s.
+        at_once: see `ClusterShape`.
+        launch: see `ClusterShape`.
+        all_reduce_seconds: seconds by bytes, over all devices; empty for one device.
+        memory_bytes: memory that a program can have; None where it is shared.
     """
 
     product_flops: dict[str, dict[str, float]]
@@ -44,7 +46,7 @@ class Calibration:
     memory_bytes: int | None
 
     def applied(self, shape: ClusterShape) -> ClusterShape:
-        """The shape with these figures; a host's own link stays what it was."""
+        """Return the shape with these figures; a host's own link stays what it was."""
         latency, link = self._link(shape)
         return dataclasses.replace(
             shape,
@@ -59,7 +61,10 @@ class Calibration:
         )
 
     def _link(self, shape: ClusterShape) -> tuple[float, float]:
-        """Latency and bytes/s of a ring: on the line through a short and a long all-reduce."""
+        """Return the latency and the bytes/s of a ring.
+
+        They are those of the line through a short and a long all-reduce.
+        """
         if not self.all_reduce_seconds:
             return shape.latency, shape.intra_host
         count, steps = shape.num_devices, 2 * (shape.num_devices - 1)
@@ -72,10 +77,11 @@ class Calibration:
 
 
 def calibrated(shape: ClusterShape, say: Callable[[str], None]) -> ClusterShape:
-    """The shape by what was measured on such devices, if it was (`task=calibrate`).
+    """Return the shape with what was measured on such devices, if it was (`task=calibrate`).
 
     Args:
-        say: told in a line what is ignored, and of devices of which nothing is known.
+        shape: the shape with nominal rates.
+        say: called with one line about what is ignored, and about devices whose rates are unknown.
     """
     path, then = _path(shape, say), "python -m launcher task=calibrate measures again"
     found = cache.read(path, lambda tree: _kept(tree).applied(shape), say, then)
@@ -89,7 +95,10 @@ def calibrated(shape: ClusterShape, say: Callable[[str], None]) -> ClusterShape:
 
 
 def _kept(tree: dict[str, Any]) -> Calibration:
-    """From the cache's file, in which anything may stand; it raises what `cache.read` expects."""
+    """Return the calibration in a cache file.
+
+    The file may hold anything; errors are those that `cache.read` expects.
+    """
     products, at_once, memory = tree["product_flops"], tree["at_once"], tree["memory_bytes"]
     return Calibration(
         product_flops={dtype: _by_size(products[dtype]) for dtype in ("bfloat16", "float32")},
@@ -106,8 +115,11 @@ def _by_size(tree: dict[str, Any]) -> dict[str, float]:
 
 
 def measure(shape: ClusterShape, say: Callable[[str], None]) -> tuple[Calibration, Path | None]:
-    """Measure the devices that `shape` describes; returns the figures and where they are kept:
-    None where they could not be, which is said.
+    """Measure the devices that `shape` describes.
+
+    Returns:
+        The figures, and the file that keeps them; None where it could not be written, which is
+            said.
 
     Raises:
         PlanError: they cannot be measured; the message says why.

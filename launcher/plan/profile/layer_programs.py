@@ -1,8 +1,8 @@
 """One layer's forward and backward pass as programs that another process can compile.
 
 They are the task programs that the runtime runs, each over a microbatch of which every copy has
-rows of its own, as replicas have. They are traced for an abstract mesh, `copies` ×
-`model`, so that one program keeps every device at work; and exported as StableHLO, which is data.
+rows of its own, as replicas have. They are traced for an abstract mesh, `copies` × `model`, so that
+one program keeps every device at work; and exported as StableHLO, which is data.
 """
 
 from __future__ import annotations
@@ -35,8 +35,12 @@ COPIES = "copies"
 
 @dataclass(frozen=True)
 class Exported:
-    """A program as data. The last `sums` of its inputs are accumulators, whose places the first of
-    its outputs take."""
+    """A program as data.
+
+    Attributes:
+        data: the serialised program.
+        sums: number of its last inputs that are accumulators, whose places its first outputs take.
+    """
 
     data: bytes
     sums: int
@@ -47,8 +51,8 @@ class LayerProgram:
     """A layer (or a stage of several) on `copies` × `model` devices.
 
     Attributes:
-        sharding: of its forward pass. key: equal for equal programs on equal meshes, in every
-            process.
+        sharding: the sharding of its forward pass.
+        key: equal for equal programs on equal meshes, in every process.
     """
 
     graph: StageGraph
@@ -59,7 +63,7 @@ class LayerProgram:
 
     @property
     def key(self) -> str:
-        """See the class."""
+        """Hash that is equal for equal programs on equal meshes, in every process."""
         graph = self.graph
         body = program(graph.inputs, graph.equations, graph.outs).jaxpr
         more = {
@@ -71,15 +75,15 @@ class LayerProgram:
 
     @functools.cached_property
     def programs(self) -> StagePrograms:
-        """As the runtime cuts them where a schedule has one kind of backward task."""
+        """Task programs as the runtime cuts them if a schedule has one kind of backward task."""
         return trace_stage(self.graph, self.loss, "none", {Kind.FORWARD, Kind.BACKWARD})
 
     def exported(self, platform: str) -> list[Exported]:
-        """The forward pass, and the backward pass where there is one, for `platform`.
+        """Return the forward pass, and the backward pass where there is one, for `platform`.
 
-        Both take and give what their `TaskProgram` does, with the copies as a leading axis of all
-        but the parameters; gradients are added to accumulators, which are the last inputs and the
-        first outputs.
+        Both have the inputs and outputs of their `TaskProgram`, with the copies as a leading axis
+        of all but the parameters; gradients are added to accumulators, which are the last inputs
+        and the first outputs.
         """
         return [self._exported(one, platform) for one in self.programs.programs.values()]
 
@@ -121,11 +125,11 @@ class LayerProgram:
         return Exported(bytes(found.serialize()), len(sums))
 
     def _is_shared(self, name: Name) -> bool:
-        """What all copies read alike: not the batch."""
+        """Return whether all copies read the same value: an operand that is not of the batch."""
         return name.kind == "operand" and self.loss.slice_axes[name.of] is None
 
     def _value(self, name: Name) -> Any:
-        """The variable of the joint program that has a name's shape and specs."""
+        """Return the variable of the joint graph that has the shape and spec of `name`."""
         joint = self.programs.joint
         if name.kind == "grad":
             return joint.inputs[Name("operand", name.of)]
@@ -155,6 +159,6 @@ def layer_program(
     model: int,
     cluster: ClusterShape,
 ) -> LayerProgram:
-    """A layer, sharded over `model` devices as the planner would."""
+    """Return a layer's program, sharded over `model` devices as the planner would shard it."""
     sharding = model_sharding(step, loss, graph, model, cluster, cluster.link_of_axis(model))
     return LayerProgram(graph, loss, sharding, copies, model)

@@ -1,9 +1,7 @@
-"""A program of its own: what this machine's devices reach, all of them at work.
+"""A separate program that measures the rates of this machine's devices, with all at work.
 
-    python measure_devices.py REQUEST.json
-
-Reads `{"platform", "devices"}` and writes the fields of `calibration.Calibration` to standard
-output. It imports JAX and nothing of ours.
+It runs as `python measure_devices.py REQUEST.json`, reads `{"platform", "devices"}` and writes the
+fields of `calibration.Calibration` to standard output. It imports JAX and none of our modules.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ _LONGEST = 3.0  # seconds that one figure may take, beside its first calls
 
 
 def main(path: str) -> None:
-    """See the module."""
+    """Measure the devices of a request; see the module."""
     request = json.loads(Path(path).read_text())
     os.environ["JAX_PLATFORMS"] = request["platform"]
     import jax
@@ -46,7 +44,7 @@ def main(path: str) -> None:
 
 
 def product_rate(size: int, dtype: str, count: int) -> float:
-    """FLOP/s of each device in products of square matrices."""
+    """Return the FLOP/s of each device in products of square matrices."""
     import jax.numpy as jnp
 
     x = spread((count, size, size), dtype, count)
@@ -55,13 +53,13 @@ def product_rate(size: int, dtype: str, count: int) -> float:
 
 
 def copy_rate(size: int, count: int) -> float:
-    """Bytes/s that each device reads and writes in one pass over `size` bytes."""
+    """Return the bytes/s that each device reads and writes in one pass over `size` bytes."""
     x = spread((count, size // 4), "float32", count)
     return 2.0 * size / timed(lambda a: a + 1, x)
 
 
 def reduce_seconds(size: int, count: int) -> float:
-    """Seconds of an all-reduce of `size` bytes over all devices."""
+    """Return the seconds of an all-reduce of `size` bytes over all devices."""
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
@@ -71,22 +69,28 @@ def reduce_seconds(size: int, count: int) -> float:
 
 
 def working_at_once(count: int) -> float:
-    """The devices' number times the share of a task's time with all at work that it takes alone:
-    from 1 to all. For a network, since a product alone may use all cores and what is done element
-    by element does not."""
+    """Return `ClusterShape.at_once` of these devices, from 1 to `count`.
+
+    It is their number times the share of a task's time with all at work that the task takes alone.
+    It is measured with a network, since a product alone may use all cores and element-wise
+    operations do not.
+    """
     one, every = (network_seconds(64, 512, n) for n in (1, count))
     return min(max(1.0, count * one / every), count)
 
 
 def launch_seconds(count: int, width: int, few: int, many: int) -> float:
-    """What a program on all devices takes beside its work: its start, and the waiting for its last
-    device. On the line through a network's passes over few rows and over many, what none take."""
+    """Return the dispatch overhead of a program on all devices.
+
+    That is what it takes beside its work: its start, and the wait for its last device. It is where
+    the line through a network's passes over few rows and over many reaches no rows.
+    """
     less, more = (network_seconds(width, rows, count) for rows in (few, many))
     return max(0.0, less - few * (more - less) / (many - few))
 
 
 def network_seconds(width: int, rows: int, count: int) -> float:
-    """Seconds of both passes of a small network on each of so many devices."""
+    """Return the seconds of both passes of a small network on each of `count` devices."""
     import jax
 
     layers = 4
@@ -97,7 +101,7 @@ def network_seconds(width: int, rows: int, count: int) -> float:
 
 
 def passes(given: Any) -> Any:
-    """A number from the output of a network, to be differentiated."""
+    """Return a number from the output of a network, to be differentiated."""
     import jax
     import jax.numpy as jnp
 
@@ -110,7 +114,7 @@ def passes(given: Any) -> Any:
 
 
 def spread(shape: tuple[int, ...], dtype: str, count: int) -> Any:
-    """An array whose first axis is cut over the devices."""
+    """Return an array whose first axis is sharded over the devices."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -121,7 +125,7 @@ def spread(shape: tuple[int, ...], dtype: str, count: int) -> Any:
 
 
 def timed(fun: Callable[[Any], Any], x: Any, fewest: int = 5) -> float:
-    """The seconds of the fastest call: what other work on the machine adds does not count."""
+    """Return the seconds of the fastest call, so that other work on the machine does not count."""
     import jax
 
     compiled = jax.jit(fun).lower(x).compile()

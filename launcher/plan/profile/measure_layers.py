@@ -42,11 +42,17 @@ def measure_layers(
     say: Callable[[str], None] = _silent,
     time_out: float = _TIME_OUT,
 ) -> MeasuredLayers:
-    """Measure on this machine's devices, which `cluster` describes, what the cache does not hold.
+    """Measure what the cache does not hold, on this machine's devices, which `cluster` describes.
 
     Args:
+        step: the traced step, cut into layers.
+        cluster: the shape of this machine.
+        model_sizes: sizes of the model axis.
         num_micro_batches: about how many there will be: two sizes of slices around it are measured,
-            and others follow in proportion. say: told in a line what is ignored or failed.
+            and others follow in proportion.
+        progress: called with the share that is done, 0 … 1.
+        say: called with one line about what is ignored or failed.
+        time_out: seconds for a candidate.
     """
     sizes = _slice_counts(step.batch_size, num_micro_batches, cluster.num_devices)
     losses = [step.loss(count) for count in sizes]
@@ -76,8 +82,11 @@ def measure_layers(
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A layer on one size of the model axis: its program for each number of rows, and, where it is
-    wanted, that of the most rows for one mesh alone."""
+    """A layer on one size of the model axis.
+
+    It has a program for each number of rows and, where it is wanted (`alone`), that of the most
+    rows for one mesh alone.
+    """
 
     rows: tuple[int, ...]
     programs: tuple[LayerProgram, ...]
@@ -105,7 +114,7 @@ def _with_alone(candidate: _Candidate) -> _Candidate:
 
 
 def _once(say: Callable[[str], None]) -> Callable[[str], None]:
-    """Says nothing twice."""
+    """Return a `say` that says nothing twice."""
     said: set[str] = set()
 
     def fresh(text: str) -> None:
@@ -117,8 +126,11 @@ def _once(say: Callable[[str], None]) -> Callable[[str], None]:
 
 
 def _slice_counts(batch_size: int, num_micro_batches: int | None, devices: int) -> list[int]:
-    """The numbers of slices to measure for: many slices of few rows, and fewer of more. Powers of
-    `_MORE_ROWS` where the batch divides so, that plans with other microbatches share programs."""
+    """Return the numbers of slices to measure: many slices of few rows, and fewer slices of more.
+
+    They are powers of `_MORE_ROWS` if the batch divides so, so that plans with other numbers of
+    microbatches share programs.
+    """
     most = min(max(num_micro_batches or 1, devices) * devices, batch_size)
     divisors = [n for n in range(1, most + 1) if batch_size % n == 0]
     powers = [n for n in divisors if n in {_MORE_ROWS**k for k in range(most.bit_length())}]
@@ -131,7 +143,7 @@ def _slice_counts(batch_size: int, num_micro_batches: int | None, devices: int) 
 def _timing(
     candidate: _Candidate, cluster: ClusterShape, say: Callable[[str], None], time_out: float
 ) -> Timing:
-    """From the cache, or measured and kept there."""
+    """Return a timing from the cache, or measure it and keep it there."""
     keys = "-".join(program.key for program in candidate.programs)
     path = cache.place("profile", cluster, f"-{keys}", say)
     known = cache.read(path, _kept, say)
@@ -147,7 +159,7 @@ def _timing(
 
 
 def _kept(tree: dict[str, Any]) -> Timing:
-    """From the cache's file, in which anything may stand."""
+    """Return the timing in a cache file, which may hold anything."""
     points = tuple(
         (int(cache.number(rows, 1)), cache.positive(forward), cache.number(backward))
         for rows, forward, backward in tree["points"]
@@ -200,7 +212,7 @@ def _measured(candidate: _Candidate, cluster: ClusterShape, time_out: float) -> 
 
 
 def _reason(error: Exception, time_out: float) -> str:
-    """Why a candidate has no timing, in a line."""
+    """Return why a candidate has no timing, in one line."""
     if isinstance(error, subprocess.TimeoutExpired):
         return f"it took more than {time_out:g} s"
     if isinstance(error, subprocess.CalledProcessError):

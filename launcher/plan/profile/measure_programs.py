@@ -1,12 +1,10 @@
-"""A program of its own: time exported programs on this machine's devices, all of them at work.
+"""A separate program that times exported programs on this machine's devices, with all at work.
 
-    python measure_programs.py REQUEST.json
-
-Reads `{"platform", "devices", "model", "programs": [[file, accumulators], …], "seconds"}` and
-writes `{"seconds": [of each program], "launch": what one of them takes beside its work}` to
-standard output.
-It imports JAX and nothing of ours, so that it starts fast; `measure_layers` starts one for each
-candidate, and what befalls it befalls that one only.
+It runs as `python measure_programs.py REQUEST.json`, reads `{"platform", "devices", "model",
+"programs": [[file, accumulators], …], "seconds"}` and writes `{"seconds": [of each program],
+"launch": the dispatch overhead of one of them}` to standard output. It imports JAX and none of our
+modules, so that it starts fast. `profile.measure_layers` starts one for each candidate, and a crash
+costs that candidate only.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ _LONG = 0.05  # seconds of a call, of which its start is too small a part to be 
 
 
 def main(path: str) -> None:
-    """See the module."""
+    """Time the programs of a request; see the module."""
     request = json.loads(Path(path).read_text())
     os.environ["JAX_PLATFORMS"] = request["platform"]
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -40,8 +38,10 @@ def main(path: str) -> None:
 
 
 def loaded(path: Path, sums: int, model: int) -> tuple[Any, list[Any], int]:
-    """A program, compiled; its inputs, in place; and how many of its outputs take the places of
-    its last inputs."""
+    """Return the compiled program, its inputs on the devices, and its number of accumulators.
+
+    As many of its outputs take the places of its last inputs.
+    """
     import jax
     import numpy as np
     from jax import export
@@ -68,9 +68,12 @@ def durations(
     seconds: float,
     burst: int = _BURST,
 ) -> list[float]:
-    """Of a call, in at least five bursts of calls, or up to thirty while they take no more than
-    `seconds` together. Two before them do not count. A call by itself (`burst=1`) also takes its
-    start and the waiting for its last device, which in a burst the others hide."""
+    """Return the seconds of a call in each burst of calls.
+
+    There are at least five bursts, or up to thirty while they take no more than `seconds` together.
+    Two before them do not count. A call by itself (`burst=1`) also takes its start and the wait for
+    its last device, which in a burst the others hide.
+    """
     import jax
 
     found: list[float] = []
@@ -88,7 +91,7 @@ def durations(
 
 
 def made(aval: Any) -> Any:
-    """An input: numbers around one half, or zeros where they are whole, which index anything."""
+    """Return an input: numbers around one half, or integer zeros, which can index anything."""
     import jax
     import jax.numpy as jnp
     import numpy as np

@@ -1,4 +1,7 @@
-"""Measured seconds of layers, and what follows from them for stages. Pure numbers."""
+"""Measured seconds of layers, and what follows from them for stages.
+
+Pure numbers.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ _NEVER = 1e9  # seconds of what could not be measured: finite, so that sums and 
 
 @dataclass(frozen=True)
 class Timing:
-    """One layer on one mesh, in seconds.
+    """Measured seconds of one layer on one mesh.
 
     Attributes:
         points: with all devices at work, `(rows of a slice, forward, backward)`, by rows.
-        launch: what a program takes beside its work, which a stage has once: its start, and the
-            waiting for the last of its devices.
-        alone: both passes of the most rows on one mesh while the other devices are idle; None
-            where that was not measured.
+        launch: dispatch overhead, which a stage has once: what a program takes beside its work,
+            that is its start and the wait for the last of its devices.
+        alone: both passes of the most rows on one mesh while the other devices are idle; None where
+            that was not measured.
         failure: why it could not be measured.
     """
 
@@ -33,7 +36,10 @@ class Timing:
     failure: str = ""
 
     def at(self, rows: float) -> tuple[float, float]:
-        """Forward and backward seconds for so many rows: on the line through the points."""
+        """Return the forward and backward seconds for `rows` rows.
+
+        They are on the line through the points.
+        """
         if self.failure:
             return _NEVER, _NEVER
         if len(self.points) == 1:
@@ -51,7 +57,7 @@ class Timing:
 
     @property
     def line(self) -> tuple[float, float]:
-        """Both passes' seconds that a slice of any size takes, and what each row takes."""
+        """Seconds of both passes: what a slice of any size takes, and what each row takes."""
         if self.failure:
             return _NEVER, 0.0
         (few, *low), (many, *high) = self.points[0], self.points[-1]
@@ -66,8 +72,8 @@ class MeasuredLayers:
     """The timings of a step's layers.
 
     Attributes:
-        kind_of: of every layer the number of its distinct program. timings: by that number and
-            the size of the model axis.
+        kind_of: for every layer the number of its distinct program.
+        timings: timings by that number and the size of the model axis.
         batch_size: rows of the whole batch.
     """
 
@@ -76,7 +82,7 @@ class MeasuredLayers:
     batch_size: int
 
     def shape(self, cluster: ClusterShape) -> ClusterShape:
-        """The cluster with what was measured of it beside: the start of a program."""
+        """Return the cluster with the measured dispatch overhead of a program."""
         known = [timing for timing in self.timings.values() if not timing.failure]
         if not known:
             return cluster
@@ -84,7 +90,7 @@ class MeasuredLayers:
         return dataclasses.replace(cluster, launch=launch)
 
     def at_once(self, layers: Sequence[int], cluster: ClusterShape) -> float | None:
-        """Of a stage with these layers `StagePlan.at_once`; None where that was not measured."""
+        """Return `StagePlan.at_once` of a stage with these layers; None if not measured."""
         alone: dict[int, float] = {}  # by the size of the mesh that was alone
         together: dict[int, float] = {}
         for layer in layers:
@@ -101,7 +107,7 @@ class MeasuredLayers:
         return min(max(1.0, count * share), float(count))
 
     def stage(self, layers: Sequence[int], num_slices: int, model: int) -> tuple[float, float]:
-        """Forward and backward seconds of a stage for one slice on each of its replicas.
+        """Return the forward and backward seconds of a stage for one slice on each of its replicas.
 
         Raises:
             UnmeasuredError: one of its layers could not be measured; the message says why.
@@ -119,7 +125,7 @@ class MeasuredLayers:
         return forward, backward
 
     def account(self) -> tuple[ProfiledLayers, ...]:
-        """What was measured, for the plan to tell."""
+        """Return what was measured, to be listed in the plan."""
         found = []
         for (kind, model), timing in sorted(self.timings.items()):
             layers = tuple(i for i, of in enumerate(self.kind_of) if of == kind)

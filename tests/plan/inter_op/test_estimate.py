@@ -1,4 +1,4 @@
-"""A sketch is close to the plan that it stands for, and decides between schedules."""
+"""A estimate is close to the plan that it stands for, and decides between schedules."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from launcher.partition.assignment import Assignment, Submesh
 from launcher.plan import PlanError, local_shape
 from launcher.plan.build import PlanBuilder, build_plan
 from launcher.plan.inter_op.auto import make_problem
-from launcher.plan.inter_op.estimate import sketched, variants
+from launcher.plan.inter_op.estimate import make_estimate, variants
 from launcher.plan.inter_op.problem import Wanted
 from launcher.plan.inter_op.select import best_plan
 from launcher.trace import trace_step
@@ -101,20 +101,22 @@ def assignment_of(problem, shape, stages, **changed):
         ),
     ],
 )
-def test_a_sketch_predicts_what_the_whole_plan_does(step, shape, stages, changed):
+def test_an_estimate_predicts_what_the_whole_plan_does(step, shape, stages, changed):
     cluster = dataclasses.replace(CLUSTER, launch=2e-3)  # so that a program too many is seen
     problem = make_problem(step, cluster)
     assignment = assignment_of(problem, shape, stages, **changed)
     want = build_plan(step, assignment, cluster).predicted_step_seconds
-    assert sketched(assignment, problem).predicted_step_seconds == pytest.approx(want, rel=0.05)
+    assert make_estimate(assignment, problem).predicted_step_seconds == pytest.approx(
+        want, rel=0.05
+    )
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager_1f1b", "zero_bubble"])
-def test_a_sketch_holds_as_much_as_the_schedule_does(gpt, schedule):
+def test_an_estimate_holds_as_much_as_the_schedule_does(gpt, schedule):
     problem = make_problem(gpt, CLUSTER)
     assignment = assignment_of(problem, (1, 1), 4, schedule=schedule, num_micro_batches=8)
-    want, sketch = build_plan(gpt, assignment, CLUSTER), sketched(assignment, problem)
-    for stage, known in zip(sketch.stages, want.stages, strict=True):
+    want, estimate = build_plan(gpt, assignment, CLUSTER), make_estimate(assignment, problem)
+    for stage, known in zip(estimate.stages, want.stages, strict=True):
         assert stage.memory_bytes == pytest.approx(known.memory_bytes, rel=0.1)
 
 
@@ -122,7 +124,9 @@ def test_short_stages_in_turn_are_found_where_the_bubble_is_large(step):
     """Four stages and four microbatches: what fills and drains is almost half of the step."""
     problem = make_problem(step, CLUSTER)
     assignment = assignment_of(problem, (1, 1), 4)
-    by_name = {o.schedule: sketched(o, problem) for o in variants(assignment, problem, Wanted())}
+    by_name = {
+        o.schedule: make_estimate(o, problem) for o in variants(assignment, problem, Wanted())
+    }
     seconds = {name: plan.predicted_step_seconds for name, plan in by_name.items()}
     assert seconds["interleaved_1f1b"] < seconds["1f1b"]
     assert set(seconds) == {"1f1b", "eager_1f1b", "zero_bubble", "interleaved_1f1b"}
@@ -183,7 +187,7 @@ def test_a_schedule_that_holds_too_much_is_not_considered(gpt):
 
 @pytest.mark.slow
 def test_what_one_shows_to_be_too_large_is_not_completed(gpt, monkeypatch):
-    """All need twice what their sketches say: after the first, only those of half the memory are
+    """All need twice what their estimates say: after the first, only those of half the memory are
     worth completing. The plan is the same as where all are completed."""
     free, completed = best_plan(gpt, CLUSTER, Wanted()), []
 
