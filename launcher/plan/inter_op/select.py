@@ -24,7 +24,7 @@ _RUNNERS_UP = 3
 _MOST_BUILT = 3  # of those that fit
 _SEARCHES = 4  # at most: the next where all that was built needs more than was estimated
 _MARGIN = 0.9  # of the memory that the next one gets
-_PRECISION = 1.02  # of a estimate: by how much one may be slower than the next estimate says
+_PRECISION = 1.02  # relative error of an estimate: plans within it are not told apart
 
 
 def best_plan(
