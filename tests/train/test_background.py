@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
 
 import jax
@@ -16,6 +17,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from launcher.train import checkpoint
+from launcher.train.checkpoint import background as background_module
 from launcher.train.checkpoint import pieces
 from launcher.train.step import TrainState
 
@@ -155,3 +157,15 @@ def test_it_ends_with_the_process_that_started_it():
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_it_ends_without_a_word_where_nobody_asks_any_more():
+    """As after a worker's death: its log is quoted."""
+    asking, served = Pipe()
+    asking.close()
+    command = [sys.executable, "-c", background_module._PROGRAM, str(served.fileno()), "0"]
+    environ = os.environ | {"PYTHONPATH": str(Path(checkpoint.__file__).parents[3])}
+    done = subprocess.run(
+        command, env=environ, pass_fds=[served.fileno()], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -21,6 +21,7 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from types import SimpleNamespace
@@ -207,18 +208,19 @@ def serve() -> None:
     """Save what is asked for, one state after another: all that the process does."""
     follow()
     connection, memory = Connection(int(sys.argv[1])), int(sys.argv[2])
-    while True:
-        copy, arguments = connection.recv()
-        message, places, size = pickle.loads(copy)
-        view = memoryview(mmap.mmap(memory, size) if size else b"")
-        buffers = [view[start : start + length] for start, length in places]
-        state = SimpleNamespace(**pickle.loads(message, buffers=buffers))
-        folder, step, metadata, keep, writers = arguments
-        try:
-            save(folder, step, state, metadata, keep, writers)
-        except SaveError as error:
-            connection.send(("refused", str(error)))
-        except Exception:
-            connection.send(("failed", traceback.format_exc()))
-        else:
-            connection.send(("saved", ""))
+    with suppress(EOFError, ConnectionError):  # whoever asked is gone
+        while True:
+            copy, arguments = connection.recv()
+            message, places, size = pickle.loads(copy)
+            view = memoryview(mmap.mmap(memory, size) if size else b"")
+            buffers = [view[start : start + length] for start, length in places]
+            state = SimpleNamespace(**pickle.loads(message, buffers=buffers))
+            folder, step, metadata, keep, writers = arguments
+            try:
+                save(folder, step, state, metadata, keep, writers)
+            except SaveError as error:
+                connection.send(("refused", str(error)))
+            except Exception:
+                connection.send(("failed", traceback.format_exc()))
+            else:
+                connection.send(("saved", ""))
