@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from launcher import testing as testing
-    from launcher.api import ParallelizedFunction as ParallelizedFunction
-    from launcher.api import parallelize as parallelize
+    from launcher.api.parallelize import ParallelizedFunction as ParallelizedFunction
+    from launcher.api.parallelize import parallelize as parallelize
+    from launcher.api.remote_array import RemoteArray as RemoteArray
+    from launcher.api.remote_array import prefetch as prefetch
+    from launcher.api.session import init as init
+    from launcher.api.session import shutdown as shutdown
     from launcher.cluster.errors import ClusterError as ClusterError
     from launcher.cluster.errors import HungError as HungError
     from launcher.cluster.errors import WorkerError as WorkerError
     from launcher.plan import Plan as Plan
     from launcher.plan.methods import *  # noqa: F403
-    from launcher.remote import RemoteArray as RemoteArray
-    from launcher.remote import prefetch as prefetch
-    from launcher.session import init as init
-    from launcher.session import shutdown as shutdown
     from launcher.trace.primitives import grad as grad
     from launcher.trace.primitives import mark_pipeline_boundary as mark_pipeline_boundary
     from launcher.trace.primitives import microbatched as microbatched
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 _HOMES = {
     "ClusterError": "launcher.cluster.errors",
     "HungError": "launcher.cluster.errors",
-    "ParallelizedFunction": "launcher.api",
+    "ParallelizedFunction": "launcher.api.parallelize",
     "Plan": "launcher.plan",
-    "RemoteArray": "launcher.remote",
+    "RemoteArray": "launcher.api.remote_array",
     "WorkerError": "launcher.cluster.errors",
     "grad": "launcher.trace.primitives",
-    "init": "launcher.session",
+    "init": "launcher.api.session",
     "mark_pipeline_boundary": "launcher.trace.primitives",
     "microbatched": "launcher.trace.primitives",
-    "parallelize": "launcher.api",
-    "prefetch": "launcher.remote",
-    "shutdown": "launcher.session",
+    "parallelize": "launcher.api.parallelize",
+    "prefetch": "launcher.api.remote_array",
+    "shutdown": "launcher.api.session",
     "value_and_grad": "launcher.trace.primitives",
 }
 

@@ -119,17 +119,17 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
     if arguments.multirun:
         points, wrong = load_points(arguments.overrides, arguments.config_dir)
         if points and all(point.config.task == "check" for point in points):
-            from launcher.sweep import check_sweep
+            from launcher.submit.local_sweep import check_sweep
 
             return check_sweep(points, wrong)
         if wrong:
             return _refuse(f"{label}: {error}" for label, error in wrong.items())
         if any(point.config.cluster.kind == "slurm" for point in points):
-            from launcher.submit_sweep import submit_sweep
+            from launcher.submit.job_sweep import submit_sweep
 
             with stop.interruptible():
                 return submit_sweep(points, stop)
-        from launcher.sweep import run_sweep
+        from launcher.submit.local_sweep import run_sweep
 
         return run_sweep(points, arguments.config_dir)
 
@@ -142,18 +142,18 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
     if config.task == "check":
         return _check(config)
     if config.task == "sweep_status":
-        from launcher.submit_sweep import sweep_status
+        from launcher.submit.job_sweep import sweep_status
 
         return sweep_status(config.sweep, stop)
     if config.cluster.kind == "slurm" and config.task in ("train", "submit"):
         return _on_slurm(config, stop)
-    from launcher.train.run import run
+    from launcher.driver.run import run
 
     return run(config, stop)
 
 
 def _check(config: Config) -> int:
-    from launcher.train.check import check
+    from launcher.driver.check import check
 
     verdict = check(config, os.environ)
     if verdict.problem:
@@ -164,20 +164,20 @@ def _check(config: Config) -> int:
 
 def _on_slurm(config: Config, stop: Stop) -> int:
     """Submit the run, or, as a task of its job, do this task's part."""
-    from launcher.cluster.slurm_allocation import find_allocation, settled
+    from launcher.cluster.slurm.allocation import find_allocation, settled
 
     allocation = find_allocation(os.environ)
     if allocation is None or config.task == "submit":
-        from launcher.submit import submit
+        from launcher.submit.job import submit
 
         with stop.interruptible():
             return submit(config, stop)
     config = settled(config, allocation)
     if allocation.index:
-        from launcher.cluster.slurm_agent import serve
+        from launcher.driver.slurm_node import serve
 
         return serve(config, allocation, stop)
-    from launcher.train.allocated import run_allocated
+    from launcher.driver.slurm_task import run_allocated
 
     return run_allocated(config, allocation, stop)
 

@@ -17,7 +17,7 @@ sys.stdin.read()
 """
 STARTS_A_RUN = """
 import sys
-from launcher.sweep import SignalRelay
+from launcher.submit.local_sweep import SignalRelay
 run = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
 with SignalRelay() as relay:
     relay.run([sys.executable, "-c", run])

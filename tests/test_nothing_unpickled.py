@@ -28,10 +28,10 @@ READERS = {"yaml.load", "yaml.full_load", "yaml.unsafe_load", "np.load", "numpy.
 # What the driver and its workers say to one another, through a Ray that asks for a secret, and a
 # worker to the process that it started, through a pair of sockets.
 BETWEEN_PROCESSES = {
-    "launcher/cluster/host.py",
-    "launcher/cluster/messages.py",
-    "launcher/cluster/step_worker.py",
-    "launcher/fleet.py",
+    "launcher/cluster/ray/worker_actor.py",
+    "launcher/api/messages.py",
+    "launcher/api/step_worker.py",
+    "launcher/api/ray_backend.py",
     "launcher/train/checkpoint/background.py",
 }
 

@@ -1,6 +1,5 @@
-"""The processes a plan runs on: which devices there are, a private Ray, one worker a host.
+"""The processes that a plan runs on: which devices there are, Ray, Slurm, the group of workers.
 
-`devices` finds them, `session` brings Ray up and starts the workers, `slurm_*` does both on the
-nodes of a batch job, `handle` is how the driver talks to a worker. `launcher.train` and the command
-line may import it; it imports `launcher.config`.
+`devices` finds the devices, `ray` brings the workers up, `slurm` does so on the nodes of a batch
+job, `process_group` connects them, and `worker_group` is how both doors talk to all of them.
 """

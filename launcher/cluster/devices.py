@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.cluster.slurm_allocation import find_allocation
+from launcher.cluster.slurm.allocation import find_allocation
 from launcher.config.errors import ConfigError
 from launcher.config.machines import Cluster
 

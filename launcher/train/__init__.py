@@ -1,7 +1,6 @@
-"""What happens each step: state, data, loop, checkpoints, and the run's folder around them.
+"""A worker's half of a run, what happens each step: program, state, data, checkpoints.
 
-`run.run` is the door, and the rest follows from there: `prepare` plans, `training` runs in the run
-folder, `loop` directs, `worker` does the work in a process of its own. The command line imports it.
+`worker` does it in a process of its own, as `launcher.driver` says.
 """
 
 import sys

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from launcher.cluster.peer import Peer
+from launcher.cluster.process_group import Peer
 from launcher.config.compose import from_dict
 from launcher.config.schema import Config
 from launcher.plan import Plan, make_forward_plan

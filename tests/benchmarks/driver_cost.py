@@ -17,10 +17,10 @@ from collections import deque
 from pathlib import Path
 
 from launcher.cluster.devices import emulated_pool
-from launcher.cluster.session import start
+from launcher.cluster.ray.private_ray import start
 from launcher.config.machines import Cluster
-from launcher.train.crew import Crew
-from launcher.train.loop import IN_FLIGHT
+from launcher.driver.loop import IN_FLIGHT
+from launcher.driver.workers import Workers
 from launcher.train.worker import StepResult
 
 METRICS = ("loss", "grad_norm", "learning_rate")
@@ -46,13 +46,13 @@ def main() -> None:
     pool = emulated_pool(Cluster(kind="emulated", gpus=2, hosts=2))
     with tempfile.TemporaryDirectory() as logs, start(pool, Path(logs)) as session:
         # The plan is needed for measured stages only.
-        crew = Crew(session.spawn(Worker), None, session.check, timeout=600.0)
-        crew.submit("step", 0, False).result()
+        workers = Workers(session.spawn(Worker), None, session.check, timeout=600.0)
+        workers.submit("step", 0, False).result()
         calls: deque = deque()
         seconds = []
         for step in range(args.steps):
             began = time.thread_time()
-            calls.append(crew.submit("step", step, False))
+            calls.append(workers.submit("step", step, False))
             while len(calls) >= IN_FLIGHT:
                 calls.popleft().result()
             seconds.append(time.thread_time() - began)

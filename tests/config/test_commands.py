@@ -11,8 +11,8 @@ import yaml
 from launcher.__main__ import main
 from launcher.config.compose import from_dict, load, load_frozen, to_dict
 from launcher.config.errors import ConfigError
-from launcher.submit import script_for
-from launcher.submit_sweep import _array_script
+from launcher.submit.job import script_for
+from launcher.submit.job_sweep import _array_script
 
 SLURM = ("cluster=slurm", "run.id=mine", "task=check")
 # What a file may say of each setting that runs code: the rest of the line behind `cluster: slurm:`.

@@ -11,11 +11,11 @@ import yaml
 from omegaconf import OmegaConf
 
 from launcher.__main__ import main
-from launcher.cluster.slurm_script import TAIL
+from launcher.cluster.slurm.script import TAIL
 from launcher.config.compose import load, load_frozen, redacted, to_dict, to_written
 from launcher.config.errors import ConfigError
 from launcher.config.interpolation import written
-from launcher.submit import script_for
+from launcher.submit.job import script_for
 
 SECRET = 's3cret it\'s "x" $HOME'
 RECIPE = """# @package _global_

@@ -83,7 +83,7 @@ class Launcher:
 
     def workers(self) -> list[psutil.Process]:
         """The worker processes: those that have the emulated devices."""
-        return [p for p in self.processes() if command_of(p).startswith("ray::Host")]
+        return [p for p in self.processes() if command_of(p).startswith("ray::Worker")]
 
     def worker(self) -> psutil.Process:
         """The one worker process."""

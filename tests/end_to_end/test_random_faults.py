@@ -69,7 +69,7 @@ def kind_of(process: psutil.Process, driver: int) -> str:
     words = command_of(process)
     if process.pid == driver:
         return "driver"
-    for word in ("head.py", "gcs_server", "raylet/raylet", "ray::Host", "Agent", "serve()"):
+    for word in ("head.py", "gcs_server", "raylet/raylet", "ray::Worker", "Agent", "serve()"):
         if word in words:
             return word
     return "other"

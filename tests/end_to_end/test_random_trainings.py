@@ -11,8 +11,8 @@ import pytest
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
+from launcher.driver.plan_from_config import plan_of
 from launcher.plan import PlanError, local_shape
-from launcher.train.method import plan_of
 from launcher.train.optimizer import build_optimizer
 from launcher.train.program import build_program
 from launcher.train.step import init_state, make_train_step

@@ -119,7 +119,7 @@ class Submitted:
     def nothing_left(self) -> None:
         wait_until(lambda: not self.slurm.left(), SECONDS)
         assert list(self.slurm.scratch.glob("launcher-*")) == []
-        assert list(self.home.glob(".meeting*")) == []
+        assert list(self.home.glob(".rendezvous*")) == []
 
     def _failed(self) -> bool:
         return self.state in ("FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "COMPLETED")
@@ -235,7 +235,7 @@ def test_a_killed_worker_is_replaced_on_the_nodes_of_the_job(
 ) -> None:
     run = user.submit("killed-worker", *TWO_NODES, "train.checkpoint.every_steps=5")
     run.train_past(10)
-    workers = [p for p in user.slurm.left() if " ".join(p.cmdline()).startswith("ray::Host")]
+    workers = [p for p in user.slurm.left() if " ".join(p.cmdline()).startswith("ray::Worker")]
     assert len(workers) == 2
     workers[1].kill()
     run.end()
@@ -381,8 +381,8 @@ def test_two_jobs_share_a_node_and_no_stranger_gets_in(user: User) -> None:
         assert _told_by_ray(server, mine) == "welcome"
         assert _told_by_ray(server, {**mine, "RAY_AUTH_TOKEN": "ab" * 32}) == "refused"
         assert _told_by_ray(server, {"RAY_AUTH_MODE": "disabled"}) == "refused"
-    (meeting,) = spread.home.glob(".meeting*")
-    assert meeting.stat().st_mode & 0o777 == 0o600
+    (rendezvous,) = spread.home.glob(".rendezvous*")
+    assert rendezvous.stat().st_mode & 0o777 == 0o600
     for run in runs:
         user.slurm.run("scancel", run.job_id)
     for run in runs:

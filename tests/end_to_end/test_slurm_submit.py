@@ -7,8 +7,8 @@ import pytest
 
 from launcher.__main__ import main
 from launcher.config.compose import load
-from launcher.submit import read_job, script_for, write_script
-from launcher.train.folder import RunFolder, make
+from launcher.driver.folder import RunFolder, make
+from launcher.submit.job import read_job, script_for, write_script
 
 SETTINGS = ("cluster=slurm", "cluster.hosts=2", "cluster.gpus=16", "model.num_layers=4")
 
@@ -87,7 +87,7 @@ def test_a_wrong_partition_is_found_before_anything_is_planned(
         (commands / name).write_text(f"#!/bin/sh\n{script}\n")
         (commands / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(commands))
-    monkeypatch.setattr("launcher.submit.prepare", lambda *_, **__: pytest.fail("planned"))
+    monkeypatch.setattr("launcher.submit.job.prepare", lambda *_, **__: pytest.fail("planned"))
     assert main((*sweep, *SETTINGS, "cluster.slurm.partition=gpus")) == 2
     assert capsys.readouterr().err == (
         "launcher: cluster.slurm.partition=gpus: Slurm has no partition gpus. Did you mean gpu?\n"
@@ -117,7 +117,7 @@ def test_what_is_submitted_again_is_as_private_as_its_folder(
     home = folder / "s-0"
     home.mkdir(mode)
     (home / "job.json").write_text('{"job_id": "7", "script": "x"}')
-    monkeypatch.setattr("launcher.submit_sweep.job_states", dict)
+    monkeypatch.setattr("launcher.submit.job_sweep.job_states", dict)
     before = os.umask(0o022)
     masks = []  # Slurm hands it on to the job
 
@@ -126,7 +126,7 @@ def test_what_is_submitted_again_is_as_private_as_its_folder(
         os.umask(masks[-1])
         return "8"
 
-    monkeypatch.setattr("launcher.submit_sweep._again", again)
+    monkeypatch.setattr("launcher.submit.job_sweep._again", again)
     try:
         assert main(("task=sweep_status", f"sweep.dir={folder}", "sweep.resubmit=true")) == 0
     finally:

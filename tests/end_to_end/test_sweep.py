@@ -12,7 +12,7 @@ import yaml
 
 SWEEP = '''
 import sys
-from launcher import sweep
+from launcher.submit import local_sweep
 from launcher.config.compose import Point
 from launcher.config.schema import Config
 
@@ -25,10 +25,10 @@ signal.signal(signal.{wanted}, stop)
 print('ready', flush=True)
 signal.pause()
 """
-sweep._command = lambda *_: [sys.executable, "-c", run]
-sweep.answer = lambda text: print(text, flush=True)
+local_sweep._command = lambda *_: [sys.executable, "-c", run]
+local_sweep.answer = lambda text: print(text, flush=True)
 points = [Point((f"train.steps={n}",), f"train.steps={n}", Config()) for n in (3, 4)]
-sys.exit(sweep.run_sweep(points, []))
+sys.exit(local_sweep.run_sweep(points, []))
 '''
 
 

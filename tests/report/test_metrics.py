@@ -5,9 +5,9 @@ import math
 
 import pytest
 
+from launcher.driver.loop import warm_up
 from launcher.report.metrics import measured, median, performance
 from launcher.report.summary import Summary
-from launcher.train.loop import warm_up
 
 
 def test_rates_are_amounts_over_time():

@@ -12,15 +12,15 @@ import sys
 
 if __name__ == "__main__":
     INDEX, COUNT, DEVICES = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[4])
-    os.environ["NPROC"] = str(DEVICES + 2)  # threads, see launcher.cluster.environment
+    os.environ["NPROC"] = str(DEVICES + 2)  # threads, see launcher.cluster.ray.environment
     os.environ["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={DEVICES}"
 
 import psutil
 from jax._src import distributed
 
 from launcher.config.compose import load, to_dict
+from launcher.driver.plan_from_config import plan_of
 from launcher.plan import local_shape
-from launcher.train.method import plan_of
 from launcher.train.program import build_program
 from launcher.train.worker import TrainWorker
 

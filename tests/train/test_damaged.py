@@ -13,9 +13,10 @@ import pytest
 
 from launcher.config.compose import load, to_dict
 from launcher.config.errors import ConfigError
-from launcher.train import checkpoint, folder
+from launcher.driver import folder
+from launcher.driver.init_from import check_start, find_start
+from launcher.train import checkpoint
 from launcher.train.checkpoint import integrity
-from launcher.train.start import check_start, find_start
 from launcher.train.step import TrainState
 
 FLIPS = 200

@@ -1,0 +1,140 @@
+"""Messages to a group of `StepWorker`s: all to every worker, in one order, and none waited for.
+
+What came of a message is looked at when the next is sent or an answer is asked for.
+`launcher.api.ray_backend` sends them.
+"""
+
+from __future__ import annotations
+
+import collections
+import pickle
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from launcher.cluster.errors import ClusterError, WorkerError
+from launcher.cluster.ray.worker import Future, ready, share
+from launcher.cluster.worker_group import WorkerGroup
+from launcher.runtime import NotMetError
+
+_AHEAD = 8  # messages that may be under way to a worker: they hold their batches in memory
+
+
+class Reply:
+    """What one worker answers to one message.
+
+    Args:
+        survived: where it is an error, the worker goes on as if nothing had been asked.
+        starting: it may take longer than others; see `WorkerGroup`.
+    """
+
+    __slots__ = ("done", "error", "future", "starting", "survived", "value")
+
+    def __init__(self, future: Future, survived: bool, starting: bool) -> None:
+        self.future, self.survived, self.starting, self.done = future, survived, starting, False
+        self.value: Any = None
+        self.error: WorkerError | None = None
+
+    def arrived(self, value: Any, error: WorkerError | None) -> None:
+        """Note the answer."""
+        self.value, self.error, self.done = value, error, True
+
+
+class Messages:
+    """All that is sent to the workers, and what they answer.
+
+    Once a worker has failed, died or hung, every use raises that error again: what the others hold
+    is of no use without it. Only what a worker that lives refuses to compile is forgotten. A wait
+    that was interrupted may be begun again.
+    """
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+        self._sent: list[collections.deque[Reply]] = [collections.deque() for _ in group.handles]
+        self._new_steps = 0  # the next so many calls of a step, and what comes between, are slow
+        self._dropped: collections.deque[int] = collections.deque()  # filled by destructors
+        self._failure: Exception | None = None
+
+    def send(self, method: str, *arguments: Any, shared: Any = None) -> list[Reply]:
+        """Queue a call of `StepWorker` in every worker and return without waiting, unless too
+        much is under way. Raises like `WorkerGroup.gather` for any earlier call that has failed.
+
+        Args:
+            shared: the last argument, if it is large: written once for all workers.
+        """
+        while self._take(wait=any(len(sent) >= _AHEAD for sent in self._sent)):
+            pass
+        dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
+        # As bytes: Ray takes twice as long over a message that it has to look into.
+        message = [pickle.dumps((method, dropped, arguments))]
+        if shared is not None:
+            message.append(share(shared))
+        try:
+            futures = self._group.submit("do", *message)
+        except BaseException:  # Ctrl-C in the middle of it
+            told = "a call was broken off after some of the workers had got it and others had not"
+            self.close(ClusterError(f"{told}; call launcher.shutdown() and launcher.init() again"))
+            raise
+        if method in ("compile", "create"):
+            self._new_steps = 2  # the second is answered when the first is done
+        replies = [Reply(f, method == "compile", self._new_steps > 0) for f in futures]
+        if method == "run" and self._new_steps:
+            self._new_steps -= 1
+        for sent, reply in zip(self._sent, replies, strict=True):
+            sent.append(reply)
+        return replies
+
+    def answers(self, replies: Sequence[Reply]) -> list[Any]:
+        """Wait for replies.
+
+        Raises:
+            WorkerError: as `WorkerGroup.gather` does, as soon as any worker fails in any call; for
+                a call that the workers survive, once all have answered.
+        """
+        while not all(reply.done for reply in replies):
+            self._take(wait=True)
+        errors = [reply.error for reply in replies if reply.error is not None]
+        if errors:  # that of the one that failed, not of those that were told so
+            raise min(errors, key=lambda error: error.error_type == NotMetError.__name__)
+        return [reply.value for reply in replies]
+
+    def drop(self, number: int) -> None:
+        """Free an array, or a compiled step, with the next message."""
+        self._dropped.append(number)
+
+    def close(self, why: Exception) -> None:
+        """Refuse all further use, with `why`."""
+        self._failure = why
+
+    def _take(self, *, wait: bool) -> bool:
+        """Look at the oldest reply of every worker; returns whether there was any."""
+        if self._failure is not None:
+            raise self._failure
+        heads = {sent[0].future: sent for sent in self._sent if sent}
+        if not heads:
+            return False
+        try:
+            if wait:
+                starting = any(sent[0].starting for sent in heads.values())
+                done = self._group.ready(list(heads), starting=starting)
+            else:
+                done = ready(list(heads), timeout=0)
+        except ClusterError as error:
+            self._fail(error)
+        for future in done:
+            reply, value, survived = heads[future][0], None, None
+            try:
+                value = future.result()
+            except (WorkerError, ClusterError) as error:
+                if not reply.survived or not isinstance(error, WorkerError) or error.died:
+                    self._fail(error)
+                survived = error
+            reply.arrived(value, survived)
+            heads[future].popleft()
+        return bool(done)
+
+    def _fail(self, error: WorkerError | ClusterError) -> NoReturn:
+        try:
+            raise self._group.cause_of(error) if isinstance(error, WorkerError) else error
+        except (WorkerError, ClusterError) as cause:
+            self.close(cause)
+            raise

@@ -1,0 +1,210 @@
+"""All workers of a session as one machine, in the driver: what `launcher.init("ray")` holds.
+
+`launcher.api.session` makes a `RayBackend`, and `launcher.api.parallelize` compiles on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+
+from launcher.api.messages import Messages, Reply
+from launcher.api.remote_array import Fetch, RemoteArray, pickled, portable
+from launcher.api.signature import Traceable
+from launcher.api.step_worker import TRACE_SETTINGS, Call, Program
+from launcher.cluster.errors import WorkerError
+from launcher.cluster.worker_group import WorkerGroup
+from launcher.plan import ClusterShape, Plan
+from launcher.runtime import StageTimes
+from launcher.trace import TracedStep
+
+_IN_MESSAGE = 64 * 1024  # bytes that are sent to each worker rather than shared: it is quicker
+
+
+class RayBackend:
+    """The workers, one a host, whose object is a `StepWorker`.
+
+    Attributes:
+        shape: the cluster, for the planner.
+    """
+
+    def __init__(self, group: WorkerGroup, shape: ClusterShape) -> None:
+        group.join()
+        self.shape = shape
+        self._messages = Messages(group)
+        self._next_number = 0
+        self._wanted: list[RemoteArray] = []
+
+    def send(self, method: str, *arguments: Any, shared: Any = None) -> list[Reply]:
+        """See `Messages.send`."""
+        return self._messages.send(method, *arguments, shared=shared)
+
+    def answers(self, replies: Sequence[Reply]) -> list[Any]:
+        """See `Messages.answers`."""
+        return self._messages.answers(replies)
+
+    def close(self, why: Exception) -> None:
+        """Refuse all further use, with `why`."""
+        self._messages.close(why)
+
+    # -- arrays (see `remote.Owner`) -----------------------------------------------------------
+
+    def fetch(self, arrays: Sequence[RemoteArray]) -> None:
+        """Begin to fetch arrays, in one message to each worker."""
+        replies = self.send("fetch", [array.number for array in arrays])
+        fetch = Fetch(lambda: self.answers(replies), arrays)
+        for place, array in enumerate(arrays):
+            array.fetched_by(fetch, place)
+
+    def want(self, array: RemoteArray) -> None:
+        """Fetch this array with the next flush."""
+        self._wanted.append(array)
+
+    def flush(self) -> None:
+        """Begin to fetch all that is wanted."""
+        wanted, self._wanted = self._wanted, []
+        wanted = [a for a in wanted if not a.is_deleted()]
+        if wanted:
+            self.fetch(wanted)
+
+    def wait(self, numbers: Sequence[int]) -> None:
+        """Wait until arrays are computed."""
+        self.answers(self.send("wait", numbers))
+
+    def placement(self, number: int) -> str:
+        """Where an array lies, in words."""
+        return str(self.answers(self.send("placement", number))[0])
+
+    def drop(self, number: int) -> None:
+        """Free an array, or a compiled step, with the next message."""
+        self._messages.drop(number)
+
+    def new_numbers(self, count: int) -> int:
+        """The first of `count` numbers in a row that nothing has had yet."""
+        first = self._next_number
+        self._next_number += count
+        return first
+
+    def live_arrays(self) -> list[int]:
+        """How many arrays are alive in each worker: what a leak shows in."""
+        return self.answers(self.send("live_arrays"))
+
+    @property
+    def pids(self) -> list[int]:
+        """The workers' process numbers, each on its own machine."""
+        return self.answers(self.send("pid"))
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def compile(self, step: TracedStep, plan: Plan, source: Traceable) -> RemoteExecutable:
+        """Compile a step, traced from `source`, on the workers, each its own stages; waits for
+        them. Raises WorkerError where one cannot; the session goes on if that one lives."""
+        settings = {name: getattr(jax.config, name) for name in TRACE_SETTINGS}
+        program = Program(**vars(source), plan=plan, settings=settings)
+        number = self.new_numbers(1)
+        replies = self.send("compile", number, shared=pickled(program, source.fun))
+        try:
+            return RemoteExecutable(self, number, step, plan, max(self.answers(replies)))
+        except WorkerError:
+            self.drop(number)  # by those that have it
+            raise
+
+
+class RemoteExecutable:
+    """A step that is compiled on the workers; the counterpart of `launcher.runtime.Executable`.
+
+    Attributes:
+        plan: what it runs. compile_seconds: how long the slowest worker took to compile.
+    """
+
+    def __init__(
+        self, backend: RayBackend, number: int, step: TracedStep, plan: Plan, compile_seconds: float
+    ) -> None:
+        self.plan, self.compile_seconds = plan, compile_seconds
+        self._backend, self._number = backend, number
+        self._in_tree, self._out_tree = step.in_tree, step.out_tree
+        self._donated, self._batch = step.donated, step.batch
+        self._out_avals = [(v.aval.shape, v.aval.dtype) for v in step.outvars]
+        self._in_avals = step.in_avals
+
+    def __call__(self, *args: Any) -> Any:
+        """Send one step to the workers; returns handles at once. Donated handles are consumed.
+
+        Raises:
+            TypeError: the arguments' structure is not what was traced.
+            ConsumedError: an argument was donated before.
+            WorkerError: a worker failed in an earlier call, or is gone.
+        """
+        return self._run(args, profile=False)[0]
+
+    def profile(self, *args: Any) -> tuple[Any, StageTimes]:
+        """Run one step waiting for every task: its results, and how long each stage was busy."""
+        results, replies = self._run(args, profile=True)
+        parts: list[StageTimes] = self._backend.answers(replies)
+        busy = zip(*(part.stage_seconds for part in parts), strict=True)
+        tasks = {task: s for part in parts for task, s in part.task_seconds.items()}
+        return results, StageTimes(tuple(map(max, busy)), tasks)
+
+    def create(self, init: Callable[..., Any], *args: Any) -> Any:
+        """Make the step's first argument on the workers, `init(*args)`, every leaf in its place.
+
+        Raises:
+            TypeError: `init` does not return what the step takes.
+        """
+        shapes, tree = jax.tree.flatten(jax.eval_shape(init, *args))
+        expected = self._in_tree.children()[0]
+        avals = [(leaf.shape, leaf.dtype) for leaf in shapes]
+        if tree != expected or avals != [(a.shape, a.dtype) for a in self._in_avals[: len(avals)]]:
+            raise TypeError("init does not return the structure, shapes and dtypes of the step")
+        first = self._backend.new_numbers(len(avals))
+        made_by = pickled((init, jax.tree.map(portable, args)), init)
+        self._backend.send("create", self._number, first, shared=made_by)
+        return jax.tree.unflatten(tree, self._handles(first, avals))
+
+    def on_workers(self, attribute: str, *arguments: Any) -> list[Any]:
+        """An attribute of each worker's own executable, or what that method returns there."""
+        return self._backend.answers(self._backend.send("ask", self._number, attribute, *arguments))
+
+    def hlo_text(self) -> dict[str, str]:
+        """The compiled programs as text, by name."""
+        return {name: text for part in self.on_workers("hlo_text") for name, text in part.items()}
+
+    def __del__(self) -> None:
+        self._backend.drop(self._number)
+
+    def _run(self, args: tuple[Any, ...], *, profile: bool) -> tuple[Any, list[Reply]]:
+        leaves, tree = jax.tree.flatten(args)
+        if tree != self._in_tree:
+            raise TypeError(f"the step was compiled for arguments {self._in_tree}, not {tree}")
+        backend = self._backend
+        backend.flush()
+        numbers: list[int] = []
+        values: list[Any] = []
+        consumed: list[RemoteArray] = []
+        for i, leaf in enumerate(leaves):
+            if type(leaf) is not RemoteArray or self._batch[i]:  # every worker gets the batch
+                values.append(portable(leaf, self._in_avals[i].dtype))
+                numbers.append(-1)
+                continue
+            if leaf._owner is not backend:
+                raise TypeError(f"{leaf!r} is of a session that was shut down")
+            numbers.append(leaf.number)
+            if self._donated[i]:
+                consumed.append(leaf)
+        gone = {leaf.number for leaf in consumed}
+        if sum(number in gone for number in numbers) > len(gone):
+            raise TypeError("an array is given twice and donated; a call can consume it only once")
+        first = backend.new_numbers(len(self._out_avals))
+        call = Call(self._number, first, tuple(numbers), tuple(gone), profile)
+        if sum(value.nbytes for value in values) > _IN_MESSAGE:
+            replies = backend.send("run", call, shared=values)
+        else:
+            replies = backend.send("run", call, values)
+        for leaf in consumed:
+            leaf.consume()
+        return jax.tree.unflatten(self._out_tree, self._handles(first, self._out_avals)), replies
+
+    def _handles(self, first: int, avals: Iterable[tuple[Any, Any]]) -> list[RemoteArray]:
+        return [RemoteArray(self._backend, n, *aval) for n, aval in enumerate(avals, first)]

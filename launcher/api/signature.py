@@ -1,0 +1,180 @@
+"""A step's arguments as a call gives them: which are static, what the others are, their names.
+
+`launcher.api.parallelize` uses it; `launcher.api.ray_backend` sends a `Traceable` on.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from launcher.trace.errors import TraceError
+
+_DEFAULTS = ((0,), (1,))  # donated, batch: a step need not have so many arguments
+_DTYPES = (np.number, np.bool_, jax.dtypes.extended)
+
+
+@dataclass(frozen=True)
+class Traceable:
+    """What `trace_step` takes: a function of arrays alone, and their shapes.
+
+    Attributes:
+        args: pytrees of `jax.ShapeDtypeStruct`, whole batch.
+    """
+
+    fun: Callable[..., Any]
+    args: tuple[Any, ...]
+    batch_argnums: tuple[int, ...]
+    donate_argnums: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A function and what its arguments are for, by position.
+
+    *Dynamic* arguments are those that are not static: pytrees of arrays. Static ones go with their
+    types, since `1 == 1.0 == True`.
+    """
+
+    fun: Callable[..., Any]
+    name: str
+    donate: tuple[int, ...]
+    batch: tuple[int, ...]
+    static: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        fun: Callable[..., Any],
+        donate: int | Sequence[int],
+        batch: int | Sequence[int],
+        static: int | Sequence[int],
+    ) -> Signature:
+        """From the numbers as a user gives them.
+
+        Raises:
+            TraceError: an argument is static and batch, or static and donated.
+        """
+        name = getattr(fun, "__name__", "step")
+        found = cls(fun, name, _numbers(donate), _numbers(batch), _numbers(static))
+        for word, argnums in (("batch", found.batch), ("donate", found.donate)):
+            if both := sorted(set(argnums) & set(found.static)):
+                raise TraceError(
+                    f"argument {both[0]} of {name} is in static_argnums and in "
+                    f"{word}_argnums={argnums}; an argument is one or the other: say "
+                    f"{word}_argnums too"
+                )
+        return found
+
+    def positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """All arguments by position. Raises TypeError where the function does not take them."""
+        if not kwargs:
+            return args
+        bound = inspect.signature(self.fun).bind(*args, **kwargs)
+        if bound.kwargs:
+            raise TypeError(f"{self.name} takes no keyword-only arguments: {[*bound.kwargs]}")
+        return bound.args
+
+    def split(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """The arguments that are arrays, and the static ones with their types."""
+        if not self.static:
+            return args, ()
+        positions = self._positions(self.static, len(args))
+        for i in positions:
+            try:
+                hash(args[i])
+            except TypeError as error:
+                raise TraceError(
+                    f"static argument {i} of {self.name} is a {type(args[i]).__name__}, which "
+                    f"cannot be compared by its hash ({error}); give a tuple or a frozen dataclass"
+                ) from None
+        dynamic = tuple(arg for i, arg in enumerate(args) if i not in positions)
+        return dynamic, tuple((type(args[i]), args[i]) for i in positions)
+
+    def traceable(self, dynamic: tuple[Any, ...], static: tuple[Any, ...]) -> Traceable:
+        """The function with its static arguments filled in, and the shapes of the others."""
+        count = len(dynamic) + len(static)
+        fun = self.fun
+        if static:
+            fun = _Bound(fun, self._positions(self.static, count), static)
+        return Traceable(
+            fun,
+            jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(*kind(leaf)), dynamic),
+            self._dynamic_numbers("batch_argnums", self.batch, count),
+            self._dynamic_numbers("donate_argnums", self.donate, count),
+        )
+
+    def check(self, leaf: Any, i: int, dynamic: tuple[Any, ...]) -> None:
+        """Raise TraceError unless an argument's leaf, the `i`th, is an array or a number."""
+        if isinstance(leaf, (bool, int, float, complex)):
+            return
+        dtype = getattr(leaf, "dtype", np.object_)
+        if not any(jax.dtypes.issubdtype(dtype, known) for known in _DTYPES):
+            what = type(leaf).__name__ + (f" of {dtype}" if hasattr(leaf, "dtype") else "")
+            raise TraceError(
+                f"{self.path(i, dynamic)} of {self.name} is a {what}, which is no array for JAX; "
+                "name its argument in static_argnums, or close over it (functools.partial) instead "
+                "of passing it"
+            )
+
+    def path(self, leaf: int, dynamic: tuple[Any, ...]) -> str:
+        """An argument leaf by its name in the function's signature, such as `state['w']`."""
+        path, _ = jax.tree_util.tree_leaves_with_path(dynamic)[leaf]
+        argument, inner = path[0].idx, jax.tree_util.keystr(path[1:])
+        try:
+            names = list(inspect.signature(self.fun).parameters)
+        except (TypeError, ValueError):
+            names = []
+        static = self._positions(self.static, len(names) or len(dynamic))
+        names = [name for i, name in enumerate(names) if i not in static]
+        return f"{names[argument]}{inner}" if argument < len(names) else f"args[{argument}]{inner}"
+
+    def _positions(self, argnums: Sequence[int], count: int) -> tuple[int, ...]:
+        return tuple(sorted({range(count)[n] for n in argnums if -count <= n < count}))
+
+    def _dynamic_numbers(self, word: str, argnums: tuple[int, ...], count: int) -> tuple[int, ...]:
+        """Argument numbers as they are once the static arguments are taken out."""
+        if argnums not in _DEFAULTS and not all(-count <= n < count for n in argnums):
+            raise TraceError(
+                f"{word}={argnums} of {self.name}, which was given {count} arguments; name "
+                "only arguments that there are, from 0"
+            )
+        static = self._positions(self.static, count)
+        kept = [i for i in range(count) if i not in static]
+        wanted = self._positions(argnums, count)
+        return tuple(n for n, i in enumerate(kept) if i in wanted)
+
+
+class _Bound:
+    """A function of its other arguments, with the static ones filled in at their positions."""
+
+    def __init__(
+        self, fun: Callable[..., Any], positions: Sequence[int], values: Sequence[tuple[Any, Any]]
+    ) -> None:
+        self._fun = fun
+        self._static = [(i, value) for i, (_, value) in zip(positions, values, strict=True)]
+        self.__name__ = getattr(fun, "__name__", "step")
+
+    def __call__(self, *dynamic: Any) -> Any:
+        args = list(dynamic)
+        for position, value in self._static:
+            args.insert(position, value)
+        return self._fun(*args)
+
+
+def kind(leaf: Any) -> tuple[tuple[int, ...], Any]:
+    """What of a leaf decides what is compiled: its shape, and its dtype as JAX has it (float32 for
+    a NumPy float64, by default)."""
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else jax.numpy.result_type(leaf)
+    if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+    return jax.numpy.shape(leaf), dtype
+
+
+def _numbers(argnums: int | Sequence[int]) -> tuple[int, ...]:
+    return (argnums,) if isinstance(argnums, int) else tuple(argnums)

@@ -1,0 +1,249 @@
+"""What runs inside a worker process for Python code that called `launcher.init("ray")`.
+
+It owns the host's devices, the compiled steps and this process's part of every array that the
+driver holds a handle to; both go by numbers that the driver gives out. `ray_backend` in the driver
+calls `StepWorker.do`; each call is one message, and what it returns is plain data.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from launcher.cluster.process_group import Peer
+from launcher.partition.sharding.reshard import Box
+from launcher.plan import Plan
+from launcher.runtime import Executable, StageTimes, Transport, compile_step, met_by_all, move
+from launcher.trace import trace_step
+
+# What decides how a function is traced, beside the function itself.
+TRACE_SETTINGS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_numpy_dtype_promotion",
+)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A step as it travels to the workers: the function, the shapes it is traced with, its plan.
+
+    Attributes:
+        args: pytrees of `jax.ShapeDtypeStruct`, whole batch. settings: of `jax.config`, by name.
+    """
+
+    fun: Callable[..., Any]
+    args: tuple[Any, ...]
+    batch_argnums: tuple[int, ...]
+    donate_argnums: tuple[int, ...]
+    plan: Plan
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a compiled step.
+
+    Attributes:
+        program: its number. first: the number of the first result leaf; the others follow.
+        leaves: an argument leaf's number, or -1 for the next of the values that come beside.
+        consumed: the numbers that the call donates.
+        profile: whether to wait for every task and measure it.
+    """
+
+    program: int
+    first: int
+    leaves: tuple[int, ...]
+    consumed: tuple[int, ...]
+    profile: bool
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """A compiled step; `where`: the sharding of every argument leaf, None of the batch."""
+
+    executable: Executable
+    in_tree: Any
+    where: list[Any]
+
+
+Pieces = list[tuple[Box, np.ndarray]]  # parts of an array, and where in it they belong
+
+
+_SMALL = 64 * 1024  # bytes of a result that may be kept, though the driver has dropped it
+
+
+class StepWorker(Peer):
+    """Compiles steps, runs them on this process's devices and keeps their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._programs: dict[int, _Compiled] = {}
+        self._arrays: dict[int, jax.Array] = {}
+        self._newest: list[jax.Array] = []  # the small results of the last step
+        self._failure: BaseException | None = None
+
+    def do(self, message: bytes, *shared: Any) -> Any:
+        """Free what the driver has dropped, then call a method: a pickled `(method, dropped,
+        arguments)`; `shared` are further arguments.
+
+        After a failure every call fails for the same cause: the workers no longer agree about
+        what there is. Not after one of `compile`, which made nothing and moved nothing.
+        """
+        if self._failure is not None:
+            raise self._failure
+        method = ""
+        try:
+            method, dropped, arguments = pickle.loads(message)
+            for number in dropped:
+                self._arrays.pop(number, None)
+                self._programs.pop(number, None)
+            return getattr(self, method)(*arguments, *shared)
+        except BaseException as error:
+            if method != "compile":
+                self._failure = error
+            raise
+
+    def compile(self, number: int, pickled: bytes) -> float:
+        """Trace a pickled `Program` again and compile it. Returns the seconds of compiling.
+
+        Raises PlanError where it is not the program that was planned: other code, or other
+        versions of the libraries, than the driver's.
+        """
+        with met_by_all(self._transport):
+            return self._compile(number, pickled)
+
+    def _compile(self, number: int, pickled: bytes) -> float:
+        program: Program = pickle.loads(pickled)
+        for name, value in program.settings.items():
+            jax.config.update(name, value)
+        step = trace_step(
+            program.fun,
+            program.args,
+            batch_argnums=program.batch_argnums,
+            donate_argnums=program.donate_argnums,
+        )
+        executable = compile_step(step, program.plan, jax.devices(), self._transport)
+        where = jax.tree.leaves(executable.in_shardings, is_leaf=lambda x: x is None)
+        self._programs[number] = _Compiled(executable, step.in_tree, where)
+        return executable.compile_seconds
+
+    def create(self, number: int, first: int, pickled: bytes) -> None:
+        """Make a step's first argument in place, of a pickled `(init, arguments)`."""
+        init, arguments = pickle.loads(pickled)
+        self._keep(first, self._programs[number].executable.create(init, *arguments))
+
+    def run(self, call: Call, values: Sequence[Any]) -> StageTimes | None:
+        """Run a step without waiting for it; its times, where it is profiled.
+
+        The step before is waited for: devices have work all the same, and no call, of whatever
+        kind, lasts longer than two steps, however many the driver has sent.
+        """
+        remaining = iter(values)
+        leaves = [next(remaining) if n < 0 else self._arrays[n] for n in call.leaves]
+        for number in call.consumed:
+            del self._arrays[number]
+        program = self._programs[call.program]
+        if self._transport is not None:
+            self._bring(leaves, call.leaves, program.where, self._transport)
+        args = jax.tree.unflatten(program.in_tree, leaves)
+        run, times = program.executable, None
+        if call.profile:
+            results, times = run.profile(*args)
+        else:
+            results = run(*args)
+        self._keep(call.first, results)
+        before, self._newest = (
+            self._newest,
+            [
+                array
+                for array in jax.tree.leaves(results)
+                if array.nbytes <= _SMALL and array.addressable_shards
+            ],
+        )
+        jax.block_until_ready([array for array in before if not array.is_deleted()])
+        return times
+
+    def fetch(self, numbers: Sequence[int]) -> list[Pieces]:
+        """Of every array what lies here, each part in one process only; of keys, their data."""
+        found = [
+            [(_box(shard.index, array.shape), shard.data) for shard in _own(array)]
+            for array in map(_plain, map(self._arrays.__getitem__, numbers))
+        ]
+        return list(jax.device_get(found))
+
+    def wait(self, numbers: Sequence[int]) -> None:
+        """Wait for arrays, as far as they lie here."""
+        arrays = [self._arrays[number] for number in numbers]
+        jax.block_until_ready([array for array in arrays if array.addressable_shards])
+
+    def placement(self, number: int) -> str:
+        """Where an array lies, in words."""
+        return in_words(self._arrays[number].sharding)
+
+    def ask(self, number: int, attribute: str, *arguments: Any) -> Any:
+        """What a compiled step's attribute is here, or, of a method, what it returns."""
+        found = getattr(self._programs[number].executable, attribute)
+        return found(*arguments) if callable(found) else found
+
+    def pid(self) -> int:
+        """The number of this process on its machine."""
+        return os.getpid()
+
+    def live_arrays(self) -> int:
+        """The arrays that are alive in this process, whoever holds them."""
+        return len(jax.live_arrays())
+
+    def _bring(
+        self, leaves: list[Any], numbers: Sequence[int], where: Sequence[Any], transport: Transport
+    ) -> None:
+        """Move the arrays that lie on other devices than the step wants them on, perhaps in
+        another process: all workers find the same ones."""
+        places = [
+            i
+            for i, (number, wanted) in enumerate(zip(numbers, where, strict=True))
+            if number >= 0 and wanted is not None and leaves[i].sharding != wanted
+        ]
+        if places:
+            arrays = [leaves[i] for i in places]
+            avals = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
+            src, dst = [array.sharding for array in arrays], [where[i] for i in places]
+            for i, array in zip(places, move(arrays, avals, src, dst, transport), strict=True):
+                leaves[i] = array
+
+    def _keep(self, first: int, results: Any) -> None:
+        self._arrays.update(enumerate(jax.tree.leaves(results), first))
+
+
+def in_words(sharding: Any) -> str:
+    """A sharding in words, such as "axis 0 over data, on devices 2, 3", as the plan counts them."""
+    number = {device: i for i, device in enumerate(jax.devices())}
+    devices = ", ".join(str(number[device]) for device in sharding.mesh.devices.flat)
+    cuts = [
+        f"axis {axis} over {' and '.join([names] if isinstance(names, str) else names)}"
+        for axis, names in enumerate(sharding.spec)
+        if names
+    ]
+    many = "s" if "," in devices else ""
+    return f"{', '.join(cuts) or 'whole'}, on device{many} {devices}"
+
+
+def _plain(array: jax.Array) -> jax.Array:
+    is_key = jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(array) if is_key and array.addressable_shards else array
+
+
+def _own(array: jax.Array) -> list[Any]:
+    return [shard for shard in array.addressable_shards if shard.replica_id == 0]
+
+
+def _box(index: Sequence[slice], shape: Sequence[int]) -> Box:
+    return tuple(cut.indices(size)[:2] for cut, size in zip(index, shape, strict=True))

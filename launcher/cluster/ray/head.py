@@ -1,0 +1,244 @@
+"""The process that holds a node of a private Ray: a program, `python head.py …`, not imported.
+
+The driver starts it in a session of its own, so that no signal of the driver's terminal or process
+group reaches Ray or the workers: the driver alone decides what a Ctrl-C means. It ends everything
+below it and deletes the scratch folder as soon as its standard input closes, which the kernel does
+when the driver ends in whatever way; where somebody has stopped it, the kernel has it go on then.
+Should this process itself be killed, the kernel kills `ray start`, then Ray's processes (Ray asks
+for that) and the workers (`host` does).
+
+Standard output: one line, Ray's address, once it is up; it just ends where Ray does not come up.
+Exit code: 1 where Ray ended by itself.
+
+In a Ray of several nodes the first node's head also answers the others' tasks, which wait connected
+to `--rendezvous`: a task says a number of its own and proves that it knows the secret that opens
+Ray; the answer is a proof over that number, and one line of JSON: Ray's address and the folder for
+logs. Their heads join that Ray, and end when the connection, their `--lifeline`, does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import hmac
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+RAY_FOLDER = "r"  # of the scratch folder, for Ray alone: Ray opens its own to everybody
+TOKEN_VARIABLE = "RAY_AUTH_TOKEN_PATH"
+
+_FOR_THE_DRIVER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_RAY_SECONDS = 25  # what lasts so long was not refused
+_LOOK_SECONDS = 2.0
+_ASKED_BYTES = 200  # more than a task says
+_MOST_CALLERS = 64  # who have not said yet who they are
+_KILL_SECONDS = 10  # the kernel cannot kill a process that hangs in a system call: do not wait
+
+# Ray's client server, which nobody here needs, has a fixed port and no off switch: without grpc,
+# its one dependency, Ray does without it. Ray would write its address to a file, for whoever looks
+# for one; here it goes to the process that started this program, and to nobody else.
+_RAY = """
+import os, sys
+told = os.dup(1)
+os.dup2(2, 1)
+sys.modules["grpc"] = None
+import ray._private.utils
+ray._private.utils.write_ray_address = lambda address, _: os.write(told, f"{address}\\n".encode())
+from ray.scripts.scripts import main
+main()
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--driver", type=int, required=True)
+    parser.add_argument("--scratch", type=Path, required=True)
+    parser.add_argument("--workers", type=int, required=True)
+    parser.add_argument("--store-bytes", type=int, required=True)
+    parser.add_argument("--ip", help="this node's address, in a Ray of several nodes")
+    parser.add_argument("--host", type=int, help="this node's number there")
+    parser.add_argument("--rendezvous", type=int, help="a listening socket's descriptor")
+    parser.add_argument("--logs", help="the folder that the others are told")
+    parser.add_argument("--join", help="the address of the Ray that this node becomes part of")
+    parser.add_argument("--lifeline", type=int, help="a connected socket's descriptor")
+    given = parser.parse_args()
+
+    # A batch system may signal every process of a job: Ray's processes inherit this mask.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_DRIVER)
+    # Orphans of any depth become children of this process, so that none can be missed.
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+    try:
+        ended = run_ray(given)
+    finally:
+        end_everything()
+        shutil.rmtree(given.scratch, ignore_errors=True)
+    sys.exit(int(ended))
+
+
+def run_ray(given: argparse.Namespace) -> bool:
+    """Run Ray until it is not needed any more; returns whether it ended by itself.
+
+    `ray start` waits 30 s for its own node, whatever one sets, and ends: too short on a machine
+    with much else to do. So it is tried again then; what ends sooner has another reason.
+    """
+    for last in (False, False, True):
+        began = time.monotonic()
+        ray = start_ray(given)
+        up = watch(given, ray)
+        ended = ray.poll() is not None
+        if up or not ended or last or time.monotonic() - began < _RAY_SECONDS:
+            break
+        end_everything()
+    return ended
+
+
+def start_ray(given: argparse.Namespace) -> subprocess.Popen[bytes]:
+    """`ray start`, which lives for as long as all of Ray's processes do.
+
+    Rather than `ray.init`, which starts two more Python processes that nobody here needs (an
+    autoscaler and a log reader): on two busy cores Ray is up in two thirds of the time. No port is
+    named before Ray holds it, for whoever took it first would be told the secret; and no GPU is
+    Ray's: the driver hands them out.
+    """
+    command = [sys.executable, "-P", "-c", _RAY, "start", "--block", "--disable-usage-stats"]
+    command += [f"--temp-dir={given.scratch / RAY_FOLDER}", "--num-gpus=0"]
+    command += [f"--num-cpus={given.workers}"]
+    command += [f"--object-store-memory={given.store_bytes}", "--include-log-monitor=false"]
+    # Any free ports, where Ray would draw from a range without looking whether they are free.
+    command += ["--min-worker-port=0", "--max-worker-port=0"]
+    if given.ip:
+        command += [f"--node-ip-address={given.ip}", f'--resources={{"host_{given.host}": 1}}']
+    if given.join:
+        command += [f"--address={given.join}"]
+    else:
+        command += ["--head", "--port=0", "--include-dashboard=false"]
+        command += ["--dashboard-port=0", "--no-monitor"]
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,  # the address; all else goes to the log
+        preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
+    )
+
+
+def watch(given: argparse.Namespace, ray: subprocess.Popen[bytes]) -> bool:
+    """Tell the driver and the other nodes the address when there is one, until the driver, Ray or
+    the lifeline is gone; returns whether there was one."""
+    address = ""
+    said: Any = ray.stdout
+    ends: list[Any] = [sys.stdin]
+    if given.lifeline is not None:
+        ends.append(socket.socket(fileno=os.dup(given.lifeline)))
+    rendezvous = (
+        None if given.rendezvous is None else socket.socket(fileno=os.dup(given.rendezvous))
+    )
+    callers: list[socket.socket] = []
+    met = []  # the job's other tasks, held until this process ends
+    looked = time.monotonic()
+    while os.getppid() == given.driver and ray.poll() is None:
+        doors = [rendezvous, *callers] if rendezvous is not None and address else []
+        ready = readable([*ends, said, *doors], 1.0)
+        if any(end in ready for end in ends):
+            break
+        if time.monotonic() - looked >= _LOOK_SECONDS:
+            looked = time.monotonic()
+            go_on(ray.pid)
+        if said in ready:
+            line = said.readline().decode().strip()
+            if not line:  # it ends
+                ray.wait()
+                break
+            address = line
+            print(address, flush=True)
+        for caller in [caller for caller in callers if caller in ready]:
+            callers.remove(caller)
+            with suppress(OSError):  # gone again
+                if answer(caller, json.dumps({"ray": address, "logs": given.logs})):
+                    met.append(caller)
+                    continue
+            caller.close()
+        if rendezvous is not None and rendezvous in ready:
+            with suppress(OSError):  # gone again
+                callers.append(rendezvous.accept()[0])
+        while len(callers) > _MOST_CALLERS:
+            callers.pop(0).close()  # a task of the job calls again
+    return bool(address)
+
+
+def answer(caller: socket.socket, body: str) -> bool:
+    """Answer who can be read from, if it is a task of this job; returns whether it is."""
+    caller.setblocking(False)
+    nonce, _, given = caller.recv(_ASKED_BYTES).partition(b" ")
+    secret = Path(os.environ[TOKEN_VARIABLE]).read_bytes()
+    if not hmac.compare_digest(given, proof(secret, b"task", nonce)):
+        return False
+    caller.sendall(proof(secret, b"driver", nonce, body.encode()) + b" " + body.encode() + b"\n")
+    return True
+
+
+def proof(secret: bytes, *said: bytes) -> bytes:
+    """What only those can say who know the secret; `said` holds no space but in its last part."""
+    return hmac.new(secret, b" ".join(said), "sha256").hexdigest().encode()
+
+
+def readable(files: Iterable[Any], seconds: float) -> list[Any]:
+    """Which of `files` can be read from, at the latest after so long. Unlike `select.select` it
+    takes descriptors of any number."""
+    with selectors.PollSelector() as selector:
+        for file in files:
+            selector.register(file, selectors.EVENT_READ)
+        return [key.fileobj for key, _ in selector.select(seconds)]
+
+
+def go_on(ray: int) -> None:
+    """Continue whichever of Ray's own processes somebody has stopped: all others wait for it. The
+    workers are for the driver, which says of one that it is stopped."""
+    with suppress(psutil.Error):  # gone
+        above = psutil.Process(ray)
+        for process in (above, *(p for child in above.children() for p in _with_agents(child))):
+            if process.status() == psutil.STATUS_STOPPED:
+                process.resume()
+
+
+def _with_agents(process: psutil.Process) -> list[psutil.Process]:
+    agents = [child for child in process.children() if "Agent" in child.name()]
+    return [process, *agents]
+
+
+def end_everything() -> None:
+    """Kill whatever is below this process and wait for it."""
+    deadline = time.monotonic() + _KILL_SECONDS
+    while time.monotonic() < deadline:
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:  # there is no child any more, so nothing below one either
+            return
+        time.sleep(0.01)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Starting and ending the process that holds a node of Ray (`head`).
+
+`session` does so for the driver, `slurm_agent` for a further node.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from launcher.cluster.ray.room import STORE_BYTES
+from launcher.cluster.ray.scratch import Scratch, end_users
+from launcher.files import open_own
+
+_END_SECONDS = 30
+
+
+def start_head(
+    folder: Scratch,
+    environ: Mapping[str, str],
+    log: Path,
+    workers: int,
+    options: Sequence[str] = (),
+    sockets: Sequence[int] = (),
+) -> subprocess.Popen[str]:
+    """Start a head that lives no longer than this process; `options` and `sockets` are for it.
+
+    Args:
+        workers: how many worker processes will run on its node.
+        log: the file that Ray's output is added to.
+    """
+    command = [sys.executable, "-P", str(Path(__file__).with_name("head.py"))]
+    command += [f"--driver={os.getpid()}", f"--scratch={folder.path}", f"--workers={workers}"]
+    command += [f"--store-bytes={STORE_BYTES}", *options]
+    with open(open_own(log, os.O_WRONLY | os.O_APPEND), "a") as output:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            text=True,
+            env=environ,
+            pass_fds=[folder.lock, *sockets],
+            start_new_session=True,
+        )
+
+
+def go_on(head: subprocess.Popen[str]) -> None:
+    """Continue it where somebody has stopped it: it has the others to look after."""
+    with suppress(psutil.Error):  # it is gone
+        if psutil.Process(head.pid).status() == psutil.STATUS_STOPPED:
+            head.send_signal(signal.SIGCONT)
+
+
+def end(head: subprocess.Popen[str], folder: Path) -> None:
+    """Tell the head to end everything, and wait until it has. Where it was killed itself, end what
+    it had started, which is known by the scratch folder in its environment."""
+    for pipe in (head.stdin, head.stdout):
+        assert pipe is not None
+        pipe.close()
+    go_on(head)
+    try:
+        head.wait(_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        head.kill()
+        head.wait()
+    if head.returncode < 0:
+        end_users(folder)

@@ -1,0 +1,323 @@
+"""A private Ray, on this machine or over the nodes of a Slurm job, from its first process to the
+last trace of it.
+
+`start` does not wait: Ray comes up in the background, and `PrivateRay.spawn` waits for it; between
+the two, `PrivateRay.begin` lets the workers come up in the background as well. Whatever ends the
+driver, nothing stays behind: see `head`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from launcher.cluster.devices import DevicePool
+from launcher.cluster.errors import ClusterError, RayEndedError, last_lines
+from launcher.cluster.ray import scratch, worker_actor
+from launcher.cluster.ray.environment import ray_environment, worker_environment
+from launcher.cluster.ray.head import readable
+from launcher.cluster.ray.head_process import end, go_on, start_head
+from launcher.cluster.ray.waiting import Aside, Patience, Waiting
+from launcher.cluster.ray.worker import LOOPBACK, WorkerHandle, kill, without_place
+from launcher.cluster.slurm.rendezvous import Rendezvous
+from launcher.files import open_own
+
+_HASTE_SECONDS = 1.5  # for what usually takes a moment, when all is to end
+_SHUTDOWN_SECONDS = 15.0
+_PATIENT = Patience()
+
+
+def start(
+    pool: DevicePool,
+    log_dir: Path,
+    rendezvous: Rendezvous | None = None,
+    patience: Patience = _PATIENT,
+) -> PrivateRay:
+    """Begin to bring up a Ray of our own for the hosts of `pool`, and return without waiting.
+
+    Args:
+        log_dir: an existing folder for the output of Ray (`ray.log`) and of the workers
+            (`worker_<host>.log`).
+        rendezvous: where the tasks of the job's other nodes wait; None for this machine alone.
+        patience: how long `PrivateRay.spawn` may take, and what is said meanwhile.
+
+    Raises:
+        ClusterError: there is no folder for Ray's sockets, or Ray was imported before.
+        OSError: `log_dir` cannot be written.
+    """
+    return PrivateRay(pool, Path(log_dir).resolve(), rendezvous, patience)
+
+
+class PrivateRay:
+    """A Ray of our own and its workers: a context manager, to be used from the main thread.
+
+    One at a time in a process. Sessions of other processes on the machine do not matter.
+    """
+
+    def __init__(
+        self, pool: DevicePool, log_dir: Path, rendezvous: Rendezvous | None, patience: Patience
+    ) -> None:
+        self._pool = pool
+        self._patience, self._waiting = patience, Waiting(patience)
+        self._rendezvous = rendezvous if pool.hosts > 1 else None  # else nobody else is to come in
+        self._addresses = [LOOPBACK] * pool.hosts
+        self._log_dir = log_dir
+        self._connecting: Aside | None = None
+        self._connected, self._at = False, ""
+        self._leaving: Aside | None = None
+        self._begun: list[WorkerHandle] = []
+        self._undo = ExitStack()
+        with ExitStack() as on_error:
+            on_error.callback(self.close)
+            folder = scratch.create()
+            self._undo.callback(folder.remove)
+            token = folder.token(secret())
+            self._environ = ray_environment(os.environ, token, nodes=self._rendezvous is not None)
+            self._head = self._start_head(folder)
+            self._undo.callback(self._let_go)
+            self._undo.callback(end, self._head, folder.path)
+            with _environment(self._environ):
+                self._ray = _import_ray(self._rendezvous is not None)
+            atexit.register(self.close)  # now that Ray is imported: before what Ray registered
+            on_error.pop_all()
+
+    def spawn(self, worker_class: type, *arguments: Any) -> list[WorkerHandle]:
+        """Start one process a host and build `worker_class(*arguments)` in each.
+
+        Waits for Ray and the processes: what their constructors raise comes out of the results of
+        the calls that follow. The class and the arguments are pickled; a process gets the
+        driver's environment, working folder and module search path as they are now.
+
+        Raises:
+            ClusterError: Ray or a process did not come up, or not in time.
+        """
+        if not self._begun:
+            self.begin(worker_class, *arguments)
+        handles, self._begun = self._begun, []
+        left = [handle.name for handle in handles]
+
+        def up(seconds: float) -> bool:
+            told = without_place(handles, seconds)
+            left[:] = [name for name in left if told.get(name) == ""]
+            return not left
+
+        if not self._waiting.until(
+            up, f"the processes of {', '.join(left)} ({self._log} says more)"
+        ):
+            raise RayEndedError(self._late(f"Ray did not start the processes of {', '.join(left)}"))
+        return handles
+
+    def begin(self, worker_class: type, *arguments: Any) -> list[WorkerHandle]:
+        """Wait for Ray, and have it start the processes for which the next `spawn` of the same
+        class and arguments then waits. They take calls from now on. Raises like `spawn`."""
+        self._connect()
+        try:
+            handles = self._spawn(worker_class, arguments)
+        except self._ray.exceptions.RayError as error:
+            raise RayEndedError(f"Ray cannot start the workers: {error}") from error
+        self._undo.callback(kill, handles)
+        self._begun = handles
+        return handles
+
+    def _spawn(self, worker_class: type, arguments: Sequence[Any]) -> list[WorkerHandle]:
+        # As code, not as a name to import: it runs before anything of this package does.
+        self._ray.cloudpickle.register_pickle_by_value(worker_actor)
+        actor_class = self._ray.remote(num_cpus=0)(worker_actor.Worker)
+        many = self._rendezvous is not None
+        pickled = self._ray.cloudpickle.dumps((worker_class, arguments))
+        search_path = [os.path.abspath(entry) for entry in sys.path]
+        handles = []
+        for index in range(self._pool.hosts):
+            environ = worker_environment(os.environ, self._pool, index, self._addresses)
+            log = self._log_dir / f"worker_{index}.log"
+            os.close(open_own(log, os.O_WRONLY))
+            place = actor_class.options(resources={f"host_{index}": 1} if many else {})
+            actor = place.remote(environ, search_path, os.getcwd(), str(log))
+            handles.append(WorkerHandle(actor, index, log, self._addresses[index]))
+            actor.construct.remote(pickled)
+        return handles
+
+    def check(self) -> None:
+        """Raise RayEndedError where Ray has ended: none of its workers answers any more."""
+        if self._head.poll() is not None:
+            told = "Ray ended: one of its own processes was killed or failed."
+            raise RayEndedError(f"{told}\n{self._log_tail()}")
+        go_on(self._head)
+
+    def close(self) -> None:
+        """End every process of the session and delete its files. May be called again.
+
+        An interrupt that comes meanwhile is raised when that is done.
+        """
+        try:
+            Aside(self._undo.close).finish()
+        finally:
+            if self._connecting is not None:
+                _take_signals_back()
+        atexit.unregister(self.close)
+
+    def __enter__(self) -> PrivateRay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start_head(self, folder: scratch.Scratch) -> subprocess.Popen[str]:
+        log, rendezvous = self._log_dir / "ray.log", self._rendezvous
+        if rendezvous is None:
+            return start_head(folder, self._environ, log, self._pool.hosts)
+        waiting = rendezvous.listener.fileno()
+        options = [f"--ip={rendezvous.address}", "--host=0"]
+        options += [f"--rendezvous={waiting}", f"--logs={self._log_dir}"]
+        return start_head(folder, self._environ, log, 1, options, [waiting])
+
+    def _connect(self) -> None:
+        if self._connected:
+            return
+        if self._connecting is None:
+            self._at = self._address()
+            with _environment(self._environ):
+                self._connecting = Aside(functools.partial(self._join, self._at))
+                self._undo.callback(self._disconnect)
+                try:
+                    self._waiting.until(self._connecting.ended, f"Ray's answer at {self._at}")
+                finally:
+                    _take_signals_back()
+        if not self._connecting.ended(0):  # this process cannot try once more
+            raise ClusterError(self._late(f"Ray came up at {self._at}, but gave no answer"))
+        try:
+            self._connecting.result()
+        except (self._ray.exceptions.RayError, ConnectionError, RuntimeError) as error:
+            raise RayEndedError(f"Ray came up, but cannot be talked to: {error}") from error
+        if self._rendezvous is not None:
+            self._await_nodes(self._rendezvous)
+        self._connected = True
+
+    def _address(self) -> str:
+        """What the head says where Ray is."""
+        said = self._head.stdout
+        assert said is not None
+
+        def ready(seconds: float) -> bool:
+            go_on(self._head)
+            return bool(readable([said], seconds))
+
+        up = self._waiting.until(ready, f"Ray to come up ({self._log} says more)")
+        address = said.readline().strip() if up else ""
+        if not up:
+            raise RayEndedError(self._late("Ray did not come up"))
+        if not address or self._head.poll() is not None:  # connecting would try for ever
+            raise RayEndedError(f"Ray did not come up.\n{self._log_tail()}")
+        return address
+
+    def _join(self, address: str) -> None:
+        self._ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
+
+    def _disconnect(self) -> None:
+        """Begin to end the connection while Ray is there, which is faster, if it answers."""
+        assert self._connecting is not None
+        if self._connecting.ended(_HASTE_SECONDS):
+            self._leaving = Aside(self._ray.shutdown)
+            self._leaving.ended(_HASTE_SECONDS)
+
+    def _let_go(self) -> None:
+        """Wait until the connection has ended, as it does when Ray has."""
+        if self._leaving is not None:
+            self._leaving.ended(_SHUTDOWN_SECONDS)
+
+    def _late(self, what: str) -> str:
+        patience = self._patience
+        limit = f"within {patience.seconds:g} s ({patience.setting})"
+        return f"{what} {limit}.\n{self._log_tail()}"
+
+    @property
+    def _log(self) -> Path:
+        return self._log_dir / "ray.log"
+
+    def _log_tail(self) -> str:
+        return f"The last lines of {self._log}:\n{last_lines(self._log)}"
+
+    def _await_nodes(self, rendezvous: Rendezvous) -> None:
+        """Wait until Ray has every node of the job, and note their addresses."""
+        nodes = dict(enumerate(rendezvous.allocation.nodes))
+
+        def ready(seconds: float) -> bool:
+            for node in self._ray.nodes():
+                for index in [k for k in nodes if f"host_{k}" in node["Resources"]]:
+                    self._addresses[index] = node["NodeManagerAddress"]
+                    del nodes[index]
+            if nodes:
+                time.sleep(seconds)
+            return not nodes
+
+        told = f"the job's other nodes ({self._log_dir}/ray_<node>.log says more)"
+        if not self._waiting.until(ready, told, rendezvous.timeout):
+            raise ClusterError(
+                f"Waited {rendezvous.timeout:g} s for {', '.join(nodes.values())}: "
+                f"{len(nodes)} of {len(self._addresses)} nodes did not join Ray. The job's "
+                f"output and {self._log_dir}/ray_<node>.log say more; raise "
+                "cluster.slurm.start_timeout where nodes are slow to start."
+            )
+
+
+@functools.cache
+def _import_ray(nodes: bool) -> Any:
+    """Ray, imported where its environment variables are ours, for one machine or for several.
+
+    Ray reads where it listens and how it authenticates when it is imported; one that was imported
+    with other settings would search for our cluster for ever.
+    """
+    if "ray" in sys.modules:
+        raise ClusterError(
+            "Ray was imported before the launcher could set it up. "
+            "Do not import ray in code that the launcher loads (recipes, sitecustomize); a Ray of "
+            "your own is joined by launcher.init(address=...)."
+        )
+    import ray
+
+    return ray
+
+
+@functools.cache
+def secret() -> str:
+    """What it takes to talk to our Ray. One a process, because Ray reads it once."""
+    return secrets.token_hex(32)
+
+
+@contextmanager
+def _environment(environ: Mapping[str, str]) -> Iterator[None]:
+    """Exactly `environ` in place of this process's environment variables, for a while."""
+    before = dict(os.environ)
+    _change_environment(environ)
+    try:
+        yield
+    finally:
+        _change_environment(before)
+
+
+def _change_environment(environ: Mapping[str, str]) -> None:
+    for name in set(os.environ) - set(environ):
+        del os.environ[name]
+    for name, value in environ.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+
+
+def _take_signals_back() -> None:
+    """Undo what Ray does to signals when it connects, below Python, where `signal.getsignal` does
+    not see it: a handler that has an alarm abort the process three seconds later."""
+    signal.alarm(0)
+    for signum in (*worker_actor.FOR_THE_DRIVER, signal.SIGALRM):
+        handler = signal.getsignal(signum)
+        signal.signal(signum, signal.SIG_DFL if handler is None else handler)

@@ -1,0 +1,103 @@
+"""What runs inside a worker process: a Ray actor that holds the user's object.
+
+It travels to the worker by value and is the first code there, before anything of this package or
+JAX is imported, so that both see the environment and the module search path that it sets. For the
+same reason it imports the standard library only, and the Ray that runs it, until they are set. Only
+`session` imports it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+import traceback
+from typing import Any
+
+FOR_THE_DRIVER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+
+Outcome = tuple[bool, Any]  # (True, result) | (False, (exception type, message, traceback text))
+
+
+class Worker:
+    """One worker process: sets the process up, builds the user's object, calls its methods."""
+
+    def __init__(
+        self, environ: dict[str, str], search_path: list[str], folder: str, log: str | None
+    ) -> None:
+        if log is not None:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            # The driver has made it: nothing else can stand there, to wait for or to follow.
+            output = os.open(log, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            if os.fstat(output).st_size:
+                os.write(output, f"--- {time.ctime()}: started again ---\n".encode())
+        gc.set_threshold(20_000)  # imports and tracing make a million objects, which stay
+        faulthandler.enable()  # a crash leaves the Python stack as the log's last lines
+        # `kill -QUIT <pid>` adds the stacks of a process that seems to hang; see `diagnose`.
+        faulthandler.register(signal.SIGQUIT, file=2)
+        # The driver decides what a signal means, so none of these ends a worker. A handler, not
+        # SIG_IGN or the mask it was born with, because its own children would inherit those two.
+        for number in FOR_THE_DRIVER:
+            signal.signal(number, lambda number, frame: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_THE_DRIVER)
+        for name in set(os.environ) - set(environ):
+            # Where the driver does not know its GPUs, this host's own word on them holds.
+            if not name.startswith("RAY_") and name != "CUDA_VISIBLE_DEVICES":
+                del os.environ[name]
+        os.environ.update(environ)
+        os.chdir(folder)
+        sys.path[:] = search_path + [entry for entry in sys.path if entry not in search_path]
+        from launcher.follow import follow
+
+        follow()  # Ray's process: a worker that is stopped would not see its end
+        self._object: Any = None
+        self._unborn: Any = None  # the failure of the constructor: the answer to every call
+
+    def place(self) -> tuple[str, int, str]:
+        """The machine, as `machine` names it, the number of this process there, and Ray's name for
+        the node."""
+        import ray
+
+        return machine(), os.getpid(), ray.get_runtime_context().get_node_id()
+
+    def construct(self, pickled: bytes) -> Outcome:
+        """Build the user's object from a pickled (class, arguments)."""
+        try:
+            worker_class, arguments = pickle.loads(pickled)
+            self._object = worker_class(*arguments)
+        except BaseException as error:
+            self._unborn = _told(error)
+            return False, self._unborn
+        return True, None
+
+    def call(self, method: str, *arguments: Any) -> Outcome:
+        """Call a method of the user's object. An exception comes back as text, never pickled."""
+        if self._unborn is not None:
+            return False, self._unborn
+        try:
+            return True, getattr(self._object, method)(*arguments)
+        except BaseException as error:
+            return False, _told(error)
+
+
+def machine() -> str:
+    """What tells this machine from others, and containers of it from one another: where it is the
+    same, a process's number means the same process."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # no Linux
+        return socket.gethostname()
+
+
+def _told(error: BaseException) -> tuple[str, str, str]:
+    inner = error.__traceback__.tb_next if error.__traceback__ else None  # without our own frame
+    text = "".join(traceback.format_exception(type(error), error, inner or error.__traceback__))
+    return type(error).__name__, str(error), text

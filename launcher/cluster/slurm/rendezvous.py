@@ -1,0 +1,166 @@
+"""How the tasks of a job find one another: a file in the run folder, and a socket.
+
+The first task, the driver, listens from its start on; the file says where, and holds the secret
+that opens Ray, so only its user may read it, and no other user's is believed. Every other task
+connects and waits. Once Ray is up the driver's head answers each with Ray's address; both prove
+that they know the secret, which is not said (see `head`). When the connection ends, for whatever
+reason, the task ends its part of Ray and connects again, for the driver's next start, or ends where
+nobody listens any more. `launcher.train` holds the rendezvous, `slurm_agent` attends it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from launcher.cluster.errors import ClusterError
+from launcher.cluster.ray.head import proof
+from launcher.cluster.slurm.allocation import Allocation, listen, own_address
+from launcher.config.machines import Slurm
+from launcher.files import DamagedError, parse_json, read_private, write_whole
+from launcher.reading import read
+
+_POLL_SECONDS = 0.5
+_ANSWER_BYTES = 2**16
+_KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}  # seconds, and how often
+_AGAIN_SECONDS = 120.0  # in which a node that is well has joined once more
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """The driver's side: who is to come, where this node is, and where the others wait."""
+
+    allocation: Allocation
+    address: str
+    listener: socket.socket
+    timeout: float  # seconds to wait for all nodes
+
+
+@dataclass(frozen=True)
+class _Where:
+    """What the file holds: where the driver listens, and the secret."""
+
+    address: tuple[str, int]
+    token: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the driver's head says once Ray is up: Ray's address, and the folder for logs."""
+
+    ray: str
+    logs: str
+
+
+@contextmanager
+def open_rendezvous(
+    folder: Path, allocation: Allocation, slurm: Slurm, token: str
+) -> Iterator[Rendezvous]:
+    """Make the rendezvous of a job in its run's folder, for as long as the context lasts.
+
+    Raises ClusterError where this node has no way to the others, and OSError.
+    """
+    address = own_address(allocation, slurm.network_interface)
+    path = _path(folder, allocation)
+    for left in folder.glob(f".rendezvous-{allocation.job_id}.*"):
+        left.unlink(missing_ok=True)  # by a start that was killed
+    with listen(allocation.job_id, address) as listener:
+        where = asdict(_Where(listener.getsockname(), token))
+        write_whole(path, json.dumps(where), private=True)
+        try:
+            yield Rendezvous(allocation, address, listener, slurm.start_timeout)
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def reopened(rendezvous: Rendezvous) -> Rendezvous:
+    """The same rendezvous for a further start: a node that was lost is not waited for as long."""
+    return replace(rendezvous, timeout=min(rendezvous.timeout, _AGAIN_SECONDS))
+
+
+def release_nodes(rendezvous: Rendezvous) -> None:
+    """Let the other tasks come and go, where there is nothing for them to do: without that they
+    would wait for a driver that has ended."""
+    rendezvous.listener.settimeout(rendezvous.timeout)
+    with suppress(OSError):
+        for _ in rendezvous.allocation.nodes[1:]:
+            rendezvous.listener.accept()[0].close()
+
+
+def join(folder: Path, allocation: Allocation, slurm: Slurm) -> tuple[socket.socket, str]:
+    """Wait for the driver and connect to it: the connection, and the secret that opens Ray.
+
+    Raises ClusterError where there is no driver within `slurm.start_timeout` seconds.
+    """
+    path, problem = _path(folder, allocation), ""
+    deadline = time.monotonic() + slurm.start_timeout
+    while time.monotonic() < deadline:
+        # Listed, not opened: a network file system remembers for a while that a file was missing.
+        try:
+            if path.name in os.listdir(folder):
+                where = _read(path)
+                return _connect(where), where.token
+        except (OSError, DamagedError) as error:
+            problem = f" ({error})"
+        time.sleep(_POLL_SECONDS)
+    raise ClusterError(
+        f"{allocation.node} waited {slurm.start_timeout} s for the driver on "
+        f"{allocation.nodes[0]}: {path} did not appear, or nobody answered{problem}. "
+        "Is run.dir on a file system that all nodes share? Raise cluster.slurm.start_timeout "
+        "where nodes are slow to start."
+    )
+
+
+def rejoin(folder: Path, allocation: Allocation) -> socket.socket | None:
+    """Connect for the driver's next start; None where the driver has ended."""
+    with suppress(OSError, DamagedError):
+        return _connect(_read(_path(folder, allocation)))
+    return None
+
+
+def ask(connection: socket.socket, token: str) -> Answer | None:
+    """Wait for what the driver's head says; None where the connection ends before all of it: the
+    driver ended, and has said why, or starts again.
+
+    Raises ClusterError where somebody else answers.
+    """
+    nonce, secret = secrets.token_hex(16).encode(), token.encode()
+    connection.settimeout(None)
+    try:
+        connection.sendall(nonce + b" " + proof(secret, b"task", nonce))
+        with connection.makefile("rb") as lines:
+            line = lines.readline(_ANSWER_BYTES)
+    except ConnectionError:
+        return None
+    if not line.endswith(b"\n") and len(line) < _ANSWER_BYTES:
+        return None
+    given, _, body = line.rstrip(b"\n").partition(b" ")
+    if not hmac.compare_digest(given, proof(secret, b"driver", nonce, body)):
+        raise ClusterError("Who answers in the driver's place does not know the run's secret.")
+    return read(Answer, parse_json(body))
+
+
+def _read(path: Path) -> _Where:
+    return read(_Where, parse_json(read_private(path)))
+
+
+def _connect(where: _Where) -> socket.socket:
+    """A connection whose end is also seen where the driver's machine has lost its power."""
+    connection = socket.create_connection(where.address, timeout=30)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE.items():
+        if hasattr(socket, option):  # the system's own patience is two hours
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return connection
+
+
+def _path(folder: Path, allocation: Allocation) -> Path:
+    return folder / f".rendezvous-{allocation.job_id}.{allocation.restarts}"

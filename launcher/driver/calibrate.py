@@ -1,0 +1,58 @@
+"""`task=calibrate`: measure this machine's devices once, and say what they reach. For `run`."""
+
+from __future__ import annotations
+
+import functools
+
+from rich.console import Console
+
+from launcher.cluster.devices import find_devices
+from launcher.config.machines import Cluster
+from launcher.driver.cluster_from_config import pool_shape
+from launcher.plan.profile.calibration import measure
+from launcher.report.console import plain_table, status
+from launcher.report.text import seconds_text
+
+
+def calibrate(cluster: Cluster, console: Console) -> int:
+    """Measure, keep and show; returns the exit code, 1 where it could not be kept.
+
+    Raises:
+        ConfigError: the devices are not here. PlanError: they cannot be measured.
+    """
+    pool = find_devices(cluster)
+    say = functools.partial(console.print, soft_wrap=True)
+    say(pool.note)
+    nominal = pool_shape(pool)
+    with status(console, "measuring the devices, all of them at work"):
+        found, path = measure(nominal, say)
+    shape = found.applied(nominal)
+    table = plain_table()
+    for name in ("of each device", "measured", "nominal"):
+        table.add_column(name, justify="right" if table.columns else "left", no_wrap=True)
+    rows = [
+        ("16-bit products", f"{shape.flops / 1e12:.3g} TFLOP/s", f"{nominal.flops / 1e12:.3g}"),
+        (
+            "32-bit products",
+            f"{shape.flops_fp32 / 1e12:.3g} TFLOP/s",
+            f"{nominal.flops_fp32 / 1e12:.3g}",
+        ),
+        (
+            "memory",
+            f"{shape.memory_bandwidth / 1e9:.3g} GB/s",
+            f"{nominal.memory_bandwidth / 1e9:.3g}",
+        ),
+        ("link", f"{shape.intra_host / 1e9:.3g} GB/s", f"{nominal.intra_host / 1e9:.3g}"),
+        ("latency", seconds_text(shape.latency), seconds_text(nominal.latency)),
+        ("start of a program", seconds_text(shape.launch), seconds_text(nominal.launch)),
+    ]
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    if shape.at_once is not None and shape.num_devices > 1:
+        times, count = shape.num_devices / shape.at_once, shape.num_devices
+        say(f"one device alone is {times:.1f} times as fast as with all {count} at work")
+    if path is None:
+        return 1
+    say(f"plans for this machine use it from now on: {path}")
+    return 0

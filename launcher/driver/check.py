@@ -1,0 +1,140 @@
+"""What can be said of the settings on this machine before anything is traced.
+
+`task=check` does that and no more, in a fraction of a second and without JAX, Ray or a module of
+the user's; a run begins with the same, in `look`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from launcher.cluster.devices import DevicePool, find_devices
+from launcher.cluster.slurm.allocation import find_allocation
+from launcher.config.check_parallel import check_parallel
+from launcher.config.errors import ConfigError
+from launcher.config.notes import notes
+from launcher.config.schema import Config, CustomDataset, CustomModel
+from launcher.driver import folder
+from launcher.driver.init_from import find_start
+from launcher.driver.replay import check_devices, check_program, read_plan
+from recipes import InputError, check_dataset, find_module
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a check came to.
+
+    Attributes:
+        lines: what the run would say of this machine, and at last what was not looked at.
+        problem: what is wrong, as the run would say it, and `code` its exit code; "" and 0 for
+            nothing.
+    """
+
+    lines: tuple[str, ...] = ()
+    problem: str = ""
+    code: int = 0
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a run begins with: the devices there are (None: only planned for), and the checkpoint
+    whose parameters it starts from."""
+
+    pool: DevicePool | None
+    init_from: Path | None
+
+
+def look(
+    config: Config, finished: int, say: Callable[[str], None], plan_only: bool = False
+) -> Found:
+    """Look at the data, the devices and where the parameters come from, cheapest first, and `say`
+    what there is.
+
+    Args:
+        finished: how many steps the run has behind it.
+        plan_only: the cluster may be a described one, which is not here.
+
+    Raises ConfigError, `recipes.InputError` and OSError.
+    """
+    check_dataset(config.dataset, config.model, validation=config.train.eval_every > 0)
+    pool = find_pool(config, plan_only, say)
+    return Found(pool, find_start(config, finished, say))
+
+
+def check(config: Config, environ: Mapping[str, str]) -> Verdict:
+    """Look at everything that a run of `config` looks at before it traces, and that costs no more
+    than a moment."""
+    try:
+        return Verdict(tuple(_lines(config, environ)))
+    except (ConfigError, InputError) as error:
+        return Verdict(problem=str(error), code=2)
+    except OSError as error:
+        return Verdict(problem=os_error_text(error), code=1)
+
+
+def os_error_text(error: OSError) -> str:
+    """What a person is told of it: the file, where there is one, and the reason."""
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{where}{error.strerror or error}"
+
+
+def _lines(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
+    said: list[str] = []
+    finished = folder.check(config, thorough=False)
+    if finished >= config.train.steps:
+        yield f"run {config.run.id} is complete, {finished} of {config.train.steps} steps"
+    for section, options in (("model", config.model), ("dataset", config.dataset)):
+        if isinstance(options, CustomModel | CustomDataset):
+            find_module(section, options.module)
+    if not isinstance(config.dataset, CustomDataset):
+        check_dataset(config.dataset, config.model, validation=config.train.eval_every > 0)
+    find_pool(config, True, said.append)
+    init_from = find_start(config, finished, said.append, thorough=False)
+    yield from said
+    goes_on = bool(finished or init_from)
+    yield f"not looked at: {'; '.join(_not_looked_at(config, goes_on, environ))}"
+
+
+def find_pool(config: Config, plan_only: bool, say: Callable[[str], None]) -> DevicePool | None:
+    """The devices that there are; None where a described cluster is only planned for. `say` is told
+    what they are.
+
+    Raises ConfigError where those asked for are not here, or the parallel method does not fit them.
+    """
+    cluster = config.cluster
+    pool = None if plan_only and cluster.kind == "described" else find_devices(cluster)
+    if pool:
+        if pool.note:
+            say(pool.note)
+        cluster = replace(cluster, gpus=pool.num_devices)
+    for note in notes(config):
+        say(note)
+    for error in check_parallel(replace(config, cluster=cluster)):
+        raise error
+    if config.parallel.method == "replay":
+        assert cluster.gpus is not None
+        path, each = str(config.parallel.plan), cluster.gpus // cluster.hosts
+        plan = read_plan(path)
+        check_program(config, say)
+        check_devices(path, plan, cluster.hosts, each)
+    return pool
+
+
+def _not_looked_at(config: Config, goes_on: bool, environ: Mapping[str, str]) -> Iterator[str]:
+    custom = [
+        o for o in (config.model, config.dataset) if isinstance(o, CustomModel | CustomDataset)
+    ]
+    if custom:
+        yield f"what {' and '.join(dict.fromkeys(o.module for o in custom))} holds"
+    if goes_on:
+        yield "the arrays of the checkpoint"
+    if config.cluster.kind == "described":
+        yield f"where it would train, for cluster={config.cluster.name} is not here"
+    if config.cluster.kind == "slurm" and find_allocation(environ) is None:
+        yield "what Slurm has"
+    if config.parallel.method == "replay":
+        yield "whether the plan is right for the model's program"
+    else:
+        yield "the plan and the memory that it needs (task=plan)"

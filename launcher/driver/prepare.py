@@ -1,0 +1,113 @@
+"""What is found out before anything is trained: data, devices, program, plan. `run` calls it."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+from rich.console import Console
+
+from launcher.cluster.devices import DevicePool
+from launcher.config.schema import Config
+from launcher.driver.check import Found, look
+from launcher.driver.cluster_from_config import shape_of
+from launcher.driver.fitting import too_large, what_fits
+from launcher.driver.init_from import check_start
+from launcher.driver.plan_from_config import plan_of
+from launcher.plan import ClusterShape, Plan, PlanError
+from launcher.report.console import progress_of, status
+from launcher.report.plan_table import print_plan
+from launcher.train.program import Program, build_program
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The devices there are (None: only planned for) and the plan for them. `plan_seconds`: of
+    tracing and planning. `init_from`: the checkpoint whose parameters the run starts from.
+    `problem`: why it cannot be trained by that plan, which was asked for alone."""
+
+    pool: DevicePool | None
+    plan: Plan
+    plan_seconds: float
+    init_from: Path | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A program and the cluster to plan it for. `seconds`: of tracing."""
+
+    found: Found
+    cluster: ClusterShape
+    program: Program
+    seconds: float
+
+
+def prepare(
+    config: Config, console: Console, plan_only: bool = False, finished: int = 0
+) -> Prepared:
+    """Look at what is here, trace and plan; show the plan.
+
+    Args: as of `look`.
+
+    Raises ConfigError, `recipes.InputError`, `TraceError` and `PlanError` for what the user can
+    put right, and OSError for files.
+    """
+    found = look(config, finished, _said(console), plan_only)
+    return plan(config, console, trace(config, console, found), plan_only)
+
+
+def trace(config: Config, console: Console, found: Found) -> Traced:
+    """Read the data and trace the program; raises like `prepare`."""
+    jax.config.update("jax_platforms", "cpu")  # the devices are for the workers
+    cluster = shape_of(config.cluster, found.pool, _said(console))
+    began = time.perf_counter()
+    with status(console, "reading the data and tracing"):
+        program = build_program(config)
+    if found.init_from is not None:
+        check_start(config.train.init_from, found.init_from, program.state.params)
+    return Traced(found, cluster, program, time.perf_counter() - began)
+
+
+def plan(config: Config, console: Console, traced: Traced, plan_only: bool = False) -> Prepared:
+    """Plan what was traced, and show the plan; raises like `prepare`."""
+    say, program, cluster = _said(console), traced.program, traced.cluster
+    began = time.perf_counter()
+    of_search: list[str] = []
+    nothing_fits: list[str] = []
+    told = nothing_fits.append if plan_only else None
+    try:
+        with progress_of(console, "planning") as progress:
+            found = plan_of(
+                config.parallel, program.train, cluster, progress, of_search.append, told
+            )
+    finally:
+        for note in of_search:
+            say(note)
+    seconds = traced.seconds + time.perf_counter() - began
+    console.print(f"data: {program.dataset.describe}", soft_wrap=True)
+    print_plan(console, found, getattr(config.model, "sequence_length", None))
+    ready = Prepared(traced.found.pool, found, seconds, traced.found.init_from)
+    problem = too_large(found) or "".join(nothing_fits)
+    if problem and config.parallel.allow_over_memory:
+        say(f"{problem}; parallel.allow_over_memory=true")
+    elif problem:
+        if plan_only:
+            say("this plan needs more memory than the devices have")
+        if nothing_fits:
+            (problem,) = nothing_fits
+        else:
+            with status(console, "looking for what would fit"):
+                problem = f"{problem}. {what_fits(config.parallel, program.train, cluster, found)}"
+        if not plan_only:
+            raise PlanError(problem)
+        return replace(ready, problem=problem)
+    return ready
+
+
+def _said(console: Console) -> Callable[[str], None]:
+    return functools.partial(console.print, soft_wrap=True)

@@ -1,0 +1,221 @@
+"""What is kept of a run under way: metrics, console, Weights & Biases, and the summary at its end.
+
+`training` makes one `RunLog` a run; it outlives the run's attempts.
+"""
+
+from __future__ import annotations
+
+import functools
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+
+from launcher.cluster.slurm.allocation import Allocation
+from launcher.cluster.slurm.script import SCRIPT
+from launcher.config.compose import redacted
+from launcher.config.schema import Config
+from launcher.driver.folder import RunFolder
+from launcher.driver.loop import warm_up
+from launcher.driver.recorder import Recorder
+from launcher.plan import Plan, timeline
+from launcher.report.console import ConsoleTracker
+from launcher.report.jsonl import JsonlTracker, read_metrics
+from launcher.report.metrics import measured, performance
+from launcher.report.plan_record import beside_measured, plan_tables, predicted_memory
+from launcher.report.plots import plot_loss, plot_timeline
+from launcher.report.summary import Summary, print_summary, write_summary
+from launcher.report.tracker import CompositeTracker, Metrics, Tracker
+from launcher.report.wandb_tracker import WandbTracker, open_wandb
+from launcher.stop import ENDINGS
+
+METRICS = "metrics.jsonl"
+
+
+def write_planned(home: RunFolder, plan: Plan, plan_seconds: float) -> None:
+    """Write what was planned and not run: the timeline's picture and the summary."""
+    draw_timeline(plan, home.path, home.id)
+    summary = Summary(home.id, "planned", **predicted(plan), plan_seconds=plan_seconds)
+    write_summary(home.path, summary)
+
+
+def draw_timeline(plan: Plan, folder: Path, run_id: str) -> Path:
+    """Draw the plan's predicted step into the run's folder; returns the picture's path."""
+    path = folder / "plots" / "timeline.png"
+    return plot_timeline(timeline(plan), path, run_id, plan.predicted_step_seconds)
+
+
+def predicted(plan: Plan) -> dict[str, Any]:
+    """The fields of a summary that the plan alone knows."""
+    return {
+        "predicted_step_seconds": plan.predicted_step_seconds,
+        "predicted_samples_per_second": plan.predicted_samples_per_second,
+        "predicted_bubble_fraction": plan.predicted_bubble_fraction,
+        "predicted_peak_memory_bytes": predicted_memory(plan),
+        "peak_memory_of": "process" if plan.cluster["device_kind"] == "cpu" else "device",
+        "num_parameters": plan.num_parameters,
+    }
+
+
+class RunLog:
+    """Takes in a run's steps, attempt after attempt, and sums the run up.
+
+    Attributes:
+        recorder: what `loop` feeds. compile_seconds: of the newest attempt, None before.
+        failed_saves: a line for each save that failed.
+    """
+
+    def __init__(
+        self,
+        home: RunFolder,
+        config: Config,
+        plan: Plan,
+        plan_seconds: float,
+        console: Console,
+        allocation: Allocation | None,
+    ) -> None:
+        self._home, self._config, self._console = home, config, console
+        self._plan, self._plan_seconds, self._allocation = plan, plan_seconds, allocation
+        self._wandb: WandbTracker | None = None
+        self._newest_in_wandb = 0
+        self._metrics: JsonlTracker | None = None
+        self._trackers: list[Tracker] = []  # of this attempt; the others go on
+        self._warm_up: set[int] = set()  # steps, of all attempts
+        self.compile_seconds: float | None = None
+        self.failed_saves: list[str] = []
+        self.recorder = Recorder(
+            self._log,
+            config.train.log_every,
+            self._performance(),
+            say=self._say,
+            skips=config.train.non_finite == "skip",
+        )
+        self.recorder.begin(home.finished_steps)
+
+    def open(self, finished_steps: int) -> None:
+        """Make ready for an attempt that begins after so many steps: what is recorded of later
+        ones is to be done again. Raises OSError."""
+        path, config = self._home.path, self._config
+        if self._metrics:
+            self._metrics.rewind(finished_steps + 1)  # with what waits for room on the disk
+        else:
+            self._metrics = JsonlTracker(path / METRICS, finished_steps + 1, self._say)
+        self._warm_up.update(warm_up(finished_steps))
+        if self._wandb:
+            return
+        self._wandb = open_wandb(
+            config.wandb,
+            run_id=self._home.id,
+            config=redacted(config),
+            run_dir=path,
+            warn=self._say,
+        )
+        if self._wandb:
+            self._wandb.tables(plan_tables(self._plan))
+
+    def show(self, finished_steps: int) -> None:
+        """Show the steps of the attempt to a person, from now on."""
+        tracker = ConsoleTracker(self._console, self._config.train.steps, finished_steps + 1)
+        self._trackers.append(tracker)
+
+    def close(self, finished_steps: int) -> None:
+        """End what was opened for an attempt that failed; the next begins after so many steps."""
+        self.recorder.begin(finished_steps)
+        CompositeTracker(tuple(self._trackers)).finish({})
+        self._trackers.clear()
+
+    def sync(self) -> None:
+        """Wait until the metrics so far are on the disk: a checkpoint is not to outlive them.
+        Raises LostFolderError where there is no folder for it any more."""
+        self._home.check()
+        if self._metrics:
+            self._metrics.sync()
+
+    def _log(self, metrics: Metrics) -> None:
+        self._home.check()
+        for tracker in (self._metrics, *self._trackers):
+            if tracker:
+                tracker.log(metrics)
+        step = int(metrics["step"] or 0)
+        if self._wandb and step > self._newest_in_wandb:  # which takes no step twice
+            self._wandb.log(metrics)
+            self._newest_in_wandb = step
+
+    def _performance(self) -> Callable[[float], Metrics]:
+        samples = self._config.train.global_batch_size
+        length = getattr(self._config.model, "sequence_length", None)
+        return functools.partial(
+            performance,
+            samples=samples,
+            tokens=length and samples * length,
+            flops=self._plan.flops_per_step,
+            devices=self._plan.num_devices,
+            peak_flops=self._plan.cluster["peak_flops"],
+        )
+
+    def sum_up(self, reason: str, restarts: int, path: Path) -> None:
+        """Finish the run_log; write what the run came to, to `path`, where the run's folder is by
+        now, and print it."""
+        metrics = path / METRICS
+        if self._metrics:
+            self._metrics.move(metrics)
+        records = self._metrics.records() if self._metrics else read_metrics(metrics)
+        summary = self._summary(reason, restarts, records)
+        with ExitStack() as stack:  # each of these also where one before it fails
+            resume_command = self._resume_command(reason)
+            stack.callback(print_summary, self._console, path, summary, resume_command)
+            every = tuple(filter(None, (self._metrics, *self._trackers, self._wandb)))
+            stack.callback(CompositeTracker(every).finish, summary.to_dict())
+            write_summary(path, summary)
+            pictures = [draw_timeline(self._plan, path, self._home.id)]
+            if records:
+                loss = path / "plots" / "loss.png"
+                pictures.append(plot_loss(records, loss, self._home.id))
+            if self._wandb:
+                last = records[-1] if records else {}
+                compared = beside_measured(self._plan, summary, last)
+                self._wandb.tables({"plan/beside_measured": compared})
+                self._wandb.pictures(pictures)
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+    def _summary(self, reason: str, restarts: int, records: list[dict[str, Any]]) -> Summary:
+        before = self._home.finished_steps
+        plan, started = self._plan, psutil.Process().create_time()
+        first_step_at = self.recorder.first_step_at
+        allocation = self._allocation
+        return Summary(
+            run_id=self._home.id,
+            exit_reason=reason,
+            restarts=(allocation.restarts if allocation else 0) + restarts,
+            failed_saves=len(self.failed_saves),
+            save_error=self.failed_saves[-1] if self.failed_saves else None,
+            job_id=allocation.job_id if allocation else None,
+            nodes=allocation.nodes if allocation else (),
+            **measured(records, self._performance(), before, self._warm_up),
+            **predicted(plan),
+            plan_seconds=self._plan_seconds,
+            compile_seconds=self.compile_seconds,
+            time_to_first_step_seconds=first_step_at and first_step_at - started,
+            total_seconds=time.time() - started,
+            wandb_url=self._wandb.url if self._wandb else None,
+            wandb_sync_command=self._wandb.sync_command if self._wandb else None,
+        )
+
+    def _resume_command(self, reason: str) -> str | None:
+        if not reason.startswith(tuple(word for _, word in ENDINGS.values())):
+            return None
+        if self._allocation is not None:
+            script = self._home.path / SCRIPT
+            return shlex.join(["sbatch", str(script)]) if script.exists() else None
+        program = Path(sys.argv[0]).name
+        command = [program] if program == "launcher" else ["python", "-m", "launcher"]
+        settings = [word for word in sys.argv[1:] if not word.startswith("run.id=")]
+        return shlex.join([*command, *settings, f"run.id={self._home.id}"])

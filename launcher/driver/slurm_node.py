@@ -1,0 +1,90 @@
+"""What the task on every node but the first does: lend the node to the driver's Ray.
+
+It neither plans nor trains, and imports neither JAX nor Ray. `command` calls `serve`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from contextlib import closing
+from pathlib import Path
+
+from launcher.cluster.devices import visible_gpus
+from launcher.cluster.errors import ClusterError, last_lines
+from launcher.cluster.ray import scratch
+from launcher.cluster.ray.environment import ray_environment
+from launcher.cluster.ray.head_process import end, start_head
+from launcher.cluster.ray.worker_actor import FOR_THE_DRIVER
+from launcher.cluster.slurm.allocation import Allocation, own_address
+from launcher.cluster.slurm.rendezvous import Answer, ask, join, rejoin
+from launcher.config.errors import ConfigError
+from launcher.config.schema import Config
+from launcher.driver.private_files import private_files
+from launcher.files import DamagedError
+from launcher.output import complain
+from launcher.stop import Stop
+
+
+def serve(config: Config, allocation: Allocation, stop: Stop) -> int:
+    """Join the driver's Ray, and that of each further start, until the driver ends, in whatever
+    way; returns the exit code.
+
+    That is 0 however the run went: the job's exit code is the driver's to say.
+    """
+    try:
+        with private_files(config.run):
+            return _serve(config, allocation, stop)
+    except (ClusterError, ConfigError, DamagedError, OSError) as error:
+        complain(str(error))
+        return 1
+
+
+def _serve(config: Config, allocation: Allocation, stop: Stop) -> int:
+    assert config.run.id is not None
+    home = Path(config.run.dir, config.run.id)
+    with stop.interruptible():
+        first, token = join(home, allocation, config.cluster.slurm)
+    # From now on signals are for the driver, which needs this node to save its state. Before, they
+    # end this task, as they may have ended the driver.
+    signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_DRIVER)
+    connection: socket.socket | None = first
+    while connection is not None:
+        with closing(connection):
+            told = ask(connection, token)
+            if told is not None:
+                _lend(config, allocation, connection, told, token)
+        connection = rejoin(home, allocation)
+    return 0
+
+
+def _lend(
+    config: Config,
+    allocation: Allocation,
+    connection: socket.socket,
+    told: Answer,
+    token: str,
+) -> None:
+    """Be a node of the Ray that the driver's head has told of, until that head ends."""
+    slurm = config.cluster.slurm
+    address = own_address(allocation, slurm.network_interface, told.ray.split(":")[0])
+    folder = scratch.create()
+    log = Path(told.logs, f"ray_{allocation.index}.log")
+    try:
+        environ = ray_environment(os.environ, folder.token(token), nodes=True)
+        if not slurm.emulated:
+            environ["CUDA_VISIBLE_DEVICES"] = visible_gpus(config.cluster, environ)
+        options = [f"--ip={address}", f"--host={allocation.index}", f"--join={told.ray}"]
+        options += [f"--lifeline={connection.fileno()}"]
+        head = start_head(folder, environ, log, 1, options, [connection.fileno()])
+        failed = head.wait()
+        assert head.stdout is not None
+        was_up = bool(head.stdout.read())
+        end(head, folder.path)
+    finally:
+        folder.remove()
+    if failed and not was_up:
+        raise ClusterError(
+            f"Ray ended on {allocation.node}. The last lines of {log}:\n{last_lines(log)}"
+        )

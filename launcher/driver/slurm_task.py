@@ -1,0 +1,97 @@
+"""A run inside a Slurm job: the first task, which drives it. `command` calls `run_allocated`.
+
+What it adds to `run` is the rendezvous with the job's other tasks, and the decision whether a run
+that failed or was preempted is to come back.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+from launcher.cluster.devices import visible_gpus
+from launcher.cluster.errors import ClusterError
+from launcher.cluster.ray.private_ray import secret
+from launcher.cluster.slurm.allocation import Allocation
+from launcher.cluster.slurm.attempts import (
+    PREEMPTED,
+    preempted_for_nothing,
+    read_attempts,
+    worth_retrying,
+)
+from launcher.cluster.slurm.rendezvous import open_rendezvous
+from launcher.config.schema import Config
+from launcher.driver import folder
+from launcher.driver.private_files import private_files
+from launcher.driver.run import run
+from launcher.output import complain
+from launcher.stop import Stop
+
+_FOR_NOTHING = (
+    "the run was preempted twice in a row before its first step, so it does not come "
+    "back. Give the job more time than it takes to start (cluster.slurm.time), or let "
+    "cluster.slurm.signal come later; what is in {logs} says how far it came."
+)
+
+
+def run_allocated(config: Config, allocation: Allocation, stop: Stop) -> int:
+    """Do the run as task 0 of its job; returns the exit code, 75 where the job is to come back.
+
+    Raises ConfigError for what the settings and the nodes do not agree on.
+    """
+    if allocation.restarts == 0:
+        folder.check(config)
+    if config.run.resume == "never":  # it was this job that made the folder
+        config = replace(config, run=replace(config.run, resume="auto"))
+    if not config.cluster.slurm.emulated:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus(config.cluster, os.environ)
+    try:
+        home = folder.make(config)
+    except OSError as error:
+        complain(str(error))
+        return 1
+    with private_files(config.run):
+        return _drive(home, config, allocation, stop)
+
+
+def _drive(home: Path, config: Config, allocation: Allocation, stop: Stop) -> int:
+    """Do the run in its folder; returns the exit code."""
+    try:
+        with open_rendezvous(home, allocation, config.cluster.slurm, secret()) as rendezvous:
+            code = run(config, stop, rendezvous)
+    except (ClusterError, OSError) as error:
+        complain(str(error))
+        code = 1
+    except KeyboardInterrupt:  # a signal before it trained
+        if stop.ending[0] == PREEMPTED and _is_in_vain(home, allocation):
+            complain(_FOR_NOTHING.format(logs=home / "logs"))
+            return 1
+        raise
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    if code == 1 and _may_come_back(home, allocation):
+        complain("the run is to come back and try again")
+        return PREEMPTED
+    if code == PREEMPTED and _is_in_vain(home, allocation):
+        complain(_FOR_NOTHING.format(logs=home / "logs"))
+        return 1
+    return code
+
+
+def _is_in_vain(home: Path, allocation: Allocation) -> bool:
+    try:
+        return preempted_for_nothing(home, allocation, complain)
+    except OSError as error:
+        complain(f"what the run was preempted by before cannot be read: {error}")
+        return False
+
+
+def _may_come_back(home: Path, allocation: Allocation) -> bool:
+    try:
+        return worth_retrying(read_attempts(home, complain), allocation)
+    except OSError as error:
+        complain(f"the run does not come back: {error}")
+        return False

@@ -1,0 +1,259 @@
+"""Submits runs to Slurm from a login node, and says how they are doing. `command` calls it.
+
+Everything that can be found out beforehand is: settings, data and plan are checked here, the
+resolved settings and the batch script are frozen in the run's folder, and only then is Slurm
+asked. `launcher.cluster.slurm.script` writes the script, `slurm_commands` talks to Slurm.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from launcher.cluster.slurm.attempts import read_attempts
+from launcher.cluster.slurm.commands import (
+    check_installed,
+    check_partition,
+    job_state,
+    sbatch,
+)
+from launcher.cluster.slurm.script import SCRIPT, Job, render
+from launcher.config.commands import commands_in
+from launcher.config.errors import ConfigError
+from launcher.config.interpolation import in_shell
+from launcher.config.schema import Config
+from launcher.driver import folder
+from launcher.driver.folder import RunFolder, unmade
+from launcher.driver.prepare import prepare
+from launcher.driver.private_files import private_files
+from launcher.driver.run import guarded
+from launcher.driver.training import write_plan
+from launcher.files import DamagedError, read_json, write_whole
+from launcher.output import answer, complain
+from launcher.reading import read
+from launcher.report.console import make_console
+from launcher.stop import Stop
+
+JOB_FILE = "job.json"
+_POLL_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Noted:
+    """What `job.json` holds: the run's newest job (`<array>_<element>` in an array), and the script
+    that made it."""
+
+    job_id: str
+    script: str
+
+
+def submit(config: Config, stop: Stop) -> int:
+    """Submit one run and return; with `cluster.slurm.wait` follow it to its end.
+
+    Returns the exit code of this process: with `wait` that of the job. Raises KeyboardInterrupt
+    where a signal ends it, as `stop` knows.
+    """
+    if config.cluster.slurm.array is not None:
+        raise ConfigError(
+            f"cluster.slurm.array={config.cluster.slurm.array} is for sweeps, and this is one run",
+            "Add -m, or leave it out.",
+            ["cluster.slurm.array"],
+        )
+    if config.cluster.slurm.dry_run:
+        run_id = config.run.id or folder.new_id(config.model.name)
+        return answer(script_for(replace(config, run=replace(config.run, id=run_id))), end="")
+    return guarded(lambda: _submit(config, stop))
+
+
+def _submit(config: Config, stop: Stop) -> int:
+    check_installed()
+    check_partition(config.cluster.slurm)
+    home = freeze(config, make_console())
+    script = home.path / SCRIPT
+    text = script_for(replace(config, run=replace(config.run, id=home.id)))
+    with private_files(config.run):  # the job itself takes it over
+        write_script(script, text, config)
+        with unmade(home.made, on=ConfigError), handing_in(stop):
+            job_id = sbatch(script, sleep=stop.sleep)
+            note_job(home.path, job_id, script)
+            output = output_file(home.path, job_id)
+            answer(
+                f"submitted job {job_id}\n"
+                f"  run folder  {home.path}\n"
+                f"  log         {output}\n"
+                f"  follow      tail -F {shlex.quote(str(output))}\n"
+                f"  cancel      scancel {job_id}"
+            )
+    return wait(home.path, job_id) if config.cluster.slurm.wait else 0
+
+
+def write_script(path: Path, text: str, config: Config) -> None:
+    """Write a batch script, which holds the values of `cluster.slurm.env`; they may be secrets."""
+    write_whole(path, text, private=bool(config.cluster.slurm.env))
+
+
+@contextmanager
+def handing_in(stop: Stop) -> Iterator[None]:
+    """Have a signal wait for the end of what is inside: `sbatch`, and the note of what it says. A
+    job that Slurm has taken, and that nobody knows of, would be submitted once more."""
+
+    def say(text: str) -> None:
+        answer(text)
+
+    with stop.heeded(say, "once Slurm has answered; Ctrl-C once more leaves at once"):
+        yield
+    stop.check()
+
+
+def freeze(config: Config, console: Console) -> RunFolder:
+    """Check and plan a run, and write what it is to be into its folder, as the job will read it:
+    everything is decided, and nothing is left to submit."""
+    finished = folder.check(config)
+    _check_idle(config)
+    ready = prepare(config, console, finished=finished)
+    with folder.claim(config) as home:
+        write_plan(home, _settled(config), ready.plan)
+        home.logs.mkdir(exist_ok=True)
+        return home
+
+
+def _settled(config: Config) -> Config:
+    """`config` without what is done here: submitting, and making a folder that must be new."""
+    slurm = replace(config.cluster.slurm, dry_run=False, wait=False)
+    cluster = replace(config.cluster, slurm=slurm)
+    resume = "auto" if config.run.resume == "never" else config.run.resume
+    return replace(config, task="train", cluster=cluster, run=replace(config.run, resume=resume))
+
+
+def _check_idle(config: Config) -> None:
+    """Refuse a second job for a run whose first one is still to end."""
+    if config.run.id is None:
+        return
+    noted = read_job(Path(config.run.dir, config.run.id))
+    if noted is None:
+        return
+    job_id = noted.job_id
+    state = job_state(job_id)
+    if state is not None and state.is_live:
+        raise ConfigError(
+            f"run.id={config.run.id} is job {job_id} already, which is {state.state}",
+            f"Wait for it, end it with scancel {job_id}, or choose another run.id.",
+            ["run.id"],
+        )
+
+
+def script_for(config: Config) -> str:
+    """The batch script of one run, whose settings are frozen."""
+    assert config.run.id is not None
+    home = Path(config.run.dir, config.run.id).absolute()
+    settings = home / "config.yaml"
+    job = Job(
+        name=config.run.id,
+        folder=Path.cwd(),
+        output=str(output_file(home, "%j")),
+        command=[*map(shlex.quote, command(config)), *frozen(config, shlex.quote(str(settings)))],
+        variables=variables(config),
+    )
+    return render(config.cluster, job)
+
+
+def command(config: Config | None = None) -> Sequence[str]:
+    """The words that start the launcher: on the nodes of `config`, or here."""
+    if config is None:
+        return ["python", "-m", "launcher"]
+    slurm = config.cluster.slurm
+    python = slurm.python or ("python3" if slurm.container.image else sys.executable)
+    return [python, "-m", "launcher"]
+
+
+def frozen(config: Config, settings: str) -> Sequence[str]:
+    """The arguments, as the shell reads them, for the settings in the file `settings`. No file can
+    allow code to be run: that is said here again, of what is in it by now."""
+    allowed = []
+    if config.allow_modules:
+        allowed.append(f"allow_modules=[{','.join(config.allow_modules)}]")
+    if any(commands_in(config)):
+        allowed.append("allow_commands=true")
+    return ["--frozen", settings, *map(shlex.quote, allowed)]
+
+
+def variables(config: Config) -> Mapping[str, str]:
+    """Words of bash for the variables of the job that come from the environment of whoever submits
+    it, which Slurm hands on: the script asks for them."""
+    places = {("cluster", "slurm", "env", name): name for name in config.cluster.slurm.env}
+    words = {
+        places[place]: in_shell(text)
+        for place, (text, _) in config.from_environment.items()
+        if place in places
+    }
+    return {name: word for name, word in words.items() if word is not None}
+
+
+def output_file(home: Path, job: str) -> Path:
+    """Where a job's output goes, all attempts in one file."""
+    return home.absolute() / "logs" / f"slurm-{job}.out"
+
+
+def note_job(home: Path, job_id: str, script: Path) -> None:
+    """Note in a run's folder which job it is and which script made it."""
+    noted = Noted(job_id, str(script.absolute()))
+    write_whole(home / JOB_FILE, json.dumps(asdict(noted)) + "\n")
+
+
+def read_job(home: Path) -> Noted | None:
+    """What `note_job` has noted last; None where there is nothing, or it is damaged, which is
+    said: it stays where it is, for the run may be another user's. Raises OSError."""
+    path = home / JOB_FILE
+    try:
+        return _noted(read_json(path))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        complain(f"{path} is damaged and not used: {error}")
+        return None
+
+
+def _noted(tree: Any) -> Noted:
+    noted = read(Noted, tree)
+    if not re.fullmatch(r"[0-9]+(_[0-9]+)?", noted.job_id):
+        raise DamagedError(f"job_id is {noted.job_id!r}, not a job's")
+    return noted
+
+
+def wait(home: Path, job_id: str) -> int:
+    """Print a job's output as it comes, and return the job's exit code once it has ended."""
+    path, position = output_file(home, job_id), 0
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # of what may end inside a letter
+    try:
+        while True:
+            state = job_state(job_id)
+            if path.exists():
+                with open(path, "rb") as output:
+                    output.seek(position)
+                    answer(decoder.decode(output.read()), end="")
+                    position = output.tell()
+            if state is None:  # Slurm forgets jobs; the run itself does not
+                attempts = read_attempts(home, complain)
+                code = attempts[-1].exit_code if attempts else None
+                return 1 if code is None else code
+            if not state.is_live:
+                if state.exit_code or state.state == "COMPLETED":
+                    return state.exit_code
+                complain(f"job {job_id} ended as {state.state}")
+                return 1
+            time.sleep(_POLL_SECONDS)
+    except KeyboardInterrupt:
+        answer("")  # after the ^C
+        complain(f"job {job_id} goes on; to end it: scancel {job_id}")
+        raise

@@ -1,0 +1,171 @@
+"""A sweep on Slurm: submits a job a run, or one job array, and later says how they are doing.
+
+`command` calls it. All runs are checked and planned before the first one is submitted; then
+nothing waits for them: `task=sweep_status` shows them, whenever it is asked.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from launcher.cluster.slurm.commands import (
+    ENDED,
+    check_installed,
+    check_partition,
+    job_states,
+    sbatch,
+)
+from launcher.cluster.slurm.script import SCRIPT, Job, render
+from launcher.config.compose import Point
+from launcher.config.errors import ConfigError
+from launcher.config.schema import Config, Run, Sweep
+from launcher.driver.folder import unmade
+from launcher.driver.private_files import OTHERS, private_files
+from launcher.driver.run import guarded
+from launcher.output import answer, complain
+from launcher.report.console import make_console
+from launcher.report.sweep import is_done, print_comparison
+from launcher.stop import Stop
+from launcher.submit.job import (
+    JOB_FILE,
+    Noted,
+    command,
+    freeze,
+    frozen,
+    handing_in,
+    note_job,
+    output_file,
+    read_job,
+    script_for,
+    variables,
+    write_script,
+)
+from launcher.submit.local_sweep import check_jobs, members, place
+
+
+def submit_sweep(points: Sequence[Point], stop: Stop) -> int:
+    """Submit every run of a sweep and return; the exit code is 0 where Slurm took them all."""
+    sweep_id, folder = place(points)
+    configs = members(points, sweep_id, folder)
+    check_jobs(configs)
+    if configs[0].cluster.slurm.dry_run:
+        if _is_array(configs):
+            return answer(_array_script(configs, sweep_id), end="")
+        return answer("\n".join(map(script_for, configs)), end="")
+    return guarded(lambda: _submit(points, configs, sweep_id, folder, stop))
+
+
+def _submit(
+    points: Sequence[Point], configs: Sequence[Config], sweep_id: str, folder: Path, stop: Stop
+) -> int:
+    check_installed()
+    settings = [config.cluster.slurm for config in configs]
+    for n, slurm in enumerate(settings):
+        if slurm not in settings[:n]:
+            check_partition(slurm)
+    homes, made = [], [] if folder.exists() else [folder]
+    for n, (config, point) in enumerate(zip(configs, points, strict=True)):
+        answer(f"[{n + 1}/{len(points)}] {point.label}")
+        homes.append(freeze(config, Console(quiet=True)).path)
+    if _is_array(configs):
+        script = folder / SCRIPT
+        with private_files(configs[0].run):
+            write_script(script, _array_script(configs, sweep_id), configs[0])
+            with unmade(made, on=ConfigError), handing_in(stop):
+                array_id = sbatch(script, sleep=stop.sleep)
+                for n, home in enumerate(homes):
+                    note_job(home, f"{array_id}_{n}", script)
+                answer(f"submitted job array {array_id}")
+    else:
+        for n, (config, home) in enumerate(zip(configs, homes, strict=True)):
+            script = home / SCRIPT
+            with private_files(config.run):
+                write_script(script, script_for(config), config)
+                # Where the second is refused, the first is on its way.
+                with unmade([] if n else made, on=ConfigError), handing_in(stop):
+                    job_id = sbatch(script, sleep=stop.sleep)
+                    note_job(home, job_id, script)
+                    answer(f"submitted job {job_id}: {home.name}")
+    shown = shlex.quote(str(folder))
+    answer(f"  folder  {folder}")
+    answer(f"  status  {shlex.join(command())} task=sweep_status sweep.dir={shown}")
+    return 0
+
+
+def sweep_status(sweep: Sweep, stop: Stop) -> int:
+    """Print where the runs of a sweep are and what came of them; submit again those that failed,
+    where `sweep.resubmit` asks for it."""
+    return guarded(lambda: _status(sweep, stop))
+
+
+def _status(sweep: Sweep, stop: Stop) -> int:
+    assert sweep.dir is not None
+    folder = Path(sweep.dir)
+    homes = sorted({file.parent for file in folder.glob(f"*/{JOB_FILE}*")}, key=_number)
+    if not homes:
+        raise ConfigError(
+            f"sweep.dir={sweep.dir} holds no runs that were submitted to Slurm",
+            "Name the folder that was printed when the sweep was submitted, multirun/ID.",
+            ["sweep.dir"],
+        )
+    states = job_states()
+    shown = []
+    for home in homes:
+        try:
+            job = read_job(home)
+        except OSError as error:
+            complain(f"{home / JOB_FILE} cannot be read: {error.strerror}")
+            job = None
+        if job is None:  # nobody knows whether it still runs
+            shown.append("unknown")
+            continue
+        state = states.get(job.job_id, "ended")
+        if sweep.resubmit and state in ENDED | {"ended"} and not is_done(home):
+            shared = bool(home.stat().st_mode & OTHERS)
+            # The job itself takes the privacy over.
+            with handing_in(stop), private_files(Run(shared=shared)):
+                job = replace(job, job_id=_again(job, stop))
+                note_job(home, job.job_id, Path(job.script))
+            state = "SUBMITTED"
+        shown.append(f"{job.job_id} {state}")
+    print_comparison(make_console(), homes, shown)
+    return 0
+
+
+def _number(home: Path) -> tuple[int, str]:
+    """For the order of a sweep's runs."""
+    number = home.name.rpartition("-")[2]
+    return int(number) if number.isascii() and number.isdigit() else -1, home.name
+
+
+def _again(job: Noted, stop: Stop) -> str:
+    """Submit one run's script again; of an array only its element."""
+    _, is_element, element = job.job_id.partition("_")
+    if not is_element:
+        return sbatch(Path(job.script), sleep=stop.sleep)
+    return f"{sbatch(Path(job.script), element, stop.sleep)}_{element}"
+
+
+def _is_array(configs: Sequence[Config]) -> bool:
+    return configs[0].cluster.slurm.array is not None
+
+
+def _array_script(configs: Sequence[Config], sweep_id: str) -> str:
+    """The script of one job array; element n is run n of the sweep."""
+    first, element = configs[0], "${SLURM_ARRAY_TASK_ID}"
+    folder = Path(first.run.dir).absolute()
+    settings = f'{shlex.quote(f"{folder / sweep_id}-")}"{element}"/config.yaml'
+    job = Job(
+        name=sweep_id,
+        folder=Path.cwd(),
+        output=str(output_file(folder / f"{sweep_id}-%a", "%A_%a")),
+        command=[*map(shlex.quote, command(first)), *frozen(first, settings)],
+        array=f"0-{len(configs) - 1}%{first.cluster.slurm.array}",
+        variables=variables(first),
+    )
+    return render(first.cluster, job)

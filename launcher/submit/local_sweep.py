@@ -1,0 +1,195 @@
+"""Runs the points of a sweep one after another, each a launcher process with a folder of its own.
+
+A process a run, because JAX, Ray and the GPUs' memory are a process's for life. `command` calls
+`run_sweep`, or `check_sweep`, with points whose settings do not contradict one another.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+
+from launcher.config.compose import Point
+from launcher.config.errors import ConfigError
+from launcher.config.overrides import written
+from launcher.config.schema import Config, Run
+from launcher.driver.check import check
+from launcher.follow import follow
+from launcher.output import answer, complain
+from launcher.report.console import make_console
+from launcher.report.sweep import print_comparison
+
+_FOLDER = "multirun"  # unless run.dir says otherwise
+
+# What each signal to the sweep means: the one that its run gets, and the sweep's exit code.
+_STOPS = {
+    signal.SIGINT: (signal.SIGINT, 130),
+    signal.SIGTERM: (signal.SIGTERM, 75),
+    signal.SIGHUP: (signal.SIGTERM, 75),  # the terminal is gone
+    signal.SIGUSR1: (signal.SIGTERM, 75),
+    signal.SIGUSR2: (signal.SIGTERM, 75),
+}
+
+
+def run_sweep(points: Sequence[Point], config_dirs: Sequence[str]) -> int:
+    """Runs every point in `<multirun>/<sweep id>/<sweep id>-<n>` and prints how they compare.
+
+    A run that fails does not stop the others. A signal stops the run in progress, which saves its
+    state, and the sweep with it.
+
+    Returns:
+        The exit code: 0 where all runs ended well, 130 or 75 where a signal stopped the sweep,
+        otherwise 1.
+    """
+    sweep_id, folder = place(points)
+    run_dirs: list[Path] = []
+    failed = False
+    with SignalRelay() as relay:
+        for number, point in enumerate(points):
+            run_id = f"{sweep_id}-{number}"
+            answer(f"[{number + 1}/{len(points)}] {point.label}")
+            code = relay.run(_command(point, config_dirs, folder, run_id, sweep_id))
+            run_dirs.append(folder / run_id)
+            if relay.received is not None:
+                break
+            if code:
+                failed = True
+                complain(f"{point.label} ended with exit code {code}")
+    existing = [path for path in run_dirs if path.is_dir()]
+    if existing:
+        print_comparison(make_console(), existing)
+    return int(failed) if relay.received is None else _STOPS[relay.received][1]
+
+
+def place(points: Sequence[Point]) -> tuple[str, Path]:
+    """The sweep's id and folder: from run.id and run.dir where they were set."""
+    runs = {(point.config.run.id, point.config.run.dir) for point in points}
+    if len(runs) > 1:
+        raise ConfigError(
+            "run.id and run.dir cannot be swept",
+            "In a sweep run.id names the whole sweep; its runs are <run.id>-0, -1, ….",
+        )
+    [(run_id, run_dir)] = runs
+    sweep_id = run_id or f"sweep-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    return sweep_id, Path(_FOLDER if run_dir == Run().dir else run_dir) / sweep_id
+
+
+def members(points: Sequence[Point], sweep_id: str, folder: Path) -> list[Config]:
+    """The settings of the runs of a sweep, each with a folder of its own."""
+    return [
+        replace(
+            point.config,
+            run=replace(point.config.run, id=f"{sweep_id}-{number}", dir=str(folder)),
+            wandb=replace(point.config.wandb, group=point.config.wandb.group or sweep_id),
+        )
+        for number, point in enumerate(points)
+    ]
+
+
+def check_jobs(configs: Sequence[Config]) -> None:
+    """Raises ConfigError where the runs of a sweep cannot be submitted to Slurm as one."""
+    if any(config.cluster.kind != "slurm" for config in configs):
+        raise ConfigError(
+            "cluster is swept, and some of its options are not slurm",
+            "Submit those runs in a sweep of their own.",
+            ["cluster.kind"],
+        )
+    if any(config.cluster.slurm.wait for config in configs):
+        raise ConfigError(
+            "cluster.slurm.wait=true follows one run, and these are a sweep's",
+            "Leave it out; task=sweep_status shows how they are doing.",
+            ["cluster.slurm.wait"],
+        )
+    is_array = configs[0].cluster.slurm.array is not None
+    # An array has one script, and one command line in it.
+    if is_array and any(config.allow_modules != configs[0].allow_modules for config in configs):
+        raise ConfigError(
+            "The runs of a job array cannot be allowed different modules",
+            "Allow all of them what any one needs, or set cluster.slurm.array=null for a job each.",
+            ["allow_modules", "cluster.slurm.array"],
+        )
+    if is_array and any(config.cluster != configs[0].cluster for config in configs):
+        raise ConfigError(
+            "The runs of a job array cannot ask for different things of the cluster",
+            "Set cluster.slurm.array=null for a job each.",
+            ["cluster.slurm.array"],
+        )
+
+
+def check_sweep(points: Sequence[Point], wrong: Mapping[str, ConfigError]) -> int:
+    """Check every run of a sweep as `task=check` does one, and name those whose settings are
+    `wrong`, too; the exit code is 2 where one is wrong, which the others do not hide."""
+    configs = members(points, *place(points))
+    if any(config.cluster.kind == "slurm" for config in configs):
+        check_jobs(configs)
+    verdicts = [check(config, os.environ) for config in configs]
+    problems = {label: str(error) for label, error in wrong.items()}
+    problems |= {
+        point.label: verdict.problem
+        for point, verdict in zip(points, verdicts, strict=True)
+        if verdict.problem
+    }
+    for label, problem in problems.items():
+        complain(f"{label}: {problem}")
+    if problems:
+        return max([2 for _ in wrong] + [verdict.code for verdict in verdicts])
+    lines = dict.fromkeys(line for verdict in verdicts for line in verdict.lines)
+    return answer("\n".join([f"The settings of all {len(points)} runs are fine.", *lines]))
+
+
+def _command(
+    point: Point, config_dirs: Sequence[str], folder: Path, run_id: str, sweep_id: str
+) -> list[str]:
+    command = [sys.executable, "-m", "launcher"]
+    for config_dir in config_dirs:
+        command += ["--config-dir", config_dir]
+    command += point.overrides
+    command += [f"run.dir={written(str(folder))}", f"run.id={written(run_id)}"]
+    if point.config.wandb.group is None and point.config.wandb.mode != "disabled":
+        command += [f"wandb.group={written(sweep_id)}"]
+    return command
+
+
+class SignalRelay:
+    """Runs one process at a time and hands on the signals of `_STOPS`; remembers the first.
+
+    The process has a process group of its own, so that Ctrl-C in a terminal reaches it once, from
+    here, and not twice.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> SignalRelay:
+        heeded = [s for s in _STOPS if signal.getsignal(s) is not signal.SIG_IGN]  # as by nohup
+        self._previous = {signum: signal.signal(signum, self._handle) for signum in heeded}
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+
+    def run(self, command: Sequence[str]) -> int:
+        """Runs `command` to its end and returns its exit code."""
+        with subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=follow
+        ) as self._child:
+            if self.received is not None:  # it came while the process was being made
+                self._child.send_signal(_STOPS[self.received][0])
+            return self._child.wait()
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        del frame
+        received = signal.Signals(signum)
+        self.received = self.received or received
+        if self._child is not None:
+            self._child.send_signal(_STOPS[received][0])

@@ -1,0 +1,275 @@
+"""The public Python front: a step is parallelized, created in place, run, evaluated, replayed."""
+
+import inspect
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import launcher
+from launcher.api import session
+from launcher.api.session import SessionError
+from launcher.cluster.devices import DevicePool
+from launcher.plan import PlanError, local_shape
+from launcher.plan.profile import cache
+from launcher.trace import TraceError
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
+from tiny import BATCHES, init, step
+
+
+def serial(batches):
+    state, losses = jax.jit(init)(jax.random.key(0)), []
+    for batch in batches:
+        state, loss = jax.jit(step)(state, batch)
+        losses.append(float(loss))
+    return losses
+
+
+def run(train, batches):
+    state, losses = train.create(init, jax.random.key(0), like=batches[0]), []
+    for batch in batches:
+        state, loss = train(state, batch)
+        losses.append(float(loss))
+    return state, losses
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        None,
+        launcher.PipeshardParallel(
+            num_micro_batches=3, stage_option=launcher.UniformStageOption(4)
+        ),
+    ],
+)
+def test_a_parallelized_step_is_the_step(method):
+    train = launcher.parallelize(step, method=method, devices=jax.devices()[:4])
+    np.testing.assert_allclose(run(train, BATCHES)[1], serial(BATCHES), rtol=1e-5)
+
+
+def test_decorator_replay_and_evaluation():
+    method = launcher.PipeshardParallel(
+        num_micro_batches=2, stage_option=launcher.UniformStageOption(2)
+    )
+    train = launcher.parallelize(method=method, devices=jax.devices()[:2])(step)
+    assert train.__name__ == "step"
+    state, losses = run(train, BATCHES[:2])
+    plan = launcher.Plan.from_dict(json.loads(json.dumps(train.plan(state, BATCHES[0]).to_dict())))
+    again = launcher.parallelize(step, method=launcher.Replay(plan), devices=jax.devices())
+    assert run(again, BATCHES[:2])[1] == losses
+
+    def of(params, x):
+        for name in ("w1", "w2", "tied"):
+            x = jnp.tanh(x @ params[name])
+            launcher.mark_pipeline_boundary()
+        return (x**2).mean()
+
+    evaluate = launcher.parallelize(
+        lambda state, x: launcher.microbatched(of)(state[0], x),
+        method=launcher.Follow(plan),
+        donate_argnums=(),
+    )
+    want = of(jax.device_get(state[0]), BATCHES[0])
+    np.testing.assert_allclose(float(evaluate(state, BATCHES[0])), float(want), rtol=1e-5)
+
+
+def test_a_plan_needs_shapes_alone():
+    train = launcher.parallelize(
+        step, method=launcher.PipeshardParallel(stage_option=launcher.UniformStageOption(4))
+    )
+    shapes = jax.eval_shape(init, jax.random.key(0)), jax.eval_shape(lambda: BATCHES[0])
+    assert len(train.plan(*shapes).stages) == 4
+
+
+def test_new_shapes_compile_again_and_say_so_once():
+    train = launcher.parallelize(step, devices=jax.devices()[:1])
+    state, _ = run(train, BATCHES[:1])
+    again = r"step is compiled again: x is float32\[12,8\], was float32\[24,8\]"
+    with pytest.warns(UserWarning, match=again) as told:
+        state, _ = train(state, BATCHES[0][:12])
+    assert told[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state, _ = train(state, BATCHES[0])
+        train(state, BATCHES[0][:12])
+
+
+def test_a_numpy_float64_is_what_jax_makes_of_it():
+    train = launcher.parallelize(step, devices=jax.devices()[:1])
+    state, _ = run(train, BATCHES[:1])
+    executable = train.executable(state, BATCHES[1])
+    assert train.executable(state, BATCHES[1].astype(np.float64)) is executable
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(state, BATCHES[1].astype(np.float64))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_is_no_array_is_named_by_its_path(whole):
+    train = launcher.parallelize(step)
+    args = (({"w": np.ones(3)}, "adam"), BATCHES[0])
+    with pytest.raises(TraceError, match=r"state\[1\] of step is a str"):
+        train(*args) if whole else train.plan(*args)
+    with pytest.raises(TraceError, match=r"x of step is a ndarray of <U4, which is no array"):
+        train.plan(np.ones(3), np.array(["adam"]))
+
+
+def test_argument_numbers_that_there_are_not_are_refused():
+    train = launcher.parallelize(step, batch_argnums=(1, 2))
+    with pytest.raises(TraceError, match=r"batch_argnums=\(1, 2\) of step, which was given 2"):
+        train.plan(jax.eval_shape(init, jax.random.key(0)), BATCHES[0])
+
+
+def test_static_arguments_are_python_values():
+    def scaled(scale, state, batch, words=("mean",)):
+        assert (type(scale), words) in [(float, ("mean",)), (int, ("mean",)), (int, ("sum",))]
+        state, loss = step(state, batch)
+        return state, loss * scale
+
+    train = launcher.parallelize(
+        scaled,
+        donate_argnums=1,
+        batch_argnums=2,
+        static_argnums=(0, 3),
+        devices=jax.devices()[:2],
+    )
+    state, expected = init(jax.random.key(0)), serial(BATCHES[:3])
+    with warnings.catch_warnings():  # a new static value is asked for, and no surprise
+        warnings.simplefilter("error")
+        state, first = train(2.0, state, BATCHES[0])
+        state, second = train(2, state, BATCHES[1])
+        _, third = train(3, state, batch=BATCHES[2], words=("sum",))
+    launcher.testing.assert_allclose(
+        [first, second, third], [2 * expected[0], 2 * expected[1], 3 * expected[2]]
+    )
+    with pytest.raises(TraceError, match=r"static argument 3 of scaled is a list.*unhashable"):
+        train(2, state, BATCHES[0], ["mean"])
+    with pytest.raises(TraceError, match=r"batch_argnums=\(1,\)"):
+        launcher.parallelize(scaled, static_argnums=1)
+
+
+def test_an_evaluation_follows_the_train_step_it_is_given():
+    def evaluate(state, x):
+        def of(params, x):
+            for name in ("w1", "w2", "tied"):
+                x = jnp.tanh(x @ params[name])
+                launcher.mark_pipeline_boundary()
+            return (x**2).mean()
+
+        return launcher.microbatched(of)(state[0], x)
+
+    train = launcher.parallelize(
+        step,
+        method=launcher.PipeshardParallel(stage_option=launcher.UniformStageOption(2)),
+        devices=jax.devices()[:2],
+    )
+    follow = launcher.parallelize(evaluate, method=train, donate_argnums=())
+    with pytest.raises(PlanError, match="step has no plan to follow yet"):
+        follow(init(jax.random.key(0)), BATCHES[0])
+    state, _ = run(train, BATCHES[:1])
+    assert [s.devices for s in follow.plan(state, BATCHES[0]).stages] == [(0,), (1,)]
+    expected = jax.jit(evaluate)(jax.device_get(state), BATCHES[0])
+    launcher.testing.assert_allclose(follow(state, BATCHES[0]), expected)
+
+
+def test_a_parallelized_function_looks_like_the_function():
+    @launcher.parallelize
+    def plain(state, batch):
+        """One step."""
+        return step(state, batch)
+
+    @launcher.parallelize(devices=jax.devices()[:1])
+    def with_options(state, batch):
+        return step(state, batch)
+
+    assert (plain.__name__, plain.__doc__) == ("plain", "One step.")
+    assert list(inspect.signature(plain).parameters) == ["state", "batch"]
+    assert run(with_options, BATCHES[:1])[1] == pytest.approx(serial(BATCHES[:1]))
+
+
+def test_local_sessions_choose_devices_and_repeat():
+    train = launcher.parallelize(step, method=launcher.DataParallel())
+    shapes = jax.eval_shape(init, jax.random.key(0)), BATCHES[0]
+    for count in (2, 1):
+        launcher.init("local", num_devices_per_node=count)
+        assert train.plan(*shapes).num_devices == count
+        with pytest.raises(SessionError, match=r"call launcher\.shutdown"):
+            launcher.init("local")
+        launcher.shutdown()
+    assert train.plan(*shapes).num_devices == 8
+    launcher.shutdown()
+
+
+def test_plans_rest_on_what_task_calibrate_measured(tmp_path, monkeypatch):
+    """On this process's devices and on workers."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = {
+        "product_flops": {"bfloat16": {"128": 4e9}, "float32": {"128": 2e9}},
+        "memory_bandwidth": 3e9,
+        "at_once": 2.0,
+        "launch": 3e-4,
+        "all_reduce_seconds": {},
+        "memory_bytes": None,
+    }
+    pool = DevicePool("cpu", 2, 4, "CPU device", "")
+    shapes = lambda: (session.LocalBackend().shape, session._shape_of(pool))  # noqa: E731
+    assert not any(shape.flops == 4e9 for shape in shapes())
+    cache.write(cache.place("calibration", local_shape(8, 1, "cpu"), "", print), found, print)
+    assert all(shape.flops == 4e9 for shape in shapes())
+
+
+def test_what_is_not_known_of_devices_is_told():
+    pool = DevicePool("gpu", 1, 2, "Tesla T4", "")
+    with pytest.warns(UserWarning, match="memory of Tesla T4 are not known: .* task=calibrate"):
+        session._shape_of(pool)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"cluster": "slurm"}, "cluster='slurm' is not one of"),
+        ({"cluster": "local", "num_nodes": 2}, "is this process"),
+        ({"cluster": "local", "num_devices_per_node": 9}, "this process has 8 devices"),
+        ({"cluster": "ray", "num_nodes": 0}, "num_nodes=0 has to be at least 1"),
+    ],
+)
+def test_a_session_that_cannot_be_is_refused(settings, told):
+    with pytest.raises(SessionError, match=told):
+        launcher.init(**settings)
+    launcher.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            lambda a: a.at[1, 2].add(0.5),
+            r"\['w'\]: 1 of 6 elements differ.*\[1, 2\]: 5.5, desired 5",
+        ),
+        (lambda a: a.at[0, 1].set(jnp.nan), r"worst at \['w'\]\[0, 1\]: nan, desired 1.0"),
+        (lambda a: a[:1], r"\['w'\]: shape \(1, 3\), desired \(2, 3\)"),
+    ],
+)
+def test_assert_allclose_names_the_worst_element(change, told):
+    tree = {"w": jnp.arange(6.0).reshape(2, 3), "n": 3}
+    launcher.testing.assert_allclose(tree, jax.device_get(tree))
+    launcher.testing.assert_allclose({"w": tree["w"] * (1 + 1e-6), "n": 3}, tree)
+    with pytest.raises(AssertionError, match=told):
+        launcher.testing.assert_allclose({**tree, "w": change(tree["w"])}, tree)
+    with pytest.raises(AssertionError, match="the structures differ"):
+        launcher.testing.assert_allclose({"w": tree["w"]}, tree)
+
+
+def test_every_public_name_is_there():
+    for name in launcher.__all__:
+        assert getattr(launcher, name) is not None
+    assert launcher.__all__ == dir(launcher)
+    assert {"init", "shutdown", "parallelize", "DataParallel", "testing"} <= set(dir(launcher))
+    with pytest.raises(AttributeError, match="has no attribute 'paralelize'"):
+        launcher.paralelize  # noqa: B018

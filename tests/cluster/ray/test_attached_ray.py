@@ -1,0 +1,145 @@
+"""Workers on a Ray that others started: they come beside what runs there, and end alone."""
+
+import os
+import signal
+import socket
+import threading
+
+import jax
+import numpy as np
+import psutil
+import pytest
+
+import launcher
+from launcher.cluster.devices import DevicePool, emulated_pool
+from launcher.cluster.errors import ClusterError
+from launcher.cluster.ray.attached_ray import AttachedRay, choose_pool, reach
+from launcher.cluster.ray.private_ray import start
+from launcher.config.machines import Cluster
+
+
+def test_ctrl_c_ends_the_wait_for_a_ray_that_never_answers():
+    """Before `others`, to which this process is connected then."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        ctrl_c = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+        ctrl_c.start()
+        with pytest.raises(KeyboardInterrupt):
+            AttachedRay(f"127.0.0.1:{silent.getsockname()[1]}", None, None, timeout=600.0)
+        ctrl_c.join()
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory, probe):
+    """A Ray with a worker of somebody else, to which this process is connected."""
+    pool = emulated_pool(Cluster(kind="emulated", gpus=1, hosts=1))
+    with start(pool, tmp_path_factory.mktemp("logs")) as session:
+        (worker,) = session.spawn(probe)
+        assert worker.submit("add", 1).result() == 1
+        yield worker
+
+
+def test_workers_come_and_go_beside_others(others, probe):
+    ray = AttachedRay("auto", 2, 3, 120.0)
+    workers = ray.spawn(probe, 5)
+    places = [worker.submit("place").result() for worker in workers]
+    mine = others.submit("place").result()
+    assert len({place["pid"] for place in [*places, mine]}) == 3
+    assert places[0]["platforms"] == "cpu"
+    assert workers[1].submit("devices").result() == ["cpu"] * 3
+    assert [worker.address for worker in workers] == ["127.0.0.1"] * 2
+    processes = [psutil.Process(place["pid"]) for place in places]
+    processes[1].suspend()
+    ray.close()
+    ray.close()
+    assert psutil.wait_procs(processes, timeout=60)[1] == []
+    assert others.submit("add", 1).result() == 2
+
+
+@pytest.mark.parametrize("why", ["no room", "no answer"])
+def test_workers_that_a_ray_does_not_start_are_named(others, probe, why):
+    ray = AttachedRay("auto", 1, 1, timeout=3.0)
+    raylets = [p for p in psutil.Process().children(recursive=True) if p.name() == "raylet"]
+    # And whoever would have them go on: the head above Ray's own command.
+    silent = [each for raylet in raylets for each in (raylet.parent().parent(), raylet)]
+    told = "it still tries"
+    if why == "no room":
+        ray.pool = DevicePool("gpu", 1, 1, "GPU", "")
+        told = ".*schedul"
+    else:
+        for each in silent:
+            each.suspend()
+    with pytest.raises(
+        ClusterError, match=rf"Ray at auto did not start worker_0 within 3 s \(launcher.*: {told}"
+    ):
+        ray.spawn(probe)
+    for each in silent:
+        each.resume()
+    ray.close()
+    assert others.submit("add", 0).result() >= 1
+
+
+@pytest.mark.slow
+def test_a_wrong_secret_is_named(others, monkeypatch):
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
+    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # look for it on the loopback
+    with pytest.raises(ClusterError, match=rf"no Ray .* at {address}: .*AuthToken"):
+        reach(address, 120.0)
+
+
+def test_what_never_answers_is_given_up(monkeypatch):
+    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        told = rf"no Ray answers at {address}: waited 2 s \(launcher\.init\(start_timeout="
+        with pytest.raises(ClusterError, match=told):
+            reach(address, 2.0)
+
+
+@pytest.mark.slow
+def test_steps_run_on_a_ray_that_is_there(others):
+    def step(state, batch):
+        value, grad = launcher.value_and_grad(lambda w, x: ((x @ w) ** 2).mean())(state, batch)
+        return state - grad, value
+
+    launcher.init("ray", address="auto", num_nodes=2, num_devices_per_node=1)
+    train = launcher.parallelize(step)
+    batch = np.ones((4, 3), np.float32)
+    state = train.create(lambda: jax.numpy.ones((3, 3)), like=batch)
+    state, value = train(state, batch)
+    assert float(value) == 9.0
+    launcher.shutdown()
+    assert others.submit("add", 0).result() >= 1
+
+
+def node(gpus, kind="A100"):
+    resources = {"CPU": 8.0}
+    if gpus:
+        resources |= {"GPU": float(gpus), f"accelerator_type:{kind}": 1.0}
+    return {"Resources": resources}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "asked", "found"),
+    [
+        ([node(0), node(0)], (None, None), ("cpu", 2, 4)),
+        ([node(0)], (3, 2), ("cpu", 3, 2)),
+        ([node(8), node(8), node(0)], (None, None), ("gpu", 2, 8)),
+        ([node(8), node(4)], (None, None), ("gpu", 2, 4)),
+        ([node(8), node(4)], (1, None), ("gpu", 1, 8)),
+        ([node(8), node(8)], (2, 4), ("gpu", 2, 4)),
+    ],
+)
+def test_the_devices_are_what_is_asked_for_of_what_is_there(nodes, asked, found):
+    pool = choose_pool(nodes, *asked)
+    assert (pool.kind, pool.hosts, pool.devices_per_host) == found
+    assert pool.device_name == ("A100" if pool.kind == "gpu" else "emulated CPU device")
+
+
+@pytest.mark.parametrize("asked", [(3, None), (None, 9), (2, 8)])
+def test_more_gpus_than_there_are(asked):
+    with pytest.raises(ClusterError, match="2 nodes with 8, 4 GPUs"):
+        choose_pool([node(8), node(4)], *asked)

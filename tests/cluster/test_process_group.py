@@ -1,0 +1,57 @@
+"""How workers come to know one another, of which two objects in this process stand in for two."""
+
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from launcher.cluster import process_group
+from launcher.cluster.process_group import Peer, init_process_group
+from launcher.driver.workers import Workers
+from launcher.runtime import PermuteTransport, PullTransport
+
+ADDRESS = "127.0.0.1"
+
+
+@pytest.fixture
+def handles(monkeypatch):
+    """What the driver has of two workers; a call is over when it is made."""
+    monkeypatch.setattr(process_group, "gather", lambda futures, watch: list(futures))
+    monkeypatch.setattr(process_group, "keep_compiled", lambda say: None)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: None)
+
+    def handle(host):
+        worker = Peer()
+
+        def submit(method, *arguments):
+            return getattr(worker, method)(*arguments)
+
+        return SimpleNamespace(host=host, address=ADDRESS, submit=submit, worker=worker)
+
+    return [handle(0), handle(1)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "platform", "used"),
+    [
+        ("auto", "cpu", PullTransport),
+        ("auto", "gpu", PermuteTransport),
+        ("pull", "cpu", PullTransport),
+        ("collective", "cpu", PermuteTransport),
+    ],
+)
+def test_the_way_between_them_goes_by_what_was_asked_and_by_the_devices(
+    handles, monkeypatch, capsys, asked, platform, used
+):
+    if platform != "cpu":
+        device = SimpleNamespace(platform=platform)
+        monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    Workers(handles, None, lambda: None, 1.0, asked).join()
+    assert {type(handle.worker._transport) for handle in handles} == {used}
+    word = "pull" if used is PullTransport else "collective"
+    assert capsys.readouterr().out.count(f"by cluster.transport={word}\n") == 2
+
+
+def test_one_alone_needs_no_way(handles):
+    init_process_group(handles[:1])
+    assert handles[0].worker._transport is None

@@ -1,0 +1,69 @@
+"""What is said of workers that do not answer, of which processes stand in for two."""
+
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from launcher.cluster import worker_group
+from launcher.cluster.errors import HungError
+from launcher.cluster.worker_group import WorkerGroup
+
+PROGRAM = """
+import faulthandler, signal, time
+faulthandler.register(signal.SIGQUIT, file=2)
+print("up", flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def workers(tmp_path):
+    processes, found = [], []
+    for host in range(2):
+        log = tmp_path / f"worker_{host}.log"
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, stderr=output, text=True
+            )
+        processes.append(process)
+        assert process.stdout.readline() == "up\n"
+        known = psutil.Process(process.pid)
+        while known.status() != psutil.STATUS_SLEEPING:
+            time.sleep(0.01)
+        name = f"worker_{host}"
+        whereabouts = f"{name} (process {process.pid})"
+        found.append(
+            SimpleNamespace(
+                name=name, host=host, whereabouts=whereabouts, log=log, process=lambda of=known: of
+            )
+        )
+    yield found
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def test_the_one_that_stopped_is_examined_though_it_answered_before(workers, monkeypatch):
+    """The other one waits for it, and is the only one that owes an answer."""
+    monkeypatch.setattr(worker_group, "WATCH_SECONDS", 1.0)
+    first, second = workers
+    first.process().send_signal(signal.SIGSTOP)
+    while first.process().status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
+    both = WorkerGroup(workers, lambda: None, 0.1, "cluster.step_timeout")
+    watch = both.watch(starting=True)  # which may take a second
+    with pytest.raises(HungError) as raised:
+        watch([second])
+    lines = str(raised.value).splitlines()
+    assert lines[0] == "no answer from worker_1 for 1 s (cluster.step_timeout)"
+    assert lines[1].startswith("worker_1: its process waits")
+    assert any(
+        line.startswith("worker_0, which answered before: its process was stopped")
+        for line in lines
+    )
+    assert raised.value.workers == {w.host: w.whereabouts for w in workers}

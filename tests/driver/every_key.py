@@ -1,0 +1,289 @@
+"""What a configuration comes to, part by part, without processes or devices: for test_every_key."""
+
+import contextlib
+import functools
+import hashlib
+import io
+import json
+import math
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+import wandb
+from rich.console import Console
+
+import launcher
+from launcher import command
+from launcher.cluster.devices import find_devices
+from launcher.cluster.errors import HungError
+from launcher.cluster.slurm import rendezvous
+from launcher.config.errors import ConfigError
+from launcher.config.schema import Config, Parallel
+from launcher.driver import folder, training
+from launcher.driver.cluster_from_config import described_shape
+from launcher.driver.folder import RunFolder
+from launcher.driver.init_from import find_start
+from launcher.driver.plan_from_config import plan_of
+from launcher.driver.prepare import Prepared
+from launcher.driver.restart_policy import recovering
+from launcher.plan import PlanError, local_shape
+from launcher.stop import Stop
+from launcher.submit import job, job_sweep
+from launcher.submit.job import submit
+from launcher.trace import trace_step
+from launcher.train import worker
+from launcher.train.optimizer import build_optimizer
+from launcher.train.worker import StepResult, TrainWorker
+from recipes import build_dataset, build_model
+
+
+def traced():
+    """A small step of four layers, whose last two are heavier."""
+
+    def train(params, x):
+        def loss(params, x):
+            for i, w in enumerate(params):
+                if i:
+                    launcher.mark_pipeline_boundary()
+                x = jnp.tanh(x @ w)
+            return (x**2).mean()
+
+        return launcher.grad(loss)(params, x)
+
+    shapes = [(64, 64), (64, 64), (64, 256), (256, 64)]
+    params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return trace_step(train, (params, jax.ShapeDtypeStruct((32, 64), jnp.float32)))
+
+
+STEP = functools.cache(traced)
+PLAN = functools.cache(lambda: plan_of(Parallel(method="data"), STEP(), local_shape(4, 1, "cpu")))
+
+
+def plan_told(config: Config):
+    """The plan, but for what it is called."""
+    shape = local_shape(config.cluster.gpus or 4, config.cluster.hosts, "cpu")
+    try:
+        plan = plan_of(config.parallel, STEP(), shape)
+    except (ConfigError, PlanError) as error:
+        return str(error)
+    return plan.to_dict() | {"runners_up": None}
+
+
+def _batch(config: Config):
+    dataset = build_dataset(
+        config.dataset, config.model, config.train.global_batch_size, config.run.seed
+    )
+    return dataset, dataset.train(0)
+
+
+def model_told(config: Config):
+    model = build_model(config.model, config.train.precision)
+    key = jax.random.key(0)
+    params = jax.eval_shape(model.init, key)
+    batch = _batch(config)[1]
+    return str(jax.make_jaxpr(model.init)(key)), str(jax.make_jaxpr(model.loss)(params, batch, key))
+
+
+def data_told(config: Config):
+    dataset, batch = _batch(config)
+
+    def digest(batch):
+        return {k: (v.shape, hashlib.sha256(v.tobytes()).hexdigest()) for k, v in batch.items()}
+
+    return dataset.describe, digest(batch), dataset.validation and digest(dataset.validation(0))
+
+
+def optimizer_told(config: Config):
+    """What an update of a matrix and a vector computes."""
+    optimizer, _ = build_optimizer(config.optimizer, config.train.steps)
+    params = {"w": jnp.ones((4, 6)), "b": jnp.ones(3)}
+    state = jax.eval_shape(optimizer.init, params)
+    return str(jax.make_jaxpr(optimizer.update)(params, state, params))
+
+
+class FakeWorkers:
+    """Workers that answer at once, and to whom the third step does what is wanted; no disk takes
+    what they save."""
+
+    def __init__(self, told, third, handles, plan, check, timeout, transport):
+        self._told, self._third = told, third
+        told.append(("timeout", timeout, transport))
+
+    def join(self):
+        pass
+
+    def submit(self, method, *arguments):
+        if method not in ("build", "setup", "save"):
+            self._told.append((method, *arguments))
+        if method == "save":
+            self._told.append(("save", arguments[1]))
+        return SimpleNamespace(
+            result=lambda: self._answer(method, *arguments), each=lambda: [False]
+        )
+
+    def _answer(self, method, *arguments):
+        if method == "setup":
+            return 0.1
+        if method == "saved":
+            return "the disk is full."
+        if method == "evaluate":
+            return StepResult(100, _metrics() | {"eval/loss": 1.0}, 0.0)
+        if method != "step":
+            return None
+        step = arguments[0]
+        if step == 3 and self._third == "hangs":
+            raise HungError("no answer", {})
+        diverges = step == 3 and self._third == "diverges"
+        return StepResult(step, _metrics(math.nan if diverges else 1.0), 0.0)
+
+
+def _metrics(loss=1.0):
+    return {"train/loss": loss, "train/grad_norm": 1.0, "perf/step_seconds": 0.1}
+
+
+def run_told(config: Config, third: str = ""):
+    """What the driver asks of its workers and of W&B, logs and says, and how it ends."""
+    told, home = [], RunFolder(Path("run"))
+    shutil.rmtree(home.path, ignore_errors=True)
+    home.logs.mkdir(parents=True, exist_ok=True)
+
+    @contextlib.contextmanager
+    def start(pool, logs, meeting, patience):
+        told.append(("start", patience.seconds))
+        yield SimpleNamespace(spawn=lambda worker: None, check=lambda: None)
+
+    def init(**said):
+        names = ("id", "name", "project", "entity", "group", "tags", "mode")
+        told.append({name: said[name] for name in names})
+        raise RuntimeError("that is all")
+
+    file = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(file):
+        patch.setattr(training, "start", start)
+        patch.setattr(training, "Workers", functools.partial(FakeWorkers, told, third))
+        patch.setattr(
+            training, "recovering", lambda *given: recovering(*given[:4], lambda seconds: None)
+        )
+        patch.setattr(wandb, "init", init)
+        patch.setattr(wandb, "setup", lambda settings: None)
+        plan = PLAN()
+        console = Console(file=file, width=200)
+        job = training._Job(home, config, Prepared(object(), plan, 0.0), console, None)
+        try:
+            job.train(Stop())
+        except Exception as error:
+            told.append((type(error).__name__, str(error)))
+    metrics = home.path / "metrics.jsonl"
+    told.append(file.getvalue())
+    return told, metrics.read_text() if metrics.exists() else ""
+
+
+def worker_told(config: Config):
+    """What a worker hands on when it saves."""
+    told = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker.checkpoint, "copied", lambda state: None)
+        patch.setattr(worker.checkpoint, "save", lambda *arguments: told.append(arguments[4]))
+        one = TrainWorker()
+        one._config, one._state = config, None
+        one.save("f", 1, {}, "t")
+        one.saved()
+    return told
+
+
+def folder_told(config: Config):
+    """The run's folder, with `outputs/taken` there already, and the start of its parameters."""
+    Path("outputs/taken").mkdir(parents=True, exist_ok=True)
+    try:
+        folder.check(config)
+        with folder.claim(config) as home:
+            mode = home.path.stat().st_mode
+            found = str(find_start(config, 0, lambda text: None))
+        shutil.rmtree(home.path)
+        return str(home.path), mode, found
+    except ConfigError as error:
+        return str(error)
+
+
+def cluster_told(config: Config):
+    """The devices, or the machines that are described."""
+    try:
+        if config.cluster.kind == "described":
+            return described_shape(config.cluster)
+        return find_devices(config.cluster)
+    except ConfigError as error:
+        return str(error)
+
+
+def slurm_told(config: Config):
+    """What is submitted, what is done about it here, and how the job's tasks meet."""
+    told, file = [], io.StringIO()
+    names = ("check_installed", "check_partition", "note_job", "write_script", "sbatch")
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(file):
+        for name in names:
+            patch.setattr(
+                f"launcher.submit.job.{name}", lambda *words, **_: told.append(words[1:2])
+            )
+        patch.setattr(job, "sbatch", lambda script, **_: "7")
+        patch.setattr(
+            "launcher.submit.job.freeze", lambda config, console: RunFolder(Path("x/run"))
+        )
+        patch.setattr(job, "wait", lambda *_: told.append("waited"))
+        try:
+            submit(config, Stop())
+        except ConfigError as error:
+            told.append(str(error))
+
+        def own_address(allocation, interface):
+            told.append(("interface", interface))
+            return "127.0.0.1"
+
+        patch.setattr(rendezvous, "own_address", own_address)
+        allocation = SimpleNamespace(job_id="7", restarts=0)
+        patch.setattr(
+            rendezvous,
+            "listen",
+            lambda *_: contextlib.nullcontext(SimpleNamespace(getsockname=lambda: ("", 1))),
+        )
+        Path("meet").mkdir(exist_ok=True)
+        with rendezvous.open_rendezvous(
+            Path("meet"), allocation, config.cluster.slurm, ""
+        ) as opened:
+            told.append(opened.timeout)
+    return told, file.getvalue().partition("\n")[0]
+
+
+def array_told(config: Config):
+    return job_sweep._array_script([config], "s")
+
+
+def task_told(config: Config):
+    """What the command line has done."""
+    called = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("launcher.config.compose.load", lambda *_: config)
+        patch.setattr("launcher.command._check", lambda *_: called.append("check"))
+        for name in ("run._train", "run._plan", "calibrate.calibrate"):
+            patch.setattr(f"launcher.driver.{name}", lambda *_, name=name: called.append(name))
+        command.run([], Stop())
+    return called
+
+
+def sweep_told(config: Config):
+    """What `task=sweep_status` prints and submits again."""
+    home = Path("multirun/s/s-0")
+    home.mkdir(parents=True, exist_ok=True)
+    (home / job_sweep.JOB_FILE).write_text(json.dumps({"job_id": "7", "script": "x"}))
+    told, file = [], io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(file):
+        patch.setattr(job_sweep, "job_states", dict)
+        patch.setattr(job_sweep, "_again", lambda job, stop: told.append(job) or "8")
+        try:
+            job_sweep._status(config.sweep, Stop())
+        except ConfigError as error:
+            told.append(str(error))
+    return told, file.getvalue()

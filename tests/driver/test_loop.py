@@ -1,0 +1,366 @@
+"""The loop with a real worker in this process: a small pipeline trained, stopped and resumed."""
+
+import functools
+import shutil
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+import pytest
+
+from launcher.config.compose import load, to_dict
+from launcher.config.schema import Checkpoint, Train
+from launcher.driver.loop import Cadence, is_evaluated, train
+from launcher.driver.plan_from_config import plan_of
+from launcher.driver.recorder import DivergedError, Recorder
+from launcher.driver.saving import Saving, contents
+from launcher.driver.workers import merged
+from launcher.plan import local_shape
+from launcher.stop import Stop
+from launcher.train import checkpoint
+from launcher.train.optimizer import build_optimizer
+from launcher.train.program import build_program
+from launcher.train.step import init_state, make_eval_step, make_train_step
+from launcher.train.worker import StepResult, TrainWorker
+from recipes import build_dataset, build_model
+
+WORDS = (
+    "model=mlp",
+    "dataset=synthetic",
+    "model.hidden_size=16",
+    "train.steps=6",
+    "train.global_batch_size=8",
+    "train.eval_every=3",
+    "train.eval_batches=2",
+    "optimizer.warmup_steps=2",
+    "parallel=manual",
+    "parallel.num_micro_batches=2",
+    "parallel.num_stages=2",
+)
+
+ONE_STAGE = "parallel.num_stages=null"  # or as many as the method says
+
+
+class Handle:
+    """A worker's calls, one at a time in a thread; counts those whose results nobody has asked."""
+
+    def __init__(self, worker, plan):
+        self._worker = worker
+        self.plan = plan
+        self._thread = ThreadPoolExecutor(1)
+        self.outstanding = self.most_outstanding = 0
+
+    def submit(self, method, *arguments):
+        self.outstanding += 1
+        self.most_outstanding = max(self.most_outstanding, self.outstanding)
+        future = self._thread.submit(getattr(self._worker, method), *arguments)
+        return Asked(self, future)
+
+    def close(self):
+        self._worker.close()
+        self._thread.shutdown()
+
+
+class Asked:
+    def __init__(self, handle, future):
+        self._handle = handle
+        self._future = future
+
+    def result(self):
+        self._handle.outstanding -= 1
+        answer = self._future.result(60)
+        return merged([answer], self._handle.plan) if isinstance(answer, StepResult) else answer
+
+    def each(self):
+        return [self.result()]
+
+
+class Training:
+    """Runs `loop.train` on a fresh worker, in `folder`, from its newest checkpoint."""
+
+    def __init__(self, folder, *words, stop_after=None):
+        self.config = load([*WORDS, *words])
+        self.folder = folder
+        self.lines, self.said, self.warnings, self.failures = [], [], [], []
+        self.warn = self.warnings.append
+        self.stop = Stop()
+        self.stop_after = stop_after
+
+    def run(self):
+        config, finished = self.config, checkpoint.newest(self.folder).step or 0
+        shape = local_shape(config.cluster.gpus or 2, 1, "cpu")
+        plan = plan_of(config.parallel, build_program(config).train, shape)
+        worker = TrainWorker()
+        worker.build(to_dict(config))
+        worker.setup(plan.to_dict())
+        worker.restore(str(self.folder), finished) if finished else worker.create()
+        self.handle = Handle(worker, plan)
+        skips = config.train.non_finite == "skip"
+        recorder = Recorder(
+            self._log, config.train.log_every, lambda seconds: {}, self.said.append, skips
+        )
+        try:
+            describe = functools.partial(contents, config, plan)
+            saving = Saving(
+                self.handle,
+                self.folder,
+                config.train.checkpoint,
+                describe,
+                self.warn,
+                self.failures,
+            )
+            train(config.train, self.handle, recorder, self.stop, finished, saving)
+        finally:
+            self.handle.close()
+        return self
+
+    def _log(self, line):
+        self.lines.append(line)
+        if line["step"] == self.stop_after:
+            self.stop.requested = signal.SIGINT
+
+    def losses(self):
+        return [line["train/loss"] for line in self.lines]
+
+
+def plain_training(config):
+    """The same run with plain `jax.jit` on one device: training and evaluation losses."""
+    program = build_program(config)
+    model = build_model(config.model, config.train.precision)
+    optimizer, schedule = build_optimizer(config.optimizer, config.train.steps)
+    skips = config.train.non_finite == "skip"
+    step = jax.jit(make_train_step(model, optimizer, schedule, skips))
+    evaluate = jax.jit(make_eval_step(model))
+    state = init_state(model, optimizer, program.seed)
+    losses, evaluations = [], []
+    for k in range(config.train.steps):
+        state, metrics = step(state, program.dataset.train(k))
+        losses.append(float(metrics["loss"]))
+        if (k + 1) % config.train.eval_every == 0:
+            batches = map(program.dataset.validation, range(config.train.eval_batches))
+            found = [float(evaluate(state.params, batch)["loss"]) for batch in batches]
+            evaluations.append(np.mean(found))
+    return losses, evaluations
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    return Training(tmp_path_factory.mktemp("undisturbed")).run()
+
+
+def test_a_run_is_what_plain_jax_makes_of_the_same_settings(undisturbed):
+    losses, evaluations = plain_training(undisturbed.config)
+    np.testing.assert_allclose(undisturbed.losses(), losses, rtol=1e-5)
+    found = {line["step"]: line["eval/loss"] for line in undisturbed.lines if "eval/loss" in line}
+    assert list(found) == [3, 6]
+    np.testing.assert_allclose(list(found.values()), evaluations, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "lion", "adafactor"])
+def test_every_optimizer_runs_across_stages_as_on_one_device(optimizer, tmp_path):
+    training = Training(tmp_path, f"optimizer={optimizer}").run()
+    np.testing.assert_allclose(training.losses(), plain_training(training.config)[0], rtol=1e-5)
+
+
+def test_every_step_is_logged_once_and_whole(undisturbed):
+    assert [line["step"] for line in undisturbed.lines] == [1, 2, 3, 4, 5, 6]
+    for line in undisturbed.lines:
+        assert {
+            "train/loss",
+            "train/grad_norm",
+            "train/learning_rate",
+            "perf/step_seconds",
+            "perf/peak_memory_bytes",
+            "data/wait_seconds",
+            "pipeline/bubble_fraction",
+            "pipeline/stage_0_seconds",
+            "pipeline/stage_1_seconds",
+        } <= line.keys()
+        assert all(isinstance(value, (int, float)) for value in line.values())
+        assert line["perf/step_seconds"] > 0
+
+
+def test_steps_are_sent_ahead_of_their_results_but_not_far(undisturbed):
+    # Two steps, and an evaluation, a call for each of its batches, where one is due.
+    assert undisturbed.handle.most_outstanding == 2 + undisturbed.config.train.eval_batches
+    assert undisturbed.handle.outstanding == 0
+
+
+def test_the_last_state_is_saved(undisturbed):
+    assert checkpoint.newest(undisturbed.folder).step == 6
+
+
+def test_an_interrupted_run_saves_and_goes_on_as_if_nothing_had_been(undisturbed, tmp_path):
+    first = Training(tmp_path, stop_after=2).run()
+    finished = len(first.lines)
+    assert 2 <= finished <= 4  # what was under way is finished, nothing more is sent
+    assert checkpoint.newest(tmp_path).step == finished
+    second = Training(tmp_path).run()
+    assert [line["step"] for line in second.lines] == list(range(finished + 1, 7))
+    assert first.losses() + second.losses() == undisturbed.losses()
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_other_stages(undisturbed, tmp_path):
+    first = Training(tmp_path, stop_after=2).run()
+    words = ("cluster.gpus=4", "parallel.num_stages=4", "parallel.num_micro_batches=4")
+    second = Training(tmp_path, *words).run()
+    np.testing.assert_allclose(first.losses() + second.losses(), undisturbed.losses(), rtol=1e-5)
+
+
+def test_states_are_saved_on_the_way_and_training_goes_on_from_any(undisturbed, tmp_path):
+    Training(tmp_path, "train.checkpoint.every_steps=2").run()
+    steps = sorted(int(path.name) for path in tmp_path.iterdir())
+    assert steps == [2, 4, 6]
+    for step in steps[1:]:  # as if the run had been killed after its first checkpoint
+        shutil.rmtree(tmp_path / str(step))
+    again = Training(tmp_path).run()
+    assert again.losses() == undisturbed.losses()[steps[0] :]
+
+
+def test_a_save_that_fails_is_said_and_the_run_goes_on(undisturbed, tmp_path):
+    training = Training(tmp_path / "checkpoints", "train.checkpoint.every_steps=2")
+    training.folder.write_text("in the way")
+
+    def warn(text):
+        training.warnings.append(text)
+        if training.folder.is_file():
+            training.folder.unlink()
+
+    training.warn = warn
+    training.run()
+    assert training.losses() == undisturbed.losses()
+    told = [f"{failure} Training goes on." for failure in training.failures]
+    assert training.warnings == told
+    assert told[0].startswith(f"cannot save step 2 in {training.folder}: ")
+    assert checkpoint.newest(training.folder).step == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["train.checkpoint.on_error=stop"], []])
+def test_a_save_that_fails_ends_the_run_where_that_is_asked_or_it_is_the_last(words, tmp_path):
+    every = "train.checkpoint.every_steps=2" if words else "train.checkpoint.every_steps=0"
+    training = Training(tmp_path / "checkpoints", every, *words)
+    training.folder.write_text("in the way")
+    with pytest.raises(checkpoint.SaveError, match=f"cannot save step {2 if words else 6} in "):
+        training.run()
+    assert len(training.lines) == 6 or words
+
+
+@pytest.mark.slow
+def test_the_last_step_is_saved_as_often_as_others_are_also_without_a_save_at_the_end(tmp_path):
+    words = ("train.checkpoint.every_steps=3", "train.checkpoint.at_end=false")
+    Training(tmp_path, *words).run()
+    assert sorted(int(path.name) for path in tmp_path.iterdir()) == [3, 6]
+
+
+@pytest.mark.slow
+def test_a_last_step_that_was_due_and_cannot_be_saved_fails_the_run(tmp_path):
+    words = ("train.checkpoint.every_steps=6", "train.checkpoint.at_end=false")
+    training = Training(tmp_path / "checkpoints", *words)
+    training.folder.write_text("in the way")
+    with pytest.raises(checkpoint.SaveError, match="cannot save step 6 in "):
+        training.run()
+
+
+def test_when_to_save():
+    cadence = Cadence(Checkpoint(every_steps=10, every_minutes=1.0), now=0.0)
+    assert not cadence.is_due(1, 59.0)
+    assert cadence.is_due(2, 60.0)
+    assert not cadence.is_due(3, 119.0)
+    assert cadence.is_due(10, 119.0)
+    assert not cadence.is_due(11, 178.0)  # the minutes count from the newest
+    assert not Cadence(Checkpoint(), now=0.0).is_due(1000, 1e6)
+
+
+@pytest.mark.slow
+def test_a_run_that_diverges_saves_nothing(tmp_path):
+    words = ("optimizer=sgd", "optimizer.learning_rate=1e38", "optimizer.clip_norm=null")
+    training = Training(tmp_path, *words)
+    with pytest.raises(DivergedError, match=r"^train/(loss|grad_norm) is (nan|inf) at step \d"):
+        training.run()
+    assert checkpoint.newest(tmp_path).step is None
+
+
+@pytest.fixture
+def bad_batch(monkeypatch):
+    """Makes the batch of step 3 one whose loss is not a number."""
+
+    def spoiled(*arguments):
+        dataset = build_dataset(*arguments)
+
+        def batch_at(k):
+            batch = dict(dataset.train(k))
+            return {**batch, "x": batch["x"] * np.nan} if k == 2 else batch
+
+        return dataset._replace(train=batch_at)
+
+    monkeypatch.setattr("launcher.train.program.build_dataset", spoiled)
+
+
+@pytest.mark.slow
+def test_a_step_that_goes_wrong_is_never_saved(bad_batch, tmp_path):
+    words = ("train.checkpoint.every_steps=1", "train.eval_every=100")
+    training = Training(tmp_path, *words)
+    with pytest.raises(DivergedError, match="step 3"):
+        training.run()
+    assert checkpoint.newest(tmp_path).step == 2
+    assert [line["step"] for line in training.lines] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        *(
+            pytest.param(words, marks=pytest.mark.slow)
+            for words in [
+                ("parallel=zero3", ONE_STAGE),
+                (
+                    *("parallel=three_d", "parallel.pipeline=2", "parallel.model=2"),
+                    *(ONE_STAGE, "cluster.gpus=4"),
+                ),
+                ("parallel.schedule=zero_bubble",),
+            ]
+        ),
+        *(
+            pytest.param(words, marks=pytest.mark.stress)
+            for words in [
+                ("parallel=data", ONE_STAGE),
+                ("parallel=zero2", ONE_STAGE),
+                ("parallel=shard", "parallel.data=1", "parallel.model=2", ONE_STAGE),
+                ("optimizer=adafactor",),
+            ]
+        ),
+    ],
+)
+def test_a_step_that_goes_wrong_is_skipped_as_on_one_device(words, bad_batch, tmp_path):
+    training = Training(tmp_path, "train.non_finite=skip", *words).run()
+    expected, _ = plain_training(training.config)
+    assert np.isnan(expected[2])
+    np.testing.assert_allclose(training.losses(), expected, rtol=1e-5)
+    assert [line["train/skipped"] for line in training.lines] == [0, 0, 1, 0, 0, 0]
+    assert training.said == ["step 3: train/loss is nan, the update is skipped"]
+    # The schedule waits for the update that was skipped.
+    rates = [line["train/learning_rate"] for line in training.lines]
+    assert rates[2] == rates[3] != rates[4]
+    assert checkpoint.newest(tmp_path).step == 6
+
+
+@pytest.mark.slow
+def test_one_step_on_one_stage_is_a_whole_run_and_saves_only_if_asked(tmp_path):
+    words = ("train.steps=1", "parallel.num_stages=1", "train.checkpoint.at_end=false")
+    training = Training(tmp_path, *words).run()
+    assert [line["step"] for line in training.lines] == [1]
+    assert training.lines[0]["pipeline/stage_0_seconds"] > 0
+    assert checkpoint.newest(tmp_path).step is None
+
+
+@pytest.mark.parametrize(
+    ("every", "evaluated"), [(4, [4, 8, 10]), (5, [5, 10]), (20, [10]), (0, [])]
+)
+def test_the_last_step_is_always_evaluated(every, evaluated):
+    settings = Train(steps=10, eval_every=every)
+    assert [step for step in range(1, 11) if is_evaluated(step, settings)] == evaluated

@@ -1,0 +1,80 @@
+"""What the driver does in which order, and what stays of a run that did not begin. Nothing is
+started: the session, the trace, the plan and the training are stand-ins that note their turn."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from launcher.cluster.errors import RayEndedError
+from launcher.config.compose import load
+from launcher.driver import prepare, run, training
+from launcher.plan import PlanError
+from launcher.stop import Stop
+
+PLAIN = ["model=mlp", "dataset=synthetic", "cluster=emulated", "cluster.gpus=2"]
+
+
+@pytest.fixture
+def driven(tmp_path, monkeypatch):
+    """A function of settings and of a stand-in that raises: the exit code and what was done."""
+
+    def driven(*words, hosts=1, **raising):
+        done = []
+
+        def stand_in(name, result=None):
+            def call(*arguments):
+                done.append(name)
+                if name in raising:
+                    raise raising[name]
+                return result
+
+            return call
+
+        workers = [SimpleNamespace(submit=lambda method, *_: done.append(method))] * hosts
+
+        @contextmanager
+        def start(pool, logs, patience):
+            assert logs.is_dir()
+            done.append("start")
+            try:
+                yield SimpleNamespace(begin=stand_in("begin", workers))
+            finally:
+                done.append("close")
+
+        monkeypatch.setattr(run, "start", start)
+        monkeypatch.setattr(prepare, "trace", stand_in("trace"))
+        monkeypatch.setattr(prepare, "plan", stand_in("plan"))
+        monkeypatch.setattr(training, "train_in", stand_in("train", 0))
+        config = load([*PLAIN, f"run.dir={tmp_path}", "run.id=mine", *words])
+        return run.run(config, Stop()), " ".join(done)
+
+    return driven
+
+
+def test_ray_and_the_worker_come_up_while_the_run_is_traced_and_planned(driven, tmp_path):
+    assert driven() == (0, "start trace begin build plan train close")
+    assert (tmp_path / "mine").is_dir()
+
+
+def test_several_workers_meet_before_they_trace(driven):
+    assert driven("cluster.hosts=2", hosts=2) == (0, "start trace begin plan train close")
+
+
+def test_nothing_comes_up_beside_a_plan_that_is_measured(driven):
+    assert driven("parallel.cost=profile") == (0, "trace plan train")
+
+
+def test_a_ray_that_does_not_come_up_is_for_the_run_to_tell(driven):
+    assert driven(begin=RayEndedError("no")) == (0, "start trace begin plan train close")
+
+
+def test_of_a_run_that_cannot_be_planned_nothing_stays(driven, tmp_path, capsys):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "kept").touch()
+    assert driven(plan=PlanError("too large"))[0] == 2
+    assert (tmp_path / "mine" / "kept").exists()
+    code, done = driven("run.id=other", plan=PlanError("too large"))
+    assert (code, done) == (2, "start trace begin build plan close")
+    assert capsys.readouterr().err == "launcher: too large\n" * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]

@@ -1,0 +1,324 @@
+"""A run in its folder, up to and after the workers: what is read, kept and told of it."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from launcher.cluster.devices import emulated_pool
+from launcher.cluster.errors import WorkerError
+from launcher.cluster.slurm.allocation import Allocation
+from launcher.cluster.slurm.attempts import read_attempts
+from launcher.cluster.slurm.rendezvous import Rendezvous
+from launcher.config.compose import load, load_frozen, to_dict
+from launcher.driver import folder, run_log, training
+from launcher.driver.held import LostFolderError
+from launcher.driver.plan_from_config import plan_of
+from launcher.driver.prepare import Prepared
+from launcher.driver.recorder import DivergedError
+from launcher.driver.restart_policy import FailedError
+from launcher.plan import Plan, local_shape
+from launcher.report.console import make_console
+from launcher.report.jsonl import read_metrics
+from launcher.stop import Stop
+from launcher.train.checkpoint import integrity
+from launcher.train.program import build_program
+
+
+@pytest.fixture(scope="module")
+def plan():
+    config = load(["model=mlp", "dataset=synthetic", "parallel=data", "cluster=emulated"])
+    shape = local_shape(2, 1, "cpu")
+    return plan_of(config.parallel, build_program(config).train, shape)
+
+
+class Run:
+    """A run of two hosts without workers: its attempts end as `outcomes` say, errors or None."""
+
+    def __init__(self, tmp_path, plan, monkeypatch, outcomes=(), words=()):
+        words = ["model=mlp", "dataset=synthetic", "wandb.mode=disabled", *words]
+        self.config = load([*words, f"run.dir={tmp_path}/outputs", "run.id=mine"])
+        self.path = tmp_path / "outputs" / "mine"
+        self.checkpoints = self.path / "checkpoints"
+        cluster = replace(self.config.cluster, kind="emulated", gpus=2, hosts=2)
+        self.ready = Prepared(emulated_pool(cluster), plan, 0.0)
+        self.stop, self.jobs, remaining = Stop(), [], iter(outcomes)
+
+        def attempt(job, stop):
+            self.jobs.append((job._home.finished_steps, job._home.damaged, job._stored_position()))
+            if (error := next(remaining)) is not None:
+                job.run_log.recorder.finished_steps = 9
+                raise error
+
+        monkeypatch.setattr(training._Job, "_attempt", attempt)
+        monkeypatch.setattr("time.sleep", lambda seconds: None)
+
+    def save(self, step):
+        self.checkpoints.joinpath(str(step), "default").mkdir(parents=True)
+        path = self.checkpoints / str(step)
+        described = {"config": to_dict(self.config), "data": {"next_batch": step}}
+        described["metrics"] = {"next_step": step + 1}
+        text = json.dumps({"custom_metadata": described})
+        (path / "_CHECKPOINT_METADATA").write_text(text)
+        (path / "default" / "arrays").write_text("numbers")
+        files = integrity.files_below(path)
+        integrity.write_checksums(path, step, integrity.checksums(path, files))
+
+    def damage(self, step):
+        (self.checkpoints / str(step) / "default" / "arrays").write_text("NUMBERS")
+
+    def train(self, rendezvous=None):
+        home = folder.RunFolder(self.path)
+        self.path.mkdir(parents=True, exist_ok=True)
+        console = make_console()
+        return training.train_in(home, self.config, self.ready, console, self.stop, rendezvous)
+
+    @property
+    def reason(self):
+        return json.loads((self.path / "summary.json").read_text())["exit_reason"]
+
+
+def two_nodes():
+    allocation = Allocation("7", restarts=0, max_requeues=3, nodes=("a", "b"), index=0)
+    return Rendezvous(allocation, "127.0.0.1", None, timeout=1000.0)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_an_end_at_once_reads_no_checkpoint_through(tmp_path, plan, monkeypatch, damaged):
+    run = Run(tmp_path, plan, monkeypatch, [KeyboardInterrupt()])
+    run.save(6)
+    (run.checkpoints / "8.partial-x").mkdir()
+    if damaged:
+        run.damage(6)  # not seen, and so left where it is
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    assert run.reason.endswith(", not saved since step 6")
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["6", "8.partial-x"]
+
+
+def test_a_roll_back_reports_a_damaged_checkpoint_and_passes_over_the_bad_batch(
+    tmp_path, plan, monkeypatch
+):
+    error = DivergedError("train/loss", float("nan"), 9)
+    run = Run(tmp_path, plan, monkeypatch, [error, None], ["train.non_finite=rollback"])
+    run.save(4)
+    run.save(6)
+    run.damage(6)
+    chosen = []
+    monkeypatch.setattr(folder, "_choose", counted(folder._choose, chosen))
+    assert run.train() == 0
+    (_, _, _), (finished, (line,), next_batch) = run.jobs
+    assert (finished, next_batch) == (4, 9)
+    assert "6 is damaged and not used" in line
+    assert len(chosen) == 1  # every file of it is read
+
+
+def counted(function, calls):
+    def call(*arguments):
+        calls.append(arguments)
+        return function(*arguments)
+
+    return call
+
+
+def test_several_nodes_are_started_again_and_a_lost_one_is_not_waited_for_as_long(
+    tmp_path, plan, monkeypatch
+):
+    error = WorkerError("worker_1", "killed", tmp_path / "log", host=1, died=True)
+    waits = []
+
+    def attempt(job, stop):
+        waits.append(job._rendezvous.timeout)
+        job.run_log.recorder.finished_steps = 9
+        if not job.restarts:
+            raise error
+
+    run = Run(tmp_path, plan, monkeypatch)
+    monkeypatch.setattr(training._Job, "_attempt", attempt)
+    assert run.train(two_nodes()) == 0
+    assert waits == [1000.0, 120.0]
+
+
+def test_what_is_not_started_again_is_reported_in_full(tmp_path, plan, monkeypatch):
+    error = WorkerError("worker_1", "killed", tmp_path / "log", host=1, died=True)
+    run = Run(tmp_path, plan, monkeypatch, [error])
+    run.stop.requested = 15
+    with pytest.raises(FailedError) as raised:
+        run.train()
+    assert str(raised.value).splitlines()[:2] == [
+        "worker_1 died: killed",
+        f"  after step 9 of {run.config.train.steps}",
+    ]
+    assert len(run.jobs) == 1
+
+
+def test_a_disk_that_is_full_from_the_start_leaves_an_account(tmp_path, plan, monkeypatch):
+    run = Run(tmp_path, plan, monkeypatch)
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(training, "write_plan", full)
+    with pytest.raises(OSError, match="No space left"):
+        run.train(two_nodes())
+    assert "No space left" in run.reason
+    (attempt,) = read_attempts(run.path, print)
+    assert (attempt.exit_code, attempt.exit_reason) == (1, run.reason)
+
+
+def test_a_restart_on_a_full_disk_keeps_the_metrics_that_wait_for_room(tmp_path, plan, monkeypatch):
+    run = Run(tmp_path, plan, monkeypatch)
+
+    write = None
+
+    def attempt(job, stop):
+        nonlocal write
+        job.run_log.open(job._home.finished_steps)
+        if job.restarts:
+            job.run_log._metrics._write = write
+            return
+        run.save(1)
+        write = job.run_log._metrics._write
+        job.run_log._metrics._write = full
+        job.run_log._log({"step": 1})
+        raise WorkerError("worker_1", "killed", tmp_path / "log", host=1, died=True)
+
+    def full():
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(training._Job, "_attempt", attempt)
+    assert run.train() == 0
+    assert [record["step"] for record in read_metrics(run.path / "metrics.jsonl")] == [1]
+
+
+def test_a_restart_with_nothing_to_go_on_from_reports_the_failure_and_why(
+    tmp_path, plan, monkeypatch
+):
+    error = WorkerError("worker_1", "killed", tmp_path / "log", host=1, died=True)
+    run = Run(tmp_path, plan, monkeypatch, [error])
+    run.save(6)
+    run.damage(6)
+    with pytest.raises(FailedError) as raised:
+        run.train()
+    first, *_, last = str(raised.value).splitlines()
+    assert first == "worker_1 died: killed"
+    assert last.startswith("The run is not started again: run.id=mine cannot go on: no checkpoint")
+
+
+@pytest.mark.parametrize("env", ["{}", "{API_KEY: s3cret}"])
+def test_settings_that_hold_values_of_the_jobs_environment_are_their_users_alone(
+    tmp_path, plan, env
+):
+    words = ["cluster=slurm", "cluster.gpus=1", f"cluster.slurm.env={env}"]
+    config = load(["model=mlp", "dataset=synthetic", *words])
+    path = tmp_path / "config.yaml"
+    path.touch(0o644)
+    training.write_plan(folder.RunFolder(tmp_path), config, plan)
+    assert ("s3cret" in path.read_text()) == ("s3cret" in env)
+    assert (path.stat().st_mode & 0o077 == 0) == ("s3cret" in env)
+
+
+def test_weights_and_biases_is_told_no_value_of_the_jobs_environment(tmp_path, plan, monkeypatch):
+    told = []
+    monkeypatch.setattr(run_log, "open_wandb", lambda _, **given: told.append(given["config"]))
+    words = ["cluster=slurm", "cluster.gpus=2", "cluster.slurm.env={API_KEY: s3cret}"]
+    run = Run(tmp_path, plan, monkeypatch, words=words)
+    monkeypatch.setattr(training._Job, "_attempt", lambda job, stop: job.run_log.open(0))
+    assert run.train() == 0
+    assert told[0]["cluster"]["slurm"]["env"] == {"API_KEY": "***"}
+
+
+class Lost(Run):
+    """A run whose folder something happens to after step 2 of 4."""
+
+    def __init__(self, tmp_path, plan, monkeypatch, happens):
+        super().__init__(tmp_path, plan, monkeypatch)
+
+        def attempt(job, stop):
+            job.run_log.open(0)
+            for step in range(1, 5):
+                job.run_log.recorder.finished_steps = step
+                job.run_log._log({"step": step, "train/loss": 1.0})
+                if step == 2:
+                    happens(self.path)
+
+        monkeypatch.setattr(training._Job, "_attempt", attempt)
+
+    def train(self, rendezvous=None):
+        with folder.claim(self.config) as home:
+            return training.train_in(
+                home, self.config, self.ready, make_console(), self.stop, rendezvous
+            )
+
+
+@pytest.mark.parametrize("rendezvous", [None, two_nodes()])
+def test_a_folder_that_is_renamed_ends_the_run_and_holds_all_of_it(
+    rendezvous, tmp_path, plan, monkeypatch
+):
+    moved = tmp_path / "outputs" / "moved"
+    run = Lost(tmp_path, plan, monkeypatch, lambda path: path.rename(moved))
+    with pytest.raises(LostFolderError) as raised:
+        run.train(rendezvous)
+    assert str(raised.value) == (
+        f"the run folder {run.path} was renamed to {moved} while the run trained: the run ends. "
+        "Rename it back to go on from its newest checkpoint."
+    )
+    assert not run.path.exists()
+    assert [record["step"] for record in read_metrics(moved / "metrics.jsonl")] == [1, 2]
+    told = json.loads((moved / "summary.json").read_text())
+    assert (told["exit_reason"], told["steps"]) == (str(raised.value), 2)
+    assert all((moved / name).is_file() for name in ("config.yaml", "plan.json"))
+    assert not rendezvous or read_attempts(moved, print)[0].exit_code == 1
+
+
+@pytest.mark.parametrize("rendezvous", [None, two_nodes()])
+@pytest.mark.parametrize("taken", [False, True])
+def test_of_a_folder_that_is_deleted_nothing_that_is_known_is_lost(
+    taken, rendezvous, tmp_path, plan, monkeypatch, capsys
+):
+    def delete(path):
+        shutil.rmtree(path)
+        if taken:  # by another run
+            path.mkdir()
+            (path / ".lock").touch()
+
+    run = Lost(tmp_path, plan, monkeypatch, delete)
+    with pytest.raises(LostFolderError, match=f"{run.path} was deleted while the run trained"):
+        run.train(rendezvous)
+    again = run.path.with_name("mine.damaged") if taken else run.path
+    err = capsys.readouterr().err
+    assert f"settings, plan and metrics of the run are written again, to {again}\n" in err
+    assert [record["step"] for record in read_metrics(again / "metrics.jsonl")] == [1, 2]
+    told = json.loads((again / "summary.json").read_text())
+    assert ("was deleted while the run trained" in told["exit_reason"], told["steps"]) == (True, 2)
+    assert load_frozen(again / "config.yaml").run.id == again.name
+    assert Plan.from_dict(json.loads((again / "plan.json").read_text())) == plan
+    assert not taken or [path.name for path in run.path.iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_metrics_whose_file_is_taken_away_are_written_again(
+    replaced, tmp_path, plan, monkeypatch, capsys
+):
+    def remove(path):
+        (path / "metrics.jsonl").unlink()
+        if replaced:
+            (path / "metrics.jsonl").write_text("something else")
+
+    run = Lost(tmp_path, plan, monkeypatch, remove)
+    assert run.train() == 0
+    assert [record["step"] for record in read_metrics(run.path / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert "was taken away while the run trained: it is written again" in capsys.readouterr().out
+    assert (run.path / "metrics.jsonl.damaged").exists() == replaced
+
+
+def test_no_save_makes_a_lost_folder_again(tmp_path, plan, monkeypatch):
+    run = Lost(tmp_path, plan, monkeypatch, lambda path: None)
+    with folder.claim(run.config) as home:
+        record = run_log.RunLog(home, run.config, plan, 0.0, make_console(), None)
+        shutil.rmtree(run.path)
+        with pytest.raises(LostFolderError):
+            record.sync()
+        with pytest.raises(LostFolderError):  # nor does another start begin from step 0
+            folder.again(home, run.config)
