@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -18,6 +18,7 @@ from launcher.output import answer, complain
 from launcher.stop import Stop
 
 if TYPE_CHECKING:
+    from launcher.config.parallel import Parallel
     from launcher.config.schema import Config
 
 _EXAMPLES = """\
@@ -221,7 +222,18 @@ def _checked(config: Config) -> str:
         f"The settings are fine: model={config.model.name} ({layers} layers), "
         f"dataset={config.dataset.name}, optimizer={config.optimizer.name}, "
         f"{train.steps} steps of {train.global_batch_size} samples, "
-        f"parallel={parallel.method} ({parallel.schedule}, "
-        f"num_micro_batches={parallel.num_micro_batches or 'auto'}), "
+        f"parallel={parallel.method} ({', '.join(_told(parallel))}), "
         f"cluster={cluster.name or cluster.kind}."
     )
+
+
+def _told(parallel: Parallel) -> Iterator[str]:
+    """Yields what the line says of the parallel method."""
+    from launcher.config.parallel import Pipeline, Planned, Replay
+
+    if isinstance(parallel, Replay):
+        yield parallel.plan
+    if isinstance(parallel, Pipeline):
+        yield parallel.schedule
+    if isinstance(parallel, Planned):
+        yield f"num_micro_batches={parallel.num_micro_batches or 'auto'}"

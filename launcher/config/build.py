@@ -13,8 +13,8 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from launcher.config.errors import ConfigError, closest, shown
-from launcher.config.fields import settings_of
+from launcher.config.errors import ConfigError, closest, listed, shown
+from launcher.config.fields import Variants, settings_of
 from launcher.config.keys import setting_keys
 from launcher.config.schema import Config
 
@@ -37,10 +37,14 @@ _MEANING = {
 def build(cls: type[T], tree: Any, key: str = "") -> T:
     """Makes a `cls` from `tree`; what the tree leaves out takes the field's default.
 
+    In a section of several kinds a setting of another kind may stand where it says nothing: where
+    it is null, or `auto` if it knows that word.
+
     Args:
         cls: a dataclass of `launcher.config.schema`.
         tree: what was said: a mapping of field names to values, nested as the schema is.
         key: the dotted name of this section, for messages.
+
     Raises:
         ConfigError: an unknown name, a wrong type, a value out of bounds, a value not given.
     """
@@ -52,8 +56,8 @@ def build(cls: type[T], tree: Any, key: str = "") -> T:
         )
     hints = typing.get_type_hints(cls)
     fields = {field.name: field for field in settings_of(cls)}
-    for name in tree:
-        if name not in fields:
+    for name, value in tree.items():
+        if name not in fields and not _says_nothing(cls, key, name, value):
             raise _unknown(cls, key, str(name))
     values = {}
     for name, field in fields.items():
@@ -70,23 +74,24 @@ def _field_value(field: dataclasses.Field[Any], hint: Any, value: Any, key: str)
     variants = field.metadata.get("variants")
     if variants is not None:
         return build(_variant(variants, value, key), value, key)
-    if field.metadata.get("auto") and value == "auto":
-        return None
+    if field.metadata.get("auto") and value in ("auto", None):
+        return field.default
     converted = _convert(hint, value, key)
     _check_bounds(field.metadata, converted, key)
     return converted
 
 
-def _variant(variants: Mapping[str, type], tree: Any, key: str) -> type:
-    """The class that the tree's own `name` picks."""
-    name = tree.get("name") if isinstance(tree, Mapping) else tree
-    if isinstance(name, str) and name in variants:
-        return variants[name]
-    if name is None:
-        remedy = f"It says which kind of {key} this is: {', '.join(variants)}."
-        raise ConfigError(f"{key}.name is not set", remedy)
-    problem = f"{key}.name must be one of {', '.join(variants)}, not {shown(name)}"
-    raise ConfigError(problem, f"Choose one with {key}=OPTION.", [f"{key}.name"])
+def _variant(variants: Variants, tree: Any, key: str) -> type:
+    """Returns the class of the kind that the section `tree` names."""
+    kinds, named = variants.classes, f"{key}.{variants.key}"
+    kind = tree.get(variants.key) if isinstance(tree, Mapping) else tree
+    if isinstance(kind, str) and kind in kinds:
+        return kinds[kind]
+    if kind is None:
+        remedy = f"It says which kind of {key} this is: {', '.join(kinds)}."
+        raise ConfigError(f"{named} is not set", remedy)
+    problem = f"{named} must be one of {', '.join(kinds)}, not {shown(kind)}"
+    raise ConfigError(problem, f"Choose one with {key}=OPTION.", [named])
 
 
 def _convert(hint: Any, value: Any, key: str) -> Any:
@@ -235,37 +240,62 @@ def _plain(number: float) -> str:
 
 
 def _unknown(cls: type, section: str, name: str) -> ConfigError:
-    """The error for a name that the schema lacks, with the nearest that it has."""
+    """Returns the error for a name that `cls` lacks, with where it belongs or the nearest name."""
     key = _join(section, name)
-    option, homes = _variant_of(cls, section, name)
+    siblings = _siblings(cls, section)
+    option = next((option for option, one in siblings.items() if one is cls), None)
     problem = f"{key} is not a setting{f' of {section}={option}' if option else ''}"
-    if homes:
-        return ConfigError(problem, f"It belongs to {section}={homes[0]}.", [key])
+    if homes := _homes(siblings, name):
+        clause = getattr(cls, "clause", "")
+        belongs = f"It belongs to {section}={listed(homes)}."
+        return ConfigError(f"{problem}, {clause}" if clause else problem, belongs, [key])
     here = closest(name, [field.name for field in settings_of(cls)])
+    beside = closest(name, [field.name for one in siblings.values() for field in settings_of(one)])
     top = section.partition(".")[0]
     elsewhere = [known for known in setting_keys() if known.partition(".")[0] != top]
     match = (
         next((known for known in elsewhere if known.rpartition(".")[2] == name), None)
         or (_join(section, here) if here else None)
+        or (_with_homes(section, beside, _homes(siblings, beside)) if beside else None)
         or closest(key, elsewhere)
     )
     remedy = f"Did you mean {match}?" if match else _section_remedy(cls, section)
     return ConfigError(problem, remedy, [key])
 
 
-def _variant_of(cls: type, section: str, name: str) -> tuple[str, list[str]]:
-    """Which option of `section` is `cls`, and which others have a setting `name`; "" for none."""
+def _with_homes(section: str, name: str, homes: Sequence[str]) -> str:
+    return f"{_join(section, name)}, of {section}={listed(homes)}"
+
+
+def _says_nothing(cls: type, section: str, name: Any, value: Any) -> bool:
+    """Returns whether a setting of another kind of the section leaves that at its default."""
+    found = [
+        field
+        for one in _siblings(cls, section).values()
+        for field in settings_of(one)
+        if field.name == name
+    ]
+    may_be_auto = any("auto" in field.metadata for field in found)
+    return bool(found) and (value is None or (value == "auto" and may_be_auto))
+
+
+def _siblings(cls: type, section: str) -> Mapping[str, type]:
+    """Returns all kinds of a section that `cls` is one kind of; none for any other class."""
     for field in dataclasses.fields(Config):
-        variants = field.metadata.get("variants", {})
-        if field.name == section and cls in variants.values():
-            option = next(option for option, variant in variants.items() if variant is cls)
-            homes = [
-                option
-                for option, variant in variants.items()
-                if name in (field.name for field in dataclasses.fields(variant))
-            ]
-            return option, homes
-    return "", []
+        variants = field.metadata.get("variants")
+        if field.name == section and variants and cls in variants.classes.values():
+            classes: Mapping[str, type] = variants.classes
+            return classes
+    return {}
+
+
+def _homes(siblings: Mapping[str, type], name: str) -> list[str]:
+    """Returns the kinds that have the setting."""
+    return [
+        option
+        for option, one in siblings.items()
+        if any(field.name == name for field in settings_of(one))
+    ]
 
 
 def _section_remedy(cls: type, section: str) -> str:

@@ -56,6 +56,11 @@ def advice(word: str, options: Sequence[str], label: str = "") -> str:
     return f"{label or 'Choose one of'}: {', '.join(options)}."
 
 
+def listed(words: Sequence[str]) -> str:
+    """Returns the words as one reads them out: "a, b or c"."""
+    return " or ".join(part for part in (", ".join(words[:-1]), words[-1]) if part)
+
+
 def shown(value: object) -> str:
     """`value` as its author wrote it: YAML's words for nothing and for truth, text in quotes."""
     if value is None:

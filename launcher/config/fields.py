@@ -1,15 +1,14 @@
 """How a field of the settings says which values it takes; `schema` and its sections use it.
 
 A field's `metadata` may hold `choices` (the words it accepts), `minimum`/`maximum` (inclusive),
-`auto` (the word stands for null, which leaves the choice to the launcher) and
-`variants` (a section of several kinds: the class for each `name`). A field that is `internal` is
-no setting.
+`auto` (the word `auto`, or null, stands for the field's default) and `variants` (a section of
+several kinds: its `Variants`). A field that is `internal` is no setting.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import Field, field, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 # Where a setting is in the tree; and, of what in the tree comes from the environment, the text that
@@ -18,21 +17,44 @@ Place = tuple[str | int, ...]
 FromEnvironment = Mapping[Place, tuple[str, Any]]
 
 
+@dataclass(frozen=True)
+class Variants:
+    """The kinds of a section.
+
+    Attributes:
+        key: the setting of the section that names the kind, such as `name`.
+        classes: the class of each kind, by its name.
+    """
+
+    key: str
+    classes: Mapping[str, type]
+
+
 def settings_of(cls: Any) -> list[Field[Any]]:
-    """The fields of a section that are settings."""
+    """Returns the fields of a section that are settings."""
     return [found for found in fields(cls) if "internal" not in found.metadata]
 
 
+def variants(key: str, classes: Mapping[str, type]) -> Mapping[str, Any]:
+    """Returns the metadata of a section of several kinds, which its setting `key` names."""
+    return {"variants": Variants(key, classes)}
+
+
 def choice(default: str, *choices: str) -> Any:
-    """A text field that accepts only `choices`."""
+    """Makes a text field that accepts only `choices`."""
     return field(default=default, metadata={"choices": choices})
 
 
 def number(default: Any, minimum: float | None = None, maximum: float | None = None) -> Any:
-    """A number field with inclusive bounds; `None` leaves a side open."""
+    """Makes a number field with inclusive bounds; `None` leaves a side open."""
     return field(default=default, metadata={"minimum": minimum, "maximum": maximum})
 
 
-def automatic(minimum: float) -> Any:
-    """A number field that may be left to the launcher: `auto`, or null."""
-    return field(default=None, metadata={"minimum": minimum, "maximum": None, "auto": True})
+def automatic(default: int | None = None, minimum: float = 1) -> Any:
+    """Makes a number field that `auto`, or null, leaves at its default."""
+    return field(default=default, metadata={"minimum": minimum, "maximum": None, "auto": True})
+
+
+def automatic_choice(default: str, *choices: str) -> Any:
+    """Makes a text field that accepts only `choices`, and `auto` or null for its default."""
+    return field(default=default, metadata={"choices": ("auto", *choices), "auto": True})

@@ -18,7 +18,7 @@ def _leaves(cls: Any, section: str = "") -> Iterator[tuple[str, Any]]:
     for field in settings_of(cls):
         key = f"{section}.{field.name}" if section else field.name
         if "variants" in field.metadata:
-            for variant in field.metadata["variants"].values():
+            for variant in field.metadata["variants"].classes.values():
                 yield from _leaves(variant, key)
         elif dataclasses.is_dataclass(hints[field.name]):
             yield from _leaves(hints[field.name], key)

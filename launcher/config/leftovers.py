@@ -1,11 +1,14 @@
 """What a file says of an option of its own choice counts only while that option is chosen.
 
 A recipe picks `parallel: manual` and says how many stages; with `parallel=data` on the command line
-the stages mean nothing. Pure but for reading files that have been read before.
+the stages mean nothing. With `parallel.method=data` neither do those of `conf/parallel/auto.yaml`.
+Pure but for reading files that have been read before.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +17,7 @@ from omegaconf import OmegaConf
 
 from launcher.config.files import choices
 from launcher.config.origin import Source
+from launcher.config.schema import Config
 
 Tree = dict[str, Any]
 
@@ -21,22 +25,33 @@ Tree = dict[str, Any]
 def without_leftovers(
     tree: Tree, sources: Sequence[Source], overrides: Sequence[Override], groups: Mapping[str, Any]
 ) -> Tree:
-    """`tree`, composed of `sources` and `overrides` and not yet resolved, without what a file says
-    of a group of which the command line has chosen another option than that file."""
+    """Returns the tree without what files say of options that are not chosen.
+
+    Args:
+        tree: composed of `sources` and `overrides`, and not yet resolved.
+        sources: the files that took part.
+        overrides: what the command line says.
+        groups: the groups of files, by their names.
+    """
     sections = groups.keys() & tree.keys()
     chosen = {
         o.key_or_group: str(o.value())
         for o in overrides
         if o.key_or_group in sections and not isinstance(o.value(), dict)
     }
-    files = [(source, _content(source)) for source in sources] if chosen else []
-    for group, option in chosen.items():
+    content = functools.cache(_content)
+    users = [(source, content(source)) for source in sources if not source.is_own]
+    kinds = _kinds(tree, users, overrides)
+    for group in dict.fromkeys((*chosen, *kinds)):
+        files = [one for one in sources if one.package.partition(".")[0] in ("", group)]
+        parts = [(one, _part(one, content(one), group)) for one in files]
         kept = [
-            _part(source, content, group)
-            for source, content in files
-            if choices(content).get(group, option) == option or source.package == group
+            part
+            for source, part in parts
+            if _is_chosen(source, content(source), group, chosen.get(group))
+            and all(part.get(key, kind) == kind for key, kind in kinds.get(group, {}).items())
         ]
-        if len(kept) == len(files):
+        if len(kept) == len(parts):
             continue
         section: Tree = {}
         for part in kept:
@@ -47,20 +62,48 @@ def without_leftovers(
     return tree
 
 
+def _kinds(
+    tree: Tree, files: Sequence[tuple[Source, Any]], overrides: Sequence[Override]
+) -> dict[str, Tree]:
+    """Returns the kinds of sections that the user says by themselves, not by choosing an option.
+
+    By section a table of one: the setting that names the kind, and the kind.
+    """
+    found = {}
+    for field in dataclasses.fields(Config):
+        name, variants, section = field.name, field.metadata.get("variants"), tree.get(field.name)
+        if variants is None or not isinstance(section, dict) or variants.key not in section:
+            continue
+        on_command_line = [variants.key] in _said(overrides, name)
+        if on_command_line or any(variants.key in _part(*file, name) for file in files):
+            found[name] = {variants.key: section[variants.key]}
+    return found
+
+
+def _is_chosen(source: Source, content: Any, group: str, option: str | None) -> bool:
+    """Returns whether a file is for the option that is chosen, where one is."""
+    if option is None or source.package == group:
+        return True
+    return choices(content).get(group, option) == option
+
+
 def _content(source: Source) -> Any:
     return OmegaConf.to_container(OmegaConf.load(source.path))
 
 
 def _part(source: Source, content: Any, group: str) -> Tree:
-    """What a file says of the section `group`."""
-    part = {name: value for name, value in content.items() if name != "defaults"}
+    """Returns what a file says of the section `group`."""
+    if not isinstance(content, dict):
+        return {}
+    part: Any = {name: value for name, value in content.items() if name != "defaults"}
     for name in reversed(source.package.split(".") if source.package else ()):
         part = {name: part}
-    return part.get(group) or {}
+    found = part.get(group)
+    return found if isinstance(found, dict) else {}
 
 
 def _said(overrides: Sequence[Override], group: str) -> Iterator[list[str]]:
-    """The settings of the section that the command line sets, without the section's name."""
+    """Yields the settings of the section that the command line sets, without the section's name."""
     for override in overrides:
         section, _, key = override.key_or_group.partition(".")
         if section != group:
@@ -72,7 +115,7 @@ def _said(overrides: Sequence[Override], group: str) -> Iterator[list[str]]:
 
 
 def _only(tree: Any, names: Sequence[str]) -> Any:
-    """`tree` with nothing in it but what these names lead to."""
+    """Returns `tree` with nothing in it but what these names lead to."""
     return {names[0]: _only(tree[names[0]], names[1:])} if names else tree
 
 

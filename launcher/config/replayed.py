@@ -21,6 +21,7 @@ from launcher.config.files import choices
 from launcher.config.interpolation import bounded, resolved
 from launcher.config.leftovers import Tree
 from launcher.config.origin import Source
+from launcher.config.parallel import METHODS, Replay
 from launcher.config.sizes import DIMENSIONS
 from launcher.files import DamagedError
 
@@ -36,7 +37,7 @@ def with_runs_settings(
     """`tree`, not yet resolved, with the model, the data and what else makes its program from the
     run whose plan it replays, as far as neither the command line nor a recipe says a word of it."""
     parallel = tree.get("parallel")
-    if not isinstance(parallel, dict) or parallel.get("method") != "replay":
+    if not isinstance(parallel, dict) or METHODS.get(str(parallel.get("method"))) is not Replay:
         return tree
     with bounded():
         plan = OmegaConf.select(OmegaConf.create(tree), "parallel.plan")

@@ -4,9 +4,9 @@ This module is data only. `build` fills it strictly from a plain tree, `checks` 
 no single field can state. Whoever may know settings (cluster, train, report, __main__) reads these
 classes; they import nothing else of ours.
 
-The section `cluster` is in `machines`, `optimizer` in `optimizers`; `fields` is how a field says
-which values it takes. A default says what the YAML of the default options says too (a test holds
-them together); it serves files that leave a key out.
+The sections `cluster`, `optimizer` and `parallel` are in `machines`, `optimizers` and `parallel`;
+`fields` is how a field says which values it takes. A default says what the YAML of the default
+options says too (a test holds them together); it serves files that leave a key out.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from launcher.config.fields import FromEnvironment, automatic, choice, number
+from launcher.config.fields import FromEnvironment, choice, number, variants
 from launcher.config.machines import Cluster
-from launcher.config.optimizers import OPTIMIZERS, SGD, Adafactor, Adam, AdamW, Lion
-from launcher.schedule import training_schedules
+from launcher.config.optimizers import OPTIMIZERS, AdamW, Optimizer
+from launcher.config.parallel import METHODS, Auto, Parallel
 
 
 @dataclass(frozen=True)
@@ -162,39 +162,6 @@ class Train:
 
 
 @dataclass(frozen=True)
-class Parallel:
-    """The parallel method. `auto` searches; `manual` and `three_d` cut at the model's own marks;
-    `replay` does what `plan` says; the others are one stage."""
-
-    method: str = choice(
-        "auto", "auto", "manual", "data", "zero2", "zero3", "shard", "three_d", "replay"
-    )
-    num_layers: int | None = number(None, minimum=1)  # null: at the model's marks, if it has any
-    num_stages: int | None = automatic(minimum=1)  # manual: as many as layers and devices allow
-    stages_per_mesh: int | None = number(None, minimum=1)  # null: one; interleaved: at least two
-    num_micro_batches: int | None = automatic(minimum=1)  # left open: for auto alone
-    schedule: str = choice("auto", "auto", *training_schedules())
-    remat: str = choice(
-        "auto",
-        "auto",
-        "none",
-        "full",
-        "checkpoint_dots",
-        "checkpoint_dots_with_no_batch_dims",
-        "dots_saveable",
-        "dots_with_no_batch_dims_saveable",
-        "everything_saveable",
-        "nothing_saveable",
-    )
-    data: int | None = number(None, minimum=1)  # shard, three_d: of each stage; null: what is left
-    model: int | None = number(None, minimum=1)
-    pipeline: int | None = number(None, minimum=1)  # three_d: the number of stages
-    cost: str = choice("model", "model", "profile")  # what predictions rest on
-    plan: str | None = None  # replay: a plan.json
-    allow_over_memory: bool = False  # train by a plan that needs more memory than the devices have
-
-
-@dataclass(frozen=True)
 class Sweep:
     """The sweep that `task=sweep_status` shows, by its folder, and whether it may submit again."""
 
@@ -225,7 +192,10 @@ DATASETS: dict[str, type] = {
 
 @dataclass(frozen=True)
 class Config:
-    """The whole tree. `model`, `dataset` and `optimizer` are of the class that their `name` picks.
+    """The whole tree.
+
+    `model`, `dataset` and `optimizer` are of the class that their `name` picks, `parallel` of the
+    one of its `method`.
 
     `allow_modules` and `allow_commands` are given on the command line only: what a file says of
     them does not count. `from_environment` is how the settings are to be written that took the
@@ -236,15 +206,13 @@ class Config:
     allow_modules: list[str] = field(default_factory=list)
     allow_commands: bool = False
     run: Run = field(default_factory=Run)
-    model: GPT | MLP | CustomModel = field(default_factory=GPT, metadata={"variants": MODELS})
+    model: GPT | MLP | CustomModel = field(default_factory=GPT, metadata=variants("name", MODELS))
     dataset: StdlibText | Text | Synthetic | CustomDataset = field(
-        default_factory=StdlibText, metadata={"variants": DATASETS}
+        default_factory=StdlibText, metadata=variants("name", DATASETS)
     )
-    optimizer: AdamW | Adam | SGD | Lion | Adafactor = field(
-        default_factory=AdamW, metadata={"variants": OPTIMIZERS}
-    )
+    optimizer: Optimizer = field(default_factory=AdamW, metadata=variants("name", OPTIMIZERS))
     train: Train = field(default_factory=Train)
-    parallel: Parallel = field(default_factory=Parallel)
+    parallel: Parallel = field(default_factory=Auto, metadata=variants("method", METHODS))
     cluster: Cluster = field(default_factory=Cluster)
     wandb: Wandb = field(default_factory=Wandb)
     sweep: Sweep = field(default_factory=Sweep)

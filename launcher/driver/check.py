@@ -15,6 +15,7 @@ from launcher.cluster.slurm.allocation import find_allocation
 from launcher.config.check_parallel import check_parallel
 from launcher.config.errors import ConfigError
 from launcher.config.notes import notes
+from launcher.config.parallel import Replay
 from launcher.config.schema import Config, CustomDataset, CustomModel
 from launcher.driver import folder
 from launcher.driver.init_from import find_start
@@ -113,11 +114,11 @@ def find_pool(config: Config, plan_only: bool, say: Callable[[str], None]) -> De
         say(note)
     for error in check_parallel(replace(config, cluster=cluster)):
         raise error
-    if config.parallel.method == "replay":
+    if isinstance(config.parallel, Replay):
         assert cluster.gpus is not None
-        path, each = str(config.parallel.plan), cluster.gpus // cluster.hosts
+        path, each = config.parallel.plan, cluster.gpus // cluster.hosts
         plan = read_plan(path)
-        check_program(config, say)
+        check_program(config, path, say)
         check_devices(path, plan, cluster.hosts, each)
     return pool
 
@@ -134,7 +135,7 @@ def _not_looked_at(config: Config, goes_on: bool, environ: Mapping[str, str]) ->
         yield f"where it would train, for cluster={config.cluster.name} is not here"
     if config.cluster.kind == "slurm" and find_allocation(environ) is None:
         yield "what Slurm has"
-    if config.parallel.method == "replay":
+    if isinstance(config.parallel, Replay):
         yield "whether the plan is right for the model's program"
     else:
         yield "the plan and the memory that it needs (task=plan)"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from launcher.config.schema import Parallel
+from launcher.config.parallel import Auto, Data, Parallel, Planned, Zero3
 from launcher.driver.plan_from_config import plan_of
 from launcher.plan import ClusterShape, Plan, PlanError, in_words
 from launcher.report.text import bytes_text
@@ -41,7 +41,8 @@ def what_fits(parallel: Parallel, step: TracedStep, cluster: ClusterShape, plan:
             found.append(words)
             break
     try:
-        automatic = plan_of(Parallel(num_layers=parallel.num_layers), step, cluster)
+        num_layers = getattr(parallel, "num_layers", None)
+        automatic = plan_of(Auto(num_layers=num_layers), step, cluster)
         found.append(f"parallel=auto ({in_words(automatic)})")
     except PlanError as error:
         if advice := str(error).partition(_FITS)[2]:
@@ -55,20 +56,21 @@ def what_fits(parallel: Parallel, step: TracedStep, cluster: ClusterShape, plan:
 
 def _changes(parallel: Parallel, step: TracedStep, plan: Plan) -> Iterator[tuple[str, Parallel]]:
     """What takes less memory under the same method, or one like it: less of a change first."""
-    if parallel.method in ("auto", "replay"):
+    if isinstance(parallel, Auto) or not isinstance(parallel, Planned):
         return
     most = step.batch_size // max(stage.logical_mesh[0] for stage in plan.stages)
-    methods = [parallel.method]
-    if parallel.method in ("data", "zero2"):
-        methods.append("zero3")
+    methods: list[Planned] = [parallel]
+    if isinstance(parallel, Data) and not isinstance(parallel, Zero3):
+        kept = {name: value for name, value in vars(parallel).items() if name != "method"}
+        methods.append(Zero3(**kept))
     ways = (
         {"remat": "full"},
         {"num_micro_batches": most},
         {"remat": "full", "num_micro_batches": most},
     )
     for method in methods:
-        is_other = method != parallel.method
+        is_other = method is not parallel
         for way in ({}, *ways) if is_other else ways:
             settings = {f"parallel.{key}={value}" for key, value in way.items()}
-            words = ([f"parallel={method}"] if is_other else []) + sorted(settings)
-            yield " ".join(words), replace(parallel, method=method, **way)
+            words = ([f"parallel={method.method}"] if is_other else []) + sorted(settings)
+            yield " ".join(words), replace(method, **way)

@@ -5,10 +5,35 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from launcher.config.errors import ConfigError
-from launcher.config.schema import Parallel
+from launcher.config.parallel import (
+    Auto,
+    Data,
+    Manual,
+    Parallel,
+    Pipeline,
+    Planned,
+    Replay,
+    Shard,
+    ThreeD,
+    Zero2,
+    Zero3,
+)
 from launcher.driver.replay import another_program, check_devices, no_plan, read_plan
-from launcher.plan import ClusterShape, Plan, PlanError, make_plan
-from launcher.schedule import DEFAULT_SCHEDULE
+from launcher.plan import ClusterShape, Plan, PlanError
+from launcher.plan.build import build_plan, repriced
+from launcher.plan.errors import TooLargeError
+from launcher.plan.methods import (
+    DataParallel,
+    PipeshardParallel,
+    ShardParallel,
+    ThreeDParallel,
+    UniformStageOption,
+    Zero2Parallel,
+    Zero3Parallel,
+    auto_plan,
+)
+from launcher.plan.options import AutoLayerOption, ManualLayerOption, numbered_layers
+from launcher.plan.profile.measure_layers import measure_layers
 from launcher.trace import TracedStep
 
 
@@ -20,50 +45,128 @@ def plan_of(
     say: Callable[[str], None] = lambda text: None,
     nothing_fits: Callable[[str], None] | None = None,
 ) -> Plan:
-    """The plan that the settings ask for. What is left to the launcher, only `auto` searches for;
-    the other methods take one microbatch, the default schedule and no rematerialisation.
-    `progress` is told the share of a search that is done, `say` what happened to measurements, and
-    `nothing_fits` why a search plans what lacks least memory; without it, that takes
-    `parallel.allow_over_memory`.
+    """Returns the plan that the settings ask for.
+
+    Args:
+        parallel: the settings.
+        step: the traced train step.
+        cluster: the devices to plan for.
+        progress: called with the share of a search that is done, 0 … 1.
+        say: called with a message about each measurement that failed or was ignored.
+        nothing_fits: called with the reason where no plan that a search finds fits the memory; the
+            one that exceeds it least is then returned. None: that is an error, unless
+            `parallel.allow_over_memory`.
 
     Raises:
         ConfigError: the plan to replay cannot be read, or is not one for this program and cluster.
         PlanError, BatchError: there is no such plan.
     """
-    if parallel.method == "replay":
+    if isinstance(parallel, Replay):
         return _replayed(parallel, step, cluster)
-    searched = parallel.method == "auto"
-    if nothing_fits is None and parallel.allow_over_memory:
-        nothing_fits = _as_allowed
-    chosen = {"schedule": parallel.schedule, "remat": parallel.remat}
-    if not searched:
-        usual = {"schedule": DEFAULT_SCHEDULE, "remat": "none"}
-        chosen = {key: usual[key] if word == "auto" else word for key, word in chosen.items()}
-    return make_plan(
-        step,
-        method=parallel.method,
-        num_layers=parallel.num_layers,
-        num_stages=parallel.num_stages,
-        stages_per_mesh=parallel.stages_per_mesh,
-        num_micro_batches=parallel.num_micro_batches or (None if searched else 1),
-        **chosen,
-        data=parallel.data,
-        model=parallel.model,
-        pipeline=parallel.pipeline,
-        cluster=cluster,
-        cost=parallel.cost,
-        nothing_fits=nothing_fits,
-        progress=progress,
-        say=say,
-    )
+    if isinstance(parallel, Auto):
+        if nothing_fits is None and parallel.allow_over_memory:
+            nothing_fits = _as_allowed
+        return _searched(parallel, step, cluster, progress, say, nothing_fits)
+    assert isinstance(parallel, Planned)
+    plan = _planned(parallel, step, cluster)
+    if parallel.cost == "model":
+        return plan
+    step = step.cut_at(plan.layer_ends)
+    sizes = sorted({stage.logical_mesh[1] for stage in plan.stages})
+    measured = measure_layers(step, cluster, sizes, plan.num_micro_batches, progress, say)
+    return repriced(step, plan, measured)
 
 
 def _as_allowed(why: str) -> None:
     """Say nothing of what was allowed."""
 
 
-def _replayed(parallel: Parallel, step: TracedStep, cluster: ClusterShape) -> Plan:
-    path = str(parallel.plan)
+def _searched(
+    parallel: Auto,
+    step: TracedStep,
+    cluster: ClusterShape,
+    progress: Callable[[float], None],
+    say: Callable[[str], None],
+    nothing_fits: Callable[[str], None] | None,
+) -> Plan:
+    step = _layers(parallel, step, parallel.num_stages).layered(step)
+    try:
+        return auto_plan(
+            step,
+            cluster,
+            parallel.num_micro_batches,
+            parallel.schedule,
+            parallel.remat,
+            parallel.cost,
+            progress,
+            say,
+            parallel.num_stages,
+        )
+    except TooLargeError as error:
+        if nothing_fits is None:
+            raise
+        nothing_fits(str(error))
+        return build_plan(step, error.assignment, cluster)
+
+
+def _planned(parallel: Planned, step: TracedStep, cluster: ClusterShape) -> Plan:
+    """Returns the plan of a method that searches for nothing."""
+    count, remat = parallel.num_micro_batches or 1, parallel.remat
+    match parallel:
+        case Manual():
+            return PipeshardParallel(
+                count,
+                _layers(parallel, step, parallel.num_stages),
+                UniformStageOption(parallel.num_stages, parallel.stages_per_mesh),
+                parallel.schedule,
+                remat,
+            ).plan(step, cluster)
+        case ThreeD():
+            step = _layers(parallel, step, parallel.pipeline).layered(step)
+            sizes = _sizes(parallel, cluster.num_devices)
+            return ThreeDParallel(*sizes, count, parallel.schedule, remat).plan(step, cluster)
+        case Shard():
+            shape = _shape(parallel, cluster.num_devices)
+            return ShardParallel(count, shape, remat).plan(step, cluster)
+        case Zero3():
+            return Zero3Parallel(count, remat).plan(step, cluster)
+        case Zero2():
+            return Zero2Parallel(count, remat).plan(step, cluster)
+        case Data():
+            return DataParallel(count, remat).plan(step, cluster)
+    raise TypeError(f"{type(parallel).__name__} has no plan here")
+
+
+def _layers(
+    parallel: Pipeline, step: TracedStep, num_stages: int | None
+) -> ManualLayerOption | AutoLayerOption:
+    return numbered_layers(step, parallel.num_layers, num_stages)
+
+
+def _shape(parallel: Shard, num_devices: int) -> tuple[int, int] | None:
+    """Returns (data, model), or None where neither is given."""
+    if parallel.data is None and parallel.model is None:
+        return None
+    data = parallel.data or max(1, num_devices // (parallel.model or 1))
+    return data, parallel.model or max(1, num_devices // data)
+
+
+def _sizes(parallel: ThreeD, num_devices: int) -> tuple[int, int, int]:
+    """Returns (data, model, pipeline), with the sizes that are not given filled in.
+
+    What is left of the devices goes to data, otherwise to pipeline, otherwise to model.
+    """
+    data, model, pipeline = parallel.data, parallel.model, parallel.pipeline
+    left = max(1, num_devices // ((data or 1) * (model or 1) * (pipeline or 1)))
+    if data is None:
+        return left, model or 1, pipeline or 1
+    if pipeline is None:
+        return data, model or 1, left
+    return data, model or left, pipeline
+
+
+def _replayed(parallel: Replay, step: TracedStep, cluster: ClusterShape) -> Plan:
+    path = parallel.plan
     tree = read_plan(path)
     try:
         plan = Plan.from_dict(tree)

@@ -18,13 +18,12 @@ from launcher.files import DamagedError, read_json
 _MOST_NAMED = 4
 
 
-def check_program(config: Config, say: Callable[[str], None]) -> None:
-    """Say what `config` has from the run of the plan that it replays, or has in common with it.
+def check_program(config: Config, path: str, say: Callable[[str], None]) -> None:
+    """Say what `config` has from the run of the plan at `path`, or has in common with it.
 
     Raises ConfigError where that run, as its `config.yaml` beside the plan says, had other settings
     that make another program.
     """
-    path = str(config.parallel.plan)
     if there := resolved_beside(path):
         here = to_dict(config)
         differing = list(differences(here, there))

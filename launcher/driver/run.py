@@ -21,6 +21,7 @@ from launcher.cluster.ray.waiting import Patience
 from launcher.cluster.slurm.rendezvous import Rendezvous, release_nodes
 from launcher.config.compose import to_dict
 from launcher.config.errors import ConfigError
+from launcher.config.parallel import Planned
 from launcher.config.schema import Config, CustomDataset, CustomModel
 from launcher.driver import folder
 from launcher.driver.check import Found, look, os_error_text
@@ -157,7 +158,8 @@ def _is_plain(config: Config) -> bool:
     """Whether next to nothing can be wrong with a run that was looked at, and nothing is measured
     for its plan: then Ray and the workers come up while it is traced and planned."""
     is_own = isinstance(config.model, CustomModel) or isinstance(config.dataset, CustomDataset)
-    return not is_own and config.parallel.cost != "profile"
+    measures = isinstance(config.parallel, Planned) and config.parallel.cost == "profile"
+    return not is_own and not measures
 
 
 def _begun(

@@ -5,7 +5,6 @@ Imports `partition` and below.
 
 from launcher.partition.errors import PlanError
 from launcher.plan.build import make_forward_plan
-from launcher.plan.by_name import make_plan
 from launcher.plan.cluster_shape import ClusterShape, local_shape
 from launcher.plan.inter_op.select import in_words
 from launcher.plan.pipeline import measured_bubble, timeline, transfer_seconds
@@ -21,7 +20,6 @@ __all__ = [
     "in_words",
     "local_shape",
     "make_forward_plan",
-    "make_plan",
     "measured_bubble",
     "timeline",
     "transfer_seconds",

@@ -22,9 +22,10 @@ import optax
 from planner_published import cluster_of, fits, restricted
 
 import launcher
-from launcher.plan import Plan, make_plan
+from launcher.plan import Plan
 from launcher.plan.inter_op.problem import Wanted
 from launcher.plan.inter_op.select import best_plan, in_words
+from launcher.plan.methods import Zero3Parallel
 from launcher.trace import TracedStep, trace_step
 
 SUSTAINED = 0.4  # of the datasheet's peak; any: only plans of one model are compared
@@ -199,9 +200,7 @@ def plans(model: Model, gpus: int) -> dict[str, Plan | None]:
         "auto": best_plan(step, cluster, Wanted()),
         "intra": restricted(step, cluster, intra=True),
         "inter": restricted(step, cluster, intra=False),
-        "zero3": make_plan(
-            step, method="zero3", cluster=cluster, num_micro_batches=step.batch_size // (2 * gpus)
-        ),
+        "zero3": Zero3Parallel(step.batch_size // (2 * gpus)).plan(step, cluster),
     }
 
 

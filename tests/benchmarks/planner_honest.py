@@ -73,7 +73,10 @@ def runner(program: Any, plan: Any) -> Callable[[int], float]:
 
 def predictions(program: Any) -> tuple[list[list[float]], list[Any]]:
     """For every plan the seconds by each way to know them; and the plans to run."""
-    from launcher.plan import local_shape, make_plan
+    from launcher.config.build import build
+    from launcher.config.schema import Config
+    from launcher.driver.plan_from_config import plan_of
+    from launcher.plan import local_shape
     from launcher.plan.profile.calibration import measure
 
     nominal = local_shape(DEVICES, 1, "cpu")
@@ -82,7 +85,12 @@ def predictions(program: Any) -> tuple[list[list[float]], list[Any]]:
     predicted, plans = [], []
     for _, settings in PLANS:
         found = [
-            make_plan(program.train, cluster=cluster, cost=cost, say=print, **settings)
+            plan_of(
+                build(Config, {"parallel": {**settings, "cost": cost}}).parallel,
+                program.train,
+                cluster,
+                say=print,
+            )
             for cluster, cost in ((nominal, "model"), (shape, "model"), (shape, "profile"))
         ]
         predicted.append([plan.predicted_step_seconds for plan in found])

@@ -27,7 +27,8 @@ import jax.numpy as jnp
 from contest import SIZES, TINY, Contest
 
 import launcher
-from launcher.plan import local_shape, make_plan
+from launcher.plan import local_shape
+from launcher.plan.methods import PipeshardParallel, UniformStageOption
 from launcher.runtime import Executable, compile_step
 from launcher.runtime.instructions import Run
 from launcher.trace import trace_step
@@ -106,14 +107,9 @@ def pipeline(model: Contest, stages: int, args: argparse.Namespace) -> Executabl
     """The model's step in stages of one device each."""
     step = model.step(launcher.value_and_grad)
     traced = trace_step(step, (jax.eval_shape(model.init, KEY), model.batch))
-    plan = make_plan(
-        traced,
-        method="manual",
-        num_stages=stages,
-        num_micro_batches=args.micro_batches,
-        schedule=args.schedule,
-        cluster=local_shape(stages, 1, "cpu"),
-    )
+    option = UniformStageOption(stages)
+    method = PipeshardParallel(args.micro_batches, stage_option=option, schedule=args.schedule)
+    plan = method.plan(traced, local_shape(stages, 1, "cpu"))
     return compile_step(traced, plan, jax.devices()[:stages])
 
 

@@ -167,7 +167,8 @@ def pipelines(args, model):
     from jax._src import distributed  # the key-value store
 
     import launcher
-    from launcher.plan import local_shape, make_plan
+    from launcher.plan import local_shape
+    from launcher.plan.methods import PipeshardParallel, UniformStageOption
     from launcher.runtime import PermuteTransport, PullTransport, compile_step
     from launcher.trace import trace_step
 
@@ -179,14 +180,9 @@ def pipelines(args, model):
     pull.connect([store.blocking_key_value_get(f"address_{i}", 60_000) for i in range(STAGES)])
     step = model.step(launcher.value_and_grad)
     traced = trace_step(step, (jax.eval_shape(model.init, jax.random.key(0)), model.batch))
-    plan = make_plan(
-        traced,
-        method="manual",
-        num_stages=STAGES,
-        num_micro_batches=args.micro_batches,
-        schedule=args.schedule,
-        cluster=local_shape(STAGES, STAGES, "cpu"),
-    )
+    stages = UniformStageOption(STAGES)
+    method = PipeshardParallel(args.micro_batches, stage_option=stages, schedule=args.schedule)
+    plan = method.plan(traced, local_shape(STAGES, STAGES, "cpu"))
     found = {}
     for way, transport in zip(WAYS, (pull, PermuteTransport()), strict=True):
         executable = compile_step(traced, plan, jax.devices(), transport)

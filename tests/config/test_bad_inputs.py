@@ -64,18 +64,19 @@ def settings(cls: Any = Config, prefix: str = "", beside: Any = None) -> Iterato
     for field in settings_of(cls):
         key, hint = f"{prefix}{field.name}", hints[field.name]
         if "variants" in field.metadata:
-            for name, variant in field.metadata["variants"].items():
+            variants = field.metadata["variants"]
+            for name, variant in variants.classes.items():
                 needed = [f.name for f in fields(variant) if f.default is f.default_factory]
-                said = {f"{key}.name": name, **{f"{key}.{word}": "x" for word in needed}}
+                said = {f"{key}.{variants.key}": name, **{f"{key}.{word}": "x" for word in needed}}
                 if name == "mlp":
                     said["dataset.name"] = "synthetic"
                 yield from settings(variant, f"{key}.", said)
         elif is_dataclass(hint):
             yield from settings(hint, f"{key}.", beside)
-        elif not (prefix and field.name == "name" and beside):  # the variant's name is set
+        elif key != next(iter(beside or ()), None):  # which names the variant
             options = [option for option in typing.get_args(hint) if option is not type(None)]
-            optional = type(None) in typing.get_args(hint)
-            kind = options[0] if optional else hint
+            kind = options[0] if type(None) in typing.get_args(hint) else hint
+            optional = kind is not hint or "auto" in field.metadata
             kind = typing.get_origin(kind) or kind
             yield Setting(key, kind, optional, field.metadata, beside or {})
 

@@ -16,6 +16,7 @@ from launcher.config.folders import CONF
 from launcher.config.keys import setting_keys
 from launcher.config.optimizers import OPTIMIZERS
 from launcher.config.overrides import written
+from launcher.config.parallel import METHODS, Manual, Replay, Zero3
 from launcher.config.schema import GPT, MLP, Config, StdlibText, Text
 
 FILES = sorted(CONF.rglob("*.yaml"))
@@ -67,6 +68,10 @@ def test_the_defaults_of_yaml_and_schema_agree() -> None:
     assert load(["model=mlp", "dataset=synthetic"]).model == MLP()
     for name, optimizer in OPTIMIZERS.items():
         assert load([f"optimizer={name}"]).optimizer == optimizer()
+    for name, method in METHODS.items():
+        needed = {"plan": "plan.json"} if method is Replay else {}
+        words = [f"parallel.{key}={value}" for key, value in needed.items()]
+        assert load([f"parallel={name}", *words]).parallel == method(**needed)
 
 
 def test_the_yaml_files_show_every_setting() -> None:
@@ -113,14 +118,15 @@ def test_what_a_recipe_says_of_its_own_choice_does_not_stick_to_another() -> Non
     def said(*words: str) -> tuple[object, ...]:
         config = load(["recipe=smoke", *words])
         parallel, cluster = config.parallel, config.cluster
-        return parallel.method, parallel.num_stages, parallel.num_micro_batches, cluster.gpus
+        num_stages = getattr(parallel, "num_stages", None)
+        return parallel.method, num_stages, parallel.num_micro_batches, cluster.gpus
 
     assert said() == said("parallel=manual") == ("manual", 2, 2, 2)
     assert said("parallel=data") == ("data", None, 1, 2)
     assert said("parallel=zero3", "parallel.num_micro_batches=4") == ("zero3", None, 4, 2)
     assert said("cluster=local") == ("manual", 2, 2, None)
     replayed = load(["recipe=pipeshard_tutorial", "parallel=replay", "parallel.plan=p"]).parallel
-    assert replayed.num_micro_batches is None
+    assert replayed == Replay(plan="p")
     other = load(["recipe=smoke", "model=mlp", "dataset=synthetic"]).model
     assert other == load(["model=mlp", "dataset=synthetic"]).model
 
@@ -143,6 +149,35 @@ def test_what_a_recipe_says_without_a_choice_of_its_own_is_for_every_option(tmp_
     assert config.parallel.method == "manual"
     assert config.optimizer.learning_rate == 1e-4
     assert config.model == load(["model.num_heads=2"]).model
+
+
+def test_a_method_that_is_set_by_itself_is_as_one_that_is_chosen(tmp_path: Path) -> None:
+    for name in ("manual", "data", "three_d"):
+        chosen = load([f"parallel={name}", "parallel.remat=full"])
+        for words in (
+            [f"parallel.method={name}", "parallel.remat=full"],
+            [f"parallel={{method: {name}, remat: full}}"],
+            [f"+parallel={name}", "+parallel.remat=full"],
+        ):
+            assert load(words) == chosen
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text(
+        "# @package _global_\nparallel: {method: zero3, num_micro_batches: 2}\n"
+    )
+    config = load(["recipe=mine"], [str(tmp_path)])
+    assert config.parallel == Zero3(num_micro_batches=2)
+    assert load(["recipe=mine", "parallel.remat=full"], [str(tmp_path)]).parallel.remat == "full"
+
+
+def test_what_says_nothing_may_stand_beside_any_method() -> None:
+    """In a sweep over methods, say."""
+    words = ["parallel.num_stages=null", "parallel.schedule=auto", "parallel.data=null"]
+    points, wrong = load_points(["parallel=auto,manual,zero2,three_d", *words])
+    assert not wrong
+    assert [point.config.parallel.method for point in points] == [
+        "auto", "manual", "zero2", "three_d",
+    ]  # fmt: skip
+    assert points[1].config.parallel == Manual()
 
 
 def test_a_plus_before_a_known_name_is_harmless() -> None:
@@ -251,7 +286,7 @@ def test_unused_vocabulary_rows_are_said(capsys: pytest.CaptureFixture[str]) -> 
     [
         ("optimizer={learning_rate: 5}", "optimizer", "learning_rate", 5.0),
         ("model={num_layers: 8}", "model", "num_layers", 8),
-        ("parallel={method: manual}", "parallel", "method", "manual"),
+        ("parallel={num_stages: 2}", "parallel", "num_stages", 2),
         ("train={steps: 7}", "train", "steps", 7),
         ("run={seed: 3}", "run", "seed", 3),
     ],

@@ -160,7 +160,8 @@ COMMAND_LINES = [
     # Settings that do not go together.
     (  # Said with the value that another optimizer has by default.
         "optimizer=sgd optimizer.b1=0.9",
-        f"optimizer.b1 is not a setting of optimizer=sgd {CLI}. It belongs to optimizer=adamw.",
+        f"optimizer.b1 is not a setting of optimizer=sgd {CLI}. "
+        "It belongs to optimizer=adamw, adam or lion.",
     ),
     (
         "optimizer.momentum=0.5",
@@ -169,13 +170,13 @@ COMMAND_LINES = [
     ),
     (
         "parallel=data parallel.schedule=1f1b",
-        "parallel=data is one stage and has no schedule such as parallel.schedule=1f1b "
-        f"{CLI}. Use parallel=manual for a pipeline.",
+        f"parallel.schedule is not a setting of parallel=data, which is one stage on all devices "
+        f"{CLI}. It belongs to parallel=auto, manual or three_d.",
     ),
     (
         "parallel=replay parallel.plan=plan.json parallel.remat=full",
-        f"parallel.remat=full has no meaning for parallel=replay: the plan says it {CLI}. "
-        "Leave it out, or edit the plan.",
+        f"parallel.remat is not a setting of parallel=replay, which takes it from the plan {CLI}. "
+        "It belongs to parallel=auto, manual, data, zero2, zero3, shard or three_d.",
     ),
     (
         "task=calibrate cluster=slurm",
@@ -212,8 +213,8 @@ COMMAND_LINES = [
     ),
     (
         "parallel=data parallel.num_layers=4",
-        f"parallel.num_layers=4 has no meaning for parallel=data {CLI}. "
-        "Use parallel=auto, manual or three_d, which put layers into stages.",
+        "parallel.num_layers is not a setting of parallel=data, which is one stage on all devices "
+        f"{CLI}. It belongs to parallel=auto, manual or three_d.",
     ),
     (
         "parallel.num_stages=8",
@@ -228,8 +229,31 @@ COMMAND_LINES = [
     ),
     (
         "parallel=data parallel.num_stages=2",
-        f"parallel=data is one stage, not parallel.num_stages=2 {CLI}. "
-        "Use parallel=manual for a pipeline, or parallel.num_stages=null.",
+        "parallel.num_stages is not a setting of parallel=data, which is one stage on all devices "
+        f"{CLI}. It belongs to parallel=auto or manual.",
+    ),
+    (
+        "parallel=zero2 parallel.num_stage=2",
+        f"parallel.num_stage is not a setting of parallel=zero2 {CLI}. "
+        "Did you mean parallel.num_stages, of parallel=auto or manual?",
+    ),
+    (
+        "parallel.data=2",
+        f"parallel.data is not a setting of parallel=auto {CLI}. "
+        "It belongs to parallel=shard or three_d.",
+    ),
+    (
+        "parallel=replay",
+        f"parallel.plan is not set (in {CONF}/parallel/replay.yaml:6). Give parallel.plan=VALUE.",
+    ),
+    (
+        "parallel=manual parallel.plan=p",
+        f"parallel.plan is not a setting of parallel=manual {CLI}. It belongs to parallel=replay.",
+    ),
+    (
+        "parallel.method=maual",
+        "parallel.method must be one of auto, manual, data, zero2, zero3, shard, three_d, replay, "
+        f"not 'maual' {CLI}. Choose one with parallel=OPTION.",
     ),
     (
         "parallel=data cluster.gpus=3 train.global_batch_size=32 parallel.num_micro_batches=2",

@@ -22,7 +22,8 @@ from launcher.cluster.devices import find_devices
 from launcher.cluster.errors import HungError
 from launcher.cluster.slurm import rendezvous
 from launcher.config.errors import ConfigError
-from launcher.config.schema import Config, Parallel
+from launcher.config.parallel import Data
+from launcher.config.schema import Config
 from launcher.driver import folder, training
 from launcher.driver.cluster_from_config import described_shape
 from launcher.driver.folder import RunFolder
@@ -60,7 +61,7 @@ def traced():
 
 
 STEP = functools.cache(traced)
-PLAN = functools.cache(lambda: plan_of(Parallel(method="data"), STEP(), local_shape(4, 1, "cpu")))
+PLAN = functools.cache(lambda: plan_of(Data(), STEP(), local_shape(4, 1, "cpu")))
 
 
 def plan_told(config: Config):

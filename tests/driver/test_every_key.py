@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from launcher.config.build import build
 from launcher.config.compose import from_dict
 from launcher.config.errors import ConfigError
 from launcher.config.fields import settings_of
 from launcher.config.optimizers import OPTIMIZERS
-from launcher.config.schema import DATASETS, MODELS, Config, Parallel
+from launcher.config.parallel import METHODS
+from launcher.config.schema import Config
 
 sys.path.insert(0, str(Path(__file__).parent))
 import every_key as told
@@ -203,7 +205,7 @@ def keys(cls=Config, section="", option=""):
     for field in settings_of(cls):
         key = f"{section}.{field.name}" if section else field.name
         if "variants" in field.metadata:
-            for name, variant in field.metadata["variants"].items():
+            for name, variant in field.metadata["variants"].classes.items():
                 yield from keys(variant, key, name)
         elif dataclasses.is_dataclass(hints[field.name]):
             yield from keys(hints[field.name], key)
@@ -268,30 +270,36 @@ def test_every_key_has_an_effect_or_is_refused(option, key, probe):
         assert probe.shows(config_of(asked)) != before
 
 
-VARIANTS = {"model": MODELS, "dataset": DATASETS, "optimizer": OPTIMIZERS}
-NEEDED = {"module": "mine.net", "path": "books"}
+VARIANTS = {
+    field.name: field.metadata["variants"]
+    for field in settings_of(Config)
+    if "variants" in field.metadata
+}
+NEEDED = {"module": "mine.net", "path": "books", "plan": "plan.json"}
 
 
 @pytest.mark.parametrize(
-    ("section", "option"), [(s, option) for s, found in VARIANTS.items() for option in found]
+    ("section", "option"), [(s, name) for s, found in VARIANTS.items() for name in found.classes]
 )
-def test_an_option_takes_no_setting_of_another(section, option):
-    own = {field.name for field in dataclasses.fields(VARIANTS[section][option])}
-    base = {"name": option} | {name: NEEDED[name] for name in own & NEEDED.keys()}
-    for variant in VARIANTS[section].values():
+def test_an_option_takes_no_setting_of_another_but_one_that_says_nothing(section, option):
+    key, classes = VARIANTS[section].key, VARIANTS[section].classes
+    own = {field.name for field in dataclasses.fields(classes[option])}
+    base = {key: option} | {name: NEEDED[name] for name in own & NEEDED.keys()}
+    for variant in classes.values():
         for name in {field.name for field in dataclasses.fields(variant)} - own:
             with pytest.raises(ConfigError, match=f"{section}.{name} is not a setting of"):
                 config_of({section: base | {name: 1}})
+            build(classes[option], base | {name: None}, section)
 
 
-METHODS = {
+BASES = {
     "auto": {"num_micro_batches": 2},
     "manual": {"num_micro_batches": 2, "num_stages": 2},
     "data": {},
     "zero2": {},
     "zero3": {},
     "shard": {"model": 4},
-    "three_d": {"model": 2, "pipeline": 2},
+    "three_d": {"num_micro_batches": 2, "model": 2, "pipeline": 2},
     "replay": {"plan": "plan.json"},
 }
 # Others than those above; of some settings a second, for where the first is what is taken anyway.
@@ -320,9 +328,9 @@ SAME = {
 
 
 def test_every_method_and_key_of_parallel_is_tried():
-    fields = {field.name: field for field in dataclasses.fields(Parallel)}
-    assert set(METHODS) == set(fields.pop("method").metadata["choices"])
-    assert set(VALUES) == set(fields) - {"allow_over_memory"}  # test_fitting.py shows that one
+    assert set(BASES) == set(METHODS)
+    names = {field.name for method in METHODS.values() for field in dataclasses.fields(method)}
+    assert set(VALUES) == names - {"method", "allow_over_memory"}  # test_fitting.py shows the last
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -331,9 +339,9 @@ def test_every_key_of_parallel_changes_the_plan_or_is_refused(method, name, monk
     def measure(step, *_):
         raise told.PlanError("this would be measured")
 
-    monkeypatch.setattr("launcher.plan.by_name.measure_layers", measure)
+    monkeypatch.setattr("launcher.driver.plan_from_config.measure_layers", measure)
     monkeypatch.setattr("launcher.plan.methods.measure_layers", measure)
-    base = {"method": method} | METHODS[method]
+    base = {"method": method} | BASES[method]
     before = planned(base)
     assert isinstance(before, dict) or method == "replay"
     same = [value for value in VALUES[name] if planned(base | {name: value}) == before]

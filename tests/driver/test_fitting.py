@@ -11,7 +11,7 @@ import pytest
 import launcher
 from launcher.__main__ import main
 from launcher.config.compose import load
-from launcher.config.schema import Parallel
+from launcher.config.parallel import METHODS, Zero3
 from launcher.driver import prepare
 from launcher.driver.fitting import too_large, what_fits
 from launcher.driver.plan_from_config import plan_of
@@ -47,24 +47,21 @@ def shape(memory: int):
     return dataclasses.replace(local_shape(4, 1, "cpu"), memory_bytes=memory)
 
 
-def planned(memory: int, **settings):
-    return plan_of(Parallel(**settings), STEP, shape(memory))
+def planned(memory: int, method: str, **settings):
+    return plan_of(METHODS[method](**settings), STEP, shape(memory))
 
 
 def most(plan) -> int:
     return max(stage.memory_bytes for stage in plan.stages)
 
 
-METHODS = ("data", "zero2", "zero3", "shard", "three_d", "manual")
-
-
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["data", "zero2", "zero3", "shard", "three_d", "manual"])
 def test_what_is_named_fits(method):
     """Of a device with a little less than the plan needs; and each way was really tried."""
     memory = most(planned(1 << 40, method=method)) - 1
     plan = planned(memory, method=method)
     assert too_large(plan).startswith("the plan does not fit: stage ")
-    text = what_fits(Parallel(method=method), STEP, shape(memory), plan)
+    text = what_fits(METHODS[method](), STEP, shape(memory), plan)
     assert text.startswith("This would fit: ")
     assert text.endswith(WORD)
     first = text.removeprefix("This would fit: ").split("; or ")[0]
@@ -86,7 +83,7 @@ def test_what_fits_is_not_said_to_lack_anything():
 @pytest.mark.slow
 def test_where_nothing_fits_larger_devices_are_named():
     plan = planned(1000, method="zero3")
-    text = what_fits(Parallel(method="zero3"), STEP, shape(1000), plan)
+    text = what_fits(Zero3(), STEP, shape(1000), plan)
     assert text.endswith(WORD)
     assert text.startswith(("This would fit: parallel=auto with ", "Take a smaller"))
 

@@ -18,6 +18,7 @@ from launcher.cluster.slurm.allocation import Allocation
 from launcher.cluster.slurm.attempts import begin, finish
 from launcher.cluster.slurm.rendezvous import Rendezvous
 from launcher.config.compose import load
+from launcher.config.parallel import Replay
 from launcher.driver import folder, training
 from launcher.driver.init_from import check_start, find_start
 from launcher.driver.plan_from_config import plan_of
@@ -105,7 +106,7 @@ class Doors:
             return training.train_in(home, self.config, self.ready, console, Stop(), rendezvous)
 
     def replay(self):
-        parallel = replace(self.config.parallel, method="replay", plan=str(self.home / "plan.json"))
+        parallel = Replay(plan=str(self.home / "plan.json"))
         plan_of(parallel, self.program.train, self.shape)
         return 0
 

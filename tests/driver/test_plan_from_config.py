@@ -9,7 +9,7 @@ import pytest
 
 import launcher
 from launcher.config.errors import ConfigError
-from launcher.config.schema import Parallel
+from launcher.config.parallel import METHODS
 from launcher.driver.plan_from_config import plan_of
 from launcher.plan import PlanError, local_shape
 from launcher.plan.methods import Replay
@@ -36,8 +36,11 @@ def traced(scale=1.0, marked=True):
 STEP = traced()
 
 
-def planned(step=STEP, hosts=1, **settings):
-    return plan_of(Parallel(**settings), step, local_shape(4, hosts, "cpu"))
+def planned(step=STEP, hosts=1, method="auto", **settings):
+    return plan_of(METHODS[method](**settings), step, local_shape(4, hosts, "cpu"))
+
+
+OPEN = {"model": None, "pipeline": None}
 
 
 @pytest.mark.parametrize(
@@ -49,12 +52,17 @@ def planned(step=STEP, hosts=1, **settings):
         ({"method": "shard"}, 1, (1, 4), 1),
         ({"method": "shard", "data": 2}, 1, (2, 2), 1),
         ({"method": "shard", "model": 1}, 1, (4, 1), 1),
-        ({"method": "three_d", "data": 1, "model": 2, "pipeline": 2}, 2, (1, 2), 1),
-        ({"method": "three_d", "model": 2}, 1, (2, 2), 1),  # the rest goes to data
-        ({"method": "three_d", "data": 2}, 2, (2, 1), 1),  # or else to pipeline
-        ({"method": "three_d", "data": 1, "pipeline": 1}, 1, (1, 4), 1),  # or else to model
-        ({"method": "manual", "num_micro_batches": 4}, 4, (1, 1), 4),
-        ({"method": "manual", "num_stages": 2, "schedule": "gpipe"}, 2, (2, 1), 1),
+        ({"method": "three_d"}, 2, (1, 2), 4),
+        ({"method": "three_d", "pipeline": None}, 1, (2, 2), 4),  # the rest goes to data
+        ({"method": "three_d", "data": 2, **OPEN}, 2, (2, 1), 4),  # or else to pipeline
+        (
+            {"method": "three_d", "data": 1, "model": None, "pipeline": 1},
+            1,
+            (1, 4),
+            4,
+        ),  # or else to model
+        ({"method": "manual"}, 4, (1, 1), 4),
+        ({"method": "manual", "num_stages": 2, "schedule": "gpipe"}, 2, (2, 1), 4),
     ],
 )
 def test_each_method_by_its_settings(settings, stages, logical, micro_batches):
@@ -84,7 +92,7 @@ def test_num_layers_is_obeyed_with_and_without_marks(method, others, marked, mon
         measured.append(step.loss(1).num_layers)
         raise PlanError("not measured")
 
-    monkeypatch.setattr("launcher.plan.by_name.measure_layers", measure)
+    monkeypatch.setattr("launcher.driver.plan_from_config.measure_layers", measure)
     if others.get("cost") == "profile":
         with pytest.raises(PlanError, match="not measured"):
             planned(traced(marked=marked), method=method, num_layers=3, **others)
@@ -102,7 +110,7 @@ def test_a_model_without_marks_is_piped_by_manual():
 
 def test_settings_without_a_plan_are_named():
     with pytest.raises(PlanError, match="data × model × pipeline = 3 × 1 × 1 needs 3 devices"):
-        planned(method="three_d", data=3)
+        planned(method="three_d", data=3, **OPEN)
     with pytest.raises(
         PlanError, match=r"parallel\.num_stages=9 is more than the model's 4 layers"
     ):

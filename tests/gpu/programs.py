@@ -19,7 +19,8 @@ import optax
 import launcher
 from launcher.config.compose import load
 from launcher.config.schema import GPT
-from launcher.plan import local_shape, make_plan
+from launcher.plan import local_shape
+from launcher.plan.methods import DataParallel, PipeshardParallel, UniformStageOption
 from launcher.runtime import PermuteTransport, PullTransport, compile_step
 from launcher.runtime.transport import Parcel
 from launcher.trace import trace_step
@@ -59,7 +60,7 @@ def ours(loss, init, batch):
     step, start = training(loss, init, launcher.value_and_grad)
     traced = trace_step(step, (jax.eval_shape(start, jax.random.key(0)), batch))
     device = jax.devices()[0]
-    plan = make_plan(traced, method="data", cluster=local_shape(1, 1, device.device_kind))
+    plan = DataParallel().plan(traced, local_shape(1, 1, device.device_kind))
     executable = compile_step(traced, plan, [device])
     return executable, executable.create(start, jax.random.key(0))
 
@@ -235,13 +236,8 @@ def pipeline(transport):
     """The losses of two stages, one in each process."""
     start, batch, traced = small()
     kind = jax.devices()[0].device_kind
-    plan = make_plan(
-        traced,
-        method="manual",
-        num_stages=2,
-        num_micro_batches=2,
-        cluster=local_shape(2, 2, kind),
-    )
+    method = PipeshardParallel(2, stage_option=UniformStageOption(2))
+    plan = method.plan(traced, local_shape(2, 2, kind))
     return trained(compile_step(traced, plan, jax.devices(), transport), start, batch)
 
 
@@ -249,7 +245,7 @@ def alone():
     """The same on this process's device alone."""
     start, batch, traced = small()
     device = jax.local_devices()[0]
-    plan = make_plan(traced, method="data", cluster=local_shape(1, 1, device.device_kind))
+    plan = DataParallel().plan(traced, local_shape(1, 1, device.device_kind))
     return trained(compile_step(traced, plan, [device]), start, batch)
 
 

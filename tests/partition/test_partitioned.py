@@ -10,8 +10,9 @@ import launcher
 from launcher.partition.assignment import Assignment, Submesh
 from launcher.partition.errors import PlanError
 from launcher.partition.partitioned import partition
-from launcher.plan import local_shape, make_plan
+from launcher.plan import local_shape
 from launcher.plan.build import build_plan
+from launcher.plan.methods import PipeshardParallel, UniformStageOption
 from launcher.runtime.emit import emit
 from launcher.schedule import Kind
 from launcher.trace import BatchError, trace_step
@@ -100,9 +101,8 @@ def test_shardings_are_chosen_where_none_are_given():
 
 
 def test_a_plan_is_the_assignment_that_it_was_made_of():
-    plan = make_plan(
-        STEP, method="manual", num_stages=2, num_micro_batches=2, cluster=local_shape(4, 1, "cpu")
-    )
+    method = PipeshardParallel(2, stage_option=UniformStageOption(2))
+    plan = method.plan(STEP, local_shape(4, 1, "cpu"))
     cut = partition(STEP, plan.assignment)
     assert cut.assignment == plan.assignment
     assert [g.mesh for g in cut.stages] == list(plan.mesh_of)

@@ -9,7 +9,8 @@ import launcher
 from launcher.partition.slicing import Slicing
 from launcher.partition.stages import cut_stages
 from launcher.partition.update import place_update
-from launcher.plan import Plan, PlanError, local_shape, make_plan
+from launcher.plan import Plan, PlanError, local_shape
+from launcher.plan.methods import PipeshardParallel, UniformStageOption
 from launcher.trace import trace_step
 
 WIDTH, LAYERS = 16, 4
@@ -37,10 +38,8 @@ def placed(optimizer, *, tied=False, stages=4, init=None, step=None):
     params = dict.fromkeys(names, w)
     state = params, jax.eval_shape(optimizer.init, params)
     traced = trace_step(train, (state, jax.ShapeDtypeStruct((8, WIDTH), jnp.float32)))
-    plan = make_plan(
-        traced, method="manual", num_stages=stages, num_micro_batches=2,
-        cluster=local_shape(stages, 1, "cpu"),
-    )  # fmt: skip
+    method = PipeshardParallel(2, stage_option=UniformStageOption(stages))
+    plan = method.plan(traced, local_shape(stages, 1, "cpu"))
     loss_graph = traced.loss(2)
     graphs = cut_stages(loss_graph, [s.layers for s in plan.stages])
     outer = place_update(traced, loss_graph, graphs, Slicing(2, 1))
@@ -123,8 +122,9 @@ def test_impossible_stage_counts(asked, words):
             jax.ShapeDtypeStruct((8, 4), jnp.float32),
         ),
     )
+    method = PipeshardParallel(stage_option=UniformStageOption(asked))
     with pytest.raises(PlanError, match=words):
-        make_plan(traced, method="manual", num_stages=asked, cluster=local_shape(4, 1, "cpu"))
+        method.plan(traced, local_shape(4, 1, "cpu"))
 
 
 def _four_layers(w, x):

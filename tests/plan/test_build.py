@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 import launcher
-from launcher.plan import Plan, PlanError, local_shape, make_forward_plan, make_plan, timeline
+from launcher.plan import Plan, PlanError, local_shape, make_forward_plan, timeline
+from launcher.plan.methods import PipeshardParallel, UniformStageOption
 from launcher.schedule import Kind
 from launcher.trace import trace_step
 
@@ -32,8 +33,11 @@ TRACED = trace_step(train, (PARAMS, BATCH))
 
 
 def planned(devices, traced=TRACED, **options):
-    options = {"method": "manual", "num_micro_batches": 4} | options
-    return make_plan(traced, cluster=local_shape(devices, 1, "cpu"), **options)
+    stages = UniformStageOption(
+        options.pop("num_stages", None), options.pop("stages_per_mesh", None)
+    )
+    method = PipeshardParallel(**{"num_micro_batches": 4, "stage_option": stages} | options)
+    return method.plan(traced, local_shape(devices, 1, "cpu"))
 
 
 @pytest.mark.parametrize(

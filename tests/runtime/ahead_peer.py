@@ -15,9 +15,10 @@ os.environ["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={DEVICES}"
 
 import jax  # noqa: E402
 from jax._src import distributed  # noqa: E402  (the key-value store: tests need no driver)
+from plans import from_words  # noqa: E402
 from tiny import BATCHES, init, step  # noqa: E402
 
-from launcher.plan import local_shape, make_plan  # noqa: E402
+from launcher.plan import local_shape  # noqa: E402
 from launcher.runtime import PermuteTransport, PullTransport, compile_step  # noqa: E402
 from launcher.trace import trace_step  # noqa: E402
 
@@ -33,7 +34,7 @@ def main() -> None:
     found = []
     for settings in json.loads(sys.stdin.read()):
         cluster = local_shape(COUNT * DEVICES, COUNT, "cpu")
-        plan = make_plan(traced, cluster=cluster, **settings)
+        plan = from_words(**settings).plan(traced, cluster)
         executable = compile_step(traced, plan, jax.devices(), transport)
         state = executable.create(init, jax.random.key(0))
         for k in range(STEPS):

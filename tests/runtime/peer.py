@@ -29,7 +29,7 @@ import plans  # noqa: E402
 from jax._src import distributed  # noqa: E402  (the key-value store: tests need no driver)
 from trainings import training  # noqa: E402
 
-from launcher.plan import local_shape, make_plan  # noqa: E402
+from launcher.plan import local_shape  # noqa: E402
 from launcher.plan.methods import ManualStageOption, PipeshardParallel  # noqa: E402
 from launcher.runtime import (  # noqa: E402
     PermuteTransport,
@@ -66,7 +66,7 @@ def planned(traced, cluster, settings):
     if "seed" in settings:
         return plans.at_random(traced, settings["seed"], cluster)
     if "method" in settings:
-        return make_plan(traced, cluster=cluster, **settings)
+        return plans.from_words(**settings).plan(traced, cluster)
     return PipeshardParallel(3, stage_option=ManualStageOption(**settings)).plan(traced, cluster)
 
 

@@ -24,8 +24,23 @@ def manual(num_micro_batches, stages, submeshes, logical=None, options=None, **o
     return PipeshardParallel(num_micro_batches, stage_option=option, **other)
 
 
-def uniform(num_micro_batches, stages, **other):
+def uniform(num_micro_batches=1, stages=None, **other):
     return PipeshardParallel(num_micro_batches, stage_option=UniformStageOption(stages), **other)
+
+
+BY_WORD = {
+    "manual": uniform,
+    "data": DataParallel,
+    "zero2": Zero2Parallel,
+    "zero3": Zero3Parallel,
+    "shard": ShardParallel,
+    "three_d": ThreeDParallel,
+}
+
+
+def from_words(method, **settings):
+    """The method of settings that came as text."""
+    return BY_WORD[method](**settings)
 
 
 def by_hand(step, first, last, sizes):

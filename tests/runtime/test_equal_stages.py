@@ -6,7 +6,8 @@ import pytest
 
 import launcher
 from launcher.config.schema import MLP
-from launcher.plan import local_shape, make_plan
+from launcher.plan import local_shape
+from launcher.plan.methods import PipeshardParallel, UniformStageOption
 from launcher.runtime import compile_step
 from launcher.trace import trace_step
 from recipes import build_model
@@ -37,13 +38,8 @@ def compiled(traced, monkeypatch, num_devices):
     monkeypatch.setattr(
         jax.stages.Lowered, "compile", lambda self: compiles.append(self) or compile_one(self)
     )
-    plan = make_plan(
-        traced,
-        method="manual",
-        num_stages=4,
-        num_micro_batches=2,
-        cluster=local_shape(num_devices, 1, "cpu"),
-    )
+    method = PipeshardParallel(2, stage_option=UniformStageOption(4))
+    plan = method.plan(traced, local_shape(num_devices, 1, "cpu"))
     return compile_step(traced, plan, jax.devices()[:num_devices]), len(compiles)
 
 

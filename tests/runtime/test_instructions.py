@@ -10,7 +10,8 @@ import optax
 import pytest
 
 import launcher
-from launcher.plan import PlanError, local_shape, make_plan, measured_bubble
+from launcher.plan import PlanError, local_shape, measured_bubble
+from launcher.plan.methods import DataParallel, PipeshardParallel, UniformStageOption
 from launcher.runtime import compile_step
 from launcher.runtime.emit import emit
 from launcher.runtime.instructions import Free, Run, Send
@@ -44,13 +45,14 @@ def step(state, x):
 X = np.linspace(-1, 1, 16 * WIDTH, dtype=np.float32).reshape(16, WIDTH)
 
 
-def planned(stages=4, devices=4, micro_batches=8, schedule="1f1b", method="manual", remat="none"):
-    traced = trace_step(step, (jax.eval_shape(init, jax.random.key(0)), X))
-    plan = make_plan(
-        traced, method=method, num_stages=stages, num_micro_batches=micro_batches,
-        schedule=schedule, remat=remat, cluster=local_shape(devices, 1, "cpu"),
-    )  # fmt: skip
-    return traced, plan
+def traced_step():
+    return trace_step(step, (jax.eval_shape(init, jax.random.key(0)), X))
+
+
+def planned(stages=4, devices=4, micro_batches=8, **how):
+    traced = traced_step()
+    method = PipeshardParallel(micro_batches, stage_option=UniformStageOption(stages), **how)
+    return traced, method.plan(traced, local_shape(devices, 1, "cpu"))
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
@@ -144,7 +146,8 @@ def count(text, op):
 def test_replicas_are_reduced_once_a_step():
     """The backward program of a replicated stage holds no collective; the update holds one
     all-reduce (XLA combines them)."""
-    traced, plan = planned(method="data", devices=4, micro_batches=2)
+    traced = traced_step()
+    plan = DataParallel(2).plan(traced, local_shape(4, 1, "cpu"))
     assert len(plan.stages) == 1
     text = compile_step(traced, plan, jax.devices()).hlo_text()
     pipeline = [name for name in text if name.startswith("stage.")]
@@ -172,9 +175,8 @@ def test_two_programs_where_one_would_keep_much_inside():
     traced = trace_step(step, (jax.eval_shape(init, jax.random.key(0)), rows))
     cluster = local_shape(2, 1, "cpu")
     for micro_batches, together in ((2, False), (256, True)):
-        plan = make_plan(
-            traced, method="manual", num_stages=2, num_micro_batches=micro_batches, cluster=cluster
-        )
+        method = PipeshardParallel(micro_batches, stage_option=UniformStageOption(2))
+        plan = method.plan(traced, cluster)
         assert ("stage.1.forward_backward" in emit(traced, plan).programs) == together
 
 

@@ -9,7 +9,13 @@ import optax
 import pytest
 
 import launcher
-from launcher.plan import local_shape, make_plan
+from launcher.plan import local_shape
+from launcher.plan.methods import (
+    PipeshardParallel,
+    ShardParallel,
+    UniformStageOption,
+    Zero2Parallel,
+)
 from launcher.runtime.compile import compile_programs
 from launcher.runtime.emit import emit
 from launcher.runtime.instructions import Free, Run
@@ -134,13 +140,14 @@ def measured(step, plan):
     return peak
 
 
+TWO = UniformStageOption(2)
 CASES = {
-    "two_stages": {"method": "manual", "num_stages": 2, "remat": "none"},
-    "computed_again": {"method": "manual", "num_stages": 2, "remat": "full"},
-    "one_stage": {"method": "shard", "data": 1, "model": 1},
-    "model_axis": {"method": "shard", "data": 1, "model": 2},
-    "replicas": {"method": "zero2"},
-    "zero_bubble": {"method": "manual", "num_stages": 2, "schedule": "zero_bubble"},
+    "two_stages": PipeshardParallel(4, stage_option=TWO),
+    "computed_again": PipeshardParallel(4, stage_option=TWO, remat="full"),
+    "one_stage": ShardParallel(4, (1, 1)),
+    "model_axis": ShardParallel(4, (1, 2)),
+    "replicas": Zero2Parallel(4),
+    "zero_bubble": PipeshardParallel(4, stage_option=TWO, schedule="zero_bubble"),
 }
 
 
@@ -155,7 +162,7 @@ CASES = {
 def test_the_estimate_is_within_a_tenth(model, case):
     step = model()
     cluster = local_shape(1 if case == "one_stage" else 2, 1, "cpu")
-    plan = make_plan(step, cluster=cluster, num_micro_batches=4, **CASES[case])
+    plan = CASES[case].plan(step, cluster)
     needed = measured(step, plan)
     for devices, bytes_measured in zip(plan.meshes, needed, strict=True):
         (estimate,) = {s.memory_bytes for s in plan.stages if s.devices == devices}

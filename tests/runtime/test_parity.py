@@ -12,7 +12,8 @@ import pytest
 
 import launcher
 from launcher.config.schema import GPT, MLP
-from launcher.plan import local_shape, make_forward_plan, make_plan
+from launcher.plan import local_shape, make_forward_plan
+from launcher.plan.methods import DataParallel, PipeshardParallel, UniformStageOption
 from launcher.runtime import compile_step
 from launcher.trace import trace_step
 from recipes import build_model
@@ -94,13 +95,15 @@ def serial():
     return found
 
 
-def compiled(options, *, devices=None, remat="none", **parallel):
+def pipeline(stages, num_micro_batches, **how):
+    return PipeshardParallel(num_micro_batches, stage_option=UniformStageOption(stages), **how)
+
+
+def compiled(options, method, devices):
     t = training(options)
-    stages = parallel.get("num_stages", 1)
-    devices = stages if devices is None else devices
     shapes = jax.eval_shape(t.init, jax.random.key(0)), next(batches(options))
     traced = trace_step(t.step, shapes)
-    plan = make_plan(traced, cluster=local_shape(devices, 1, "cpu"), remat=remat, **parallel)
+    plan = method.plan(traced, local_shape(devices, 1, "cpu"))
     executable = compile_step(traced, plan, jax.devices())
     return executable, executable.create(t.init, jax.random.key(0))
 
@@ -126,17 +129,8 @@ def check(options, expected, executable, state):
 )
 def test_manual_equals_plain_jit(serial, name, stages, micro_batches, schedule):
     options = MODELS[name]
-    check(
-        options,
-        serial(name),
-        *compiled(
-            options,
-            method="manual",
-            num_stages=stages,
-            num_micro_batches=micro_batches,
-            schedule=schedule,
-        ),
-    )
+    method = pipeline(stages, micro_batches, schedule=schedule)
+    check(options, serial(name), *compiled(options, method, devices=stages))
 
 
 @pytest.mark.parametrize(
@@ -157,35 +151,20 @@ def test_replicas_remat_and_uneven_stages(
     serial, name, stages, devices, micro_batches, schedule, remat
 ):
     options = MODELS[name]
-    check(
-        options,
-        serial(name),
-        *compiled(
-            options,
-            method="manual",
-            devices=devices,
-            num_stages=stages,
-            num_micro_batches=micro_batches,
-            schedule=schedule,
-            remat=remat,
-        ),
-    )
+    method = pipeline(stages, micro_batches, schedule=schedule, remat=remat)
+    check(options, serial(name), *compiled(options, method, devices))
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("name", ["mlp", pytest.param("gpt_tied", marks=pytest.mark.slow)])
 def test_data_parallel_equals_plain_jit(serial, name, micro_batches):
     options = MODELS[name]
-    check(
-        options,
-        serial(name),
-        *compiled(options, method="data", devices=4, num_micro_batches=micro_batches),
-    )
+    check(options, serial(name), *compiled(options, DataParallel(micro_batches), devices=4))
 
 
 def test_evaluation_on_the_train_steps_stages(serial):
     options = MODELS["gpt_tied"]
-    executable, state = compiled(options, method="manual", num_stages=4, num_micro_batches=4)
+    executable, state = compiled(options, pipeline(4, 4), devices=4)
     model = build_model(options, "fp32")
 
     def evaluate(params, batch):

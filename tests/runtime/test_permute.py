@@ -213,13 +213,13 @@ def the_same_by_both(count, devices, settings):
 
 @pytest.mark.slow
 def test_both_ways_give_the_same_bits():
-    four = {**ONE_F_ONE_B, "num_stages": 4}
+    four = {**ONE_F_ONE_B, "stages": 4}
     the_same_by_both(
         2,
         2,
         [
             four,
-            {**GPIPE, "num_stages": 2, "num_micro_batches": 12},  # two devices to two
+            {**GPIPE, "stages": 2, "num_micro_batches": 12},  # two devices to two
             {**four, "schedule": "zero_bubble"},
             {"method": "three_d", "data": 1, "model": 2, "pipeline": 2},
             UNEQUAL,  # a submesh that lies in both processes
@@ -232,7 +232,7 @@ def test_both_ways_give_the_same_bits():
 def test_every_schedule_gives_the_same_bits_by_both_ways(count, devices):
     stages = count * devices
     settings = [
-        {**ONE_F_ONE_B, "num_stages": n, "schedule": schedule}
+        {**ONE_F_ONE_B, "stages": n, "schedule": schedule}
         for schedule in SCHEDULES
         for n in {min(stages, 4), min(count, 4)}
     ]

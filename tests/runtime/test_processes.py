@@ -73,15 +73,15 @@ def check(settings, told):
             2,
             2,
             [
-                {**ONE_F_ONE_B, "num_stages": 4},
-                {**GPIPE, "num_stages": 2},  # a stage a process, two replicas each
+                {**ONE_F_ONE_B, "stages": 4},
+                {**GPIPE, "stages": 2},  # a stage a process, two replicas each
                 # Many small tasks: a process must not run ahead of the other without bound.
-                {**ONE_F_ONE_B, "num_stages": 2, "num_micro_batches": 12},
-                {**ONE_F_ONE_B, "num_stages": 4, "schedule": "zero_bubble"},
+                {**ONE_F_ONE_B, "stages": 2, "num_micro_batches": 12},
+                {**ONE_F_ONE_B, "stages": 4, "schedule": "zero_bubble"},
                 {"method": "data", "num_micro_batches": 1},  # a stage over both processes
                 {"method": "zero2", "num_micro_batches": 3},
                 {"method": "zero3", "num_micro_batches": 3},
-                {"method": "shard", "data": 2, "model": 2},
+                {"method": "shard", "logical_mesh_shape": [2, 2]},
                 {"method": "three_d", "data": 1, "model": 2, "pipeline": 2},
                 UNEQUAL,
             ],
@@ -89,10 +89,10 @@ def check(settings, told):
         pytest.param(
             3,
             1,
-            [{**ONE_F_ONE_B, "num_stages": 3}, {**GPIPE, "num_stages": 3}],
+            [{**ONE_F_ONE_B, "stages": 3}, {**GPIPE, "stages": 3}],
             marks=pytest.mark.stress,
         ),
-        pytest.param(4, 1, [{**ONE_F_ONE_B, "num_stages": 4}], marks=pytest.mark.slow),
+        pytest.param(4, 1, [{**ONE_F_ONE_B, "stages": 4}], marks=pytest.mark.slow),
     ],
 )
 def test_processes_together_equal_one_device(count, devices, settings):
@@ -101,7 +101,7 @@ def test_processes_together_equal_one_device(count, devices, settings):
     check(settings, told)
     for each in settings:
         answers = [peer[json.dumps(each)] for peer in told]
-        if each.get("num_stages", 1) >= count:  # no process holds the whole state
+        if each.get("stages", 1) >= count:  # no process holds the whole state
             assert all(a["elements_here"] < total for a in answers)
             assert sum(a["elements_here"] for a in answers) == total
 

@@ -9,7 +9,8 @@ import pytest
 
 import launcher
 from launcher.config.schema import GPT, MLP
-from launcher.plan import local_shape, make_forward_plan, make_plan
+from launcher.plan import local_shape, make_forward_plan
+from launcher.plan.methods import PipeshardParallel, UniformStageOption
 from launcher.runtime import compile_step
 from launcher.trace import trace_step
 from recipes import build_model
@@ -76,12 +77,13 @@ def serial():
     return found
 
 
-def compiled(name, devices, **parallel):
+def compiled(name, devices, num_stages, **how):
     options = MODELS[name]
     init, step = training(build_model(options, "fp32"))
     shapes = jax.eval_shape(init, jax.random.key(0)), next(batches(options))
     traced = trace_step(step, shapes)
-    plan = make_plan(traced, method="manual", cluster=local_shape(devices, 1, "cpu"), **parallel)
+    method = PipeshardParallel(stage_option=UniformStageOption(num_stages), **how)
+    plan = method.plan(traced, local_shape(devices, 1, "cpu"))
     executable = compile_step(traced, plan, jax.devices())
     return executable, executable.create(init, jax.random.key(0))
 

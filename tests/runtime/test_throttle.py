@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import launcher
-from launcher.plan import local_shape, make_plan
+from launcher.plan import local_shape
+from launcher.plan.methods import DataParallel
 from launcher.runtime import compile_step
 from launcher.trace import trace_step
 
@@ -19,11 +20,11 @@ from launch import together
 from tiny import BATCHES, init, step
 
 STEPS = 30
-MANY = {"num_micro_batches": 12, "schedule": "1f1b", "num_stages": 2}
+MANY = {"num_micro_batches": 12, "schedule": "1f1b", "stages": 2}
 PLANS = [
     {"method": "manual", **MANY},  # a stage a process, two replicas each
     {"method": "data", "num_micro_batches": 6},  # a stage over both processes
-    {"method": "manual", **MANY, "num_stages": 4},  # a stage a device
+    {"method": "manual", **MANY, "stages": 4},  # a stage a device
 ]
 
 
@@ -49,7 +50,7 @@ def test_many_programs_over_several_devices_of_one_process():
 
     weight, x = np.eye(128, dtype=np.float32), np.ones((512, 128), np.float32)
     traced = trace_step(busy, (weight, x))
-    plan = make_plan(traced, cluster=local_shape(8, 1, "cpu"), method="data", num_micro_batches=4)
+    plan = DataParallel(4).plan(traced, local_shape(8, 1, "cpu"))
     executable = compile_step(traced, plan, jax.devices())
     state = jax.device_put(weight, executable.in_shardings[0])
     for _ in range(20):

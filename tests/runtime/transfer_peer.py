@@ -20,10 +20,11 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 from jax._src import distributed  # noqa: E402  (the key-value store: tests need no driver)
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
+from plans import uniform  # noqa: E402
 from tiny import BATCHES, init, step  # noqa: E402
 
 from launcher.partition.sharding.reshard import crossing, route  # noqa: E402
-from launcher.plan import local_shape, make_plan  # noqa: E402
+from launcher.plan import local_shape  # noqa: E402
 from launcher.runtime import (  # noqa: E402
     NotMetError,
     PermuteTransport,
@@ -170,10 +171,7 @@ def steps(transport):
     cluster = local_shape(COUNT * DEVICES, COUNT, "cpu")
     executables = []
     for schedule, micro_batches in (("1f1b", 3), ("gpipe", 2)):
-        plan = make_plan(
-            traced, cluster=cluster, method="manual", num_stages=2,
-            num_micro_batches=micro_batches, schedule=schedule,
-        )  # fmt: skip
+        plan = uniform(micro_batches, 2, schedule=schedule).plan(traced, cluster)
         executables.append(compile_step(traced, plan, jax.devices(), transport))
     state = executables[0].create(init, jax.random.key(0))
     sent, losses, alive = [], [], []

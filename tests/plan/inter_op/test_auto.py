@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 
 import launcher
-from launcher.plan import local_shape, make_plan
+from launcher.plan import local_shape
+from launcher.plan.methods import auto_plan
 from launcher.trace import trace_step
 
 WIDTH = 8
@@ -26,12 +27,5 @@ def traced(layers, batch=8):
 
 
 def test_more_stages_than_groups_of_layers_that_are_searched_by_default():
-    plan = make_plan(
-        traced(18),
-        method="auto",
-        cluster=local_shape(18, 1, "cpu"),
-        num_stages=17,
-        num_micro_batches=2,
-        remat="none",
-    )
+    plan = auto_plan(traced(18), local_shape(18, 1, "cpu"), 2, "1f1b", "none", num_stages=17)
     assert len(plan.stages) == 17

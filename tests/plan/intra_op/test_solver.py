@@ -11,9 +11,10 @@ import pytest
 import launcher
 from launcher.config.schema import GPT, MLP
 from launcher.partition.sharding.named_dims import NamedDims, Sharding
-from launcher.plan import local_shape, make_plan
+from launcher.plan import local_shape
 from launcher.plan.cost.collectives import PRODUCTS, flow, load, seconds
 from launcher.plan.intra_op.solver import along_data, model_classes
+from launcher.plan.methods import ShardParallel
 from launcher.trace import trace_step
 from launcher.trace.graph import inline_calls, nbytes
 from recipes import build_model
@@ -27,7 +28,7 @@ def shape(*lengths):
     return jax.ShapeDtypeStruct(lengths, jnp.float32)
 
 
-def shardings(options, **parallel):
+def shardings(options, mesh):
     """The plan's shardings of the parameters that are cut, by name."""
     model = build_model(options, "fp32")
     params = jax.eval_shape(model.init, jax.random.key(0))
@@ -40,7 +41,7 @@ def shardings(options, **parallel):
     def step(params, batch):
         return launcher.grad(lambda p: model.loss(p, batch, None)[0])(params)
 
-    plan = make_plan(trace_step(step, (params, batch)), cluster=CLUSTER, **parallel)
+    plan = ShardParallel(1, mesh).plan(trace_step(step, (params, batch)), CLUSTER)
     assert len(plan.stages) == 1
     found = plan.stages[0].shardings
     return {name[2:]: spec for name, spec in found.items() if name[0] == "0" and any(spec)}
@@ -68,13 +69,13 @@ def test_a_gpt_is_cut_as_megatron_cuts_it(devices, tied):
         want["word_embeddings.embedding"] = ("model", None)
     else:  # one of the two is enough
         want["output_layer.kernel"] = (None, "model")
-    assert shardings(options, method="shard", data=4 // devices, model=devices) == want
+    assert shardings(options, (4 // devices, devices)) == want
 
 
 def test_an_mlp_is_cut_by_columns_and_rows_in_turn():
     options = MLP(input_size=8, hidden_size=16, output_size=4, num_layers=4)
     columns, rows = (None, "model"), ("model", None)
-    assert shardings(options, method="shard") == {
+    assert shardings(options, (1, 4)) == {
         "layers_0.kernel": columns,
         "layers_0.bias": ("model",),
         "layers_1.kernel": rows,

@@ -15,12 +15,19 @@ import numpy as np
 import pytest
 
 import launcher
+from launcher.config.parallel import Data
+from launcher.driver.plan_from_config import plan_of
 from launcher.partition.stages import cut_stages
-from launcher.plan import PlanError, local_shape, make_plan
+from launcher.plan import PlanError, local_shape
 from launcher.plan.build import repriced
 from launcher.plan.inter_op.problem import Wanted
 from launcher.plan.inter_op.select import best_plan
-from launcher.plan.methods import AutoStageOption, PipeshardParallel
+from launcher.plan.methods import (
+    AutoStageOption,
+    DataParallel,
+    PipeshardParallel,
+    ThreeDParallel,
+)
 from launcher.plan.profile import cache
 from launcher.plan.profile import measure_layers as profile
 from launcher.plan.profile.layer_programs import layer_program
@@ -203,15 +210,7 @@ def test_what_is_timed_is_what_the_runtime_runs(data: int, model: int) -> None:
     """The programs of a layer against those of a stage that is this layer: the same operations,
     the same bytes read and written, the same room."""
     step = traced()
-    plan = make_plan(
-        step,
-        method="three_d",
-        cluster=shape(4 * data * model),
-        num_micro_batches=2,
-        data=data,
-        model=model,
-        pipeline=4,
-    )
+    plan = ThreeDParallel(data, model, 4, 2).plan(step, shape(4 * data * model))
     emitted = emit(step, plan)
     stage = compile_programs(emitted, make_placement(plan, jax.devices(), emitted.slots))
     loss = step.loss(2 * data)
@@ -230,7 +229,7 @@ def test_what_is_timed_is_what_the_runtime_runs(data: int, model: int) -> None:
 def test_plans_rest_on_what_was_measured() -> None:
     """Of a method that is given, and of the search."""
     step, cluster = traced(2), shape(1)
-    plan = make_plan(step, method="data", cluster=cluster, num_micro_batches=2, cost="profile")
+    plan = plan_of(Data(num_micro_batches=2, cost="profile"), step, cluster)
     measured = profile.measure_layers(step, cluster, (1,), 2)  # from the cache
     forward, _ = measured.stage((0, 1), 2, 1)
     assert plan.stages[0].forward_seconds == pytest.approx(forward + plan.cluster["launch"])
@@ -244,7 +243,7 @@ def test_the_start_of_a_program_is_counted_once_a_stage() -> None:
     step, cluster = traced(), shape(1)
     known = Timing(((4, 0.01, 0.02),), launch=0.5)
     found = MeasuredLayers((0, 1, 1, 2), {(kind, 1): known for kind in range(3)}, BATCH)
-    plan = make_plan(step, method="data", cluster=cluster, num_micro_batches=2)
+    plan = DataParallel(2).plan(step, cluster)
     [stage] = repriced(step, plan, found).stages
     assert stage.forward_seconds == pytest.approx(4 * 0.01 + 0.5)
     assert stage.backward_seconds == pytest.approx(4 * 0.02)  # in the same program
@@ -282,7 +281,7 @@ def test_a_plan_is_made_of_what_could_be_measured() -> None:
 
 def test_an_unknown_cost_is_refused() -> None:
     with pytest.raises(PlanError, match='cost=\'guess\' is not "model" or "profile"'):
-        make_plan(traced(), method="data", cluster=shape(), cost="guess")
+        PipeshardParallel(2, stage_option=AutoStageOption("guess")).plan(traced(), shape())
 
 
 def test_rows_between_and_beyond_the_measured_ones() -> None:
