@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from launcher.cluster.errors import ClusterError, WorkerError
 from launcher.cluster.ray.worker import Future, ready, share
 from launcher.cluster.worker_group import WorkerGroup
-from launcher.runtime import NotMetError
+from launcher.runtime import ProcessMismatchError
 
 _AHEAD = 8  # messages that may be under way to a worker: they hold their batches in memory
 
@@ -93,8 +93,8 @@ class Messages:
         while not all(reply.done for reply in replies):
             self._take(wait=True)
         errors = [reply.error for reply in replies if reply.error is not None]
-        if errors:  # that of the one that failed, not of those that were told so
-            raise min(errors, key=lambda error: error.error_type == NotMetError.__name__)
+        if errors:  # that of the worker that failed, not of those that only follow
+            raise min(errors, key=lambda error: error.error_type == ProcessMismatchError.__name__)
         return [reply.value for reply in replies]
 
     def drop(self, number: int) -> None:

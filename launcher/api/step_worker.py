@@ -19,7 +19,7 @@ import numpy as np
 from launcher.cluster.process_group import Peer
 from launcher.partition.sharding.reshard import Box
 from launcher.plan import Plan
-from launcher.runtime import Executable, StageTimes, Transport, compile_step, met_by_all, move
+from launcher.runtime import Executable, StageTimes, Transport, compile_step, fail_together, move
 from launcher.trace import trace_step
 
 # What decides how a function is traced, beside the function itself.
@@ -118,7 +118,7 @@ class StepWorker(Peer):
         Raises PlanError where it is not the program that was planned: other code, or other
         versions of the libraries, than the driver's.
         """
-        with met_by_all(self._transport):
+        with fail_together(self._transport):
             return self._compile(number, pickled)
 
     def _compile(self, number: int, pickled: bytes) -> float:

@@ -7,18 +7,18 @@ from launcher.runtime.executable import Executable, StageTimes, compile_step
 from launcher.runtime.kept import keep_compiled, why_not_kept
 from launcher.runtime.permute import PermuteTransport
 from launcher.runtime.transfer import move
-from launcher.runtime.transport import NotMetError, PullTransport, Transport, met_by_all
+from launcher.runtime.transport import ProcessMismatchError, PullTransport, Transport, fail_together
 
 __all__ = [
     "Executable",
-    "NotMetError",
     "PermuteTransport",
+    "ProcessMismatchError",
     "PullTransport",
     "StageTimes",
     "Transport",
     "compile_step",
+    "fail_together",
     "keep_compiled",
-    "met_by_all",
     "move",
     "why_not_kept",
 ]

@@ -98,7 +98,7 @@ def build_table(
             slots[slot] = place(value, placement.sharding(slot))
     fixed = _fixed(emitted, placement)
     if transport is not None:
-        transport.meet("open")  # nothing is left that can fail
+        transport.barrier("open")  # nothing is left that can fail
     sharding = placement.sharding
     return Table(
         rows=rows,

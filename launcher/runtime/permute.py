@@ -4,7 +4,7 @@ An exchange is one compiled program, a `jax.lax.ppermute` for each of its rounds
 of both sides. Only their processes take part: by NCCL on GPUs, by Gloo on CPUs. An array that
 arrives is identified by its turn alone, so all processes follow the one order of `runtime.order`.
 If one device has begun a program and another has not, the former waits. So everything is compiled,
-and every group of devices has met once, before the first step.
+and every group of devices has opened its communicator, before the first step.
 
 Every device of an exchange sends and receives an array in every round. For a round in which a
 device has nothing to send, it keeps zeros as long as an exchange needs them, one array of each
@@ -26,7 +26,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from launcher.runtime.throttle import Pace
-from launcher.runtime.transport import Exchange, Meeting, Parcel, Parts
+from launcher.runtime.transport import CheckedBarrier, Exchange, Parcel, Parts
 
 _AXIS = "device"
 _MOST = 4096  # programs that are kept, of which those of microbatches and layers are the same few
@@ -72,7 +72,7 @@ def rounds_of(
     return rounds
 
 
-class PermuteTransport(Meeting):
+class PermuteTransport(CheckedBarrier):
     """A transport by collectives between devices; see the module."""
 
     def __init__(self) -> None:
@@ -91,16 +91,16 @@ class PermuteTransport(Meeting):
         return _Permutes(program, [numbers for _, numbers in rounds], self._zero)
 
     def open(self, exchanges: Sequence[Exchange], order: str) -> None:
-        """Compile the exchanges, then let each group of devices meet; see `Transport`.
+        """Compile the exchanges, then open the communicator of each group of devices.
 
-        The groups meet one after another, once all processes have compiled.
+        They are opened one after another, once all processes have compiled. See `Transport`.
         """
         programs = dict.fromkeys(x.program for x in exchanges if isinstance(x, _Permutes))
         new = [x for x in programs if not x.is_open]
         here = [x for x in new if x.is_here]
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             compiled = list(pool.map(_Program.compiled, here))
-        self.meet(order)
+        self.barrier(order)
         for program, run in zip(here, compiled, strict=True):
             program.run = self._pace.keep(run, program.local)
         for program in new:

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from launcher.partition.sharding.reshard import Box, route
 from launcher.runtime.compat import batched_copy
 from launcher.runtime.pieces import cutter, joiner
-from launcher.runtime.transport import Parcel, Transport, met_by_all
+from launcher.runtime.transport import Parcel, Transport, fail_together
 
 
 def is_here(sharding: NamedSharding) -> bool:
@@ -231,13 +231,13 @@ def move(
         transport: what moves arrays between processes.
 
     Raises:
-        NotMetError: another process could not prepare the transfer.
+        ProcessMismatchError: another process could not prepare the transfer.
     """
     transfer = RemoteTransfer(avals, src, dst, transport, 0)
     if not transfer.exchange.is_open:
-        with met_by_all(transport):
+        with fail_together(transport):
             transport.open([transfer.exchange], transfer.exchange.told)
-            transport.meet("open")
+            transport.barrier("open")
     return transfer(transport.reserve(transfer.num_keys), list(arrays))
 
 

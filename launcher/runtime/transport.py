@@ -76,61 +76,61 @@ class Transport(Protocol):
         """Prepare an exchange."""
 
     def open(self, exchanges: Sequence[Exchange], order: str) -> None:
-        """Make exchanges ready to be called, and `meet` with the `order` that they are part of."""
+        """Make exchanges ready to be called, then pass the `barrier` of their `order`."""
 
-    def meet(self, order: str) -> None:
-        """Wait until every process has called this.
+    def barrier(self, order: str) -> None:
+        """Wait until every process has reached this barrier.
 
         Args:
             order: the order that this process follows, such as a `runtime.order.digest`; "" if this
                 process failed.
 
         Raises:
-            NotMetError: the processes do not all give the same order.
+            ProcessMismatchError: the processes do not all give the same order.
         """
 
     def reserve(self, count: int) -> int:
         """Reserve `count` new keys, each of which is used once, and return the first."""
 
 
-class NotMetError(PlanError):
-    """An error raised when the processes do not come together to run a plan."""
+class ProcessMismatchError(PlanError):
+    """An error raised when the processes do not pass a barrier with the same order."""
 
 
-class Meeting:
-    """An implementation of `Transport.meet`."""
+class CheckedBarrier:
+    """A base class of transports that implements `Transport.barrier`."""
 
     def __init__(self) -> None:
-        self._met = 0
+        self._passed = 0
 
-    def meet(self, order: str) -> None:
+    def barrier(self, order: str) -> None:
         """See `Transport`."""
-        self._met += 1
-        if not agree(f"launcher/{type(self).__name__}/{self._met}", order):
-            raise NotMetError(
+        self._passed += 1
+        if not agree(f"launcher/{type(self).__name__}/{self._passed}", order):
+            raise ProcessMismatchError(
                 "the processes would not run this plan alike: one of them failed, or has other "
                 "code or other versions of the libraries"
             )
 
 
 @contextmanager
-def met_by_all(transport: Transport | None) -> Iterator[None]:
+def fail_together(transport: Transport | None) -> Iterator[None]:
     """Guard a block in which all processes compile.
 
-    If this process fails in it, the others are told and do not wait.
+    A process that fails in it also fails the others, so that they do not wait for it.
     """
     try:
         yield
-    except NotMetError:
+    except ProcessMismatchError:
         raise
     except Exception:
         if transport is not None:
-            with suppress(NotMetError):
-                transport.meet("")
+            with suppress(ProcessMismatchError):
+                transport.barrier("")
         raise
 
 
-class PullTransport(Meeting):
+class PullTransport(CheckedBarrier):
     """A transport by JAX's transfer server; see the module.
 
     Make one in each process, then give each of them all `addresses` by `connect`.
@@ -167,8 +167,8 @@ class PullTransport(Meeting):
         return _Pulls(self, parcels)
 
     def open(self, exchanges: Sequence[Exchange], order: str) -> None:
-        """Meet the other processes; nothing has to be prepared. See `Transport`."""
-        self.meet(order)
+        """Pass the barrier; nothing has to be prepared. See `Transport`."""
+        self.barrier(order)
 
     def reserve(self, count: int) -> int:
         """See `Transport`."""

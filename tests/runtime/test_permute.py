@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from launcher.runtime import PermuteTransport, compat, met_by_all, transport
+from launcher.runtime import PermuteTransport, compat, fail_together, transport
 from launcher.runtime.permute import rounds_of
-from launcher.runtime.transport import NotMetError, Parcel
+from launcher.runtime.transport import Parcel, ProcessMismatchError
 from launcher.schedule import training_schedules
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -137,44 +137,44 @@ def way_of(lowered, ran):
 def test_processes_of_other_orders_are_told(monkeypatch, own):
     """Process 0 comes with the order "a"."""
     name = "launcher/PermuteTransport/1"
-    held, met = {f"{name}/0": "a"}, []
+    held, reached = {f"{name}/0": "a"}, []
 
     class Store:
         def key_value_set(self, name, value):
             held[name] = value
 
         def wait_at_barrier(self, name, timeout):
-            met.append(name)
+            reached.append(name)
 
         def key_value_dir_get(self, folder):
-            assert met
+            assert reached
             return [(name, value) for name, value in held.items() if name.startswith(folder)]
 
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setattr("jax._src.distributed.global_state.client", Store())
     way = PermuteTransport.__new__(PermuteTransport)
-    transport.Meeting.__init__(way)
+    transport.CheckedBarrier.__init__(way)
     if own == "a":
-        way.meet(own)
+        way.barrier(own)
     else:
-        with pytest.raises(NotMetError, match="would not run this plan alike"):
-            way.meet(own)
-    assert met == [name]
+        with pytest.raises(ProcessMismatchError, match="would not run this plan alike"):
+            way.barrier(own)
+    assert reached == [name]
 
 
 def test_a_process_that_fails_tells_the_others():
-    met = []
-    way = SimpleNamespace(meet=met.append)
-    with pytest.raises(ZeroDivisionError), met_by_all(way):
+    reached = []
+    way = SimpleNamespace(barrier=reached.append)
+    with pytest.raises(ZeroDivisionError), fail_together(way):
         raise ZeroDivisionError
-    assert met == [""]
-    with pytest.raises(NotMetError), met_by_all(way):
-        raise NotMetError  # the others failed: all have met
-    with met_by_all(way):
+    assert reached == [""]
+    with pytest.raises(ProcessMismatchError), fail_together(way):
+        raise ProcessMismatchError  # the others failed: all have passed the barrier
+    with fail_together(way):
         pass
-    assert met == [""]
-    with pytest.raises(ZeroDivisionError), met_by_all(None):
+    assert reached == [""]
+    with pytest.raises(ZeroDivisionError), fail_together(None):
         raise ZeroDivisionError
 
 

@@ -63,9 +63,9 @@ def test_random_keys_go_by_both_ways(peers):
     assert [peer["keys"] for peer in peers] == [[0, 0], [4, 4]]
 
 
-def test_processes_meet_for_a_move_that_is_new(peers):
-    assert [peer["meetings"] for peer in peers] == [
-        [2, 2, "NotMetError"],
+def test_processes_pass_barriers_for_a_move_that_is_new(peers):
+    assert [peer["barriers"] for peer in peers] == [
+        [2, 2, "ProcessMismatchError"],
         [2, 2, "ZeroDivisionError"],
     ]
 

@@ -26,8 +26,8 @@ from tiny import BATCHES, init, step  # noqa: E402
 from launcher.partition.sharding.reshard import crossing, route  # noqa: E402
 from launcher.plan import local_shape  # noqa: E402
 from launcher.runtime import (  # noqa: E402
-    NotMetError,
     PermuteTransport,
+    ProcessMismatchError,
     PullTransport,
     compile_step,
     move,
@@ -127,22 +127,22 @@ def keys(transport):
     return arrived
 
 
-class Meets(PermuteTransport):
-    """Notes what it met for."""
+class NotingTransport(PermuteTransport):
+    """Notes the order of every barrier."""
 
     def __init__(self):
         super().__init__()
-        self.met = []
+        self.orders = []
 
-    def meet(self, order):
-        self.met.append(order)
-        super().meet(order)
+    def barrier(self, order):
+        self.orders.append(order)
+        super().barrier(order)
 
 
-def meetings():
-    """How often the processes meet for a move, for another like it, and for a third that one of
-    them cannot compile; and whether each is told."""
-    transport = Meets()
+def barriers():
+    """How many barriers the processes pass for a move, for another like it, and for a third that
+    one of them cannot compile; and whether each process fails."""
+    transport = NotingTransport()
     src, dst = (
         NamedSharding(
             Mesh([d for d in jax.devices() if d.process_index == i], "a"), PartitionSpec()
@@ -157,11 +157,11 @@ def meetings():
         try:
             with fails if size == 4 and INDEX == 1 else contextlib.nullcontext():
                 (moved,) = move([array], [value], [src], [dst], transport)
-        except (ZeroDivisionError, NotMetError) as error:
+        except (ZeroDivisionError, ProcessMismatchError) as error:
             found.append(type(error).__name__)
         else:
             assert all((x.data == value).all() for x in moved.addressable_shards)
-            found.append(len(transport.met))
+            found.append(len(transport.orders))
     return found
 
 
@@ -203,7 +203,7 @@ def main() -> None:
     transport.connect(addresses)
     found = {"moves": random_moves(transport), "messages": messages(transport), **steps(transport)}
     found["keys"] = [keys(transport), keys(PermuteTransport())]
-    found["meetings"] = meetings()
+    found["barriers"] = barriers()
     found["offered"] = sorted(transport.offered.elements())
     found["pulled"] = sorted(transport.pulled.elements())
     print(json.dumps(found), flush=True)
