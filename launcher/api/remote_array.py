@@ -1,8 +1,4 @@
-"""Arrays that stay on the workers, as the driver sees them: handles, fetched when asked for; and
-what travels to the workers by value.
-
-`launcher.api.ray_backend` makes the handles; the public front offers `RemoteArray` and `prefetch`.
-"""
+"""Handles to arrays that stay on the workers, and their transfer to and from the driver."""
 
 from __future__ import annotations
 
@@ -16,39 +12,41 @@ import jax.numpy as jnp
 import numpy as np
 
 from launcher.api.step_worker import Pieces
+from launcher.cluster.ray import ray_compat
 
 
 class ConsumedError(RuntimeError):
-    """An array was used after a call had consumed it."""
+    """An error raised when an array is used after a call has consumed it."""
 
 
 class Owner(Protocol):
-    """What a handle needs of whoever keeps the array."""
+    """The interface that a handle needs of the backend that keeps the array."""
 
     def fetch(self, arrays: Sequence[RemoteArray]) -> None:
-        """Begin to fetch arrays, in one message to each worker."""
+        """Start to fetch arrays, in one message to each worker."""
 
     def want(self, array: RemoteArray) -> None:
         """Fetch this array with the next message that has to be sent."""
 
     def flush(self) -> None:
-        """Send for all that is wanted."""
+        """Start to fetch all arrays that are wanted."""
 
     def wait(self, numbers: Sequence[int]) -> None:
         """Wait until arrays are computed."""
 
     def placement(self, number: int) -> str:
-        """Where an array lies, in words."""
+        """Return in words where an array lies."""
 
     def drop(self, number: int) -> None:
-        """Forget an array with the next message."""
+        """Free an array with the next message."""
 
 
 class Fetch:
     """Arrays on their way from the workers, of which each sends the parts that it has.
 
     Args:
-        answers: waits for the workers' answers; each holds the `Pieces` of every array.
+        answers: waits for the workers' answers, each of which holds the `Pieces` of every array.
+        arrays: the handles of the arrays.
     """
 
     def __init__(self, answers: Callable[[], list[Any]], arrays: Sequence[RemoteArray]) -> None:
@@ -57,8 +55,10 @@ class Fetch:
         self._whole: list[np.ndarray] = []
 
     def result(self) -> list[np.ndarray]:
-        """The arrays, in their order, once they are here; read-only. Of keys, their data. May be
-        asked for again."""
+        """Wait for the arrays and return them, read-only, in their order; of keys, their data.
+
+        It may be called more than once.
+        """
         if self._answers is not None:
             parts = zip(*self._answers(), strict=True)
             found = zip(self._avals, parts, strict=True)
@@ -68,14 +68,16 @@ class Fetch:
 
 
 class RemoteArray:
-    """An array that lies on the workers; this is its handle, of a few bytes.
+    """A handle of a few bytes to an array that lies on the workers.
 
-    It can be given back to a parallelized function, which costs nothing, or fetched:
-    `np.asarray`, `float` and `jax.device_get` wait for its value and bring it here. To fetch many
-    in one round trip, `launcher.prefetch` them first, or `jax.device_get` them together. The
-    workers free the array when its handle is gone, with the next message that they get.
+    It can be passed back to a parallelized function, which costs nothing, or fetched: `np.asarray`,
+    `float` and `jax.device_get` wait for its value and bring it here. To fetch many in one round
+    trip, `launcher.prefetch` them first, or `jax.device_get` them together. The workers free the
+    array when its handle is gone, with the next message that they get.
 
-    Raises `ConsumedError` where it was donated to a call, and `WorkerError` where a worker failed.
+    Raises:
+        ConsumedError: the array was donated to a call.
+        WorkerError: a worker failed.
     """
 
     __slots__ = ("__weakref__", "_dtype", "_fetched", "_number", "_owner", "_shape")
@@ -87,32 +89,41 @@ class RemoteArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape of the whole array."""
         return self._shape
 
     @property
     def dtype(self) -> Any:
+        """The dtype, as JAX has it."""
         return self._dtype
 
     @property
     def ndim(self) -> int:
+        """The number of axes."""
         return len(self._shape)
 
     @property
     def size(self) -> int:
+        """The number of elements."""
         return math.prod(self._shape)
 
     @property
     def nbytes(self) -> int:
+        """The number of bytes of all elements, each counted once."""
         return self.size * self._dtype.itemsize
 
     @property
     def sharding(self) -> str:
-        """Where it lies, in words, such as "whole, on device 2". Asks a worker."""
+        """The sharding in words, such as "whole, on device 2"; a worker is asked for it."""
         return self._owner.placement(self.number)
 
     @property
     def number(self) -> int:
-        """What the workers know it by. Raises ConsumedError."""
+        """The number by which the workers know the array.
+
+        Raises:
+            ConsumedError: the array was donated or deleted.
+        """
         if self._number < 0:
             raise ConsumedError(
                 f"this array ({self._dtype}{list(self._shape)}) was donated to an earlier call, "
@@ -122,35 +133,38 @@ class RemoteArray:
         return self._number
 
     def is_deleted(self) -> bool:
-        """Whether a call has consumed it, or `delete` was called."""
+        """Return whether a call has consumed the array, or `delete` was called."""
         return self._number < 0
 
     def delete(self) -> None:
-        """Free it on the workers now; it cannot be used again."""
+        """Free the array on the workers; it cannot be used again."""
         self._owner.drop(self.number)
         self._number = -1
 
     def consume(self) -> None:
-        """Mark it as donated: the workers free it themselves."""
+        """Mark the array as donated: the workers free it themselves."""
         self._number, self._fetched = -1, None
 
     def copy_to_host_async(self) -> None:
-        """Fetch it with the next message to the workers; many are fetched together."""
+        """Fetch the array with the next message to the workers; many are fetched together."""
         if self.number >= 0 and self._fetched is None:
             self._owner.want(self)
 
     def block_until_ready(self) -> RemoteArray:
-        """Wait until it is computed."""
+        """Wait until the array is computed."""
         self._owner.wait([self.number])
         return self
 
     def fetched_by(self, fetch: Fetch, place: int) -> None:
-        """Note which fetch brings it."""
+        """Note the fetch that brings the array, and its position there."""
         self._fetched = fetch, place
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        """Its value, read-only. Of typed random keys (which NumPy does not know, and
-        `jax.device_get` does) a `jax.Array` of this process."""
+        """Return the value, read-only.
+
+        NumPy does not know typed random keys; their value, for `jax.device_get`, is a `jax.Array`
+        of this process.
+        """
         if self.number >= 0 and self._fetched is None:
             self._owner.flush()
             if self._fetched is None:
@@ -163,7 +177,7 @@ class RemoteArray:
         return np.array(value, dtype, copy=copy)
 
     def item(self) -> Any:
-        """The value of an array of one element, as a Python number."""
+        """Return the value of an array of one element as a Python number."""
         return np.asarray(self).item()
 
     def __float__(self) -> float:
@@ -191,10 +205,10 @@ class RemoteArray:
 
 
 def prefetch(tree: Any) -> Any:
-    """Begin to fetch all arrays of a pytree, in one round trip to each worker, and return `tree`.
+    """Start to fetch all arrays of a pytree, in one round trip to each worker; return `tree`.
 
-    Their values are there, or on their way, when `np.asarray` or `jax.device_get` asks for them.
-    Also takes arrays of this process.
+    Their values are there, or on their way, when `np.asarray` or `jax.device_get` asks for them. It
+    also takes arrays of this process.
     """
     owners: dict[int, Owner] = {}
     for leaf in jax.tree.leaves(tree):
@@ -208,7 +222,7 @@ def prefetch(tree: Any) -> Any:
 
 
 def is_key(dtype: Any) -> bool:
-    """Whether a dtype is that of typed random keys."""
+    """Return whether a dtype is that of typed random keys."""
     return bool(jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key))
 
 
@@ -220,22 +234,20 @@ def _key_impl(dtype: Any) -> Any:
 
 
 def portable(leaf: Any, dtype: Any = None) -> Any:
-    """A leaf as it travels by value: a NumPy array, or a typed random key as it is."""
+    """Return a leaf in the form that travels by value: a NumPy array, or a typed random key."""
     if isinstance(leaf, jax.Array) and is_key(leaf.dtype):
         return leaf
     return np.asarray(leaf, dtype)
 
 
 def pickled(value: Any, fun: Callable[..., Any]) -> bytes:
-    """`value`, which holds the user's function `fun`, as bytes.
+    """Return `value`, which contains the user's function `fun`, as bytes.
 
     Raises:
-        TypeError: the function holds something that cannot travel.
+        TypeError: the function refers to something that cannot be pickled.
     """
-    import ray
-
     try:
-        return bytes(ray.cloudpickle.dumps(value))
+        return ray_compat.dumps(value)
     except Exception as error:
         name = getattr(fun, "__name__", repr(fun))
         raise TypeError(
@@ -245,7 +257,7 @@ def pickled(value: Any, fun: Callable[..., Any]) -> bytes:
 
 
 def _data_aval(array: RemoteArray) -> tuple[tuple[int, ...], Any]:
-    """The shape and dtype of an array as it travels."""
+    """Return the shape and dtype of an array as it travels."""
     if is_key(array.dtype):
         keys = jax.ShapeDtypeStruct(array.shape, array.dtype)
         data = jax.eval_shape(jax.random.key_data, keys)

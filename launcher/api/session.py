@@ -1,7 +1,6 @@
-"""Where parallelized functions run: in this process, or on workers that `init` has started.
+"""The backend on which parallelized functions run: this process, or workers started by `init`.
 
-The one thing that this package remembers between calls is held here, as `jax.distributed` holds
-its own: what `init` has brought up. `launcher.api.parallelize` asks `current` for it.
+It is the only state that this package keeps between calls, as `jax.distributed` keeps its own.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from launcher.cluster.devices import (
 from launcher.cluster.ray import scratch
 from launcher.cluster.ray.attached_ray import AttachedRay
 from launcher.cluster.ray.private_ray import PrivateRay, start
-from launcher.cluster.ray.waiting import Patience
+from launcher.cluster.ray.waiting import StartLimit
 from launcher.cluster.worker_group import WorkerGroup
 from launcher.config.machines import Cluster
 from launcher.plan import ClusterShape, Plan, local_shape
@@ -37,14 +36,19 @@ from launcher.trace import TracedStep
 
 
 class SessionError(ValueError):
-    """`init` cannot do what was asked; the message says why and what to do."""
+    """An error raised when `init` cannot do what was asked; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
 class LocalBackend:
-    """This process's devices, or those of all processes under `jax.distributed`."""
+    """The devices of this process, or those of all processes under `jax.distributed`.
 
-    devices: tuple[jax.Device, ...] | None = None  # None: all there are
+    Attributes:
+        devices: the devices; None takes all.
+        transport: moves arrays between processes, if the devices are of several.
+    """
+
+    devices: tuple[jax.Device, ...] | None = None
     transport: Transport | None = None
 
     @property
@@ -54,23 +58,23 @@ class LocalBackend:
 
     @property
     def shape(self) -> ClusterShape:
-        """The cluster, for the planner, as it was calibrated if it was."""
+        """The cluster, for the planner, calibrated if a calibration exists."""
         devices = self.found
         kind = "cpu" if devices[0].platform == "cpu" else devices[0].device_kind
         hosts = len({d.process_index for d in devices})
         nominal = local_shape(len(devices), hosts, kind)
-        # Several processes plan each for itself, and alike: not by what one machine alone knows.
+        # Several processes each make the same plan, so not by what one machine alone has measured.
         return calibrated(nominal, _say) if hosts == 1 else nominal
 
     def compile(self, step: TracedStep, plan: Plan, source: Traceable) -> Executable:
         """Compile a traced step here; the counterpart of `RayBackend.compile`."""
-        del source  # only others would have to trace it again
+        del source  # only other processes would have to trace it again
         return compile_step(step, plan, self.found, self.transport)
 
 
 @dataclass(frozen=True)
 class _Held:
-    """What `init` brought up, and how to take it down."""
+    """The backend that `init` has brought up, and the function that takes it down."""
 
     backend: LocalBackend | RayBackend
     close: Callable[[], None]
@@ -88,30 +92,31 @@ def init(
     step_timeout: float = 600.0,
     start_timeout: float = 120.0,
 ) -> None:
-    """Say where parallelized functions run from now on; without it, on this process's devices.
+    """Select where parallelized functions run; without it, they run on this process's devices.
+
+    Functions travel to the workers pickled: the importable modules that they refer to have to be
+    importable there too. Call it from the main thread, and before this process uses a GPU: the
+    devices are for the workers. `shutdown` undoes it, and both may be called again.
 
     Args:
         cluster: "local" is this process. "ray" is worker processes, one a node, that Ray starts;
             this process then only plans and directs, on its CPU.
-        address: of a Ray that is there ("auto" finds this machine's); None starts a private one
-            on this machine, which ends with this process.
-        num_nodes: how many worker processes. By default all nodes of the Ray at `address`; of a
-            private Ray one. Several on one machine are emulated, with CPU devices.
-        num_devices_per_node: by default all GPUs of a node, or 4 CPU devices that stand in; in
-            the "local" case all devices of the process.
+        address: the address of a running Ray ("auto" finds this machine's); None starts a private
+            one on this machine, which ends with this process.
+        num_nodes: the number of worker processes. The default is all nodes of the Ray at `address`,
+            and one of a private Ray. Several on one machine are emulated with CPU devices.
+        num_devices_per_node: the devices of each worker, by default all GPUs of a node or else 4
+            emulated CPU devices; for "local", by default all devices of the process.
         step_timeout: the seconds that the workers may take to answer, such as to the fetch of a
-            step's results; ten times that where they compile, and for the first step after it. Then
-            they hang, or are stopped: `HungError` says where each stands.
+            step's results; ten times that where they compile, and for the first step after it.
+            Workers that take longer hang or are stopped, and `HungError` says what each is doing.
         start_timeout: the seconds that Ray may take to come up or, at `address`, to answer, and
-            that the workers' processes may.
-
-    Functions travel to the workers pickled: what they refer to in importable modules has to be
-    importable there too. Call it from the main thread, and before this process uses a GPU: the
-    devices are for the workers. `shutdown` undoes it, and both may be called again.
+            again that the workers' processes may take.
 
     Raises:
         SessionError: it was called before, or the numbers do not fit the machine.
-        ClusterError, WorkerError: Ray or a worker did not come up. Ctrl-C ends the wait.
+        ClusterError: Ray or a worker's process did not come up. Ctrl-C ends the wait.
+        WorkerError: a worker failed.
     """
     global _held
     if _held is not None:
@@ -134,9 +139,9 @@ def init(
 
 
 def shutdown() -> None:
-    """End the workers that `init` started, and forget what lies on them; fetch it before.
+    """End the workers that `init` started; arrays that lie on them and were not fetched are lost.
 
-    Does nothing where there is nothing to end.
+    It does nothing if there is nothing to end.
     """
     global _held
     held, _held = _held, None
@@ -145,7 +150,7 @@ def shutdown() -> None:
 
 
 def current() -> LocalBackend | RayBackend:
-    """What `init` has brought up, or this process's devices."""
+    """Return the backend that `init` has brought up, or this process's devices."""
     return _HERE if _held is None else _held.backend
 
 
@@ -181,10 +186,10 @@ def _workers(
             pool = session.pool
         else:
             pool = _private_pool(nodes or 1, devices)
-            logs = scratch.create()  # not the session's own: that goes when Ray ends
+            logs = scratch.create()  # not Ray's own folder, which is deleted when Ray ends
             undo.callback(logs.remove)
-            patience = Patience(start_timeout, "launcher.init(start_timeout=...)")
-            session = start(pool, logs.path, patience=patience)
+            limit = StartLimit(start_timeout, "launcher.init(start_timeout=...)")
+            session = start(pool, logs.path, limit=limit)
         undo.callback(session.close)
         if pool.kind == "gpu":
             jax.config.update("jax_platforms", "cpu")  # the devices are for the workers
@@ -202,7 +207,7 @@ def _shape_of(pool: DevicePool) -> ClusterShape:
 
 
 def _private_pool(nodes: int, devices: int | None) -> DevicePool:
-    """This machine's GPUs in one process, or CPU devices in `nodes` processes."""
+    """Return this machine's GPUs in one process, or CPU devices in `nodes` processes."""
     gpus = find_gpus(os.environ)
     if nodes == 1 and gpus.names and not gpus.problem:
         if devices is not None and devices > len(gpus.names):

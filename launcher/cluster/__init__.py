@@ -1,5 +1,5 @@
-"""The processes that a plan runs on: which devices there are, Ray, Slurm, the group of workers.
+"""Processes that run a plan: devices, Ray, Slurm, and the group of workers.
 
-`devices` finds the devices, `ray` brings the workers up, `slurm` does so on the nodes of a batch
-job, `process_group` connects them, and `worker_group` is how both doors talk to all of them.
+`devices` finds the devices, `ray` starts a worker process on each host, `slurm` brings up the nodes
+of a batch job, `process_group` connects the workers, and `worker_group` talks to all of them.
 """

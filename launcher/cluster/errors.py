@@ -1,4 +1,7 @@
-"""What goes wrong with processes. Loads no library; whoever may import the package may too."""
+"""Errors of processes: of Ray, of Slurm and of the workers.
+
+It imports no library, so that it costs nothing to import.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from pathlib import Path
 
 from launcher.files import DamagedError, open_regular
 
-# How JAX's coordination and transfer servers, XLA, Gloo and NCCL tell of a peer that is gone.
+# The messages of JAX's coordination and transfer servers, XLA, Gloo and NCCL about a lost peer.
 _LOST_CONNECTION = re.compile(
     r"(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED)\b"
     r"|[A-Z_]+: .*(Connection (closed|reset|refused)|Socket closed|remote process exited)",
@@ -17,18 +20,21 @@ _LOST_CONNECTION = re.compile(
 
 
 class ClusterError(Exception):
-    """The processes could not be brought up, or Ray itself failed: what happened, what to do."""
+    """An error raised when the processes cannot be started, or when Ray itself fails."""
 
 
 class RayEndedError(ClusterError):
-    """A process of Ray's own ended, and Ray with it; started again, it may well work."""
+    """An error raised when one of Ray's own processes ended, and Ray with it.
+
+    A further start may well succeed.
+    """
 
 
 class HungError(ClusterError):
-    """Workers did not answer for too long.
+    """An error raised when workers have not answered for too long.
 
     Attributes:
-        workers: where they are, in words, by their host.
+        workers: a description of each worker with its process and machine, by host.
     """
 
     def __init__(self, message: str, workers: dict[int, str]) -> None:
@@ -37,17 +43,18 @@ class HungError(ClusterError):
 
 
 class WorkerError(Exception):
-    """A worker process died, or an exception was raised inside it.
+    """An error raised when a worker process died, or for an exception raised inside it.
 
     Attributes:
-        worker: the worker's name, such as `worker_0`. host: its index in the pool.
-        whereabouts: its name and, as far as they are known, its process and machine.
+        worker: the worker's name, such as `worker_0`.
+        host: the worker's index in the pool.
+        whereabouts: the worker's name with its process and machine, as far as they are known.
         died: whether the process is gone; otherwise it lives and takes further calls.
-        silent: whether nobody can say more than that it is out of reach; also `died`.
-        error_type: the name of the exception's class inside the worker; "" where it died.
-        error_message: the exception's own text, or how the worker died.
-        traceback_text: the worker's traceback, as text; "" where there is none.
-        log: the file that holds the worker's output.
+        silent: whether all that is known is that it cannot be reached; `died` is true as well.
+        error_type: the name of the exception's class inside the worker; "" if the worker died.
+        error_message: the text of the exception, or how the worker died.
+        traceback_text: the worker's traceback, as text; "" if there is none.
+        log: the file with the worker's output.
         log_tail: the last lines of that file.
     """
 
@@ -78,16 +85,16 @@ class WorkerError(Exception):
 
     @property
     def lost_connection(self) -> bool:
-        """Whether it may only be a consequence of another process's end."""
+        """Whether the error may only be a consequence of another process's end."""
         return not self.died and _LOST_CONNECTION.match(self.error_message) is not None
 
     @property
     def summary(self) -> str:
-        """What happened, in one line."""
-        told = self.error_message.strip().splitlines() or [""]
+        """The error in one line."""
+        lines = self.error_message.strip().splitlines() or [""]
         kind = f" {self.error_type}:" if self.error_type else ""
         verb = "is out of reach" if self.silent else "died" if self.died else "failed"
-        return f"{self.worker} {verb}:{kind} {told[0]}"
+        return f"{self.worker} {verb}:{kind} {lines[0]}"
 
     def __str__(self) -> str:
         parts = [self.summary]
@@ -100,7 +107,10 @@ class WorkerError(Exception):
 
 
 def last_lines(path: Path, count: int = 20, most_bytes: int = 8192) -> str:
-    """The last `count` lines of a text file, at most `most_bytes` of it; "" where it is missing."""
+    """Return the last `count` lines of a text file, or "" if it is missing.
+
+    At most `most_bytes` bytes of it are read.
+    """
     try:
         with open(open_regular(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
             file.seek(max(0, file.seek(0, 2) - most_bytes))

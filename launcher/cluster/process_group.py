@@ -1,13 +1,13 @@
-"""How worker processes become one: they find one another, and a way for arrays between them.
+"""The process group of the workers: JAX's coordination service, and a transport of arrays.
 
-`Peer` is the part of a worker object that does it, `init_process_group` the driver's side. Loads
-JAX; what runs in workers derives from it, and whoever starts such workers calls
-`init_process_group`.
+`Peer` is the base class of worker objects that takes part, and `init_process_group` is the driver's
+side. It imports JAX.
 
-Neither JAX's coordination service nor its transfer server asks who calls. So on one machine the
-service is a socket in a folder that nobody else can enter, gone once all workers are connected;
-between machines it listens at one address. The server listens at one address in either case, and
-what it offers is pulled by a number that starts at a random one of 62 bits.
+Neither JAX's coordination service nor its transfer server checks who connects. So on one machine
+the service listens on a UNIX socket in a folder that no other user can enter, and which is removed
+once all workers are connected; between machines it listens at one address. The transfer server
+always listens at one address, and arrays are pulled by keys that are counted from a random number
+of 62 bits.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from launcher.cluster.ray.worker import WorkerHandle, gather
 from launcher.runtime import PermuteTransport, PullTransport, Transport, keep_compiled
 from launcher.runtime.compat import bind_collectives
 
-_KEY_BITS = 62  # of the 64 that a key has: there is room to count
+_KEY_BITS = 62  # of a key's 64, so that there is room to count
 
 
 class Peer:
-    """A worker object that may be one of several: `coordinator`, `join`, `connect`, in this order.
+    """A worker object that can be one of several.
 
-    What it opens, it opens at its machine's `address` among the others, which on one machine is
-    the loopback.
+    The driver calls `coordinator`, `join` and `connect`, in this order. Sockets are bound to the
+    machine's `address` among the others, the loopback if all are on one machine.
     """
 
     def __init__(self) -> None:
@@ -40,8 +40,12 @@ class Peer:
         self._folder: scratch.Scratch | None = None
 
     def coordinator(self, address: str | None) -> str:
-        """Where the workers can find one another: at this host's `address`, a port free now; None:
-        they are all on this machine."""
+        """Return an address for JAX's coordination service.
+
+        Args:
+            address: the address of this host, at which a free port is chosen; None if all workers
+                are on this machine, which then use a UNIX socket.
+        """
         if address is None:
             self._folder = scratch.create()
             return f"unix:{quote(str(self._folder.path))}/jax"
@@ -52,9 +56,18 @@ class Peer:
     def join(
         self, coordinator: str, count: int, index: int, address: str, transport: str
     ) -> str | None:
-        """Become process `index` of `count`, on a host of this `address`. Returns where the others
-        can pull arrays from, if they do: by `transport` "pull", and by "auto" on CPUs; None where
-        collectives move them."""
+        """Become one process of the group.
+
+        Args:
+            coordinator: the address of the coordination service.
+            count: the number of processes.
+            index: the index of this process among them.
+            address: the address of this process's host.
+            transport: "pull", "collective", or "auto": pull between CPUs, collectives between GPUs.
+
+        Returns:
+            The address from which the others can pull arrays, or None if collectives move them.
+        """
         bind_collectives(address)
         jax.distributed.initialize(coordinator, count, index, coordinator_bind_address=coordinator)
         if transport == "auto":
@@ -67,8 +80,12 @@ class Peer:
         return self._transport.address
 
     def connect(self, addresses: list[str | None], first_key: int = 0) -> None:
-        """Connect to every worker that arrays are pulled from, `addresses` in their order, and pull
-        by keys from `first_key` on; all workers have joined."""
+        """Connect to every worker that arrays are pulled from, once all have joined.
+
+        Args:
+            addresses: what `join` returned in each process, in their order.
+            first_key: the first key to pull by, the same in all processes.
+        """
         if isinstance(self._transport, PullTransport):
             self._transport.connect([a for a in addresses if a is not None], first_key)
         if self._folder is not None:
@@ -81,10 +98,15 @@ def init_process_group(
     watch: Callable[[list[WorkerHandle]], None] | None = None,
     transport: str = "auto",
 ) -> None:
-    """Make workers of classes derived from `Peer` know one another; the first call they get.
-    `watch` looks after the waits, as in `gather`; `transport`: see `Peer.join`.
+    """Connect workers whose classes derive from `Peer`; it has to be the first call they get.
 
-    Raises WorkerError where one of them cannot be reached.
+    Args:
+        handles: the workers, in the order of their hosts.
+        watch: watches the waits, as in `gather`.
+        transport: see `Peer.join`.
+
+    Raises:
+        WorkerError: one of them cannot be reached.
     """
     if len(handles) == 1:
         return

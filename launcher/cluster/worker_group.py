@@ -1,7 +1,4 @@
-"""All workers of a session as one group, and the watch over every wait for them.
-
-Both doors hold one: the command line in the driver's `Workers`, Python in its `RayBackend`.
-"""
+"""A group of workers, one a host, whose every wait is watched."""
 
 from __future__ import annotations
 
@@ -14,20 +11,22 @@ from launcher.cluster.errors import HungError, WorkerError
 from launcher.cluster.process_group import init_process_group
 from launcher.cluster.ray.worker import WATCH_SECONDS, Future, WorkerHandle, cause_of, gather, ready
 
-STARTING = 10  # where they compile and connect, they may take so many times longer
-_RAY_SECONDS = 4.0  # in which Ray's end is noticed, of which a worker's may be the first sign
+STARTING = 10  # factor on the timeout while workers compile or connect
+_RAY_SECONDS = 4.0  # to notice Ray's end, whose first sign may be the end of a worker
 
 
 class WorkerGroup:
     """One worker a host, in the order of the hosts.
 
-    No wait of a group is without an end: workers that do not answer are diagnosis and given up,
-    the end of Ray is noticed, and Ctrl-C is answered.
+    Every wait of a group ends: workers that do not answer are diagnosed and given up, the end of
+    Ray is noticed, and Ctrl-C is answered.
 
     Args:
-        check: raises RayEndedError where the workers can never answer again.
-        timeout: the seconds that a call may take; `STARTING` times that for one that is `starting`.
-        setting: what the user knows `timeout` by.
+        handles: the workers.
+        check: raises RayEndedError if the workers can never answer again.
+        timeout: the seconds that a call may take; a call that is `starting` may take `STARTING`
+            times as long.
+        setting: the name by which the user knows `timeout`.
     """
 
     def __init__(
@@ -42,7 +41,11 @@ class WorkerGroup:
         self._timeout, self._setting = timeout, setting
 
     def join(self, transport: str = "auto") -> None:
-        """Make the processes know one another; the first thing to do. `transport`: see `Peer`."""
+        """Connect the processes; this comes before any other call.
+
+        Args:
+            transport: see `Peer.join`.
+        """
         init_process_group(self.handles, self.watch(starting=True), transport)
 
     def submit(self, method: str, *arguments: Any) -> tuple[Future, ...]:
@@ -50,10 +53,16 @@ class WorkerGroup:
         return tuple(handle.submit(method, *arguments) for handle in self.handles)
 
     def gather(self, futures: Sequence[Future], *, starting: bool = False) -> list[Any]:
-        """The results of calls, in their order, once all are there.
+        """Return the results of calls, in their order, once all are there.
 
-        Raises WorkerError for the first worker that fails, HungError where one does not answer for
-        too long, and RayEndedError.
+        Args:
+            futures: the calls.
+            starting: whether the workers compile or connect, which takes longer.
+
+        Raises:
+            WorkerError: a worker failed; it is the first one that did.
+            HungError: a worker did not answer for too long.
+            RayEndedError: Ray ended.
         """
         try:
             return gather(futures, self.watch(starting=starting))
@@ -62,23 +71,37 @@ class WorkerGroup:
             raise
 
     def ready(self, futures: Sequence[Future], *, starting: bool = False) -> list[Future]:
-        """Those of the calls that are over, however they ended, as soon as one is. Raises HungError
-        and RayEndedError."""
+        """Wait until any of the calls is over and return all that are, however they ended.
+
+        Args:
+            futures: the calls.
+            starting: whether the workers compile or connect, which takes longer.
+
+        Raises:
+            HungError: no worker answered for too long.
+            RayEndedError: Ray ended.
+        """
         watch = self.watch(starting=starting)
         while not (done := ready(futures, timeout=WATCH_SECONDS)):
             watch([future.worker for future in futures])
         return done
 
     def cause_of(self, error: WorkerError) -> WorkerError:
-        """The death of another worker that `error` may only follow from, or `error`. Raises
-        RayEndedError where Ray ended, and they all with it."""
+        """Return the death of another worker that `error` follows from, or else `error`.
+
+        Raises:
+            RayEndedError: Ray ended, and all workers with it.
+        """
         error = cause_of(error, self.handles)
         self._blame_ray(error)
         return error
 
     def watch(self, *, starting: bool) -> Callable[[list[WorkerHandle]], None]:
-        """What looks after one wait. It counts its own calls, not the clock: when this process was
-        stopped for a while, so may have been the workers."""
+        """Return a function that watches one wait; it is called every `WATCH_SECONDS`.
+
+        It counts its own calls and does not read the clock: while this process was stopped, the
+        workers may have been stopped too.
+        """
         limit = self._timeout * (STARTING if starting else 1)
         calls = 0
 
@@ -87,25 +110,27 @@ class WorkerGroup:
             calls += 1
             self._check()
             for handle in self.handles:
-                handle.process()  # to be known when it is needed
+                handle.process()  # looked up now, so that it is known when it is needed
             if calls * WATCH_SECONDS >= limit:
                 raise self._hung(waiting, limit)
 
         return watch
 
     def _hung(self, waiting: list[WorkerHandle], seconds: float) -> HungError:
-        """All are diagnosis: one that answered may be stopped since, and the others wait for it."""
+        """Return the error for a wait of so many seconds, with a diagnosis of every worker.
+
+        A worker that has answered may have been stopped since, so that the others wait for it.
+        """
         names = ", ".join(handle.name for handle in waiting)
-        told = f"no answer from {names} for {seconds:g} s ({self._setting})"
-        found = []
+        lines = [f"no answer from {names} for {seconds:g} s ({self._setting})"]
         for handle in sorted(self.handles, key=lambda handle: handle not in waiting):
             since = "" if handle in waiting else ", which answered before"
-            found.append(f"{handle.name}{since}: {diagnose(handle)}")
+            lines.append(f"{handle.name}{since}: {diagnose(handle)}")
         where = {handle.host: handle.whereabouts for handle in self.handles}
-        return HungError("\n".join([told, *found]), where)
+        return HungError("\n".join(lines), where)
 
     def _blame_ray(self, error: WorkerError) -> None:
-        """Raise RayEndedError where Ray ends as well: then the workers only went with it."""
+        """Raise RayEndedError if Ray ends as well: then the workers only ended with it."""
         if not (error.died or error.lost_connection):
             return
         deadline = time.monotonic() + _RAY_SECONDS

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from launcher.cluster.errors import ClusterError, WorkerError
 from launcher.cluster.ray.private_ray import PrivateRay, start
-from launcher.cluster.ray.waiting import Patience
+from launcher.cluster.ray.waiting import StartLimit
 from launcher.cluster.slurm.rendezvous import Rendezvous, release_nodes
 from launcher.config.compose import to_dict
 from launcher.config.errors import ConfigError
@@ -167,8 +167,8 @@ def _begun(
 ) -> PrivateRay:
     assert found.pool is not None
     home.logs.mkdir(exist_ok=True)
-    patience = Patience(config.cluster.start_timeout, say=say, check=stop.check)
-    return start(found.pool, home.logs, patience=patience)
+    limit = StartLimit(config.cluster.start_timeout, say=say, check=stop.check)
+    return start(found.pool, home.logs, limit=limit)
 
 
 def _begin_workers(session: PrivateRay, config: Config, home: RunFolder) -> None:

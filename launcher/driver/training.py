@@ -17,7 +17,7 @@ from rich.console import Console
 
 from launcher.cluster.errors import ClusterError, WorkerError
 from launcher.cluster.ray.private_ray import PrivateRay, start
-from launcher.cluster.ray.waiting import Patience
+from launcher.cluster.ray.waiting import StartLimit
 from launcher.cluster.slurm.attempts import begin, finish
 from launcher.cluster.slurm.rendezvous import Rendezvous, reopened
 from launcher.config.compose import to_dict, to_written
@@ -238,8 +238,8 @@ class _Job:
         session, self._session = self._session, None
         if session is not None:
             return session
-        patience = Patience(self._config.cluster.start_timeout, say=self._say, check=stop.check)
-        return start(self._pool, self._home.logs, self._rendezvous, patience)
+        limit = StartLimit(self._config.cluster.start_timeout, say=self._say, check=stop.check)
+        return start(self._pool, self._home.logs, self._rendezvous, limit)
 
     def _diagnose(self, error: Exception) -> Failure | None:
         train, step = self._config.train, self.run_log.recorder.finished_steps

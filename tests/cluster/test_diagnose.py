@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from launcher.cluster.diagnose import diagnose, telling
+from launcher.cluster.diagnose import diagnose, relevant_stacks
 from launcher.cluster.ray.worker import WorkerHandle
-from launcher.cluster.ray.worker_actor import machine
+from launcher.cluster.ray.worker_actor import machine_id
 
 PROGRAM = """
 import faulthandler, signal, sys, time
@@ -85,23 +85,23 @@ def test_only_our_threads_and_the_main_one_are_told():
         "Thread 0x3 (most recent call first):"
         + "".join(f'\n  File "/x.py", line {n} in f' for n in range(40)),
     ]
-    lines = telling("\n\n".join(blocks) + "\n")
+    lines = relevant_stacks("\n\n".join(blocks) + "\n")
     assert lines[:2] == blocks[1].splitlines()
     assert lines[2:] == blocks[2].splitlines()[:13]
-    assert telling("") == []
+    assert relevant_stacks("") == []
 
 
 class Actor:
     """Stands in for Ray's handle of a worker that says where it is: `place`."""
 
     def __init__(self, place):
-        self.place = SimpleNamespace(remote=lambda: place)
+        self.location = SimpleNamespace(remote=lambda: place)
 
 
 @pytest.mark.parametrize(
     ("where", "told"),
     [
-        (machine(), "worker_0 on 10.0.0.1 (process PID on this machine)"),
+        (machine_id(), "worker_0 on 10.0.0.1 (process PID on this machine)"),
         ("another", "worker_0 on 10.0.0.1"),
     ],
 )

@@ -153,8 +153,8 @@ def run_told(config: Config, third: str = ""):
     home.logs.mkdir(parents=True, exist_ok=True)
 
     @contextlib.contextmanager
-    def start(pool, logs, meeting, patience):
-        told.append(("start", patience.seconds))
+    def start(pool, logs, meeting, limit):
+        told.append(("start", limit.seconds))
         yield SimpleNamespace(spawn=lambda worker: None, check=lambda: None)
 
     def init(**said):

@@ -34,7 +34,7 @@ def driven(tmp_path, monkeypatch):
         workers = [SimpleNamespace(submit=lambda method, *_: done.append(method))] * hosts
 
         @contextmanager
-        def start(pool, logs, patience):
+        def start(pool, logs, limit):
             assert logs.is_dir()
             done.append("start")
             try:

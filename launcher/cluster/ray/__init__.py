@@ -1,5 +1,6 @@
-"""Processes through Ray: a private one, which the driver starts and ends, or one that is there.
+"""Worker processes through Ray: a private Ray that the driver starts and ends, or the user's own.
 
-`private_ray` brings Ray up and starts the workers, `attached_ray` starts them on a Ray of the
-user's; `worker` is how the driver talks to a worker, `worker_actor` what runs in it first.
+`private_ray` starts a Ray and its workers, and `attached_ray` starts workers on the user's Ray.
+`worker` is the driver's handle to a worker, and `worker_actor` is the actor that runs in it.
+`ray_compat` has what Ray does not document. Only this package imports Ray.
 """

@@ -1,19 +1,22 @@
-"""The process that holds a node of a private Ray: a program, `python head.py …`, not imported.
+"""The head process of a node of a private Ray: a program, run as `python head.py …`.
 
 The driver starts it in a session of its own, so that no signal of the driver's terminal or process
 group reaches Ray or the workers: the driver alone decides what a Ctrl-C means. It ends everything
 below it and deletes the scratch folder as soon as its standard input closes, which the kernel does
-when the driver ends in whatever way; where somebody has stopped it, the kernel has it go on then.
-Should this process itself be killed, the kernel kills `ray start`, then Ray's processes (Ray asks
-for that) and the workers (`host` does).
+however the driver ends; if it was stopped, the kernel continues it then. If this process itself is
+killed, the kernel kills `ray start`, then Ray's processes (Ray asks for that) and the workers
+(`worker_actor` does).
 
-Standard output: one line, Ray's address, once it is up; it just ends where Ray does not come up.
-Exit code: 1 where Ray ended by itself.
+Standard output: one line, Ray's address, once Ray is up, and nothing if Ray does not come up. Exit
+code: 1 if Ray ended by itself.
 
-In a Ray of several nodes the first node's head also answers the others' tasks, which wait connected
-to `--rendezvous`: a task says a number of its own and proves that it knows the secret that opens
-Ray; the answer is a proof over that number, and one line of JSON: Ray's address and the folder for
-logs. Their heads join that Ray, and end when the connection, their `--lifeline`, does.
+In a Ray of several nodes the first node's head also answers the tasks of the other nodes, which
+wait connected to `--rendezvous`. A task sends a nonce and proves that it knows the secret that
+opens Ray. The answer is a proof over that nonce and one line of JSON: Ray's address and the folder
+for logs. The heads of these nodes join that Ray, and end when this connection, their `--lifeline`,
+does.
+
+The program imports nothing of this package.
 """
 
 from __future__ import annotations
@@ -37,33 +40,36 @@ from typing import Any
 
 import psutil
 
-RAY_FOLDER = "r"  # of the scratch folder, for Ray alone: Ray opens its own to everybody
+RAY_FOLDER = "r"  # Ray's own folder inside the scratch folder: Ray opens its own to everybody
 TOKEN_VARIABLE = "RAY_AUTH_TOKEN_PATH"
 
 _FOR_THE_DRIVER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_RAY_SECONDS = 25  # what lasts so long was not refused
+_RAY_SECONDS = 25  # a start that fails later has run into Ray's own time limit
 _LOOK_SECONDS = 2.0
-_ASKED_BYTES = 200  # more than a task says
-_MOST_CALLERS = 64  # who have not said yet who they are
+_ASKED_BYTES = 200  # more than a task sends
+_MOST_CALLERS = 64  # that have not proved yet who they are
 _KILL_SECONDS = 10  # the kernel cannot kill a process that hangs in a system call: do not wait
 
-# Ray's client server, which nobody here needs, has a fixed port and no off switch: without grpc,
-# its one dependency, Ray does without it. Ray would write its address to a file, for whoever looks
-# for one; here it goes to the process that started this program, and to nobody else.
+# These names and the options in `start_ray` are private to Ray or undocumented (seen in Ray 2.60).
+# They belong in `ray_compat`, which this program cannot import. Ray's client server, which is not
+# needed, has a fixed port and no off switch: without gRPC's Python module, which only the server
+# needs, Ray leaves it out. Ray would write its address to a file, for anyone to find; here only the
+# process that started this program gets it.
 _RAY = """
 import os, sys
-told = os.dup(1)
+output = os.dup(1)
 os.dup2(2, 1)
 sys.modules["grpc"] = None
 import ray._private.utils
-ray._private.utils.write_ray_address = lambda address, _: os.write(told, f"{address}\\n".encode())
+ray._private.utils.write_ray_address = lambda address, _: os.write(output, f"{address}\\n".encode())
 from ray.scripts.scripts import main
 main()
 """
 
 
 def main() -> None:
+    """Run the program; see the module."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--driver", type=int, required=True)
     parser.add_argument("--scratch", type=Path, required=True)
@@ -77,7 +83,7 @@ def main() -> None:
     parser.add_argument("--lifeline", type=int, help="a connected socket's descriptor")
     given = parser.parse_args()
 
-    # A batch system may signal every process of a job: Ray's processes inherit this mask.
+    # A batch system may signal every process of a job; Ray's processes inherit this mask.
     signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_DRIVER)
     # Orphans of any depth become children of this process, so that none can be missed.
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -91,10 +97,11 @@ def main() -> None:
 
 
 def run_ray(given: argparse.Namespace) -> bool:
-    """Run Ray until it is not needed any more; returns whether it ended by itself.
+    """Run Ray until it is not needed any more; return whether it ended by itself.
 
-    `ray start` waits 30 s for its own node, whatever one sets, and ends: too short on a machine
-    with much else to do. So it is tried again then; what ends sooner has another reason.
+    `ray start` waits 30 s for its own node, whatever the settings say, and then ends: too short on
+    a machine that has much other work. So it is tried again then; if it ends sooner, there is
+    another reason.
     """
     for last in (False, False, True):
         began = time.monotonic()
@@ -108,18 +115,19 @@ def run_ray(given: argparse.Namespace) -> bool:
 
 
 def start_ray(given: argparse.Namespace) -> subprocess.Popen[bytes]:
-    """`ray start`, which lives for as long as all of Ray's processes do.
+    """Start `ray start`, which lives as long as all of Ray's processes do.
 
-    Rather than `ray.init`, which starts two more Python processes that nobody here needs (an
-    autoscaler and a log reader): on two busy cores Ray is up in two thirds of the time. No port is
-    named before Ray holds it, for whoever took it first would be told the secret; and no GPU is
-    Ray's: the driver hands them out.
+    `ray.init` would start two more Python processes that are not needed here (an autoscaler and a
+    log reader): without them, on two busy cores, Ray is up in two thirds of the time. No port is
+    named before Ray holds it, for whoever took it first would be told the secret. Ray gets no GPU,
+    for the driver hands them out.
     """
+    # `--no-monitor` is a hidden option.
     command = [sys.executable, "-P", "-c", _RAY, "start", "--block", "--disable-usage-stats"]
     command += [f"--temp-dir={given.scratch / RAY_FOLDER}", "--num-gpus=0"]
     command += [f"--num-cpus={given.workers}"]
     command += [f"--object-store-memory={given.store_bytes}", "--include-log-monitor=false"]
-    # Any free ports, where Ray would draw from a range without looking whether they are free.
+    # Any free ports: Ray would draw from a range without checking that they are free.
     command += ["--min-worker-port=0", "--max-worker-port=0"]
     if given.ip:
         command += [f"--node-ip-address={given.ip}", f'--resources={{"host_{given.host}": 1}}']
@@ -137,10 +145,12 @@ def start_ray(given: argparse.Namespace) -> subprocess.Popen[bytes]:
 
 
 def watch(given: argparse.Namespace, ray: subprocess.Popen[bytes]) -> bool:
-    """Tell the driver and the other nodes the address when there is one, until the driver, Ray or
-    the lifeline is gone; returns whether there was one."""
+    """Watch until the driver, Ray or the lifeline is gone; return whether Ray came up.
+
+    Once Ray's address is known, it is passed to the driver and to the other nodes.
+    """
     address = ""
-    said: Any = ray.stdout
+    output: Any = ray.stdout
     ends: list[Any] = [sys.stdin]
     if given.lifeline is not None:
         ends.append(socket.socket(fileno=os.dup(given.lifeline)))
@@ -148,19 +158,19 @@ def watch(given: argparse.Namespace, ray: subprocess.Popen[bytes]) -> bool:
         None if given.rendezvous is None else socket.socket(fileno=os.dup(given.rendezvous))
     )
     callers: list[socket.socket] = []
-    met = []  # the job's other tasks, held until this process ends
+    joined = []  # connections to the job's other tasks, kept open until this process ends
     looked = time.monotonic()
     while os.getppid() == given.driver and ray.poll() is None:
         doors = [rendezvous, *callers] if rendezvous is not None and address else []
-        ready = readable([*ends, said, *doors], 1.0)
+        ready = readable([*ends, output, *doors], 1.0)
         if any(end in ready for end in ends):
             break
         if time.monotonic() - looked >= _LOOK_SECONDS:
             looked = time.monotonic()
             go_on(ray.pid)
-        if said in ready:
-            line = said.readline().decode().strip()
-            if not line:  # it ends
+        if output in ready:
+            line = output.readline().decode().strip()
+            if not line:  # Ray ends
                 ray.wait()
                 break
             address = line
@@ -169,19 +179,19 @@ def watch(given: argparse.Namespace, ray: subprocess.Popen[bytes]) -> bool:
             callers.remove(caller)
             with suppress(OSError):  # gone again
                 if answer(caller, json.dumps({"ray": address, "logs": given.logs})):
-                    met.append(caller)
+                    joined.append(caller)
                     continue
             caller.close()
         if rendezvous is not None and rendezvous in ready:
             with suppress(OSError):  # gone again
                 callers.append(rendezvous.accept()[0])
         while len(callers) > _MOST_CALLERS:
-            callers.pop(0).close()  # a task of the job calls again
+            callers.pop(0).close()  # a task of the job would connect again
     return bool(address)
 
 
 def answer(caller: socket.socket, body: str) -> bool:
-    """Answer who can be read from, if it is a task of this job; returns whether it is."""
+    """Answer a caller that can be read from, if it is a task of this job; return whether it is."""
     caller.setblocking(False)
     nonce, _, given = caller.recv(_ASKED_BYTES).partition(b" ")
     secret = Path(os.environ[TOKEN_VARIABLE]).read_bytes()
@@ -192,13 +202,15 @@ def answer(caller: socket.socket, body: str) -> bool:
 
 
 def proof(secret: bytes, *said: bytes) -> bytes:
-    """What only those can say who know the secret; `said` holds no space but in its last part."""
+    """Return a proof of knowing the secret; only the last part of `said` may hold a space."""
     return hmac.new(secret, b" ".join(said), "sha256").hexdigest().encode()
 
 
 def readable(files: Iterable[Any], seconds: float) -> list[Any]:
-    """Which of `files` can be read from, at the latest after so long. Unlike `select.select` it
-    takes descriptors of any number."""
+    """Return those of `files` that can be read from, after at most so many seconds.
+
+    Unlike `select.select` it takes descriptors of any number.
+    """
     with selectors.PollSelector() as selector:
         for file in files:
             selector.register(file, selectors.EVENT_READ)
@@ -206,8 +218,10 @@ def readable(files: Iterable[Any], seconds: float) -> list[Any]:
 
 
 def go_on(ray: int) -> None:
-    """Continue whichever of Ray's own processes somebody has stopped: all others wait for it. The
-    workers are for the driver, which says of one that it is stopped."""
+    """Continue those of Ray's own processes that were stopped: all others wait for them.
+
+    The workers are left alone: the driver reports a worker that is stopped.
+    """
     with suppress(psutil.Error):  # gone
         above = psutil.Process(ray)
         for process in (above, *(p for child in above.children() for p in _with_agents(child))):
@@ -221,7 +235,7 @@ def _with_agents(process: psutil.Process) -> list[psutil.Process]:
 
 
 def end_everything() -> None:
-    """Kill whatever is below this process and wait for it."""
+    """Kill everything below this process and wait for it."""
     deadline = time.monotonic() + _KILL_SECONDS
     while time.monotonic() < deadline:
         for process in psutil.Process().children(recursive=True):
@@ -230,7 +244,7 @@ def end_everything() -> None:
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        except ChildProcessError:  # there is no child any more, so nothing below one either
+        except ChildProcessError:  # no child is left, and so nothing below one
             return
         time.sleep(0.01)
 

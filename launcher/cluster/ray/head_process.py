@@ -1,7 +1,4 @@
-"""Starting and ending the process that holds a node of Ray (`head`).
-
-`session` does so for the driver, `slurm_agent` for a further node.
-"""
+"""Starts and ends the head process (`head`) of a node of a private Ray."""
 
 from __future__ import annotations
 
@@ -30,11 +27,15 @@ def start_head(
     options: Sequence[str] = (),
     sockets: Sequence[int] = (),
 ) -> subprocess.Popen[str]:
-    """Start a head that lives no longer than this process; `options` and `sockets` are for it.
+    """Start a head process that lives no longer than this process.
 
     Args:
-        workers: how many worker processes will run on its node.
-        log: the file that Ray's output is added to.
+        folder: the scratch folder that the head deletes at its end.
+        environ: the environment of Ray's processes.
+        log: the file that Ray's output is appended to.
+        workers: the number of worker processes that will run on this node.
+        options: further options of `head`.
+        sockets: the descriptors that these options name.
     """
     command = [sys.executable, "-P", str(Path(__file__).with_name("head.py"))]
     command += [f"--driver={os.getpid()}", f"--scratch={folder.path}", f"--workers={workers}"]
@@ -53,15 +54,18 @@ def start_head(
 
 
 def go_on(head: subprocess.Popen[str]) -> None:
-    """Continue it where somebody has stopped it: it has the others to look after."""
+    """Continue the head if it was stopped: it watches over the other processes."""
     with suppress(psutil.Error):  # it is gone
         if psutil.Process(head.pid).status() == psutil.STATUS_STOPPED:
             head.send_signal(signal.SIGCONT)
 
 
 def end(head: subprocess.Popen[str], folder: Path) -> None:
-    """Tell the head to end everything, and wait until it has. Where it was killed itself, end what
-    it had started, which is known by the scratch folder in its environment."""
+    """Tell the head to end everything, and wait until it has.
+
+    If the head itself was killed, what it had started is ended from here; the scratch folder in
+    their environment identifies these processes.
+    """
     for pipe in (head.stdin, head.stdout):
         assert pipe is not None
         pipe.close()

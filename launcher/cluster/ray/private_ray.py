@@ -1,9 +1,8 @@
-"""A private Ray, on this machine or over the nodes of a Slurm job, from its first process to the
-last trace of it.
+"""A private Ray, on this machine or over the nodes of a Slurm job, from its start to its clean-up.
 
-`start` does not wait: Ray comes up in the background, and `PrivateRay.spawn` waits for it; between
-the two, `PrivateRay.begin` lets the workers come up in the background as well. Whatever ends the
-driver, nothing stays behind: see `head`.
+`start` does not wait: Ray comes up in the background, and `PrivateRay.spawn` waits for it. Between
+the two, `PrivateRay.begin` starts the workers in the background as well. However the driver ends,
+nothing is left behind; see `head`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import functools
 import logging
 import os
 import secrets
-import signal
 import subprocess
 import sys
 import time
@@ -24,58 +22,59 @@ from typing import Any
 
 from launcher.cluster.devices import DevicePool
 from launcher.cluster.errors import ClusterError, RayEndedError, last_lines
-from launcher.cluster.ray import scratch, worker_actor
+from launcher.cluster.ray import ray_compat, scratch, worker_actor
 from launcher.cluster.ray.environment import ray_environment, worker_environment
 from launcher.cluster.ray.head import readable
 from launcher.cluster.ray.head_process import end, go_on, start_head
-from launcher.cluster.ray.waiting import Aside, Patience, Waiting
-from launcher.cluster.ray.worker import LOOPBACK, WorkerHandle, kill, without_place
+from launcher.cluster.ray.waiting import BackgroundCall, StartLimit, Waiting
+from launcher.cluster.ray.worker import LOOPBACK, WorkerHandle, kill, not_started
 from launcher.cluster.slurm.rendezvous import Rendezvous
 from launcher.files import open_own
 
-_HASTE_SECONDS = 1.5  # for what usually takes a moment, when all is to end
+_HASTE_SECONDS = 1.5  # for a step of the shutdown that usually takes a moment
 _SHUTDOWN_SECONDS = 15.0
-_PATIENT = Patience()
+_DEFAULT_LIMIT = StartLimit()
 
 
 def start(
     pool: DevicePool,
     log_dir: Path,
     rendezvous: Rendezvous | None = None,
-    patience: Patience = _PATIENT,
+    limit: StartLimit = _DEFAULT_LIMIT,
 ) -> PrivateRay:
-    """Begin to bring up a Ray of our own for the hosts of `pool`, and return without waiting.
+    """Start a private Ray for the hosts of `pool`, without waiting for it.
 
     Args:
+        pool: the devices of the run.
         log_dir: an existing folder for the output of Ray (`ray.log`) and of the workers
             (`worker_<host>.log`).
         rendezvous: where the tasks of the job's other nodes wait; None for this machine alone.
-        patience: how long `PrivateRay.spawn` may take, and what is said meanwhile.
+        limit: how long `PrivateRay.spawn` may take, and what happens during the wait.
 
     Raises:
         ClusterError: there is no folder for Ray's sockets, or Ray was imported before.
         OSError: `log_dir` cannot be written.
     """
-    return PrivateRay(pool, Path(log_dir).resolve(), rendezvous, patience)
+    return PrivateRay(pool, Path(log_dir).resolve(), rendezvous, limit)
 
 
 class PrivateRay:
-    """A Ray of our own and its workers: a context manager, to be used from the main thread.
+    """A private Ray and its workers: a context manager, to be used from the main thread.
 
-    One at a time in a process. Sessions of other processes on the machine do not matter.
+    There is one at a time in a process. Those of other processes on the machine are independent.
     """
 
     def __init__(
-        self, pool: DevicePool, log_dir: Path, rendezvous: Rendezvous | None, patience: Patience
+        self, pool: DevicePool, log_dir: Path, rendezvous: Rendezvous | None, limit: StartLimit
     ) -> None:
         self._pool = pool
-        self._patience, self._waiting = patience, Waiting(patience)
-        self._rendezvous = rendezvous if pool.hosts > 1 else None  # else nobody else is to come in
+        self._limit, self._waiting = limit, Waiting(limit)
+        self._rendezvous = rendezvous if pool.hosts > 1 else None  # else no other task is expected
         self._addresses = [LOOPBACK] * pool.hosts
         self._log_dir = log_dir
-        self._connecting: Aside | None = None
+        self._connecting: BackgroundCall | None = None
         self._connected, self._at = False, ""
-        self._leaving: Aside | None = None
+        self._leaving: BackgroundCall | None = None
         self._begun: list[WorkerHandle] = []
         self._undo = ExitStack()
         with ExitStack() as on_error:
@@ -89,15 +88,15 @@ class PrivateRay:
             self._undo.callback(end, self._head, folder.path)
             with _environment(self._environ):
                 self._ray = _import_ray(self._rendezvous is not None)
-            atexit.register(self.close)  # now that Ray is imported: before what Ray registered
+            atexit.register(self.close)  # after Ray's import, so that it runs before Ray's own
             on_error.pop_all()
 
     def spawn(self, worker_class: type, *arguments: Any) -> list[WorkerHandle]:
         """Start one process a host and build `worker_class(*arguments)` in each.
 
-        Waits for Ray and the processes: what their constructors raise comes out of the results of
-        the calls that follow. The class and the arguments are pickled; a process gets the
-        driver's environment, working folder and module search path as they are now.
+        It waits for Ray and the processes. What a constructor raises is raised by the results of
+        the calls that follow. The class and the arguments are pickled; a process gets the driver's
+        environment, working folder and module search path as they are now.
 
         Raises:
             ClusterError: Ray or a process did not come up, or not in time.
@@ -108,8 +107,8 @@ class PrivateRay:
         left = [handle.name for handle in handles]
 
         def up(seconds: float) -> bool:
-            told = without_place(handles, seconds)
-            left[:] = [name for name in left if told.get(name) == ""]
+            missing = not_started(handles, seconds)
+            left[:] = [name for name in left if missing.get(name) == ""]
             return not left
 
         if not self._waiting.until(
@@ -119,8 +118,11 @@ class PrivateRay:
         return handles
 
     def begin(self, worker_class: type, *arguments: Any) -> list[WorkerHandle]:
-        """Wait for Ray, and have it start the processes for which the next `spawn` of the same
-        class and arguments then waits. They take calls from now on. Raises like `spawn`."""
+        """Wait for Ray and have it start the processes, without waiting for these.
+
+        The next `spawn` of the same class and arguments waits for them. They take calls from now
+        on. It raises the same errors as `spawn`.
+        """
         self._connect()
         try:
             handles = self._spawn(worker_class, arguments)
@@ -131,11 +133,11 @@ class PrivateRay:
         return handles
 
     def _spawn(self, worker_class: type, arguments: Sequence[Any]) -> list[WorkerHandle]:
-        # As code, not as a name to import: it runs before anything of this package does.
-        self._ray.cloudpickle.register_pickle_by_value(worker_actor)
+        # It runs before anything of this package can be imported.
+        ray_compat.register_by_value(worker_actor)
         actor_class = self._ray.remote(num_cpus=0)(worker_actor.Worker)
         many = self._rendezvous is not None
-        pickled = self._ray.cloudpickle.dumps((worker_class, arguments))
+        pickled = ray_compat.dumps((worker_class, arguments))
         search_path = [os.path.abspath(entry) for entry in sys.path]
         handles = []
         for index in range(self._pool.hosts):
@@ -149,22 +151,26 @@ class PrivateRay:
         return handles
 
     def check(self) -> None:
-        """Raise RayEndedError where Ray has ended: none of its workers answers any more."""
+        """Check that Ray is up, and continue its head if that was stopped.
+
+        Raises:
+            RayEndedError: Ray has ended, so none of its workers answers any more.
+        """
         if self._head.poll() is not None:
-            told = "Ray ended: one of its own processes was killed or failed."
-            raise RayEndedError(f"{told}\n{self._log_tail()}")
+            text = "Ray ended: one of its own processes was killed or failed."
+            raise RayEndedError(f"{text}\n{self._log_tail()}")
         go_on(self._head)
 
     def close(self) -> None:
-        """End every process of the session and delete its files. May be called again.
+        """End every process and delete all files of this Ray; it may be called again.
 
-        An interrupt that comes meanwhile is raised when that is done.
+        An interrupt that comes during that is raised when it is done.
         """
         try:
-            Aside(self._undo.close).finish()
+            BackgroundCall(self._undo.close).finish()
         finally:
             if self._connecting is not None:
-                _take_signals_back()
+                ray_compat.restore_signals(worker_actor.FOR_THE_DRIVER)
         atexit.unregister(self.close)
 
     def __enter__(self) -> PrivateRay:
@@ -188,13 +194,13 @@ class PrivateRay:
         if self._connecting is None:
             self._at = self._address()
             with _environment(self._environ):
-                self._connecting = Aside(functools.partial(self._join, self._at))
+                self._connecting = BackgroundCall(functools.partial(self._join, self._at))
                 self._undo.callback(self._disconnect)
                 try:
                     self._waiting.until(self._connecting.ended, f"Ray's answer at {self._at}")
                 finally:
-                    _take_signals_back()
-        if not self._connecting.ended(0):  # this process cannot try once more
+                    ray_compat.restore_signals(worker_actor.FOR_THE_DRIVER)
+        if not self._connecting.ended(0):  # this process cannot try again
             raise ClusterError(self._late(f"Ray came up at {self._at}, but gave no answer"))
         try:
             self._connecting.result()
@@ -205,19 +211,19 @@ class PrivateRay:
         self._connected = True
 
     def _address(self) -> str:
-        """What the head says where Ray is."""
-        said = self._head.stdout
-        assert said is not None
+        """Wait for Ray's address, which the head prints."""
+        output = self._head.stdout
+        assert output is not None
 
         def ready(seconds: float) -> bool:
             go_on(self._head)
-            return bool(readable([said], seconds))
+            return bool(readable([output], seconds))
 
         up = self._waiting.until(ready, f"Ray to come up ({self._log} says more)")
-        address = said.readline().strip() if up else ""
+        address = output.readline().strip() if up else ""
         if not up:
             raise RayEndedError(self._late("Ray did not come up"))
-        if not address or self._head.poll() is not None:  # connecting would try for ever
+        if not address or self._head.poll() is not None:  # connecting would go on for ever
             raise RayEndedError(f"Ray did not come up.\n{self._log_tail()}")
         return address
 
@@ -225,20 +231,19 @@ class PrivateRay:
         self._ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
 
     def _disconnect(self) -> None:
-        """Begin to end the connection while Ray is there, which is faster, if it answers."""
+        """Begin to disconnect while Ray is up, which is faster, if Ray answers."""
         assert self._connecting is not None
         if self._connecting.ended(_HASTE_SECONDS):
-            self._leaving = Aside(self._ray.shutdown)
+            self._leaving = BackgroundCall(self._ray.shutdown)
             self._leaving.ended(_HASTE_SECONDS)
 
     def _let_go(self) -> None:
-        """Wait until the connection has ended, as it does when Ray has."""
+        """Wait until the connection has ended, which it does after Ray's end."""
         if self._leaving is not None:
             self._leaving.ended(_SHUTDOWN_SECONDS)
 
     def _late(self, what: str) -> str:
-        patience = self._patience
-        limit = f"within {patience.seconds:g} s ({patience.setting})"
+        limit = f"within {self._limit.seconds:g} s ({self._limit.setting})"
         return f"{what} {limit}.\n{self._log_tail()}"
 
     @property
@@ -253,16 +258,16 @@ class PrivateRay:
         nodes = dict(enumerate(rendezvous.allocation.nodes))
 
         def ready(seconds: float) -> bool:
-            for node in self._ray.nodes():
-                for index in [k for k in nodes if f"host_{k}" in node["Resources"]]:
-                    self._addresses[index] = node["NodeManagerAddress"]
+            for node in ray_compat.nodes():
+                for index in [k for k in nodes if f"host_{k}" in node.resources]:
+                    self._addresses[index] = node.address
                     del nodes[index]
             if nodes:
                 time.sleep(seconds)
             return not nodes
 
-        told = f"the job's other nodes ({self._log_dir}/ray_<node>.log says more)"
-        if not self._waiting.until(ready, told, rendezvous.timeout):
+        what = f"the job's other nodes ({self._log_dir}/ray_<node>.log says more)"
+        if not self._waiting.until(ready, what, rendezvous.timeout):
             raise ClusterError(
                 f"Waited {rendezvous.timeout:g} s for {', '.join(nodes.values())}: "
                 f"{len(nodes)} of {len(self._addresses)} nodes did not join Ray. The job's "
@@ -273,9 +278,9 @@ class PrivateRay:
 
 @functools.cache
 def _import_ray(nodes: bool) -> Any:
-    """Ray, imported where its environment variables are ours, for one machine or for several.
+    """Return Ray, imported under the launcher's settings, for one machine or for several.
 
-    Ray reads where it listens and how it authenticates when it is imported; one that was imported
+    Ray reads where it listens and how it authenticates when it is imported. One that was imported
     with other settings would search for our cluster for ever.
     """
     if "ray" in sys.modules:
@@ -291,13 +296,16 @@ def _import_ray(nodes: bool) -> Any:
 
 @functools.cache
 def secret() -> str:
-    """What it takes to talk to our Ray. One a process, because Ray reads it once."""
+    """Return the secret that the private Ray requires of its clients.
+
+    There is one a process, because Ray reads it once.
+    """
     return secrets.token_hex(32)
 
 
 @contextmanager
 def _environment(environ: Mapping[str, str]) -> Iterator[None]:
-    """Exactly `environ` in place of this process's environment variables, for a while."""
+    """Replace this process's environment variables by `environ` inside the context."""
     before = dict(os.environ)
     _change_environment(environ)
     try:
@@ -312,12 +320,3 @@ def _change_environment(environ: Mapping[str, str]) -> None:
     for name, value in environ.items():
         if os.environ.get(name) != value:
             os.environ[name] = value
-
-
-def _take_signals_back() -> None:
-    """Undo what Ray does to signals when it connects, below Python, where `signal.getsignal` does
-    not see it: a handler that has an alarm abort the process three seconds later."""
-    signal.alarm(0)
-    for signum in (*worker_actor.FOR_THE_DRIVER, signal.SIGALRM):
-        handler = signal.getsignal(signum)
-        signal.signal(signum, signal.SIG_DFL if handler is None else handler)

@@ -1,5 +1,6 @@
-"""What this machine has to give before Ray is started on it: else Ray fails minutes later, and says
-something else. `scratch` asks.
+"""Checks that this machine has the resources that Ray needs.
+
+Without them Ray would fail minutes later, with a message about something else.
 """
 
 from __future__ import annotations
@@ -10,16 +11,17 @@ from pathlib import Path
 
 from launcher.cluster.errors import ClusterError
 
-STORE_BYTES = 256 * 2**20  # batches and results pass through it; parameters never do
+STORE_BYTES = 256 * 2**20  # of Ray's object store: for batches and results, never parameters
 _SHARED = Path("/dev/shm")
-_LEAST_FILES, _WANTED_FILES = 256, 65536  # of Ray's own processes, the busiest
-_LEAST_INODES, _LEAST_BYTES = 500, 32 * 2**20  # of Ray's session: files, and logs
+_LEAST_FILES, _WANTED_FILES = 256, 65536  # of the busiest of Ray's own processes
+_LEAST_INODES, _LEAST_BYTES = 500, 32 * 2**20  # for Ray's session files and logs
 
 
 def check_files() -> None:
-    """Let this process and those that it starts open as many files as they may.
+    """Raise this process's limit of open files as far as allowed; child processes inherit it.
 
-    Raises ClusterError where these are too few.
+    Raises:
+        ClusterError: the limit is too low for Ray.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)
@@ -33,8 +35,12 @@ def check_files() -> None:
 
 
 def check_shared_memory(folder: Path = _SHARED) -> None:
-    """Raises ClusterError where processes cannot share as much memory as Ray wants."""
-    if not folder.is_dir():  # Ray knows another place
+    """Check that processes can share as much memory as Ray needs.
+
+    Raises:
+        ClusterError: they cannot.
+    """
+    if not folder.is_dir():  # Ray uses another folder
         return
     if not os.access(folder, os.W_OK):
         raise ClusterError(
@@ -44,7 +50,11 @@ def check_shared_memory(folder: Path = _SHARED) -> None:
 
 
 def check_disk(folder: Path, least_inodes: int = _LEAST_INODES) -> None:
-    """Raises ClusterError where the disk of `folder` has no room for Ray's files."""
+    """Check that the disk of `folder` has room for Ray's files.
+
+    Raises:
+        ClusterError: it has not.
+    """
     disk = os.statvfs(folder)
     if disk.f_files and disk.f_favail < least_inodes:
         raise ClusterError(

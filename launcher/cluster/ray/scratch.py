@@ -1,10 +1,10 @@
-"""A session's own short temporary folder, and the sweeping of those that a killed run left.
+"""Private temporary folders of the launcher's processes, and clean-up after killed ones.
 
-Nobody else can look into it or change anything below it; Ray, which opens its folders to everybody
-on the machine, gets one inside. Ray puts UNIX sockets there, whose paths the kernel limits to 107
-bytes. A lock on the folder is held for as long as the driver or the head lives; the kernel drops it
-however they end, so a folder that can be locked has no owner. `session` and `slurm_agent` import
-it.
+No other user can look into such a folder or change anything below it. Ray, which opens its folders
+to everybody on the machine, gets one inside. Ray puts UNIX sockets there, whose paths the kernel
+limits to 107 bytes, so the folder's own path is short. A lock on the folder is held for as long as
+the driver or the head lives; the kernel releases it however they end, so a folder that can be
+locked has no owner.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 
 from launcher.cluster.errors import ClusterError
-from launcher.cluster.ray import room
+from launcher.cluster.ray import ray_compat, room
 from launcher.cluster.ray.head import RAY_FOLDER, TOKEN_VARIABLE
 from launcher.files import exposed
 
@@ -31,39 +31,41 @@ _PREFIX = "launcher-"
 _TOKEN = "token"
 _KILL_SECONDS = 10
 _SOCKET_LIMIT = 107
-_LONGEST_SOCKET = (
-    f"/launcher-xxxxxxxx/{RAY_FOLDER}"
-    "/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
-)
-_STARTING_SECONDS = 60  # younger than this, a folder may not have been locked yet
+_LONGEST_SOCKET = f"/launcher-xxxxxxxx/{RAY_FOLDER}/{ray_compat.LONGEST_SOCKET}"
+_STARTING_SECONDS = 60  # a younger folder may not have been locked yet
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """A private folder (mode 0700) and the descriptor that holds its lock."""
+    """A private folder (mode 0700).
+
+    Attributes:
+        path: the folder.
+        lock: the descriptor that holds its lock.
+    """
 
     path: Path
     lock: int
 
     def token(self, secret: str) -> Path:
-        """The file that holds `secret`, which opens Ray, for this user alone."""
+        """Write `secret`, which opens Ray, to a file for this user alone; return its path."""
         token = self.path / _TOKEN
         token.touch(0o600)
         token.write_text(secret)
         return token
 
     def remove(self) -> None:
-        """Delete the folder and let go of the lock."""
+        """Delete the folder and release the lock."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self.lock)
 
 
 def create() -> Scratch:
-    """A fresh scratch folder, after sweeping what dead runs of this user left beside it.
+    """Make a scratch folder, after deleting those that killed runs of this user left beside it.
 
     Raises:
-        ClusterError: there is no folder for temporary files that is short enough, writable and
-            safe from other users; or this machine has not the room that Ray needs.
+        ClusterError: there is no folder for temporary files that is short enough, writable and safe
+            from other users; or this machine lacks the resources that Ray needs.
     """
     base = choose_base((_temporary(), "/tmp"))
     room.check_files()
@@ -77,19 +79,25 @@ def create() -> Scratch:
 
 
 def _temporary() -> str:
-    """TMPDIR, or what stands for it; a full disk is not taken for a wrong folder."""
+    """Return TMPDIR or its default, also if the disk is full: that is not the wrong folder."""
     try:
         return tempfile.gettempdir()
-    except FileNotFoundError:  # nothing can be written in any
+    except FileNotFoundError:  # none of the usual folders can be written
         return os.environ.get("TMPDIR", "/tmp")
 
 
 def choose_base(candidates: Sequence[str]) -> Path:
-    """The first of `candidates` that can be written, leaves room for Ray's socket names, and in
-    which no other user can put a folder of theirs in the place of ours."""
+    """Return the first of `candidates` in which scratch folders can be made.
+
+    It has to be writable, to leave room for the names of Ray's sockets, and to keep other users
+    from putting a folder of theirs in the place of ours.
+
+    Raises:
+        ClusterError: none of them is.
+    """
     most = _SOCKET_LIMIT - len(_LONGEST_SOCKET)
     for base in (Path(candidate).resolve() for candidate in candidates):
-        plain = str(base).isascii() and len(str(base)) <= most  # Ray can say no other paths
+        plain = str(base).isascii() and len(str(base)) <= most  # Ray takes no other paths
         fits = plain and os.access(base, os.W_OK | os.X_OK)
         if fits and exposed(base) is None:
             return base
@@ -102,7 +110,7 @@ def choose_base(candidates: Sequence[str]) -> Path:
 
 
 def end_users(folder: Path) -> None:
-    """Kill what was started with the secret in `folder`, also what is stopped, and wait for it."""
+    """Kill the processes started with the secret in `folder`, also stopped ones, and wait."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # another user's, or gone
@@ -113,7 +121,7 @@ def end_users(folder: Path) -> None:
 
 
 def sweep(base: Path) -> None:
-    """Delete this user's scratch folders below `base` that no living process holds."""
+    """Delete this user's scratch folders below `base` whose owners have ended."""
     for path in base.glob(f"{_PREFIX}{'?' * 8}"):
         with suppress(OSError):  # another run may sweep the same folder
             status = path.lstat()

@@ -1,7 +1,4 @@
-"""Waiting for processes to come up: how long, what is said meanwhile, and what ends it.
-
-`session` waits so, from its first process to the last.
-"""
+"""Waits for processes to come up: their limit, what is said meanwhile, and what ends them."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 _POLL_SECONDS = 0.2
-_SILENCE, _AGAIN = 10.0, 30.0  # seconds after which it is said what is waited for, and again
+_SILENCE, _AGAIN = 10.0, 30.0  # seconds before a wait is first reported, and between reports
 
 
 def _nothing(*_: object) -> None:
@@ -18,12 +15,14 @@ def _nothing(*_: object) -> None:
 
 
 @dataclass(frozen=True)
-class Patience:
-    """What a start may take.
+class StartLimit:
+    """The time that a start may take, and the callbacks of its waits.
 
     Attributes:
-        seconds: in all; `setting` says so. say: told what is waited for, where it lasts.
-        check: called while it is waited; what it raises ends the wait.
+        seconds: the time in all.
+        setting: the name by which the user knows `seconds`.
+        say: called with what is waited for, in a wait that lasts.
+        check: called again and again during a wait; what it raises ends the wait.
     """
 
     seconds: float = 180.0
@@ -35,55 +34,59 @@ class Patience:
 class Waiting:
     """The waits of one start, which share its time."""
 
-    def __init__(self, patience: Patience) -> None:
-        self._patience = patience
-        self._left = patience.seconds
+    def __init__(self, limit: StartLimit) -> None:
+        self._limit = limit
+        self._left = limit.seconds
 
     def until(
         self, ready: Callable[[float], object], what: str, seconds: float | None = None
     ) -> bool:
-        """Wait until `ready`, which waits so many seconds itself, says so. Returns whether it did
-        in time: `seconds`, else what is left of the start's.
+        """Wait until `ready` returns true; return whether it did in time.
 
-        The time is counted in calls, not by the clock: while this process is stopped, so may be
-        the others.
+        The time is counted in calls, not by the clock: while this process is stopped, the others
+        may be too.
+
+        Args:
+            ready: waits up to as many seconds as it is given.
+            what: what is waited for, in words.
+            seconds: the limit of this wait; None takes what is left of the start's time.
         """
-        patience, calls, waited, spoken = self._patience, 0, 0.0, _SILENCE
+        start, calls, waited, spoken = self._limit, 0, 0.0, _SILENCE
         limit = self._left if seconds is None else seconds
         while not (is_ready := ready(_POLL_SECONDS)):
-            patience.check()
+            start.check()
             calls += 1
             waited = calls * _POLL_SECONDS
             if waited >= limit:
                 break
             if waited >= spoken:
                 spoken += _AGAIN
-                patience.say(f"waiting for {what}: {waited:.0f} s so far, at most {limit:.0f} s")
+                start.say(f"waiting for {what}: {waited:.0f} s so far, at most {limit:.0f} s")
         if is_ready:
-            patience.check()
+            start.check()
         if seconds is None:
             self._left -= waited
         return bool(is_ready)
 
 
-class Aside:
-    """A call in a thread of its own, where no signal interrupts it, and which can be given up."""
+class BackgroundCall:
+    """A call in a thread of its own, which no signal interrupts and which can be given up."""
 
     def __init__(self, call: Callable[[], object]) -> None:
         self._call = call
         self._error: BaseException | None = None
-        self._over = threading.Event()  # not `Thread.join`, which an interrupt leaves for good
+        self._over = threading.Event()  # an interrupted `Thread.join` cannot be resumed
         try:
             threading.Thread(target=self._run, daemon=True).start()
         except RuntimeError:  # some Pythons start none while they exit
             self._run()
 
     def ended(self, seconds: float) -> bool:
-        """Whether it is over, after waiting for it so long."""
+        """Wait up to so many seconds for the call; return whether it is over."""
         return self._over.wait(seconds)
 
     def finish(self) -> None:
-        """Wait for it however often that is interrupted, and raise the last interrupt then."""
+        """Wait for the call however often that is interrupted, then raise the last interrupt."""
         interrupt = None
         while not self._over.is_set():
             try:

@@ -1,11 +1,7 @@
-"""How the driver talks to a worker: calls that return at once, results that are asked for later.
-
-`session` makes the handles; `launcher.train` uses them.
-"""
+"""Handles to workers, for the driver: calls that return at once, and results to wait for later."""
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,16 +12,17 @@ from typing import Any
 import psutil
 
 from launcher.cluster.errors import RayEndedError, WorkerError
-from launcher.cluster.ray.worker_actor import machine
+from launcher.cluster.ray import ray_compat
+from launcher.cluster.ray.worker_actor import machine_id
 
 LOOPBACK = "127.0.0.1"
 WATCH_SECONDS = 0.5
 _KILL_SECONDS = 10
-_DEATH_SECONDS = 5  # in which Ray learns that a worker is gone
+_DEATH_SECONDS = 5  # that Ray may take to notice the end of a worker
 
 
 class Future:
-    """The result of one call, now or later."""
+    """The result of one call of a worker."""
 
     def __init__(self, reference: Any, worker: WorkerHandle, method: str) -> None:
         self._reference = reference
@@ -33,15 +30,15 @@ class Future:
         self._method = method
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait for the call and return what it returned. May be asked for more than once.
+        """Wait for the call and return its result; it may be called more than once.
 
         Args:
-            timeout: seconds to wait; None waits for as long as the worker lives.
+            timeout: the seconds to wait; None waits for as long as the worker lives.
 
         Raises:
             WorkerError: the method raised, or the worker died.
             RayEndedError: Ray itself ended.
-            TimeoutError: the call is still running; ask again.
+            TimeoutError: the call is still running.
         """
         import ray
 
@@ -52,13 +49,13 @@ class Future:
                 f"{self.worker.name}: {self._method} is still running after {timeout:g} s"
             ) from None
         except ray.exceptions.RayTaskError as error:
-            # Outside the method itself: its arguments or its result could not be pickled.
+            # Raised outside the method: its arguments or its result could not be pickled.
             raise self.worker.failure(
                 type(error.cause).__name__, str(error.cause), str(error)
             ) from None
         except ray.exceptions.ActorDiedError as error:
             raise self.worker.death(str(error)) from None
-        except ray.exceptions.ActorUnavailableError:  # and we do not try again
+        except ray.exceptions.ActorUnavailableError:  # Ray could try again; the launcher does not
             raise self.worker.death("unreachable") from None
         except ray.exceptions.RayError as error:
             output = self.worker.log.with_name("ray.log")
@@ -71,10 +68,13 @@ class Future:
 def gather(
     futures: Sequence[Future], watch: Callable[[list[WorkerHandle]], None] | None = None
 ) -> list[Any]:
-    """The results of all calls, in their order. Raises like `Future.result`, as soon as any call
-    fails, though others may wait for the one that failed.
+    """Return the results of all calls, in their order.
+
+    It raises as soon as any call fails, though others may wait for the one that failed. It raises
+    the errors of `Future.result`.
 
     Args:
+        futures: the calls.
         watch: called every `WATCH_SECONDS` with the workers that have not answered; what it raises
             ends the wait.
     """
@@ -93,8 +93,15 @@ def gather(
 
 
 def ready(futures: Sequence[Future], *, timeout: float) -> list[Future]:
-    """Those calls that are over, however they ended: at once if any is, else as soon as one is or
-    `timeout` seconds have passed. Raises RayEndedError."""
+    """Return the calls that are over, however they ended.
+
+    Args:
+        futures: the calls.
+        timeout: the seconds to wait for the first of them; 0 does not wait.
+
+    Raises:
+        RayEndedError: Ray itself ended.
+    """
     import ray
 
     by_reference = {future._reference: future for future in futures}
@@ -106,36 +113,43 @@ def ready(futures: Sequence[Future], *, timeout: float) -> list[Future]:
     return [by_reference[reference] for reference in done]
 
 
-def without_place(workers: Sequence[WorkerHandle], timeout: float) -> dict[str, str]:
-    """Those whose processes Ray has not started after `timeout` seconds, by their names, and what
-    Ray says of each, "" where it still tries; returns as soon as nothing is left to wait for."""
+def not_started(workers: Sequence[WorkerHandle], timeout: float) -> dict[str, str]:
+    """Return the workers whose processes Ray has not started, by name, and what Ray says of each.
+
+    That is "" while Ray still tries. It returns as soon as nothing is left to wait for, at the
+    latest after `timeout` seconds.
+    """
     import ray
 
-    places = [worker.place for worker in workers]
-    done, _ = ray.wait(places, num_returns=len(places), timeout=timeout)
-    without = {}
+    locations = [worker.location for worker in workers]
+    done, _ = ray.wait(locations, num_returns=len(locations), timeout=timeout)
+    missing = {}
     for worker in workers:
-        if worker.place not in done:
-            without[worker.name] = ""
+        if worker.location not in done:
+            missing[worker.name] = ""
             continue
         try:
-            ray.get(worker.place)
+            ray.get(worker.location)
         except ray.exceptions.RayError as error:
-            without[worker.name] = str(error)
-    return without
+            missing[worker.name] = str(error)
+    return missing
 
 
 def share(value: Any) -> Any:
-    """`value`, written once to where every process of the machine reads it: hand what is returned
-    to several `submit`s as an argument, and the methods get `value` itself."""
+    """Write `value` once to where every process of the machine can read it.
+
+    What is returned is passed to several `submit`s as an argument; the methods get `value` itself.
+    """
     import ray
 
     return ray.put(value)
 
 
 def kill(workers: Sequence[WorkerHandle]) -> None:
-    """Kill the workers of this machine that are known and still there. Usually Ray does it; where
-    that was killed itself, a worker might go on for a while, and write."""
+    """Kill the workers of this machine that are known and still run.
+
+    Usually Ray does that. If Ray itself was killed, a worker might run, and write, for a while.
+    """
     processes = [process for worker in workers if (process := worker.process())]
     for process in processes:
         with suppress(psutil.Error):  # it is gone
@@ -144,17 +158,17 @@ def kill(workers: Sequence[WorkerHandle]) -> None:
 
 
 def cause_of(error: WorkerError, workers: Iterable[WorkerHandle]) -> WorkerError:
-    """The death of another of `workers` that `error` may only be a consequence of, or `error`."""
+    """Return the death of another of `workers` that may have caused `error`, or else `error`."""
     import ray
 
     others = [] if error.died else [worker for worker in workers if worker.host != error.host]
     deadline = time.monotonic() + _DEATH_SECONDS
-    with suppress(ray.exceptions.RayError):  # Ray itself ended: nobody can be asked
-        # Asked anew: the one that died may have answered all that it was asked before.
-        asked = {worker.ask_for_life(): worker for worker in others}
-        while asked and (left := deadline - time.monotonic()) > 0:
-            for reference in ray.wait(list(asked), timeout=left)[0]:
-                worker = asked.pop(reference)
+    with suppress(ray.exceptions.RayError):  # Ray itself ended and cannot be asked
+        # By new calls: the worker that died may have answered all earlier ones.
+        pending = {worker.ping(): worker for worker in others}
+        while pending and (left := deadline - time.monotonic()) > 0:
+            for reference in ray.wait(list(pending), timeout=left)[0]:
+                worker = pending.pop(reference)
                 try:
                     ray.get(reference)
                 except (ray.exceptions.ActorDiedError, ray.exceptions.ActorUnavailableError) as end:
@@ -163,16 +177,22 @@ def cause_of(error: WorkerError, workers: Iterable[WorkerHandle]) -> WorkerError
 
 
 class WorkerHandle:
-    """One worker process, `host` its index in the pool and `address` its machine's; `log` holds its
-    output. `elsewhere`: its process is known to be on another machine. `place`: Ray's reference to
-    where its process is, once that is up.
+    """The driver's handle to one worker process.
 
     Calls run one at a time, in the order in which they were submitted.
+
+    Attributes:
+        host: the worker's index in the pool.
+        name: the worker's name, such as `worker_0`.
+        log: the file with the worker's output.
+        address: the address of its machine.
+        elsewhere: whether its process is known to be on another machine.
+        location: Ray's reference to the result of `Worker.location`, there once the process is up.
     """
 
     def __init__(self, actor: Any, host: int, log: Path, address: str = LOOPBACK) -> None:
         self._actor = actor
-        self.place = actor.place.remote()
+        self.location = actor.location.remote()
         self._process: psutil.Process | None = None
         self._kills_before = _out_of_memory_kills()
         self.host = host
@@ -185,33 +205,39 @@ class WorkerHandle:
         """Queue a call of the worker object's `method` and return without waiting."""
         return Future(self._actor.call.remote(method, *arguments), self, method)
 
-    def ask_for_life(self) -> Any:
-        """Ray's reference to an answer that comes after all that is queued, or to its death."""
-        return self._actor.place.remote()
+    def ping(self) -> Any:
+        """Return Ray's reference to an answer after all queued calls, or to the worker's death."""
+        return self._actor.location.remote()
 
     def process(self) -> psutil.Process | None:
-        """Its process; None as long as that is not up, and where it is `elsewhere`."""
+        """Return the worker's process; None until it is up, and if it is on another machine."""
         import ray
 
         if self._process is None and not self.elsewhere:
             with suppress(ray.exceptions.RayError, psutil.NoSuchProcess):
-                where, pid, _ = ray.get(self.place, timeout=0)
-                self.elsewhere = where != machine()
+                where, pid, _ = ray.get(self.location, timeout=0)
+                self.elsewhere = where != machine_id()
                 self._process = None if self.elsewhere else psutil.Process(pid)
         return self._process
 
-    def on_its_node(self, function: Callable[..., Any], seconds: float) -> Any:
-        """What `function(pid, log)` returns in a process of its own on the worker's node: of an
-        importable module, of whose names it uses no others than its own and of installed libraries.
+    def run_on_node(self, function: Callable[..., Any], seconds: float) -> Any:
+        """Return `function(pid, log)`, called in a process of its own on the worker's node.
 
-        Raises TimeoutError where that takes longer than `seconds`, and RayEndedError.
+        Args:
+            function: a function of an importable module, of which it uses no names but its own and
+                those of installed libraries.
+            seconds: the time that the call may take.
+
+        Raises:
+            TimeoutError: it takes longer.
+            RayEndedError: Ray cannot start it there.
         """
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        ray.cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
+        ray_compat.register_by_value(sys.modules[function.__module__])
         try:
-            _, pid, node = ray.get(self.place, timeout=0)
+            _, pid, node = ray.get(self.location, timeout=0)
             there = NodeAffinitySchedulingStrategy(node, soft=False)
             task: Any = ray.remote(function)
             task = task.options(num_cpus=0, max_retries=0, scheduling_strategy=there)
@@ -219,17 +245,17 @@ class WorkerHandle:
         except ray.exceptions.GetTimeoutError:
             raise TimeoutError(f"its node did not answer within {seconds:g} s") from None
         except ray.exceptions.RayError as error:
-            told = str(error).strip().splitlines() or [type(error).__name__]
-            raise RayEndedError(f"Ray cannot look there: {told[-1]}") from None
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise RayEndedError(f"Ray cannot look there: {lines[-1]}") from None
 
     @property
     def whereabouts(self) -> str:
-        """Its name and, as far as they are known, its process and machine."""
+        """The worker's name with its process and machine, as far as they are known."""
         process = self._process
         return f"{self.name} (process {process.pid} on this machine)" if process else self.name
 
     def failure(self, error_type: str, message: str, traceback_text: str) -> WorkerError:
-        """The error for an exception raised inside the worker."""
+        """Return the error for an exception raised inside the worker."""
         return WorkerError(
             self.name,
             message,
@@ -241,10 +267,14 @@ class WorkerHandle:
         )
 
     def death(self, told: str) -> WorkerError:
-        """The error for a worker whose process is gone, as far as Ray's text `told` knows why."""
+        """Return the error for a worker whose process is gone.
+
+        Args:
+            told: Ray's text about the end of the actor, or "unreachable".
+        """
         kills = _out_of_memory_kills() - self._kills_before
-        silent = "health check failed" in told  # of the node: of the worker nothing is known
-        if code := re.search(r"exit code (-?\d+)", told):
+        silent = ray_compat.NODE_UNREACHABLE in told  # of the node; nothing is known of the worker
+        if code := ray_compat.EXIT_CODE.search(told):
             how = f"its process ended with exit code {code[1]}"
         elif told == "unreachable":
             how = (
@@ -256,9 +286,9 @@ class WorkerHandle:
                 "Ray's process on its machine has not answered for a minute: the network to it is "
                 "cut, or that machine hangs or is down"
             )
-        elif "node has died" in told:
+        elif ray_compat.NODE_DIED in told:
             how = "Ray ended on its machine, which failed or was shut down, or somebody killed it"
-        elif "creation task" in told:
+        elif ray_compat.CREATION_FAILED in told:
             how = f"its process could not be set up\n{told}"
         elif kills:
             how = (
@@ -279,7 +309,7 @@ class WorkerHandle:
 
 
 def _out_of_memory_kills() -> int:
-    """How many processes this machine's kernel has killed for lack of memory since it booted."""
+    """Return how many processes this machine's kernel has killed since boot for lack of memory."""
     try:
         counts = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
     except OSError:

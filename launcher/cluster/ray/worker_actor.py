@@ -1,9 +1,9 @@
-"""What runs inside a worker process: a Ray actor that holds the user's object.
+"""The Ray actor that runs in a worker process and holds the user's object.
 
 It travels to the worker by value and is the first code there, before anything of this package or
-JAX is imported, so that both see the environment and the module search path that it sets. For the
-same reason it imports the standard library only, and the Ray that runs it, until they are set. Only
-`session` imports it.
+JAX is imported, so that both see the environment and the module search path that it sets. Until
+then it imports only the standard library and the Ray that runs it, so the few private names of Ray
+that it uses stand here and not in `ray_compat`.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ Outcome = tuple[bool, Any]  # (True, result) | (False, (exception type, message,
 
 
 class Worker:
-    """One worker process: sets the process up, builds the user's object, calls its methods."""
+    """A worker process: sets the process up, builds the user's object and calls its methods."""
 
     def __init__(
         self, environ: dict[str, str], search_path: list[str], folder: str, log: str | None
     ) -> None:
         if log is not None:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-            # The driver has made it: nothing else can stand there, to wait for or to follow.
+            # The driver has made this file, so nothing else, to wait for or to follow, is there.
             output = os.open(log, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
             os.dup2(output, 1)
             os.dup2(output, 2)
             if os.fstat(output).st_size:
                 os.write(output, f"--- {time.ctime()}: started again ---\n".encode())
-        gc.set_threshold(20_000)  # imports and tracing make a million objects, which stay
+        gc.set_threshold(20_000)  # imports and tracing make a million objects that stay alive
         faulthandler.enable()  # a crash leaves the Python stack as the log's last lines
         # `kill -QUIT <pid>` adds the stacks of a process that seems to hang; see `diagnose`.
         faulthandler.register(signal.SIGQUIT, file=2)
@@ -48,7 +48,7 @@ class Worker:
             signal.signal(number, lambda number, frame: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_THE_DRIVER)
         for name in set(os.environ) - set(environ):
-            # Where the driver does not know its GPUs, this host's own word on them holds.
+            # If the driver does not name the GPUs, this host's own choice of them holds.
             if not name.startswith("RAY_") and name != "CUDA_VISIBLE_DEVICES":
                 del os.environ[name]
         os.environ.update(environ)
@@ -56,48 +56,49 @@ class Worker:
         sys.path[:] = search_path + [entry for entry in sys.path if entry not in search_path]
         from launcher.follow import follow
 
-        follow()  # Ray's process: a worker that is stopped would not see its end
+        follow()  # ends with Ray's process, also while it is stopped
         self._object: Any = None
-        self._unborn: Any = None  # the failure of the constructor: the answer to every call
+        self._construct_failure: Any = None  # the answer to every call, if there is one
 
-    def place(self) -> tuple[str, int, str]:
-        """The machine, as `machine` names it, the number of this process there, and Ray's name for
-        the node."""
+    def location(self) -> tuple[str, int, str]:
+        """Return the machine, as `machine_id` does, the process number, and Ray's node id."""
         import ray
 
-        return machine(), os.getpid(), ray.get_runtime_context().get_node_id()
+        return machine_id(), os.getpid(), ray.get_runtime_context().get_node_id()
 
     def construct(self, pickled: bytes) -> Outcome:
-        """Build the user's object from a pickled (class, arguments)."""
+        """Build the user's object from a pickled `(class, arguments)`."""
         try:
             worker_class, arguments = pickle.loads(pickled)
             self._object = worker_class(*arguments)
         except BaseException as error:
-            self._unborn = _told(error)
-            return False, self._unborn
+            self._construct_failure = _described(error)
+            return False, self._construct_failure
         return True, None
 
     def call(self, method: str, *arguments: Any) -> Outcome:
-        """Call a method of the user's object. An exception comes back as text, never pickled."""
-        if self._unborn is not None:
-            return False, self._unborn
+        """Call a method of the user's object; an exception is returned as text, never pickled."""
+        if self._construct_failure is not None:
+            return False, self._construct_failure
         try:
             return True, getattr(self._object, method)(*arguments)
         except BaseException as error:
-            return False, _told(error)
+            return False, _described(error)
 
 
-def machine() -> str:
-    """What tells this machine from others, and containers of it from one another: where it is the
-    same, a process's number means the same process."""
+def machine_id() -> str:
+    """Return a text that identifies this machine, or this container of it.
+
+    Where it is the same, a process number means the same process.
+    """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return socket.gethostname()
 
 
-def _told(error: BaseException) -> tuple[str, str, str]:
+def _described(error: BaseException) -> tuple[str, str, str]:
     inner = error.__traceback__.tb_next if error.__traceback__ else None  # without our own frame
     text = "".join(traceback.format_exception(type(error), error, inner or error.__traceback__))
     return type(error).__name__, str(error), text

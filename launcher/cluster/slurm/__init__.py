@@ -1,1 +1,1 @@
-"""A Slurm job: its script, submitting it, what it is given, and how its tasks find one another."""
+"""A Slurm job: its script, its submission, its allocation, and the rendezvous of its tasks."""

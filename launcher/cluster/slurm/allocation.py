@@ -1,7 +1,7 @@
-"""What Slurm and our batch script tell a task about the job it is part of: pure data.
+"""The allocation of a Slurm job, as Slurm and our batch script describe it to a task.
 
-A task is who its environment says; host names say nothing, since several nodes of a small cluster
-may share one. `__main__`, `launcher.train` and the package's other modules may import it.
+A task identifies itself by its environment. Host names do not identify it, since several nodes of a
+small cluster may share one.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ _FIRST_PORT, _PORTS, _PORTS_OF_A_JOB = 20000, 12000, 16
 
 @dataclass(frozen=True)
 class Allocation:
-    """The nodes of a job, and which of them this task is on.
+    """The nodes of a job, and the one on which this task runs.
 
     Attributes:
-        job_id: the job's own id, also of an array's element. restarts: how often it came back.
-        max_requeues: how often the script lets it come back. nodes: their names, in Slurm's order.
-        index: of this task's node among them; the first one drives the run.
+        job_id: the job's own id, also for an element of a job array.
+        restarts: how often the job was requeued.
+        max_requeues: how often the script lets it be requeued.
+        nodes: the names of the nodes, in Slurm's order.
+        index: the index of this task's node among them; the first one drives the run.
     """
 
     job_id: str
@@ -48,14 +50,14 @@ class Allocation:
 
     @property
     def key(self) -> tuple[str, int]:
-        """What no other start of this or another job has: the job's id and its restarts."""
+        """The job's id and its restarts, which together identify one start of one job."""
         return self.job_id, self.restarts
 
 
 def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
-    """The allocation of which this process is a task, by its environment; None outside of one.
+    """Return the allocation of which this process is a task, or None outside of one.
 
-    A shell in somebody's interactive job is outside: only our batch script makes tasks.
+    A shell in an interactive job is outside: only our batch script starts tasks.
     """
     if "LAUNCHER_NODES" not in environ or "SLURM_NODEID" not in environ:
         return None
@@ -69,9 +71,10 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
 
 
 def settled(config: Config, allocation: Allocation) -> Config:
-    """`config` as every start of the job is to read it: a run that was given no id has the job's.
+    """Return `config` as every start of the job reads it: a run without an id gets the job's.
 
-    Raises ConfigError where the job has other nodes than the settings say.
+    Raises:
+        ConfigError: the job has another number of nodes than the settings say.
     """
     if len(allocation.nodes) != config.cluster.hosts:
         raise ConfigError(
@@ -85,14 +88,16 @@ def settled(config: Config, allocation: Allocation) -> Config:
 
 
 def own_address(allocation: Allocation, interface: str | None, peer: str | None = None) -> str:
-    """The address by which the other nodes reach this one.
+    """Return the address by which the other nodes reach this one.
 
     Args:
-        interface: the network interface to take it from, or None for the one that leads there.
+        allocation: the nodes of the job.
+        interface: the network interface to take it from; None takes the one that leads to another
+            node.
         peer: the address of another node; None asks Slurm for one.
 
     Raises:
-        ClusterError: there is no such interface, or no way to another node.
+        ClusterError: there is no such interface, or no route to another node.
     """
     if interface is not None:
         return _interface_address(interface)
@@ -100,7 +105,7 @@ def own_address(allocation: Allocation, interface: str | None, peer: str | None 
         return _LOOPBACK
     other = next(node for node in allocation.nodes if node != allocation.node)
     try:
-        # Never this node's own name: on many machines that leads to a loopback address.
+        # Never this node's own name: on many machines it resolves to a loopback address.
         with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as route:
             route.connect((peer or _node_address(other), 9))  # sends nothing
             return str(route.getsockname()[0])
@@ -112,7 +117,11 @@ def own_address(allocation: Allocation, interface: str | None, peer: str | None 
 
 
 def listen(job_id: str, address: str) -> socket.socket:
-    """A socket that listens on the first free port of those that follow from the job's id."""
+    """Return a socket that listens on the first free port of a range that the job's id selects.
+
+    Raises:
+        ClusterError: none of the ports is free.
+    """
     number = int("".join(filter(str.isdigit, job_id)) or "0")
     for k in range(_PORTS):
         port = _FIRST_PORT + (number * _PORTS_OF_A_JOB + k) % _PORTS
@@ -140,11 +149,11 @@ def _interface_address(interface: str) -> str:
 
 
 def _node_address(node: str) -> str:
-    """Where Slurm reaches a node; its name, where Slurm cannot be asked (in a container)."""
+    """Return the address of a node, or its name if Slurm cannot be asked (in a container)."""
     command = ["scontrol", "--oneliner", "show", "node", node]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
         return node
-    fields = dict(word.partition("=")[::2] for word in told.stdout.split())
+    fields = dict(word.partition("=")[::2] for word in result.stdout.split())
     return fields.get("NodeAddr", node)

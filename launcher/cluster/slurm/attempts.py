@@ -1,8 +1,7 @@
-"""The starts of a job's run, one after another: what is kept of each, and whether to try again.
+"""The attempts of a job's run: the record of each, and the decision to try again.
 
-A run that is preempted, or that crashed in a way that may not happen again, comes back to its
-folder as a new attempt with logs of its own, `logs/attempt_<n>/`. `launcher.train` begins and ends
-attempts; `launcher.submit.job` reads them.
+A run that was preempted, or that crashed in a way that may not happen again, continues in its
+folder as a new attempt with logs of its own, `logs/attempt_<n>/`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from launcher.reading import read
 
 PREEMPTED = 75  # the exit code of an attempt that asks to come back
 _FILE = "attempt.json"
-_KILLED = "killed"  # what an attempt is said to have ended by that said nothing itself
+_KILLED = "killed"  # the exit reason of an attempt that recorded none
 
 
 @dataclass(frozen=True)
@@ -30,9 +29,14 @@ class Attempt:
     """One start of a run.
 
     Attributes:
-        restarts: of its job by then. nodes: where it ran.
-        exit_code, exit_reason, step: how it ended, and after which step; None while it runs.
-        from_step: after which step it began; None where it ended before it knew.
+        number: the attempt's number, from 0.
+        job_id: the id of its job.
+        restarts: how often the job had been requeued by then.
+        nodes: the names of the nodes on which it ran.
+        exit_code: the exit code of the attempt; None while it runs.
+        exit_reason: the `exit_reason` of its summary; None while it runs.
+        step: the last step that it finished; None while it runs.
+        from_step: the step after which it began; None if it ended before it knew.
     """
 
     number: int
@@ -46,12 +50,12 @@ class Attempt:
 
     @property
     def came_to_nothing(self) -> bool:
-        """Whether it was preempted before its first step."""
+        """Whether the attempt was preempted before its first step."""
         return self.exit_code == PREEMPTED and self.step == self.from_step
 
 
 def attempt_folder(run: Path, number: int) -> Path:
-    """Where the logs of an attempt are."""
+    """Return the folder with the logs of an attempt."""
     return run / "logs" / f"attempt_{number}"
 
 
@@ -62,15 +66,17 @@ def begin(
     say: Callable[[str], None],
     from_step: int | None = None,
 ) -> Attempt:
-    """Note the start of a new attempt; the caller holds the run's folder.
+    """Record the start of a new attempt; the caller holds the run's folder.
 
     Args:
-        last_step: the newest step that any attempt is known to have done.
-        say: told in a line of an account that is damaged.
-        from_step: the one after which this attempt goes on.
+        run: the run's folder.
+        allocation: the allocation in which the attempt runs.
+        last_step: the newest step that any attempt is known to have finished.
+        say: called with a line about each damaged record.
+        from_step: the step after which this attempt continues.
 
     Raises:
-        ClusterError: the two attempts before were killed without a word, both at `last_step`.
+        ClusterError: the two attempts before were killed without a message, both at `last_step`.
     """
     before = read_attempts(run, say)
     if before and before[-1].exit_reason is None:
@@ -88,13 +94,20 @@ def begin(
 
 
 def finish(run: Path, attempt: Attempt, code: int, reason: str, step: int) -> None:
-    """Note how an attempt ended."""
+    """Record how an attempt ended."""
     _write(run, replace(attempt, exit_code=code, exit_reason=reason, step=step))
 
 
 def read_attempts(run: Path, say: Callable[[str], None]) -> list[Attempt]:
-    """All attempts of a run so far, in their order; an account that is damaged is left out, and
-    said. Raises OSError."""
+    """Return all attempts of a run so far, in their order.
+
+    Args:
+        run: the run's folder.
+        say: called with a line about each damaged record, which is left out.
+
+    Raises:
+        OSError: a record cannot be read.
+    """
     found = [
         read_own(path / _FILE, functools.partial(_attempt, number), say)
         for number, path in sorted(_folders(run).items())
@@ -103,7 +116,7 @@ def read_attempts(run: Path, say: Callable[[str], None]) -> list[Attempt]:
 
 
 def _folders(run: Path) -> dict[int, Path]:
-    """The attempts' folders by their numbers."""
+    """Return the folders of the attempts, by number."""
     folders = (path for path in run.glob("logs/attempt_*") if path.is_dir())
     return {
         int(name[1]): path
@@ -120,20 +133,28 @@ def _attempt(number: int, tree: Any) -> Attempt:
 
 
 def worth_retrying(attempts: Sequence[Attempt], allocation: Allocation) -> bool:
-    """Whether a run that has just failed is to come back: not when its job came back often
-    enough, nor when the attempt before failed in the same way at the same step."""
+    """Return whether a run that has just failed should be requeued.
+
+    It should not if its job was requeued often enough, or if the attempt before failed in the same
+    way at the same step.
+    """
     if allocation.restarts >= allocation.max_requeues:
         return False
     if not attempts or (attempts[-1].job_id, attempts[-1].restarts) != allocation.key:
-        return False  # it failed before it began
+        return False  # it failed before it recorded an attempt
     *before, last = attempts
     return not before or (before[-1].exit_reason, before[-1].step) != (last.exit_reason, last.step)
 
 
 def preempted_for_nothing(run: Path, allocation: Allocation, say: Callable[[str], None]) -> bool:
-    """Whether this start of the job, which is preempted, and the one before it both were before
-    their first step: the next would be, too. One that ended before it began is noted here. Raises
-    OSError."""
+    """Return whether this start of the job and the one before it were preempted too early.
+
+    Too early means before their first step; the next start would be, too. A start that is preempted
+    before it recorded an attempt is recorded here.
+
+    Raises:
+        OSError: a record cannot be read or written.
+    """
     attempts = read_attempts(run, say)
     if not attempts or (attempts[-1].job_id, attempts[-1].restarts) != allocation.key:
         attempt = replace(_new(run, allocation), exit_code=PREEMPTED, exit_reason="preempted")
@@ -146,7 +167,7 @@ def preempted_for_nothing(run: Path, allocation: Allocation, say: Callable[[str]
 
 
 def _new(run: Path, allocation: Allocation, from_step: int | None = None) -> Attempt:
-    number = max(_folders(run), default=-1) + 1  # also where an account of one is lost
+    number = max(_folders(run), default=-1) + 1  # also counts attempts whose records are lost
     job_id, restarts, nodes = allocation.job_id, allocation.restarts, allocation.nodes
     return Attempt(number, job_id, restarts, nodes, from_step=from_step)
 

@@ -1,7 +1,7 @@
-"""Slurm's own commands, as patient as a batch system needs.
+"""Calls of Slurm's commands that tolerate an unavailable controller.
 
 A controller that is down or busy is asked again, with longer and longer pauses; a job is never
-taken for lost because of it. `launcher.submit.job` is the user.
+considered lost because of it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from launcher.cluster.errors import ClusterError
 from launcher.config.errors import ConfigError, advice
 from launcher.config.machines import Slurm
 
-# What Slurm's commands say when the controller, and not the request, is at fault.
+# Messages of Slurm's commands when the controller, and not the request, is at fault.
 _OUTAGE = re.compile(
     r"Unable to contact slurm controller|Socket timed out|Connection refused|Connection timed out"
     r"|Zero Bytes were transmitted|Transport endpoint is not connected|Slurm backup controller"
@@ -37,24 +37,28 @@ ENDED = frozenset(
 
 
 class SlurmError(ClusterError):
-    """Slurm refused a command: its own words."""
+    """An error raised when a Slurm command fails; the message is Slurm's."""
 
 
 @dataclass(frozen=True)
 class JobState:
-    """Where a job is: Slurm's word for it, and its exit code once it has ended."""
+    """The state of a job, by Slurm's name, and its exit code once it has ended."""
 
     state: str
     exit_code: int
 
     @property
     def is_live(self) -> bool:
-        """Whether the job still runs, or will."""
+        """Whether the job runs or will run."""
         return self.state not in ENDED
 
 
 def check_installed() -> None:
-    """Raises ConfigError where this machine has no Slurm to submit to."""
+    """Check that Slurm's commands are on this machine.
+
+    Raises:
+        ConfigError: they are not.
+    """
     if shutil.which("sbatch") is None:
         raise ConfigError(
             "cluster=slurm needs Slurm's commands, and sbatch is not on this machine",
@@ -64,17 +68,19 @@ def check_installed() -> None:
 
 
 def check_partition(slurm: Slurm) -> None:
-    """Raise ConfigError where Slurm has no such partition, before a plan is made for nothing.
+    """Check that Slurm has the partition, before a plan is made for nothing.
 
-    Raises SlurmError where the controller does not answer.
+    Raises:
+        ConfigError: Slurm has no such partition.
+        SlurmError: the controller does not answer.
     """
     elsewhere = {"clusters", "M"} & {option.lstrip("-") for option in slurm.extra}
     if slurm.partition is None or elsewhere or "SBATCH_CLUSTERS" in os.environ:
-        return  # another cluster's
+        return  # a partition of another cluster
     try:
         known = set(_call(["sinfo", "--all", "--noheader", "--format=%R"]).split())
     except (SlurmRefusal, FileNotFoundError):
-        return  # sbatch will say
+        return  # sbatch will report it
     for name in slurm.partition.split(","):
         if known and name not in known:
             raise ConfigError(
@@ -87,11 +93,12 @@ def check_partition(slurm: Slurm) -> None:
 def sbatch(
     script: Path, array: str | None = None, sleep: Callable[[float], None] = time.sleep
 ) -> str:
-    """Submit a batch script; returns the job's id.
+    """Submit a batch script and return the job's id.
 
     Args:
-        array: the elements to run of a job array, in place of those that the script names.
-        sleep: called between two tries; what it raises ends them.
+        script: the batch script.
+        array: the elements of a job array to run, in place of those that the script names.
+        sleep: called between two attempts; what it raises ends them.
 
     Raises:
         ConfigError: Slurm refuses the job.
@@ -99,39 +106,42 @@ def sbatch(
     """
     elements = [f"--array={array}"] if array else []
     try:
-        told = _call(["sbatch", "--parsable", *elements, str(script)], sleep)
+        output = _call(["sbatch", "--parsable", *elements, str(script)], sleep)
     except SlurmRefusal as refusal:
         raise ConfigError(
             f"Slurm refuses the job: {refusal}",
             "cluster.slurm holds what it asks for; cluster.slurm.dry_run=true shows the script.",
             ["cluster.slurm"],
         ) from None
-    return told.split(";")[0].strip()  # <id>;<cluster>
+    return output.split(";")[0].strip()  # <id>;<cluster>
 
 
 class SlurmRefusal(SlurmError):
-    """What Slurm said against a command that reached it."""
+    """An error raised when Slurm's controller refuses a command."""
 
 
 def job_state(job_id: str) -> JobState | None:
-    """The state of one job, or None where Slurm has forgotten it."""
+    """Return the state of one job, or None if Slurm no longer knows it."""
     try:
-        told = _call(["scontrol", "--oneliner", "show", "job", job_id])
+        output = _call(["scontrol", "--oneliner", "show", "job", job_id])
     except SlurmRefusal:
         return None
-    fields = dict(word.partition("=")[::2] for word in told.split())
+    fields = dict(word.partition("=")[::2] for word in output.split())
     code, _, signal = fields.get("ExitCode", "0:0").partition(":")
     return JobState(fields["JobState"], int(code) or (128 + int(signal) if int(signal) else 0))
 
 
 def job_states() -> dict[str, str]:
-    """The state of every job of this user that Slurm still remembers, an array's by element."""
-    told = _call(["squeue", "-h", "-r", "-t", "all", "-u", str(os.getuid()), "-o", "%i %T"])
-    return dict(line.split(maxsplit=1) for line in told.splitlines() if line.strip())
+    """Return the states of this user's jobs that Slurm still knows, by id; arrays by element."""
+    output = _call(["squeue", "-h", "-r", "-t", "all", "-u", str(os.getuid()), "-o", "%i %T"])
+    return dict(line.split(maxsplit=1) for line in output.splitlines() if line.strip())
 
 
 def _call(command: Sequence[str], sleep: Callable[[float], None] = time.sleep) -> str:
-    """The output of a command, once the controller answers. The terminal's Ctrl-C is not for it."""
+    """Return the output of a command once the controller answers.
+
+    Ctrl-C in the terminal does not reach the command.
+    """
     for pause in (*_pauses(), None):
         result = subprocess.run(
             command, capture_output=True, text=True, stdin=subprocess.DEVNULL, process_group=0
@@ -151,7 +161,7 @@ def _call(command: Sequence[str], sleep: Callable[[float], None] = time.sleep) -
 
 
 def _pauses(total: float = 900.0) -> Iterator[float]:
-    """Seconds between one try and the next, doubling, `total` in all."""
+    """Yield the seconds between two attempts: they double, up to `total` in all."""
     pause = 1.0
     while total > 0:
         yield pause

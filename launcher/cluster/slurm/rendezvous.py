@@ -1,11 +1,11 @@
-"""How the tasks of a job find one another: a file in the run folder, and a socket.
+"""The rendezvous of a job's tasks: a file in the run folder, and a socket.
 
-The first task, the driver, listens from its start on; the file says where, and holds the secret
-that opens Ray, so only its user may read it, and no other user's is believed. Every other task
-connects and waits. Once Ray is up the driver's head answers each with Ray's address; both prove
-that they know the secret, which is not said (see `head`). When the connection ends, for whatever
-reason, the task ends its part of Ray and connects again, for the driver's next start, or ends where
-nobody listens any more. `launcher.train` holds the rendezvous, `slurm_agent` attends it.
+The first task, the driver, listens from its start on. The file contains the address and the secret
+that opens Ray, so only its user may read it, and one of another user's is not believed. Every other
+task connects and waits. Once Ray is up, the driver's head answers each of them with Ray's address.
+Both prove that they know the secret without sending it (see `head`). When the connection ends, for
+whatever reason, the task ends its part of Ray and connects again for the driver's next start, or
+ends if nobody listens any more.
 """
 
 from __future__ import annotations
@@ -31,22 +31,29 @@ from launcher.reading import read
 _POLL_SECONDS = 0.5
 _ANSWER_BYTES = 2**16
 _KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}  # seconds, and how often
-_AGAIN_SECONDS = 120.0  # in which a node that is well has joined once more
+_AGAIN_SECONDS = 120.0  # enough for a healthy node to join again
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The driver's side: who is to come, where this node is, and where the others wait."""
+    """The driver's side of a rendezvous.
+
+    Attributes:
+        allocation: the nodes that are expected.
+        address: the address of this node.
+        listener: the socket on which the other tasks wait.
+        timeout: the seconds to wait for all nodes.
+    """
 
     allocation: Allocation
     address: str
     listener: socket.socket
-    timeout: float  # seconds to wait for all nodes
+    timeout: float
 
 
 @dataclass(frozen=True)
 class _Where:
-    """What the file holds: where the driver listens, and the secret."""
+    """The content of the file: where the driver listens, and the secret."""
 
     address: tuple[str, int]
     token: str
@@ -54,7 +61,12 @@ class _Where:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the driver's head says once Ray is up: Ray's address, and the folder for logs."""
+    """The answer of the driver's head once Ray is up.
+
+    Attributes:
+        ray: Ray's address.
+        logs: the folder for logs.
+    """
 
     ray: str
     logs: str
@@ -64,14 +76,16 @@ class Answer:
 def open_rendezvous(
     folder: Path, allocation: Allocation, slurm: Slurm, token: str
 ) -> Iterator[Rendezvous]:
-    """Make the rendezvous of a job in its run's folder, for as long as the context lasts.
+    """Open the rendezvous of a job in its run's folder, for as long as the context lasts.
 
-    Raises ClusterError where this node has no way to the others, and OSError.
+    Raises:
+        ClusterError: this node has no route to the others.
+        OSError: the file cannot be written.
     """
     address = own_address(allocation, slurm.network_interface)
     path = _path(folder, allocation)
     for left in folder.glob(f".rendezvous-{allocation.job_id}.*"):
-        left.unlink(missing_ok=True)  # by a start that was killed
+        left.unlink(missing_ok=True)  # left by a start that was killed
     with listen(allocation.job_id, address) as listener:
         where = asdict(_Where(listener.getsockname(), token))
         write_whole(path, json.dumps(where), private=True)
@@ -82,13 +96,15 @@ def open_rendezvous(
 
 
 def reopened(rendezvous: Rendezvous) -> Rendezvous:
-    """The same rendezvous for a further start: a node that was lost is not waited for as long."""
+    """Return the same rendezvous for a further start, which waits less for a lost node."""
     return replace(rendezvous, timeout=min(rendezvous.timeout, _AGAIN_SECONDS))
 
 
 def release_nodes(rendezvous: Rendezvous) -> None:
-    """Let the other tasks come and go, where there is nothing for them to do: without that they
-    would wait for a driver that has ended."""
+    """Let the other tasks connect and end, if there is nothing for them to do.
+
+    Otherwise they would wait for a driver that has ended.
+    """
     rendezvous.listener.settimeout(rendezvous.timeout)
     with suppress(OSError):
         for _ in rendezvous.allocation.nodes[1:]:
@@ -96,14 +112,18 @@ def release_nodes(rendezvous: Rendezvous) -> None:
 
 
 def join(folder: Path, allocation: Allocation, slurm: Slurm) -> tuple[socket.socket, str]:
-    """Wait for the driver and connect to it: the connection, and the secret that opens Ray.
+    """Wait for the driver and connect to it.
 
-    Raises ClusterError where there is no driver within `slurm.start_timeout` seconds.
+    Returns:
+        The connection, and the secret that opens Ray.
+
+    Raises:
+        ClusterError: there is no driver within `slurm.start_timeout` seconds.
     """
     path, problem = _path(folder, allocation), ""
     deadline = time.monotonic() + slurm.start_timeout
     while time.monotonic() < deadline:
-        # Listed, not opened: a network file system remembers for a while that a file was missing.
+        # Listed, not opened: a network file system caches for a while that a file was missing.
         try:
             if path.name in os.listdir(folder):
                 where = _read(path)
@@ -120,17 +140,21 @@ def join(folder: Path, allocation: Allocation, slurm: Slurm) -> tuple[socket.soc
 
 
 def rejoin(folder: Path, allocation: Allocation) -> socket.socket | None:
-    """Connect for the driver's next start; None where the driver has ended."""
+    """Connect for the driver's next start; return None if the driver has ended."""
     with suppress(OSError, DamagedError):
         return _connect(_read(_path(folder, allocation)))
     return None
 
 
 def ask(connection: socket.socket, token: str) -> Answer | None:
-    """Wait for what the driver's head says; None where the connection ends before all of it: the
-    driver ended, and has said why, or starts again.
+    """Wait for the answer of the driver's head.
 
-    Raises ClusterError where somebody else answers.
+    Returns:
+        The answer, or None if the connection ends before all of it is there: the driver ended, and
+            has said why, or starts again.
+
+    Raises:
+        ClusterError: somebody else answers.
     """
     nonce, secret = secrets.token_hex(16).encode(), token.encode()
     connection.settimeout(None)
@@ -153,11 +177,11 @@ def _read(path: Path) -> _Where:
 
 
 def _connect(where: _Where) -> socket.socket:
-    """A connection whose end is also seen where the driver's machine has lost its power."""
+    """Return a connection whose end is noticed even if the driver's machine loses its power."""
     connection = socket.create_connection(where.address, timeout=30)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE.items():
-        if hasattr(socket, option):  # the system's own patience is two hours
+        if hasattr(socket, option):  # the system's default is two hours
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     return connection
 

@@ -1,8 +1,7 @@
-"""The batch script of a run: `render` makes it from the settings, a pure function.
+"""The batch script of a run; `render`, a pure function, makes it from the settings.
 
-The script asks for the nodes, starts one task on each, and puts the job back into the queue where
-it is to come back. `slurm/train.sbatch` is the same script to be edited and submitted by hand.
-`launcher.submit.job` is the user; submitting is `slurm_commands`' part.
+The script asks for the nodes, starts one task on each, and requeues the job when the run asks for
+it. `slurm/train.sbatch` is the same script, to be edited and submitted by hand.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pathlib import Path
 from launcher.config.errors import ConfigError
 from launcher.config.machines import Cluster, Slurm, minutes
 
-SCRIPT = "job.sbatch"  # what it is called in a run's folder
+SCRIPT = "job.sbatch"  # its name in a run's folder
 
 # From here on the script is the same in every job, and in slurm/train.sbatch.
 TAIL = r"""
@@ -63,15 +62,17 @@ exit "$code"
 
 @dataclass(frozen=True)
 class Job:
-    """What is known of a job beside its settings.
+    """A job, apart from its settings.
 
     Attributes:
-        name: as the queue shows it. folder: where it is submitted and runs.
-        output: the file for its output; %j is the job's id, %A and %a an array's and its element's.
-        command: the words of the command of each task, as the shell is to read them.
+        name: the name in the queue.
+        folder: the folder in which the job is submitted and runs.
+        output: the file for its output; %j is the job's id, %A and %a the ids of an array and its
+            element.
+        command: the words of each task's command, quoted for the shell.
         array: the elements of a job array, such as 0-2%1; None for a job of one run.
-        variables: words of bash for those of `cluster.slurm.env` whose values are not to be in the
-            script.
+        variables: for each variable of `cluster.slurm.env` whose value must not appear in the
+            script, a word of bash that stands for it.
     """
 
     name: str
@@ -83,7 +84,11 @@ class Job:
 
 
 def render(cluster: Cluster, job: Job) -> str:
-    """The text of the batch script for `job` with the settings of `cluster`. Raises ConfigError."""
+    """Return the text of the batch script for `job` with the settings of `cluster`.
+
+    Raises:
+        ConfigError: a value cannot be written in a batch script.
+    """
     slurm = cluster.slurm
     lines = ["#!/usr/bin/env bash"]
     lines += [_line(name, value) for name, value in _options(cluster, job)]
@@ -105,13 +110,13 @@ def render(cluster: Cluster, job: Job) -> str:
 
 
 def duration(text: str) -> str:
-    """`2d12h`, `4h` or `90m` in the one form of Slurm's that has only one reading: D-HH:MM:SS."""
+    """Return `2d12h`, `4h` or `90m` in Slurm's one unambiguous form, D-HH:MM:SS."""
     total = minutes(text)
     return f"{total // 1440}-{total // 60 % 24:02}:{total % 60:02}:00"
 
 
 def _options(cluster: Cluster, job: Job) -> Iterator[tuple[str, str | int | None]]:
-    """The options of sbatch, without their dashes, and their values; None where one has none."""
+    """Yield the options of sbatch, without their dashes, and their values; None for a flag."""
     slurm = cluster.slurm
     yield "job-name", slurm.job_name or job.name
     yield "chdir", str(job.folder)
@@ -145,9 +150,9 @@ def _options(cluster: Cluster, job: Job) -> Iterator[tuple[str, str | int | None
 
 
 def _line(name: str, value: str | int | None) -> str:
-    """An option as sbatch reads it from its line; a value in quotes only where it needs them."""
+    """Return an option as a line of the script; the value is quoted only if it has to be."""
     text = "" if value is None else f"={value}"
-    if not text.isprintable():  # a folder's name; settings are never so
+    if not text.isprintable():  # of a folder; settings are always printable
         raise ConfigError(
             f"{str(value)!r} cannot stand in a batch script",
             "Submit from a folder whose name is one line of plain text.",
@@ -169,5 +174,5 @@ def _srun_arguments(slurm: Slurm) -> Iterator[str]:
 
 
 def _quoted(word: str) -> str:
-    """`word` for an array of bash; also one with commas, which shellcheck takes for separators."""
+    """Quote `word` for an array of bash; also a comma, which shellcheck reads as a separator."""
     return f"'{word}'" if shlex.quote(word) == word and "," in word else shlex.quote(word)

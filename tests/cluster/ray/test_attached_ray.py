@@ -15,6 +15,7 @@ from launcher.cluster.devices import DevicePool, emulated_pool
 from launcher.cluster.errors import ClusterError
 from launcher.cluster.ray.attached_ray import AttachedRay, choose_pool, reach
 from launcher.cluster.ray.private_ray import start
+from launcher.cluster.ray.ray_compat import Node
 from launcher.config.machines import Cluster
 
 
@@ -119,7 +120,7 @@ def node(gpus, kind="A100"):
     resources = {"CPU": 8.0}
     if gpus:
         resources |= {"GPU": float(gpus), f"accelerator_type:{kind}": 1.0}
-    return {"Resources": resources}
+    return Node("id", "127.0.0.1", True, resources)
 
 
 @pytest.mark.parametrize(

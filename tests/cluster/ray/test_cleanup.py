@@ -18,7 +18,7 @@ import launcher
 from launcher.cluster.devices import emulated_pool
 from launcher.cluster.errors import ClusterError, RayEndedError
 from launcher.cluster.ray.private_ray import start
-from launcher.cluster.ray.waiting import Patience
+from launcher.cluster.ray.waiting import StartLimit
 from launcher.config.machines import Cluster
 
 ONE_DEVICE = emulated_pool(Cluster(kind="emulated", gpus=1))
@@ -285,8 +285,8 @@ def silent_ray(tmp_path, monkeypatch):
 def test_a_start_says_what_it_waits_for_and_ends_in_time(silent_ray, tmp_path):
     silent_ray()
     said = []
-    patience = Patience(11, say=said.append)
-    with start(ONE_DEVICE, tmp_path, patience=patience) as session:
+    limit = StartLimit(11, say=said.append)
+    with start(ONE_DEVICE, tmp_path, limit=limit) as session:
         told = r"^Ray did not come up within 11 s \(cluster.start_timeout\)\."
         with pytest.raises(RayEndedError, match=told):
             session.spawn(object)
@@ -302,7 +302,7 @@ def test_whoever_looks_in_ends_a_start(silent_ray, tmp_path):
     def stop():
         raise KeyboardInterrupt
 
-    with start(ONE_DEVICE, tmp_path, patience=Patience(check=stop)) as session:
+    with start(ONE_DEVICE, tmp_path, limit=StartLimit(check=stop)) as session:
         with pytest.raises(KeyboardInterrupt):
             session.spawn(object)
         (head,) = psutil.Process().children()
@@ -316,12 +316,12 @@ from pathlib import Path
 from launcher.cluster.devices import emulated_pool
 from launcher.cluster.errors import ClusterError
 from launcher.cluster.ray.private_ray import start
-from launcher.cluster.ray.waiting import Patience
+from launcher.cluster.ray.waiting import StartLimit
 from launcher.config.machines import Cluster
 
 pool = emulated_pool(Cluster(kind="emulated", gpus=1))
 try:
-    with start(pool, Path(sys.argv[1]), patience=Patience(2)) as session:
+    with start(pool, Path(sys.argv[1]), limit=StartLimit(2)) as session:
         session.spawn(object)
 except ClusterError as error:
     sys.exit(str(error).splitlines()[0])

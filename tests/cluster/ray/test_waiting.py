@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from launcher.cluster.ray.waiting import Aside, Patience, Waiting
+from launcher.cluster.ray.waiting import BackgroundCall, StartLimit, Waiting
 
 
 def counted(calls, needed):
@@ -21,14 +21,14 @@ def counted(calls, needed):
 
 def test_what_comes_in_time_is_not_spoken_of():
     said, calls = [], []
-    waiting = Waiting(Patience(60, say=said.append))
+    waiting = Waiting(StartLimit(60, say=said.append))
     assert waiting.until(counted(calls, 20), "it")
     assert (len(calls), said) == (20, [])
 
 
 def test_it_is_said_what_is_waited_for_after_ten_seconds_and_then_now_and_then():
     said = []
-    assert not Waiting(Patience(60, say=said.append)).until(lambda seconds: False, "it")
+    assert not Waiting(StartLimit(60, say=said.append)).until(lambda seconds: False, "it")
     assert said == [
         "waiting for it: 10 s so far, at most 60 s",
         "waiting for it: 40 s so far, at most 60 s",
@@ -36,7 +36,7 @@ def test_it_is_said_what_is_waited_for_after_ten_seconds_and_then_now_and_then()
 
 
 def test_the_waits_of_a_start_share_its_time():
-    waiting, calls = Waiting(Patience(1.0)), []
+    waiting, calls = Waiting(StartLimit(1.0)), []
     assert waiting.until(counted([], 4), "the first")
     assert not waiting.until(lambda seconds: calls.append(seconds), "the second")
     assert len(calls) == 2
@@ -49,12 +49,12 @@ def test_whoever_looks_in_ends_a_wait():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Waiting(Patience(check=stop)).until(lambda seconds: False, "it")
+        Waiting(StartLimit(check=stop)).until(lambda seconds: False, "it")
 
 
 def test_a_call_aside_goes_on_when_it_is_given_up():
     go, done = threading.Event(), threading.Event()
-    call = Aside(lambda: go.wait() and done.set())
+    call = BackgroundCall(lambda: go.wait() and done.set())
     assert not call.ended(0.01)
     go.set()
     assert done.wait(60)
@@ -62,7 +62,7 @@ def test_a_call_aside_goes_on_when_it_is_given_up():
 
 
 def test_what_a_call_aside_raises_comes_out():
-    call = Aside(lambda: 1 / 0)
+    call = BackgroundCall(lambda: 1 / 0)
     assert call.ended(60)
     with pytest.raises(ZeroDivisionError):
         call.result()
@@ -80,7 +80,7 @@ def test_a_call_that_must_be_finished_is_whatever_interrupts():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            Aside(work).finish()
+            BackgroundCall(work).finish()
     finally:
         signal.signal(signal.SIGINT, before)
     assert done
