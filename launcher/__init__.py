@@ -1,8 +1,7 @@
 """Declarative, config-driven training launcher for JAX: the public names.
 
-Names are loaded on first use, so that `import launcher` (and with it the command line's answer to
-a wrong setting) costs neither JAX nor Ray. The parallel methods are what `launcher.plan.methods`
-offers.
+Names are loaded on first use, so that `import launcher`, and with it the command line's answer to a
+wrong setting, loads neither JAX nor Ray. The parallel methods are those of `launcher.plan.methods`.
 """
 
 from __future__ import annotations

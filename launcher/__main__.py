@@ -1,6 +1,6 @@
 """`python -m launcher` and the console script `launcher`: signals first, then the command line.
 
-What is imported here is imported before a Ctrl-C can be answered, so it is next to nothing.
+A Ctrl-C cannot be answered before these imports are done, so there are few of them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from launcher.stop import Stop
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line `argv` and returns its exit code; where it is None, this process's own,
-    of which nothing is left to do then."""
+    """Run the command line `argv` and return its exit code.
+
+    Args:
+        argv: the arguments; None takes those of this process, which then has nothing else to do.
+    """
     with Stop() as stop:
         try:
             from launcher.command import run
@@ -23,8 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = run(sys.argv[1:] if argv is None else argv, stop)
         except KeyboardInterrupt:
             code = stop.ending[0]
-            if argv is None:  # what was left half done, such as an import, is not to end itself
-                with suppress(Exception):  # which may be closed, or full
+            if argv is None:  # half-done work, such as an import, must not clean up
+                with suppress(Exception):  # it may be closed, or the disk full
                     sys.stdout.flush()
                 os._exit(code)
         if argv is None:

@@ -1,4 +1,4 @@
-"""The launcher's cache folder, and file names for what belongs to one kind of machine."""
+"""The launcher's cache folder, and file names for the entries of one kind of machine."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _NO_HOME = "/nonexistent"  # by custom
 
 
 def cache_folder() -> Path:
-    """Return where measurements and compiled programs are kept.
+    """Return the folder for measurements and compiled programs.
 
-    For a user without a home it is a place where nothing can be kept.
+    For a user without a home it is a folder that cannot be made.
     """
     if root := os.environ.get("XDG_CACHE_HOME"):
         return Path(root, "launcher")
@@ -24,13 +24,13 @@ def cache_folder() -> Path:
 
 
 def processor() -> str:
-    """This machine's processor, and how many of its cores this process may use, in words."""
+    """Return in words this machine's processor and the number of cores this process may use."""
     about: dict[str, str] = {}
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             name, _, value = line.partition(":")
             about.setdefault(name.strip(), value.strip())
-    except (OSError, UnicodeError):  # another system: its architecture has to do
+    except (OSError, UnicodeError):  # another system: its architecture has to suffice
         pass
     name = about.get("model name", platform.machine())
     family = ".".join(about[key] for key in ("cpu family", "model") if key in about)
@@ -38,5 +38,5 @@ def processor() -> str:
 
 
 def file_name(name: str) -> str:
-    """A name as a part of a file's name: letters and digits, the rest `_`."""
+    """Return a name as a part of a file's name: letters and digits, the rest `_`."""
     return "_".join(re.findall(r"[A-Za-z0-9]+", name))

@@ -1,7 +1,7 @@
-"""The command line, as `__main__` calls it.
+"""The command line.
 
-Reads the arguments, has the settings composed and checked, and only then imports what does the
-work: help, `task=check` and every wrong setting are answered without JAX and without Ray.
+It reads the arguments, has the settings composed and checked, and only then imports the code that
+does the work: help, `task=check` and every wrong setting are answered without JAX and Ray.
 """
 
 from __future__ import annotations
@@ -48,8 +48,11 @@ exit codes:
 
 
 def run(argv: Sequence[str], stop: Stop) -> int:
-    """Runs the command line `argv` and returns its exit code; raises KeyboardInterrupt where a
-    signal ended it, as `stop` knows."""
+    """Run the command line `argv` and return its exit code.
+
+    Raises:
+        KeyboardInterrupt: a signal ended it; `stop` has the exit code.
+    """
     try:
         return _run(_parse(argv), stop)
     except ConfigError as error:
@@ -57,7 +60,7 @@ def run(argv: Sequence[str], stop: Stop) -> int:
 
 
 def _refuse(problems: Iterable[str]) -> int:
-    if os.environ.get("SLURM_NODEID", "0") == "0":  # once, not by every task of a job
+    if os.environ.get("SLURM_NODEID", "0") == "0":  # only by one task of a job
         for problem in problems:
             complain(problem)
     return 2
@@ -108,7 +111,7 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
         return answer(_help(arguments.config_dir))
     if arguments.version:
         return answer(f"launcher {_version()}")
-    # Here and below, imports wait for their turn: Hydra's cost a tenth of a second, JAX's two.
+    # Imports are deferred here and below: Hydra's takes a tenth of a second, JAX's two.
     from launcher.config.compose import load, load_frozen, load_points
 
     if arguments.frozen and (arguments.multirun or arguments.config_dir):
@@ -164,7 +167,7 @@ def _check(config: Config) -> int:
 
 
 def _on_slurm(config: Config, stop: Stop) -> int:
-    """Submit the run, or, as a task of its job, do this task's part."""
+    """Submit the run or, as a task of its job, do this task's part."""
     from launcher.cluster.slurm.allocation import find_allocation, settled
 
     allocation = find_allocation(os.environ)
@@ -200,7 +203,7 @@ def _version() -> str:
 
 
 def _settings(config: Config, package: str | None) -> str:
-    """The settings as YAML, or one section of them."""
+    """Return the settings, or one section of them, as YAML."""
     import yaml
 
     from launcher.config.compose import to_written
@@ -215,7 +218,7 @@ def _settings(config: Config, package: str | None) -> str:
 
 
 def _checked(config: Config) -> str:
-    """One line that says which settings `task=check` found in order."""
+    """Return the line that says which settings `task=check` found to be right."""
     parallel, train, cluster = config.parallel, config.train, config.cluster
     layers = config.model.layers or "unknown"
     return (

@@ -1,8 +1,8 @@
 """Small files: written whole by one function, read by one strict reader. Standard library only.
 
-All that a run keeps beside its arrays and its metrics goes through here, and so does what others
-hand to it. Nothing that stands in a file's place, or in the file, holds the reader up or takes its
-memory: a FIFO, a device, a gigabyte, a thousand brackets.
+It writes and reads all that a run keeps beside its arrays and metrics, and files from other users.
+A FIFO, a device, a gigabyte or a thousand brackets in a file's place can neither block the reader
+nor exhaust its memory.
 """
 
 from __future__ import annotations
@@ -21,29 +21,34 @@ from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # what may pass: space can be freed
-LARGEST = 2**27  # bytes of a file that is read as a whole
-DEEPEST = 100  # levels of lists and tables in one another
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # temporary: space can be freed
+LARGEST = 2**27  # bytes of a file that is read whole
+DEEPEST = 100  # levels of nested lists and tables
 DAMAGED = ".damaged"
 _PART = 2**22  # bytes that are read at a time
-_SAID = 300  # characters
-_WRITING_SECONDS = 60  # younger than this, a file may still be written
+_MOST_SAID = 300  # characters
+_WRITING_SECONDS = 60  # a younger file may still be being written
 _NO_FILE = "it is no regular file"
 
 
 class DamagedError(ValueError):
-    """A file does not hold what was written there: what is wrong, in one line of a few words."""
+    """An error raised when a file does not hold what was written there, in one short line."""
 
     def __init__(self, what: str) -> None:
         line = " ".join(what.split())
-        super().__init__(line if len(line) <= _SAID else f"{line[: _SAID - 1]}…")
+        super().__init__(line if len(line) <= _MOST_SAID else f"{line[: _MOST_SAID - 1]}…")
 
 
 def write_whole(path: Path, content: str | bytes, private: bool = False) -> None:
-    """Write a file whole or not at all, and wait until it is on the disk; text in UTF-8.
+    """Write a file whole or not at all, and wait until it is on the disk.
 
-    A `private` one is its user's alone to read, any other one as the umask says. Raises OSError
-    with the file's name.
+    Args:
+        path: the file.
+        content: its content; text is encoded in UTF-8.
+        private: whether only this user may read it; otherwise the umask decides.
+
+    Raises:
+        OSError: it cannot be written; the error names the file.
     """
     try:
         partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
@@ -65,7 +70,7 @@ def write_whole(path: Path, content: str | bytes, private: bool = False) -> None
 
 
 def clear_partial(folder: Path) -> None:
-    """Delete what a `write_whole` into `folder` that was killed has left."""
+    """Delete the files that a killed `write_whole` left in `folder`."""
     for left in folder.glob(f"*.{'[0-9a-f]' * 8}.partial"):
         with suppress(OSError):
             if time.time() - left.lstat().st_mtime > _WRITING_SECONDS:
@@ -73,7 +78,11 @@ def clear_partial(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk. Raises OSError."""
+    """Wait until the names in a folder are on the disk.
+
+    Raises:
+        OSError: the folder cannot be opened, or the disk fails.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -82,28 +91,34 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder, and each above it that is not there, for this user alone, whatever the umask
-    is. Raises OSError."""
+    """Make a folder and its missing parents for this user alone, whatever the umask is.
+
+    Raises:
+        OSError: one of them cannot be made.
+    """
     for each in reversed((folder, *folder.parents)):
         if not each.exists():
             each.mkdir(mode=0o700, exist_ok=True)
 
 
 def exposed(folder: Path, trust_group: bool = False) -> Path | None:
-    """Which of `folder` and those above it lets others than this user and the system rename or
-    replace an entry of `folder` that is this user's, or `folder` itself; None where none does.
+    """Return a folder through which others could replace files of this user in `folder`.
+
+    That is the first of `folder` and its parents that lets others than this user and the system
+    rename or replace `folder` itself, or this user's entries of it; None if there is none.
 
     Args:
-        folder: a resolved path, for what links say may change.
-        trust_group: whether groups and the folders' owners are trusted, too: a project's members
-            share their folders.
+        folder: a resolved path, since the target of a link may change.
+        trust_group: whether to trust groups and the owners of the folders too: the members of a
+            project share their folders.
     """
     trusted = {os.getuid(), 0, *_unmapped_owner()}
     others = stat.S_IWOTH if trust_group else stat.S_IWGRP | stat.S_IWOTH
     for above in (folder, *folder.parents):
         status = above.stat()
         owned = status.st_uid in trusted
-        sticky = status.st_mode & stat.S_ISVTX  # keeps off all but the owners of entry and folder
+        # In a sticky folder only the owners of the entry and of the folder may rename it.
+        sticky = status.st_mode & stat.S_ISVTX
         shared = status.st_mode & others and not (sticky and owned)
         if shared or not (owned or trust_group):
             return above
@@ -111,8 +126,11 @@ def exposed(folder: Path, trust_group: bool = False) -> Path | None:
 
 
 def _unmapped_owner() -> list[int]:
-    """The number that stands for the machine's own users, root among them, where this process is
-    in a container that maps only some of them."""
+    """Return the user number that stands for all users that a container does not map.
+
+    It stands for the machine's own users too, root among them. The list is empty outside of such a
+    container.
+    """
     try:
         mapped = Path("/proc/self/uid_map").read_text().splitlines()
         if sum(int(line.split()[2]) for line in mapped) >= 2**32 - 1:
@@ -123,11 +141,15 @@ def _unmapped_owner() -> list[int]:
 
 
 def open_regular(path: Path, flags: int) -> int:
-    """`os.open` of a regular file, which nothing waits for: a FIFO would have it wait for ever.
-    Raises OSError, and DamagedError where something else is there: with O_NOFOLLOW, also a link."""
+    """Open a regular file, as `os.open` does, without ever blocking on a FIFO.
+
+    Raises:
+        OSError: it cannot be opened.
+        DamagedError: it is no regular file; with O_NOFOLLOW, it may be a link.
+    """
     with suppress(FileNotFoundError):
         status = path.stat(follow_symlinks=not flags & os.O_NOFOLLOW)
-        if not stat.S_ISREG(status.st_mode):  # opening a device may do something
+        if not stat.S_ISREG(status.st_mode):  # opening a device may have effects
             raise DamagedError(_NO_FILE)
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -137,8 +159,11 @@ def open_regular(path: Path, flags: int) -> int:
 
 
 def open_own(path: Path, flags: int, say: Callable[[str], None] = lambda text: None) -> int:
-    """`os.open` of a file of a run's own, to write it: whatever else stands in its place, a link
-    too, is set aside, and `say` is told. Raises like `open_regular`."""
+    """Open a file of a run to write it, as `os.open` does.
+
+    Anything else that stands in its place, such as a link, is set aside, and `say` is called with a
+    line about it. It raises the errors of `open_regular`.
+    """
     flags |= os.O_CREAT | os.O_NOFOLLOW
     try:
         return open_regular(path, flags)
@@ -148,7 +173,12 @@ def open_own(path: Path, flags: int, say: Callable[[str], None] = lambda text: N
 
 
 def read_private(path: Path) -> bytes:
-    """Like `read_bytes`, of a file that only this user can have written, and only he can read."""
+    """Return the content of a file that only this user can write and read.
+
+    Raises:
+        OSError: it cannot be read.
+        DamagedError: it is no regular file, or belongs to others too.
+    """
     descriptor = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
     status = os.fstat(descriptor)
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
@@ -158,7 +188,12 @@ def read_private(path: Path) -> bytes:
 
 
 def read_bytes(path: Path, most: int = LARGEST) -> bytes:
-    """What a file holds. Raises OSError, and DamagedError where it is no file, or a larger one."""
+    """Return the content of a file.
+
+    Raises:
+        OSError: it cannot be read.
+        DamagedError: it is no regular file, or is larger than `most` bytes.
+    """
     return _read(open_regular(path, os.O_RDONLY), most)
 
 
@@ -173,7 +208,7 @@ def _read(descriptor: int, most: int) -> bytes:
 
 
 def read_text(path: Path, most: int = LARGEST) -> str:
-    """Like `read_bytes`, as UTF-8."""
+    """Return the content of a file as text in UTF-8; see `read_bytes`."""
     try:
         return read_bytes(path, most).decode("utf-8")
     except UnicodeDecodeError:
@@ -181,13 +216,18 @@ def read_text(path: Path, most: int = LARGEST) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Like `read_text`, as JSON."""
+    """Return the value of a JSON file; see `read_text` and `parse_json`."""
     return parse_json(read_text(path))
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value that JSON text stands for; all its numbers are finite, and all its text can be
-    written and be part of a path. Raises DamagedError."""
+    """Return the value of a JSON text.
+
+    All its numbers are finite, and all its strings can be written and be part of a path.
+
+    Raises:
+        DamagedError: the text holds anything else.
+    """
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
@@ -203,7 +243,7 @@ def _refuse_constant(word: str) -> NoReturn:
 
 
 def _check(value: Any) -> None:
-    """Level by level: a value may be deeper than Python's stack."""
+    """Check a value level by level, since it may be deeper than Python's stack."""
     level = [value]
     for _ in range(DEEPEST):
         below: list[Any] = []
@@ -234,11 +274,14 @@ def _can_be_written(text: str) -> bool:
 
 
 def read_own(path: Path, made: Callable[[Any], T], say: Callable[[str], None]) -> T | None:
-    """What `made` makes of a JSON file of a run's own; None where there is none. A damaged one is
-    set aside, and `say` is told in a line.
+    """Return `made` of the value of a run's own JSON file, or None if there is none.
+
+    A damaged file is set aside, and `say` is called with a line about it.
 
     Args:
-        made: raises ValueError for what cannot be in the file.
+        path: the file.
+        made: converts the value; it raises ValueError for one that cannot be right.
+        say: called with a line of text.
     """
     try:
         return made(read_json(path))
@@ -250,15 +293,18 @@ def read_own(path: Path, made: Callable[[Any], T], say: Callable[[str], None]) -
 
 
 def say_aside(path: Path, problem: str, say: Callable[[str], None]) -> None:
-    """Set a damaged file or folder aside, and say so in a line."""
+    """Set a damaged file or folder aside, and call `say` with a line about it."""
     kept = set_aside(path)
     where = f"; it is kept as {kept.name}" if kept else ""
     say(f"{path} is damaged and not used: {problem}{where}")
 
 
 def set_aside(path: Path) -> Path | None:
-    """Rename a damaged file or folder, so that nobody takes it for a whole one, and nothing of it
-    is lost; returns its new path, None where that cannot be done."""
+    """Rename a damaged file or folder, so that it is neither used nor lost.
+
+    Returns:
+        Its new path, or None if it cannot be renamed.
+    """
     kept = aside(path)
     try:
         return path.rename(kept)
@@ -267,7 +313,7 @@ def set_aside(path: Path) -> Path | None:
 
 
 def aside(path: Path) -> Path:
-    """A name beside `path` for what is damaged, which nothing has."""
+    """Return an unused name beside `path` for a damaged file."""
     kept, number = path.with_name(f"{path.name}{DAMAGED}"), 1
     while os.path.lexists(kept):
         number += 1
@@ -276,5 +322,5 @@ def aside(path: Path) -> Path:
 
 
 def named(error: OSError, path: Path) -> OSError:
-    """`error` with the name of the file that was written, which a failed write does not know."""
+    """Return `error` with the name of the file, which the error of a failed write lacks."""
     return OSError(error.errno, error.strerror or str(error), str(path))

@@ -1,6 +1,6 @@
-"""A process that ends with the one that started it: stopped or busy, the kernel kills it.
+"""Ends a process with its parent: the kernel kills it, even if it is stopped or busy.
 
-Imported by such a process, or a program that runs another one so:
+Such a process imports this module, or this program runs another one:
 
     python follow.py PROGRAM.py ARGUMENT ...
 
@@ -18,8 +18,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def follow() -> None:
-    """Have the kernel kill this process when the thread that started it ends. Linux; elsewhere
-    nothing is done."""
+    """Have the kernel kill this process when the thread that started it ends.
+
+    On other systems than Linux it does nothing.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 

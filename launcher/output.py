@@ -1,8 +1,7 @@
-"""What is said on standard output and standard error before and besides a run's console.
+"""Standard output and standard error, apart from a run's console.
 
-`answer` and `complain` are how the front doors speak. Where nobody reads any more (`| head`) they
-are silent, and so is Python at exit; `report.console` uses `discard` for the same. Standard library
-only.
+If nobody reads them any more (`| head`), nothing is printed and no error is raised, at exit either.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -12,9 +11,13 @@ import sys
 
 
 def answer(text: str, end: str = "\n") -> int:
-    """Print `text` at once; the exit code: 0, also where nobody reads it, and 1 where it could not
-    be written (a full disk), which is said on standard error."""
-    if sys.stdout is None:  # closed by whoever started this
+    """Print `text` at once and return the exit code.
+
+    Returns:
+        0, also if nobody reads it; 1 if it cannot be written (a full disk), which is reported on
+            standard error.
+    """
+    if sys.stdout is None:  # closed by the parent process
         return 0
     try:
         print(text, end=end, flush=True)
@@ -38,8 +41,10 @@ def complain(text: str) -> None:
 
 
 def discard(output: int) -> None:
-    """Send what is written to this file descriptor from now on to nowhere. What Python still holds
-    back is written at exit, which would fail again."""
+    """Send everything written to this file descriptor from now on to /dev/null.
+
+    That includes what Python has buffered, which would fail again at exit.
+    """
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, output)
     os.close(null)

@@ -1,7 +1,4 @@
-"""A dataclass from JSON's data, in which a person may have edited anything.
-
-Plans and the accounts of attempts and jobs are read with it.
-"""
+"""Reads dataclasses from JSON values that may have been edited by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from launcher.files import DamagedError
 
 T = TypeVar("T")
 
-_LARGEST = 2**63  # of any whole number
+_LARGEST = 2**63  # bound on whole numbers
 _WORDS = {
     bool: "true or false",
     int: "a whole number",
@@ -28,8 +25,9 @@ _WORDS = {
 
 
 def read(kind: type[T], tree: Any, where: str = "") -> T:
-    """An object of a dataclass, with every value held against its field's type; lists become
-    tuples.
+    """Return an object of a dataclass, after checking every value against its field's type.
+
+    Lists become tuples.
 
     Raises:
         DamagedError: a field is missing, unknown or of another type; the message names it.
@@ -49,7 +47,7 @@ def read(kind: type[T], tree: Any, where: str = "") -> T:
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
-    """The value as its type hint has it."""
+    """Return a value converted to its type hint."""
     origin, inner = get_origin(hint), get_args(hint)
     options = inner if origin in (Union, types.UnionType) else (hint,)
     for option in options:

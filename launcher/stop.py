@@ -1,16 +1,17 @@
-"""When somebody wants the process to end: Ctrl-C (SIGINT), the scheduler (SIGTERM, or SIGUSR1 and
-SIGUSR2 ahead of time), a terminal that is closed (SIGHUP).
+"""Signals that ask the process to end.
 
-`__main__` makes the one `Stop` of a process before it imports anything else; standard library
-only. What a signal does depends on what the process is at:
+These are Ctrl-C (SIGINT), the scheduler's (SIGTERM, or SIGUSR1 and SIGUSR2 ahead of time), and that
+of a closed terminal (SIGHUP). A process has one `Stop`, made before anything else is imported, so
+this module imports the standard library only. The effect of a signal depends on what the process
+is doing:
 
-- nothing has begun (settings are read, libraries imported): it ends there and then, without an
-  exception, which imports would turn into something else;
-- `interruptible` work, which only computes and may be left anywhere: KeyboardInterrupt, again and
-  again where somebody swallows it (garbage collection, imports, callbacks from C++); code below
-  Python that takes no notice within `_PATIENCE` seconds is left with the whole process;
-- `heeded` work, which has to end in good order: it is said that the signal was heard, and `check`,
-  which whoever waits there calls, ends the wait. A second Ctrl-C is a KeyboardInterrupt.
+- Nothing has begun (settings are read, libraries are imported): the process ends at once, without
+  an exception, which imports would turn into something else.
+- `interruptible` work, which only computes and can be left anywhere: KeyboardInterrupt, again and
+  again if it is swallowed (by garbage collection, imports, callbacks from C++). If code below
+  Python does not react within `_PATIENCE` seconds, the whole process ends.
+- `heeded` work, which has to end in good order: a line says that the signal was heard, and waits,
+  which call `check`, end. A second Ctrl-C is a KeyboardInterrupt.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NamedTuple, NoReturn
 
-# What each means: the exit code, and the `exit_reason` of the summary.
+# The exit code and the summary's `exit_reason` that each signal leads to.
 ENDINGS = {
     signal.SIGINT: (130, "interrupted"),
     signal.SIGTERM: (75, "preempted"),
@@ -42,14 +43,17 @@ _SHOW_CURSOR = "\x1b[?25h"
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal has come; unlike its base it can be seen to be gone."""
+    """The KeyboardInterrupt of a signal that has come.
+
+    Being a class of its own, it can be referred to weakly, which shows when it is gone.
+    """
 
 
 class Stop:
-    """Handles the signals of `ENDINGS` inside `with stop:`; the main thread only, one at a time.
+    """Handles the signals of `ENDINGS` inside `with stop:`; in the main thread, one at a time.
 
     Attributes:
-        requested: the first signal that came.
+        requested: the first signal that came, or None.
     """
 
     def __init__(self) -> None:
@@ -58,7 +62,7 @@ class Stop:
         self._heeded: _Heeded | None = None
         self._raised: Callable[[], object] = lambda: None
         self._main = _thread.get_ident()
-        # Under nohup a closed terminal is to be ignored, and stays so.
+        # Under nohup SIGHUP is ignored, and stays so.
         can_hang_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
         self._handled = [s for s in ENDINGS if s is not signal.SIGHUP or can_hang_up]
         self._on_terminal = [output for output in (1, 2) if os.isatty(output)]
@@ -67,7 +71,7 @@ class Stop:
         self._previous = {signum: signal.signal(signum, self._handle) for signum in self._handled}
         self._unraisable = sys.unraisablehook
         sys.unraisablehook = self._report_unraisable
-        atexit.register(self._ignore)  # before all others, and so the last to be called
+        atexit.register(self._ignore)  # registered first, so it is called last
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -84,8 +88,10 @@ class Stop:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Inside, a signal is a KeyboardInterrupt, on and on until it gets out of here. Whatever
-        else comes out after a signal is taken for its consequence."""
+        """Turn a signal into a KeyboardInterrupt, raised until it leaves this context.
+
+        Any other exception that comes out after a signal is considered its consequence.
+        """
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
@@ -111,12 +117,14 @@ class Stop:
     def heeded(
         self, say: Callable[[str], None], told: str = "", until: str = "checked"
     ) -> Iterator[None]:
-        """Inside, the first signal sets `requested`, and `say` is told so; a Ctrl-C after it leaves
-        at once. May be nested.
+        """Set `requested` at the first signal and `say` so; a Ctrl-C after it leaves at once.
+
+        Contexts may be nested.
 
         Args:
+            say: called with a line of text.
             told: what is done now, and what another Ctrl-C would do.
-            until: "checked": work goes on until it calls `check`. "done": `check` does nothing.
+            until: "checked": work continues until it calls `check`. "done": `check` does nothing.
                 "now": the first signal leaves at once, too.
         """
         before = self._heeded, self._interruptible
@@ -127,34 +135,39 @@ class Stop:
             self._heeded, self._interruptible = before
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt where a signal has come; for waits inside `heeded`."""
+        """Raise KeyboardInterrupt if a signal has come; for waits inside `heeded`."""
         if self.requested and not (self._heeded and self._heeded.until == "done"):
             raise Stopped
 
     def sleep(self, seconds: float) -> None:
-        """`time.sleep`; raises like `check`."""
+        """Sleep like `time.sleep`; raise like `check`."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             self.check()
             time.sleep(min(left, _AGAIN))
 
     def over(self, code: int) -> None:
-        """From now on a signal ends the process at once with `code`: all is done."""
+        """Have a signal end the process at once with `code` from now on: all is done."""
         for signum in self._handled:
             signal.signal(signum, lambda signum, frame: os._exit(code))
         self._previous = {}
 
     def _ignore(self) -> None:
-        """Ignore signals while Python itself ends: it puts the handlers back that would have the
-        signal, and not `over`, say how the process ended."""
+        """Ignore signals while Python itself ends.
+
+        Python restores the default handlers then, so that the signal, and not `over`, would decide
+        the exit code.
+        """
         for signum in self._handled:
             signal.signal(signum, signal.SIG_IGN)
 
     def leave(self) -> NoReturn:
-        """End the process with the exit code of a stopped one, whatever is going on in it. What it
-        has started follows by itself."""
+        """End the process with the exit code of a stopped one, whatever it is doing.
+
+        The processes that it has started end by themselves.
+        """
         for output in self._on_terminal:
-            _write(output, _SHOW_CURSOR)  # which a spinner hides
+            _write(output, _SHOW_CURSOR)  # a spinner hides it
         _write(1, f"{_STOPPING}\n")
         os._exit(self.ending[0])
 
@@ -171,18 +184,20 @@ class Stop:
                 raise Stopped
         elif not self._interruptible:
             self.leave()
-        elif self._raised() is None:  # it is not on its way out already
+        elif self._raised() is None:  # none is on its way out already
             stopped = Stopped()
             self._raised = weakref.ref(stopped)
             try:
                 raise stopped
-            finally:  # else this frame and the exception would keep one another alive
+            finally:  # else this frame and the exception would keep each other alive
                 del stopped
 
     def _insist(self, reading: int) -> None:
-        """Raise again what was swallowed, and leave what does not end. A thread of its own: code
-        below Python holds signals up."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, self._handled)  # they interrupt the main thread
+        """Raise again what was swallowed, and end the process if it does not stop.
+
+        It runs in a thread of its own, since code below Python delays signals.
+        """
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._handled)  # they are for the main thread
         came = None
         while True:
             numbers = os.read(reading, 64)
@@ -206,7 +221,7 @@ class Stop:
             self._unraisable(unraisable)  # type: ignore[arg-type]
 
     def _print_to_nobody(self) -> None:
-        # What is printed to a terminal that is gone fails, and would end the run before it saves.
+        # Printing to a closed terminal fails, which would end the run before it saves.
         for output in self._on_terminal:
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, output)
@@ -214,14 +229,15 @@ class Stop:
 
 
 class _Heeded(NamedTuple):
-    """See `Stop.heeded`."""
+    """The arguments of `Stop.heeded`."""
 
     say: Callable[[str], None]
     told: str
     until: str
 
     def tell(self) -> None:
-        with suppress(OSError, RuntimeError):  # in the middle of other output
+        """Say that the signal was heard."""
+        with suppress(OSError, RuntimeError):  # it may come in the middle of other output
             self.say(f"{_STOPPING}{self.told and ': '}{self.told}")
 
 

@@ -1,4 +1,4 @@
-"""Comparing pytrees of arrays, wherever they lie: for users' tests and our own."""
+"""Comparison of pytrees of arrays, wherever they lie, for tests."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def _compare(name: str, a: np.ndarray, b: np.ndarray, rtol: float, atol: float) 
 
 
 def _plain(leaf: Any) -> Any:
-    """Of typed random keys, their data."""
+    """Return a leaf, or the data of typed random keys."""
     is_key = jax.dtypes.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key)
     return jax.random.key_data(leaf) if is_key else leaf
 
 
 def _wide(values: np.ndarray) -> np.ndarray:
-    """Values in a type in which differences are exact enough, and do not wrap around."""
+    """Return values in a type whose differences are exact enough and do not wrap around."""
     return values.astype(np.complex128 if np.iscomplexobj(values) else np.float64)

@@ -1,5 +1,5 @@
-"""The Python door: `parallelize`, `init`, arrays that stay on the workers; both ends of its wire.
+"""The Python interface: `parallelize`, `init`, and arrays that stay on the workers.
 
 `parallelize` plans a step and makes it a function that runs in this process or, after `init`, on
-workers; `step_worker` is what runs there. `launcher` offers the public names.
+workers; `step_worker` is the part that runs there. The public names are those of `launcher`.
 """

@@ -1,7 +1,7 @@
-"""Messages to a group of `StepWorker`s: all to every worker, in one order, and none waited for.
+"""Messages to a group of `StepWorker`s.
 
-What came of a message is looked at when the next is sent or an answer is asked for.
-`launcher.api.ray_backend` sends them.
+Every message goes to every worker, in one order, and is not waited for. Its outcome is looked at
+when the next one is sent or an answer is needed.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from launcher.cluster.ray.worker import Future, ready, share
 from launcher.cluster.worker_group import WorkerGroup
 from launcher.runtime import ProcessMismatchError
 
-_AHEAD = 8  # messages that may be under way to a worker: they hold their batches in memory
+_AHEAD = 8  # messages under way to a worker at most: their batches stay in memory
 
 
 class Reply:
-    """What one worker answers to one message.
+    """The answer of one worker to one message.
 
     Args:
-        survived: where it is an error, the worker goes on as if nothing had been asked.
-        starting: it may take longer than others; see `WorkerGroup`.
+        future: the call.
+        survived: whether the worker continues after an error as if nothing had been asked.
+        starting: whether it may take longer than others; see `WorkerGroup`.
     """
 
     __slots__ = ("done", "error", "future", "starting", "survived", "value")
@@ -40,42 +41,46 @@ class Reply:
 
 
 class Messages:
-    """All that is sent to the workers, and what they answer.
+    """All messages to the workers, and their answers.
 
     Once a worker has failed, died or hung, every use raises that error again: what the others hold
-    is of no use without it. Only what a worker that lives refuses to compile is forgotten. A wait
-    that was interrupted may be begun again.
+    is of no use without it. Only if a live worker refuses to compile is the error raised once. A
+    wait that was interrupted can be started again.
     """
 
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
         self._sent: list[collections.deque[Reply]] = [collections.deque() for _ in group.handles]
-        self._new_steps = 0  # the next so many calls of a step, and what comes between, are slow
+        self._new_steps = 0  # this many further calls of a step, and all between, are slow
         self._dropped: collections.deque[int] = collections.deque()  # filled by destructors
         self._failure: Exception | None = None
 
     def send(self, method: str, *arguments: Any, shared: Any = None) -> list[Reply]:
-        """Queue a call of `StepWorker` in every worker and return without waiting, unless too
-        much is under way. Raises like `WorkerGroup.gather` for any earlier call that has failed.
+        """Queue a call of `StepWorker` in every worker and return without waiting.
+
+        It waits only if too many messages are under way. It raises the errors of
+        `WorkerGroup.gather` for an earlier call that has failed.
 
         Args:
-            shared: the last argument, if it is large: written once for all workers.
+            method: the method to call.
+            *arguments: its arguments.
+            shared: the last argument, if it is large: it is written once for all workers.
         """
         while self._take(wait=any(len(sent) >= _AHEAD for sent in self._sent)):
             pass
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
-        # As bytes: Ray takes twice as long over a message that it has to look into.
+        # As bytes: Ray takes twice as long for a message that it has to look into.
         message = [pickle.dumps((method, dropped, arguments))]
         if shared is not None:
             message.append(share(shared))
         try:
             futures = self._group.submit("do", *message)
-        except BaseException:  # Ctrl-C in the middle of it
-            told = "a call was broken off after some of the workers had got it and others had not"
-            self.close(ClusterError(f"{told}; call launcher.shutdown() and launcher.init() again"))
+        except BaseException:  # Ctrl-C between two workers
+            text = "a call was broken off after some of the workers had got it and others had not"
+            self.close(ClusterError(f"{text}; call launcher.shutdown() and launcher.init() again"))
             raise
         if method in ("compile", "create"):
-            self._new_steps = 2  # the second is answered when the first is done
+            self._new_steps = 2  # the second is answered once the first is done
         replies = [Reply(f, method == "compile", self._new_steps > 0) for f in futures]
         if method == "run" and self._new_steps:
             self._new_steps -= 1
@@ -84,11 +89,13 @@ class Messages:
         return replies
 
     def answers(self, replies: Sequence[Reply]) -> list[Any]:
-        """Wait for replies.
+        """Wait for replies and return their values.
 
         Raises:
-            WorkerError: as `WorkerGroup.gather` does, as soon as any worker fails in any call; for
-                a call that the workers survive, once all have answered.
+            WorkerError: a worker failed: at once, in whichever call; for a call that the workers
+                survive, once all have answered.
+            HungError: a worker did not answer for too long.
+            RayEndedError: Ray ended.
         """
         while not all(reply.done for reply in replies):
             self._take(wait=True)
@@ -98,15 +105,15 @@ class Messages:
         return [reply.value for reply in replies]
 
     def drop(self, number: int) -> None:
-        """Free an array, or a compiled step, with the next message."""
+        """Free an array or a compiled step with the next message."""
         self._dropped.append(number)
 
     def close(self, why: Exception) -> None:
-        """Refuse all further use, with `why`."""
+        """Refuse all further use with the error `why`."""
         self._failure = why
 
     def _take(self, *, wait: bool) -> bool:
-        """Look at the oldest reply of every worker; returns whether there was any."""
+        """Look at the oldest reply of every worker; return whether there was one."""
         if self._failure is not None:
             raise self._failure
         heads = {sent[0].future: sent for sent in self._sent if sent}

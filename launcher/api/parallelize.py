@@ -1,12 +1,12 @@
-"""The front door for Python code: a step, and what `parallelize` makes of it.
+"""The decorator that parallelizes a step.
 
-@launcher.parallelize(method=launcher.PipeshardParallel(num_micro_batches=8))
-def train_step(state, batch): ...
+    @launcher.parallelize(method=launcher.PipeshardParallel(num_micro_batches=8))
+    def train_step(state, batch): ...
 
-state = train_step.create(init, key, like=batch)
-state, metrics = train_step(state, batch)
+    state = train_step.create(init, key, like=batch)
+    state, metrics = train_step(state, batch)
 
-Where it runs is `launcher.api.session`'s affair. `launcher` offers these names.
+`launcher.init` selects the backend on which it runs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Variant:
 
 @dataclass(frozen=True)
 class _Last:
-    """The arguments of the last call, as far as they decide which variant runs."""
+    """The properties of the last call's arguments that decide which variant runs."""
 
     tree: Any
     specs: list[Any]
@@ -55,9 +55,9 @@ class _Last:
 class ParallelizedFunction:
     """A step that runs on many devices; made by `parallelize`.
 
-    It is called like the function it was made from. Arguments that are donated are consumed;
-    nothing is waited for. The results are arrays, each on the devices of its stage: `jax.Array`s,
-    or after `launcher.init("ray")` handles (`RemoteArray`) to arrays on the workers.
+    It is called like the function it was made from. Donated arguments are consumed, and a call does
+    not wait for its results. These are arrays, each on the devices of its stage: `jax.Array`s or,
+    after `launcher.init("ray")`, handles (`RemoteArray`) to arrays on the workers.
     """
 
     def __init__(
@@ -83,22 +83,26 @@ class ParallelizedFunction:
         return self._compiled(variant)(*dynamic)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
-        """The plan for arguments like these (arrays, or `jax.ShapeDtypeStruct`s).
+        """Return the plan for arguments like these: arrays, or `jax.ShapeDtypeStruct`s.
 
         Raises:
-            TraceError, PlanError: the step cannot be traced, or planned on these devices.
+            TraceError: the step cannot be traced.
+            PlanError: the step cannot be planned on these devices.
         """
         return self._variant(self._signature.positional(args, kwargs)).plan
 
     def executable(self, *args: Any, **kwargs: Any) -> Executable | RemoteExecutable:
-        """The compiled step for arguments like these (arrays, or `jax.ShapeDtypeStruct`s)."""
+        """Return the compiled step for arguments like these: arrays, or `jax.ShapeDtypeStruct`s."""
         return self._compiled(self._variant(self._signature.positional(args, kwargs)))
 
     def create(self, init: Callable[..., Any], *init_args: Any, like: Any) -> Any:
-        """Make the step's first argument, `init(*init_args)`, in place: each array is born on the
-        devices of its stage, and the whole is nowhere.
+        """Create the step's first argument, `init(*init_args)`, already sharded.
+
+        Each array is created on the devices of its stage; no device or process holds all of them.
 
         Args:
+            init: returns the argument.
+            *init_args: the arguments of `init`.
             like: the step's other argument, or a tuple of them: arrays or shapes.
         """
         others = like if isinstance(like, tuple) else (like,)
@@ -107,7 +111,11 @@ class ParallelizedFunction:
 
     @property
     def last_plan(self) -> Plan:
-        """The plan that was used last. Raises PlanError where there is none yet."""
+        """The plan that was used last.
+
+        Raises:
+            PlanError: no plan has been made yet.
+        """
         if self._last is None or self._backend != self._where():
             raise PlanError(
                 f"{self.__name__} has no plan to follow yet; call it, its create or its plan first"
@@ -117,15 +125,14 @@ class ParallelizedFunction:
     # -- which variant ---------------------------------------------------------------------------
 
     def _same_as_last(self, dynamic: tuple[Any, ...], static: tuple[Any, ...]) -> _Variant | None:
-        """The last call's variant, if these arguments are of its kind: the usual case, made
-        cheap."""
+        """Return the last call's variant if these arguments are of its kind: a shortcut."""
         last = self._last
         if last is None or self._backend != self._where() or last.followed is not self._followed:
             return None
         leaves, tree = jax.tree.flatten(dynamic)
         try:
             same = tree == last.tree and list(map(_spec, leaves)) == last.specs
-        except AttributeError:  # a Python number, or what is no array
+        except AttributeError:  # a Python number, or something that is no array
             return None
         return last.variant if same and static == last.static else None
 
@@ -150,7 +157,7 @@ class ParallelizedFunction:
 
     @property
     def _followed(self) -> Plan | None:
-        """The plan of the function that this one follows, if it does."""
+        """The plan of the function that this one follows, if it follows one."""
         method = self._method
         return method.last_plan if isinstance(method, ParallelizedFunction) else None
 
@@ -178,17 +185,19 @@ class ParallelizedFunction:
         return self._local or current()
 
     def _say_again(self, last: _Last, tree: Any, static: Any, variant: _Variant) -> None:
-        """Warn that the step is compiled again, and for what change; not for a new static value,
-        which is no surprise."""
-        told = "its arguments have another structure"
+        """Warn that the step is compiled again, and which argument changed.
+
+        A new static value is no surprise, so it causes no warning.
+        """
         if static != last.static:
             return
+        change = "its arguments have another structure"
         if tree == last.tree:
             before, now = (jax.tree.leaves(v.source.args) for v in (last.variant, variant))
             i = next(i for i, (a, b) in enumerate(zip(before, now, strict=True)) if a != b)
             path = self._signature.path(i, variant.source.args)
-            told = f"{path} is {_text(now[i])}, was {_text(before[i])}"
-        warnings.warn(f"{self.__name__} is compiled again: {told}", stacklevel=4)
+            change = f"{path} is {_text(now[i])}, was {_text(before[i])}"
+        warnings.warn(f"{self.__name__} is compiled again: {change}", stacklevel=4)
 
 
 def parallelize(
@@ -204,17 +213,19 @@ def parallelize(
     """Run a train or evaluation step by a parallel method; a function or a decorator.
 
     Args:
-        fun: the step. Its gradients go through `launcher.grad` or `value_and_grad`; an evaluation
-            step goes through `launcher.microbatched`.
-        method: how; by default `DataParallel()`. For an evaluation step: the parallelized train
-            step whose placement it follows.
-        donate_argnums: arguments that a call consumes; the first result of the same structure
+        fun: the step. Its gradients are computed by `launcher.grad` or `value_and_grad`; an
+            evaluation step uses `launcher.microbatched`.
+        method: the parallel method, `DataParallel()` by default. For an evaluation step, the
+            parallelized train step whose placement it follows.
+        donate_argnums: the arguments that a call consumes; the first result of the same structure
             takes their place.
-        batch_argnums: arguments whose leaves are cut along axis 0 into microbatches and replicas.
-        static_argnums: arguments that are hashable Python values, not arrays; a new value
+        batch_argnums: the arguments whose leaves are cut along axis 0 into microbatches and
+            replicas.
+        static_argnums: the arguments that are hashable Python values and not arrays; a new value
             compiles again.
-        devices: on which, of this process; by default where `launcher.init` says, else
-            `jax.devices()`. transport: between processes, if these are of several.
+        devices: the devices of this process to run on; by default those of `launcher.init`, or else
+            `jax.devices()`.
+        transport: moves arrays between processes, if the devices are of several.
 
     Raises:
         TraceError: an argument is static and batch, or static and donated.

@@ -1,7 +1,4 @@
-"""All workers of a session as one machine, in the driver: what `launcher.init("ray")` holds.
-
-`launcher.api.session` makes a `RayBackend`, and `launcher.api.parallelize` compiles on it.
-"""
+"""The workers of a session as one machine, in the driver: the backend of `launcher.init("ray")`."""
 
 from __future__ import annotations
 
@@ -20,11 +17,11 @@ from launcher.plan import ClusterShape, Plan
 from launcher.runtime import StageTimes
 from launcher.trace import TracedStep
 
-_IN_MESSAGE = 64 * 1024  # bytes that are sent to each worker rather than shared: it is quicker
+_IN_MESSAGE = 64 * 1024  # bytes up to which sending to each worker is quicker than sharing
 
 
 class RayBackend:
-    """The workers, one a host, whose object is a `StepWorker`.
+    """The workers, one a host, each with a `StepWorker`.
 
     Attributes:
         shape: the cluster, for the planner.
@@ -38,21 +35,21 @@ class RayBackend:
         self._wanted: list[RemoteArray] = []
 
     def send(self, method: str, *arguments: Any, shared: Any = None) -> list[Reply]:
-        """See `Messages.send`."""
+        """Send a message; see `Messages.send`."""
         return self._messages.send(method, *arguments, shared=shared)
 
     def answers(self, replies: Sequence[Reply]) -> list[Any]:
-        """See `Messages.answers`."""
+        """Wait for replies; see `Messages.answers`."""
         return self._messages.answers(replies)
 
     def close(self, why: Exception) -> None:
-        """Refuse all further use, with `why`."""
+        """Refuse all further use with the error `why`."""
         self._messages.close(why)
 
-    # -- arrays (see `remote.Owner`) -----------------------------------------------------------
+    # -- arrays (see `remote_array.Owner`) -----------------------------------------------------
 
     def fetch(self, arrays: Sequence[RemoteArray]) -> None:
-        """Begin to fetch arrays, in one message to each worker."""
+        """Start to fetch arrays, in one message to each worker."""
         replies = self.send("fetch", [array.number for array in arrays])
         fetch = Fetch(lambda: self.answers(replies), arrays)
         for place, array in enumerate(arrays):
@@ -63,7 +60,7 @@ class RayBackend:
         self._wanted.append(array)
 
     def flush(self) -> None:
-        """Begin to fetch all that is wanted."""
+        """Start to fetch all arrays that are wanted."""
         wanted, self._wanted = self._wanted, []
         wanted = [a for a in wanted if not a.is_deleted()]
         if wanted:
@@ -74,33 +71,41 @@ class RayBackend:
         self.answers(self.send("wait", numbers))
 
     def placement(self, number: int) -> str:
-        """Where an array lies, in words."""
+        """Return in words where an array lies."""
         return str(self.answers(self.send("placement", number))[0])
 
     def drop(self, number: int) -> None:
-        """Free an array, or a compiled step, with the next message."""
+        """Free an array or a compiled step with the next message."""
         self._messages.drop(number)
 
     def new_numbers(self, count: int) -> int:
-        """The first of `count` numbers in a row that nothing has had yet."""
+        """Return the first of `count` consecutive numbers that nothing has had yet."""
         first = self._next_number
         self._next_number += count
         return first
 
     def live_arrays(self) -> list[int]:
-        """How many arrays are alive in each worker: what a leak shows in."""
+        """Return how many arrays are alive in each worker, which reveals a leak."""
         return self.answers(self.send("live_arrays"))
 
     @property
     def pids(self) -> list[int]:
-        """The workers' process numbers, each on its own machine."""
+        """The process number of each worker, on its own machine."""
         return self.answers(self.send("pid"))
 
     # -- steps ---------------------------------------------------------------------------------
 
     def compile(self, step: TracedStep, plan: Plan, source: Traceable) -> RemoteExecutable:
-        """Compile a step, traced from `source`, on the workers, each its own stages; waits for
-        them. Raises WorkerError where one cannot; the session goes on if that one lives."""
+        """Compile a step on the workers, each its own stages, and wait for them.
+
+        Args:
+            step: the traced step.
+            plan: its plan.
+            source: the function and arguments that it was traced from.
+
+        Raises:
+            WorkerError: a worker cannot compile it; the session goes on if that worker lives.
+        """
         settings = {name: getattr(jax.config, name) for name in TRACE_SETTINGS}
         program = Program(**vars(source), plan=plan, settings=settings)
         number = self.new_numbers(1)
@@ -108,7 +113,7 @@ class RayBackend:
         try:
             return RemoteExecutable(self, number, step, plan, max(self.answers(replies)))
         except WorkerError:
-            self.drop(number)  # by those that have it
+            self.drop(number)  # where it was compiled
             raise
 
 
@@ -116,7 +121,8 @@ class RemoteExecutable:
     """A step that is compiled on the workers; the counterpart of `launcher.runtime.Executable`.
 
     Attributes:
-        plan: what it runs. compile_seconds: how long the slowest worker took to compile.
+        plan: the plan that it runs.
+        compile_seconds: the seconds that the slowest worker took to compile.
     """
 
     def __init__(
@@ -130,17 +136,17 @@ class RemoteExecutable:
         self._in_avals = step.in_avals
 
     def __call__(self, *args: Any) -> Any:
-        """Send one step to the workers; returns handles at once. Donated handles are consumed.
+        """Send one step to the workers and return handles at once; donated handles are consumed.
 
         Raises:
-            TypeError: the arguments' structure is not what was traced.
+            TypeError: the arguments do not have the structure that was traced.
             ConsumedError: an argument was donated before.
             WorkerError: a worker failed in an earlier call, or is gone.
         """
         return self._run(args, profile=False)[0]
 
     def profile(self, *args: Any) -> tuple[Any, StageTimes]:
-        """Run one step waiting for every task: its results, and how long each stage was busy."""
+        """Run one step, waiting for every task; return its results and the times of the stages."""
         results, replies = self._run(args, profile=True)
         parts: list[StageTimes] = self._backend.answers(replies)
         busy = zip(*(part.stage_seconds for part in parts), strict=True)
@@ -148,7 +154,7 @@ class RemoteExecutable:
         return results, StageTimes(tuple(map(max, busy)), tasks)
 
     def create(self, init: Callable[..., Any], *args: Any) -> Any:
-        """Make the step's first argument on the workers, `init(*args)`, every leaf in its place.
+        """Create the step's first argument, `init(*args)`, on the workers, each leaf in its place.
 
         Raises:
             TypeError: `init` does not return what the step takes.
@@ -164,11 +170,11 @@ class RemoteExecutable:
         return jax.tree.unflatten(tree, self._handles(first, avals))
 
     def on_workers(self, attribute: str, *arguments: Any) -> list[Any]:
-        """An attribute of each worker's own executable, or what that method returns there."""
+        """Return an attribute of each worker's executable, or the result of that method there."""
         return self._backend.answers(self._backend.send("ask", self._number, attribute, *arguments))
 
     def hlo_text(self) -> dict[str, str]:
-        """The compiled programs as text, by name."""
+        """Return the compiled programs as text, by name."""
         return {name: text for part in self.on_workers("hlo_text") for name, text in part.items()}
 
     def __del__(self) -> None:
@@ -184,7 +190,7 @@ class RemoteExecutable:
         values: list[Any] = []
         consumed: list[RemoteArray] = []
         for i, leaf in enumerate(leaves):
-            if type(leaf) is not RemoteArray or self._batch[i]:  # every worker gets the batch
+            if type(leaf) is not RemoteArray or self._batch[i]:  # every worker gets the whole batch
                 values.append(portable(leaf, self._in_avals[i].dtype))
                 numbers.append(-1)
                 continue

@@ -1,7 +1,4 @@
-"""A step's arguments as a call gives them: which are static, what the others are, their names.
-
-`launcher.api.parallelize` uses it; `launcher.api.ray_backend` sends a `Traceable` on.
-"""
+"""The arguments of a step: which are static, the shapes of the others, and their names."""
 
 from __future__ import annotations
 
@@ -15,16 +12,19 @@ import numpy as np
 
 from launcher.trace.errors import TraceError
 
-_DEFAULTS = ((0,), (1,))  # donated, batch: a step need not have so many arguments
+_DEFAULTS = ((0,), (1,))  # donated, batch; a step may have fewer arguments
 _DTYPES = (np.number, np.bool_, jax.dtypes.extended)
 
 
 @dataclass(frozen=True)
 class Traceable:
-    """What `trace_step` takes: a function of arrays alone, and their shapes.
+    """The arguments of `trace_step`: a function of arrays alone, and their shapes.
 
     Attributes:
-        args: pytrees of `jax.ShapeDtypeStruct`, whole batch.
+        fun: the function.
+        args: pytrees of `jax.ShapeDtypeStruct`, for the whole batch.
+        batch_argnums: the positions of the arguments with a batch axis.
+        donate_argnums: the positions of the donated arguments.
     """
 
     fun: Callable[..., Any]
@@ -35,10 +35,17 @@ class Traceable:
 
 @dataclass(frozen=True)
 class Signature:
-    """A function and what its arguments are for, by position.
+    """A function and the roles of its arguments, by position.
 
-    *Dynamic* arguments are those that are not static: pytrees of arrays. Static ones go with their
-    types, since `1 == 1.0 == True`.
+    *Dynamic* arguments are those that are not static: pytrees of arrays. Static ones are compared
+    together with their types, since `1 == 1.0 == True`.
+
+    Attributes:
+        fun: the function.
+        name: its name, for messages.
+        donate: the positions of the donated arguments, as the user gives them.
+        batch: the positions of the arguments with a batch axis.
+        static: the positions of the static arguments.
     """
 
     fun: Callable[..., Any]
@@ -55,7 +62,7 @@ class Signature:
         batch: int | Sequence[int],
         static: int | Sequence[int],
     ) -> Signature:
-        """From the numbers as a user gives them.
+        """Return the signature of a function, given the positions as a user gives them.
 
         Raises:
             TraceError: an argument is static and batch, or static and donated.
@@ -72,7 +79,11 @@ class Signature:
         return found
 
     def positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """All arguments by position. Raises TypeError where the function does not take them."""
+        """Return all arguments by position.
+
+        Raises:
+            TypeError: the function does not take them.
+        """
         if not kwargs:
             return args
         bound = inspect.signature(self.fun).bind(*args, **kwargs)
@@ -81,7 +92,11 @@ class Signature:
         return bound.args
 
     def split(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """The arguments that are arrays, and the static ones with their types."""
+        """Return the arguments that are arrays, and the static ones with their types.
+
+        Raises:
+            TraceError: a static argument cannot be hashed.
+        """
         if not self.static:
             return args, ()
         positions = self._positions(self.static, len(args))
@@ -97,7 +112,7 @@ class Signature:
         return dynamic, tuple((type(args[i]), args[i]) for i in positions)
 
     def traceable(self, dynamic: tuple[Any, ...], static: tuple[Any, ...]) -> Traceable:
-        """The function with its static arguments filled in, and the shapes of the others."""
+        """Return the function with its static arguments filled in, and the shapes of the others."""
         count = len(dynamic) + len(static)
         fun = self.fun
         if static:
@@ -110,7 +125,11 @@ class Signature:
         )
 
     def check(self, leaf: Any, i: int, dynamic: tuple[Any, ...]) -> None:
-        """Raise TraceError unless an argument's leaf, the `i`th, is an array or a number."""
+        """Check that the `i`th leaf of the arguments is an array or a number.
+
+        Raises:
+            TraceError: it is something else.
+        """
         if isinstance(leaf, (bool, int, float, complex)):
             return
         dtype = getattr(leaf, "dtype", np.object_)
@@ -123,7 +142,7 @@ class Signature:
             )
 
     def path(self, leaf: int, dynamic: tuple[Any, ...]) -> str:
-        """An argument leaf by its name in the function's signature, such as `state['w']`."""
+        """Return an argument leaf's name in the function's signature, such as `state['w']`."""
         path, _ = jax.tree_util.tree_leaves_with_path(dynamic)[leaf]
         argument, inner = path[0].idx, jax.tree_util.keystr(path[1:])
         try:
@@ -138,7 +157,7 @@ class Signature:
         return tuple(sorted({range(count)[n] for n in argnums if -count <= n < count}))
 
     def _dynamic_numbers(self, word: str, argnums: tuple[int, ...], count: int) -> tuple[int, ...]:
-        """Argument numbers as they are once the static arguments are taken out."""
+        """Return argument numbers as they are after the static arguments are taken out."""
         if argnums not in _DEFAULTS and not all(-count <= n < count for n in argnums):
             raise TraceError(
                 f"{word}={argnums} of {self.name}, which was given {count} arguments; name "
@@ -168,8 +187,10 @@ class _Bound:
 
 
 def kind(leaf: Any) -> tuple[tuple[int, ...], Any]:
-    """What of a leaf decides what is compiled: its shape, and its dtype as JAX has it (float32 for
-    a NumPy float64, by default)."""
+    """Return the properties of a leaf that decide what is compiled: its shape and its dtype.
+
+    The dtype is JAX's, such as float32 for a NumPy float64 by default.
+    """
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jax.numpy.result_type(leaf)
     if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         dtype = jax.dtypes.canonicalize_dtype(dtype)

@@ -1,8 +1,8 @@
-"""What runs inside a worker process for Python code that called `launcher.init("ray")`.
+"""The worker's side of `launcher.init("ray")`.
 
-It owns the host's devices, the compiled steps and this process's part of every array that the
-driver holds a handle to; both go by numbers that the driver gives out. `ray_backend` in the driver
-calls `StepWorker.do`; each call is one message, and what it returns is plain data.
+It owns the host's devices, the compiled steps, and this process's part of every array that the
+driver has a handle to; steps and arrays are known by numbers that the driver assigns. The driver
+calls `StepWorker.do`: each call is one message, and its result is plain data.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from launcher.plan import Plan
 from launcher.runtime import Executable, StageTimes, Transport, compile_step, fail_together, move
 from launcher.trace import trace_step
 
-# What decides how a function is traced, beside the function itself.
+# The settings of `jax.config` that affect how a function is traced.
 TRACE_SETTINGS = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
@@ -34,10 +34,15 @@ TRACE_SETTINGS = (
 
 @dataclass(frozen=True)
 class Program:
-    """A step as it travels to the workers: the function, the shapes it is traced with, its plan.
+    """A step as it travels to the workers: the function, the shapes of its arguments, its plan.
 
     Attributes:
-        args: pytrees of `jax.ShapeDtypeStruct`, whole batch. settings: of `jax.config`, by name.
+        fun: the function.
+        args: pytrees of `jax.ShapeDtypeStruct`, for the whole batch.
+        batch_argnums: the positions of the arguments with a batch axis.
+        donate_argnums: the positions of the donated arguments.
+        plan: the plan of the step.
+        settings: the settings of `jax.config` under which it was traced, by name.
     """
 
     fun: Callable[..., Any]
@@ -53,8 +58,10 @@ class Call:
     """One call of a compiled step.
 
     Attributes:
-        program: its number. first: the number of the first result leaf; the others follow.
-        leaves: an argument leaf's number, or -1 for the next of the values that come beside.
+        program: the number of the step.
+        first: the number of the first leaf of the results; the others follow.
+        leaves: the number of each leaf of the arguments, or -1 for the next of the values that come
+            with the message.
         consumed: the numbers that the call donates.
         profile: whether to wait for every task and measure it.
     """
@@ -68,21 +75,27 @@ class Call:
 
 @dataclass(frozen=True)
 class _Compiled:
-    """A compiled step; `where`: the sharding of every argument leaf, None of the batch."""
+    """A compiled step.
+
+    Attributes:
+        executable: the step's executable.
+        in_tree: the structure of its arguments.
+        where: the sharding of every leaf of the arguments, None for those of the batch.
+    """
 
     executable: Executable
     in_tree: Any
     where: list[Any]
 
 
-Pieces = list[tuple[Box, np.ndarray]]  # parts of an array, and where in it they belong
+Pieces = list[tuple[Box, np.ndarray]]  # parts of an array, each with its place in it
 
 
-_SMALL = 64 * 1024  # bytes of a result that may be kept, though the driver has dropped it
+_SMALL = 64 * 1024  # bytes of a result that may be kept after the driver has dropped it
 
 
 class StepWorker(Peer):
-    """Compiles steps, runs them on this process's devices and keeps their results."""
+    """A worker that compiles steps, runs them on this process's devices and keeps their results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,11 +105,14 @@ class StepWorker(Peer):
         self._failure: BaseException | None = None
 
     def do(self, message: bytes, *shared: Any) -> Any:
-        """Free what the driver has dropped, then call a method: a pickled `(method, dropped,
-        arguments)`; `shared` are further arguments.
+        """Free what the driver has dropped, then call a method.
 
-        After a failure every call fails for the same cause: the workers no longer agree about
-        what there is. Not after one of `compile`, which made nothing and moved nothing.
+        After a failure every call fails for the same cause, since the workers no longer hold the
+        same arrays. A failure of `compile` is an exception: it has made and moved nothing.
+
+        Args:
+            message: a pickled `(method, dropped, arguments)`.
+            *shared: further arguments of the method.
         """
         if self._failure is not None:
             raise self._failure
@@ -113,10 +129,11 @@ class StepWorker(Peer):
             raise
 
     def compile(self, number: int, pickled: bytes) -> float:
-        """Trace a pickled `Program` again and compile it. Returns the seconds of compiling.
+        """Trace a pickled `Program` again and compile it; return the seconds of compiling.
 
-        Raises PlanError where it is not the program that was planned: other code, or other
-        versions of the libraries, than the driver's.
+        Raises:
+            PlanError: it is not the program that was planned: the code, or the versions of the
+                libraries, differ from the driver's.
         """
         with fail_together(self._transport):
             return self._compile(number, pickled)
@@ -137,15 +154,15 @@ class StepWorker(Peer):
         return executable.compile_seconds
 
     def create(self, number: int, first: int, pickled: bytes) -> None:
-        """Make a step's first argument in place, of a pickled `(init, arguments)`."""
+        """Create a step's first argument in place, given a pickled `(init, arguments)`."""
         init, arguments = pickle.loads(pickled)
         self._keep(first, self._programs[number].executable.create(init, *arguments))
 
     def run(self, call: Call, values: Sequence[Any]) -> StageTimes | None:
-        """Run a step without waiting for it; its times, where it is profiled.
+        """Run a step without waiting for it; return its times if it is profiled.
 
-        The step before is waited for: devices have work all the same, and no call, of whatever
-        kind, lasts longer than two steps, however many the driver has sent.
+        It waits for the step before. The devices stay busy all the same, and no call of any kind
+        lasts longer than two steps, however many the driver has sent.
         """
         remaining = iter(values)
         leaves = [next(remaining) if n < 0 else self._arrays[n] for n in call.leaves]
@@ -173,7 +190,7 @@ class StepWorker(Peer):
         return times
 
     def fetch(self, numbers: Sequence[int]) -> list[Pieces]:
-        """Of every array what lies here, each part in one process only; of keys, their data."""
+        """Return the parts of arrays that lie here, each in one process; of keys, the data."""
         found = [
             [(_box(shard.index, array.shape), shard.data) for shard in _own(array)]
             for array in map(_plain, map(self._arrays.__getitem__, numbers))
@@ -181,32 +198,34 @@ class StepWorker(Peer):
         return list(jax.device_get(found))
 
     def wait(self, numbers: Sequence[int]) -> None:
-        """Wait for arrays, as far as they lie here."""
+        """Wait for the parts of arrays that lie here."""
         arrays = [self._arrays[number] for number in numbers]
         jax.block_until_ready([array for array in arrays if array.addressable_shards])
 
     def placement(self, number: int) -> str:
-        """Where an array lies, in words."""
+        """Return in words where an array lies."""
         return in_words(self._arrays[number].sharding)
 
     def ask(self, number: int, attribute: str, *arguments: Any) -> Any:
-        """What a compiled step's attribute is here, or, of a method, what it returns."""
+        """Return an attribute of a compiled step here or, for a method, its result."""
         found = getattr(self._programs[number].executable, attribute)
         return found(*arguments) if callable(found) else found
 
     def pid(self) -> int:
-        """The number of this process on its machine."""
+        """Return the number of this process on its machine."""
         return os.getpid()
 
     def live_arrays(self) -> int:
-        """The arrays that are alive in this process, whoever holds them."""
+        """Return the number of arrays that are alive in this process, whoever holds them."""
         return len(jax.live_arrays())
 
     def _bring(
         self, leaves: list[Any], numbers: Sequence[int], where: Sequence[Any], transport: Transport
     ) -> None:
-        """Move the arrays that lie on other devices than the step wants them on, perhaps in
-        another process: all workers find the same ones."""
+        """Move arrays to the devices on which the step wants them, perhaps in another process.
+
+        All workers find the same ones.
+        """
         places = [
             i
             for i, (number, wanted) in enumerate(zip(numbers, where, strict=True))
@@ -224,7 +243,10 @@ class StepWorker(Peer):
 
 
 def in_words(sharding: Any) -> str:
-    """A sharding in words, such as "axis 0 over data, on devices 2, 3", as the plan counts them."""
+    """Return a sharding in words, such as "axis 0 over data, on devices 2, 3".
+
+    The devices are counted as in the plan.
+    """
     number = {device: i for i, device in enumerate(jax.devices())}
     devices = ", ".join(str(number[device]) for device in sharding.mesh.devices.flat)
     cuts = [

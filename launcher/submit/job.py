@@ -1,8 +1,7 @@
-"""Submits runs to Slurm from a login node, and says how they are doing. `command` calls it.
+"""Submits runs to Slurm from a login node, and follows them.
 
-Everything that can be found out beforehand is: settings, data and plan are checked here, the
-resolved settings and the batch script are frozen in the run's folder, and only then is Slurm
-asked. `launcher.cluster.slurm.script` writes the script, `slurm_commands` talks to Slurm.
+All that can fail early is checked here: settings, data and plan. The resolved settings and the
+batch script are frozen in the run's folder, and only then is Slurm asked.
 """
 
 from __future__ import annotations
@@ -51,8 +50,12 @@ _POLL_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Noted:
-    """What `job.json` holds: the run's newest job (`<array>_<element>` in an array), and the script
-    that made it."""
+    """The content of `job.json`.
+
+    Attributes:
+        job_id: the run's newest job, `<array>_<element>` in an array.
+        script: the script that made it.
+    """
 
     job_id: str
     script: str
@@ -61,8 +64,11 @@ class Noted:
 def submit(config: Config, stop: Stop) -> int:
     """Submit one run and return; with `cluster.slurm.wait` follow it to its end.
 
-    Returns the exit code of this process: with `wait` that of the job. Raises KeyboardInterrupt
-    where a signal ends it, as `stop` knows.
+    Returns:
+        The exit code of this process; with `wait`, that of the job.
+
+    Raises:
+        KeyboardInterrupt: a signal ended it; `stop` has the exit code.
     """
     if config.cluster.slurm.array is not None:
         raise ConfigError(
@@ -82,7 +88,7 @@ def _submit(config: Config, stop: Stop) -> int:
     home = freeze(config, make_console())
     script = home.path / SCRIPT
     text = script_for(replace(config, run=replace(config.run, id=home.id)))
-    with private_files(config.run):  # the job itself takes it over
+    with private_files(config.run):  # the job itself continues to keep them private
         write_script(script, text, config)
         with unmade(home.made, on=ConfigError), handing_in(stop):
             job_id = sbatch(script, sleep=stop.sleep)
@@ -99,14 +105,16 @@ def _submit(config: Config, stop: Stop) -> int:
 
 
 def write_script(path: Path, text: str, config: Config) -> None:
-    """Write a batch script, which holds the values of `cluster.slurm.env`; they may be secrets."""
+    """Write a batch script, private if it holds values of `cluster.slurm.env`, maybe secrets."""
     write_whole(path, text, private=bool(config.cluster.slurm.env))
 
 
 @contextmanager
 def handing_in(stop: Stop) -> Iterator[None]:
-    """Have a signal wait for the end of what is inside: `sbatch`, and the note of what it says. A
-    job that Slurm has taken, and that nobody knows of, would be submitted once more."""
+    """Delay a signal until `sbatch` has answered and its job is noted.
+
+    A job that Slurm has accepted, but that is not noted anywhere, would be submitted again.
+    """
 
     def say(text: str) -> None:
         answer(text)
@@ -117,8 +125,10 @@ def handing_in(stop: Stop) -> Iterator[None]:
 
 
 def freeze(config: Config, console: Console) -> RunFolder:
-    """Check and plan a run, and write what it is to be into its folder, as the job will read it:
-    everything is decided, and nothing is left to submit."""
+    """Check and plan a run, and write everything into its folder that the job will read.
+
+    After that only submitting is left.
+    """
     finished = folder.check(config)
     _check_idle(config)
     ready = prepare(config, console, finished=finished)
@@ -129,7 +139,7 @@ def freeze(config: Config, console: Console) -> RunFolder:
 
 
 def _settled(config: Config) -> Config:
-    """`config` without what is done here: submitting, and making a folder that must be new."""
+    """Return `config` without what is done here: submitting, and making a new folder."""
     slurm = replace(config.cluster.slurm, dry_run=False, wait=False)
     cluster = replace(config.cluster, slurm=slurm)
     resume = "auto" if config.run.resume == "never" else config.run.resume
@@ -137,7 +147,11 @@ def _settled(config: Config) -> Config:
 
 
 def _check_idle(config: Config) -> None:
-    """Refuse a second job for a run whose first one is still to end."""
+    """Check that an earlier job of the same run has ended.
+
+    Raises:
+        ConfigError: it has not.
+    """
     if config.run.id is None:
         return
     noted = read_job(Path(config.run.dir, config.run.id))
@@ -154,7 +168,7 @@ def _check_idle(config: Config) -> None:
 
 
 def script_for(config: Config) -> str:
-    """The batch script of one run, whose settings are frozen."""
+    """Return the batch script of one run, whose settings are frozen."""
     assert config.run.id is not None
     home = Path(config.run.dir, config.run.id).absolute()
     settings = home / "config.yaml"
@@ -169,7 +183,7 @@ def script_for(config: Config) -> str:
 
 
 def command(config: Config | None = None) -> Sequence[str]:
-    """The words that start the launcher: on the nodes of `config`, or here."""
+    """Return the words that start the launcher: on the nodes of `config`, or here."""
     if config is None:
         return ["python", "-m", "launcher"]
     slurm = config.cluster.slurm
@@ -178,8 +192,10 @@ def command(config: Config | None = None) -> Sequence[str]:
 
 
 def frozen(config: Config, settings: str) -> Sequence[str]:
-    """The arguments, as the shell reads them, for the settings in the file `settings`. No file can
-    allow code to be run: that is said here again, of what is in it by now."""
+    """Return the arguments, quoted for the shell, that select the settings in the file `settings`.
+
+    No file can permit code to be run, so what the user has permitted is repeated here.
+    """
     allowed = []
     if config.allow_modules:
         allowed.append(f"allow_modules=[{','.join(config.allow_modules)}]")
@@ -189,8 +205,10 @@ def frozen(config: Config, settings: str) -> Sequence[str]:
 
 
 def variables(config: Config) -> Mapping[str, str]:
-    """Words of bash for the variables of the job that come from the environment of whoever submits
-    it, which Slurm hands on: the script asks for them."""
+    """Return, by variable, words of bash for values that come from the submitter's environment.
+
+    Slurm passes that environment on, and the script refers to it.
+    """
     places = {("cluster", "slurm", "env", name): name for name in config.cluster.slurm.env}
     words = {
         places[place]: in_shell(text)
@@ -201,19 +219,24 @@ def variables(config: Config) -> Mapping[str, str]:
 
 
 def output_file(home: Path, job: str) -> Path:
-    """Where a job's output goes, all attempts in one file."""
+    """Return the file for a job's output, which all attempts share."""
     return home.absolute() / "logs" / f"slurm-{job}.out"
 
 
 def note_job(home: Path, job_id: str, script: Path) -> None:
-    """Note in a run's folder which job it is and which script made it."""
+    """Write into a run's folder which job it is and which script made it."""
     noted = Noted(job_id, str(script.absolute()))
     write_whole(home / JOB_FILE, json.dumps(asdict(noted)) + "\n")
 
 
 def read_job(home: Path) -> Noted | None:
-    """What `note_job` has noted last; None where there is nothing, or it is damaged, which is
-    said: it stays where it is, for the run may be another user's. Raises OSError."""
+    """Return what `note_job` has written last, or None if there is nothing or it is damaged.
+
+    A damaged file is reported and stays where it is, for the run may be another user's.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     path = home / JOB_FILE
     try:
         return _noted(read_json(path))
@@ -234,7 +257,7 @@ def _noted(tree: Any) -> Noted:
 def wait(home: Path, job_id: str) -> int:
     """Print a job's output as it comes, and return the job's exit code once it has ended."""
     path, position = output_file(home, job_id), 0
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # of what may end inside a letter
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # output may end in mid-character
     try:
         while True:
             state = job_state(job_id)
@@ -243,7 +266,7 @@ def wait(home: Path, job_id: str) -> int:
                     output.seek(position)
                     answer(decoder.decode(output.read()), end="")
                     position = output.tell()
-            if state is None:  # Slurm forgets jobs; the run itself does not
+            if state is None:  # Slurm forgets jobs; the run's records stay
                 attempts = read_attempts(home, complain)
                 code = attempts[-1].exit_code if attempts else None
                 return 1 if code is None else code

@@ -1,7 +1,7 @@
-"""A sweep on Slurm: submits a job a run, or one job array, and later says how they are doing.
+"""Submits a sweep to Slurm, as a job for each run or as one job array, and shows its state later.
 
-`command` calls it. All runs are checked and planned before the first one is submitted; then
-nothing waits for them: `task=sweep_status` shows them, whenever it is asked.
+All runs are checked and planned before the first one is submitted. No process waits for them:
+`task=sweep_status` shows them at any time.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from launcher.submit.local_sweep import check_jobs, members, place
 
 
 def submit_sweep(points: Sequence[Point], stop: Stop) -> int:
-    """Submit every run of a sweep and return; the exit code is 0 where Slurm took them all."""
+    """Submit every run of a sweep; return the exit code, 0 if Slurm accepted them all."""
     sweep_id, folder = place(points)
     configs = members(points, sweep_id, folder)
     check_jobs(configs)
@@ -86,7 +86,7 @@ def _submit(
             script = home / SCRIPT
             with private_files(config.run):
                 write_script(script, script_for(config), config)
-                # Where the second is refused, the first is on its way.
+                # If a later one is refused, the first is submitted already.
                 with unmade([] if n else made, on=ConfigError), handing_in(stop):
                     job_id = sbatch(script, sleep=stop.sleep)
                     note_job(home, job_id, script)
@@ -98,8 +98,10 @@ def _submit(
 
 
 def sweep_status(sweep: Sweep, stop: Stop) -> int:
-    """Print where the runs of a sweep are and what came of them; submit again those that failed,
-    where `sweep.resubmit` asks for it."""
+    """Print the state and the results of the runs of a sweep.
+
+    With `sweep.resubmit`, those that failed are submitted again.
+    """
     return guarded(lambda: _status(sweep, stop))
 
 
@@ -121,13 +123,13 @@ def _status(sweep: Sweep, stop: Stop) -> int:
         except OSError as error:
             complain(f"{home / JOB_FILE} cannot be read: {error.strerror}")
             job = None
-        if job is None:  # nobody knows whether it still runs
+        if job is None:  # it is not known whether it still runs
             shown.append("unknown")
             continue
         state = states.get(job.job_id, "ended")
         if sweep.resubmit and state in ENDED | {"ended"} and not is_done(home):
             shared = bool(home.stat().st_mode & OTHERS)
-            # The job itself takes the privacy over.
+            # The job itself continues to keep them private.
             with handing_in(stop), private_files(Run(shared=shared)):
                 job = replace(job, job_id=_again(job, stop))
                 note_job(home, job.job_id, Path(job.script))
@@ -138,13 +140,13 @@ def _status(sweep: Sweep, stop: Stop) -> int:
 
 
 def _number(home: Path) -> tuple[int, str]:
-    """For the order of a sweep's runs."""
+    """Return the sort key of a sweep's run."""
     number = home.name.rpartition("-")[2]
     return int(number) if number.isascii() and number.isdigit() else -1, home.name
 
 
 def _again(job: Noted, stop: Stop) -> str:
-    """Submit one run's script again; of an array only its element."""
+    """Submit one run's script again, of an array only its element; return the job's id."""
     _, is_element, element = job.job_id.partition("_")
     if not is_element:
         return sbatch(Path(job.script), sleep=stop.sleep)
@@ -156,7 +158,7 @@ def _is_array(configs: Sequence[Config]) -> bool:
 
 
 def _array_script(configs: Sequence[Config], sweep_id: str) -> str:
-    """The script of one job array; element n is run n of the sweep."""
+    """Return the script of one job array; element n is run n of the sweep."""
     first, element = configs[0], "${SLURM_ARRAY_TASK_ID}"
     folder = Path(first.run.dir).absolute()
     settings = f'{shlex.quote(f"{folder / sweep_id}-")}"{element}"/config.yaml'

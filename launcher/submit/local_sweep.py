@@ -1,7 +1,7 @@
-"""Runs the points of a sweep one after another, each a launcher process with a folder of its own.
+"""Runs the points of a sweep one after another, each in a launcher process and folder of its own.
 
-A process a run, because JAX, Ray and the GPUs' memory are a process's for life. `command` calls
-`run_sweep`, or `check_sweep`, with points whose settings do not contradict one another.
+There is a process for each run, because JAX, Ray and the GPUs' memory belong to a process for its
+life.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from launcher.report.sweep import print_comparison
 
 _FOLDER = "multirun"  # unless run.dir says otherwise
 
-# What each signal to the sweep means: the one that its run gets, and the sweep's exit code.
+# For each signal to the sweep: the signal that its run gets, and the sweep's exit code.
 _STOPS = {
     signal.SIGINT: (signal.SIGINT, 130),
     signal.SIGTERM: (signal.SIGTERM, 75),
@@ -40,14 +40,18 @@ _STOPS = {
 
 
 def run_sweep(points: Sequence[Point], config_dirs: Sequence[str]) -> int:
-    """Runs every point in `<multirun>/<sweep id>/<sweep id>-<n>` and prints how they compare.
+    """Run every point in `<multirun>/<sweep id>/<sweep id>-<n>` and print a comparison.
 
-    A run that fails does not stop the others. A signal stops the run in progress, which saves its
+    A run that fails does not stop the others. A signal stops the current run, which saves its
     state, and the sweep with it.
 
+    Args:
+        points: the runs, whose settings are consistent.
+        config_dirs: the values of `--config-dir`.
+
     Returns:
-        The exit code: 0 where all runs ended well, 130 or 75 where a signal stopped the sweep,
-        otherwise 1.
+        The exit code: 0 if all runs ended well, 130 or 75 if a signal stopped the sweep, otherwise
+            1.
     """
     sweep_id, folder = place(points)
     run_dirs: list[Path] = []
@@ -70,7 +74,11 @@ def run_sweep(points: Sequence[Point], config_dirs: Sequence[str]) -> int:
 
 
 def place(points: Sequence[Point]) -> tuple[str, Path]:
-    """The sweep's id and folder: from run.id and run.dir where they were set."""
+    """Return the sweep's id and folder, from run.id and run.dir if they are set.
+
+    Raises:
+        ConfigError: run.id or run.dir is swept.
+    """
     runs = {(point.config.run.id, point.config.run.dir) for point in points}
     if len(runs) > 1:
         raise ConfigError(
@@ -83,7 +91,7 @@ def place(points: Sequence[Point]) -> tuple[str, Path]:
 
 
 def members(points: Sequence[Point], sweep_id: str, folder: Path) -> list[Config]:
-    """The settings of the runs of a sweep, each with a folder of its own."""
+    """Return the settings of the runs of a sweep, each with a folder of its own."""
     return [
         replace(
             point.config,
@@ -95,7 +103,11 @@ def members(points: Sequence[Point], sweep_id: str, folder: Path) -> list[Config
 
 
 def check_jobs(configs: Sequence[Config]) -> None:
-    """Raises ConfigError where the runs of a sweep cannot be submitted to Slurm as one."""
+    """Check that the runs of a sweep can be submitted to Slurm together.
+
+    Raises:
+        ConfigError: they cannot.
+    """
     if any(config.cluster.kind != "slurm" for config in configs):
         raise ConfigError(
             "cluster is swept, and some of its options are not slurm",
@@ -109,7 +121,7 @@ def check_jobs(configs: Sequence[Config]) -> None:
             ["cluster.slurm.wait"],
         )
     is_array = configs[0].cluster.slurm.array is not None
-    # An array has one script, and one command line in it.
+    # An array has one script with one command line.
     if is_array and any(config.allow_modules != configs[0].allow_modules for config in configs):
         raise ConfigError(
             "The runs of a job array cannot be allowed different modules",
@@ -125,8 +137,15 @@ def check_jobs(configs: Sequence[Config]) -> None:
 
 
 def check_sweep(points: Sequence[Point], wrong: Mapping[str, ConfigError]) -> int:
-    """Check every run of a sweep as `task=check` does one, and name those whose settings are
-    `wrong`, too; the exit code is 2 where one is wrong, which the others do not hide."""
+    """Check every run of a sweep as `task=check` does, and print all problems.
+
+    Args:
+        points: the runs whose settings could be composed.
+        wrong: the errors of the others, by label.
+
+    Returns:
+        The exit code, 2 if any setting is wrong.
+    """
     configs = members(points, *place(points))
     if any(config.cluster.kind == "slurm" for config in configs):
         check_jobs(configs)
@@ -159,10 +178,13 @@ def _command(
 
 
 class SignalRelay:
-    """Runs one process at a time and hands on the signals of `_STOPS`; remembers the first.
+    """Runs one process at a time and passes the signals of `_STOPS` on to it.
 
     The process has a process group of its own, so that Ctrl-C in a terminal reaches it once, from
     here, and not twice.
+
+    Attributes:
+        received: the first signal that came, or None.
     """
 
     def __init__(self) -> None:
@@ -179,7 +201,7 @@ class SignalRelay:
             signal.signal(signum, handler)
 
     def run(self, command: Sequence[str]) -> int:
-        """Runs `command` to its end and returns its exit code."""
+        """Run `command` to its end and return its exit code."""
         with subprocess.Popen(
             command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=follow
         ) as self._child:
