@@ -273,18 +273,18 @@ def _can_be_written(text: str) -> bool:
     return True
 
 
-def read_own(path: Path, made: Callable[[Any], T], say: Callable[[str], None]) -> T | None:
-    """Return `made` of the value of a run's own JSON file, or None if there is none.
+def read_own(path: Path, convert: Callable[[Any], T], say: Callable[[str], None]) -> T | None:
+    """Return the converted value of a run's own JSON file, or None if there is no file.
 
     A damaged file is set aside, and `say` is called with a line about it.
 
     Args:
         path: the file.
-        made: converts the value; it raises ValueError for one that cannot be right.
+        convert: converts the value; it raises ValueError for one that cannot be right.
         say: called with a line of text.
     """
     try:
-        return made(read_json(path))
+        return convert(read_json(path))
     except FileNotFoundError:
         return None
     except ValueError as error:

@@ -115,7 +115,7 @@ class Stop:
 
     @contextmanager
     def heeded(
-        self, say: Callable[[str], None], told: str = "", until: str = "checked"
+        self, say: Callable[[str], None], doing: str = "", until: str = "checked"
     ) -> Iterator[None]:
         """Set `requested` at the first signal and `say` so; a Ctrl-C after it leaves at once.
 
@@ -123,12 +123,12 @@ class Stop:
 
         Args:
             say: called with a line of text.
-            told: what is done now, and what another Ctrl-C would do.
+            doing: what is done now, and what another Ctrl-C would do.
             until: "checked": work continues until it calls `check`. "done": `check` does nothing.
                 "now": the first signal leaves at once, too.
         """
         before = self._heeded, self._interruptible
-        self._heeded, self._interruptible = _Heeded(say, told, until), False
+        self._heeded, self._interruptible = _Heeded(say, doing, until), False
         try:
             yield
         finally:
@@ -232,13 +232,13 @@ class _Heeded(NamedTuple):
     """The arguments of `Stop.heeded`."""
 
     say: Callable[[str], None]
-    told: str
+    doing: str
     until: str
 
     def tell(self) -> None:
         """Say that the signal was heard."""
         with suppress(OSError, RuntimeError):  # it may come in the middle of other output
-            self.say(f"{_STOPPING}{self.told and ': '}{self.told}")
+            self.say(f"{_STOPPING}{self.doing and ': '}{self.doing}")
 
 
 def _write(output: int, text: str) -> None:

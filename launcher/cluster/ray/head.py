@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--ip", help="this node's address, in a Ray of several nodes")
     parser.add_argument("--host", type=int, help="this node's number there")
     parser.add_argument("--rendezvous", type=int, help="a listening socket's descriptor")
-    parser.add_argument("--logs", help="the folder that the others are told")
+    parser.add_argument("--logs", help="the folder for logs that the other nodes get")
     parser.add_argument("--join", help="the address of the Ray that this node becomes part of")
     parser.add_argument("--lifeline", type=int, help="a connected socket's descriptor")
     given = parser.parse_args()
@@ -201,9 +201,9 @@ def answer(caller: socket.socket, body: str) -> bool:
     return True
 
 
-def proof(secret: bytes, *said: bytes) -> bytes:
-    """Return a proof of knowing the secret; only the last part of `said` may hold a space."""
-    return hmac.new(secret, b" ".join(said), "sha256").hexdigest().encode()
+def proof(secret: bytes, *parts: bytes) -> bytes:
+    """Return a proof of knowing the secret; only the last part may hold a space."""
+    return hmac.new(secret, b" ".join(parts), "sha256").hexdigest().encode()
 
 
 def readable(files: Iterable[Any], seconds: float) -> list[Any]:

@@ -266,17 +266,17 @@ class WorkerHandle:
             traceback_text=traceback_text,
         )
 
-    def death(self, told: str) -> WorkerError:
+    def death(self, reason: str) -> WorkerError:
         """Return the error for a worker whose process is gone.
 
         Args:
-            told: Ray's text about the end of the actor, or "unreachable".
+            reason: Ray's text about the end of the actor, or "unreachable".
         """
         kills = _out_of_memory_kills() - self._kills_before
-        silent = ray_compat.NODE_UNREACHABLE in told  # of the node; nothing is known of the worker
-        if code := ray_compat.EXIT_CODE.search(told):
+        silent = ray_compat.NODE_UNREACHABLE in reason  # nothing is known of the worker
+        if code := ray_compat.EXIT_CODE.search(reason):
             how = f"its process ended with exit code {code[1]}"
-        elif told == "unreachable":
+        elif reason == "unreachable":
             how = (
                 "the connection to it broke: its process or its machine failed, or the network to "
                 "it is cut"
@@ -286,10 +286,10 @@ class WorkerHandle:
                 "Ray's process on its machine has not answered for a minute: the network to it is "
                 "cut, or that machine hangs or is down"
             )
-        elif ray_compat.NODE_DIED in told:
+        elif ray_compat.NODE_DIED in reason:
             how = "Ray ended on its machine, which failed or was shut down, or somebody killed it"
-        elif ray_compat.CREATION_FAILED in told:
-            how = f"its process could not be set up\n{told}"
+        elif ray_compat.CREATION_FAILED in reason:
+            how = f"its process could not be set up\n{reason}"
         elif kills:
             how = (
                 "its process was killed, and since it started the kernel has killed "
@@ -304,7 +304,7 @@ class WorkerHandle:
             host=self.host,
             whereabouts=self.whereabouts,
             died=True,
-            silent=silent or told == "unreachable",
+            silent=silent or reason == "unreachable",
         )
 
 

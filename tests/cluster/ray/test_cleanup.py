@@ -276,7 +276,7 @@ def silent_ray(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     def make(address=""):
-        said = f"os.write(__main__.told, b'{address}\\n')" if address else ""
+        said = f"os.write(__main__.output, b'{address}\\n')" if address else ""
         (tmp_path / "ray.py").write_text(f"import __main__, os, time; {said}\ntime.sleep(600)")
 
     return make
