@@ -1,7 +1,7 @@
-"""Which devices there are: this machine's GPUs, or CPU devices that stand in for them.
+"""The devices of a run: this machine's GPUs, or CPU devices that stand in for them.
 
-Neither JAX nor CUDA is loaded into this process: the driver plans on a machine whose devices
-belong to the workers. `launcher.train` and the command line may import it.
+Neither JAX nor CUDA is loaded into this process: the driver plans on a machine whose devices belong
+to the workers.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from launcher.cluster.slurm.allocation import find_allocation
 from launcher.config.errors import ConfigError
 from launcher.config.machines import Cluster
 
-STAND_INS = 4  # emulated devices where the user named no number
-_MOST_STAND_INS = 64  # that cluster=local makes: more is a slip, or meant for another machine
+STAND_INS = 4  # emulated devices unless the user asks for a number
+_MOST_STAND_INS = 64  # for cluster=local: more is a slip, or meant for another machine
 EMULATED = "emulated CPU device"
 
-# What CUDA itself enumerates, so that its own rules hold (CUDA_VISIBLE_DEVICES by index or UUID,
-# MIG, containers); in a process of its own, so that the driver opens no GPU.
+# CUDA itself enumerates the GPUs, so that its own rules hold (CUDA_VISIBLE_DEVICES by index or
+# UUID, MIG, containers); in a process of its own, so that the driver opens no GPU.
 _PROBE = """
 import ctypes, json
 names, problem = [], ""
@@ -51,9 +51,14 @@ print(json.dumps({"names": names, "problem": problem}))
 class DevicePool:
     """The devices of a run: `hosts` processes with `devices_per_host` each.
 
-    `note` is the one line that tells the user what they are. `gpu_ids` holds one
-    CUDA_VISIBLE_DEVICES entry a GPU, in order; it is empty for CPU devices, and where each host
-    knows its own.
+    Attributes:
+        kind: "gpu" or "cpu".
+        hosts: the number of processes.
+        devices_per_host: the number of devices of each.
+        device_name: the model of the devices.
+        note: one line that tells the user what they are.
+        gpu_ids: one CUDA_VISIBLE_DEVICES entry a GPU, in order; empty for CPU devices, and if each
+            host chooses its own GPUs.
     """
 
     kind: str  # "gpu" | "cpu"
@@ -65,19 +70,25 @@ class DevicePool:
 
     @property
     def num_devices(self) -> int:
+        """The number of devices of all hosts."""
         return self.hosts * self.devices_per_host
 
 
 @dataclass(frozen=True)
 class Gpus:
-    """The GPUs this process may use, and why JAX cannot use them ("" where it can)."""
+    """The GPUs that this process may use, and why JAX cannot use them.
+
+    Attributes:
+        names: the model of each GPU.
+        problem: why JAX cannot use them; "" if it can.
+    """
 
     names: tuple[str, ...] = ()
     problem: str = ""
 
 
 def find_devices(cluster: Cluster) -> DevicePool:
-    """The devices that `cluster` asks for on this machine.
+    """Return the devices that `cluster` asks for on this machine.
 
     Raises:
         ConfigError: more devices than the machine has, or hosts that do not fit.
@@ -97,7 +108,11 @@ def find_devices(cluster: Cluster) -> DevicePool:
 
 
 def emulated_pool(cluster: Cluster) -> DevicePool:
-    """CPU devices that stand in, spread evenly over `cluster.hosts` processes."""
+    """Return emulated CPU devices, spread evenly over `cluster.hosts` processes.
+
+    Raises:
+        ConfigError: they cannot be spread evenly.
+    """
     total = cluster.gpus or STAND_INS
     if total % cluster.hosts:
         told = "" if cluster.gpus else " (the default)"
@@ -117,11 +132,15 @@ def emulated_pool(cluster: Cluster) -> DevicePool:
 
 
 def local_pool(cluster: Cluster, gpus: Gpus, visible: str | None) -> DevicePool:
-    """This machine's `gpus`, or CPU devices in their place where there are none to use: as many as
-    are asked for.
+    """Return this machine's GPUs, or as many CPU devices as asked for if it has no usable GPU.
 
     Args:
-        visible: the value of CUDA_VISIBLE_DEVICES, under which `gpus` were counted.
+        cluster: the settings.
+        gpus: the GPUs of this machine.
+        visible: the value of CUDA_VISIBLE_DEVICES under which `gpus` were counted.
+
+    Raises:
+        ConfigError: the settings ask for several hosts, or for more GPUs than there are.
     """
     if cluster.hosts != 1:
         raise ConfigError(
@@ -154,10 +173,14 @@ def local_pool(cluster: Cluster, gpus: Gpus, visible: str | None) -> DevicePool:
 
 
 def slurm_pool(cluster: Cluster, gpus: Gpus | None) -> DevicePool:
-    """The devices of a job's nodes, as many on each.
+    """Return the devices of a job's nodes, the same number on each.
 
     Args:
-        gpus: those of this node, a node of the job; None where the job is still to be submitted.
+        cluster: the settings.
+        gpus: the GPUs of this node, one of the job's; None if the job is still to be submitted.
+
+    Raises:
+        ConfigError: this node has fewer GPUs than the settings ask for.
     """
     if cluster.slurm.emulated:
         return emulated_pool(cluster)
@@ -177,7 +200,11 @@ def slurm_pool(cluster: Cluster, gpus: Gpus | None) -> DevicePool:
 
 
 def visible_gpus(cluster: Cluster, environ: Mapping[str, str]) -> str:
-    """CUDA_VISIBLE_DEVICES for one node of a job: as many of its GPUs as the run wants there."""
+    """Return CUDA_VISIBLE_DEVICES for one node of a job: as many of its GPUs as the run uses.
+
+    Raises:
+        ConfigError: the node has fewer GPUs than the run uses.
+    """
     assert cluster.gpus is not None
     per_host = cluster.gpus // cluster.hosts
     _usable(find_gpus(environ), per_host)
@@ -187,7 +214,7 @@ def visible_gpus(cluster: Cluster, environ: Mapping[str, str]) -> str:
 
 
 def _usable(gpus: Gpus, wanted: int) -> tuple[str, ...]:
-    """The names of the first `wanted` GPUs of this node of a job."""
+    """Return the names of the first `wanted` GPUs of this node of a job."""
     if gpus.problem or len(gpus.names) < wanted:
         node = os.environ.get("SLURMD_NODENAME", "this node")
         reason = f": {gpus.problem}" if gpus.problem else ""
@@ -232,7 +259,7 @@ def _stand_ins(asked: int | None, gpus: Gpus) -> DevicePool:
 
 
 def find_gpus(environ: Mapping[str, str]) -> Gpus:
-    """The GPUs that CUDA shows to a process of `environ`, and whether JAX can use them."""
+    """Return the GPUs that CUDA shows to a process of `environ`, and whether JAX can use them."""
     if not any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/dxg")):
         return Gpus()
     platforms = environ.get("JAX_PLATFORMS", "")
