@@ -32,7 +32,10 @@ _NO_FILE = "it is no regular file"
 
 
 class DamagedError(ValueError):
-    """An error raised when a file does not hold what was written there, in one short line."""
+    """An error raised when a file does not hold what was written there.
+
+    Its message is one short line that says what is wrong.
+    """
 
     def __init__(self, what: str) -> None:
         line = " ".join(what.split())
@@ -126,10 +129,9 @@ def exposed(folder: Path, trust_group: bool = False) -> Path | None:
 
 
 def _unmapped_owner() -> list[int]:
-    """Return the user number that stands for all users that a container does not map.
+    """Return the user number, if there is one, that stands for all users a container does not map.
 
-    It stands for the machine's own users too, root among them. The list is empty outside of such a
-    container.
+    Inside such a container it stands for the machine's own users too, root among them.
     """
     try:
         mapped = Path("/proc/self/uid_map").read_text().splitlines()

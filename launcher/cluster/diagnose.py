@@ -1,6 +1,6 @@
 """Diagnosis of a worker that does not answer: its process's state and its Python stacks.
 
-It is made for Linux; other systems reveal less.
+Linux tells most about a process; on other systems the diagnosis says less.
 """
 
 from __future__ import annotations

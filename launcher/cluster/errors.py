@@ -1,6 +1,6 @@
 """Errors of processes: of Ray, of Slurm and of the workers.
 
-It imports no library, so that it costs nothing to import.
+This module imports no library, so that importing it costs nothing.
 """
 
 from __future__ import annotations

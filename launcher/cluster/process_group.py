@@ -1,7 +1,7 @@
 """The process group of the workers: JAX's coordination service, and a transport of arrays.
 
-`Peer` is the base class of worker objects that takes part, and `init_process_group` is the driver's
-side. It imports JAX.
+`Peer` is the base class of worker objects that can form a group, and `init_process_group` is the
+driver's side. This module imports JAX.
 
 Neither JAX's coordination service nor its transfer server checks who connects. So on one machine
 the service listens on a UNIX socket in a folder that no other user can enter, and which is removed

@@ -41,7 +41,7 @@ from typing import Any
 import psutil
 
 RAY_FOLDER = "r"  # Ray's own folder inside the scratch folder: Ray opens its own to everybody
-TOKEN_VARIABLE = "RAY_AUTH_TOKEN_PATH"
+TOKEN_VARIABLE = "RAY_AUTH_TOKEN_PATH"  # names the file with the secret that opens Ray
 
 _FOR_THE_DRIVER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36

@@ -89,11 +89,11 @@ def _temporary() -> str:
 def choose_base(candidates: Sequence[str]) -> Path:
     """Return the first of `candidates` in which scratch folders can be made.
 
-    It has to be writable, to leave room for the names of Ray's sockets, and to keep other users
-    from putting a folder of theirs in the place of ours.
+    It has to be writable, leave room for the names of Ray's sockets, and keep other users from
+    putting a folder of theirs in the place of ours.
 
     Raises:
-        ClusterError: none of them is.
+        ClusterError: none of them is such a folder.
     """
     most = _SOCKET_LIMIT - len(_LONGEST_SOCKET)
     for base in (Path(candidate).resolve() for candidate in candidates):
