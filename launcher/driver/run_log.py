@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,9 @@ from launcher.report.jsonl import JsonlTracker, read_metrics
 from launcher.report.metrics import measured, performance
 from launcher.report.plan_record import beside_measured, plan_tables, predicted_memory
 from launcher.report.plots import plot_loss, plot_timeline
+from launcher.report.registry import TrackedRun, open_trackers
 from launcher.report.summary import Summary, print_summary, write_summary
 from launcher.report.tracker import CompositeTracker, Metrics, Tracker
-from launcher.report.wandb_tracker import WandbTracker, open_wandb
 from launcher.stop import ENDINGS
 
 METRICS = "metrics.jsonl"
@@ -82,10 +83,9 @@ class RunLog:
     ) -> None:
         self._home, self._config, self._console = home, config, console
         self._plan, self._plan_seconds, self._allocation = plan, plan_seconds, allocation
-        self._wandb: WandbTracker | None = None
-        self._newest_in_wandb = 0
         self._metrics: JsonlTracker | None = None
-        self._trackers: list[Tracker] = []  # of this attempt; the others go on
+        self._registered: tuple[Tracker, ...] = ()
+        self._shown: ConsoleTracker | None = None  # of this attempt; the others go on
         self._warm_up: set[int] = set()  # steps, of all attempts
         self.compile_seconds: float | None = None
         self.failed_saves: list[str] = []
@@ -101,34 +101,34 @@ class RunLog:
     def open(self, finished_steps: int) -> None:
         """Make ready for an attempt that begins after so many steps: what is recorded of later
         ones is to be done again. Raises OSError."""
-        path, config = self._home.path, self._config
-        if self._metrics:
-            self._metrics.rewind(finished_steps + 1)  # with what waits for room on the disk
-        else:
-            self._metrics = JsonlTracker(path / METRICS, finished_steps + 1, self._say)
+        path, first_step = self._home.path, finished_steps + 1
         self._warm_up.update(warm_up(finished_steps))
-        if self._wandb:
+        if self._metrics:
+            self._trackers.rewind(first_step)
             return
-        self._wandb = open_wandb(
-            config.wandb,
-            run_id=self._home.id,
-            config=redacted(config),
-            run_dir=path,
-            warn=self._say,
+        self._metrics = JsonlTracker(path / METRICS, first_step, self._say)
+        run = TrackedRun(self._home.id, path, redacted(self._config), self._say)
+        self._registered = open_trackers(run)
+        for name, table in plan_tables(self._plan).items():
+            self._trackers.table(name, *table)
+
+    @property
+    def _trackers(self) -> CompositeTracker:
+        return CompositeTracker(
+            tuple(filter(None, (self._metrics, self._shown, *self._registered)))
         )
-        if self._wandb:
-            self._wandb.tables(plan_tables(self._plan))
 
     def show(self, finished_steps: int) -> None:
         """Show the steps of the attempt to a person, from now on."""
-        tracker = ConsoleTracker(self._console, self._config.train.steps, finished_steps + 1)
-        self._trackers.append(tracker)
+        steps = self._config.train.steps
+        self._shown = ConsoleTracker(self._console, steps, finished_steps + 1)
 
     def close(self, finished_steps: int) -> None:
         """End what was opened for an attempt that failed; the next begins after so many steps."""
         self.recorder.begin(finished_steps)
-        CompositeTracker(tuple(self._trackers)).finish({})
-        self._trackers.clear()
+        if self._shown:
+            self._shown.finish({})
+        self._shown = None
 
     def sync(self) -> None:
         """Wait until the metrics so far are on the disk: a checkpoint is not to outlive them.
@@ -137,15 +137,9 @@ class RunLog:
         if self._metrics:
             self._metrics.sync()
 
-    def _log(self, metrics: Metrics) -> None:
+    def _log(self, step: int, metrics: Metrics) -> None:
         self._home.check()
-        for tracker in (self._metrics, *self._trackers):
-            if tracker:
-                tracker.log(metrics)
-        step = int(metrics["step"] or 0)
-        if self._wandb and step > self._newest_in_wandb:  # which takes no step twice
-            self._wandb.log(metrics)
-            self._newest_in_wandb = step
+        self._trackers.log(step, metrics)
 
     def _performance(self) -> Callable[[float], Metrics]:
         samples = self._config.train.global_batch_size
@@ -170,18 +164,22 @@ class RunLog:
         with ExitStack() as stack:  # each of these also where one before it fails
             resume_command = self._resume_command(reason)
             stack.callback(print_summary, self._console, path, summary, resume_command)
-            every = tuple(filter(None, (self._metrics, *self._trackers, self._wandb)))
-            stack.callback(CompositeTracker(every).finish, summary.to_dict())
+            stack.callback(self._trackers.finish, summary.to_dict())
             write_summary(path, summary)
-            pictures = [draw_timeline(self._plan, path, self._home.id)]
-            if records:
-                loss = path / "plots" / "loss.png"
-                pictures.append(plot_loss(records, loss, self._home.id))
-            if self._wandb:
-                last = records[-1] if records else {}
-                compared = beside_measured(self._plan, summary, last)
-                self._wandb.tables({"plan/beside_measured": compared})
-                self._wandb.pictures(pictures)
+            pictures = self._draw(path, records)
+            last = records[-1] if records else {}
+            compared = beside_measured(self._plan, summary, last)
+            self._trackers.table("plan/beside_measured", *compared)
+            for name, picture in pictures.items():
+                self._trackers.image(name, picture)
+
+    def _draw(self, path: Path, records: list[dict[str, Any]]) -> dict[str, Path]:
+        """Draw the run's pictures into its folder; return their paths by name."""
+        pictures = {"plots/timeline": draw_timeline(self._plan, path, self._home.id)}
+        if records:
+            loss = path / "plots" / "loss.png"
+            pictures["plots/loss"] = plot_loss(records, loss, self._home.id)
+        return pictures
 
     def _say(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, markup=False, highlight=False)
@@ -191,7 +189,7 @@ class RunLog:
         plan, started = self._plan, psutil.Process().create_time()
         first_step_at = self.recorder.first_step_at
         allocation = self._allocation
-        return Summary(
+        summary = Summary(
             run_id=self._home.id,
             exit_reason=reason,
             restarts=(allocation.restarts if allocation else 0) + restarts,
@@ -205,9 +203,9 @@ class RunLog:
             compile_seconds=self.compile_seconds,
             time_to_first_step_seconds=first_step_at and first_step_at - started,
             total_seconds=time.time() - started,
-            wandb_url=self._wandb.url if self._wandb else None,
-            wandb_sync_command=self._wandb.sync_command if self._wandb else None,
         )
+        fields = self._trackers.summary_fields()
+        return replace(summary, **{k: v for k, v in fields.items() if k in vars(summary)})
 
     def _resume_command(self, reason: str) -> str | None:
         if not reason.startswith(tuple(word for _, word in ENDINGS.values())):

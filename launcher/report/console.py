@@ -31,7 +31,7 @@ from rich.text import Text
 
 from launcher.output import discard
 from launcher.report.text import clock_text, loss_text, rate_text, seconds_text
-from launcher.report.tracker import Metrics
+from launcher.report.tracker import Metrics, Tracker
 
 PLAIN_WIDTH = 100
 LINES_ON_TERMINAL = 10  # the lines that stay above the live display, besides evaluations
@@ -143,7 +143,7 @@ def _spinner(console: Console, text: str) -> Progress:
     return progress
 
 
-class ConsoleTracker:
+class ConsoleTracker(Tracker):
     """Shows steps as they are logged.
 
     A bar and the newest figures are kept up to date on a terminal while the run lasts. Lines that
@@ -172,8 +172,8 @@ class ConsoleTracker:
         self._live = _LiveDisplay(console, steps, first_step) if console.is_interactive else None
         self._interval = round_up(steps / (LINES_ON_TERMINAL if self._live else LINES_ON_PIPE))
 
-    def log(self, metrics: Metrics) -> None:
-        now, step = self._clock(), int(metrics["step"] or 0)
+    def log(self, step: int, metrics: Metrics) -> None:
+        now = self._clock()
         self._recent.append((now, step))
         figures, left = figures_text(metrics), self._time_left()
         self._unprinted = f"step {step:>{len(str(self._steps))}}/{self._steps}  {figures}"
@@ -184,9 +184,6 @@ class ConsoleTracker:
         if self._is_milestone(now, step) or metrics.get("eval/loss") is not None:
             self._print_newest()
             self._printed = (now, step)
-
-    def message(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         if self._live:

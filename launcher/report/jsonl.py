@@ -27,7 +27,7 @@ from launcher.files import (
     read_bytes,
     say_aside,
 )
-from launcher.report.tracker import METRIC_KEYS, Metrics
+from launcher.report.tracker import METRIC_KEYS, Metrics, Tracker
 
 # What may pass: there is room again, or the disk is mounted as it was.
 _PASSING = FULL | {errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES}
@@ -35,7 +35,7 @@ _LARGEST = 2**53  # of a step: what every reader of JSON takes for itself
 _LARGEST_METRIC = 1.8e308  # that a float holds
 
 
-class JsonlTracker:
+class JsonlTracker(Tracker):
     """Appends to `path`, one flushed line a step, so that a crash costs no line but its own.
 
     Opening it for a run that goes on at `first_step` drops the lines of that step and later, and a
@@ -110,8 +110,9 @@ class JsonlTracker:
         self._held_back = written + self._held_back
         self._warn(f"{self._path} was taken away while the run trained: it is written again")
 
-    def log(self, metrics: Metrics) -> None:
-        line = {key: json_number(metrics.get(key)) for key in (*METRIC_KEYS, *metrics)}
+    def log(self, step: int, metrics: Metrics) -> None:
+        known = {"step": step, **metrics}
+        line = {key: json_number(known.get(key)) for key in (*METRIC_KEYS, *known)}
         self._held_back += json.dumps(line, allow_nan=False).encode() + b"\n"
         self._try(self._write)
 
@@ -131,9 +132,6 @@ class JsonlTracker:
                 until = "there is room" if error.errno in FULL else "it can be written"
                 self._warn(f"{self._path}: {error.strerror}; metrics wait until {until}")
             self._waiting = True
-
-    def message(self, text: str) -> None:
-        pass
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         if self._file.closed:

@@ -1,5 +1,7 @@
 """What a run hands to its trackers: the same to each, in order, whatever one of them does."""
 
+import csv
+import inspect
 import json
 from types import SimpleNamespace
 
@@ -11,7 +13,9 @@ from launcher.driver.folder import RunFolder
 from launcher.driver.plan_from_config import plan_of
 from launcher.driver.run_log import RunLog
 from launcher.plan import local_shape
+from launcher.report import TRACKERS, Tracker, register
 from launcher.report.console import make_console
+from launcher.report.registry import TrackedRun, open_trackers
 from launcher.train.program import build_program
 from launcher.train.worker import StepResult
 
@@ -141,12 +145,12 @@ def test_a_failed_run_ends_so_in_weights_and_biases(home, plan, recorded):
 
 
 def test_a_recording_that_fails_is_said_once_and_ends_no_run(home, plan, recorded, capsys):
-    monkeypatched = FakeRun.log
+    record = FakeRun.log
 
     def log(self, data, step=None, commit=None):
         if step == 2:
             raise OSError("the service is gone\nand more")
-        monkeypatched(self, data, step, commit)
+        record(self, data, step, commit)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FakeRun, "log", log)
@@ -156,3 +160,92 @@ def test_a_recording_that_fails_is_said_once_and_ends_no_run(home, plan, recorde
     assert capsys.readouterr().out.count(said) == 1
     assert (summary["exit_reason"], summary["steps"]) == ("done", 5)
     assert summary["wandb_sync_command"]  # what was recorded before can be uploaded
+
+
+class CsvTracker(Tracker):
+    """A user's own: tables and metrics as CSV files below the run's folder."""
+
+    def __init__(self, run):
+        self.folder, self.steps = run.folder / "csv", {}
+        self.folder.mkdir()
+
+    def table(self, name, columns, rows):
+        with open(self.folder / f"{name.replace('/', '.')}.csv", "w", newline="") as file:
+            csv.writer(file).writerows([columns, *rows])
+
+    def rewind(self, first_step):
+        self.steps = {step: line for step, line in self.steps.items() if step < first_step}
+
+    def log(self, step, metrics):
+        self.steps[step] = {"step": step, **metrics}
+
+    def image(self, name, path):
+        (self.folder / path.name).write_bytes(path.read_bytes())
+
+    def finish(self, summary):
+        names = dict.fromkeys(key for line in self.steps.values() for key in line)
+        rows = [[line.get(name) for name in names] for line in self.steps.values()]
+        self.table("metrics", [*names], rows)
+        self.table("summary", [*summary], [[*summary.values()]])
+
+
+def read_csv(path):
+    with open(path, newline="") as file:
+        return [*csv.DictReader(file)]
+
+
+def test_a_tracker_of_ones_own_is_a_class_and_a_line(home, plan, monkeypatch):
+    assert len(inspect.getsource(CsvTracker).splitlines()) <= 40
+    monkeypatch.setattr("launcher.report.registry.TRACKERS", {**TRACKERS})
+    register("csv")(CsvTracker)
+    summary = run_through(home, plan, "wandb.mode=disabled")
+    folder = home.path / "csv"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "loss.png",
+        "metrics.csv",
+        "plan.beside_measured.csv",
+        "plan.shardings.csv",
+        "plan.stages.csv",
+        "summary.csv",
+        "timeline.png",
+    ]
+    lines = read_csv(folder / "metrics.csv")
+    assert [(line["step"], float(line["train/loss"])) for line in lines] == [
+        (str(step), 4.0 / step) for step in (1, 2, 3, 4, 5)
+    ]
+    assert read_csv(folder / "plan.stages.csv")[0]["layers"] == "0-3"
+    assert read_csv(folder / "summary.csv")[0]["final_loss"] == str(summary["final_loss"])
+    assert (folder / "loss.png").read_bytes() == (home.path / "plots" / "loss.png").read_bytes()
+
+
+def test_fields_that_no_summary_has_are_left_out(home, plan, monkeypatch):
+    class Linked(Tracker):
+        def summary_fields(self):
+            return {"wandb_url": "https://mine", "other": 1}
+
+    monkeypatch.setitem(TRACKERS, "linked", lambda run: Linked())
+    summary = run_through(home, plan, "wandb.mode=disabled")
+    assert summary["wandb_url"] == "https://mine"
+    assert "other" not in summary
+
+
+MODULE = """
+import launcher.report
+from recipes.mlp import build
+
+@launcher.report.register("mine")
+class Mine(launcher.report.Tracker):
+    def __init__(self, run):
+        self.id = run.id
+"""
+
+
+def test_the_module_of_a_users_model_may_register_one(tmp_path, monkeypatch):
+    (tmp_path / "net_with_tracker.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("launcher.report.registry.TRACKERS", {**TRACKERS})
+    fields = "{input_size: 4, widths: [4], output_size: 2}"
+    words = ["model=custom", "model.module=net_with_tracker", f"model.options={fields}"]
+    build_program(load([*words, "dataset=synthetic", "allow_modules=[net_with_tracker]"]))
+    run = TrackedRun("r", tmp_path, {"wandb": {"mode": "disabled"}}, print)
+    assert [type(tracker).__name__ for tracker in open_trackers(run)] == ["GuardedTracker"]
