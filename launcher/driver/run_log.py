@@ -27,7 +27,7 @@ from launcher.driver.loop import warm_up
 from launcher.driver.recorder import Recorder
 from launcher.plan import Plan, timeline
 from launcher.report.console import ConsoleTracker
-from launcher.report.jsonl import JsonlTracker, read_metrics
+from launcher.report.jsonl import METRICS, JsonlTracker, read_metrics
 from launcher.report.metrics import measured, performance
 from launcher.report.plan_record import beside_measured, plan_tables, predicted_memory
 from launcher.report.plots import plot_loss, plot_timeline
@@ -35,8 +35,6 @@ from launcher.report.registry import TrackedRun, open_trackers
 from launcher.report.summary import Summary, print_summary, write_summary
 from launcher.report.tracker import CompositeTracker, Metrics, Tracker
 from launcher.stop import ENDINGS
-
-METRICS = "metrics.jsonl"
 
 
 def write_planned(home: RunFolder, plan: Plan, plan_seconds: float) -> None:

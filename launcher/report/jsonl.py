@@ -29,6 +29,7 @@ from launcher.files import (
 )
 from launcher.report.tracker import METRIC_KEYS, Metrics, Tracker
 
+METRICS = "metrics.jsonl"  # in the folder of a run
 # What may pass: there is room again, or the disk is mounted as it was.
 _PASSING = FULL | {errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES}
 _LARGEST = 2**53  # of a step: what every reader of JSON takes for itself

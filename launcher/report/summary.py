@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from launcher.files import write_whole
-from launcher.report.jsonl import json_number
+from launcher.report.jsonl import METRICS, json_number
 from launcher.report.text import (
     bytes_text,
     clock_text,
@@ -25,6 +25,7 @@ from launcher.report.text import (
     percent_text,
     rate_text,
     seconds_text,
+    shown_path,
 )
 
 FILE_NAME = "summary.json"
@@ -148,8 +149,8 @@ def _whereabouts(
     """Where to look and what to do next, as (name, value) lines."""
     folder = shown_path(run_dir)
     lines = [("run folder", folder)]
-    if (run_dir / "metrics.jsonl").exists():
-        lines.append(("metrics", os.path.join(folder, "metrics.jsonl")))
+    if (run_dir / METRICS).exists():
+        lines.append(("metrics", os.path.join(folder, METRICS)))
     if pictures := ", ".join(sorted(path.name for path in run_dir.glob("plots/*.png"))):
         lines.append(("plots", f"{os.path.join(folder, 'plots')} ({pictures})"))
     if any((run_dir / "checkpoints").glob("*")):
@@ -161,12 +162,6 @@ def _whereabouts(
     if resume_command:
         lines.append(("go on", resume_command))
     return lines
-
-
-def shown_path(path: Path) -> str:
-    """`path` as the user would type it: relative where it is below the current folder."""
-    path = path.absolute()
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def _beside_prediction(summary: Summary) -> str:

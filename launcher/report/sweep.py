@@ -16,9 +16,9 @@ from rich.text import Text
 
 from launcher.config.bounded import tree_of
 from launcher.files import DamagedError, read_json
-from launcher.report.summary import FILE_NAME, shown_path
+from launcher.report.summary import FILE_NAME
 from launcher.report.tables import Column, side_by_side
-from launcher.report.text import bytes_text, loss_text, percent_text, seconds_text
+from launcher.report.text import bytes_text, loss_text, percent_text, seconds_text, shown_path
 
 # They say which run it is, and not what is different about it.
 IDENTITY = ("run.id", "run.dir", "wandb.name", "wandb.group")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 
 def loss_text(value: float | None) -> str:
@@ -65,6 +66,12 @@ def ranges_text(numbers: Sequence[int]) -> str:
         else:
             runs.append([number])
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def shown_path(path: Path) -> str:
+    """Return a path as the user would type it: relative where it is below the current folder."""
+    path = path.absolute()
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def _scaled(count: float | None, base: int, units: tuple[str, ...]) -> str:
