@@ -1,7 +1,4 @@
-"""What is kept of a run under way: metrics, console, Weights & Biases, and the summary at its end.
-
-`training` makes one `RunLog` a run; it outlives the run's attempts.
-"""
+"""The record of a run under way: trackers, performance, and the summary at its end."""
 
 from __future__ import annotations
 
@@ -38,20 +35,20 @@ from launcher.stop import ENDINGS
 
 
 def write_planned(home: RunFolder, plan: Plan, plan_seconds: float) -> None:
-    """Write what was planned and not run: the timeline's picture and the summary."""
+    """Write the result of planning alone: the timeline's plot and the summary."""
     draw_timeline(plan, home.path, home.id)
     summary = Summary(home.id, "planned", **predicted(plan), plan_seconds=plan_seconds)
     write_summary(home.path, summary)
 
 
 def draw_timeline(plan: Plan, folder: Path, run_id: str) -> Path:
-    """Draw the plan's predicted step into the run's folder; returns the picture's path."""
+    """Draw the plan's predicted step into the run's folder; return the plot's path."""
     path = folder / "plots" / "timeline.png"
     return plot_timeline(timeline(plan), path, run_id, plan.predicted_step_seconds)
 
 
 def predicted(plan: Plan) -> dict[str, Any]:
-    """The fields of a summary that the plan alone knows."""
+    """Return the fields of a summary that follow from the plan alone."""
     return {
         "predicted_step_seconds": plan.predicted_step_seconds,
         "predicted_samples_per_second": plan.predicted_samples_per_second,
@@ -63,11 +60,15 @@ def predicted(plan: Plan) -> dict[str, Any]:
 
 
 class RunLog:
-    """Takes in a run's steps, attempt after attempt, and sums the run up.
+    """Records a run's steps, attempt after attempt, and sums the run up.
+
+    Every tracker is handed the same: the plan's tables, each logged step, the comparison with the
+    predictions, the plots and the summary.
 
     Attributes:
-        recorder: what `loop` feeds. compile_seconds: of the newest attempt, None before.
-        failed_saves: a line for each save that failed.
+        recorder: takes the steps' results from the loop.
+        compile_seconds: compile time of the newest attempt, None before.
+        failed_saves: a line for each checkpoint that could not be saved.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class RunLog:
         self._plan, self._plan_seconds, self._allocation = plan, plan_seconds, allocation
         self._metrics: JsonlTracker | None = None
         self._registered: tuple[Tracker, ...] = ()
-        self._shown: ConsoleTracker | None = None  # of this attempt; the others go on
+        self._shown: ConsoleTracker | None = None  # lives for an attempt, the others for the run
         self._warm_up: set[int] = set()  # steps, of all attempts
         self.compile_seconds: float | None = None
         self.failed_saves: list[str] = []
@@ -97,8 +98,13 @@ class RunLog:
         self.recorder.begin(home.finished_steps)
 
     def open(self, finished_steps: int) -> None:
-        """Make ready for an attempt that begins after so many steps: what is recorded of later
-        ones is to be done again. Raises OSError."""
+        """Prepare for an attempt that begins after `finished_steps`; later steps are logged again.
+
+        The trackers are opened by the first attempt and live as long as the run.
+
+        Raises:
+            OSError: the metrics cannot be written.
+        """
         path, first_step = self._home.path, finished_steps + 1
         self._warm_up.update(warm_up(finished_steps))
         if self._metrics:
@@ -117,20 +123,23 @@ class RunLog:
         )
 
     def show(self, finished_steps: int) -> None:
-        """Show the steps of the attempt to a person, from now on."""
+        """Show the steps of the attempt on the console from now on."""
         steps = self._config.train.steps
         self._shown = ConsoleTracker(self._console, steps, finished_steps + 1)
 
     def close(self, finished_steps: int) -> None:
-        """End what was opened for an attempt that failed; the next begins after so many steps."""
+        """End an attempt that failed; the next one begins after `finished_steps`."""
         self.recorder.begin(finished_steps)
         if self._shown:
             self._shown.finish({})
         self._shown = None
 
     def sync(self) -> None:
-        """Wait until the metrics so far are on the disk: a checkpoint is not to outlive them.
-        Raises LostFolderError where there is no folder for it any more."""
+        """Wait until the metrics are on the disk: no checkpoint may be newer than they are.
+
+        Raises:
+            LostFolderError: the run's folder is gone.
+        """
         self._home.check()
         if self._metrics:
             self._metrics.sync()
@@ -152,8 +161,13 @@ class RunLog:
         )
 
     def sum_up(self, reason: str, restarts: int, path: Path) -> None:
-        """Finish the run_log; write what the run came to, to `path`, where the run's folder is by
-        now, and print it."""
+        """Finish the trackers, write the plots and the summary, and print it.
+
+        Args:
+            reason: the run's `exit_reason`.
+            restarts: number of restarts by this process.
+            path: the run's folder, which may have been moved.
+        """
         metrics = path / METRICS
         if self._metrics:
             self._metrics.move(metrics)
