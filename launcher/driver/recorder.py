@@ -36,7 +36,7 @@ class Recorder:
     """Logs every `log_every`-th step, the last one, and what is out of the ordinary.
 
     Args:
-        log: takes the metrics of one step.
+        log: takes a step's number and its metrics.
         performance: the `perf/...` figures of a step that took so many seconds.
         say: takes a line for a person.
         skips: whether a step whose loss or gradient is not finite has left the state as it was.
@@ -48,7 +48,7 @@ class Recorder:
 
     def __init__(
         self,
-        log: Callable[[Metrics], None],
+        log: Callable[[int, Metrics], None],
         log_every: int,
         performance: Callable[[float], Metrics],
         say: Callable[[str], None] = lambda line: None,
@@ -60,7 +60,7 @@ class Recorder:
         self._skipped_in_a_row = 0
         self._log_every = log_every
         self._performance = performance
-        self._unlogged: Metrics | None = None
+        self._unlogged: tuple[int, Metrics] | None = None
         self.finished_steps = 0
         self.first_step_at: float | None = None
 
@@ -76,7 +76,7 @@ class Recorder:
         self.finished_steps = result.step
         self.first_step_at = self.first_step_at or result.completed_at
         rates = self._performance(result.metrics["perf/step_seconds"])
-        self._unlogged = {"step": result.step, **result.metrics, **rates}
+        self._unlogged = result.step, {**result.metrics, **rates}
         bad = [key for key in _FINITE if not math.isfinite(result.metrics[key])]
         if bad or result.step % self._log_every == 0 or "eval/loss" in result.metrics:
             self.log_newest()
@@ -91,5 +91,5 @@ class Recorder:
     def log_newest(self) -> None:
         """Log the newest step, where it has not been."""
         if self._unlogged:
-            self._log(self._unlogged)
+            self._log(*self._unlogged)
         self._unlogged = None

@@ -1,7 +1,4 @@
-"""What is kept of a run under way: metrics, console, Weights & Biases, and the summary at its end.
-
-`training` makes one `RunLog` a run; it outlives the run's attempts.
-"""
+"""The record of a run under way: trackers, performance, and the summary at its end."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,33 +24,31 @@ from launcher.driver.loop import warm_up
 from launcher.driver.recorder import Recorder
 from launcher.plan import Plan, timeline
 from launcher.report.console import ConsoleTracker
-from launcher.report.jsonl import JsonlTracker, read_metrics
+from launcher.report.jsonl import METRICS, JsonlTracker, read_metrics
 from launcher.report.metrics import measured, performance
 from launcher.report.plan_record import beside_measured, plan_tables, predicted_memory
 from launcher.report.plots import plot_loss, plot_timeline
+from launcher.report.registry import TrackedRun, open_trackers
 from launcher.report.summary import Summary, print_summary, write_summary
 from launcher.report.tracker import CompositeTracker, Metrics, Tracker
-from launcher.report.wandb_tracker import WandbTracker, open_wandb
 from launcher.stop import ENDINGS
-
-METRICS = "metrics.jsonl"
 
 
 def write_planned(home: RunFolder, plan: Plan, plan_seconds: float) -> None:
-    """Write what was planned and not run: the timeline's picture and the summary."""
+    """Write the result of planning alone: the timeline's plot and the summary."""
     draw_timeline(plan, home.path, home.id)
     summary = Summary(home.id, "planned", **predicted(plan), plan_seconds=plan_seconds)
     write_summary(home.path, summary)
 
 
 def draw_timeline(plan: Plan, folder: Path, run_id: str) -> Path:
-    """Draw the plan's predicted step into the run's folder; returns the picture's path."""
+    """Draw the plan's predicted step into the run's folder; return the plot's path."""
     path = folder / "plots" / "timeline.png"
     return plot_timeline(timeline(plan), path, run_id, plan.predicted_step_seconds)
 
 
 def predicted(plan: Plan) -> dict[str, Any]:
-    """The fields of a summary that the plan alone knows."""
+    """Return the fields of a summary that follow from the plan alone."""
     return {
         "predicted_step_seconds": plan.predicted_step_seconds,
         "predicted_samples_per_second": plan.predicted_samples_per_second,
@@ -64,11 +60,15 @@ def predicted(plan: Plan) -> dict[str, Any]:
 
 
 class RunLog:
-    """Takes in a run's steps, attempt after attempt, and sums the run up.
+    """Records a run's steps, attempt after attempt, and sums the run up.
+
+    Every tracker is handed the same: the plan's tables, each logged step, the comparison with the
+    predictions, the plots and the summary.
 
     Attributes:
-        recorder: what `loop` feeds. compile_seconds: of the newest attempt, None before.
-        failed_saves: a line for each save that failed.
+        recorder: takes the steps' results from the loop.
+        compile_seconds: compile time of the newest attempt, None before.
+        failed_saves: a line for each checkpoint that could not be saved.
     """
 
     def __init__(
@@ -82,10 +82,9 @@ class RunLog:
     ) -> None:
         self._home, self._config, self._console = home, config, console
         self._plan, self._plan_seconds, self._allocation = plan, plan_seconds, allocation
-        self._wandb: WandbTracker | None = None
-        self._newest_in_wandb = 0
         self._metrics: JsonlTracker | None = None
-        self._trackers: list[Tracker] = []  # of this attempt; the others go on
+        self._registered: tuple[Tracker, ...] = ()
+        self._shown: ConsoleTracker | None = None  # lives for an attempt, the others for the run
         self._warm_up: set[int] = set()  # steps, of all attempts
         self.compile_seconds: float | None = None
         self.failed_saves: list[str] = []
@@ -99,53 +98,55 @@ class RunLog:
         self.recorder.begin(home.finished_steps)
 
     def open(self, finished_steps: int) -> None:
-        """Make ready for an attempt that begins after so many steps: what is recorded of later
-        ones is to be done again. Raises OSError."""
-        path, config = self._home.path, self._config
-        if self._metrics:
-            self._metrics.rewind(finished_steps + 1)  # with what waits for room on the disk
-        else:
-            self._metrics = JsonlTracker(path / METRICS, finished_steps + 1, self._say)
+        """Prepare for an attempt that begins after `finished_steps`; later steps are logged again.
+
+        The trackers are opened by the first attempt and live as long as the run.
+
+        Raises:
+            OSError: the metrics cannot be written.
+        """
+        path, first_step = self._home.path, finished_steps + 1
         self._warm_up.update(warm_up(finished_steps))
-        if self._wandb:
+        if self._metrics:
+            self._trackers.rewind(first_step)
             return
-        self._wandb = open_wandb(
-            config.wandb,
-            run_id=self._home.id,
-            config=redacted(config),
-            run_dir=path,
-            warn=self._say,
+        self._metrics = JsonlTracker(path / METRICS, first_step, self._say)
+        run = TrackedRun(self._home.id, path, redacted(self._config), self._say)
+        self._registered = open_trackers(run)
+        for name, table in plan_tables(self._plan).items():
+            self._trackers.table(name, *table)
+
+    @property
+    def _trackers(self) -> CompositeTracker:
+        return CompositeTracker(
+            tuple(filter(None, (self._metrics, self._shown, *self._registered)))
         )
-        if self._wandb:
-            self._wandb.tables(plan_tables(self._plan))
 
     def show(self, finished_steps: int) -> None:
-        """Show the steps of the attempt to a person, from now on."""
-        tracker = ConsoleTracker(self._console, self._config.train.steps, finished_steps + 1)
-        self._trackers.append(tracker)
+        """Show the steps of the attempt on the console from now on."""
+        steps = self._config.train.steps
+        self._shown = ConsoleTracker(self._console, steps, finished_steps + 1)
 
     def close(self, finished_steps: int) -> None:
-        """End what was opened for an attempt that failed; the next begins after so many steps."""
+        """End an attempt that failed; the next one begins after `finished_steps`."""
         self.recorder.begin(finished_steps)
-        CompositeTracker(tuple(self._trackers)).finish({})
-        self._trackers.clear()
+        if self._shown:
+            self._shown.finish({})
+        self._shown = None
 
     def sync(self) -> None:
-        """Wait until the metrics so far are on the disk: a checkpoint is not to outlive them.
-        Raises LostFolderError where there is no folder for it any more."""
+        """Wait until the metrics are on the disk: no checkpoint may be newer than they are.
+
+        Raises:
+            LostFolderError: the run's folder is gone.
+        """
         self._home.check()
         if self._metrics:
             self._metrics.sync()
 
-    def _log(self, metrics: Metrics) -> None:
+    def _log(self, step: int, metrics: Metrics) -> None:
         self._home.check()
-        for tracker in (self._metrics, *self._trackers):
-            if tracker:
-                tracker.log(metrics)
-        step = int(metrics["step"] or 0)
-        if self._wandb and step > self._newest_in_wandb:  # which takes no step twice
-            self._wandb.log(metrics)
-            self._newest_in_wandb = step
+        self._trackers.log(step, metrics)
 
     def _performance(self) -> Callable[[float], Metrics]:
         samples = self._config.train.global_batch_size
@@ -160,8 +161,13 @@ class RunLog:
         )
 
     def sum_up(self, reason: str, restarts: int, path: Path) -> None:
-        """Finish the run_log; write what the run came to, to `path`, where the run's folder is by
-        now, and print it."""
+        """Finish the trackers, write the plots and the summary, and print it.
+
+        Args:
+            reason: the run's `exit_reason`.
+            restarts: number of restarts by this process.
+            path: the run's folder, which may have been moved.
+        """
         metrics = path / METRICS
         if self._metrics:
             self._metrics.move(metrics)
@@ -170,18 +176,22 @@ class RunLog:
         with ExitStack() as stack:  # each of these also where one before it fails
             resume_command = self._resume_command(reason)
             stack.callback(print_summary, self._console, path, summary, resume_command)
-            every = tuple(filter(None, (self._metrics, *self._trackers, self._wandb)))
-            stack.callback(CompositeTracker(every).finish, summary.to_dict())
+            stack.callback(self._trackers.finish, summary.to_dict())
             write_summary(path, summary)
-            pictures = [draw_timeline(self._plan, path, self._home.id)]
-            if records:
-                loss = path / "plots" / "loss.png"
-                pictures.append(plot_loss(records, loss, self._home.id))
-            if self._wandb:
-                last = records[-1] if records else {}
-                compared = beside_measured(self._plan, summary, last)
-                self._wandb.tables({"plan/beside_measured": compared})
-                self._wandb.pictures(pictures)
+            pictures = self._draw(path, records)
+            last = records[-1] if records else {}
+            compared = beside_measured(self._plan, summary, last)
+            self._trackers.table("plan/beside_measured", *compared)
+            for name, picture in pictures.items():
+                self._trackers.image(name, picture)
+
+    def _draw(self, path: Path, records: list[dict[str, Any]]) -> dict[str, Path]:
+        """Draw the run's pictures into its folder; return their paths by name."""
+        pictures = {"plots/timeline": draw_timeline(self._plan, path, self._home.id)}
+        if records:
+            loss = path / "plots" / "loss.png"
+            pictures["plots/loss"] = plot_loss(records, loss, self._home.id)
+        return pictures
 
     def _say(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, markup=False, highlight=False)
@@ -191,7 +201,7 @@ class RunLog:
         plan, started = self._plan, psutil.Process().create_time()
         first_step_at = self.recorder.first_step_at
         allocation = self._allocation
-        return Summary(
+        summary = Summary(
             run_id=self._home.id,
             exit_reason=reason,
             restarts=(allocation.restarts if allocation else 0) + restarts,
@@ -205,9 +215,9 @@ class RunLog:
             compile_seconds=self.compile_seconds,
             time_to_first_step_seconds=first_step_at and first_step_at - started,
             total_seconds=time.time() - started,
-            wandb_url=self._wandb.url if self._wandb else None,
-            wandb_sync_command=self._wandb.sync_command if self._wandb else None,
         )
+        fields = self._trackers.summary_fields()
+        return replace(summary, **{k: v for k, v in fields.items() if k in vars(summary)})
 
     def _resume_command(self, reason: str) -> str | None:
         if not reason.startswith(tuple(word for _, word in ENDINGS.values())):

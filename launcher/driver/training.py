@@ -31,15 +31,15 @@ from launcher.driver.loop import train
 from launcher.driver.prepare import Prepared
 from launcher.driver.recorder import DivergedError
 from launcher.driver.restart_policy import FailedError, Failure, Restart, recovering
-from launcher.driver.run_log import METRICS, RunLog
+from launcher.driver.run_log import RunLog
 from launcher.driver.saving import Saving, contents
 from launcher.driver.workers import Workers
 from launcher.files import aside, write_whole
 from launcher.output import complain
 from launcher.plan import Plan
 from launcher.report.console import status
-from launcher.report.jsonl import read_metrics
-from launcher.report.summary import shown_path
+from launcher.report.jsonl import METRICS, read_metrics
+from launcher.report.text import shown_path
 from launcher.stop import Stop
 from launcher.train import checkpoint
 from launcher.train.checkpoint import SaveError

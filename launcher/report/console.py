@@ -1,8 +1,7 @@
-"""What a person sees while a run goes on: live progress on a terminal, plain lines on a pipe.
+"""Console output of a run: live progress on a terminal, plain lines on a pipe.
 
-`make_console` makes the one rich console of the process; `launcher.train` and the front doors hand
-it to everything that prints. Off a terminal nothing but plain lines comes out, whatever FORCE_COLOR
-says: no colour, no moving cursor. NO_COLOR is obeyed.
+A process has one rich console, made by `make_console`. Off a terminal it writes plain lines only,
+without colour or cursor movement, even if FORCE_COLOR is set. NO_COLOR is obeyed.
 """
 
 from __future__ import annotations
@@ -31,21 +30,24 @@ from rich.text import Text
 
 from launcher.output import discard
 from launcher.report.text import clock_text, loss_text, rate_text, seconds_text
-from launcher.report.tracker import Metrics
+from launcher.report.tracker import Metrics, Tracker
 
 PLAIN_WIDTH = 100
 LINES_ON_TERMINAL = 10  # the lines that stay above the live display, besides evaluations
 LINES_ON_PIPE = 50
 LONGEST_SILENCE = 60.0  # seconds without a line on a pipe, however long the run is
-ETA_WINDOW = 50  # logged steps that the time left is judged by
+ETA_WINDOW = 50  # logged steps that the time left is estimated from
 
 
-# What a disk that standard output goes to may say: full, over quota, broken; EIO a closed terminal.
+# Of a disk behind standard output (full, over quota, broken) or a closed terminal (EIO).
 _UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
 
 
 def make_console(file: TextIO | None = None) -> Console:
-    """A console on `file` (standard output): as wide as the terminal, 100 columns off one."""
+    """Return a console on `file` (standard output by default).
+
+    It is as wide as the terminal, or 100 columns off one.
+    """
     console = _Console(file=file, highlight=False, markup=False, emoji=False)
     if console.file.isatty():
         return console
@@ -61,8 +63,10 @@ def make_console(file: TextIO | None = None) -> Console:
 
 
 class _Console(Console):
-    """Says nothing more once nobody reads it (`| head`) or the disk that it goes to is full, where
-    rich would end the process or the run."""
+    """Falls silent where rich would end the run.
+
+    That is when nobody reads the output any more (`| head`), or the disk it goes to is full.
+    """
 
     def _check_buffer(self) -> None:
         try:
@@ -78,16 +82,16 @@ class _Console(Console):
 
 
 def plain_table() -> Table:
-    """An empty table without a frame: narrow, and the same on a terminal and on a pipe."""
+    """Return an empty table without a frame, the same on a terminal and on a pipe."""
     return Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
 
 
 @contextmanager
 def status(console: Console, text: str) -> Iterator[None]:
-    """Show that a phase is under way, and at its end how long it took.
+    """Show that a phase is under way, and in the end how long it took.
 
-    On a terminal a spinner with a running clock stands while the block runs; one line
-    `<text> ... 3.2 s` is what stays, and all that appears off one.
+    On a terminal a spinner with a running clock is shown while the block runs. One line remains,
+    `<text> ... 3.2 s`; off a terminal it is all that is printed.
     """
     start = time.monotonic()
     ending = "failed after "
@@ -107,9 +111,14 @@ def status(console: Console, text: str) -> Iterator[None]:
 
 @contextmanager
 def progress_of(console: Console, text: str) -> Iterator[Callable[[float], None]]:
-    """Show how far a phase is: on a terminal a bar with the time left, and at the end one line
-    `<text> ... 3.2 s`, which is all that appears off one. Yields what to tell the share done, 0 to
-    1."""
+    """Show how far a phase has come.
+
+    On a terminal a bar with the time left is shown while the block runs. One line remains,
+    `<text> ... 3.2 s`; off a terminal it is all that is printed.
+
+    Yields:
+        A function that takes the share done, 0 to 1.
+    """
     with status(console, text) if not console.is_interactive else nullcontext():
         start = time.monotonic()
         bar = Progress(
@@ -143,17 +152,18 @@ def _spinner(console: Console, text: str) -> Progress:
     return progress
 
 
-class ConsoleTracker:
+class ConsoleTracker(Tracker):
     """Shows steps as they are logged.
 
-    A bar and the newest figures are kept up to date on a terminal while the run lasts. Lines that
-    stay are printed for the first and the last step, for each evaluation, and at round steps
-    besides: about ten times a run, or fifty times and at least once a minute off a terminal.
+    On a terminal a bar and the newest figures are kept up to date while the run lasts. Permanent
+    lines are printed for the first and the last step, for each evaluation, and at round step
+    numbers: about ten a run on a terminal; off one about fifty, and at least one a minute.
 
     Args:
+        console: the console to print to.
         steps: the step at which training ends.
         first_step: the first step of this process, more than 1 where a run is resumed.
-        clock: seconds that go on evenly, for the time left.
+        clock: a monotonic clock in seconds, for the time left.
     """
 
     def __init__(
@@ -172,8 +182,9 @@ class ConsoleTracker:
         self._live = _LiveDisplay(console, steps, first_step) if console.is_interactive else None
         self._interval = round_up(steps / (LINES_ON_TERMINAL if self._live else LINES_ON_PIPE))
 
-    def log(self, metrics: Metrics) -> None:
-        now, step = self._clock(), int(metrics["step"] or 0)
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Update the live display, and print a line where one is due."""
+        now = self._clock()
         self._recent.append((now, step))
         figures, left = figures_text(metrics), self._time_left()
         self._unprinted = f"step {step:>{len(str(self._steps))}}/{self._steps}  {figures}"
@@ -185,10 +196,8 @@ class ConsoleTracker:
             self._print_newest()
             self._printed = (now, step)
 
-    def message(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True)
-
     def finish(self, summary: Mapping[str, Any]) -> None:
+        """Remove the live display and print the newest step, unless it has been printed."""
         if self._live:
             self._live.stop()
         self._print_newest()
@@ -214,7 +223,7 @@ class ConsoleTracker:
 
 
 def figures_text(metrics: Metrics) -> str:
-    """The newest figures in one line: loss, throughput, step time, evaluation."""
+    """Return the newest figures in one line: loss, throughput, step time, evaluation."""
     parts = [f"loss {loss_text(metrics.get('train/loss')):<6}"]
     for unit in ("tokens", "samples"):
         if (rate := metrics.get(f"perf/{unit}_per_second")) is not None:
@@ -228,7 +237,7 @@ def figures_text(metrics: Metrics) -> str:
 
 
 def round_up(interval: float) -> int:
-    """The smallest of 1, 2, 5, 10, 20, 50, ... that is no less than `interval`."""
+    """Return the smallest of 1, 2, 5, 10, 20, 50, ... that is at least `interval`."""
     power = 1
     while power * 5 < interval:
         power *= 10
@@ -236,7 +245,7 @@ def round_up(interval: float) -> int:
 
 
 class _LiveDisplay:
-    """The bar and, below it, the newest figures; both go when it stops."""
+    """A progress bar and, below it, the newest figures; `stop` removes both."""
 
     def __init__(self, console: Console, steps: int, first_step: int) -> None:
         self._bar = Progress(

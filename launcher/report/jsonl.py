@@ -1,7 +1,7 @@
-"""`metrics.jsonl`: one JSON object a logged step, written and read here and nowhere else.
+"""`metrics.jsonl`: one JSON object a logged step.
 
-Every line holds every key of `METRIC_KEYS`, then the step's own extra ones. What is unknown and
-what is not finite (NaN, infinity) is `null`: that is valid JSON, and every reader keeps the column
+Every line holds every key of `METRIC_KEYS`, then the step's own extra ones. Values that are unknown
+or not finite (NaN, infinity) are `null`: that is valid JSON, and every reader keeps the column
 numeric.
 """
 
@@ -27,24 +27,34 @@ from launcher.files import (
     read_bytes,
     say_aside,
 )
-from launcher.report.tracker import METRIC_KEYS, Metrics
+from launcher.report.tracker import METRIC_KEYS, Metrics, Tracker
 
-# What may pass: there is room again, or the disk is mounted as it was.
+METRICS = "metrics.jsonl"  # in the folder of a run
+# Errors that may pass: the disk has room again, or is mounted again.
 _PASSING = FULL | {errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES}
-_LARGEST = 2**53  # of a step: what every reader of JSON takes for itself
+_LARGEST = 2**53  # no step is larger: every JSON reader holds such integers exactly
 _LARGEST_METRIC = 1.8e308  # that a float holds
 
 
-class JsonlTracker:
-    """Appends to `path`, one flushed line a step, so that a crash costs no line but its own.
+class JsonlTracker(Tracker):
+    """Appends to a file, one flushed line a step, so that a crash loses no line but its own.
 
-    Opening it for a run that goes on at `first_step` drops the lines of that step and later, and a
-    last line that a crash tore: every step stands in the file once. Other lines that are not whole
-    go too, but `warn` is told and the old file is kept beside. `rewind` does the same later.
+    Opening the file for a run that continues at `first_step` drops the lines of that step and later
+    ones, and a last line that a crash cut off: every step is in the file once. Other incomplete
+    lines are dropped as well, with a warning, and the old file is kept beside the new one. `rewind`
+    does the same later.
 
-    While the disk is full or takes nothing for another reason, lines are held back and written when
-    it does again; `warn` is told. The constructor, `log`, `sync` and, of a disk that still takes
-    nothing, `finish` raise OSError where the file cannot be written.
+    While the disk is full or cannot be written for another passing reason, lines are held back and
+    written when it can be written again, with a warning.
+
+    Args:
+        path: the file.
+        first_step: the first step to be logged.
+        warn: prints one line for the user.
+
+    Raises:
+        OSError: the file cannot be written. So do `log`, `sync` and, where lines are still held
+            back, `finish`.
     """
 
     def __init__(
@@ -61,12 +71,12 @@ class JsonlTracker:
         return open(descriptor, "a+b", buffering=0)
 
     def _written(self) -> bytes:
-        """What the file holds, also where its name is gone."""
+        """Return the content of the file, even if its name is gone."""
         self._file.seek(0)
         return self._file.read()
 
     def rewind(self, first_step: int) -> None:
-        """Drop the lines of `first_step` and later, written or held back."""
+        """Drop the lines of `first_step` and later ones, written or held back."""
         self._try(self._ensure_named)
         written = self._written()
         lines = (written + self._held_back).splitlines(keepends=True)  # one may be in both
@@ -82,22 +92,22 @@ class JsonlTracker:
         self._try(self._write)
 
     def _keep_beside(self, bad: list[int]) -> None:
-        """Copy the file, of which the lines of these numbers are to go, and say so."""
+        """Keep a copy of the file before the lines of these numbers are dropped, and warn."""
         kept = aside(self._path)
         shutil.copy(self._path, kept)
         which = f"line {bad[0]}" + (f" and {len(bad) - 1} more" if bad[1:] else "")
         self._warn(f"{self._path}: {which} cannot be read and is left out; see {kept.name}")
 
     def records(self) -> list[dict[str, Any]]:
-        """The steps that are in the file, like `read_metrics`."""
+        """Return the steps in the file, like `read_metrics`."""
         return _records(self._written())
 
     def move(self, path: Path) -> None:
-        """From now on the file is `path`: its folder was renamed, or is made again."""
+        """Take `path` for the file's name from now on: its folder was renamed or made again."""
         self._path = path
 
     def _ensure_named(self) -> None:
-        """Write the file again where it was deleted, or something else stands in its place."""
+        """Write the file again where it was deleted or replaced by something else."""
         try:
             if os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
                 return
@@ -110,13 +120,15 @@ class JsonlTracker:
         self._held_back = written + self._held_back
         self._warn(f"{self._path} was taken away while the run trained: it is written again")
 
-    def log(self, metrics: Metrics) -> None:
-        line = {key: json_number(metrics.get(key)) for key in (*METRIC_KEYS, *metrics)}
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Append the step's line."""
+        known = {"step": step, **metrics}
+        line = {key: json_number(known.get(key)) for key in (*METRIC_KEYS, *known)}
         self._held_back += json.dumps(line, allow_nan=False).encode() + b"\n"
         self._try(self._write)
 
     def sync(self) -> None:
-        """Wait until what is logged is on the disk, as far as that has room."""
+        """Wait until the logged steps are on the disk, as far as it has room."""
         self._try(self._ensure_named)
         self._try(self._write)
         self._try(lambda: os.fsync(self._file.fileno()))
@@ -132,10 +144,8 @@ class JsonlTracker:
                 self._warn(f"{self._path}: {error.strerror}; metrics wait until {until}")
             self._waiting = True
 
-    def message(self, text: str) -> None:
-        pass
-
     def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write the lines held back and close the file."""
         if self._file.closed:
             return
         try:
@@ -154,8 +164,14 @@ class JsonlTracker:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The logged steps of a `metrics.jsonl`, oldest first, without lines that are not whole; none
-    where there is no such file yet. Raises OSError."""
+    """Return the logged steps of a `metrics.jsonl`, oldest first, without incomplete lines.
+
+    Returns:
+        One dictionary a step; none where there is no such file yet.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     try:
         return _records(read_bytes(path, most=_LARGEST))
     except (FileNotFoundError, DamagedError):
@@ -168,14 +184,14 @@ def _records(data: bytes) -> list[dict[str, Any]]:
 
 
 def json_number(value: float | None) -> float | int | None:
-    """`value` as JSON can hold it: not-finite becomes None, and any float kind a Python float."""
+    """Return a number for JSON: None if it is not finite, a Python float for any float type."""
     if value is None or isinstance(value, int):
         return value
     return float(value) if math.isfinite(value) else None
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """What a line holds; None where it is not whole, or no step's metrics."""
+    """Return the metrics in a line; None where it is incomplete or holds no step's metrics."""
     try:
         record = parse_json(line)
     except DamagedError:

@@ -1,7 +1,4 @@
-"""The contract's performance figures, computed from what was measured. Pure functions.
-
-`launcher.train` uses them to fill a step's metrics, `summary` to say what the run came to.
-"""
+"""Performance figures, computed from measured steps. Pure functions."""
 
 from __future__ import annotations
 
@@ -20,18 +17,19 @@ def performance(
     devices: int = 1,
     peak_flops: float | None = None,
 ) -> dict[str, float | None]:
-    """The `perf/...` figures of one step that took `step_seconds`.
+    """Return the `perf/...` metrics of one step.
 
     Args:
+        step_seconds: the duration of the step.
         samples: samples in the global batch.
         tokens: tokens in the global batch, None where samples have none.
         flops: model FLOPs of one step, over all devices; recomputation does not count.
         devices: number of devices that took part.
-        peak_flops: FLOP/s that one device can do at best, None where it is not known.
+        peak_flops: peak FLOP/s of one device, None where it is unknown.
 
     Returns:
         `perf/step_seconds`, `perf/samples_per_second`, `perf/tokens_per_second` and `perf/mfu`
-        (model FLOPs utilization, a fraction of one); None is not known.
+            (model FLOPs utilization, a fraction of one); None is unknown.
     """
     mfu = flops / (step_seconds * devices * peak_flops) if flops and peak_flops else None
     return {
@@ -43,7 +41,7 @@ def performance(
 
 
 def median(values: Iterable[float | None]) -> float | None:
-    """The median of the values that are known and finite; None where there are none."""
+    """Return the median of the values that are known and finite; None where there are none."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     return statistics.median(known) if known else None
 
@@ -54,15 +52,16 @@ def measured(
     earlier: int = 0,
     warm_up: Collection[int] = (),
 ) -> dict[str, Any]:
-    """What a run's logged steps (`read_metrics`) come to, as fields of `Summary`.
+    """Return the fields of `Summary` that follow from a run's logged steps.
 
     Losses are the first and the last logged ones, None where they were not finite. The step's time
-    is a median, so that one slow step does not colour it, and the rates are those of that time.
+    is a median, so that one slow step does not distort it, and the rates are those of that time.
 
     Args:
-        rates: `performance` of a step that takes so many seconds.
-        earlier: how many steps were taken before, maybe by another plan on other devices: times,
-            rates and memory are those of the steps after them, if any was logged.
+        records: the logged steps, as `read_metrics` returns them.
+        rates: returns the `performance` of a step that takes so many seconds.
+        earlier: number of steps taken before, perhaps by another plan on other devices. Times,
+            rates and memory are those of the later steps, if any was logged.
         warm_up: the steps whose times count only where no other was logged, the newest of them.
     """
     newer = [record for record in records if record["step"] > earlier] or records

@@ -1,8 +1,4 @@
-"""A plan, and what came of it, as plain tables for whoever records a run. Pure.
-
-`launcher.train` hands them to a tracker; the same figures stand on the console (`plan_table`,
-`summary`) and in the run folder.
-"""
+"""A plan and its outcome as plain tables for trackers. Pure functions."""
 
 from __future__ import annotations
 
@@ -19,14 +15,17 @@ if TYPE_CHECKING:
 
 
 class Rows(NamedTuple):
-    """A table: the names of its columns, and its rows."""
+    """The columns' names and the rows of a table."""
 
     columns: list[str]
     rows: list[list[Any]]
 
 
 def plan_tables(plan: Plan) -> dict[str, Rows]:
-    """The stages, what they cut, the runners-up, and the measured layers; those that there are."""
+    """Return a plan's tables by name, without empty ones.
+
+    They hold the stages, their shardings, the runners-up and the measured layers.
+    """
     stages = Rows(
         [
             "stage",
@@ -76,9 +75,11 @@ def plan_tables(plan: Plan) -> dict[str, Rows]:
 
 
 def beside_measured(plan: Plan, summary: Summary, last: Mapping[str, Any]) -> Rows:
-    """What was predicted beside what was measured, and how far it is off, where both are known.
+    """Return predicted and measured values and their relative difference, where both are known.
 
     Args:
+        plan: the plan of the run.
+        summary: the summary of the run.
         last: the last logged step, for the stages' seconds.
     """
     pairs = [
@@ -100,8 +101,11 @@ def beside_measured(plan: Plan, summary: Summary, last: Mapping[str, Any]) -> Ro
 
 
 def predicted_memory(plan: Plan) -> int:
-    """The predicted peak that a run measures: of a device; where devices share this machine's
-    memory, of the host that holds most."""
+    """Return the predicted peak of the memory that a run measures, in bytes.
+
+    That is the peak of a device or, where devices share the machine's memory, of the host that uses
+    most.
+    """
     if plan.cluster.get("memory_bytes") is not None:
         return max(stage.memory_bytes for stage in plan.stages)
     each = plan.cluster["devices_per_host"]

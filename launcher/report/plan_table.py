@@ -1,7 +1,4 @@
-"""A plan as a table for a person: a row a stage, and what the whole is predicted to do.
-
-`launcher.train` prints it before a run and for `task=plan`; it reads the plan, and needs no device.
-"""
+"""A plan as a table: a row a stage, and the predictions for the whole."""
 
 from __future__ import annotations
 
@@ -27,7 +24,13 @@ if TYPE_CHECKING:
 
 
 def print_plan(console: Console, plan: Plan, tokens: int | None = None) -> None:
-    """Print the plan: what it is, its stages, and its predictions. `tokens`: of a sample."""
+    """Print a plan: headline, stages, predictions, measured layers and runners-up.
+
+    Args:
+        console: the console to print to.
+        plan: the plan.
+        tokens: tokens of a sample, None where samples have none.
+    """
     console.print()
     console.print(headline(plan), style="bold", soft_wrap=True)
     console.print(plan_table(plan))
@@ -50,7 +53,7 @@ def print_plan(console: Console, plan: Plan, tokens: int | None = None) -> None:
 
 
 def bottleneck(plan: Plan) -> str:
-    """What the step waits for, in one line."""
+    """Return which stage limits the step, in one line."""
     each = plan.mesh_seconds
     slowest = max(range(len(each)), key=each.__getitem__)
     busy = plan.num_micro_batches * each[slowest]
@@ -65,7 +68,7 @@ def bottleneck(plan: Plan) -> str:
 
 
 def headline(plan: Plan) -> str:
-    """The plan in one line: method, stages, schedule, microbatches, devices."""
+    """Return the plan in one line: method, stages, schedule, microbatches, devices."""
     hosts = {host for stage in plan.stages for host in stage.hosts}
     remat = {stage.remat for stage in plan.stages}
     parts = [
@@ -80,13 +83,12 @@ def headline(plan: Plan) -> str:
 
 
 def plan_table(plan: Plan) -> Table:
-    """The stages as a table that fits 80 columns.
+    """Return the stages as a table that fits 80 columns.
 
-    `submesh` is hosts x devices on each, `mesh` the logical mesh as data x model. Times are for one
-    microbatch, `transfer` that of its activations to a later stage, the slowest where it sends to
-    several. `memory` is the peak on one of its devices, with its share of the device's own where
-    that is known. Whether the forward pass is computed again (`remat`) is told by stage where the
-    stages differ.
+    `submesh` is hosts × devices on each, `mesh` the logical mesh as data × model. Times are for one
+    microbatch; `transfer` is the time to send its activations to a later stage, the slowest where
+    there are several. `memory` is the peak of one device, with its share of the device's capacity
+    where that is known. `remat` has a column where the stages differ in it.
     """
     table = plain_table()
     capacity = plan.cluster.get("memory_bytes")
@@ -114,7 +116,7 @@ def plan_table(plan: Plan) -> Table:
 
 
 def profile_table(plan: Plan) -> Table:
-    """What was measured (`parallel.cost=profile`): a row a distinct layer, mesh and size."""
+    """Return the measurements (`parallel.cost=profile`): a row a distinct layer, mesh and size."""
     table = plain_table()
     for name in ("layers", "model", "rows", "forward", "backward", ""):
         table.add_column(name, justify="right" if name else "left", no_wrap=bool(name))
@@ -126,8 +128,12 @@ def profile_table(plan: Plan) -> Table:
 
 
 def predictions(plan: Plan, tokens: int | None = None) -> str:
-    """What the plan is predicted to do, in one line; `tokens` are those of a sample, if it has
-    any."""
+    """Return the predictions for the whole plan in one line.
+
+    Args:
+        plan: the plan.
+        tokens: tokens of a sample, None where samples have none.
+    """
     samples = plan.predicted_samples_per_second
     peak = plan.cluster.get("peak_flops")
     mfu = plan.predicted_tflops_per_device * 1e12 / peak if peak else None
@@ -143,8 +149,8 @@ def predictions(plan: Plan, tokens: int | None = None) -> str:
 
 
 def _transfers(plan: Plan) -> list[str]:
-    """By stage; "-" where it sends nothing on."""
-    from launcher.plan import transfer_seconds  # brings JAX along, as whoever has a plan did
+    """Return the slowest transfer of each stage; "-" where it sends nothing on."""
+    from launcher.plan import transfer_seconds  # imports JAX, which is loaded by now
 
     slowest: dict[int, float] = {}
     for (src, dst), seconds in transfer_seconds(plan).items():

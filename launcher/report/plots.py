@@ -1,7 +1,6 @@
-"""The pictures of a run: its loss over the steps, and the simulated timeline of its pipeline.
+"""Plots of a run: the loss over its steps, and the simulated timeline of its pipeline.
 
-`launcher.train` calls these at a run's end, and for `task=plan`. Matplotlib is imported only when a
-picture is drawn, and without any global state (no pyplot).
+Matplotlib is imported only when a plot is drawn, and used without global state (no pyplot).
 """
 
 from __future__ import annotations
@@ -36,15 +35,19 @@ IDLE = "#ECECEC"
 INK = "#333333"
 SMOOTHED_FROM = 80  # logged steps
 SMALLEST_NUMBER = 4.0  # points
-MOST_NUMBERED_TASKS = 2000  # beyond, numbers could not be read and would only cost time
+MOST_NUMBERED_TASKS = 2000  # more numbers would be unreadable and slow to draw
 
 
 def plot_loss(records: Sequence[Mapping[str, Any]], path: Path, title: str = "") -> Path:
     """Draw the training loss, smoothed where it is long, and the evaluation loss.
 
     Args:
-        records: logged steps, as `jsonl.read_metrics` gives them.
-        path: the PNG to write; its folder is made. Returned.
+        records: logged steps, as `jsonl.read_metrics` returns them.
+        path: the PNG file to write; its folder is created.
+        title: the title of the plot.
+
+    Returns:
+        `path`.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -82,14 +85,17 @@ def plot_timeline(
     title: str = "",
     step_seconds: float | None = None,
 ) -> Path:
-    """Draw one simulated step: a row a mesh, a box a task with its microbatch, the rest idle.
+    """Draw one simulated step: a row a mesh, a box a task with its microbatch.
 
     Args:
-        timeline: what `schedule.simulate` returns; at least one task.
-        title: what the plan is, put before the step's length and its bubble.
-        path: the PNG to write; its folder is made. Returned.
-        step_seconds: what the plan predicts for the step; what is left of it when all tasks are
-            done is drawn as gradient sums and update. None: it ends with them.
+        timeline: the tasks that `schedule.simulate` returns, at least one.
+        path: the PNG file to write; its folder is created.
+        title: the name of the plan, put before the step's duration and its bubble.
+        step_seconds: the plan's predicted step time. The time after the last task is drawn as
+            gradient sums and update; None draws none.
+
+    Returns:
+        `path`.
     """
     from matplotlib.patches import Patch
 
@@ -154,15 +160,18 @@ def _stages_of(mesh: int, timeline: Sequence[TimedTask]) -> str:
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:
-    """The mean of the `window` values around each, an odd number; at both ends, where there are
-    fewer, the line that fits the outermost `window` best, so that no single value bends it."""
+    """Return the mean of the `window` values around each value (an odd number).
+
+    At both ends, where there are fewer, it is the line that best fits the outermost `window`
+    values, so that no single value bends it.
+    """
     from scipy.signal import savgol_filter
 
     return [float(value) for value in savgol_filter(values, window, polyorder=1)]
 
 
 def _series(records: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    """Steps and values of a metric, where it is known and finite."""
+    """Return the steps and values of a metric, where it is known and finite."""
     known = [(r["step"], r[key]) for r in records if r.get(key) is not None]
     known = [(step, value) for step, value in known if math.isfinite(value)]
     return [step for step, _ in known], [value for _, value in known]
@@ -171,7 +180,7 @@ def _series(records: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], 
 def _number_tasks(
     axes: Axes, tasks: Sequence[TimedTask], factor: float, inches_per_second: float
 ) -> None:
-    """Write each microbatch's number into its box, all of one size, where there is room."""
+    """Write each microbatch's number into its box, all in one size, where there is room."""
     longest = max(len(str(timed.task.microbatch)) for timed in tasks)
     points = {t.task: (t.end - t.start) * inches_per_second * 72 / (0.75 * longest) for t in tasks}
     fitting = [size for size in points.values() if size >= SMALLEST_NUMBER]
@@ -192,8 +201,8 @@ def _number_tasks(
 
 
 def _canvas(width: float, height: float) -> tuple[Figure, Axes]:
-    """An empty picture of that size in inches, without the box around the axes."""
-    # It warns where a machine takes five seconds to look at its fonts, once for each user.
+    """Return an empty figure of that size in inches, without the box around the axes."""
+    # It warns where building the font cache takes five seconds, once a user.
     logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""What a plan cuts, in words: a line for each way in which a stage's arrays are shared out."""
+"""The shardings of a plan in words: one line for each way in which arrays are sharded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAMES = 3  # listed of each kind
 
 
 def shardings_in_words(plan: Plan) -> list[str]:
-    """One line for each distinct way, with the stages that it is true of; none on single devices.
+    """Return one line for each distinct sharding, with its stages; none on single devices.
 
     For example `stages 0-1: 12 arrays cut along model: mlp.linear_fc1.kernel, …`.
     """
@@ -56,7 +56,7 @@ def _axes(dim: Any) -> tuple[str, ...]:
 
 
 def _examples(names: Sequence[str]) -> str:
-    """The ends of the names, those that differ in numbers only once."""
+    """Return the last parts of the names; those that differ only in numbers are listed once."""
     ends = list(dict.fromkeys(re.sub(r"\d+", "*", ".".join(n.split(".")[-2:])) for n in names))
     listed = ", ".join(ends[:_NAMES])
     return listed if len(ends) <= _NAMES else f"{listed} and {len(ends) - _NAMES} more kinds"

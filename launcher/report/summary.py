@@ -1,7 +1,4 @@
-"""The end of a run: `summary.json`, and what a person is told.
-
-`launcher.train` fills in a `Summary`, most of it with `metrics.measured`; `sweep` reads it back.
-"""
+"""The end of a run: `summary.json`, and the closing summary on the console."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from launcher.files import write_whole
-from launcher.report.jsonl import json_number
+from launcher.report.jsonl import METRICS, json_number
 from launcher.report.text import (
     bytes_text,
     clock_text,
@@ -25,6 +22,7 @@ from launcher.report.text import (
     percent_text,
     rate_text,
     seconds_text,
+    shown_path,
 )
 
 FILE_NAME = "summary.json"
@@ -33,14 +31,22 @@ _MEMORY_OF = {"device": "on a device", "process": "in a process, JAX and its pro
 
 @dataclass(frozen=True)
 class Summary:
-    """What one run came to. Times in seconds, None where a thing was not measured.
+    """The result of one run. Times are in seconds; None is not measured.
 
-    `exit_reason` is `done`, `planned` (`task=plan`), `interrupted`, `preempted`, or a sentence that
-    says what failed. `save_error` says why the newest of `failed_saves` failed. `job_id` and
-    `nodes` are those of a Slurm job. Losses are over all of the run's logged steps; times,
-    rates and memory over those since it was last started, whose plan the predictions are.
-    `peak_memory_of` is `device`, or `process` where devices are this CPU: its peak is then that of
-    the whole process, while the prediction is of arrays.
+    Losses are over all of the run's logged steps. Times, rates and memory are over the steps since
+    its last start; the predictions are those of the plan in use since then.
+
+    Attributes:
+        run_id: the run's id.
+        exit_reason: `done`, `planned` (`task=plan`), `interrupted`, `preempted`, or a sentence that
+            says what failed.
+        steps: number of finished steps.
+        peak_memory_of: `device`, or `process` where the devices are this CPU; the measured peak is
+            then that of the whole process, while the predicted one counts arrays only.
+        failed_saves: number of checkpoints that could not be saved.
+        save_error: why the newest of `failed_saves` failed.
+        job_id: the id of the Slurm job, None outside of one.
+        nodes: the nodes of the Slurm job.
     """
 
     run_id: str
@@ -75,13 +81,20 @@ class Summary:
     wandb_sync_command: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields by name, as JSON can hold them: a number that is not finite becomes None."""
+        """Return the fields by name for JSON: a number that is not finite becomes None."""
         fields = dataclasses.asdict(self)
         return {k: json_number(v) if isinstance(v, float) else v for k, v in fields.items()}
 
 
 def write_summary(run_dir: Path, summary: Summary) -> Path:
-    """Write `summary.json` whole or not at all; returns its path. Raises OSError."""
+    """Write `summary.json` whole or not at all.
+
+    Returns:
+        Its path.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     path = run_dir / FILE_NAME
     write_whole(path, json.dumps(summary.to_dict(), indent=2, allow_nan=False) + "\n")
     return path
@@ -90,12 +103,15 @@ def write_summary(run_dir: Path, summary: Summary) -> Path:
 def print_summary(
     console: Console, run_dir: Path, summary: Summary, resume_command: str | None = None
 ) -> None:
-    """Say what the run came to and where to look further.
+    """Print the results of a run and where to find more.
 
     Long paths and commands are never broken, so that they can be copied.
 
     Args:
-        resume_command: the command that takes this run up again, where there is one.
+        console: the console to print to.
+        run_dir: the run's folder.
+        summary: the summary of the run.
+        resume_command: the command that resumes the run, where there is one.
     """
     done = summary.exit_reason == "done"
     ending = f"{summary.steps} steps"
@@ -109,7 +125,7 @@ def print_summary(
 
 
 def _results(summary: Summary) -> list[tuple[str, str]]:
-    """What was reached and how fast, as (name, value) lines."""
+    """Return the results of training as (name, value) lines."""
     lines = []
     if summary.steps:
         final = "not finite" if summary.final_loss is None else loss_text(summary.final_loss)
@@ -145,11 +161,11 @@ def _results(summary: Summary) -> list[tuple[str, str]]:
 def _whereabouts(
     run_dir: Path, summary: Summary, resume_command: str | None
 ) -> list[tuple[str, str]]:
-    """Where to look and what to do next, as (name, value) lines."""
+    """Return the run's files and what to do next as (name, value) lines."""
     folder = shown_path(run_dir)
     lines = [("run folder", folder)]
-    if (run_dir / "metrics.jsonl").exists():
-        lines.append(("metrics", os.path.join(folder, "metrics.jsonl")))
+    if (run_dir / METRICS).exists():
+        lines.append(("metrics", os.path.join(folder, METRICS)))
     if pictures := ", ".join(sorted(path.name for path in run_dir.glob("plots/*.png"))):
         lines.append(("plots", f"{os.path.join(folder, 'plots')} ({pictures})"))
     if any((run_dir / "checkpoints").glob("*")):
@@ -161,12 +177,6 @@ def _whereabouts(
     if resume_command:
         lines.append(("go on", resume_command))
     return lines
-
-
-def shown_path(path: Path) -> str:
-    """`path` as the user would type it: relative where it is below the current folder."""
-    path = path.absolute()
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def _beside_prediction(summary: Summary) -> str:

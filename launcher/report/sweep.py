@@ -1,6 +1,6 @@
-"""Several runs side by side: what was set differently, and what came of it.
+"""A comparison of several runs: their different settings and their results.
 
-Reads the run folders' `config.yaml` and `summary.json`; the sweep's front door prints the table.
+It is read from `config.yaml` and `summary.json` in the runs' folders.
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ from rich.text import Text
 
 from launcher.config.bounded import tree_of
 from launcher.files import DamagedError, read_json
-from launcher.report.summary import FILE_NAME, shown_path
+from launcher.report.summary import FILE_NAME
 from launcher.report.tables import Column, side_by_side
-from launcher.report.text import bytes_text, loss_text, percent_text, seconds_text
+from launcher.report.text import bytes_text, loss_text, percent_text, seconds_text, shown_path
 
-# They say which run it is, and not what is different about it.
+# Settings that name a run, and do not tell how it differs.
 IDENTITY = ("run.id", "run.dir", "wandb.name", "wandb.group")
 UNSET = "-"
-_LARGEST = 1e300  # of a result
+_LARGEST = 1e300  # no result is larger
 
 
 class Result(NamedTuple):
-    """A field of the summary, its column, and which of several values is the best (None: none)."""
+    """A field of the summary, the header of its column, and the function that picks the best value.
+
+    `best` is None where no value is better than another.
+    """
 
     field: str
     header: str
@@ -51,7 +54,7 @@ PLAN_RESULTS = (  # of runs that were planned and not run
 
 
 def is_done(run_dir: Path) -> bool:
-    """Whether a run has come to its end as it should."""
+    """Return whether a run ended successfully."""
     return _is_done(_summary(run_dir))
 
 
@@ -60,14 +63,17 @@ def print_comparison(
     run_dirs: Sequence[str | os.PathLike[str]],
     jobs: Sequence[str] | None = None,
 ) -> None:
-    """Print a row a run: its name, the settings in which the runs differ, its results, how it
-    ended. What is too wide for the console goes on in a further table.
+    """Print a row a run: its name, the settings in which the runs differ, its results, its end.
 
-    `jobs` says of each which job of a batch system it is and how far that is.
+    Columns that are too many for the console's width continue in a further table. Runs that were
+    only planned are compared by their predictions. The best of each result among the successful
+    runs is marked with `*`. The errors of the others are printed below. A run without a summary is
+    shown as not finished.
 
-    Runs that were only planned are compared by their predictions. The best of each result among
-    the runs that are done is marked with `*`. What went wrong with the others stands below. A run
-    without a summary is shown as not finished.
+    Args:
+        console: the console to print to.
+        run_dirs: the runs' folders.
+        jobs: the batch job of each run and its state, where there are jobs.
     """
     folders = [Path(run_dir) for run_dir in run_dirs]
     summaries = [_summary(folder) for folder in folders]
@@ -111,14 +117,14 @@ def _result_columns(summaries: Sequence[Mapping[str, Any]]) -> list[Column]:
 
 
 def _common_prefix(folders: Sequence[Path]) -> str:
-    """`<sweep id>-` where these are the runs of one sweep, `<sweep id>-<n>`; else empty."""
+    """Return `<sweep id>-` where these are runs `<sweep id>-<n>` of one sweep, else ""."""
     prefixes = {(folder.absolute().parent, folder.name.rpartition("-")[0]) for folder in folders}
     prefix = folders[0].name.rpartition("-")[0]
     return f"{prefix}-" if prefix and len(prefixes) == 1 and len(folders) > 1 else ""
 
 
 def _result_cells(result: Result, summaries: Sequence[Mapping[str, Any]]) -> list[Text]:
-    """One result of every run, as text; the best one marked."""
+    """Return one result of every run as text, with the best one marked."""
     done = [s[result.field] for s in summaries if _is_done(s) and s.get(result.field) is not None]
     best = result.best(done) if result.best and len(set(done)) > 1 else None
     cells = []
@@ -143,7 +149,7 @@ def _number(name: str, value: float | None) -> str:
 
 
 def _ending(summary: Mapping[str, Any]) -> tuple[str, str]:
-    """How a run ended in a word or two, and why, where that needs more than a word."""
+    """Return how a run ended in a word or two, and the reason where that is longer."""
     if not summary:
         return "not finished", f"there is no whole {FILE_NAME}"
     reason = summary["exit_reason"]
@@ -155,7 +161,7 @@ def _is_done(summary: Mapping[str, Any]) -> bool:
 
 
 def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The keys that do not have the same value in every run, in the order of the settings."""
+    """Return the keys whose values differ between runs, in the order of the settings."""
     keys = dict.fromkeys(key for one in settings for key in one if key not in IDENTITY)
     return [
         key
@@ -165,13 +171,13 @@ def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def short_names(keys: Sequence[str]) -> list[str]:
-    """Dotted keys without their sections, as long as that leaves them apart from each other."""
+    """Return dotted keys without their sections, unless two would then be the same."""
     last = [key.rpartition(".")[2] for key in keys]
     return [name if last.count(name) == 1 else key for key, name in zip(keys, last, strict=True)]
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """The run's settings by dotted key; none where the run did not come to write them."""
+    """Return a run's settings by dotted key; none where they cannot be read."""
     try:
         tree = tree_of(folder / "config.yaml")
     except (OSError, DamagedError, yaml.YAMLError):

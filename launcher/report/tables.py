@@ -1,6 +1,6 @@
-"""Tables that may be wider than the terminal: what does not fit stands in a further table below.
+"""Tables wider than the terminal: columns that do not fit continue in a further table below.
 
-No column is dropped, and no header folded that has room beside the first column's.
+No column is dropped, and no header is folded that has room beside the first column.
 """
 
 from __future__ import annotations
@@ -19,21 +19,23 @@ _LONGEST_CELL = 40  # longer ones are folded
 
 
 class Column(NamedTuple):
-    """A column by its header and its cells, one a row."""
+    """The header and the cells of a column, a cell a row."""
 
     header: str
     cells: Sequence[Text]
     justify: Literal["left", "right"] = "right"
 
     def width(self, most: int) -> int:
-        """How wide it is, with cells of `most` at most."""
+        """Return the column's width, with cells of at most `most`."""
         longest = max((cell_len(cell.plain) for cell in self.cells), default=0)
         return max(cell_len(self.header), min(longest, most))
 
 
 def side_by_side(columns: Sequence[Column], width: int) -> Iterator[Table]:
-    """The columns in as few tables as are no wider than `width`; each begins with the first column,
-    which names the rows."""
+    """Yield the columns in as few tables no wider than `width` as possible.
+
+    Each table begins with the first column, which names the rows.
+    """
     longest = min(_LONGEST_CELL, width // 2)
     widths = [column.width(longest) for column in columns]
     room = width - _BETWEEN - max(widths[1:], default=0)  # beside the widest of the others

@@ -1,16 +1,14 @@
-"""How numbers are written for a person: losses, durations, counts, bytes. Pure, plain ASCII.
-
-Everything in `launcher.report` that prints may import this module.
-"""
+"""Numbers and paths as text for people: losses, durations, counts, bytes. Plain ASCII."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 
 def loss_text(value: float | None) -> str:
-    """A loss or another small real number: `2.4133`, `1.250e-05`, `nan`, `-` where unknown."""
+    """Format a loss or another small number: `2.4133`, `1.250e-05`, `nan`, `-` where unknown."""
     if value is None:
         return "-"
     if value == 0 or 1e-3 <= abs(value) < 1e4 or not math.isfinite(value):
@@ -19,7 +17,7 @@ def loss_text(value: float | None) -> str:
 
 
 def seconds_text(seconds: float | None) -> str:
-    """A time to read beside others of its kind: `85.2 ms`, `1.23 s`, `2:05` from two minutes on."""
+    """Format a duration to three digits: `85.2 ms`, `1.23 s`, `2:05` from two minutes on."""
     if seconds is None or not math.isfinite(seconds):
         return "-"
     if seconds < 1:
@@ -30,34 +28,34 @@ def seconds_text(seconds: float | None) -> str:
 
 
 def clock_text(seconds: float) -> str:
-    """A span of time as a clock shows it: `0:35`, `2:05`, `3:00:10`."""
+    """Format a duration as a clock does: `0:35`, `2:05`, `3:00:10`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def count_text(count: float | None) -> str:
-    """A number of things: `512`, `105 K`, `1.21 M`, `7.00 B`."""
+    """Format a count: `512`, `105 K`, `1.21 M`, `7.00 B`."""
     return _scaled(count, 1000, ("", "K", "M", "B", "T"))
 
 
 def bytes_text(count: float | None) -> str:
-    """A number of bytes in binary units: `512 B`, `1.50 MiB`, `79.6 GiB`."""
+    """Format a number of bytes in binary units: `512 B`, `1.50 MiB`, `79.6 GiB`."""
     return _scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
 def rate_text(per_second: float, unit: str) -> str:
-    """A throughput: `12,345 tokens/s`; slow ones keep two digits after the point."""
+    """Format a throughput: `12,345 tokens/s`; slow ones keep two decimals."""
     return f"{per_second:,.0f} {unit}/s" if per_second >= 10 else f"{per_second:.2f} {unit}/s"
 
 
 def percent_text(fraction: float | None) -> str:
-    """A fraction of one as `12.5%`."""
+    """Format a fraction of one as `12.5%`."""
     return "-" if fraction is None else f"{fraction * 100:.1f}%"
 
 
 def ranges_text(numbers: Sequence[int]) -> str:
-    """Ascending whole numbers with runs drawn together: `0-3`, `2`, `0-1, 4`."""
+    """Format ascending integers with runs joined: `0-3`, `2`, `0-1, 4`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -65,6 +63,12 @@ def ranges_text(numbers: Sequence[int]) -> str:
         else:
             runs.append([number])
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def shown_path(path: Path) -> str:
+    """Return a path as the user would type it: relative where it is below the current folder."""
+    path = path.absolute()
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def _scaled(count: float | None, base: int, units: tuple[str, ...]) -> str:

@@ -1,20 +1,17 @@
-"""The one protocol of whatever records a run, and the contract's metric keys.
-
-`launcher.train` logs through a `Tracker` and never asks which; `jsonl`, `console` and
-`wandb_tracker` are the kinds there are.
-"""
+"""The interface of everything that records a run, and the keys of its metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 Metrics = Mapping[str, float | None]
 
-# The keys of every logged step, in the order in which they are written. A step may bring more of
-# its own: `eval/loss`, `pipeline/stage_<i>_seconds`, `train/<name>`.
+# The keys of every logged step, in the order in which they are written. A step may have more:
+# `eval/loss`, `pipeline/stage_<i>_seconds`, `train/<name>`.
 METRIC_KEYS = (
     "step",
     "train/loss",
@@ -30,35 +27,77 @@ METRIC_KEYS = (
 )
 
 
-class Tracker(Protocol):
-    """Records one run, step by step."""
+class Tracker:
+    """Records one run.
 
-    def log(self, metrics: Metrics) -> None:
-        """Record one step. `step` counts finished steps, so the first is 1; None is unknown."""
+    Every tracker of a run is handed the same things in the same order. The methods of this class
+    do nothing: override those whose input the tracker can hold.
+    """
 
-    def message(self, text: str) -> None:
-        """Say one line to a person; a recorder of numbers ignores it."""
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Record a table: the plan's before the first step, what was measured after the last."""
+
+    def rewind(self, first_step: int) -> None:
+        """Go back after a restart: `first_step` and the steps after it are logged again."""
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Record the metrics of one step.
+
+        Args:
+            step: the number of finished steps, 1 after the first.
+            metrics: values by the keys of `METRIC_KEYS` but `step`, and more; None is unknown.
+        """
+
+    def image(self, name: str, path: Path) -> None:
+        """Record a PNG file, after the last step."""
+
+    def summary_fields(self) -> Mapping[str, Any]:
+        """Return the fields of `Summary` that only this tracker knows, such as its URL."""
+        return {}
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Record the run's end and let go of everything held. A second call does nothing."""
+        """Record the run's summary and release what is held.
+
+        Args:
+            summary: the content of `summary.json`; empty where only an attempt has ended.
+        """
 
 
 @dataclass(frozen=True)
-class CompositeTracker:
+class CompositeTracker(Tracker):
     """Passes everything on to several trackers, in order."""
 
     trackers: tuple[Tracker, ...]
 
-    def log(self, metrics: Metrics) -> None:
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Record a table with every tracker."""
         for tracker in self.trackers:
-            tracker.log(metrics)
+            tracker.table(name, columns, rows)
 
-    def message(self, text: str) -> None:
+    def rewind(self, first_step: int) -> None:
+        """Go back with every tracker."""
         for tracker in self.trackers:
-            tracker.message(text)
+            tracker.rewind(first_step)
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Record a step with every tracker."""
+        for tracker in self.trackers:
+            tracker.log(step, metrics)
+
+    def image(self, name: str, path: Path) -> None:
+        """Record a picture with every tracker."""
+        for tracker in self.trackers:
+            tracker.image(name, path)
+
+    def summary_fields(self) -> dict[str, Any]:
+        """Return the fields of all trackers together."""
+        fields: dict[str, Any] = {}
+        for tracker in self.trackers:
+            fields.update(tracker.summary_fields())
+        return fields
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Finish every tracker, also when one of them fails; its error is raised at the end."""
+        """Finish every tracker, even where one fails; its error is raised at the end."""
         with ExitStack() as stack:
             for tracker in reversed(self.trackers):
                 stack.callback(tracker.finish, summary)

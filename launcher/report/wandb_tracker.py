@@ -1,52 +1,45 @@
-"""Records a run with Weights & Biases, without ever standing in its way.
+"""Record a run with Weights & Biases, without ever standing in its way.
 
-Everything wandb writes goes below the run folder, its own chatter is off, and any failure of it
-(no network, a full disk, a dead service process) is said once and then ends the recording, never
-the training. wandb is imported only when a run is recorded. `launcher.train` is the user.
+Everything wandb writes goes into the run folder, and its own output is off. wandb is imported only
+when a run is recorded.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from launcher.config.schema import Wandb
-from launcher.report.plan_record import Rows
-from launcher.report.tracker import Metrics
+from launcher.report.registry import TrackedRun, first_line
+from launcher.report.tracker import Metrics, Tracker
+
+if TYPE_CHECKING:
+    import wandb
 
 Mode = Literal["online", "offline"]
-ONLINE_TIMEOUT = 10  # seconds that reaching the server may delay the start of a run
-UPLOAD_TIMEOUT = 60  # seconds that the last uploads may delay its end; what is left stays on disk
+ONLINE_TIMEOUT = 10  # seconds that connecting to the server may delay the start of a run
+UPLOAD_TIMEOUT = 60  # seconds that the last uploads may delay its end; the rest stays on disk
 
 
-def open_wandb(
-    settings: Wandb,
-    *,
-    run_id: str,
-    config: Mapping[str, Any],
-    run_dir: Path,
-    warn: Callable[[str], None],
-) -> WandbTracker | None:
-    """Start recording, or return None where it is disabled or cannot be started.
+def open_wandb(run: TrackedRun) -> WandbTracker | None:
+    """Start recording, as the section `wandb` of the settings says.
 
-    A run of the same `run_id` is continued. Online falls back to offline, with a warning, where
-    nobody is logged in or the server does not answer.
+    A run of the same id is continued. Where `mode` is null, WANDB_MODE decides; where that is
+    unset, too, a run is recorded online if the user is logged in, else offline. Online falls back
+    to offline, with a warning, where nobody is logged in or the server does not answer.
 
-    Args:
-        settings: the `wandb` section. `mode` None is what WANDB_MODE says, else online where the
-            user is logged in, else offline.
-        config: the resolved settings of the run, which are uploaded: `redacted`.
-        run_dir: the run folder; wandb's files go to `wandb/` below it.
-        warn: says one line to the user.
+    Returns:
+        The tracker, or None where recording is disabled or cannot be started.
     """
+    settings = Wandb(**run.config["wandb"])
     asked = settings.mode or os.environ.get("WANDB_MODE", "")
     if asked not in ("", "online", "offline"):
         if asked != "disabled":
-            warn(f"WANDB_MODE={asked} is none of online, offline, disabled: wandb is left out")
+            run.warn(f"WANDB_MODE={asked} is none of online, offline, disabled: wandb is left out")
         return None
     mode: Mode = "offline" if asked == "offline" else "online"
     try:
@@ -55,47 +48,51 @@ def open_wandb(
         wandb.setup(wandb.Settings(silent=True, mode=mode))
         if mode == "online" and not wandb.login(prompt=False, verify=False):
             if asked:
-                warn("wandb: nobody is logged in, recording offline (to log in: wandb login)")
+                run.warn("wandb: nobody is logged in, recording offline (to log in: wandb login)")
             mode = "offline"
     except Exception as error:
-        # A missing or broken installation, or a key that is none.
-        warn(f"wandb: {_first_line(error)}; recording offline")
+        # wandb is missing or broken, or the key is malformed.
+        run.warn(f"wandb: {first_line(error)}; recording offline")
         mode = "offline"
     attempts: tuple[Mode, ...] = ("online", "offline") if mode == "online" else ("offline",)
     for attempt in attempts:
         try:
-            return WandbTracker(settings, attempt, run_id, config, run_dir, warn)
+            return WandbTracker(settings, attempt, run)
         except Exception as error:
             _teardown()
             outcome = "recording offline" if attempt == "online" else "not recording"
-            warn(f"wandb: cannot go {attempt} ({_first_line(error)}); {outcome}")
+            run.warn(f"wandb: cannot go {attempt} ({first_line(error)}); {outcome}")
     return None
 
 
-class WandbTracker:
-    """One wandb run. `open_wandb` makes it."""
+class WandbTracker(Tracker):
+    """One wandb run.
 
-    def __init__(
-        self,
-        settings: Wandb,
-        mode: Mode,
-        run_id: str,
-        config: Mapping[str, Any],
-        run_dir: Path,
-        warn: Callable[[str], None],
-    ) -> None:
+    Methods raise what wandb raises; its service process is ended by then, and nothing more can be
+    recorded.
+
+    Args:
+        settings: the section `wandb`.
+        mode: online or offline, whatever the settings say.
+        run: the run to record.
+
+    Attributes:
+        url: the address of the run's page; None where it is recorded offline.
+        sync_command: the command that uploads an offline run; None where it is online.
+    """
+
+    def __init__(self, settings: Wandb, mode: Mode, run: TrackedRun) -> None:
         import wandb
 
-        self._warn = warn
         self._run: wandb.Run | None = wandb.init(
-            id=run_id,
-            name=settings.name or run_id,
+            id=run.id,
+            name=settings.name or run.id,
             project=settings.project,
             entity=settings.entity,
             group=settings.group,
             tags=settings.tags,
-            config=dict(config),
-            dir=run_dir,
+            config=dict(run.config),
+            dir=run.folder,
             mode=mode,
             resume="allow",
             reinit="create_new",
@@ -106,78 +103,74 @@ class WandbTracker:
                 finish_timeout=UPLOAD_TIMEOUT,
             ),
         )
+        self._newest = 0
         self.url: str | None = None
-        """Where the run is to be seen; None where it is recorded offline."""
         self.sync_command: str | None = None
-        """The command that uploads an offline run; None where it is online."""
         if mode == "online":
             self.url = self._run.url
         else:
-            self.sync_command = f"wandb sync {shlex.quote(str(run_dir / 'wandb'))}/offline-run-*"
+            folder = shlex.quote(str(run.folder / "wandb"))
+            self.sync_command = f"wandb sync {folder}/offline-run-*"
 
-    def log(self, metrics: Metrics) -> None:
-        step = int(metrics["step"] or 0)
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Record a table together with the next step, or with the last one after it."""
+        with self._recording() as run:
+            import wandb
+
+            run.log({name: wandb.Table(columns=[*columns], data=[*rows])}, commit=False)
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Record the known metrics of a step; a step that is done again is left out."""
+        if step <= self._newest:  # wandb accepts no step twice
+            return
+        self._newest = step
         known = {key: value for key, value in metrics.items() if value is not None}
-        self._attempt(lambda run: run.log(known, step=step))
+        with self._recording() as run:
+            run.log({"step": step, **known}, step=step)
 
-    def message(self, text: str) -> None:
-        pass
-
-    def tables(self, tables: Mapping[str, Rows]) -> None:
-        """Record tables beside the step that comes next."""
-
-        def add(run: Any) -> None:
+    def image(self, name: str, path: Path) -> None:
+        """Record a PNG file together with the last step."""
+        with self._recording() as run:
             import wandb
 
-            found = {
-                name: wandb.Table(columns=[*t.columns], data=t.rows) for name, t in tables.items()
-            }
-            run.log(found, commit=False)
+            run.log({name: wandb.Image(str(path))}, commit=False)
 
-        self._attempt(add)
-
-    def pictures(self, paths: Sequence[Path]) -> None:
-        """Record PNG files, each under `plots/<its name>`."""
-
-        def add(run: Any) -> None:
-            import wandb
-
-            found = {f"plots/{path.stem}": wandb.Image(str(path)) for path in paths}
-            run.log(found, commit=False)
-
-        self._attempt(add)
+    def summary_fields(self) -> dict[str, str | None]:
+        """Return where the run is to be seen, or how to upload it."""
+        return {"wandb_url": self.url, "wandb_sync_command": self.sync_command}
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Send `summary`, wait for the uploads (bounded), and end wandb's service process."""
+        """Send `summary`, wait for the uploads (bounded), and end wandb's service process.
+
+        A second call does nothing.
+        """
         if self._run is None:
             return
         known = {key: value for key, value in summary.items() if value is not None}
         failed = summary.get("exit_reason", "done") != "done"
-        self._attempt(lambda run: run.summary.update(known))
-        self._attempt(lambda run: run.finish(exit_code=int(failed)))
+        with self._recording() as run:
+            run.summary.update(known)
+            run.finish(exit_code=int(failed))
         self._run = None
         _teardown()
 
-    def _attempt(self, action: Callable[[Any], None]) -> None:
-        """Do `action` with the run; a failure is said and ends the recording."""
+    @contextmanager
+    def _recording(self) -> Iterator[wandb.Run]:
+        """Yield the run; a failure ends wandb's service process."""
         if self._run is None:
-            return
+            raise RuntimeError("the recording has ended")
         try:
-            action(self._run)
-        except Exception as error:
+            yield self._run
+        except Exception:
             self._run = None
-            self._warn(f"wandb: {_first_line(error)}; the run is no longer recorded there")
             _teardown()
+            raise
 
 
 def _teardown() -> None:
     """End wandb's service process, which otherwise stays until this one exits."""
-    # A service that died takes the connection with it, or hands on its exit code by SystemExit.
+    # The connection to a service that died is broken, or passes on its exit code by SystemExit.
     with suppress(Exception, SystemExit):
         import wandb
 
         wandb.teardown()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -115,9 +115,9 @@ class Training:
             self.handle.close()
         return self
 
-    def _log(self, line):
-        self.lines.append(line)
-        if line["step"] == self.stop_after:
+    def _log(self, step, metrics):
+        self.lines.append({"step": step, **metrics})
+        if step == self.stop_after:
             self.stop.requested = signal.SIGINT
 
     def losses(self):

@@ -73,7 +73,7 @@ class Doors:
             checkpoint.save(self.home / "checkpoints", step, checkpoint.copied(state), about)
         tracker = JsonlTracker(self.home / "metrics.jsonl")
         for step in range(1, 9):
-            tracker.log({"step": step, "train/loss": 1 / step, "perf/step_seconds": 0.1})
+            tracker.log(step, {"train/loss": 1 / step, "perf/step_seconds": 0.1})
         tracker.finish({})
         write_summary(self.home, Summary("mine", "done", steps=8, final_loss=0.5))
         for n in range(2):
@@ -146,7 +146,7 @@ def attempt(job, stop):
     job._stored_position()
     job.run_log.open(finished)
     for step in (finished + 1, finished + 2):
-        job.run_log._log({"step": step, "train/loss": 0.5, "perf/step_seconds": 0.1})
+        job.run_log._log(step, {"train/loss": 0.5, "perf/step_seconds": 0.1})
 
 
 SEEDS = [

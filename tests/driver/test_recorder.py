@@ -15,7 +15,11 @@ def result(step, loss=1.0, grad_norm=2.0, **more):
 
 def recorder(log_every=1):
     lines = []
-    return Recorder(lines.append, log_every, lambda seconds: {"perf/rate": 1 / seconds}), lines
+    return Recorder(into(lines), log_every, lambda seconds: {"perf/rate": 1 / seconds}), lines
+
+
+def into(lines):
+    return lambda step, metrics: lines.append({"step": step, **metrics})
 
 
 def test_a_line_holds_what_was_measured_and_what_follows_from_it():
@@ -54,7 +58,7 @@ def test_what_is_no_number_is_logged_and_ends_the_run(key, value):
 
 def test_a_skipped_step_is_logged_and_said_and_only_too_many_in_a_row_end_the_run():
     lines, said = [], []
-    record = Recorder(lines.append, 100, lambda seconds: {}, said.append, skips=True)
+    record = Recorder(into(lines), 100, lambda seconds: {}, said.append, skips=True)
     record.record(result(1))
     for step in range(2, 2 + MOST_SKIPPED):
         record.record(result(step, loss=math.inf))

@@ -19,6 +19,7 @@ from launcher.driver.prepare import Prepared
 from launcher.driver.recorder import DivergedError
 from launcher.driver.restart_policy import FailedError
 from launcher.plan import Plan, local_shape
+from launcher.report import TRACKERS
 from launcher.report.console import make_console
 from launcher.report.jsonl import read_metrics
 from launcher.stop import Stop
@@ -181,7 +182,7 @@ def test_a_restart_on_a_full_disk_keeps_the_metrics_that_wait_for_room(tmp_path,
         run.save(1)
         write = job.run_log._metrics._write
         job.run_log._metrics._write = full
-        job.run_log._log({"step": 1})
+        job.run_log._log(1, {})
         raise WorkerError("worker_1", "killed", tmp_path / "log", host=1, died=True)
 
     def full():
@@ -219,9 +220,9 @@ def test_settings_that_hold_values_of_the_jobs_environment_are_their_users_alone
     assert (path.stat().st_mode & 0o077 == 0) == ("s3cret" in env)
 
 
-def test_weights_and_biases_is_told_no_value_of_the_jobs_environment(tmp_path, plan, monkeypatch):
+def test_a_tracker_is_told_no_value_of_the_jobs_environment(tmp_path, plan, monkeypatch):
     told = []
-    monkeypatch.setattr(run_log, "open_wandb", lambda _, **given: told.append(given["config"]))
+    monkeypatch.setitem(TRACKERS, "mine", lambda run: told.append(run.config))
     words = ["cluster=slurm", "cluster.gpus=2", "cluster.slurm.env={API_KEY: s3cret}"]
     run = Run(tmp_path, plan, monkeypatch, words=words)
     monkeypatch.setattr(training._Job, "_attempt", lambda job, stop: job.run_log.open(0))
@@ -239,7 +240,7 @@ class Lost(Run):
             job.run_log.open(0)
             for step in range(1, 5):
                 job.run_log.recorder.finished_steps = step
-                job.run_log._log({"step": step, "train/loss": 1.0})
+                job.run_log._log(step, {"train/loss": 1.0})
                 if step == 2:
                     happens(self.path)
 

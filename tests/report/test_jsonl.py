@@ -15,7 +15,7 @@ from launcher.report.tracker import METRIC_KEYS
 def write(path, steps, first_step=1):
     tracker = JsonlTracker(path, first_step)
     for step in steps:
-        tracker.log({"step": step, "train/loss": float(step)})
+        tracker.log(step, {"train/loss": float(step)})
     tracker.finish({})
 
 
@@ -25,7 +25,7 @@ def steps_in(path):
 
 def test_a_line_holds_the_contracts_keys_and_the_steps_own(tmp_path):
     tracker = JsonlTracker(tmp_path / "m.jsonl")
-    tracker.log({"step": 1, "train/loss": 2.5, "eval/loss": 2.75, "perf/mfu": None})
+    tracker.log(1, {"train/loss": 2.5, "eval/loss": 2.75, "perf/mfu": None})
     tracker.finish({})
     line = (tmp_path / "m.jsonl").read_text()
     assert line.endswith("}\n")
@@ -35,9 +35,9 @@ def test_a_line_holds_the_contracts_keys_and_the_steps_own(tmp_path):
 
 def test_a_line_is_in_the_file_before_the_next_step(tmp_path):
     tracker = JsonlTracker(tmp_path / "m.jsonl")
-    tracker.log({"step": 1})
+    tracker.log(1, {})
     assert steps_in(tmp_path / "m.jsonl") == [1]
-    tracker.log({"step": 2})
+    tracker.log(2, {})
     assert steps_in(tmp_path / "m.jsonl") == [1, 2]
     tracker.finish({})
 
@@ -45,7 +45,7 @@ def test_a_line_is_in_the_file_before_the_next_step(tmp_path):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, np.float32("nan")])
 def test_what_is_not_finite_is_null(tmp_path, value):
     tracker = JsonlTracker(tmp_path / "m.jsonl")
-    tracker.log({"step": 1, "train/loss": value})
+    tracker.log(1, {"train/loss": value})
     tracker.finish({})
 
     def refuse(constant):
@@ -57,7 +57,7 @@ def test_what_is_not_finite_is_null(tmp_path, value):
 
 def test_numbers_of_any_float_kind_are_written(tmp_path):
     tracker = JsonlTracker(tmp_path / "m.jsonl")
-    tracker.log({"step": 1, "train/loss": np.float32(0.5), "perf/peak_memory_bytes": 1 << 40})
+    tracker.log(1, {"train/loss": np.float32(0.5), "perf/peak_memory_bytes": 1 << 40})
     tracker.finish({})
     [record] = read_metrics(tmp_path / "m.jsonl")
     assert (record["train/loss"], record["perf/peak_memory_bytes"]) == (0.5, 1 << 40)
@@ -96,17 +96,17 @@ def test_what_waits_for_room_outlives_a_rewind(tmp_path):
     """Steps 2 and 3 find no room, of step 2 a part does; the run then goes on at step 3."""
     path, warnings = tmp_path / "m.jsonl", []
     tracker = JsonlTracker(path, warn=warnings.append)
-    tracker.log({"step": 1})
+    tracker.log(1, {})
     file = tracker._file
     tracker._file = NearlyFull(file, room=9)
-    tracker.log({"step": 2})
-    tracker.log({"step": 3})
+    tracker.log(2, {})
+    tracker.log(3, {})
     tracker.sync()
     tracker.rewind(3)
     assert steps_in(path) == [1]
     assert len(warnings) == 1
     tracker._file = file
-    tracker.log({"step": 3, "train/loss": 0.5})
+    tracker.log(3, {"train/loss": 0.5})
     tracker.finish({})
     assert [(r["step"], r["train/loss"]) for r in read_metrics(path)] == [
         (1, None),
@@ -137,7 +137,7 @@ def test_a_sync_puts_what_is_logged_on_the_disk(tmp_path, monkeypatch):
         os, "fsync", lambda number: synced.append(os.fstat(number)) or fsync(number)
     )
     tracker = JsonlTracker(tmp_path / "m.jsonl")
-    tracker.log({"step": 1})
+    tracker.log(1, {})
     tracker.sync()
     assert synced == [os.stat(tmp_path / "m.jsonl")]
 
@@ -151,7 +151,7 @@ def test_a_bad_line_in_the_middle_costs_no_other_line_and_is_kept_beside(tmp_pat
     path.write_bytes(damaged)
     assert steps_in(path) == [1, 2, 3]
     tracker = JsonlTracker(path, 3, warnings.append)
-    tracker.log({"step": 3})
+    tracker.log(3, {})
     tracker.finish({})
     lines = path.read_bytes().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
@@ -165,11 +165,11 @@ def test_lines_wait_for_a_disk_that_takes_nothing_for_a_while(tmp_path, code):
     tracker = JsonlTracker(path, warn=warnings.append)
     file = tracker._file
     tracker._file = NearlyFull(file, room=0, code=code)
-    tracker.log({"step": 1})
-    tracker.log({"step": 2})
+    tracker.log(1, {})
+    tracker.log(2, {})
     tracker.sync()
     assert warnings == [f"{path}: {os.strerror(code)}; metrics wait until it can be written"]
     tracker._file = file
-    tracker.log({"step": 3})
+    tracker.log(3, {})
     tracker.finish({})
     assert steps_in(path) == [1, 2, 3]

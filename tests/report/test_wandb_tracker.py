@@ -7,11 +7,11 @@ import pytest
 
 from launcher.config.schema import Wandb
 from launcher.report import wandb_tracker
-from launcher.report.plan_record import Rows
 from launcher.report.plots import plot_loss
+from launcher.report.registry import GuardedTracker, TrackedRun
 from launcher.report.wandb_tracker import open_wandb
 
-CONFIG = {"model": {"hidden_size": 98765}, "wandb": {"tags": ["x"]}}
+CONFIG = {"model": {"hidden_size": 98765}}
 SOME_KEY = "a" * 40
 
 
@@ -33,9 +33,10 @@ def run_dir(tmp_path):
 
 
 def open_it(run_dir, warnings, **settings):
-    return open_wandb(
-        Wandb(**settings), run_id="run-1", config=CONFIG, run_dir=run_dir, warn=warnings.append
-    )
+    config = {**CONFIG, "wandb": vars(Wandb(**settings))}
+    run = TrackedRun("run-1", run_dir, config, warnings.append)
+    tracker = open_wandb(run)
+    return tracker and GuardedTracker("wandb", tracker, warnings.append)
 
 
 def recorded(run_dir):
@@ -54,8 +55,7 @@ def test_an_offline_run_holds_settings_steps_and_summary_and_leaves_no_process(
     warnings = []
     tracker = open_it(run_dir, warnings, tags=["fast"], group="sweep-7", project="rocket")
     for step in (1, 2):
-        tracker.log({"step": step, "train/loss": float("nan"), "perf/mfu": None})
-    tracker.message("ignored")
+        tracker.log(step, {"train/loss": float("nan"), "perf/mfu": None})
     tracker.finish({"final_loss": 2.25, "exit_reason": "done", "mfu": None})
     tracker.finish({})
     data = recorded(run_dir)
@@ -63,8 +63,10 @@ def test_an_offline_run_holds_settings_steps_and_summary_and_leaves_no_process(
         assert word in data
     assert b"perf/mfu" not in data
     assert warnings == []
-    assert tracker.url is None
-    assert tracker.sync_command == f"wandb sync {run_dir}/wandb/offline-run-*"
+    assert tracker.summary_fields() == {
+        "wandb_url": None,
+        "wandb_sync_command": f"wandb sync {run_dir}/wandb/offline-run-*",
+    }
     assert wandb_processes() == []
     assert list((tmp_path / "cwd").iterdir()) == []
     assert capfd.readouterr() == ("", "")
@@ -73,9 +75,10 @@ def test_an_offline_run_holds_settings_steps_and_summary_and_leaves_no_process(
 def test_tables_and_pictures_are_recorded(run_dir):
     warnings = []
     tracker = open_it(run_dir, warnings)
-    tracker.tables({"plan/stages": Rows(["stage", "data"], [[0, 4], [1, None]])})
-    tracker.log({"step": 1})
-    tracker.pictures([plot_loss([{"step": 1, "train/loss": 2.0}], run_dir / "plots" / "loss.png")])
+    tracker.table("plan/stages", ["stage", "data"], [[0, 4], [1, None]])
+    tracker.log(1, {})
+    path = plot_loss([{"step": 1, "train/loss": 2.0}], run_dir / "plots" / "loss.png")
+    tracker.image("plots/loss", path)
     tracker.finish({})
     assert warnings == []
     assert b"plan/stages" in recorded(run_dir)
@@ -89,7 +92,7 @@ def test_a_run_can_be_recorded_again_under_its_id(run_dir):
     for step in (1, 2):
         warnings = []
         tracker = open_it(run_dir, warnings)
-        tracker.log({"step": step})
+        tracker.log(step, {})
         tracker.finish({})
         assert warnings == []
 
@@ -98,7 +101,7 @@ def test_online_without_a_login_is_offline_and_says_so(run_dir):
     warnings = []
     tracker = open_it(run_dir, warnings, mode="online")
     tracker.finish({})
-    assert tracker.sync_command
+    assert tracker.summary_fields()["wandb_sync_command"]
     assert warnings == ["wandb: nobody is logged in, recording offline (to log in: wandb login)"]
 
 
@@ -110,7 +113,7 @@ def test_a_key_that_is_none_is_said_and_recording_goes_on_offline(run_dir, monke
     [warning] = warnings
     assert "WANDB_API_KEY invalid" in warning
     assert warning.endswith("recording offline")
-    assert tracker.sync_command
+    assert tracker.summary_fields()["wandb_sync_command"]
 
 
 def test_a_server_that_does_not_answer_is_said_and_recording_goes_on_offline(run_dir, monkeypatch):
@@ -122,7 +125,7 @@ def test_a_server_that_does_not_answer_is_said_and_recording_goes_on_offline(run
         monkeypatch.setenv("WANDB_API_KEY", SOME_KEY)
         warnings = []
         tracker = open_it(run_dir, warnings)
-        tracker.log({"step": 1, "train/loss": 2.0})
+        tracker.log(1, {"train/loss": 2.0})
         tracker.finish({})
     [warning] = warnings
     assert warning.startswith("wandb: cannot go online (")
@@ -134,12 +137,12 @@ def test_a_server_that_does_not_answer_is_said_and_recording_goes_on_offline(run
 def test_a_late_failure_is_said_once_and_stops_nothing(run_dir):
     warnings = []
     tracker = open_it(run_dir, warnings)
-    tracker.log({"step": 1})
+    tracker.log(1, {})
     for process in wandb_processes():
         process.kill()
         process.wait()
     for step in range(2, 6):
-        tracker.log({"step": step, "train/loss": 2.0})
+        tracker.log(step, {"train/loss": 2.0})
     tracker.finish({"final_loss": 2.0})
     [warning] = warnings
     assert warning.startswith("wandb: ")

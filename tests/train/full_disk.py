@@ -51,7 +51,7 @@ def metrics():
     except OSError:
         pass
     for step in range(1, 100):  # more than fit in the last block
-        tracker.log({"step": step, "train/loss": 1.0})
+        tracker.log(step, {"train/loss": 1.0})
     assert warnings == [
         f"{DISK}/metrics.jsonl: No space left on device; metrics wait until there is room"
     ]
@@ -61,7 +61,7 @@ def metrics():
         named = error.filename
     assert named == f"{DISK}/summary.json"
     ballast.unlink()
-    tracker.log({"step": 100, "train/loss": 1.0})
+    tracker.log(100, {"train/loss": 1.0})
     tracker.finish({})
     lines = (DISK / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, 101))

@@ -1,0 +1,131 @@
+"""The registry of trackers that record a run beside its folder and the console.
+
+Each is opened once a run, in the order of registration. None of them can end a run: one that fails
+is reported once and left out from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from launcher.report.tracker import Metrics, Tracker
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A run as its trackers see it.
+
+    Attributes:
+        id: the run's id.
+        folder: the run's folder.
+        config: the resolved settings, without the values of `cluster.slurm.env`.
+        warn: prints one line for the user.
+    """
+
+    id: str
+    folder: Path
+    config: Mapping[str, Any]
+    warn: Callable[[str], None]
+
+
+Opener = Callable[[TrackedRun], Tracker | None]
+_AnyOpener = TypeVar("_AnyOpener", bound=Opener)
+
+TRACKERS: dict[str, Opener] = {}
+
+
+def register(name: str) -> Callable[[_AnyOpener], _AnyOpener]:
+    """Register a tracker under a name, as a decorator.
+
+    Args:
+        name: what messages call it. A second tracker of the same name replaces the first.
+
+    Returns:
+        The decorator of a class or function that takes a `TrackedRun` and returns its `Tracker`, or
+        None where the run is not to be recorded.
+    """
+
+    def decorate(opener: _AnyOpener) -> _AnyOpener:
+        TRACKERS[name] = opener
+        return opener
+
+    return decorate
+
+
+def open_trackers(run: TrackedRun) -> tuple[Tracker, ...]:
+    """Open every registered tracker for a run; one that cannot be opened is reported."""
+    opened = []
+    for name, opener in TRACKERS.items():
+        try:
+            tracker = opener(run)
+        except Exception as error:
+            run.warn(f"{name}: {first_line(error)}; the run is not recorded there")
+            continue
+        if tracker is not None:
+            opened.append(GuardedTracker(name, tracker, run.warn))
+    return tuple(opened)
+
+
+class GuardedTracker(Tracker):
+    """Passes everything on to a tracker until it fails.
+
+    Its first failure is reported in one line and ends its recording, never the run.
+
+    Args:
+        name: what the line calls the tracker.
+        tracker: the tracker to guard.
+        warn: prints one line for the user.
+    """
+
+    def __init__(self, name: str, tracker: Tracker, warn: Callable[[str], None]) -> None:
+        self._name, self._tracker, self._warn = name, tracker, warn
+        self._failed = False
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Record a table, unless the tracker has failed."""
+        self._attempt(lambda: self._tracker.table(name, columns, rows))
+
+    def rewind(self, first_step: int) -> None:
+        """Go back, unless the tracker has failed."""
+        self._attempt(lambda: self._tracker.rewind(first_step))
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Record a step, unless the tracker has failed."""
+        self._attempt(lambda: self._tracker.log(step, metrics))
+
+    def image(self, name: str, path: Path) -> None:
+        """Record a picture, unless the tracker has failed."""
+        self._attempt(lambda: self._tracker.image(name, path))
+
+    def summary_fields(self) -> Mapping[str, Any]:
+        """Return the tracker's fields, also after a failure: part of the run is recorded."""
+        try:
+            return self._tracker.summary_fields()
+        except Exception as error:
+            self._fail(error)
+            return {}
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Finish the tracker, unless it has failed."""
+        self._attempt(lambda: self._tracker.finish(summary))
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        if self._failed:
+            return
+        try:
+            action()
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        if not self._failed:
+            self._warn(f"{self._name}: {first_line(error)}; the run is no longer recorded there")
+        self._failed = True
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or its type's name where it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
