@@ -16,7 +16,7 @@ from launcher.partition.remat import POLICIES, is_checkpoint
 from launcher.partition.sharding.layout import Layout
 from launcher.partition.sharding.named_dims import Spec
 from launcher.partition.stages import StageGraph
-from launcher.trace.graph import Atom, Equation, Var, inline_calls, program
+from launcher.trace.jaxpr import Atom, Equation, Var, inline_calls, program
 from launcher.trace.step import Loss
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from launcher.trace.graph import Atom, Equation, Var, is_var, nbytes
+from launcher.trace.jaxpr import Atom, Equation, Var, is_var, nbytes
 from launcher.trace.primitive_kinds import FUSED, SUMS
 
 _CHEAP = FUSED - {"optimization_barrier"}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from launcher.trace.cost import program_flops
-from launcher.trace.graph import (
+from launcher.trace.jaxpr import (
     Atom,
     Equation,
     Var,

@@ -21,7 +21,7 @@ from launcher.partition.min_cut import is_cheap, is_fused, kept_values
 from launcher.partition.sharding.named_dims import Sharding
 from launcher.schedule import Kind
 from launcher.trace.cost import matmul_flops
-from launcher.trace.graph import (
+from launcher.trace.jaxpr import (
     Atom,
     Equation,
     Var,

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from launcher.partition.slicing import Slicing, accumulator_dtype
 from launcher.partition.stages import StageGraph
 from launcher.partition.update_placement import Placer, Segment, Send
-from launcher.trace.graph import Atom, Equation, Var, inline_calls, is_var
-from launcher.trace.keys import fold_slices
+from launcher.trace.jaxpr import Atom, Equation, Var, inline_calls, is_var
+from launcher.trace.random_keys import fold_slices
 from launcher.trace.step import Loss, TracedStep
 
 

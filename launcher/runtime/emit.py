@@ -31,7 +31,7 @@ from launcher.runtime.instructions import (
 from launcher.runtime.slots import Slots
 from launcher.runtime.stage_programs import StageProgram, stage_programs
 from launcher.schedule import Kind, Task
-from launcher.trace.graph import Var, is_var, program
+from launcher.trace.jaxpr import Var, is_var, program
 from launcher.trace.step import TracedStep
 
 

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from launcher.partition.sharding.named_dims import NamedDims, Sharding, Spec, Use, parts
 from launcher.partition.sharding.spmd import Execution, cut_axes, execution
 from launcher.runtime.collectives import abstract_mesh
-from launcher.trace.graph import Atom, Equation, Var, is_var, program
+from launcher.trace.jaxpr import Atom, Equation, Var, is_var, program
 
 _PARTIAL = ("dot_general", "conv_general_dilated", "reduce_sum")
 _ADD = "add_any"  # what adds the parts of a gradient

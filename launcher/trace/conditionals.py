@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from jax.extend import core as jex
 
-from launcher.trace.graph import Equation, inline_calls, is_var, needed, program
+from launcher.trace.jaxpr import Equation, inline_calls, is_var, needed, program
 
 
 def split_conditionals(equations: Sequence[Equation]) -> list[Equation]:

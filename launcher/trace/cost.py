@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from jax.extend import core as jex
 
-from launcher.trace.graph import Equation, is_var, nbytes, sub_jaxprs
+from launcher.trace.jaxpr import Equation, is_var, nbytes, sub_jaxprs
 
 
 def flops(eqn: Equation) -> float:

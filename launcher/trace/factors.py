@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.trace.graph import Equation
+from launcher.trace.jaxpr import Equation
 
 Place = tuple[int, int]  # (operand or result, its dimension)
 

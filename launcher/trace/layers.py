@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from jax.extend import core as jex
 
 from launcher.trace.errors import BoundaryError, TraceError
-from launcher.trace.graph import Equation, dependents, needed, source_line, sub_jaxprs
+from launcher.trace.jaxpr import Equation, dependents, needed, source_line, sub_jaxprs
 from launcher.trace.primitives import boundary_p
 
 ANY_LAYER = -1

@@ -20,7 +20,7 @@ from jax.extend import source_info_util
 from jax.interpreters import ad, batching, mlir
 
 from launcher.trace.errors import GradientError
-from launcher.trace.graph import inline_calls, lift_constants
+from launcher.trace.jaxpr import inline_calls, lift_constants
 
 REDUCTIONS = ("mean", "sum", "concat", "last")
 

@@ -12,7 +12,11 @@ from typing import Any
 
 import jax
 
-from launcher.trace.checks import (
+from launcher.trace.errors import BatchError
+from launcher.trace.jaxpr import Atom, Equation, Var
+from launcher.trace.layers import ANY_LAYER, cut_layers
+from launcher.trace.random_keys import is_typed, raw_generator
+from launcher.trace.slice_checks import (
     Whole,
     check_constants,
     check_cuts,
@@ -20,10 +24,6 @@ from launcher.trace.checks import (
     check_same_program,
     check_sums,
 )
-from launcher.trace.errors import BatchError
-from launcher.trace.graph import Atom, Equation, Var
-from launcher.trace.keys import is_typed, raw_generator
-from launcher.trace.layers import ANY_LAYER, cut_layers
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class Loss:
         equations, layers: the program and the layer of each equation (`ANY_LAYER`: of none).
         slice_axes: an operand's axis that is cut into slices, or None: every slice gets it whole.
         keys: whether an operand is a random key, or an array of them: each slice gets it folded
-            with the slice's number (`keys.fold_slices`), as one row of a sliced operand.
+            with the slice's number (`random_keys.fold_slices`), as one row of a sliced operand.
             raw_keys: the generator of those that are raw (`jax.random.PRNGKey`).
         wrt: the operands that are differentiated. reduce: how each result is combined.
     """

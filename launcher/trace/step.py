@@ -18,11 +18,10 @@ import numpy as np
 from jax.extend import core as jex
 
 from launcher.trace.arguments import Arguments, aliases, batch_size, read_arguments
-from launcher.trace.checks import Whole
-from launcher.trace.clusters import LayerEnds, recut
+from launcher.trace.auto_layers import LayerEnds, recut
 from launcher.trace.conditionals import split_conditionals
 from launcher.trace.errors import BatchError, GradientError, TraceError
-from launcher.trace.graph import (
+from launcher.trace.jaxpr import (
     Atom,
     Equation,
     Var,
@@ -34,6 +33,7 @@ from launcher.trace.graph import (
     sub_jaxprs,
 )
 from launcher.trace.primitives import loss_p
+from launcher.trace.slice_checks import Whole
 from launcher.trace.slices import Loss, Retrace, shrink, slice_loss
 
 
@@ -93,7 +93,7 @@ class TracedStep:
         return self.losses[wanted]
 
     def cut_at(self, ends: LayerEnds | None) -> TracedStep:
-        """The same step with layers that end elsewhere (`clusters.cluster`); None: at the marks."""
+        """The same step with other layers (`auto_layers.cluster`); None: those of the marks."""
         return dataclasses.replace(self, layer_ends=ends)
 
 

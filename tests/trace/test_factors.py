@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 from launcher.trace.factors import factors
-from launcher.trace.graph import inline_calls, is_var
+from launcher.trace.jaxpr import inline_calls, is_var
 
 PARTS = 2
 GATHERS = ("gather",)

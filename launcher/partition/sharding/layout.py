@@ -17,7 +17,7 @@ from typing import Any
 
 from launcher.partition.assignment import Assignment
 from launcher.partition.sharding.named_dims import Axis, NamedDims, Sharding, Spec, axes, without
-from launcher.trace.graph import Equation, Var, is_var
+from launcher.trace.jaxpr import Equation, Var, is_var
 from launcher.trace.leaf_names import leaf_names
 from launcher.trace.step import Loss, TracedStep
 

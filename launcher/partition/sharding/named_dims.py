@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from jax.extend import core as jex
 
 from launcher.trace.factors import Factor, factors
-from launcher.trace.graph import Atom, Equation, Var, is_var
+from launcher.trace.jaxpr import Atom, Equation, Var, is_var
 
 # What an array's dimensions are cut over: for each a mesh axis, several, or None.
 Axis = str | tuple[str, ...] | None

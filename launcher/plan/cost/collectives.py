@@ -28,7 +28,7 @@ from launcher.partition.sharding.named_dims import (
 from launcher.partition.sharding.spmd import Execution, cut_axes, execution
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.trace.cost import flops, moved_bytes
-from launcher.trace.graph import Equation, Var, dependents, is_var, nbytes
+from launcher.trace.jaxpr import Equation, Var, dependents, is_var, nbytes
 
 PRODUCTS = ("dot_general", "conv_general_dilated")
 # What has an operand whose gradient is summed over what the result has more of.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from launcher.trace.graph import Atom, Equation, Var, is_var
+from launcher.trace.jaxpr import Atom, Equation, Var, is_var
 from launcher.trace.primitive_kinds import COSTLY, FUSED, SUMS
 
 Size = Callable[[Var], float]

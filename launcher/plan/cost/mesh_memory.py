@@ -12,7 +12,7 @@ from launcher.partition.stages import StageGraph
 from launcher.partition.update import UpdateProgram
 from launcher.plan.cost.stage_memory import Footprint
 from launcher.schedule import Task
-from launcher.trace.graph import nbytes
+from launcher.trace.jaxpr import nbytes
 from launcher.trace.step import Loss
 
 

@@ -14,7 +14,7 @@ from launcher.partition.stage_programs import StagePrograms
 from launcher.partition.task_programs import TaskProgram
 from launcher.plan.cost.liveness import Size, working_bytes
 from launcher.schedule import Kind
-from launcher.trace.graph import Var, is_var, nbytes
+from launcher.trace.jaxpr import Var, is_var, nbytes
 
 _SLACK = 1.06  # what the compiler needs more than the values: copies, and places it cannot share
 

@@ -20,7 +20,7 @@ from launcher.plan.cost.collectives import (
     work_seconds,
 )
 from launcher.plan.stage_plan import Collectives
-from launcher.trace.graph import Equation, nbytes
+from launcher.trace.jaxpr import Equation, nbytes
 from launcher.trace.step import Loss
 
 

@@ -30,7 +30,7 @@ from launcher.plan.intra_op.sequence_parallel import sequence_class, sequence_sh
 from launcher.plan.intra_op.stage_shardings import model_sharding
 from launcher.plan.profile.measured_layers import MeasuredLayers
 from launcher.schedule import Kind
-from launcher.trace.graph import Var, is_var, nbytes
+from launcher.trace.jaxpr import Var, is_var, nbytes
 from launcher.trace.step import Loss, TracedStep
 
 _KINDS = {Kind.FORWARD, Kind.BACKWARD}

@@ -13,7 +13,7 @@ from collections import Counter
 from launcher.partition.sharding.layout import MODEL, row_axes
 from launcher.partition.sharding.named_dims import NamedDims, Sharding, Spec
 from launcher.partition.stages import StageGraph
-from launcher.trace.graph import Var, is_var
+from launcher.trace.jaxpr import Var, is_var
 from launcher.trace.step import Loss, TracedStep
 
 

@@ -28,7 +28,7 @@ from launcher.plan.cost.collectives import (
     load,
     seconds,
 )
-from launcher.trace.graph import Var, nbytes
+from launcher.trace.jaxpr import Var, nbytes
 
 _LEAST_CUT = 0.75  # of the parameter bytes that can be cut at all
 

@@ -17,7 +17,7 @@ from launcher.plan.cost.collectives import flow
 from launcher.plan.cost.stage_seconds import links_of
 from launcher.plan.intra_op.sequence_parallel import batch_specs, sequence_class, sequence_sharding
 from launcher.plan.intra_op.solver import along_data, model_classes
-from launcher.trace.graph import Var
+from launcher.trace.jaxpr import Var
 from launcher.trace.leaf_names import leaf_names
 from launcher.trace.step import Loss, TracedStep
 

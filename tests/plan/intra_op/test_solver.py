@@ -16,7 +16,7 @@ from launcher.plan.cost.collectives import PRODUCTS, flow, load, seconds
 from launcher.plan.intra_op.solver import along_data, model_classes
 from launcher.plan.methods import ShardParallel
 from launcher.trace import trace_step
-from launcher.trace.graph import inline_calls, nbytes
+from launcher.trace.jaxpr import inline_calls, nbytes
 from recipes import build_model
 
 ROWS = 16

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from jax.extend import core as jex
 
-from launcher.trace.graph import Equation, Var, is_var, sub_jaxprs
+from launcher.trace.jaxpr import Equation, Var, is_var, sub_jaxprs
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from launcher.plan import Plan, PlanError, local_shape, make_forward_plan
 from launcher.plan.methods import AutoLayerOption, PipeshardParallel, Replay
 from launcher.runtime import compile_step
 from launcher.trace import TraceError, trace_step
-from launcher.trace.clusters import _crossing, _own, cluster, recut
+from launcher.trace.auto_layers import _crossing, _own, cluster, recut
 from launcher.trace.cost import matmul_flops, program_flops
 from launcher.trace.layers import ANY_LAYER
 from launcher.trace.step import TracedStep

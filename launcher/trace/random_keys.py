@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from launcher.trace.graph import Equation, Var, is_var, sub_jaxprs
+from launcher.trace.jaxpr import Equation, Var, is_var, sub_jaxprs
 
 # equations whose result holds words of their operand, unchanged
 _SAME_WORDS_NAMES = """

@@ -19,7 +19,7 @@ import numpy as np
 
 from launcher.trace.cost import matmul_flops, program_flops
 from launcher.trace.errors import LayerCountError, TraceError
-from launcher.trace.graph import Equation, Var, is_var, nbytes
+from launcher.trace.jaxpr import Equation, Var, is_var, nbytes
 from launcher.trace.layers import ANY_LAYER
 
 if TYPE_CHECKING:

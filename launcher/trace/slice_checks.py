@@ -13,10 +13,10 @@ import jax
 import numpy as np
 from jax.extend import core as jex
 
+from launcher.trace.batch_axis import Lost, follow_rows
 from launcher.trace.errors import BatchError
-from launcher.trace.graph import Equation, Var, dependents, is_var, source_line
-from launcher.trace.keys import is_typed
-from launcher.trace.rows import Lost, follow_rows
+from launcher.trace.jaxpr import Equation, Var, dependents, is_var, source_line
+from launcher.trace.random_keys import is_typed
 
 
 @dataclass(frozen=True, eq=False)
