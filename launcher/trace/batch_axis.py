@@ -20,13 +20,14 @@ from launcher.trace.jaxpr import Equation, Var, is_var, sub_jaxprs
 
 
 @dataclass(frozen=True, eq=False)
-class Lost:
+class NoBatchAxis:
     """The value depends on the batch, and this equation left its rows without an order."""
 
     equation: Equation
 
 
-Rows: TypeAlias = int | Lost | None  # the axis of the examples; None: independent of the batch
+# The axis of a value that holds the examples; None: the value does not depend on the batch.
+BatchAxis: TypeAlias = int | NoBatchAxis | None
 
 _ELEMENTWISE_NAMES = """
     abs acos acosh add and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp
@@ -42,9 +43,11 @@ _CALLS = frozenset(
 )
 
 
-def follow_rows(equations: Iterable[Equation], sources: Mapping[Var, Rows]) -> dict[Var, Rows]:
+def follow_batch_axis(
+    equations: Iterable[Equation], sources: Mapping[Var, BatchAxis]
+) -> dict[Var, BatchAxis]:
     """Where the examples are in every value that depends on `sources` (whose axes are given)."""
-    found: dict[Var, Rows] = dict(sources)
+    found: dict[Var, BatchAxis] = dict(sources)
     for eqn in equations:
         rows = [found.get(v) if is_var(v) else None for v in eqn.invars]
         if any(r is not None for r in rows):
@@ -52,17 +55,17 @@ def follow_rows(equations: Iterable[Equation], sources: Mapping[Var, Rows]) -> d
     return found
 
 
-def _after(eqn: Equation, rows: Sequence[Rows]) -> list[Rows]:
+def _after(eqn: Equation, rows: Sequence[BatchAxis]) -> list[BatchAxis]:
     name, params = eqn.primitive.name, eqn.params
     axes = {r for r in rows if isinstance(r, int)}
-    lost = next((r for r in rows if isinstance(r, Lost)), Lost(eqn))
+    lost = next((r for r in rows if isinstance(r, NoBatchAxis)), NoBatchAxis(eqn))
     kept: list[int | None]
     if name in _CALLS:
         (body,) = sub_jaxprs(eqn)
         return _through(body, rows)
     if name == "cond":
         branches = [_through(b, rows[1:]) for b in sub_jaxprs(eqn)]
-        return [_joined(found, Lost(eqn)) for found in zip(*branches, strict=True)]
+        return [_joined(found, NoBatchAxis(eqn)) for found in zip(*branches, strict=True)]
     if not axes:
         return [lost] * len(eqn.outvars)
     if name in _JOINS:
@@ -83,21 +86,21 @@ def _after(eqn: Equation, rows: Sequence[Rows]) -> list[Rows]:
         kept = [None]
     if len(kept) != len(eqn.outvars):
         kept = [None] * len(eqn.outvars)
-    return [Lost(eqn) if axis is None else axis for axis in kept]
+    return [NoBatchAxis(eqn) if axis is None else axis for axis in kept]
 
 
-def _through(body: jex.Jaxpr, rows: Sequence[Rows]) -> list[Rows]:
+def _through(body: jex.Jaxpr, rows: Sequence[BatchAxis]) -> list[BatchAxis]:
     sources = {v: r for v, r in zip(body.invars, rows, strict=True) if r is not None}
-    found = follow_rows(body.eqns, sources)
+    found = follow_batch_axis(body.eqns, sources)
     return [found.get(v) if is_var(v) else None for v in body.outvars]
 
 
-def _joined(found: Sequence[Rows], otherwise: Lost) -> Rows:
+def _joined(found: Sequence[BatchAxis], otherwise: NoBatchAxis) -> BatchAxis:
     known = {r for r in found if r is not None}
     return known.pop() if len(known) == 1 else otherwise if known else None
 
 
-def _dot_general(eqn: Equation, rows: Sequence[Rows]) -> int | None:
+def _dot_general(eqn: Equation, rows: Sequence[BatchAxis]) -> int | None:
     contract, batch = eqn.params["dimension_numbers"]
     places = []
     free = len(batch[0])
@@ -114,7 +117,7 @@ def _dot_general(eqn: Equation, rows: Sequence[Rows]) -> int | None:
     return places[0] if len(set(places)) == 1 else None
 
 
-def _gather(eqn: Equation, rows: Sequence[Rows]) -> int | None:
+def _gather(eqn: Equation, rows: Sequence[BatchAxis]) -> int | None:
     """A look-up in a table by rows of indices, or of the same places in every row."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     operand, indices = rows
@@ -136,7 +139,7 @@ def _gather(eqn: Equation, rows: Sequence[Rows]) -> int | None:
     return by_index if isinstance(indices, int) else by_operand
 
 
-def _scatter(eqn: Equation, rows: Sequence[Rows]) -> int | None:
+def _scatter(eqn: Equation, rows: Sequence[BatchAxis]) -> int | None:
     """Places replaced in every row alike."""
     numbers = eqn.params["dimension_numbers"]
     operand, indices, updates = rows
@@ -153,13 +156,13 @@ def _scatter(eqn: Equation, rows: Sequence[Rows]) -> int | None:
     return operand if agree and new[there] == shape[operand] else None
 
 
-def _dynamic_update_slice(eqn: Equation, rows: Sequence[Rows]) -> int | None:
+def _dynamic_update_slice(eqn: Equation, rows: Sequence[BatchAxis]) -> int | None:
     axes = {r for r in rows[:2] if isinstance(r, int)}
     sizes = {v.aval.shape[axis] for v in eqn.invars[:2] for axis in axes}
     return axes.pop() if len(axes) == len(sizes) == 1 else None
 
 
-def _scan(eqn: Equation, rows: Sequence[Rows]) -> int | None:
+def _scan(eqn: Equation, rows: Sequence[BatchAxis]) -> int | None:
     """A loop over the examples that hands nothing on from one to the next (`jax.lax.map`)."""
     consts = rows[: eqn.params["num_consts"]]
     axes = {r for r in rows if isinstance(r, int)}
@@ -167,7 +170,7 @@ def _scan(eqn: Equation, rows: Sequence[Rows]) -> int | None:
     return 0 if alone and axes == {0} else None
 
 
-_JOINS: dict[str, Callable[[Equation, Sequence[Rows]], int | None]] = {
+_JOINS: dict[str, Callable[[Equation, Sequence[BatchAxis]], int | None]] = {
     "dot_general": _dot_general,
     "dynamic_update_slice": _dynamic_update_slice,
     "gather": _gather,

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.extend import core as jex
 
-from launcher.trace.batch_axis import Lost, follow_rows
+from launcher.trace.batch_axis import NoBatchAxis, follow_batch_axis
 from launcher.trace.errors import BatchError
 from launcher.trace.jaxpr import Equation, Var, dependents, is_var, source_line
 from launcher.trace.random_keys import is_typed
@@ -146,7 +146,8 @@ def check_constants(whole: Whole, part: Equation, constants: Mapping[Var, Any]) 
 def check_cuts(whole: Whole, axes: Sequence[int | None]) -> None:
     """Refuse to cut what does not hold one example after another."""
     eqn = whole.loss_equation
-    rows = follow_rows(whole.before, dict.fromkeys((v for v in whole.batch if v.aval.shape), 0))
+    leaves = dict.fromkeys((v for v in whole.batch if v.aval.shape), 0)
+    batch_axes = follow_batch_axis(whole.before, leaves)
     counted = [e for e in whole.before if e.primitive.name == "iota"]
     counted_vars = dependents(whole.before, [v for e in counted for v in e.outvars])
     makers = {v: e for e in whole.before for v in e.outvars}
@@ -161,8 +162,8 @@ def check_cuts(whole: Whole, axes: Sequence[int | None]) -> None:
         where = f"an input of the loss of shape {v.aval.shape}"
         if v in makers:
             where += f", made at {source_line(makers[v])},"
-        found = rows.get(v)
-        if isinstance(found, Lost):
+        found = batch_axes.get(v)
+        if isinstance(found, NoBatchAxis):
             raise BatchError(
                 f"{where} is cut into microbatches, but {found.equation.primitive.name} at "
                 f"{source_line(found.equation)} cannot be shown to keep the rows of the batch in "

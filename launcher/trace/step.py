@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend import core as jex
 
 from launcher.trace.arguments import Arguments, aliases, batch_size, read_arguments
-from launcher.trace.auto_layers import LayerEnds, recut
+from launcher.trace.auto_layers import LayerEnds, apply_layer_ends
 from launcher.trace.conditionals import split_conditionals
 from launcher.trace.errors import BatchError, GradientError, TraceError
 from launcher.trace.jaxpr import (
@@ -89,11 +89,11 @@ class TracedStep:
             )
             self.losses[marked] = slice_loss(whole, num_slices, self.retrace)
         if wanted not in self.losses:
-            self.losses[wanted] = recut(self.losses[marked], self.layer_ends or ())
+            self.losses[wanted] = apply_layer_ends(self.losses[marked], self.layer_ends or ())
         return self.losses[wanted]
 
     def cut_at(self, ends: LayerEnds | None) -> TracedStep:
-        """The same step with other layers (`auto_layers.cluster`); None: those of the marks."""
+        """The same step with layers that end elsewhere (`auto_layers`); None: at the marks."""
         return dataclasses.replace(self, layer_ends=ends)
 
 
