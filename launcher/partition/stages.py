@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from launcher.trace import Loss
 from launcher.trace.cost import program_flops
 from launcher.trace.jaxpr import (
     Atom,
@@ -25,7 +26,6 @@ from launcher.trace.jaxpr import (
     structure_text,
 )
 from launcher.trace.layers import ANY_LAYER
-from launcher.trace.step import Loss
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from jax.extend import core as jex
-
 from launcher.partition.joint_graph import JointGraph, Name
 from launcher.partition.min_cut import is_cheap, is_fused, kept_values
 from launcher.partition.sharding.named_dims import Sharding
@@ -23,11 +21,13 @@ from launcher.schedule import Kind
 from launcher.trace.cost import matmul_flops
 from launcher.trace.jaxpr import (
     Atom,
+    ClosedJaxpr,
     Equation,
     Var,
     dependents,
     free_vars,
     is_var,
+    jaxpr_as_fun,
     nbytes,
     needed,
     program,
@@ -41,7 +41,7 @@ class TaskProgram:
     `closed`: the same, with the `constants` that it captures as leading inputs.
     """
 
-    closed: jex.ClosedJaxpr
+    closed: ClosedJaxpr
     constants: tuple[Any, ...]
     inputs: tuple[Name, ...]
     outputs: tuple[Name, ...]
@@ -49,7 +49,7 @@ class TaskProgram:
     @property
     def fun(self) -> Callable[..., Sequence[Any]]:
         """See the class."""
-        return functools.partial(jex.jaxpr_as_fun(self.closed), *self.constants)
+        return functools.partial(jaxpr_as_fun(self.closed), *self.constants)
 
 
 def outputs_by_kind(

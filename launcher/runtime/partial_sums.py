@@ -14,13 +14,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend import core as jex
 from jax.sharding import PartitionSpec
 
 from launcher.partition.sharding.named_dims import NamedDims, Sharding, Spec, Use, parts
 from launcher.partition.sharding.spmd import Execution, cut_axes, execution
 from launcher.runtime.collectives import abstract_mesh
-from launcher.trace.jaxpr import Atom, Equation, Var, is_var, program
+from launcher.trace.jaxpr import (
+    Atom,
+    ClosedJaxpr,
+    Equation,
+    Jaxpr,
+    Var,
+    is_var,
+    jaxpr_as_fun,
+    make_jaxpr,
+    program,
+)
 
 _PARTIAL = ("dot_general", "conv_general_dilated", "reduce_sum")
 _ADD = "add_any"  # what adds the parts of a gradient
@@ -28,7 +37,7 @@ _FORMS = ("convert_element_type", "reshape", "transpose")
 _BODIES = ("cond_jaxpr", "body_jaxpr", "branches", "jaxpr")
 
 
-def emitted_locally(closed: jex.ClosedJaxpr, known: Sharding, replicas: int) -> jex.ClosedJaxpr:
+def emitted_locally(closed: ClosedJaxpr, known: Sharding, replicas: int) -> ClosedJaxpr:
     """Return the same program with some of its equations replaced by a `jax.shard_map`.
 
     Args:
@@ -40,10 +49,10 @@ def emitted_locally(closed: jex.ClosedJaxpr, known: Sharding, replicas: int) -> 
     sharding = Sharding(NamedDims(jaxpr.eqns), known.sizes)
     for v in (*jaxpr.constvars, *jaxpr.invars, *(v for e in jaxpr.eqns for v in e.outvars)):
         sharding.seed(v, known.spec(v))
-    return jex.ClosedJaxpr(_rewritten(jaxpr, 0, sharding, replicas), closed.consts)
+    return ClosedJaxpr(_rewritten(jaxpr, 0, sharding, replicas), closed.consts)
 
 
-def _rewritten(jaxpr: jex.Jaxpr, scope: int, sharding: Sharding, replicas: int) -> jex.Jaxpr:
+def _rewritten(jaxpr: Jaxpr, scope: int, sharding: Sharding, replicas: int) -> Jaxpr:
     body = _Body(jaxpr, scope, sharding)
     instead: dict[int, list[Equation]] = {}
     for members in body.totals():
@@ -66,8 +75,8 @@ def _with_bodies(eqn: Equation, scope: int, sharding: Sharding, replicas: int) -
     def rewritten(body: Any) -> Any:
         if isinstance(body, tuple):
             return tuple(map(rewritten, body))
-        if isinstance(body, jex.ClosedJaxpr):
-            return jex.ClosedJaxpr(rewritten(body.jaxpr), body.consts)
+        if isinstance(body, ClosedJaxpr):
+            return ClosedJaxpr(rewritten(body.jaxpr), body.consts)
         return _rewritten(body, next(inner), sharding, replicas)
 
     params.update((key, rewritten(params[key])) for key in _BODIES if key in params)
@@ -77,7 +86,7 @@ def _with_bodies(eqn: Equation, scope: int, sharding: Sharding, replicas: int) -
 class _Body:
     """A program or a body inside it, with the producers and readers of its values."""
 
-    def __init__(self, jaxpr: jex.Jaxpr, scope: int, sharding: Sharding) -> None:
+    def __init__(self, jaxpr: Jaxpr, scope: int, sharding: Sharding) -> None:
         self._equations, self._scope, self._sharding = jaxpr.eqns, scope, sharding
         self._maker: dict[Var, Equation] = {v: e for e in jaxpr.eqns for v in e.outvars}
         read = [v for e in jaxpr.eqns for v in e.invars]
@@ -108,9 +117,9 @@ class _Body:
 
     def _leading_to(self, atom: Atom) -> list[Equation]:
         """Return the equations, used by nothing else, that make a value from each device's part."""
-        eqn = self._maker.get(atom) if is_var(atom) else None
-        if eqn is None or self._reads[atom] != 1:
+        if not is_var(atom) or atom not in self._maker or self._reads[atom] != 1:
             return []
+        eqn = self._maker[atom]
         if self._summed(eqn):
             return [eqn]
         if eqn.primitive.name in (_ADD, *_FORMS) and self._is_local(eqn) and not _narrows(eqn):
@@ -162,12 +171,12 @@ class _Body:
                 return None
             if eqn.primitive.name == _ADD:
                 return there[0] if len(there) == 1 else jax.lax.add(*there)
-            shape = self._local_shape(atom) if local else atom.aval.shape
+            shape = self._local_shape(eqn.outvars[0]) if local else atom.aval.shape
             return _in_form(eqn, there[0], shape)
 
         def local(*values: Any) -> Any:
             left = list(values)
-            made = {}
+            made: dict[Atom, Any] = {}
             for eqn in partial:
                 own, left = left[: len(eqn.invars)], left[len(eqn.invars) :]
                 made[eqn.outvars[0]] = _applied(eqn, own)
@@ -175,7 +184,7 @@ class _Body:
 
         def whole(*values: Any) -> Any:
             summed = self._mapped(local, specs, self._spec(root))(*values[: len(reads)])
-            known = dict(zip(others, values[len(reads) :], strict=True))
+            known: dict[Atom, Any] = dict(zip(others, values[len(reads) :], strict=True))
             rest = value(root, known.get, False)
             return summed if rest is None else jax.lax.add(summed, rest)
 
@@ -217,7 +226,7 @@ def _applied(eqn: Equation, values: Sequence[Any]) -> Any:
     """Return an equation's only result for other operands, which may have other lengths."""
     named = [(v, x) for v, x in zip(eqn.invars, values, strict=True) if is_var(v)]
     reads = dict(named)
-    (made,) = jex.jaxpr_as_fun(program(list(reads), [eqn], eqn.outvars))(*reads.values())
+    (made,) = jaxpr_as_fun(program(list(reads), [eqn], eqn.outvars))(*reads.values())
     return made
 
 
@@ -237,7 +246,7 @@ def _in_form(eqn: Equation, value: Any, shape: Sequence[int]) -> Any:
 def _called(eqn: Equation, fun: Callable[..., Any], operands: Sequence[Atom]) -> Equation:
     """Return an equation with the results of `eqn` that calls `fun`."""
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands]
-    (call,) = jax.make_jaxpr(jax.jit(fun))(*avals).eqns
+    (call,) = make_jaxpr(jax.jit(fun), *avals).eqns
     return eqn.replace(
         primitive=call.primitive,
         params=call.params,

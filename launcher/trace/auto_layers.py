@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,9 +22,7 @@ from launcher.trace.cost import matmul_flops, program_flops
 from launcher.trace.errors import LayerCountError, TraceError
 from launcher.trace.jaxpr import Equation, Var, is_var, nbytes
 from launcher.trace.layers import ANY_LAYER
-
-if TYPE_CHECKING:
-    from launcher.trace.step import Loss
+from launcher.trace.slices import Loss
 
 LayerEnds: TypeAlias = tuple[tuple[int, int], ...]
 """Where layers end, but for the last: after so many anchors, and then so many other equations."""

@@ -14,9 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from jax.extend import core as jex
-
-from launcher.trace.jaxpr import Equation, Var, is_var, sub_jaxprs
+from launcher.trace.jaxpr import Equation, Jaxpr, Var, is_var, sub_jaxprs
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +87,7 @@ def _after(eqn: Equation, rows: Sequence[BatchAxis]) -> list[BatchAxis]:
     return [NoBatchAxis(eqn) if axis is None else axis for axis in kept]
 
 
-def _through(body: jex.Jaxpr, rows: Sequence[BatchAxis]) -> list[BatchAxis]:
+def _through(body: Jaxpr, rows: Sequence[BatchAxis]) -> list[BatchAxis]:
     sources = {v: r for v, r in zip(body.invars, rows, strict=True) if r is not None}
     found = follow_batch_axis(body.eqns, sources)
     return [found.get(v) if is_var(v) else None for v in body.outvars]

@@ -9,9 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from jax.extend import core as jex
-
-from launcher.trace.jaxpr import Equation, is_var, nbytes, sub_jaxprs
+from launcher.trace.jaxpr import DropVar, Equation, is_var, nbytes, sub_jaxprs
 
 
 def flops(eqn: Equation) -> float:
@@ -19,12 +17,12 @@ def flops(eqn: Equation) -> float:
     name = eqn.primitive.name
     if name == "dot_general":
         (contract, _), _ = eqn.params["dimension_numbers"]
-        depth = math.prod(eqn.invars[0].aval.shape[d] for d in contract)
+        depth: int = math.prod(eqn.invars[0].aval.shape[d] for d in contract)
         return 2.0 * depth * eqn.outvars[0].aval.size
     if name == "conv_general_dilated":
         kernel = eqn.invars[1].aval.shape
         out_features = eqn.params["dimension_numbers"].rhs_spec[0]
-        per_output = math.prod(kernel) / kernel[out_features]
+        per_output: float = math.prod(kernel) / kernel[out_features]
         return 2.0 * per_output * eqn.outvars[0].aval.size
     bodies = [program_flops(jaxpr.eqns) for jaxpr in sub_jaxprs(eqn)]
     if bodies:
@@ -58,5 +56,5 @@ def moved_bytes(eqn: Equation) -> float:
     operands = {v: None for v in eqn.invars if is_var(v)}
     return float(
         sum(nbytes(v.aval) for v in operands)
-        + sum(nbytes(v.aval) for v in eqn.outvars if not isinstance(v, jex.DropVar))
+        + sum(nbytes(v.aval) for v in eqn.outvars if not isinstance(v, DropVar))
     )

@@ -11,11 +11,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core as jex
 
 from launcher.trace.batch_axis import NoBatchAxis, follow_batch_axis
 from launcher.trace.errors import BatchError
-from launcher.trace.jaxpr import Equation, Var, dependents, is_var, source_line
+from launcher.trace.jaxpr import Equation, Jaxpr, Literal, Var, dependents, is_var, source_line
 from launcher.trace.random_keys import is_typed
 
 
@@ -90,7 +89,7 @@ def check_sums(whole: Equation, part: Equation) -> None:
             )
 
 
-def _scaled_by_batch(whole: jex.Jaxpr, part: jex.Jaxpr, result: int) -> Equation | None:
+def _scaled_by_batch(whole: Jaxpr, part: Jaxpr, result: int) -> Equation | None:
     """The equation that multiplies a result by a number which the batch size decides."""
     if len(whole.eqns) != len(part.eqns):
         return None
@@ -106,9 +105,7 @@ def _scaled_by_batch(whole: jex.Jaxpr, part: jex.Jaxpr, result: int) -> Equation
             continue
         pairs = zip(eqn.invars, other.invars, strict=True)
         literals = [
-            (a.val, b.val)
-            for a, b in pairs
-            if isinstance(a, jex.Literal) and isinstance(b, jex.Literal)
+            (a.val, b.val) for a, b in pairs if isinstance(a, Literal) and isinstance(b, Literal)
         ]
         if eqn.primitive.name in ("mul", "div"):
             small, large = (0, 1) if eqn.primitive.name == "mul" else (1, 0)
@@ -129,7 +126,7 @@ def check_constants(whole: Whole, part: Equation, constants: Mapping[Var, Any]) 
         constants: those of the trace on a slice.
     """
     for a, b in zip(whole.loss_equation.invars, part.invars, strict=True):
-        if a not in whole.constants:
+        if not is_var(a) or a not in whole.constants:
             continue
         value = whole.constants[a]
         other = constants.get(b) if is_var(b) else np.asarray(b.val)
@@ -152,7 +149,7 @@ def check_cuts(whole: Whole, axes: Sequence[int | None]) -> None:
     counted_vars = dependents(whole.before, [v for e in counted for v in e.outvars])
     makers = {v: e for e in whole.before for v in e.outvars}
     for i, (v, axis) in enumerate(zip(eqn.invars, axes, strict=True)):
-        if axis is None:
+        if axis is None or not is_var(v):
             continue
         if i in eqn.params["wrt"]:
             raise BatchError(

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from launcher.trace.errors import BatchError
-from launcher.trace.jaxpr import Atom, Equation, Var
+from launcher.trace.jaxpr import Atom, Equation, Var, make_jaxpr
 from launcher.trace.layers import ANY_LAYER, cut_layers
 from launcher.trace.random_keys import is_typed, raw_generator
 from launcher.trace.slice_checks import (
@@ -106,7 +106,7 @@ def slice_loss(whole: Whole, num_slices: int, retrace: Retrace) -> Loss:
 def _row_of(v: Var) -> tuple[Var, Equation]:
     """A variable that holds one row, a value like `v`, and the equation that makes `v` of it."""
     row = jax.ShapeDtypeStruct((1, *v.aval.shape), v.aval.dtype)
-    closed = jax.make_jaxpr(lambda x: jax.lax.squeeze(x, [0]))(row)
+    closed = make_jaxpr(lambda x: jax.lax.squeeze(x, [0]), row)
     return closed.jaxpr.invars[0], closed.jaxpr.eqns[0].replace(outvars=[v])
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core as jex
 
 from launcher.trace.arguments import Arguments, aliases, batch_size, read_arguments
 from launcher.trace.auto_layers import LayerEnds, apply_layer_ends
@@ -23,10 +22,13 @@ from launcher.trace.conditionals import split_conditionals
 from launcher.trace.errors import BatchError, GradientError, TraceError
 from launcher.trace.jaxpr import (
     Atom,
+    ClosedJaxpr,
     Equation,
+    Jaxpr,
     Var,
     inline_calls,
     is_var,
+    make_jaxpr_and_shape,
     needed,
     source_line,
     structure_text,
@@ -70,6 +72,11 @@ class TracedStep:
     layer_ends: LayerEnds | None = None
     # the memo of `loss`
     losses: dict[tuple[int, LayerEnds | None], Loss] = field(default_factory=dict, repr=False)
+
+    @property
+    def operands(self) -> tuple[Var, ...]:
+        """The operands of the loss."""
+        return tuple(v for v in self.loss_equation.invars if is_var(v))  # as all of them are
 
     def loss(self, num_slices: int) -> Loss:
         """The loss on one of `num_slices` equal slices of the batch (cached).
@@ -124,11 +131,11 @@ def trace_step(
     arguments = read_arguments(args, batch_argnums, donate_argnums, static_argnums)
     size = batch_size(arguments)
 
-    def make(shapes: tuple[Any, ...]) -> tuple[jex.ClosedJaxpr, Any]:
+    def make(shapes: tuple[Any, ...]) -> tuple[ClosedJaxpr, Any]:
         def of_arrays(*values: Any) -> Any:
             return fun(*arguments.with_static(values))
 
-        closed, out = jax.make_jaxpr(of_arrays, return_shape=True)(*shapes)
+        closed, out = make_jaxpr_and_shape(of_arrays, *shapes)
         return inline_calls(closed), out
 
     closed, out_shape = make(arguments.shapes)
@@ -236,6 +243,6 @@ def _loss_inside(eqn: Equation) -> Equation | None:
     return None
 
 
-def _fingerprint(jaxpr: jex.Jaxpr, arguments: Arguments) -> str:
+def _fingerprint(jaxpr: Jaxpr, arguments: Arguments) -> str:
     flags = arguments.batch, arguments.donated
     return hashlib.sha256(structure_text(jaxpr, {"flags": flags}).encode()).hexdigest()[:16]

@@ -12,10 +12,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from jax.extend import core as jex
-
 from launcher.trace.factors import Factor, factors
-from launcher.trace.jaxpr import Atom, Equation, Var, is_var
+from launcher.trace.jaxpr import Atom, ClosedJaxpr, Equation, Jaxpr, Var, is_var
 
 # What an array's dimensions are cut over: for each a mesh axis, several, or None.
 Axis = str | tuple[str, ...] | None
@@ -159,7 +157,7 @@ class _Body:
     `stacked_…`: those of which the body sees one slice, along the leading dimension, at a time.
     """
 
-    jaxpr: jex.Jaxpr
+    jaxpr: Jaxpr
     inputs: Sequence[tuple[int, Atom]]
     outputs: Sequence[tuple[int, Atom]]
     times: int = 1
@@ -200,8 +198,8 @@ def _bodies(eqn: Equation) -> list[_Body]:
         return [_Body(j, list(enumerate(ins[1:])), list(enumerate(outs))) for j in branches]
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         inner = params.get(key)
-        if isinstance(inner, (jex.Jaxpr, jex.ClosedJaxpr)) and name in _CALLS:
-            jaxpr = inner.jaxpr if isinstance(inner, jex.ClosedJaxpr) else inner
+        if isinstance(inner, (Jaxpr, ClosedJaxpr)) and name in _CALLS:
+            jaxpr = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
             return [_Body(jaxpr, list(enumerate(ins)), list(enumerate(outs)))]
     return []
 

@@ -105,4 +105,4 @@ def _arriving(of: StagePrograms, k: int, size: Size) -> float:
 
 def _size(joint: JointGraph, name: Name, size: Size) -> float:
     v = name.of if name.kind == "residual" else joint.inputs.get(name, joint.outputs.get(name))
-    return size(v) if is_var(v) else 0.0
+    return size(v) if v is not None and is_var(v) else 0.0

@@ -30,8 +30,8 @@ from launcher.plan.intra_op.sequence_parallel import sequence_class, sequence_sh
 from launcher.plan.intra_op.stage_shardings import model_sharding
 from launcher.plan.profile.measured_layers import MeasuredLayers
 from launcher.schedule import Kind
+from launcher.trace import Loss, TracedStep
 from launcher.trace.jaxpr import Var, is_var, nbytes
-from launcher.trace.step import Loss, TracedStep
 
 _KINDS = {Kind.FORWARD, Kind.BACKWARD}
 
@@ -224,8 +224,8 @@ def _solve(
             if fixed == (c.of is not None and not varying(use, sharding.dims.source(*c.of)[1]))
         )
 
-    def held(var: object) -> float:
-        return nbytes(var.aval) / parts(sharding.spec(var), sharding.sizes)  # type: ignore[attr-defined]
+    def held(var: Var) -> float:
+        return nbytes(var.aval) / parts(sharding.spec(var), sharding.sizes)
 
     return LayerCost(
         work_seconds=work,

@@ -206,7 +206,8 @@ def _solve(
     found = milp(costs / scale, integrality=integral, bounds=Bounds(0, 1), constraints=constraints)
     if found.x is None:
         raise AssertionError(f"the choice of shardings has no solution: {found.message}")
-    return np.round(found.x[:count])
+    chosen: np.ndarray = np.round(found.x[:count])
+    return chosen
 
 
 def along_data(shape: Sequence[int], spec: Spec, replicas: int, model: int) -> Spec | None:

@@ -17,9 +17,9 @@ from launcher.plan.cost.collectives import flow
 from launcher.plan.cost.stage_seconds import links_of
 from launcher.plan.intra_op.sequence_parallel import batch_specs, sequence_class, sequence_sharding
 from launcher.plan.intra_op.solver import along_data, model_classes
+from launcher.trace import Loss, TracedStep
 from launcher.trace.jaxpr import Var
 from launcher.trace.leaf_names import leaf_names
-from launcher.trace.step import Loss, TracedStep
 
 
 class StageShardings:
@@ -145,7 +145,7 @@ def argument_specs(
             activations as well, and are therefore listed with every stage.
     """
     data, model = logical_mesh
-    holders = {i: step.loss_equation.invars[i] for i in graph.operands}
+    holders = {i: step.operands[i] for i in graph.operands}
     kept = Sharding(dims, {MODEL: model})
     cut = Sharding(dims, {MODEL: model, "data": data})
     for i, spec in operands.items():
