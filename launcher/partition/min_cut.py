@@ -16,21 +16,20 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from launcher.trace.jaxpr import Atom, Equation, Var, is_var, nbytes
-from launcher.trace.primitive_kinds import FUSED, SUMS
+from launcher.trace.primitive_kinds import CHEAP, FUSED, REDUCTIONS
 
-_CHEAP = FUSED - {"optimization_barrier"}
 _UNITS = 1 << 29  # what all values together weigh: flows are 32-bit integers
 _ENDLESS = 1 << 30
 
 
 def is_cheap(eqn: Equation) -> bool:
     """Whether an equation may be computed again rather than its value kept."""
-    return eqn.primitive.name in _CHEAP
+    return eqn.primitive.name in CHEAP
 
 
 def is_fused(eqn: Equation) -> bool:
     """Whether the compiler computes an operand of an equation where it reads it."""
-    return eqn.primitive.name in FUSED | SUMS
+    return eqn.primitive.name in FUSED | REDUCTIONS
 
 
 def kept_values(

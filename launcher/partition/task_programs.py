@@ -32,6 +32,7 @@ from launcher.trace.jaxpr import (
     needed,
     program,
 )
+from launcher.trace.primitive_kinds import BARRIERS
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +133,7 @@ def cut(joint: JointGraph, groups: Mapping[Kind, Sequence[Name]]) -> dict[Kind, 
     behind = {
         v: atom
         for e in equations
-        if e.primitive.name == "optimization_barrier"
+        if e.primitive.name in BARRIERS
         for v, atom in zip(e.outvars, e.invars, strict=True)
     }
     kept = _kept(joint, equations, early, wanted, behind)

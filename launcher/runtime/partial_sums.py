@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from launcher.partition.sharding.named_dims import NamedDims, Sharding, Spec, Use, parts
 from launcher.partition.sharding.spmd import Execution, cut_axes, execution
 from launcher.runtime.collectives import abstract_mesh
+from launcher.trace.bodies import replace_bodies
 from launcher.trace.jaxpr import (
     Atom,
     ClosedJaxpr,
@@ -30,11 +31,7 @@ from launcher.trace.jaxpr import (
     make_jaxpr,
     program,
 )
-
-_PARTIAL = ("dot_general", "conv_general_dilated", "reduce_sum")
-_ADD = "add_any"  # what adds the parts of a gradient
-_FORMS = ("convert_element_type", "reshape", "transpose")
-_BODIES = ("cond_jaxpr", "body_jaxpr", "branches", "jaxpr")
+from launcher.trace.primitive_kinds import FORMS, GRADIENT_SUMS, PARTIAL_SUMS
 
 
 def emitted_locally(closed: ClosedJaxpr, known: Sharding, replicas: int) -> ClosedJaxpr:
@@ -70,17 +67,7 @@ def _rewritten(jaxpr: Jaxpr, scope: int, sharding: Sharding, replicas: int) -> J
 
 def _with_bodies(eqn: Equation, scope: int, sharding: Sharding, replicas: int) -> Equation:
     inner = iter(sharding.dims.inner_scopes(scope, eqn))
-    params = dict(eqn.params)
-
-    def rewritten(body: Any) -> Any:
-        if isinstance(body, tuple):
-            return tuple(map(rewritten, body))
-        if isinstance(body, ClosedJaxpr):
-            return ClosedJaxpr(rewritten(body.jaxpr), body.consts)
-        return _rewritten(body, next(inner), sharding, replicas)
-
-    params.update((key, rewritten(params[key])) for key in _BODIES if key in params)
-    return eqn.replace(params=params)
+    return replace_bodies(eqn, lambda body: _rewritten(body, next(inner), sharding, replicas))
 
 
 class _Body:
@@ -107,7 +94,7 @@ class _Body:
             return
         told: set[int] = set()
         for eqn in reversed(self._equations):
-            if eqn.primitive.name != _ADD or id(eqn) in told:
+            if eqn.primitive.name not in GRADIENT_SUMS or id(eqn) in told:
                 continue
             sides = [self._leading_to(v) for v in eqn.invars]
             found = [*(e for side in sides for e in side), eqn]
@@ -122,14 +109,18 @@ class _Body:
         eqn = self._maker[atom]
         if self._summed(eqn):
             return [eqn]
-        if eqn.primitive.name in (_ADD, *_FORMS) and self._is_local(eqn) and not _narrows(eqn):
+        if (
+            eqn.primitive.name in GRADIENT_SUMS | FORMS
+            and self._is_local(eqn)
+            and not _narrows(eqn)
+        ):
             found = [e for v in eqn.invars for e in self._leading_to(v)]
             return [*found, eqn] if found else []
         return []
 
     def _summed(self, eqn: Equation) -> tuple[str, ...]:
         """Return the axes over which a part of a gradient must be summed; else none."""
-        if eqn.primitive.name not in _PARTIAL:
+        if eqn.primitive.name not in PARTIAL_SUMS:
             return ()
         runs = self._runs(eqn)
         (kept,) = runs.kept_outs
@@ -169,7 +160,7 @@ class _Body:
             there = [x for x in parts_of if x is not None]
             if not there:
                 return None
-            if eqn.primitive.name == _ADD:
+            if eqn.primitive.name in GRADIENT_SUMS:
                 return there[0] if len(there) == 1 else jax.lax.add(*there)
             shape = self._local_shape(eqn.outvars[0]) if local else atom.aval.shape
             return _in_form(eqn, there[0], shape)
@@ -219,7 +210,7 @@ class _Body:
 def _narrows(eqn: Equation) -> bool:
     """Return whether a result has fewer bits than its operand: parts are summed before that."""
     widths = [v.aval.dtype.itemsize for v in (*eqn.invars, *eqn.outvars)]
-    return eqn.primitive.name == "convert_element_type" and widths[0] > widths[-1]
+    return widths[0] > widths[-1]
 
 
 def _applied(eqn: Equation, values: Sequence[Any]) -> Any:

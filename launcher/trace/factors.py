@@ -3,8 +3,8 @@
 A *factor* names dimensions that run together: cut all of them the same way and each device can
 compute its part alone. A factor that reaches no result is summed over, so that each device then has
 a partial result. A dimension in no factor has to be whole where the equation runs. (The form is
-that of Shardy's `sharding_rule`, openxla.org/shardy.) A primitive that is not listed has no
-factors: it is replicated.
+that of Shardy's `sharding_rule`, openxla.org/shardy.) A primitive that is neither listed here nor
+element-wise (`primitive_kinds`) has no factors: it is replicated.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.trace.jaxpr import Equation
+from launcher.trace.primitive_kinds import BARRIERS, ELEMENTWISE
 
 Place = tuple[int, int]  # (operand or result, its dimension)
 
@@ -30,9 +31,9 @@ def factors(eqn: Equation) -> tuple[Factor, ...] | None:
     """The factors of an equation without inner programs; None: the primitive is not known."""
     name = eqn.primitive.name
     shapes = [v.aval.shape for v in eqn.invars]
-    if name in _ELEMENTWISE:
+    if name in ELEMENTWISE:
         return _elementwise(shapes, [v.aval.shape for v in eqn.outvars])
-    if name == "optimization_barrier":
+    if name in BARRIERS:
         pairs = enumerate(shapes)
         return tuple(Factor(((i, d),), ((i, d),)) for i, shape in pairs for d in range(len(shape)))
     rule = _RULES.get(name) or (_reduced if name.startswith("reduce_") else None)
@@ -238,21 +239,6 @@ def _nothing(eqn: Equation) -> tuple[Factor, ...]:
     """No operand matters: each device can make any part of the result."""
     return ()
 
-
-# fmt: off
-_ELEMENTWISE = frozenset((
-    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
-    "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clamp", "complex", "conj",
-    "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf",
-    "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igamma_grad_a",
-    "igammac", "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic",
-    "lt", "max", "min", "mul", "name", "ne", "neg", "nextafter", "not", "or", "polygamma",
-    "population_count", "pow", "real", "reduce_precision", "regularized_incomplete_beta", "rem",
-    "round", "rsqrt", "select_n", "sharding_constraint", "shift_left", "shift_right_arithmetic",
-    "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub",
-    "tan", "tanh", "xor",
-))
-# fmt: on
 
 _RULES: dict[str, Callable[[Equation], tuple[Factor, ...]]] = {
     "dot_general": _dot,

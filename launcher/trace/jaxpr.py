@@ -16,6 +16,8 @@ import numpy as np
 from jax.extend import core as jex
 from jax.extend import source_info_util
 
+from launcher.trace.primitive_kinds import CALLS
+
 Primitive = jex.Primitive
 
 
@@ -93,7 +95,6 @@ else:
 Atom: TypeAlias = "Var | Literal"
 
 _UNNAMED = jex.DebugInfo("launcher", "<part>", None, None)  # programs that no single function wrote
-_CALLS = ("jit", "pjit", "closed_call", "core_call")
 
 
 def make_jaxpr(fun: Callable[..., Any], *args: Any) -> ClosedJaxpr:
@@ -142,7 +143,7 @@ def inline_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
                 eqn = eqn.replace(source_info=call.source_info)
             operands = [read(v) for v in eqn.invars]
             results: list[Any]
-            body = eqn.params.get("jaxpr") if eqn.primitive.name in _CALLS else None
+            body = eqn.params.get("jaxpr") if eqn.primitive.name in CALLS else None
             if body is None:
                 results = [v if isinstance(v, DropVar) else Var(v.aval) for v in eqn.outvars]
                 equations.append(eqn.replace(invars=operands, outvars=results))

@@ -13,13 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from launcher.trace.jaxpr import Equation, Var, is_var, sub_jaxprs
-
-# equations whose result holds words of their operand, unchanged
-_SAME_WORDS_NAMES = """
-    broadcast_in_dim concatenate copy dynamic_slice gather optimization_barrier reshape select_n
-    slice split squeeze transpose
-"""
-_SAME_WORDS = frozenset(_SAME_WORDS_NAMES.split())
+from launcher.trace.primitive_kinds import SAME_ELEMENTS
 
 
 def is_typed(aval: Any) -> bool:
@@ -42,7 +36,7 @@ def _wrapped_as(words: set[Var], equations: Iterable[Equation]) -> str | None:
             continue
         if eqn.primitive.name == "random_wrap":
             return str(eqn.params["impl"].name)
-        if eqn.primitive.name in _SAME_WORDS:
+        if eqn.primitive.name in SAME_ELEMENTS:
             words.update(eqn.outvars)
         for body in sub_jaxprs(eqn):
             inner = zip(

@@ -15,6 +15,7 @@ import numpy as np
 from launcher.trace.batch_axis import NoBatchAxis, follow_batch_axis
 from launcher.trace.errors import BatchError
 from launcher.trace.jaxpr import Equation, Jaxpr, Literal, Var, dependents, is_var, source_line
+from launcher.trace.primitive_kinds import LINEAR, SCALING
 from launcher.trace.random_keys import is_typed
 
 
@@ -69,13 +70,6 @@ def check_outputs(whole: Equation, part: Equation, num_slices: int) -> None:
             )
 
 
-_LINEAR_NAMES = """
-    add add_any broadcast_in_dim convert_element_type copy mul neg reduce_sum reshape squeeze sub
-    transpose div
-"""
-_LINEAR = frozenset(_LINEAR_NAMES.split())
-
-
 def check_sums(whole: Equation, part: Equation) -> None:
     """Refuse a sum over microbatches of what has been divided by the size of the (micro)batch."""
     programs = [eqn.params["jaxpr"].jaxpr for eqn in (whole, part)]
@@ -101,19 +95,20 @@ def _scaled_by_batch(whole: Jaxpr, part: Jaxpr, result: int) -> Equation | None:
             continue
         seen.add(atom)
         eqn, other = whole.eqns[made[atom]], part.eqns[made[atom]]
-        if eqn.primitive.name not in _LINEAR:
+        if eqn.primitive.name not in LINEAR:
             continue
+        divides = eqn.primitive.name == "div"
         pairs = zip(eqn.invars, other.invars, strict=True)
         literals = [
             (a.val, b.val) for a, b in pairs if isinstance(a, Literal) and isinstance(b, Literal)
         ]
-        if eqn.primitive.name in ("mul", "div"):
-            small, large = (0, 1) if eqn.primitive.name == "mul" else (1, 0)
+        if eqn.primitive.name in SCALING:
+            small, large = (1, 0) if divides else (0, 1)
             if any(abs(pair[small]) < abs(pair[large]) for pair in literals):
                 return eqn
-            if eqn.primitive.name == "mul" and not literals:
+            if not divides and not literals:
                 continue  # a product of two values: no longer linear
-        waiting += eqn.invars[:1] if eqn.primitive.name == "div" else eqn.invars
+        waiting += eqn.invars[:1] if divides else eqn.invars
     return None
 
 

@@ -20,7 +20,6 @@ from launcher.partition.sharding.layout import MODEL
 from launcher.partition.sharding.named_dims import NamedDims, Sharding, Spec, axes
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.cost.collectives import (
-    PRODUCTS,
     Collective,
     Flow,
     SumKey,
@@ -29,6 +28,7 @@ from launcher.plan.cost.collectives import (
     seconds,
 )
 from launcher.trace.jaxpr import Var, nbytes
+from launcher.trace.primitive_kinds import PRODUCTS
 
 _LEAST_CUT = 0.75  # of the parameter bytes that can be cut at all
 

@@ -1,0 +1,117 @@
+"""The programs inside an equation: loop bodies, branches and called functions.
+
+`bodies` knows how their inputs and outputs belong to the equation's; `jaxpr.sub_jaxprs` finds the
+programs of any equation, known or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.trace.jaxpr import Atom, ClosedJaxpr, Equation, Jaxpr, sub_jaxprs
+from launcher.trace.primitive_kinds import CALLS, CALLS_WITH_RULES
+
+_REWRITTEN = ("cond_jaxpr", "body_jaxpr", "branches", "jaxpr")  # parameters that hold bodies
+
+
+@dataclass(frozen=True, eq=False)
+class Body:
+    """A program inside an equation.
+
+    Attributes:
+        jaxpr: the program.
+        inputs, outputs: the equation's operands and results, each with the number of the program's
+            input or output that it is. What a loop hands on is an input and an output.
+        times: how often it runs.
+        stacked_inputs, stacked_outputs: the inputs and outputs that are one slice at a time, along
+            the leading dimension, of the equation's.
+    """
+
+    jaxpr: Jaxpr
+    inputs: Sequence[tuple[int, Atom]]
+    outputs: Sequence[tuple[int, Atom]]
+    times: int = 1
+    stacked_inputs: range = range(0)
+    stacked_outputs: range = range(0)
+
+
+def bodies(eqn: Equation) -> list[Body]:
+    """Return the bodies of a loop, a conditional or a call; of any other equation, none."""
+    params, ins, outs = eqn.params, eqn.invars, eqn.outvars
+    name = eqn.primitive.name
+    if name == "scan":
+        consts, carry = params["num_consts"], params["num_carry"]
+        turn = [*enumerate(outs[:carry]), *enumerate(ins[consts : consts + carry])]
+        return [
+            Body(
+                params["jaxpr"].jaxpr,
+                list(enumerate(ins)),
+                [*turn, *enumerate(outs[carry:], carry)],
+                params["length"],
+                range(consts + carry, len(ins)),
+                range(carry, len(outs)),
+            )
+        ]
+    if name == "while":
+        a, b = params["cond_nconsts"], params["body_nconsts"]
+        state = ins[a + b :]
+        return [
+            Body(params["cond_jaxpr"].jaxpr, list(enumerate([*ins[:a], *state])), []),
+            Body(
+                params["body_jaxpr"].jaxpr,
+                list(enumerate(ins[a:])),
+                [*enumerate(outs), *enumerate(state)],
+            ),
+        ]
+    if name == "cond":
+        branches = [branch.jaxpr for branch in params["branches"]]
+        return [Body(j, list(enumerate(ins[1:])), list(enumerate(outs))) for j in branches]
+    called = _called(eqn)
+    return [] if called is None else [Body(called, list(enumerate(ins)), list(enumerate(outs)))]
+
+
+def _called(eqn: Equation) -> Jaxpr | None:
+    """The function that a call calls."""
+    if eqn.primitive.name in CALLS | CALLS_WITH_RULES:
+        for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+            found = eqn.params.get(key)
+            if isinstance(found, (Jaxpr, ClosedJaxpr)):
+                return found.jaxpr if isinstance(found, ClosedJaxpr) else found
+    return None
+
+
+def is_call(eqn: Equation) -> bool:
+    """Whether an equation only calls a function."""
+    return _called(eqn) is not None
+
+
+def total(eqn: Equation, measure: Callable[[Jaxpr], float]) -> float | None:
+    """Add up a measure of an equation's programs; None where it has none.
+
+    Of branches the most counts, and of a scan every turn.
+    """
+    found = [measure(jaxpr) for jaxpr in sub_jaxprs(eqn)]
+    if not found:
+        return None
+    if eqn.primitive.name == "cond":
+        return max(found)
+    return sum(found) * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+
+
+def replace_bodies(eqn: Equation, rewrite: Callable[[Jaxpr], Jaxpr]) -> Equation:
+    """Return an equation with other bodies, in the order of `bodies`.
+
+    Those of custom derivatives stay, since their rules would no longer be theirs.
+    """
+
+    def rewritten(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(rewritten, value))
+        if isinstance(value, ClosedJaxpr):
+            return ClosedJaxpr(rewrite(value.jaxpr), value.consts)
+        return rewrite(value)
+
+    params = {key: rewritten(eqn.params[key]) for key in _REWRITTEN if key in eqn.params}
+    return eqn.replace(params={**eqn.params, **params})
