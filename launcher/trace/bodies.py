@@ -65,11 +65,11 @@ def bodies(eqn: Equation) -> list[Body]:
                 [*enumerate(outs), *enumerate(state)],
             ),
         ]
-    if name == "cond":
-        branches = [branch.jaxpr for branch in params["branches"]]
-        return [Body(j, list(enumerate(ins[1:])), list(enumerate(outs))) for j in branches]
-    called = _called(eqn)
-    return [] if called is None else [Body(called, list(enumerate(ins)), list(enumerate(outs)))]
+    found = []
+    for jaxpr in alternatives(eqn):
+        given = ins[len(ins) - len(jaxpr.invars) :]  # a branch has no index
+        found.append(Body(jaxpr, list(enumerate(given)), list(enumerate(outs))))
+    return found
 
 
 def _called(eqn: Equation) -> Jaxpr | None:
@@ -82,9 +82,15 @@ def _called(eqn: Equation) -> Jaxpr | None:
     return None
 
 
-def is_call(eqn: Equation) -> bool:
-    """Whether an equation only calls a function."""
-    return _called(eqn) is not None
+def alternatives(eqn: Equation) -> list[Jaxpr]:
+    """Return the programs of which an equation runs one, once: a call's function, or branches.
+
+    Their inputs are the last of the equation's operands.
+    """
+    if eqn.primitive.name == "cond":
+        return [branch.jaxpr for branch in eqn.params["branches"]]
+    called = _called(eqn)
+    return [] if called is None else [called]
 
 
 def total(eqn: Equation, measure: Callable[[Jaxpr], float]) -> float | None:

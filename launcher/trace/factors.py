@@ -21,10 +21,17 @@ Place = tuple[int, int]  # (operand or result, its dimension)
 
 @dataclass(frozen=True)
 class Factor:
-    """Dimensions of operands and of results that run together."""
+    """Dimensions of operands and of results that run together.
+
+    Attributes:
+        operands, results: their places. A factor without results is summed over.
+        indexed: whether the equation's indices count along the first operand's dimension, so that
+            each device counts from where its part begins.
+    """
 
     operands: tuple[Place, ...]
     results: tuple[Place, ...]
+    indexed: bool = False
 
 
 def factors(eqn: Equation) -> tuple[Factor, ...] | None:
@@ -146,7 +153,7 @@ def _squeeze(eqn: Equation) -> tuple[Factor, ...]:
 def _reshape(eqn: Equation) -> tuple[Factor, ...]:
     """Dimensions that are kept, and the slowest one of each group that is split or merged."""
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    if 0 in before:
+    if 0 in before or eqn.params["dimensions"] is not None:  # which transposes first
         return ()
     found, i, j = [], 0, 0
     while i < len(before) and j < len(after):
@@ -188,7 +195,9 @@ def _gather(eqn: Equation) -> tuple[Factor, ...]:
         if sizes[d] == operand[d]
     ]
     found += [
-        Factor(((0, d),), ()) for d in numbers.start_index_map if d in numbers.collapsed_slice_dims
+        Factor(((0, d),), (), indexed=True)
+        for d in numbers.start_index_map
+        if d in numbers.collapsed_slice_dims
     ]
     batch = [d for d in range(out_rank) if d not in numbers.offset_dims]
     paired = zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True)
@@ -211,7 +220,7 @@ def _scatter(eqn: Equation) -> tuple[Factor, ...]:
     for d, of in zip(window, numbers.update_window_dims, strict=True):
         if operand[d] == updates[of]:
             found.append(Factor(((0, d), (2, of)), ((0, d),)))
-    found += [Factor(((0, d),), ((0, d),)) for d in numbers.inserted_window_dims]
+    found += [Factor(((0, d),), ((0, d),), indexed=True) for d in numbers.inserted_window_dims]
     batch = [d for d in range(len(updates)) if d not in numbers.update_window_dims]
     paired = zip(numbers.scatter_indices_batching_dims, numbers.operand_batching_dims, strict=True)
     partner = dict(paired)
@@ -225,8 +234,13 @@ def _scatter(eqn: Equation) -> tuple[Factor, ...]:
 
 def _window(eqn: Equation) -> tuple[Factor, ...]:
     """Pooling: dimensions over which the window does not move, and that are not padded."""
-    spans = zip(eqn.params["window_dimensions"], eqn.params["window_strides"], strict=True)
-    still = [d for d, (size, stride) in enumerate(spans) if size == stride == 1]
+    names = "window_dimensions", "window_strides", "padding"
+    spans = zip(*(eqn.params[name] for name in names), strict=True)
+    still = [
+        d
+        for d, (size, stride, padding) in enumerate(spans)
+        if size == stride == 1 and tuple(padding) == (0, 0)
+    ]
     return tuple(factor for factor in _same_size(eqn) if factor.results[0][1] in still)
 
 
