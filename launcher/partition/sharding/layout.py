@@ -39,8 +39,8 @@ def gradients(step: TracedStep) -> dict[Var, Var]:
     return dict(zip(wrt, eqn.outvars[len(eqn.params["reduce"]) :], strict=True))
 
 
-def row_axes(step: TracedStep, loss: Loss) -> tuple[int | None, ...]:
-    """Return the axis of each operand of the loss that holds the batch's rows, or None.
+def batch_axes(step: TracedStep, loss: Loss) -> tuple[int | None, ...]:
+    """Return the batch axis of each operand of the loss, or None.
 
     Of the only slice of a batch this is known for its leaves alone.
     """
@@ -71,10 +71,10 @@ class Layout:
     loss_dims: NamedDims
     _outer: Sharding = field(init=False)
     _loss: Sharding = field(init=False)
-    _row_axes: tuple[int | None, ...] = field(init=False)
+    _batch_axes: tuple[int | None, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._row_axes = row_axes(self.step, self.loss)
+        self._batch_axes = batch_axes(self.step, self.loss)
         self._outer = Sharding(self.outer_dims, self.sizes)
         for var, spec in self.explicit.items():
             self._outer.seed(var, spec)
@@ -95,7 +95,7 @@ class Layout:
 
         Parameters that are cut along data are gathered first.
         """
-        if self._row_axes[i] is not None:
+        if self._batch_axes[i] is not None:
             return self._loss.spec(self.loss.invars[i])
         return without(self.outer(self._holder(i)), DATA, ROWS)
 
@@ -123,7 +123,7 @@ class Layout:
 
     def _seed(self, i: int) -> Spec:
         spec = without(self.outer(self._holder(i)), DATA, ROWS)
-        axis = self._row_axes[i]
+        axis = self._batch_axes[i]
         return tuple((ROWS, *axes(a)) if d == axis else a for d, a in enumerate(spec))
 
 

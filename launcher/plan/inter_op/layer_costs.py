@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from launcher.partition.sharding.layout import outer_dims, row_axes
+from launcher.partition.sharding.layout import batch_axes, outer_dims
 from launcher.partition.sharding.named_dims import NamedDims, Sharding, Use, parts
 from launcher.partition.stage_programs import StagePrograms, as_one, inside_of, trace_stage
 from launcher.partition.stages import StageGraph, cut_stages
@@ -132,7 +132,7 @@ def cost_table(
     graphs = cut_stages(loss, [(i,) for i in range(loss.num_layers)])
     state = _state_bytes(step, loss)
     owner = {i: g.index for g in reversed(graphs) for i in g.operands}
-    rows_of = row_axes(step, loss)
+    rows_of = batch_axes(step, loss)
     solved: dict[object, list[LayerCost]] = {}
     rows = []
     for graph in graphs:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from launcher.partition.sharding.layout import MODEL, row_axes
+from launcher.partition.sharding.layout import MODEL, batch_axes
 from launcher.partition.sharding.named_dims import NamedDims, Sharding, Spec
 from launcher.partition.stages import StageGraph
 from launcher.trace import Loss, TracedStep
@@ -70,5 +70,5 @@ def _fits(dims: NamedDims, of: int, devices: int) -> bool:
 def _leaves(step: TracedStep, loss: Loss) -> list[tuple[Var, int]]:
     """Return the operands that are leaves of the batch, with the axis of their rows."""
     batch = {v for v, is_batch in zip(step.invars, step.batch, strict=True) if is_batch}
-    operands = zip(step.operands, loss.invars, row_axes(step, loss), strict=True)
+    operands = zip(step.operands, loss.invars, batch_axes(step, loss), strict=True)
     return [(inner, axis) for outer, inner, axis in operands if outer in batch and axis is not None]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from launcher.partition.assignment import Assignment
 from launcher.partition.errors import PlanError
-from launcher.partition.sharding.layout import MODEL, row_axes
+from launcher.partition.sharding.layout import MODEL, batch_axes
 from launcher.partition.sharding.named_dims import NamedDims, Sharding, Spec
 from launcher.partition.stages import StageGraph
 from launcher.plan.cluster_shape import ClusterShape
@@ -86,7 +86,7 @@ class StageShardings:
 
         The links of the axis have `link` bytes/s.
         """
-        rows = row_axes(self._step, loss)
+        rows = batch_axes(self._step, loss)
         key = graph.structure, tuple(rows[i] for i in graph.operands), model, link
         if key not in self._solved:
             cut = model_sharding(self._step, loss, graph, model, self._cluster, link)
@@ -116,7 +116,7 @@ def model_sharding(
 
 def row_classes(step: TracedStep, loss: Loss, graph: StageGraph, dims: NamedDims) -> set[int]:
     """Return the classes of the batch's rows in a stage."""
-    rows = row_axes(step, loss)
+    rows = batch_axes(step, loss)
     sliced = [(loss.invars[i], rows[i]) for i in graph.operands]
     return {dims.classes(v)[axis] for v, axis in sliced if axis is not None}
 
