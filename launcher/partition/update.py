@@ -21,7 +21,7 @@ from launcher.partition.slicing import Slicing, accumulator_dtype
 from launcher.partition.stages import StageGraph
 from launcher.partition.update_placement import Placer, Segment, Send
 from launcher.trace import Loss, TracedStep
-from launcher.trace.jaxpr import Atom, Equation, Var, inline_calls, is_var, make_jaxpr
+from launcher.trace.jaxpr import Atom, Aval, Equation, Var, inline_calls, is_var, make_jaxpr
 from launcher.trace.random_keys import fold_slices
 
 
@@ -219,7 +219,7 @@ def _combine(
     )
 
 
-def _part(aval: Any, slicing: Slicing, per_replica: bool) -> Var:
+def _part(aval: Aval, slicing: Slicing, per_replica: bool) -> Var:
     """What a stage leaves behind of a result or gradient."""
     lead = (slicing.replicas,) if per_replica and slicing.replicas > 1 else ()
     dtype = accumulator_dtype(aval.dtype) if slicing.num_slices > 1 else aval.dtype

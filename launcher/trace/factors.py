@@ -9,9 +9,8 @@ element-wise (`primitive_kinds`) has no factors: it is replicated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from launcher.trace.jaxpr import Equation
 from launcher.trace.primitive_kinds import BARRIERS, ELEMENTWISE
@@ -37,23 +36,13 @@ class Factor:
 def factors(eqn: Equation) -> tuple[Factor, ...] | None:
     """The factors of an equation without inner programs; None: the primitive is not known."""
     name = eqn.primitive.name
-    shapes = [v.aval.shape for v in eqn.invars]
     if name in ELEMENTWISE:
-        return _elementwise(shapes, [v.aval.shape for v in eqn.outvars])
+        return _elementwise(eqn)
     if name in BARRIERS:
-        pairs = enumerate(shapes)
-        return tuple(Factor(((i, d),), ((i, d),)) for i, shape in pairs for d in range(len(shape)))
+        ranks = [v.aval.ndim for v in eqn.invars]
+        return tuple(Factor(((i, d),), ((i, d),)) for i, n in enumerate(ranks) for d in range(n))
     rule = _RULES.get(name) or (_reduced if name.startswith("reduce_") else None)
     return None if rule is None else rule(eqn)
-
-
-def _elementwise(shapes: Sequence[Sequence[int]], outs: Sequence[Any]) -> tuple[Factor, ...]:
-    """Operands of the result's shape run with it; single numbers beside them do not matter."""
-    ins = [i for i, shape in enumerate(shapes) if len(shape) == len(outs[0])]
-    return tuple(
-        Factor(tuple([(i, d) for i in ins]), tuple([(j, d) for j in range(len(outs))]))
-        for d in range(len(outs[0]))
-    )
 
 
 def _dot(eqn: Equation) -> tuple[Factor, ...]:
@@ -118,6 +107,9 @@ def _along(*names: str) -> Callable[[Equation], tuple[Factor, ...]]:
         )
 
     return rule
+
+
+_elementwise = _along()  # single numbers beside arrays do not matter
 
 
 def _same_size(eqn: Equation) -> tuple[Factor, ...]:

@@ -229,7 +229,7 @@ def source_line(eqn: Equation) -> str:
     return source_info_util.summarize(eqn.source_info)
 
 
-def nbytes(aval: Any) -> int:
+def nbytes(aval: Aval) -> int:
     """Bytes of one value of this shape and dtype; a random key counts its words."""
     if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
         return int(aval.size) * 8

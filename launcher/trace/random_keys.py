@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from launcher.trace.jaxpr import Equation, Var, is_var, sub_jaxprs
+from launcher.trace.jaxpr import Aval, Equation, Var, is_var, sub_jaxprs
 from launcher.trace.primitive_kinds import SAME_ELEMENTS
 
 
-def is_typed(aval: Any) -> bool:
+def is_typed(aval: Aval) -> bool:
     """Whether a value is a typed key, or an array of them."""
     return bool(jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key))
 

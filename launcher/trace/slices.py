@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from launcher.trace.errors import BatchError
-from launcher.trace.jaxpr import Atom, Equation, Var, make_jaxpr
+from launcher.trace.jaxpr import Atom, Aval, Equation, Var, make_jaxpr
 from launcher.trace.layers import ANY_LAYER, cut_layers
 from launcher.trace.random_keys import is_typed, raw_generator
 from launcher.trace.slice_checks import (
@@ -123,7 +123,7 @@ def _check_divides(batch_size: int, num_slices: int) -> None:
         )
 
 
-def _slice_axis(whole: Any, part: Any, num_slices: int) -> int | None:
+def _slice_axis(whole: Aval, part: Aval, num_slices: int) -> int | None:
     axes = [i for i, (a, b) in enumerate(zip(whole.shape, part.shape, strict=False)) if a != b]
     if whole.ndim == part.ndim and not axes:
         return None
