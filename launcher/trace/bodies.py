@@ -1,7 +1,7 @@
 """The programs inside an equation: loop bodies, branches and called functions.
 
-`bodies` knows how their inputs and outputs belong to the equation's; `jaxpr.sub_jaxprs` finds the
-programs of any equation, known or not.
+`bodies` maps their inputs and outputs to the equation's operands and results; `jaxpr.sub_jaxprs`
+finds the programs of any equation, even of an unknown primitive.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ class Body:
 
     Attributes:
         jaxpr: the program.
-        inputs, outputs: the equation's operands and results, each with the number of the program's
-            input or output that it is. What a loop hands on is an input and an output.
+        inputs: pairs (index of the program's input, the equation's operand).
+        outputs: pairs (index of the program's output, the equation's result); a loop's carry also
+            with the operand that it starts from.
         times: how often it runs.
-        stacked_inputs, stacked_outputs: the inputs and outputs that are one slice at a time, along
-            the leading dimension, of the equation's.
+        stacked_inputs, stacked_outputs: indices of the inputs and outputs that are slices of the
+            equation's along the leading dimension, one an iteration.
     """
 
     jaxpr: Jaxpr
@@ -83,9 +84,9 @@ def _called(eqn: Equation) -> Jaxpr | None:
 
 
 def alternatives(eqn: Equation) -> list[Jaxpr]:
-    """Return the programs of which an equation runs one, once: a call's function, or branches.
+    """Return the programs of which an equation runs exactly one: a called function, or branches.
 
-    Their inputs are the last of the equation's operands.
+    Their inputs are the last operands of the equation.
     """
     if eqn.primitive.name == "cond":
         return [branch.jaxpr for branch in eqn.params["branches"]]
@@ -94,9 +95,9 @@ def alternatives(eqn: Equation) -> list[Jaxpr]:
 
 
 def total(eqn: Equation, measure: Callable[[Jaxpr], float]) -> float | None:
-    """Add up a measure of an equation's programs; None where it has none.
+    """Add up a measure over the programs inside an equation; None if there are none.
 
-    Of branches the most counts, and of a scan every turn.
+    A conditional counts its largest branch, a scan every iteration.
     """
     found = [measure(jaxpr) for jaxpr in sub_jaxprs(eqn)]
     if not found:
@@ -107,9 +108,9 @@ def total(eqn: Equation, measure: Callable[[Jaxpr], float]) -> float | None:
 
 
 def replace_bodies(eqn: Equation, rewrite: Callable[[Jaxpr], Jaxpr]) -> Equation:
-    """Return an equation with other bodies, in the order of `bodies`.
+    """Return an equation with its bodies rewritten, in the order of `bodies`.
 
-    Those of custom derivatives stay, since their rules would no longer be theirs.
+    Functions with custom derivatives are left alone: their rules are for the function as it is.
     """
 
     def rewritten(value: Any) -> Any:

@@ -1,16 +1,16 @@
-"""The table of primitives: their kinds, by the names that JAX gives them.
+"""The one table of primitives: which kinds each belongs to, by JAX's name for it.
 
-`factors` says which dimensions of a primitive run together, `bodies` which programs it holds; every
-other question about a primitive's name is answered by a set of this table, and no other module
-lists names. A new element-wise primitive is one word in `ELEMENTWISE`.
+`factors` says which dimensions of a primitive's operands and results run together, and `bodies`
+which programs it holds; every other question about a primitive is answered by a set in this table,
+and no other module lists names. To add an element-wise primitive, add one word to `ELEMENTWISE`.
 """
 
 from __future__ import annotations
 
 # fmt: off
 
-# What each element of the result is computed from: the elements at its place. Operands are as long
-# as the result, or single numbers.
+# Each element of the result is computed from the operands' elements at the same place. Operands
+# have the result's shape, or are scalars.
 ELEMENTWISE = frozenset((
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
     "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clamp", "complex", "conj",
@@ -23,67 +23,68 @@ ELEMENTWISE = frozenset((
     "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub",
     "tan", "tanh", "xor",
 ))
-# Element-wise in their leading dimensions, but left whole by sharding, as the random bits around
-# them are.
+# Element-wise along the leading dimensions, but replicated by sharding: they are part of random
+# number generation, which every device does whole.
 UNSHARDED_ELEMENTWISE = frozenset(("bitcast_convert_type", "random_fold_in"))
-# Element-wise ones that XLA computes by a loop, which it fuses with nothing.
+# Element-wise ones that XLA expands to a loop, which it does not fuse.
 _BY_LOOP = frozenset((
     "igamma", "igamma_grad_a", "igammac", "polygamma", "regularized_incomplete_beta",
 ))
-# Element-wise ones that XLA does not compute twice for two readers (`IsExpensive`).
+# Element-wise ones that XLA does not duplicate into several fusions (`IsExpensive`).
 COSTLY = frozenset((
     "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e", "cbrt",
     "cos", "cosh", "digamma", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "lgamma", "log",
     "log1p", "logistic", "pow", "rsqrt", "sin", "sinh", "sqrt", "tan", "tanh",
 ))
 
-# Results that are the operands, one by one.
+# Each result is an operand, unchanged.
 BARRIERS = frozenset(("optimization_barrier",))
 
-# The elements of the operand in another order or shape.
+# The result holds the operand's elements in another order or shape.
 _LAYOUT = frozenset((
     "broadcast_in_dim", "expand_dims", "reshape", "rev", "slice", "squeeze", "transpose",
 ))
-# Results that hold elements of operands, unchanged.
+# The result holds elements of the operands, unchanged.
 SAME_ELEMENTS = _LAYOUT | BARRIERS | frozenset((
     "concatenate", "copy", "dynamic_slice", "gather", "select_n", "split",
 ))
-# Results that are longer than an operand, which fills a part of them.
+# An operand fills a part of the result, which is longer.
 LENGTHENING = frozenset(("concatenate", "pad"))
-# All elements of the one operand, in another form: a gradient's parts can be added before or after.
+# The same values in another form: parts of a gradient can be added before it or after it.
 FORMS = frozenset(("convert_element_type", "reshape", "squeeze", "transpose"))
 
-# What the compiler computes where it is read.
+# The compiler fuses these into whatever reads them.
 FUSED = (ELEMENTWISE - _BY_LOOP) | _LAYOUT | BARRIERS | frozenset(("iota", "pad"))
-# What may be computed again, and is computed once where two equations are the same.
+# Cheap enough to be recomputed in the backward pass, and computed once where two are the same. A
+# barrier is there to prevent just that.
 CHEAP = FUSED - BARRIERS
 
-# Matrix products: the work that is counted as a model's.
+# Matrix products and convolutions: the FLOPs that MFU counts.
 PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
-# Where the largest or smallest element is.
+# They find the place of the largest or smallest element.
 SEARCHES = frozenset(("argmax", "argmin"))
-# What combines the elements along some dimensions.
+# They combine the elements along some dimensions into one.
 REDUCTIONS = SEARCHES | frozenset((
     "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum",
     "reduce_xor",
 ))
-# What leaves a device with a part of a sum, where it has a part of the operands.
+# A device that has shards of the operands computes a partial sum of the result.
 PARTIAL_SUMS = PRODUCTS | frozenset(("reduce_sum",))
-# What adds the parts of a gradient.
+# Autodiff adds the parts of a gradient with these.
 GRADIENT_SUMS = frozenset(("add_any",))
-# What has an operand whose gradient is summed over what the result has more of.
+# An operand is used for many elements of the result: its gradient is a sum over them.
 SPREADING = PRODUCTS | frozenset(("broadcast_in_dim", "gather"))
 
-# A product of two values, linear in each; a quotient is linear in its first operand.
+# A product is linear in each factor, a quotient in its first operand.
 SCALING = frozenset(("mul", "div"))
-# What is linear in its operands, or would be if `SCALING` had one of them fixed.
+# Linear in all operands, or, for `SCALING`, in one while the other is fixed.
 LINEAR = FORMS | SCALING | frozenset((
     "add", "add_any", "broadcast_in_dim", "copy", "neg", "reduce_sum", "sub",
 ))
 
-# Calls of a function that stand for its body and nothing else.
+# Plain calls, which can be inlined.
 CALLS = frozenset(("jit", "pjit", "closed_call", "core_call"))
-# Those with rules of their own for derivatives or for what is kept.
+# Calls with their own rules for differentiation or rematerialization.
 CALLS_WITH_RULES = frozenset((
     "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "checkpoint", "remat", "remat2",
     "custom_lin",
