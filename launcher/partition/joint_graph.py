@@ -10,14 +10,22 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend import core as jex
 
 from launcher.partition.remat import POLICIES, is_checkpoint
 from launcher.partition.sharding.layout import Layout
 from launcher.partition.sharding.named_dims import Spec
 from launcher.partition.stages import StageGraph
-from launcher.trace.graph import Atom, Equation, Var, inline_calls, program
-from launcher.trace.step import Loss
+from launcher.trace import Loss
+from launcher.trace.jaxpr import (
+    Atom,
+    ClosedJaxpr,
+    Equation,
+    Var,
+    inline_calls,
+    jaxpr_as_fun,
+    make_jaxpr,
+    program,
+)
 
 
 class Name(NamedTuple):
@@ -83,7 +91,7 @@ def trace_joint(
         **{Name("operand", i): loss.invars[i] for i in graph.operands},
         **{Name("activation", v): v for v in graph.activations_in},
     }
-    forward = jex.jaxpr_as_fun(program(list(reads.values()), graph.equations, graph.outs))
+    forward = jaxpr_as_fun(program(list(reads.values()), graph.equations, graph.outs))
     made = [Name("activation", v) for v in graph.activations_out]
     made += [Name("result", i) for i in graph.results]
     wrt = [Name("operand", i) for i in grads] + [Name("activation", v) for v in graph.active_in]
@@ -109,7 +117,7 @@ def trace_joint(
         return [*outs, *back]
 
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inputs.values()]
-    closed = inline_calls(jax.make_jaxpr(joint)(*avals))
+    closed = inline_calls(make_jaxpr(joint, *avals))
     if open_checkpoints:
         closed = opened(closed)
     variables = dict(zip(inputs, closed.jaxpr.invars, strict=True))
@@ -135,7 +143,7 @@ def input_spec(name: Name, layout: Layout) -> Spec:
     return layout.activation(name.of if name.kind == "activation" else name.of[0])
 
 
-def _gradients_in(graph: StageGraph, loss: Loss) -> dict[Name, Var]:
+def _gradients_in(graph: StageGraph, loss: Loss) -> dict[Name, Atom]:
     """Return what the backward pass is given.
 
     That is a gradient from every stage that reads an activation, and the loss's own where it is
@@ -163,7 +171,7 @@ def _gradient(head: Name, values: Mapping[Name, Any]) -> Any:
     return first
 
 
-def opened(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+def opened(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Replace every `jax.checkpoint` by its body.
 
     A barrier, like that of `jax.checkpoint`, keeps the compiler from computing only once what is to
@@ -172,17 +180,17 @@ def opened(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     while any(is_checkpoint(eqn) for eqn in closed.jaxpr.eqns):
         equations = [_as_call(eqn) if is_checkpoint(eqn) else eqn for eqn in closed.jaxpr.eqns]
         jaxpr = closed.jaxpr.replace(eqns=equations)
-        closed = inline_calls(jex.ClosedJaxpr(jaxpr, closed.consts))
+        closed = inline_calls(ClosedJaxpr(jaxpr, closed.consts))
     return closed
 
 
 def _as_call(eqn: Equation) -> Equation:
-    body = jex.jaxpr_as_fun(jex.ClosedJaxpr(eqn.params["jaxpr"], ()))
+    body = jaxpr_as_fun(ClosedJaxpr(eqn.params["jaxpr"], ()))
     again = eqn.params["differentiated"] and eqn.params["prevent_cse"]
 
     def run(*args: Any) -> Any:
         return body(*(jax.lax.optimization_barrier(args) if again else args))
 
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
-    (call,) = jax.make_jaxpr(jax.jit(run))(*avals).eqns
+    (call,) = make_jaxpr(jax.jit(run), *avals).eqns
     return eqn.replace(primitive=call.primitive, params=call.params, effects=call.effects)

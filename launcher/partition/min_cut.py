@@ -15,29 +15,28 @@ import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from launcher.trace.graph import Atom, Equation, Var, is_var, nbytes
-from launcher.trace.primitive_kinds import FUSED, SUMS
+from launcher.trace.jaxpr import Atom, Equation, Var, is_var, nbytes
+from launcher.trace.primitive_kinds import CHEAP, FUSED, REDUCTIONS
 
-_CHEAP = FUSED - {"optimization_barrier"}
 _UNITS = 1 << 29  # what all values together weigh: flows are 32-bit integers
 _ENDLESS = 1 << 30
 
 
 def is_cheap(eqn: Equation) -> bool:
     """Whether an equation may be computed again rather than its value kept."""
-    return eqn.primitive.name in _CHEAP
+    return eqn.primitive.name in CHEAP
 
 
 def is_fused(eqn: Equation) -> bool:
     """Whether the compiler computes an operand of an equation where it reads it."""
-    return eqn.primitive.name in FUSED | SUMS
+    return eqn.primitive.name in FUSED | REDUCTIONS
 
 
 def kept_values(
     equations: Sequence[Equation],
     given: Set[Var],
-    wanted: Iterable[Var],
-    firm: Iterable[Var] = (),
+    wanted: Iterable[Atom],
+    firm: Iterable[Atom] = (),
     read: Callable[[Atom], Atom] = lambda atom: atom,
 ) -> set[Var]:
     """Choose the values to keep, so that `wanted` can be computed from them by cheap equations.
@@ -52,12 +51,12 @@ def kept_values(
         read: returns what to read instead of an operand.
     """
     numbers = {v: k for k, v in enumerate([*given, *(v for e in equations for v in e.outvars)])}
-    ends = {numbers[v] for v in wanted if v in numbers}
+    ends = {numbers[v] for v in wanted if is_var(v) and v in numbers}
     if not ends:
         return set()
     # A value is an edge from node 2k to 2k + 1, which weighs its bytes.
     source, sink = 2 * len(numbers), 2 * len(numbers) + 1
-    starts = {numbers[v] for v in (*given, *firm) if v in numbers}
+    starts = {numbers[v] for v in (*given, *firm) if is_var(v) and v in numbers}
     endless = [(2 * k + 1, sink) for k in ends]
     for eqn in equations:
         if not is_cheap(eqn):
@@ -65,7 +64,7 @@ def kept_values(
             continue
         operands = {read(v) for v in eqn.invars if is_var(v)}
         at = numbers[eqn.outvars[0]]
-        endless += [(2 * numbers[v] + 1, 2 * at) for v in operands if v in numbers]
+        endless += [(2 * numbers[v] + 1, 2 * at) for v in operands if is_var(v) and v in numbers]
     endless += [(source, 2 * k) for k in starts]
     sizes = np.array([nbytes(v.aval) for v in numbers], dtype=float)
     weights = np.maximum(1, sizes * (_UNITS / max(sizes.sum(), 1.0))).astype(np.int32)

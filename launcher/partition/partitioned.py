@@ -20,7 +20,7 @@ from launcher.partition.task_programs import runs_as_one
 from launcher.partition.update import UpdateProgram, place_update
 from launcher.partition.validate import validate
 from launcher.schedule import Kind, Tasks, backward_follows
-from launcher.trace.step import Loss, TracedStep
+from launcher.trace import Loss, TracedStep
 
 Choose = Callable[[Loss, StageGraph], Mapping[str, Spec]]
 

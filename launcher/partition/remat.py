@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from launcher.partition.errors import PlanError
-from launcher.trace.graph import Equation
+from launcher.trace.jaxpr import Equation
 
 Policy = Callable[..., Any]  # (primitive, *operand avals, **parameters) -> whether to keep
 

@@ -11,7 +11,7 @@ from launcher.partition.sharding.named_dims import NamedDims, Sharding
 from launcher.partition.stages import StageGraph
 from launcher.partition.task_programs import TaskProgram, cut, outputs_by_kind
 from launcher.schedule import Kind
-from launcher.trace.step import Loss
+from launcher.trace import Loss
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from launcher.trace import Loss
 from launcher.trace.cost import program_flops
-from launcher.trace.graph import (
+from launcher.trace.jaxpr import (
     Atom,
     Equation,
     Var,
@@ -25,7 +26,6 @@ from launcher.trace.graph import (
     structure_text,
 )
 from launcher.trace.layers import ANY_LAYER
-from launcher.trace.step import Loss
 
 
 @dataclass(frozen=True, eq=False)

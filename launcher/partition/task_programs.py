@@ -14,24 +14,25 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from jax.extend import core as jex
-
 from launcher.partition.joint_graph import JointGraph, Name
 from launcher.partition.min_cut import is_cheap, is_fused, kept_values
 from launcher.partition.sharding.named_dims import Sharding
 from launcher.schedule import Kind
 from launcher.trace.cost import matmul_flops
-from launcher.trace.graph import (
+from launcher.trace.jaxpr import (
     Atom,
+    ClosedJaxpr,
     Equation,
     Var,
     dependents,
     free_vars,
     is_var,
+    jaxpr_as_fun,
     nbytes,
     needed,
     program,
 )
+from launcher.trace.primitive_kinds import BARRIERS
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +42,7 @@ class TaskProgram:
     `closed`: the same, with the `constants` that it captures as leading inputs.
     """
 
-    closed: jex.ClosedJaxpr
+    closed: ClosedJaxpr
     constants: tuple[Any, ...]
     inputs: tuple[Name, ...]
     outputs: tuple[Name, ...]
@@ -49,7 +50,7 @@ class TaskProgram:
     @property
     def fun(self) -> Callable[..., Sequence[Any]]:
         """See the class."""
-        return functools.partial(jex.jaxpr_as_fun(self.closed), *self.constants)
+        return functools.partial(jaxpr_as_fun(self.closed), *self.constants)
 
 
 def outputs_by_kind(
@@ -132,7 +133,7 @@ def cut(joint: JointGraph, groups: Mapping[Kind, Sequence[Name]]) -> dict[Kind, 
     behind = {
         v: atom
         for e in equations
-        if e.primitive.name == "optimization_barrier"
+        if e.primitive.name in BARRIERS
         for v, atom in zip(e.outvars, e.invars, strict=True)
     }
     kept = _kept(joint, equations, early, wanted, behind)

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from launcher.partition.slicing import Slicing, accumulator_dtype
 from launcher.partition.stages import StageGraph
 from launcher.partition.update_placement import Placer, Segment, Send
-from launcher.trace.graph import Atom, Equation, Var, inline_calls, is_var
-from launcher.trace.keys import fold_slices
-from launcher.trace.step import Loss, TracedStep
+from launcher.trace import Loss, TracedStep
+from launcher.trace.jaxpr import Atom, Aval, Equation, Var, inline_calls, is_var, make_jaxpr
+from launcher.trace.random_keys import fold_slices
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,17 +144,18 @@ def _operands(
     own.
     """
     operands, equations = [], []
-    for i, (atom, axis) in enumerate(zip(step.loss_equation.invars, loss.slice_axes, strict=True)):
+    for i, (v, axis) in enumerate(zip(step.operands, loss.slice_axes, strict=True)):
         is_key = loss.keys[i]
-        if not is_key and (axis is None or atom in batch):
-            operands.append(Operand(atom, axis is not None, atom in batch))
+        if not is_key and (axis is None or v in batch):
+            operands.append(Operand(v, axis is not None, v in batch))
             continue
 
         def make(x: Any, i: int = i, is_key: bool = is_key, axis: int = axis or 0) -> Any:
             x = fold_slices(x, loss.raw_keys[i], loss.num_slices) if is_key else x
             return slicing.stack(x, axis)
 
-        extra, (stacked,) = splice(make, [atom])
+        extra, (stacked,) = splice(make, [v])
+        assert is_var(stacked)
         equations += extra
         operands.append(Operand(stacked, True, False))
     return tuple(operands), equations
@@ -218,7 +219,7 @@ def _combine(
     )
 
 
-def _part(aval: Any, slicing: Slicing, per_replica: bool) -> Var:
+def _part(aval: Aval, slicing: Slicing, per_replica: bool) -> Var:
     """What a stage leaves behind of a result or gradient."""
     lead = (slicing.replicas,) if per_replica and slicing.replicas > 1 else ()
     dtype = accumulator_dtype(aval.dtype) if slicing.num_slices > 1 else aval.dtype
@@ -234,7 +235,8 @@ def _join(
     """
     equations, (out,) = splice(lambda *xs: fun(*xs).astype(whole.aval.dtype), parts)
     if not is_var(out):  # a literal; an equation has to name it
-        equations, (out,) = splice(lambda: jax.lax.optimization_barrier(out.val), ())
+        value = out.val
+        equations, (out,) = splice(lambda: jax.lax.optimization_barrier(value), ())
     if out in parts:
         return tuple(whole if part is out else part for part in parts), equations
     return tuple(parts), [
@@ -305,19 +307,19 @@ def _export_results(step: TracedStep, outvars: Sequence[Atom], after: Placer) ->
         else:
             waiting.append((i, argument))
     for i, mesh in places.items():
-        if is_var(outvars[i]):
-            after.export(outvars[i], mesh)
+        if is_var(atom := outvars[i]):
+            after.export(atom, mesh)
     for i, argument in waiting:
         places[i] = after.homes.setdefault(argument, 0)
-        if is_var(outvars[i]):
-            after.export(outvars[i], places[i])
+        if is_var(atom := outvars[i]):
+            after.export(atom, places[i])
     return tuple(places[i] for i in range(len(outvars)))
 
 
 def splice(fun: Callable[..., Any], operands: Sequence[Var]) -> tuple[list[Equation], list[Atom]]:
     """Trace `fun` on values like `operands` and name its inputs so: its equations and results."""
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands]
-    closed = inline_calls(jax.make_jaxpr(fun)(*avals))
+    closed = inline_calls(make_jaxpr(fun, *avals))
     rename: dict[Any, Any] = dict(zip(closed.jaxpr.invars, operands, strict=True))
 
     def read(atom: Atom) -> Atom:

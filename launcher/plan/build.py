@@ -29,7 +29,7 @@ from launcher.plan.profile.measured_layers import MeasuredLayers
 from launcher.plan.stage_plan import StagePlan, Transfer
 from launcher.schedule import FORWARD_SCHEDULE, SCHEDULES, Kind
 from launcher.trace.cost import matmul_flops
-from launcher.trace.graph import Equation, nbytes, source_line
+from launcher.trace.jaxpr import Equation, nbytes, source_line
 from launcher.trace.leaf_names import leaf_names
 from launcher.trace.step import TracedStep
 

@@ -16,7 +16,7 @@ from launcher.partition.sharding.named_dims import Spec
 from launcher.partition.stages import group_layers, layer_flops
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.schedule import SCHEDULES, training_schedules
-from launcher.trace.clusters import cluster
+from launcher.trace.auto_layers import cluster_layers
 from launcher.trace.errors import LayerCountError
 from launcher.trace.step import TracedStep
 
@@ -48,7 +48,7 @@ class AutoLayerOption:
     """Layers that end where few bytes cross and that have balanced work; marks are ignored.
 
     Attributes:
-        layer_num: number of layers; None: as many as suit (`trace.clusters.cluster`).
+        layer_num: number of layers; None: as many as suit (`trace.auto_layers`).
         eps: a layer has at most `1 + eps` times the mean work.
     """
 
@@ -62,7 +62,7 @@ class AutoLayerOption:
             PlanError: there are to be more layers than there are equations.
         """
         try:
-            return step.cut_at(cluster(step.loss(1), self.layer_num, self.eps))
+            return step.cut_at(cluster_layers(step.loss(1), self.layer_num, self.eps))
         except LayerCountError as error:
             raise PlanError(str(error)) from error
 

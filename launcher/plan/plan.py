@@ -16,7 +16,7 @@ from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.stage_plan import Staged, StagePlan, Transfer
 from launcher.plan.validate import check_devices, check_ends
 from launcher.reading import read
-from launcher.trace.clusters import LayerEnds
+from launcher.trace.auto_layers import LayerEnds
 from launcher.trace.errors import BatchError
 from launcher.trace.step import TracedStep
 
@@ -66,7 +66,7 @@ class Plan(Staged):
         predicted_tflops_per_device_with_remat: also counts the operations that are computed again.
         runners_up: the next best plans of a search.
         notes: what a person should know about the plan.
-        layer_ends: where layers end, as `trace.clusters` gives it; None: at the model's own marks.
+        layer_ends: where layers end (`trace.auto_layers`); None: at the model's own marks.
         profiled: the measurements that the predictions rest on, if there are any.
     """
 

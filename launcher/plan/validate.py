@@ -10,7 +10,7 @@ from typing import Any
 
 from launcher.partition.errors import PlanError
 from launcher.plan.stage_plan import StagePlan
-from launcher.trace.clusters import LayerEnds
+from launcher.trace.auto_layers import LayerEnds
 
 
 def check_ends(ends: LayerEnds) -> None:

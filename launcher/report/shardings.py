@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from launcher.report.text import ranges_text
 
 if TYPE_CHECKING:
-    from launcher.plan.plan import Plan, StagePlan
+    from launcher.plan import Plan, StagePlan
 
 _NAMES = 3  # listed of each kind
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend import core as jex
 
 from launcher.partition.joint_graph import Name
 from launcher.partition.partitioned import PartitionedStep, partition
@@ -31,7 +30,7 @@ from launcher.runtime.instructions import (
 from launcher.runtime.slots import Slots
 from launcher.runtime.stage_programs import StageProgram, stage_programs
 from launcher.schedule import Kind, Task
-from launcher.trace.graph import Var, is_var, program
+from launcher.trace.jaxpr import Var, is_var, jaxpr_as_fun, program
 from launcher.trace.step import TracedStep
 
 
@@ -138,7 +137,7 @@ class _Emitter:
         def slots(variables: Sequence[Var]) -> tuple[int, ...]:
             return tuple(self.slots.of_outer(v, segment.mesh) for v in variables)
 
-        self.programs[name] = jex.jaxpr_as_fun(
+        self.programs[name] = jaxpr_as_fun(
             program(segment.inputs, segment.equations, segment.outputs)
         )
         self.listed.append(Run(segment.mesh, name, slots(segment.inputs), slots(segment.outputs)))

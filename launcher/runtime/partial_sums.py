@@ -14,21 +14,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend import core as jex
 from jax.sharding import PartitionSpec
 
 from launcher.partition.sharding.named_dims import NamedDims, Sharding, Spec, Use, parts
 from launcher.partition.sharding.spmd import Execution, cut_axes, execution
 from launcher.runtime.collectives import abstract_mesh
-from launcher.trace.graph import Atom, Equation, Var, is_var, program
+from launcher.trace.bodies import replace_bodies
+from launcher.trace.jaxpr import (
+    Atom,
+    ClosedJaxpr,
+    Equation,
+    Jaxpr,
+    Var,
+    is_var,
+    jaxpr_as_fun,
+    make_jaxpr,
+    program,
+)
+from launcher.trace.primitive_kinds import FORMS, GRADIENT_SUMS, PARTIAL_SUMS
 
-_PARTIAL = ("dot_general", "conv_general_dilated", "reduce_sum")
-_ADD = "add_any"  # what adds the parts of a gradient
-_FORMS = ("convert_element_type", "reshape", "transpose")
-_BODIES = ("cond_jaxpr", "body_jaxpr", "branches", "jaxpr")
 
-
-def emitted_locally(closed: jex.ClosedJaxpr, known: Sharding, replicas: int) -> jex.ClosedJaxpr:
+def emitted_locally(closed: ClosedJaxpr, known: Sharding, replicas: int) -> ClosedJaxpr:
     """Return the same program with some of its equations replaced by a `jax.shard_map`.
 
     Args:
@@ -40,10 +46,10 @@ def emitted_locally(closed: jex.ClosedJaxpr, known: Sharding, replicas: int) -> 
     sharding = Sharding(NamedDims(jaxpr.eqns), known.sizes)
     for v in (*jaxpr.constvars, *jaxpr.invars, *(v for e in jaxpr.eqns for v in e.outvars)):
         sharding.seed(v, known.spec(v))
-    return jex.ClosedJaxpr(_rewritten(jaxpr, 0, sharding, replicas), closed.consts)
+    return ClosedJaxpr(_rewritten(jaxpr, 0, sharding, replicas), closed.consts)
 
 
-def _rewritten(jaxpr: jex.Jaxpr, scope: int, sharding: Sharding, replicas: int) -> jex.Jaxpr:
+def _rewritten(jaxpr: Jaxpr, scope: int, sharding: Sharding, replicas: int) -> Jaxpr:
     body = _Body(jaxpr, scope, sharding)
     instead: dict[int, list[Equation]] = {}
     for members in body.totals():
@@ -61,23 +67,13 @@ def _rewritten(jaxpr: jex.Jaxpr, scope: int, sharding: Sharding, replicas: int) 
 
 def _with_bodies(eqn: Equation, scope: int, sharding: Sharding, replicas: int) -> Equation:
     inner = iter(sharding.dims.inner_scopes(scope, eqn))
-    params = dict(eqn.params)
-
-    def rewritten(body: Any) -> Any:
-        if isinstance(body, tuple):
-            return tuple(map(rewritten, body))
-        if isinstance(body, jex.ClosedJaxpr):
-            return jex.ClosedJaxpr(rewritten(body.jaxpr), body.consts)
-        return _rewritten(body, next(inner), sharding, replicas)
-
-    params.update((key, rewritten(params[key])) for key in _BODIES if key in params)
-    return eqn.replace(params=params)
+    return replace_bodies(eqn, lambda body: _rewritten(body, next(inner), sharding, replicas))
 
 
 class _Body:
     """A program or a body inside it, with the producers and readers of its values."""
 
-    def __init__(self, jaxpr: jex.Jaxpr, scope: int, sharding: Sharding) -> None:
+    def __init__(self, jaxpr: Jaxpr, scope: int, sharding: Sharding) -> None:
         self._equations, self._scope, self._sharding = jaxpr.eqns, scope, sharding
         self._maker: dict[Var, Equation] = {v: e for e in jaxpr.eqns for v in e.outvars}
         read = [v for e in jaxpr.eqns for v in e.invars]
@@ -98,7 +94,7 @@ class _Body:
             return
         told: set[int] = set()
         for eqn in reversed(self._equations):
-            if eqn.primitive.name != _ADD or id(eqn) in told:
+            if eqn.primitive.name not in GRADIENT_SUMS or id(eqn) in told:
                 continue
             sides = [self._leading_to(v) for v in eqn.invars]
             found = [*(e for side in sides for e in side), eqn]
@@ -108,19 +104,23 @@ class _Body:
 
     def _leading_to(self, atom: Atom) -> list[Equation]:
         """Return the equations, used by nothing else, that make a value from each device's part."""
-        eqn = self._maker.get(atom) if is_var(atom) else None
-        if eqn is None or self._reads[atom] != 1:
+        if not is_var(atom) or atom not in self._maker or self._reads[atom] != 1:
             return []
+        eqn = self._maker[atom]
         if self._summed(eqn):
             return [eqn]
-        if eqn.primitive.name in (_ADD, *_FORMS) and self._is_local(eqn) and not _narrows(eqn):
+        if (
+            eqn.primitive.name in GRADIENT_SUMS | FORMS
+            and self._is_local(eqn)
+            and not _narrows(eqn)
+        ):
             found = [e for v in eqn.invars for e in self._leading_to(v)]
             return [*found, eqn] if found else []
         return []
 
     def _summed(self, eqn: Equation) -> tuple[str, ...]:
         """Return the axes over which a part of a gradient must be summed; else none."""
-        if eqn.primitive.name not in _PARTIAL:
+        if eqn.primitive.name not in PARTIAL_SUMS:
             return ()
         runs = self._runs(eqn)
         (kept,) = runs.kept_outs
@@ -160,14 +160,14 @@ class _Body:
             there = [x for x in parts_of if x is not None]
             if not there:
                 return None
-            if eqn.primitive.name == _ADD:
+            if eqn.primitive.name in GRADIENT_SUMS:
                 return there[0] if len(there) == 1 else jax.lax.add(*there)
-            shape = self._local_shape(atom) if local else atom.aval.shape
+            shape = self._local_shape(eqn.outvars[0]) if local else atom.aval.shape
             return _in_form(eqn, there[0], shape)
 
         def local(*values: Any) -> Any:
             left = list(values)
-            made = {}
+            made: dict[Atom, Any] = {}
             for eqn in partial:
                 own, left = left[: len(eqn.invars)], left[len(eqn.invars) :]
                 made[eqn.outvars[0]] = _applied(eqn, own)
@@ -175,7 +175,7 @@ class _Body:
 
         def whole(*values: Any) -> Any:
             summed = self._mapped(local, specs, self._spec(root))(*values[: len(reads)])
-            known = dict(zip(others, values[len(reads) :], strict=True))
+            known: dict[Atom, Any] = dict(zip(others, values[len(reads) :], strict=True))
             rest = value(root, known.get, False)
             return summed if rest is None else jax.lax.add(summed, rest)
 
@@ -210,14 +210,14 @@ class _Body:
 def _narrows(eqn: Equation) -> bool:
     """Return whether a result has fewer bits than its operand: parts are summed before that."""
     widths = [v.aval.dtype.itemsize for v in (*eqn.invars, *eqn.outvars)]
-    return eqn.primitive.name == "convert_element_type" and widths[0] > widths[-1]
+    return widths[0] > widths[-1]
 
 
 def _applied(eqn: Equation, values: Sequence[Any]) -> Any:
     """Return an equation's only result for other operands, which may have other lengths."""
     named = [(v, x) for v, x in zip(eqn.invars, values, strict=True) if is_var(v)]
     reads = dict(named)
-    (made,) = jex.jaxpr_as_fun(program(list(reads), [eqn], eqn.outvars))(*reads.values())
+    (made,) = jaxpr_as_fun(program(list(reads), [eqn], eqn.outvars))(*reads.values())
     return made
 
 
@@ -237,7 +237,7 @@ def _in_form(eqn: Equation, value: Any, shape: Sequence[int]) -> Any:
 def _called(eqn: Equation, fun: Callable[..., Any], operands: Sequence[Atom]) -> Equation:
     """Return an equation with the results of `eqn` that calls `fun`."""
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands]
-    (call,) = jax.make_jaxpr(jax.jit(fun))(*avals).eqns
+    (call,) = make_jaxpr(jax.jit(fun), *avals).eqns
     return eqn.replace(
         primitive=call.primitive,
         params=call.params,

@@ -14,7 +14,7 @@ from launcher.partition.sharding.layout import DATA
 from launcher.partition.sharding.named_dims import Axis, Spec
 from launcher.partition.stages import StageGraph
 from launcher.runtime.instructions import Slot
-from launcher.trace.graph import Var
+from launcher.trace.jaxpr import Var
 
 
 @dataclass(eq=False)

@@ -26,8 +26,8 @@ from launcher.partition.update import Operand
 from launcher.runtime.collectives import constrained, scatter
 from launcher.runtime.partial_sums import emitted_locally
 from launcher.schedule import Kind
-from launcher.trace.graph import Var
-from launcher.trace.step import Loss
+from launcher.trace import Loss
+from launcher.trace.jaxpr import Var
 
 _SUMS = ("result", "grad", "unsummed")
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend import core as jex
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from launcher.runtime.transfer import absent, is_here, place
+from launcher.trace.jaxpr import jaxpr_as_fun, make_jaxpr_and_shape
 
 
 def create_state(
@@ -30,7 +30,7 @@ def create_state(
     Raises:
         TypeError: `init` does not return what the step takes.
     """
-    program, shapes = jax.make_jaxpr(init, return_shape=True)(*args)  # once for all meshes
+    program, shapes = make_jaxpr_and_shape(init, *args)  # once for all meshes
     expected: Any = jax.tree.structure(shardings)
     if expected != jax.tree.structure(shapes):
         raise TypeError("init does not return the structure that the step takes")
@@ -44,7 +44,7 @@ def create_state(
             return
 
         def some(*inputs: Any) -> list[Any]:
-            leaves = jex.jaxpr_as_fun(program)(*jax.tree.leaves(inputs))
+            leaves = jaxpr_as_fun(program)(*jax.tree.leaves(inputs))
             return [leaves[i] for i in mine]
 
         whole = NamedSharding(mesh, PartitionSpec())

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jax.extend import core as jex
-
-from launcher.trace.graph import Equation, inline_calls, is_var, needed, program
+from launcher.trace.jaxpr import ClosedJaxpr, Equation, inline_calls, is_var, needed, program
 
 
 def split_conditionals(equations: Sequence[Equation]) -> list[Equation]:
@@ -42,7 +40,7 @@ def _split(eqn: Equation) -> list[Equation]:
     return parts
 
 
-def _operands_read(branches: Sequence[jex.ClosedJaxpr], result: int) -> set[int]:
+def _operands_read(branches: Sequence[ClosedJaxpr], result: int) -> set[int]:
     found: set[int] = set()
     for branch in branches:
         out = branch.jaxpr.outvars[result]
@@ -67,7 +65,7 @@ def _connected(sets: Sequence[set[int]]) -> list[list[int]]:
     return [sorted(indices) for _, indices in groups]
 
 
-def _narrow(branch: jex.ClosedJaxpr, results: list[int], operands: list[int]) -> jex.ClosedJaxpr:
+def _narrow(branch: ClosedJaxpr, results: list[int], operands: list[int]) -> ClosedJaxpr:
     jaxpr = branch.jaxpr
     outs = [jaxpr.outvars[k] for k in results]
     return program([jaxpr.invars[i] for i in operands], needed(jaxpr.eqns, outs), outs)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from jax.extend import core as jex
-
-from launcher.trace.graph import Equation, is_var, nbytes, sub_jaxprs
+from launcher.trace.bodies import total
+from launcher.trace.jaxpr import DropVar, Equation, is_var, nbytes
+from launcher.trace.primitive_kinds import PRODUCTS
 
 
 def flops(eqn: Equation) -> float:
@@ -19,18 +19,16 @@ def flops(eqn: Equation) -> float:
     name = eqn.primitive.name
     if name == "dot_general":
         (contract, _), _ = eqn.params["dimension_numbers"]
-        depth = math.prod(eqn.invars[0].aval.shape[d] for d in contract)
+        depth: int = math.prod(eqn.invars[0].aval.shape[d] for d in contract)
         return 2.0 * depth * eqn.outvars[0].aval.size
     if name == "conv_general_dilated":
         kernel = eqn.invars[1].aval.shape
         out_features = eqn.params["dimension_numbers"].rhs_spec[0]
-        per_output = math.prod(kernel) / kernel[out_features]
+        per_output: float = math.prod(kernel) / kernel[out_features]
         return 2.0 * per_output * eqn.outvars[0].aval.size
-    bodies = [program_flops(jaxpr.eqns) for jaxpr in sub_jaxprs(eqn)]
-    if bodies:
-        if name == "cond":
-            return max(bodies)
-        return sum(bodies) * (eqn.params["length"] if name == "scan" else 1)
+    inside = total(eqn, lambda jaxpr: program_flops(jaxpr.eqns))
+    if inside is not None:
+        return inside
     return float(sum(v.aval.size for v in eqn.outvars if hasattr(v.aval, "size")))
 
 
@@ -41,16 +39,13 @@ def program_flops(equations: Iterable[Equation]) -> float:
 
 def matmul_flops(equations: Iterable[Equation]) -> float:
     """Operations of the matrix products and convolutions alone: the model FLOPs that MFU counts."""
-    total = 0.0
+    found = 0.0
     for eqn in equations:
-        if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
-            total += flops(eqn)
-            continue
-        bodies = [matmul_flops(jaxpr.eqns) for jaxpr in sub_jaxprs(eqn)]
-        if bodies:
-            repeat = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-            total += max(bodies) if eqn.primitive.name == "cond" else sum(bodies) * repeat
-    return total
+        if eqn.primitive.name in PRODUCTS:
+            found += flops(eqn)
+        else:
+            found += total(eqn, lambda jaxpr: matmul_flops(jaxpr.eqns)) or 0.0
+    return found
 
 
 def moved_bytes(eqn: Equation) -> float:
@@ -58,5 +53,5 @@ def moved_bytes(eqn: Equation) -> float:
     operands = {v: None for v in eqn.invars if is_var(v)}
     return float(
         sum(nbytes(v.aval) for v in operands)
-        + sum(nbytes(v.aval) for v in eqn.outvars if not isinstance(v, jex.DropVar))
+        + sum(nbytes(v.aval) for v in eqn.outvars if not isinstance(v, DropVar))
     )

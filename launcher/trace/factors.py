@@ -3,49 +3,46 @@
 A *factor* names dimensions that run together: cut all of them the same way and each device can
 compute its part alone. A factor that reaches no result is summed over, so that each device then has
 a partial result. A dimension in no factor has to be whole where the equation runs. (The form is
-that of Shardy's `sharding_rule`, openxla.org/shardy.) A primitive that is not listed has no
-factors: it is replicated.
+that of Shardy's `sharding_rule`, openxla.org/shardy.) A primitive that is neither listed here nor
+element-wise (`primitive_kinds`) has no factors: it is replicated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from launcher.trace.graph import Equation
+from launcher.trace.jaxpr import Equation
+from launcher.trace.primitive_kinds import BARRIERS, ELEMENTWISE
 
 Place = tuple[int, int]  # (operand or result, its dimension)
 
 
 @dataclass(frozen=True)
 class Factor:
-    """Dimensions of operands and of results that run together."""
+    """Dimensions of operands and of results that run together.
+
+    Attributes:
+        operands, results: their places. A factor without results is summed over.
+        indexed: whether the equation's indices count along the first operand's dimension, so that
+            each device counts from where its part begins.
+    """
 
     operands: tuple[Place, ...]
     results: tuple[Place, ...]
+    indexed: bool = False
 
 
 def factors(eqn: Equation) -> tuple[Factor, ...] | None:
     """The factors of an equation without inner programs; None: the primitive is not known."""
     name = eqn.primitive.name
-    shapes = [v.aval.shape for v in eqn.invars]
-    if name in _ELEMENTWISE:
-        return _elementwise(shapes, [v.aval.shape for v in eqn.outvars])
-    if name == "optimization_barrier":
-        pairs = enumerate(shapes)
-        return tuple(Factor(((i, d),), ((i, d),)) for i, shape in pairs for d in range(len(shape)))
+    if name in ELEMENTWISE:
+        return _elementwise(eqn)
+    if name in BARRIERS:
+        ranks = [v.aval.ndim for v in eqn.invars]
+        return tuple(Factor(((i, d),), ((i, d),)) for i, n in enumerate(ranks) for d in range(n))
     rule = _RULES.get(name) or (_reduced if name.startswith("reduce_") else None)
     return None if rule is None else rule(eqn)
-
-
-def _elementwise(shapes: Sequence[Sequence[int]], outs: Sequence[Any]) -> tuple[Factor, ...]:
-    """Operands of the result's shape run with it; single numbers beside them do not matter."""
-    ins = [i for i, shape in enumerate(shapes) if len(shape) == len(outs[0])]
-    return tuple(
-        Factor(tuple([(i, d) for i in ins]), tuple([(j, d) for j in range(len(outs))]))
-        for d in range(len(outs[0]))
-    )
 
 
 def _dot(eqn: Equation) -> tuple[Factor, ...]:
@@ -112,6 +109,9 @@ def _along(*names: str) -> Callable[[Equation], tuple[Factor, ...]]:
     return rule
 
 
+_elementwise = _along()  # single numbers beside arrays do not matter
+
+
 def _same_size(eqn: Equation) -> tuple[Factor, ...]:
     """Operands and results alike where all are equally long; single numbers do not matter."""
     rank = len(eqn.outvars[0].aval.shape)
@@ -145,7 +145,7 @@ def _squeeze(eqn: Equation) -> tuple[Factor, ...]:
 def _reshape(eqn: Equation) -> tuple[Factor, ...]:
     """Dimensions that are kept, and the slowest one of each group that is split or merged."""
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    if 0 in before:
+    if 0 in before or eqn.params.get("dimensions") is not None:  # which transposes first
         return ()
     found, i, j = [], 0, 0
     while i < len(before) and j < len(after):
@@ -187,7 +187,9 @@ def _gather(eqn: Equation) -> tuple[Factor, ...]:
         if sizes[d] == operand[d]
     ]
     found += [
-        Factor(((0, d),), ()) for d in numbers.start_index_map if d in numbers.collapsed_slice_dims
+        Factor(((0, d),), (), indexed=True)
+        for d in numbers.start_index_map
+        if d in numbers.collapsed_slice_dims
     ]
     batch = [d for d in range(out_rank) if d not in numbers.offset_dims]
     paired = zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True)
@@ -210,7 +212,7 @@ def _scatter(eqn: Equation) -> tuple[Factor, ...]:
     for d, of in zip(window, numbers.update_window_dims, strict=True):
         if operand[d] == updates[of]:
             found.append(Factor(((0, d), (2, of)), ((0, d),)))
-    found += [Factor(((0, d),), ((0, d),)) for d in numbers.inserted_window_dims]
+    found += [Factor(((0, d),), ((0, d),), indexed=True) for d in numbers.inserted_window_dims]
     batch = [d for d in range(len(updates)) if d not in numbers.update_window_dims]
     paired = zip(numbers.scatter_indices_batching_dims, numbers.operand_batching_dims, strict=True)
     partner = dict(paired)
@@ -224,8 +226,13 @@ def _scatter(eqn: Equation) -> tuple[Factor, ...]:
 
 def _window(eqn: Equation) -> tuple[Factor, ...]:
     """Pooling: dimensions over which the window does not move, and that are not padded."""
-    spans = zip(eqn.params["window_dimensions"], eqn.params["window_strides"], strict=True)
-    still = [d for d, (size, stride) in enumerate(spans) if size == stride == 1]
+    names = "window_dimensions", "window_strides", "padding"
+    spans = zip(*(eqn.params[name] for name in names), strict=True)
+    still = [
+        d
+        for d, (size, stride, padding) in enumerate(spans)
+        if size == stride == 1 and tuple(padding) == (0, 0)
+    ]
     return tuple(factor for factor in _same_size(eqn) if factor.results[0][1] in still)
 
 
@@ -238,21 +245,6 @@ def _nothing(eqn: Equation) -> tuple[Factor, ...]:
     """No operand matters: each device can make any part of the result."""
     return ()
 
-
-# fmt: off
-_ELEMENTWISE = frozenset((
-    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
-    "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clamp", "complex", "conj",
-    "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf",
-    "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igamma_grad_a",
-    "igammac", "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic",
-    "lt", "max", "min", "mul", "name", "ne", "neg", "nextafter", "not", "or", "polygamma",
-    "population_count", "pow", "real", "reduce_precision", "regularized_incomplete_beta", "rem",
-    "round", "rsqrt", "select_n", "sharding_constraint", "shift_left", "shift_right_arithmetic",
-    "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub",
-    "tan", "tanh", "xor",
-))
-# fmt: on
 
 _RULES: dict[str, Callable[[Equation], tuple[Factor, ...]]] = {
     "dot_general": _dot,

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jax.extend import core as jex
-
 from launcher.trace.errors import BoundaryError, TraceError
-from launcher.trace.graph import Equation, dependents, needed, source_line, sub_jaxprs
+from launcher.trace.jaxpr import Equation, Jaxpr, dependents, needed, source_line, sub_jaxprs
 from launcher.trace.primitives import boundary_p
 
 ANY_LAYER = -1
 
 
-def cut_layers(jaxpr: jex.Jaxpr) -> tuple[list[Equation], list[int], int]:
+def cut_layers(jaxpr: Jaxpr) -> tuple[list[Equation], list[int], int]:
     """The needed equations of a flattened forward pass, the layer of each, and their number.
 
     Returns:
@@ -68,7 +66,7 @@ def _impure(eqn: Equation) -> Equation | None:
     return next((e for e in inner if e is not None), eqn if eqn.effects else None)
 
 
-def _holds_boundary(jaxprs: Sequence[jex.Jaxpr]) -> bool:
+def _holds_boundary(jaxprs: Sequence[Jaxpr]) -> bool:
     return any(
         eqn.primitive is boundary_p or _holds_boundary(list(sub_jaxprs(eqn)))
         for jaxpr in jaxprs

@@ -1,22 +1,92 @@
-"""Kinds of JAX primitives, by name: what the compiler fuses, what costs, what sums."""
+"""The one table of primitives: which kinds each belongs to, by JAX's name for it.
+
+`factors` says which dimensions of a primitive's operands and results run together, and `bodies`
+which programs it holds; every other question about a primitive is answered by a set in this table,
+and no other module lists names. To add an element-wise primitive, add one word to `ELEMENTWISE`.
+"""
 
 from __future__ import annotations
 
 # fmt: off
-FUSED = frozenset((
-    "abs", "add", "add_any", "and", "broadcast_in_dim", "clamp", "convert_element_type", "copy",
-    "cos", "div", "eq", "erf", "exp", "exp2", "expand_dims", "expm1", "ge", "gt", "integer_pow",
-    "iota", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg",
-    "not", "or", "pad", "pow", "reshape", "rev", "round", "rsqrt", "select_n", "sign", "sin",
-    "slice", "sqrt", "square", "squeeze", "stop_gradient", "sub", "tanh", "transpose", "xor",
-    "optimization_barrier",
+
+# Each element of the result is computed from the operands' elements at the same place. Operands
+# have the result's shape, or are scalars.
+ELEMENTWISE = frozenset((
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
+    "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clamp", "complex", "conj",
+    "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf",
+    "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igamma_grad_a",
+    "igammac", "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic",
+    "lt", "max", "min", "mul", "name", "ne", "neg", "nextafter", "not", "or", "polygamma",
+    "population_count", "pow", "real", "reduce_precision", "regularized_incomplete_beta", "rem",
+    "round", "rsqrt", "select_n", "sharding_constraint", "shift_left", "shift_right_arithmetic",
+    "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub",
+    "tan", "tanh", "xor",
 ))
+# Element-wise along the leading dimensions, but replicated by sharding: they are part of random
+# number generation, which every device does whole.
+UNSHARDED_ELEMENTWISE = frozenset(("bitcast_convert_type", "random_fold_in"))
+# Element-wise ones that XLA expands to a loop, which it does not fuse.
+_BY_LOOP = frozenset((
+    "igamma", "igamma_grad_a", "igammac", "polygamma", "regularized_incomplete_beta",
+))
+# Element-wise ones that XLA does not duplicate into several fusions (`IsExpensive`).
 COSTLY = frozenset((
-    "cos", "erf", "exp", "exp2", "expm1", "log", "log1p", "logistic", "pow", "rsqrt", "sin", "sqrt",
-    "tanh",
+    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e", "cbrt",
+    "cos", "cosh", "digamma", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "lgamma", "log",
+    "log1p", "logistic", "pow", "rsqrt", "sin", "sinh", "sqrt", "tan", "tanh",
 ))
-SUMS = frozenset((
-    "reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax",
-    "argmin",
+
+# Each result is an operand, unchanged.
+BARRIERS = frozenset(("optimization_barrier",))
+
+# The result holds the operand's elements in another order or shape.
+_LAYOUT = frozenset((
+    "broadcast_in_dim", "expand_dims", "reshape", "rev", "slice", "squeeze", "transpose",
+))
+# The result holds elements of the operands, unchanged.
+SAME_ELEMENTS = _LAYOUT | BARRIERS | frozenset((
+    "concatenate", "copy", "dynamic_slice", "gather", "select_n", "split",
+))
+# An operand fills a part of the result, which is longer.
+LENGTHENING = frozenset(("concatenate", "pad"))
+# The same values in another form: parts of a gradient can be added before it or after it.
+FORMS = frozenset(("convert_element_type", "reshape", "squeeze", "transpose"))
+
+# The compiler fuses these into whatever reads them.
+FUSED = (ELEMENTWISE - _BY_LOOP) | _LAYOUT | BARRIERS | frozenset(("iota", "pad"))
+# Cheap enough to be recomputed in the backward pass, and computed once where two are the same. A
+# barrier is there to prevent just that.
+CHEAP = FUSED - BARRIERS
+
+# Matrix products and convolutions: the FLOPs that MFU counts.
+PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
+# They find the place of the largest or smallest element.
+SEARCHES = frozenset(("argmax", "argmin"))
+# They combine the elements along some dimensions into one.
+REDUCTIONS = SEARCHES | frozenset((
+    "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum",
+    "reduce_xor",
+))
+# A device that has shards of the operands computes a partial sum of the result.
+PARTIAL_SUMS = PRODUCTS | frozenset(("reduce_sum",))
+# Autodiff adds the parts of a gradient with these.
+GRADIENT_SUMS = frozenset(("add_any",))
+# An operand is used for many elements of the result: its gradient is a sum over them.
+SPREADING = PRODUCTS | frozenset(("broadcast_in_dim", "gather"))
+
+# A product is linear in each factor, a quotient in its first operand.
+SCALING = frozenset(("mul", "div"))
+# Linear in all operands, or, for `SCALING`, in one while the other is fixed.
+LINEAR = FORMS | SCALING | frozenset((
+    "add", "add_any", "broadcast_in_dim", "copy", "neg", "reduce_sum", "sub",
+))
+
+# Plain calls, which can be inlined.
+CALLS = frozenset(("jit", "pjit", "closed_call", "core_call"))
+# Calls with their own rules for differentiation or rematerialization.
+CALLS_WITH_RULES = frozenset((
+    "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "checkpoint", "remat", "remat2",
+    "custom_lin",
 ))
 # fmt: on

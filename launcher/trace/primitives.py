@@ -15,24 +15,30 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex
-from jax.extend import source_info_util
 from jax.interpreters import ad, batching, mlir
 
 from launcher.trace.errors import GradientError
-from launcher.trace.graph import inline_calls, lift_constants
+from launcher.trace.jaxpr import (
+    ClosedJaxpr,
+    Primitive,
+    hide_from_source_lines,
+    inline_calls,
+    jaxpr_as_fun,
+    lift_constants,
+    make_jaxpr,
+)
 
 REDUCTIONS = ("mean", "sum", "concat", "last")
 
-source_info_util.register_exclusion(__file__)  # an equation's source line is its caller's
+hide_from_source_lines(__file__)  # an equation's source line is its caller's
 
-boundary_p = jex.Primitive("pipeline_boundary")
+boundary_p = Primitive("pipeline_boundary")
 boundary_p.multiple_results = True
 boundary_p.def_impl(list)
 boundary_p.def_abstract_eval(list)
 mlir.register_lowering(boundary_p, lambda ctx: [])
 
-loss_p = jex.Primitive("microbatched_loss")
+loss_p = Primitive("microbatched_loss")
 loss_p.multiple_results = True
 
 
@@ -152,7 +158,7 @@ def _bind(
         out_leaves, out_tree = jax.tree.flatten(out)
         return out_leaves
 
-    closed = inline_calls(jax.make_jaxpr(flat_fun)(*leaves))
+    closed = inline_calls(make_jaxpr(flat_fun, *leaves))
     words = _reduction_words(out_tree, has_aux, reduce)
     if nums:
         _check_loss(closed.out_avals[0], words[0])
@@ -206,11 +212,11 @@ def _check_loss(aval: Any, word: str) -> None:
 
 
 def _whole_batch(
-    *operands: Any, jaxpr: jex.ClosedJaxpr, wrt: tuple[int, ...], reduce: tuple[str, ...]
+    *operands: Any, jaxpr: ClosedJaxpr, wrt: tuple[int, ...], reduce: tuple[str, ...]
 ) -> list[Any]:
     """What the primitive means: the loss, its other results and its gradients, on one batch."""
     del reduce  # one microbatch: nothing to combine
-    fun = jex.jaxpr_as_fun(jaxpr)
+    fun = jaxpr_as_fun(jaxpr)
     if not wrt:
         return list(fun(*operands))
 
@@ -225,7 +231,6 @@ def _whole_batch(
     return [*outs, *vjp(jnp.ones_like(outs[0]))]
 
 
-@loss_p.def_abstract_eval
 def _loss_avals(*avals: Any, jaxpr: Any, wrt: Any, reduce: Any) -> list[Any]:
     del reduce
     return [*jaxpr.out_avals, *(avals[i] for i in wrt)]
@@ -254,6 +259,7 @@ def _loss_batching(operands: Sequence[Any], axes: Sequence[Any], **params: Any) 
 
 
 loss_p.def_impl(_whole_batch)
+loss_p.def_abstract_eval(_loss_avals)
 mlir.register_lowering(loss_p, mlir.lower_fun(_whole_batch, multiple_results=True))
 ad.primitive_jvps[loss_p] = _loss_jvp
 batching.primitive_batchers[loss_p] = _loss_batching

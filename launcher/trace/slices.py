@@ -12,7 +12,11 @@ from typing import Any
 
 import jax
 
-from launcher.trace.checks import (
+from launcher.trace.errors import BatchError
+from launcher.trace.jaxpr import Atom, Aval, Equation, Var, make_jaxpr
+from launcher.trace.layers import ANY_LAYER, cut_layers
+from launcher.trace.random_keys import is_typed, raw_generator
+from launcher.trace.slice_checks import (
     Whole,
     check_constants,
     check_cuts,
@@ -20,10 +24,6 @@ from launcher.trace.checks import (
     check_same_program,
     check_sums,
 )
-from launcher.trace.errors import BatchError
-from launcher.trace.graph import Atom, Equation, Var
-from launcher.trace.keys import is_typed, raw_generator
-from launcher.trace.layers import ANY_LAYER, cut_layers
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class Loss:
         equations, layers: the program and the layer of each equation (`ANY_LAYER`: of none).
         slice_axes: an operand's axis that is cut into slices, or None: every slice gets it whole.
         keys: whether an operand is a random key, or an array of them: each slice gets it folded
-            with the slice's number (`keys.fold_slices`), as one row of a sliced operand.
+            with the slice's number (`random_keys.fold_slices`), as one row of a sliced operand.
             raw_keys: the generator of those that are raw (`jax.random.PRNGKey`).
         wrt: the operands that are differentiated. reduce: how each result is combined.
     """
@@ -106,7 +106,7 @@ def slice_loss(whole: Whole, num_slices: int, retrace: Retrace) -> Loss:
 def _row_of(v: Var) -> tuple[Var, Equation]:
     """A variable that holds one row, a value like `v`, and the equation that makes `v` of it."""
     row = jax.ShapeDtypeStruct((1, *v.aval.shape), v.aval.dtype)
-    closed = jax.make_jaxpr(lambda x: jax.lax.squeeze(x, [0]))(row)
+    closed = make_jaxpr(lambda x: jax.lax.squeeze(x, [0]), row)
     return closed.jaxpr.invars[0], closed.jaxpr.eqns[0].replace(outvars=[v])
 
 
@@ -123,7 +123,7 @@ def _check_divides(batch_size: int, num_slices: int) -> None:
         )
 
 
-def _slice_axis(whole: Any, part: Any, num_slices: int) -> int | None:
+def _slice_axis(whole: Aval, part: Aval, num_slices: int) -> int | None:
     axes = [i for i, (a, b) in enumerate(zip(whole.shape, part.shape, strict=False)) if a != b]
     if whole.ndim == part.ndim and not axes:
         return None

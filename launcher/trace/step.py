@@ -15,25 +15,27 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core as jex
 
 from launcher.trace.arguments import Arguments, aliases, batch_size, read_arguments
-from launcher.trace.checks import Whole
-from launcher.trace.clusters import LayerEnds, recut
+from launcher.trace.auto_layers import LayerEnds, apply_layer_ends
 from launcher.trace.conditionals import split_conditionals
 from launcher.trace.errors import BatchError, GradientError, TraceError
-from launcher.trace.graph import (
+from launcher.trace.jaxpr import (
     Atom,
+    ClosedJaxpr,
     Equation,
+    Jaxpr,
     Var,
     inline_calls,
     is_var,
+    make_jaxpr_and_shape,
     needed,
     source_line,
     structure_text,
     sub_jaxprs,
 )
 from launcher.trace.primitives import loss_p
+from launcher.trace.slice_checks import Whole
 from launcher.trace.slices import Loss, Retrace, shrink, slice_loss
 
 
@@ -71,6 +73,11 @@ class TracedStep:
     # the memo of `loss`
     losses: dict[tuple[int, LayerEnds | None], Loss] = field(default_factory=dict, repr=False)
 
+    @property
+    def operands(self) -> tuple[Var, ...]:
+        """The operands of the loss."""
+        return tuple(v for v in self.loss_equation.invars if is_var(v))  # as all of them are
+
     def loss(self, num_slices: int) -> Loss:
         """The loss on one of `num_slices` equal slices of the batch (cached).
 
@@ -89,11 +96,11 @@ class TracedStep:
             )
             self.losses[marked] = slice_loss(whole, num_slices, self.retrace)
         if wanted not in self.losses:
-            self.losses[wanted] = recut(self.losses[marked], self.layer_ends or ())
+            self.losses[wanted] = apply_layer_ends(self.losses[marked], self.layer_ends or ())
         return self.losses[wanted]
 
     def cut_at(self, ends: LayerEnds | None) -> TracedStep:
-        """The same step with layers that end elsewhere (`clusters.cluster`); None: at the marks."""
+        """The same step with layers that end elsewhere (`auto_layers`); None: at the marks."""
         return dataclasses.replace(self, layer_ends=ends)
 
 
@@ -124,11 +131,11 @@ def trace_step(
     arguments = read_arguments(args, batch_argnums, donate_argnums, static_argnums)
     size = batch_size(arguments)
 
-    def make(shapes: tuple[Any, ...]) -> tuple[jex.ClosedJaxpr, Any]:
+    def make(shapes: tuple[Any, ...]) -> tuple[ClosedJaxpr, Any]:
         def of_arrays(*values: Any) -> Any:
             return fun(*arguments.with_static(values))
 
-        closed, out = jax.make_jaxpr(of_arrays, return_shape=True)(*shapes)
+        closed, out = make_jaxpr_and_shape(of_arrays, *shapes)
         return inline_calls(closed), out
 
     closed, out_shape = make(arguments.shapes)
@@ -236,6 +243,6 @@ def _loss_inside(eqn: Equation) -> Equation | None:
     return None
 
 
-def _fingerprint(jaxpr: jex.Jaxpr, arguments: Arguments) -> str:
+def _fingerprint(jaxpr: Jaxpr, arguments: Arguments) -> str:
     flags = arguments.batch, arguments.donated
     return hashlib.sha256(structure_text(jaxpr, {"flags": flags}).encode()).hexdigest()[:16]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from launcher.partition.min_cut import is_cheap, kept_values
-from launcher.trace.graph import is_var, nbytes
+from launcher.trace.jaxpr import is_var, nbytes
 
 
 def random_program(seed):

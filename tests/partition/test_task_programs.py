@@ -16,7 +16,7 @@ from launcher.plan.cost.stage_memory import footprint
 from launcher.schedule import Kind
 from launcher.trace import trace_step
 from launcher.trace.cost import matmul_flops
-from launcher.trace.graph import nbytes
+from launcher.trace.jaxpr import nbytes
 
 WIDTH, ROWS, DEPTH = 16, 8, 3
 WHOLE = {Kind.FORWARD, Kind.BACKWARD}

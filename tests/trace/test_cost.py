@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from launcher.trace.cost import matmul_flops, program_flops
-from launcher.trace.graph import inline_calls
+from launcher.trace.jaxpr import inline_calls
 
 
 def count(fun, *shapes):

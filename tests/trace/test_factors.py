@@ -3,6 +3,7 @@ by part and put together again is what the whole equation computes."""
 
 import collections
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from launcher.trace.factors import factors
-from launcher.trace.graph import inline_calls, is_var
+from launcher.trace.batch_axis import NoBatchAxis, follow_batch_axis
+from launcher.trace.factors import _RULES, _nothing, factors
+from launcher.trace.jaxpr import Var, inline_calls, is_var
 
 PARTS = 2
 GATHERS = ("gather",)
@@ -171,6 +173,7 @@ CASES = {
     "reshape, merge": (lambda x: x.reshape(24, 8), (X,), "reshape", 2),
     "reshape, both": (lambda x: x.reshape(6, 4, 8), (X,), "reshape", 2),
     "reshape, all": (lambda x: x.reshape(-1), (X,), "reshape", 1),
+    "reshape, transposed": (lambda x: lax.reshape(x, (6, 32), (1, 0, 2)), (X,), "reshape", 0),
     "reshape, ones": (lambda x: x.reshape(1, 8, 1, 4, 1), (numbers(1, 4, 1, 8),), "reshape", 1),
     "squeeze": (lambda x: lax.squeeze(x, (1,)), (numbers(4, 1, 6),), "squeeze", 2),
     "reduce_sum": (lambda x: x.sum((0, 2)), (X,), "reduce_sum", 3),
@@ -183,6 +186,13 @@ CASES = {
     "cumsum": (lambda x: lax.cumsum(x, 1), (X,), "cumsum", 2),
     "cumlogsumexp": (lambda x: lax.cumlogsumexp(x, 0), (X,), "cumlogsumexp", 2),
     "sort": (lambda x: jnp.sort(x, 1), (X,), "sort", 2),
+    "reduce_or": (lambda x: (x > 0).any(1), (X,), "reduce_or", 2),
+    "reduce_xor": (
+        lambda x: lax.reduce_xor(x, (1,)), (whole_numbers(99, 4, 6, 8),), "reduce_xor", 2,
+    ),
+    "cumprod": (lambda x: lax.cumprod(x, 1), (X,), "cumprod", 2),
+    "cummax": (lambda x: lax.cummax(x, 1), (X,), "cummax", 2),
+    "cummin": (lambda x: lax.cummin(x, 1, reverse=True), (X,), "cummin", 2),
     "sort with others": (
         lambda x: lax.sort((x, 2 * x), dimension=0), (X,), "sort", 2,
     ),
@@ -245,6 +255,10 @@ CASES = {
         lambda t, i, u: t.at[i].multiply(u), (ROWS, whole_numbers(10, 4), numbers(4, 6)),
         "scatter-mul", 2,
     ),
+    "scatter-min": (
+        lambda t, i, u: t.at[i].min(u), (ROWS, whole_numbers(10, 4), numbers(4, 6)),
+        "scatter-min", 2,
+    ),
     "scatter of windows": (
         lambda t, u, i: jax.vmap(lambda a, b, s: lax.dynamic_update_slice(a, b, (s, 0)))(t, u, i),
         (X, numbers(4, 2, 8, seed=1), whole_numbers(4, 4)), "scatter", 2,
@@ -252,6 +266,18 @@ CASES = {
     "max pool": (
         lambda x: pool(x, (1, 2, 2, 1), (1, 2, 2, 1)), (numbers(2, 4, 4, 6),),
         "reduce_window_max", 2,
+    ),
+    "min pool": (
+        lambda x: lax.reduce_window(x, jnp.inf, lax.min, (1, 2, 1), (1, 2, 1), "VALID"), (X,),
+        "reduce_window_min", 2,
+    ),
+    "pool that shifts": (
+        lambda x: pool(x, (1, 1, 1), (1, 1, 1), ((0, 0), (1, -1), (0, 0))), (X,),
+        "reduce_window_max", 2,
+    ),
+    "pool by another function": (
+        lambda x: lax.reduce_window(x, 1.0, lax.mul, (1, 2, 1), (1, 2, 1), "VALID"), (X,),
+        "reduce_window", 2,
     ),
     "pool that pads": (
         lambda x: pool(x, (1, 2, 1), (1, 2, 1), ((0, 0), (0, 0), (1, 1))), (numbers(2, 4, 6),),
@@ -265,24 +291,117 @@ CASES = {
         jax.grad(lambda x: (pool(x, (1, 2, 2, 1), (1, 2, 2, 1)) ** 2).sum()),
         (numbers(2, 4, 4, 6),), "select_and_scatter_add", 2,
     ),
+    "pool's derivative": (
+        lambda x: jax.jvp(lambda x: pool(x, (1, 2, 1), (1, 2, 1)), (x,), (2 * x,)), (X,),
+        "select_and_gather_add", 2,
+    ),
     "barrier": (lambda x: lax.optimization_barrier((x, 2 * x[0])), (X,), "optimization_barrier", 5),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_parts_along_a_factor_make_the_whole(case):
-    fun, operands, primitive, count = CASES[case]
+def equations_of(case):
+    """The equations of a case, each with its operands and its results."""
+    fun, operands, *_ = CASES[case]
     closed = inline_calls(jax.make_jaxpr(fun)(*operands))
     values = dict(zip(closed.jaxpr.invars, map(np.asarray, operands), strict=True))
     values |= dict(zip(closed.jaxpr.constvars, map(np.asarray, closed.consts), strict=True))
-    checked = collections.Counter()
     for eqn in closed.jaxpr.eqns:
         given = [values[v] if is_var(v) else np.asarray(v.val, v.aval.dtype) for v in eqn.invars]
+        made = bind(eqn, given, eqn.params)
+        yield eqn, given, made
+        values.update(zip(eqn.outvars, made, strict=True))
+
+
+def bind(eqn, operands, params):
+    made = eqn.primitive.bind(*operands, **params)
+    return [np.asarray(x) for x in (made if eqn.primitive.multiple_results else [made])]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parts_along_a_factor_make_the_whole(case):
+    *_, primitive, count = CASES[case]
+    checked = collections.Counter()
+    for eqn, given, _ in equations_of(case):
         checked[eqn.primitive.name] += check(eqn, given)
-        made = eqn.primitive.bind(*given, **eqn.params)
-        made = made if eqn.primitive.multiple_results else [made]
-        values.update(zip(eqn.outvars, map(np.asarray, made), strict=True))
     assert checked[primitive] == count, checked
+
+
+def test_every_rule_has_a_case():
+    computing = {name for name, rule in _RULES.items() if rule is not _nothing}
+    assert computing - {primitive for *_, primitive, _ in CASES.values()} == set()
+
+
+def joined_axes(eqn, operands, whole, axes):
+    """Of each result the axes along which the results of slices make the whole.
+
+    `axes`: of each operand the axis that is cut into slices, or None.
+    """
+    found = [set() for _ in whole]
+    ins = [[] if axis is None else [axis] for axis in axes]
+    spelled = eqn.primitive.name in ("reshape", "broadcast_in_dim")
+    for d in range(whole[0].ndim) if spelled else [0]:
+        if spelled and whole[0].shape[d] % PARTS:
+            continue
+        params = local_params(eqn, ins, [[d]] * len(whole))
+        try:
+            slices = [
+                bind(eqn, [cut(x, dims, k) for x, dims in zip(operands, ins, strict=True)], params)
+                for k in range(PARTS)
+            ]
+        except (TypeError, ValueError, IndexError):
+            continue
+        for j, want in enumerate(whole):
+            for axis in range(want.ndim):
+                parts = [one[j] for one in slices]
+                lengths = [part.shape[:axis] + part.shape[axis + 1 :] for part in parts]
+                if lengths[0] == want.shape[:axis] + want.shape[axis + 1 :]:
+                    got = np.concatenate(parts, axis)
+                    if got.shape == want.shape and np.allclose(got, want, 1e-5, 1e-5):
+                        found[j].add(axis)
+    return found
+
+
+# Where slices would make the whole, but no factor says so: it holds for even parts alone.
+CAREFUL = ("reshape, transposed", "slice, strided", "max pool", "pool that pads")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_batch_axis_is_where_slices_make_the_whole(case):
+    """For every choice of operands that depend on the batch, and of the axis of each.
+
+    An operand that does not depend on the batch may grow with it, as a mask of ones does: it is cut
+    where the result would else not be the whole.
+    """
+    for eqn, operands, whole in equations_of(case):
+        if eqn.primitive.name != CASES[case][2]:
+            continue
+        choices = [(None, *(d for d in range(x.ndim) if x.shape[d] % PARTS == 0)) for x in operands]
+        brute = {}
+        for axes in itertools.product(*choices):
+            lengths = {x.shape[d] for x, d in zip(operands, axes, strict=True) if d is not None}
+            if len(lengths) == 1:
+                brute[axes] = joined_axes(eqn, operands, whole, axes)
+        for axes in brute:
+            if any(a is not None and not is_var(v) for v, a in zip(eqn.invars, axes, strict=True)):
+                continue
+            names = [Var(v.aval) for v in eqn.invars]
+            given = {v: a for v, a in zip(names, axes, strict=True) if a is not None}
+            found = follow_batch_axis([eqn.replace(invars=names)], given)
+            wider = [
+                joined
+                for other, joined in brute.items()
+                if all(a is None or a == b for a, b in zip(axes, other, strict=True))
+            ]
+            for j, v in enumerate(eqn.outvars):
+                right = set().union(*(joined[j] for joined in wider))
+                claimed = found[v]
+                if claimed is None:  # it does not depend on the batch
+                    continue
+                careful = isinstance(claimed, NoBatchAxis) and case in CAREFUL
+                assert careful or (claimed in right if isinstance(claimed, int) else not right), (
+                    f"{eqn.primitive.name} {eqn.params} of {axes}: result {j} has its batch axis "
+                    f"at {claimed}; slices make the whole along {right or 'none'}"
+                )
 
 
 @pytest.mark.parametrize("name", ["exp", "logistic", "is_finite", "add", "max", "lt", "atan2"])

@@ -17,9 +17,9 @@ from typing import Any
 
 from launcher.partition.assignment import Assignment
 from launcher.partition.sharding.named_dims import Axis, NamedDims, Sharding, Spec, axes, without
-from launcher.trace.graph import Equation, Var, is_var
+from launcher.trace import Loss, TracedStep
+from launcher.trace.jaxpr import Equation, Var, is_var
 from launcher.trace.leaf_names import leaf_names
-from launcher.trace.step import Loss, TracedStep
 
 DATA, ROWS, MODEL = AXES = "data", "rows", "model"
 
@@ -39,16 +39,15 @@ def gradients(step: TracedStep) -> dict[Var, Var]:
     return dict(zip(wrt, eqn.outvars[len(eqn.params["reduce"]) :], strict=True))
 
 
-def row_axes(step: TracedStep, loss: Loss) -> tuple[int | None, ...]:
-    """Return the axis of each operand of the loss that holds the batch's rows, or None.
+def batch_axes(step: TracedStep, loss: Loss) -> tuple[int | None, ...]:
+    """Return the batch axis of each operand of the loss, or None.
 
     Of the only slice of a batch this is known for its leaves alone.
     """
     if loss.num_slices > 1:
         return loss.slice_axes
     batch = {v for v, is_batch in zip(step.invars, step.batch, strict=True) if is_batch}
-    holders = step.loss_equation.invars
-    return tuple(0 if is_var(v) and v in batch and v.aval.shape else None for v in holders)
+    return tuple(0 if v in batch and v.aval.shape else None for v in step.operands)
 
 
 def mesh_sizes(logical_mesh: tuple[int, int], replicas: int) -> dict[str, int]:
@@ -72,10 +71,10 @@ class Layout:
     loss_dims: NamedDims
     _outer: Sharding = field(init=False)
     _loss: Sharding = field(init=False)
-    _row_axes: tuple[int | None, ...] = field(init=False)
+    _batch_axes: tuple[int | None, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._row_axes = row_axes(self.step, self.loss)
+        self._batch_axes = batch_axes(self.step, self.loss)
         self._outer = Sharding(self.outer_dims, self.sizes)
         for var, spec in self.explicit.items():
             self._outer.seed(var, spec)
@@ -96,7 +95,7 @@ class Layout:
 
         Parameters that are cut along data are gathered first.
         """
-        if self._row_axes[i] is not None:
+        if self._batch_axes[i] is not None:
             return self._loss.spec(self.loss.invars[i])
         return without(self.outer(self._holder(i)), DATA, ROWS)
 
@@ -120,11 +119,11 @@ class Layout:
         return found
 
     def _holder(self, i: int) -> Var:
-        return self.step.loss_equation.invars[i]
+        return self.step.operands[i]
 
     def _seed(self, i: int) -> Spec:
         spec = without(self.outer(self._holder(i)), DATA, ROWS)
-        axis = self._row_axes[i]
+        axis = self._batch_axes[i]
         return tuple((ROWS, *axes(a)) if d == axis else a for d, a in enumerate(spec))
 
 
@@ -142,8 +141,9 @@ def layouts(
             for name, spec in (assignment.shardings_of(stage) or {}).items():
                 cut[names[name]] = tuple(_mesh_axes(axis) for axis in spec)
         for result, argument in step.aliases.items():
-            if step.invars[argument] in cut and is_var(step.outvars[result]):
-                cut[step.outvars[result]] = cut[step.invars[argument]]
+            atom = step.outvars[result]
+            if step.invars[argument] in cut and is_var(atom):
+                cut[atom] = cut[step.invars[argument]]
         sizes = mesh_sizes(submesh.logical_mesh, assignment.num_replicas)
         cut = {v: _fitting(spec, sizes) for v, spec in cut.items()}
         found.append(Layout(step, loss, sizes, cut, outer, inner))

@@ -12,17 +12,15 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from jax.extend import core as jex
-
+from launcher.trace.bodies import Body, bodies
 from launcher.trace.factors import Factor, factors
-from launcher.trace.graph import Atom, Equation, Var, is_var
+from launcher.trace.jaxpr import Atom, Equation, Var, is_var
+from launcher.trace.primitive_kinds import FORMS
 
 # What an array's dimensions are cut over: for each a mesh axis, several, or None.
 Axis = str | tuple[str, ...] | None
 Spec = tuple[Axis, ...]
 Holder = tuple[int, Var]  # a value, by the scope that it stands in
-# What only changes a value's form, so that parts of its gradient can be added before or after.
-_FORMS = ("convert_element_type", "reshape", "squeeze", "transpose")
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,12 +114,12 @@ class NamedDims:
 
     def _visit(self, equations: Iterable[Equation], scope: int, times: int) -> None:
         for eqn in equations:
-            bodies = _bodies(eqn)
-            if bodies:
-                for body in bodies:
+            inside = bodies(eqn)
+            if inside:
+                for body in inside:
                     self._enter(eqn, scope, times, body)
                 continue
-            if eqn.primitive.name in _FORMS and is_var(eqn.invars[0]):
+            if eqn.primitive.name in FORMS and is_var(eqn.invars[0]):
                 self._source[scope, eqn.outvars[0]] = self.source(scope, eqn.invars[0])
             if eqn.primitive.name == "stop_gradient":
                 self._fixed.add((scope, eqn.outvars[0]))
@@ -138,7 +136,7 @@ class NamedDims:
                 for node in nodes[1:]:
                     self._union(nodes[0], node)
 
-    def _enter(self, eqn: Equation, scope: int, times: int, body: _Body) -> None:
+    def _enter(self, eqn: Equation, scope: int, times: int, body: Body) -> None:
         self._scopes += 1
         inner = self._scopes
         if eqn.outvars:
@@ -150,68 +148,6 @@ class NamedDims:
             skip = 1 if i in body.stacked_outputs else 0
             self._link(atom, scope, body.jaxpr.outvars[i], inner, skip)
         self._visit(body.jaxpr.eqns, inner, times * body.times)
-
-
-@dataclass(frozen=True, eq=False)
-class _Body:
-    """A program inside an equation: its inputs and outputs by their number, with the outer values.
-
-    `stacked_…`: those of which the body sees one slice, along the leading dimension, at a time.
-    """
-
-    jaxpr: jex.Jaxpr
-    inputs: Sequence[tuple[int, Atom]]
-    outputs: Sequence[tuple[int, Atom]]
-    times: int = 1
-    stacked_inputs: range = range(0)
-    stacked_outputs: range = range(0)
-
-
-def _bodies(eqn: Equation) -> list[_Body]:
-    params, ins, outs = eqn.params, eqn.invars, eqn.outvars
-    name = eqn.primitive.name
-    if name == "scan":
-        jaxpr = params["jaxpr"].jaxpr
-        consts, carry = params["num_consts"], params["num_carry"]
-        turn = [*enumerate(outs[:carry]), *enumerate(ins[consts : consts + carry])]
-        return [
-            _Body(
-                jaxpr,
-                list(enumerate(ins)),
-                [*turn, *enumerate(outs[carry:], carry)],
-                params["length"],
-                range(consts + carry, len(ins)),
-                range(carry, len(outs)),
-            )
-        ]
-    if name == "while":
-        a, b = params["cond_nconsts"], params["body_nconsts"]
-        carry = ins[a + b :]
-        return [
-            _Body(params["cond_jaxpr"].jaxpr, list(enumerate([*ins[:a], *carry])), []),
-            _Body(
-                params["body_jaxpr"].jaxpr,
-                list(enumerate(ins[a:])),
-                [*enumerate(outs), *enumerate(carry)],
-            ),
-        ]
-    if name == "cond":
-        branches = [branch.jaxpr for branch in params["branches"]]
-        return [_Body(j, list(enumerate(ins[1:])), list(enumerate(outs))) for j in branches]
-    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        inner = params.get(key)
-        if isinstance(inner, (jex.Jaxpr, jex.ClosedJaxpr)) and name in _CALLS:
-            jaxpr = inner.jaxpr if isinstance(inner, jex.ClosedJaxpr) else inner
-            return [_Body(jaxpr, list(enumerate(ins)), list(enumerate(outs)))]
-    return []
-
-
-# fmt: off
-_CALLS = frozenset((
-    "jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call",
-    "custom_vjp_call_jaxpr", "checkpoint", "remat", "remat2", "custom_lin",
-))
-# fmt: on
 
 
 class Sharding:

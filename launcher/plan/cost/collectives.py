@@ -28,12 +28,8 @@ from launcher.partition.sharding.named_dims import (
 from launcher.partition.sharding.spmd import Execution, cut_axes, execution
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.trace.cost import flops, moved_bytes
-from launcher.trace.graph import Equation, Var, dependents, is_var, nbytes
-
-PRODUCTS = ("dot_general", "conv_general_dilated")
-# What has an operand whose gradient is summed over what the result has more of.
-_SPREADING = (*PRODUCTS, "broadcast_in_dim", "gather")
-_SEARCHES = ("argmax", "argmin")
+from launcher.trace.jaxpr import Equation, Var, dependents, is_var, nbytes
+from launcher.trace.primitive_kinds import LENGTHENING, PRODUCTS, SEARCHES, SPREADING
 
 Flow = Callable[[Use, Var], bool]  # whether gradients flow to a value that an equation has
 
@@ -173,7 +169,7 @@ def _crossing(
         fixed = sharding.dims.is_fixed(use.scope, atom)
         wanted = active and _floating(atom) and flows(use, atom) and not fixed
         for axis in gathered:
-            if eqn.primitive.name in _SEARCHES:  # each device's own find, and where it is
+            if eqn.primitive.name in SEARCHES:  # each device's own find, and where it is
                 finds = (v.aval.dtype.itemsize for v in (atom, eqn.outvars[0]))
                 count = sizes[axis] * eqn.outvars[0].aval.size / parts(runs.outs[0], sizes)
                 forward += [Collective("all-gather", axis, count * n, use.times) for n in finds]
@@ -182,7 +178,7 @@ def _crossing(
             forward.append(Collective("all-gather", axis, size, use.times))
             if active and eqn.primitive.name in PRODUCTS:  # the other operand's gradient needs it
                 backward.append(Collective("all-gather", axis, size, use.times, again=True))
-        if wanted and (eqn.primitive.name in _SPREADING or _is_stretched(atom, eqn)):
+        if wanted and (eqn.primitive.name in SPREADING or _is_stretched(atom, eqn)):
             for axis in cut - cut_axes(read):
                 size = _local(atom, read, sizes)
                 if axis in gathered:
@@ -196,7 +192,7 @@ def _crossing(
 def _is_stretched(atom: Var, eqn: Equation) -> bool:
     """Return whether an operand is repeated along a dimension of length 1."""
     before, after = atom.aval.shape, eqn.outvars[0].aval.shape
-    same = len(before) == len(after) and eqn.primitive.name not in ("concatenate", "pad")
+    same = len(before) == len(after) and eqn.primitive.name not in LENGTHENING
     return same and any(a == 1 != b for a, b in zip(before, after, strict=True))
 
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from launcher.trace.graph import Atom, Equation, Var, is_var
-from launcher.trace.primitive_kinds import COSTLY, FUSED, SUMS
+from launcher.trace.jaxpr import Atom, Equation, Var, is_var
+from launcher.trace.primitive_kinds import CHEAP, COSTLY, FUSED, REDUCTIONS
 
 Size = Callable[[Var], float]
 
@@ -74,7 +74,7 @@ def _once(equations: Sequence[Equation]) -> list[Equation]:
         reads = [same.get(v, v) if is_var(v) else v for v in eqn.invars]
         eqn = eqn.replace(invars=reads)
         name = eqn.primitive.name
-        if name in FUSED - {"optimization_barrier"} or name in SUMS:
+        if name in CHEAP or name in REDUCTIONS:
             known = [v if is_var(v) else (str(v.val), v.aval) for v in reads]
             key = name, tuple(known), str(eqn.params)
             if key in done:
@@ -91,7 +91,7 @@ def _kept(equations: Sequence[Equation], outs: Iterable[Atom]) -> set[Var]:
     kept = {v for v in outs if is_var(v) and v in defined}
     uses: dict[Var, int] = {}
     for eqn in equations:
-        fuses = eqn.primitive.name in FUSED or eqn.primitive.name in SUMS
+        fuses = eqn.primitive.name in FUSED or eqn.primitive.name in REDUCTIONS
         for v in {v for v in eqn.invars if is_var(v)}:
             uses[v] = uses.get(v, 0) + 1
             if not fuses and v in defined:

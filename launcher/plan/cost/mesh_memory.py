@@ -12,8 +12,8 @@ from launcher.partition.stages import StageGraph
 from launcher.partition.update import UpdateProgram
 from launcher.plan.cost.stage_memory import Footprint
 from launcher.schedule import Task
-from launcher.trace.graph import nbytes
-from launcher.trace.step import Loss
+from launcher.trace import Loss
+from launcher.trace.jaxpr import nbytes
 
 
 def mesh_memory(cut: PartitionedStep, mesh: int, footprints: Mapping[int, Footprint]) -> int:

@@ -14,7 +14,7 @@ from launcher.partition.stage_programs import StagePrograms
 from launcher.partition.task_programs import TaskProgram
 from launcher.plan.cost.liveness import Size, working_bytes
 from launcher.schedule import Kind
-from launcher.trace.graph import Var, is_var, nbytes
+from launcher.trace.jaxpr import Var, is_var, nbytes
 
 _SLACK = 1.06  # what the compiler needs more than the values: copies, and places it cannot share
 
@@ -105,4 +105,4 @@ def _arriving(of: StagePrograms, k: int, size: Size) -> float:
 
 def _size(joint: JointGraph, name: Name, size: Size) -> float:
     v = name.of if name.kind == "residual" else joint.inputs.get(name, joint.outputs.get(name))
-    return size(v) if is_var(v) else 0.0
+    return size(v) if v is not None and is_var(v) else 0.0

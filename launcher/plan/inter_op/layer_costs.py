@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from launcher.partition.sharding.layout import outer_dims, row_axes
+from launcher.partition.sharding.layout import batch_axes, outer_dims
 from launcher.partition.sharding.named_dims import NamedDims, Sharding, Use, parts
 from launcher.partition.stage_programs import StagePrograms, as_one, inside_of, trace_stage
 from launcher.partition.stages import StageGraph, cut_stages
@@ -30,8 +30,8 @@ from launcher.plan.intra_op.sequence_parallel import sequence_class, sequence_sh
 from launcher.plan.intra_op.stage_shardings import model_sharding
 from launcher.plan.profile.measured_layers import MeasuredLayers
 from launcher.schedule import Kind
-from launcher.trace.graph import Var, is_var, nbytes
-from launcher.trace.step import Loss, TracedStep
+from launcher.trace import Loss, TracedStep
+from launcher.trace.jaxpr import Var, is_var, nbytes
 
 _KINDS = {Kind.FORWARD, Kind.BACKWARD}
 
@@ -132,7 +132,7 @@ def cost_table(
     graphs = cut_stages(loss, [(i,) for i in range(loss.num_layers)])
     state = _state_bytes(step, loss)
     owner = {i: g.index for g in reversed(graphs) for i in g.operands}
-    rows_of = row_axes(step, loss)
+    rows_of = batch_axes(step, loss)
     solved: dict[object, list[LayerCost]] = {}
     rows = []
     for graph in graphs:
@@ -224,8 +224,8 @@ def _solve(
             if fixed == (c.of is not None and not varying(use, sharding.dims.source(*c.of)[1]))
         )
 
-    def held(var: object) -> float:
-        return nbytes(var.aval) / parts(sharding.spec(var), sharding.sizes)  # type: ignore[attr-defined]
+    def held(var: Var) -> float:
+        return nbytes(var.aval) / parts(sharding.spec(var), sharding.sizes)
 
     return LayerCost(
         work_seconds=work,

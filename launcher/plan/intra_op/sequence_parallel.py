@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from launcher.partition.sharding.layout import MODEL, row_axes
+from launcher.partition.sharding.layout import MODEL, batch_axes
 from launcher.partition.sharding.named_dims import NamedDims, Sharding, Spec
 from launcher.partition.stages import StageGraph
-from launcher.trace.graph import Var, is_var
-from launcher.trace.step import Loss, TracedStep
+from launcher.trace import Loss, TracedStep
+from launcher.trace.jaxpr import Var
 
 
 def sequence_class(step: TracedStep, loss: Loss, dims: NamedDims, model: int) -> int | None:
@@ -38,7 +38,7 @@ def sequence_class(step: TracedStep, loss: Loss, dims: NamedDims, model: int) ->
 
 def batch_specs(step: TracedStep, loss: Loss, dims: NamedDims, of: int) -> dict[Var, Spec]:
     """Return the spec along the model axis of each leaf of the batch that has the class `of`."""
-    holders = dict(zip(loss.invars, step.loss_equation.invars, strict=True))
+    holders = dict(zip(loss.invars, step.operands, strict=True))
     found: dict[Var, Spec] = {}
     for var, _ in _leaves(step, loss):
         classes = dims.classes(var)
@@ -70,9 +70,5 @@ def _fits(dims: NamedDims, of: int, devices: int) -> bool:
 def _leaves(step: TracedStep, loss: Loss) -> list[tuple[Var, int]]:
     """Return the operands that are leaves of the batch, with the axis of their rows."""
     batch = {v for v, is_batch in zip(step.invars, step.batch, strict=True) if is_batch}
-    operands = zip(step.loss_equation.invars, loss.invars, row_axes(step, loss), strict=True)
-    return [
-        (inner, axis)
-        for outer, inner, axis in operands
-        if is_var(outer) and outer in batch and axis is not None
-    ]
+    operands = zip(step.operands, loss.invars, batch_axes(step, loss), strict=True)
+    return [(inner, axis) for outer, inner, axis in operands if outer in batch and axis is not None]

@@ -20,7 +20,6 @@ from launcher.partition.sharding.layout import MODEL
 from launcher.partition.sharding.named_dims import NamedDims, Sharding, Spec, axes
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.cost.collectives import (
-    PRODUCTS,
     Collective,
     Flow,
     SumKey,
@@ -28,7 +27,8 @@ from launcher.plan.cost.collectives import (
     load,
     seconds,
 )
-from launcher.trace.graph import Var, nbytes
+from launcher.trace.jaxpr import Var, nbytes
+from launcher.trace.primitive_kinds import PRODUCTS
 
 _LEAST_CUT = 0.75  # of the parameter bytes that can be cut at all
 
@@ -206,7 +206,8 @@ def _solve(
     found = milp(costs / scale, integrality=integral, bounds=Bounds(0, 1), constraints=constraints)
     if found.x is None:
         raise AssertionError(f"the choice of shardings has no solution: {found.message}")
-    return np.round(found.x[:count])
+    chosen: np.ndarray = np.round(found.x[:count])
+    return chosen
 
 
 def along_data(shape: Sequence[int], spec: Spec, replicas: int, model: int) -> Spec | None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from launcher.partition.assignment import Assignment
 from launcher.partition.errors import PlanError
-from launcher.partition.sharding.layout import MODEL, row_axes
+from launcher.partition.sharding.layout import MODEL, batch_axes
 from launcher.partition.sharding.named_dims import NamedDims, Sharding, Spec
 from launcher.partition.stages import StageGraph
 from launcher.plan.cluster_shape import ClusterShape
@@ -17,9 +17,9 @@ from launcher.plan.cost.collectives import flow
 from launcher.plan.cost.stage_seconds import links_of
 from launcher.plan.intra_op.sequence_parallel import batch_specs, sequence_class, sequence_sharding
 from launcher.plan.intra_op.solver import along_data, model_classes
-from launcher.trace.graph import Var
+from launcher.trace import Loss, TracedStep
+from launcher.trace.jaxpr import Var
 from launcher.trace.leaf_names import leaf_names
-from launcher.trace.step import Loss, TracedStep
 
 
 class StageShardings:
@@ -86,7 +86,7 @@ class StageShardings:
 
         The links of the axis have `link` bytes/s.
         """
-        rows = row_axes(self._step, loss)
+        rows = batch_axes(self._step, loss)
         key = graph.structure, tuple(rows[i] for i in graph.operands), model, link
         if key not in self._solved:
             cut = model_sharding(self._step, loss, graph, model, self._cluster, link)
@@ -116,7 +116,7 @@ def model_sharding(
 
 def row_classes(step: TracedStep, loss: Loss, graph: StageGraph, dims: NamedDims) -> set[int]:
     """Return the classes of the batch's rows in a stage."""
-    rows = row_axes(step, loss)
+    rows = batch_axes(step, loss)
     sliced = [(loss.invars[i], rows[i]) for i in graph.operands]
     return {dims.classes(v)[axis] for v, axis in sliced if axis is not None}
 
@@ -145,7 +145,7 @@ def argument_specs(
             activations as well, and are therefore listed with every stage.
     """
     data, model = logical_mesh
-    holders = {i: step.loss_equation.invars[i] for i in graph.operands}
+    holders = {i: step.operands[i] for i in graph.operands}
     kept = Sharding(dims, {MODEL: model})
     cut = Sharding(dims, {MODEL: model, "data": data})
     for i, spec in operands.items():

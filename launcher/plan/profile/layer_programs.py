@@ -27,8 +27,8 @@ from launcher.partition.task_programs import TaskProgram
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.intra_op.stage_shardings import model_sharding
 from launcher.schedule import Kind
-from launcher.trace.graph import program, structure_text
-from launcher.trace.step import Loss, TracedStep
+from launcher.trace import Loss, TracedStep
+from launcher.trace.jaxpr import program, structure_text
 
 COPIES = "copies"
 

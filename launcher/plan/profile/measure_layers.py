@@ -22,7 +22,7 @@ from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.profile import cache, measure_programs
 from launcher.plan.profile.layer_programs import LayerProgram, layer_program
 from launcher.plan.profile.measured_layers import MeasuredLayers, Timing
-from launcher.trace.step import Loss, TracedStep
+from launcher.trace import Loss, TracedStep
 
 _TIME_OUT = 300.0  # seconds for a candidate, of which compiling takes most
 _MEASURED = 3.0  # seconds that the calls of each of its programs may take together

@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 
 from launcher.partition.sharding.named_dims import NamedDims, Sharding, axes, parts, without
-from launcher.trace.graph import inline_calls
+from launcher.trace.jaxpr import inline_calls
 
 
 def shape(*lengths):

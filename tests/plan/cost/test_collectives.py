@@ -18,7 +18,7 @@ from launcher.plan.cost.collectives import (
     is_active,
     load,
 )
-from launcher.trace.graph import inline_calls
+from launcher.trace.jaxpr import inline_calls
 
 FORWARD, BACKWARD = operator.attrgetter("forward"), operator.attrgetter("backward")
 SIZES = {"data": 2, "model": 4}

@@ -12,11 +12,12 @@ import launcher
 from launcher.config.schema import GPT, MLP
 from launcher.partition.sharding.named_dims import NamedDims, Sharding
 from launcher.plan import local_shape
-from launcher.plan.cost.collectives import PRODUCTS, flow, load, seconds
+from launcher.plan.cost.collectives import flow, load, seconds
 from launcher.plan.intra_op.solver import along_data, model_classes
 from launcher.plan.methods import ShardParallel
 from launcher.trace import trace_step
-from launcher.trace.graph import inline_calls, nbytes
+from launcher.trace.jaxpr import inline_calls, nbytes
+from launcher.trace.primitive_kinds import PRODUCTS
 from recipes import build_model
 
 ROWS = 16

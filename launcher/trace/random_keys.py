@@ -12,17 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from launcher.trace.graph import Equation, Var, is_var, sub_jaxprs
-
-# equations whose result holds words of their operand, unchanged
-_SAME_WORDS_NAMES = """
-    broadcast_in_dim concatenate copy dynamic_slice gather optimization_barrier reshape select_n
-    slice split squeeze transpose
-"""
-_SAME_WORDS = frozenset(_SAME_WORDS_NAMES.split())
+from launcher.trace.jaxpr import Aval, Equation, Var, is_var, sub_jaxprs
+from launcher.trace.primitive_kinds import SAME_ELEMENTS
 
 
-def is_typed(aval: Any) -> bool:
+def is_typed(aval: Aval) -> bool:
     """Whether a value is a typed key, or an array of them."""
     return bool(jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key))
 
@@ -42,7 +36,7 @@ def _wrapped_as(words: set[Var], equations: Iterable[Equation]) -> str | None:
             continue
         if eqn.primitive.name == "random_wrap":
             return str(eqn.params["impl"].name)
-        if eqn.primitive.name in _SAME_WORDS:
+        if eqn.primitive.name in SAME_ELEMENTS:
             words.update(eqn.outvars)
         for body in sub_jaxprs(eqn):
             inner = zip(

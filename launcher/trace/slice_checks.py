@@ -11,12 +11,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core as jex
 
+from launcher.trace.batch_axis import NoBatchAxis, follow_batch_axis
 from launcher.trace.errors import BatchError
-from launcher.trace.graph import Equation, Var, dependents, is_var, source_line
-from launcher.trace.keys import is_typed
-from launcher.trace.rows import Lost, follow_rows
+from launcher.trace.jaxpr import Equation, Jaxpr, Literal, Var, dependents, is_var, source_line
+from launcher.trace.primitive_kinds import LINEAR, SCALING
+from launcher.trace.random_keys import is_typed
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,13 +70,6 @@ def check_outputs(whole: Equation, part: Equation, num_slices: int) -> None:
             )
 
 
-_LINEAR_NAMES = """
-    add add_any broadcast_in_dim convert_element_type copy mul neg reduce_sum reshape squeeze sub
-    transpose div
-"""
-_LINEAR = frozenset(_LINEAR_NAMES.split())
-
-
 def check_sums(whole: Equation, part: Equation) -> None:
     """Refuse a sum over microbatches of what has been divided by the size of the (micro)batch."""
     programs = [eqn.params["jaxpr"].jaxpr for eqn in (whole, part)]
@@ -90,7 +83,7 @@ def check_sums(whole: Equation, part: Equation) -> None:
             )
 
 
-def _scaled_by_batch(whole: jex.Jaxpr, part: jex.Jaxpr, result: int) -> Equation | None:
+def _scaled_by_batch(whole: Jaxpr, part: Jaxpr, result: int) -> Equation | None:
     """The equation that multiplies a result by a number which the batch size decides."""
     if len(whole.eqns) != len(part.eqns):
         return None
@@ -102,21 +95,20 @@ def _scaled_by_batch(whole: jex.Jaxpr, part: jex.Jaxpr, result: int) -> Equation
             continue
         seen.add(atom)
         eqn, other = whole.eqns[made[atom]], part.eqns[made[atom]]
-        if eqn.primitive.name not in _LINEAR:
+        if eqn.primitive.name not in LINEAR:
             continue
+        divides = eqn.primitive.name == "div"
         pairs = zip(eqn.invars, other.invars, strict=True)
         literals = [
-            (a.val, b.val)
-            for a, b in pairs
-            if isinstance(a, jex.Literal) and isinstance(b, jex.Literal)
+            (a.val, b.val) for a, b in pairs if isinstance(a, Literal) and isinstance(b, Literal)
         ]
-        if eqn.primitive.name in ("mul", "div"):
-            small, large = (0, 1) if eqn.primitive.name == "mul" else (1, 0)
+        if eqn.primitive.name in SCALING:
+            small, large = (1, 0) if divides else (0, 1)
             if any(abs(pair[small]) < abs(pair[large]) for pair in literals):
                 return eqn
-            if eqn.primitive.name == "mul" and not literals:
+            if not divides and not literals:
                 continue  # a product of two values: no longer linear
-        waiting += eqn.invars[:1] if eqn.primitive.name == "div" else eqn.invars
+        waiting += eqn.invars[:1] if divides else eqn.invars
     return None
 
 
@@ -129,7 +121,7 @@ def check_constants(whole: Whole, part: Equation, constants: Mapping[Var, Any]) 
         constants: those of the trace on a slice.
     """
     for a, b in zip(whole.loss_equation.invars, part.invars, strict=True):
-        if a not in whole.constants:
+        if not is_var(a) or a not in whole.constants:
             continue
         value = whole.constants[a]
         other = constants.get(b) if is_var(b) else np.asarray(b.val)
@@ -146,12 +138,13 @@ def check_constants(whole: Whole, part: Equation, constants: Mapping[Var, Any]) 
 def check_cuts(whole: Whole, axes: Sequence[int | None]) -> None:
     """Refuse to cut what does not hold one example after another."""
     eqn = whole.loss_equation
-    rows = follow_rows(whole.before, dict.fromkeys((v for v in whole.batch if v.aval.shape), 0))
+    leaves = dict.fromkeys((v for v in whole.batch if v.aval.shape), 0)
+    batch_axes = follow_batch_axis(whole.before, leaves)
     counted = [e for e in whole.before if e.primitive.name == "iota"]
     counted_vars = dependents(whole.before, [v for e in counted for v in e.outvars])
     makers = {v: e for e in whole.before for v in e.outvars}
     for i, (v, axis) in enumerate(zip(eqn.invars, axes, strict=True)):
-        if axis is None:
+        if axis is None or not is_var(v):
             continue
         if i in eqn.params["wrt"]:
             raise BatchError(
@@ -161,8 +154,8 @@ def check_cuts(whole: Whole, axes: Sequence[int | None]) -> None:
         where = f"an input of the loss of shape {v.aval.shape}"
         if v in makers:
             where += f", made at {source_line(makers[v])},"
-        found = rows.get(v)
-        if isinstance(found, Lost):
+        found = batch_axes.get(v)
+        if isinstance(found, NoBatchAxis):
             raise BatchError(
                 f"{where} is cut into microbatches, but {found.equation.primitive.name} at "
                 f"{source_line(found.equation)} cannot be shown to keep the rows of the batch in "

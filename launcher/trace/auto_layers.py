@@ -1,8 +1,9 @@
-"""Layers of a model that marks none: its forward pass cut where few bytes cross. Pure.
+"""Layer clustering: a model without marks is cut where few bytes cross (Alpa, OSDI 2022). Pure.
 
-`cluster` finds the cuts in one trace of the loss, `recut` puts them into another of the same model:
-of a smaller slice, or without dropout. A cut is therefore told by what these have in common, the
-*anchors*: equations that hold a matrix product or read a floating operand (a parameter).
+`cluster_layers` finds the cuts in one trace of the loss; `apply_layer_ends` applies them to another
+trace of the same model, such as that of a smaller slice or without dropout. A cut is therefore
+described by what all traces have in common, the *anchors*: equations that hold a matrix product or
+read a floating-point operand (a parameter).
 """
 
 from __future__ import annotations
@@ -12,28 +13,26 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 
 from launcher.trace.cost import matmul_flops, program_flops
 from launcher.trace.errors import LayerCountError, TraceError
-from launcher.trace.graph import Equation, Var, is_var, nbytes
+from launcher.trace.jaxpr import Equation, Var, is_var, nbytes
 from launcher.trace.layers import ANY_LAYER
-
-if TYPE_CHECKING:
-    from launcher.trace.step import Loss
+from launcher.trace.slices import Loss
 
 LayerEnds: TypeAlias = tuple[tuple[int, int], ...]
 """Where layers end, but for the last: after so many anchors, and then so many other equations."""
 
 MOST_LAYERS = 16  # that are chosen without being asked for
 _FEWEST_PRODUCTS = 3  # that each of these has on average
-_BALANCE = 1e-4  # what an even cut is worth beside few bytes: it decides between equals
+_BALANCE = 1e-4  # tie-break weight: evenness of work against bytes crossed
 
 
-def cluster(loss: Loss, num_layers: int | None, eps: float) -> LayerEnds:
+def cluster_layers(loss: Loss, num_layers: int | None, eps: float) -> LayerEnds:
     """Choose where to cut the forward pass into layers.
 
     The fewest bytes cross all cuts, with no layer of more than `1 + eps` times the mean work; of
@@ -72,8 +71,8 @@ def cluster(loss: Loss, num_layers: int | None, eps: float) -> LayerEnds:
     raise AssertionError("two layers are no more than two")
 
 
-def recut(loss: Loss, ends: LayerEnds) -> Loss:
-    """The loss with layers that end there instead of at its marks.
+def apply_layer_ends(loss: Loss, ends: LayerEnds) -> Loss:
+    """Return the loss with layers that end there instead of at its marks.
 
     Raises:
         TraceError: there are no such places: it is another model.

@@ -17,7 +17,7 @@ from launcher.plan import Plan, PlanError, local_shape, make_forward_plan
 from launcher.plan.methods import AutoLayerOption, PipeshardParallel, Replay
 from launcher.runtime import compile_step
 from launcher.trace import TraceError, trace_step
-from launcher.trace.clusters import _crossing, _own, cluster, recut
+from launcher.trace.auto_layers import _crossing, _own, apply_layer_ends, cluster_layers
 from launcher.trace.cost import matmul_flops, program_flops
 from launcher.trace.layers import ANY_LAYER
 from launcher.trace.step import TracedStep
@@ -64,7 +64,7 @@ def test_few_bytes_cross_and_no_layer_is_too_large(num_layers: int) -> None:
         layers = [equations[a:b] for a, b in itertools.pairwise([0, *cuts, len(equations)])]
         if all(program_flops(own) <= bound and matmul_flops(own) for own in layers):
             feasible.append(crossing[list(cuts)].sum())
-    found = recut(loss, cluster(loss, num_layers, eps))
+    found = apply_layer_ends(loss, cluster_layers(loss, num_layers, eps))
     assert found.num_layers == num_layers
     starts = [found.layers.index(layer) for layer in range(1, num_layers)]
     assert max(layer_flops(found)) <= bound
@@ -74,7 +74,7 @@ def test_few_bytes_cross_and_no_layer_is_too_large(num_layers: int) -> None:
 def test_layers_are_consecutive_and_none_is_empty() -> None:
     loss = traced([8] * 9).loss(1)
     for count in range(1, 9):
-        found = recut(loss, cluster(loss, count, 0.6))
+        found = apply_layer_ends(loss, cluster_layers(loss, count, 0.6))
         layers = [layer for layer in found.layers if layer != ANY_LAYER]
         assert layers == sorted(layers)
         assert set(layers) == set(range(count))
@@ -82,14 +82,14 @@ def test_layers_are_consecutive_and_none_is_empty() -> None:
 
 def test_equal_blocks_make_equal_layers() -> None:
     loss = traced([16] * 13).loss(1)
-    costs = layer_flops(recut(loss, cluster(loss, 4, 0.6)))
+    costs = layer_flops(apply_layer_ends(loss, cluster_layers(loss, 4, 0.6)))
     assert max(costs) <= 1.05 * min(costs)
 
 
 def test_a_loop_stays_whole() -> None:
     """However much of the work it is."""
     loss = traced([4, 4, 4], depth_of_scan=1000).loss(1)
-    found = recut(loss, cluster(loss, 3, 0.1))
+    found = apply_layer_ends(loss, cluster_layers(loss, 3, 0.1))
     assert found.num_layers == 3
     assert sum(eqn.primitive.name == "scan" for eqn in found.equations) == 1
 
@@ -111,9 +111,9 @@ def test_smaller_slices_are_cut_in_the_same_places() -> None:
 
 
 def test_another_model_is_refused() -> None:
-    ends = cluster(traced([16] * 9).loss(1), 4, 0.6)
+    ends = cluster_layers(traced([16] * 9).loss(1), 4, 0.6)
     with pytest.raises(TraceError, match="it is another model"):
-        recut(traced([16] * 3).loss(1), ends)
+        apply_layer_ends(traced([16] * 3).loss(1), ends)
 
 
 def test_more_layers_than_equations() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 import launcher
 from launcher.trace import BatchError, trace_step
+from launcher.trace.batch_axis import follow_batch_axis
 
 W = jax.ShapeDtypeStruct((4, 4), jnp.float32)
 X = jax.ShapeDtypeStruct((8, 4), jnp.float32)
@@ -80,6 +81,12 @@ KEPT = {
     ),
     "masked": (lambda x, n: (n != 0) / (n != 0).sum(), 0),
     "patches": (lambda x, n: x.reshape(len(x), 2, 2).transpose(0, 2, 1).reshape(len(x), -1), 0),
+    "element replaced one by one": (
+        lambda x, n: jax.vmap(lambda row, k: row.at[k].set(0.0))(x, n),
+        0,
+    ),
+    "bits": (lambda x, n: jax.lax.bitcast_convert_type(x, jnp.int32), 0),
+    "bytes": (lambda x, n: jax.lax.bitcast_convert_type(x, jnp.uint8), 0),
     "mapped": (lambda x, n: jax.lax.map(jnp.sin, x), 0),
     "one number": (lambda x, n: x.std(), None),
     "first row": (lambda x, n: x[0], None),
@@ -93,9 +100,12 @@ def test_rows_in_order_are_cut(name):
 
 
 LOST = {
-    "reversed": (lambda x, n: x[::-1], "rev at .*test_rows.py"),
-    "rolled": (lambda x, n: jnp.roll(x, 1, axis=0), "slice at .*test_rows.py"),
-    "shuffled": (lambda x, n: jax.random.permutation(jax.random.key(0), x), "at .*test_rows.py"),
+    "reversed": (lambda x, n: x[::-1], "rev at .*test_batch_axis.py"),
+    "rolled": (lambda x, n: jnp.roll(x, 1, axis=0), "slice at .*test_batch_axis.py"),
+    "shuffled": (
+        lambda x, n: jax.random.permutation(jax.random.key(0), x),
+        "at .*test_batch_axis.py",
+    ),
     "gathered": (lambda x, n: x[n], "gather at"),
     "sorted": (lambda x, n: jnp.sort(x, axis=0), "sort at"),
     "two halves": (lambda x, n: jnp.concatenate([x, x + 1]), "concatenate at"),
@@ -120,3 +130,9 @@ def test_rows_out_of_order_are_refused(name):
     assert sliced(prepare, slices=1) is None
     with pytest.raises(BatchError, match=words):
         sliced(prepare)
+
+
+def test_a_key_of_each_example_is_in_order():
+    keys = jax.make_jaxpr(jax.vmap(lambda n: jax.random.fold_in(KEY, n)))(N)
+    (numbers,), (made,) = keys.jaxpr.invars, keys.jaxpr.outvars
+    assert follow_batch_axis(keys.jaxpr.eqns, {numbers: 0})[made] == 0

@@ -1,0 +1,245 @@
+"""Jaxprs: JAX's classes for programs, with types, and small pure functions over them.
+
+A program is a list of equations with unique definitions; these functions trace one, flatten calls,
+keep what is needed, and answer who depends on whom. `jax.extend` is imported here and nowhere else,
+so that a release of JAX that moves a name touches one module.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
+
+import jax
+import numpy as np
+from jax.extend import core as jex
+from jax.extend import source_info_util
+
+from launcher.trace.primitive_kinds import CALLS
+
+Primitive = jex.Primitive
+
+
+class Aval(Protocol):
+    """The type of an array: `jax.core.ShapedArray`, `jax.ShapeDtypeStruct`, or an array's own."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def ndim(self) -> int: ...
+
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
+    # What we use of JAX's own classes, whose annotations give a variable's type no shape and no
+    # dtype. They are classes rather than protocols: a literal has all that a variable has.
+
+    class Var:
+        aval: Aval
+
+        def __init__(self, aval: Aval) -> None: ...
+
+    class DropVar(Var): ...
+
+    class Literal:
+        aval: Aval
+        val: Any
+
+    class Equation:
+        primitive: Primitive
+        invars: list[Var | Literal]
+        outvars: list[Var]
+        params: dict[str, Any]
+        effects: Set[Any]
+        source_info: Any
+
+        def replace(self, **changes: Any) -> Equation: ...
+
+    class Jaxpr:
+        constvars: list[Var]
+        invars: list[Var]
+        outvars: list[Var | Literal]
+        eqns: list[Equation]
+        effects: Set[Any]
+
+        def __init__(
+            self,
+            constvars: Sequence[Var],
+            invars: Sequence[Var],
+            outvars: Sequence[Var | Literal],
+            eqns: Sequence[Equation],
+            effects: Set[Any],
+            debug_info: Any,
+        ) -> None: ...
+        def replace(self, **changes: Any) -> Jaxpr: ...
+        def pretty_print(self, *, use_color: bool) -> str: ...
+
+    class ClosedJaxpr:
+        jaxpr: Jaxpr
+        consts: list[Any]
+        eqns: list[Equation]
+        out_avals: list[Aval]
+
+        def __init__(self, jaxpr: Jaxpr, consts: Sequence[Any]) -> None: ...
+
+else:
+    Var, DropVar, Literal = jex.Var, jex.DropVar, jex.Literal
+    Equation, Jaxpr, ClosedJaxpr = jex.JaxprEqn, jex.Jaxpr, jex.ClosedJaxpr
+
+Atom: TypeAlias = "Var | Literal"
+
+_UNNAMED = jex.DebugInfo("launcher", "<part>", None, None)  # programs that no single function wrote
+
+
+def make_jaxpr(fun: Callable[..., Any], *args: Any) -> ClosedJaxpr:
+    """Trace `fun(*args)`; `args` may be shapes."""
+    return cast(ClosedJaxpr, jax.make_jaxpr(fun)(*args))
+
+
+def make_jaxpr_and_shape(fun: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:
+    """Trace `fun(*args)`; returns its program and the shapes of its result."""
+    closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
+    return cast(ClosedJaxpr, closed), shape
+
+
+def jaxpr_as_fun(closed: ClosedJaxpr) -> Callable[..., Any]:
+    """Return the function that evaluates a program and returns a list."""
+    return cast(Callable[..., Any], jex.jaxpr_as_fun(cast(Any, closed)))
+
+
+def hide_from_source_lines(file: str) -> None:
+    """Take an equation's source line from the caller of a file's functions, not from the file."""
+    source_info_util.register_exclusion(file)
+
+
+hide_from_source_lines(__file__)
+
+
+def is_var(atom: Atom) -> TypeIs[Var]:
+    """Whether an atom is a named value; else it is a literal."""
+    return not isinstance(atom, Literal)
+
+
+def inline_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same program with every plain call (`jit`) replaced by its body, under fresh names.
+
+    An equation of a body that no line of the user's is known for gets that of its call.
+    """
+    equations: list[Equation] = []
+    constants: dict[Var, Any] = {}
+
+    def walk(jaxpr: Jaxpr, env: dict[Var, Atom], call: Equation | None) -> list[Atom]:
+        def read(atom: Atom) -> Atom:
+            return env[atom] if is_var(atom) else atom
+
+        for eqn in jaxpr.eqns:
+            if call is not None and not source_line(eqn):
+                eqn = eqn.replace(source_info=call.source_info)
+            operands = [read(v) for v in eqn.invars]
+            results: list[Any]
+            body = eqn.params.get("jaxpr") if eqn.primitive.name in CALLS else None
+            if body is None:
+                results = [v if isinstance(v, DropVar) else Var(v.aval) for v in eqn.outvars]
+                equations.append(eqn.replace(invars=operands, outvars=results))
+            else:
+                inner: dict[Var, Atom] = dict(zip(body.jaxpr.invars, operands, strict=True))
+                for v, value in zip(body.jaxpr.constvars, body.consts, strict=True):
+                    inner[v] = name = Var(v.aval)
+                    constants[name] = value
+                results = walk(body.jaxpr, inner, eqn)
+            env.update(
+                (v, r)
+                for v, r in zip(eqn.outvars, results, strict=True)
+                if not isinstance(v, DropVar)
+            )
+        return [read(v) for v in jaxpr.outvars]
+
+    top = closed.jaxpr
+    env: dict[Var, Atom] = {v: v for v in (*top.constvars, *top.invars)}
+    constants.update(zip(top.constvars, closed.consts, strict=True))
+    outs = walk(top, env, None)
+    jaxpr = Jaxpr(list(constants), top.invars, outs, equations, top.effects, _UNNAMED)
+    return ClosedJaxpr(jaxpr, list(constants.values()))
+
+
+def lift_constants(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same program with its captured constants as leading inputs."""
+    jaxpr = closed.jaxpr
+    return program([*jaxpr.constvars, *jaxpr.invars], jaxpr.eqns, jaxpr.outvars)
+
+
+def needed(equations: Sequence[Equation], outs: Iterable[Atom]) -> list[Equation]:
+    """The equations that `outs` depend on, in their order."""
+    wanted = {v for v in outs if is_var(v)}
+    kept: list[Equation] = []
+    for eqn in reversed(equations):
+        if any(v in wanted for v in eqn.outvars):
+            wanted.update(v for v in eqn.invars if is_var(v))
+            kept.append(eqn)
+    return kept[::-1]
+
+
+def dependents(equations: Iterable[Equation], sources: Iterable[Var]) -> set[Var]:
+    """Every variable that depends on one of `sources`, and the sources themselves."""
+    reached = set(sources)
+    for eqn in equations:
+        if any(is_var(v) and v in reached for v in eqn.invars):
+            reached.update(eqn.outvars)
+    return reached
+
+
+def free_vars(equations: Iterable[Equation], outs: Iterable[Atom] = ()) -> list[Var]:
+    """The variables that the equations and `outs` read and none defines, in order of first use."""
+    defined: set[Var] = set()
+    free: dict[Var, None] = {}
+    for eqn in equations:
+        free.update((v, None) for v in eqn.invars if is_var(v) and v not in defined)
+        defined.update(eqn.outvars)
+    free.update((v, None) for v in outs if is_var(v) and v not in defined)
+    return list(free)
+
+
+def program(
+    invars: Sequence[Var], equations: Sequence[Equation], outs: Sequence[Atom]
+) -> ClosedJaxpr:
+    """A closed program of these parts; it captures nothing."""
+    effects = frozenset().union(*(e.effects for e in equations)) if equations else frozenset()
+    jaxpr = Jaxpr((), list(invars), list(outs), list(equations), effects, _UNNAMED)
+    return ClosedJaxpr(jaxpr, ())
+
+
+def sub_jaxprs(eqn: Equation) -> Iterator[Jaxpr]:
+    """The programs inside an equation's parameters (loop bodies, branches, calls)."""
+    for value in eqn.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, ClosedJaxpr):
+                yield item.jaxpr
+            elif isinstance(item, Jaxpr):
+                yield item
+
+
+def source_line(eqn: Equation) -> str:
+    """Where the user wrote this equation: `file:line:column (function)`."""
+    return source_info_util.summarize(eqn.source_info)
+
+
+def nbytes(aval: Aval) -> int:
+    """Bytes of one value of this shape and dtype; a random key counts its words."""
+    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
+        return int(aval.size) * 8
+    return int(aval.size) * int(aval.dtype.itemsize)
+
+
+_NOISE = re.compile(r"0x[0-9a-f]+|Var\(id=\d+\)")
+
+
+def structure_text(jaxpr: Jaxpr, extra: Mapping[str, Any] | None = None) -> str:
+    """The program as text, the same in every process: no addresses, no source lines."""
+    text = jaxpr.pretty_print(use_color=False)  # plain str() is coloured on a terminal
+    return _NOISE.sub("", f"{text}{sorted((extra or {}).items())}")

@@ -1,0 +1,74 @@
+"""The names of primitives stand in the table, the sharding factors and the bodies, nowhere else."""
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+
+import launcher
+from launcher.trace import primitive_kinds
+from launcher.trace.factors import _RULES
+
+ROOT = Path(launcher.__file__).parent
+TABLES = {f"trace/{name}.py" for name in ("primitive_kinds", "factors", "bodies")}
+KINDS = {k: v for k, v in vars(primitive_kinds).items() if isinstance(v, frozenset)}
+# "name" is a primitive's too, and everybody's word.
+NAMES = set().union(*KINDS.values(), _RULES, ("scan", "while", "cond", "fft", "iota")) - {"name"}
+
+
+def primitives_named_in(source):
+    """The primitives that a module names, by strings or lists of words; none if it asks no name."""
+    tree = ast.parse(source)
+    nodes = list(ast.walk(tree))
+    if not any(isinstance(node, ast.Attribute) and node.attr == "primitive" for node in nodes):
+        return set()
+    said = {id(n.value) for n in nodes if isinstance(n, ast.Expr)}  # docstrings
+    strings = [n for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    lists = [n.value.split() for n in strings if id(n) not in said]
+    named = [NAMES.intersection(words) for words in lists]
+    return set().union(
+        *(n for n, words in zip(named, lists, strict=True) if 2 * len(n) > len(words))
+    )
+
+
+def test_no_other_module_lists_primitives():
+    files = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.rglob("*.py"))]
+    assert set(files) >= TABLES
+    named = {f: primitives_named_in((ROOT / f).read_text()) for f in files if f not in TABLES}
+    assert {f: sorted(names) for f, names in named.items() if len(names) > 2} == {}
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ('kinds = ("exp", "mul")', {"exp", "mul"}),
+        ('kinds = "exp mul sin".split()', {"exp", "mul", "sin"}),
+        ('if eqn.primitive.name == "scan": pass', {"scan"}),
+        ('"""Of exp mul and sin."""', set()),
+        ('print("no tan, no cos or exp")', set()),
+    ],
+)
+def test_lists_are_found_in_every_form(said, found):
+    assert primitives_named_in(f"{said}\neqn.primitive") == found
+    assert primitives_named_in(said.replace("eqn.primitive.name", "name")) == set()
+
+
+def test_kinds_nest():
+    of = primitive_kinds
+    assert of.ELEMENTWISE > of.COSTLY
+    assert of.FUSED > of.COSTLY
+    assert of.FUSED > of.CHEAP
+    assert of.LINEAR > of.SCALING
+    assert not of.FUSED & of.REDUCTIONS
+    assert not of.FUSED & of.PRODUCTS
+    assert not of.ELEMENTWISE & (of.UNSHARDED_ELEMENTWISE | set(_RULES))
+
+
+def test_every_kind_is_read():
+    """A kind that no module imports is no kind."""
+    sources = [path.read_text() for path in ROOT.rglob("*.py")]
+    table = inspect.getsource(primitive_kinds)
+    public = [kind for kind in KINDS if not kind.startswith("_")]
+    unread = [k for k in public if not any(k in text for text in sources if text != table)]
+    assert unread == []
