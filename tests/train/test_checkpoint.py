@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from launcher.config.optimizers import AdamW
 from launcher.train import checkpoint
-from launcher.train.checkpoint import pieces, write
+from launcher.train.checkpoint import orbax_compat, write
 from launcher.train.optimizer import build_optimizer
 from launcher.train.step import TrainState
 
@@ -261,7 +261,7 @@ def test_what_goes_wrong_in_one_process_is_said_by_the_first(tmp_path):
 def test_a_process_that_writes_on_into_a_folder_that_is_gone_says_so(tmp_path, monkeypatch):
     """The first process has given up and deleted it, as TensorStore finds out while it writes; or
     this process afterwards, where TensorStore has made the folder again."""
-    opened, checksums = pieces.ts.open, write.checksums
+    opened, checksums = orbax_compat.ts.open, write.checksums
 
     def lose():
         shutil.rmtree(tmp_path / "7.partial-t", ignore_errors=True)
@@ -275,7 +275,7 @@ def test_a_process_that_writes_on_into_a_folder_that_is_gone_says_so(tmp_path, m
         lose()
         return checksums(*arguments, **options)
 
-    monkeypatch.setattr(pieces.ts, "open", open_and_lose)
+    monkeypatch.setattr(orbax_compat.ts, "open", open_and_lose)
     monkeypatch.setattr(write, "checksums", lose_and_sum)
     half = halved(checkpoint.copied(make_state()), 1)
     with pytest.raises(checkpoint.SaveError, match=f"^cannot save step 7 in {tmp_path}: "):
@@ -292,7 +292,7 @@ def test_a_quota_that_is_used_up_is_named_and_the_last_checkpoint_stays(by, tmp_
         raise ValueError(TENSORSTORE)
 
     # The files' own writing in the one case; in the other what TensorStore makes of it.
-    what = "write.checksums" if by == "os" else "pieces.ts.open"
+    what = "write.checksums" if by == "os" else "orbax_compat.ts.open"
     monkeypatch.setattr(f"launcher.train.checkpoint.{what}", refuse)
     with pytest.raises(checkpoint.SaveError) as error:
         save(tmp_path, 2)

@@ -7,15 +7,12 @@ each leaf; how the tree is laid out on disk stays Orbax's own business.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
-import tensorstore as ts
 
 Index = tuple[slice, ...]
 
@@ -79,54 +76,3 @@ def _copy_on_host(data: jax.Array) -> np.ndarray:
     # What NumPy is shown of a CPU's array is the array's own memory; of other devices' a copy.
     (device,) = data.devices()
     return np.array(data) if device.platform == "cpu" else np.asarray(data)
-
-
-class PiecesHandler(ocp.type_handlers.NumpyHandler):
-    """Writes the `Pieces` of process `process`; stock Orbax reads them as NumPy arrays."""
-
-    def __init__(self, process: int) -> None:
-        super().__init__()
-        self._process = process
-
-    async def serialize(
-        self,
-        values: Sequence[Pieces],
-        infos: Sequence[Any],
-        args: Sequence[Any] | None = None,
-    ) -> Sequence[Any]:
-        """See `ocp.type_handlers.TypeHandler`; all is written when it returns."""
-        args = args or [ocp.SaveArgs()] * len(values)
-        jobs = zip(values, infos, args, strict=True)
-        await _all(self._write(*job) for job in jobs if job[0].parts)
-        return []
-
-    async def _write(self, pieces: Pieces, info: Any, arg: Any) -> None:
-        spec = ocp.type_handlers.get_json_tspec_write(
-            info,
-            use_ocdbt=True,
-            global_shape=pieces.shape,
-            local_shape=pieces.chunk,
-            dtype=pieces.dtype,
-            process_index=self._process,
-            arg=arg,
-        )
-        # The array's description is written once: the processes' stores become one.
-        store = await ts.open(
-            ts.Spec(spec),
-            create=pieces.is_first,
-            open=True,
-            assume_metadata=not pieces.is_first,
-            context=info.ts_context,
-        )
-        await _all(
-            store[index].write(part, can_reference_source_data_indefinitely=True)
-            for index, part in pieces.parts
-        )
-
-
-async def _all(jobs: Iterable[Awaitable[Any]]) -> None:
-    """Wait for all jobs, also where one fails: none must go on after that. Raises what the first
-    failed with."""
-    for outcome in await asyncio.gather(*jobs, return_exceptions=True):
-        if isinstance(outcome, BaseException):
-            raise outcome

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-import orbax.checkpoint as ocp
 from jax.tree_util import keystr
 
 from launcher.train.checkpoint.layout import ARRAYS
+from launcher.train.checkpoint.orbax_compat import PLACEHOLDER, read_tree, stored_tree
 from launcher.train.checkpoint.write import FIELDS
 from launcher.train.step import TrainState
 
@@ -39,7 +38,7 @@ def restore_params(path: Path, like: Any) -> Any:
     """The parameters of the checkpoint `path`, placed as `like` says; see `restore`."""
     stored = _stored(path)
     others = {name: tree for name, tree in stored.items() if name != "params"}
-    tree = {**jax.tree.map(lambda _: ocp.PLACEHOLDER, others), "params": like}
+    tree = {**jax.tree.map(lambda _: PLACEHOLDER, others), "params": like}
     return _read(path, tree)["params"]
 
 
@@ -60,7 +59,7 @@ def check_params(path: Path, like: Any) -> None:
 def _stored(path: Path) -> Any:
     """What Orbax knows of the arrays of the checkpoint `path`, as a tree; raises Mismatch."""
     try:
-        return ocp.PyTreeCheckpointHandler().metadata(path.absolute() / ARRAYS).tree
+        return stored_tree(path.absolute() / ARRAYS)
     except Exception as error:  # of any kind, where another program has written it
         told = " ".join(str(error).split())[:_SAID]
         raise Mismatch(f"Orbax cannot read it ({type(error).__name__}: {told})") from None
@@ -77,40 +76,19 @@ def _read(path: Path, tree: Any) -> Any:
     arrays = path.absolute() / ARRAYS
     if not arrays.is_dir():
         raise FileNotFoundError(f"{arrays} is not there")
-    wanted = jax.tree.map(lambda leaf: leaf if _is_here(leaf) else ocp.PLACEHOLDER, tree)
-    handler = ocp.PyTreeCheckpointHandler(
-        multiprocessing_options=ocp.options.MultiprocessingOptions(primary_host=None)
-    )
-    read = handler.restore(
-        arrays,
-        args=ocp.args.PyTreeRestore(
-            wanted,
-            restore_args=jax.tree.map(_restore_args, tree),
-        ),
-    )
+    wanted = jax.tree.map(lambda leaf: leaf if _is_here(leaf) else PLACEHOLDER, tree)
+    read = read_tree(arrays, wanted)
     return jax.tree.map(lambda leaf, value: value if _is_here(leaf) else _absent(leaf), tree, read)
 
 
 def _is_here(leaf: Any) -> bool:
-    if leaf is ocp.PLACEHOLDER:
+    if leaf is PLACEHOLDER:
         return False
     return leaf.sharding is None or bool(leaf.sharding.addressable_devices)
 
 
-def _restore_args(leaf: Any) -> Any:
-    if leaf is ocp.PLACEHOLDER or leaf.sharding is None:
-        return ocp.RestoreArgs(restore_type=np.ndarray)
-    return ocp.ArrayRestoreArgs(
-        restore_type=jax.Array,
-        dtype=leaf.dtype,
-        sharding=leaf.sharding,
-        global_shape=leaf.shape,
-        strict=True,
-    )
-
-
 def _absent(leaf: Any) -> Any:
     """An array of which this process holds no part; nothing where none is wanted."""
-    if leaf is ocp.PLACEHOLDER:
+    if leaf is PLACEHOLDER:
         return None
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [], dtype=leaf.dtype)

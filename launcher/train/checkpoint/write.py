@@ -18,19 +18,21 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jax
-import orbax.checkpoint as ocp
-
 from launcher.files import DamagedError, read_json, sync_folder, write_whole
 from launcher.reading import read
 from launcher.train.checkpoint.integrity import Sums, checksums, files_below, write_checksums
 from launcher.train.checkpoint.layout import ARRAYS, METADATA, partial_path, stays, steps_in
-from launcher.train.checkpoint.pieces import Pieces, PiecesHandler
+from launcher.train.checkpoint.orbax_compat import (
+    merge_pieces,
+    os_error_code,
+    process_folder,
+    step_metadata,
+    write_pieces,
+)
 
 _log = logging.getLogger(__name__)
 
 FIELDS = ("step", "params", "opt_state", "key")
-_CHUNK_BYTES = 2**24  # at most; who needs a part of an array reads whole chunks
 _POLL_SECONDS = 0.05
 _LIMIT_SECONDS = 1800.0  # for another process to write its part, on a slow disk
 
@@ -106,7 +108,7 @@ def abandon(folder: Path, step: int, writers: Writers, problem: str) -> None:
     partial = partial_path(folder, step, writers.token)
     try:
         if writers.index:
-            shutil.rmtree(partial / ARRAYS / f"ocdbt.process_{writers.index}", ignore_errors=True)
+            shutil.rmtree(process_folder(partial / ARRAYS, writers.index), ignore_errors=True)
             partial.mkdir(parents=True, exist_ok=True)  # the first process may not be so far yet
             _leave(partial, writers.index, _Note(problem=problem))
         else:
@@ -119,10 +121,8 @@ def _write_part(partial: Path, state: Any, writers: Writers) -> None:
     """This process's own arrays, and a list of what it wrote."""
     arrays = partial / ARRAYS
     arrays.mkdir(parents=True, exist_ok=True)
-    tree = {name: getattr(state, name) for name in FIELDS}
-    wanted = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), tree)
-    _handler(writers.index).save(arrays, args=ocp.args.PyTreeSave(tree, wanted))
-    own = arrays / f"ocdbt.process_{writers.index}"
+    write_pieces(arrays, {name: getattr(state, name) for name in FIELDS}, writers.index)
+    own = process_folder(arrays, writers.index)
     if writers.index:
         sums = checksums(partial, files_below(own) if own.exists() else [], sync=True)
         _leave(partial, writers.index, _Note(sums))
@@ -149,17 +149,8 @@ def _await_parts(partial: Path, writers: Writers) -> dict[str, tuple[int, str]]:
 def _write_rest(partial: Path, metadata: dict[str, Any], began: int, sums: Sums) -> Sums:
     """Make the processes' parts one and describe them; the checksums of all that is not in `sums`,
     which is what the other processes wrote."""
-    arrays = partial / ARRAYS
-    _handler(0).finalize(arrays)
-    # What `ocp.CheckpointManager` writes beside the arrays, and stock Orbax looks for.
-    described = {
-        "item_handlers": {ARRAYS: ocp.StandardCheckpointHandler.typestr()},
-        "metrics": {},
-        "performance_metrics": {},
-        "init_timestamp_nsecs": began,
-        "commit_timestamp_nsecs": time.time_ns(),
-        "custom_metadata": metadata,
-    }
+    merge_pieces(partial / ARRAYS)
+    described = step_metadata(metadata, began, time.time_ns())
     write_whole(partial / METADATA, json.dumps(described, allow_nan=False))
     mine = [path for path in files_below(partial) if str(path.relative_to(partial)) not in sums]
     return checksums(partial, mine, sync=True)
@@ -197,19 +188,6 @@ def _put_aside(path: Path) -> Path:
     return path.rename(gone)
 
 
-def _handler(process: int) -> ocp.PyTreeCheckpointHandler:
-    """Writes trees of `Pieces`; the first process writes what describes the tree."""
-    registry = ocp.type_handlers.create_type_handler_registry((Pieces, PiecesHandler(process)))
-    # Which of its processes JAX takes this one for is not what decides: see `background`.
-    primary = ocp.options.MultiprocessingOptions(primary_host=jax.process_index() - process)
-    # Weights hardly compress, and trying costs the processor that trains.
-    return ocp.PyTreeCheckpointHandler(
-        multiprocessing_options=primary,
-        type_handler_registry=registry,
-        use_compression=False,
-    )
-
-
 def _note(partial: Path, index: int) -> Path:
     return partial / f"process_{index}.json"
 
@@ -242,10 +220,9 @@ def _explained(error: Exception, folder: Path, step: int) -> str | None:
 
 
 def _code_of(text: str) -> int | None:
-    """The system's error code in a message of TensorStore's, which has no exceptions of its own."""
-    if found := re.search(r"os_error_code='(\d+)'", text):
-        return int(found[1])
-    return next((code for code in errno.errorcode if f": {os.strerror(code)}" in text), None)
+    """Return the code of the system's error that a message of TensorStore's names, if any."""
+    named = (code for code in errno.errorcode if f": {os.strerror(code)}" in text)
+    return os_error_code(text) or next(named, None)
 
 
 def _sync_folders(root: Path) -> None:
