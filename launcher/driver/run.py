@@ -69,8 +69,8 @@ def guarded(work: Callable[[], int]) -> int:
     except (ClusterError, WorkerError) as error:
         message, code = str(error), 1
     except Exception as error:
+        from launcher.driver.failures import FailedError
         from launcher.driver.recorder import DivergedError
-        from launcher.driver.restart_policy import FailedError
         from launcher.plan import PlanError
         from launcher.trace import TraceError
 

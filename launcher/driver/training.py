@@ -24,13 +24,19 @@ from launcher.config.compose import to_dict, to_written
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.driver import folder
+from launcher.driver.failures import (
+    FailedError,
+    Failure,
+    Restart,
+    failure_of,
+    recovering,
+    restart_text,
+)
 from launcher.driver.folder import LOCK, RunFolder
 from launcher.driver.held import LostFolderError
-from launcher.driver.incident import failure_of, restart_text
 from launcher.driver.loop import train
 from launcher.driver.prepare import Prepared
 from launcher.driver.recorder import DivergedError
-from launcher.driver.restart_policy import FailedError, Failure, Restart, recovering
 from launcher.driver.run_log import METRICS, RunLog
 from launcher.driver.saving import Saving, contents
 from launcher.driver.workers import Workers

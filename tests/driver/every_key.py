@@ -26,11 +26,11 @@ from launcher.config.parallel import Data
 from launcher.config.schema import Config
 from launcher.driver import folder, training
 from launcher.driver.cluster_from_config import described_shape
+from launcher.driver.failures import recovering
 from launcher.driver.folder import RunFolder
 from launcher.driver.init_from import find_start
 from launcher.driver.plan_from_config import plan_of
 from launcher.driver.prepare import Prepared
-from launcher.driver.restart_policy import recovering
 from launcher.plan import PlanError, local_shape
 from launcher.stop import Stop
 from launcher.submit import job, job_sweep

@@ -13,11 +13,11 @@ from launcher.cluster.slurm.attempts import read_attempts
 from launcher.cluster.slurm.rendezvous import Rendezvous
 from launcher.config.compose import load, load_frozen, to_dict
 from launcher.driver import folder, run_log, training
+from launcher.driver.failures import FailedError
 from launcher.driver.held import LostFolderError
 from launcher.driver.plan_from_config import plan_of
 from launcher.driver.prepare import Prepared
 from launcher.driver.recorder import DivergedError
-from launcher.driver.restart_policy import FailedError
 from launcher.plan import Plan, local_shape
 from launcher.report.console import make_console
 from launcher.report.jsonl import read_metrics

@@ -1,7 +1,7 @@
-"""What follows a failure that is not the user's: another start, or the end of the run.
+"""Failures of a run: which may pass, what is reported, and when the run is started again.
 
-`decide` is the policy, a pure function of the failures so far; `recovering` is the layer around a
-run that acts on it. `training` calls it.
+`failure_of` classifies an exception and `decide` is the restart policy, both pure functions.
+`recovering` wraps the attempts of a run and acts on them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from launcher.cluster.errors import HungError, RayEndedError, WorkerError
+from launcher.driver.recorder import DivergedError
+from launcher.plan import Plan
 
 _FIRST_DELAY, _LONGEST_DELAY = 1.0, 60.0  # seconds
 # A worker dies a step or two ahead of what the driver has heard of.
@@ -50,6 +54,47 @@ class FailedError(Exception):
     """The run failed and is not started again; the text is all that is known."""
 
 
+def failure_of(
+    error: Exception, step: int, steps: int, plan: Plan, rolls_back: bool
+) -> Failure | None:
+    """What failed, where another start may help; None for what is the program's or the user's.
+
+    Args:
+        step: the newest finished one of `steps`. rolls_back: whether `train.non_finite` says so.
+    """
+    match error:
+        case WorkerError() if error.died:
+            return Failure(f"{error.worker} died", step, _report(error, step, steps, plan))
+        case WorkerError() if error.lost_connection:
+            cause = f"{error.worker} lost a connection"
+            return Failure(cause, step, _report(error, step, steps, plan))
+        case HungError() | RayEndedError():
+            cause = "no answer" if isinstance(error, HungError) else "Ray ended"
+            return Failure(cause, step, _report(error, step, steps, plan))
+        case DivergedError() if rolls_back:
+            return Failure(f"{error.key} not finite", error.step, str(error), passes_over=True)
+    return None
+
+
+def _report(
+    error: WorkerError | HungError | RayEndedError, step: int, steps: int, plan: Plan
+) -> str:
+    """The error's own text, after its first line how far the run was and who did what."""
+    first, *rest = str(error).splitlines()
+    lines = [first, f"  after step {step} of {steps}"]
+    if isinstance(error, WorkerError):
+        lines.append(f"  {error.whereabouts}: {_stages(plan, error.host)}")
+    if isinstance(error, HungError):
+        lines += [f"  {name}: {_stages(plan, host)}" for host, name in error.workers.items()]
+    return "\n".join(lines + rest)
+
+
+def _stages(plan: Plan, host: int) -> str:
+    held = [str(i) for i, stage in enumerate(plan.stages) if host in stage.hosts]
+    many = "s" if len(held) > 1 else ""
+    return f"stage{many} {', '.join(held)} of {len(plan.stages)}"
+
+
 def decide(failures: Sequence[Failure], max_restarts: int) -> Restart | GiveUp:
     """What follows the last of `failures`, which are in their order.
 
@@ -64,6 +109,18 @@ def decide(failures: Sequence[Failure], max_restarts: int) -> Restart | GiveUp:
         return GiveUp(f"it was started again cluster.max_restarts={max_restarts} times")
     delay = min(_FIRST_DELAY * 2 ** len(before), _LONGEST_DELAY)
     return Restart(len(failures), delay)
+
+
+def restart_text(failure: Failure, restart: Restart, max_restarts: int, checkpoint: int) -> str:
+    """What is told of a failure when the run is started again after step `checkpoint`."""
+    since = f"the checkpoint at step {checkpoint}"
+    if not checkpoint:
+        since = "step 0, as no checkpoint was saved yet (train.checkpoint says how often)"
+    return (
+        f"{failure.report}\n"
+        f"Restart {restart.number} of at most {max_restarts} in {restart.delay_seconds:g} s, "
+        f"from {since}"
+    )
 
 
 def recovering(
