@@ -1,7 +1,7 @@
-"""Failures of a run: which may pass, what is reported, and when the run is started again.
+"""Failures of a run: which ones a restart may mend, what is reported, and when to restart.
 
-`failure_of` classifies an exception and `decide` is the restart policy, both pure functions.
-`recovering` wraps the attempts of a run and acts on them.
+`failure_of` classifies an exception and `decide` is the restart policy; both are pure functions.
+`run_with_restarts` wraps the attempts of a run and acts on them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,15 @@ _SAME_STEP = 1
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong, in the words that tell it from another failure, and after which finished
-    step. `report` is all that is known, in lines. `passes_over`: `step` itself went wrong, and the
-    next batch is to be the one after its own."""
+    """A failure that a restart may mend.
+
+    Attributes:
+        cause: a few words that tell it from other failures.
+        step: the newest finished step; with `passes_over`, the step that went wrong.
+        report: all that is known of it, one or more lines.
+        passes_over: whether the restart must skip the batch of `step`, because it led to values
+            that are not finite.
+    """
 
     cause: str
     step: int
@@ -31,13 +37,18 @@ class Failure:
     passes_over: bool = False
 
     def is_like(self, other: Failure) -> bool:
-        """Whether it is the same failure at the same step."""
+        """Return whether `other` is the same failure at the same step."""
         return self.cause == other.cause and abs(self.step - other.step) <= _SAME_STEP
 
 
 @dataclass(frozen=True)
 class Restart:
-    """Start again, after a while. `number` counts from 1."""
+    """The decision to start the run again, after a delay.
+
+    Attributes:
+        number: the number of this restart, from 1.
+        delay_seconds: how long to wait first.
+    """
 
     number: int
     delay_seconds: float
@@ -45,22 +56,32 @@ class Restart:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """End the run; `why` in a clause, "" where it was never to be started again."""
+    """The decision to end the run.
+
+    Attributes:
+        why: the reason as a clause; empty if restarts are off.
+    """
 
     why: str
 
 
 class FailedError(Exception):
-    """The run failed and is not started again; the text is all that is known."""
+    """The run failed and is not restarted; the text is the whole report."""
 
 
 def failure_of(
     error: Exception, step: int, steps: int, plan: Plan, rolls_back: bool
 ) -> Failure | None:
-    """What failed, where another start may help; None for what is the program's or the user's.
+    """Return the failure behind an exception, or None if a restart cannot help.
+
+    A restart does not help against errors of the program or of the user.
 
     Args:
-        step: the newest finished one of `steps`. rolls_back: whether `train.non_finite` says so.
+        error: what ended the attempt.
+        step: the newest finished step.
+        steps: the number of steps of the run.
+        plan: the run's plan, which says what each worker was doing.
+        rolls_back: whether `train.non_finite` is "rollback".
     """
     match error:
         case WorkerError() if error.died:
@@ -79,7 +100,7 @@ def failure_of(
 def _report(
     error: WorkerError | HungError | RayEndedError, step: int, steps: int, plan: Plan
 ) -> str:
-    """The error's own text, after its first line how far the run was and who did what."""
+    """Return the error's text with the progress and the stages concerned after its first line."""
     first, *rest = str(error).splitlines()
     lines = [first, f"  after step {step} of {steps}"]
     if isinstance(error, WorkerError):
@@ -90,13 +111,13 @@ def _report(
 
 
 def _stages(plan: Plan, host: int) -> str:
-    held = [str(i) for i, stage in enumerate(plan.stages) if host in stage.hosts]
-    many = "s" if len(held) > 1 else ""
-    return f"stage{many} {', '.join(held)} of {len(plan.stages)}"
+    owned = [str(i) for i, stage in enumerate(plan.stages) if host in stage.hosts]
+    many = "s" if len(owned) > 1 else ""
+    return f"stage{many} {', '.join(owned)} of {len(plan.stages)}"
 
 
 def decide(failures: Sequence[Failure], max_restarts: int) -> Restart | GiveUp:
-    """What follows the last of `failures`, which are in their order.
+    """Return what follows the last of `failures`, which are in order of time.
 
     The delay doubles from restart to restart, from one second to a minute.
     """
@@ -112,7 +133,7 @@ def decide(failures: Sequence[Failure], max_restarts: int) -> Restart | GiveUp:
 
 
 def restart_text(failure: Failure, restart: Restart, max_restarts: int, checkpoint: int) -> str:
-    """What is told of a failure when the run is started again after step `checkpoint`."""
+    """Return what the user reads when the run restarts after step `checkpoint`."""
     since = f"the checkpoint at step {checkpoint}"
     if not checkpoint:
         since = "step 0, as no checkpoint was saved yet (train.checkpoint says how often)"
@@ -123,22 +144,26 @@ def restart_text(failure: Failure, restart: Restart, max_restarts: int, checkpoi
     )
 
 
-def recovering(
+def run_with_restarts(
     attempt: Callable[[], None],
     diagnose: Callable[[Exception], Failure | None],
-    begin_again: Callable[[Failure, Restart], None],
+    prepare_restart: Callable[[Failure, Restart], None],
     max_restarts: Callable[[], int],
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Call `attempt` until it returns, or must not be tried again.
+    """Call `attempt` until it returns or must not be tried again.
 
     Args:
-        diagnose: what an exception of `attempt` is a failure of; None where another attempt would
-            end alike, or is not wanted.
-        max_restarts: asked after each failure.
-        begin_again: says what happened, and makes the next attempt begin where it is to.
+        attempt: one attempt at the run.
+        diagnose: returns the failure behind an exception of `attempt`, or None if another attempt
+            would end in the same way or is not wanted.
+        prepare_restart: reports the failure and sets the next attempt up.
+        max_restarts: returns the most restarts allowed; it is asked after each failure.
+        sleep: waits so many seconds before a restart.
 
-    Raises what `attempt` raised where it is no failure, and FailedError.
+    Raises:
+        FailedError: there are no more restarts.
+        Exception: what `attempt` raised, if it is no failure in the sense of `diagnose`.
     """
     failures: list[Failure] = []
     while True:
@@ -153,5 +178,5 @@ def recovering(
             if isinstance(verdict, GiveUp):
                 ending = f"\nThe run is not started again: {verdict.why}." if verdict.why else ""
                 raise FailedError(failure.report + ending) from error
-        begin_again(failure, verdict)
+        prepare_restart(failure, verdict)
         sleep(verdict.delay_seconds)

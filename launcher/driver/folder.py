@@ -1,7 +1,7 @@
-"""The run folder `<run.dir>/<run.id>/`: whose it is, what is in it, and that no two runs share it.
+"""The run folder `<run.dir>/<run.id>/`: who owns it, what is in it, and its lock.
 
-`check` only looks, so that a wrong setting costs no time and leaves nothing behind; `claim` makes
-the folder and holds it. `run` calls both.
+`check` only looks, so that a wrong setting fails fast and leaves nothing behind. `claim` makes the
+folder and locks it, so that no two runs share one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import BinaryIO
 from launcher.cluster.slurm.attempts import attempt_folder
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config, Run
-from launcher.driver.held import Held, hold
+from launcher.driver.folder_handle import FolderHandle, open_handle
 from launcher.driver.identity import check_same_run
 from launcher.driver.private_files import OTHERS, is_own, private_files
 from launcher.files import FULL, clear_partial, exposed, named, open_own, say_aside
@@ -35,12 +35,16 @@ _OF_THE_DISK = FULL | {errno.EIO}  # its fault, not the setting's
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run's folder, and how many steps its newest checkpoint has behind it (0: none there).
+    """A run's folder and its newest checkpoint.
 
-    `attempt` is the number of this start of a Slurm job's run, which has logs of its own.
-    `damaged` holds a line for each newer checkpoint that was not whole. `next_batch` is what that
-    checkpoint says. `held` is the folder itself, for as long as this process has it.
-    `made`: what this process has made to have it, innermost first; nothing where it was there.
+    Attributes:
+        path: the folder.
+        finished_steps: the step of its newest intact checkpoint; 0 if there is none.
+        attempt: the number of this start of a Slurm job's run, which has logs of its own.
+        damaged: a line for each newer checkpoint that is damaged.
+        next_batch: the index of the next batch, as that checkpoint says.
+        handle: the open folder, while this process has claimed it.
+        made: the folders that this process made for it, innermost first; empty if it existed.
     """
 
     path: Path
@@ -48,41 +52,53 @@ class RunFolder:
     attempt: int | None = None
     damaged: tuple[str, ...] = ()
     next_batch: int = 0
-    held: Held | None = None
+    handle: FolderHandle | None = None
     made: tuple[Path, ...] = ()
 
     @property
     def id(self) -> str:
+        """The run's id, which is the folder's name."""
         return self.path.name
 
     def check(self) -> None:
-        """Raises LostFolderError where the folder was deleted or renamed."""
-        if self.held is not None:
-            self.held.check()
+        """Check that the folder is still where it was.
+
+        Raises:
+            LostFolderError: it was deleted or renamed.
+        """
+        if self.handle is not None:
+            self.handle.check()
 
     @property
     def checkpoints(self) -> Path:
+        """The folder of checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def logs(self) -> Path:
+        """The folder of logs: of the run, or of this attempt in a Slurm job."""
         if self.attempt is not None:
             return attempt_folder(self.path, self.attempt)
         return self.path / "logs"
 
 
 def new_id(model_name: str) -> str:
-    """A fresh run id: `<model>-<utc yyyymmdd-hhmmss>-<4 hex digits>`."""
+    """Return a new run id: `<model>-<utc yyyymmdd-hhmmss>-<4 hex digits>`."""
     return f"{model_name}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
 def check(config: Config, thorough: bool = True) -> int:
-    """How many finished steps the run would go on from; 0 where it would start afresh.
+    """Return how many finished steps the run would resume from; 0 for a fresh start.
 
-    What the checkpoints hold is read only where the run would be complete, and `thorough` is asked
-    for: `claim` reads it.
+    Args:
+        config: checked settings.
+        thorough: whether to read all files of the checkpoint of a run that is complete. For other
+            runs `claim` does that.
 
-    Raises ConfigError where `run.id` and `run.resume` do not fit what is on disk.
+    Raises:
+        ConfigError: `run.dir` cannot hold a run, or `run.id` and `run.resume` do not fit what is on
+            disk.
+        OSError: the disk is full or broken.
     """
     _check_place(config.run)
     _check_exposed(config)
@@ -102,8 +118,10 @@ def check(config: Config, thorough: bool = True) -> int:
 
 
 def _check_place(run: Run) -> None:
-    """That the run's folder is there or could be made: one is, for a moment, where it would be. To
-    root, permissions promise everything, and /proc, say, keeps none of it."""
+    """Check that the run's folder exists or can be made, by making a folder there for a moment.
+
+    For root, the permissions say nothing: /proc, for one, looks writable and is not.
+    """
     parent = run.dir
     path = Path(parent).absolute()
     try:
@@ -122,8 +140,11 @@ def _check_place(run: Run) -> None:
 
 
 def _check_exposed(config: Config) -> None:
-    """That nobody can have Slurm run a script of theirs as this user, in the place of a private
-    run's. A run by itself takes no code from its folder, and looks whose it is."""
+    """Check that nobody can put a batch script of theirs in the place of a private run's.
+
+    Slurm would run it as this user. A run by itself takes no code from its folder, and checks the
+    owner.
+    """
     run = config.run
     if run.shared or config.task != "submit":
         return
@@ -144,14 +165,17 @@ def _check_owner(run: Run, path: Path) -> None:
 
 @contextmanager
 def claim(config: Config) -> Iterator[RunFolder]:
-    """Make the run's folder, or take up the one it has, and hold it against other processes. As
-    long as it is held, all that is written is private, unless the run is shared.
+    """Make or open the run's folder and lock it against other processes.
 
-    A damaged checkpoint is set aside, and what was left by saves and writes that were cut off is
-    deleted.
+    Within the context all new files are private, unless the run is shared. A damaged checkpoint is
+    renamed, and the remains of interrupted saves and writes are deleted.
 
-    Raises ConfigError like `check`, or where another process holds the folder, and OSError where
-    the disk is full.
+    Yields:
+        The folder, with its newest intact checkpoint.
+
+    Raises:
+        ConfigError: like `check`, or another process has claimed the folder.
+        OSError: the disk is full or broken.
     """
     base = Path(config.run.dir)
     missing = [folder for folder in (base, *base.parents) if not folder.exists()]
@@ -161,19 +185,24 @@ def claim(config: Config) -> Iterator[RunFolder]:
     with (
         private_files(config.run),
         open(open_own(path / LOCK, os.O_WRONLY), "ab") as lock,
-        hold(path) as held,
+        open_handle(path) as handle,
     ):
         _lock(lock, path)
         for written in (path, path / "plots"):
             clear_partial(written)
         # Looked at only now (again, after `check`), when nobody else can be writing.
-        yield again(RunFolder(path, held=held, made=made), config)
+        yield reload(RunFolder(path, handle=handle, made=made), config)
 
 
 @contextmanager
 def unmade(made: Sequence[Path], on: type[BaseException] = BaseException) -> Iterator[None]:
-    """Take folders that were just made, innermost first, away again where what is done inside
-    raises `on`: what they were made for did not begin. Those around the first have to be empty."""
+    """Delete folders that were just made if the context raises `on`.
+
+    Args:
+        made: the folders, innermost first. The first is deleted with its contents, the others only
+            if they are empty.
+        on: the exceptions that mean that what they were made for did not begin.
+    """
     try:
         yield
     except on:
@@ -185,22 +214,30 @@ def unmade(made: Sequence[Path], on: type[BaseException] = BaseException) -> Ite
         raise
 
 
-def again(home: RunFolder, config: Config) -> RunFolder:
-    """`home`, which this process has claimed, with the checkpoint that is its newest whole one by
-    now, when no worker writes. Like `claim`, which it is a part of, it tidies up. Raises
-    LostFolderError, too."""
+def reload(home: RunFolder, config: Config) -> RunFolder:
+    """Return a claimed folder with what is its newest intact checkpoint now.
+
+    Call it while no worker writes: like `claim` it renames damaged checkpoints and deletes partial
+    ones.
+
+    Raises:
+        LostFolderError: the folder was deleted or renamed.
+        ConfigError: like `check`.
+    """
     home.check()
     choice = _choose(config, home.path)
     checkpoint.clear_partial(home.checkpoints)
-    damaged = tuple(_set_aside(home.checkpoints, *found) for found in choice.damaged)
+    damaged = tuple(_set_aside(home.checkpoints, *each) for each in choice.damaged)
     next_batch = choice.account.next_batch if choice.account else 0
     step = choice.step or 0
     return replace(home, finished_steps=step, damaged=damaged, next_batch=next_batch)
 
 
 def make(config: Config) -> Path:
-    """Make the run's folder, or take up the one it has; its user alone may look into it, unless it
-    is shared. Raises like `claim`."""
+    """Make the run's folder, or return the existing one; raise like `claim`.
+
+    Its user alone may look into it, unless the run is shared.
+    """
     run = config.run
     try:
         Path(run.dir).mkdir(parents=True, exist_ok=True)  # may hold shared runs, too
@@ -258,7 +295,7 @@ def _lock(file: BinaryIO, path: Path) -> None:
 
 
 def _choose(config: Config, path: Path, thorough: bool = True) -> checkpoint.Choice:
-    """The checkpoint that the run goes on from, if there is one."""
+    """Return the checkpoint that the run resumes from, if there is one."""
     checkpoints = RunFolder(path).checkpoints
     try:
         choice = checkpoint.newest(checkpoints, thorough, path.name)
@@ -288,10 +325,10 @@ def _choose(config: Config, path: Path, thorough: bool = True) -> checkpoint.Cho
 
 
 def _set_aside(checkpoints: Path, step: int, problem: str) -> str:
-    """Rename a damaged checkpoint; the line that says so."""
-    said: list[str] = []
-    say_aside(checkpoints / str(step), problem, said.append)
-    return f"checkpoint {said[0]}"
+    """Rename a damaged checkpoint; return the line that says so."""
+    lines: list[str] = []
+    say_aside(checkpoints / str(step), problem, lines.append)
+    return f"checkpoint {lines[0]}"
 
 
 def _not_writable(parent: str, reason: str) -> ConfigError:

@@ -1,6 +1,4 @@
-"""One training run in its folder: workers, loop, and another start after a failure. `run` calls
-it; `run_log` keeps the account.
-"""
+"""A training run in its folder: start the workers, run the loop, restart after a failure."""
 
 from __future__ import annotations
 
@@ -29,11 +27,11 @@ from launcher.driver.failures import (
     Failure,
     Restart,
     failure_of,
-    recovering,
     restart_text,
+    run_with_restarts,
 )
 from launcher.driver.folder import LOCK, RunFolder
-from launcher.driver.held import LostFolderError
+from launcher.driver.folder_handle import LostFolderError
 from launcher.driver.loop import train
 from launcher.driver.prepare import Prepared
 from launcher.driver.recorder import DivergedError
@@ -61,12 +59,30 @@ def train_in(
     rendezvous: Rendezvous | None = None,
     session: PrivateRay | None = None,
 ) -> int:
-    """Train in the folder `home`, from where its checkpoint left off; returns the exit code.
+    """Train in the folder `home`, from its newest checkpoint on.
 
-    In a Slurm job, where there is a `rendezvous`, it is an attempt with logs of its own. The first
-    start takes the `session` that `run` has begun, if there is one, and closes it. Whatever
-    happens, no process stays behind and `summary.json` says how the run ended. Raises ClusterError,
-    WorkerError, DivergedError, SaveError, FailedError, KeyboardInterrupt and OSError.
+    However it ends, no process is left behind and `summary.json` gives the reason.
+
+    Args:
+        home: the run's folder, claimed by this process.
+        config: checked settings.
+        ready: the devices and the plan.
+        console: where progress is shown.
+        stop: the signals received.
+        rendezvous: with the other tasks of a Slurm job, whose attempts have logs of their own.
+        session: a Ray that is already started; the first attempt takes it and closes it.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ClusterError: the workers could not be started.
+        WorkerError: a worker raised an exception.
+        DivergedError: the loss or the gradient norm is not finite.
+        SaveError: a save failed, and that ends the run.
+        FailedError: the run failed and is not restarted.
+        KeyboardInterrupt: the user ended it.
+        OSError: the run's folder cannot be written.
     """
     config = replace(config, run=replace(config.run, id=home.id))
     attempt = None
@@ -100,7 +116,7 @@ def train_in(
         raise
     finally:
         try:
-            path = _found(home, config, ready.plan)
+            path = _current_folder(home, config, ready.plan)
             if attempt is not None:
                 step = max(home.finished_steps, recorder.finished_steps)
                 finish(path, attempt, code, reason, step)
@@ -111,16 +127,18 @@ def train_in(
             complain(f"the end of the run is not recorded: {error}")
 
 
-def _found(home: RunFolder, config: Config, plan: Plan) -> Path:
-    """Where the run's folder is by now. One that was deleted is made again, for what this process
-    still knows: a command that was meant for another folder does not cost the metrics."""
-    if home.held is None:
+def _current_folder(home: RunFolder, config: Config, plan: Plan) -> Path:
+    """Return the folder's present path; recreate a deleted folder from what this process knows.
+
+    Then at least the metrics survive a command that was meant for another folder.
+    """
+    if home.handle is None:
         return home.path
     try:
         home.check()
         return home.path
     except LostFolderError:
-        if (path := home.held.found()) is not None:
+        if (path := home.handle.current_path()) is not None:
             return path
     path = home.path if not (home.path / LOCK).exists() else aside(home.path)  # another run's
     path.mkdir(parents=True, exist_ok=True)
@@ -130,7 +148,7 @@ def _found(home: RunFolder, config: Config, plan: Plan) -> Path:
 
 
 def write_plan(home: RunFolder, config: Config, plan: Plan) -> None:
-    """Write what the run is to be: `config.yaml`, resolved but for variables, and `plan.json`."""
+    """Write `config.yaml`, resolved except for environment variables, and `plan.json`."""
     tree = to_written(replace(config, run=replace(config.run, id=home.id)))
     tree["run"]["dir"] = config.run.dir  # where this is, whatever a job's variables say
     # Whole or not at all: another task of a Slurm job may be reading them.
@@ -140,7 +158,7 @@ def write_plan(home: RunFolder, config: Config, plan: Plan) -> None:
 
 
 def _last_step(home: RunFolder) -> int:
-    """The newest step that is recorded; further than the newest checkpoint after a crash."""
+    """Return the newest recorded step; after a crash it is later than the newest checkpoint."""
     records = read_metrics(home.path / METRICS)
     return max([home.finished_steps, *(record["step"] for record in records)])
 
@@ -149,10 +167,11 @@ _SAVING = "finishing this step and saving; Ctrl-C once more leaves at once, unsa
 
 
 class _Job:
-    """A run under way, attempt after attempt.
+    """A run in progress, over all its attempts.
 
     Attributes:
-        run_log: of all attempts. restarts: how many attempts there were before this one.
+        run_log: the record of all attempts.
+        restarts: how many attempts came before this one.
     """
 
     def __init__(
@@ -177,22 +196,26 @@ class _Job:
         self._passed_over = 0  # how much further on in the data a batch is than its step's number
 
     def train(self, stop: Stop) -> None:
-        """Train to the end; after a failure that another start may mend, go on from the newest
-        checkpoint. Raises what cannot be mended, or FailedError."""
+        """Train to the end; after a failure that a restart may mend, resume from a checkpoint.
+
+        Raises:
+            FailedError: there are no more restarts.
+            Exception: what no restart can mend.
+        """
 
         def max_restarts() -> int:
             return 0 if stop.requested else self._config.cluster.max_restarts
 
         def sleep(seconds: float) -> None:
-            with self._left_at_once(stop):
+            with self._interruptible(stop):
                 time.sleep(seconds)
 
         attempt = functools.partial(self._attempt, stop)
-        begin_again = functools.partial(self._begin_again, stop)
-        recovering(attempt, self._diagnose, begin_again, max_restarts, sleep)
+        prepare_restart = functools.partial(self._prepare_restart, stop)
+        run_with_restarts(attempt, self._diagnose, prepare_restart, max_restarts, sleep)
 
     def _attempt(self, stop: Stop) -> None:
-        """Bring the workers up, train, save, take them down."""
+        """Start the workers, train, save, and stop the workers."""
         finished, steps = self._home.finished_steps, self._config.train.steps
         if finished >= steps:  # an attempt before failed when all was done
             return
@@ -217,7 +240,7 @@ class _Job:
                 workers.join()
             built = workers.submit("build", to_dict(self._config))
             setup = workers.submit("setup", self._plan.to_dict())
-            with self._left_at_once(stop):  # which may wait for a network
+            with self._interruptible(stop):  # which may wait for a network
                 self.run_log.open(finished)  # while the worker traces and compiles
             with status(self._console, "compiling"):
                 built.result()
@@ -252,12 +275,12 @@ class _Job:
         rolls_back = train.non_finite == "rollback"
         return failure_of(error, step, train.steps, self._plan, rolls_back)
 
-    def _begin_again(self, stop: Stop, failure: Failure, restart: Restart) -> None:
+    def _prepare_restart(self, stop: Stop, failure: Failure, restart: Restart) -> None:
         self.restarts = restart.number
         self._rendezvous = self._rendezvous and reopened(self._rendezvous)
         try:
-            with self._left_at_once(stop):  # it reads checkpoints
-                self._home = folder.again(self._home, self._config)
+            with self._interruptible(stop):  # it reads checkpoints
+                self._home = folder.reload(self._home, self._config)
         except (ConfigError, OSError) as error:  # no wrong setting: the run had begun
             raise FailedError(f"{failure.report}\nThe run is not started again: {error}") from None
         limit, finished = self._config.cluster.max_restarts, self._home.finished_steps
@@ -267,15 +290,15 @@ class _Job:
         complain(restart_text(failure, restart, limit, finished))
 
     def _stored_position(self) -> int:
-        """Which batch is next, from 0: after the newest checkpoint, or after a roll-back to it."""
+        """Return the index of the next batch after the newest checkpoint or a roll-back to it."""
         finished = self._home.finished_steps
         if self._rolled_back and self._rolled_back[0] == finished:
             return self._rolled_back[1]
         return self._home.next_batch
 
     @contextmanager
-    def _left_at_once(self, stop: Stop) -> Iterator[None]:
-        """For work that may last, and that nobody has to end in good order."""
+    def _interruptible(self, stop: Stop) -> Iterator[None]:
+        """End at once on a signal: for work that may take long and needs no cleaning up."""
         with stop.heeded(self._say, until="now"):
             stop.check()
             yield

@@ -1,7 +1,7 @@
-"""What runs inside a worker process: it owns the host's devices, the state and the data.
+"""The training worker: a process that owns the devices, the state and the data of one host.
 
-The driver (`run`, `loop`) calls the methods of `TrainWorker` by name through `launcher.cluster`;
-each call is one message, and what it returns is plain data.
+The driver calls the methods of `TrainWorker` by name; each call is one message, and its result is
+plain data.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step came to.
+    """The result of one step.
 
     Attributes:
-        step: its number, from 1. metrics: by the keys of `launcher.report.tracker`.
-            Only those that this process knows: the loss is made on one stage.
-        completed_at: the time at which it was complete, in seconds since the epoch.
-        task_seconds: how long each task took here, where the step was profiled.
+        step: the number of the step, from 1.
+        metrics: values by the keys of `launcher.report.tracker`; only those that this process
+            knows, as the loss is made on one stage.
+        completed_at: when the step was complete, in seconds since the epoch.
+        task_seconds: the time of each task here, if the step was profiled.
     """
 
     step: int
@@ -51,7 +52,13 @@ class StepResult:
 
 @dataclass(frozen=True)
 class _Sent:
-    """A step that the devices are working on. `outcome`: its metrics and when it was complete."""
+    """A step that the devices are working on.
+
+    Attributes:
+        step: its number.
+        outcome: its metrics, and when it was complete.
+        wait_seconds: the time spent waiting for its batch.
+    """
 
     step: int
     outcome: Future[tuple[dict[str, float], float]]
@@ -59,10 +66,10 @@ class _Sent:
 
 
 class TrainWorker(Peer):
-    """Trains on this process's devices: `build`, `setup`, `create` or `restore`, then step by step.
+    """Trains on this process's devices: `build`, `setup`, `create` or `restore`, then `step`.
 
-    A step is sent to the devices before the previous one's results are fetched, so that they
-    always have work; its metrics therefore come back from the next call.
+    A step is sent to the devices before the previous one's results are fetched, so that they always
+    have work. Its metrics are therefore returned by the next call.
     """
 
     _config: Config
@@ -85,16 +92,23 @@ class TrainWorker(Peer):
         self._completed = 0.0
 
     def build(self, config: dict[str, Any]) -> None:
-        """Trace the program again, which takes no plan; a second call does nothing."""
+        """Build and trace the program; a second call does nothing."""
         if self._built is None:
             self._config = from_dict(config)
             self._built = build_program(self._config)
 
     def setup(self, plan: dict[str, Any]) -> float:
-        """Compile what was built ahead of time. Returns the seconds that took.
+        """Compile the steps ahead of time.
 
-        Raises PlanError where the program is not the one that was planned: other code, or other
-        versions of the libraries, than the driver's.
+        Args:
+            plan: the plan, as `Plan.to_dict` gives it.
+
+        Returns:
+            The seconds that compiling took.
+
+        Raises:
+            PlanError: the program differs from the one that was planned, because the code or a
+                library has another version than in the driver.
         """
         settings = self._config.train.checkpoint
         if settings.every_steps or settings.every_minutes:  # while it trains
@@ -111,8 +125,11 @@ class TrainWorker(Peer):
         return seconds
 
     def create(self, init_from: str | None = None) -> None:
-        """Make the first state, each array in its place; its parameters are those of the checkpoint
-        `init_from`, where one is given."""
+        """Create the first state, already sharded.
+
+        Args:
+            init_from: a checkpoint to take the parameters from.
+        """
         self._state = self._train.create(self._program.init, self._program.seed)
         if init_from is not None:
             self._state = replace(self._state, params=None)  # room for the others
@@ -121,16 +138,20 @@ class TrainWorker(Peer):
         self._feed(start=0)
 
     def restore(self, folder: str, step: int) -> None:
-        """Read the state that was saved after `step` steps: of it what this process's devices hold,
-        each array into its place."""
+        """Restore this process's part of the state saved after `step` steps, already sharded."""
         self._state = checkpoint.restore(Path(folder), step, self._placed())
         self._feed(start=step)
 
     def step(self, step: int, profile: bool = False) -> StepResult | None:
-        """Send step number `step` (from 1) to the devices; returns what the step before came to.
+        """Send a step to the devices and return the result of the one before.
 
-        With `profile` the step runs alone and task by task; its stage times are part of every
-        result from this call's on. Returns None where no result is outstanding.
+        Args:
+            step: the number of the step, from 1.
+            profile: run the step alone and task by task. All results from this call on then include
+                its stage times.
+
+        Returns:
+            The result of the step before, or None if there is none outstanding.
         """
         if self._sent is None:
             self._completed = time.perf_counter()
@@ -145,15 +166,21 @@ class TrainWorker(Peer):
         return self._with_stage_times(result)
 
     def flush(self) -> StepResult | None:
-        """Wait for the step that is under way; None where there is none."""
+        """Wait for the step in progress and return its result; None if there is none."""
         return self._with_stage_times(self._finish())
 
     def evaluate(self, batch: int) -> StepResult | None:
-        """Evaluate on validation batch number `batch` of `train.eval_batches`, which come in their
-        order, a call each: all of them may take long, and are no hung worker.
+        """Evaluate on one validation batch.
 
-        The last one returns what the step that was sent before them came to, with the means as
-        `eval/...`. Always the same batches, so that the figures can be compared.
+        Every evaluation takes the same batches, so that its values can be compared. They are
+        requested in order, a call each, so that a long evaluation is not taken for a hung worker.
+
+        Args:
+            batch: the number of the batch, below `train.eval_batches`.
+
+        Returns:
+            After the last batch, the result of the step that was sent before the evaluation, with
+                the means over all batches as `eval/...`; before, None.
         """
         validation = self._program.dataset.validation
         assert validation is not None
@@ -170,9 +197,15 @@ class TrainWorker(Peer):
         return replace(self._before_evaluation, metrics=self._before_evaluation.metrics | means)
 
     def save(self, folder: str, step: int, metadata: dict[str, Any], token: str) -> None:
-        """Begin to write this process's part of the state after `step` steps, the newest, to
-        `folder/<step>`; returns when it is copied. All processes get the same `token`, a new one
-        for every save. Of the save before, `saved` must have been asked.
+        """Begin to write this process's part of the newest state; return once it is copied.
+
+        `saved` must have been called for the save before.
+
+        Args:
+            folder: the folder of checkpoints.
+            step: the number of finished steps.
+            metadata: JSON-able metadata of the checkpoint.
+            token: a new string for every save, the same in all processes.
         """
         assert self._saving is None
         keep = self._config.train.checkpoint.keep
@@ -185,12 +218,11 @@ class TrainWorker(Peer):
         )
 
     def writing(self, seconds: float) -> bool:
-        """Whether what `save` began is still being written, after waiting for it so long."""
+        """Wait for up to `seconds`; return whether the save is still being written."""
         return bool(self._saving and wait([self._saving], seconds).not_done)
 
     def saved(self) -> str | None:
-        """Wait until what `save` began is written. Returns why it could not be, in a line; None
-        where it was, or nothing is under way."""
+        """Wait for the save in progress; return why it failed, or None if it did not."""
         saving, self._saving = self._saving, None
         try:
             if saving is not None:
@@ -200,7 +232,7 @@ class TrainWorker(Peer):
         return None
 
     def close(self) -> None:
-        """Stop the threads, and leave the others."""
+        """Stop the threads and leave the process group."""
         self._saver.shutdown()
         if self._background is not None:
             self._background.close()
@@ -215,12 +247,14 @@ class TrainWorker(Peer):
         return self._built
 
     def _placed(self) -> TrainState:
-        """The state's shapes, each with its place."""
+        """Return the state's shapes with their shardings."""
         return jax.tree.map(_like, self._program.state, self._train.in_shardings[0])
 
     def pass_over(self, batches: int, step: int) -> None:
-        """After `create` or `restore`, that is `step` steps: take every step's batch so many
-        further on in the data than its number says."""
+        """Skip batches: from `step` on, take the batch `batches` after the one of a step's number.
+
+        Call it after `create` or `restore`.
+        """
         self._feeder.close()
         self._passed_over = batches
         self._feed(step)
@@ -259,8 +293,7 @@ def _like(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 
 
 def _fetch(metrics: dict[str, jax.Array]) -> tuple[dict[str, float], float]:
-    """The metrics of this process's stages as numbers, once they are there, and
-    `time.perf_counter()` then."""
+    """Wait for this process's metrics; return them, and `time.perf_counter()` at that time."""
     here = {name: x.addressable_data(0) for name, x in metrics.items() if x.addressable_shards}
     values = jax.device_get(here)
     completed = time.perf_counter()
@@ -268,7 +301,7 @@ def _fetch(metrics: dict[str, jax.Array]) -> tuple[dict[str, float], float]:
 
 
 def _peak_memory_bytes() -> float:
-    """The most that any one device has held; where devices are this CPU, the process's memory."""
+    """Return the peak memory of any one device; on CPU devices, that of the process."""
     stats = [device.memory_stats() for device in jax.local_devices()]
     if all(stats):
         return max(s["peak_bytes_in_use"] for s in stats)

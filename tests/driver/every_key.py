@@ -26,7 +26,7 @@ from launcher.config.parallel import Data
 from launcher.config.schema import Config
 from launcher.driver import folder, training
 from launcher.driver.cluster_from_config import described_shape
-from launcher.driver.failures import recovering
+from launcher.driver.failures import run_with_restarts
 from launcher.driver.folder import RunFolder
 from launcher.driver.init_from import find_start
 from launcher.driver.plan_from_config import plan_of
@@ -167,7 +167,9 @@ def run_told(config: Config, third: str = ""):
         patch.setattr(training, "start", start)
         patch.setattr(training, "Workers", functools.partial(FakeWorkers, told, third))
         patch.setattr(
-            training, "recovering", lambda *given: recovering(*given[:4], lambda seconds: None)
+            training,
+            "run_with_restarts",
+            lambda *given: run_with_restarts(*given[:4], lambda seconds: None),
         )
         patch.setattr(wandb, "init", init)
         patch.setattr(wandb, "setup", lambda settings: None)

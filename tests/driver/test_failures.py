@@ -13,8 +13,8 @@ from launcher.driver.failures import (
     Restart,
     decide,
     failure_of,
-    recovering,
     restart_text,
+    run_with_restarts,
 )
 from launcher.driver.recorder import DivergedError
 
@@ -158,7 +158,7 @@ def test_there_is_an_end_to_restarts():
 
 
 def run(outcomes, max_restarts=3, diagnose=lambda error: Failure(str(error), 1, f"{error}!")):
-    """`recovering` over attempts that end with `outcomes`, errors or None; what was done."""
+    """`run_with_restarts` over attempts that end with `outcomes`, errors or None; what was done."""
     done, remaining = [], iter(outcomes)
 
     def attempt():
@@ -166,10 +166,10 @@ def run(outcomes, max_restarts=3, diagnose=lambda error: Failure(str(error), 1, 
         if (error := next(remaining)) is not None:
             raise error
 
-    def begin_again(failure, restart):
+    def prepare_restart(failure, restart):
         done.append((failure.cause, restart.number))
 
-    recovering(attempt, diagnose, begin_again, lambda: max_restarts, done.append)
+    run_with_restarts(attempt, diagnose, prepare_restart, lambda: max_restarts, done.append)
     return done
 
 

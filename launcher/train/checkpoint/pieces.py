@@ -1,8 +1,7 @@
-"""A state as one process holds it: of each array, the pieces that are its own, on the host.
+"""A state as one process holds it: the pieces of each array that the process owns, on the host.
 
-Each piece of an array belongs to one process: to the one that has the first of its replicas. A
-process writes its pieces, and no array is ever gathered. `PiecesHandler` is what Orbax calls for
-each leaf; how the tree is laid out on disk stays Orbax's own business.
+Each piece of an array belongs to the process that has the first of its replicas. A process writes
+its own pieces, and no array is ever gathered.
 """
 
 from __future__ import annotations
@@ -19,11 +18,13 @@ Index = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Pieces:
-    """One array, as far as this process is to write it.
+    """The part of one array that this process is to write.
 
     Attributes:
-        shape, dtype: of the whole array. chunk: the shape of a piece; all have the same.
-        parts: where in the array each piece stands, and the piece. Empty where none is here.
+        shape: the shape of the whole array.
+        dtype: its type.
+        chunk: the shape of a piece, the same for all.
+        parts: the index and the value of each piece; empty if none is here.
     """
 
     shape: tuple[int, ...]
@@ -33,19 +34,21 @@ class Pieces:
 
     @property
     def is_first(self) -> bool:
-        """Whether the first piece of the array is here: its owner describes the array, once."""
+        """Whether the first piece is here; its owner alone writes the array's description."""
         starts = ([s.start or 0 for s in index] for index, _ in self.parts)
         return any(not any(start) for start in starts)
 
 
 def copied(state: Any) -> Any:
-    """A tree of arrays as one of `Pieces`, on the host and of their own: arrays of devices are
-    overwritten by the next step. Waits until they are computed."""
+    """Return a tree of arrays as a tree of `Pieces`, copied to the host once they are computed.
+
+    The copies are needed because the next step overwrites the devices' arrays.
+    """
     return _pieces_of(state, _copy_on_host)
 
 
 def seen(state: Any) -> Any:
-    """Like `copied`, but only for as long as the arrays last."""
+    """Return the same as `copied`, but possibly as views, which are valid as long as the arrays."""
     return _pieces_of(state, np.asarray)
 
 

@@ -1,8 +1,9 @@
-"""Writing a checkpoint: each process its own pieces, then the first makes them one and commits.
+"""Writes checkpoints: each process its own pieces, which the first then merges and commits.
 
 The processes meet in the folder that they write to, `<step>.partial-<token>`: each leaves a list of
-its files' checksums there when it is done, and the first process waits for all of them. Only when
-everything is on the disk does the folder get its name: a checkpoint is there whole, or not at all.
+its files' checksums there when it is done, and the first process waits for all of them. The folder
+gets its final name only when everything is on the disk, so a checkpoint is complete or not there at
+all.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ _REMEDIES = {
 
 
 class SaveError(OSError):
-    """A state could not be saved: where, why, and what to do, in one line."""
+    """A state could not be saved; the text is one line with the reason and the remedy."""
 
 
 @dataclass(frozen=True)
 class _Note:
-    """What a process leaves for the first one: the checksums of its files, or what went wrong."""
+    """A process's message to the first one: the checksums of its files, or what went wrong."""
 
     sums: dict[str, tuple[int, str]] = field(default_factory=dict)
     problem: str | None = None
@@ -60,7 +61,13 @@ class _Note:
 
 @dataclass(frozen=True)
 class Writers:
-    """Who writes: process `index` of `count`, all with the same `token`, used for one save."""
+    """The processes that write one checkpoint.
+
+    Attributes:
+        index: the index of this process.
+        count: the number of processes.
+        token: a string that is the same in all processes, and new for every save.
+    """
 
     index: int = 0
     count: int = 1
@@ -75,13 +82,21 @@ def save(
     keep: int | None = None,
     writers: Writers = Writers(),
 ) -> None:
-    """Write `folder/<step>`, whole or not at all, and wait for it; then delete all but those that
-    stay (see `stays`) and, of the others, the newest `keep`. Every process of `writers` calls it.
+    """Write `folder/<step>`, completely or not at all; then delete old checkpoints.
+
+    Every process of `writers` calls it. Those that `stays` protects are kept, and the newest `keep`
+    of the others.
 
     Args:
-        state: what `copied` made of a state. metadata: JSON-able.
+        folder: the folder of checkpoints.
+        step: the number of finished steps.
+        state: the state, as `copied` returns it.
+        metadata: JSON-able metadata.
+        keep: how many checkpoints to keep; None or 0 for all.
+        writers: the processes that write.
 
-    Raises SaveError where the disk does not take it; what was saved before is as it was.
+    Raises:
+        SaveError: the disk refused it; earlier checkpoints are unchanged.
     """
     folder = folder.absolute()
     partial = partial_path(folder, step, writers.token)
@@ -104,7 +119,7 @@ def save(
 
 
 def abandon(folder: Path, step: int, writers: Writers, problem: str) -> None:
-    """Of a save that came to nothing: tell the first process, or clear away what there is."""
+    """Give up a save: tell the first process, or delete what was written if this is the first."""
     partial = partial_path(folder, step, writers.token)
     try:
         if writers.index:
@@ -118,7 +133,7 @@ def abandon(folder: Path, step: int, writers: Writers, problem: str) -> None:
 
 
 def _write_part(partial: Path, state: Any, writers: Writers) -> None:
-    """This process's own arrays, and a list of what it wrote."""
+    """Write this process's pieces and leave a list of the files."""
     arrays = partial / ARRAYS
     arrays.mkdir(parents=True, exist_ok=True)
     write_pieces(arrays, {name: getattr(state, name) for name in FIELDS}, writers.index)
@@ -129,7 +144,7 @@ def _write_part(partial: Path, state: Any, writers: Writers) -> None:
 
 
 def _await_parts(partial: Path, writers: Writers) -> dict[str, tuple[int, str]]:
-    """Wait for the other processes' parts; the checksums of their files. Raises OSError."""
+    """Wait for the other processes' parts; return the checksums of their files. Raises OSError."""
     sums: dict[str, tuple[int, str]] = {}
     deadline = time.monotonic() + _LIMIT_SECONDS
     for index in range(1, writers.count):
@@ -147,8 +162,10 @@ def _await_parts(partial: Path, writers: Writers) -> dict[str, tuple[int, str]]:
 
 
 def _write_rest(partial: Path, metadata: dict[str, Any], began: int, sums: Sums) -> Sums:
-    """Make the processes' parts one and describe them; the checksums of all that is not in `sums`,
-    which is what the other processes wrote."""
+    """Merge the parts and write the metadata; return the checksums of all files not in `sums`.
+
+    `sums` holds those that the other processes wrote.
+    """
     merge_pieces(partial / ARRAYS)
     described = step_metadata(metadata, began, time.time_ns())
     write_whole(partial / METADATA, json.dumps(described, allow_nan=False))
@@ -157,7 +174,7 @@ def _write_rest(partial: Path, metadata: dict[str, Any], began: int, sums: Sums)
 
 
 def _commit(partial: Path, final: Path) -> None:
-    """Give it its name, in place of what had it, which goes only then."""
+    """Give a checkpoint its final name; delete an earlier one of that name only then."""
     _sync_folders(partial)
     before = _put_aside(final) if final.exists() else None
     try:
@@ -172,7 +189,7 @@ def _commit(partial: Path, final: Path) -> None:
 
 
 def _prune(folder: Path, step: int, keep: int) -> None:
-    """Delete what need not be kept; what is newer than `step` is not this run's to count."""
+    """Delete checkpoints that need not be kept; those newer than `step` are not this run's."""
     try:
         counted = [s for s in steps_in(folder) if s <= step and not stays(folder, s)]
         for old in counted[:-keep]:
@@ -182,7 +199,7 @@ def _prune(folder: Path, step: int, keep: int) -> None:
 
 
 def _put_aside(path: Path) -> Path:
-    """Rename a checkpoint to what is deleted: one half deleted must not look like a damaged one."""
+    """Rename a checkpoint before it is deleted, so that half of it is not taken for damage."""
     gone = partial_path(path.parent, int(path.name), "discarded")
     shutil.rmtree(gone, ignore_errors=True)
     return path.rename(gone)
@@ -204,7 +221,7 @@ def _read_note(path: Path) -> _Note:
 
 
 def _explained(error: Exception, folder: Path, step: int) -> str | None:
-    """The error as one line; None where it is not the disk's."""
+    """Return the error as one line, or None if it is not an error of the disk."""
     if isinstance(error, SaveError):
         return str(error)
     text = " ".join(str(error).split())
