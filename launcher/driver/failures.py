@@ -15,7 +15,7 @@ from launcher.driver.recorder import DivergedError
 from launcher.plan import Plan
 
 _FIRST_DELAY, _LONGEST_DELAY = 1.0, 60.0  # seconds
-# A worker dies a step or two ahead of what the driver has heard of.
+# A worker may be a step ahead of the driver's newest result when it dies.
 _SAME_STEP = 1
 
 

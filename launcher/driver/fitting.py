@@ -14,7 +14,7 @@ from launcher.plan import ClusterShape, Plan, PlanError, in_words
 from launcher.report.text import bytes_text
 from launcher.trace import BatchError, TracedStep
 
-_FITS = "This would fit: "  # as a search says it, too
+_FITS = "This would fit: "  # a search's errors say it, too
 
 
 def too_large(plan: Plan) -> str:
@@ -35,7 +35,7 @@ def what_fits(parallel: Parallel, step: TracedStep, cluster: ClusterShape, plan:
     for words, changed in _changes(parallel, step, plan):
         try:
             fits = plan_of(changed, step, cluster).missing_bytes <= 0
-        except (PlanError, BatchError):  # the batch does not divide, or so
+        except (PlanError, BatchError):  # such as a batch that does not divide
             continue
         if fits:
             options.append(words)

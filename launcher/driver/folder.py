@@ -30,7 +30,7 @@ from launcher.files import FULL, clear_partial, exposed, named, open_own, say_as
 from launcher.train import checkpoint
 
 LOCK = ".lock"
-_OF_THE_DISK = FULL | {errno.EIO}  # its fault, not the setting's
+_OF_THE_DISK = FULL | {errno.EIO}  # errors of the disk, not of a setting
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _check_place(run: Run) -> None:
     path = Path(parent).absolute()
     try:
         (path / (run.id or "")).exists()
-    except OSError as error:  # a name that is too long, a folder that may not be looked into
+    except OSError as error:  # such as a name that is too long or a folder without access
         raise _not_writable(parent, f"{error.filename}: {error.strerror}") from None
     there = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
     if not there.is_dir():
@@ -190,7 +190,7 @@ def claim(config: Config) -> Iterator[RunFolder]:
         _lock(lock, path)
         for written in (path, path / "plots"):
             clear_partial(written)
-        # Looked at only now (again, after `check`), when nobody else can be writing.
+        # `check` has looked already, but only now can nobody else be writing.
         yield reload(RunFolder(path, handle=handle, made=made), config)
 
 
@@ -208,7 +208,7 @@ def unmade(made: Sequence[Path], on: type[BaseException] = BaseException) -> Ite
     except on:
         if made:
             shutil.rmtree(made[0], ignore_errors=True)
-            with suppress(OSError):  # in use by now
+            with suppress(OSError):  # not empty any more
                 for folder in made[1:]:
                     folder.rmdir()
         raise
@@ -258,7 +258,7 @@ def _fresh_folder(run: Run, model_name: str) -> Path:
             path.mkdir(_mode(run))
             return path
         except FileExistsError:
-            continue  # somebody drew the same four digits in the same second
+            continue  # a run of the same second drew the same digits
 
 
 def _own_folder(run: Run, run_id: str) -> Path:
@@ -284,7 +284,7 @@ def _mode(run: Run) -> int:
 
 def _lock(file: BinaryIO, path: Path) -> None:
     try:
-        # The kernel lets go of it when the process ends, however it ends.
+        # The kernel releases it when the process ends, however that happens.
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ConfigError(

@@ -48,7 +48,7 @@ class FolderHandle:
 
     def current_path(self) -> Path | None:
         """Return the folder's present path, or None if it is deleted or its path is not known."""
-        try:  # Linux knows, of folders on this machine
+        try:  # Linux only, and only for local folders
             for path in (self.path, Path(os.readlink(f"/proc/self/fd/{self.descriptor}"))):
                 if self._is_at(path):
                     return path
@@ -61,7 +61,7 @@ class FolderHandle:
             return os.path.samestat(os.stat(path), os.fstat(self.descriptor))
         except (FileNotFoundError, NotADirectoryError):
             return False
-        except OSError:  # a file system that does not answer now says nothing of it
+        except OSError:  # a file system that fails now: assume nothing has changed
             return True
 
 

@@ -74,7 +74,7 @@ def _is_fixed(key: str) -> bool:
     return any(f"{key}.".startswith(f"{name}.") for name in _FIXED)
 
 
-@functools.cache  # it is slow on purpose, and asked for at every save
+@functools.cache  # slow on purpose, and called at every save
 def _fingerprint(text: str) -> str:
     salt = secrets.token_hex(16)
     return f"{salt}:{_digest(text, salt)}"

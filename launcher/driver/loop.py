@@ -57,7 +57,7 @@ def train(
         if is_evaluated(step, settings):
             calls += [workers.submit("evaluate", batch) for batch in range(settings.eval_batches)]
         if step < settings.steps and cadence.is_due(step, clock()):
-            _finish(workers, calls, recorder)  # only a step that went well is saved
+            _finish(workers, calls, recorder)  # a step that diverged must not be saved
             calls.append(save(step))
             saved = step
         while len(calls) >= IN_FLIGHT:
@@ -65,7 +65,7 @@ def train(
     _finish(workers, calls, recorder)
     recorder.log_newest()
     at_end = settings.checkpoint.at_end or stop.requested
-    # The last step may be due like any other, but its save holds up nothing more.
+    # The last step may be due like any other; nothing has to overlap with its save.
     final = step > finished and bool(at_end or cadence.is_due(step, clock()))
     if final and step != saved:
         save(step).result()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from launcher.config.schema import Run
 
-OTHERS = 0o077  # the permissions that are not the user's own
+OTHERS = 0o077  # permissions of the group and of others
 
 
 @contextmanager
@@ -40,5 +40,5 @@ def is_own(folder: Path) -> bool:
     try:
         with tempfile.TemporaryDirectory(dir=folder.parent) as probe:
             return owners == {os.stat(probe).st_uid}
-    except OSError:  # nothing can be made there by this user
+    except OSError:  # this user cannot write there
         return False

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 _FINITE = ("train/loss", "train/grad_norm")
-MOST_SKIPPED = 10  # steps in a row: a run that skips more learns nothing any more
+MOST_SKIPPED = 10  # consecutive steps; a run that skips more no longer learns
 
 
 class DivergedError(Exception):

@@ -67,7 +67,7 @@ def check_devices(path: str, plan: Any, hosts: int, devices_per_host: int) -> No
     """
     cluster = plan.get("cluster") if isinstance(plan, dict) else None
     if not isinstance(cluster, dict):
-        return  # it is no plan, as whoever reads it says
+        return  # no plan: `Plan.from_dict` reports that
     there = cluster.get("hosts"), cluster.get("devices_per_host")
     here = hosts, devices_per_host
     if here != there:

@@ -153,7 +153,7 @@ def _trace_and_plan(
         from launcher.driver.prepare import plan, trace
         from launcher.runtime import why_not_kept
 
-        if problem := why_not_kept():  # the workers' own words are in their logs
+        if problem := why_not_kept():  # the workers' own warnings are only in their logs
             console.print(problem, soft_wrap=True)
         traced = trace(config, console, found)
     if session is not None:
@@ -187,7 +187,7 @@ def _start_workers(session: PrivateRay, config: Config, home: RunFolder) -> None
     """Start the workers; a single worker traces at once, several must join first."""
     from launcher.train.worker import TrainWorker
 
-    with suppress(ClusterError):  # which the run comes upon again
+    with suppress(ClusterError):  # the run meets the error again
         workers = session.begin(TrainWorker)
         if len(workers) == 1:
             named = replace(config, run=replace(config.run, id=home.id))

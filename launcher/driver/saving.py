@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from launcher.driver.workers import Answers, Workers
 
 FORMAT = 1  # of what `contents` returns
-_POLL_SECONDS = 0.5  # in which a worker that writes answers that it still does
-_LIMIT_SECONDS = 7200.0  # for one save; each process's part has `write` wait 1800 s for it
+_POLL_SECONDS = 0.5  # how often a worker that writes is asked
+_LIMIT_SECONDS = 7200.0  # for one save; `write` waits 1800 s for each process's part
 
 
 def contents(config: Config, plan: Plan, step: int, passed_over: int = 0) -> dict[str, Any]:
@@ -33,8 +33,8 @@ def contents(config: Config, plan: Plan, step: int, passed_over: int = 0) -> dic
             finite.
     """
     settings = redacted(config)
-    settings["run"]["id"] = config.run.id  # whose it is, whatever variable named it
-    # And what decides whether it stays, which no variable of a later start is to change.
+    settings["run"]["id"] = config.run.id  # resolved, even if it comes from a variable
+    # Resolved as well: a variable of a later start must not change which checkpoints stay.
     settings["train"]["checkpoint"]["every_steps"] = config.train.checkpoint.every_steps
     return {
         "format": FORMAT,
@@ -104,7 +104,7 @@ class Saving:
             SaveError: it failed, and that ends the run.
             HungError: it takes longer than `_LIMIT_SECONDS`.
         """
-        waited = 0.0  # in calls, not by the clock; see `WorkerGroup`
+        waited = 0.0  # counts calls, not the clock; see `WorkerGroup`
         while any(self._workers.submit("writing", _POLL_SECONDS).each()):
             waited += _POLL_SECONDS
             if waited >= _LIMIT_SECONDS:
@@ -113,7 +113,7 @@ class Saving:
         problem = self._workers.submit("saved").result()
         if problem is None:
             return
-        clear_partial(self._folder)  # what other processes wrote after the first gave up
+        clear_partial(self._folder)  # parts that other processes wrote after the first gave up
         self._failures.append(problem)
         if final or self._settings.on_error == "stop":
             raise SaveError(problem)

@@ -46,8 +46,8 @@ def _serve(config: Config, allocation: Allocation, stop: Stop) -> int:
     home = Path(config.run.dir, config.run.id)
     with stop.interruptible():
         first, token = join(home, allocation, config.cluster.slurm)
-    # From now on signals are for the driver, which needs this node to save its state. Before, they
-    # end this task, as they may have ended the driver.
+    # From now on only the driver handles signals, since it needs this node to save the state.
+    # Before, they end this task, as they may have ended the driver.
     signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_DRIVER)
     connection: socket.socket | None = first
     while connection is not None:

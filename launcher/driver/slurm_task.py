@@ -47,7 +47,7 @@ def run_allocated(config: Config, allocation: Allocation, stop: Stop) -> int:
     """
     if allocation.restarts == 0:
         folder.check(config)
-    if config.run.resume == "never":  # it was this job that made the folder
+    if config.run.resume == "never":  # this job made the folder itself
         config = replace(config, run=replace(config.run, resume="auto"))
     if not config.cluster.slurm.emulated:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus(config.cluster, os.environ)

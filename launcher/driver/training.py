@@ -94,7 +94,7 @@ def train_in(
     job = _Job(home, config, ready, console, rendezvous, session)
     recorder = job.run_log.recorder
     code, reason = 1, "failed"
-    try:  # from here on the attempt has an account of its end, also on a full disk
+    try:  # from here on the attempt's end is recorded, even on a full disk
         (home.path / "summary.json").unlink(missing_ok=True)
         home.logs.mkdir(exist_ok=True)
         write_plan(home, config, ready.plan)
@@ -106,7 +106,7 @@ def train_in(
         return code
     except KeyboardInterrupt:
         code, reason = stop.ending
-        # At once: by the names and sizes alone, and with nothing tidied up.
+        # Fast: compares names and sizes only, and cleans nothing up.
         saved = checkpoint.newest(home.checkpoints, thorough=False).step or 0
         if saved < recorder.finished_steps:
             reason += f", not saved since step {saved}"
@@ -121,7 +121,7 @@ def train_in(
                 step = max(home.finished_steps, recorder.finished_steps)
                 finish(path, attempt, code, reason, step)
             job.run_log.sum_up(reason, job.restarts, path)
-        except OSError as error:  # on a full disk, what ended the run is what has to be told
+        except OSError as error:  # on a full disk, report what ended the run, not this
             if code == 0:
                 raise
             complain(f"the end of the run is not recorded: {error}")
@@ -150,9 +150,9 @@ def _current_folder(home: RunFolder, config: Config, plan: Plan) -> Path:
 def write_plan(home: RunFolder, config: Config, plan: Plan) -> None:
     """Write `config.yaml`, resolved except for environment variables, and `plan.json`."""
     tree = to_written(replace(config, run=replace(config.run, id=home.id)))
-    tree["run"]["dir"] = config.run.dir  # where this is, whatever a job's variables say
-    # Whole or not at all: another task of a Slurm job may be reading them.
-    private = bool(config.cluster.slurm.env)  # its values, which may be secrets, are in it
+    tree["run"]["dir"] = config.run.dir  # resolved: a job's variables may differ
+    # Atomic, because another task of a Slurm job may be reading them.
+    private = bool(config.cluster.slurm.env)  # its values may be secrets
     write_whole(home.path / "config.yaml", yaml.safe_dump(tree, sort_keys=False), private)
     write_whole(home.path / "plan.json", json.dumps(plan.to_dict(), indent=2) + "\n")
 
@@ -191,9 +191,9 @@ class _Job:
         self.run_log = RunLog(home, config, ready.plan, ready.plan_seconds, console, allocation)
         self.restarts = 0
         self._init_from = str(ready.init_from) if ready.init_from else None
-        # After a roll-back: to which step, and which batch is next.
+        # After a roll-back: its step and the index of the next batch.
         self._rolled_back: tuple[int, int] | None = None
-        self._passed_over = 0  # how much further on in the data a batch is than its step's number
+        self._passed_over = 0  # the offset of a batch's index from its step's
 
     def train(self, stop: Stop) -> None:
         """Train to the end; after a failure that a restart may mend, resume from a checkpoint.
@@ -217,7 +217,7 @@ class _Job:
     def _attempt(self, stop: Stop) -> None:
         """Start the workers, train, save, and stop the workers."""
         finished, steps = self._home.finished_steps, self._config.train.steps
-        if finished >= steps:  # an attempt before failed when all was done
+        if finished >= steps:  # the attempt before failed after its last step
             return
         self._passed_over = self._stored_position() - finished
         for line in self._home.damaged:
@@ -240,7 +240,7 @@ class _Job:
                 workers.join()
             built = workers.submit("build", to_dict(self._config))
             setup = workers.submit("setup", self._plan.to_dict())
-            with self._interruptible(stop):  # which may wait for a network
+            with self._interruptible(stop):  # may wait for the network
                 self.run_log.open(finished)  # while the worker traces and compiles
             with status(self._console, "compiling"):
                 built.result()
@@ -258,7 +258,7 @@ class _Job:
                     train(self._config.train, workers, self.run_log.recorder, stop, finished, save)
                 except DivergedError:
                     with suppress(SaveError):
-                        save.finish(final=False)  # of the steps before
+                        save.finish(final=False)  # the save of an earlier step
                     raise
                 with suppress(WorkerError, ClusterError):  # all is done and saved
                     workers.submit("close").result()
@@ -281,7 +281,7 @@ class _Job:
         try:
             with self._interruptible(stop):  # it reads checkpoints
                 self._home = folder.reload(self._home, self._config)
-        except (ConfigError, OSError) as error:  # no wrong setting: the run had begun
+        except (ConfigError, OSError) as error:  # not a wrong setting, as the run had begun
             raise FailedError(f"{failure.report}\nThe run is not started again: {error}") from None
         limit, finished = self._config.cluster.max_restarts, self._home.finished_steps
         if failure.passes_over:

@@ -81,7 +81,7 @@ class TrainWorker(Peer):
         self._built: Program | None = None
         self._sent: _Sent | None = None
         self._stages: StageTimes | None = None
-        # A thread of its own, so that the moment a step completes is seen while the next is sent.
+        # A thread of its own, to note when a step completes while the next one is being sent.
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="fetcher")
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="saver")
         self._saving: Future[None] | None = None
@@ -111,7 +111,7 @@ class TrainWorker(Peer):
                 library has another version than in the driver.
         """
         settings = self._config.train.checkpoint
-        if settings.every_steps or settings.every_minutes:  # while it trains
+        if settings.every_steps or settings.every_minutes:  # saves during training
             self._background = checkpoint.Background()
         program = self._program
         train_plan = Plan.from_dict(plan)
@@ -132,7 +132,7 @@ class TrainWorker(Peer):
         """
         self._state = self._train.create(self._program.init, self._program.seed)
         if init_from is not None:
-            self._state = replace(self._state, params=None)  # room for the others
+            self._state = replace(self._state, params=None)  # free their memory first
             params = checkpoint.restore_params(Path(init_from), self._placed().params)
             self._state = replace(self._state, params=params)
         self._feed(start=0)
@@ -187,7 +187,7 @@ class TrainWorker(Peer):
         if batch == 0:
             self._before_evaluation, self._evaluated = self.flush(), []
         self._evaluated.append(self._evaluate(self._state.params, validation(batch)))
-        if batch:  # this one is on its way while the one before is waited for
+        if batch:  # wait for the batch before while this one runs
             _fetch(self._evaluated[-2])
         if batch + 1 < self._config.train.eval_batches:
             return None
@@ -210,8 +210,8 @@ class TrainWorker(Peer):
         assert self._saving is None
         keep = self._config.train.checkpoint.keep
         writers = checkpoint.Writers(jax.process_index(), jax.process_count(), token)
-        # At the end of a run, with nothing to hold up, a process of its own is not worth its start.
-        by = self._background or checkpoint  # both `copied` and `save`
+        # A save at the end of a run holds nothing up, so it is not worth starting a process.
+        by = self._background or checkpoint  # both have `copied` and `save`
         state = by.copied(self._state)
         self._saving = self._saver.submit(
             by.save, Path(folder), step, state, metadata, keep, writers

@@ -34,14 +34,14 @@ from launcher.train.checkpoint.pieces import seen
 from launcher.train.checkpoint.write import FIELDS, SaveError, Writers, abandon, save
 
 _LOOK_SECONDS = 5.0
-_NICENESS = 15  # above this process's own
+_NICENESS = 15  # relative to this process
 _MOST_NICENESS = 19
 _ALIGNMENT = 64  # bytes
 _ALONE = Writers()
 _PART = 2**22  # bytes that one thread copies at a time
 _THREADS = 8
 _PROGRAM = f"from {__name__} import serve; serve()"
-# What the driver may be sent, and a batch system sends to every process of a job.
+# Signals for the driver, which a batch system sends to every process of a job.
 _FOR_THE_DRIVER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 
 
@@ -136,17 +136,19 @@ class Background:
         handed = [theirs.fileno(), self._memory]
         command = [sys.executable, "-P", "-c", _PROGRAM, *map(str, handed)]
         environ = _environment(os.environ, sys.path)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_DRIVER)  # which it inherits
+        before = signal.pthread_sigmask(
+            signal.SIG_BLOCK, _FOR_THE_DRIVER
+        )  # inherited by the process
         try:
-            # No session of its own, whose share of the processors the kernel (`autogroup`) would
-            # make as large as this one's, whatever the niceness.
+            # In this session: the kernel's `autogroup` gives sessions equal shares of the
+            # processors, whatever the niceness.
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=handed, env=environ, process_group=0
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         niceness = min(os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS, _MOST_NICENESS)
-        os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)  # all its threads inherit it
+        os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)  # inherited by its threads
         theirs.close()
 
     def _end(self) -> int:
@@ -199,7 +201,7 @@ def _copy(buffers: Sequence[memoryview], target: np.ndarray, starts: Sequence[in
 
     def copy(share: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
         for to, part in share:
-            np.copyto(to, part)  # without the interpreter's lock
+            np.copyto(to, part)  # releases the interpreter's lock
 
     threads = min(_THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads, thread_name_prefix="copy") as pool:
@@ -210,7 +212,7 @@ def serve() -> None:
     """Save states on request until the other end closes: the whole program of the process."""
     follow()
     connection, memory = Connection(int(sys.argv[1])), int(sys.argv[2])
-    with suppress(EOFError, ConnectionError):  # whoever asked is gone
+    with suppress(EOFError, ConnectionError):  # the worker is gone
         while True:
             copy, arguments = connection.recv()
             message, places, size = pickle.loads(copy)

@@ -22,7 +22,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 _ALGORITHM = "sha256"
-_THREADS = 8  # hashing and reading let go of the interpreter's lock
+_THREADS = 8  # hashing and reading release the interpreter's lock
 
 # A file's size in bytes and its checksum in hexadecimal digits, by its path below the checkpoint.
 Sums = Mapping[str, tuple[int, str]]
@@ -97,7 +97,7 @@ def damage(root: Path, thorough: bool = True) -> str | None:
 
 def _size(root: Path, name: str, size: int) -> str | None:
     path = Path(os.path.realpath(root / name))
-    if not path.is_relative_to(root):  # whoever reads what lies elsewhere could wait for ever
+    if not path.is_relative_to(root):  # reading a file elsewhere could block for ever
         return f"{CHECKSUMS} names {name}, which is not below it"
     try:
         if not path.is_file():

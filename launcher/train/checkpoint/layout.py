@@ -39,7 +39,7 @@ def steps_in(folder: Path) -> list[int]:
 def _is_empty(path: Path) -> bool:
     try:
         return not any(path.iterdir())
-    except OSError:  # what is in it nobody can read: a damaged one
+    except OSError:  # its contents cannot be read: damaged, but not empty
         return False
 
 
@@ -68,7 +68,7 @@ def stays(folder: Path, step: int) -> bool:
         return True
 
 
-@functools.cache  # each is asked about at every save
+@functools.cache  # asked for each checkpoint at every save
 def _every_steps(path: Path, modified: int) -> int:
     every: int = read_json(path)["custom_metadata"]["config"]["train"]["checkpoint"]["every_steps"]
     return every

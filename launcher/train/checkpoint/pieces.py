@@ -55,7 +55,7 @@ def seen(state: Any) -> Any:
 def _pieces_of(state: Any, on_host: Callable[[jax.Array], np.ndarray]) -> Any:
     for leaf in jax.tree.leaves(state):
         for shard in _own(leaf):
-            shard.data.copy_to_host_async()  # all on their way before the first is waited for
+            shard.data.copy_to_host_async()  # start all before waiting for the first
     return jax.tree.map(lambda leaf: _pieces(leaf, on_host), state)
 
 
@@ -76,6 +76,6 @@ def _pieces(array: Any, on_host: Callable[[jax.Array], np.ndarray]) -> Pieces:
 
 
 def _copy_on_host(data: jax.Array) -> np.ndarray:
-    # What NumPy is shown of a CPU's array is the array's own memory; of other devices' a copy.
+    # NumPy gets a view of a CPU's array, and a copy of another device's.
     (device,) = data.devices()
     return np.array(data) if device.platform == "cpu" else np.asarray(data)

@@ -74,7 +74,7 @@ def _stored(path: Path) -> Any:
     """Return Orbax's metadata of the arrays as a tree; raise Mismatch if it cannot be read."""
     try:
         return stored_tree(path.absolute() / ARRAYS)
-    except Exception as error:  # of any kind, where another program has written it
+    except Exception as error:  # of any type, if another program has written it
         message = " ".join(str(error).split())[:_MESSAGE_LIMIT]
         raise Mismatch(f"Orbax cannot read it ({type(error).__name__}: {message})") from None
 

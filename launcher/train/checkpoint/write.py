@@ -119,17 +119,17 @@ def save(
 
 
 def abandon(folder: Path, step: int, writers: Writers, problem: str) -> None:
-    """Give up a save: tell the first process, or delete what was written if this is the first."""
+    """Give up a save: tell the first process, or delete the files if this is the first."""
     partial = partial_path(folder, step, writers.token)
     try:
         if writers.index:
             shutil.rmtree(process_folder(partial / ARRAYS, writers.index), ignore_errors=True)
-            partial.mkdir(parents=True, exist_ok=True)  # the first process may not be so far yet
+            partial.mkdir(parents=True, exist_ok=True)  # the first process may not have made it yet
             _leave(partial, writers.index, _Note(problem=problem))
         else:
             shutil.rmtree(partial, ignore_errors=True)
     except OSError:
-        pass  # nothing more can be said there: the first process's wait will end
+        pass  # it cannot be told: the first process's wait times out
 
 
 def _write_part(partial: Path, state: Any, writers: Writers) -> None:
@@ -194,7 +194,7 @@ def _prune(folder: Path, step: int, keep: int) -> None:
         counted = [s for s in steps_in(folder) if s <= step and not stays(folder, s)]
         for old in counted[:-keep]:
             shutil.rmtree(_put_aside(folder / str(old)), ignore_errors=True)
-    except OSError as error:  # the state is saved; the next save tries again
+    except OSError as error:  # not fatal: the next save tries again
         _log.warning("cannot delete what need not be kept in %s: %s", folder, error)
 
 
@@ -229,7 +229,7 @@ def _explained(error: Exception, folder: Path, step: int) -> str | None:
     if code is not None:
         what = os.strerror(code)
     elif isinstance(error, ValueError) and re.match(r"[A-Z_]+: ", text):
-        what = text  # TensorStore's, such as of a folder that another process has given up
+        what = text  # TensorStore's, for example if another process deleted the folder
     else:
         return None
     remedy = _REMEDIES.get(code or 0, "See whether the disk is in order")
