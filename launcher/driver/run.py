@@ -126,7 +126,7 @@ def _train(config: Config, stop: Stop, rendezvous: Rendezvous | None) -> int:
     with ExitStack() as stack:
         with stop.heeded(say, until="now"):  # it reads checkpoints
             home = stack.enter_context(folder.claim(config))
-        with folder.unmade(home.made), ExitStack() as opening:
+        with folder.delete_on_error(home.created), ExitStack() as opening:
             session = None
             if rendezvous is None and _can_start_early(config):
                 with stop.heeded(say, _LEAVES):  # no process is left without an owner

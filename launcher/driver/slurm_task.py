@@ -24,6 +24,7 @@ from launcher.cluster.slurm.attempts import (
 from launcher.cluster.slurm.rendezvous import open_rendezvous
 from launcher.config.schema import Config
 from launcher.driver import folder
+from launcher.driver.make_folder import make_folder
 from launcher.driver.private_files import private_files
 from launcher.driver.run import run
 from launcher.output import complain
@@ -52,7 +53,7 @@ def run_allocated(config: Config, allocation: Allocation, stop: Stop) -> int:
     if not config.cluster.slurm.emulated:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus(config.cluster, os.environ)
     try:
-        home = folder.make(config)
+        home = make_folder(config)
     except OSError as error:
         complain(str(error))
         return 1

@@ -52,17 +52,11 @@ class StepResult:
 
 @dataclass(frozen=True)
 class _Sent:
-    """A step that the devices are working on.
-
-    Attributes:
-        step: its number.
-        outcome: its metrics, and when it was complete.
-        wait_seconds: the time spent waiting for its batch.
-    """
+    """A step that the devices are working on."""
 
     step: int
-    outcome: Future[tuple[dict[str, float], float]]
-    wait_seconds: float
+    outcome: Future[tuple[dict[str, float], float]]  # its metrics, and when it was complete
+    wait_seconds: float  # for its batch
 
 
 class TrainWorker(Peer):
@@ -98,10 +92,7 @@ class TrainWorker(Peer):
             self._built = build_program(self._config)
 
     def setup(self, plan: dict[str, Any]) -> float:
-        """Compile the steps ahead of time.
-
-        Args:
-            plan: the plan, as `Plan.to_dict` gives it.
+        """Compile the steps of a plan, given as `Plan.to_dict()`, ahead of time.
 
         Returns:
             The seconds that compiling took.
@@ -125,11 +116,7 @@ class TrainWorker(Peer):
         return seconds
 
     def create(self, init_from: str | None = None) -> None:
-        """Create the first state, already sharded.
-
-        Args:
-            init_from: a checkpoint to take the parameters from.
-        """
+        """Create the first state, sharded; its parameters are from `init_from`, if given."""
         self._state = self._train.create(self._program.init, self._program.seed)
         if init_from is not None:
             self._state = replace(self._state, params=None)  # free their memory first
@@ -141,6 +128,15 @@ class TrainWorker(Peer):
         """Restore this process's part of the state saved after `step` steps, already sharded."""
         self._state = checkpoint.restore(Path(folder), step, self._placed())
         self._feed(start=step)
+
+    def pass_over(self, batches: int, step: int) -> None:
+        """Skip batches: from `step` on, take the batch `batches` after the one of a step's number.
+
+        Call it after `create` or `restore`.
+        """
+        self._feeder.close()
+        self._passed_over = batches
+        self._feed(step)
 
     def step(self, step: int, profile: bool = False) -> StepResult | None:
         """Send a step to the devices and return the result of the one before.
@@ -249,15 +245,6 @@ class TrainWorker(Peer):
     def _placed(self) -> TrainState:
         """Return the state's shapes with their shardings."""
         return jax.tree.map(_like, self._program.state, self._train.in_shardings[0])
-
-    def pass_over(self, batches: int, step: int) -> None:
-        """Skip batches: from `step` on, take the batch `batches` after the one of a step's number.
-
-        Call it after `create` or `restore`.
-        """
-        self._feeder.close()
-        self._passed_over = batches
-        self._feed(step)
 
     def _feed(self, start: int) -> None:
         first, stop = start + self._passed_over, self._config.train.steps + self._passed_over
