@@ -233,8 +233,8 @@ def test_a_job_that_slurm_takes_while_ctrl_c_is_pressed_is_noted(
     (folder / "sbatch").write_text(SBATCH)
     (folder / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    for module in ("submit", "submit_sweep"):
-        frozen = f"launcher.{module}.freeze"
+    for module in ("job", "job_sweep"):
+        frozen = f"launcher.submit.{module}.freeze"
         monkeypatch.setattr(frozen, lambda config, console: RunFolder(make_folder(config)))
     assert main((*SETTINGS, *words)) == 130
     for home, job_id in jobs.items():
