@@ -35,10 +35,10 @@ class Feeder(Generic[Batch]):
 
     def get(self, k: int) -> tuple[Batch, float]:
         """Return batch k and the seconds spent waiting for it; raise what `batch_at(k)` raised."""
-        asked = time.perf_counter()
+        began = time.perf_counter()
         self._prepare(k)
         batch = self._ready.pop(k).result()
-        return batch, time.perf_counter() - asked
+        return batch, time.perf_counter() - began
 
     def close(self) -> None:
         """Stop the thread once it has finished its batch."""

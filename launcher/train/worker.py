@@ -207,10 +207,10 @@ class TrainWorker(Peer):
         keep = self._config.train.checkpoint.keep
         writers = checkpoint.Writers(jax.process_index(), jax.process_count(), token)
         # A save at the end of a run holds nothing up, so it is not worth starting a process.
-        by = self._background or checkpoint  # both have `copied` and `save`
-        state = by.copied(self._state)
+        writer = self._background or checkpoint  # both have `copy_to_host` and `save`
+        state = writer.copy_to_host(self._state)
         self._saving = self._saver.submit(
-            by.save, Path(folder), step, state, metadata, keep, writers
+            writer.save, Path(folder), step, state, metadata, keep, writers
         )
 
     def writing(self, seconds: float) -> bool:

@@ -189,7 +189,7 @@ def worker_told(config: Config):
     """What a worker hands on when it saves."""
     told = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker.checkpoint, "copied", lambda state: None)
+        patch.setattr(worker.checkpoint, "copy_to_host", lambda state: None)
         patch.setattr(worker.checkpoint, "save", lambda *arguments: told.append(arguments[4]))
         one = TrainWorker()
         one._config, one._state = config, None

@@ -38,7 +38,7 @@ def positions(step):
 def save_checkpoint(config, step, told=lambda config: {"config": to_dict(config)}):
     path = Path(config.run.dir, config.run.id, "checkpoints")
     state = TrainState(jnp.int32(step), {"w": jnp.ones(2)}, (), jnp.zeros(2, jnp.uint32))
-    checkpoint.save(path, step, checkpoint.copied(state), {**positions(step), **told(config)})
+    checkpoint.save(path, step, checkpoint.copy_to_host(state), {**positions(step), **told(config)})
 
 
 def test_a_fresh_id_says_model_and_time_and_is_drawn_anew():

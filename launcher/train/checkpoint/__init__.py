@@ -21,7 +21,7 @@ from launcher.train.checkpoint.layout import clear_partial, read_metadata
 
 if TYPE_CHECKING:
     from launcher.train.checkpoint.background import Background
-    from launcher.train.checkpoint.pieces import copied
+    from launcher.train.checkpoint.pieces import copy_to_host
     from launcher.train.checkpoint.read import Mismatch, check_params, restore, restore_params
     from launcher.train.checkpoint.write import SaveError, Writers, save
 
@@ -35,7 +35,7 @@ __all__ = [
     "Writers",
     "check_params",
     "clear_partial",
-    "copied",
+    "copy_to_host",
     "damage",
     "newest",
     "read_metadata",
@@ -51,7 +51,7 @@ _HOMES = {
     "SaveError": "write",
     "Writers": "write",
     "check_params": "read",
-    "copied": "pieces",
+    "copy_to_host": "pieces",
     "restore": "read",
     "restore_params": "read",
     "save": "write",

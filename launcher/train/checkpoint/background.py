@@ -30,7 +30,7 @@ import numpy as np
 import psutil
 
 from launcher.follow import follow
-from launcher.train.checkpoint.pieces import seen
+from launcher.train.checkpoint.pieces import view_on_host
 from launcher.train.checkpoint.write import FIELDS, SaveError, Writers, abandon, save
 
 _LOOK_SECONDS = 5.0
@@ -65,12 +65,12 @@ class Background:
         """The process's id."""
         return self._process.pid
 
-    def copied(self, state: Any) -> bytes:
+    def copy_to_host(self, state: Any) -> bytes:
         """Copy a state's arrays to shared memory once they are computed, for the next `save`.
 
         The result is valid for one `save`.
         """
-        fields = {name: seen(getattr(state, name)) for name in FIELDS}
+        fields = {name: view_on_host(getattr(state, name)) for name in FIELDS}
         message, buffers = _pickled(fields)
         places, end = [], 0
         for buffer in buffers:
@@ -92,7 +92,7 @@ class Background:
         keep: int | None = None,
         writers: Writers = _ALONE,
     ) -> None:
-        """Run `checkpoint.save` in the process, on what `copied` has returned; wait for it.
+        """Run `checkpoint.save` in the process, on what `copy_to_host` has returned; wait for it.
 
         Raises:
             SaveError: as of `checkpoint.save`, or the process ended or was stopped. A stopped
@@ -104,8 +104,10 @@ class Background:
             kind, message = self._answer()
         except (EOFError, OSError) as error:
             code = self._end()
-            how = "was stopped (SIGSTOP, or a debugger)" if isinstance(error, _StoppedError) else ""
-            reason = f"the process that writes it {how or f'ended ({_exit_text(code)})'}"
+            cause = (
+                "was stopped (SIGSTOP, or a debugger)" if isinstance(error, _StoppedError) else ""
+            )
+            reason = f"the process that writes it {cause or f'ended ({_exit_text(code)})'}"
             message = f"cannot save step {step} in {folder}: {reason}."
             abandon(folder, step, writers, message)
             self._start()

@@ -32,8 +32,8 @@ def steps_in(folder: Path) -> list[int]:
     """
     if not folder.is_dir():
         return []
-    named = [path for path in folder.iterdir() if is_step(path.name) and path.is_dir()]
-    return sorted(int(path.name) for path in named if not _is_empty(path))
+    folders = [path for path in folder.iterdir() if is_step(path.name) and path.is_dir()]
+    return sorted(int(path.name) for path in folders if not _is_empty(path))
 
 
 def _is_empty(path: Path) -> bool:

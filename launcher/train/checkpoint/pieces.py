@@ -39,7 +39,7 @@ class Pieces:
         return any(not any(start) for start in starts)
 
 
-def copied(state: Any) -> Any:
+def copy_to_host(state: Any) -> Any:
     """Return a tree of arrays as a tree of `Pieces`, copied to the host once they are computed.
 
     The copies are needed because the next step overwrites the devices' arrays.
@@ -47,8 +47,11 @@ def copied(state: Any) -> Any:
     return _pieces_of(state, _copy_on_host)
 
 
-def seen(state: Any) -> Any:
-    """Return the same as `copied`, but possibly as views, which are valid as long as the arrays."""
+def view_on_host(state: Any) -> Any:
+    """Return the same as `copy_to_host`, but as views where the arrays allow it.
+
+    The views are valid only as long as the arrays.
+    """
     return _pieces_of(state, np.asarray)
 
 

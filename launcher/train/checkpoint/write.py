@@ -90,7 +90,7 @@ def save(
     Args:
         folder: the folder of checkpoints.
         step: the number of finished steps.
-        state: the state, as `copied` returns it.
+        state: the state, as `copy_to_host` returns it.
         metadata: JSON-able metadata.
         keep: how many checkpoints to keep; None or 0 for all.
         writers: the processes that write.
@@ -153,10 +153,10 @@ def _await_parts(partial: Path, writers: Writers) -> dict[str, tuple[int, str]]:
             if time.monotonic() > deadline:
                 raise OSError(errno.ETIMEDOUT, f"process {index} did not write its part", note)
             time.sleep(_POLL_SECONDS)
-        left = _read_note(note)
-        if left.problem is not None:
-            raise SaveError(" ".join(left.problem.split()))
-        sums |= left.sums
+        message = _read_note(note)
+        if message.problem is not None:
+            raise SaveError(" ".join(message.problem.split()))
+        sums |= message.sums
         note.unlink()
     return sums
 
@@ -167,10 +167,10 @@ def _write_rest(partial: Path, metadata: dict[str, Any], began: int, sums: Sums)
     `sums` holds those that the other processes wrote.
     """
     merge_pieces(partial / ARRAYS)
-    described = step_metadata(metadata, began, time.time_ns())
-    write_whole(partial / METADATA, json.dumps(described, allow_nan=False))
-    mine = [path for path in files_below(partial) if str(path.relative_to(partial)) not in sums]
-    return checksums(partial, mine, sync=True)
+    tree = step_metadata(metadata, began, time.time_ns())
+    write_whole(partial / METADATA, json.dumps(tree, allow_nan=False))
+    paths = [path for path in files_below(partial) if str(path.relative_to(partial)) not in sums]
+    return checksums(partial, paths, sync=True)
 
 
 def _commit(partial: Path, final: Path) -> None:
@@ -200,9 +200,9 @@ def _prune(folder: Path, step: int, keep: int) -> None:
 
 def _put_aside(path: Path) -> Path:
     """Rename a checkpoint before it is deleted, so that half of it is not taken for damage."""
-    gone = partial_path(path.parent, int(path.name), "discarded")
-    shutil.rmtree(gone, ignore_errors=True)
-    return path.rename(gone)
+    discarded = partial_path(path.parent, int(path.name), "discarded")
+    shutil.rmtree(discarded, ignore_errors=True)
+    return path.rename(discarded)
 
 
 def _note(partial: Path, index: int) -> Path:
@@ -227,13 +227,13 @@ def _explained(error: Exception, folder: Path, step: int) -> str | None:
     text = " ".join(str(error).split())
     code = error.errno if isinstance(error, OSError) else _code_of(text)
     if code is not None:
-        what = os.strerror(code)
+        reason = os.strerror(code)
     elif isinstance(error, ValueError) and re.match(r"[A-Z_]+: ", text):
-        what = text  # TensorStore's, for example if another process deleted the folder
+        reason = text  # TensorStore's, for example if another process deleted the folder
     else:
         return None
     remedy = _REMEDIES.get(code or 0, "See whether the disk is in order")
-    return f"cannot save step {step} in {folder}: {what}. {remedy}."
+    return f"cannot save step {step} in {folder}: {reason}. {remedy}."
 
 
 def _code_of(text: str) -> int | None:
