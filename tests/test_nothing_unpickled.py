@@ -103,7 +103,7 @@ def test_nothing_is_unpickled_by_the_process_that_plans(
     program = build_program(config)
     state = jax.jit(program.init)(program.seed)
     folder = Path("outputs/first/checkpoints")
-    checkpoint.save(folder, 1, checkpoint.copied(state), {"config": {}})
+    checkpoint.save(folder, 1, checkpoint.copy_to_host(state), {"config": {}})
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     like = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), program.state

@@ -1,4 +1,4 @@
-"""`task=calibrate`: measure this machine's devices once, and say what they reach. For `run`."""
+"""`task=calibrate`: measure the rates of this machine's devices and show them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,22 @@ from launcher.report.text import seconds_text
 
 
 def calibrate(cluster: Cluster, console: Console) -> int:
-    """Measure, keep and show; returns the exit code, 1 where it could not be kept.
+    """Measure the devices, store the result and show it.
+
+    Returns:
+        The exit code: 1 if the result could not be stored.
 
     Raises:
-        ConfigError: the devices are not here. PlanError: they cannot be measured.
+        ConfigError: the devices asked for are not here.
+        PlanError: they cannot be measured.
     """
     pool = find_devices(cluster)
     say = functools.partial(console.print, soft_wrap=True)
     say(pool.note)
     nominal = pool_shape(pool)
     with status(console, "measuring the devices, all of them at work"):
-        found, path = measure(nominal, say)
-    shape = found.applied(nominal)
+        calibration, path = measure(nominal, say)
+    shape = calibration.applied(nominal)
     table = plain_table()
     for name in ("of each device", "measured", "nominal"):
         table.add_column(name, justify="right" if table.columns else "left", no_wrap=True)

@@ -1,7 +1,7 @@
-"""What can be said of the settings on this machine before anything is traced.
+"""Checks of the settings on this machine that need no tracing.
 
-`task=check` does that and no more, in a fraction of a second and without JAX, Ray or a module of
-the user's; a run begins with the same, in `look`.
+`task=check` does these and no more, in a fraction of a second and without JAX, Ray or a user's
+module. A run begins with the same checks, in `look`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from recipes import InputError, check_dataset, find_module
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a check came to.
+    """The result of a check.
 
     Attributes:
-        lines: what the run would say of this machine, and at last what was not looked at.
-        problem: what is wrong, as the run would say it, and `code` its exit code; "" and 0 for
-            nothing.
+        lines: what the run would report of this machine, and at the end what was not checked.
+        problem: what is wrong, as the run would report it; empty if nothing is.
+        code: the exit code of that problem, 0 if there is none.
     """
 
     lines: tuple[str, ...] = ()
@@ -40,8 +40,12 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Found:
-    """What a run begins with: the devices there are (None: only planned for), and the checkpoint
-    whose parameters it starts from."""
+    """What a run starts with.
+
+    Attributes:
+        pool: the devices there are, or None if the run is only planned.
+        init_from: the checkpoint that the first parameters come from.
+    """
 
     pool: DevicePool | None
     init_from: Path | None
@@ -50,14 +54,18 @@ class Found:
 def look(
     config: Config, finished: int, say: Callable[[str], None], plan_only: bool = False
 ) -> Found:
-    """Look at the data, the devices and where the parameters come from, cheapest first, and `say`
-    what there is.
+    """Look at the data, the devices and the checkpoint to start from, cheapest first.
 
     Args:
-        finished: how many steps the run has behind it.
-        plan_only: the cluster may be a described one, which is not here.
+        config: the settings.
+        finished: how many steps the run has finished.
+        say: takes a line for the user about each.
+        plan_only: whether the cluster may be a described one, which is not here.
 
-    Raises ConfigError, `recipes.InputError` and OSError.
+    Raises:
+        ConfigError: a setting does not fit this machine.
+        recipes.InputError: the data does not fit the model.
+        OSError: a file cannot be read.
     """
     check_dataset(config.dataset, config.model, validation=config.train.eval_every > 0)
     pool = find_pool(config, plan_only, say)
@@ -65,8 +73,7 @@ def look(
 
 
 def check(config: Config, environ: Mapping[str, str]) -> Verdict:
-    """Look at everything that a run of `config` looks at before it traces, and that costs no more
-    than a moment."""
+    """Check everything that a run checks before it traces, as far as it takes only a moment."""
     try:
         return Verdict(tuple(_lines(config, environ)))
     except (ConfigError, InputError) as error:
@@ -76,7 +83,7 @@ def check(config: Config, environ: Mapping[str, str]) -> Verdict:
 
 
 def os_error_text(error: OSError) -> str:
-    """What a person is told of it: the file, where there is one, and the reason."""
+    """Return the file, if the error names one, and the reason."""
     where = f"{error.filename}: " if error.filename else ""
     return f"{where}{error.strerror or error}"
 
@@ -99,10 +106,15 @@ def _lines(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def find_pool(config: Config, plan_only: bool, say: Callable[[str], None]) -> DevicePool | None:
-    """The devices that there are; None where a described cluster is only planned for. `say` is told
-    what they are.
+    """Return the devices there are; None if a described cluster is only planned for.
 
-    Raises ConfigError where those asked for are not here, or the parallel method does not fit them.
+    Args:
+        config: the settings.
+        plan_only: whether the cluster may be a described one.
+        say: takes a line for the user about the devices.
+
+    Raises:
+        ConfigError: the devices asked for are not here, or do not fit the parallel method.
     """
     cluster = config.cluster
     pool = None if plan_only and cluster.kind == "described" else find_devices(cluster)

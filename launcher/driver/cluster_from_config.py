@@ -11,13 +11,20 @@ from launcher.plan.profile.calibration import calibrated
 
 
 def shape_of(cluster: Cluster, pool: DevicePool | None, say: Callable[[str], None]) -> ClusterShape:
-    """The shape to plan for: of the devices that there are, as they were calibrated if they were,
-    or of the described cluster. `say` is told in a line where a calibration is ignored."""
+    """Return the shape to plan for: of the devices here, or of the described cluster.
+
+    Devices that were calibrated have their measured rates.
+
+    Args:
+        cluster: the settings.
+        pool: the devices here; None for a described cluster.
+        say: takes a line for the user where a calibration is ignored.
+    """
     return described_shape(cluster) if pool is None else calibrated(pool_shape(pool), say)
 
 
 def pool_shape(pool: DevicePool) -> ClusterShape:
-    """The shape of devices that are here, at nominal rates."""
+    """Return the shape of devices that are here, at nominal rates."""
     kind = "cpu" if pool.kind == "cpu" else pool.device_name
     return local_shape(pool.num_devices, pool.hosts, kind)
 

@@ -1,6 +1,6 @@
-"""Whether a plan fits the devices' memory, and what would.
+"""Advice for a plan that does not fit the devices' memory.
 
-`auto` only finds what fits; the other methods do as they are told, and what they lack is said here.
+`auto` only finds plans that fit; the other methods plan what they are asked to.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from launcher.plan import ClusterShape, Plan, PlanError, in_words
 from launcher.report.text import bytes_text
 from launcher.trace import BatchError, TracedStep
 
-_FITS = "This would fit: "  # as a search says it, too
+_FITS = "This would fit: "  # a search's errors say it, too
 
 
 def too_large(plan: Plan) -> str:
-    """Which stage needs how much more than there is; "" where all fit."""
+    """Return how much memory the largest stage lacks, in words; empty if all stages fit."""
     if plan.missing_bytes <= 0:
         return ""
     stage = max(range(len(plan.stages)), key=lambda s: plan.stages[s].memory_bytes)
@@ -30,32 +30,32 @@ def too_large(plan: Plan) -> str:
 
 
 def what_fits(parallel: Parallel, step: TracedStep, cluster: ClusterShape, plan: Plan) -> str:
-    """The nearest changes with which the step fits, each of which was tried, in a sentence."""
-    found = []
+    """Return a sentence with the smallest changes that make the step fit; each one was planned."""
+    options = []
     for words, changed in _changes(parallel, step, plan):
         try:
             fits = plan_of(changed, step, cluster).missing_bytes <= 0
-        except (PlanError, BatchError):  # the batch does not divide, or so
+        except (PlanError, BatchError):  # such as a batch that does not divide
             continue
         if fits:
-            found.append(words)
+            options.append(words)
             break
     try:
         num_layers = getattr(parallel, "num_layers", None)
         automatic = plan_of(Auto(num_layers=num_layers), step, cluster)
-        found.append(f"parallel=auto ({in_words(automatic)})")
+        options.append(f"parallel=auto ({in_words(automatic)})")
     except PlanError as error:
         if advice := str(error).partition(_FITS)[2]:
-            found.append(f"parallel=auto with {advice}")
+            options.append(f"parallel=auto with {advice}")
     return (
-        f"{_FITS if found else ''}"
-        f"{'; or '.join(found) or 'Take a smaller model, or larger devices'}. "
+        f"{_FITS if options else ''}"
+        f"{'; or '.join(options) or 'Take a smaller model, or larger devices'}. "
         "To do it all the same, set parallel.allow_over_memory=true"
     )
 
 
 def _changes(parallel: Parallel, step: TracedStep, plan: Plan) -> Iterator[tuple[str, Parallel]]:
-    """What takes less memory under the same method, or one like it: less of a change first."""
+    """Yield changes that take less memory under the same or a similar method, small ones first."""
     if isinstance(parallel, Auto) or not isinstance(parallel, Planned):
         return
     most = step.batch_size // max(stage.logical_mesh[0] for stage in plan.stages)

@@ -1,46 +1,45 @@
-"""The run folder `<run.dir>/<run.id>/`: whose it is, what is in it, and that no two runs share it.
+"""The run folder `<run.dir>/<run.id>/`: who owns it, what is in it, and its lock.
 
-`check` only looks, so that a wrong setting costs no time and leaves nothing behind; `claim` makes
-the folder and holds it. `run` calls both.
+`check` only looks, so that a wrong setting fails fast and leaves nothing behind. `claim` makes the
+folder and locks it, so that no two runs share one.
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
-import secrets
 import shutil
-import stat
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO
 
 from launcher.cluster.slurm.attempts import attempt_folder
 from launcher.config.errors import ConfigError
-from launcher.config.schema import Config, Run
-from launcher.driver.held import Held, hold
+from launcher.config.schema import Config
+from launcher.driver.folder_handle import FolderHandle, open_handle
 from launcher.driver.identity import check_same_run
-from launcher.driver.private_files import OTHERS, is_own, private_files
-from launcher.files import FULL, clear_partial, exposed, named, open_own, say_aside
+from launcher.driver.make_folder import check_folder, make_folder
+from launcher.driver.private_files import private_files
+from launcher.files import clear_partial, open_own, say_aside
 from launcher.train import checkpoint
 
 LOCK = ".lock"
-_OF_THE_DISK = FULL | {errno.EIO}  # its fault, not the setting's
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run's folder, and how many steps its newest checkpoint has behind it (0: none there).
+    """A run's folder and its newest checkpoint.
 
-    `attempt` is the number of this start of a Slurm job's run, which has logs of its own.
-    `damaged` holds a line for each newer checkpoint that was not whole. `next_batch` is what that
-    checkpoint says. `held` is the folder itself, for as long as this process has it.
-    `made`: what this process has made to have it, innermost first; nothing where it was there.
+    Attributes:
+        path: the folder.
+        finished_steps: the step of its newest intact checkpoint; 0 if there is none.
+        attempt: the number of this start of a Slurm job's run, which has logs of its own.
+        damaged: a line for each newer checkpoint that is damaged.
+        next_batch: the index of the next batch, as that checkpoint says.
+        handle: the open folder, while this process has claimed it.
+        created: the folders that this process made for it, innermost first; empty if it existed.
     """
 
     path: Path
@@ -48,206 +47,132 @@ class RunFolder:
     attempt: int | None = None
     damaged: tuple[str, ...] = ()
     next_batch: int = 0
-    held: Held | None = None
-    made: tuple[Path, ...] = ()
+    handle: FolderHandle | None = None
+    created: tuple[Path, ...] = ()
 
     @property
     def id(self) -> str:
+        """The run's id, which is the folder's name."""
         return self.path.name
 
     def check(self) -> None:
-        """Raises LostFolderError where the folder was deleted or renamed."""
-        if self.held is not None:
-            self.held.check()
+        """Check that the folder is still where it was.
+
+        Raises:
+            LostFolderError: it was deleted or renamed.
+        """
+        if self.handle is not None:
+            self.handle.check()
 
     @property
     def checkpoints(self) -> Path:
+        """The folder of checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def logs(self) -> Path:
+        """The folder of logs: of the run, or of this attempt in a Slurm job."""
         if self.attempt is not None:
             return attempt_folder(self.path, self.attempt)
         return self.path / "logs"
 
 
-def new_id(model_name: str) -> str:
-    """A fresh run id: `<model>-<utc yyyymmdd-hhmmss>-<4 hex digits>`."""
-    return f"{model_name}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-
-
 def check(config: Config, thorough: bool = True) -> int:
-    """How many finished steps the run would go on from; 0 where it would start afresh.
+    """Return how many finished steps the run would resume from; 0 for a fresh start.
 
-    What the checkpoints hold is read only where the run would be complete, and `thorough` is asked
-    for: `claim` reads it.
+    Args:
+        config: checked settings.
+        thorough: whether to read all files of the checkpoint of a run that is complete. For other
+            runs `claim` does that.
 
-    Raises ConfigError where `run.id` and `run.resume` do not fit what is on disk.
+    Raises:
+        ConfigError: like `check_folder`, or there is no checkpoint that the run can resume from.
+        OSError: the disk is full or broken.
     """
-    _check_place(config.run)
-    _check_exposed(config)
-    if config.run.id is None:
+    path = check_folder(config)
+    if path is None:
         return 0
-    path = Path(config.run.dir, config.run.id)
-    if path.exists() and not path.is_dir():
-        raise _no_folder(path)
-    if config.run.resume == "never" and path.exists():
-        raise _taken(path)
-    if path.exists():
-        _check_owner(config.run, path)
     step = _choose(config, path, thorough=False).step or 0
     if thorough and step >= config.train.steps:
         step = _choose(config, path).step or 0
     return step
 
 
-def _check_place(run: Run) -> None:
-    """That the run's folder is there or could be made: one is, for a moment, where it would be. To
-    root, permissions promise everything, and /proc, say, keeps none of it."""
-    parent = run.dir
-    path = Path(parent).absolute()
-    try:
-        (path / (run.id or "")).exists()
-    except OSError as error:  # a name that is too long, a folder that may not be looked into
-        raise _not_writable(parent, f"{error.filename}: {error.strerror}") from None
-    there = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
-    if not there.is_dir():
-        raise _not_writable(parent, f"{there} is not a folder")
-    try:
-        os.rmdir(tempfile.mkdtemp(prefix=".launcher-", dir=there))
-    except OSError as error:
-        if error.errno in _OF_THE_DISK:
-            raise named(error, there) from None
-        raise _not_writable(parent, f"you may not write to {there}") from None
-
-
-def _check_exposed(config: Config) -> None:
-    """That nobody can have Slurm run a script of theirs as this user, in the place of a private
-    run's. A run by itself takes no code from its folder, and looks whose it is."""
-    run = config.run
-    if run.shared or config.task != "submit":
-        return
-    path = Path(run.dir).absolute()
-    there = next(folder for folder in (path, *path.parents) if folder.exists())
-    if (folder := exposed(there.resolve(), trust_group=True)) is not None:
-        raise ConfigError(
-            f"run.dir={run.dir} cannot hold a private job: anybody may rename what is in {folder}",
-            f"Run 'chmod o-w {folder}', choose another run.dir, or set run.shared=true.",
-            ["run.dir"],
-        )
-
-
-def _check_owner(run: Run, path: Path) -> None:
-    if not run.shared and not is_own(path):
-        raise _of_another_user(path)
-
-
 @contextmanager
 def claim(config: Config) -> Iterator[RunFolder]:
-    """Make the run's folder, or take up the one it has, and hold it against other processes. As
-    long as it is held, all that is written is private, unless the run is shared.
+    """Make or open the run's folder and lock it against other processes.
 
-    A damaged checkpoint is set aside, and what was left by saves and writes that were cut off is
-    deleted.
+    Within the context all new files are private, unless the run is shared. A damaged checkpoint is
+    renamed, and the remains of interrupted saves and writes are deleted.
 
-    Raises ConfigError like `check`, or where another process holds the folder, and OSError where
-    the disk is full.
+    Yields:
+        The folder, with its newest intact checkpoint.
+
+    Raises:
+        ConfigError: like `check`, or another process has claimed the folder.
+        OSError: the disk is full or broken.
     """
     base = Path(config.run.dir)
     missing = [folder for folder in (base, *base.parents) if not folder.exists()]
     fresh = config.run.id is None or not Path(base, config.run.id).exists()
-    path = make(config)
-    made = (path, *missing) if fresh else ()
+    path = make_folder(config)
+    created = (path, *missing) if fresh else ()
     with (
         private_files(config.run),
         open(open_own(path / LOCK, os.O_WRONLY), "ab") as lock,
-        hold(path) as held,
+        open_handle(path) as handle,
     ):
         _lock(lock, path)
         for written in (path, path / "plots"):
             clear_partial(written)
-        # Looked at only now (again, after `check`), when nobody else can be writing.
-        yield again(RunFolder(path, held=held, made=made), config)
+        # `check` has looked already, but only now can nobody else be writing.
+        yield reload(RunFolder(path, handle=handle, created=created), config)
 
 
 @contextmanager
-def unmade(made: Sequence[Path], on: type[BaseException] = BaseException) -> Iterator[None]:
-    """Take folders that were just made, innermost first, away again where what is done inside
-    raises `on`: what they were made for did not begin. Those around the first have to be empty."""
+def delete_on_error(
+    created: Sequence[Path], on: type[BaseException] = BaseException
+) -> Iterator[None]:
+    """Delete folders that were just made if the context raises `on`.
+
+    Args:
+        created: the folders, innermost first. The first is deleted with its contents, the others
+            only if they are empty.
+        on: the exceptions after which they are not needed.
+    """
     try:
         yield
     except on:
-        if made:
-            shutil.rmtree(made[0], ignore_errors=True)
-            with suppress(OSError):  # in use by now
-                for folder in made[1:]:
+        if created:
+            shutil.rmtree(created[0], ignore_errors=True)
+            with suppress(OSError):  # not empty any more
+                for folder in created[1:]:
                     folder.rmdir()
         raise
 
 
-def again(home: RunFolder, config: Config) -> RunFolder:
-    """`home`, which this process has claimed, with the checkpoint that is its newest whole one by
-    now, when no worker writes. Like `claim`, which it is a part of, it tidies up. Raises
-    LostFolderError, too."""
+def reload(home: RunFolder, config: Config) -> RunFolder:
+    """Return a claimed folder with what is its newest intact checkpoint now.
+
+    Call it while no worker writes: like `claim` it renames damaged checkpoints and deletes partial
+    ones.
+
+    Raises:
+        LostFolderError: the folder was deleted or renamed.
+        ConfigError: like `check`.
+    """
     home.check()
     choice = _choose(config, home.path)
     checkpoint.clear_partial(home.checkpoints)
-    damaged = tuple(_set_aside(home.checkpoints, *found) for found in choice.damaged)
+    damaged = tuple(_set_aside(home.checkpoints, *each) for each in choice.damaged)
     next_batch = choice.account.next_batch if choice.account else 0
     step = choice.step or 0
     return replace(home, finished_steps=step, damaged=damaged, next_batch=next_batch)
 
 
-def make(config: Config) -> Path:
-    """Make the run's folder, or take up the one it has; its user alone may look into it, unless it
-    is shared. Raises like `claim`."""
-    run = config.run
-    try:
-        Path(run.dir).mkdir(parents=True, exist_ok=True)  # may hold shared runs, too
-        _check_exposed(config)
-        if run.id is None:
-            return _fresh_folder(run, config.model.name)
-        return _own_folder(run, run.id)
-    except OSError as error:
-        if error.errno in _OF_THE_DISK:
-            raise
-        raise _not_writable(run.dir, f"{error.filename}: {error.strerror}") from None
-
-
-def _fresh_folder(run: Run, model_name: str) -> Path:
-    while True:
-        try:
-            path = Path(run.dir, new_id(model_name))
-            path.mkdir(_mode(run))
-            return path
-        except FileExistsError:
-            continue  # somebody drew the same four digits in the same second
-
-
-def _own_folder(run: Run, run_id: str) -> Path:
-    path = Path(run.dir, run_id)
-    try:
-        path.mkdir(_mode(run), exist_ok=run.resume != "never")
-    except FileExistsError:
-        if not path.is_dir():
-            raise _no_folder(path) from None
-        raise _taken(path) from None
-    _check_owner(run, path)
-    if not run.shared and (mode := stat.S_IMODE(path.stat().st_mode)) & OTHERS:
-        try:
-            path.chmod(mode & ~OTHERS)
-        except PermissionError:
-            raise _of_another_user(path) from None
-    return path
-
-
-def _mode(run: Run) -> int:
-    return 0o777 if run.shared else 0o777 & ~OTHERS
-
-
 def _lock(file: BinaryIO, path: Path) -> None:
     try:
-        # The kernel lets go of it when the process ends, however it ends.
+        # The kernel releases it when the process ends, however that happens.
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ConfigError(
@@ -258,7 +183,7 @@ def _lock(file: BinaryIO, path: Path) -> None:
 
 
 def _choose(config: Config, path: Path, thorough: bool = True) -> checkpoint.Choice:
-    """The checkpoint that the run goes on from, if there is one."""
+    """Return the checkpoint that the run resumes from, if there is one."""
     checkpoints = RunFolder(path).checkpoints
     try:
         choice = checkpoint.newest(checkpoints, thorough, path.name)
@@ -288,39 +213,7 @@ def _choose(config: Config, path: Path, thorough: bool = True) -> checkpoint.Cho
 
 
 def _set_aside(checkpoints: Path, step: int, problem: str) -> str:
-    """Rename a damaged checkpoint; the line that says so."""
-    said: list[str] = []
-    say_aside(checkpoints / str(step), problem, said.append)
-    return f"checkpoint {said[0]}"
-
-
-def _not_writable(parent: str, reason: str) -> ConfigError:
-    return ConfigError(
-        f"run.dir={parent} cannot hold a run: {reason}",
-        "Set run.dir to a folder that you can write.",
-        ["run.dir"],
-    )
-
-
-def _no_folder(path: Path) -> ConfigError:
-    return ConfigError(
-        f"run.id={path.name} cannot have a folder: {path} is a file",
-        "Choose another run.id, or move the file away.",
-        ["run.id"],
-    )
-
-
-def _of_another_user(path: Path) -> ConfigError:
-    return ConfigError(
-        f"run.id={path.name} cannot be private: {path} belongs to another user",
-        "Choose another run.id, or set run.shared=true.",
-        ["run.id"],
-    )
-
-
-def _taken(path: Path) -> ConfigError:
-    return ConfigError(
-        f"run.id={path.name} is taken: {path} exists, and run.resume=never",
-        "Choose another run.id, or use run.resume=auto to go on with that run.",
-        ["run.id", "run.resume"],
-    )
+    """Rename a damaged checkpoint; return the line that says so."""
+    lines: list[str] = []
+    say_aside(checkpoints / str(step), problem, lines.append)
+    return f"checkpoint {lines[0]}"

@@ -1,8 +1,8 @@
-"""What must stay as it was when a run goes on; with other settings it would be another run.
+"""The settings that must not change when a run is resumed, as it would be another run.
 
-A checkpoint holds the settings that it was saved with: what comes from the environment as the
-interpolation (see `launcher.config.interpolation`), and beside that as a fingerprint, by which
-another value is noticed and the value not found. `folder` checks, `saving` notes.
+A checkpoint holds the settings that it was saved with. Values from the environment are stored as
+their interpolation (see `launcher.config.interpolation`) and as a fingerprint, which shows that a
+value has changed but not what it is.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FIXED = (
 
 
 def fingerprints(config: Config) -> dict[str, str]:
-    """Of each setting that must stay and comes from the environment, by its name."""
+    """Return the fingerprint of each fixed setting that comes from the environment, by its key."""
     places = [dotted(place) for place in config.from_environment]
     return {
         key: _fingerprint(json.dumps(value))
@@ -43,13 +43,22 @@ def fingerprints(config: Config) -> dict[str, str]:
 
 
 def check_same_run(path: Path, step: int, stored: Account, config: Config) -> None:
-    """Raises ConfigError where the run in the folder `path` came to `step` with other settings;
-    `stored` is what the checkpoint there says of them."""
+    """Check that the settings fit the checkpoint that the run is to resume from.
+
+    Args:
+        path: the run's folder.
+        step: the checkpoint's step.
+        stored: what the checkpoint says of its run.
+        config: the settings now.
+
+    Raises:
+        ConfigError: a setting that must not change has changed.
+    """
     before, now = _flat(stored.config), _flat(to_dict(config))
     for key in filter(_is_fixed, sorted(before.keys() | now.keys())):
         value = now.get(key)
         if key in stored.fingerprints:
-            is_same = _is_of(stored.fingerprints[key], json.dumps(value))
+            is_same = _matches(stored.fingerprints[key], json.dumps(value))
         else:
             is_same = before.get(key) == written({key: value}, {})[key]
         if not is_same:
@@ -65,24 +74,24 @@ def _is_fixed(key: str) -> bool:
     return any(f"{key}.".startswith(f"{name}.") for name in _FIXED)
 
 
-@functools.cache  # it is slow on purpose, and asked for at every save
+@functools.cache  # slow on purpose, and called at every save
 def _fingerprint(text: str) -> str:
     salt = secrets.token_hex(16)
     return f"{salt}:{_digest(text, salt)}"
 
 
-def _is_of(fingerprint: str, text: str) -> bool:
+def _matches(fingerprint: str, text: str) -> bool:
     salt, _, digest = fingerprint.partition(":")
     return hmac.compare_digest(_digest(text, salt), digest)
 
 
 def _digest(text: str, salt: str) -> str:
-    """By a function that costs 50 ms: who reads it cannot try out many values."""
+    """Return a digest that takes 50 ms to compute, so that nobody can try many values."""
     return hashlib.scrypt(text.encode(), salt=salt.encode(), n=2**14, r=8, p=1, dklen=32).hex()
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`{"a": {"b": 1}}` as `{"a.b": 1}`."""
+    """Return `{"a": {"b": 1}}` as `{"a.b": 1}`."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Where a new run's parameters come from: `train.init_from`. `prepare` asks beforehand."""
+"""The checkpoint that a new run takes its parameters from: `train.init_from`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,18 @@ _KEY = "train.init_from"
 def find_start(
     config: Config, finished: int, say: Callable[[str], None], thorough: bool = True
 ) -> Path | None:
-    """The checkpoint that the run takes its first parameters from; None where it draws them, or
-    goes on after `finished` steps of its own.
+    """Return the checkpoint to take the first parameters from, or None for a fresh start.
+
+    It is None, too, if the run resumes from a checkpoint of its own.
 
     Args:
-        thorough: read all of it, to see that it is whole.
+        config: the settings.
+        finished: how many steps of its own the run has finished.
+        say: takes a line for the user.
+        thorough: whether to read all files and compare their checksums.
 
-    Raises ConfigError where `train.init_from` holds no checkpoint that is whole.
+    Raises:
+        ConfigError: `train.init_from` holds no intact checkpoint.
     """
     named = config.train.init_from
     if named is None:
@@ -45,8 +50,16 @@ def find_start(
 
 
 def check_start(named: str | None, path: Path, params: Any) -> None:
-    """Raises ConfigError where the parameters at `path` are not those of `params`, a tree of
-    `jax.ShapeDtypeStruct`."""
+    """Check that the parameters of a checkpoint fit the model.
+
+    Args:
+        named: `train.init_from`, for the message.
+        path: the checkpoint.
+        params: the model's parameters, a tree of `jax.ShapeDtypeStruct`.
+
+    Raises:
+        ConfigError: they differ in names or shapes.
+    """
     try:
         checkpoint.check_params(path, params)
     except checkpoint.Mismatch as error:

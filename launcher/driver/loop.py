@@ -1,4 +1,4 @@
-"""The training loop, in the driver: what happens in which order. `run` calls it."""
+"""The training loop in the driver: the order of steps, evaluations and saves."""
 
 from __future__ import annotations
 
@@ -27,14 +27,25 @@ def train(
     save: Saving,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Train from step `finished` + 1 to `settings.steps`, or until a signal asks for the end.
+    """Train from step `finished` + 1 to `settings.steps`, or until a signal asks to stop.
 
-    `save(step)` begins to save the newest step, when the settings ask for it, the last one like any
-    other, and at the end, where they or a signal do and there was a step to save. Training goes on
-    meanwhile; all is written when this returns. `clock` gives seconds that go on evenly.
+    Saves go on in the background while training continues; all are complete on return. The last
+    step is saved if it is due like any other, if `settings.checkpoint.at_end` is set, or if a
+    signal ends the run, provided that a step was made.
 
-    Raises DivergedError, with nothing saved of the step that went wrong, SaveError, and like
-    `Workers.result`.
+    Args:
+        settings: the section `train`.
+        workers: the workers, with their state created or restored.
+        recorder: takes the result of each step.
+        stop: the signals received.
+        finished: the number of steps already finished.
+        save: `save(step)` begins to save the state after `step`.
+        clock: returns monotonic seconds.
+
+    Raises:
+        DivergedError: a step's loss or gradient is not finite; nothing of that step is saved.
+        SaveError: a save failed, and that ends the run.
+        WorkerError: and the other errors of `Workers.result`.
     """
     profiled = profiled_step(settings.steps, finished)
     cadence = Cadence(settings.checkpoint, clock())
@@ -46,7 +57,7 @@ def train(
         if is_evaluated(step, settings):
             calls += [workers.submit("evaluate", batch) for batch in range(settings.eval_batches)]
         if step < settings.steps and cadence.is_due(step, clock()):
-            _finish(workers, calls, recorder)  # only a step that went well is saved
+            _finish(workers, calls, recorder)  # a step that diverged must not be saved
             calls.append(save(step))
             saved = step
         while len(calls) >= IN_FLIGHT:
@@ -54,7 +65,7 @@ def train(
     _finish(workers, calls, recorder)
     recorder.log_newest()
     at_end = settings.checkpoint.at_end or stop.requested
-    # The last step may be due like any other, but its save holds up nothing more.
+    # The last step may be due like any other; nothing has to overlap with its save.
     final = step > finished and bool(at_end or cadence.is_due(step, clock()))
     if final and step != saved:
         save(step).result()
@@ -62,21 +73,21 @@ def train(
 
 
 def _finish(workers: Workers, calls: deque[Answers], recorder: Recorder) -> None:
-    """Wait for all that was sent, and record it."""
+    """Wait for all calls that were sent, and record their results."""
     calls.append(workers.submit("flush"))
     while calls:
         recorder.record(calls.popleft().result())
 
 
 class Cadence:
-    """When the state is to be saved while training goes on. Times in seconds."""
+    """The times at which the state is saved during training, in seconds."""
 
     def __init__(self, settings: Checkpoint, now: float) -> None:
         self._settings = settings
         self._saved_at = now
 
     def is_due(self, step: int, now: float) -> bool:
-        """Whether to save after `step`; if so, the minutes count from now."""
+        """Return whether to save after `step`; if so, `every_minutes` counts from `now`."""
         settings = self._settings
         by_step = settings.every_steps > 0 and step % settings.every_steps == 0
         late = settings.every_minutes > 0 and now - self._saved_at >= 60 * settings.every_minutes
@@ -86,17 +97,19 @@ class Cadence:
 
 
 def is_evaluated(step: int, settings: Train) -> bool:
-    """Whether an evaluation follows `step`: every so many steps, and the last one in any case."""
+    """Return whether an evaluation follows `step`: every so many steps, and after the last one."""
     every = settings.eval_every
     return every > 0 and (step % every == 0 or step == settings.steps)
 
 
 def profiled_step(steps: int, finished: int) -> int:
-    """The step that is run task by task to time the stages: the second, when all is warm."""
+    """Return the step that is run task by task to time the stages: the second, which is warm."""
     return min(finished + 2, steps)
 
 
 def warm_up(finished: int) -> range:
-    """The first steps after a start at `finished`, whose times say nothing of the others': all is
-    cold, then it is profiled, and the next one was sent behind that."""
+    """Return the first steps after a start at `finished`, whose times are not representative.
+
+    The first is cold, the second is profiled, and the third was queued behind the second.
+    """
     return range(finished + 1, finished + 4)

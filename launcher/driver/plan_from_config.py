@@ -1,4 +1,4 @@
-"""From the settings of `parallel` to a plan."""
+"""Makes the plan that the `parallel` section asks for."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def plan_of(
     say: Callable[[str], None] = lambda text: None,
     nothing_fits: Callable[[str], None] | None = None,
 ) -> Plan:
-    """Returns the plan that the settings ask for.
+    """Return the plan that the settings ask for.
 
     Args:
         parallel: the settings.
@@ -53,8 +53,8 @@ def plan_of(
         cluster: the devices to plan for.
         progress: called with the share of a search that is done, 0 … 1.
         say: called with a message about each measurement that failed or was ignored.
-        nothing_fits: called with the reason where no plan that a search finds fits the memory; the
-            one that exceeds it least is then returned. None: that is an error, unless
+        nothing_fits: called with the reason if no plan that a search finds fits the memory; the one
+            that exceeds it least is then returned. None: that is an error, unless
             `parallel.allow_over_memory`.
 
     Raises:
@@ -78,7 +78,7 @@ def plan_of(
 
 
 def _as_allowed(why: str) -> None:
-    """Say nothing of what was allowed."""
+    """Accept a plan that does not fit without a message, as the settings allow it."""
 
 
 def _searched(
@@ -110,7 +110,7 @@ def _searched(
 
 
 def _planned(parallel: Planned, step: TracedStep, cluster: ClusterShape) -> Plan:
-    """Returns the plan of a method that searches for nothing."""
+    """Return the plan of a method that searches for nothing."""
     count, remat = parallel.num_micro_batches or 1, parallel.remat
     match parallel:
         case Manual():
@@ -144,7 +144,7 @@ def _layers(
 
 
 def _shape(parallel: Shard, num_devices: int) -> tuple[int, int] | None:
-    """Returns (data, model), or None where neither is given."""
+    """Return (data, model), or None if neither is given."""
     if parallel.data is None and parallel.model is None:
         return None
     data = parallel.data or max(1, num_devices // (parallel.model or 1))
@@ -152,9 +152,9 @@ def _shape(parallel: Shard, num_devices: int) -> tuple[int, int] | None:
 
 
 def _sizes(parallel: ThreeD, num_devices: int) -> tuple[int, int, int]:
-    """Returns (data, model, pipeline), with the sizes that are not given filled in.
+    """Return (data, model, pipeline), with the sizes that are not given filled in.
 
-    What is left of the devices goes to data, otherwise to pipeline, otherwise to model.
+    The remaining devices go to data, otherwise to pipeline, otherwise to model.
     """
     data, model, pipeline = parallel.data, parallel.model, parallel.pipeline
     left = max(1, num_devices // ((data or 1) * (model or 1) * (pipeline or 1)))

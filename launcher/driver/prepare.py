@@ -1,4 +1,4 @@
-"""What is found out before anything is trained: data, devices, program, plan. `run` calls it."""
+"""What precedes training: look at data and devices, trace the program, plan."""
 
 from __future__ import annotations
 
@@ -26,9 +26,15 @@ from launcher.train.program import Program, build_program
 
 @dataclass(frozen=True)
 class Prepared:
-    """The devices there are (None: only planned for) and the plan for them. `plan_seconds`: of
-    tracing and planning. `init_from`: the checkpoint whose parameters the run starts from.
-    `problem`: why it cannot be trained by that plan, which was asked for alone."""
+    """A run that is ready to train.
+
+    Attributes:
+        pool: the devices there are, or None if the run is only planned.
+        plan: the plan for them.
+        plan_seconds: the time that tracing and planning took.
+        init_from: the checkpoint that the first parameters come from.
+        problem: why the plan cannot be trained, if only a plan was asked for; else empty.
+    """
 
     pool: DevicePool | None
     plan: Plan
@@ -39,7 +45,14 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Traced:
-    """A program and the cluster to plan it for. `seconds`: of tracing."""
+    """A traced program and the cluster to plan it for.
+
+    Attributes:
+        found: the devices, and the checkpoint that the first parameters come from.
+        cluster: the shape to plan for.
+        program: the run's program.
+        seconds: the time that tracing took.
+    """
 
     found: Found
     cluster: ClusterShape
@@ -52,19 +65,27 @@ def prepare(
 ) -> Prepared:
     """Look at what is here, trace and plan; show the plan.
 
-    Args: as of `look`.
+    Args:
+        config: checked settings.
+        console: where progress and the plan are shown.
+        plan_only: whether the cluster may be a described one, which is not here.
+        finished: how many steps the run has finished.
 
-    Raises ConfigError, `recipes.InputError`, `TraceError` and `PlanError` for what the user can
-    put right, and OSError for files.
+    Raises:
+        ConfigError: a setting does not fit this machine.
+        recipes.InputError: the model or the data cannot be built.
+        TraceError: the program cannot be traced.
+        PlanError: there is no plan that fits.
+        OSError: a file cannot be read.
     """
-    found = look(config, finished, _said(console), plan_only)
+    found = look(config, finished, _printer(console), plan_only)
     return plan(config, console, trace(config, console, found), plan_only)
 
 
 def trace(config: Config, console: Console, found: Found) -> Traced:
-    """Read the data and trace the program; raises like `prepare`."""
+    """Read the data and trace the program; raise like `prepare`."""
     jax.config.update("jax_platforms", "cpu")  # the devices are for the workers
-    cluster = shape_of(config.cluster, found.pool, _said(console))
+    cluster = shape_of(config.cluster, found.pool, _printer(console))
     began = time.perf_counter()
     with status(console, "reading the data and tracing"):
         program = build_program(config)
@@ -74,25 +95,30 @@ def trace(config: Config, console: Console, found: Found) -> Traced:
 
 
 def plan(config: Config, console: Console, traced: Traced, plan_only: bool = False) -> Prepared:
-    """Plan what was traced, and show the plan; raises like `prepare`."""
-    say, program, cluster = _said(console), traced.program, traced.cluster
+    """Plan what was traced and show the plan; raise like `prepare`."""
+    say, program, cluster = _printer(console), traced.program, traced.cluster
     began = time.perf_counter()
-    of_search: list[str] = []
+    search_notes: list[str] = []
     nothing_fits: list[str] = []
-    told = nothing_fits.append if plan_only else None
+    on_nothing_fits = nothing_fits.append if plan_only else None
     try:
         with progress_of(console, "planning") as progress:
-            found = plan_of(
-                config.parallel, program.train, cluster, progress, of_search.append, told
+            chosen = plan_of(
+                config.parallel,
+                program.train,
+                cluster,
+                progress,
+                search_notes.append,
+                on_nothing_fits,
             )
     finally:
-        for note in of_search:
+        for note in search_notes:
             say(note)
     seconds = traced.seconds + time.perf_counter() - began
     console.print(f"data: {program.dataset.describe}", soft_wrap=True)
-    print_plan(console, found, getattr(config.model, "sequence_length", None))
-    ready = Prepared(traced.found.pool, found, seconds, traced.found.init_from)
-    problem = too_large(found) or "".join(nothing_fits)
+    print_plan(console, chosen, getattr(config.model, "sequence_length", None))
+    ready = Prepared(traced.found.pool, chosen, seconds, traced.found.init_from)
+    problem = too_large(chosen) or "".join(nothing_fits)
     if problem and config.parallel.allow_over_memory:
         say(f"{problem}; parallel.allow_over_memory=true")
     elif problem:
@@ -102,12 +128,12 @@ def plan(config: Config, console: Console, traced: Traced, plan_only: bool = Fal
             (problem,) = nothing_fits
         else:
             with status(console, "looking for what would fit"):
-                problem = f"{problem}. {what_fits(config.parallel, program.train, cluster, found)}"
+                problem = f"{problem}. {what_fits(config.parallel, program.train, cluster, chosen)}"
         if not plan_only:
             raise PlanError(problem)
         return replace(ready, problem=problem)
     return ready
 
 
-def _said(console: Console) -> Callable[[str], None]:
+def _printer(console: Console) -> Callable[[str], None]:
     return functools.partial(console.print, soft_wrap=True)

@@ -1,7 +1,4 @@
-"""Who may read what a run leaves: its user alone, unless `run.shared` says otherwise.
-
-`launcher.driver.folder` and `launcher.submit.job` use it, and `slurm_agent` on a job's other nodes.
-"""
+"""Permissions of a run's files: its user alone may read them, unless `run.shared` is set."""
 
 from __future__ import annotations
 
@@ -13,13 +10,15 @@ from pathlib import Path
 
 from launcher.config.schema import Run
 
-OTHERS = 0o077  # the permissions that are not the user's own
+OTHERS = 0o077  # permissions of the group and of others
 
 
 @contextmanager
 def private_files(run: Run) -> Iterator[None]:
-    """Inside, what this process and those that it starts make is their user's alone, whichever
-    library makes it; of a shared run it is as the user's umask says."""
+    """Make new files private within the context, unless the run is shared.
+
+    It sets the umask, so it holds for every library and for child processes.
+    """
     before = os.umask(OTHERS)
     try:
         if run.shared:
@@ -30,13 +29,16 @@ def private_files(run: Run) -> Iterator[None]:
 
 
 def is_own(folder: Path) -> bool:
-    """Whether a folder, and the link that may stand for it, are this user's, by whatever number the
-    file system knows the user: on NFS root may be another one."""
+    """Return whether a folder, and a link that stands for it, belong to this user.
+
+    The user is compared by the number that the file system itself assigns: on NFS, root may be
+    another user.
+    """
     owners = {folder.stat().st_uid, folder.lstat().st_uid}
     if owners == {os.getuid()}:
         return True
     try:
         with tempfile.TemporaryDirectory(dir=folder.parent) as probe:
             return owners == {os.stat(probe).st_uid}
-    except OSError:  # nothing can be made there by this user
+    except OSError:  # this user cannot write there
         return False

@@ -1,4 +1,4 @@
-"""From what a worker measured of a step to what is logged of it. `loop` feeds it, `run` sums up."""
+"""Turns the workers' measurements of a step into what is logged, and detects divergence."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ if TYPE_CHECKING:
 
 
 _FINITE = ("train/loss", "train/grad_norm")
-MOST_SKIPPED = 10  # steps in a row: a run that skips more learns nothing any more
+MOST_SKIPPED = 10  # consecutive steps; a run that skips more no longer learns
 
 
 class DivergedError(Exception):
-    """The loss or the gradient is no longer a number; what was saved before still is.
+    """The loss or the gradient norm is not finite; earlier checkpoints remain.
 
     Attributes:
-        key: the metric that is not finite. step: where.
+        key: the metric that is not finite.
+        step: the step at which it was.
     """
 
     def __init__(self, key: str, value: float, step: int) -> None:
@@ -33,17 +34,18 @@ class DivergedError(Exception):
 
 
 class Recorder:
-    """Logs every `log_every`-th step, the last one, and what is out of the ordinary.
+    """Logs every `log_every`-th step, the last one, and those that are out of the ordinary.
 
     Args:
         log: takes a step's number and its metrics.
-        performance: the `perf/...` figures of a step that took so many seconds.
-        say: takes a line for a person.
-        skips: whether a step whose loss or gradient is not finite has left the state as it was.
+        log_every: the number of steps from one logged step to the next.
+        performance: returns the `perf/...` metrics of a step that took so many seconds.
+        say: takes a line for the user.
+        skips: whether a step whose loss or gradient is not finite leaves the state unchanged.
 
     Attributes:
-        finished_steps: the newest step that is finished, 0 before the first.
-        first_step_at: when the first step of this process was complete, seconds since the epoch.
+        finished_steps: the newest finished step, 0 before the first.
+        first_step_at: when the first step of this process completed, in seconds since the epoch.
     """
 
     def __init__(
@@ -65,12 +67,16 @@ class Recorder:
         self.first_step_at: float | None = None
 
     def begin(self, finished_steps: int) -> None:
-        """Forget what was seen of steps after `finished_steps`, from where the run goes on."""
+        """Forget the steps after `finished_steps`, from which the run goes on."""
         self._unlogged, self._skipped_in_a_row = None, 0
         self.finished_steps = finished_steps
 
     def record(self, result: StepResult | None) -> None:
-        """Take in one step's result. Raises DivergedError where training cannot go on from it."""
+        """Take one step's result; None is ignored.
+
+        Raises:
+            DivergedError: a value is not finite, and training cannot go on from it.
+        """
         if result is None:
             return
         self.finished_steps = result.step
@@ -89,7 +95,7 @@ class Recorder:
         self._say(f"step {result.step}: {key} is {value}, the update is skipped")
 
     def log_newest(self) -> None:
-        """Log the newest step, where it has not been."""
+        """Log the newest step, unless it is logged already."""
         if self._unlogged:
             self._log(*self._unlogged)
         self._unlogged = None

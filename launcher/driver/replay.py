@@ -1,6 +1,6 @@
-"""A plan to be replayed, held against the settings: what can be said of it before tracing.
+"""Checks of a plan to be replayed that need no tracing.
 
-It imports no JAX: `task=check` asks it, too.
+It imports no JAX, so that `task=check` can use it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,16 @@ _MOST_NAMED = 4
 
 
 def check_program(config: Config, path: str, say: Callable[[str], None]) -> None:
-    """Say what `config` has from the run of the plan at `path`, or has in common with it.
+    """Report the settings that `config` takes from the replayed run or shares with it.
 
-    Raises ConfigError where that run, as its `config.yaml` beside the plan says, had other settings
-    that make another program.
+    Args:
+        config: the settings now.
+        path: the plan to replay.
+        say: takes a line for the user.
+
+    Raises:
+        ConfigError: that run, by the `config.yaml` beside its plan, had other settings that make
+            another program.
     """
     if there := resolved_beside(path):
         here = to_dict(config)
@@ -34,7 +40,11 @@ def check_program(config: Config, path: str, say: Callable[[str], None]) -> None
 
 
 def read_plan(path: str) -> Any:
-    """What the file holds. Raises ConfigError where that is no JSON."""
+    """Read the JSON tree of a plan.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not JSON.
+    """
     try:
         return read_json(Path(path))
     except OSError as error:
@@ -44,10 +54,20 @@ def read_plan(path: str) -> Any:
 
 
 def check_devices(path: str, plan: Any, hosts: int, devices_per_host: int) -> None:
-    """Raises ConfigError where the plan, as it is in its file, is for other devices than these."""
+    """Check that a plan is for these devices.
+
+    Args:
+        path: the plan's file, for the message.
+        plan: its JSON tree. A tree that is no plan passes: reading it as one reports that.
+        hosts: the number of hosts here.
+        devices_per_host: the number of devices of each.
+
+    Raises:
+        ConfigError: the plan is for other devices.
+    """
     cluster = plan.get("cluster") if isinstance(plan, dict) else None
     if not isinstance(cluster, dict):
-        return  # it is no plan, as whoever reads it says
+        return  # no plan: `Plan.from_dict` reports that
     there = cluster.get("hosts"), cluster.get("devices_per_host")
     here = hosts, devices_per_host
     if here != there:
@@ -60,7 +80,7 @@ def check_devices(path: str, plan: Any, hosts: int, devices_per_host: int) -> No
 
 
 def no_plan(path: str, reason: str) -> ConfigError:
-    """The error for a file that does not hold a plan."""
+    """Return the error for a file that does not hold a plan."""
     return ConfigError(
         f"parallel.plan={path} cannot be read as a plan: {reason}",
         "Name a plan.json of an earlier run.",
@@ -69,7 +89,12 @@ def no_plan(path: str, reason: str) -> ConfigError:
 
 
 def another_program(path: str, differing: Sequence[str] = ()) -> ConfigError:
-    """The error for a plan of another program; `differing`: what its run had, and not what."""
+    """Return the error for a plan of another program.
+
+    Args:
+        path: the plan's file.
+        differing: the settings of its run that differ from those here; empty if they are not known.
+    """
     words = ", ".join(differing[:_MOST_NAMED]) + (", …" if differing[_MOST_NAMED:] else "")
     remedy = "Use the model, data, optimizer, batch size and precision that it was made for"
     return ConfigError(

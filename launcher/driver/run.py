@@ -1,8 +1,8 @@
-"""A whole run in the driver, from checked settings to an exit code. `launcher.command` calls it.
+"""A whole run in the driver, from checked settings to an exit code.
 
-The driver plans and directs; it computes nothing itself. Here stands what is done for which task,
-and what is said, and with which exit code, where it cannot be done. JAX takes a second to import,
-so it is imported where it is needed, when Ray is on its way up.
+The driver plans and directs, and computes nothing itself. This module chooses what each task does,
+and turns errors into messages and exit codes. JAX takes a second to import, so it is imported only
+where it is needed, while Ray starts.
 """
 
 from __future__ import annotations
@@ -38,11 +38,20 @@ _LEAVES = "Ctrl-C once more leaves at once"
 
 
 def run(config: Config, stop: Stop, rendezvous: Rendezvous | None = None) -> int:
-    """Do `config.task`, "train", "plan" or "calibrate", and return the exit code of the process.
+    """Do `config.task`, "train", "plan" or "calibrate"; report errors on standard error.
 
-    `rendezvous` is with the other tasks of the Slurm job that this process is a task of. What goes
-    wrong is said on standard error. The main thread only, and once a process. Raises
-    KeyboardInterrupt where a signal ends it, as `stop` knows.
+    Call it in the main thread, once per process.
+
+    Args:
+        config: checked settings.
+        stop: the signals received.
+        rendezvous: with the other tasks of the Slurm job that this process belongs to.
+
+    Returns:
+        The exit code of the process.
+
+    Raises:
+        KeyboardInterrupt: a signal ended it; `stop` knows which.
     """
 
     def work() -> int:
@@ -59,7 +68,7 @@ def run(config: Config, stop: Stop, rendezvous: Rendezvous | None = None) -> int
 
 
 def guarded(work: Callable[[], int]) -> int:
-    """The exit code of `work`, or of what goes wrong in it, which is said on standard error."""
+    """Return the exit code of `work`, or that of its error, which is reported on standard error."""
     try:
         return work()
     except (ConfigError, InputError) as error:
@@ -69,8 +78,8 @@ def guarded(work: Callable[[], int]) -> int:
     except (ClusterError, WorkerError) as error:
         message, code = str(error), 1
     except Exception as error:
+        from launcher.driver.failures import FailedError
         from launcher.driver.recorder import DivergedError
-        from launcher.driver.restart_policy import FailedError
         from launcher.plan import PlanError
         from launcher.trace import TraceError
 
@@ -117,13 +126,13 @@ def _train(config: Config, stop: Stop, rendezvous: Rendezvous | None) -> int:
     with ExitStack() as stack:
         with stop.heeded(say, until="now"):  # it reads checkpoints
             home = stack.enter_context(folder.claim(config))
-        with folder.unmade(home.made), ExitStack() as opening:
+        with folder.delete_on_error(home.created), ExitStack() as opening:
             session = None
-            if rendezvous is None and _is_plain(config):
+            if rendezvous is None and _can_start_early(config):
                 with stop.heeded(say, _LEAVES):  # no process is left without an owner
-                    session = opening.enter_context(_begun(config, home, found, say, stop))
+                    session = opening.enter_context(_start_ray(config, home, found, say, stop))
                     stop.check()
-            ready = _prepared(config, home, found, console, session, stop)
+            ready = _trace_and_plan(config, home, found, console, session, stop)
             stack.push(opening.pop_all())
         from launcher.driver.training import train_in
 
@@ -131,7 +140,7 @@ def _train(config: Config, stop: Stop, rendezvous: Rendezvous | None) -> int:
         return train_in(home, config, ready, console, stop, rendezvous, session)
 
 
-def _prepared(
+def _trace_and_plan(
     config: Config,
     home: RunFolder,
     found: Found,
@@ -139,30 +148,33 @@ def _prepared(
     session: PrivateRay | None,
     stop: Stop,
 ) -> Prepared:
-    """Trace and plan, while Ray comes up, if it was begun, and then the workers."""
+    """Trace and plan while Ray and then the workers start, if there is a session."""
     with stop.interruptible():
         from launcher.driver.prepare import plan, trace
         from launcher.runtime import why_not_kept
 
-        if problem := why_not_kept():  # the workers' own words are in their logs
+        if problem := why_not_kept():  # the workers' own warnings are only in their logs
             console.print(problem, soft_wrap=True)
         traced = trace(config, console, found)
     if session is not None:
         with stop.heeded(functools.partial(console.print, soft_wrap=True), _LEAVES):
-            _begin_workers(session, config, home)
+            _start_workers(session, config, home)
     with stop.interruptible():
         return plan(config, console, traced)
 
 
-def _is_plain(config: Config) -> bool:
-    """Whether next to nothing can be wrong with a run that was looked at, and nothing is measured
-    for its plan: then Ray and the workers come up while it is traced and planned."""
+def _can_start_early(config: Config) -> bool:
+    """Return whether Ray and the workers can start while the run is traced and planned.
+
+    That is worth it if tracing and planning can hardly fail after the checks, and if they measure
+    nothing, which the start would disturb.
+    """
     is_own = isinstance(config.model, CustomModel) or isinstance(config.dataset, CustomDataset)
     measures = isinstance(config.parallel, Planned) and config.parallel.cost == "profile"
     return not is_own and not measures
 
 
-def _begun(
+def _start_ray(
     config: Config, home: RunFolder, found: Found, say: Callable[[str], None], stop: Stop
 ) -> PrivateRay:
     assert found.pool is not None
@@ -171,11 +183,11 @@ def _begun(
     return start(found.pool, home.logs, limit=limit)
 
 
-def _begin_workers(session: PrivateRay, config: Config, home: RunFolder) -> None:
-    """Have the workers come up, and a worker that is alone trace; several meet first."""
+def _start_workers(session: PrivateRay, config: Config, home: RunFolder) -> None:
+    """Start the workers; a single worker traces at once, several must join first."""
     from launcher.train.worker import TrainWorker
 
-    with suppress(ClusterError):  # which the run comes upon again
+    with suppress(ClusterError):  # the run meets the error again
         workers = session.begin(TrainWorker)
         if len(workers) == 1:
             named = replace(config, run=replace(config.run, id=home.id))

@@ -1,7 +1,4 @@
-"""Saving as the driver sees it: what goes into a checkpoint, and what follows from one that fails.
-
-`loop` says when to save, the workers write; `training` makes a `Saving` and asks it how it went.
-"""
+"""The driver's side of saving: checkpoint metadata, and what follows a save that fails."""
 
 from __future__ import annotations
 
@@ -21,19 +18,23 @@ if TYPE_CHECKING:
     from launcher.driver.workers import Answers, Workers
 
 FORMAT = 1  # of what `contents` returns
-_POLL_SECONDS = 0.5  # in which a worker that writes answers that it still does
-_LIMIT_SECONDS = 7200.0  # for one save; each process's part has `write` wait 1800 s for it
+_POLL_SECONDS = 0.5  # how often a worker that writes is asked
+_LIMIT_SECONDS = 7200.0  # for one save; `write` waits 1800 s for each process's part
 
 
 def contents(config: Config, plan: Plan, step: int, passed_over: int = 0) -> dict[str, Any]:
-    """What a checkpoint after `step` steps holds beside the arrays, as JSON can hold it.
+    """Return the JSON-able metadata of the checkpoint after `step` steps.
 
     Args:
-        passed_over: how many batches no step took, as they had led to what is not finite.
+        config: the run's settings.
+        plan: its plan.
+        step: the number of finished steps.
+        passed_over: how many batches no step has taken, because they led to values that are not
+            finite.
     """
     settings = redacted(config)
-    settings["run"]["id"] = config.run.id  # whose it is, whatever variable named it
-    # And what decides whether it stays, which no variable of a later start is to change.
+    settings["run"]["id"] = config.run.id  # resolved, even if it comes from a variable
+    # Resolved as well: a variable of a later start must not change which checkpoints stay.
     settings["train"]["checkpoint"]["every_steps"] = config.train.checkpoint.every_steps
     return {
         "format": FORMAT,
@@ -46,15 +47,19 @@ def contents(config: Config, plan: Plan, step: int, passed_over: int = 0) -> dic
 
 
 class Saving:
-    """Saves to `folder` what the workers hold.
+    """Saves the workers' state to a folder of checkpoints.
 
-    A save fails where the disk does not take it: its message goes to `warn` and the run goes on.
-    Where `settings.on_error` says so, and for the last save of a run, SaveError is raised.
+    A save that the disk refuses is passed to `warn`, and the run goes on. SaveError is raised
+    instead if `settings.on_error` is "stop", or if it was the last save of the run.
 
     Args:
-        describe: the metadata of the state after so many steps.
-        sync: puts what is recorded of the steps before on the disk.
-        failures: a line for each save that failed is added to it.
+        workers: the workers that hold the state.
+        folder: the folder of checkpoints.
+        settings: `train.checkpoint`.
+        describe: returns the metadata of the state after so many steps.
+        warn: takes a message for the user.
+        failures: the messages of all failed saves; new ones are appended.
+        sync: forces the metrics of the steps before to the disk.
     """
 
     def __init__(
@@ -72,10 +77,14 @@ class Saving:
         self._failures, self._sync = failures, sync
 
     def __call__(self, step: int) -> Answers:
-        """Begin to save the newest state, that after `step` steps, when the one before is written;
-        training goes on as soon as it is copied, which is what the result waits for.
+        """Begin to save the state after `step` steps, once the save before it is complete.
 
-        Raises SaveError for the save before, where it failed and that ends the run.
+        Returns:
+            The workers' answers, which arrive when the state is copied: training can then go on
+                while it is written.
+
+        Raises:
+            SaveError: the save before failed, and that ends the run.
         """
         self.finish(final=False)
         self._sync()
@@ -83,21 +92,28 @@ class Saving:
         return self._workers.submit("save", str(self._folder), step, self._describe(step), token)
 
     def finish(self, final: bool) -> None:
-        """Wait until all is written; `final`: it is the last thing that the run does.
+        """Wait until the save under way is complete.
 
-        A worker that writes for longer than `cluster.step_timeout` is not hung: it answers that it
-        does, and is asked again. Raises SaveError, and HungError after `_LIMIT_SECONDS`.
+        A worker that writes for longer than `cluster.step_timeout` is not taken for hung: it
+        answers that it still writes, and is asked again.
+
+        Args:
+            final: whether it is the last save of the run.
+
+        Raises:
+            SaveError: it failed, and that ends the run.
+            HungError: it takes longer than `_LIMIT_SECONDS`.
         """
-        waited = 0.0  # in calls, not by the clock; see `WorkerGroup`
+        waited = 0.0  # counts calls, not the clock; see `WorkerGroup`
         while any(self._workers.submit("writing", _POLL_SECONDS).each()):
             waited += _POLL_SECONDS
             if waited >= _LIMIT_SECONDS:
-                told = f"a save to {self._folder} takes longer than {_LIMIT_SECONDS:g} s"
-                raise HungError(f"{told}: see whether the disk is in order", {})
+                message = f"a save to {self._folder} takes longer than {_LIMIT_SECONDS:g} s"
+                raise HungError(f"{message}: see whether the disk is in order", {})
         problem = self._workers.submit("saved").result()
         if problem is None:
             return
-        clear_partial(self._folder)  # what other processes wrote after the first gave up
+        clear_partial(self._folder)  # parts that other processes wrote after the first gave up
         self._failures.append(problem)
         if final or self._settings.on_error == "stop":
             raise SaveError(problem)

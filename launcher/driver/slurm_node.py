@@ -1,6 +1,6 @@
-"""What the task on every node but the first does: lend the node to the driver's Ray.
+"""The task on every node but the first of a Slurm job: it lends the node to the driver's Ray.
 
-It neither plans nor trains, and imports neither JAX nor Ray. `command` calls `serve`.
+It neither plans nor trains, and imports neither JAX nor Ray.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from launcher.stop import Stop
 
 
 def serve(config: Config, allocation: Allocation, stop: Stop) -> int:
-    """Join the driver's Ray, and that of each further start, until the driver ends, in whatever
-    way; returns the exit code.
+    """Join the driver's Ray, and that of each restart, until the driver ends.
 
-    That is 0 however the run went: the job's exit code is the driver's to say.
+    Returns:
+        The exit code. It is 0 however the run ended: the job's exit code is the driver's.
     """
     try:
         with private_files(config.run):
@@ -46,15 +46,15 @@ def _serve(config: Config, allocation: Allocation, stop: Stop) -> int:
     home = Path(config.run.dir, config.run.id)
     with stop.interruptible():
         first, token = join(home, allocation, config.cluster.slurm)
-    # From now on signals are for the driver, which needs this node to save its state. Before, they
-    # end this task, as they may have ended the driver.
+    # From now on only the driver handles signals, since it needs this node to save the state.
+    # Before, they end this task, as they may have ended the driver.
     signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_DRIVER)
     connection: socket.socket | None = first
     while connection is not None:
         with closing(connection):
-            told = ask(connection, token)
-            if told is not None:
-                _lend(config, allocation, connection, told, token)
+            answer = ask(connection, token)
+            if answer is not None:
+                _lend(config, allocation, connection, answer, token)
         connection = rejoin(home, allocation)
     return 0
 
@@ -63,19 +63,19 @@ def _lend(
     config: Config,
     allocation: Allocation,
     connection: socket.socket,
-    told: Answer,
+    answer: Answer,
     token: str,
 ) -> None:
-    """Be a node of the Ray that the driver's head has told of, until that head ends."""
+    """Run a node of the driver's Ray until the driver's head process ends."""
     slurm = config.cluster.slurm
-    address = own_address(allocation, slurm.network_interface, told.ray.split(":")[0])
+    address = own_address(allocation, slurm.network_interface, answer.ray.split(":")[0])
     folder = scratch.create()
-    log = Path(told.logs, f"ray_{allocation.index}.log")
+    log = Path(answer.logs, f"ray_{allocation.index}.log")
     try:
         environ = ray_environment(os.environ, folder.token(token), nodes=True)
         if not slurm.emulated:
             environ["CUDA_VISIBLE_DEVICES"] = visible_gpus(config.cluster, environ)
-        options = [f"--ip={address}", f"--host={allocation.index}", f"--join={told.ray}"]
+        options = [f"--ip={address}", f"--host={allocation.index}", f"--join={answer.ray}"]
         options += [f"--lifeline={connection.fileno()}"]
         head = start_head(folder, environ, log, 1, options, [connection.fileno()])
         failed = head.wait()

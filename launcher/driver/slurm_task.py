@@ -1,7 +1,7 @@
-"""A run inside a Slurm job: the first task, which drives it. `command` calls `run_allocated`.
+"""A run inside a Slurm job: the job's first task, which is the driver.
 
-What it adds to `run` is the rendezvous with the job's other tasks, and the decision whether a run
-that failed or was preempted is to come back.
+It adds to `run` the rendezvous with the job's other tasks, and the decision whether a run that
+failed or was preempted is requeued.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from launcher.cluster.slurm.attempts import (
 from launcher.cluster.slurm.rendezvous import open_rendezvous
 from launcher.config.schema import Config
 from launcher.driver import folder
+from launcher.driver.make_folder import make_folder
 from launcher.driver.private_files import private_files
 from launcher.driver.run import run
 from launcher.output import complain
@@ -37,18 +38,22 @@ _FOR_NOTHING = (
 
 
 def run_allocated(config: Config, allocation: Allocation, stop: Stop) -> int:
-    """Do the run as task 0 of its job; returns the exit code, 75 where the job is to come back.
+    """Run as task 0 of a Slurm job.
 
-    Raises ConfigError for what the settings and the nodes do not agree on.
+    Returns:
+        The exit code: 75 if the job is to be requeued.
+
+    Raises:
+        ConfigError: the settings do not fit the job's nodes.
     """
     if allocation.restarts == 0:
         folder.check(config)
-    if config.run.resume == "never":  # it was this job that made the folder
+    if config.run.resume == "never":  # this job made the folder itself
         config = replace(config, run=replace(config.run, resume="auto"))
     if not config.cluster.slurm.emulated:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus(config.cluster, os.environ)
     try:
-        home = folder.make(config)
+        home = make_folder(config)
     except OSError as error:
         complain(str(error))
         return 1
@@ -57,7 +62,7 @@ def run_allocated(config: Config, allocation: Allocation, stop: Stop) -> int:
 
 
 def _drive(home: Path, config: Config, allocation: Allocation, stop: Stop) -> int:
-    """Do the run in its folder; returns the exit code."""
+    """Run in the run's folder; return the exit code."""
     try:
         with open_rendezvous(home, allocation, config.cluster.slurm, secret()) as rendezvous:
             code = run(config, stop, rendezvous)

@@ -1,6 +1,4 @@
-"""One training run in its folder: workers, loop, and another start after a failure. `run` calls
-it; `run_log` keeps the account.
-"""
+"""A training run in its folder: start the workers, run the loop, restart after a failure."""
 
 from __future__ import annotations
 
@@ -24,13 +22,19 @@ from launcher.config.compose import to_dict, to_written
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.driver import folder
+from launcher.driver.failures import (
+    FailedError,
+    Failure,
+    Restart,
+    failure_of,
+    restart_text,
+    run_with_restarts,
+)
 from launcher.driver.folder import LOCK, RunFolder
-from launcher.driver.held import LostFolderError
-from launcher.driver.incident import failure_of, restart_text
+from launcher.driver.folder_handle import LostFolderError
 from launcher.driver.loop import train
 from launcher.driver.prepare import Prepared
 from launcher.driver.recorder import DivergedError
-from launcher.driver.restart_policy import FailedError, Failure, Restart, recovering
 from launcher.driver.run_log import RunLog
 from launcher.driver.saving import Saving, contents
 from launcher.driver.workers import Workers
@@ -55,12 +59,30 @@ def train_in(
     rendezvous: Rendezvous | None = None,
     session: PrivateRay | None = None,
 ) -> int:
-    """Train in the folder `home`, from where its checkpoint left off; returns the exit code.
+    """Train in the folder `home`, from its newest checkpoint on.
 
-    In a Slurm job, where there is a `rendezvous`, it is an attempt with logs of its own. The first
-    start takes the `session` that `run` has begun, if there is one, and closes it. Whatever
-    happens, no process stays behind and `summary.json` says how the run ended. Raises ClusterError,
-    WorkerError, DivergedError, SaveError, FailedError, KeyboardInterrupt and OSError.
+    However it ends, no process is left behind and `summary.json` gives the reason.
+
+    Args:
+        home: the run's folder, claimed by this process.
+        config: checked settings.
+        ready: the devices and the plan.
+        console: where progress is shown.
+        stop: the signals received.
+        rendezvous: with the other tasks of a Slurm job, whose attempts have logs of their own.
+        session: a Ray that is already started; the first attempt takes it and closes it.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ClusterError: the workers could not be started.
+        WorkerError: a worker raised an exception.
+        DivergedError: the loss or the gradient norm is not finite.
+        SaveError: a save failed, and that ends the run.
+        FailedError: the run failed and is not restarted.
+        KeyboardInterrupt: the user ended it.
+        OSError: the run's folder cannot be written.
     """
     config = replace(config, run=replace(config.run, id=home.id))
     attempt = None
@@ -72,7 +94,7 @@ def train_in(
     job = _Job(home, config, ready, console, rendezvous, session)
     recorder = job.run_log.recorder
     code, reason = 1, "failed"
-    try:  # from here on the attempt has an account of its end, also on a full disk
+    try:  # from here on the attempt's end is recorded, even on a full disk
         (home.path / "summary.json").unlink(missing_ok=True)
         home.logs.mkdir(exist_ok=True)
         write_plan(home, config, ready.plan)
@@ -84,7 +106,7 @@ def train_in(
         return code
     except KeyboardInterrupt:
         code, reason = stop.ending
-        # At once: by the names and sizes alone, and with nothing tidied up.
+        # Fast: compares names and sizes only, and cleans nothing up.
         saved = checkpoint.newest(home.checkpoints, thorough=False).step or 0
         if saved < recorder.finished_steps:
             reason += f", not saved since step {saved}"
@@ -94,27 +116,29 @@ def train_in(
         raise
     finally:
         try:
-            path = _found(home, config, ready.plan)
+            path = _current_folder(home, config, ready.plan)
             if attempt is not None:
                 step = max(home.finished_steps, recorder.finished_steps)
                 finish(path, attempt, code, reason, step)
             job.run_log.sum_up(reason, job.restarts, path)
-        except OSError as error:  # on a full disk, what ended the run is what has to be told
+        except OSError as error:  # on a full disk, report what ended the run, not this
             if code == 0:
                 raise
             complain(f"the end of the run is not recorded: {error}")
 
 
-def _found(home: RunFolder, config: Config, plan: Plan) -> Path:
-    """Where the run's folder is by now. One that was deleted is made again, for what this process
-    still knows: a command that was meant for another folder does not cost the metrics."""
-    if home.held is None:
+def _current_folder(home: RunFolder, config: Config, plan: Plan) -> Path:
+    """Return the folder's present path; recreate a deleted folder from what this process knows.
+
+    Then at least the metrics survive a command that was meant for another folder.
+    """
+    if home.handle is None:
         return home.path
     try:
         home.check()
         return home.path
     except LostFolderError:
-        if (path := home.held.found()) is not None:
+        if (path := home.handle.current_path()) is not None:
             return path
     path = home.path if not (home.path / LOCK).exists() else aside(home.path)  # another run's
     path.mkdir(parents=True, exist_ok=True)
@@ -124,17 +148,17 @@ def _found(home: RunFolder, config: Config, plan: Plan) -> Path:
 
 
 def write_plan(home: RunFolder, config: Config, plan: Plan) -> None:
-    """Write what the run is to be: `config.yaml`, resolved but for variables, and `plan.json`."""
+    """Write `config.yaml`, resolved except for environment variables, and `plan.json`."""
     tree = to_written(replace(config, run=replace(config.run, id=home.id)))
-    tree["run"]["dir"] = config.run.dir  # where this is, whatever a job's variables say
-    # Whole or not at all: another task of a Slurm job may be reading them.
-    private = bool(config.cluster.slurm.env)  # its values, which may be secrets, are in it
+    tree["run"]["dir"] = config.run.dir  # resolved: a job's variables may differ
+    # Atomic, because another task of a Slurm job may be reading them.
+    private = bool(config.cluster.slurm.env)  # its values may be secrets
     write_whole(home.path / "config.yaml", yaml.safe_dump(tree, sort_keys=False), private)
     write_whole(home.path / "plan.json", json.dumps(plan.to_dict(), indent=2) + "\n")
 
 
 def _last_step(home: RunFolder) -> int:
-    """The newest step that is recorded; further than the newest checkpoint after a crash."""
+    """Return the newest recorded step; after a crash it is later than the newest checkpoint."""
     records = read_metrics(home.path / METRICS)
     return max([home.finished_steps, *(record["step"] for record in records)])
 
@@ -143,10 +167,11 @@ _SAVING = "finishing this step and saving; Ctrl-C once more leaves at once, unsa
 
 
 class _Job:
-    """A run under way, attempt after attempt.
+    """A run in progress, over all its attempts.
 
     Attributes:
-        run_log: of all attempts. restarts: how many attempts there were before this one.
+        run_log: the record of all attempts.
+        restarts: how many attempts came before this one.
     """
 
     def __init__(
@@ -166,29 +191,33 @@ class _Job:
         self.run_log = RunLog(home, config, ready.plan, ready.plan_seconds, console, allocation)
         self.restarts = 0
         self._init_from = str(ready.init_from) if ready.init_from else None
-        # After a roll-back: to which step, and which batch is next.
+        # After a roll-back: its step and the index of the next batch.
         self._rolled_back: tuple[int, int] | None = None
-        self._passed_over = 0  # how much further on in the data a batch is than its step's number
+        self._passed_over = 0  # the offset of a batch's index from its step's
 
     def train(self, stop: Stop) -> None:
-        """Train to the end; after a failure that another start may mend, go on from the newest
-        checkpoint. Raises what cannot be mended, or FailedError."""
+        """Train to the end; after a failure that a restart may mend, resume from a checkpoint.
+
+        Raises:
+            FailedError: there are no more restarts.
+            Exception: what no restart can mend.
+        """
 
         def max_restarts() -> int:
             return 0 if stop.requested else self._config.cluster.max_restarts
 
         def sleep(seconds: float) -> None:
-            with self._left_at_once(stop):
+            with self._interruptible(stop):
                 time.sleep(seconds)
 
         attempt = functools.partial(self._attempt, stop)
-        begin_again = functools.partial(self._begin_again, stop)
-        recovering(attempt, self._diagnose, begin_again, max_restarts, sleep)
+        prepare_restart = functools.partial(self._prepare_restart, stop)
+        run_with_restarts(attempt, self._diagnose, prepare_restart, max_restarts, sleep)
 
     def _attempt(self, stop: Stop) -> None:
-        """Bring the workers up, train, save, take them down."""
+        """Start the workers, train, save, and stop the workers."""
         finished, steps = self._home.finished_steps, self._config.train.steps
-        if finished >= steps:  # an attempt before failed when all was done
+        if finished >= steps:  # the attempt before failed after its last step
             return
         self._passed_over = self._stored_position() - finished
         for line in self._home.damaged:
@@ -211,7 +240,7 @@ class _Job:
                 workers.join()
             built = workers.submit("build", to_dict(self._config))
             setup = workers.submit("setup", self._plan.to_dict())
-            with self._left_at_once(stop):  # which may wait for a network
+            with self._interruptible(stop):  # may wait for the network
                 self.run_log.open(finished)  # while the worker traces and compiles
             with status(self._console, "compiling"):
                 built.result()
@@ -229,7 +258,7 @@ class _Job:
                     train(self._config.train, workers, self.run_log.recorder, stop, finished, save)
                 except DivergedError:
                     with suppress(SaveError):
-                        save.finish(final=False)  # of the steps before
+                        save.finish(final=False)  # the save of an earlier step
                     raise
                 with suppress(WorkerError, ClusterError):  # all is done and saved
                     workers.submit("close").result()
@@ -246,13 +275,13 @@ class _Job:
         rolls_back = train.non_finite == "rollback"
         return failure_of(error, step, train.steps, self._plan, rolls_back)
 
-    def _begin_again(self, stop: Stop, failure: Failure, restart: Restart) -> None:
+    def _prepare_restart(self, stop: Stop, failure: Failure, restart: Restart) -> None:
         self.restarts = restart.number
         self._rendezvous = self._rendezvous and reopened(self._rendezvous)
         try:
-            with self._left_at_once(stop):  # it reads checkpoints
-                self._home = folder.again(self._home, self._config)
-        except (ConfigError, OSError) as error:  # no wrong setting: the run had begun
+            with self._interruptible(stop):  # it reads checkpoints
+                self._home = folder.reload(self._home, self._config)
+        except (ConfigError, OSError) as error:  # not a wrong setting, as the run had begun
             raise FailedError(f"{failure.report}\nThe run is not started again: {error}") from None
         limit, finished = self._config.cluster.max_restarts, self._home.finished_steps
         if failure.passes_over:
@@ -261,15 +290,15 @@ class _Job:
         complain(restart_text(failure, restart, limit, finished))
 
     def _stored_position(self) -> int:
-        """Which batch is next, from 0: after the newest checkpoint, or after a roll-back to it."""
+        """Return the index of the next batch after the newest checkpoint or a roll-back to it."""
         finished = self._home.finished_steps
         if self._rolled_back and self._rolled_back[0] == finished:
             return self._rolled_back[1]
         return self._home.next_batch
 
     @contextmanager
-    def _left_at_once(self, stop: Stop) -> Iterator[None]:
-        """For work that may last, and that nobody has to end in good order."""
+    def _interruptible(self, stop: Stop) -> Iterator[None]:
+        """End at once on a signal: for work that may take long and needs no cleaning up."""
         with stop.heeded(self._say, until="now"):
             stop.check()
             yield

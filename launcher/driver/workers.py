@@ -1,7 +1,6 @@
-"""All workers of a run as one: a call goes to each, and their answers become one answer.
+"""All workers of a run as one: each call goes to all, and their answers are merged.
 
-`training` makes it, `loop` calls it. The workers hold different stages, so each measures its own
-part of a step.
+The workers hold different stages, so each measures its own part of a step.
 """
 
 from __future__ import annotations
@@ -18,28 +17,32 @@ from launcher.train.worker import StepResult
 
 @dataclass(frozen=True)
 class Answers:
-    """What the workers answer to one call."""
+    """The answers of all workers to one call."""
 
     futures: tuple[Future, ...]
     workers: Workers
 
     def result(self) -> Any:
-        """The one answer: of steps the merged account, else the first worker's own. Raises like
-        `WorkerGroup.gather`."""
+        """Return the merged result of a step, or else the first worker's answer.
+
+        Raises like `WorkerGroup.gather`.
+        """
         return self.workers.result(self.futures)
 
     def each(self) -> list[Any]:
-        """Every worker's own answer; raises like `result`."""
+        """Return every worker's answer; raise like `result`."""
         return self.workers.answers(self.futures)
 
 
 class Workers:
-    """One worker a host, in the order of the plan's hosts.
+    """The workers of a run, one a host, in the order of the plan's hosts.
 
     Args:
-        check: raises where the workers can never answer again.
-        timeout: the seconds that an answer may take; `STARTING` times that up to the first step's.
-        transport: `cluster.transport`, the way between them.
+        handles: the workers' handles.
+        plan: the run's plan.
+        check: raises if the workers can never answer again.
+        timeout: the seconds that an answer may take; `STARTING` times that before the first step's.
+        transport: `cluster.transport`, how they exchange arrays.
     """
 
     def __init__(
@@ -56,7 +59,7 @@ class Workers:
         self._trained = False
 
     def join(self) -> None:
-        """Make the processes know one another; the first thing to do."""
+        """Form the process group; call it first."""
         self._group.join(self._transport)
 
     def submit(self, method: str, *arguments: Any) -> Answers:
@@ -64,7 +67,7 @@ class Workers:
         return Answers(self._group.submit(method, *arguments), self)
 
     def result(self, futures: Sequence[Future]) -> Any:
-        """See `Answers.result`."""
+        """Return the merged result of a call; see `Answers.result`."""
         answers = self.answers(futures)
         if not isinstance(answers[0], StepResult):
             return answers[0]
@@ -72,15 +75,16 @@ class Workers:
         return merged(answers, self._plan)
 
     def answers(self, futures: Sequence[Future]) -> list[Any]:
-        """See `Answers.each`."""
+        """Return every worker's answer to a call; see `Answers.each`."""
         return self._group.gather(futures, starting=not self._trained)
 
 
 def merged(parts: Sequence[StepResult], plan: Plan) -> StepResult:
-    """One step as all workers saw it.
+    """Merge the workers' results of one step.
 
-    What one worker alone knows (the loss is made on one stage) is taken from it, with its times;
-    memory and waiting are the largest of any; stages' times stand beside one another.
+    A metric that one worker alone knows is taken as it is, such as the loss, which is made on one
+    stage. The step's time is that of the worker with the loss. Of metrics that several know, such
+    as memory and waiting time, the largest is taken.
     """
     main = next(part for part in parts if "train/loss" in part.metrics)
     metrics = dict(main.metrics)

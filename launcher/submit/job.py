@@ -33,7 +33,8 @@ from launcher.config.errors import ConfigError
 from launcher.config.interpolation import in_shell
 from launcher.config.schema import Config
 from launcher.driver import folder
-from launcher.driver.folder import RunFolder, unmade
+from launcher.driver.folder import RunFolder, delete_on_error
+from launcher.driver.make_folder import new_id
 from launcher.driver.prepare import prepare
 from launcher.driver.private_files import private_files
 from launcher.driver.run import guarded
@@ -77,7 +78,7 @@ def submit(config: Config, stop: Stop) -> int:
             ["cluster.slurm.array"],
         )
     if config.cluster.slurm.dry_run:
-        run_id = config.run.id or folder.new_id(config.model.name)
+        run_id = config.run.id or new_id(config.model.name)
         return answer(script_for(replace(config, run=replace(config.run, id=run_id))), end="")
     return guarded(lambda: _submit(config, stop))
 
@@ -90,7 +91,7 @@ def _submit(config: Config, stop: Stop) -> int:
     text = script_for(replace(config, run=replace(config.run, id=home.id)))
     with private_files(config.run):  # the job itself continues to keep them private
         write_script(script, text, config)
-        with unmade(home.made, on=ConfigError), handing_in(stop):
+        with delete_on_error(home.created, on=ConfigError), handing_in(stop):
             job_id = sbatch(script, sleep=stop.sleep)
             note_job(home.path, job_id, script)
             output = output_file(home.path, job_id)

@@ -24,7 +24,7 @@ from launcher.cluster.slurm.script import SCRIPT, Job, render
 from launcher.config.compose import Point
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config, Run, Sweep
-from launcher.driver.folder import unmade
+from launcher.driver.folder import delete_on_error
 from launcher.driver.private_files import OTHERS, private_files
 from launcher.driver.run import guarded
 from launcher.output import answer, complain
@@ -76,7 +76,7 @@ def _submit(
         script = folder / SCRIPT
         with private_files(configs[0].run):
             write_script(script, _array_script(configs, sweep_id), configs[0])
-            with unmade(made, on=ConfigError), handing_in(stop):
+            with delete_on_error(made, on=ConfigError), handing_in(stop):
                 array_id = sbatch(script, sleep=stop.sleep)
                 for n, home in enumerate(homes):
                     note_job(home, f"{array_id}_{n}", script)
@@ -87,7 +87,7 @@ def _submit(
             with private_files(config.run):
                 write_script(script, script_for(config), config)
                 # If a later one is refused, the first is submitted already.
-                with unmade([] if n else made, on=ConfigError), handing_in(stop):
+                with delete_on_error([] if n else made, on=ConfigError), handing_in(stop):
                     job_id = sbatch(script, sleep=stop.sleep)
                     note_job(home, job_id, script)
                     answer(f"submitted job {job_id}: {home.name}")

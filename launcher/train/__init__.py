@@ -1,6 +1,6 @@
-"""A worker's half of a run, what happens each step: program, state, data, checkpoints.
+"""A worker's side of a run: program, state, data and checkpoints.
 
-`worker` does it in a process of its own, as `launcher.driver` says.
+`worker` runs it in a process of its own, directed by `launcher.driver`.
 """
 
 import sys
@@ -10,8 +10,11 @@ from pathlib import Path
 
 
 def _load_our_recipes() -> None:
-    """`python -m` searches the working folder first, and a folder `recipes` of the user's there
-    would be taken for the package beside this one."""
+    """Import the package `recipes` beside this one.
+
+    `python -m` searches the working folder first, and would find a folder `recipes` of the user's
+    there.
+    """
     home = Path(__file__).resolve().parents[2]
     loaded = sys.modules.get("recipes")
     spec = PathFinder.find_spec("recipes", [str(home)])

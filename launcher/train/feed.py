@@ -1,4 +1,4 @@
-"""Batches made ready ahead of the step that takes them. `worker` holds one feeder."""
+"""Prefetches batches in a background thread."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ Batch = TypeVar("Batch")
 
 
 class Feeder(Generic[Batch]):
-    """Calls `batch_at(k)` in a background thread, a little ahead of who asks for batch k.
+    """Calls `batch_at(k)` in a background thread, a little ahead of the requests.
 
-    Batches are addressed by number, so there is no position to store, seek or lose: whoever asks
-    for batch k gets batch k. A thread is enough, since NumPy and file reads let go of the lock
-    that Python code shares.
+    Batches are addressed by index, so there is no position to store, seek or lose. A thread is
+    enough, since NumPy and file reads release the interpreter's lock.
 
     Args:
-        batch_at: batch k from k, for 0 <= k < `stop`.
-        start: the number that will be asked for first; its preparation begins now.
-        stop: nothing is prepared from this number on.
-        look_ahead: how many batches, beyond the one asked for, are made ready at most.
+        batch_at: returns batch k, for 0 <= k < `stop`.
+        start: the index of the first request; its preparation begins at once.
+        stop: the index from which no batch is prepared.
+        look_ahead: the most batches prepared beyond the one requested.
     """
 
     def __init__(
@@ -35,14 +34,14 @@ class Feeder(Generic[Batch]):
         self._prepare(start)
 
     def get(self, k: int) -> tuple[Batch, float]:
-        """Batch k and the seconds waited for it. What `batch_at(k)` raised is raised here."""
-        asked = time.perf_counter()
+        """Return batch k and the seconds spent waiting for it; raise what `batch_at(k)` raised."""
+        began = time.perf_counter()
         self._prepare(k)
         batch = self._ready.pop(k).result()
-        return batch, time.perf_counter() - asked
+        return batch, time.perf_counter() - began
 
     def close(self) -> None:
-        """Stop the thread, after the batch that it is making."""
+        """Stop the thread once it has finished its batch."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _prepare(self, k: int) -> None:

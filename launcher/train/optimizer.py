@@ -1,7 +1,6 @@
-"""From the settings' `optimizer` section to an Optax transformation and its learning-rate schedule.
+"""Builds an Optax transformation and its learning-rate schedule from the `optimizer` section.
 
-A chain of Optax's own parts, the same for every optimizer: clip, scale, decay, learning rate.
-`program` and whoever writes a train step by hand may import it.
+Every optimizer is the same chain of Optax's parts: clip, scale, decay, learning rate.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ Schedule = Callable[[Any], jax.Array]
 def build_optimizer(
     options: Optimizer, total_steps: int
 ) -> tuple[optax.GradientTransformation, Schedule]:
-    """The optimizer that `options.name` picks, for a run of `total_steps` steps.
+    """Build the optimizer that `options.name` selects, for a run of `total_steps` steps.
 
-    Gradients are clipped to the global norm `clip_norm` (None: not at all). Weight decay is
+    Gradients are clipped to the global norm `clip_norm` (None: no clipping). Weight decay is
     decoupled and scaled by the learning rate (Loshchilov & Hutter, 2019, "Decoupled Weight Decay
-    Regularization"), whatever the optimizer, and leaves out parameters of fewer than two
-    dimensions: biases and the scales of norms.
+    Regularization") for every optimizer. It leaves out parameters of fewer than two dimensions:
+    biases and the scales of norms.
 
     Returns:
-        The transformation, whose state is a plain Optax pytree, and the schedule, a function from
-        the number of finished steps to the learning rate of the next one.
+        The transformation, whose state is a plain Optax pytree, and the schedule: a function from
+            the number of finished steps to the learning rate of the next one.
     """
     schedule = build_schedule(options, total_steps)
     parts = [_SCALINGS[options.name](options), optax.scale_by_learning_rate(schedule)]
@@ -41,17 +40,17 @@ def build_optimizer(
 
 
 def count_updates(opt_state: Any) -> jax.Array:
-    """How many updates an optimizer of `build_optimizer` has made, int32 [], by its state."""
+    """Return the number of updates, int32 [], in a state of a `build_optimizer` optimizer."""
     schedules = (part for part in opt_state if isinstance(part, optax.ScaleByScheduleState))
     return next(schedules).count
 
 
 def build_schedule(options: Optimizer, total_steps: int) -> Schedule:
-    """Linear warm-up to `learning_rate`, then the decay to `final_learning_rate`.
+    """Build a linear warm-up to `learning_rate` and the decay to `final_learning_rate`.
 
-    With w warm-up steps, step k (from 0) of the first w has learning rate
-    `learning_rate * (k + 1) / (w + 1)`: no step is wasted on a rate of zero. The decay ends after
-    `total_steps`; `constant` stays at `learning_rate`.
+    With w warm-up steps, step k (from 0) of the first w has learning rate `learning_rate * (k + 1)
+    / (w + 1)`: no step is wasted on a rate of zero. The decay ends after `total_steps`; `constant`
+    stays at `learning_rate`.
     """
     peak, final, warmup = options.learning_rate, options.final_learning_rate, options.warmup_steps
     shape = _DECAYS[options.decay](max(1, total_steps - warmup))
@@ -63,7 +62,7 @@ def build_schedule(options: Optimizer, total_steps: int) -> Schedule:
     return optax.join_schedules([rise, decay], [warmup])
 
 
-# From 1 to 0 over so many steps. Shapes and not rates, so that a peak of 0 is no special case.
+# From 1 to 0 over so many steps: shapes and not rates, so that a peak of 0 is no special case.
 _DECAYS: dict[str, Callable[[int], Schedule]] = {
     "constant": lambda steps: optax.constant_schedule(1.0),
     "cosine": lambda steps: optax.cosine_decay_schedule(1.0, steps),
@@ -86,5 +85,5 @@ _SCALINGS: dict[str, Callable[[Any], optax.GradientTransformation]] = {
 
 
 def _matrices(params: Any) -> Any:
-    """Which parameters decay: a pytree of booleans like `params`."""
+    """Return which parameters decay: a pytree of booleans like `params`."""
     return jax.tree.map(lambda leaf: leaf.ndim >= 2, params)

@@ -1,5 +1,7 @@
-"""The run's computation, from its settings: the same in the driver, which plans it, and in each
-worker, which compiles it. `run` and `worker` build it; equal fingerprints prove it the same.
+"""The run's computation, built from its settings.
+
+The driver builds it to plan it, and each worker builds it again to compile it; equal fingerprints
+prove that it is the same program.
 """
 
 from __future__ import annotations
@@ -24,12 +26,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Program:
-    """What a run computes, and on what data.
+    """A run's computation and its data.
 
     Attributes:
-        init: the first state, from the seed. seed: what `init` takes, uint32.
-        state: the state's shapes, a `jax.ShapeDtypeStruct` a leaf.
-        train: the train step. evaluate: the evaluation step, None where the run has none.
+        dataset: the batches.
+        init: returns the first state, from the seed.
+        seed: the argument of `init`, uint32.
+        state: the state's shapes, a tree of `jax.ShapeDtypeStruct`.
+        train: the train step.
+        evaluate: the evaluation step, or None if the run has none.
     """
 
     dataset: Dataset
@@ -41,9 +46,12 @@ class Program:
 
 
 def build_program(config: Config) -> Program:
-    """Build the model, the optimizer and the data, and trace both steps. Computes nothing.
+    """Build the model, the optimizer and the data, and trace both steps; compute nothing.
 
-    Raises `recipes.InputError`, `launcher.trace.TraceError` and, for files, OSError.
+    Raises:
+        recipes.InputError: the model or the data cannot be built.
+        launcher.trace.TraceError: a step cannot be traced.
+        OSError: a file cannot be read.
     """
     batch_size = config.train.global_batch_size
     dataset = build_dataset(config.dataset, config.model, batch_size, config.run.seed)

@@ -1,7 +1,6 @@
 """The train step and the evaluation step: pure functions of the state and a batch.
 
-Plain JAX, as for one device; that they run as a pipeline is somebody else's business. `program`
-traces them, in the driver and in each worker.
+Plain JAX, written as for one device; the launcher makes a pipeline of it.
 """
 
 from __future__ import annotations
@@ -28,13 +27,14 @@ _OWN_METRICS = ("loss", "grad_norm", "learning_rate", "skipped")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """All that training changes, and its random seed.
+    """The state of training, with its random key.
 
     Attributes:
-        step: finished steps, int32 [].
-        params: the model's parameters. opt_state: the optimizer's state.
-        key: `jax.random.key_data` of the run's random key, uint32. The bits and not a typed key, so
-            that every leaf is a plain array to whoever moves or stores the state.
+        step: the number of finished steps, int32 [].
+        params: the model's parameters.
+        opt_state: the optimizer's state.
+        key: `jax.random.key_data` of the run's random key, uint32. It holds the bits and not a
+            typed key, so that every leaf is a plain array to store and to move.
     """
 
     step: jax.Array
@@ -46,7 +46,7 @@ class TrainState:
 def init_state(
     model: Model, optimizer: optax.GradientTransformation, key_data: jax.Array
 ) -> TrainState:
-    """The state before the first step. `key_data` is uint32, from `jax.random.key_data`."""
+    """Return the state before the first step; `key_data` is uint32, from `jax.random.key_data`."""
     init_key, step_key = jax.random.split(jax.random.wrap_key_data(key_data))
     params = model.init(init_key)
     return TrainState(
@@ -63,15 +63,20 @@ def make_train_step(
     schedule: Schedule,
     skip_non_finite: bool = False,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """A function `(state, batch) -> (state, metrics)`.
+    """Return a function `(state, batch) -> (state, metrics)`.
 
     `metrics` holds the float32 scalars `loss`, `grad_norm` (before clipping), `learning_rate` and
-    what the model adds. The dropout key is a function of the run's key and the step's number, so
-    a resumed run draws what an undisturbed one would have.
+    those that the model adds. The dropout key is a function of the run's key and the step's number,
+    so a resumed run draws the same numbers as one that was never interrupted.
 
-    With `skip_non_finite` a step whose loss or gradient norm is not finite changes neither the
-    parameters nor the optimizer's state, its count of updates included: the learning rate that the
-    schedule has for this update is the next one's. `metrics` then holds `skipped` as well, 0 or 1.
+    Args:
+        model: the model, with its loss.
+        optimizer: an optimizer of `build_optimizer`.
+        schedule: its learning-rate schedule.
+        skip_non_finite: whether a step with a loss or gradient norm that is not finite leaves the
+            parameters and the optimizer's state unchanged, its count of updates included: the next
+            step then has the learning rate of this one. `metrics` then also holds `skipped`, 0 or
+            1.
     """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -101,7 +106,10 @@ def make_train_step(
 
 
 def make_eval_step(model: Model) -> Callable[[Any, Batch], Metrics]:
-    """A function `(params, batch) -> metrics`: `loss` and what the model adds, without dropout."""
+    """Return a function `(params, batch) -> metrics`, without dropout.
+
+    `metrics` holds `loss` and what the model adds.
+    """
 
     def evaluate(params: Any, batch: Batch) -> Metrics:
         loss, extra = _checked(model)(params, batch, None)
@@ -111,8 +119,11 @@ def make_eval_step(model: Model) -> Callable[[Any, Batch], Metrics]:
 
 
 def _checked(model: Model) -> Callable[..., tuple[jax.Array, Metrics]]:
-    """The model's loss, which raises InputError when it is traced and gives something else than
-    `(loss, metrics)`, one number and a dict of numbers with names of their own."""
+    """Return the model's loss with a check of what it returns, made while it is traced.
+
+    It must return `(loss, metrics)`: a number, and a dict of numbers whose names are not the
+    launcher's own. Otherwise the returned function raises InputError.
+    """
 
     def loss(params: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, Metrics]:
         out = model.loss(params, batch, key)
@@ -139,7 +150,7 @@ def _checked(model: Model) -> Callable[..., tuple[jax.Array, Metrics]]:
 
 
 def _in_words(value: Any) -> str:
-    """What a loss returned, by type and shape."""
+    """Return the type and the shape of what a loss returned, in words."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype}{list(value.shape)}"
     return f"a {type(value).__name__}"

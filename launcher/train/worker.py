@@ -1,7 +1,7 @@
-"""What runs inside a worker process: it owns the host's devices, the state and the data.
+"""The training worker: a process that owns the devices, the state and the data of one host.
 
-The driver (`run`, `loop`) calls the methods of `TrainWorker` by name through `launcher.cluster`;
-each call is one message, and what it returns is plain data.
+The driver calls the methods of `TrainWorker` by name; each call is one message, and its result is
+plain data.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step came to.
+    """The result of one step.
 
     Attributes:
-        step: its number, from 1. metrics: by the keys of `launcher.report.tracker`.
-            Only those that this process knows: the loss is made on one stage.
-        completed_at: the time at which it was complete, in seconds since the epoch.
-        task_seconds: how long each task took here, where the step was profiled.
+        step: the number of the step, from 1.
+        metrics: values by the keys of `launcher.report.tracker`; only those that this process
+            knows, as the loss is made on one stage.
+        completed_at: when the step was complete, in seconds since the epoch.
+        task_seconds: the time of each task here, if the step was profiled.
     """
 
     step: int
@@ -51,18 +52,18 @@ class StepResult:
 
 @dataclass(frozen=True)
 class _Sent:
-    """A step that the devices are working on. `outcome`: its metrics and when it was complete."""
+    """A step that the devices are working on."""
 
     step: int
-    outcome: Future[tuple[dict[str, float], float]]
-    wait_seconds: float
+    outcome: Future[tuple[dict[str, float], float]]  # its metrics, and when it was complete
+    wait_seconds: float  # for its batch
 
 
 class TrainWorker(Peer):
-    """Trains on this process's devices: `build`, `setup`, `create` or `restore`, then step by step.
+    """Trains on this process's devices: `build`, `setup`, `create` or `restore`, then `step`.
 
-    A step is sent to the devices before the previous one's results are fetched, so that they
-    always have work; its metrics therefore come back from the next call.
+    A step is sent to the devices before the previous one's results are fetched, so that they always
+    have work. Its metrics are therefore returned by the next call.
     """
 
     _config: Config
@@ -74,7 +75,7 @@ class TrainWorker(Peer):
         self._built: Program | None = None
         self._sent: _Sent | None = None
         self._stages: StageTimes | None = None
-        # A thread of its own, so that the moment a step completes is seen while the next is sent.
+        # A thread of its own, to note when a step completes while the next one is being sent.
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="fetcher")
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="saver")
         self._saving: Future[None] | None = None
@@ -85,19 +86,23 @@ class TrainWorker(Peer):
         self._completed = 0.0
 
     def build(self, config: dict[str, Any]) -> None:
-        """Trace the program again, which takes no plan; a second call does nothing."""
+        """Build and trace the program; a second call does nothing."""
         if self._built is None:
             self._config = from_dict(config)
             self._built = build_program(self._config)
 
     def setup(self, plan: dict[str, Any]) -> float:
-        """Compile what was built ahead of time. Returns the seconds that took.
+        """Compile the steps of a plan, given as `Plan.to_dict()`, ahead of time.
 
-        Raises PlanError where the program is not the one that was planned: other code, or other
-        versions of the libraries, than the driver's.
+        Returns:
+            The seconds that compiling took.
+
+        Raises:
+            PlanError: the program differs from the one that was planned, because the code or a
+                library has another version than in the driver.
         """
         settings = self._config.train.checkpoint
-        if settings.every_steps or settings.every_minutes:  # while it trains
+        if settings.every_steps or settings.every_minutes:  # saves during training
             self._background = checkpoint.Background()
         program = self._program
         train_plan = Plan.from_dict(plan)
@@ -111,26 +116,38 @@ class TrainWorker(Peer):
         return seconds
 
     def create(self, init_from: str | None = None) -> None:
-        """Make the first state, each array in its place; its parameters are those of the checkpoint
-        `init_from`, where one is given."""
+        """Create the first state, sharded; its parameters are from `init_from`, if given."""
         self._state = self._train.create(self._program.init, self._program.seed)
         if init_from is not None:
-            self._state = replace(self._state, params=None)  # room for the others
+            self._state = replace(self._state, params=None)  # free their memory first
             params = checkpoint.restore_params(Path(init_from), self._placed().params)
             self._state = replace(self._state, params=params)
         self._feed(start=0)
 
     def restore(self, folder: str, step: int) -> None:
-        """Read the state that was saved after `step` steps: of it what this process's devices hold,
-        each array into its place."""
+        """Restore this process's part of the state saved after `step` steps, already sharded."""
         self._state = checkpoint.restore(Path(folder), step, self._placed())
         self._feed(start=step)
 
-    def step(self, step: int, profile: bool = False) -> StepResult | None:
-        """Send step number `step` (from 1) to the devices; returns what the step before came to.
+    def pass_over(self, batches: int, step: int) -> None:
+        """Skip batches: from `step` on, take the batch `batches` after the one of a step's number.
 
-        With `profile` the step runs alone and task by task; its stage times are part of every
-        result from this call's on. Returns None where no result is outstanding.
+        Call it after `create` or `restore`.
+        """
+        self._feeder.close()
+        self._passed_over = batches
+        self._feed(step)
+
+    def step(self, step: int, profile: bool = False) -> StepResult | None:
+        """Send a step to the devices and return the result of the one before.
+
+        Args:
+            step: the number of the step, from 1.
+            profile: run the step alone and task by task. All results from this call on then include
+                its stage times.
+
+        Returns:
+            The result of the step before, or None if there is none outstanding.
         """
         if self._sent is None:
             self._completed = time.perf_counter()
@@ -145,22 +162,28 @@ class TrainWorker(Peer):
         return self._with_stage_times(result)
 
     def flush(self) -> StepResult | None:
-        """Wait for the step that is under way; None where there is none."""
+        """Wait for the step in progress and return its result; None if there is none."""
         return self._with_stage_times(self._finish())
 
     def evaluate(self, batch: int) -> StepResult | None:
-        """Evaluate on validation batch number `batch` of `train.eval_batches`, which come in their
-        order, a call each: all of them may take long, and are no hung worker.
+        """Evaluate on one validation batch.
 
-        The last one returns what the step that was sent before them came to, with the means as
-        `eval/...`. Always the same batches, so that the figures can be compared.
+        Every evaluation takes the same batches, so that its values can be compared. They are
+        requested in order, a call each, so that a long evaluation is not taken for a hung worker.
+
+        Args:
+            batch: the number of the batch, below `train.eval_batches`.
+
+        Returns:
+            After the last batch, the result of the step that was sent before the evaluation, with
+                the means over all batches as `eval/...`; before, None.
         """
         validation = self._program.dataset.validation
         assert validation is not None
         if batch == 0:
             self._before_evaluation, self._evaluated = self.flush(), []
         self._evaluated.append(self._evaluate(self._state.params, validation(batch)))
-        if batch:  # this one is on its way while the one before is waited for
+        if batch:  # wait for the batch before while this one runs
             _fetch(self._evaluated[-2])
         if batch + 1 < self._config.train.eval_batches:
             return None
@@ -170,27 +193,32 @@ class TrainWorker(Peer):
         return replace(self._before_evaluation, metrics=self._before_evaluation.metrics | means)
 
     def save(self, folder: str, step: int, metadata: dict[str, Any], token: str) -> None:
-        """Begin to write this process's part of the state after `step` steps, the newest, to
-        `folder/<step>`; returns when it is copied. All processes get the same `token`, a new one
-        for every save. Of the save before, `saved` must have been asked.
+        """Begin to write this process's part of the newest state; return once it is copied.
+
+        `saved` must have been called for the save before.
+
+        Args:
+            folder: the folder of checkpoints.
+            step: the number of finished steps.
+            metadata: JSON-able metadata of the checkpoint.
+            token: a new string for every save, the same in all processes.
         """
         assert self._saving is None
         keep = self._config.train.checkpoint.keep
         writers = checkpoint.Writers(jax.process_index(), jax.process_count(), token)
-        # At the end of a run, with nothing to hold up, a process of its own is not worth its start.
-        by = self._background or checkpoint  # both `copied` and `save`
-        state = by.copied(self._state)
+        # A save at the end of a run holds nothing up, so it is not worth starting a process.
+        writer = self._background or checkpoint  # both have `copy_to_host` and `save`
+        state = writer.copy_to_host(self._state)
         self._saving = self._saver.submit(
-            by.save, Path(folder), step, state, metadata, keep, writers
+            writer.save, Path(folder), step, state, metadata, keep, writers
         )
 
     def writing(self, seconds: float) -> bool:
-        """Whether what `save` began is still being written, after waiting for it so long."""
+        """Wait for up to `seconds`; return whether the save is still being written."""
         return bool(self._saving and wait([self._saving], seconds).not_done)
 
     def saved(self) -> str | None:
-        """Wait until what `save` began is written. Returns why it could not be, in a line; None
-        where it was, or nothing is under way."""
+        """Wait for the save in progress; return why it failed, or None if it did not."""
         saving, self._saving = self._saving, None
         try:
             if saving is not None:
@@ -200,7 +228,7 @@ class TrainWorker(Peer):
         return None
 
     def close(self) -> None:
-        """Stop the threads, and leave the others."""
+        """Stop the threads and leave the process group."""
         self._saver.shutdown()
         if self._background is not None:
             self._background.close()
@@ -215,15 +243,8 @@ class TrainWorker(Peer):
         return self._built
 
     def _placed(self) -> TrainState:
-        """The state's shapes, each with its place."""
+        """Return the state's shapes with their shardings."""
         return jax.tree.map(_like, self._program.state, self._train.in_shardings[0])
-
-    def pass_over(self, batches: int, step: int) -> None:
-        """After `create` or `restore`, that is `step` steps: take every step's batch so many
-        further on in the data than its number says."""
-        self._feeder.close()
-        self._passed_over = batches
-        self._feed(step)
 
     def _feed(self, start: int) -> None:
         first, stop = start + self._passed_over, self._config.train.steps + self._passed_over
@@ -259,8 +280,7 @@ def _like(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 
 
 def _fetch(metrics: dict[str, jax.Array]) -> tuple[dict[str, float], float]:
-    """The metrics of this process's stages as numbers, once they are there, and
-    `time.perf_counter()` then."""
+    """Wait for this process's metrics; return them, and `time.perf_counter()` at that time."""
     here = {name: x.addressable_data(0) for name, x in metrics.items() if x.addressable_shards}
     values = jax.device_get(here)
     completed = time.perf_counter()
@@ -268,7 +288,7 @@ def _fetch(metrics: dict[str, jax.Array]) -> tuple[dict[str, float], float]:
 
 
 def _peak_memory_bytes() -> float:
-    """The most that any one device has held; where devices are this CPU, the process's memory."""
+    """Return the peak memory of any one device; on CPU devices, that of the process."""
     stats = [device.memory_stats() for device in jax.local_devices()]
     if all(stats):
         return max(s["peak_bytes_in_use"] for s in stats)

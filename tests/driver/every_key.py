@@ -26,11 +26,11 @@ from launcher.config.parallel import Data
 from launcher.config.schema import Config
 from launcher.driver import folder, training
 from launcher.driver.cluster_from_config import described_shape
+from launcher.driver.failures import run_with_restarts
 from launcher.driver.folder import RunFolder
 from launcher.driver.init_from import find_start
 from launcher.driver.plan_from_config import plan_of
 from launcher.driver.prepare import Prepared
-from launcher.driver.restart_policy import recovering
 from launcher.plan import PlanError, local_shape
 from launcher.stop import Stop
 from launcher.submit import job, job_sweep
@@ -167,7 +167,9 @@ def run_told(config: Config, third: str = ""):
         patch.setattr(training, "start", start)
         patch.setattr(training, "Workers", functools.partial(FakeWorkers, told, third))
         patch.setattr(
-            training, "recovering", lambda *given: recovering(*given[:4], lambda seconds: None)
+            training,
+            "run_with_restarts",
+            lambda *given: run_with_restarts(*given[:4], lambda seconds: None),
         )
         patch.setattr(wandb, "init", init)
         patch.setattr(wandb, "setup", lambda settings: None)
@@ -187,7 +189,7 @@ def worker_told(config: Config):
     """What a worker hands on when it saves."""
     told = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker.checkpoint, "copied", lambda state: None)
+        patch.setattr(worker.checkpoint, "copy_to_host", lambda state: None)
         patch.setattr(worker.checkpoint, "save", lambda *arguments: told.append(arguments[4]))
         one = TrainWorker()
         one._config, one._state = config, None

@@ -92,7 +92,7 @@ def test_a_run_that_is_complete(here: Path) -> None:
     folder = here / "outputs" / "one" / "checkpoints"
     state = TrainState(jnp.int32(3), {"w": jnp.ones(2)}, {}, jnp.zeros(2, jnp.uint32))
     held = {"data": {"next_batch": 3}, "metrics": {"next_step": 4}, "config": to_dict(config)}
-    checkpoint.save(folder, 3, checkpoint.copied(state), held)
+    checkpoint.save(folder, 3, checkpoint.copy_to_host(state), held)
     assert said(*SMOKE, "run.id=one")[1].startswith("run one is complete, 3 of 3 steps; ")
     assert "not looked at: the arrays of the checkpoint" in said(*SMOKE, "run.id=one")[1]
     code, text = said(*SMOKE, "run.id=one", "run.seed=1")

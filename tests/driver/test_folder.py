@@ -16,6 +16,7 @@ import pytest
 from launcher.config.compose import load, redacted, to_dict
 from launcher.config.errors import ConfigError
 from launcher.driver import folder
+from launcher.driver.make_folder import new_id
 from launcher.driver.saving import contents
 from launcher.train import checkpoint
 from launcher.train.step import TrainState
@@ -37,11 +38,11 @@ def positions(step):
 def save_checkpoint(config, step, told=lambda config: {"config": to_dict(config)}):
     path = Path(config.run.dir, config.run.id, "checkpoints")
     state = TrainState(jnp.int32(step), {"w": jnp.ones(2)}, (), jnp.zeros(2, jnp.uint32))
-    checkpoint.save(path, step, checkpoint.copied(state), {**positions(step), **told(config)})
+    checkpoint.save(path, step, checkpoint.copy_to_host(state), {**positions(step), **told(config)})
 
 
 def test_a_fresh_id_says_model_and_time_and_is_drawn_anew():
-    ids = {folder.new_id("gpt") for _ in range(3)}
+    ids = {new_id("gpt") for _ in range(3)}
     assert len(ids) == 3
     assert all(re.fullmatch(r"gpt-\d{8}-\d{6}-[0-9a-f]{4}", run_id) for run_id in ids)
 

@@ -87,9 +87,9 @@ def ended(save, seconds):
 
 
 def half(step, index, count):
-    """Every `count`-th array of a state, as `copied` gives it to one of several processes."""
+    """Every `count`-th array of a state, as `copy_to_host` gives it to one of several processes."""
     state = TrainState(jnp.int32(step), {"w": jnp.ones(9), "b": jnp.ones(3)}, {}, jnp.zeros(2))
-    leaves, tree = jax.tree.flatten(checkpoint.copied(state))
+    leaves, tree = jax.tree.flatten(checkpoint.copy_to_host(state))
     return jax.tree.unflatten(
         tree, [x if i % count == index else replace(x, parts=()) for i, x in enumerate(leaves)]
     )

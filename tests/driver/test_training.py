@@ -13,11 +13,11 @@ from launcher.cluster.slurm.attempts import read_attempts
 from launcher.cluster.slurm.rendezvous import Rendezvous
 from launcher.config.compose import load, load_frozen, to_dict
 from launcher.driver import folder, run_log, training
-from launcher.driver.held import LostFolderError
+from launcher.driver.failures import FailedError
+from launcher.driver.folder_handle import LostFolderError
 from launcher.driver.plan_from_config import plan_of
 from launcher.driver.prepare import Prepared
 from launcher.driver.recorder import DivergedError
-from launcher.driver.restart_policy import FailedError
 from launcher.plan import Plan, local_shape
 from launcher.report import TRACKERS
 from launcher.report.console import make_console
@@ -322,4 +322,4 @@ def test_no_save_makes_a_lost_folder_again(tmp_path, plan, monkeypatch):
         with pytest.raises(LostFolderError):
             record.sync()
         with pytest.raises(LostFolderError):  # nor does another start begin from step 0
-            folder.again(home, run.config)
+            folder.reload(home, run.config)

@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "my_pkg" / "net.py").write_text(next(b for b in blocks("python") if "def build" in b))
 
     program = build_program(load(["recipe=smoke"]))
-    state = checkpoint.copied(jax.jit(program.init)(program.seed))
+    state = checkpoint.copy_to_host(jax.jit(program.init)(program.seed))
     first, mine = folder / "outputs" / "first", folder / "outputs" / "mine"
     smoke, default = to_dict(load(["recipe=smoke"])), to_dict(load([]))
     for home, settings in ((first, smoke), (mine, default)):

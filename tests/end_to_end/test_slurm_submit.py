@@ -7,7 +7,8 @@ import pytest
 
 from launcher.__main__ import main
 from launcher.config.compose import load
-from launcher.driver.folder import RunFolder, make
+from launcher.driver.folder import RunFolder
+from launcher.driver.make_folder import make_folder
 from launcher.submit.job import read_job, script_for, write_script
 
 SETTINGS = ("cluster=slurm", "cluster.hosts=2", "cluster.gpus=16", "model.num_layers=4")
@@ -232,9 +233,9 @@ def test_a_job_that_slurm_takes_while_ctrl_c_is_pressed_is_noted(
     (folder / "sbatch").write_text(SBATCH)
     (folder / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    for module in ("submit", "submit_sweep"):
-        frozen = f"launcher.{module}.freeze"
-        monkeypatch.setattr(frozen, lambda config, console: RunFolder(make(config)))
+    for module in ("job", "job_sweep"):
+        frozen = f"launcher.submit.{module}.freeze"
+        monkeypatch.setattr(frozen, lambda config, console: RunFolder(make_folder(config)))
     assert main((*SETTINGS, *words)) == 130
     for home, job_id in jobs.items():
         noted = read_job(folder / home)

@@ -23,7 +23,7 @@ FOLDER = DISK / "checkpoints"
 
 def save(step, size):
     state = TrainState(jnp.int32(step), {"w": jnp.ones(size)}, {}, jnp.zeros(2, jnp.uint32))
-    checkpoint.save(FOLDER, step, checkpoint.copied(state), {}, keep=1)
+    checkpoint.save(FOLDER, step, checkpoint.copy_to_host(state), {}, keep=1)
 
 
 def refused(step, size):

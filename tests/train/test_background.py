@@ -50,7 +50,7 @@ def background():
 def test_what_it_writes_is_the_state_as_it_was_when_copied(background, tmp_path):
     for step in (1, 2):
         state = make_state(step)
-        copy = background.copied(state)
+        copy = background.copy_to_host(state)
         overwrite = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
         state = overwrite(state.params["split"])
         background.save(tmp_path, step, copy, {"plan": step})
@@ -67,14 +67,14 @@ def test_one_that_is_stopped_is_ended_and_the_next_save_has_another(
     os.kill(background.pid, signal.SIGSTOP)
     before = background.pid
     with pytest.raises(checkpoint.SaveError, match="the process that writes it was stopped"):
-        background.save(tmp_path, 1, background.copied(make_state(1)), {})
+        background.save(tmp_path, 1, background.copy_to_host(make_state(1)), {})
     assert background.pid != before
-    background.save(tmp_path, 2, background.copied(make_state(2)), {})
+    background.save(tmp_path, 2, background.copy_to_host(make_state(2)), {})
     assert checkpoint.damage(tmp_path / "2") is None
 
 
 def test_every_thread_of_it_gives_way_to_those_that_train(background, tmp_path):
-    background.save(tmp_path, 1, background.copied(make_state(1)), {})
+    background.save(tmp_path, 1, background.copy_to_host(make_state(1)), {})
     threads = [int(thread) for thread in os.listdir(f"/proc/{background.pid}/task")]
     assert len(threads) > 1  # those that write
     own = os.getpriority(os.PRIO_PROCESS, 0)
@@ -88,14 +88,14 @@ def test_what_the_disk_refuses_is_said_in_the_same_words(background, tmp_path):
     folder = tmp_path / "file"
     folder.write_text("in the way")
     with pytest.raises(checkpoint.SaveError, match=f"^cannot save step 1 in {folder}: Not a dir"):
-        background.save(folder, 1, background.copied(make_state(1)), {})
-    background.save(tmp_path, 2, background.copied(make_state(2)), {})
+        background.save(folder, 1, background.copy_to_host(make_state(1)), {})
+    background.save(tmp_path, 2, background.copy_to_host(make_state(2)), {})
 
 
 def test_signals_that_are_the_drivers_do_not_end_it(background, tmp_path):
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         os.kill(background.pid, number)
-    background.save(tmp_path, 3, background.copied(make_state(3)), {})
+    background.save(tmp_path, 3, background.copy_to_host(make_state(3)), {})
     assert checkpoint.newest(tmp_path).step == 3
 
 
@@ -107,8 +107,8 @@ def test_two_processes_write_one_checkpoint_and_a_killed_one_spoils_none(
     other = checkpoint.Background()
     try:
         for i, who in enumerate((background, other)):
-            monkeypatch.setattr("launcher.train.checkpoint.background.seen", half(i))
-            copies.append(who.copied(make_state(0)))
+            monkeypatch.setattr("launcher.train.checkpoint.background.view_on_host", half(i))
+            copies.append(who.copy_to_host(make_state(0)))
         monkeypatch.undo()
         writers = [checkpoint.Writers(i, 2, "t") for i in (0, 1)]
         other.save(tmp_path, 4, copies[1], {}, writers=writers[1])
@@ -121,21 +121,21 @@ def test_two_processes_write_one_checkpoint_and_a_killed_one_spoils_none(
             assert str(error.value) == told
         assert [path.name for path in tmp_path.iterdir()] == ["4"]
         jax.tree.map(np.testing.assert_array_equal, restored(tmp_path, 4), make_state(0))
-        other.save(tmp_path, 6, other.copied(make_state(6)), {})
+        other.save(tmp_path, 6, other.copy_to_host(make_state(6)), {})
     finally:
         other.close()
     assert checkpoint.newest(tmp_path).step == 6
 
 
 def half(parity):
-    """What stands for `seen` in one of two processes: every second array is its own."""
+    """What stands for `view_on_host` in one of two processes: every second array is its own."""
 
-    def seen(tree):
-        leaves, structure = jax.tree.flatten(pieces.seen(tree))
+    def view_on_host(tree):
+        leaves, structure = jax.tree.flatten(pieces.view_on_host(tree))
         own = [x if i % 2 == parity else replace(x, parts=()) for i, x in enumerate(leaves)]
         return jax.tree.unflatten(structure, own)
 
-    return seen
+    return view_on_host
 
 
 PARENT = """

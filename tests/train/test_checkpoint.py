@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from launcher.config.optimizers import AdamW
 from launcher.train import checkpoint
-from launcher.train.checkpoint import pieces, write
+from launcher.train.checkpoint import orbax_compat, write
 from launcher.train.optimizer import build_optimizer
 from launcher.train.step import TrainState
 
@@ -80,7 +80,7 @@ def make_state(stages=4):
 
 def test_a_state_comes_back_exactly_and_where_it_is_wanted(tmp_path):
     state = make_state()
-    checkpoint.save(tmp_path, 7, checkpoint.copied(state), METADATA)
+    checkpoint.save(tmp_path, 7, checkpoint.copy_to_host(state), METADATA)
     where = SingleDeviceSharding(jax.devices()[5])
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), state)
     back = checkpoint.restore(tmp_path, 7, like)
@@ -92,7 +92,7 @@ def test_a_state_comes_back_exactly_and_where_it_is_wanted(tmp_path):
 
 
 def test_stock_orbax_reads_it_on_one_device_without_our_code(tmp_path):
-    checkpoint.save(tmp_path, 7, checkpoint.copied(make_state()), METADATA)
+    checkpoint.save(tmp_path, 7, checkpoint.copy_to_host(make_state()), METADATA)
     result = subprocess.run(
         [sys.executable, "-c", STOCK, str(tmp_path)],
         env={**os.environ, "XLA_FLAGS": ""},
@@ -103,7 +103,7 @@ def test_stock_orbax_reads_it_on_one_device_without_our_code(tmp_path):
 
 
 def test_metadata_is_json_beside_the_arrays(tmp_path):
-    checkpoint.save(tmp_path, 7, checkpoint.copied(make_state()), METADATA)
+    checkpoint.save(tmp_path, 7, checkpoint.copy_to_host(make_state()), METADATA)
     assert checkpoint.read_metadata(tmp_path, 7) == METADATA
     on_disk = json.loads((tmp_path / "7" / "_CHECKPOINT_METADATA").read_text())
     assert on_disk["custom_metadata"] == METADATA
@@ -115,18 +115,18 @@ def test_the_latest_step_is_the_highest_that_is_whole(tmp_path):
     clutter(tmp_path)
     assert checkpoint.newest(tmp_path).step is None
     for step in (2, 10, 9):
-        checkpoint.save(tmp_path, step, checkpoint.copied(make_state()), METADATA)
+        checkpoint.save(tmp_path, step, checkpoint.copy_to_host(make_state()), METADATA)
     assert checkpoint.newest(tmp_path).step == 10
 
 
 def test_a_missing_step_is_a_file_not_found(tmp_path):
-    checkpoint.save(tmp_path, 7, checkpoint.copied(make_state()), METADATA)
+    checkpoint.save(tmp_path, 7, checkpoint.copy_to_host(make_state()), METADATA)
     with pytest.raises(FileNotFoundError):
         checkpoint.restore(tmp_path, 8, make_state())
 
 
 def test_the_newest_and_the_round_steps_are_kept(tmp_path):
-    state = checkpoint.copied(make_state())
+    state = checkpoint.copy_to_host(make_state())
     for step in (100, 130, 160, 200, 230):
         checkpoint.save(tmp_path, step, state, metadata(every_steps=100), keep=2)
     assert sorted(int(p.name) for p in tmp_path.iterdir()) == [100, 160, 200, 230]
@@ -134,7 +134,7 @@ def test_the_newest_and_the_round_steps_are_kept(tmp_path):
 
 def test_what_an_earlier_start_was_to_keep_is_kept_by_a_later_one(tmp_path):
     """Each by the settings it was saved with; of one that does not tell, nothing is deleted."""
-    state = checkpoint.copied(make_state())
+    state = checkpoint.copy_to_host(make_state())
     for step, every_steps in ((100, 100), (130, 100), (200, 100), (230, 0), (300, 0)):
         checkpoint.save(tmp_path, step, state, metadata(every_steps), keep=2)
     assert sorted(int(p.name) for p in tmp_path.iterdir()) == [100, 200, 230, 300]
@@ -209,12 +209,12 @@ def clutter(folder):
 
 
 def save(folder, step, **options):
-    checkpoint.save(folder, step, checkpoint.copied(make_state()), METADATA, **options)
+    checkpoint.save(folder, step, checkpoint.copy_to_host(make_state()), METADATA, **options)
 
 
 def test_several_processes_write_one_checkpoint(tmp_path):
-    """Two writers, each with its own half of the leaves, as `copied` gives them to processes."""
-    whole = checkpoint.copied(make_state())
+    """Two writers, each with half of the leaves, as `copy_to_host` gives them to processes."""
+    whole = checkpoint.copy_to_host(make_state())
     halves = [halved(whole, parity) for parity in (0, 1)]
     with ThreadPoolExecutor(2) as threads:
         writers = (checkpoint.Writers(i, 2, "t") for i in range(2))
@@ -237,7 +237,7 @@ def test_several_processes_write_one_checkpoint(tmp_path):
 def test_what_goes_wrong_in_one_process_is_said_by_the_first(tmp_path):
     (tmp_path / "7.partial-t" / "default").mkdir(parents=True)
     (tmp_path / "7.partial-t" / "default" / "ocdbt.process_1").write_text("in the way")
-    whole = checkpoint.copied(make_state())
+    whole = checkpoint.copy_to_host(make_state())
     with ThreadPoolExecutor(2) as threads:
         jobs = [
             threads.submit(
@@ -261,7 +261,7 @@ def test_what_goes_wrong_in_one_process_is_said_by_the_first(tmp_path):
 def test_a_process_that_writes_on_into_a_folder_that_is_gone_says_so(tmp_path, monkeypatch):
     """The first process has given up and deleted it, as TensorStore finds out while it writes; or
     this process afterwards, where TensorStore has made the folder again."""
-    opened, checksums = pieces.ts.open, write.checksums
+    opened, checksums = orbax_compat.ts.open, write.checksums
 
     def lose():
         shutil.rmtree(tmp_path / "7.partial-t", ignore_errors=True)
@@ -275,9 +275,9 @@ def test_a_process_that_writes_on_into_a_folder_that_is_gone_says_so(tmp_path, m
         lose()
         return checksums(*arguments, **options)
 
-    monkeypatch.setattr(pieces.ts, "open", open_and_lose)
+    monkeypatch.setattr(orbax_compat.ts, "open", open_and_lose)
     monkeypatch.setattr(write, "checksums", lose_and_sum)
-    half = halved(checkpoint.copied(make_state()), 1)
+    half = halved(checkpoint.copy_to_host(make_state()), 1)
     with pytest.raises(checkpoint.SaveError, match=f"^cannot save step 7 in {tmp_path}: "):
         checkpoint.save(tmp_path, 7, half, METADATA, writers=checkpoint.Writers(1, 2, "t"))
 
@@ -292,7 +292,7 @@ def test_a_quota_that_is_used_up_is_named_and_the_last_checkpoint_stays(by, tmp_
         raise ValueError(TENSORSTORE)
 
     # The files' own writing in the one case; in the other what TensorStore makes of it.
-    what = "write.checksums" if by == "os" else "pieces.ts.open"
+    what = "write.checksums" if by == "os" else "orbax_compat.ts.open"
     monkeypatch.setattr(f"launcher.train.checkpoint.{what}", refuse)
     with pytest.raises(checkpoint.SaveError) as error:
         save(tmp_path, 2)
@@ -317,7 +317,7 @@ def halved(state, parity):
 
 def test_a_copy_outlives_the_arrays_it_was_made_of(tmp_path):
     state = make_state()
-    copy = checkpoint.copied(state)
+    copy = checkpoint.copy_to_host(state)
     before = np.array(copy.params["layer_0"]["kernel"])
     overwrite = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
     overwrite(state.params["layer_0"]["kernel"])

@@ -43,7 +43,7 @@ def checkpoints(config):
     path = Path(config.run.dir, "mine", "checkpoints")
     for step in (3, 6):
         metadata = {"config": to_dict(config), **positions(step)}
-        checkpoint.save(path, step, checkpoint.copied(state()), metadata)
+        checkpoint.save(path, step, checkpoint.copy_to_host(state()), metadata)
     return path
 
 
@@ -226,7 +226,7 @@ def test_a_checkpoint_of_another_run_is_not_taken_for_this_ones(config, checkpoi
 def test_an_account_that_cannot_be_is_named(change, told, config, checkpoints):
     """Sealed as if it had been written so."""
     metadata = {"config": to_dict(config), **positions(6), **change}
-    checkpoint.save(checkpoints, 6, checkpoint.copied(state()), metadata)
+    checkpoint.save(checkpoints, 6, checkpoint.copy_to_host(state()), metadata)
     with folder.claim(config) as home:
         assert home.finished_steps == 3
         (line,) = home.damaged

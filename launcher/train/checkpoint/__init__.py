@@ -1,15 +1,14 @@
-"""A run's state on disk, in Orbax's own format: `checkpoints/<step>/`.
+"""A run's checkpoints, in Orbax's own format: `checkpoints/<step>/`.
 
-Any JAX program reads it with stock Orbax, on any number of devices and without our code:
-`orbax.checkpoint.CheckpointManager(folder).restore(step)` gives a dict of `step`, `params`,
-`opt_state` and `key` as NumPy arrays. What belongs to a checkpoint but is no array (the settings,
-the plan, the next batch) is JSON in the same folder, and `checksums.json` there holds a checksum of
-every file: whoever goes on from a checkpoint knows that it is whole.
+Any JAX program reads them with stock Orbax, on any number of devices and without our code:
+`orbax.checkpoint.CheckpointManager(folder).restore(step)` returns a dict of `step`, `params`,
+`opt_state` and `key` as NumPy arrays. The rest of a checkpoint (settings, plan, next batch) is JSON
+in the same folder, and `checksums.json` there holds a checksum of every file, so that a damaged
+checkpoint is recognised.
 
-`pieces` is a state as a process holds it, `write` and `read` move it, `background` writes without
-holding up training, `integrity` tells whole from damaged, and `choose` picks the one to go on from.
-`worker` writes and reads states, `folder` and `prepare` the rest. What moves states is loaded on
-first use: settings are checked, and a run's folder is looked at, without JAX.
+`pieces` is a process's part of a state, `write` and `read` move it, `background` writes it without
+holding up training, `integrity` detects damage, and `choose` picks the checkpoint to resume from.
+Modules that need JAX are imported on first use: settings and run folders are checked without it.
 """
 
 import importlib
@@ -22,7 +21,7 @@ from launcher.train.checkpoint.layout import clear_partial, read_metadata
 
 if TYPE_CHECKING:
     from launcher.train.checkpoint.background import Background
-    from launcher.train.checkpoint.pieces import copied
+    from launcher.train.checkpoint.pieces import copy_to_host
     from launcher.train.checkpoint.read import Mismatch, check_params, restore, restore_params
     from launcher.train.checkpoint.write import SaveError, Writers, save
 
@@ -36,7 +35,7 @@ __all__ = [
     "Writers",
     "check_params",
     "clear_partial",
-    "copied",
+    "copy_to_host",
     "damage",
     "newest",
     "read_metadata",
@@ -52,7 +51,7 @@ _HOMES = {
     "SaveError": "write",
     "Writers": "write",
     "check_params": "read",
-    "copied": "pieces",
+    "copy_to_host": "pieces",
     "restore": "read",
     "restore_params": "read",
     "save": "write",

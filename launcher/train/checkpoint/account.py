@@ -1,6 +1,6 @@
-"""What a run's checkpoint says of itself: whose it is, and where its data goes on.
+"""The metadata that a run resumes by: which run a checkpoint belongs to, and its next batch.
 
-Read strictly, since a run goes on by it: `choose` asks, `folder` and `training` use it.
+It is read strictly: anything odd counts as damage.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from launcher.train.checkpoint.layout import METADATA, read_metadata
 
 @dataclass(frozen=True)
 class Account:
-    """Attributes:
-    run_id: the run that saved it. config: its settings. fingerprints: of those that came from
-        the environment, by their names.
-    next_batch: which batch comes next, from 0.
+    """The metadata of a checkpoint that a run resumes by.
+
+    Attributes:
+        run_id: the run that saved it.
+        config: that run's settings.
+        fingerprints: a fingerprint of each setting that came from the environment, by its key.
+        next_batch: the index of the next batch, from 0.
     """
 
     run_id: str
@@ -28,13 +31,17 @@ class Account:
 
 
 def read_account(folder: Path, step: int) -> Account:
-    """The account of `folder/<step>`. Raises OSError, and DamagedError with what is wrong with it
-    in a few words."""
+    """Read the metadata of `folder/<step>`.
+
+    Raises:
+        OSError: it cannot be read.
+        DamagedError: it is not a run's, or is for another step; the text is a few words.
+    """
     try:
-        told = read_metadata(folder, step)
-        config, next_batch = told["config"], told["data"]["next_batch"]
-        prints = told.get("fingerprints", {})
-        next_step, run_id = told["metrics"]["next_step"], config["run"]["id"]
+        metadata = read_metadata(folder, step)
+        config, next_batch = metadata["config"], metadata["data"]["next_batch"]
+        prints = metadata.get("fingerprints", {})
+        next_step, run_id = metadata["metrics"]["next_step"], config["run"]["id"]
     except (ValueError, KeyError, TypeError):
         raise DamagedError(f"{METADATA} is not a run's") from None
     if not isinstance(config, dict) or not isinstance(run_id, str):

@@ -1,12 +1,11 @@
-"""A process of its own that writes checkpoints while this one trains, at a low priority.
+"""A process of low priority that writes checkpoints while this one trains.
 
 In a thread of the training process the same work would hold up training: it takes the interpreter's
-lock, of which a step needs a little all the time, and its processor time on equal terms. The
-process here gets only what is left over (on a core that is busy, 3 %), and everything when nothing
-trains. `worker` keeps one where a run saves while it trains.
+lock, which a step needs a little all the time, and competes for the processor on equal terms. The
+process here gets only what is left over (on a busy core, 3 %), and everything when nothing trains.
 
-The arrays pass through memory that both processes see. It is kept from save to save, since new
-memory costs more than the copying: of the host's, as much as one state takes here.
+The arrays pass through shared memory, which is kept from save to save, since allocating it costs
+more than copying. It takes as much of the host's memory as this process's part of a state.
 """
 
 from __future__ import annotations
@@ -31,29 +30,29 @@ import numpy as np
 import psutil
 
 from launcher.follow import follow
-from launcher.train.checkpoint.pieces import seen
+from launcher.train.checkpoint.pieces import view_on_host
 from launcher.train.checkpoint.write import FIELDS, SaveError, Writers, abandon, save
 
 _LOOK_SECONDS = 5.0
-_NICENESS = 15  # above this process's own
+_NICENESS = 15  # relative to this process
 _MOST_NICENESS = 19
 _ALIGNMENT = 64  # bytes
 _ALONE = Writers()
 _PART = 2**22  # bytes that one thread copies at a time
 _THREADS = 8
 _PROGRAM = f"from {__name__} import serve; serve()"
-# What the driver may be sent, and a batch system sends to every process of a job.
+# Signals for the driver, which a batch system sends to every process of a job.
 _FOR_THE_DRIVER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 
 
 class _StoppedError(OSError):
-    """The process is stopped."""
+    """The process is stopped (SIGSTOP, or a debugger)."""
 
 
 class Background:
-    """The process, from its start to `close`; it ends with this one in whatever way that ends.
+    """The process that writes, until `close`; it ends with this process, however that ends.
 
-    Linux.
+    Linux only.
     """
 
     def __init__(self) -> None:
@@ -63,13 +62,15 @@ class Background:
 
     @property
     def pid(self) -> int:
-        """The process's number."""
+        """The process's id."""
         return self._process.pid
 
-    def copied(self, state: Any) -> bytes:
-        """Copy a state's arrays to where the process sees them, for the next `save`: it holds for
-        one alone. Waits until they are computed."""
-        fields = {name: seen(getattr(state, name)) for name in FIELDS}
+    def copy_to_host(self, state: Any) -> bytes:
+        """Copy a state's arrays to shared memory once they are computed, for the next `save`.
+
+        The result is valid for one `save`.
+        """
+        fields = {name: view_on_host(getattr(state, name)) for name in FIELDS}
         message, buffers = _pickled(fields)
         places, end = [], 0
         for buffer in buffers:
@@ -91,41 +92,44 @@ class Background:
         keep: int | None = None,
         writers: Writers = _ALONE,
     ) -> None:
-        """`checkpoint.save` in that process, of what `copied` has returned; waits for it.
+        """Run `checkpoint.save` in the process, on what `copy_to_host` has returned; wait for it.
 
-        Raises SaveError also where the process ends meanwhile, or is stopped and so ended; the next
-        save has a new one.
+        Raises:
+            SaveError: as of `checkpoint.save`, or the process ended or was stopped. A stopped
+                process is killed; the next save has a new one.
         """
         arguments = (folder, step, metadata, keep, writers)
         try:
             self._connection.send((state, arguments))
-            kind, told = self._answer()
+            kind, message = self._answer()
         except (EOFError, OSError) as error:
             code = self._end()
-            how = "was stopped (SIGSTOP, or a debugger)" if isinstance(error, _StoppedError) else ""
-            told = f"the process that writes it {how or f'ended ({_how(code)})'}"
-            told = f"cannot save step {step} in {folder}: {told}."
-            abandon(folder, step, writers, told)
+            cause = (
+                "was stopped (SIGSTOP, or a debugger)" if isinstance(error, _StoppedError) else ""
+            )
+            reason = f"the process that writes it {cause or f'ended ({_exit_text(code)})'}"
+            message = f"cannot save step {step} in {folder}: {reason}."
+            abandon(folder, step, writers, message)
             self._start()
-            raise SaveError(told) from None
+            raise SaveError(message) from None
         if kind == "refused":
-            raise SaveError(told)
+            raise SaveError(message)
         if kind == "failed":
-            raise RuntimeError(f"the process that writes checkpoints failed\n{told}")
+            raise RuntimeError(f"the process that writes checkpoints failed\n{message}")
 
     def _answer(self) -> tuple[str, str]:
-        """What the process says in the end; one that is stopped would never."""
+        """Wait for the process's answer; raise _StoppedError if the process is stopped."""
         process, looks = psutil.Process(self._process.pid), 0
         while not self._connection.poll(_LOOK_SECONDS):
             stopped = process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
             looks = looks + 1 if stopped else 0
             if looks == 2:
                 raise _StoppedError
-        kind, told = self._connection.recv()
-        return kind, told
+        kind, message = self._connection.recv()
+        return kind, message
 
     def close(self) -> None:
-        """End the process, at once."""
+        """Kill the process."""
         self._end()
         os.close(self._memory)
 
@@ -134,17 +138,19 @@ class Background:
         handed = [theirs.fileno(), self._memory]
         command = [sys.executable, "-P", "-c", _PROGRAM, *map(str, handed)]
         environ = _environment(os.environ, sys.path)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_DRIVER)  # which it inherits
+        before = signal.pthread_sigmask(
+            signal.SIG_BLOCK, _FOR_THE_DRIVER
+        )  # inherited by the process
         try:
-            # No session of its own, whose share of the processors the kernel (`autogroup`) would
-            # make as large as this one's, whatever the niceness.
+            # In this session: the kernel's `autogroup` gives sessions equal shares of the
+            # processors, whatever the niceness.
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=handed, env=environ, process_group=0
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         niceness = min(os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS, _MOST_NICENESS)
-        os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)  # all its threads inherit it
+        os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)  # inherited by its threads
         theirs.close()
 
     def _end(self) -> int:
@@ -155,18 +161,18 @@ class Background:
 
 
 def _environment(environ: Mapping[str, str], search_path: Sequence[str]) -> dict[str, str]:
-    """That of a process that finds what this one finds, and uses no device."""
+    """Return the environment of a process that imports what this one can, and uses no device."""
     kept = {name: value for name, value in environ.items() if name != "XLA_FLAGS"}
     folders = os.pathsep.join(filter(None, search_path))
     return kept | {"PYTHONPATH": folders, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def _how(code: int) -> str:
+def _exit_text(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves the contents of arrays out, those of types of JAX's own as well."""
+    """Pickles a value without its arrays' contents, for types of JAX's own as well."""
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, np.ndarray):
@@ -180,14 +186,14 @@ def _array(contents: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray
 
 
 def _pickled(value: Any) -> tuple[bytes, list[memoryview]]:
-    """A value without the contents of its arrays, and these."""
+    """Return a pickled value without the contents of its arrays, and these contents."""
     file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
     _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
     return file.getvalue(), [buffer.raw() for buffer in buffers]
 
 
 def _copy(buffers: Sequence[memoryview], target: np.ndarray, starts: Sequence[int]) -> None:
-    """Copy each buffer to its place in `target`, with all processors: training waits for it."""
+    """Copy each buffer to its start in `target` on all processors, as training waits for it."""
     jobs = []
     for buffer, start in zip(buffers, starts, strict=True):
         source = np.frombuffer(buffer, np.uint8)
@@ -195,9 +201,9 @@ def _copy(buffers: Sequence[memoryview], target: np.ndarray, starts: Sequence[in
             part = source[at : at + _PART]
             jobs.append((target[start + at : start + at + part.size], part))
 
-    def copy(some: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-        for to, part in some:
-            np.copyto(to, part)  # without the interpreter's lock
+    def copy(share: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        for to, part in share:
+            np.copyto(to, part)  # releases the interpreter's lock
 
     threads = min(_THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads, thread_name_prefix="copy") as pool:
@@ -205,10 +211,10 @@ def _copy(buffers: Sequence[memoryview], target: np.ndarray, starts: Sequence[in
 
 
 def serve() -> None:
-    """Save what is asked for, one state after another: all that the process does."""
+    """Save states on request until the other end closes: the whole program of the process."""
     follow()
     connection, memory = Connection(int(sys.argv[1])), int(sys.argv[2])
-    with suppress(EOFError, ConnectionError):  # whoever asked is gone
+    with suppress(EOFError, ConnectionError):  # the worker is gone
         while True:
             copy, arguments = connection.recv()
             message, places, size = pickle.loads(copy)

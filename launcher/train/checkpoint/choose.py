@@ -1,7 +1,4 @@
-"""Which checkpoint to go on from, or to start from: the newest that is whole.
-
-`folder` asks on behalf of a run, `prepare` for `train.init_from`.
-"""
+"""Picks the checkpoint to resume or to start from: the newest that is intact."""
 
 from __future__ import annotations
 
@@ -16,12 +13,12 @@ from launcher.train.checkpoint.layout import CHECKSUMS, METADATA, steps_in
 
 @dataclass(frozen=True)
 class Choice:
-    """The newest whole checkpoint of a folder, and what is wrong with those that are newer.
+    """The newest intact checkpoint of a folder, and the newer ones that are damaged.
 
     Attributes:
-        step: None where none is whole.
-        damaged: each newer step with what is wrong with it, newest first.
-        account: the step's, where a run asked.
+        step: its step, or None if no checkpoint is intact.
+        damaged: the newer steps, newest first, each with what is wrong with it.
+        account: the metadata of `step`, if a run's id was given.
     """
 
     step: int | None
@@ -30,15 +27,16 @@ class Choice:
 
 
 class InitError(Exception):
-    """A path that holds nothing to start from: what is wrong with it, in a few words."""
+    """There is no checkpoint to start from at a path; the text is a few words."""
 
 
 def newest(folder: Path, thorough: bool = True, run_id: str | None = None) -> Choice:
-    """The newest checkpoint in `folder` that is whole.
+    """Return the newest intact checkpoint in `folder`.
 
     Args:
-        thorough: see `damage`.
-        run_id: one of another run counts as damaged.
+        folder: a folder of checkpoints.
+        thorough: whether to read all files, see `damage`.
+        run_id: the run that must have saved it; a checkpoint of another run counts as damaged.
     """
     damaged: list[tuple[int, str]] = []
     for step in reversed(steps_in(folder)):
@@ -52,7 +50,7 @@ def newest(folder: Path, thorough: bool = True, run_id: str | None = None) -> Ch
 
 
 def _own(folder: Path, step: int, run_id: str) -> tuple[Account | None, str | None]:
-    """A whole checkpoint's account, and what is wrong with it as one of the run."""
+    """Return an intact checkpoint's metadata, and why it is not one of the run's, if so."""
     try:
         account = read_account(folder, step)
     except OSError as error:
@@ -65,13 +63,15 @@ def _own(folder: Path, step: int, run_id: str) -> tuple[Account | None, str | No
 
 
 def resolve(path: Path, thorough: bool = True) -> tuple[Path, tuple[str, ...]]:
-    """The checkpoint that `path` means: one itself, or the newest whole one of a run's folder or of
-    its `checkpoints`; and a line for each newer one that is damaged.
+    """Return the checkpoint that a path names, and a line for each newer one that is damaged.
 
     Args:
-        thorough: see `damage`.
+        path: a checkpoint, a folder of checkpoints or a run's folder; of a folder, the newest
+            intact checkpoint is taken.
+        thorough: whether to read all files, see `damage`.
 
-    Raises InitError where there is none.
+    Raises:
+        InitError: there is none.
     """
     try:
         return _resolved(path, thorough)

@@ -1,9 +1,8 @@
-"""Whether a checkpoint is whole: `checksums.json`, which holds the size and SHA-256 of every file,
-and the step whose state they are.
+"""Detects damaged checkpoints by `checksums.json`, which holds every file's size and SHA-256.
 
-It is written last, before a checkpoint gets its name, and read first, before a byte of the rest is
-believed. It holds its own checksum, too, and has the only layout that it can have: a change to it
-shows as well. Standard library only: the driver checks before JAX is loaded.
+The file also holds the step. It is written last, before a checkpoint gets its name, and read first,
+before any other file is trusted. It includes a checksum of itself and has only one valid layout, so
+that a change to it is noticed, too. Standard library only: the driver checks before JAX is loaded.
 """
 
 from __future__ import annotations
@@ -23,22 +22,30 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 _ALGORITHM = "sha256"
-_THREADS = 8  # hashing and reading let go of the interpreter's lock
+_THREADS = 8  # hashing and reading release the interpreter's lock
 
 # A file's size in bytes and its checksum in hexadecimal digits, by its path below the checkpoint.
 Sums = Mapping[str, tuple[int, str]]
 
 
 def checksums(root: Path, paths: Iterable[Path], sync: bool = False) -> dict[str, tuple[int, str]]:
-    """The checksums of `paths`, which lie below `root`; with `sync` each is on the disk after it.
-    Raises OSError."""
+    """Return the checksums of files by their path below `root`.
+
+    Args:
+        root: the checkpoint.
+        paths: files below it.
+        sync: whether to force each file to the disk.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
     listed = sorted(paths)
-    found = _side_by_side(lambda path: _sum(path, sync), listed)
-    return {str(path.relative_to(root)): sum_ for path, sum_ in zip(listed, found, strict=True)}
+    sums = _in_threads(lambda path: _sum(path, sync), listed)
+    return {str(path.relative_to(root)): sum_ for path, sum_ in zip(listed, sums, strict=True)}
 
 
-def _side_by_side(function: Callable[[S], T], items: Iterable[S]) -> list[T]:
-    """`function` of each, by several threads; whoever interrupts it does not wait for them."""
+def _in_threads(function: Callable[[S], T], items: Iterable[S]) -> list[T]:
+    """Map `function` over `items` in several threads; an interrupt does not wait for them."""
     pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="checksums")
     try:
         return list(pool.map(function, items))
@@ -47,7 +54,7 @@ def _side_by_side(function: Callable[[S], T], items: Iterable[S]) -> list[T]:
 
 
 def files_below(folder: Path) -> list[Path]:
-    """All files of a folder and of the folders in it."""
+    """Return all files in a folder and its subfolders."""
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
@@ -57,12 +64,14 @@ def write_checksums(root: Path, step: int, sums: Sums) -> None:
 
 
 def damage(root: Path, thorough: bool = True) -> str | None:
-    """What is wrong with the checkpoint `root`, in a few words that name the file; None where it is
-    whole, and that of the step that it is named after.
+    """Return what is wrong with a checkpoint, naming the file; None if it is intact.
+
+    A folder whose name is another step than that of its contents counts as damaged.
 
     Args:
-        thorough: read every file; otherwise only the metadata, and hold the sizes of the others
-            against `checksums.json`.
+        root: the checkpoint.
+        thorough: whether to read every file; otherwise only the metadata is read, and the sizes of
+            the other files are compared.
     """
     try:
         step, sums = _read(root / CHECKSUMS)
@@ -79,7 +88,7 @@ def damage(root: Path, thorough: bool = True) -> str | None:
     wrong += _no_files(root, sums)
     if not wrong:
         to_read = [(name, sums[name][1]) for name in sums if thorough or name == METADATA]
-        problems = _side_by_side(lambda item: _contents(root, *item), to_read)
+        problems = _in_threads(lambda item: _contents(root, *item), to_read)
         wrong = [problem for problem in problems if problem]
     if not wrong:
         return None
@@ -88,33 +97,33 @@ def damage(root: Path, thorough: bool = True) -> str | None:
 
 def _size(root: Path, name: str, size: int) -> str | None:
     path = Path(os.path.realpath(root / name))
-    if not path.is_relative_to(root):  # whoever reads what lies elsewhere could wait for ever
+    if not path.is_relative_to(root):  # reading a file elsewhere could block for ever
         return f"{CHECKSUMS} names {name}, which is not below it"
     try:
         if not path.is_file():
             return f"{name} is missing"
-        found = path.stat().st_size
+        actual = path.stat().st_size
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
-    return None if found == size else f"{name} has {found} bytes of {size}"
+    return None if actual == size else f"{name} has {actual} bytes of {size}"
 
 
 def _no_files(root: Path, sums: Sums) -> list[str]:
-    """What else is there that is no file: whoever reads the arrays could wait for it for ever."""
-    found = ((path, str(path.relative_to(root))) for path in root.rglob("*"))
+    """Return the other entries that are no regular files, since reading one can block for ever."""
+    entries = ((path, str(path.relative_to(root))) for path in root.rglob("*"))
     return [
         f"{name} is no regular file"
-        for path, name in found
+        for path, name in entries
         if name not in sums and not path.is_file() and not path.is_dir()
     ]
 
 
 def _contents(root: Path, name: str, checksum: str) -> str | None:
     try:
-        found = _sum(root / name, sync=False)[1]
+        actual = _sum(root / name, sync=False)[1]
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
-    return None if found == checksum else f"{name} is not what was written"
+    return None if actual == checksum else f"{name} is not what was written"
 
 
 def _sum(path: Path, sync: bool) -> tuple[int, str]:
@@ -133,7 +142,12 @@ def _text(step: int, sums: Sums) -> str:
 
 
 def _read(path: Path) -> tuple[int, dict[str, tuple[int, str]]]:
-    """Raises OSError and ValueError."""
+    """Read the step and the checksums.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is damaged.
+    """
     text = read_text(path)
     sums: dict[str, tuple[int, str]] = {}
     try:

@@ -26,31 +26,40 @@ _PARTIAL = ".partial-"
 
 
 def steps_in(folder: Path) -> list[int]:
-    """The steps that `folder` holds checkpoints of, whole or damaged, oldest first; none where
-    there is no folder. Empty folders are no checkpoints. Raises OSError."""
+    """Return the steps that `folder` holds checkpoints of, intact or damaged, oldest first.
+
+    A missing folder holds none, and empty folders are no checkpoints. Raises OSError.
+    """
     if not folder.is_dir():
         return []
-    named = [path for path in folder.iterdir() if is_step(path.name) and path.is_dir()]
-    return sorted(int(path.name) for path in named if not _is_empty(path))
+    folders = [path for path in folder.iterdir() if is_step(path.name) and path.is_dir()]
+    return sorted(int(path.name) for path in folders if not _is_empty(path))
 
 
 def _is_empty(path: Path) -> bool:
     try:
         return not any(path.iterdir())
-    except OSError:  # what is in it nobody can read: a damaged one
+    except OSError:  # its contents cannot be read: damaged, but not empty
         return False
 
 
 def read_metadata(folder: Path, step: int) -> dict[str, Any]:
-    """The `metadata` that `folder/<step>` was saved with. Raises OSError, ValueError, KeyError and
-    TypeError."""
-    found: dict[str, Any] = read_json(folder / str(step) / METADATA)["custom_metadata"]
-    return found
+    """Return the `metadata` that `folder/<step>` was saved with.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError, KeyError, TypeError: it is damaged.
+    """
+    metadata: dict[str, Any] = read_json(folder / str(step) / METADATA)["custom_metadata"]
+    return metadata
 
 
 def stays(folder: Path, step: int) -> bool:
-    """Whether `folder/<step>` is never to be deleted: it is one of the `every_steps` of the start
-    that saved it, whatever a later start asks for. One that does not tell stays, too."""
+    """Return whether `folder/<step>` must never be deleted.
+
+    That holds for the multiples of `every_steps` as it was set when the checkpoint was saved,
+    whatever a later start sets; and for a checkpoint whose setting cannot be read.
+    """
     path = folder / str(step) / METADATA
     try:
         every = _every_steps(path, path.stat().st_mtime_ns)
@@ -59,25 +68,24 @@ def stays(folder: Path, step: int) -> bool:
         return True
 
 
-@functools.cache  # each is asked about at every save
+@functools.cache  # asked for each checkpoint at every save
 def _every_steps(path: Path, modified: int) -> int:
-    found = read_json(path)
-    every: int = found["custom_metadata"]["config"]["train"]["checkpoint"]["every_steps"]
+    every: int = read_json(path)["custom_metadata"]["config"]["train"]["checkpoint"]["every_steps"]
     return every
 
 
 def partial_path(folder: Path, step: int, token: str) -> Path:
-    """Where `folder/<step>` is written until it is whole."""
+    """Return the path where `folder/<step>` is written until it is complete."""
     return folder / f"{step}{_PARTIAL}{token}"
 
 
 def clear_partial(folder: Path) -> None:
-    """Delete what saves that were cut off have left; only while nobody writes there."""
+    """Delete the remains of interrupted saves; call it only while nobody writes there."""
     for path in folder.glob(f"*{_PARTIAL}*") if folder.is_dir() else ():
         if is_step(path.name.partition(_PARTIAL)[0]):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def is_step(name: str) -> bool:
-    """Whether a checkpoint may have that name."""
+    """Return whether a checkpoint may have that name."""
     return name.isascii() and name.isdigit() and str(int(name)) == name

@@ -1,32 +1,30 @@
-"""A state as one process holds it: of each array, the pieces that are its own, on the host.
+"""A state as one process holds it: the pieces of each array that the process owns, on the host.
 
-Each piece of an array belongs to one process: to the one that has the first of its replicas. A
-process writes its pieces, and no array is ever gathered. `PiecesHandler` is what Orbax calls for
-each leaf; how the tree is laid out on disk stays Orbax's own business.
+Each piece of an array belongs to the process that has the first of its replicas. A process writes
+its own pieces, and no array is ever gathered.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
-import tensorstore as ts
 
 Index = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """One array, as far as this process is to write it.
+    """The part of one array that this process is to write.
 
     Attributes:
-        shape, dtype: of the whole array. chunk: the shape of a piece; all have the same.
-        parts: where in the array each piece stands, and the piece. Empty where none is here.
+        shape: the shape of the whole array.
+        dtype: its type.
+        chunk: the shape of a piece, the same for all.
+        parts: the index and the value of each piece; empty if none is here.
     """
 
     shape: tuple[int, ...]
@@ -36,26 +34,31 @@ class Pieces:
 
     @property
     def is_first(self) -> bool:
-        """Whether the first piece of the array is here: its owner describes the array, once."""
+        """Whether the first piece is here; its owner alone writes the array's description."""
         starts = ([s.start or 0 for s in index] for index, _ in self.parts)
         return any(not any(start) for start in starts)
 
 
-def copied(state: Any) -> Any:
-    """A tree of arrays as one of `Pieces`, on the host and of their own: arrays of devices are
-    overwritten by the next step. Waits until they are computed."""
+def copy_to_host(state: Any) -> Any:
+    """Return a tree of arrays as a tree of `Pieces`, copied to the host once they are computed.
+
+    The copies are needed because the next step overwrites the devices' arrays.
+    """
     return _pieces_of(state, _copy_on_host)
 
 
-def seen(state: Any) -> Any:
-    """Like `copied`, but only for as long as the arrays last."""
+def view_on_host(state: Any) -> Any:
+    """Return the same as `copy_to_host`, but as views where the arrays allow it.
+
+    The views are valid only as long as the arrays.
+    """
     return _pieces_of(state, np.asarray)
 
 
 def _pieces_of(state: Any, on_host: Callable[[jax.Array], np.ndarray]) -> Any:
     for leaf in jax.tree.leaves(state):
         for shard in _own(leaf):
-            shard.data.copy_to_host_async()  # all on their way before the first is waited for
+            shard.data.copy_to_host_async()  # start all before waiting for the first
     return jax.tree.map(lambda leaf: _pieces(leaf, on_host), state)
 
 
@@ -76,57 +79,6 @@ def _pieces(array: Any, on_host: Callable[[jax.Array], np.ndarray]) -> Pieces:
 
 
 def _copy_on_host(data: jax.Array) -> np.ndarray:
-    # What NumPy is shown of a CPU's array is the array's own memory; of other devices' a copy.
+    # NumPy gets a view of a CPU's array, and a copy of another device's.
     (device,) = data.devices()
     return np.array(data) if device.platform == "cpu" else np.asarray(data)
-
-
-class PiecesHandler(ocp.type_handlers.NumpyHandler):
-    """Writes the `Pieces` of process `process`; stock Orbax reads them as NumPy arrays."""
-
-    def __init__(self, process: int) -> None:
-        super().__init__()
-        self._process = process
-
-    async def serialize(
-        self,
-        values: Sequence[Pieces],
-        infos: Sequence[Any],
-        args: Sequence[Any] | None = None,
-    ) -> Sequence[Any]:
-        """See `ocp.type_handlers.TypeHandler`; all is written when it returns."""
-        args = args or [ocp.SaveArgs()] * len(values)
-        jobs = zip(values, infos, args, strict=True)
-        await _all(self._write(*job) for job in jobs if job[0].parts)
-        return []
-
-    async def _write(self, pieces: Pieces, info: Any, arg: Any) -> None:
-        spec = ocp.type_handlers.get_json_tspec_write(
-            info,
-            use_ocdbt=True,
-            global_shape=pieces.shape,
-            local_shape=pieces.chunk,
-            dtype=pieces.dtype,
-            process_index=self._process,
-            arg=arg,
-        )
-        # The array's description is written once: the processes' stores become one.
-        store = await ts.open(
-            ts.Spec(spec),
-            create=pieces.is_first,
-            open=True,
-            assume_metadata=not pieces.is_first,
-            context=info.ts_context,
-        )
-        await _all(
-            store[index].write(part, can_reference_source_data_indefinitely=True)
-            for index, part in pieces.parts
-        )
-
-
-async def _all(jobs: Iterable[Awaitable[Any]]) -> None:
-    """Wait for all jobs, also where one fails: none must go on after that. Raises what the first
-    failed with."""
-    for outcome in await asyncio.gather(*jobs, return_exceptions=True):
-        if isinstance(outcome, BaseException):
-            raise outcome

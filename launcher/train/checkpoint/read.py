@@ -1,6 +1,6 @@
-"""Reading a checkpoint: each process the arrays, and of those the parts, that its devices need.
+"""Reads checkpoints: each process the arrays, and the parts of them, that its devices need.
 
-A damaged one must not come here: `choose` sees to that beforehand.
+A damaged checkpoint must not get here: `choose` rejects it before.
 """
 
 from __future__ import annotations
@@ -9,45 +9,58 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-import orbax.checkpoint as ocp
 from jax.tree_util import keystr
 
 from launcher.train.checkpoint.layout import ARRAYS
+from launcher.train.checkpoint.orbax_compat import PLACEHOLDER, read_tree, stored_tree
 from launcher.train.checkpoint.write import FIELDS
 from launcher.train.step import TrainState
 
-_SAID = 200  # characters
+_MESSAGE_LIMIT = 200  # characters
 
 
 class Mismatch(Exception):
-    """Stored parameters are not those of the model: which, in a few words."""
+    """Stored parameters do not fit the model; the text is a few words."""
 
 
 def restore(folder: Path, step: int, like: TrainState) -> TrainState:
-    """Read `folder/<step>`.
+    """Read the state of `folder/<step>`, each array straight to its sharding.
 
-    `like` holds a `jax.ShapeDtypeStruct` a leaf; each array goes straight to the sharding that it
-    names. Every process may call it alone: of an array that has no place here nothing is read.
-    Raises FileNotFoundError for a step that is not there and ValueError for other shapes.
+    Every process may call it alone. An array with no part on this process's devices is not read.
+
+    Args:
+        folder: the folder of checkpoints.
+        step: the step.
+        like: the state's shapes, a tree of `jax.ShapeDtypeStruct` with shardings.
+
+    Raises:
+        FileNotFoundError: there is no such step.
+        ValueError: a stored array has another shape.
     """
     tree = {name: getattr(like, name) for name in FIELDS}
     return TrainState(**_read(folder / str(step), tree))
 
 
 def restore_params(path: Path, like: Any) -> Any:
-    """The parameters of the checkpoint `path`, placed as `like` says; see `restore`."""
+    """Read the parameters of the checkpoint `path`, sharded as `like` says; see `restore`."""
     stored = _stored(path)
     others = {name: tree for name, tree in stored.items() if name != "params"}
-    tree = {**jax.tree.map(lambda _: ocp.PLACEHOLDER, others), "params": like}
+    tree = {**jax.tree.map(lambda _: PLACEHOLDER, others), "params": like}
     return _read(path, tree)["params"]
 
 
 def check_params(path: Path, like: Any) -> None:
-    """Raises Mismatch where the parameters of the checkpoint `path` are not of the names and the
-    shapes of `like`, a tree of `jax.ShapeDtypeStruct`. Reads no array."""
-    found = _stored(path)
-    stored, wanted = _shapes(found.get("params", {})), _shapes(like)
+    """Check that a checkpoint's parameters have the names and shapes of `like`; read no array.
+
+    Args:
+        path: the checkpoint.
+        like: the model's parameters, a tree of `jax.ShapeDtypeStruct`.
+
+    Raises:
+        Mismatch: they differ, or Orbax cannot read them.
+    """
+    tree = _stored(path)
+    stored, wanted = _shapes(tree.get("params", {})), _shapes(like)
     for name in wanted.keys() - stored.keys():
         raise Mismatch(f"it has no params{name}, which the model has")
     for name in stored.keys() - wanted.keys():
@@ -58,12 +71,12 @@ def check_params(path: Path, like: Any) -> None:
 
 
 def _stored(path: Path) -> Any:
-    """What Orbax knows of the arrays of the checkpoint `path`, as a tree; raises Mismatch."""
+    """Return Orbax's metadata of the arrays as a tree; raise Mismatch if it cannot be read."""
     try:
-        return ocp.PyTreeCheckpointHandler().metadata(path.absolute() / ARRAYS).tree
-    except Exception as error:  # of any kind, where another program has written it
-        told = " ".join(str(error).split())[:_SAID]
-        raise Mismatch(f"Orbax cannot read it ({type(error).__name__}: {told})") from None
+        return stored_tree(path.absolute() / ARRAYS)
+    except Exception as error:  # of any type, if another program has written it
+        message = " ".join(str(error).split())[:_MESSAGE_LIMIT]
+        raise Mismatch(f"Orbax cannot read it ({type(error).__name__}: {message})") from None
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
@@ -72,45 +85,23 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _read(path: Path, tree: Any) -> Any:
-    """The stored tree: the leaves of `tree` that have a place here, placed; of the others nothing
-    is read."""
+    """Read the leaves of `tree` that have a part here; of the others nothing is read."""
     arrays = path.absolute() / ARRAYS
     if not arrays.is_dir():
         raise FileNotFoundError(f"{arrays} is not there")
-    wanted = jax.tree.map(lambda leaf: leaf if _is_here(leaf) else ocp.PLACEHOLDER, tree)
-    handler = ocp.PyTreeCheckpointHandler(
-        multiprocessing_options=ocp.options.MultiprocessingOptions(primary_host=None)
-    )
-    read = handler.restore(
-        arrays,
-        args=ocp.args.PyTreeRestore(
-            wanted,
-            restore_args=jax.tree.map(_restore_args, tree),
-        ),
-    )
+    wanted = jax.tree.map(lambda leaf: leaf if _is_here(leaf) else PLACEHOLDER, tree)
+    read = read_tree(arrays, wanted)
     return jax.tree.map(lambda leaf, value: value if _is_here(leaf) else _absent(leaf), tree, read)
 
 
 def _is_here(leaf: Any) -> bool:
-    if leaf is ocp.PLACEHOLDER:
+    if leaf is PLACEHOLDER:
         return False
     return leaf.sharding is None or bool(leaf.sharding.addressable_devices)
 
 
-def _restore_args(leaf: Any) -> Any:
-    if leaf is ocp.PLACEHOLDER or leaf.sharding is None:
-        return ocp.RestoreArgs(restore_type=np.ndarray)
-    return ocp.ArrayRestoreArgs(
-        restore_type=jax.Array,
-        dtype=leaf.dtype,
-        sharding=leaf.sharding,
-        global_shape=leaf.shape,
-        strict=True,
-    )
-
-
 def _absent(leaf: Any) -> Any:
-    """An array of which this process holds no part; nothing where none is wanted."""
-    if leaf is ocp.PLACEHOLDER:
+    """Return an array of which this process holds no part; None for a `PLACEHOLDER`."""
+    if leaf is PLACEHOLDER:
         return None
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [], dtype=leaf.dtype)

@@ -1,8 +1,9 @@
-"""Writing a checkpoint: each process its own pieces, then the first makes them one and commits.
+"""Writes checkpoints: each process its own pieces, which the first then merges and commits.
 
 The processes meet in the folder that they write to, `<step>.partial-<token>`: each leaves a list of
-its files' checksums there when it is done, and the first process waits for all of them. Only when
-everything is on the disk does the folder get its name: a checkpoint is there whole, or not at all.
+its files' checksums there when it is done, and the first process waits for all of them. The folder
+gets its final name only when everything is on the disk, so a checkpoint is complete or not there at
+all.
 """
 
 from __future__ import annotations
@@ -18,19 +19,21 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jax
-import orbax.checkpoint as ocp
-
 from launcher.files import DamagedError, read_json, sync_folder, write_whole
 from launcher.reading import read
 from launcher.train.checkpoint.integrity import Sums, checksums, files_below, write_checksums
 from launcher.train.checkpoint.layout import ARRAYS, METADATA, partial_path, stays, steps_in
-from launcher.train.checkpoint.pieces import Pieces, PiecesHandler
+from launcher.train.checkpoint.orbax_compat import (
+    merge_pieces,
+    os_error_code,
+    process_folder,
+    step_metadata,
+    write_pieces,
+)
 
 _log = logging.getLogger(__name__)
 
 FIELDS = ("step", "params", "opt_state", "key")
-_CHUNK_BYTES = 2**24  # at most; who needs a part of an array reads whole chunks
 _POLL_SECONDS = 0.05
 _LIMIT_SECONDS = 1800.0  # for another process to write its part, on a slow disk
 
@@ -45,12 +48,12 @@ _REMEDIES = {
 
 
 class SaveError(OSError):
-    """A state could not be saved: where, why, and what to do, in one line."""
+    """A state could not be saved; the text is one line with the reason and the remedy."""
 
 
 @dataclass(frozen=True)
 class _Note:
-    """What a process leaves for the first one: the checksums of its files, or what went wrong."""
+    """A process's message to the first one: the checksums of its files, or what went wrong."""
 
     sums: dict[str, tuple[int, str]] = field(default_factory=dict)
     problem: str | None = None
@@ -58,7 +61,13 @@ class _Note:
 
 @dataclass(frozen=True)
 class Writers:
-    """Who writes: process `index` of `count`, all with the same `token`, used for one save."""
+    """The processes that write one checkpoint.
+
+    Attributes:
+        index: the index of this process.
+        count: the number of processes.
+        token: a string that is the same in all processes, and new for every save.
+    """
 
     index: int = 0
     count: int = 1
@@ -73,13 +82,21 @@ def save(
     keep: int | None = None,
     writers: Writers = Writers(),
 ) -> None:
-    """Write `folder/<step>`, whole or not at all, and wait for it; then delete all but those that
-    stay (see `stays`) and, of the others, the newest `keep`. Every process of `writers` calls it.
+    """Write `folder/<step>`, completely or not at all; then delete old checkpoints.
+
+    Every process of `writers` calls it. Those that `stays` protects are kept, and the newest `keep`
+    of the others.
 
     Args:
-        state: what `copied` made of a state. metadata: JSON-able.
+        folder: the folder of checkpoints.
+        step: the number of finished steps.
+        state: the state, as `copy_to_host` returns it.
+        metadata: JSON-able metadata.
+        keep: how many checkpoints to keep; None or 0 for all.
+        writers: the processes that write.
 
-    Raises SaveError where the disk does not take it; what was saved before is as it was.
+    Raises:
+        SaveError: the disk refused it; earlier checkpoints are unchanged.
     """
     folder = folder.absolute()
     partial = partial_path(folder, step, writers.token)
@@ -102,34 +119,32 @@ def save(
 
 
 def abandon(folder: Path, step: int, writers: Writers, problem: str) -> None:
-    """Of a save that came to nothing: tell the first process, or clear away what there is."""
+    """Give up a save: tell the first process, or delete the files if this is the first."""
     partial = partial_path(folder, step, writers.token)
     try:
         if writers.index:
-            shutil.rmtree(partial / ARRAYS / f"ocdbt.process_{writers.index}", ignore_errors=True)
-            partial.mkdir(parents=True, exist_ok=True)  # the first process may not be so far yet
+            shutil.rmtree(process_folder(partial / ARRAYS, writers.index), ignore_errors=True)
+            partial.mkdir(parents=True, exist_ok=True)  # the first process may not have made it yet
             _leave(partial, writers.index, _Note(problem=problem))
         else:
             shutil.rmtree(partial, ignore_errors=True)
     except OSError:
-        pass  # nothing more can be said there: the first process's wait will end
+        pass  # it cannot be told: the first process's wait times out
 
 
 def _write_part(partial: Path, state: Any, writers: Writers) -> None:
-    """This process's own arrays, and a list of what it wrote."""
+    """Write this process's pieces and leave a list of the files."""
     arrays = partial / ARRAYS
     arrays.mkdir(parents=True, exist_ok=True)
-    tree = {name: getattr(state, name) for name in FIELDS}
-    wanted = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), tree)
-    _handler(writers.index).save(arrays, args=ocp.args.PyTreeSave(tree, wanted))
-    own = arrays / f"ocdbt.process_{writers.index}"
+    write_pieces(arrays, {name: getattr(state, name) for name in FIELDS}, writers.index)
+    own = process_folder(arrays, writers.index)
     if writers.index:
         sums = checksums(partial, files_below(own) if own.exists() else [], sync=True)
         _leave(partial, writers.index, _Note(sums))
 
 
 def _await_parts(partial: Path, writers: Writers) -> dict[str, tuple[int, str]]:
-    """Wait for the other processes' parts; the checksums of their files. Raises OSError."""
+    """Wait for the other processes' parts; return the checksums of their files. Raises OSError."""
     sums: dict[str, tuple[int, str]] = {}
     deadline = time.monotonic() + _LIMIT_SECONDS
     for index in range(1, writers.count):
@@ -138,35 +153,28 @@ def _await_parts(partial: Path, writers: Writers) -> dict[str, tuple[int, str]]:
             if time.monotonic() > deadline:
                 raise OSError(errno.ETIMEDOUT, f"process {index} did not write its part", note)
             time.sleep(_POLL_SECONDS)
-        left = _read_note(note)
-        if left.problem is not None:
-            raise SaveError(" ".join(left.problem.split()))
-        sums |= left.sums
+        message = _read_note(note)
+        if message.problem is not None:
+            raise SaveError(" ".join(message.problem.split()))
+        sums |= message.sums
         note.unlink()
     return sums
 
 
 def _write_rest(partial: Path, metadata: dict[str, Any], began: int, sums: Sums) -> Sums:
-    """Make the processes' parts one and describe them; the checksums of all that is not in `sums`,
-    which is what the other processes wrote."""
-    arrays = partial / ARRAYS
-    _handler(0).finalize(arrays)
-    # What `ocp.CheckpointManager` writes beside the arrays, and stock Orbax looks for.
-    described = {
-        "item_handlers": {ARRAYS: ocp.StandardCheckpointHandler.typestr()},
-        "metrics": {},
-        "performance_metrics": {},
-        "init_timestamp_nsecs": began,
-        "commit_timestamp_nsecs": time.time_ns(),
-        "custom_metadata": metadata,
-    }
-    write_whole(partial / METADATA, json.dumps(described, allow_nan=False))
-    mine = [path for path in files_below(partial) if str(path.relative_to(partial)) not in sums]
-    return checksums(partial, mine, sync=True)
+    """Merge the parts and write the metadata; return the checksums of all files not in `sums`.
+
+    `sums` holds those that the other processes wrote.
+    """
+    merge_pieces(partial / ARRAYS)
+    tree = step_metadata(metadata, began, time.time_ns())
+    write_whole(partial / METADATA, json.dumps(tree, allow_nan=False))
+    paths = [path for path in files_below(partial) if str(path.relative_to(partial)) not in sums]
+    return checksums(partial, paths, sync=True)
 
 
 def _commit(partial: Path, final: Path) -> None:
-    """Give it its name, in place of what had it, which goes only then."""
+    """Give a checkpoint its final name; delete an earlier one of that name only then."""
     _sync_folders(partial)
     before = _put_aside(final) if final.exists() else None
     try:
@@ -181,33 +189,20 @@ def _commit(partial: Path, final: Path) -> None:
 
 
 def _prune(folder: Path, step: int, keep: int) -> None:
-    """Delete what need not be kept; what is newer than `step` is not this run's to count."""
+    """Delete checkpoints that need not be kept; those newer than `step` are not this run's."""
     try:
         counted = [s for s in steps_in(folder) if s <= step and not stays(folder, s)]
         for old in counted[:-keep]:
             shutil.rmtree(_put_aside(folder / str(old)), ignore_errors=True)
-    except OSError as error:  # the state is saved; the next save tries again
+    except OSError as error:  # not fatal: the next save tries again
         _log.warning("cannot delete what need not be kept in %s: %s", folder, error)
 
 
 def _put_aside(path: Path) -> Path:
-    """Rename a checkpoint to what is deleted: one half deleted must not look like a damaged one."""
-    gone = partial_path(path.parent, int(path.name), "discarded")
-    shutil.rmtree(gone, ignore_errors=True)
-    return path.rename(gone)
-
-
-def _handler(process: int) -> ocp.PyTreeCheckpointHandler:
-    """Writes trees of `Pieces`; the first process writes what describes the tree."""
-    registry = ocp.type_handlers.create_type_handler_registry((Pieces, PiecesHandler(process)))
-    # Which of its processes JAX takes this one for is not what decides: see `background`.
-    primary = ocp.options.MultiprocessingOptions(primary_host=jax.process_index() - process)
-    # Weights hardly compress, and trying costs the processor that trains.
-    return ocp.PyTreeCheckpointHandler(
-        multiprocessing_options=primary,
-        type_handler_registry=registry,
-        use_compression=False,
-    )
+    """Rename a checkpoint before it is deleted, so that half of it is not taken for damage."""
+    discarded = partial_path(path.parent, int(path.name), "discarded")
+    shutil.rmtree(discarded, ignore_errors=True)
+    return path.rename(discarded)
 
 
 def _note(partial: Path, index: int) -> Path:
@@ -226,26 +221,25 @@ def _read_note(path: Path) -> _Note:
 
 
 def _explained(error: Exception, folder: Path, step: int) -> str | None:
-    """The error as one line; None where it is not the disk's."""
+    """Return the error as one line, or None if it is not an error of the disk."""
     if isinstance(error, SaveError):
         return str(error)
     text = " ".join(str(error).split())
     code = error.errno if isinstance(error, OSError) else _code_of(text)
     if code is not None:
-        what = os.strerror(code)
+        reason = os.strerror(code)
     elif isinstance(error, ValueError) and re.match(r"[A-Z_]+: ", text):
-        what = text  # TensorStore's, such as of a folder that another process has given up
+        reason = text  # TensorStore's, for example if another process deleted the folder
     else:
         return None
     remedy = _REMEDIES.get(code or 0, "See whether the disk is in order")
-    return f"cannot save step {step} in {folder}: {what}. {remedy}."
+    return f"cannot save step {step} in {folder}: {reason}. {remedy}."
 
 
 def _code_of(text: str) -> int | None:
-    """The system's error code in a message of TensorStore's, which has no exceptions of its own."""
-    if found := re.search(r"os_error_code='(\d+)'", text):
-        return int(found[1])
-    return next((code for code in errno.errorcode if f": {os.strerror(code)}" in text), None)
+    """Return the code of the system's error that a message of TensorStore's names, if any."""
+    named = (code for code in errno.errorcode if f": {os.strerror(code)}" in text)
+    return os_error_code(text) or next(named, None)
 
 
 def _sync_folders(root: Path) -> None:

@@ -1,7 +1,6 @@
-"""A run's folder while the run has it: by its path and by the folder itself, which may part.
+"""An open run folder, which is recognised even if somebody renames or deletes it.
 
-Somebody may delete or rename it while the run trains; what is written by the path would then be
-lost, or stand in another folder without the rest. `folder` makes a `Held`, `training` asks it.
+Files written by the old path would be lost, or end up in another folder without the rest.
 """
 
 from __future__ import annotations
@@ -14,21 +13,30 @@ from pathlib import Path
 
 
 class LostFolderError(OSError):
-    """The run's folder was deleted or renamed while the run trained: what follows, in a line."""
+    """The run's folder was deleted or renamed during training; the text is one line."""
 
 
 @dataclass(frozen=True)
-class Held:
-    """A folder that this process has opened, as `descriptor`, by `path`."""
+class FolderHandle:
+    """A folder that this process holds open.
+
+    Attributes:
+        path: the path that it was opened by.
+        descriptor: its file descriptor.
+    """
 
     path: Path
     descriptor: int
 
     def check(self) -> None:
-        """Raises LostFolderError where the path no longer leads to the folder."""
+        """Check that `path` still leads to the folder.
+
+        Raises:
+            LostFolderError: it does not.
+        """
         if self._is_at(self.path):
             return
-        if (now := self.found()) is not None:
+        if (now := self.current_path()) is not None:
             raise LostFolderError(
                 f"the run folder {self.path} was renamed to {now} while the run trained: the run "
                 "ends. Rename it back to go on from its newest checkpoint."
@@ -38,9 +46,9 @@ class Held:
             "checkpoints are lost."
         )
 
-    def found(self) -> Path | None:
-        """Where the folder is by now; None where it is no longer anywhere."""
-        try:  # Linux knows, of folders on this machine
+    def current_path(self) -> Path | None:
+        """Return the folder's present path, or None if it is deleted or its path is not known."""
+        try:  # Linux only, and only for local folders
             for path in (self.path, Path(os.readlink(f"/proc/self/fd/{self.descriptor}"))):
                 if self._is_at(path):
                     return path
@@ -53,15 +61,19 @@ class Held:
             return os.path.samestat(os.stat(path), os.fstat(self.descriptor))
         except (FileNotFoundError, NotADirectoryError):
             return False
-        except OSError:  # a file system that does not answer now says nothing of it
+        except OSError:  # a file system that fails now: assume nothing has changed
             return True
 
 
 @contextmanager
-def hold(path: Path) -> Iterator[Held]:
-    """Open a folder for as long as the context lasts. Raises OSError."""
+def open_handle(path: Path) -> Iterator[FolderHandle]:
+    """Hold a folder open for the duration of the context.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        yield Held(path.absolute(), descriptor)
+        yield FolderHandle(path.absolute(), descriptor)
     finally:
         os.close(descriptor)

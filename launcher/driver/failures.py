@@ -1,0 +1,182 @@
+"""Failures of a run: which ones a restart may mend, what is reported, and when to restart.
+
+`failure_of` classifies an exception and `decide` is the restart policy; both are pure functions.
+`run_with_restarts` wraps the attempts of a run and acts on them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from launcher.cluster.errors import HungError, RayEndedError, WorkerError
+from launcher.driver.recorder import DivergedError
+from launcher.plan import Plan
+
+_FIRST_DELAY, _LONGEST_DELAY = 1.0, 60.0  # seconds
+# A worker may be a step ahead of the driver's newest result when it dies.
+_SAME_STEP = 1
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A failure that a restart may mend.
+
+    Attributes:
+        cause: a few words that tell it from other failures.
+        step: the newest finished step; with `passes_over`, the step that went wrong.
+        report: all that is known of it, one or more lines.
+        passes_over: whether the restart must skip the batch of `step`, because it led to values
+            that are not finite.
+    """
+
+    cause: str
+    step: int
+    report: str = ""
+    passes_over: bool = False
+
+    def is_like(self, other: Failure) -> bool:
+        """Return whether `other` is the same failure at the same step."""
+        return self.cause == other.cause and abs(self.step - other.step) <= _SAME_STEP
+
+
+@dataclass(frozen=True)
+class Restart:
+    """The decision to start the run again, after a delay.
+
+    Attributes:
+        number: the number of this restart, from 1.
+        delay_seconds: how long to wait first.
+    """
+
+    number: int
+    delay_seconds: float
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """The decision to end the run.
+
+    Attributes:
+        why: the reason as a clause; empty if restarts are off.
+    """
+
+    why: str
+
+
+class FailedError(Exception):
+    """The run failed and is not restarted; the text is the whole report."""
+
+
+def failure_of(
+    error: Exception, step: int, steps: int, plan: Plan, rolls_back: bool
+) -> Failure | None:
+    """Return the failure behind an exception, or None if a restart cannot help.
+
+    A restart does not help against errors of the program or of the user.
+
+    Args:
+        error: what ended the attempt.
+        step: the newest finished step.
+        steps: the number of steps of the run.
+        plan: the run's plan, which says what each worker was doing.
+        rolls_back: whether `train.non_finite` is "rollback".
+    """
+    match error:
+        case WorkerError() if error.died:
+            return Failure(f"{error.worker} died", step, _report(error, step, steps, plan))
+        case WorkerError() if error.lost_connection:
+            cause = f"{error.worker} lost a connection"
+            return Failure(cause, step, _report(error, step, steps, plan))
+        case HungError() | RayEndedError():
+            cause = "no answer" if isinstance(error, HungError) else "Ray ended"
+            return Failure(cause, step, _report(error, step, steps, plan))
+        case DivergedError() if rolls_back:
+            return Failure(f"{error.key} not finite", error.step, str(error), passes_over=True)
+    return None
+
+
+def _report(
+    error: WorkerError | HungError | RayEndedError, step: int, steps: int, plan: Plan
+) -> str:
+    """Return the error's text with the progress and the stages concerned after its first line."""
+    first, *rest = str(error).splitlines()
+    lines = [first, f"  after step {step} of {steps}"]
+    if isinstance(error, WorkerError):
+        lines.append(f"  {error.whereabouts}: {_stages(plan, error.host)}")
+    if isinstance(error, HungError):
+        lines += [f"  {name}: {_stages(plan, host)}" for host, name in error.workers.items()]
+    return "\n".join(lines + rest)
+
+
+def _stages(plan: Plan, host: int) -> str:
+    owned = [str(i) for i, stage in enumerate(plan.stages) if host in stage.hosts]
+    many = "s" if len(owned) > 1 else ""
+    return f"stage{many} {', '.join(owned)} of {len(plan.stages)}"
+
+
+def decide(failures: Sequence[Failure], max_restarts: int) -> Restart | GiveUp:
+    """Return what follows the last of `failures`, which are in order of time.
+
+    The delay doubles from restart to restart, from one second to a minute.
+    """
+    if not max_restarts:
+        return GiveUp("")
+    *before, last = failures
+    if before and last.is_like(before[-1]):
+        return GiveUp(f"it failed in the same way twice in a row at step {last.step}")
+    if len(failures) > max_restarts:
+        return GiveUp(f"it was started again cluster.max_restarts={max_restarts} times")
+    delay = min(_FIRST_DELAY * 2 ** len(before), _LONGEST_DELAY)
+    return Restart(len(failures), delay)
+
+
+def restart_text(failure: Failure, restart: Restart, max_restarts: int, checkpoint: int) -> str:
+    """Return what the user reads when the run restarts after step `checkpoint`."""
+    since = f"the checkpoint at step {checkpoint}"
+    if not checkpoint:
+        since = "step 0, as no checkpoint was saved yet (train.checkpoint says how often)"
+    return (
+        f"{failure.report}\n"
+        f"Restart {restart.number} of at most {max_restarts} in {restart.delay_seconds:g} s, "
+        f"from {since}"
+    )
+
+
+def run_with_restarts(
+    attempt: Callable[[], None],
+    diagnose: Callable[[Exception], Failure | None],
+    prepare_restart: Callable[[Failure, Restart], None],
+    max_restarts: Callable[[], int],
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Call `attempt` until it returns or must not be tried again.
+
+    Args:
+        attempt: one attempt at the run.
+        diagnose: returns the failure behind an exception of `attempt`, or None if another attempt
+            would end in the same way or is not wanted.
+        prepare_restart: reports the failure and sets the next attempt up.
+        max_restarts: returns the most restarts allowed; it is asked after each failure.
+        sleep: waits so many seconds before a restart.
+
+    Raises:
+        FailedError: there are no more restarts.
+        Exception: what `attempt` raised, if it is no failure in the sense of `diagnose`.
+    """
+    failures: list[Failure] = []
+    while True:
+        try:
+            return attempt()
+        except Exception as error:
+            failure = diagnose(error)
+            if failure is None:
+                raise
+            failures.append(failure)
+            verdict = decide(failures, max_restarts())
+            if isinstance(verdict, GiveUp):
+                ending = f"\nThe run is not started again: {verdict.why}." if verdict.why else ""
+                raise FailedError(failure.report + ending) from error
+        prepare_restart(failure, verdict)
+        sleep(verdict.delay_seconds)
