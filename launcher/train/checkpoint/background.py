@@ -104,11 +104,11 @@ class Background:
             kind, message = self._answer()
         except (EOFError, OSError) as error:
             code = self._end()
-            cause = (
-                "was stopped (SIGSTOP, or a debugger)" if isinstance(error, _StoppedError) else ""
+            stopped = isinstance(error, _StoppedError)
+            how = (
+                "was stopped (SIGSTOP, or a debugger)" if stopped else f"ended ({_exit_text(code)})"
             )
-            reason = f"the process that writes it {cause or f'ended ({_exit_text(code)})'}"
-            message = f"cannot save step {step} in {folder}: {reason}."
+            message = f"cannot save step {step} in {folder}: the process that writes it {how}."
             abandon(folder, step, writers, message)
             self._start()
             raise SaveError(message) from None
