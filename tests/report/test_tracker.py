@@ -42,6 +42,7 @@ def test_a_failing_finish_stops_no_other():
     assert [name for name, *_ in calls] == ["a", "b"]
 
 
+@pytest.mark.devices
 def test_reports_load_neither_jax_nor_ray_nor_what_is_slow():
     code = """
 import importlib, pkgutil, sys

@@ -11,6 +11,7 @@ from launcher.report.plan_record import Rows
 from launcher.report.plots import plot_loss
 from launcher.report.wandb_tracker import open_wandb
 
+pytestmark = pytest.mark.devices
 CONFIG = {"model": {"hidden_size": 98765}, "wandb": {"tags": ["x"]}}
 SOME_KEY = "a" * 40
 
