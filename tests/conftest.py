@@ -1,8 +1,18 @@
-"""What holds for every test: emulated CPU devices, wherever the tests run, and no network."""
+"""What holds for every test: emulated CPU devices, wherever the tests run, and no network.
 
+Tests are `devices` unless they stand in `PURE`; what stands there and starts a process or compiles
+a plan's program all the same says so with the mark, or fails.
+"""
+
+import copy
 import os
 import signal
+import sys
 import tempfile
+from pathlib import Path
+
+import pytest
+import yaml
 
 # Before any test imports JAX, which reads them once.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -20,7 +30,16 @@ os.environ["MPLCONFIGDIR"] = f"{tempfile.gettempdir()}/launcher-tests-matplotlib
 # A script's background ignores it, and so would all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-
+HERE = Path(__file__).parent
+PURE = (
+    *("config", "partition", "plan", "recipes", "report", "schedule", "trace"),
+    "test_files.py",
+)
+ON_DEMAND = "slow", "stress", "slurm", "gpu"  # run where `-m` names them
+STARTING = {
+    *("subprocess.Popen", "os.system", "os.posix_spawn", "os.fork", "os.forkpty"),
+    *("os.exec", "pty.spawn"),
+}
 _MOST_AT_ONCE = 5  # each compiles on all cores; more wait for one another
 
 
@@ -29,3 +48,95 @@ def pytest_xdist_auto_num_workers(config):
     more than they compute; but none beside this one for a file or two."""
     named = [argument for argument in config.args if ".py" in argument]
     return 0 if 0 < len(named) <= 2 else min(len(os.sched_getaffinity(0)) + 1, _MOST_AT_ONCE)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Mark what needs devices; leave out what is to be asked for."""
+    asked = config.option.markexpr
+    left_out = {name for name in ON_DEMAND if name not in asked}
+    kept, others = [], []
+    for item in items:
+        if item.path.relative_to(HERE).parts[0] not in PURE:
+            item.add_marker("devices")
+        marks = {mark.name for mark in item.iter_markers()}
+        (others if marks & left_out else kept).append(item)
+    items[:] = kept
+    config.hook.pytest_deselected(items=others)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _yaml_is_parsed_once():
+    """The files of `conf`, by PyYAML's own parser, are a quarter of what composing them takes."""
+    known, load = {}, yaml.load
+
+    def load_once(stream, Loader):
+        if not hasattr(stream, "seek"):
+            return load(stream, Loader)
+        start = stream.tell()
+        text = stream.read()
+        if text not in known:
+            stream.seek(start)  # the stream itself, whose name errors tell
+            known[text] = load(stream, Loader)
+        return copy.deepcopy(known[text])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(yaml, "load", load_once)
+        yield
+
+
+_found: list[str] | None = None  # what a pure test has done that it must not
+
+
+def _note(event, args):
+    if _found is not None and event in STARTING:
+        _found.append(f"starts a process: {event}{args[:2]}")
+
+
+sys.addaudithook(_note)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item):
+    """Watch a pure test, its fixtures included, which a wrapper around it sees, too."""
+    global _found
+    if item.get_closest_marker("devices") is None:
+        _found = []
+        item._undo_watch = _watched_compile()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item):
+    global _found
+    try:
+        return (yield)
+    finally:
+        found, _found = _found, None
+        if found is not None:
+            item._undo_watch()
+        if found:
+            pytest.fail(f"A test without the mark `devices` {found[0]}", pytrace=False)
+
+
+def _watched_compile():
+    """Note compiling ahead of time, as plans' programs are compiled, and processes that
+    `multiprocessing` starts; returns what ends that."""
+    patch = pytest.MonkeyPatch()
+
+    def noting(owner, name, words):
+        real = getattr(owner, name)
+
+        def noted(*args, **kwargs):
+            if _found is not None:
+                _found.append(words)
+            return real(*args, **kwargs)
+
+        patch.setattr(owner, name, noted)
+
+    if "jax" in sys.modules:
+        noting(sys.modules["jax"].stages.Lowered, "compile", "compiles a program for devices")
+    if "multiprocessing.process" in sys.modules:
+        process = sys.modules["multiprocessing.process"].BaseProcess
+        noting(process, "start", "starts a process by multiprocessing")
+    return patch.undo

@@ -58,7 +58,7 @@ class WorkerError(Exception):
         log_tail: the last lines of that file.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (a failure, by its facts)
         self,
         worker: str,
         error_message: str,

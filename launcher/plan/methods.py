@@ -218,7 +218,7 @@ class Follow:
         return make_forward_plan(step, self.like)
 
 
-def auto_plan(
+def auto_plan(  # noqa: PLR0913 (the search's settings)
     step: TracedStep,
     cluster: ClusterShape,
     num_micro_batches: int | None,

@@ -198,6 +198,7 @@ def test_a_value_is_no_second_option() -> None:
         assert [shlex.split(line)[2:] for line in lines] == [[]]
 
 
+@pytest.mark.devices
 def test_a_folder_is_no_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What the shell would do with its name, in a script and in that of an array."""
     config = load([*SLURM, "run.dir='it\\'s $(touch ran)'", "cluster.slurm.array=2"])

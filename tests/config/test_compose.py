@@ -204,18 +204,20 @@ def test_null_clears_a_text_setting_and_quotes_make_it_text() -> None:
 
 
 @pytest.mark.parametrize("typed", ["1e3", "1.0e3", "1E3", "1_000", "1000.0"])
-def test_a_whole_number_may_have_an_exponent(
-    typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert load([f"train.steps={typed}"]).train.steps == 1000
+def test_a_whole_number_may_have_an_exponent(typed: str, tmp_path: Path) -> None:
+    steps = load([f"train.steps={typed}"]).train.steps
+    assert (steps, type(steps)) == (1000, int)
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "mine.yaml").write_text(
         f"# @package _global_\ntrain: {{steps: {typed}}}\n"
     )
     assert load(["recipe=mine"], [str(tmp_path)]).train.steps == 1000
+
+
+def test_a_whole_number_of_a_variable_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEPS", "1e3")
-    assert load(["train.steps=${oc.env:STEPS}"]).train.steps == 1000
-    assert type(load([f"train.steps={typed}"]).train.steps) is int
+    steps = load(["train.steps=${oc.env:STEPS}"]).train.steps
+    assert (steps, type(steps)) == (1000, int)
 
 
 def test_numbers_may_come_as_text_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

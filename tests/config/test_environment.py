@@ -113,6 +113,7 @@ def test_where_the_value_itself_would_be_given_away_it_is_refused(
     assert "(in my_conf/recipe/mine.yaml:" in str(error.value)
 
 
+@pytest.mark.devices
 def test_a_jobs_script_asks_for_the_variable(here: Path) -> None:
     word = "cluster.slurm.env={KEY: 'it-${oc.env:SECRET}s', PLAIN: x}"
     config = load(["cluster=slurm", "run.id=mine", word])

@@ -26,6 +26,7 @@ def test_every_folder_is_shipped() -> None:
     assert sorted(named) == sorted(".".join(folder.parts) for folder in code | conf)
 
 
+@pytest.mark.devices
 def test_an_editable_checkout_is_found_from_the_folder_above_it(tmp_path: Path) -> None:
     """There the checkout's own folder, which has the package's name, must not be taken for it."""
     pytest.importorskip("setuptools", minversion="77")  # what [build-system] requires

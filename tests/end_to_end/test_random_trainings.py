@@ -24,7 +24,7 @@ from launched import Launcher, lines
 STEPS = 3
 PIPELINES = ("manual", "three_d")
 METHODS = (*PIPELINES, "auto", "manual", "data", "three_d", "zero2", "manual", "zero3", "shard")
-QUICK = {5, 11}  # of these seeds in the slow tests; the others are for `-m stress`
+QUICK = {5}  # of these seeds in the slow tests; the others are for `-m stress`
 SEEDS = [
     pytest.param(s, marks=pytest.mark.slow if s in QUICK else pytest.mark.stress) for s in range(30)
 ]

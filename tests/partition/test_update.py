@@ -2,8 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from jax.extend import core as jex
+from launcher.trace.graph import program
 
 import launcher
 from launcher.partition.slicing import Slicing
@@ -15,10 +18,11 @@ from launcher.trace import trace_step
 
 WIDTH, LAYERS = 16, 4
 NUMBER = 4  # bytes of a float32
+SLICES = 2
 
 
-def placed(optimizer, *, tied=False, stages=4, init=None, step=None):
-    """The traced step, its plan, and the placed outer program of a stack of dense layers."""
+def traced_step(optimizer, tied=False):
+    """The step of a stack of dense layers, its state in shapes."""
 
     def loss(params, x):
         for i in range(LAYERS):
@@ -37,16 +41,24 @@ def placed(optimizer, *, tied=False, stages=4, init=None, step=None):
     names = ["tied", "layer_1", "layer_2"] if tied else [f"layer_{i}" for i in range(LAYERS)]
     params = dict.fromkeys(names, w)
     state = params, jax.eval_shape(optimizer.init, params)
-    traced = trace_step(train, (state, jax.ShapeDtypeStruct((8, WIDTH), jnp.float32)))
-    method = PipeshardParallel(2, stage_option=UniformStageOption(stages))
+    return state, trace_step(train, (state, jax.ShapeDtypeStruct((8, WIDTH), jnp.float32)))
+
+
+def placed(optimizer, *, tied=False, stages=4):
+    """The step's plan, its placed outer program, and where its state lives."""
+    state, traced = traced_step(optimizer, tied)
+    method = PipeshardParallel(SLICES, stage_option=UniformStageOption(stages))
     plan = method.plan(traced, local_shape(stages, 1, "cpu"))
-    loss_graph = traced.loss(2)
-    graphs = cut_stages(loss_graph, [s.layers for s in plan.stages])
-    outer = place_update(traced, loss_graph, graphs, Slicing(2, 1))
+    outer = place(traced, [stage.layers for stage in plan.stages])
     homes = jax.tree.unflatten(
         jax.tree.structure(state), [outer.homes[v] for v in traced.invars[:-1]]
     )
     return plan, outer, homes
+
+
+def place(traced, layers):
+    loss = traced.loss(SLICES)
+    return place_update(traced, loss, cut_stages(loss, layers), Slicing(SLICES, 1))
 
 
 OPTIMIZERS = {
@@ -81,6 +93,68 @@ def test_a_stage_updates_in_as_few_programs_as_the_data_allows(name, segments):
     _, outer, _ = placed(OPTIMIZERS[name])
     count = [sum(s.mesh == i for s in outer.after) for i in range(LAYERS)]
     assert max(count) == segments
+
+
+class Meshes:
+    """The values on each mesh, as the placed program has them: none is read where it is not."""
+
+    def __init__(self, count):
+        self.on = [{} for _ in range(count)]
+
+    def send(self, v, src, dst):
+        self.on[dst][v] = self.on[src][v]
+
+    def run(self, segments):
+        for one in segments:
+            fun = jex.jaxpr_as_fun(program(one.inputs, one.equations, one.outputs))
+            values = self.on[one.mesh]
+            made = fun(*[values[v] for v in one.inputs])
+            values.update(zip(one.outputs, made, strict=True))
+            for v, mesh in one.sends:
+                self.send(v, one.mesh, mesh)
+
+
+@pytest.mark.parametrize(
+    ("tied", "layers"), [(False, [(0,), (1, 2), (3,)]), (True, [(0,), (1,), (2,), (3,)])]
+)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_placed_update_is_the_serial_one(name, tied, layers):
+    """For gradients at random, a part from each stage that reads a parameter."""
+    optimizer, rng = OPTIMIZERS[name], np.random.default_rng(0)
+    (shapes, _), traced = traced_step(optimizer, tied)
+    outer = place(traced, layers)
+
+    def draw(shape):
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    params = {k: draw(v.shape) for k, v in shapes.items()}
+    state = params, optimizer.init(params)
+    arguments = dict(zip(traced.invars, [*jax.tree.leaves(state), draw((8, WIDTH))], strict=True))
+    meshes = Meshes(len(layers))
+    for v, mesh in outer.homes.items():
+        meshes.on[mesh][v] = arguments[v]
+    for v, mesh in outer.given:
+        meshes.on[mesh][v] = {**traced.constants, **arguments}[v]
+    for send in outer.argument_sends:
+        meshes.send(*send)
+    meshes.run(outer.before)
+
+    wrt = traced.loss(SLICES).wrt  # in the parameters' order
+    grads = [jnp.zeros(v.shape) for _, v in sorted(params.items())]
+    for (operand, stage), (v,) in outer.grad_parts.items():
+        meshes.on[stage][v] = part = draw(v.aval.shape)
+        grads[wrt.index(operand)] += part
+    for (_, stage), (v,) in outer.result_parts.items():
+        meshes.on[stage][v] = loss = draw(v.aval.shape)
+    for send in outer.part_sends:
+        meshes.send(*send)
+    meshes.run(outer.after)
+
+    grads = dict(zip(sorted(params), grads, strict=True))
+    updates, opt = optimizer.update(grads, state[1], params)
+    want = (optax.apply_updates(params, updates), opt), loss / SLICES
+    for v, mesh, value in zip(outer.outvars, outer.out_homes, jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(meshes.on[mesh][v], value, rtol=1e-5, atol=1e-7)
 
 
 def test_a_shared_weight_has_one_home_and_crosses_twice():

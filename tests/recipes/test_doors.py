@@ -21,6 +21,7 @@ def test_an_unknown_name_gets_the_known_ones():
     )
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("dataset", ["stdlib_text", "synthetic"])
 def test_checking_a_dataset_loads_neither_jax_nor_grain(dataset):
     program = f"""

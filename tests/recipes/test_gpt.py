@@ -12,6 +12,7 @@ import pytest
 from recipes import build_model
 from recipes.gpt import GPT
 
+pytestmark = pytest.mark.devices
 TINY = {
     "name": "gpt",
     "vocab_size": 256,

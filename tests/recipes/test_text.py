@@ -205,6 +205,7 @@ def test_refuses_a_model_that_cannot_take_bytes(tmp_path):
     )
 
 
+@pytest.mark.devices
 def test_more_files_than_may_be_open_at_once(tmp_path):
     many = 300
     for i in range(many):

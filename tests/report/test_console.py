@@ -137,6 +137,7 @@ print("trained", file=sys.stderr)
 """
 
 
+@pytest.mark.devices
 def test_a_full_disk_behind_standard_output_ends_nothing():
     with open("/dev/full", "w") as full:
         done = subprocess.run(

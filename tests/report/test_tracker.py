@@ -131,6 +131,7 @@ def test_one_that_fails_is_reported_once_and_left_out(fails, registry, run, warn
     assert warnings == ["a: disk full; the run is no longer recorded there"]
 
 
+@pytest.mark.devices
 def test_reports_load_neither_jax_nor_ray_nor_what_is_slow():
     code = """
 import importlib, pkgutil, sys

@@ -11,6 +11,7 @@ from launcher.report.plots import plot_loss
 from launcher.report.registry import GuardedTracker, TrackedRun
 from launcher.report.wandb_tracker import open_wandb
 
+pytestmark = pytest.mark.devices
 CONFIG = {"model": {"hidden_size": 98765}}
 SOME_KEY = "a" * 40
 

@@ -27,16 +27,13 @@ SLOW = {
     *(("gpt_tied", name) for name in ("shard 2x2, 2", "data, 2", "zero2, 2", "zero3, remat")),
     *(("gpt_tied", name) for name in ("3d, zero bubble", "3+1, remat", "1+2+4+1", "given")),
     *(("gpt_untied", name) for name in ("3d", "2+4, zero3")),
+    *(("mlp", name) for name in ("shard 4, 1", "zero2, 2", "4 stages", "1+3, whole")),
 }
 FAST = {
-    ("mlp", "shard 4, 1"),
     ("mlp", "data, 2"),
-    ("mlp", "zero2, 2"),
     ("mlp", "zero3, 1"),
     ("mlp", "3d"),
-    ("mlp", "4 stages"),
     ("mlp", "1+3"),
-    ("mlp", "1+3, whole"),
     ("mlp", "2+4, zero2"),
     ("mlp", "given"),
     ("mlp", "2+4, zero3"),

@@ -38,8 +38,8 @@ COVERING = {
     ("mlp", (1, 1, "1f1b")),
     ("mlp", (2, 4, "1f1b")),
     ("mlp", (2, 1, "gpipe")),
-    ("gpt_tied", (4, 8, "1f1b")),
 }
+SLOW = {("gpt_tied", (4, 8, "1f1b"))}
 
 
 def batches(options):
@@ -123,8 +123,9 @@ def check(options, expected, executable, state):
 @pytest.mark.parametrize(
     ("name", "stages", "micro_batches", "schedule"),
     [
-        pytest.param(name, *point, marks=[] if (name, point) in COVERING else [pytest.mark.stress])
-        for name, point in itertools.product(("mlp", "gpt_tied"), GRID)
+        pytest.param(case[0], *case[1], marks=[] if case in COVERING else [by_hand])
+        for case in itertools.product(("mlp", "gpt_tied"), GRID)
+        for by_hand in [pytest.mark.slow if case in SLOW else pytest.mark.stress]
     ],
 )
 def test_manual_equals_plain_jit(serial, name, stages, micro_batches, schedule):
@@ -162,8 +163,9 @@ def test_data_parallel_equals_plain_jit(serial, name, micro_batches):
     check(options, serial(name), *compiled(options, DataParallel(micro_batches), devices=4))
 
 
-def test_evaluation_on_the_train_steps_stages(serial):
-    options = MODELS["gpt_tied"]
+@pytest.mark.parametrize("name", ["mlp", pytest.param("gpt_tied", marks=pytest.mark.slow)])
+def test_evaluation_on_the_train_steps_stages(name):
+    options = MODELS[name]
     executable, state = compiled(options, pipeline(4, 4), devices=4)
     model = build_model(options, "fp32")
 

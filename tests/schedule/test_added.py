@@ -51,6 +51,7 @@ def step(params, batch):
     return optax.apply_updates(params, jax.tree.map(lambda g: -0.1 * g, grads)), value
 
 
+@pytest.mark.devices
 def test_a_schedule_of_the_users_own_trains_as_one_device_does(fifo):
     validate_tasks(fifo, make_tasks(fifo, 2, 2, 4), 2, 4)
     method = launcher.PipeshardParallel(num_micro_batches=4, schedule=fifo)

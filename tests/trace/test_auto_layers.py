@@ -121,6 +121,7 @@ def test_more_layers_than_equations() -> None:
         AutoLayerOption(99).layered(traced([4, 4]))
 
 
+@pytest.mark.devices
 def test_a_pipeline_of_automatic_layers_is_the_serial_step_and_can_be_replayed() -> None:
     step, arguments = mlp([16] * 7)
     params, value = jax.jit(step)(*arguments)
@@ -146,6 +147,7 @@ def test_ends_that_are_none_are_refused(ends: Any) -> None:
         Plan.from_dict(plan.to_dict() | {"layer_ends": ends}).validate(step)
 
 
+@pytest.mark.devices
 def test_evaluation_follows_automatic_layers_without_the_dropout() -> None:
     """The parameters of a stage are the same in both."""
     weights = [jnp.ones((8, 8)) for _ in range(6)]

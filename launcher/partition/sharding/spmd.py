@@ -8,6 +8,7 @@ prices this and `runtime` emits some equations so. Pure.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from launcher.partition.sharding.named_dims import Axis, Sharding, Spec, Use, axes
@@ -45,27 +46,27 @@ def execution(use: Use, sharding: Sharding) -> Execution:
     for places in sums:  # what all operands have cut
         for axis in _common([ins[i][d] for i, d in places]):
             summed.append(axis)
-            for i, d in places:
-                reads[i][d].append(axis)
+            _cut(reads, places, axis)
     for factor in factors:
         for axis in _common([outs[j][d] for j, d in factor.results]):
             if axis not in summed:
-                for i, d in factor.operands:
-                    if _is_long((i, d), use):
-                        reads[i][d].append(axis)
-                for j, d in factor.results:
-                    makes[j][d].append(axis)
+                _cut(reads, [p for p in factor.operands if _is_long(p, use)], axis)
+                _cut(makes, factor.results, axis)
     for places in sums:  # what some have cut; of the others each device takes its part
         found = {axis: None for i, d in places for axis in axes(ins[i][d])}
         for axis in found:
             elsewhere = {a for i, _ in places for dim in reads[i] for a in dim}
             if axis not in elsewhere and axis not in summed:
                 summed.append(axis)
-                for i, d in places:
-                    reads[i][d].append(axis)
+                _cut(reads, places, axis)
     return Execution(
         tuple(map(_spec, reads)), tuple(map(_spec, makes)), tuple(dict.fromkeys(summed)), ins, outs
     )
+
+
+def _cut(dims: list[list[list[str]]], places: Iterable[Place], axis: str) -> None:
+    for i, d in places:
+        dims[i][d].append(axis)
 
 
 def _is_long(place: Place, use: Use) -> bool:

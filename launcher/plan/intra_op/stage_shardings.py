@@ -121,7 +121,7 @@ def row_classes(step: TracedStep, loss: Loss, graph: StageGraph, dims: NamedDims
     return {dims.classes(v)[axis] for v, axis in sliced if axis is not None}
 
 
-def argument_specs(
+def argument_specs(  # noqa: PLR0913 (each is one fact of the stage)
     step: TracedStep,
     loss: Loss,
     graph: StageGraph,

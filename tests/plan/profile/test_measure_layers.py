@@ -38,6 +38,7 @@ from launcher.runtime.placement import make_placement
 from launcher.schedule import Kind
 from launcher.trace import TracedStep, trace_step
 
+pytestmark = pytest.mark.devices
 BATCH, LAYERS, WIDTH = 8, 4, 16
 
 

@@ -1,0 +1,71 @@
+"""The pure tests start no process and compile nothing for devices: one that does, fails."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+COMPILED = """
+import jax
+
+def test_compiles():
+    jax.jit(lambda x: x + 1).lower(1.0).compile()
+"""
+FILES = {
+    "plan/test_pure.py": """
+import multiprocessing
+import subprocess
+import pytest
+
+@pytest.fixture(scope="module")
+def made():
+    return subprocess.check_output(["true"])
+
+def test_with_a_process_in_a_fixture(made):
+    assert made == b""
+
+def test_spawns():
+    process = multiprocessing.get_context("spawn").Process(target=print)
+    process.start()
+    process.join()
+
+@pytest.mark.devices
+def test_says_that_it_does():
+    subprocess.check_call(["false"])
+
+@pytest.mark.slow
+def test_is_slow():
+    assert False
+
+def test_is_pure(made):
+    assert made == b""
+""",
+    "plan/test_compiled.py": COMPILED,
+    "elsewhere/test_compiled.py": COMPILED.replace("x + 1", "x.y"),
+}
+
+
+def test_a_pure_test_that_is_none_fails(tmp_path: Path) -> None:
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "conftest.py").write_text((TESTS / "conftest.py").read_text())
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    devices: d\n    slow: s\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "not devices", "-rA"]
+    done = subprocess.run(
+        [*command, "--import-mode=importlib"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout
+    error = r"ERROR at teardown of (\w+) _+\nA test without the mark `devices` ([\w ]+)"
+    told = re.findall(error, done.stdout)
+    assert sorted(told) == [
+        ("test_compiles", "compiles a program for devices"),
+        ("test_spawns", "starts a process by multiprocessing"),
+        ("test_with_a_process_in_a_fixture", "starts a process"),
+    ]
+    assert re.search(r"^4 passed, 3 deselected, 3 errors", done.stdout, re.MULTILINE)
