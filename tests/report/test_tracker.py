@@ -75,8 +75,7 @@ def test_a_failing_finish_stops_no_other():
 @pytest.fixture
 def registry(monkeypatch):
     """The registry with nothing in it."""
-    for name in [*TRACKERS]:
-        monkeypatch.delitem(TRACKERS, name)
+    monkeypatch.setattr("launcher.report.registry.TRACKERS", {})
 
 
 @pytest.fixture
