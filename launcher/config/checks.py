@@ -188,7 +188,7 @@ def _check_described(config: Config) -> Iterator[ConfigError]:
         if not value:
             yield ConfigError(
                 f"{key} is not set, and a described cluster needs it",
-                "Fill it in from the datasheet; conf/cluster/h100_8.yaml is an example.",
+                "Fill it in from the datasheet; conf/device/h100.yaml is an example.",
                 [key],
             )
 

@@ -127,7 +127,7 @@ def choices(content: Any) -> dict[str, str]:
     `override /group: option`. `content`: the file's, as plain data."""
     defaults = content.get("defaults") if isinstance(content, dict) else None
     return {
-        str(name).removeprefix("override ").lstrip("/"): str(choice)
+        str(name).removeprefix("override ").lstrip("/").partition("@")[0]: str(choice)
         for entry in defaults or ()
         if isinstance(entry, dict)
         for name, choice in entry.items()

@@ -18,6 +18,7 @@ from hydra.errors import HydraException, OverrideParseException
 
 from launcher.config.bounded import is_too_deep
 from launcher.config.errors import ConfigError, shown
+from launcher.config.folders import PARTS
 from launcher.config.keys import text_keys
 
 COMMAND_LINE = "on the command line"
@@ -93,6 +94,12 @@ def for_hydra(
     a further group of the user's stays as written.
     """
     key, value = override.key_or_group, (override.input_line or "").partition("=")[2].strip()
+    if key in PARTS:
+        raise ConfigError(
+            f"{key}={value} is no option of its own, but a part of files of the group {PARTS[key]}",
+            f"Name it there: defaults: [/{key}@_here_: {value}, _self_].",
+            where=COMMAND_LINE,
+        )
     said = override.value()
     is_scalar = isinstance(said, bool | int | float)
     if key not in groups or isinstance(said, dict):

@@ -208,7 +208,7 @@ COMMAND_LINES = [
     (
         "task=plan cluster=h100_8 parallel.cost=profile",
         "parallel.cost=profile measures devices, and those of cluster=h100_8 are not here "
-        f"(parallel.cost on the command line, cluster.kind in {CONF}/cluster/h100_8.yaml:5). "
+        f"(parallel.cost on the command line, cluster.kind in {CONF}/cluster/h100_8.yaml:9). "
         "Use parallel.cost=model.",
     ),
     (
