@@ -110,6 +110,7 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
         return answer(f"launcher {_version()}")
     # Here and below, imports wait for their turn: Hydra's cost a tenth of a second, JAX's two.
     from launcher.config.compose import load, load_frozen, load_points
+    from launcher.config.machines import SlurmCluster
 
     if arguments.frozen and (arguments.multirun or arguments.config_dir):
         raise ConfigError("--frozen is one run's settings", "Leave out -m and --config-dir.")
@@ -125,7 +126,7 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
             return check_sweep(points, wrong)
         if wrong:
             return _refuse(f"{label}: {error}" for label, error in wrong.items())
-        if any(point.config.cluster.kind == "slurm" for point in points):
+        if any(isinstance(point.config.cluster, SlurmCluster) for point in points):
             from launcher.submit.job_sweep import submit_sweep
 
             with stop.interruptible():
@@ -146,7 +147,7 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
         from launcher.submit.job_sweep import sweep_status
 
         return sweep_status(config.sweep, stop)
-    if config.cluster.kind == "slurm" and config.task in ("train", "submit"):
+    if isinstance(config.cluster, SlurmCluster) and config.task in ("train", "submit"):
         return _on_slurm(config, stop)
     from launcher.driver.run import run
 
@@ -223,7 +224,7 @@ def _checked(config: Config) -> str:
         f"dataset={config.dataset.name}, optimizer={config.optimizer.name}, "
         f"{train.steps} steps of {train.global_batch_size} samples, "
         f"parallel={parallel.method} ({', '.join(_told(parallel))}), "
-        f"cluster={cluster.name or cluster.kind}."
+        f"cluster={cluster.title}."
     )
 
 

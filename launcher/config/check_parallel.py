@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 
 from launcher.config.errors import ConfigError, listed
+from launcher.config.machines import Described
 from launcher.config.parallel import Auto, Data, Manual, Planned, Shard, ThreeD
 from launcher.config.schema import Config
 from launcher.schedule import training_schedules
@@ -95,7 +96,7 @@ def _check_mesh(config: Config, sizes: dict[str, int | None]) -> Iterator[Config
 def _check_cost(config: Config, parallel: Planned) -> Iterator[ConfigError]:
     """What is to be measured must be here."""
     cluster = config.cluster
-    if parallel.cost == "profile" and cluster.kind == "described":
+    if parallel.cost == "profile" and isinstance(cluster, Described):
         yield ConfigError(
             f"parallel.cost=profile measures devices, and those of cluster={cluster.name} are not "
             "here",

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from launcher.config.errors import ConfigError
+from launcher.config.machines import SlurmCluster
 from launcher.config.origin import leaves
 from launcher.config.schema import Config
 
@@ -48,7 +49,7 @@ def not_allowed(command: str, where: str = "") -> ConfigError:
 
 def commands_in(config: Config) -> Iterator[str]:
     """The settings that run code and that `config` has a value of; of a table those in it."""
-    tree, untouched = dataclasses.asdict(config), dataclasses.asdict(Config())
+    tree, untouched = dataclasses.asdict(config), dataclasses.asdict(Config(cluster=SlurmCluster()))
     for command in _COMMANDS:
         values, defaults = (dict(_leaves_at(one, command)) for one in (tree, untouched))
         yield from (key for key, value in values.items() if value != defaults.get(key))
@@ -56,5 +57,7 @@ def commands_in(config: Config) -> Iterator[str]:
 
 def _leaves_at(tree: Any, key: str) -> Iterator[tuple[str, Any]]:
     for name in key.split("."):
+        if name not in tree:
+            return iter(())
         tree = tree[name]
     return leaves(key, tree)

@@ -32,6 +32,7 @@ from launcher.config.files import refuse_useless
 from launcher.config.folders import find_groups, search_folders
 from launcher.config.interpolation import noted, resolved, written
 from launcher.config.leftovers import Tree, without_leftovers
+from launcher.config.machines import SlurmCluster
 from launcher.config.origin import ON_COMMAND_LINE, Origin, Source, short
 from launcher.config.overrides import (
     COMMAND_LINE,
@@ -156,8 +157,9 @@ def redacted(config: Config) -> dict[str, Any]:
     """`to_written` for where others may read it: of `cluster.slurm.env`, where keys and tokens are
     handed to a job, only the names."""
     tree = to_written(config)
-    slurm = tree["cluster"]["slurm"]
-    slurm["env"] = dict.fromkeys(slurm["env"], "***")
+    if isinstance(config.cluster, SlurmCluster):
+        slurm = tree["cluster"]["slurm"]
+        slurm["env"] = dict.fromkeys(slurm["env"], "***")
     return tree
 
 

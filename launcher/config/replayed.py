@@ -20,6 +20,7 @@ from launcher.config.errors import shown
 from launcher.config.files import choices
 from launcher.config.interpolation import bounded, resolved
 from launcher.config.leftovers import Tree
+from launcher.config.machines import CLUSTERS, Emulated, Local
 from launcher.config.origin import Source
 from launcher.config.parallel import METHODS, Replay
 from launcher.config.sizes import DIMENSIONS
@@ -28,7 +29,7 @@ from launcher.files import DamagedError
 _SECTIONS = ("model", "dataset", "optimizer", "cluster")
 _TAKEN = (*_SECTIONS, "train")
 _OF_TRAIN = ("steps", "global_batch_size", "precision", "non_finite")
-_HERE = ("local", "emulated")  # clusters that can be taken over: the others mean more than devices
+_HERE = (Local, Emulated)  # clusters that can be taken over: the others mean more than devices
 
 
 def with_runs_settings(
@@ -55,7 +56,7 @@ def with_runs_settings(
     if "model.size" in said:  # which stands for them
         said |= {f"model.{name}" for name in ("sizes", *DIMENSIONS)}
     taken = {name: _laid_over(run[name], tree.get(name), said, name) for name in _SECTIONS}
-    if run["cluster"].get("kind") not in _HERE:
+    if CLUSTERS.get(str(run["cluster"].get("kind"))) not in _HERE:
         del taken["cluster"]
     if isinstance(tree.get("train"), dict):
         keys = [key for key in _OF_TRAIN if key in run["train"] and f"train.{key}" not in said]

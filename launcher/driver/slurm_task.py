@@ -22,6 +22,7 @@ from launcher.cluster.slurm.attempts import (
     worth_retrying,
 )
 from launcher.cluster.slurm.rendezvous import open_rendezvous
+from launcher.config.machines import slurm_of
 from launcher.config.schema import Config
 from launcher.driver import folder
 from launcher.driver.private_files import private_files
@@ -45,7 +46,7 @@ def run_allocated(config: Config, allocation: Allocation, stop: Stop) -> int:
         folder.check(config)
     if config.run.resume == "never":  # it was this job that made the folder
         config = replace(config, run=replace(config.run, resume="auto"))
-    if not config.cluster.slurm.emulated:
+    if not slurm_of(config.cluster).emulated:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus(config.cluster, os.environ)
     try:
         home = folder.make(config)
@@ -59,7 +60,7 @@ def run_allocated(config: Config, allocation: Allocation, stop: Stop) -> int:
 def _drive(home: Path, config: Config, allocation: Allocation, stop: Stop) -> int:
     """Do the run in its folder; returns the exit code."""
     try:
-        with open_rendezvous(home, allocation, config.cluster.slurm, secret()) as rendezvous:
+        with open_rendezvous(home, allocation, slurm_of(config.cluster), secret()) as rendezvous:
             code = run(config, stop, rendezvous)
     except (ClusterError, OSError) as error:
         complain(str(error))

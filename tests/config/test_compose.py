@@ -14,6 +14,7 @@ from launcher.config.build import build
 from launcher.config.compose import from_dict, load, load_points, to_dict
 from launcher.config.folders import CONF
 from launcher.config.keys import setting_keys
+from launcher.config.machines import CLUSTERS
 from launcher.config.optimizers import OPTIMIZERS
 from launcher.config.overrides import written
 from launcher.config.parallel import METHODS, Manual, Replay, Zero3
@@ -105,6 +106,8 @@ def test_the_defaults_of_yaml_and_schema_agree() -> None:
     assert load(["model=mlp", "dataset=synthetic"]).model == MLP()
     for name, optimizer in OPTIMIZERS.items():
         assert load([f"optimizer={name}"]).optimizer == optimizer()
+    for name in ("local", "emulated", "slurm"):
+        assert load([f"cluster={name}"]).cluster == CLUSTERS[name]()
     for name, method in METHODS.items():
         needed = {"plan": "plan.json"} if method is Replay else {}
         words = [f"parallel.{key}={value}" for key, value in needed.items()]
