@@ -122,7 +122,7 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
 
 
 def _name(name: Any, key: str) -> str:
-    """A name in the table `key`."""
+    """Returns a name in the table `key`."""
     if isinstance(name, str) and not name.isprintable():
         _check_line(name, f"A name in {key}")
     text: str = _convert(str, name, _join(key, str(name)))
@@ -130,7 +130,7 @@ def _name(name: Any, key: str) -> str:
 
 
 def _plain_data(value: Any, key: str) -> Any:
-    """`value`, which a user's own module reads: whatever JSON can hold, for checkpoints keep it."""
+    """Returns `value`, for a user's own module: whatever JSON can hold, as checkpoints keep it."""
     if isinstance(value, Mapping):
         return {_name(name, key): _plain_data(value[name], f"{key}.{name}") for name in value}
     if isinstance(value, list):
@@ -230,7 +230,7 @@ def _check_bounds(metadata: Mapping[str, Any], value: Any, key: str) -> None:
 
 
 def _check_line(value: str, key: str) -> None:
-    """Of text wherever it stands, in lists and tables as well: it may become a line of a script."""
+    """Raises ConfigError for text, also in lists and tables, that cannot be a line of a script."""
     if not value.isprintable():
         raise ConfigError(f"{key} must be one line of plain text, not {shown(value)}", keys=[key])
 

@@ -77,7 +77,7 @@ def _misspelt(slurm: Slurm) -> Iterator[ConfigError]:
 
 
 def _too_short(slurm: Slurm) -> Iterator[ConfigError]:
-    """A job that is told to save and end as soon as it starts would never train a step."""
+    """Checks that a job is not told to save and end before it could train a step."""
     lead = int(slurm.signal.rpartition("@")[2])
     if slurm.time and 60 * minutes(slurm.time) <= lead:
         yield ConfigError(

@@ -35,7 +35,7 @@ def check(config: Config) -> None:
 
 
 def _check_modules(config: Config) -> Iterator[ConfigError]:
-    """A settings file may come from anywhere: it names code only where the user allows that."""
+    """Checks that the user allows the code that settings name: a file may come from anywhere."""
     for key, section in (("model", config.model), ("dataset", config.dataset)):
         if not isinstance(section, CustomModel | CustomDataset):
             continue
@@ -131,7 +131,7 @@ def _check_optimizer(config: Config) -> Iterator[ConfigError]:
 
 
 def _check_rollback(config: Config) -> Iterator[ConfigError]:
-    """Going on from a checkpoint is a restart."""
+    """Checks that a rollback, which is a restart, is allowed one."""
     cluster, asked = config.cluster, config.train.non_finite == "rollback"
     if asked and isinstance(cluster, Machines) and cluster.max_restarts == 0:
         yield ConfigError(
@@ -166,7 +166,7 @@ def _check_cluster(config: Config) -> Iterator[ConfigError]:
 
 
 def _check_described(config: Config) -> Iterator[ConfigError]:
-    """What is planned for a cluster that is not here rests on its figures."""
+    """Checks that a described cluster has the figures that a plan for it rests on."""
     cluster = config.cluster
     if not isinstance(cluster, Described):
         return

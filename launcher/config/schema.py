@@ -79,8 +79,10 @@ class MLP:
 
 @dataclass(frozen=True, kw_only=True)
 class CustomModel:
-    """A model of the user's own: a module with `build`, as `recipes` describes it, and what it is
-    told. Its pipeline layers are counted when it is traced."""
+    """A model of the user's own: a module with `build`, as `recipes` describes it, and its options.
+
+    Its pipeline layers are counted when it is traced.
+    """
 
     name: str = "custom"
     module: str

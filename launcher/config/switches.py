@@ -151,7 +151,7 @@ def _below(keys: tuple[str, ...]) -> Iterator[str]:
 
 
 def _value(config: Config, key: str) -> Any:
-    """None where the variant at hand has no such setting."""
+    """Returns the value of a setting; None if the variant at hand has none such."""
     found: Any = config
     for name in key.split("."):
         found = getattr(found, name, None)
