@@ -113,6 +113,7 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
         return answer(f"launcher {_version()}")
     # Imports are deferred here and below: Hydra's takes a tenth of a second, JAX's two.
     from launcher.config.compose import load, load_frozen, load_points
+    from launcher.config.machines import SlurmCluster
 
     if arguments.frozen and (arguments.multirun or arguments.config_dir):
         raise ConfigError("--frozen is one run's settings", "Leave out -m and --config-dir.")
@@ -128,7 +129,7 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
             return check_sweep(points, wrong)
         if wrong:
             return _refuse(f"{label}: {error}" for label, error in wrong.items())
-        if any(point.config.cluster.kind == "slurm" for point in points):
+        if any(isinstance(point.config.cluster, SlurmCluster) for point in points):
             from launcher.submit.job_sweep import submit_sweep
 
             with stop.interruptible():
@@ -149,7 +150,7 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
         from launcher.submit.job_sweep import sweep_status
 
         return sweep_status(config.sweep, stop)
-    if config.cluster.kind == "slurm" and config.task in ("train", "submit"):
+    if isinstance(config.cluster, SlurmCluster) and config.task in ("train", "submit"):
         return _on_slurm(config, stop)
     from launcher.driver.run import run
 
@@ -226,7 +227,7 @@ def _checked(config: Config) -> str:
         f"dataset={config.dataset.name}, optimizer={config.optimizer.name}, "
         f"{train.steps} steps of {train.global_batch_size} samples, "
         f"parallel={parallel.method} ({', '.join(_told(parallel))}), "
-        f"cluster={cluster.name or cluster.kind}."
+        f"cluster={cluster.title}."
     )
 
 

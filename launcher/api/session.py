@@ -28,7 +28,7 @@ from launcher.cluster.ray.attached_ray import AttachedRay
 from launcher.cluster.ray.private_ray import PrivateRay, start
 from launcher.cluster.ray.waiting import StartLimit
 from launcher.cluster.worker_group import WorkerGroup
-from launcher.config.machines import Cluster
+from launcher.config.machines import Local
 from launcher.plan import ClusterShape, Plan, local_shape
 from launcher.plan.profile.calibration import calibrated
 from launcher.runtime import Executable, Transport, compile_step
@@ -215,6 +215,6 @@ def _private_pool(nodes: int, devices: int | None) -> DevicePool:
                 f"num_devices_per_node={devices}, but this machine has {len(gpus.names)} GPUs; "
                 "several nodes are emulated with CPU devices"
             )
-        wanted = Cluster(gpus=devices)
+        wanted = Local(gpus=devices)
         return local_pool(wanted, gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
     return DevicePool("cpu", nodes, devices or STAND_INS, EMULATED, "")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from launcher.cluster.slurm.allocation import find_allocation
 from launcher.config.errors import ConfigError
-from launcher.config.machines import Cluster
+from launcher.config.machines import Cluster, Described, Emulated, SlurmCluster
 
 STAND_INS = 4  # emulated devices unless the user asks for a number
 _MOST_STAND_INS = 64  # for cluster=local: more is a slip, or meant for another machine
@@ -93,15 +93,15 @@ def find_devices(cluster: Cluster) -> DevicePool:
     Raises:
         ConfigError: more devices than the machine has, or hosts that do not fit.
     """
-    if cluster.kind == "emulated":
+    if isinstance(cluster, Emulated):
         return emulated_pool(cluster)
-    if cluster.kind == "described":
+    if isinstance(cluster, Described):
         raise ConfigError(
-            f"cluster={cluster.name} describes machines to plan for; they are not here",
+            f"cluster={cluster.title} describes machines to plan for; they are not here",
             "Use task=plan, or train with cluster=local or cluster=emulated.",
             ("cluster.kind",),
         )
-    if cluster.kind == "slurm":
+    if isinstance(cluster, SlurmCluster):
         here = find_allocation(os.environ) is not None and not cluster.slurm.emulated
         return slurm_pool(cluster, find_gpus(os.environ) if here else None)
     return local_pool(cluster, find_gpus(os.environ), os.environ.get("CUDA_VISIBLE_DEVICES"))
@@ -172,7 +172,7 @@ def local_pool(cluster: Cluster, gpus: Gpus, visible: str | None) -> DevicePool:
     )
 
 
-def slurm_pool(cluster: Cluster, gpus: Gpus | None) -> DevicePool:
+def slurm_pool(cluster: SlurmCluster, gpus: Gpus | None) -> DevicePool:
     """Return the devices of a job's nodes, the same number on each.
 
     Args:

@@ -58,7 +58,7 @@ def build(cls: type[T], tree: Any, key: str = "") -> T:
     fields = {field.name: field for field in settings_of(cls)}
     for name, value in tree.items():
         if name not in fields and not _says_nothing(cls, key, name, value):
-            raise _unknown(cls, key, str(name))
+            raise _unknown(cls, key, str(name), value)
     values = {}
     for name, field in fields.items():
         needed = field.default is field.default_factory is dataclasses.MISSING
@@ -122,7 +122,7 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
 
 
 def _name(name: Any, key: str) -> str:
-    """A name in the table `key`."""
+    """Returns a name in the table `key`."""
     if isinstance(name, str) and not name.isprintable():
         _check_line(name, f"A name in {key}")
     text: str = _convert(str, name, _join(key, str(name)))
@@ -130,7 +130,7 @@ def _name(name: Any, key: str) -> str:
 
 
 def _plain_data(value: Any, key: str) -> Any:
-    """`value`, which a user's own module reads: whatever JSON can hold, for checkpoints keep it."""
+    """Returns `value`, for a user's own module: whatever JSON can hold, as checkpoints keep it."""
     if isinstance(value, Mapping):
         return {_name(name, key): _plain_data(value[name], f"{key}.{name}") for name in value}
     if isinstance(value, list):
@@ -230,7 +230,7 @@ def _check_bounds(metadata: Mapping[str, Any], value: Any, key: str) -> None:
 
 
 def _check_line(value: str, key: str) -> None:
-    """Of text wherever it stands, in lists and tables as well: it may become a line of a script."""
+    """Raises ConfigError for text, also in lists and tables, that cannot be a line of a script."""
     if not value.isprintable():
         raise ConfigError(f"{key} must be one line of plain text, not {shown(value)}", keys=[key])
 
@@ -239,15 +239,22 @@ def _plain(number: float) -> str:
     return str(number) if isinstance(number, int) else f"{number:g}"
 
 
-def _unknown(cls: type, section: str, name: str) -> ConfigError:
+def _unknown(cls: type, section: str, name: str, value: Any) -> ConfigError:
     """Returns the error for a name that `cls` lacks, with where it belongs or the nearest name."""
     key = _join(section, name)
-    siblings = _siblings(cls, section)
+    variants = _variants(cls, section)
+    siblings = variants.classes
     option = next((option for option, one in siblings.items() if one is cls), None)
-    problem = f"{key} is not a setting{f' of {section}={option}' if option else ''}"
-    if homes := _homes(siblings, name):
+    # What chooses a kind: the option of its name, but for clusters, whose files have their own.
+    choice = f"{section}.{variants.key}" if variants.key == "kind" else section
+    homes = _homes(siblings, name)
+    while homes and isinstance(value, Mapping) and value:  # a section: by the first that is set
+        inner, value = next(iter(value.items()))
+        key = _join(key, str(inner))
+    problem = f"{key} is not a setting{f' of {choice}={option}' if option else ''}"
+    if homes:
         clause = getattr(cls, "clause", "")
-        belongs = f"It belongs to {section}={listed(homes)}."
+        belongs = f"It belongs to {choice}={listed(homes)}."
         return ConfigError(f"{problem}, {clause}" if clause else problem, belongs, [key])
     here = closest(name, [field.name for field in settings_of(cls)])
     beside = closest(name, [field.name for one in siblings.values() for field in settings_of(one)])
@@ -256,22 +263,22 @@ def _unknown(cls: type, section: str, name: str) -> ConfigError:
     match = (
         next((known for known in elsewhere if known.rpartition(".")[2] == name), None)
         or (_join(section, here) if here else None)
-        or (_with_homes(section, beside, _homes(siblings, beside)) if beside else None)
+        or (
+            f"{_join(section, beside)}, of {choice}={listed(_homes(siblings, beside))}"
+            if beside
+            else None
+        )
         or closest(key, elsewhere)
     )
     remedy = f"Did you mean {match}?" if match else _section_remedy(cls, section)
     return ConfigError(problem, remedy, [key])
 
 
-def _with_homes(section: str, name: str, homes: Sequence[str]) -> str:
-    return f"{_join(section, name)}, of {section}={listed(homes)}"
-
-
 def _says_nothing(cls: type, section: str, name: Any, value: Any) -> bool:
     """Returns whether a setting of another kind of the section leaves that at its default."""
     found = [
         field
-        for one in _siblings(cls, section).values()
+        for one in _variants(cls, section).classes.values()
         for field in settings_of(one)
         if field.name == name
     ]
@@ -279,14 +286,13 @@ def _says_nothing(cls: type, section: str, name: Any, value: Any) -> bool:
     return bool(found) and (value is None or (value == "auto" and may_be_auto))
 
 
-def _siblings(cls: type, section: str) -> Mapping[str, type]:
+def _variants(cls: type, section: str) -> Variants:
     """Returns all kinds of a section that `cls` is one kind of; none for any other class."""
     for field in dataclasses.fields(Config):
-        variants = field.metadata.get("variants")
+        variants: Variants | None = field.metadata.get("variants")
         if field.name == section and variants and cls in variants.classes.values():
-            classes: Mapping[str, type] = variants.classes
-            return classes
-    return {}
+            return variants
+    return Variants("", {})
 
 
 def _homes(siblings: Mapping[str, type], name: str) -> list[str]:

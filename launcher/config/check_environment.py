@@ -12,6 +12,7 @@ from launcher.config.errors import ConfigError
 from launcher.config.fields import Place
 from launcher.config.interpolation import dotted, in_shell
 from launcher.config.keys import setting_keys
+from launcher.config.machines import SlurmCluster
 from launcher.config.schema import Config
 
 _SHOWN = ("run.id", *(f"wandb.{name}" for name in ("project", "entity", "group", "name", "tags")))
@@ -33,7 +34,7 @@ def check_environment(config: Config, texts: Mapping[Place, str]) -> None:
             raise _refused(key, "is a table of sizes, not one model's", "Set the model's own.")
         if _below(key, _SHOWN):
             raise _refused(key, "is shown and sent to others", _by_the_shell(key))
-        if config.cluster.kind != "slurm":
+        if not isinstance(config.cluster, SlurmCluster):
             continue
         if _below(key, _IN_SCRIPT) and not _below(key, _NOT_IN_SCRIPT):
             raise _refused(key, "is written into the job's script", _by_the_shell(key))

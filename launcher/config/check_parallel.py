@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 
 from launcher.config.errors import ConfigError, listed
+from launcher.config.machines import Described
 from launcher.config.parallel import Auto, Data, Manual, Planned, Shard, ThreeD
 from launcher.config.schema import Config
 from launcher.schedule import training_schedules
@@ -31,7 +32,7 @@ def check_parallel(config: Config) -> Iterator[ConfigError]:
 
 
 def _check_batch(config: Config, parallel: Planned) -> Iterator[ConfigError]:
-    """A batch is cut into equal microbatches, and those into equal shares."""
+    """Checks that the batch divides into equal microbatches, and those into equal shares."""
     gpus, batch = config.cluster.gpus, config.train.global_batch_size
     pieces = parallel.num_micro_batches or 1
     if batch % pieces:
@@ -52,7 +53,7 @@ def _check_batch(config: Config, parallel: Planned) -> Iterator[ConfigError]:
 
 
 def _check_stages(config: Config, parallel: Auto | Manual) -> Iterator[ConfigError]:
-    """Every stage needs a layer, and most a device."""
+    """Checks that every stage has a layer, and a device where the schedule needs one."""
     gpus = config.cluster.gpus
     layers = parallel.num_layers or config.model.layers
     stages = parallel.num_stages or 1
@@ -79,7 +80,7 @@ def _check_stages(config: Config, parallel: Auto | Manual) -> Iterator[ConfigErr
 
 
 def _check_mesh(config: Config, sizes: dict[str, int | None]) -> Iterator[ConfigError]:
-    """The axes of the logical mesh, by their names, cover the devices."""
+    """Checks that the axes of the logical mesh, by their names, cover the devices."""
     gpus = config.cluster.gpus
     given = {name: size for name, size in sizes.items() if size}
     product = math.prod(given.values())
@@ -93,9 +94,9 @@ def _check_mesh(config: Config, sizes: dict[str, int | None]) -> Iterator[Config
 
 
 def _check_cost(config: Config, parallel: Planned) -> Iterator[ConfigError]:
-    """What is to be measured must be here."""
+    """Checks that the devices are here that are to be measured."""
     cluster = config.cluster
-    if parallel.cost == "profile" and cluster.kind == "described":
+    if parallel.cost == "profile" and isinstance(cluster, Described):
         yield ConfigError(
             f"parallel.cost=profile measures devices, and those of cluster={cluster.name} are not "
             "here",

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import fields
 
 from launcher.config.errors import ConfigError
-from launcher.config.machines import Slurm, minutes
+from launcher.config.machines import Slurm, SlurmCluster, minutes
 from launcher.config.schema import Config
 
 # What a text setting must look like, and what to say where it does not.
@@ -45,9 +44,8 @@ _SBATCH_OPTIONS = {
 
 
 def check_slurm(config: Config) -> Iterator[ConfigError]:
-    """What is wrong with `cluster.slurm`, and with the devices that a job asks for."""
-    if config.cluster.kind != "slurm":
-        yield from _without_effect(config)
+    """Yields what is wrong with `cluster.slurm`, and with the devices that a job asks for."""
+    if not isinstance(config.cluster, SlurmCluster):
         return
     if config.cluster.gpus is None:
         yield ConfigError(
@@ -58,19 +56,6 @@ def check_slurm(config: Config) -> Iterator[ConfigError]:
     yield from _misspelt(config.cluster.slurm)
     yield from _too_short(config.cluster.slurm)
     yield from _set_twice(config.cluster.slurm)
-
-
-def _without_effect(config: Config) -> Iterator[ConfigError]:
-    """Settings of a job where there is none."""
-    default = Slurm()
-    for field in fields(Slurm):
-        value, key = getattr(config.cluster.slurm, field.name), f"cluster.slurm.{field.name}"
-        if value != getattr(default, field.name):
-            yield ConfigError(
-                f"{key} has no meaning for cluster={config.cluster.name or config.cluster.kind}",
-                "Leave it out, or use cluster=slurm.",
-                [key],
-            )
 
 
 def _misspelt(slurm: Slurm) -> Iterator[ConfigError]:
@@ -92,7 +77,7 @@ def _misspelt(slurm: Slurm) -> Iterator[ConfigError]:
 
 
 def _too_short(slurm: Slurm) -> Iterator[ConfigError]:
-    """A job that is told to save and end as soon as it starts would never train a step."""
+    """Checks that a job is not told to save and end before it could train a step."""
     lead = int(slurm.signal.rpartition("@")[2])
     if slurm.time and 60 * minutes(slurm.time) <= lead:
         yield ConfigError(

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from launcher.config.check_parallel import check_parallel
 from launcher.config.check_slurm import check_slurm
 from launcher.config.errors import ConfigError
+from launcher.config.machines import Described, Hosts, Local, Machines, SlurmCluster
 from launcher.config.notes import BYTES
 from launcher.config.schema import (
     GPT,
@@ -34,7 +35,7 @@ def check(config: Config) -> None:
 
 
 def _check_modules(config: Config) -> Iterator[ConfigError]:
-    """A settings file may come from anywhere: it names code only where the user allows that."""
+    """Checks that the user allows the code that settings name: a file may come from anywhere."""
     for key, section in (("model", config.model), ("dataset", config.dataset)):
         if not isinstance(section, CustomModel | CustomDataset):
             continue
@@ -130,8 +131,9 @@ def _check_optimizer(config: Config) -> Iterator[ConfigError]:
 
 
 def _check_rollback(config: Config) -> Iterator[ConfigError]:
-    """Going on from a checkpoint is a restart."""
-    if config.train.non_finite == "rollback" and config.cluster.max_restarts == 0:
+    """Checks that a rollback, which is a restart, is allowed one."""
+    cluster, asked = config.cluster, config.train.non_finite == "rollback"
+    if asked and isinstance(cluster, Machines) and cluster.max_restarts == 0:
         yield ConfigError(
             "train.non_finite=rollback is a restart, and cluster.max_restarts=0 allows none",
             "Use train.non_finite=stop or skip, or allow restarts.",
@@ -141,7 +143,7 @@ def _check_rollback(config: Config) -> Iterator[ConfigError]:
 
 def _check_cluster(config: Config) -> Iterator[ConfigError]:
     cluster = config.cluster
-    if cluster.kind == "local" and cluster.hosts > 1:
+    if isinstance(cluster, Local) and cluster.hosts > 1:
         yield ConfigError(
             f"cluster=local is this one machine, not cluster.hosts={cluster.hosts}",
             "Use cluster=emulated to play several hosts on it.",
@@ -154,26 +156,21 @@ def _check_cluster(config: Config) -> Iterator[ConfigError]:
             "cluster.gpus is the total over all hosts: make it a multiple.",
             ["cluster.gpus", "cluster.hosts"],
         )
-    if cluster.transport != "auto" and cluster.hosts == 1:
+    if isinstance(cluster, Hosts) and cluster.transport != "auto" and cluster.hosts == 1:
         yield ConfigError(
             f"cluster.transport={cluster.transport} is a way between processes, and "
             "cluster.hosts=1 is one",
             "Leave it at auto.",
             ["cluster.transport", "cluster.hosts"],
         )
-    if cluster.transport != "auto" and cluster.kind == "described":
-        yield ConfigError(
-            f"cluster.transport={cluster.transport} has no meaning for machines that are not here",
-            "Leave it at auto.",
-            ["cluster.transport"],
-        )
 
 
 def _check_described(config: Config) -> Iterator[ConfigError]:
-    """What is planned for a cluster that is not here rests on its figures."""
-    cluster, device, links = config.cluster, config.cluster.device, config.cluster.links
-    if cluster.kind != "described":
+    """Checks that a described cluster has the figures that a plan for it rests on."""
+    cluster = config.cluster
+    if not isinstance(cluster, Described):
         return
+    device, links = cluster.device, cluster.links
     needed = {
         "cluster.gpus": cluster.gpus,
         "cluster.device.name": device.name,
@@ -188,16 +185,16 @@ def _check_described(config: Config) -> Iterator[ConfigError]:
         if not value:
             yield ConfigError(
                 f"{key} is not set, and a described cluster needs it",
-                "Fill it in from the datasheet; conf/cluster/h100_8.yaml is an example.",
+                "Fill it in from the datasheet; conf/device/h100.yaml is an example.",
                 [key],
             )
 
 
 def _check_task(config: Config) -> Iterator[ConfigError]:
     cluster = config.cluster
-    if config.task == "submit" and cluster.kind != "slurm":
+    if config.task == "submit" and not isinstance(cluster, SlurmCluster):
         yield ConfigError(
-            f"task=submit submits to Slurm, not to cluster={cluster.kind}",
+            f"task=submit submits to Slurm, not to cluster={cluster.title}",
             "Use cluster=slurm.",
             ["task", "cluster.kind"],
         )
@@ -207,7 +204,7 @@ def _check_task(config: Config) -> Iterator[ConfigError]:
             "Give sweep.dir=multirun/ID.",
             ["task"],
         )
-    if config.task == "calibrate" and cluster.kind == "slurm":
+    if config.task == "calibrate" and isinstance(cluster, SlurmCluster):
         yield ConfigError(
             "task=calibrate measures the devices that are here, and those of cluster=slurm are not",
             "Run it on a node, with cluster=local.",

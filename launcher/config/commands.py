@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from launcher.config.errors import ConfigError
+from launcher.config.machines import SlurmCluster
 from launcher.config.origin import leaves
 from launcher.config.schema import Config
 
@@ -27,7 +28,7 @@ _COMMANDS = (
 
 
 def command_at(key: str, value: str) -> str | None:
-    """The setting that runs code and that `value`, which a file has at `key`, would decide."""
+    """Returns the setting that runs code and that `value`, at `key` of a file, would decide."""
     for command in _COMMANDS:
         if f"{key}.".startswith(f"{command}."):
             return key
@@ -37,7 +38,7 @@ def command_at(key: str, value: str) -> str | None:
 
 
 def not_allowed(command: str, where: str = "") -> ConfigError:
-    """The error of a file that decides `command`."""
+    """Returns the error for a file that decides `command`."""
     return ConfigError(
         f"{command} runs code, which no file may decide",
         "If you trust the file, add allow_commands=true on the command line.",
@@ -47,8 +48,8 @@ def not_allowed(command: str, where: str = "") -> ConfigError:
 
 
 def commands_in(config: Config) -> Iterator[str]:
-    """The settings that run code and that `config` has a value of; of a table those in it."""
-    tree, untouched = dataclasses.asdict(config), dataclasses.asdict(Config())
+    """Yields the settings that run code and that `config` sets; of a table those in it."""
+    tree, untouched = dataclasses.asdict(config), dataclasses.asdict(Config(cluster=SlurmCluster()))
     for command in _COMMANDS:
         values, defaults = (dict(_leaves_at(one, command)) for one in (tree, untouched))
         yield from (key for key, value in values.items() if value != defaults.get(key))
@@ -56,5 +57,7 @@ def commands_in(config: Config) -> Iterator[str]:
 
 def _leaves_at(tree: Any, key: str) -> Iterator[tuple[str, Any]]:
     for name in key.split("."):
+        if name not in tree:
+            return iter(())
         tree = tree[name]
     return leaves(key, tree)

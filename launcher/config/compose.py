@@ -32,6 +32,7 @@ from launcher.config.files import refuse_useless
 from launcher.config.folders import find_groups, search_folders
 from launcher.config.interpolation import noted, resolved, written
 from launcher.config.leftovers import Tree, without_leftovers
+from launcher.config.machines import SlurmCluster
 from launcher.config.origin import ON_COMMAND_LINE, Origin, Source, short
 from launcher.config.overrides import (
     COMMAND_LINE,
@@ -56,8 +57,13 @@ _NO_OTHER_FOLDERS = "hydra.searchpath=[]"
 
 @dataclass(frozen=True)
 class Point:
-    """One run of a sweep: what the command line says for it, what of that sets it apart from the
-    others, and the configuration it yields."""
+    """One run of a sweep.
+
+    Attributes:
+        overrides: what the command line says for it.
+        label: what of that sets it apart from the other runs.
+        config: the configuration that this makes.
+    """
 
     overrides: tuple[str, ...]
     label: str
@@ -65,11 +71,12 @@ class Point:
 
 
 def load(argv_overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> Config:
-    """The configuration of one run.
+    """Returns the configuration of one run.
 
     Args:
         argv_overrides: `group=option` and `key=value` arguments, in Hydra's grammar.
         config_dirs: the user's own folders of YAML files, searched before the project's.
+
     Raises:
         ConfigError: anything wrong with a setting, a name, a file or a folder of settings.
     """
@@ -82,7 +89,8 @@ def load(argv_overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> Conf
 def load_points(
     argv_overrides: Sequence[str], config_dirs: Sequence[str] = ()
 ) -> tuple[list[Point], dict[str, ConfigError]]:
-    """The runs of a sweep, and by their labels the errors of those whose settings are wrong.
+    """Returns the runs of a sweep, and by their labels the errors of those that are wrong.
+
     Arguments are those of `load`.
 
     Raises ConfigError where the sweep, or each of its runs in the same way, is wrong.
@@ -103,7 +111,7 @@ def load_points(
 
 
 def load_frozen(path: Path, argv_overrides: Sequence[str] = ()) -> Config:
-    """The settings that a run's `config.yaml` holds, resolved.
+    """Returns the settings that a run's `config.yaml` holds, resolved.
 
     Only `allow_modules` and `allow_commands` do not come from there but from `argv_overrides`,
     which hold nothing else. Raises ConfigError.
@@ -139,30 +147,42 @@ def load_frozen(path: Path, argv_overrides: Sequence[str] = ()) -> Config:
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """The resolved configuration as a plain tree that YAML and JSON can hold, to be handed to
-    another process of the run: it holds the values of variables."""
+    """Returns the resolved configuration as a plain tree that YAML and JSON can hold.
+
+    It is for another process of the run: it holds the values of variables.
+    """
     tree = dataclasses.asdict(config)
     del tree["from_environment"]
     return tree
 
 
 def to_written(config: Config) -> dict[str, Any]:
-    """`to_dict` for a file: what comes from the environment as the interpolation that asks for it.
-    `load_frozen` reads it."""
+    """Returns `to_dict` for a file, which `load_frozen` reads.
+
+    What comes from the environment is the interpolation that asks for it.
+    """
     return written(to_dict(config), config.from_environment)
 
 
 def redacted(config: Config) -> dict[str, Any]:
-    """`to_written` for where others may read it: of `cluster.slurm.env`, where keys and tokens are
-    handed to a job, only the names."""
+    """Returns `to_written` for where others may read it.
+
+    Of `cluster.slurm.env`, which hands keys and tokens to a job, it has only the names.
+    """
     tree = to_written(config)
-    slurm = tree["cluster"]["slurm"]
-    slurm["env"] = dict.fromkeys(slurm["env"], "***")
+    if isinstance(config.cluster, SlurmCluster):
+        slurm = tree["cluster"]["slurm"]
+        slurm["env"] = dict.fromkeys(slurm["env"], "***")
     return tree
 
 
 def from_dict(tree: Mapping[str, Any], texts: Mapping[Place, str] | None = None) -> Config:
-    """The inverse of `to_dict`, as strict as `load`; `texts` of what comes from the environment."""
+    """Returns the configuration of a tree by `to_dict`, as strictly as `load`.
+
+    Args:
+        tree: the settings.
+        texts: of what comes from the environment, the text that asks for it.
+    """
     config = build(Config, tree)
     if isinstance(config.model, GPT):
         config = dataclasses.replace(config, model=fill_size(config.model))
@@ -206,13 +226,13 @@ def _load(overrides: Sequence[Override], folders: Sequence[Path]) -> Config:
 
 
 def _allowed(overrides: Sequence[Override]) -> dict[str, Any]:
-    """What the command line allows: however a file says it, it does not count."""
+    """Returns what the command line allows: what a file says of it does not count."""
     said = {override.key_or_group: override.value() for override in overrides}
     return {name: said.get(name, getattr(Config(), name)) for name in COMMAND_LINE_ONLY}
 
 
 def _sources(defaults: Iterable[ResultDefault], folders: Sequence[Path]) -> Iterator[Source]:
-    """The files that Hydra's defaults list stands for; not Hydra's own, which lie elsewhere."""
+    """Yields the files that Hydra's defaults list stands for, without Hydra's own."""
     for default in defaults:
         name = str(default.config_path).removesuffix(".yaml")  # with which Hydra takes it, too
         folder = next((one for one in folders if (one / f"{name}.yaml").is_file()), None)
@@ -225,7 +245,7 @@ def _sources(defaults: Iterable[ResultDefault], folders: Sequence[Path]) -> Iter
 def _refuse_misplaced(
     tree: Mapping[Any, Any], groups: Mapping[str, Sequence[str]], sources: Sequence[Source]
 ) -> None:
-    """A recipe without its package line fills a section `recipe`, which sets nothing."""
+    """Refuses a recipe without its package line, which fills a section that sets nothing."""
     names = {field.name for field in dataclasses.fields(Config)}
     for source in sources:
         if source.package in groups and source.package in tree and source.package not in names:

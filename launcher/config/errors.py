@@ -37,19 +37,19 @@ class ConfigError(Exception):
         return f"{self.problem}{where}.{remedy}"
 
     def said(self, where: str) -> ConfigError:
-        """The same error with the place where its settings were said."""
+        """Returns the same error with the place where its settings were said."""
         return ConfigError(self.problem, self.remedy, self.keys, self.where or where)
 
 
 def closest(word: str, options: Iterable[str]) -> str | None:
-    """The option that `word` was most likely meant to be, or None where nothing is near."""
+    """Returns the option that `word` was most likely meant to be; None if nothing is near."""
     folded = {option.casefold(): option for option in options}
     matches = difflib.get_close_matches(word.casefold(), folded, n=1)
     return folded[matches[0]] if matches else None
 
 
 def advice(word: str, options: Sequence[str], label: str = "") -> str:
-    """ "Did you mean …?" where an option is near, otherwise all of them after `label`."""
+    """Returns "Did you mean …?" if an option is near, otherwise all of them after `label`."""
     match = closest(word, options)
     if match is not None:
         return f"Did you mean {match}?"
@@ -62,7 +62,7 @@ def listed(words: Sequence[str]) -> str:
 
 
 def shown(value: object) -> str:
-    """`value` as its author wrote it: YAML's words for nothing and for truth, text in quotes."""
+    """Returns `value` as its author wrote it: YAML's null, true and false, and text in quotes."""
     if value is None:
         return "null"
     if isinstance(value, bool):

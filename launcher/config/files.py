@@ -27,10 +27,14 @@ _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 def refuse_useless(source: Source, commands_allowed: bool) -> None:
-    """Raises ConfigError for what the file says and what would not be followed, or not as meant.
+    """Check that the settings of a file have an effect, and the one that was meant.
 
     Args:
-        commands_allowed: whether what it says may run code.
+        source: the file.
+        commands_allowed: whether its settings may run code.
+
+    Raises:
+        ConfigError: a setting would be ignored, or not mean what it seems to.
     """
     if problem := _problem(source.path):
         raise _no_settings(source.path, problem)
@@ -82,8 +86,13 @@ def refuse_unreadable(path: Path) -> None:
 
 
 def unusable(chosen: Sequence[str], folders: Sequence[Path]) -> ConfigError | None:
-    """The first file that cannot hold settings at all, as an error: of those that are `chosen`, by
-    their names below `folders` (`recipe/mine`), and of those that these choose in turn."""
+    """Returns the first file that cannot hold settings at all, as an error.
+
+    Args:
+        chosen: the files that are looked at, by their names below `folders` (`recipe/mine`); those
+            that these choose in turn are, too.
+        folders: the folders of settings, in the order in which they are searched.
+    """
     waiting, seen = list(chosen), set()
     while waiting:
         name = waiting.pop(0)
@@ -98,7 +107,7 @@ def unusable(chosen: Sequence[str], folders: Sequence[Path]) -> ConfigError | No
 
 
 def _chosen_by(root: yaml.Node | None, group: str) -> Iterator[str]:
-    """The files that the defaults list of a file in `group` names, without their folders."""
+    """Yields the files that the defaults list of a file in `group` names, without their folders."""
     for key, node in _scalars(root, ""):
         said, _, within = key.partition(".")
         if said != "defaults":
@@ -109,7 +118,10 @@ def _chosen_by(root: yaml.Node | None, group: str) -> Iterator[str]:
 
 
 def misshapen(sources: Sequence[Source]) -> ConfigError | None:
-    """The first list where a table belongs, or the reverse: Hydra merges neither, nor names it."""
+    """Returns the first list where a table belongs, or the reverse, as an error.
+
+    Hydra merges neither, nor names it.
+    """
     wanted: dict[type, tuple[type, str]] = {
         yaml.MappingNode: (list, "a list, not a table"),
         yaml.SequenceNode: (dict, "a table, not a list"),
@@ -123,11 +135,14 @@ def misshapen(sources: Sequence[Source]) -> ConfigError | None:
 
 
 def choices(content: Any) -> dict[str, str]:
-    """The options that a file's defaults list chooses, by group: `group: option` there, or
-    `override /group: option`. `content`: the file's, as plain data."""
+    """Returns the options that a file's defaults list chooses, by group.
+
+    They stand there as `group: option` or `override /group: option`. `content` is the file's, as
+    plain data.
+    """
     defaults = content.get("defaults") if isinstance(content, dict) else None
     return {
-        str(name).removeprefix("override ").lstrip("/"): str(choice)
+        str(name).removeprefix("override ").lstrip("/").partition("@")[0]: str(choice)
         for entry in defaults or ()
         if isinstance(entry, dict)
         for name, choice in entry.items()
@@ -165,14 +180,14 @@ def _problem(file: Path) -> str:
 
 
 def _scalars(node: yaml.Node | None, key: str) -> Iterator[tuple[str, yaml.ScalarNode]]:
-    """Every value below `node` with its dotted key; those of a list all have the list's."""
+    """Yields every value below `node` with its dotted key; those of a list have the list's."""
     for inner, found in _nodes(node, key):
         if isinstance(found, yaml.ScalarNode):
             yield inner, found
 
 
 def _nodes(node: yaml.Node | None, key: str) -> Iterator[tuple[str, yaml.Node]]:
-    """`node` and everything below it, likewise."""
+    """Yields `node` and everything below it, likewise."""
     if node is not None:
         yield key, node
     if isinstance(node, yaml.SequenceNode):
@@ -184,7 +199,7 @@ def _nodes(node: yaml.Node | None, key: str) -> Iterator[tuple[str, yaml.Node]]:
 
 
 def _is_nothing(node: yaml.ScalarNode) -> bool:
-    """Whether a value is null or false."""
+    """Returns whether a value is null or false."""
     return node.tag == _NULL or (node.tag == _BOOL and not yaml.safe_load(node.value))
 
 
@@ -193,13 +208,16 @@ def _is_hydras_group(key: str, node: yaml.ScalarNode) -> bool:
 
 
 def _switched_off(key: str, node: yaml.ScalarNode) -> str:
-    """The group of which a defaults list chooses no option, though each run needs one; "" if none.
-    Hydra leaves out what was chosen before, and the schema would fill it in again."""
+    """Returns the group of which a defaults list chooses no option, though each run needs one.
+
+    It is "" if there is none. Hydra leaves out what was chosen before, and the schema would fill it
+    in again.
+    """
     return group if node.tag == _NULL and (group := _group(key)) in _NEEDED else ""
 
 
 def _group(key: str) -> str:
-    """Which group an entry of a defaults list chooses from; "" of what is no such entry."""
+    """Returns which group an entry of a defaults list chooses from; "" for any other value."""
     said, _, word = key.partition(".")
     return (
         word.removeprefix("override ").lstrip("/").partition("@")[0] if said == "defaults" else ""

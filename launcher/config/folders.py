@@ -1,23 +1,19 @@
-"""Where the YAML files are: the project's own `conf/`, and the folders of `--config-dir`.
-
-The same `conf/` is found from a checkout, an editable install and a wheel: it is inside the package
-or, where that is a checkout, beside it, with a link inside.
-"""
+"""Where the YAML files are: the project's own `conf/`, and the folders of `--config-dir`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
+from launcher.conf_folder import CONF
 from launcher.config.errors import ConfigError
 
-_PACKAGE = Path(__file__).resolve().parents[1]
-_INSIDE = _PACKAGE / "conf"
-CONF = _INSIDE.resolve() if _INSIDE.is_dir() else _PACKAGE.parent / "conf"  # disks without links
+# Folders whose files are parts of other files, and no options: by their names, of which group.
+PARTS = {"device": "cluster"}
 
 
 def search_folders(config_dirs: Sequence[str]) -> tuple[Path, ...]:
-    """The folders to search, first match wins: the user's in the order given, then `conf/`."""
+    """Returns the folders to search: the user's in the order given, then `conf/`."""
     folders = [Path(folder).absolute() for folder in config_dirs]
     for folder in folders:
         if not folder.is_dir():
@@ -30,9 +26,10 @@ def search_folders(config_dirs: Sequence[str]) -> tuple[Path, ...]:
 
 
 def find_groups(folders: Sequence[Path]) -> dict[str, list[str]]:
-    """Every config group with its options, both sorted: `{"model": ["gpt", "mlp"], …}`."""
+    """Returns every config group with its options, both sorted: `{"model": ["gpt", "mlp"], …}`."""
     found: dict[str, set[str]] = {}
     for folder in folders:
         for file in folder.glob("*/*.yaml"):
-            found.setdefault(file.parent.name, set()).add(file.stem)
+            if file.parent.name not in PARTS:
+                found.setdefault(file.parent.name, set()).add(file.stem)
     return {group: sorted(options) for group, options in sorted(found.items())}

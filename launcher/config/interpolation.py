@@ -27,8 +27,10 @@ _VARIABLE = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)\s*\}")
 
 
 def resolved(settings: DictConfig) -> tuple[dict[str, Any], dict[Place, str]]:
-    """The settings with their interpolations resolved, and the text of those that depend on the
-    environment, by their places. Raises what OmegaConf does."""
+    """Returns the settings resolved, and by place the text of those that ask the environment.
+
+    Raises what OmegaConf does.
+    """
     texts = dict(_interpolations(OmegaConf.to_container(settings, resolve=False)))
     found = {}
     with bounded(), _noted_variables() as names:
@@ -45,13 +47,16 @@ def resolved(settings: DictConfig) -> tuple[dict[str, Any], dict[Place, str]]:
 
 
 def noted(tree: Mapping[str, Any], texts: Mapping[Place, str]) -> FromEnvironment:
-    """What of `tree`, which holds the values, is to be written as one of `texts`."""
+    """Returns what of `tree`, which holds the values, is to be written as one of `texts`."""
     return {place: (text, value) for place, text in texts.items() for value in _values(tree, place)}
 
 
 def written(tree: Mapping[str, Any], environment: FromEnvironment) -> dict[str, Any]:
-    """`tree` as it is written down, and resolved when it is read: what still is as it came from the
-    environment as the text that asks for it, any other text so that it is read as it is."""
+    """Returns `tree` as it is written down, to be resolved when it is read.
+
+    What still is as it came from the environment becomes the text that asks for it; any other text
+    is escaped, so that it is read as it is.
+    """
     result: dict[str, Any] = _escaped(tree)
     for place, (text, value) in environment.items():
         if _values(tree, place) == [value]:
@@ -64,13 +69,15 @@ def written(tree: Mapping[str, Any], environment: FromEnvironment) -> dict[str, 
 
 
 def dotted(place: Place) -> str:
-    """The name of the setting at a place; in a list, the list's own."""
+    """Returns the name of the setting at a place; in a list, the list's own."""
     return ".".join(map(str, itertools.takewhile(lambda name: isinstance(name, str), place)))
 
 
 def in_shell(text: str) -> str | None:
-    """The interpolation `text` as a word of bash, which asks for the same variables; None where
-    bash has no such word."""
+    """Returns the interpolation `text` as a word of bash that asks for the same variables.
+
+    None if bash has no such word.
+    """
     plain, names = _VARIABLE.split(text)[::2], _VARIABLE.split(text)[1::2]
     if any("${" in part or "\\" in part for part in plain):
         return None
@@ -81,9 +88,11 @@ def in_shell(text: str) -> str | None:
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Limits what the interpolations that are resolved inside may come to, all of them together:
-    a few lines in which each asks twice for the next may stand for any number of characters.
-    Beyond that raises InterpolationResolutionError."""
+    """Limits what the interpolations that are resolved inside may come to, all of them together.
+
+    A few lines in which each asks twice for the next may stand for any number of characters. Beyond
+    the limit they raise InterpolationResolutionError.
+    """
     follow = GrammarVisitor.visitInterpolation
     followed = brought_in = 0
 
@@ -110,7 +119,7 @@ def bounded() -> Iterator[None]:
 
 @contextmanager
 def _noted_variables() -> Iterator[list[str]]:
-    """The variables that interpolations ask for inside, in a list that grows."""
+    """Yields a list that grows by the variables that interpolations ask for inside."""
     names: list[str] = []
 
     def env(key: str, *default: Any) -> Any:
@@ -133,7 +142,7 @@ def _interpolations(tree: Any, place: Place = ()) -> Iterator[tuple[Place, str]]
 
 
 def _escaped(tree: Any) -> Any:
-    """`tree` with every text so that OmegaConf reads it as it is."""
+    """Returns `tree` with every text so that OmegaConf reads it as it is."""
     if isinstance(tree, str):
         return re.sub(r"(\\*)\$\{", r"\1\1\\${", tree)
     if isinstance(tree, Mapping):
@@ -142,7 +151,7 @@ def _escaped(tree: Any) -> Any:
 
 
 def _values(tree: Any, place: Place) -> list[Any]:
-    """What is at a place: one value, or none."""
+    """Returns what is at a place: one value, or none."""
     for name in place:
         try:
             tree = tree[name]

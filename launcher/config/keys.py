@@ -13,7 +13,7 @@ from launcher.config.schema import Config
 
 
 def _leaves(cls: Any, section: str = "") -> Iterator[tuple[str, Any]]:
-    """The dotted name and the annotation of every setting below `cls`, all variants included."""
+    """Yields the dotted name and the annotation of every setting below `cls`, of all variants."""
     hints = typing.get_type_hints(cls)
     for field in settings_of(cls):
         key = f"{section}.{field.name}" if section else field.name
@@ -28,19 +28,19 @@ def _leaves(cls: Any, section: str = "") -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def setting_keys() -> tuple[str, ...]:
-    """The dotted name of every setting there is, in their order."""
+    """Returns the dotted name of every setting, in order."""
     return tuple(dict.fromkeys(key for key, _ in _leaves(Config)))
 
 
 @functools.cache
 def text_keys() -> frozenset[str]:
-    """The dotted names of the settings that hold text."""
+    """Returns the dotted names of the settings that hold text."""
     return frozenset(key for key, hint in _leaves(Config) if hint in (str, str | None))
 
 
 @functools.cache
 def collections() -> Mapping[str, type]:
-    """The dotted name of every section and setting that is a table (dict), and of every list."""
+    """Returns the dotted names of all sections and tables (dict), and of all lists."""
     found: dict[str, type] = {}
     for key, hint in _leaves(Config):
         sections = key.split(".")[:-1]

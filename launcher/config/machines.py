@@ -1,20 +1,25 @@
-"""The settings of the section `cluster`: which machines, and what a batch job asks of Slurm.
+"""The settings of the section `cluster`: a class a kind, with the fields that the kind obeys.
 
-A part of `schema`, whose rules hold here as well.
+A part of `schema`, whose rules hold here as well. To add a kind, write its class here, list it in
+`CLUSTERS`, give it a file in `conf/cluster/`, and say in `cluster.devices` which devices it has.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from launcher.config.fields import choice, number
 
 
 @dataclass(frozen=True)
 class Device:
-    """One device of a described cluster. FLOP rates are dense; `sustained` is the share of the peak
-    that large matrix products reach inside a training step."""
+    """One device of a described cluster.
+
+    FLOP rates are dense; `sustained` is the share of the peak that large matrix products reach
+    inside a training step.
+    """
 
     name: str | None = None
     peak_tflops: float | None = number(None, minimum=0.0)  # 16 bit
@@ -26,7 +31,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Links:
-    """How the devices of a described cluster reach one another, one way."""
+    """How fast the devices of a described cluster reach one another, one way."""
 
     intra_host_gb_per_second: float | None = number(None, minimum=0.0)  # device to device
     inter_host_gb_per_second: float | None = number(None, minimum=0.0)  # host to host
@@ -44,8 +49,10 @@ class Container:
 
 @dataclass(frozen=True)
 class Slurm:
-    """What a job asks of Slurm; null leaves the choice to the site. `conf/cluster/slurm.yaml`
-    says in comments what each setting means."""
+    """What a job asks of Slurm; null leaves the choice to the site.
+
+    `conf/cluster/slurm.yaml` says in comments what each setting means.
+    """
 
     partition: str | None = None
     account: str | None = None
@@ -79,27 +86,121 @@ class Slurm:
 
 
 def minutes(time: str) -> int:
-    """`Slurm.time`, such as 2d12h or 90m, in minutes."""
+    """Returns a `Slurm.time`, such as 2d12h or 90m, in minutes."""
     parts = {unit: int(number) for number, unit in re.findall(r"(\d+)([dhm])", time)}
     return (parts.get("d", 0) * 24 + parts.get("h", 0)) * 60 + parts.get("m", 0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The machines: `gpus` is the total number of devices, `hosts` the number of hosts.
+    """What every kind of cluster obeys.
 
-    `kind: described` is machines that are not here: `name`, `device` and `links` say what they
-    are, and plans can be made for them.
+    Attributes:
+        kind: which kind it is.
+        gpus: the number of devices in total.
+        hosts: the number of hosts.
+        clause: what the kind has no other settings for, for messages.
     """
 
-    kind: str = choice("local", "local", "emulated", "slurm", "described")
-    gpus: int | None = number(None, minimum=1)  # null: all of this machine's
+    kind: str
+    gpus: int | None = number(None, minimum=1)
     hosts: int = number(1, minimum=1)
-    start_timeout: float = number(180.0, minimum=1.0)  # seconds until all processes are up
-    step_timeout: float = number(600.0, minimum=1.0)  # seconds without an answer: workers hang
-    max_restarts: int = number(3, minimum=0)  # of the workers, when they die, hang or lose Ray
-    transport: str = choice("auto", "auto", "pull", "collective")  # between worker processes
+    clause: ClassVar[str] = ""
+
+    @property
+    def title(self) -> str:
+        """The option that chooses it."""
+        return self.kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machines(Cluster):
+    """What every cluster obeys that can be trained on.
+
+    Attributes:
+        start_timeout: seconds until all processes are up.
+        step_timeout: seconds without an answer after which workers are taken to hang.
+        max_restarts: how often the workers are started again when they die, hang or lose Ray.
+    """
+
+    start_timeout: float = number(180.0, minimum=1.0)
+    step_timeout: float = number(600.0, minimum=1.0)
+    max_restarts: int = number(3, minimum=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Local(Machines):
+    """This machine: its GPUs, all if `gpus` is None, or CPU devices where it has none."""
+
+    kind: str = "local"
+    clause: ClassVar[str] = "which is this one machine"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hosts(Machines):
+    """What every cluster obeys that may have several hosts.
+
+    Attributes:
+        transport: the way of arrays between worker processes.
+    """
+
+    transport: str = choice("auto", "auto", "pull", "collective")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Emulated(Hosts):
+    """CPU devices of this machine that stand in, and several processes for several hosts."""
+
+    kind: str = "emulated"
+    gpus: int | None = number(4, minimum=1)
+    clause: ClassVar[str] = "which is this one machine"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmCluster(Hosts):
+    """Nodes that Slurm lends."""
+
+    kind: str = "slurm"
+    gpus: int | None = number(8, minimum=1)
+    slurm: Slurm = field(default_factory=Slurm)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Described(Cluster):
+    """Machines that are not here: `name`, `device` and `links` say what they are."""
+
+    kind: str = "described"
     name: str | None = None
     device: Device = field(default_factory=Device)
     links: Links = field(default_factory=Links)
-    slurm: Slurm = field(default_factory=Slurm)
+    clause: ClassVar[str] = "which is only planned for"
+
+    @property
+    def title(self) -> str:
+        """The option that chooses it, as its file is to be called."""
+        return self.name or self.kind
+
+
+CLUSTERS: dict[str, type[Cluster]] = {
+    "local": Local,
+    "emulated": Emulated,
+    "slurm": SlurmCluster,
+    "described": Described,
+}
+
+
+def machines_of(cluster: Cluster) -> Machines:
+    """Returns a cluster that is known to be one to train on."""
+    assert isinstance(cluster, Machines)
+    return cluster
+
+
+def slurm_cluster(cluster: Cluster) -> SlurmCluster:
+    """Returns a cluster that is known to be Slurm's."""
+    assert isinstance(cluster, SlurmCluster)
+    return cluster
+
+
+def slurm_of(cluster: Cluster) -> Slurm:
+    """Returns what a job asks of Slurm, of a cluster that is known to be Slurm's."""
+    return slurm_cluster(cluster).slurm

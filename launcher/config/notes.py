@@ -10,7 +10,7 @@ BYTES = 256  # text is read as bytes: the vocabulary that it needs
 
 
 def notes(config: Config) -> Iterator[str]:
-    """Each in one line, with what to do about it."""
+    """Yields what a user should know, each in one line with what to do about it."""
     model, dataset = config.model, config.dataset
     if isinstance(model, GPT) and isinstance(dataset, StdlibText | Text):
         rows = model.vocab_size or BYTES

@@ -18,6 +18,7 @@ from hydra.errors import HydraException, OverrideParseException
 
 from launcher.config.bounded import is_too_deep
 from launcher.config.errors import ConfigError, shown
+from launcher.config.folders import PARTS
 from launcher.config.keys import text_keys
 
 COMMAND_LINE = "on the command line"
@@ -78,7 +79,10 @@ def _refuse_useless(override: Override, text: str) -> None:
 
 
 def _has_leading_zero(override: Override) -> bool:
-    """Of a number: YAML would read it in base 8, Hydra in base 10. Text stays as typed."""
+    """Returns whether a number has a 0 in front: YAML would read it in base 8, Hydra in base 10.
+
+    Text stays as typed.
+    """
     key, value = override.key_or_group, (override.input_line or "").partition("=")[2].strip()
     return "." in key and key not in text_keys() and bool(re.fullmatch(r"[+-]?0[0-9_]+", value))
 
@@ -86,13 +90,19 @@ def _has_leading_zero(override: Override) -> bool:
 def for_hydra(
     override: Override, groups: Mapping[str, Sequence[str]], own_groups: Collection[str]
 ) -> str:
-    """The override as Hydra is to see it: options chosen, values forced in.
+    """Returns the override as Hydra is to see it: options chosen, values forced in.
 
     An unquoted word for an option or a text setting is taken as typed: `run.id=1e3` means "1e3",
     not 1000.0. `+recipe=x` is `recipe=x`, because the defaults list has each of `own_groups`;
     a further group of the user's stays as written.
     """
     key, value = override.key_or_group, (override.input_line or "").partition("=")[2].strip()
+    if key in PARTS:
+        raise ConfigError(
+            f"{key}={value} is no option of its own, but a part of files of the group {PARTS[key]}",
+            f"Name it there: defaults: [/{key}@_here_: {value}, _self_].",
+            where=COMMAND_LINE,
+        )
     said = override.value()
     is_scalar = isinstance(said, bool | int | float)
     if key not in groups or isinstance(said, dict):
@@ -108,18 +118,18 @@ def for_hydra(
 
 
 def quoted(value: str) -> str:
-    """`value` as one quoted string of the override grammar, whatever characters it holds."""
+    """Returns `value` as one quoted string of the override grammar, whatever it holds."""
     return QuotedString(value, Quote.single).with_quotes()
 
 
 def written(value: str) -> str:
-    """The text `value` as it is best typed: in quotes only where it needs them."""
+    """Returns the text `value` as it is best typed: in quotes only if it needs them."""
     plain = re.fullmatch(r"[\w./-]+", value) and value.casefold() != "null"
     return value if plain else quoted(value)
 
 
 def refuse_sweeps(overrides: Sequence[Override]) -> None:
-    """One run takes one value a setting."""
+    """Raises ConfigError for several values of a setting, of which one run takes one."""
     for override in overrides:
         if override.is_sweep_override():
             raise ConfigError(
@@ -130,7 +140,7 @@ def refuse_sweeps(overrides: Sequence[Override]) -> None:
 
 
 def sweep_points(overrides: Sequence[Override]) -> list[tuple[str, ...]]:
-    """The override texts of every run of a sweep: the product over the swept settings.
+    """Returns the override texts of every run of a sweep: the product of the swept values.
 
     The last swept setting changes fastest. A setting that is not swept is part of every point.
     """
@@ -152,7 +162,7 @@ def sweep_points(overrides: Sequence[Override]) -> list[tuple[str, ...]]:
 
 
 def labels(points: Sequence[tuple[str, ...]]) -> list[str]:
-    """What sets each point apart from the others."""
+    """Returns what sets each point apart from the others."""
     shared = set.intersection(*map(set, points))
     return [
         " ".join(text for text in point if text not in shared) or "the only run" for point in points

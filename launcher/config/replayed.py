@@ -20,6 +20,7 @@ from launcher.config.errors import shown
 from launcher.config.files import choices
 from launcher.config.interpolation import bounded, resolved
 from launcher.config.leftovers import Tree
+from launcher.config.machines import CLUSTERS, Emulated, Local
 from launcher.config.origin import Source
 from launcher.config.parallel import METHODS, Replay
 from launcher.config.sizes import DIMENSIONS
@@ -28,14 +29,17 @@ from launcher.files import DamagedError
 _SECTIONS = ("model", "dataset", "optimizer", "cluster")
 _TAKEN = (*_SECTIONS, "train")
 _OF_TRAIN = ("steps", "global_batch_size", "precision", "non_finite")
-_HERE = ("local", "emulated")  # clusters that can be taken over: the others mean more than devices
+_HERE = (Local, Emulated)  # clusters that can be taken over: the others mean more than devices
 
 
 def with_runs_settings(
     tree: Tree, sources: Sequence[Source], overrides: Sequence[Override]
 ) -> Tree:
-    """`tree`, not yet resolved, with the model, the data and what else makes its program from the
-    run whose plan it replays, as far as neither the command line nor a recipe says a word of it."""
+    """Returns `tree` with what makes its program from the run whose plan it replays.
+
+    That is the model, the data and more, as far as neither the command line nor a recipe says a
+    word of it. `tree` is not yet resolved.
+    """
     parallel = tree.get("parallel")
     if not isinstance(parallel, dict) or METHODS.get(str(parallel.get("method"))) is not Replay:
         return tree
@@ -55,7 +59,7 @@ def with_runs_settings(
     if "model.size" in said:  # which stands for them
         said |= {f"model.{name}" for name in ("sizes", *DIMENSIONS)}
     taken = {name: _laid_over(run[name], tree.get(name), said, name) for name in _SECTIONS}
-    if run["cluster"].get("kind") not in _HERE:
+    if CLUSTERS.get(str(run["cluster"].get("kind"))) not in _HERE:
         del taken["cluster"]
     if isinstance(tree.get("train"), dict):
         keys = [key for key in _OF_TRAIN if key in run["train"] and f"train.{key}" not in said]
@@ -64,7 +68,7 @@ def with_runs_settings(
 
 
 def _leaves(tree: Mapping[Any, Any], above: str = "") -> Iterator[str]:
-    """The dotted keys of a tree's values."""
+    """Yields the dotted keys of a tree's values."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{above}{key}.")
@@ -73,7 +77,7 @@ def _leaves(tree: Mapping[Any, Any], above: str = "") -> Iterator[str]:
 
 
 def _laid_over(theirs: Any, ours: Any, said: Set[str], key: str) -> Any:
-    """What the run says of `key`, and over it what is said of it here."""
+    """Returns what the run says of `key`, and over it what is said of it here."""
     if key in said:
         return ours
     if not (isinstance(theirs, dict) and isinstance(ours, dict)):
@@ -89,8 +93,11 @@ def _laid_over(theirs: Any, ours: Any, said: Set[str], key: str) -> Any:
 
 
 def settings_beside(plan: str) -> Tree:
-    """The settings of the run that a plan is of; none where there is no such file, or it cannot be
-    read: then the program alone tells whether the plan is for it."""
+    """Returns the settings of the run that a plan is of.
+
+    None if there is no such file, or it cannot be read: then the program alone tells whether the
+    plan is for it.
+    """
     try:
         tree = tree_of(Path(plan).parent / "config.yaml")
     except (OSError, DamagedError, yaml.YAMLError):
@@ -101,8 +108,10 @@ def settings_beside(plan: str) -> Tree:
 
 
 def resolved_beside(plan: str) -> Tree:
-    """`settings_beside` with the values of the variables that it asks for; none where they are not
-    set here: then, too, the program alone tells."""
+    """Returns `settings_beside` with the values of the variables that it asks for.
+
+    None if they are not set here: then, too, the program alone tells.
+    """
     tree = settings_beside(plan)
     try:
         return resolved(OmegaConf.create(tree))[0] if "${" in str(tree) else tree
@@ -111,8 +120,10 @@ def resolved_beside(plan: str) -> Tree:
 
 
 def in_common(here: Mapping[str, Any], there: Mapping[str, Any]) -> Iterator[str]:
-    """What `here`, the settings of a replay, has of what may come from `there`, those of the plan's
-    run: "model (but for dropout)", "train.steps=4"."""
+    """Yields what a replay has in common with the run of its plan.
+
+    That is, of what `here` may have from `there`: "model (but for dropout)", "train.steps=4".
+    """
     for name in _SECTIONS:
         ours, theirs = here[name], there[name]
         if any(ours.get(key) != theirs.get(key) for key in ("name", "kind")):
@@ -126,8 +137,10 @@ def in_common(here: Mapping[str, Any], there: Mapping[str, Any]) -> Iterator[str
 
 
 def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> Iterator[str]:
-    """What makes `here` another program than `there`, both the settings of a run: what was said
-    there and what is here, such as "model.num_layers=4 and not 2"."""
+    """Yields what makes `here` another program than `there`, both the settings of a run.
+
+    Each says what is there and what is here, such as "model.num_layers=4 and not 2".
+    """
     for name in ("model", "optimizer"):
         ours, theirs = here[name], there[name]
         if theirs.get("name") not in (None, ours["name"]):
@@ -156,6 +169,6 @@ def _plain(value: Any) -> str:
 
 
 def _decays_over(settings: Mapping[str, Any]) -> int:
-    """The steps that the learning rate's decay is a constant of."""
+    """Returns the number of steps that the learning rate's decay is computed from."""
     optimizer, steps = settings["optimizer"], settings["train"]["steps"]
     return 0 if optimizer["decay"] == "constant" else max(1, steps - optimizer["warmup_steps"])

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from launcher.config.fields import FromEnvironment, choice, number, variants
-from launcher.config.machines import Cluster
+from launcher.config.machines import CLUSTERS, Cluster, Local
 from launcher.config.optimizers import OPTIMIZERS, AdamW, Optimizer
 from launcher.config.parallel import METHODS, Auto, Parallel
 
@@ -79,8 +79,10 @@ class MLP:
 
 @dataclass(frozen=True, kw_only=True)
 class CustomModel:
-    """A model of the user's own: a module with `build`, as `recipes` describes it, and what it is
-    told. Its pipeline layers are counted when it is traced."""
+    """A model of the user's own: a module with `build`, as `recipes` describes it, and its options.
+
+    Its pipeline layers are counted when it is traced.
+    """
 
     name: str = "custom"
     module: str
@@ -195,7 +197,7 @@ class Config:
     """The whole tree.
 
     `model`, `dataset` and `optimizer` are of the class that their `name` picks, `parallel` of the
-    one of its `method`.
+    one of its `method`, `cluster` of its `kind`.
 
     `allow_modules` and `allow_commands` are given on the command line only: what a file says of
     them does not count. `from_environment` is how the settings are to be written that took the
@@ -213,7 +215,7 @@ class Config:
     optimizer: Optimizer = field(default_factory=AdamW, metadata=variants("name", OPTIMIZERS))
     train: Train = field(default_factory=Train)
     parallel: Parallel = field(default_factory=Auto, metadata=variants("method", METHODS))
-    cluster: Cluster = field(default_factory=Cluster)
+    cluster: Cluster = field(default_factory=Local, metadata=variants("kind", CLUSTERS))
     wandb: Wandb = field(default_factory=Wandb)
     sweep: Sweep = field(default_factory=Sweep)
     from_environment: FromEnvironment = field(

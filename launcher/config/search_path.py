@@ -58,7 +58,7 @@ class _UserFolders(SearchPathPlugin):
 
 @contextmanager
 def searching(folders: Sequence[Path]) -> Iterator[ConfigLoader]:
-    """Within this context `hydra.compose` reads `folders`, the last of which is the project's."""
+    """Has `hydra.compose` read `folders` inside, the last of which is the project's."""
     *users, own = folders
     Plugins.instance().register(_UserFolders)
     Plugins.instance().register(_Bounded)

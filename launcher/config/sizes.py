@@ -13,7 +13,7 @@ DIMENSIONS = ("vocab_size", "sequence_length", "num_layers", "num_heads", "hidde
 
 
 def fill_size(gpt: GPT) -> GPT:
-    """`gpt` with every dimension set and `sizes` emptied; a dimension that was set stays.
+    """Returns `gpt` with every dimension set and `sizes` emptied; a dimension that was set stays.
 
     Raises:
         ConfigError: a size that `sizes` lacks, a row with a name that is no dimension, a dimension

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from launcher.config.errors import ConfigError
 from launcher.config.keys import setting_keys
+from launcher.config.machines import Described, SlurmCluster, slurm_of
 from launcher.config.origin import ON_COMMAND_LINE, Origin
 from launcher.config.schema import MLP, Config, Text
 
@@ -24,8 +25,10 @@ class Switch(NamedTuple):
 
     Attributes:
         keys: settings, or sections of them, that have an effect only where it is on.
-        by: the settings that turn it. is_on: whether they do.
-        off: what it means that they do not, as a clause. remedy: what turns it on.
+        by: the settings that turn it.
+        is_on: whether they do.
+        off: what it means that they do not, as a clause.
+        remedy: what turns it on.
     """
 
     keys: tuple[str, ...]
@@ -33,6 +36,10 @@ class Switch(NamedTuple):
     is_on: Callable[[Config], bool]
     off: str
     remedy: str
+
+
+def _is_slurm(config: Config) -> bool:
+    return isinstance(config.cluster, SlurmCluster)
 
 
 SWITCHES = (
@@ -93,37 +100,23 @@ SWITCHES = (
         "use that task",
     ),
     Switch(
-        ("cluster.name", "cluster.device", "cluster.links"),
-        ("cluster.kind",),
-        lambda c: c.cluster.kind == "described",
-        "that describes a cluster that is not here (kind: described)",
-        "put it into a file of the group cluster",
-    ),
-    Switch(
         ("cluster.links.inter_host_gb_per_second",),
         ("cluster.hosts",),
-        lambda c: c.cluster.hosts > 1,
+        lambda c: not isinstance(c.cluster, Described) or c.cluster.hosts > 1,
         "cluster.hosts=1 has no link to another host",
         "set cluster.hosts",
     ),
     Switch(
-        ("cluster.start_timeout", "cluster.step_timeout", "cluster.max_restarts"),
-        ("cluster.kind",),
-        lambda c: c.cluster.kind != "described",
-        "a described cluster is only planned for",
-        "use a cluster that is here",
-    ),
-    Switch(
         ("cluster.slurm.container.mounts", "cluster.slurm.container.workdir"),
         ("cluster.slurm.container.image",),
-        lambda c: c.cluster.slurm.container.image is not None,
+        lambda c: not _is_slurm(c) or slurm_of(c.cluster).container.image is not None,
         "without cluster.slurm.container.image there is no container",
         "name an image",
     ),
     Switch(
         ("cluster.slurm.gpu_type", "cluster.slurm.gres"),
         ("cluster.slurm.emulated",),
-        lambda c: not c.cluster.slurm.emulated,
+        lambda c: not _is_slurm(c) or not slurm_of(c.cluster).emulated,
         "cluster.slurm.emulated=true asks for no GPUs",
         "leave that out",
     ),
@@ -158,7 +151,7 @@ def _below(keys: tuple[str, ...]) -> Iterator[str]:
 
 
 def _value(config: Config, key: str) -> Any:
-    """None where the variant at hand has no such setting."""
+    """Returns the value of a setting; None if the variant at hand has none such."""
     found: Any = config
     for name in key.split("."):
         found = getattr(found, name, None)

@@ -37,7 +37,7 @@ def translated(
     folders: Sequence[Path],
     sources: Sequence[Source],
 ) -> ConfigError:
-    """The ConfigError that says what `error` means to the user; raises one that is a riddle.
+    """Returns the ConfigError that says what `error` means to the user; raises an unknown one.
 
     `sources`: as many files as were found to take part.
     """
@@ -76,7 +76,7 @@ def translated(
 
 
 def _missing_group(file: str, group: str, folders: Sequence[Path]) -> ConfigError:
-    """Of a file whose defaults list overrides a group that there is not."""
+    """Returns the error for a file whose defaults list overrides a group that there is not."""
     path = next((f / f"{file}.yaml" for f in folders if (f / f"{file}.yaml").is_file()), Path(file))
     return ConfigError(
         f"There is no group {group} for 'override /{group}' to choose from",
@@ -107,7 +107,7 @@ def _missing_option(
 
 
 def _chooses(file: Path, group: str, option: str) -> bool:
-    """Whether the file's defaults list has `group: option` or `override /group: option`."""
+    """Returns whether the file's defaults list has `group: option` or `override /group: option`."""
     try:
         content = tree_of(file)
     except (yaml.YAMLError, OSError, DamagedError):

@@ -14,6 +14,7 @@ from launcher.cluster.devices import DevicePool, find_devices
 from launcher.cluster.slurm.allocation import find_allocation
 from launcher.config.check_parallel import check_parallel
 from launcher.config.errors import ConfigError
+from launcher.config.machines import Described, SlurmCluster
 from launcher.config.notes import notes
 from launcher.config.parallel import Replay
 from launcher.config.schema import Config, CustomDataset, CustomModel
@@ -117,7 +118,7 @@ def find_pool(config: Config, plan_only: bool, say: Callable[[str], None]) -> De
         ConfigError: the devices asked for are not here, or do not fit the parallel method.
     """
     cluster = config.cluster
-    pool = None if plan_only and cluster.kind == "described" else find_devices(cluster)
+    pool = None if plan_only and isinstance(cluster, Described) else find_devices(cluster)
     if pool:
         if pool.note:
             say(pool.note)
@@ -143,9 +144,9 @@ def _not_looked_at(config: Config, goes_on: bool, environ: Mapping[str, str]) ->
         yield f"what {' and '.join(dict.fromkeys(o.module for o in custom))} holds"
     if goes_on:
         yield "the arrays of the checkpoint"
-    if config.cluster.kind == "described":
-        yield f"where it would train, for cluster={config.cluster.name} is not here"
-    if config.cluster.kind == "slurm" and find_allocation(environ) is None:
+    if isinstance(config.cluster, Described):
+        yield f"where it would train, for cluster={config.cluster.title} is not here"
+    if isinstance(config.cluster, SlurmCluster) and find_allocation(environ) is None:
         yield "what Slurm has"
     if isinstance(config.parallel, Replay):
         yield "whether the plan is right for the model's program"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from launcher.cluster.devices import DevicePool
-from launcher.config.machines import Cluster
+from launcher.config.machines import Cluster, Described
 from launcher.plan import ClusterShape, local_shape
 from launcher.plan.profile.calibration import calibrated
 
@@ -20,7 +20,10 @@ def shape_of(cluster: Cluster, pool: DevicePool | None, say: Callable[[str], Non
         pool: the devices here; None for a described cluster.
         say: takes a line for the user where a calibration is ignored.
     """
-    return described_shape(cluster) if pool is None else calibrated(pool_shape(pool), say)
+    if pool is not None:
+        return calibrated(pool_shape(pool), say)
+    assert isinstance(cluster, Described)
+    return described_shape(cluster)
 
 
 def pool_shape(pool: DevicePool) -> ClusterShape:
@@ -29,7 +32,7 @@ def pool_shape(pool: DevicePool) -> ClusterShape:
     return local_shape(pool.num_devices, pool.hosts, kind)
 
 
-def described_shape(cluster: Cluster) -> ClusterShape:
+def described_shape(cluster: Described) -> ClusterShape:
     """The shape of `cluster.device` and `cluster.links`."""
     device, links = cluster.device, cluster.links
     assert cluster.gpus is not None  # as `config.checks` has seen to, here and below
@@ -40,7 +43,7 @@ def described_shape(cluster: Cluster) -> ClusterShape:
     peak = device.peak_tflops * 1e12
     single = (device.peak_tflops_fp32 or device.peak_tflops / 2) * 1e12
     return ClusterShape(
-        name=cluster.name or "described",
+        name=cluster.title,
         hosts=cluster.hosts,
         devices_per_host=cluster.gpus // cluster.hosts,
         device_kind=str(device.name),

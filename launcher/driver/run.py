@@ -21,6 +21,7 @@ from launcher.cluster.ray.waiting import StartLimit
 from launcher.cluster.slurm.rendezvous import Rendezvous, release_nodes
 from launcher.config.compose import to_dict
 from launcher.config.errors import ConfigError
+from launcher.config.machines import machines_of
 from launcher.config.parallel import Planned
 from launcher.config.schema import Config, CustomDataset, CustomModel
 from launcher.driver import folder
@@ -179,7 +180,8 @@ def _start_ray(
 ) -> PrivateRay:
     assert found.pool is not None
     home.logs.mkdir(exist_ok=True)
-    limit = StartLimit(config.cluster.start_timeout, say=say, check=stop.check)
+    seconds = machines_of(config.cluster).start_timeout
+    limit = StartLimit(seconds, say=say, check=stop.check)
     return start(found.pool, home.logs, limit=limit)
 
 

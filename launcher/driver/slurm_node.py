@@ -20,6 +20,7 @@ from launcher.cluster.ray.worker_actor import FOR_THE_DRIVER
 from launcher.cluster.slurm.allocation import Allocation, own_address
 from launcher.cluster.slurm.rendezvous import Answer, ask, join, rejoin
 from launcher.config.errors import ConfigError
+from launcher.config.machines import slurm_of
 from launcher.config.schema import Config
 from launcher.driver.private_files import private_files
 from launcher.files import DamagedError
@@ -45,7 +46,7 @@ def _serve(config: Config, allocation: Allocation, stop: Stop) -> int:
     assert config.run.id is not None
     home = Path(config.run.dir, config.run.id)
     with stop.interruptible():
-        first, token = join(home, allocation, config.cluster.slurm)
+        first, token = join(home, allocation, slurm_of(config.cluster))
     # From now on only the driver handles signals, since it needs this node to save the state.
     # Before, they end this task, as they may have ended the driver.
     signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_DRIVER)
@@ -67,7 +68,7 @@ def _lend(
     token: str,
 ) -> None:
     """Run a node of the driver's Ray until the driver's head process ends."""
-    slurm = config.cluster.slurm
+    slurm = slurm_of(config.cluster)
     address = own_address(allocation, slurm.network_interface, answer.ray.split(":")[0])
     folder = scratch.create()
     log = Path(answer.logs, f"ray_{allocation.index}.log")

@@ -22,6 +22,7 @@ from launcher.cluster.slurm.attempts import (
     worth_retrying,
 )
 from launcher.cluster.slurm.rendezvous import open_rendezvous
+from launcher.config.machines import slurm_of
 from launcher.config.schema import Config
 from launcher.driver import folder
 from launcher.driver.make_folder import make_folder
@@ -50,7 +51,7 @@ def run_allocated(config: Config, allocation: Allocation, stop: Stop) -> int:
         folder.check(config)
     if config.run.resume == "never":  # this job made the folder itself
         config = replace(config, run=replace(config.run, resume="auto"))
-    if not config.cluster.slurm.emulated:
+    if not slurm_of(config.cluster).emulated:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus(config.cluster, os.environ)
     try:
         home = make_folder(config)
@@ -64,7 +65,7 @@ def run_allocated(config: Config, allocation: Allocation, stop: Stop) -> int:
 def _drive(home: Path, config: Config, allocation: Allocation, stop: Stop) -> int:
     """Run in the run's folder; return the exit code."""
     try:
-        with open_rendezvous(home, allocation, config.cluster.slurm, secret()) as rendezvous:
+        with open_rendezvous(home, allocation, slurm_of(config.cluster), secret()) as rendezvous:
             code = run(config, stop, rendezvous)
     except (ClusterError, OSError) as error:
         complain(str(error))

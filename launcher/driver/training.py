@@ -20,6 +20,7 @@ from launcher.cluster.slurm.attempts import begin, finish
 from launcher.cluster.slurm.rendezvous import Rendezvous, reopened
 from launcher.config.compose import to_dict, to_written
 from launcher.config.errors import ConfigError
+from launcher.config.machines import Hosts, SlurmCluster, machines_of
 from launcher.config.schema import Config
 from launcher.driver import folder
 from launcher.driver.failures import (
@@ -152,7 +153,8 @@ def write_plan(home: RunFolder, config: Config, plan: Plan) -> None:
     tree = to_written(replace(config, run=replace(config.run, id=home.id)))
     tree["run"]["dir"] = config.run.dir  # resolved: a job's variables may differ
     # Atomic, because another task of a Slurm job may be reading them.
-    private = bool(config.cluster.slurm.env)  # its values may be secrets
+    cluster = config.cluster
+    private = isinstance(cluster, SlurmCluster) and bool(cluster.slurm.env)  # may be secrets
     write_whole(home.path / "config.yaml", yaml.safe_dump(tree, sort_keys=False), private)
     write_whole(home.path / "plan.json", json.dumps(plan.to_dict(), indent=2) + "\n")
 
@@ -204,7 +206,7 @@ class _Job:
         """
 
         def max_restarts() -> int:
-            return 0 if stop.requested else self._config.cluster.max_restarts
+            return 0 if stop.requested else machines_of(self._config.cluster).max_restarts
 
         def sleep(seconds: float) -> None:
             with self._interruptible(stop):
@@ -227,16 +229,16 @@ class _Job:
             self._say(f"resuming run {self._home.id} at step {finished} from {path}")
         with ExitStack() as stack:
             with status(self._console, "starting Ray and the workers"):
-                session, cluster = stack.enter_context(self._start(stop)), self._config.cluster
+                session = stack.enter_context(self._start(stop))
+                cluster = machines_of(self._config.cluster)
                 handles = session.spawn(TrainWorker)
 
                 def check() -> None:
                     session.check()
                     stop.check()
 
-                workers = Workers(
-                    handles, self._plan, check, cluster.step_timeout, cluster.transport
-                )
+                transport = cluster.transport if isinstance(cluster, Hosts) else "auto"
+                workers = Workers(handles, self._plan, check, cluster.step_timeout, transport)
                 workers.join()
             built = workers.submit("build", to_dict(self._config))
             setup = workers.submit("setup", self._plan.to_dict())
@@ -267,7 +269,8 @@ class _Job:
         session, self._session = self._session, None
         if session is not None:
             return session
-        limit = StartLimit(self._config.cluster.start_timeout, say=self._say, check=stop.check)
+        seconds = machines_of(self._config.cluster).start_timeout
+        limit = StartLimit(seconds, say=self._say, check=stop.check)
         return start(self._pool, self._home.logs, self._rendezvous, limit)
 
     def _diagnose(self, error: Exception) -> Failure | None:
@@ -283,7 +286,8 @@ class _Job:
                 self._home = folder.reload(self._home, self._config)
         except (ConfigError, OSError) as error:  # not a wrong setting, as the run had begun
             raise FailedError(f"{failure.report}\nThe run is not started again: {error}") from None
-        limit, finished = self._config.cluster.max_restarts, self._home.finished_steps
+        limit = machines_of(self._config.cluster).max_restarts
+        finished = self._home.finished_steps
         if failure.passes_over:
             self._rolled_back = finished, failure.step + self._passed_over
         self.run_log.close(finished)

@@ -5,11 +5,12 @@ Pure data.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
 import psutil
+
+from launcher.datasheets import find_datasheet
 
 
 @dataclass(frozen=True)
@@ -81,29 +82,9 @@ class ClusterShape:
         return product_flops / self.flops + product_flops_fp32 / self.flops_fp32 + other
 
 
-@dataclass(frozen=True)
-class _Datasheet:
-    peak_flops: float
-    peak_flops_fp32: float
-    bandwidths: dict[int, float]  # of the memory, by its GiB; the usual size first
-    link: float  # bytes/s one way, device to device on a host
-
-
-# NVIDIA datasheets (dense BF16/FP16 and TF32 tensor-core rates, V100: FP32; memory bandwidth;
-# NVLink one way): nvidia.com/en-us/data-center/{b200,gh200,h200,h100,a100,v100}. The first whose
-# name is in the device's counts.
-_GPUS = {
-    "B200": _Datasheet(2250e12, 1100e12, {180: 8.0e12}, 900e9),
-    "GH200": _Datasheet(989e12, 494e12, {96: 4.0e12, 144: 4.9e12}, 450e9),
-    "H200": _Datasheet(989e12, 494e12, {141: 4.8e12}, 450e9),
-    "H100": _Datasheet(989e12, 494e12, {80: 3.35e12}, 450e9),
-    "A100": _Datasheet(312e12, 156e12, {80: 2.0e12, 40: 1.555e12}, 300e9),
-    "V100": _Datasheet(125e12, 15.7e12, {16: 0.9e12, 32: 0.9e12}, 150e9),
-}
-# Of a GPU that is none of these, what it is taken to sustain; its memory is not known.
+# Of a GPU without a datasheet, what it is taken to sustain; its memory is not known.
 _OTHER_GPU = {"flops": 50e12, "flops_fp32": 10e12, "memory_bandwidth": 500e9, "intra_host": 12e9}
 LOCAL = "local"  # the name of GPUs that are here
-_SUSTAINED = 0.5  # of the peak, in large matrix products inside a training step
 _ETHERNET = 12.5e9  # 100 Gbit/s
 _CORE_FLOPS = 60e9  # one CPU core in fp32 matrix products of a small model; nominal
 _CPU_BANDWIDTH = 30e9  # one core, out of its caches; nominal
@@ -119,21 +100,20 @@ def local_shape(num_devices: int, num_hosts: int, device_kind: str) -> ClusterSh
     """Return the shape of this machine.
 
     It has GPUs of `device_kind` (as JAX or nvidia-smi names them) or, for `"cpu"`, emulated devices
-    that share the machine's cores and memory. The rates of a GPU without a datasheet here are
-    nominal (`is_nominal`).
+    that share the machine's cores and memory. The rates of a GPU without a datasheet in
+    `conf/device/` are nominal (`is_nominal`).
     """
     if device_kind == "cpu":
         return _emulated(num_devices, num_hosts)
     rates: dict[str, Any] = {"peak_flops": None, "memory_bytes": None, **_OTHER_GPU}
-    sheet = next((s for name, s in _GPUS.items() if name in device_kind.upper()), None)
+    sheet = find_datasheet(device_kind)
     if sheet is not None:
-        memory = _memory_gib(device_kind, sheet)
         rates = {
             "peak_flops": sheet.peak_flops,
-            "flops": _SUSTAINED * sheet.peak_flops,
-            "flops_fp32": _SUSTAINED * sheet.peak_flops_fp32,
-            "memory_bandwidth": sheet.bandwidths[memory],
-            "memory_bytes": memory << 30,
+            "flops": sheet.sustained * sheet.peak_flops,
+            "flops_fp32": sheet.sustained * sheet.peak_flops_fp32,
+            "memory_bandwidth": sheet.memory_bandwidth,
+            "memory_bytes": sheet.memory_gib << 30,
             "intra_host": sheet.link,
         }
     return ClusterShape(
@@ -150,15 +130,6 @@ def local_shape(num_devices: int, num_hosts: int, device_kind: str) -> ClusterSh
 def is_nominal(shape: ClusterShape) -> bool:
     """Return whether the devices of a shape by `local_shape` are GPUs of unknown rates."""
     return shape.device_kind != "cpu" and shape.peak_flops is None
-
-
-def _memory_gib(device_kind: str, sheet: _Datasheet) -> int:
-    """Return the GiB of the GPU's own memory.
-
-    Its name says it, unless the number there is another memory's (GH200 480GB).
-    """
-    named = [int(size) for size in re.findall(r"(\d+) ?GB?\b", device_kind.upper())]
-    return next((size for size in named if size in sheet.bandwidths), next(iter(sheet.bandwidths)))
 
 
 def _emulated(num_devices: int, num_hosts: int) -> ClusterShape:

@@ -31,6 +31,7 @@ from launcher.cluster.slurm.script import SCRIPT, Job, render
 from launcher.config.commands import commands_in
 from launcher.config.errors import ConfigError
 from launcher.config.interpolation import in_shell
+from launcher.config.machines import slurm_cluster, slurm_of
 from launcher.config.schema import Config
 from launcher.driver import folder
 from launcher.driver.folder import RunFolder, delete_on_error
@@ -71,13 +72,13 @@ def submit(config: Config, stop: Stop) -> int:
     Raises:
         KeyboardInterrupt: a signal ended it; `stop` has the exit code.
     """
-    if config.cluster.slurm.array is not None:
+    if (array := slurm_of(config.cluster).array) is not None:
         raise ConfigError(
-            f"cluster.slurm.array={config.cluster.slurm.array} is for sweeps, and this is one run",
+            f"cluster.slurm.array={array} is for sweeps, and this is one run",
             "Add -m, or leave it out.",
             ["cluster.slurm.array"],
         )
-    if config.cluster.slurm.dry_run:
+    if slurm_of(config.cluster).dry_run:
         run_id = config.run.id or new_id(config.model.name)
         return answer(script_for(replace(config, run=replace(config.run, id=run_id))), end="")
     return guarded(lambda: _submit(config, stop))
@@ -85,7 +86,7 @@ def submit(config: Config, stop: Stop) -> int:
 
 def _submit(config: Config, stop: Stop) -> int:
     check_installed()
-    check_partition(config.cluster.slurm)
+    check_partition(slurm_of(config.cluster))
     home = freeze(config, make_console())
     script = home.path / SCRIPT
     text = script_for(replace(config, run=replace(config.run, id=home.id)))
@@ -102,12 +103,12 @@ def _submit(config: Config, stop: Stop) -> int:
                 f"  follow      tail -F {shlex.quote(str(output))}\n"
                 f"  cancel      scancel {job_id}"
             )
-    return wait(home.path, job_id) if config.cluster.slurm.wait else 0
+    return wait(home.path, job_id) if slurm_of(config.cluster).wait else 0
 
 
 def write_script(path: Path, text: str, config: Config) -> None:
     """Write a batch script, private if it holds values of `cluster.slurm.env`, maybe secrets."""
-    write_whole(path, text, private=bool(config.cluster.slurm.env))
+    write_whole(path, text, private=bool(slurm_of(config.cluster).env))
 
 
 @contextmanager
@@ -141,8 +142,8 @@ def freeze(config: Config, console: Console) -> RunFolder:
 
 def _settled(config: Config) -> Config:
     """Return `config` without what is done here: submitting, and making a new folder."""
-    slurm = replace(config.cluster.slurm, dry_run=False, wait=False)
-    cluster = replace(config.cluster, slurm=slurm)
+    cluster = slurm_cluster(config.cluster)
+    cluster = replace(cluster, slurm=replace(cluster.slurm, dry_run=False, wait=False))
     resume = "auto" if config.run.resume == "never" else config.run.resume
     return replace(config, task="train", cluster=cluster, run=replace(config.run, resume=resume))
 
@@ -180,14 +181,14 @@ def script_for(config: Config) -> str:
         command=[*map(shlex.quote, command(config)), *frozen(config, shlex.quote(str(settings)))],
         variables=variables(config),
     )
-    return render(config.cluster, job)
+    return render(slurm_cluster(config.cluster), job)
 
 
 def command(config: Config | None = None) -> Sequence[str]:
     """Return the words that start the launcher: on the nodes of `config`, or here."""
     if config is None:
         return ["python", "-m", "launcher"]
-    slurm = config.cluster.slurm
+    slurm = slurm_of(config.cluster)
     python = slurm.python or ("python3" if slurm.container.image else sys.executable)
     return [python, "-m", "launcher"]
 
@@ -210,7 +211,7 @@ def variables(config: Config) -> Mapping[str, str]:
 
     Slurm passes that environment on, and the script refers to it.
     """
-    places = {("cluster", "slurm", "env", name): name for name in config.cluster.slurm.env}
+    places = {("cluster", "slurm", "env", name): name for name in slurm_of(config.cluster).env}
     words = {
         places[place]: in_shell(text)
         for place, (text, _) in config.from_environment.items()

@@ -23,6 +23,7 @@ from launcher.cluster.slurm.commands import (
 from launcher.cluster.slurm.script import SCRIPT, Job, render
 from launcher.config.compose import Point
 from launcher.config.errors import ConfigError
+from launcher.config.machines import slurm_cluster, slurm_of
 from launcher.config.schema import Config, Run, Sweep
 from launcher.driver.folder import delete_on_error
 from launcher.driver.private_files import OTHERS, private_files
@@ -53,7 +54,7 @@ def submit_sweep(points: Sequence[Point], stop: Stop) -> int:
     sweep_id, folder = place(points)
     configs = members(points, sweep_id, folder)
     check_jobs(configs)
-    if configs[0].cluster.slurm.dry_run:
+    if slurm_of(configs[0].cluster).dry_run:
         if _is_array(configs):
             return answer(_array_script(configs, sweep_id), end="")
         return answer("\n".join(map(script_for, configs)), end="")
@@ -64,7 +65,7 @@ def _submit(
     points: Sequence[Point], configs: Sequence[Config], sweep_id: str, folder: Path, stop: Stop
 ) -> int:
     check_installed()
-    settings = [config.cluster.slurm for config in configs]
+    settings = [slurm_of(config.cluster) for config in configs]
     for n, slurm in enumerate(settings):
         if slurm not in settings[:n]:
             check_partition(slurm)
@@ -154,7 +155,7 @@ def _again(job: Noted, stop: Stop) -> str:
 
 
 def _is_array(configs: Sequence[Config]) -> bool:
-    return configs[0].cluster.slurm.array is not None
+    return slurm_of(configs[0].cluster).array is not None
 
 
 def _array_script(configs: Sequence[Config], sweep_id: str) -> str:
@@ -167,7 +168,7 @@ def _array_script(configs: Sequence[Config], sweep_id: str) -> str:
         folder=Path.cwd(),
         output=str(output_file(folder / f"{sweep_id}-%a", "%A_%a")),
         command=[*map(shlex.quote, command(first)), *frozen(first, settings)],
-        array=f"0-{len(configs) - 1}%{first.cluster.slurm.array}",
+        array=f"0-{len(configs) - 1}%{slurm_of(first.cluster).array}",
         variables=variables(first),
     )
-    return render(first.cluster, job)
+    return render(slurm_cluster(first.cluster), job)

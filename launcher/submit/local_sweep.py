@@ -19,6 +19,7 @@ from types import FrameType
 
 from launcher.config.compose import Point
 from launcher.config.errors import ConfigError
+from launcher.config.machines import SlurmCluster, slurm_of
 from launcher.config.overrides import written
 from launcher.config.schema import Config, Run
 from launcher.driver.check import check
@@ -108,19 +109,19 @@ def check_jobs(configs: Sequence[Config]) -> None:
     Raises:
         ConfigError: they cannot.
     """
-    if any(config.cluster.kind != "slurm" for config in configs):
+    if any(not isinstance(config.cluster, SlurmCluster) for config in configs):
         raise ConfigError(
             "cluster is swept, and some of its options are not slurm",
             "Submit those runs in a sweep of their own.",
             ["cluster.kind"],
         )
-    if any(config.cluster.slurm.wait for config in configs):
+    if any(slurm_of(config.cluster).wait for config in configs):
         raise ConfigError(
             "cluster.slurm.wait=true follows one run, and these are a sweep's",
             "Leave it out; task=sweep_status shows how they are doing.",
             ["cluster.slurm.wait"],
         )
-    is_array = configs[0].cluster.slurm.array is not None
+    is_array = slurm_of(configs[0].cluster).array is not None
     # An array has one script with one command line.
     if is_array and any(config.allow_modules != configs[0].allow_modules for config in configs):
         raise ConfigError(
@@ -147,7 +148,7 @@ def check_sweep(points: Sequence[Point], wrong: Mapping[str, ConfigError]) -> in
         The exit code, 2 if any setting is wrong.
     """
     configs = members(points, *place(points))
-    if any(config.cluster.kind == "slurm" for config in configs):
+    if any(isinstance(config.cluster, SlurmCluster) for config in configs):
         check_jobs(configs)
     verdicts = [check(config, os.environ) for config in configs]
     problems = {label: str(error) for label, error in wrong.items()}

@@ -31,7 +31,8 @@ def build_optimizer(
             the number of finished steps to the learning rate of the next one.
     """
     schedule = build_schedule(options, total_steps)
-    parts = [_SCALINGS[options.name](options), optax.scale_by_learning_rate(schedule)]
+    scaling = _SCALINGS.get(options.scaling) or getattr(optax, options.scaling)
+    parts = [scaling(**options.arguments), optax.scale_by_learning_rate(schedule)]
     if options.weight_decay:
         parts.insert(1, optax.add_decayed_weights(options.weight_decay, mask=_matrices))
     if options.clip_norm is not None:
@@ -69,18 +70,24 @@ _DECAYS: dict[str, Callable[[int], Schedule]] = {
     "linear": lambda steps: optax.linear_schedule(1.0, 0.0, steps),
 }
 
-# By name; each reads the fields of its own class in `config.optimizers`.
-_SCALINGS: dict[str, Callable[[Any], optax.GradientTransformation]] = {
-    "adamw": lambda o: optax.scale_by_adam(o.b1, o.b2, o.eps),
-    "adam": lambda o: optax.scale_by_adam(o.b1, o.b2, o.eps),
-    "sgd": lambda o: optax.trace(o.momentum),
-    "lion": lambda o: optax.scale_by_lion(o.b1, o.b2),
-    # Shazeer & Stern, 2018: update clipping at 1, steps relative to the parameter's own size.
-    "adafactor": lambda o: optax.chain(
+
+def _scale_by_momentum(momentum: float) -> optax.GradientTransformation:
+    return optax.trace(momentum)
+
+
+def _scale_by_adafactor() -> optax.GradientTransformation:
+    """Shazeer & Stern, 2018: update clipping at 1, steps relative to the parameter's own size."""
+    return optax.chain(
         optax.scale_by_factored_rms(),
         optax.clip_by_block_rms(1.0),
         optax.scale_by_param_block_rms(),
-    ),
+    )
+
+
+# What Optax has by another name or in several parts; by the names in `config.optimizers`.
+_SCALINGS: dict[str, Callable[..., optax.GradientTransformation]] = {
+    "scale_by_momentum": _scale_by_momentum,
+    "scale_by_adafactor": _scale_by_adafactor,
 }
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from launcher.cluster.devices import emulated_pool
 from launcher.cluster.ray.private_ray import start
-from launcher.config.machines import Cluster
+from launcher.config.machines import Emulated
 from launcher.driver.loop import IN_FLIGHT
 from launcher.driver.workers import Workers
 from launcher.train.worker import StepResult
@@ -43,7 +43,7 @@ def main() -> None:
     sys.path.insert(0, str(Path(__file__).parent))
     from driver_cost import Worker  # by its module's name, which workers can import
 
-    pool = emulated_pool(Cluster(kind="emulated", gpus=2, hosts=2))
+    pool = emulated_pool(Emulated(gpus=2, hosts=2))
     with tempfile.TemporaryDirectory() as logs, start(pool, Path(logs)) as session:
         # The plan is needed for measured stages only.
         workers = Workers(session.spawn(Worker), None, session.check, timeout=600.0)

@@ -22,6 +22,8 @@ import optax
 import yaml
 
 import launcher
+from launcher.config.compose import load
+from launcher.driver.cluster_from_config import described_shape
 from launcher.partition.assignment import Assignment, Submesh
 from launcher.partition.stages import group_layers
 from launcher.plan import ClusterShape, Plan
@@ -62,21 +64,15 @@ POINTS = (
 
 def cluster_of(gpus: int, sustained: float) -> ClusterShape:
     """So many V100 of as few p3.16xlarge as there need be, by the named shape's figures."""
-    said = yaml.safe_load((CONF / "cluster/p3_16xlarge_x8.yaml").read_text(encoding="utf-8"))
-    device, links = said["device"], said["links"]
-    return ClusterShape(
+    shape = described_shape(load(["task=plan", "cluster=p3_16xlarge_x8"]).cluster)
+    share = sustained * shape.peak_flops / shape.flops if shape.peak_flops else 1.0
+    return dataclasses.replace(
+        shape,
         name="p3_16xlarge",
         hosts=max(1, gpus // 8),
         devices_per_host=min(gpus, 8),
-        device_kind=device["name"],
-        peak_flops=device["peak_tflops"] * 1e12,
-        flops=sustained * device["peak_tflops"] * 1e12,
-        flops_fp32=sustained * device["peak_tflops_fp32"] * 1e12,
-        memory_bandwidth=device["memory_gb_per_second"] * 1e9,
-        memory_bytes=device["memory_gib"] << 30,
-        intra_host=links["intra_host_gb_per_second"] * 1e9,
-        inter_host=links["inter_host_gb_per_second"] * 1e9,
-        latency=links["latency_us"] * 1e-6,
+        flops=share * shape.flops,
+        flops_fp32=share * shape.flops_fp32,
     )
 
 

@@ -14,17 +14,17 @@ from launcher.cluster.devices import (
     slurm_pool,
 )
 from launcher.config.errors import ConfigError
-from launcher.config.machines import Cluster, Slurm
+from launcher.config.machines import Emulated, Local, Slurm, SlurmCluster
 
 TWO = Gpus(("NVIDIA H200", "NVIDIA H200"))
 
 
 def emulated(**settings):
-    return emulated_pool(Cluster(kind="emulated", **settings))
+    return emulated_pool(Emulated(**settings))
 
 
 def local(found, visible=None, **settings):
-    return local_pool(Cluster(**settings), found, visible)
+    return local_pool(Local(**settings), found, visible)
 
 
 def test_emulated_devices_are_four_unless_said_otherwise():
@@ -44,7 +44,10 @@ def test_emulated_devices_spread_evenly_over_hosts():
     ("settings", "problem"),
     [
         ({"gpus": 6, "hosts": 4}, "cluster.gpus=6 does not divide over cluster.hosts=4"),
-        ({"hosts": 3}, "cluster.gpus=4 (the default) does not divide over cluster.hosts=3"),
+        (
+            {"gpus": None, "hosts": 3},
+            "cluster.gpus=4 (the default) does not divide over cluster.hosts=3",
+        ),
     ],
 )
 def test_devices_that_do_not_divide_over_hosts_are_refused(settings, problem):
@@ -138,7 +141,7 @@ def test_local_is_one_host():
 
 
 def on_slurm(found, slurm=None, **settings):
-    return slurm_pool(Cluster(kind="slurm", slurm=slurm or Slurm(), **settings), found)
+    return slurm_pool(SlurmCluster(slurm=slurm or Slurm(), **settings), found)
 
 
 def test_a_job_has_as_many_gpus_on_each_node_and_the_node_says_which():
@@ -163,6 +166,6 @@ def test_cpu_devices_stand_in_on_slurm_where_they_are_asked_for():
 
 def test_finding_devices_loads_neither_jax_nor_ray():
     before = set(sys.modules)
-    assert find_devices(Cluster(kind="emulated", gpus=2)).num_devices == 2
+    assert find_devices(Emulated(gpus=2)).num_devices == 2
     find_gpus({"JAX_PLATFORMS": "cpu"})
     assert not {"jax", "ray"} & (set(sys.modules) - before)

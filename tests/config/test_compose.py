@@ -14,12 +14,17 @@ from launcher.config.build import build
 from launcher.config.compose import from_dict, load, load_points, to_dict
 from launcher.config.folders import CONF
 from launcher.config.keys import setting_keys
+from launcher.config.machines import CLUSTERS
 from launcher.config.optimizers import OPTIMIZERS
 from launcher.config.overrides import written
 from launcher.config.parallel import METHODS, Manual, Replay, Zero3
 from launcher.config.schema import GPT, MLP, Config, StdlibText, Text
+from launcher.driver.cluster_from_config import described_shape
+from launcher.plan import local_shape
 
 FILES = sorted(CONF.rglob("*.yaml"))
+DEVICES = sorted((CONF / "device").glob("*.yaml"))  # parts of files
+OPTIONS = [file for file in FILES if file not in DEVICES]
 # What an option needs beside itself.
 COMPANIONS = {"model=mlp": ["dataset=synthetic"], "dataset=text": ["dataset.path=/data"]}
 for group in ("model", "dataset"):
@@ -28,18 +33,51 @@ COMPANIONS["parallel=replay"] = ["parallel.plan=plan.json"]
 COMPANIONS["recipe=gpt_text"] = ["dataset.path=/data"]
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(CONF)))
+@pytest.mark.parametrize("file", OPTIONS, ids=lambda file: str(file.relative_to(CONF)))
 def test_every_file_composes(file: Path) -> None:
     choice = [] if file.parent == CONF else [f"{file.parent.name}={file.stem}"]
     load(choice + COMPANIONS.get("".join(choice), []))
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(CONF)))
+@pytest.mark.parametrize("file", OPTIONS, ids=lambda file: str(file.relative_to(CONF)))
 def test_the_command_in_a_file_is_right(file: Path) -> None:
     commands = re.findall(r"^#   python -m launcher(.*)$", file.read_text(), re.MULTILINE)
     assert commands
     for command in commands:
         load(shlex.split(command))
+
+
+@pytest.mark.parametrize("file", DEVICES, ids=lambda file: file.stem)
+def test_a_datasheet_is_for_described_clusters_and_for_devices_that_are_here(
+    file: Path, tmp_path: Path
+) -> None:
+    (defaults,) = re.findall(r"^#   (defaults: .*)$", file.read_text(), re.MULTILINE)
+    (tmp_path / "cluster").mkdir()
+    mine = "kind: described\nname: mine\ngpus: 8\n"
+    (tmp_path / "cluster" / "mine.yaml").write_text(f"{defaults}\n{mine}")
+    shape = described_shape(load(["cluster=mine", "task=plan"], [str(tmp_path)]).cluster)
+    here = local_shape(8, 1, shape.device_kind)
+    between = {"inter_host": shape.inter_host, "latency": shape.latency}
+    assert dataclasses.replace(here, name="mine", **between) == shape
+
+
+def test_clusters_take_their_devices_from_datasheets() -> None:
+    for file in (CONF / "cluster").glob("*.yaml"):
+        assert "device:" not in re.sub("#.*", "", file.read_text()), file
+
+
+def test_a_device_that_there_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "cluster" / "mine.yaml").write_text("defaults: [/device@_here_: h10, _self_]\n")
+    assert main(["--config-dir", str(tmp_path), "cluster=mine"]) == 2
+    assert capsys.readouterr().err == (
+        f"launcher: There is no device=h10 (in {tmp_path}/cluster/mine.yaml). Did you mean h100?\n"
+    )
+    assert main(["device=h100"]) == 2
+    assert capsys.readouterr().err == (
+        "launcher: device=h100 is no option of its own, but a part of files of the group cluster "
+        "(on the command line). Name it there: defaults: [/device@_here_: h100, _self_].\n"
+    )
 
 
 def test_the_examples_of_the_help_are_right(
@@ -68,6 +106,8 @@ def test_the_defaults_of_yaml_and_schema_agree() -> None:
     assert load(["model=mlp", "dataset=synthetic"]).model == MLP()
     for name, optimizer in OPTIMIZERS.items():
         assert load([f"optimizer={name}"]).optimizer == optimizer()
+    for name in ("local", "emulated", "slurm"):
+        assert load([f"cluster={name}"]).cluster == CLUSTERS[name]()
     for name, method in METHODS.items():
         needed = {"plan": "plan.json"} if method is Replay else {}
         words = [f"parallel.{key}={value}" for key, value in needed.items()]

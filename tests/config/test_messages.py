@@ -208,7 +208,7 @@ COMMAND_LINES = [
     (
         "task=plan cluster=h100_8 parallel.cost=profile",
         "parallel.cost=profile measures devices, and those of cluster=h100_8 are not here "
-        f"(parallel.cost on the command line, cluster.kind in {CONF}/cluster/h100_8.yaml:5). "
+        f"(parallel.cost on the command line, cluster.kind in {CONF}/cluster/h100_8.yaml:9). "
         "Use parallel.cost=model.",
     ),
     (
@@ -279,8 +279,23 @@ COMMAND_LINES = [
     ),
     (
         "task=plan cluster=h200_8_x8 cluster.transport=pull",
-        f"cluster.transport=pull has no meaning for machines that are not here {CLI}. "
-        "Leave it at auto.",
+        "cluster.transport is not a setting of cluster.kind=described, which is only planned for "
+        f"{CLI}. It belongs to cluster.kind=emulated or slurm.",
+    ),
+    (
+        "cluster.slurm.container.image=i",
+        "cluster.slurm.container.image is not a setting of cluster.kind=local, which is this one "
+        f"machine {CLI}. It belongs to cluster.kind=slurm.",
+    ),
+    (
+        "cluster=emulated cluster.device.peak_tflops=300",
+        "cluster.device.peak_tflops is not a setting of cluster.kind=emulated, which is this one "
+        f"machine {CLI}. It belongs to cluster.kind=described.",
+    ),
+    (
+        "cluster=a100_8 cluster.max_restarts=1",
+        "cluster.max_restarts is not a setting of cluster.kind=described, which is only planned "
+        f"for {CLI}. It belongs to cluster.kind=local, emulated or slurm.",
     ),
     (
         "task=submit",

@@ -22,6 +22,7 @@ from launcher.cluster.devices import find_devices
 from launcher.cluster.errors import HungError
 from launcher.cluster.slurm import rendezvous
 from launcher.config.errors import ConfigError
+from launcher.config.machines import Described
 from launcher.config.parallel import Data
 from launcher.config.schema import Config
 from launcher.driver import folder, training
@@ -215,7 +216,7 @@ def folder_told(config: Config):
 def cluster_told(config: Config):
     """The devices, or the machines that are described."""
     try:
-        if config.cluster.kind == "described":
+        if isinstance(config.cluster, Described):
             return described_shape(config.cluster)
         return find_devices(config.cluster)
     except ConfigError as error:

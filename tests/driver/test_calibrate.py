@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config.machines import Cluster
+from launcher.config.machines import Emulated
 from launcher.driver.calibrate import calibrate
 from launcher.plan.profile import calibration
 from launcher.report.console import make_console
@@ -26,7 +26,7 @@ def test_what_could_not_be_kept_is_not_said_to_be_used(
     script = tmp_path / "measure_devices.py"
     script.write_text(f"print({json.dumps(FOUND)!r})")
     monkeypatch.setattr(calibration.measure_devices, "__file__", str(script))
-    home, cluster = tmp_path / "home", Cluster(kind="emulated", gpus=4)
+    home, cluster = tmp_path / "home", Emulated(gpus=4)
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     home.touch()  # which is no folder
     assert calibrate(cluster, make_console()) == 1

@@ -164,23 +164,29 @@ def probes():
 def cluster_probes():
     devices = functools.partial(Probe, told.cluster_told)
     emulated = {"cluster": {"kind": "emulated", "gpus": 4}}
-    yield "", "cluster.kind", devices(DESCRIBED, "emulated")
-    for base in (emulated, DESCRIBED):
-        yield "", "cluster.gpus", devices(base, 8)
-        yield "", "cluster.hosts", devices(base, 4)
-    for name in ("step_timeout", "start_timeout"):
-        yield "", f"cluster.{name}", Probe(told.run_told, SHORT, 60.0)
-    two_hosts = merged(SHORT, {"cluster": {"kind": "emulated", "gpus": 4, "hosts": 2}})
-    yield "", "cluster.transport", Probe(told.run_told, two_hosts, "collective")
+    yield "local", "cluster.gpus", devices({"cluster": {"kind": "local"}}, 8)
+    yield "local", "cluster.hosts", devices({"cluster": {"kind": "local"}}, 2)
+    for option, base in {"emulated": emulated, "described": DESCRIBED}.items():
+        yield option, "cluster.gpus", devices(base, 8)
+        yield option, "cluster.hosts", devices(base, 4)
+    yield "slurm", "cluster.gpus", Probe(told.slurm_told, SLURM, 8)
+    yield "slurm", "cluster.hosts", Probe(told.slurm_told, SLURM, 4)
     hangs = functools.partial(told.run_told, third="hangs")
-    yield "", "cluster.max_restarts", Probe(hangs, SHORT, 0)
+    for option in ("local", "emulated", "slurm"):
+        base = merged(SHORT, {"cluster": {"kind": option}})
+        for name in ("step_timeout", "start_timeout"):
+            yield option, f"cluster.{name}", Probe(told.run_told, base, 60.0)
+        yield option, "cluster.max_restarts", Probe(hangs, base, 0)
+    for option in ("emulated", "slurm"):
+        two_hosts = merged(SHORT, {"cluster": {"kind": option, "gpus": 4, "hosts": 2}})
+        yield option, "cluster.transport", Probe(told.run_told, two_hosts, "collective")
     described = {"name": "x", "device.name": "H100", "device.peak_tflops": 50.0}
     described |= {"device.peak_tflops_fp32": 20.0, "device.sustained": 0.4}
     described |= {"device.memory_gib": 50.0, "device.memory_gb_per_second": 50.0}
     described |= {"links.intra_host_gb_per_second": 50.0, "links.latency_us": 5.0}
     described |= {"links.inter_host_gb_per_second": 5.0}
     for name, value in described.items():
-        yield "", f"cluster.{name}", devices(DESCRIBED, value)
+        yield "described", f"cluster.{name}", devices(DESCRIBED, value)
     words = ("partition", "account", "qos", "gpu_type", "gres", "constraint", "reservation")
     asked = dict.fromkeys((*words, "nodelist", "exclude", "dependency", "job_name"), "x")
     asked |= {"time": "4h", "cpus": 3, "mem": "4G", "exclusive": False, "signal": "USR1@9"}
@@ -188,28 +194,29 @@ def cluster_probes():
     asked |= {"srun_args": ["--x"], "extra": {"x": "y"}, "emulated": True}
     asked |= {"network_interface": "ib0", "start_timeout": 5, "dry_run": True, "wait": True}
     for name, value in asked.items():
-        yield "", f"cluster.slurm.{name}", Probe(told.slurm_told, SLURM, value)
+        yield "slurm", f"cluster.slurm.{name}", Probe(told.slurm_told, SLURM, value)
     swept = merged(SLURM, {"cluster": {"slurm": {"array": 1}}})
-    yield "", "cluster.slurm.array", Probe(told.array_told, swept, 2)
+    yield "slurm", "cluster.slurm.array", Probe(told.array_told, swept, 2)
     contained = merged(SLURM, CONTAINER)
     for name, value in {"image": "j", "mounts": ["/a:/b"], "workdir": "/w"}.items():
-        yield "", f"cluster.slurm.container.{name}", Probe(told.slurm_told, contained, value)
+        yield "slurm", f"cluster.slurm.container.{name}", Probe(told.slurm_told, contained, value)
 
 
 PROBES = list(probes())
 
 
-def keys(cls=Config, section="", option=""):
-    """Every option and key of the schema."""
+def keys(cls=Config, section="", option="", named=""):
+    """Every option and key of the schema, but for those that name the option."""
     hints = typing.get_type_hints(cls)
     for field in settings_of(cls):
         key = f"{section}.{field.name}" if section else field.name
         if "variants" in field.metadata:
-            for name, variant in field.metadata["variants"].classes.items():
-                yield from keys(variant, key, name)
+            variants = field.metadata["variants"]
+            for name, variant in variants.classes.items():
+                yield from keys(variant, key, name, f"{key}.{variants.key}")
         elif dataclasses.is_dataclass(hints[field.name]):
-            yield from keys(hints[field.name], key)
-        elif not (option and field.name == "name"):
+            yield from keys(hints[field.name], key, option, named)
+        elif key != named:
             yield option, key
 
 
@@ -254,7 +261,8 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-REFUSED = ("allow_modules",)  # whose other value is: code that is no longer allowed
+# Whose other value is: code that is no longer allowed, and more hosts than one machine is.
+REFUSED = (("", "allow_modules"), ("local", "cluster.hosts"))
 
 
 @pytest.mark.parametrize(
@@ -263,7 +271,7 @@ REFUSED = ("allow_modules",)  # whose other value is: code that is no longer all
 def test_every_key_has_an_effect_or_is_refused(option, key, probe):
     before = probe.shows(config_of(probe.base))
     asked = merged(probe.base, said(key, probe.value))
-    if key in REFUSED:
+    if (option, key) in REFUSED:
         with pytest.raises(ConfigError, match=key):
             config_of(asked)
     else:

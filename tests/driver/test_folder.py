@@ -15,6 +15,7 @@ import pytest
 
 from launcher.config.compose import load, redacted, to_dict
 from launcher.config.errors import ConfigError
+from launcher.config.machines import Slurm, SlurmCluster
 from launcher.driver import folder
 from launcher.driver.make_folder import new_id
 from launcher.driver.saving import contents
@@ -177,8 +178,8 @@ def test_two_runs_at_once_cannot_hold_one_folder(config):
 
 def test_a_run_goes_on_with_other_secrets_which_its_checkpoints_do_not_hold(config):
     config = named(config)
-    slurm = replace(config.cluster.slurm, env={"WANDB_API_KEY": "a secret"})
-    config = replace(config, cluster=replace(config.cluster, slurm=slurm))
+    cluster = SlurmCluster(slurm=Slurm(env={"WANDB_API_KEY": "a secret"}))
+    config = replace(config, cluster=cluster)
     assert redacted(config)["cluster"]["slurm"]["env"] == {"WANDB_API_KEY": "***"}
     save_checkpoint(config, 5, lambda config: {"config": redacted(config)})
     assert folder.check(config) == 5

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 
 import pytest
 
@@ -12,6 +11,7 @@ from launcher.cluster.slurm.allocation import Allocation
 from launcher.cluster.slurm.attempts import read_attempts
 from launcher.cluster.slurm.rendezvous import Rendezvous
 from launcher.config.compose import load, load_frozen, to_dict
+from launcher.config.machines import Emulated
 from launcher.driver import folder, run_log, training
 from launcher.driver.failures import FailedError
 from launcher.driver.folder_handle import LostFolderError
@@ -42,7 +42,7 @@ class Run:
         self.config = load([*words, f"run.dir={tmp_path}/outputs", "run.id=mine"])
         self.path = tmp_path / "outputs" / "mine"
         self.checkpoints = self.path / "checkpoints"
-        cluster = replace(self.config.cluster, kind="emulated", gpus=2, hosts=2)
+        cluster = Emulated(gpus=2, hosts=2)
         self.ready = Prepared(emulated_pool(cluster), plan, 0.0)
         self.stop, self.jobs, remaining = Stop(), [], iter(outcomes)
 

@@ -1,5 +1,6 @@
 """Optimizers and schedules against their closed forms."""
 
+import dataclasses
 import math
 
 import jax
@@ -7,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from launcher.config.optimizers import OPTIMIZERS, AdamW
+from launcher.config.compose import load
+from launcher.config.errors import ConfigError
+from launcher.config.optimizers import OPTIMIZERS, AdamW, optimizer
 from launcher.train.optimizer import build_optimizer, build_schedule
 
 NAMES = tuple(OPTIMIZERS)
@@ -128,3 +131,21 @@ def test_every_optimizer_descends_and_its_state_is_a_pytree_of_arrays(name):
         out, state = optimizer.update(jax.grad(loss)(params), state, params)
         params = jax.tree.map(jnp.add, params, out)
     assert loss(params) < 0.9 * start
+
+
+def test_an_optimizer_is_a_line_and_a_file(tmp_path):
+    """A setting of its own becomes an argument of Optax's transformation."""
+    optimizer("rmsprop", "scale_by_rms", eps=1e-2)
+    try:
+        (tmp_path / "optimizer").mkdir()
+        (tmp_path / "optimizer" / "rmsprop.yaml").write_text("name: rmsprop\nlearning_rate: 0.5\n")
+        words = ["optimizer=rmsprop", "optimizer.eps=0.25", "optimizer.decay=constant"]
+        opts = load([*words, "optimizer.warmup_steps=0"], [str(tmp_path)]).optimizer
+        got = updates(dataclasses.replace(opts, clip_norm=None))
+        second_moments = jax.tree.map(lambda g: 0.1 * g * g, GRADS)
+        want = jax.tree.map(lambda g, v: -0.5 * g / jnp.sqrt(v + 0.25), GRADS, second_moments)
+        assert_close(got, want)
+        with pytest.raises(ConfigError, match="momentum is not a setting of optimizer=rmsprop"):
+            load([*words, "optimizer.momentum=0.5"], [str(tmp_path)])
+    finally:
+        del OPTIMIZERS["rmsprop"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.config.errors import ConfigError
-from launcher.config.machines import Cluster, Slurm, minutes
+from launcher.config.machines import Slurm, SlurmCluster, minutes
 
 SCRIPT = "job.sbatch"  # its name in a run's folder
 
@@ -83,7 +83,7 @@ class Job:
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
-def render(cluster: Cluster, job: Job) -> str:
+def render(cluster: SlurmCluster, job: Job) -> str:
     """Return the text of the batch script for `job` with the settings of `cluster`.
 
     Raises:
@@ -115,7 +115,7 @@ def duration(text: str) -> str:
     return f"{total // 1440}-{total // 60 % 24:02}:{total % 60:02}:00"
 
 
-def _options(cluster: Cluster, job: Job) -> Iterator[tuple[str, str | int | None]]:
+def _options(cluster: SlurmCluster, job: Job) -> Iterator[tuple[str, str | int | None]]:
     """Yield the options of sbatch, without their dashes, and their values; None for a flag."""
     slurm = cluster.slurm
     yield "job-name", slurm.job_name or job.name

@@ -16,7 +16,7 @@ from launcher.cluster.errors import ClusterError
 from launcher.cluster.ray.attached_ray import AttachedRay, choose_pool, reach
 from launcher.cluster.ray.private_ray import start
 from launcher.cluster.ray.ray_compat import Node
-from launcher.config.machines import Cluster
+from launcher.config.machines import Emulated
 
 
 def test_ctrl_c_ends_the_wait_for_a_ray_that_never_answers():
@@ -32,7 +32,7 @@ def test_ctrl_c_ends_the_wait_for_a_ray_that_never_answers():
 @pytest.fixture(scope="module")
 def others(tmp_path_factory, probe):
     """A Ray with a worker of somebody else, to which this process is connected."""
-    pool = emulated_pool(Cluster(kind="emulated", gpus=1, hosts=1))
+    pool = emulated_pool(Emulated(gpus=1, hosts=1))
     with start(pool, tmp_path_factory.mktemp("logs")) as session:
         (worker,) = session.spawn(probe)
         assert worker.submit("add", 1).result() == 1

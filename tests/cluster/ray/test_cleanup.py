@@ -19,9 +19,9 @@ from launcher.cluster.devices import emulated_pool
 from launcher.cluster.errors import ClusterError, RayEndedError
 from launcher.cluster.ray.private_ray import start
 from launcher.cluster.ray.waiting import StartLimit
-from launcher.config.machines import Cluster
+from launcher.config.machines import Emulated
 
-ONE_DEVICE = emulated_pool(Cluster(kind="emulated", gpus=1))
+ONE_DEVICE = emulated_pool(Emulated(gpus=1))
 
 DRIVER = """
 import os
@@ -32,13 +32,13 @@ from pathlib import Path
 from cluster_probe import Probe
 from launcher.cluster.devices import emulated_pool
 from launcher.cluster.ray.private_ray import start
-from launcher.config.machines import Cluster
+from launcher.config.machines import Emulated
 
 caught = []
 if "handle" in sys.argv:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: caught.append(signal.Signals(number).name))
-with start(emulated_pool(Cluster(kind="emulated", gpus=1)), Path(sys.argv[1])) as session:
+with start(emulated_pool(Emulated(gpus=1)), Path(sys.argv[1])) as session:
     (worker,) = session.spawn(Probe)
     print("up", worker.submit("add", 1).result(), flush=True)
     for line in sys.stdin:
@@ -189,11 +189,11 @@ import ray_hook
 from cluster_probe import Probe
 from launcher.cluster.devices import emulated_pool
 from launcher.cluster.ray.private_ray import start
-from launcher.config.machines import Cluster
+from launcher.config.machines import Emulated
 
 caught = []
 signal.signal(signal.SIGTERM, lambda number, frame: caught.append(number))
-with start(emulated_pool(Cluster(kind="emulated", gpus=1)), Path(sys.argv[1])) as session:
+with start(emulated_pool(Emulated(gpus=1)), Path(sys.argv[1])) as session:
     ray_hook.signals_while_it_connects()
     (worker,) = session.spawn(Probe)
     time.sleep(4)  # by then the alarm that Ray sets would have aborted this process
@@ -317,9 +317,9 @@ from launcher.cluster.devices import emulated_pool
 from launcher.cluster.errors import ClusterError
 from launcher.cluster.ray.private_ray import start
 from launcher.cluster.ray.waiting import StartLimit
-from launcher.config.machines import Cluster
+from launcher.config.machines import Emulated
 
-pool = emulated_pool(Cluster(kind="emulated", gpus=1))
+pool = emulated_pool(Emulated(gpus=1))
 try:
     with start(pool, Path(sys.argv[1]), limit=StartLimit(2)) as session:
         session.spawn(object)

@@ -19,10 +19,10 @@ from listening import documented, ports
 from launcher.cluster.devices import emulated_pool
 from launcher.cluster.process_group import init_process_group
 from launcher.cluster.ray.private_ray import start
-from launcher.config.machines import Cluster
+from launcher.config.machines import Emulated
 
 NOBODY = 65534
-TWO_HOSTS = emulated_pool(Cluster(kind="emulated", gpus=2, hosts=2))
+TWO_HOSTS = emulated_pool(Emulated(gpus=2, hosts=2))
 
 # Tells each thing that it could do, once; the trap is where it would have the driver call.
 STRANGER = """

@@ -18,9 +18,9 @@ from launcher.cluster.errors import ClusterError, WorkerError
 from launcher.cluster.ray.private_ray import secret, start
 from launcher.cluster.slurm.allocation import Allocation
 from launcher.cluster.slurm.rendezvous import open_rendezvous, reopened
-from launcher.config.machines import Cluster, Slurm
+from launcher.config.machines import Emulated, Slurm
 
-POOL = emulated_pool(Cluster(kind="emulated", gpus=4, hosts=2))
+POOL = emulated_pool(Emulated(gpus=4, hosts=2))
 FIRST = Allocation("42", 0, 0, ("node1", "node2"), 0)
 
 
