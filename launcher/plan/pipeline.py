@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.plan.cluster_shape import ClusterShape
+from launcher.plan.cost import formulas
 from launcher.plan.plan import Plan
 from launcher.plan.stage_plan import Staged, StagePlan, Transfer
 from launcher.schedule import (
@@ -48,15 +49,26 @@ class Estimate(Pipeline):
 
 def transfer_seconds(plan: Pipeline | Plan) -> dict[tuple[int, int], float]:
     """Return the seconds of a microbatch's transfer, by (source, destination) stage."""
-    cluster, found = ClusterShape(**plan.cluster), {}
-    for one in plan.transfers:
-        src, dst = one.src_stage, one.dst_stage
-        hosts = plan.stages[src].hosts, plan.stages[dst].hosts
-        speed, links = cluster.intra_host, plan.num_replicas  # each on its own
-        if hosts[0] != hosts[1]:  # but for a host's
-            speed, links = cluster.inter_host, min(links, *map(len, hosts))
-        found[src, dst] = cluster.latency + one.bytes_per_microbatch / speed / links
-    return found
+    cluster = ClusterShape(**plan.cluster)
+    return {
+        (one.src_stage, one.dst_stage): _transfer_seconds(
+            one, plan.stages[one.src_stage], plan.stages[one.dst_stage], cluster
+        )
+        for one in plan.transfers
+    }
+
+
+def _transfer_seconds(
+    transfer: Transfer, src: StagePlan, dst: StagePlan, cluster: ClusterShape
+) -> float:
+    seconds = formulas.transfer_seconds(
+        transfer.bytes_per_microbatch,
+        parts=(src.logical_mesh[0], dst.logical_mesh[0]),
+        hosts=(len(src.hosts), len(dst.hosts)),
+        is_local=src.hosts == dst.hosts,
+        cluster=cluster,
+    )
+    return float(seconds)
 
 
 def timeline(plan: Pipeline | Plan) -> list[TimedTask]:

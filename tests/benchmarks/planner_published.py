@@ -28,7 +28,7 @@ from launcher.partition.assignment import Assignment, Submesh
 from launcher.partition.stages import group_layers
 from launcher.plan import ClusterShape, Plan
 from launcher.plan.build import build_plan
-from launcher.plan.inter_op.auto import USABLE, make_problem
+from launcher.plan.inter_op.auto import make_problem
 from launcher.plan.inter_op.problem import Wanted, best_of
 from launcher.plan.inter_op.select import best_plan, in_words
 from launcher.trace import TracedStep, trace_step
@@ -131,9 +131,8 @@ def published(step: TracedStep, point: Point, cluster: ClusterShape) -> Plan:
 
 
 def fits(plan: Plan) -> bool:
-    """Whether it takes no more of a device's memory than the search may."""
-    most = max(stage.memory_bytes for stage in plan.stages)
-    return most <= USABLE * plan.cluster["memory_bytes"]
+    """Whether it takes no more than a device's memory."""
+    return plan.missing_bytes <= 0
 
 
 def restricted(step: TracedStep, cluster: ClusterShape, intra: bool) -> Plan | None:

@@ -10,8 +10,8 @@ from launcher.cluster.devices import DevicePool
 from launcher.cluster.ray import ray_compat
 
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
-# JAX's default is 0.75 of a GPU's memory. A plan may fill as much as this (`USABLE` in
-# `plan.inter_op.auto`), and no other process uses the worker's GPU.
+# JAX's default is 0.75 of a GPU's memory. A plan may fill nearly all of it, and the worker has the
+# GPU alone.
 _GPU_MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
 
 

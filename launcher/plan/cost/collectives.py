@@ -27,6 +27,7 @@ from launcher.partition.sharding.named_dims import (
 )
 from launcher.partition.sharding.spmd import Execution, cut_axes, execution
 from launcher.plan.cluster_shape import ClusterShape
+from launcher.plan.cost.formulas import all_reduce_seconds, gather_seconds
 from launcher.trace.cost import flops, moved_bytes
 from launcher.trace.jaxpr import Equation, Var, dependents, is_var, nbytes
 from launcher.trace.primitive_kinds import LENGTHENING, PRODUCTS, SEARCHES, SPREADING
@@ -67,9 +68,9 @@ class Collective:
             bandwidth: bytes/s between neighbours.
             latency: seconds of a transfer, beside its bytes.
         """
-        devices = parts((self.axis,), sizes)
-        once = all_reduce_seconds(self.size, devices, bandwidth, latency)
-        return self.times * self.share * once
+        devices, count = parts((self.axis,), sizes), 1 if self.size else 0
+        ring = all_reduce_seconds if self.kind == "all-reduce" else gather_seconds
+        return float(self.times * ring(self.size, devices, bandwidth, latency, count))
 
 
 @dataclass(frozen=True)
@@ -245,16 +246,6 @@ def _key(dims: NamedDims, one: Collective) -> SumKey:
 def collectives(sharding: Sharding, flows: Flow) -> list[Collective]:
     """Return the collectives of a program's forward and backward pass."""
     return [c for _, one in loads(sharding, flows) for c in (*one.forward, *one.backward)]
-
-
-def all_reduce_seconds(size: float, devices: int, bandwidth: float, latency: float) -> float:
-    """Return the seconds of a ring all-reduce.
-
-    Each device sends `2 (n - 1) / n` of the bytes (Patarasuk and Yuan, 2009).
-    """
-    if devices == 1 or not size:
-        return 0.0
-    return 2 * (devices - 1) * (size / devices / bandwidth + latency)
 
 
 def _local(var: Var, spec: Spec, sizes: Mapping[str, int]) -> float:

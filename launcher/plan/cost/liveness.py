@@ -19,47 +19,58 @@ from launcher.trace.primitive_kinds import CHEAP, COSTLY, FUSED, REDUCTIONS
 Size = Callable[[Var], float]
 
 
-def working_bytes(
-    equations: Sequence[Equation],
-    outs: Iterable[Atom],
-    size: Size,
-    at_once: Iterable[Atom] = (),
-) -> float:
-    """Return the most bytes that the values of a program take at one time.
+class Liveness:
+    """Which values of a program are stored, and when.
 
     Args:
         equations: the program, in order.
         outs: what the caller gets, which is held to the end.
-        size: returns the bytes of a value.
         at_once: what is added to an accumulator as soon as it is computed.
     """
-    equations = _once(equations)
-    kept = _kept(equations, [*outs, *at_once])
-    behind = _behind(equations, kept)
-    end = len(equations)
-    last: dict[Var, int] = {}
-    for place, eqn in enumerate(equations):
-        if any(v in kept for v in eqn.outvars):
-            reads = {s for v in eqn.invars if is_var(v) for s in behind.get(v, ())}
-            last.update(dict.fromkeys((*reads, *(v for v in eqn.outvars if v in kept)), place))
-    last.update((v, end) for v in outs if is_var(v) and v in last)
-    ends: dict[int, list[Var]] = {}
-    for v, place in last.items():
-        ends.setdefault(place, []).append(v)
-    # Copies of what is there from the start are made at the start.
-    defined = {v for eqn in equations for v in eqn.outvars}
-    first = [[v for v in _turned(eqn) if v not in defined] for eqn in equations]
-    level = peak = sum(size(v) for copied in first for v in copied)
-    for place, eqn in enumerate(equations):
-        made = sum(size(v) for v in eqn.outvars if v in kept)
-        dying = ends.get(place, ())
-        freed = sum(size(v) for v in dying)
-        written_over = made and eqn.primitive.name in FUSED
-        level += made
-        copied = sum(size(v) for v in _turned(eqn) if v in defined)
-        peak = max(peak, level + copied - (min(made, freed) if written_over else 0.0))
-        level -= freed + sum(size(v) for v in first[place])
-    return peak
+
+    def __init__(
+        self, equations: Sequence[Equation], outs: Iterable[Atom], at_once: Iterable[Atom] = ()
+    ) -> None:
+        self.equations = _once(equations)
+        kept = _kept(self.equations, [*outs, *at_once])
+        behind = _behind(self.equations, kept)
+        end = len(self.equations)
+        last: dict[Var, int] = {}
+        for place, eqn in enumerate(self.equations):
+            if any(v in kept for v in eqn.outvars):
+                reads = {s for v in eqn.invars if is_var(v) for s in behind.get(v, ())}
+                last.update(dict.fromkeys((*reads, *(v for v in eqn.outvars if v in kept)), place))
+        last.update((v, end) for v in outs if is_var(v) and v in last)
+        ends: dict[int, list[Var]] = {}
+        for v, place in last.items():
+            ends.setdefault(place, []).append(v)
+        defined = {v for eqn in self.equations for v in eqn.outvars}
+        turned = [_turned(eqn) for eqn in self.equations]
+        self._made = [[v for v in eqn.outvars if v in kept] for eqn in self.equations]
+        self._dying = [ends.get(place, []) for place in range(end)]
+        # Copies of what is there from the start are made at the start.
+        self._first = [[v for v in copied if v not in defined] for copied in turned]
+        self._turned = [[v for v in copied if v in defined] for copied in turned]
+
+    def peak(self, size: Size) -> float:
+        """Return the most bytes that the values take at one time; `size` returns those of one."""
+        level = peak = sum(size(v) for copied in self._first for v in copied)
+        for place, eqn in enumerate(self.equations):
+            made = sum(map(size, self._made[place]))
+            freed = sum(map(size, self._dying[place]))
+            written_over = made and eqn.primitive.name in FUSED
+            level += made
+            copied = sum(map(size, self._turned[place]))
+            peak = max(peak, level + copied - (min(made, freed) if written_over else 0.0))
+            level -= freed + sum(map(size, self._first[place]))
+        return peak
+
+    def held(self, place: int, size: Size) -> float:
+        """Return the bytes that the values take just before the equation number `place`."""
+        level = sum(size(v) for copied in self._first[place:] for v in copied)
+        for made, dying in zip(self._made[:place], self._dying[:place], strict=True):
+            level += sum(map(size, made)) - sum(map(size, dying))
+        return level
 
 
 def _once(equations: Sequence[Equation]) -> list[Equation]:

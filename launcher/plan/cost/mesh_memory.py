@@ -29,7 +29,8 @@ def mesh_memory(cut: PartitionedStep, mesh: int, footprints: Mapping[int, Footpr
     """
     graphs, layout, loss = cut.on_mesh(mesh), cut.layouts[mesh], cut.loss
     gathered = max(_gathered_bytes(graph, loss, layout) for graph in graphs)
-    grads = sum(_gradient_bytes(i, loss, layout) for graph in graphs for i in graph.wrt)
+    used = [i for graph in graphs for i in graph.wrt if (i, graph.index) in cut.update.grad_parts]
+    grads = sum(_gradient_bytes(i, loss, layout) for i in used)
     held = _state_bytes(graphs, cut.update, layout) + gathered + (grads if loss.wrt else 0)
     return held + int(activation_bytes(footprints, cut.tasks[mesh]))
 

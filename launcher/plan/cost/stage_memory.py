@@ -5,16 +5,17 @@ The task programs are those that the runtime will run, cut out of the same joint
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
 from launcher.partition.joint_graph import JointGraph, Name, opened
 from launcher.partition.sharding.named_dims import NamedDims, Sharding
 from launcher.partition.stage_programs import StagePrograms
 from launcher.partition.task_programs import TaskProgram
-from launcher.plan.cost.liveness import Size, working_bytes
+from launcher.plan.cost.liveness import Liveness, Size
 from launcher.schedule import Kind
-from launcher.trace.jaxpr import Var, is_var, nbytes
+from launcher.trace.jaxpr import Equation, Var, dependents, is_var, nbytes
 
 _SLACK = 1.06  # what the compiler needs more than the values: copies, and places it cannot share
 
@@ -32,17 +33,84 @@ class Footprint:
     working: Mapping[Kind, float]
 
 
+@dataclass(frozen=True)
+class Temporaries:
+    """Temporaries of a task program, in bytes on one device.
+
+    Attributes:
+        peak: the most that it needs on top of what was held before it.
+        early: what it holds when it reads the first gradient; of a stage, for all of its layers.
+        fixed_peak: the most that it needs of what is as large with any number of rows.
+        fixed_early: the part of `early` that is as large with any number of rows.
+    """
+
+    peak: float
+    early: float
+    fixed_peak: float
+    fixed_early: float
+
+
 def footprint(of: StagePrograms, sharding: Sharding) -> Footprint:
     """Return the memory of the task programs where `sharding` cuts the joint graph's values."""
-    size = _sizes(sharding)
-    listed = list(of.programs.values())
-    held = _held(of.joint, listed, size)
-    left = {kind: held[k + 1] - held[k] for k, kind in enumerate(of.programs)}
-    working = {
-        kind: _SLACK * (_arriving(of, k, size) + _working(listed[k], sharding))
-        for k, kind in enumerate(of.programs)
-    }
-    return Footprint(left, working)
+    size, working = _sizes(sharding), {}
+    for k, (kind, one) in enumerate(of.programs.items()):
+        program, inside, _ = _liveness(one, sharding)
+        working[kind] = _SLACK * (_arriving(of, k, size) + program.peak(inside))
+    return Footprint(left_bytes(of, sharding), working)
+
+
+def left_bytes(of: StagePrograms, sharding: Sharding) -> dict[Kind, float]:
+    """Return the change in the memory held between tasks when a task is done, by its kind."""
+    held = _held(of.joint, list(of.programs.values()), _sizes(sharding))
+    return {kind: held[k + 1] - held[k] for k, kind in enumerate(of.programs)}
+
+
+def temporaries(of: StagePrograms, sharding: Sharding) -> dict[Kind, Temporaries]:
+    """Return the temporaries of the task programs of a layer, in parts that add up for a stage.
+
+    As large with any number of rows is taken to be what has the lengths of a parameter, in any
+    order, or as many elements and not the rows first: its copies and its gradient.
+    """
+    slices, sizes = of.joint.slices, _sizes(sharding)
+    whole = [
+        v.aval for name, v in of.joint.inputs.items() if name.kind == "operand" and v not in slices
+    ]
+    elements, lengths = {aval.size for aval in whole}, {_lengths(aval) for aval in whole}
+    rows = {v.aval.shape[:1] for v in slices}
+    found = {}
+    for k, (kind, one) in enumerate(of.programs.items()):
+        program, size, names = _liveness(one, sharding)
+        late = [v for v, name in names.items() if name.kind in ("cotangent", "seed")]
+        first = next(_dependent(program.equations, late), 0)
+
+        def fixed(v: Var, size: Size = size) -> float:
+            alike = v.aval.size in elements and v.aval.shape[:1] not in rows
+            return size(v) if alike or _lengths(v.aval) in lengths else 0.0
+
+        own = dependents(program.equations, names)
+
+        def unlike(v: Var, size: Size = size, own: Set[Var] = own) -> float:
+            return size(v) if v in own else 0.0  # constants are the same in all layers
+
+        found[kind] = Temporaries(
+            peak=_SLACK * (_arriving(of, k, sizes) + program.peak(size)),
+            early=_SLACK * program.held(first, unlike),
+            fixed_peak=_SLACK * program.peak(fixed),
+            fixed_early=_SLACK * program.held(first, fixed),
+        )
+    return found
+
+
+def _lengths(aval: Any) -> tuple[int, ...]:
+    return tuple(sorted(n for n in aval.shape if n > 1))
+
+
+def _dependent(equations: Sequence[Equation], sources: Sequence[Var]) -> Iterator[int]:
+    """Yield the equations that depend on `sources`, by number."""
+    reached = dependents(equations, sources)
+    for place, eqn in enumerate(equations):
+        if any(v in reached for v in eqn.outvars):
+            yield place
 
 
 def _sizes(sharding: Sharding) -> Size:
@@ -56,7 +124,8 @@ def _sizes(sharding: Sharding) -> Size:
     return size
 
 
-def _working(one: TaskProgram, sharding: Sharding) -> float:
+def _liveness(one: TaskProgram, sharding: Sharding) -> tuple[Liveness, Size, dict[Var, Name]]:
+    """Return what a task program stores, the bytes of its values, and its inputs by name."""
     jaxpr = opened(one.closed).jaxpr  # its variables are others
     inside = Sharding(NamedDims(jaxpr.eqns if sharding.axis_of else ()), sharding.sizes)
     for v, known in zip(jaxpr.invars, one.closed.jaxpr.invars, strict=True):
@@ -64,7 +133,12 @@ def _working(one: TaskProgram, sharding: Sharding) -> float:
     outs = list(zip(one.outputs, jaxpr.outvars, strict=True))
     summed = [v for name, v in outs if name.kind in ("grad", "result")]
     held = [v for name, v in outs if name.kind not in ("grad", "result")]
-    return working_bytes(jaxpr.eqns, held, _sizes(inside), summed)
+    inputs = jaxpr.invars[len(one.constants) :]
+    return (
+        Liveness(jaxpr.eqns, held, summed),
+        _sizes(inside),
+        dict(zip(inputs, one.inputs, strict=True)),
+    )
 
 
 def _held(joint: JointGraph, passes: list[TaskProgram], size: Size) -> list[float]:

@@ -12,6 +12,7 @@ from launcher.partition.slicing import accumulator_dtype
 from launcher.partition.stages import StageGraph
 from launcher.partition.update import UpdateProgram
 from launcher.plan.cluster_shape import ClusterShape
+from launcher.plan.cost import formulas
 from launcher.plan.cost.collectives import (
     Collective,
     flow,
@@ -19,32 +20,16 @@ from launcher.plan.cost.collectives import (
     loads,
     work_seconds,
 )
+from launcher.plan.cost.formulas import Links, PassParts, pass_seconds, ring_links
 from launcher.plan.stage_plan import Collectives
 from launcher.trace import Loss
 from launcher.trace.jaxpr import Equation, nbytes
 
 
-@dataclass(frozen=True)
-class Links:
-    """Bytes/s between neighbours in the rings of a submesh, along model and along data."""
-
-    model: float
-    data: float
-
-
 def links_of(submesh: Submesh, cluster: ClusterShape) -> Links:
-    """Return the links of a submesh.
-
-    A ring inside a host has links of its own; rings that leave a host share its link.
-    """
-    _, model = submesh.logical_mesh
+    """Return the links of a submesh; see `formulas.ring_links`."""
     hosts = [cluster.host_of(device) for device in submesh.devices]
-    if len(set(hosts)) == 1:
-        return Links(cluster.intra_host, cluster.intra_host)
-    rings = [hosts[at : at + model] for at in range(0, len(hosts), model)]
-    inside = all(len(set(ring)) == 1 for ring in rings)
-    beside = min(model, cluster.devices_per_host)  # rings along data, one for each place of model
-    return Links(cluster.intra_host if inside else cluster.inter_host, cluster.inter_host / beside)
+    return ring_links(hosts, submesh.logical_mesh[1], cluster)
 
 
 @dataclass(frozen=True)
@@ -99,23 +84,36 @@ def stage_seconds(
     work = sum(work_seconds(found, cluster) for _, found in program)
     own = sum(2 * work_seconds(found, cluster) for use, found in program if is_active(use, flows))
     more = sum(work_seconds(found, cluster) for found in repeated)
-    first, second = work + seconds(forward), own + more + seconds(backward)
+    summed, summed_back = forward, backward
     if measured:  # on meshes without replicas, whose sums along the model axis are in it
-        own, more = measured[1], more * measured[0] / work if work else 0.0
-        first = measured[0] + seconds([c for c in forward if c.axis != MODEL])
-        second = own + more + seconds([c for c in backward if c.axis != MODEL])
-    first += seconds(gathers) + cluster.launch
+        more = more * measured[0] / work if work else 0.0
+        work, own = measured
+        summed, summed_back = ([c for c in sums if c.axis != MODEL] for sums in (forward, backward))
+    made = pass_seconds(
+        PassParts(
+            work=work,
+            work_back=own,
+            again=more,
+            sums=seconds(summed),
+            sums_back=seconds(summed_back),
+            gather=seconds(gathers),
+            scatter=seconds(scatters),
+        ),
+        cluster.launch,
+        as_one,
+        is_first=not graph.active_in,
+        splits=split and bool(graph.wrt),
+    )
+    when_forward = _summary("forward", [*forward, *gathers])
     if not (graph.wrt or graph.active_in):
-        return StageSeconds(first, 0.0, 0.0, _summary("forward", [*forward, *gathers]))
+        return StageSeconds(float(made.forward), 0.0, 0.0, when_forward)
     crossing = scatters if as_one else [*gathers, *scatters]
-    backward += crossing
-    second += seconds(crossing) + (0.0 if as_one else cluster.launch)
-    late = second if graph.wrt else 0.0  # all of it, where nothing waits for its input's gradient
-    if graph.active_in and graph.wrt:
-        start = cluster.launch if split else 0.0
-        late, second = own / 2 + start, second + start
-    found = _summary("forward", [*forward, *gathers]) + _summary("backward", backward)
-    return StageSeconds(first, second, late, found)
+    return StageSeconds(
+        forward_seconds=float(made.forward),
+        backward_seconds=float(made.backward),
+        backward_weight_seconds=float(made.weight) if graph.wrt else 0.0,
+        collectives=when_forward + _summary("backward", [*backward, *crossing]),
+    )
 
 
 def _crossing_seconds(
@@ -143,23 +141,26 @@ def _kept_in_parts(
     )
 
 
-def update_collectives(graph: StageGraph, loss: Loss, layout: Layout) -> list[Collective]:
+def update_collectives(
+    graph: StageGraph, loss: Loss, outer: UpdateProgram, layout: Layout
+) -> list[Collective]:
     """Return the collectives that a stage runs once a step.
 
-    They sum the gradients over the replicas and, where the optimizer's state is sharded along data
-    (ZeRO-2), gather the parameters after that. The single numbers that an optimizer may sum, such
-    as the global norm, are not included.
+    They sum the gradients that the step uses over the replicas and, where the optimizer's state is
+    sharded along data (ZeRO-2), gather the parameters after that. The single numbers that an
+    optimizer may sum, such as the global norm, are not included.
     """
     found = []
     for i in graph.wrt:
         if layout.is_gathered(i):
             continue  # summed in every pass
+        is_used, sums = (i, graph.index) in outer.grad_parts, _sum_bytes(i, loss, layout)
         if layout.is_scattered(i):
-            sums, whole = _sum_bytes(i, loss, layout), _whole_bytes(i, loss, layout)
-            found.append(Collective("reduce-scatter", _ALONG_DATA, sums))
-            found.append(Collective("all-gather", _ALONG_DATA, whole))
-        elif layout.sizes[DATA] > 1:
-            found.append(Collective("all-reduce", DATA, _sum_bytes(i, loss, layout)))
+            if is_used:
+                found.append(Collective("reduce-scatter", _ALONG_DATA, sums))
+            found.append(Collective("all-gather", _ALONG_DATA, _whole_bytes(i, loss, layout)))
+        elif layout.sizes[DATA] > 1 and is_used:
+            found.append(Collective("all-reduce", DATA, sums))
     return found
 
 
@@ -204,11 +205,12 @@ def update_seconds(
     """
     if not loss.wrt:
         return 0.0, ()
-    found = update_collectives(graph, loss, layout)
-    total = _crossing_seconds(found, layout, cluster, links)
+    found = update_collectives(graph, loss, outer, layout)
+    sums = _crossing_seconds(found, layout, cluster, links)
     state = sum(
         nbytes(v.aval) / parts(layout.outer(v), layout.sizes)
         for v, home in outer.homes.items()
         if home == graph.mesh
     )
-    return total + 2 * share * state / cluster.memory_bandwidth, _summary("update", found)
+    once = formulas.update_seconds(sums, share * state, cluster.memory_bandwidth)
+    return float(once), _summary("update", found)

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from launcher.partition.assignment import Assignment
+from launcher.plan.cost.mesh_memory import activation_bytes
+from launcher.plan.cost.stage_memory import Footprint
+from launcher.plan.cost.stage_seconds import links_of
 from launcher.plan.inter_op.problem import Problem, Wanted, spread_divisors
 from launcher.plan.inter_op.stage_costs import Setting, StageCosts
 from launcher.plan.pipeline import Estimate, Pipeline, estimated
-from launcher.plan.profile.measured_layers import MeasuredLayers
 from launcher.plan.stage_plan import StagePlan, Transfer
-from launcher.schedule import SCHEDULES, Tasks, backward_follows, make_tasks, max_in_flight
+from launcher.schedule import SCHEDULES, Kind, backward_follows
 
 _MOST_STAGES_A_MESH = 4
 
@@ -80,56 +82,56 @@ def _interleaved(
         )
 
 
-def make_estimate(
-    assignment: Assignment, problem: Problem, measured: MeasuredLayers | None = None
-) -> Estimate:
-    """Return the estimate of an assignment; without memory where a submesh has several stages.
+def make_estimate(assignment: Assignment, problem: Problem) -> Estimate:
+    """Return the estimate of an assignment's plan.
 
     Raises:
         UnmeasuredError: one of its layers could not be measured.
     """
     first = {group[0]: at for at, group in enumerate(problem.groups)}
     end = {group[-1]: at + 1 for at, group in enumerate(problem.groups)}
-    count = len(assignment.layers)
-    schedule = make_tasks(
-        assignment.schedule, count, len(assignment.submeshes), assignment.num_micro_batches
-    )
-    goes_back = backward_follows(schedule[assignment.mesh_of[-1]], count - 1)
-    stages, transfers, held = [], [], _in_flight(schedule, count)
+    tasks = assignment.tasks()
+    last = len(assignment.layers) - 1
+    goes_back = backward_follows(tasks[assignment.mesh_of[last]], last)
+    stages, crossing, footprints = [], [], {}
     for s, layers in enumerate(assignment.layers):
         at = first[layers[0]], end[layers[-1]]
         costs = _costs(assignment, s, problem, goes_back)
-        # What is used at once is not computed again.
-        remat = "none" if goes_back and s + 1 == count else assignment.remat[s]
-        stage = _stage(assignment, s, remat, at, costs, problem, measured)
-        if held:
-            memory = costs.memory(assignment.zero_of(s), remat, held)
-            stage = dataclasses.replace(stage, memory_bytes=int(memory[-1 - s][at]))
-        stages.append(stage)
-        crossing = int(costs.sent()[at])
-        if crossing and s + 1 < count:
-            transfers += [Transfer(s, s + 1, crossing, 0), Transfer(s + 1, s, crossing, 0)]
+        stages.append(_stage(assignment, s, at, costs, problem))
+        footprints[s] = _footprint(costs, at, assignment.remat[s], is_first=s == 0)
+        crossing.append(int(costs.sent()[at]))
+    held = [0.0] * len(tasks)
+    for stage, mesh in zip(stages, assignment.mesh_of, strict=True):
+        held[mesh] += stage.memory_bytes
+    peaks = [
+        int(always + activation_bytes(footprints, of_mesh))
+        for always, of_mesh in zip(held, tasks, strict=True)
+    ]
     return estimated(
         Pipeline(
             method=assignment.method,
             schedule=assignment.schedule,
             num_micro_batches=assignment.num_micro_batches,
-            stages=tuple(stages),
-            transfers=tuple(transfers),
+            stages=tuple(
+                dataclasses.replace(stage, memory_bytes=peaks[mesh])
+                for stage, mesh in zip(stages, assignment.mesh_of, strict=True)
+            ),
+            transfers=_transfers(crossing),
             cluster=vars(problem.cluster).copy(),
         )
     )
 
 
-def _in_flight(schedule: Tasks, count: int) -> list[int]:
-    """Return the microbatches whose activations each of `count` stages holds, last stage first."""
-    if count > len(schedule):
-        return []
-    return [max_in_flight(tasks) for tasks in reversed(schedule)]
+def _transfers(crossing: Sequence[int]) -> tuple[Transfer, ...]:
+    """Return the transfers of these bytes from each stage to the next, and back."""
+    links = [(s, s + 1, size) for s, size in enumerate(crossing[:-1]) if size]
+    both = [*links, *((dst, src, size) for src, dst, size in links)]
+    return tuple(Transfer(src, dst, size, 0) for src, dst, size in both)
 
 
 def _costs(assignment: Assignment, s: int, problem: Problem, goes_back: bool) -> StageCosts:
-    data, model = assignment.submeshes[assignment.mesh_of[s]].logical_mesh
+    submesh = assignment.submeshes[assignment.mesh_of[s]]
+    data, model = submesh.logical_mesh
     setting = Setting(
         assignment.num_micro_batches,
         problem.batch_size,
@@ -139,46 +141,49 @@ def _costs(assignment: Assignment, s: int, problem: Problem, goes_back: bool) ->
         None,
     )
     m_index = problem.table.index(model, assignment.sequence_of(s))
-    return StageCosts(problem.table, m_index, problem.cluster, setting, data, model, goes_back)
+    links = links_of(submesh, problem.cluster)
+    return StageCosts(problem.table, m_index, problem.cluster, setting, data, goes_back, links)
+
+
+def _footprint(costs: StageCosts, at: tuple[int, int], remat: str, is_first: bool) -> Footprint:
+    """Return the memory of a stage of the layer groups `at[0] … at[1] - 1`.
+
+    Of a backward pass in two tasks the first is taken to need what the whole does, and the second
+    to let go of everything. The first stage has the second one only.
+    """
+    left, forward, backward = (float(size[at]) for size in costs.working(remat))
+    working = {Kind.FORWARD: forward, Kind.BACKWARD: backward}
+    change = {Kind.FORWARD: left, Kind.BACKWARD: -left, Kind.BACKWARD_WEIGHT: -left}
+    working[Kind.BACKWARD_WEIGHT] = backward if is_first else 0.0
+    if not is_first:
+        working[Kind.BACKWARD_INPUT], change[Kind.BACKWARD_INPUT] = backward, 0.0
+    return Footprint(change, working)
 
 
 def _stage(
-    assignment: Assignment,
-    s: int,
-    remat: str,
-    at: tuple[int, int],
-    costs: StageCosts,
-    problem: Problem,
-    measured: MeasuredLayers | None,
+    assignment: Assignment, s: int, at: tuple[int, int], costs: StageCosts, problem: Problem
 ) -> StagePlan:
-    """Return stage `s`, of the layer groups `at[0] … at[1] - 1`."""
+    """Return stage `s`, of the layer groups `at[0] … at[1] - 1`.
+
+    Its memory is what is held all through the step.
+    """
     submesh, zero = assignment.submeshes[assignment.mesh_of[s]], assignment.zero_of(s)
-    data, model = submesh.logical_mesh
-    forward, backward = (float(seconds[at]) for seconds in costs.passes(zero, remat))
-    late = float(costs.work()[at]) if s else backward
+    layers, cluster, measured = assignment.layers[s], problem.cluster, problem.table.measured
     if measured:
-        slices = assignment.num_micro_batches * data
-        own = measured.stage(assignment.layers[s], slices, model)
-        again = own[0] if remat != "none" else 0.0
-        work = float(costs.work()[at])
-        forward, late = forward - work + own[0], own[1] / 2
-        backward += own[1] + again - work * (3 if again else 2)
-        late = late if s else backward
-    if s and SCHEDULES[assignment.schedule].splits_backward:  # a program more
-        late, backward = late + problem.cluster.launch, backward + problem.cluster.launch
-    hosts = {problem.cluster.host_of(device) for device in submesh.devices}
+        measured.check(layers, submesh.logical_mesh[1])
+    passes = costs.passes(zero, assignment.remat[s])
     return StagePlan(
-        layers=assignment.layers[s],
-        hosts=tuple(sorted(hosts)),
+        layers=layers,
+        hosts=tuple(sorted({cluster.host_of(device) for device in submesh.devices})),
         devices=submesh.devices,
         logical_mesh=submesh.logical_mesh,
         remat=assignment.remat[s],
-        forward_seconds=forward,
-        backward_seconds=backward,
-        backward_weight_seconds=late,
+        forward_seconds=float(passes.forward[at]),
+        backward_seconds=float(passes.backward[at]),
+        backward_weight_seconds=float(passes.weight[at]),
         update_seconds=float(costs.once(zero)[at]),
-        memory_bytes=0,
+        memory_bytes=int(costs.held(zero)[at]),
         num_parameters=0,
         shardings={},
-        at_once=measured.at_once(assignment.layers[s], problem.cluster) if measured else None,
+        at_once=measured.at_once(layers, cluster) if measured else None,
     )

@@ -13,6 +13,7 @@ import numpy as np
 from launcher.partition.errors import PlanError
 from launcher.plan.cluster_shape import LOCAL, ClusterShape
 from launcher.plan.errors import TooLargeError
+from launcher.plan.inter_op.cost_table import PER_SAMPLE
 from launcher.plan.inter_op.problem import Candidate, Problem, Wanted, best_of, spread_divisors
 from launcher.plan.inter_op.stage_choices import submesh_sizes
 
@@ -140,15 +141,9 @@ def _batch(problem: Problem, wanted: Wanted) -> str:
 def _of_batch(problem: Problem, size: int) -> Problem:
     share = size / problem.batch_size
     rows = problem.table.of.items()
-    of = {name: row * share if name in _PER_SAMPLE else row for name, row in rows}
+    of = {name: row * share if name in PER_SAMPLE else row for name, row in rows}
     table = dataclasses.replace(problem.table, of=of)
     return dataclasses.replace(problem, table=table, batch_size=size)
-
-
-_PER_SAMPLE = (
-    *("work_seconds", "forward_bytes", "backward_bytes"),
-    *("residual_bytes", "again_bytes", "working_bytes", "input_bytes", "sent_bytes"),
-)
 
 
 def _devices(problem: Problem, wanted: Wanted) -> str:

@@ -7,13 +7,15 @@ the whole batch; that of a slice is its share. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 
-from launcher.partition.sharding.layout import batch_axes, outer_dims
-from launcher.partition.sharding.named_dims import NamedDims, Sharding, Use, parts
+from launcher.partition.sharding.layout import MODEL, batch_axes, outer_dims
+from launcher.partition.sharding.named_dims import NamedDims, Sharding, Spec, Use, axes, parts
+from launcher.partition.slicing import accumulator_dtype
 from launcher.partition.stage_programs import StagePrograms, as_one, inside_of, trace_stage
 from launcher.partition.stages import StageGraph, cut_stages
 from launcher.plan.cluster_shape import ClusterShape
@@ -25,10 +27,16 @@ from launcher.plan.cost.collectives import (
     loads,
     work_seconds,
 )
-from launcher.plan.cost.stage_memory import footprint
+from launcher.plan.cost.stage_memory import Temporaries, left_bytes, temporaries
+from launcher.plan.inter_op.cost_table import (
+    CostTable,
+    LayerCost,
+    ParameterCost,
+    Parameters,
+    joined,
+)
 from launcher.plan.intra_op.sequence_parallel import sequence_class, sequence_sharding
 from launcher.plan.intra_op.stage_shardings import model_sharding
-from launcher.plan.profile.measured_layers import MeasuredLayers
 from launcher.schedule import Kind
 from launcher.trace import Loss, TracedStep
 from launcher.trace.jaxpr import Var, is_var, nbytes
@@ -37,76 +45,11 @@ _KINDS = {Kind.FORWARD, Kind.BACKWARD}
 
 
 @dataclass(frozen=True)
-class LayerCost:
-    """Cost of one layer on `m` devices of a model axis, for the whole batch, on one of them.
+class _Solved:
+    """A layer's cost on one model axis, and the specs of its parameters."""
 
-    Attributes:
-        work_seconds: seconds of the forward pass without communication.
-        fixed_seconds: what every slice takes beside, however few rows it has: to compute something
-            of parameters alone.
-        forward_bytes: bytes all-reduced along the model axis in the forward pass; what is gathered
-            or scattered counts half.
-        backward_bytes: the same in the backward pass.
-        fixed_backward_bytes: the same of every slice, however few rows it has: of parameters.
-        forward_sums: number of all-reduces of `forward_bytes`.
-        backward_sums: number of all-reduces of the backward pass.
-        parameters: number of parameter arrays.
-        parameter_bytes: bytes of the parameters on one device.
-        state_bytes: bytes of the parameters and the optimizer's state on one device.
-        gradient_bytes: bytes of the gradients on one device.
-        residual_bytes: what the forward pass leaves for the backward pass, the activations that it
-            reads included.
-        again_bytes: what both passes as one program need beyond `working_bytes`.
-        working_bytes: peak temporaries of a pass.
-        input_bytes: bytes of the activations that the layer reads.
-        sent_bytes: bytes of the activations that cross to the next layer, unsharded.
-    """
-
-    work_seconds: float
-    fixed_seconds: float
-    forward_bytes: float
-    backward_bytes: float
-    fixed_backward_bytes: float
-    forward_sums: float
-    backward_sums: float
-    parameters: float
-    parameter_bytes: float
-    state_bytes: float
-    gradient_bytes: float
-    residual_bytes: float
-    again_bytes: float
-    working_bytes: float
-    input_bytes: float
-    sent_bytes: float
-
-
-@dataclass(frozen=True, eq=False)
-class CostTable:
-    """The layers' costs, as arrays `[model axis, layer]`, one for each field of `LayerCost`.
-
-    Attributes:
-        model_sizes: sizes of the model axes.
-        of: the arrays by the name of the field.
-        num_distinct: number of layers that are different programs.
-        sequence: whether each model axis cuts the data along its sequence, and not the parameters;
-            empty: none does.
-    """
-
-    model_sizes: tuple[int, ...]
-    of: dict[str, np.ndarray]
-    num_distinct: int
-    sequence: tuple[bool, ...] = ()
-
-    def is_sequence(self, at: int) -> bool:
-        """Return whether the model axis number `at` cuts the data along its sequence."""
-        return bool(self.sequence) and self.sequence[at]
-
-    def index(self, model: int, sequence: bool) -> int:
-        """Return the number of a model axis."""
-        every = range(len(self.model_sizes))
-        return next(
-            k for k in every if (self.model_sizes[k], self.is_sequence(k)) == (model, sequence)
-        )
+    cost: LayerCost
+    specs: tuple[Spec, ...]
 
 
 def cost_table(
@@ -125,22 +68,20 @@ def cost_table(
     """
     loss = step.loss(1)
     dims = NamedDims(loss.equations) if with_sequence and max(model_sizes) > 1 else None
-    axes: list[tuple[int, int | None]] = [(m, None) for m in model_sizes]
+    model_axes: list[tuple[int, int | None]] = [(m, None) for m in model_sizes]
     if dims is not None:
         found = ((m, sequence_class(step, loss, dims, m)) for m in model_sizes if m > 1)
-        axes += [(m, of) for m, of in found if of is not None]
+        model_axes += [(m, of) for m, of in found if of is not None]
     graphs = cut_stages(loss, [(i,) for i in range(loss.num_layers)])
-    state = _state_bytes(step, loss)
-    owner = {i: g.index for g in reversed(graphs) for i in g.operands}
     rows_of = batch_axes(step, loss)
-    solved: dict[object, list[LayerCost]] = {}
-    rows = []
+    solved: dict[object, list[_Solved]] = {}
+    of_layer: list[list[_Solved]] = []
     for graph in graphs:
         given = [*(loss.invars[i] for i in graph.operands), *graph.activations_in]
         known = tuple(
             dims.classes(v).index(of) if dims and of in dims.classes(v) else None
             for v in given
-            for _, of in axes
+            for _, of in model_axes
         )
         key = graph.structure, tuple(rows_of[i] for i in graph.operands), known
         if key not in solved:
@@ -148,35 +89,38 @@ def cost_table(
             inside = NamedDims(of.joint.equations)
             whole = as_one(of, _KINDS)
             solved[key] = []
-            for m, along in axes:
+            for m, along in model_axes:
                 if dims is not None and along is not None:
                     cut = sequence_sharding(graph, loss, dims, along, m)
                 else:
                     cut = model_sharding(step, loss, graph, m, cluster, cluster.link_of_axis(m))
                 solved[key].append(_solve(graph, loss, cut, cluster, of, whole, inside))
-        own = [i for i in graph.wrt if owner[i] == graph.index]
-        rows.append([_with_state(cost, graph, own, loss, state) for cost in solved[key]])
-    names = [f.name for f in fields(LayerCost)]
-    arrays = {
-        name: np.array([[getattr(row[k], name) for row in rows] for k in range(len(axes))])
-        for name in names
-    }
-    sizes, sequence = tuple(m for m, _ in axes), tuple(of is not None for _, of in axes)
-    return CostTable(sizes, arrays, len(solved), sequence)
+        batch = float(sum(nbytes(loss.invars[i].aval) for i in _of_batch(step, graph)))
+        of_layer.append(
+            [
+                dataclasses.replace(one, cost=dataclasses.replace(one.cost, batch_bytes=batch))
+                for one in solved[key]
+            ]
+        )
+    return CostTable(
+        model_sizes=tuple(m for m, _ in model_axes),
+        of={
+            f.name: np.array(
+                [[getattr(row[k].cost, f.name) for row in of_layer] for k in range(len(model_axes))]
+            )
+            for f in fields(LayerCost)
+        },
+        parameters=_parameters(step, loss, graphs, of_layer, [m for m, _ in model_axes]),
+        num_distinct=len(solved),
+        sequence=tuple(of is not None for _, of in model_axes),
+    )
 
 
-def with_measured(table: CostTable, measured: MeasuredLayers) -> CostTable:
-    """Return the table with measured work, which includes the collectives along the model axis."""
-    of = {name: values.copy() for name, values in table.of.items()}
-    for m_index, model in enumerate(table.model_sizes):
-        for layer, kind in enumerate(measured.kind_of):
-            fixed, a_row = measured.timings[kind, model].line
-            of["fixed_seconds"][m_index, layer] = fixed / 3
-            of["work_seconds"][m_index, layer] = a_row / 3 * measured.batch_size
-    sums = "forward_bytes", "backward_bytes", "forward_sums", "backward_sums"
-    for name in (*sums, "fixed_backward_bytes"):
-        of[name] = np.zeros_like(of[name])
-    return replace(table, of=of)
+def _of_batch(step: TracedStep, graph: StageGraph) -> list[int]:
+    """Return the operands of a layer that are leaves of the batch."""
+    batch = {v for v, is_batch in zip(step.invars, step.batch, strict=True) if is_batch}
+    holders = step.loss_equation.invars
+    return [i for i in graph.operands if is_var(holders[i]) and holders[i] in batch]
 
 
 def _solve(
@@ -187,8 +131,8 @@ def _solve(
     of: StagePrograms,
     whole: StagePrograms,
     inside: NamedDims,
-) -> LayerCost:
-    """Return the cost of a layer, sharded so, without what the update keeps for it.
+) -> _Solved:
+    """Return the cost of a layer, sharded so, without its leaves of the batch.
 
     Args:
         graph: the layer.
@@ -202,20 +146,18 @@ def _solve(
     parameters = [loss.invars[i] for i in graph.wrt]
     flows = flow(graph.equations, [*parameters, *graph.active_in])
     varying = dependence(graph.equations, _varying(graph, loss))
-    work = fixed = 0.0
+    work, back = [0.0, 0.0], [0.0, 0.0]  # of all rows, and of every slice
     forward: list[tuple[Use, Collective]] = []
     backward: list[tuple[Use, Collective]] = []
     for use, found in loads(sharding, flows):
-        if is_active(use, varying):
-            work += work_seconds(found, cluster)
-        else:
-            fixed += work_seconds(found, cluster)
+        fixed = not is_active(use, varying)
+        work[fixed] += work_seconds(found, cluster)
+        if is_active(use, flows):
+            back[fixed] += 2 * work_seconds(found, cluster)
         forward += [(use, c) for c in found.forward]
-        backward += [(use, c) for c in found.backward]
-
-    cut = inside_of(of, loss, sharding, inside)
-    room = footprint(of, cut)
-    working = max(room.working.values())
+        backward += [(use, c) for c in found.backward if is_active(use, flows)]
+    repeated = [(use, c) for use, c in backward if c.again]
+    backward = [(use, c) for use, c in backward if not c.again]
 
     def moved(crossing: Sequence[tuple[Use, Collective]], fixed: bool) -> float:
         return sum(
@@ -224,27 +166,54 @@ def _solve(
             if fixed == (c.of is not None and not varying(use, sharding.dims.source(*c.of)[1]))
         )
 
+    def count(crossing: Sequence[tuple[Use, Collective]]) -> float:
+        return sum(c.share * c.times for _, c in crossing)
+
     def held(var: Var) -> float:
         return nbytes(var.aval) / parts(sharding.spec(var), sharding.sizes)
 
-    return LayerCost(
-        work_seconds=work,
-        fixed_seconds=fixed,
+    memory = _memory(of, whole, inside_of(of, loss, sharding, inside))
+    cost = LayerCost(
+        work_seconds=work[0],
+        fixed_seconds=work[1],
+        back_seconds=back[0],
+        fixed_back_seconds=back[1],
         forward_bytes=moved(forward, fixed=False),
         backward_bytes=moved(backward, fixed=False),
         fixed_backward_bytes=moved(backward, fixed=True),
-        forward_sums=sum(c.share * c.times for _, c in forward),
-        backward_sums=sum(c.share * c.times for _, c in backward),
-        parameters=float(len(parameters)),
-        parameter_bytes=sum(map(held, parameters)),
-        state_bytes=0.0,
-        gradient_bytes=0.0,
-        residual_bytes=room.left.get(Kind.FORWARD, 0.0),
-        again_bytes=max(0.0, max(footprint(whole, cut).working.values()) - working),
-        working_bytes=working,
+        repeated_bytes=moved(repeated, fixed=False),
+        forward_sums=count(forward),
+        backward_sums=count(backward),
+        repeated_sums=count(repeated),
         input_bytes=sum(map(held, graph.activations_in)),
         sent_bytes=float(sum(nbytes(v.aval) for v in graph.activations_out)),
+        batch_bytes=0.0,
+        **memory,
     )
+    return _Solved(cost, tuple(sharding.spec(v) for v in parameters))
+
+
+def _memory(of: StagePrograms, whole: StagePrograms, cut: Sharding) -> dict[str, float]:
+    """Return the fields of a `LayerCost` that say how much memory its task programs need."""
+    apart = temporaries(of, cut)
+    (together,) = temporaries(whole, cut).values()
+    none = Temporaries(0.0, 0.0, 0.0, 0.0)
+    found = {}
+    for name, one in (
+        ("forward", apart[Kind.FORWARD]),
+        ("backward", apart.get(Kind.BACKWARD, none)),
+        ("whole", together),
+    ):
+        found[f"{name}_peak_bytes"] = one.peak - one.fixed_early
+        found[f"{name}_early_bytes"] = one.early - one.fixed_early
+        found[f"fixed_{name}_peak_bytes"] = one.fixed_peak
+        found[f"fixed_{name}_early_bytes"] = one.fixed_early
+    outputs = of.programs[Kind.FORWARD].outputs
+    residuals = [name.of for name in outputs if name.kind == "residual"]
+    return found | {
+        "residual_bytes": sum(nbytes(v.aval) / cut.parts(v) for v in residuals),
+        "left_bytes": left_bytes(of, cut).get(Kind.FORWARD, 0.0),
+    }
 
 
 def _varying(graph: StageGraph, loss: Loss) -> list[Var]:
@@ -262,30 +231,61 @@ def _varying(graph: StageGraph, loss: Loss) -> list[Var]:
     return [*rows, *graph.activations_in, *spread]
 
 
-def _with_state(
-    cost: LayerCost, graph: StageGraph, own: Sequence[int], loss: Loss, state: dict[int, float]
-) -> LayerCost:
-    """Return a layer's cost with the state, which is sharded as the parameters are.
+def _parameters(
+    step: TracedStep,
+    loss: Loss,
+    graphs: Sequence[StageGraph],
+    solved: Sequence[Sequence[_Solved]],
+    model_sizes: Sequence[int],
+) -> tuple[Parameters, ...]:
+    """Return the parameters of all layers, sharded along the model axis as their layers are.
 
-    A parameter that several layers read belongs to the first; the others hold a copy.
+    What several layers read is sharded as the first of them has it.
     """
-    whole = sum(nbytes(loss.invars[i].aval) for i in graph.wrt)
-    share = cost.parameter_bytes / whole if whole else 1.0
-    elements = sum(loss.invars[i].aval.size for i in graph.wrt)
-    kept = sum(state[i] for i in own)
-    copies = sum(nbytes(loss.invars[i].aval) for i in graph.wrt if i not in own)
-    values = vars(cost) | {
-        "state_bytes": (kept + copies) * share,
-        "gradient_bytes": 4.0 * elements * share,
-    }
-    return LayerCost(**values)
+    optimizer, used = _optimizer_bytes(step, loss), _used_gradients(step, loss)
+    readers: dict[int, list[int]] = {}
+    for graph in graphs:
+        for i in graph.wrt:
+            readers.setdefault(i, []).append(graph.index)
+
+    def one(i: int) -> Parameters:
+        layer, aval = readers[i][0], loss.invars[i].aval
+        at = graphs[layer].wrt.index(i)
+        specs = [of.specs[at] for of in solved[layer]]
+        lengths = [
+            tuple(n // (m if axes(cut) else 1) for n, cut in zip(aval.shape, spec, strict=True))
+            for spec, m in zip(specs, model_sizes, strict=True)
+        ]
+        gradient = aval.size * accumulator_dtype(aval.dtype).itemsize if i in used else 0
+        whole = ParameterCost(
+            parameters=1.0,
+            parameter_bytes=nbytes(aval),
+            owned_bytes=nbytes(aval),
+            optimizer_bytes=optimizer[i],
+            gradients=1.0 if i in used else 0.0,
+            gradient_bytes=gradient,
+        )
+        sharded = zip(specs, model_sizes, strict=True)
+        share = np.array([1.0 / parts(spec, {MODEL: m}) for spec, m in sharded])
+        of = {
+            name: value * (share if name.endswith("bytes") else np.ones_like(share))
+            for name, value in vars(whole).items()
+        }
+        return Parameters(tuple(readers[i]), tuple(lengths), of)
+
+    return joined(map(one, readers))
 
 
-def _state_bytes(step: TracedStep, loss: Loss) -> dict[int, float]:
-    """Return for each differentiated operand the bytes of the arguments that belong to it.
+def _used_gradients(step: TracedStep, loss: Loss) -> set[int]:
+    """Return the operands whose gradients the step uses."""
+    gradients = step.loss_equation.outvars[len(loss.reduce) :]
+    read = {v for eqn in step.after for v in eqn.invars if is_var(v)}
+    read |= {v for v in step.outvars if is_var(v)}
+    return {i for i, v in zip(loss.wrt, gradients, strict=True) if v in read}
 
-    They are the parameter itself and what the optimizer keeps for it.
-    """
+
+def _optimizer_bytes(step: TracedStep, loss: Loss) -> Mapping[int, float]:
+    """Return for each differentiated operand the bytes of what the optimizer keeps for it."""
     dims = outer_dims(step)
     of_class: dict[int, int] = {}
     for i in loss.wrt:
@@ -296,7 +296,7 @@ def _state_bytes(step: TracedStep, loss: Loss) -> dict[int, float]:
         known = [of_class[c] for c in dims.classes(var) if c in of_class]
         if known and not is_batch:
             total[known[0]] += nbytes(var.aval)
-    for i in loss.wrt:  # single numbers have no dimensions to be known by
-        if not loss.invars[i].aval.shape:
-            total[i] = float(nbytes(loss.invars[i].aval))
+    for i in loss.wrt:  # the parameter itself; single numbers have no dimensions to be known by
+        aval = loss.invars[i].aval
+        total[i] = max(0.0, total[i] - nbytes(aval)) if aval.shape else 0.0
     return total

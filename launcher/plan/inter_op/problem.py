@@ -14,7 +14,7 @@ import numpy as np
 
 from launcher.partition.assignment import Assignment, Submesh
 from launcher.plan.cluster_shape import ClusterShape
-from launcher.plan.inter_op.layer_costs import CostTable
+from launcher.plan.inter_op.cost_table import CostTable
 from launcher.plan.inter_op.stage_choices import Choice, Priced, Setting, price
 from launcher.plan.inter_op.stage_dp import Found, best_stages, lower_bound
 from launcher.plan.inter_op.submeshes import place_submeshes

@@ -22,9 +22,11 @@ from launcher.trace.step import TracedStep
 
 _RUNNERS_UP = 3
 _MOST_BUILT = 3  # of those that fit
-_SEARCHES = 4  # at most: the next where all that was built needs more than was estimated
-_MARGIN = 0.9  # of the memory that the next one gets
-_PRECISION = 1.02  # relative error of an estimate: plans within it are not told apart
+# Estimates of memory are a few percent off, and more so with a rematerialisation policy other than
+# "none" and "full", which is taken for "full". So a plan that was taken to fit may not.
+_SEARCHES = 3  # at most: the next where nothing that was built fits
+_MARGIN = 0.98  # of the memory that the next one gets
+_PRECISION = 1.002  # relative error of an estimate's seconds: plans within it are not told apart
 
 
 def best_plan(
@@ -38,8 +40,7 @@ def best_plan(
 
     The search's objective is a closed form. The few best assignments, each under every schedule
     that is left open, are estimated, so that the simulated timeline decides. The best of the
-    estimates that fits the memory, of which the search has only an estimate, is built. Where none
-    fits, the search is repeated with less memory.
+    estimates are built, until one fits the memory and no other promises to be faster.
 
     Args:
         step: the traced step, cut into layers.
@@ -54,7 +55,6 @@ def best_plan(
     problem = make_problem(step, cluster, measured, wanted.num_stages)
     built: list[tuple[Plan, Estimated]] = []
     builder = PlanBuilder(step, cluster, measured)
-    most = cluster.memory_bytes or math.inf
     for _ in range(_SEARCHES):
         try:
             found = search(problem, wanted, lambda share: progress(0.7 * share))
@@ -62,22 +62,14 @@ def best_plan(
             if not built:
                 raise
             break
-        estimates = _estimates(found, problem, wanted, measured)
+        estimates = _estimates(found, problem, wanted)
         progress(0.8)
         built = []
-        large: list[Estimated] = []  # not expected to fit: only for where nothing else does
         for estimate in estimates:
-            if built and _settled(built, estimate):
+            if _settled(built, estimate):
                 break
-            if built and _expected_bytes(estimate, built) > most:
-                large.append(estimate)
-                continue
             built.append((builder.build(estimate[0]), estimate))
             progress(0.9)
-        for estimate in large:
-            if any(plan.missing_bytes <= 0 for plan, _ in built):
-                break
-            built.append((builder.build(estimate[0]), estimate))
         fitting = [pair for pair in built if pair[0].missing_bytes <= 0]
         if fitting:
             best, chosen = min(fitting, key=lambda pair: pair[0].predicted_step_seconds)
@@ -90,21 +82,16 @@ def best_plan(
 Estimated = tuple[Assignment, Estimate]
 
 
-def _estimates(
-    found: Sequence[Candidate],
-    problem: Problem,
-    wanted: Wanted,
-    measured: MeasuredLayers | None,
-) -> list[Estimated]:
+def _estimates(found: Sequence[Candidate], problem: Problem, wanted: Wanted) -> list[Estimated]:
     """Return the estimates of what was found, best first by their simulated timelines."""
     estimates, unmeasured = [], []
     first, *others = (candidate.assignment for candidate in found)
     counts = [first, *recounted(first, problem, wanted)]
     more = [o for assignment in others for o in recounted(assignment, problem, wanted)]
-    varied = [o for assignment in counts for o in variants(assignment, problem, wanted)]
-    for assignment in dict.fromkeys((*varied, *others, *more)):
+    varied = [o for one in (*counts, *others) for o in variants(one, problem, wanted)]
+    for assignment in dict.fromkeys((*varied, *more)):
         try:
-            estimate = make_estimate(assignment, problem, measured)
+            estimate = make_estimate(assignment, problem)
         except UnmeasuredError as error:
             unmeasured.append(error)
             continue
@@ -121,23 +108,6 @@ def _settled(built: Sequence[tuple[Plan, Estimated]], after: Estimated) -> bool:
     promised = after[1].predicted_step_seconds
     enough = len(built) >= _MOST_BUILT
     return bool(fitting) and (enough or min(fitting) <= promised * _PRECISION)
-
-
-def _expected_bytes(estimate: Estimated, built: Sequence[tuple[Plan, Estimated]]) -> float:
-    """Return the bytes that a plan is expected to need on a device.
-
-    Estimates with the same rematerialisation are taken to be too low by as much as the worst of
-    those that were built. The result is 0 where the estimate has no memory.
-    """
-    alike = [
-        (_most_bytes(p), _most_bytes(s[1])) for p, s in built if _remats(s) == _remats(estimate)
-    ]
-    short = max((needed / said for needed, said in alike if said), default=1.0)
-    return _most_bytes(estimate[1]) * max(1.0, short)
-
-
-def _remats(estimate: Estimated) -> set[str]:
-    return set(estimate[0].remat)
 
 
 def _with_less_memory(problem: Problem, plans: Sequence[Plan]) -> Problem:
@@ -177,7 +147,7 @@ def _runners_up(
         if estimate is chosen:
             continue
         seconds = (plan or estimate[1]).predicted_step_seconds * (1.0 if plan else scale)
-        needed = _most_bytes(plan) if plan else _expected_bytes(estimate, built)
+        needed = _most_bytes(plan or estimate[1])
         if needed > (best.cluster["memory_bytes"] or math.inf):
             why = f"it needs {'' if plan else 'about '}{needed / 2**30:.1f} GiB a device"
         else:

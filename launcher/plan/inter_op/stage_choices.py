@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from launcher.plan.cluster_shape import ClusterShape
-from launcher.plan.inter_op.layer_costs import CostTable
+from launcher.plan.inter_op.cost_table import CostTable
 from launcher.plan.inter_op.stage_costs import Setting, StageCosts, in_flight
 from launcher.plan.inter_op.stage_dp import Candidates
 from launcher.schedule import SCHEDULES
@@ -70,7 +70,7 @@ def price(
     Of the ways to use a number of devices those are kept that no other beats both in seconds and in
     rest: which of them is best depends on the other stages. The first is the fastest.
     """
-    depth = min(table.of["work_seconds"].shape[1], cluster.num_devices)
+    depth = min(table.num_layers, cluster.num_devices)
     choices: list[Choice] = []
     fronts = [
         front
@@ -103,7 +103,7 @@ def ways(
         data = size // model
         if size % model or not _splits(setting, data):
             continue
-        stage = StageCosts(table, m_index, cluster, setting, data, model, goes_back)
+        stage = StageCosts(table, m_index, cluster, setting, data, goes_back)
         for zero, remat in itertools.product(ZERO_LEVELS, setting.remats):
             if zero and data == 1:
                 continue

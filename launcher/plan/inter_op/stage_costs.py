@@ -5,14 +5,28 @@ Pure numbers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from launcher.partition.task_programs import MOST_INSIDE
 from launcher.plan.cluster_shape import ClusterShape
-from launcher.plan.inter_op.layer_costs import CostTable
+from launcher.plan.cost.formulas import (
+    Links,
+    PassParts,
+    PassSeconds,
+    activation_bytes,
+    all_reduce_seconds,
+    gather_seconds,
+    pass_seconds,
+    ring_links,
+    sharded_bytes,
+    transfer_seconds,
+    update_seconds,
+)
+from launcher.plan.inter_op.cost_table import PARAMETER_FIELDS, CostTable
 from launcher.schedule import SCHEDULES
 
 
@@ -47,6 +61,13 @@ def in_flight(setting: Setting, depth: int) -> list[int]:
     return [schedule.in_flight_bound(0, behind + 1, most) for behind in range(depth)]
 
 
+@functools.cache
+def links_within(data: int, model: int, cluster: ClusterShape) -> Links:
+    """Return the links of a submesh that takes the devices in order, from the first of a host."""
+    hosts = [cluster.host_of(device) for device in range(data * model)]
+    return ring_links(hosts, model, cluster)
+
+
 class StageCosts:
     """Costs of all stages on one logical mesh: arrays `[first, end]`, in seconds and bytes."""
 
@@ -57,8 +78,8 @@ class StageCosts:
         cluster: ClusterShape,
         setting: Setting,
         data: int,
-        model: int,
         back_at_once: bool,
+        links: Links | None = None,
     ) -> None:
         """Add up the costs of the table's layers.
 
@@ -68,65 +89,101 @@ class StageCosts:
             cluster: the rates of the devices.
             setting: what is fixed.
             data: size of the data axis.
-            model: size of the model axis.
             back_at_once: whether each backward pass of the last stage directly follows its forward
                 pass.
+            links: the links of the submesh; by default those of `links_within`.
         """
         self._cluster, self._setting = cluster, setting
         self._table, self._m_index = table, m_index
-        self._data, self._model, self._back_at_once = data, model, back_at_once
+        self._data, self._model = data, table.model_sizes[m_index]
+        self._links = links or links_within(data, self._model, cluster)
+        self._schedule = SCHEDULES[setting.schedule]
         self._slices = setting.num_micro_batches * data
-        self._of = {name: _spans(rows[m_index]) for name, rows in table.of.items()}
-        count = table.of["work_seconds"].shape[1]
-        self._first_input = np.broadcast_to(
-            table.of["input_bytes"][m_index][:, None], (count, count + 1)
-        )
-        sent = np.concatenate([[0.0], table.of["sent_bytes"][m_index]])
-        sent[-1] = 0.0  # the last stage sends nothing on
-        self._sent = np.broadcast_to(sent[None, :], (count, count + 1))
-        ordered = np.arange(count)[:, None] < np.arange(count + 1)[None, :]
-        self._valid = np.where(ordered, 0.0, np.inf)
+        self._of = table.spans[m_index]
+        first, end = np.arange(table.num_layers)[:, None], np.arange(table.num_layers + 1)[None]
+        self._valid = np.where(first < end, 0.0, np.inf)
+        self._is_first = np.broadcast_to(first == 0, self._valid.shape)
+        is_last = np.broadcast_to(end == table.num_layers, self._valid.shape)
+        self._goes_back = is_last & back_at_once
+        # Both passes are one task program then: see `task_programs.runs_as_one`.
+        self._as_one = self._goes_back & (self._a_slice("residual_bytes") <= MOST_INSIDE)
+
+    def _a_slice(self, name: str) -> np.ndarray:
+        """Return the share of one slice of what is of the whole batch."""
+        return np.asarray(self._of[name] / self._slices)
 
     def seconds(self, zero: int, remat: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the seconds of the first microbatch with its transfer, and of everything else.
+        """Return the seconds of the first microbatch with its transfers, and of everything else.
 
-        The transfer is the one to the next stage.
+        The transfers are those to the next stage and back from it.
         """
-        one = sum(self.passes(zero, remat))
+        passes = self.passes(zero, remat)
+        one = passes.forward + passes.backward
         rest = (self._setting.num_micro_batches - 1) * one + self.once(zero)
         return one + self._sending() + self._valid, rest + self._valid
 
-    def passes(self, zero: int, remat: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the seconds of a microbatch's forward and backward pass."""
-        cluster, of, data = self._cluster, self._of, self._data
-        forward = self.work() + self._summed("forward")
-        backward = 2 * self.work() + self._summed("backward", of["fixed_backward_bytes"])
-        if remat != "none":
-            backward = backward + forward
-        rows = data // self._setting.replicas
-        if rows > 1:  # summed in every microbatch
-            backward = backward + self._along_data("gradient_bytes", rows)
-        if zero == 3:  # gathered in both passes, once if they are one; scattered in the second
-            gather = self._along_data("parameter_bytes", data) / 2
-            scatter = self._along_data("gradient_bytes", data) / 2
-            again = np.where(self._as_one(), 0.0, gather)
-            forward, backward = forward + gather, backward + again + scatter
-        launch = np.where(self._as_one(), 0.0, cluster.launch)
-        return forward + cluster.launch, backward + launch
+    def passes(self, zero: int, remat: str) -> PassSeconds:
+        """Return the seconds of a microbatch's passes."""
+        of = self._of
+        rows = self._setting.batch_size / self._slices
+        work, back = self._table.work_seconds(self._m_index, self._slices, rows)
+        sums = self._along_model(self._a_slice("forward_bytes"), of["forward_sums"])
+        sums_back = self._along_model(
+            self._a_slice("backward_bytes") + of["fixed_backward_bytes"], of["backward_sums"]
+        )
+        repeated = self._along_model(self._a_slice("repeated_bytes"), of["repeated_sums"])
+        sums_back = sums_back + np.where(self._as_one, 0.0, repeated)
+        again = np.zeros_like(work)
+        if remat != "none":  # what is used at once is not computed again
+            again = np.where(self._goes_back, 0.0, work)
+            sums_back = sums_back + np.where(self._goes_back, 0.0, sums)
+        if (rows_axis := self._data // self._setting.replicas) > 1:  # in every microbatch
+            sums_back = sums_back + all_reduce_seconds(
+                of["parameter_bytes"], rows_axis, *self._ring, of["parameters"]
+            )
+        cut = self._sharded(zero if zero == 3 else 0)
+        gather, scatter = (
+            gather_seconds(cut[f"{name}_bytes"], self._data, *self._ring, cut[f"{name}s"])
+            for name in ("parameter", "gradient")
+        )
+        parts = PassParts(work, back, again, sums, sums_back, gather, scatter)
+        splits = self._schedule.splits_backward
+        return pass_seconds(parts, self._cluster.launch, self._as_one, self._is_first, splits)
 
-    def _as_one(self) -> np.ndarray:
-        """Return whether both passes will be one task program; see `task_programs.runs_as_one`."""
-        last = np.arange(self._valid.shape[1]) == self._valid.shape[0]
-        small = self._of["residual_bytes"] / self._slices <= MOST_INSIDE
-        return last[None, :] & small & self._back_at_once
-
-    def work(self) -> np.ndarray:
-        """Return the seconds of a microbatch's forward pass without communication."""
-        return self._of["work_seconds"] / self._slices + self._of["fixed_seconds"]
+    def _peak(self, name: str) -> np.ndarray:
+        return self._table.peak_bytes(self._m_index, name, self._slices)
 
     def sent(self) -> np.ndarray:
         """Return the bytes of one microbatch to the next stage."""
-        return self._sent / self._setting.num_micro_batches
+        return np.asarray(self._of["sent_bytes"] / self._setting.num_micro_batches)
+
+    def held(self, zero: int) -> np.ndarray:
+        """Return the bytes that a device holds all through the step."""
+        of, cut, data = self._of, self._sharded(zero), self._data
+        parameters, gradients = of["parameter_bytes"], of["gradient_bytes"]
+        optimizer = sharded_bytes(of["optimizer_bytes"], cut["optimizer_bytes"], data)
+        if zero == 3:  # a pass has them whole, and their gradients
+            whole = 2 * cut["parameter_bytes"]
+            parameters = sharded_bytes(parameters, cut["parameter_bytes"], data) + whole
+            gradients = sharded_bytes(gradients, cut["gradient_bytes"], data)
+        return np.asarray(of["batch_bytes"] / data + parameters + optimizer + gradients)
+
+    def working(self, remat: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return what a forward pass leaves, and what either pass needs on top, in bytes."""
+        again = remat != "none"
+        whole, forward, backward = map(self._peak, ("whole", "forward", "backward"))
+        left = self._a_slice("input_bytes" if again else "left_bytes")
+        if again:  # what is computed again is there while it is used
+            back = self._goes_back
+            forward, backward = np.where(back, forward, left), np.where(back, backward, whole)
+            left = np.where(back, self._a_slice("left_bytes"), left)
+        # One program of both passes leaves what the second part of a backward pass in two needs.
+        as_one, kept = self._as_one, left if self._schedule.splits_backward else 0.0
+        return (
+            np.where(as_one, kept, left),
+            np.where(as_one, whole, forward),
+            np.where(as_one, whole - kept, backward),
+        )
 
     def memory(self, zero: int, remat: str, in_flight: Sequence[int]) -> np.ndarray:
         """Return the peak bytes on a device, `[stages behind, first, end]`.
@@ -136,89 +193,56 @@ class StageCosts:
             remat: name of the rematerialisation policy.
             in_flight: the microbatches whose activations a stage holds, by the stages behind it.
         """
-        of, data = self._of, self._data
-        parameters, state, gradients = (
-            of[f"{name}_bytes"] for name in ("parameter", "state", "gradient")
-        )
-        if zero == 2:
-            state = parameters + (state - parameters) / data
-        elif zero == 3:
-            state, gradients = state / data + 2 * parameters, gradients / data
-        residual = of["residual_bytes"] / self._slices
-        working = self._most("working_bytes") / self._slices
-        again = of["again_bytes"] / self._slices
-        kept, held_to_work = residual, working
-        if remat != "none":  # what is computed again is there while it is used
-            kept, held_to_work = self._first_input / self._slices, working + again
         held = np.array(in_flight)[:, None, None]
-        activations = held * kept[None] + held_to_work[None]
-        if in_flight[0] == 1:  # the last stage goes back at once
-            activations[0] = (
-                self._first_input / self._slices + np.maximum(again, residual) + working
-            )
-        return (state + gradients)[None] + activations
-
-    def _most(self, name: str) -> np.ndarray:
-        """Return the most of any layer of a stage."""
-        row = self._table.of[name][self._m_index]
-        count = len(row)
-        ends = [np.maximum.accumulate(row[first:]) for first in range(count)]
-        found = np.zeros((count, count + 1))
-        for first, most in enumerate(ends):
-            found[first, first + 1 :] = most
-        return found
+        return np.asarray(self.held(zero) + activation_bytes(held, *self.working(remat)))
 
     def once(self, zero: int) -> np.ndarray:
         """Return the seconds of what is done once a step.
 
         Gradients are summed over the replicas, and the update reads and writes the state.
         """
-        state, common = self._of["state_bytes"], self._setting.replicas
-        kept = self._of["parameter_bytes"] if zero == 2 else 0.0
-        held = kept + (state - kept) / (self._data if zero else 1)
-        update = 2 * held / self._cluster.memory_bandwidth
-        if zero == 3:
-            return update
-        return update + self._along_data("gradient_bytes", common)
+        of, cut, replicas = self._of, self._sharded(zero), self._setting.replicas
+        state = of["owned_bytes"] + of["optimizer_bytes"]
+        sharded = cut["optimizer_bytes"] + (cut["owned_bytes"] if zero == 3 else 0.0)
+        summed = of["gradient_bytes"] - cut["gradient_bytes"]
+        count = of["gradients"] - cut["gradients"]
+        seconds = np.zeros_like(state)
+        if zero == 2:  # scattered, and gathered after the update
+            for name in ("gradient", "parameter"):
+                seconds = seconds + gather_seconds(
+                    cut[f"{name}_bytes"], self._data, *self._ring, cut[f"{name}s"]
+                )
+        seconds = seconds + all_reduce_seconds(summed, replicas, *self._ring, count)
+        held = sharded_bytes(state, sharded, self._data)
+        return np.asarray(update_seconds(seconds, held, self._cluster.memory_bandwidth))
 
-    def _along_data(self, name: str, devices: int) -> np.ndarray:
-        """Return the seconds to all-reduce along data as many arrays as there are parameters."""
-        cluster = self._cluster
-        beside = min(self._model, cluster.devices_per_host)
-        link = cluster.link_of_axis(self._data * self._model, beside)
-        waits = 2 * (devices - 1) * cluster.latency
-        return _ring(self._of[name], devices, link) + waits * self._of["parameters"]
+    @property
+    def _ring(self) -> tuple[float, float]:
+        """Bytes/s and latency of the rings along data."""
+        return self._links.data, self._cluster.latency
 
-    def _summed(self, name: str, fixed: np.ndarray | float = 0.0) -> np.ndarray:
-        """Return the seconds to all-reduce along the model axis, for one microbatch.
+    def _sharded(self, zero: int) -> Mapping[str, np.ndarray]:
+        """Return what is sharded along data at a ZeRO level, by the fields of `ParameterCost`.
 
-        Args:
-            name: "forward" or "backward".
-            fixed: bytes of any microbatch.
+        Level 2 follows the optimizer's state: without any, it is the same as level 0.
         """
-        if self._model == 1:
-            return np.zeros_like(self._of["work_seconds"])
-        link = self._cluster.link_of_axis(self._model)
-        size = self._of[f"{name}_bytes"] / self._slices + fixed
-        moved = _ring(size, self._model, link)
-        waits = 2 * (self._model - 1) * self._cluster.latency
-        return moved + waits * self._of[f"{name}_sums"]
+        if zero == 3 or (zero == 2 and self._table.has_optimizer):
+            return self._table.parameter_spans(self._m_index, self._data)
+        return dict.fromkeys(PARAMETER_FIELDS, np.zeros(self._valid.shape))
+
+    def _along_model(self, size: np.ndarray, count: np.ndarray) -> np.ndarray:
+        """Return the seconds to all-reduce so many arrays along the model axis."""
+        latency = self._cluster.latency
+        return np.asarray(all_reduce_seconds(size, self._model, self._links.model, latency, count))
 
     def _sending(self) -> np.ndarray:
-        """Return the seconds to send one microbatch to the next stage, and its gradient back."""
-        cluster = self._cluster
-        across = cluster.hosts > 1 and self._data * self._model >= cluster.devices_per_host
-        links = cluster.inter_host if across else cluster.intra_host * self._data
-        size = self.sent()
-        return np.where(size > 0, 2 * (size / links + cluster.latency), 0.0)
+        """Return the seconds to send one microbatch to the next stage, and its gradient back.
 
-
-def _spans(values: np.ndarray) -> np.ndarray:
-    """Return the sums over `[first, end)`."""
-    total = np.concatenate([[0.0], np.cumsum(values)])
-    return np.asarray(np.maximum(total[None, :] - total[:-1, None], 0.0))
-
-
-def _ring(size: np.ndarray, devices: int, link: float) -> np.ndarray:
-    """Return the seconds of `cost.collectives.all_reduce_seconds`, without the latency."""
-    return 2 * (devices - 1) * size / devices / link
+        The next stage is taken to be like this one, and on the same host if both fit there.
+        """
+        cluster, size, devices = self._cluster, self.sent(), self._data * self._model
+        hosts = -(-devices // cluster.devices_per_host)
+        is_local = cluster.hosts == 1 or devices < cluster.devices_per_host
+        parts = self._data, self._data
+        once = transfer_seconds(size, parts, (hosts, hosts), is_local, cluster)
+        return np.where(size > 0, 2 * once, 0.0)

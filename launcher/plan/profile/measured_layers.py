@@ -55,17 +55,6 @@ class Timing:
         )
         return forward, backward
 
-    @property
-    def line(self) -> tuple[float, float]:
-        """Seconds of both passes: what a slice of any size takes, and what each row takes."""
-        if self.failure:
-            return _NEVER, 0.0
-        (few, *low), (many, *high) = self.points[0], self.points[-1]
-        a_row = min(sum(low) / few, sum(high) / many)
-        if many > few:
-            a_row = min(a_row, max(0.0, sum(high) - sum(low)) / (many - few))
-        return sum(high) - a_row * many, a_row
-
 
 @dataclass(frozen=True)
 class MeasuredLayers:
@@ -110,9 +99,21 @@ class MeasuredLayers:
         """Return the forward and backward seconds of a stage for one slice on each of its replicas.
 
         Raises:
-            UnmeasuredError: one of its layers could not be measured; the message says why.
+            UnmeasuredError: see `check`.
         """
+        self.check(layers, model)
         forward = backward = 0.0
+        for layer in layers:
+            more = self.timings[self.kind_of[layer], model].at(self.batch_size / num_slices)
+            forward, backward = forward + more[0], backward + more[1]
+        return forward, backward
+
+    def check(self, layers: Sequence[int], model: int) -> None:
+        """Check that layers are measured on `model` devices of a model axis.
+
+        Raises:
+            UnmeasuredError: one of them could not be measured; the message says why.
+        """
         for layer in layers:
             timing = self.timings[self.kind_of[layer], model]
             if timing.failure:
@@ -120,9 +121,6 @@ class MeasuredLayers:
                     f"layer {layer} could not be measured on {model} devices of a model axis: "
                     f"{timing.failure}. Use parallel.cost=model, or other devices"
                 )
-            more = timing.at(self.batch_size / num_slices)
-            forward, backward = forward + more[0], backward + more[1]
-        return forward, backward
 
     def account(self) -> tuple[ProfiledLayers, ...]:
         """Return what was measured, to be listed in the plan."""

@@ -10,7 +10,6 @@ from launcher.partition.sharding.named_dims import NamedDims, Sharding
 from launcher.plan import local_shape
 from launcher.plan.cost.collectives import (
     Collective,
-    all_reduce_seconds,
     backward_seconds,
     collectives,
     flow,
@@ -18,6 +17,7 @@ from launcher.plan.cost.collectives import (
     is_active,
     load,
 )
+from launcher.plan.cost.formulas import all_reduce_seconds
 from launcher.trace.jaxpr import inline_calls
 
 FORWARD, BACKWARD = operator.attrgetter("forward"), operator.attrgetter("backward")
@@ -181,11 +181,13 @@ def test_gradients_flow_from_the_sources_on():
 
 
 def test_rings():
-    assert all_reduce_seconds(800.0, 4, 100.0, 0.5) == pytest.approx(2 * 3 * (2.0 + 0.5))
+    whole = Collective("all-reduce", "model", 800.0).seconds(SIZES, 100.0, 0.5)
+    assert whole == pytest.approx(2 * 3 * (2.0 + 0.5))
     for kind in ("all-gather", "reduce-scatter"):
         half = Collective(kind, "model", 800.0, times=3).seconds(SIZES, 100.0, 0.5)
         assert half == pytest.approx(3 * 3 * (2.0 + 0.5))
-    assert all_reduce_seconds(800.0, 1, 100.0, 0.5) == all_reduce_seconds(0.0, 4, 100.0, 0.5) == 0
+    assert Collective("all-reduce", "data", 800.0).seconds({"data": 1}, 100.0, 0.5) == 0
+    assert Collective("all-reduce", "model", 0.0).seconds(SIZES, 100.0, 0.5) == 0
 
 
 def test_seconds_of_a_load():

@@ -10,8 +10,9 @@ import launcher
 from launcher.partition.assignment import Assignment, Submesh
 from launcher.plan import local_shape, timeline
 from launcher.plan.build import PlanBuilder, build_plan
-from launcher.plan.cost.stage_seconds import Links, links_of
-from launcher.plan.inter_op.auto import cost_table
+from launcher.plan.cost.formulas import Links
+from launcher.plan.cost.stage_seconds import links_of
+from launcher.plan.inter_op.layer_costs import cost_table
 from launcher.plan.inter_op.stage_costs import Setting, StageCosts
 from launcher.plan.profile.measured_layers import MeasuredLayers, Timing
 from launcher.trace import trace_step
@@ -79,11 +80,12 @@ def test_a_stage_over_hosts_costs_what_the_search_took_it_to_cost(mesh):
     plan = build_plan(TRACED, assignment(Submesh(tuple(range(data * model)), mesh)), HOSTS)
     table = cost_table(TRACED, HOSTS, (1, 2, 4))
     setting = Setting(4, BATCH, data, "1f1b", (), None)
-    costs = StageCosts(table, table.index(model, False), HOSTS, setting, data, model, True)
+    costs = StageCosts(table, table.index(model, False), HOSTS, setting, data, True)
     (stage,) = plan.stages
-    forward, _ = (float(seconds[0, LAYERS]) for seconds in costs.passes(0, "none"))
-    assert stage.forward_seconds == pytest.approx(forward, rel=0.05)
-    assert stage.update_seconds == pytest.approx(float(costs.once(0)[0, LAYERS]), rel=0.05)
+    passes = costs.passes(0, "none")
+    assert stage.forward_seconds == pytest.approx(passes.forward[0, LAYERS], rel=1e-3)
+    assert stage.backward_seconds == pytest.approx(passes.backward[0, LAYERS], rel=1e-3)
+    assert stage.update_seconds == pytest.approx(costs.once(0)[0, LAYERS], rel=1e-3)
 
 
 def test_replicas_of_two_hosts_send_over_the_one_link_between_them():

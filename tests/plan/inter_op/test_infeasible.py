@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from launcher.plan import local_shape
+from launcher.plan.inter_op.cost_table import CostTable, LayerCost, Parameters
 from launcher.plan.inter_op.infeasible import _batch, _of_batch, nothing_fits
-from launcher.plan.inter_op.layer_costs import CostTable, LayerCost
 from launcher.plan.inter_op.problem import Problem, Wanted, best_of
 from launcher.plan.inter_op.stage_choices import submesh_sizes
 
@@ -19,13 +19,16 @@ GIB = 2**30
 def problem_of(memory_gib, residual=6.0, state=1.0, batch=8):
     """Four equal layers on one host of two devices; bytes of the whole batch, in GiB."""
     of = {f.name: np.full((1, 4), 1e-3) for f in fields(LayerCost)}
-    of["residual_bytes"] = of["again_bytes"] = np.full((1, 4), residual * GIB)
-    for name in ("parameter_bytes", "gradient_bytes"):
-        of[name] = np.full((1, 4), state * GIB / 4)
-    of["state_bytes"] = np.full((1, 4), state * GIB)
+    for name in ("residual_bytes", "left_bytes", "forward_peak_bytes", "whole_peak_bytes"):
+        of[name] = np.full((1, 4), residual * GIB)
+    of["whole_early_bytes"] = of["left_bytes"]
+    sizes = {"parameters": 1.0, "parameter_bytes": 0.25, "owned_bytes": 0.25}
+    sizes |= {"optimizer_bytes": 0.75, "gradient_bytes": 0.25}
+    each = {name: np.array([share * state * GIB]) for name, share in sizes.items()}
+    parameters = tuple(Parameters((i,), ((8,),), each) for i in range(4))
     cluster = dataclasses.replace(local_shape(2, 1, "cpu"), memory_bytes=int(memory_gib * GIB))
     groups = tuple((i,) for i in range(4))
-    table = CostTable((1,), of, 1)
+    table = CostTable((1,), of, parameters, 1)
     return Problem(table, groups, batch, cluster, submesh_sizes(cluster), memory_gib * GIB)
 
 

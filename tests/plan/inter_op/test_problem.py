@@ -7,7 +7,12 @@ import numpy as np
 import pytest
 
 from launcher.plan.cluster_shape import ClusterShape
-from launcher.plan.inter_op.layer_costs import CostTable, LayerCost
+from launcher.plan.inter_op.cost_table import (
+    PARAMETER_FIELDS,
+    CostTable,
+    LayerCost,
+    Parameters,
+)
 from launcher.plan.inter_op.problem import Problem, Wanted, best_of, spread_divisors
 from launcher.plan.inter_op.stage_choices import Setting, submesh_sizes, ways
 from launcher.plan.inter_op.stage_dp import objective
@@ -44,11 +49,18 @@ def random_problem(rng):
         of[name] = rng.integers(0, 4, (1, layers)) * whole
     for name in ("forward_bytes", "backward_bytes"):
         of[name] = rng.uniform(0, 9, (1, layers)) * (np.array(models)[:, None] > 1)
-    of["state_bytes"] = of["state_bytes"] + of["parameter_bytes"]
+    parameters = tuple(
+        Parameters(
+            layers=(i,),
+            lengths=((int(rng.choice([12, 35])),),) * len(models),
+            of={name: rng.uniform(1, 20) / cut[:, i] for name in PARAMETER_FIELDS},
+        )
+        for i in range(layers)
+    )
     memory = rng.choice([np.inf, 120.0, 60.0, 30.0])
     groups = tuple((i,) for i in range(layers))
     batch = int(rng.choice([2, 4, 6]))
-    table = CostTable(models, of, layers)
+    table = CostTable(models, of, parameters, layers)
     return Problem(table, groups, batch, cluster, submesh_sizes(cluster), memory)
 
 

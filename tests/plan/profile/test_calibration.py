@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher.plan import PlanError, local_shape
-from launcher.plan.cost.collectives import all_reduce_seconds
+from launcher.plan.cost.formulas import all_reduce_seconds
 from launcher.plan.profile import cache, calibration
 from launcher.plan.profile.calibration import Calibration, calibrated, measure
 

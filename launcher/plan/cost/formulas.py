@@ -1,0 +1,203 @@
+"""Formulas of the cost model: one each, for the prediction of a plan and for the search of one.
+
+Every argument may be a number, as for a plan's own stages, or an array over many stages, as in the
+search; they broadcast. Sizes are in bytes, rates in bytes/s, and times in seconds. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from launcher.plan.cluster_shape import ClusterShape
+
+Amount: TypeAlias = Any  # a number, or an array of numbers
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bytes/s between neighbours in the rings of a submesh, along model and along data."""
+
+    model: float
+    data: float
+
+
+def ring_links(hosts: Sequence[int], model: int, cluster: ClusterShape) -> Links:
+    """Return the links of a submesh.
+
+    A ring inside a host has links of its own; rings that leave a host share its link.
+
+    Args:
+        hosts: the host of each device, in the order of the logical mesh.
+        model: size of the model axis, whose devices stand side by side.
+        cluster: the rates of the links.
+    """
+    if len(set(hosts)) == 1:
+        return Links(cluster.intra_host, cluster.intra_host)
+    rings = [hosts[at : at + model] for at in range(0, len(hosts), model)]
+    inside = all(len(set(ring)) == 1 for ring in rings)
+    beside = min(model, cluster.devices_per_host)  # rings along data, one for each place of model
+    return Links(cluster.intra_host if inside else cluster.inter_host, cluster.inter_host / beside)
+
+
+def all_reduce_seconds(
+    size: Amount, devices: int, bandwidth: float, latency: float, count: Amount = 1
+) -> Amount:
+    """Return the seconds of ring all-reduces, one after another.
+
+    Each device sends `2 (n - 1) / n` of the bytes in `2 (n - 1)` transfers (Patarasuk and Yuan,
+    2009).
+
+    Args:
+        size: bytes of all arrays, where they are not sharded along the axis.
+        devices: number of devices in the ring.
+        bandwidth: bytes/s between neighbours.
+        latency: seconds of a transfer, beside its bytes.
+        count: number of arrays.
+    """
+    return 2 * (devices - 1) * (size / devices / bandwidth + latency * count)
+
+
+def gather_seconds(
+    size: Amount, devices: int, bandwidth: float, latency: float, count: Amount = 1
+) -> Amount:
+    """Return the seconds of ring all-gathers or reduce-scatters: half of an all-reduce's."""
+    return all_reduce_seconds(size, devices, bandwidth, latency, count) / 2
+
+
+def transfer_seconds(
+    size: Amount,
+    parts: tuple[int, int],
+    hosts: tuple[int, int],
+    is_local: bool,
+    cluster: ClusterShape,
+) -> Amount:
+    """Return the seconds to send a microbatch from one stage to another.
+
+    Inside a host every part has a link of its own. Between hosts the parts share the links of the
+    hosts, over which no byte goes twice (`partition.sharding.reshard`).
+
+    Args:
+        size: bytes of the whole microbatch.
+        parts: the parts that it is cut into along data, at the source and at the destination.
+        hosts: number of hosts of the source and of the destination.
+        is_local: whether both are on the same hosts.
+        cluster: the rates of the links.
+    """
+    if is_local:
+        return cluster.latency + size / cluster.intra_host / min(parts)
+    return cluster.latency + size / cluster.inter_host / min(*parts, *hosts)
+
+
+@dataclass(frozen=True)
+class PassParts:
+    """Seconds of the parts of a stage's passes over a microbatch.
+
+    Attributes:
+        work: of the forward pass, without communication.
+        work_back: of the backward pass, without what is computed again.
+        again: of what the backward pass computes again, without communication.
+        sums: of the collectives of the forward pass.
+        sums_back: of the collectives of the backward pass, with those of what it computes again.
+        gather: of gathering the parameters that are sharded along data (ZeRO-3).
+        scatter: of reducing and scattering their gradients.
+    """
+
+    work: Amount
+    work_back: Amount
+    again: Amount
+    sums: Amount
+    sums_back: Amount
+    gather: Amount
+    scatter: Amount
+
+
+@dataclass(frozen=True)
+class PassSeconds:
+    """Seconds of a stage's passes over a microbatch.
+
+    Attributes:
+        forward: of the forward pass.
+        backward: of the whole backward pass.
+        weight: of the part of the backward pass that no other stage waits for.
+    """
+
+    forward: Amount
+    backward: Amount
+    weight: Amount
+
+
+def pass_seconds(
+    of: PassParts, launch: float, as_one: Amount, is_first: Amount, splits: bool
+) -> PassSeconds:
+    """Return the seconds of a stage's passes over a microbatch.
+
+    Both passes gather the parameters, and each program has a dispatch overhead; one program that
+    does both has it once, and what it gathered for the forward pass is still there.
+
+    Args:
+        of: their parts.
+        launch: dispatch overhead of a program.
+        as_one: whether both passes are one program.
+        is_first: whether no other stage waits for the gradient of the stage's input.
+        splits: whether the schedule has a program of its own for the gradients of the weights,
+            which take half of the work. The first stage has none: all of it may wait.
+    """
+    forward = of.work + of.sums + (of.gather + launch)
+    started = np.where(as_one, of.scatter, of.gather + of.scatter + launch)
+    backward = of.work_back + of.again + of.sums_back + started
+    start = np.where(is_first, 0.0, launch if splits else 0.0)
+    weight = np.where(is_first, backward, of.work_back / 2 + start)
+    return PassSeconds(forward, backward + start, weight)
+
+
+def update_seconds(sums: Amount, state: Amount, bandwidth: float) -> Amount:
+    """Return the seconds of a stage once a step.
+
+    Args:
+        sums: seconds of the collectives that sum the gradients and gather the parameters.
+        state: bytes of the parameters and of the optimizer's state on a device; they are read and
+            written once.
+        bandwidth: bytes/s of a device's memory.
+    """
+    return sums + 2 * state / bandwidth
+
+
+def sharded_bytes(whole: Amount, divisible: Amount, devices: int) -> Amount:
+    """Return the bytes on each device if what is divisible of `whole` is sharded over `devices`."""
+    return whole - divisible + divisible / devices
+
+
+def activation_bytes(in_flight: Amount, left: Amount, forward: Amount, backward: Amount) -> Amount:
+    """Return the peak activation memory of a stage on a device, temporaries included.
+
+    Args:
+        in_flight: number of microbatches whose activations are held at once.
+        left: what a forward pass leaves to the backward pass of its microbatch.
+        forward: the most that a forward pass needs on top of what was there before it.
+        backward: the same of a backward pass.
+    """
+    return np.maximum((in_flight - 1) * left + forward, in_flight * left + backward)
+
+
+def peak_in_turn(peak: Amount, before: Amount, after: Amount) -> np.ndarray:
+    """Return the peak memory of programs that run one layer after another, for all runs of layers.
+
+    Args:
+        peak: `[layer]`: the most bytes that each layer needs while it runs.
+        before: `[layer]`: bytes that are held of it while any later layer runs.
+        after: `[layer]`: bytes that are held of it while any earlier layer runs.
+
+    Returns:
+        `[first, end]`: the peak of a program of the layers `first … end - 1`; 0 of no layers.
+    """
+    left, held = (np.concatenate([[0.0], np.cumsum(x)]) for x in (before, after))
+    at = peak + left[:-1] - held[1:]
+    is_in = np.tri(len(peak), dtype=bool).T  # [first, layer]
+    most = np.maximum.accumulate(np.where(is_in, at, -np.inf), axis=1)
+    found = np.zeros((len(peak), len(peak) + 1))
+    found[:, 1:] = np.where(is_in, most - left[:-1, None] + held[None, 1:], 0.0)
+    return found
