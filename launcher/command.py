@@ -179,9 +179,9 @@ def _on_slurm(config: Config, stop: Stop) -> int:
             return submit(config, stop)
     config = settled(config, allocation)
     if allocation.index:
-        from launcher.driver.slurm_node import serve
+        from launcher.driver.slurm_node import serve_node
 
-        return serve(config, allocation, stop)
+        return serve_node(config, allocation, stop)
     from launcher.driver.slurm_task import run_allocated
 
     return run_allocated(config, allocation, stop)
@@ -233,11 +233,11 @@ def _checked(config: Config) -> str:
 
 def _told(parallel: Parallel) -> Iterator[str]:
     """Yields what the line says of the parallel method."""
-    from launcher.config.parallel import Pipeline, Planned, Replay
+    from launcher.config.parallel import Pipelined, Planned, Replay
 
     if isinstance(parallel, Replay):
         yield parallel.plan
-    if isinstance(parallel, Pipeline):
+    if isinstance(parallel, Pipelined):
         yield parallel.schedule
     if isinstance(parallel, Planned):
         yield f"num_micro_batches={parallel.num_micro_batches or 'auto'}"

@@ -18,7 +18,7 @@ from recipes import InputError
 _SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
-class Piece(NamedTuple):
+class FileSlice(NamedTuple):
     """Bytes `start` to `stop` of one file. `name` is its path below the dataset's folder."""
 
     name: str
@@ -31,7 +31,7 @@ class Piece(NamedTuple):
         return self.stop - self.start
 
 
-def total_size(pieces: Sequence[Piece]) -> int:
+def total_size(pieces: Sequence[FileSlice]) -> int:
     """Bytes in all of `pieces`."""
     return sum(piece.size for piece in pieces)
 
@@ -41,7 +41,7 @@ def stdlib_folder() -> Path:
     return Path(sysconfig.get_path("stdlib"))
 
 
-def find_stdlib() -> list[Piece]:
+def find_stdlib() -> list[FileSlice]:
     """The standard library's readable, non-empty *.py files, without its tests, by name."""
     root = stdlib_folder()
     paths = []
@@ -57,7 +57,7 @@ def find_stdlib() -> list[Piece]:
     return pieces
 
 
-def find_text(path: str, pattern: str) -> list[Piece]:
+def find_text(path: str, pattern: str) -> list[FileSlice]:
     """The file `path`, or the non-empty files below the folder `path` that fit `pattern`, by name.
 
     Raises `InputError` where there is none, or one that may not be read.
@@ -88,8 +88,8 @@ def find_text(path: str, pattern: str) -> list[Piece]:
 
 
 def split(
-    pieces: Sequence[Piece], fraction: float, minimum: int
-) -> tuple[list[Piece], list[Piece]]:
+    pieces: Sequence[FileSlice], fraction: float, minimum: int
+) -> tuple[list[FileSlice], list[FileSlice]]:
     """Parts `pieces`, whole files, into (training, validation) by file.
 
     Files are taken in the order of a hash of their names, each into validation if it still fits
@@ -111,7 +111,7 @@ def split(
         return [piece._replace(stop=middle)], [piece._replace(start=middle)]
 
     ranked = sorted(pieces, key=lambda piece: hashlib.sha256(os.fsencode(piece.name)).digest())
-    held_out: set[Piece] = set()
+    held_out: set[FileSlice] = set()
     room = budget
     for piece in ranked:
         if piece.size <= room:
@@ -139,8 +139,8 @@ def _matching(root: Path, pattern: str) -> list[Path]:
     return paths
 
 
-def _whole(paths: Sequence[Path], root: Path) -> list[Piece]:
+def _whole(paths: Sequence[Path], root: Path) -> list[FileSlice]:
     pieces = [
-        Piece(path.relative_to(root).as_posix(), path, 0, path.stat().st_size) for path in paths
+        FileSlice(path.relative_to(root).as_posix(), path, 0, path.stat().st_size) for path in paths
     ]
     return sorted(piece for piece in pieces if piece.size)

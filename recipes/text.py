@@ -13,7 +13,7 @@ import numpy as np
 
 from recipes import Dataset, InputError
 from recipes.batches import batches, next_token_batch
-from recipes.files import Piece, find_stdlib, find_text, split, stdlib_folder, total_size
+from recipes.files import FileSlice, find_stdlib, find_text, split, stdlib_folder, total_size
 
 if TYPE_CHECKING:
     from recipes import Batch
@@ -25,8 +25,8 @@ class _Text(NamedTuple):
     """What will be read: where it comes from, as the user said it, and its two parts."""
 
     source: str
-    train: list[Piece]
-    validation: list[Piece]
+    train: list[FileSlice]
+    validation: list[FileSlice]
 
 
 def check(options: Any, model_options: Any, validation: bool) -> None:
@@ -92,13 +92,13 @@ def _find(options: Any, model_options: Any) -> _Text:
 
 
 def _batches(
-    pieces: Sequence[Piece], length: int, batch_size: int, seed: int
+    pieces: Sequence[FileSlice], length: int, batch_size: int, seed: int
 ) -> Callable[[int], Batch]:
     windows = np.lib.stride_tricks.sliding_window_view(_read(pieces), length + 1)[::length]
     return batches(len(windows), batch_size, seed, lambda which: next_token_batch(windows[which]))
 
 
-def _read(pieces: Sequence[Piece]) -> np.ndarray:
+def _read(pieces: Sequence[FileSlice]) -> np.ndarray:
     """The bytes of `pieces` in a row, uint8; a single piece stays on disk until it is used."""
     if len(pieces) == 1:
         (piece,) = pieces

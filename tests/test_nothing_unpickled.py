@@ -98,7 +98,7 @@ def test_nothing_is_unpickled_by_the_process_that_plans(
     assert yaml.safe_load(Path("outputs/first/config.yaml").read_text())["task"] == "plan"
 
     cache.write(Path("times.json"), {"points": [1.0], "failure": ""}, print)
-    assert cache.read(Path("times.json"), dict, print) is not None
+    assert cache.read_cached(Path("times.json"), dict, print) is not None
 
     program = build_program(config)
     state = jax.jit(program.init)(program.seed)

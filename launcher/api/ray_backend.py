@@ -10,7 +10,7 @@ import jax
 from launcher.api.messages import Messages, Reply
 from launcher.api.remote_array import Fetch, RemoteArray, pickled, portable
 from launcher.api.signature import Traceable
-from launcher.api.step_worker import TRACE_SETTINGS, Call, Program
+from launcher.api.step_worker import TRACE_SETTINGS, Call, StepProgram
 from launcher.cluster.errors import WorkerError
 from launcher.cluster.worker_group import WorkerGroup
 from launcher.plan import ClusterShape, Plan
@@ -107,7 +107,7 @@ class RayBackend:
             WorkerError: a worker cannot compile it; the session goes on if that worker lives.
         """
         settings = {name: getattr(jax.config, name) for name in TRACE_SETTINGS}
-        program = Program(**vars(source), plan=plan, settings=settings)
+        program = StepProgram(**vars(source), plan=plan, settings=settings)
         number = self.new_numbers(1)
         replies = self.send("compile", number, shared=pickled(program, source.fun))
         try:

@@ -33,7 +33,7 @@ TRACE_SETTINGS = (
 
 
 @dataclass(frozen=True)
-class Program:
+class StepProgram:
     """A step as it travels to the workers: the function, the shapes of its arguments, its plan.
 
     Attributes:
@@ -129,7 +129,7 @@ class StepWorker(Peer):
             raise
 
     def compile(self, number: int, pickled: bytes) -> float:
-        """Trace a pickled `Program` again and compile it; return the seconds of compiling.
+        """Trace a pickled `StepProgram` again and compile it; return the seconds of compiling.
 
         Raises:
             PlanError: it is not the program that was planned: the code, or the versions of the
@@ -139,7 +139,7 @@ class StepWorker(Peer):
             return self._compile(number, pickled)
 
     def _compile(self, number: int, pickled: bytes) -> float:
-        program: Program = pickle.loads(pickled)
+        program: StepProgram = pickle.loads(pickled)
         for name, value in program.settings.items():
             jax.config.update(name, value)
         step = trace_step(
@@ -204,7 +204,7 @@ class StepWorker(Peer):
 
     def placement(self, number: int) -> str:
         """Return in words where an array lies."""
-        return in_words(self._arrays[number].sharding)
+        return describe_sharding(self._arrays[number].sharding)
 
     def ask(self, number: int, attribute: str, *arguments: Any) -> Any:
         """Return an attribute of a compiled step here or, for a method, its result."""
@@ -242,7 +242,7 @@ class StepWorker(Peer):
         self._arrays.update(enumerate(jax.tree.leaves(results), first))
 
 
-def in_words(sharding: Any) -> str:
+def describe_sharding(sharding: Any) -> str:
     """Return a sharding in words, such as "axis 0 over data, on devices 2, 3".
 
     The devices are counted as in the plan.

@@ -16,11 +16,11 @@ from launcher.config.errors import ConfigError
 from launcher.config.machines import Described, Hosts, Local, Machines, SlurmCluster
 from launcher.config.notes import BYTES
 from launcher.config.schema import (
-    GPT,
-    MLP,
     Config,
     CustomDataset,
     CustomModel,
+    GPTOptions,
+    MLPOptions,
     Synthetic,
 )
 
@@ -83,7 +83,7 @@ def _check_run(config: Config) -> Iterator[ConfigError]:
 
 def _check_model(config: Config) -> Iterator[ConfigError]:
     model = config.model
-    if not isinstance(model, GPT):
+    if not isinstance(model, GPTOptions):
         return
     if model.hidden_size and model.num_heads and model.hidden_size % model.num_heads:
         yield ConfigError(
@@ -98,7 +98,7 @@ def _check_dataset(config: Config) -> Iterator[ConfigError]:
     model, dataset = config.model, config.dataset
     if isinstance(dataset, Synthetic | CustomDataset) or isinstance(model, CustomModel):
         return  # `recipes` knows whether these go together
-    if isinstance(model, MLP):
+    if isinstance(model, MLPOptions):
         yield ConfigError(
             f"model=mlp cannot learn from dataset={dataset.name}: it takes vectors, not text",
             "Use dataset=synthetic or model=gpt.",

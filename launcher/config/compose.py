@@ -30,7 +30,7 @@ from launcher.config.errors import ConfigError
 from launcher.config.fields import Place
 from launcher.config.files import refuse_useless
 from launcher.config.folders import find_groups, search_folders
-from launcher.config.interpolation import noted, resolved, written
+from launcher.config.interpolation import noted, resolved, unresolved
 from launcher.config.leftovers import Tree, without_leftovers
 from launcher.config.machines import SlurmCluster
 from launcher.config.origin import ON_COMMAND_LINE, Origin, Source, short
@@ -43,7 +43,7 @@ from launcher.config.overrides import (
     sweep_points,
 )
 from launcher.config.replayed import with_runs_settings
-from launcher.config.schema import GPT, Config
+from launcher.config.schema import Config, GPTOptions
 from launcher.config.search_path import searching
 from launcher.config.sizes import fill_size
 from launcher.config.switches import check_switches
@@ -161,7 +161,7 @@ def to_written(config: Config) -> dict[str, Any]:
 
     What comes from the environment is the interpolation that asks for it.
     """
-    return written(to_dict(config), config.from_environment)
+    return unresolved(to_dict(config), config.from_environment)
 
 
 def redacted(config: Config) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def from_dict(tree: Mapping[str, Any], texts: Mapping[Place, str] | None = None)
         texts: of what comes from the environment, the text that asks for it.
     """
     config = build(Config, tree)
-    if isinstance(config.model, GPT):
+    if isinstance(config.model, GPTOptions):
         config = dataclasses.replace(config, model=fill_size(config.model))
     if texts:
         config = dataclasses.replace(config, from_environment=noted(to_dict(config), texts))

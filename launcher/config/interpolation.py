@@ -51,7 +51,7 @@ def noted(tree: Mapping[str, Any], texts: Mapping[Place, str]) -> FromEnvironmen
     return {place: (text, value) for place, text in texts.items() for value in _values(tree, place)}
 
 
-def written(tree: Mapping[str, Any], environment: FromEnvironment) -> dict[str, Any]:
+def unresolved(tree: Mapping[str, Any], environment: FromEnvironment) -> dict[str, Any]:
     """Returns `tree` as it is written down, to be resolved when it is read.
 
     What still is as it came from the environment becomes the text that asks for it; any other text

@@ -30,7 +30,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Links:
+class LinkSpeeds:
     """How fast the devices of a described cluster reach one another, one way."""
 
     intra_host_gb_per_second: float | None = number(None, minimum=0.0)  # device to device
@@ -172,7 +172,7 @@ class Described(Cluster):
     kind: str = "described"
     name: str | None = None
     device: Device = field(default_factory=Device)
-    links: Links = field(default_factory=Links)
+    links: LinkSpeeds = field(default_factory=LinkSpeeds)
     clause: ClassVar[str] = "which is only planned for"
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from launcher.config.schema import GPT, Config, StdlibText, Text
+from launcher.config.schema import Config, GPTOptions, StdlibText, Text
 
 BYTES = 256  # text is read as bytes: the vocabulary that it needs
 
@@ -12,7 +12,7 @@ BYTES = 256  # text is read as bytes: the vocabulary that it needs
 def notes(config: Config) -> Iterator[str]:
     """Yields what a user should know, each in one line with what to do about it."""
     model, dataset = config.model, config.dataset
-    if isinstance(model, GPT) and isinstance(dataset, StdlibText | Text):
+    if isinstance(model, GPTOptions) and isinstance(dataset, StdlibText | Text):
         rows = model.vocab_size or BYTES
         if rows > BYTES:
             yield (

@@ -104,7 +104,7 @@ class Shard(Planned):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pipeline(Planned):
+class Pipelined(Planned):
     """What every method obeys that puts layers into stages.
 
     Attributes:
@@ -117,7 +117,7 @@ class Pipeline(Planned):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Auto(Pipeline):
+class Auto(Pipelined):
     """The best plan that a search finds; `auto` and null are searched for."""
 
     method: str = "auto"
@@ -127,7 +127,7 @@ class Auto(Pipeline):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manual(Pipeline):
+class Manual(Pipelined):
     """A pipeline of stages of about equal work.
 
     Attributes:
@@ -143,7 +143,7 @@ class Manual(Pipeline):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThreeD(Pipeline):
+class ThreeD(Pipelined):
     """A pipeline of `pipeline` stages, each on `data` × `model` devices.
 
     Attributes:

@@ -32,7 +32,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class GPT:
+class GPTOptions:
     """A decoder-only transformer. A size names a row of `sizes`; a field that is set beats it.
 
     Once a configuration is loaded every dimension is set and `sizes` is empty.
@@ -59,7 +59,7 @@ class GPT:
 
 
 @dataclass(frozen=True)
-class MLP:
+class MLPOptions:
     """A stack of dense layers, for regression."""
 
     name: str = "mlp"
@@ -183,7 +183,7 @@ class Wandb:
     tags: list[str] = field(default_factory=list)
 
 
-MODELS: dict[str, type] = {"gpt": GPT, "mlp": MLP, "custom": CustomModel}
+MODELS: dict[str, type] = {"gpt": GPTOptions, "mlp": MLPOptions, "custom": CustomModel}
 DATASETS: dict[str, type] = {
     "stdlib_text": StdlibText,
     "text": Text,
@@ -208,7 +208,9 @@ class Config:
     allow_modules: list[str] = field(default_factory=list)
     allow_commands: bool = False
     run: Run = field(default_factory=Run)
-    model: GPT | MLP | CustomModel = field(default_factory=GPT, metadata=variants("name", MODELS))
+    model: GPTOptions | MLPOptions | CustomModel = field(
+        default_factory=GPTOptions, metadata=variants("name", MODELS)
+    )
     dataset: StdlibText | Text | Synthetic | CustomDataset = field(
         default_factory=StdlibText, metadata=variants("name", DATASETS)
     )

@@ -7,12 +7,12 @@ from typing import Any
 
 from launcher.config.build import LARGEST
 from launcher.config.errors import ConfigError, advice
-from launcher.config.schema import GPT
+from launcher.config.schema import GPTOptions
 
 DIMENSIONS = ("vocab_size", "sequence_length", "num_layers", "num_heads", "hidden_size")
 
 
-def fill_size(gpt: GPT) -> GPT:
+def fill_size(gpt: GPTOptions) -> GPTOptions:
     """Returns `gpt` with every dimension set and `sizes` emptied; a dimension that was set stays.
 
     Raises:
@@ -43,7 +43,7 @@ def fill_size(gpt: GPT) -> GPT:
     return dataclasses.replace(gpt, sizes={}, **filled)
 
 
-def _row(gpt: GPT) -> dict[str, int]:
+def _row(gpt: GPTOptions) -> dict[str, int]:
     if gpt.size is None or not gpt.sizes:
         return {}
     if gpt.size not in gpt.sizes:

@@ -17,7 +17,7 @@ from launcher.config.errors import ConfigError
 from launcher.config.keys import setting_keys
 from launcher.config.machines import Described, SlurmCluster, slurm_of
 from launcher.config.origin import ON_COMMAND_LINE, Origin
-from launcher.config.schema import MLP, Config, Text
+from launcher.config.schema import Config, MLPOptions, Text
 
 
 class Switch(NamedTuple):
@@ -74,7 +74,7 @@ SWITCHES = (
     Switch(
         ("model.hidden_size", "model.num_layers"),
         ("model.widths",),
-        lambda c: not (isinstance(c.model, MLP) and c.model.widths),
+        lambda c: not (isinstance(c.model, MLPOptions) and c.model.widths),
         "model.widths says the layers",
         "leave out model.widths",
     ),

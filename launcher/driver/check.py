@@ -20,7 +20,7 @@ from launcher.config.parallel import Replay
 from launcher.config.schema import Config, CustomDataset, CustomModel
 from launcher.driver import folder
 from launcher.driver.init_from import find_start
-from launcher.driver.replay import check_devices, check_program, read_plan
+from launcher.driver.replay import check_program, check_replay_devices, read_plan
 from recipes import InputError, check_dataset, find_module
 
 
@@ -40,7 +40,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Found:
+class Inputs:
     """What a run starts with.
 
     Attributes:
@@ -54,7 +54,7 @@ class Found:
 
 def look(
     config: Config, finished: int, say: Callable[[str], None], plan_only: bool = False
-) -> Found:
+) -> Inputs:
     """Look at the data, the devices and the checkpoint to start from, cheapest first.
 
     Args:
@@ -70,7 +70,7 @@ def look(
     """
     check_dataset(config.dataset, config.model, validation=config.train.eval_every > 0)
     pool = find_pool(config, plan_only, say)
-    return Found(pool, find_start(config, finished, say))
+    return Inputs(pool, find_start(config, finished, say))
 
 
 def check(config: Config, environ: Mapping[str, str]) -> Verdict:
@@ -132,7 +132,7 @@ def find_pool(config: Config, plan_only: bool, say: Callable[[str], None]) -> De
         path, each = config.parallel.plan, cluster.gpus // cluster.hosts
         plan = read_plan(path)
         check_program(config, path, say)
-        check_devices(path, plan, cluster.hosts, each)
+        check_replay_devices(path, plan, cluster.hosts, each)
     return pool
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from launcher.config.parallel import Auto, Data, Parallel, Planned, Zero3
 from launcher.driver.plan_from_config import plan_of
-from launcher.plan import ClusterShape, Plan, PlanError, in_words
+from launcher.plan import ClusterShape, Plan, PlanError, describe_plan
 from launcher.report.text import bytes_text
 from launcher.trace import BatchError, TracedStep
 
@@ -43,7 +43,7 @@ def what_fits(parallel: Parallel, step: TracedStep, cluster: ClusterShape, plan:
     try:
         num_layers = getattr(parallel, "num_layers", None)
         automatic = plan_of(Auto(num_layers=num_layers), step, cluster)
-        options.append(f"parallel=auto ({in_words(automatic)})")
+        options.append(f"parallel=auto ({describe_plan(automatic)})")
     except PlanError as error:
         if advice := str(error).partition(_FITS)[2]:
             options.append(f"parallel=auto with {advice}")

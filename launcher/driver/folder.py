@@ -163,7 +163,7 @@ def reload(home: RunFolder, config: Config) -> RunFolder:
     """
     home.check()
     choice = _choose(config, home.path)
-    checkpoint.clear_partial(home.checkpoints)
+    checkpoint.clear_partial_saves(home.checkpoints)
     damaged = tuple(_set_aside(home.checkpoints, *each) for each in choice.damaged)
     next_batch = choice.account.next_batch if choice.account else 0
     step = choice.step or 0
@@ -182,7 +182,7 @@ def _lock(file: BinaryIO, path: Path) -> None:
         ) from None
 
 
-def _choose(config: Config, path: Path, thorough: bool = True) -> checkpoint.Choice:
+def _choose(config: Config, path: Path, thorough: bool = True) -> checkpoint.NewestIntact:
     """Return the checkpoint that the run resumes from, if there is one."""
     checkpoints = RunFolder(path).checkpoints
     try:

@@ -18,7 +18,7 @@ from typing import Any
 
 from launcher.config.compose import to_dict
 from launcher.config.errors import ConfigError, shown
-from launcher.config.interpolation import dotted, written
+from launcher.config.interpolation import dotted, unresolved
 from launcher.config.schema import Config
 from launcher.train.checkpoint import Account
 
@@ -60,7 +60,7 @@ def check_same_run(path: Path, step: int, stored: Account, config: Config) -> No
         if key in stored.fingerprints:
             is_same = _matches(stored.fingerprints[key], json.dumps(value))
         else:
-            is_same = before.get(key) == written({key: value}, {})[key]
+            is_same = before.get(key) == unresolved({key: value}, {})[key]
         if not is_same:
             raise ConfigError(
                 f"{key}={shown(value)} does not fit run.id={path.name}, which came to step {step} "

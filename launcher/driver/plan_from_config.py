@@ -10,7 +10,7 @@ from launcher.config.parallel import (
     Data,
     Manual,
     Parallel,
-    Pipeline,
+    Pipelined,
     Planned,
     Replay,
     Shard,
@@ -18,7 +18,7 @@ from launcher.config.parallel import (
     Zero2,
     Zero3,
 )
-from launcher.driver.replay import another_program, check_devices, no_plan, read_plan
+from launcher.driver.replay import another_program, check_replay_devices, no_plan, read_plan
 from launcher.plan import ClusterShape, Plan, PlanError
 from launcher.plan.build import build_plan, repriced
 from launcher.plan.errors import TooLargeError
@@ -138,7 +138,7 @@ def _planned(parallel: Planned, step: TracedStep, cluster: ClusterShape) -> Plan
 
 
 def _layers(
-    parallel: Pipeline, step: TracedStep, num_stages: int | None
+    parallel: Pipelined, step: TracedStep, num_stages: int | None
 ) -> ManualLayerOption | AutoLayerOption:
     return numbered_layers(step, parallel.num_layers, num_stages)
 
@@ -174,7 +174,7 @@ def _replayed(parallel: Replay, step: TracedStep, cluster: ClusterShape) -> Plan
         raise no_plan(path, str(error)) from error
     if plan.fingerprint != step.fingerprint:
         raise another_program(path)
-    check_devices(path, tree, cluster.hosts, cluster.devices_per_host)
+    check_replay_devices(path, tree, cluster.hosts, cluster.devices_per_host)
     try:
         plan.validate(step)
     except PlanError as error:

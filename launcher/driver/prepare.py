@@ -13,7 +13,7 @@ from rich.console import Console
 
 from launcher.cluster.devices import DevicePool
 from launcher.config.schema import Config
-from launcher.driver.check import Found, look
+from launcher.driver.check import Inputs, look
 from launcher.driver.cluster_from_config import shape_of
 from launcher.driver.fitting import too_large, what_fits
 from launcher.driver.init_from import check_start
@@ -54,7 +54,7 @@ class Traced:
         seconds: the time that tracing took.
     """
 
-    found: Found
+    found: Inputs
     cluster: ClusterShape
     program: Program
     seconds: float
@@ -82,7 +82,7 @@ def prepare(
     return plan(config, console, trace(config, console, found), plan_only)
 
 
-def trace(config: Config, console: Console, found: Found) -> Traced:
+def trace(config: Config, console: Console, found: Inputs) -> Traced:
     """Read the data and trace the program; raise like `prepare`."""
     jax.config.update("jax_platforms", "cpu")  # the devices are for the workers
     cluster = shape_of(config.cluster, found.pool, _printer(console))

@@ -53,7 +53,7 @@ def read_plan(path: str) -> Any:
         raise no_plan(path, str(error)) from error
 
 
-def check_devices(path: str, plan: Any, hosts: int, devices_per_host: int) -> None:
+def check_replay_devices(path: str, plan: Any, hosts: int, devices_per_host: int) -> None:
     """Check that a plan is for these devices.
 
     Args:

@@ -25,7 +25,7 @@ from launcher.config.machines import machines_of
 from launcher.config.parallel import Planned
 from launcher.config.schema import Config, CustomDataset, CustomModel
 from launcher.driver import folder
-from launcher.driver.check import Found, look, os_error_text
+from launcher.driver.check import Inputs, look, os_error_text
 from launcher.driver.folder import RunFolder
 from launcher.output import complain
 from launcher.report.console import make_console
@@ -144,7 +144,7 @@ def _train(config: Config, stop: Stop, rendezvous: Rendezvous | None) -> int:
 def _trace_and_plan(
     config: Config,
     home: RunFolder,
-    found: Found,
+    found: Inputs,
     console: Console,
     session: PrivateRay | None,
     stop: Stop,
@@ -176,7 +176,7 @@ def _can_start_early(config: Config) -> bool:
 
 
 def _start_ray(
-    config: Config, home: RunFolder, found: Found, say: Callable[[str], None], stop: Stop
+    config: Config, home: RunFolder, found: Inputs, say: Callable[[str], None], stop: Stop
 ) -> PrivateRay:
     assert found.pool is not None
     home.logs.mkdir(exist_ok=True)

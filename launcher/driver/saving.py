@@ -12,7 +12,7 @@ from launcher.config.compose import redacted
 from launcher.config.schema import Checkpoint, Config
 from launcher.driver.identity import fingerprints
 from launcher.plan import Plan
-from launcher.train.checkpoint import SaveError, clear_partial
+from launcher.train.checkpoint import SaveError, clear_partial_saves
 
 if TYPE_CHECKING:
     from launcher.driver.workers import Answers, Workers
@@ -113,7 +113,9 @@ class Saving:
         problem = self._workers.submit("saved").result()
         if problem is None:
             return
-        clear_partial(self._folder)  # parts that other processes wrote after the first gave up
+        clear_partial_saves(
+            self._folder
+        )  # parts that other processes wrote after the first gave up
         self._failures.append(problem)
         if final or self._settings.on_error == "stop":
             raise SaveError(problem)

@@ -28,7 +28,7 @@ from launcher.output import complain
 from launcher.stop import Stop
 
 
-def serve(config: Config, allocation: Allocation, stop: Stop) -> int:
+def serve_node(config: Config, allocation: Allocation, stop: Stop) -> int:
     """Join the driver's Ray, and that of each restart, until the driver ends.
 
     Returns:

@@ -6,8 +6,8 @@ Imports `partition` and below.
 from launcher.partition.errors import PlanError
 from launcher.plan.build import make_forward_plan
 from launcher.plan.cluster_shape import ClusterShape, local_shape
-from launcher.plan.inter_op.select import in_words
-from launcher.plan.pipeline import measured_bubble, timeline, transfer_seconds
+from launcher.plan.inter_op.select import describe_plan
+from launcher.plan.pipeline import measured_bubble, microbatch_transfer_seconds, timeline
 from launcher.plan.plan import Plan
 from launcher.plan.stage_plan import StagePlan, Transfer
 
@@ -17,10 +17,10 @@ __all__ = [
     "PlanError",
     "StagePlan",
     "Transfer",
-    "in_words",
+    "describe_plan",
     "local_shape",
     "make_forward_plan",
     "measured_bubble",
+    "microbatch_transfer_seconds",
     "timeline",
-    "transfer_seconds",
 ]

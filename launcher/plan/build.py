@@ -20,7 +20,7 @@ from launcher.plan.cost.stage_seconds import (
     StageSeconds,
     links_of,
     stage_seconds,
-    update_seconds,
+    stage_update_seconds,
 )
 from launcher.plan.intra_op.stage_shardings import StageShardings
 from launcher.plan.pipeline import Pipeline, estimated
@@ -176,7 +176,9 @@ class PlanBuilder:
         beside = [counts[other.index] for other in cut.on_mesh(graph.mesh)]
         share = counts[s] / sum(beside) if any(beside) else 1 / len(beside)
         links = links_of(submesh, cluster)
-        once, at_end = update_seconds(graph, cut.loss, cut.update, layout, cluster, links, share)
+        once, at_end = stage_update_seconds(
+            graph, cut.loss, cut.update, layout, cluster, links, share
+        )
         return StagePlan(
             layers=layers,
             hosts=tuple(sorted({cluster.host_of(d) for d in submesh.devices})),

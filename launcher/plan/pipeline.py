@@ -47,7 +47,7 @@ class Estimate(Pipeline):
     predicted_bubble_fraction: float
 
 
-def transfer_seconds(plan: Pipeline | Plan) -> dict[tuple[int, int], float]:
+def microbatch_transfer_seconds(plan: Pipeline | Plan) -> dict[tuple[int, int], float]:
     """Return the seconds of a microbatch's transfer, by (source, destination) stage."""
     cluster = ClusterShape(**plan.cluster)
     return {
@@ -74,7 +74,7 @@ def _transfer_seconds(
 def timeline(plan: Pipeline | Plan) -> list[TimedTask]:
     """Return the timeline of the step's pipeline as the planner expects it."""
     cluster, mesh_of = ClusterShape(**plan.cluster), plan.mesh_of
-    sending = transfer_seconds(plan)
+    sending = microbatch_transfer_seconds(plan)
 
     def duration(task: Task) -> float:
         stage = plan.stages[task.stage]

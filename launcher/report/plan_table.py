@@ -150,10 +150,10 @@ def predictions(plan: Plan, tokens: int | None = None) -> str:
 
 def _transfers(plan: Plan) -> list[str]:
     """Return the slowest transfer of each stage; "-" where it sends nothing on."""
-    from launcher.plan import transfer_seconds  # imports JAX, which is loaded by now
+    from launcher.plan import microbatch_transfer_seconds  # imports JAX, which is loaded by now
 
     slowest: dict[int, float] = {}
-    for (src, dst), seconds in transfer_seconds(plan).items():
+    for (src, dst), seconds in microbatch_transfer_seconds(plan).items():
         if src < dst:
             slowest[src] = max(seconds, slowest.get(src, 0.0))
     stages = range(len(plan.stages))

@@ -20,7 +20,7 @@ from launcher.runtime.instructions import Free, Instruction, Run, Send
 from launcher.runtime.order import digest, parts_of, prove
 from launcher.runtime.placement import Placement
 from launcher.runtime.throttle import Pace
-from launcher.runtime.transfer import RemoteTransfer, absent, is_here, local_transfer, place
+from launcher.runtime.transfer import RemoteTransfer, absent, is_here, local_transfer, place_array
 from launcher.runtime.transport import Exchange, Transport
 
 
@@ -95,7 +95,7 @@ def build_table(
     slots: list[Any] = [None] * len(emitted.slots)
     for value, slot in emitted.constants:
         if is_here(placement.sharding(slot)):
-            slots[slot] = place(value, placement.sharding(slot))
+            slots[slot] = place_array(value, placement.sharding(slot))
     fixed = _fixed(emitted, placement)
     if transport is not None:
         transport.barrier("open")  # nothing is left that can fail
@@ -156,8 +156,8 @@ def _rows(
 
 def _prove(rows: Sequence[Row], emitted: Emitted, placement: Placement) -> None:
     """Prove, from the rows as they were built, that this process does not deadlock."""
-    place = {id(x): i for i, x in enumerate(emitted.instructions)}
-    done = [place[id(x)] for x, *_ in rows if not isinstance(x, Free)]
+    position = {id(x): i for i, x in enumerate(emitted.instructions)}
+    done = [position[id(x)] for x, *_ in rows if not isinstance(x, Free)]
     given = [slot for _, slot in (*emitted.arguments, *emitted.constants)]
     given += [slot for _, slot, _ in emitted.batches]
     own = {jax.process_index(): done}
@@ -170,7 +170,9 @@ def _fixed(emitted: Emitted, placement: Placement) -> dict[int, jax.Array]:
         if slot is None:
             sharding = placement.whole(mesh)
             value = np.asarray(literal.val, literal.aval.dtype)
-            found[i] = place(value, sharding) if is_here(sharding) else absent(value, sharding)
+            found[i] = (
+                place_array(value, sharding) if is_here(sharding) else absent(value, sharding)
+            )
         elif not is_here(placement.sharding(slot)):
             found[i] = absent(emitted.slots[slot].aval, placement.sharding(slot))
     return found

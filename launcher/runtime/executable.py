@@ -21,7 +21,7 @@ from launcher.runtime.emit import emit
 from launcher.runtime.instructions import Run
 from launcher.runtime.placement import make_placement
 from launcher.runtime.state import create_state
-from launcher.runtime.transfer import is_here, place
+from launcher.runtime.transfer import is_here, place_array
 from launcher.runtime.transport import Transport
 from launcher.schedule import Task, TimedTask, simulate
 from launcher.trace.step import TracedStep
@@ -198,7 +198,7 @@ class Executable:
                 slots[slot] = value
         for value, slot, sharding in moved:
             if not sharding.is_fully_addressable and is_here(sharding):
-                slots[slot] = place(value, sharding)
+                slots[slot] = place_array(value, sharding)
         return slots
 
     def _results(self, slots: list[Any]) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from launcher.runtime.transfer import absent, is_here, place
+from launcher.runtime.transfer import absent, is_here, place_array
 from launcher.trace.jaxpr import jaxpr_as_fun, make_jaxpr_and_shape
 
 
@@ -48,7 +48,7 @@ def create_state(
             return [leaves[i] for i in mine]
 
         whole = NamedSharding(mesh, PartitionSpec())
-        here = jax.tree.map(lambda x: place(x, whole), args)
+        here = jax.tree.map(lambda x: place_array(x, whole), args)
         values = jax.jit(some, out_shardings=[wanted[i] for i in mine])(*here)
         for i, value in zip(mine, values, strict=True):
             made[i] = value

@@ -25,12 +25,12 @@ def is_here(sharding: NamedSharding) -> bool:
     return bool(sharding.addressable_devices)
 
 
-def place(value: Any, sharding: NamedSharding) -> jax.Array:
+def place_array(value: Any, sharding: NamedSharding) -> jax.Array:
     """Return a value that every process has as one array; each process fills its own devices."""
     if sharding.is_fully_addressable:
         return jax.device_put(value, sharding)
     if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
-        data = place(np.asarray(jax.random.key_data(value)), sharding)
+        data = place_array(np.asarray(jax.random.key_data(value)), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
     value = np.asarray(value)
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])

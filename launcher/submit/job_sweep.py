@@ -46,12 +46,12 @@ from launcher.submit.job import (
     variables,
     write_script,
 )
-from launcher.submit.local_sweep import check_jobs, members, place
+from launcher.submit.local_sweep import check_jobs, members, place_sweep
 
 
 def submit_sweep(points: Sequence[Point], stop: Stop) -> int:
     """Submit every run of a sweep; return the exit code, 0 if Slurm accepted them all."""
-    sweep_id, folder = place(points)
+    sweep_id, folder = place_sweep(points)
     configs = members(points, sweep_id, folder)
     check_jobs(configs)
     if slurm_of(configs[0].cluster).dry_run:

@@ -54,7 +54,7 @@ def run_sweep(points: Sequence[Point], config_dirs: Sequence[str]) -> int:
         The exit code: 0 if all runs ended well, 130 or 75 if a signal stopped the sweep, otherwise
             1.
     """
-    sweep_id, folder = place(points)
+    sweep_id, folder = place_sweep(points)
     run_dirs: list[Path] = []
     failed = False
     with SignalRelay() as relay:
@@ -74,7 +74,7 @@ def run_sweep(points: Sequence[Point], config_dirs: Sequence[str]) -> int:
     return int(failed) if relay.received is None else _STOPS[relay.received][1]
 
 
-def place(points: Sequence[Point]) -> tuple[str, Path]:
+def place_sweep(points: Sequence[Point]) -> tuple[str, Path]:
     """Return the sweep's id and folder, from run.id and run.dir if they are set.
 
     Raises:
@@ -147,7 +147,7 @@ def check_sweep(points: Sequence[Point], wrong: Mapping[str, ConfigError]) -> in
     Returns:
         The exit code, 2 if any setting is wrong.
     """
-    configs = members(points, *place(points))
+    configs = members(points, *place_sweep(points))
     if any(isinstance(config.cluster, SlurmCluster) for config in configs):
         check_jobs(configs)
     verdicts = [check(config, os.environ) for config in configs]

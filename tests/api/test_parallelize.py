@@ -220,7 +220,7 @@ def test_plans_rest_on_what_task_calibrate_measured(tmp_path, monkeypatch):
     pool = DevicePool("cpu", 2, 4, "CPU device", "")
     shapes = lambda: (session.LocalBackend().shape, session._shape_of(pool))  # noqa: E731
     assert not any(shape.flops == 4e9 for shape in shapes())
-    cache.write(cache.place("calibration", local_shape(8, 1, "cpu"), "", print), found, print)
+    cache.write(cache.cache_file("calibration", local_shape(8, 1, "cpu"), "", print), found, print)
     assert all(shape.flops == 4e9 for shape in shapes())
 
 

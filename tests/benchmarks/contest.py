@@ -10,11 +10,11 @@ import jax
 import numpy as np
 import optax
 
-from launcher.config.schema import GPT
+from launcher.config.schema import GPTOptions
 from recipes import build_model
 
 BATCH = 32
-SIZES = GPT(
+SIZES = GPTOptions(
     vocab_size=512,
     hidden_size=256,
     num_layers=8,
@@ -28,7 +28,7 @@ TINY = dataclasses.replace(SIZES, hidden_size=16, sequence_length=8)
 class Contest:
     """A GPT with AdamW on one batch. `init(key)` makes its state."""
 
-    def __init__(self, options: GPT) -> None:
+    def __init__(self, options: GPTOptions) -> None:
         self.model = build_model(options, "fp32")
         self.optimizer = optax.adamw(1e-3)
         rng = np.random.default_rng(0)

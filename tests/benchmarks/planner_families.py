@@ -24,7 +24,7 @@ from planner_published import cluster_of, fits, restricted
 import launcher
 from launcher.plan import Plan
 from launcher.plan.inter_op.problem import Wanted
-from launcher.plan.inter_op.select import best_plan, in_words
+from launcher.plan.inter_op.select import best_plan, describe_plan
 from launcher.plan.methods import Zero3Parallel
 from launcher.trace import TracedStep, trace_step
 
@@ -220,7 +220,7 @@ def main(most: int = 16) -> None:
             print(
                 f"{gpus:4}  {make.__name__} {auto.num_parameters / 1e9:5.2f} B"
                 f"{''.join(f'{speed:>8}' for speed in speeds)}"
-                f"   {auto.predicted_tflops_per_device_with_remat:10.1f}   {in_words(auto)}",
+                f"   {auto.predicted_tflops_per_device_with_remat:10.1f}   {describe_plan(auto)}",
                 flush=True,
             )
     print("* does not fit")

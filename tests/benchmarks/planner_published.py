@@ -30,7 +30,7 @@ from launcher.plan import ClusterShape, Plan
 from launcher.plan.build import build_plan
 from launcher.plan.inter_op.auto import make_problem
 from launcher.plan.inter_op.problem import Wanted, best_of
-from launcher.plan.inter_op.select import best_plan, in_words
+from launcher.plan.inter_op.select import best_plan, describe_plan
 from launcher.trace import TracedStep, trace_step
 from recipes import build_model
 
@@ -176,7 +176,7 @@ def main(most: int = 64) -> None:
         print(
             f"{point.gpus:4}  {point.size:5} {speeds[0]:8.2f} {speeds[1]:10.2f}"
             f"{'' if fits(theirs) else '*'} {speeds[2]:6.2f} {speeds[3]:6.2f}"
-            f"  {rate:8.1f} {point.auto:9.1f} {off[-1]:+7.0%}   {in_words(plans[0])}",
+            f"  {rate:8.1f} {point.auto:9.1f} {off[-1]:+7.0%}   {describe_plan(plans[0])}",
             flush=True,
         )
     print(f"median distance from the published rates: {statistics.median(map(abs, off)):.0%}")

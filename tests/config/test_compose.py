@@ -18,7 +18,7 @@ from launcher.config.machines import CLUSTERS
 from launcher.config.optimizers import OPTIMIZERS
 from launcher.config.overrides import written
 from launcher.config.parallel import METHODS, Manual, Replay, Zero3
-from launcher.config.schema import GPT, MLP, Config, StdlibText, Text
+from launcher.config.schema import Config, GPTOptions, MLPOptions, StdlibText, Text
 from launcher.driver.cluster_from_config import described_shape
 from launcher.plan import local_shape
 
@@ -99,11 +99,11 @@ def test_the_examples_of_the_help_are_right(
 
 def test_the_defaults_of_yaml_and_schema_agree() -> None:
     composed = load([])
-    assert isinstance(composed.model, GPT)
+    assert isinstance(composed.model, GPTOptions)
     unfilled = {"vocab_size", "sequence_length", "num_layers", "num_heads", "hidden_size"}
     model = dataclasses.replace(composed.model, **dict.fromkeys(unfilled))
     assert dataclasses.replace(composed, model=model) == build(Config, {})
-    assert load(["model=mlp", "dataset=synthetic"]).model == MLP()
+    assert load(["model=mlp", "dataset=synthetic"]).model == MLPOptions()
     for name, optimizer in OPTIMIZERS.items():
         assert load([f"optimizer={name}"]).optimizer == optimizer()
     for name in ("local", "emulated", "slurm"):
@@ -137,7 +137,7 @@ def test_the_yaml_files_show_every_setting() -> None:
 )
 def test_the_alpa_sizes(size: str, dimensions: tuple[int, int, int]) -> None:
     model = load([f"model.size={size}"]).model
-    assert isinstance(model, GPT)
+    assert isinstance(model, GPTOptions)
     assert (model.hidden_size, model.num_layers, model.num_heads) == dimensions
     assert (model.sequence_length, model.vocab_size) == (1024, 51200)
     assert (model.layers, model.sizes) == (dimensions[1], {})
@@ -145,7 +145,7 @@ def test_the_alpa_sizes(size: str, dimensions: tuple[int, int, int]) -> None:
 
 def test_a_set_dimension_beats_the_size() -> None:
     model = load(["model.size=39b", "model.num_layers=6"]).model
-    assert isinstance(model, GPT)
+    assert isinstance(model, GPTOptions)
     assert (model.num_layers, model.hidden_size) == (6, 8192)
 
 
@@ -280,7 +280,7 @@ def test_users_own_groups_and_files(tmp_path: Path) -> None:
         (conf / file).parent.mkdir(parents=True, exist_ok=True)
         (conf / file).write_text(text)
     config = load(["model=small", "dataset=synthetic", "+debug=short"], [str(conf)])
-    assert config.model == MLP(num_layers=2)
+    assert config.model == MLPOptions(num_layers=2)
     # A file of the user's beats the project's of the same name.
     assert config.dataset.num_samples == 8  # type: ignore[union-attr]
     assert config.train.steps == 1

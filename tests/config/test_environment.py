@@ -14,7 +14,7 @@ from launcher.__main__ import main
 from launcher.cluster.slurm.script import TAIL
 from launcher.config.compose import load, load_frozen, redacted, to_dict, to_written
 from launcher.config.errors import ConfigError
-from launcher.config.interpolation import written
+from launcher.config.interpolation import unresolved
 from launcher.submit.job import script_for
 
 SECRET = 's3cret it\'s "x" $HOME'
@@ -75,7 +75,7 @@ def test_a_job_resolves_them_where_it_reads_them(
     ["${x}", r"\${x}", r"\\${x}", "a\\", r"a\b${y}c\d", "${", "x ${ y", "$x", "${oc.env:STEPS}"],
 )
 def test_other_text_is_read_as_it_was(text: str) -> None:
-    tree = written({"a": [text]}, {})
+    tree = unresolved({"a": [text]}, {})
     assert OmegaConf.to_container(OmegaConf.create(tree), resolve=True) == {"a": [text]}
 
 

@@ -18,7 +18,7 @@ import optax
 
 import launcher
 from launcher.config.compose import load
-from launcher.config.schema import GPT
+from launcher.config.schema import GPTOptions
 from launcher.plan import local_shape
 from launcher.plan.methods import DataParallel, PipeshardParallel, UniformStageOption
 from launcher.runtime import PermuteTransport, PullTransport, compile_step
@@ -82,7 +82,9 @@ def timed(calls, batch):
 
 def memory():
     """Whether the state is donated, and the device's bytes after each step."""
-    options = GPT(vocab_size=256, hidden_size=256, num_layers=4, num_heads=4, sequence_length=128)
+    options = GPTOptions(
+        vocab_size=256, hidden_size=256, num_layers=4, num_heads=4, sequence_length=128
+    )
     model = build_model(options, "fp32")
     text = np.random.default_rng(0).integers(0, 256, (8, 129), dtype=np.int32)
     batch = {"tokens": text[:, :-1], "targets": text[:, 1:]}
@@ -212,7 +214,9 @@ def handed_over(transport, store, is_first):
 
 def small():
     """A step and what makes its state, a batch, and the traced step."""
-    options = GPT(vocab_size=256, hidden_size=64, num_layers=2, num_heads=2, sequence_length=32)
+    options = GPTOptions(
+        vocab_size=256, hidden_size=64, num_layers=2, num_heads=2, sequence_length=32
+    )
     model = build_model(options, "fp32")
     text = np.random.default_rng(0).integers(0, 256, (4, 33), dtype=np.int32)
     batch = {"tokens": text[:, :-1], "targets": text[:, 1:]}

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from recipes.files import Piece, find_stdlib, find_text, split, total_size
+from recipes.files import FileSlice, find_stdlib, find_text, split, total_size
 
 
 def whole(sizes):
-    return [Piece(name, Path(name), 0, size) for name, size in sizes.items()]
+    return [FileSlice(name, Path(name), 0, size) for name, size in sizes.items()]
 
 
 MANY = whole({f"{index}.txt": 100 + index for index in range(100)})
@@ -77,12 +77,14 @@ def test_a_folder_gives_its_non_empty_files_that_fit_the_pattern(tmp_path):
     (tmp_path / "folder.txt").mkdir()
     found = find_text(str(tmp_path), "**/*.txt")
     assert found == [
-        Piece("a.txt", tmp_path / "a.txt", 0, 3),
-        Piece("b/c.txt", tmp_path / "b/c.txt", 0, 2),
+        FileSlice("a.txt", tmp_path / "a.txt", 0, 3),
+        FileSlice("b/c.txt", tmp_path / "b/c.txt", 0, 2),
     ]
 
 
 def test_a_path_may_start_at_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "mine.txt").write_text("text")
-    assert find_text("~/mine.txt", "**/*.txt") == [Piece("mine.txt", tmp_path / "mine.txt", 0, 4)]
+    assert find_text("~/mine.txt", "**/*.txt") == [
+        FileSlice("mine.txt", tmp_path / "mine.txt", 0, 4)
+    ]

@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 
 import launcher
-from launcher.config.schema import MLP
+from launcher.config.schema import MLPOptions
 from launcher.plan import local_shape
 from launcher.plan.methods import PipeshardParallel, UniformStageOption
 from launcher.runtime import compile_step
 from launcher.trace import trace_step
 from recipes import build_model
 
-MODEL = build_model(MLP(input_size=4, hidden_size=8, output_size=2, num_layers=4), "fp32")
+MODEL = build_model(MLPOptions(input_size=4, hidden_size=8, output_size=2, num_layers=4), "fp32")
 X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
 BATCH = {"x": X, "y": X[:, :2] ** 2}
 KINDS = {"forward", "backward", "zeros"}

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import launcher
-from launcher.config.schema import GPT, MLP
+from launcher.config.schema import GPTOptions, MLPOptions
 from launcher.plan import local_shape, make_forward_plan
 from launcher.plan.methods import DataParallel, PipeshardParallel, UniformStageOption
 from launcher.runtime import compile_step
@@ -28,9 +28,9 @@ SMALL_GPT = {
     "mlp_ratio": 2,
 }
 MODELS = {
-    "mlp": MLP(input_size=8, hidden_size=16, output_size=4, num_layers=4),
-    "gpt_tied": GPT(**SMALL_GPT, tie_embeddings=True),
-    "gpt_untied": GPT(**SMALL_GPT, tie_embeddings=False),
+    "mlp": MLPOptions(input_size=8, hidden_size=16, output_size=4, num_layers=4),
+    "gpt_tied": GPTOptions(**SMALL_GPT, tie_embeddings=True),
+    "gpt_untied": GPTOptions(**SMALL_GPT, tie_embeddings=False),
 }
 GRID = list(itertools.product((1, 2, 4), (1, 4, 8), ("gpipe", "1f1b")))
 # Every value of every axis, and every pair of stages and microbatches that differs in kind.

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import launcher
-from launcher.config.schema import GPT, MLP
+from launcher.config.schema import GPTOptions, MLPOptions
 from launcher.plan import local_shape, make_forward_plan
 from launcher.plan.methods import PipeshardParallel, UniformStageOption
 from launcher.runtime import compile_step
@@ -17,8 +17,8 @@ from recipes import build_model
 
 BATCH, STEPS = 12, 4
 MODELS = {
-    "mlp": MLP(input_size=8, hidden_size=16, output_size=4, num_layers=4),
-    "gpt_tied": GPT(
+    "mlp": MLPOptions(input_size=8, hidden_size=16, output_size=4, num_layers=4),
+    "gpt_tied": GPTOptions(
         vocab_size=32,
         hidden_size=16,
         num_layers=4,

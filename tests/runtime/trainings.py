@@ -9,7 +9,7 @@ import optax
 import tiny
 
 import launcher
-from launcher.config.schema import GPT, MLP
+from launcher.config.schema import GPTOptions, MLPOptions
 from recipes import build_model
 
 ROWS, ROUNDS = 24, 5
@@ -18,10 +18,10 @@ _GPT = {
     "mlp_ratio": 2,
 }  # fmt: skip
 RECIPES = {
-    "mlp": MLP(input_size=8, hidden_size=16, output_size=4, num_layers=4),
-    "gpt_tied": GPT(**_GPT, tie_embeddings=True),
-    "gpt_untied": GPT(**_GPT, tie_embeddings=False),
-    "gpt_short": GPT(**_GPT | {"num_layers": 2}, tie_embeddings=False),
+    "mlp": MLPOptions(input_size=8, hidden_size=16, output_size=4, num_layers=4),
+    "gpt_tied": GPTOptions(**_GPT, tie_embeddings=True),
+    "gpt_untied": GPTOptions(**_GPT, tie_embeddings=False),
+    "gpt_short": GPTOptions(**_GPT | {"num_layers": 2}, tie_embeddings=False),
 }
 OPTIMIZER = optax.chain(
     optax.clip_by_global_norm(0.5), optax.adamw(optax.linear_schedule(1e-2, 1e-3, 8), eps=1e-4)

@@ -33,7 +33,7 @@ from launcher.runtime import (  # noqa: E402
     move,
 )
 from launcher.runtime.permute import _Program  # noqa: E402
-from launcher.runtime.transfer import boxes, is_here, place  # noqa: E402
+from launcher.runtime.transfer import boxes, is_here, place_array  # noqa: E402
 from launcher.trace import trace_step  # noqa: E402
 
 
@@ -114,7 +114,7 @@ def keys(transport):
     avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values]
     src = [NamedSharding(one, PartitionSpec())] * 2
     dst = [NamedSharding(other, PartitionSpec(*cut)) for cut in ((), ("a",))]
-    there = [place(*each) if INDEX == 0 else None for each in zip(values, src, strict=True)]
+    there = [place_array(*each) if INDEX == 0 else None for each in zip(values, src, strict=True)]
     arrived = 0
     for value, moved, sharding in zip(
         values, move(there, avals, src, dst, transport), dst, strict=True
@@ -152,7 +152,7 @@ def barriers():
     found = []
     for size in (3, 3, 4):
         value = np.arange(size, dtype=np.float32)
-        array = place(value, src) if INDEX == 0 else None
+        array = place_array(value, src) if INDEX == 0 else None
         fails = mock.patch.object(_Program, "compiled", side_effect=ZeroDivisionError)
         try:
             with fails if size == 4 and INDEX == 1 else contextlib.nullcontext():

@@ -33,7 +33,7 @@ def refused(step, size):
         save(step, size)
     except checkpoint.SaveError as error:
         assert sorted(DISK.rglob("*")) == before
-        assert checkpoint.newest(FOLDER) == checkpoint.Choice(1)
+        assert checkpoint.newest(FOLDER) == checkpoint.NewestIntact(1)
         return str(error)
     raise AssertionError("it was saved")
 
@@ -74,5 +74,5 @@ subprocess.run(["mount", "-o", "remount,ro", str(DISK)], check=True)
 read_only = refused(3, 1000)
 subprocess.run(["mount", "-o", "remount,rw", str(DISK)], check=True)
 save(4, 1000)
-assert checkpoint.newest(FOLDER) == checkpoint.Choice(4)
+assert checkpoint.newest(FOLDER) == checkpoint.NewestIntact(4)
 print(json.dumps([full, read_only]))

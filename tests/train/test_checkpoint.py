@@ -157,7 +157,7 @@ def test_a_state_that_is_saved_stays_so_where_old_ones_cannot_be_deleted(
 
     monkeypatch.setattr(Path, "rename", refuse)
     save(tmp_path, 6, keep=1)
-    assert checkpoint.newest(tmp_path) == checkpoint.Choice(6)
+    assert checkpoint.newest(tmp_path) == checkpoint.NewestIntact(6)
     assert "cannot delete what need not be kept" in caplog.text
     monkeypatch.undo()
     save(tmp_path, 7, keep=1)
@@ -193,7 +193,7 @@ def test_what_others_put_there_neither_hurts_nor_goes(tmp_path):
     clutter(tmp_path)
     found = checkpoint.newest(tmp_path)
     assert (found.step, found.damaged) == (5, ())
-    checkpoint.clear_partial(tmp_path)
+    checkpoint.clear_partial_saves(tmp_path)
     save(tmp_path, 9, keep=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
         [".DS_Store", "07", "30.orbax-checkpoint-tmp", "7", "8", "9", "foo"]
@@ -301,10 +301,10 @@ def test_a_quota_that_is_used_up_is_named_and_the_last_checkpoint_stays(by, tmp_
         "free some space, or choose another run.dir."
     )
     assert [path.name for path in tmp_path.iterdir()] == ["1"]
-    assert checkpoint.newest(tmp_path) == checkpoint.Choice(1)
+    assert checkpoint.newest(tmp_path) == checkpoint.NewestIntact(1)
     monkeypatch.undo()
     save(tmp_path, 2)
-    assert checkpoint.newest(tmp_path) == checkpoint.Choice(2)
+    assert checkpoint.newest(tmp_path) == checkpoint.NewestIntact(2)
 
 
 def halved(state, parity):

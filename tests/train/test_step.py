@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from launcher.config.optimizers import AdamW
-from launcher.config.schema import MLP
+from launcher.config.schema import MLPOptions
 from launcher.train.optimizer import build_optimizer
 from launcher.train.step import init_state, make_eval_step, make_train_step
 from recipes import InputError, Model, build_model
@@ -18,7 +18,9 @@ BATCH = {"x": jnp.arange(12.0).reshape(4, 3) / 10, "y": jnp.ones((4, 2))}
 
 @pytest.fixture
 def parts():
-    model = build_model(MLP(input_size=3, hidden_size=5, output_size=2, num_layers=2), "fp32")
+    model = build_model(
+        MLPOptions(input_size=3, hidden_size=5, output_size=2, num_layers=2), "fp32"
+    )
     return model, *build_optimizer(AdamW(warmup_steps=3, clip_norm=0.1), 10)
 
 

@@ -53,7 +53,7 @@ def start_head(
         )
 
 
-def go_on(head: subprocess.Popen[str]) -> None:
+def continue_head(head: subprocess.Popen[str]) -> None:
     """Continue the head if it was stopped: it watches over the other processes."""
     with suppress(psutil.Error):  # it is gone
         if psutil.Process(head.pid).status() == psutil.STATUS_STOPPED:
@@ -69,7 +69,7 @@ def end(head: subprocess.Popen[str], folder: Path) -> None:
     for pipe in (head.stdin, head.stdout):
         assert pipe is not None
         pipe.close()
-    go_on(head)
+    continue_head(head)
     try:
         head.wait(_END_SECONDS)
     except subprocess.TimeoutExpired:

@@ -25,7 +25,7 @@ from launcher.cluster.errors import ClusterError, RayEndedError, last_lines
 from launcher.cluster.ray import ray_compat, scratch, worker_actor
 from launcher.cluster.ray.environment import ray_environment, worker_environment
 from launcher.cluster.ray.head import readable
-from launcher.cluster.ray.head_process import end, go_on, start_head
+from launcher.cluster.ray.head_process import continue_head, end, start_head
 from launcher.cluster.ray.waiting import BackgroundCall, StartLimit, Waiting
 from launcher.cluster.ray.worker import LOOPBACK, WorkerHandle, kill, not_started
 from launcher.cluster.slurm.rendezvous import Rendezvous
@@ -159,7 +159,7 @@ class PrivateRay:
         if self._head.poll() is not None:
             text = "Ray ended: one of its own processes was killed or failed."
             raise RayEndedError(f"{text}\n{self._log_tail()}")
-        go_on(self._head)
+        continue_head(self._head)
 
     def close(self) -> None:
         """End every process and delete all files of this Ray; it may be called again.
@@ -216,7 +216,7 @@ class PrivateRay:
         assert output is not None
 
         def ready(seconds: float) -> bool:
-            go_on(self._head)
+            continue_head(self._head)
             return bool(readable([output], seconds))
 
         up = self._waiting.until(ready, f"Ray to come up ({self._log} says more)")

@@ -119,7 +119,7 @@ def is_active(use: Use, flows: Flow) -> bool:
     return any(flows(use, v) for v in use.eqn.outvars)
 
 
-def load(use: Use, sharding: Sharding, flows: Flow) -> Load:
+def equation_load(use: Use, sharding: Sharding, flows: Flow) -> Load:
     """Return the load of one equation, alone."""
     eqn, share = use.eqn, 1.0
     forward: list[Collective] = []
@@ -210,7 +210,7 @@ def loads(sharding: Sharding, flows: Flow) -> list[tuple[Use, Load]]:
     counted once, at the first of them.
     """
     dims = sharding.dims
-    alone = [(use, load(use, sharding, flows)) for use in dims.uses]
+    alone = [(use, equation_load(use, sharding, flows)) for use in dims.uses]
     joined = joined_sums(dims, [c for _, one in alone for c in one.backward])
     found = []
     for use, one in alone:

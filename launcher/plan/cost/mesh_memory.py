@@ -32,10 +32,10 @@ def mesh_memory(cut: PartitionedStep, mesh: int, footprints: Mapping[int, Footpr
     used = [i for graph in graphs for i in graph.wrt if (i, graph.index) in cut.update.grad_parts]
     grads = sum(_gradient_bytes(i, loss, layout) for i in used)
     held = _state_bytes(graphs, cut.update, layout) + gathered + (grads if loss.wrt else 0)
-    return held + int(activation_bytes(footprints, cut.tasks[mesh]))
+    return held + int(mesh_activation_bytes(footprints, cut.tasks[mesh]))
 
 
-def activation_bytes(footprints: Mapping[int, Footprint], tasks: Sequence[Task]) -> float:
+def mesh_activation_bytes(footprints: Mapping[int, Footprint], tasks: Sequence[Task]) -> float:
     """Return the peak activation memory of tasks in this order on one device, temporaries included.
 
     Args:

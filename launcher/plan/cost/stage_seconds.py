@@ -189,7 +189,7 @@ def _summary(when: str, found: Sequence[Collective]) -> tuple[Collectives, ...]:
     return tuple(Collectives(when, *key, count[key], int(size[key])) for key in sorted(count))
 
 
-def update_seconds(
+def stage_update_seconds(
     graph: StageGraph,
     loss: Loss,
     outer: UpdateProgram,

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from launcher.partition.assignment import Assignment
-from launcher.plan.cost.mesh_memory import activation_bytes
+from launcher.plan.cost.mesh_memory import mesh_activation_bytes
 from launcher.plan.cost.stage_memory import Footprint
 from launcher.plan.cost.stage_seconds import links_of
 from launcher.plan.inter_op.problem import Problem, Wanted, spread_divisors
@@ -23,7 +23,9 @@ from launcher.schedule import SCHEDULES, Kind, backward_follows
 _MOST_STAGES_A_MESH = 4
 
 
-def variants(assignment: Assignment, problem: Problem, wanted: Wanted) -> Iterator[Assignment]:
+def schedule_variants(
+    assignment: Assignment, problem: Problem, wanted: Wanted
+) -> Iterator[Assignment]:
     """Yield an assignment, and the same under every other open schedule that can run it."""
     yield assignment
     if wanted.schedule is not None or len(assignment.layers) == 1:
@@ -104,7 +106,7 @@ def make_estimate(assignment: Assignment, problem: Problem) -> Estimate:
     for stage, mesh in zip(stages, assignment.mesh_of, strict=True):
         held[mesh] += stage.memory_bytes
     peaks = [
-        int(always + activation_bytes(footprints, of_mesh))
+        int(always + mesh_activation_bytes(footprints, of_mesh))
         for always, of_mesh in zip(held, tasks, strict=True)
     ]
     return estimated(

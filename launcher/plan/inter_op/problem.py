@@ -15,8 +15,8 @@ import numpy as np
 from launcher.partition.assignment import Assignment, Submesh
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.inter_op.cost_table import CostTable
-from launcher.plan.inter_op.stage_choices import Choice, Priced, Setting, price
-from launcher.plan.inter_op.stage_dp import Found, best_stages, lower_bound
+from launcher.plan.inter_op.stage_choices import Priced, Setting, StageChoice, price
+from launcher.plan.inter_op.stage_dp import BestStages, best_stages, lower_bound
 from launcher.plan.inter_op.submeshes import place_submeshes
 from launcher.schedule import DEFAULT_SCHEDULE
 
@@ -49,7 +49,7 @@ class Candidate:
 
     assignment: Assignment
     seconds: float
-    choices: tuple[Choice, ...]
+    choices: tuple[StageChoice, ...]
     memory: tuple[float, ...]
 
 
@@ -140,7 +140,7 @@ def spread_divisors(number: int, most: int) -> list[int]:
     return sorted({*nearest, divisors[-1]})
 
 
-def _candidate(found: Found, priced: Priced, setting: Setting, problem: Problem) -> Candidate:
+def _candidate(found: BestStages, priced: Priced, setting: Setting, problem: Problem) -> Candidate:
     count = len(found.stages)
     at = [(count - 1 - s, *stage) for s, stage in enumerate(found.stages)]
     choices = tuple(priced.choices[int(priced.chosen[i])] for i in at)

@@ -12,7 +12,7 @@ from launcher.plan.build import PlanBuilder
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.errors import TooLargeError, UnmeasuredError
 from launcher.plan.inter_op.auto import make_problem, search
-from launcher.plan.inter_op.estimate import make_estimate, recounted, variants
+from launcher.plan.inter_op.estimate import make_estimate, recounted, schedule_variants
 from launcher.plan.inter_op.problem import Candidate, Problem, Wanted
 from launcher.plan.pipeline import Estimate
 from launcher.plan.plan import Plan, RunnerUp
@@ -88,7 +88,7 @@ def _estimates(found: Sequence[Candidate], problem: Problem, wanted: Wanted) -> 
     first, *others = (candidate.assignment for candidate in found)
     counts = [first, *recounted(first, problem, wanted)]
     more = [o for assignment in others for o in recounted(assignment, problem, wanted)]
-    varied = [o for one in (*counts, *others) for o in variants(one, problem, wanted)]
+    varied = [o for one in (*counts, *others) for o in schedule_variants(one, problem, wanted)]
     for assignment in dict.fromkeys((*varied, *more)):
         try:
             estimate = make_estimate(assignment, problem)
@@ -122,8 +122,8 @@ def _too_large(built: Sequence[tuple[Plan, Estimated]]) -> TooLargeError:
     least, (assignment, _) = min(built, key=lambda pair: _most_bytes(pair[0]))
     needed, there = _most_bytes(least) / 2**30, least.cluster["memory_bytes"] / 2**30
     return TooLargeError(
-        f"the model does not fit: the leanest plan found ({in_words(least)}) needs {needed:.2f} "
-        f"GiB a device, {needed - there:.2f} GiB more than its {there:.2f} GiB. Use more devices "
+        f"the model does not fit: the leanest plan found ({describe_plan(least)}) needs "
+        f"{needed:.2f} GiB a device, {needed - there:.2f} GiB more than its {there:.2f} GiB. Use more devices "
         "(cluster.hosts, cluster.gpus), or a smaller train.global_batch_size",
         assignment,
     )
@@ -152,7 +152,7 @@ def _runners_up(
             why = f"it needs {'' if plan else 'about '}{needed / 2**30:.1f} GiB a device"
         else:
             why = _why(plan, best) if plan else _why(estimate[1], chosen[1])
-        found.append(RunnerUp(in_words(estimate[1]), seconds, why))
+        found.append(RunnerUp(describe_plan(estimate[1]), seconds, why))
     found.sort(key=lambda runner: runner.predicted_step_seconds)
     return tuple(found[:_RUNNERS_UP])
 
@@ -161,7 +161,7 @@ def _most_bytes(plan: Staged) -> int:
     return max(stage.memory_bytes for stage in plan.stages)
 
 
-def in_words(plan: Staged) -> str:
+def describe_plan(plan: Staged) -> str:
     """Return a plan in a few words: stages, meshes, microbatches, schedule, rematerialisation."""
     shapes = list(dict.fromkeys(stage.logical_mesh for stage in plan.stages))
     meshes = " and ".join(f"{data}x{model}" for data, model in shapes[:3])

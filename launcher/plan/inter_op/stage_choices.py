@@ -22,7 +22,7 @@ ZERO_LEVELS = (0, 2, 3)
 
 
 @dataclass(frozen=True)
-class Choice:
+class StageChoice:
     """How a stage uses its devices."""
 
     logical_mesh: tuple[int, int]
@@ -43,7 +43,7 @@ class Priced:
     """
 
     candidates: Candidates
-    choices: tuple[Choice, ...]
+    choices: tuple[StageChoice, ...]
     chosen: np.ndarray
     memory: np.ndarray
 
@@ -71,7 +71,7 @@ def price(
     rest: which of them is best depends on the other stages. The first is the fastest.
     """
     depth = min(table.num_layers, cluster.num_devices)
-    choices: list[Choice] = []
+    choices: list[StageChoice] = []
     fronts = [
         front
         for size in sizes
@@ -94,7 +94,7 @@ def ways(
     setting: Setting,
     size: int,
     depth: int,
-    choices: list[Choice],
+    choices: list[StageChoice],
 ) -> Iterator[Way]:
     """Yield every use of `size` devices, infinite where it does not fit; extend `choices`."""
     schedule = SCHEDULES[setting.schedule]
@@ -111,7 +111,7 @@ def ways(
             needs = stage.memory(zero, remat, in_flight(setting, depth))
             lost = np.where(needs <= (setting.memory_bytes or np.inf), 0.0, np.inf)
             chosen = np.full(needs.shape, len(choices))
-            choices.append(Choice((data, model), zero, remat, table.is_sequence(m_index)))
+            choices.append(StageChoice((data, model), zero, remat, table.is_sequence(m_index)))
             yield {"seconds": one + lost, "rest": other + lost, "memory": needs, "chosen": chosen}
 
 

@@ -33,7 +33,7 @@ class Candidates:
 
 
 @dataclass(frozen=True)
-class Found:
+class BestStages:
     """The best stages, and their objective.
 
     Attributes:
@@ -73,7 +73,7 @@ def best_stages(
     best: float = np.inf,
     progress: Callable[[float], None] = lambda share: None,
     num_stages: int | None = None,
-) -> Found | None:
+) -> BestStages | None:
     """Return the stages that cover all layers at the least objective.
 
     They are on at most `num_devices` devices.
@@ -98,7 +98,7 @@ def best_stages(
     levels = levels[np.searchsorted(levels, floor) :]
     if not len(levels):
         return None
-    found: Found | None = None
+    found: BestStages | None = None
 
     def solved(k: int) -> float:
         """Return the least sum under bound `k`; its stages may be the best so far."""
@@ -111,7 +111,7 @@ def best_stages(
             at = [(len(stages) - 1 - s, *stage) for s, stage in enumerate(stages)]
             value = objective([float(seconds[i]) for i in at], [float(bound[i]) for i in at])
             if value < best:
-                best, found = value, Found(tuple(stages), value)
+                best, found = value, BestStages(tuple(stages), value)
         return least
 
     top = len(levels) - 1

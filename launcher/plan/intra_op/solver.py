@@ -23,8 +23,8 @@ from launcher.plan.cost.collectives import (
     Collective,
     Flow,
     SumKey,
+    equation_load,
     joined_sums,
-    load,
     seconds,
 )
 from launcher.trace.jaxpr import Var, nbytes
@@ -34,7 +34,7 @@ _LEAST_CUT = 0.75  # of the parameter bytes that can be cut at all
 
 
 @dataclass(frozen=True)
-class Choice:
+class CutChoice:
     """A class of dimensions that can be cut.
 
     Attributes:
@@ -58,7 +58,7 @@ class Choices:
         shared: seconds that are spent once if any of several choices, by position, is taken.
     """
 
-    of: tuple[Choice, ...]
+    of: tuple[CutChoice, ...]
     exclusive: tuple[tuple[int, int], ...]
     shared: tuple[tuple[float, tuple[int, ...]], ...]
 
@@ -120,11 +120,11 @@ def _choices(
         )
         if not fits:
             continue
-        before = seconds(load(use, whole, flows), sizes, cluster, link)
+        before = seconds(equation_load(use, whole, flows), sizes, cluster, link)
         for c in fits:
             cut = Sharding(dims, sizes)
             cut.axis_of[c] = (MODEL,)
-            found = load(use, cut, flows)
+            found = equation_load(use, cut, flows)
             sums.setdefault(c, []).extend(one for one in found.backward if one.of)
             own = tuple(one for one in found.backward if not one.of)
             after = seconds(dataclasses.replace(found, backward=own), sizes, cluster, link)
@@ -151,7 +151,7 @@ def _choices(
         elif places:
             shared[places] = shared.get(places, 0.0) + max(of.values())
     return Choices(
-        tuple(Choice(c, price[c], size.get(c, 0)) for c in listed),
+        tuple(CutChoice(c, price[c], size.get(c, 0)) for c in listed),
         tuple((place[a], place[b]) for a, b in met if a in place and b in place),
         tuple((cost, places) for places, cost in shared.items()),
     )

@@ -26,7 +26,7 @@ _PACKAGES = ("jax", "jaxlib", "launcher")
 _FORMAT = "2"  # of what the figures mean; to be raised with it
 
 
-def place(folder: str, cluster: ClusterShape, what: str, say: Callable[[str], None]) -> Path:
+def cache_file(folder: str, cluster: ClusterShape, what: str, say: Callable[[str], None]) -> Path:
     """Return the file of one measurement of a cluster's devices.
 
     If only other machines' processors have such a file, say so.
@@ -53,7 +53,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def read(
+def read_cached(
     path: Path,
     made: Callable[[dict[str, Any]], T],
     say: Callable[[str], None],
@@ -93,7 +93,7 @@ def read(
     return None
 
 
-def number(value: Any, least: float = 0.0) -> float:
+def finite_number(value: Any, least: float = 0.0) -> float:
     """Return a finite number of at least `least`.
 
     Raises:
@@ -112,7 +112,7 @@ def positive(value: Any) -> float:
     Raises:
         ValueError: the value is not such a number.
     """
-    return number(value, sys.float_info.min)
+    return finite_number(value, sys.float_info.min)
 
 
 def write(path: Path, tree: dict[str, Any], say: Callable[[str], None]) -> bool:

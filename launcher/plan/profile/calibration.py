@@ -84,7 +84,7 @@ def calibrated(shape: ClusterShape, say: Callable[[str], None]) -> ClusterShape:
         say: called with one line about what is ignored, and about devices whose rates are unknown.
     """
     path, then = _path(shape, say), "python -m launcher task=calibrate measures again"
-    found = cache.read(path, lambda tree: _kept(tree).applied(shape), say, then)
+    found = cache.read_cached(path, lambda tree: _kept(tree).applied(shape), say, then)
     if found is None and is_nominal(shape):
         say(
             f"the rates and the memory of {shape.device_kind} are not known: predictions are "
@@ -97,14 +97,14 @@ def calibrated(shape: ClusterShape, say: Callable[[str], None]) -> ClusterShape:
 def _kept(tree: dict[str, Any]) -> Calibration:
     """Return the calibration in a cache file.
 
-    The file may hold anything; errors are those that `cache.read` expects.
+    The file may hold anything; errors are those that `cache.read_cached` expects.
     """
     products, at_once, memory = tree["product_flops"], tree["at_once"], tree["memory_bytes"]
     return Calibration(
         product_flops={dtype: _by_size(products[dtype]) for dtype in ("bfloat16", "float32")},
         memory_bandwidth=cache.positive(tree["memory_bandwidth"]),
-        at_once=None if at_once is None else cache.number(at_once, 1.0),
-        launch=cache.number(tree["launch"]),
+        at_once=None if at_once is None else cache.finite_number(at_once, 1.0),
+        launch=cache.finite_number(tree["launch"]),
         all_reduce_seconds=_by_size(tree["all_reduce_seconds"]),
         memory_bytes=None if memory is None else int(cache.positive(memory)),
     )
@@ -153,7 +153,7 @@ def measure(shape: ClusterShape, say: Callable[[str], None]) -> tuple[Calibratio
 
 
 def _path(shape: ClusterShape, say: Callable[[str], None]) -> Path:
-    return cache.place("calibration", shape, "", say)
+    return cache.cache_file("calibration", shape, "", say)
 
 
 def _largest(rates: dict[str, float]) -> float:

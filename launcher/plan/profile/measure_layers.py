@@ -145,8 +145,8 @@ def _timing(
 ) -> Timing:
     """Return a timing from the cache, or measure it and keep it there."""
     keys = "-".join(program.key for program in candidate.programs)
-    path = cache.place("profile", cluster, f"-{keys}", say)
-    known = cache.read(path, _kept, say)
+    path = cache.cache_file("profile", cluster, f"-{keys}", say)
+    known = cache.read_cached(path, _kept, say)
     if known is not None:
         return known
     try:
@@ -161,7 +161,7 @@ def _timing(
 def _kept(tree: dict[str, Any]) -> Timing:
     """Return the timing in a cache file, which may hold anything."""
     points = tuple(
-        (int(cache.number(rows, 1)), cache.positive(forward), cache.number(backward))
+        (int(cache.finite_number(rows, 1)), cache.positive(forward), cache.finite_number(backward))
         for rows, forward, backward in tree["points"]
     )
     rows = [point[0] for point in points]
@@ -169,7 +169,9 @@ def _kept(tree: dict[str, Any]) -> Timing:
         raise ValueError(f"points are of {rows} rows")
     alone = tree["alone"]
     return Timing(
-        points, cache.number(tree["launch"]), None if alone is None else cache.number(alone)
+        points,
+        cache.finite_number(tree["launch"]),
+        None if alone is None else cache.finite_number(alone),
     )
 
 

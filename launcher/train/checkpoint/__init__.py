@@ -15,9 +15,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from launcher.train.checkpoint.account import Account
-from launcher.train.checkpoint.choose import Choice, InitError, newest, resolve
+from launcher.train.checkpoint.choose import InitError, NewestIntact, newest, resolve
 from launcher.train.checkpoint.integrity import damage
-from launcher.train.checkpoint.layout import clear_partial, read_metadata
+from launcher.train.checkpoint.layout import clear_partial_saves, read_metadata
 
 if TYPE_CHECKING:
     from launcher.train.checkpoint.background import Background
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 __all__ = [
     "Account",
     "Background",
-    "Choice",
     "InitError",
     "Mismatch",
+    "NewestIntact",
     "SaveError",
     "Writers",
     "check_params",
-    "clear_partial",
+    "clear_partial_saves",
     "copy_to_host",
     "damage",
     "newest",

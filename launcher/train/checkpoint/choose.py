@@ -12,7 +12,7 @@ from launcher.train.checkpoint.layout import CHECKSUMS, METADATA, steps_in
 
 
 @dataclass(frozen=True)
-class Choice:
+class NewestIntact:
     """The newest intact checkpoint of a folder, and the newer ones that are damaged.
 
     Attributes:
@@ -30,7 +30,7 @@ class InitError(Exception):
     """There is no checkpoint to start from at a path; the text is a few words."""
 
 
-def newest(folder: Path, thorough: bool = True, run_id: str | None = None) -> Choice:
+def newest(folder: Path, thorough: bool = True, run_id: str | None = None) -> NewestIntact:
     """Return the newest intact checkpoint in `folder`.
 
     Args:
@@ -44,9 +44,9 @@ def newest(folder: Path, thorough: bool = True, run_id: str | None = None) -> Ch
         if problem is None and run_id is not None:
             account, problem = _own(folder, step, run_id)
         if problem is None:
-            return Choice(step, tuple(damaged), account)
+            return NewestIntact(step, tuple(damaged), account)
         damaged.append((step, problem))
-    return Choice(None, tuple(damaged))
+    return NewestIntact(None, tuple(damaged))
 
 
 def _own(folder: Path, step: int, run_id: str) -> tuple[Account | None, str | None]:

@@ -79,7 +79,7 @@ def partial_path(folder: Path, step: int, token: str) -> Path:
     return folder / f"{step}{_PARTIAL}{token}"
 
 
-def clear_partial(folder: Path) -> None:
+def clear_partial_saves(folder: Path) -> None:
     """Delete the remains of interrupted saves; call it only while nobody writes there."""
     for path in folder.glob(f"*{_PARTIAL}*") if folder.is_dir() else ():
         if is_step(path.name.partition(_PARTIAL)[0]):

@@ -12,10 +12,10 @@ from launcher.plan.cost.collectives import (
     Collective,
     backward_seconds,
     collectives,
+    equation_load,
     flow,
     forward_seconds,
     is_active,
-    load,
 )
 from launcher.plan.cost.formulas import all_reduce_seconds
 from launcher.trace.jaxpr import inline_calls
@@ -36,7 +36,7 @@ def loads(fun, operands, specs, wrt):
     for var, spec in zip(invars, specs, strict=True):
         cut.seed(var, spec)
     flows = flow(closed.jaxpr.eqns, [invars[i] for i in wrt])
-    return [(use, load(use, cut, flows), is_active(use, flows)) for use in cut.dims.uses]
+    return [(use, equation_load(use, cut, flows), is_active(use, flows)) for use in cut.dims.uses]
 
 
 def crossing(collectives):
@@ -120,7 +120,9 @@ def test_an_operand_is_gathered_that_is_cut_where_the_result_is_not():
     cut = Sharding(dims, SIZES)
     cut.seed(closed.jaxpr.invars[0], specs[0])
     flows = flow(closed.jaxpr.eqns, closed.jaxpr.invars)
-    (found,) = [load(u, cut, flows) for u in dims.uses if u.eqn.primitive.name == "dot_general"]
+    (found,) = [
+        equation_load(u, cut, flows) for u in dims.uses if u.eqn.primitive.name == "dot_general"
+    ]
     assert found.product_flops_fp32 == 2 * 2 * 8 * 8 * 16 / 4
     assert crossing(found.forward) == {("all-gather", "model"): keys}
     both = {("all-gather", "model"): keys, ("reduce-scatter", "model"): keys}

@@ -8,7 +8,7 @@ import launcher
 from launcher.partition.sharding.named_dims import NamedDims, Sharding
 from launcher.partition.stage_programs import trace_stage
 from launcher.partition.stages import cut_stages
-from launcher.plan.cost.mesh_memory import activation_bytes
+from launcher.plan.cost.mesh_memory import mesh_activation_bytes
 from launcher.plan.cost.stage_memory import footprint
 from launcher.schedule import Kind, make_tasks, max_in_flight
 from launcher.trace import trace_step
@@ -45,7 +45,7 @@ def footprints(traced, meshes, remat, kinds=frozenset((Kind.FORWARD, Kind.BACKWA
 def peaks(traced, name, meshes, remat, kinds=frozenset((Kind.FORWARD, Kind.BACKWARD))):
     tasks = make_tasks(name, STAGES, meshes, MICRO_BATCHES)
     found = footprints(traced, meshes, remat, kinds)
-    return [activation_bytes(of, on_mesh) for of, on_mesh in zip(found, tasks, strict=True)]
+    return [mesh_activation_bytes(of, on_mesh) for of, on_mesh in zip(found, tasks, strict=True)]
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])

@@ -10,7 +10,7 @@ import pytest
 
 import launcher
 from launcher.partition.assignment import Assignment, Submesh
-from launcher.plan import transfer_seconds
+from launcher.plan import microbatch_transfer_seconds
 from launcher.plan.build import build_plan
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.inter_op.auto import make_problem
@@ -142,5 +142,9 @@ def test_an_estimate_is_the_plans_own_prediction(seed):
             continue
         for name in SECONDS:
             assert getattr(known, name) == pytest.approx(getattr(built, name), rel=2e-3), name
-    sent = {link: s for link, s in transfer_seconds(plan).items() if abs(link[0] - link[1]) == 1}
-    assert transfer_seconds(estimate) == pytest.approx(sent)
+    sent = {
+        link: s
+        for link, s in microbatch_transfer_seconds(plan).items()
+        if abs(link[0] - link[1]) == 1
+    }
+    assert microbatch_transfer_seconds(estimate) == pytest.approx(sent)

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 import launcher
-from launcher.config.schema import GPT
+from launcher.config.schema import GPTOptions
 from launcher.partition.assignment import Assignment, Submesh
 from launcher.plan import PlanError, local_shape
 from launcher.plan.build import build_plan
 from launcher.plan.inter_op.auto import make_problem
-from launcher.plan.inter_op.estimate import make_estimate, variants
+from launcher.plan.inter_op.estimate import make_estimate, schedule_variants
 from launcher.plan.inter_op.problem import Wanted
 from launcher.plan.inter_op.select import best_plan
 from launcher.plan.inter_op.stage_costs import StageCosts
@@ -47,7 +47,7 @@ def step():
 @pytest.fixture(scope="module")
 def gpt():
     """A step that holds more than its parameters; one to plan takes seconds."""
-    options = GPT(
+    options = GPTOptions(
         vocab_size=64, hidden_size=64, num_layers=8, num_heads=4, sequence_length=32, mlp_ratio=4
     )
     model = build_model(options, "fp32")
@@ -126,12 +126,15 @@ def test_short_stages_in_turn_are_found_where_the_bubble_is_large(step):
     problem = make_problem(step, CLUSTER)
     assignment = assignment_of(problem, (1, 1), 4)
     by_name = {
-        o.schedule: make_estimate(o, problem) for o in variants(assignment, problem, Wanted())
+        o.schedule: make_estimate(o, problem)
+        for o in schedule_variants(assignment, problem, Wanted())
     }
     seconds = {name: plan.predicted_step_seconds for name, plan in by_name.items()}
     assert seconds["interleaved_1f1b"] < seconds["1f1b"]
     assert set(seconds) == {"1f1b", "eager_1f1b", "zero_bubble", "interleaved_1f1b"}
-    assert [o.schedule for o in variants(assignment, problem, Wanted(schedule="1f1b"))] == ["1f1b"]
+    assert [
+        o.schedule for o in schedule_variants(assignment, problem, Wanted(schedule="1f1b"))
+    ] == ["1f1b"]
 
 
 def test_the_runners_up_are_not_better(step):

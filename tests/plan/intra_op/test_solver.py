@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 import launcher
-from launcher.config.schema import GPT, MLP
+from launcher.config.schema import GPTOptions, MLPOptions
 from launcher.partition.sharding.named_dims import NamedDims, Sharding
 from launcher.plan import local_shape
-from launcher.plan.cost.collectives import flow, load, seconds
+from launcher.plan.cost.collectives import equation_load, flow, seconds
 from launcher.plan.intra_op.solver import along_data, model_classes
 from launcher.plan.methods import ShardParallel
 from launcher.trace import trace_step
@@ -61,7 +61,7 @@ BLOCK = {
 @pytest.mark.parametrize("devices", [2, 4])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_gpt_is_cut_as_megatron_cuts_it(devices, tied):
-    options = GPT(
+    options = GPTOptions(
         vocab_size=512, hidden_size=64, num_layers=2, num_heads=4, sequence_length=16,
         mlp_ratio=4, tie_embeddings=tied,
     )  # fmt: skip
@@ -74,7 +74,7 @@ def test_a_gpt_is_cut_as_megatron_cuts_it(devices, tied):
 
 
 def test_an_mlp_is_cut_by_columns_and_rows_in_turn():
-    options = MLP(input_size=8, hidden_size=16, output_size=4, num_layers=4)
+    options = MLPOptions(input_size=8, hidden_size=16, output_size=4, num_layers=4)
     columns, rows = (None, "model"), ("model", None)
     assert shardings(options, (1, 4)) == {
         "layers_0.kernel": columns,
@@ -177,7 +177,7 @@ def test_no_other_choice_is_cheaper(name):
     def price(of):
         cut = Sharding(dims, sizes)
         cut.axis_of.update({of: ("model",)} if of is not None else {})
-        found = (load(use, cut, flows) for use in dims.uses)
+        found = (equation_load(use, cut, flows) for use in dims.uses)
         return sum(seconds(one, sizes, CLUSTER, CLUSTER.intra_host) for one in found)
 
     prices = {of: price(of) - price(None) for of in classes}

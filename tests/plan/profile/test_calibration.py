@@ -31,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def kept(folder: Path, devices: int) -> Path:
     """Where a calibration of this machine's CPU devices is kept."""
-    path = cache.place("calibration", local_shape(devices, 1, "cpu"), "", print)
+    path = cache.cache_file("calibration", local_shape(devices, 1, "cpu"), "", print)
     assert path.parent == folder
     return path
 

@@ -1,0 +1,63 @@
+"""The house stays one that a stranger can draw: a name once, small modules, few parameters."""
+
+import ast
+import statistics
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+import launcher
+import recipes
+
+ROOMS = [Path(launcher.__file__).parent, Path(recipes.__file__).parent]
+SOURCES = {
+    str(path.relative_to(room.parent)): ast.parse(path.read_text())
+    for room in ROOMS
+    for path in sorted(room.rglob("*.py"))
+}
+
+# The doors of a recipe, a program, a registry and a room; a setting and what it stands for.
+SHARED_NAMES = {"Replay", "Run", "build", "check", "main", "register", "run"}
+
+
+def public_names(tree: ast.Module) -> list[str]:
+    kinds = (ast.ClassDef, ast.FunctionDef)
+    return [node.name for node in tree.body if isinstance(node, kinds) and node.name[0] != "_"]
+
+
+def num_parameters(function: ast.FunctionDef) -> int:
+    names = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    return sum(argument.arg not in ("self", "cls") for argument in names)
+
+
+def test_a_public_name_is_defined_once() -> None:
+    homes = defaultdict(list)
+    for path, tree in SOURCES.items():
+        for name in public_names(tree):
+            homes[name].append(path)
+    twice = {name: paths for name, paths in homes.items() if len(paths) > 1}
+    assert {name: paths for name, paths in twice.items() if name not in SHARED_NAMES} == {}
+    assert set(twice) == SHARED_NAMES  # one that is no longer shared leaves the list
+
+
+def test_modules_are_small() -> None:
+    lines = {path: path.read_text().count("\n") for room in ROOMS for path in room.rglob("*.py")}
+    assert {path: count for path, count in lines.items() if count > 350} == {}
+    assert statistics.median(lines.values()) <= 130
+
+
+def test_at_most_five_functions_take_more_than_seven_parameters() -> None:
+    many = [
+        f"{path}: {node.name}"
+        for path, tree in SOURCES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and num_parameters(node) > 7
+    ]
+    assert len(many) <= 5, many
+
+
+@pytest.mark.parametrize("path", sorted(SOURCES))
+def test_a_module_says_what_it_is(path: str) -> None:
+    if SOURCES[path].body:
+        assert ast.get_docstring(SOURCES[path])
