@@ -50,7 +50,7 @@ def test_of_settings(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(shown) == [*NAMES, *WORKERS]
     assert shown["layers"].count("operands: ") == 4
     assert "layer 3, operands: 0.params.output_layer.kernel" in shown["layers"]
-    assert "stage 1: layers 2, 3; mesh 1, devices 2, 3 as 2x1; remat none" in shown["stages"]
+    assert "stage 1: layers 1, 2, 3; mesh 1, devices 2, 3 as 2x1; remat none" in shown["stages"]
     assert "-> activation 0, residual 0" in shown["tasks_of_stage_0"]
     assert "gradient of 0.params.output_layer.kernel" in shown["tasks_of_stage_1"]
     assert "update.1, mesh 1\n{ lambda" in shown["update"]
