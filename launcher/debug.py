@@ -251,12 +251,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     with Stop() as stop:
         try:
             with stop.interruptible():
-                return guarded(lambda: _run(_parse(argv)))
+                return guarded(lambda: _run(parse(argv)))
         except KeyboardInterrupt:
             return stop.ending[0]
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the words, `config_dir`, `out` and `hlo` of a command line; raises ConfigError."""
     parser = _Parser(
         prog="python -m launcher.debug",
         description="Print every stage of compilation: the loss, its layers, stages, task "
