@@ -266,7 +266,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     words = "a run's folder (its config.yaml and plan.json), or settings as of `launcher`"
     parser.add_argument("words", nargs="*", metavar="FOLDER | key=value", help=words)
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write a file a stage there")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="write a file for each of them there"
+    )
     parser.add_argument(
         "--hlo", action="store_true", help="compile as well, for CPU devices, and print the HLO"
     )

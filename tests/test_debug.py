@@ -1,6 +1,8 @@
 """`python -m launcher.debug`: every stage of compilation as text, of settings and of a run."""
 
 import json
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,14 @@ NAMES = ["loss", "layers", "stages", "tasks_of_stage_0", "tasks_of_stage_1", "up
 WORKERS = ["instructions_of_worker_0", "instructions_of_worker_1"]
 
 
+@pytest.fixture(scope="module")
+def printed() -> str:
+    """What it prints of `WORDS`."""
+    with redirect_stdout(StringIO()) as out:
+        assert main(WORDS) == 0
+    return out.getvalue()
+
+
 def parts(text: str) -> dict[str, str]:
     """What is printed, by its headings."""
     found = [part.partition("\n\n") for part in text.removeprefix("# ").split("\n\n# ")]
@@ -44,9 +54,8 @@ def planned(folder: Path) -> Path:
     return folder
 
 
-def test_of_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(WORDS) == 0
-    shown = parts(capsys.readouterr().out)
+def test_of_settings(printed: str) -> None:
+    shown = parts(printed)
     assert list(shown) == [*NAMES, *WORKERS]
     assert shown["layers"].count("operands: ") == 4
     assert "layer 3, operands: 0.params.output_layer.kernel" in shown["layers"]
@@ -56,9 +65,8 @@ def test_of_settings(capsys: pytest.CaptureFixture[str]) -> None:
     assert "update.1, mesh 1\n{ lambda" in shown["update"]
 
 
-def test_a_worker_follows_its_own_part(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(WORDS) == 0
-    shown = parts(capsys.readouterr().out)
+def test_a_worker_follows_its_own_part(printed: str) -> None:
+    shown = parts(printed)
     slots = [line.split() for line in shown["slots"].splitlines()]
     for worker, name in enumerate(WORKERS):
         lines = shown[name].splitlines()
@@ -73,11 +81,9 @@ def test_a_worker_follows_its_own_part(capsys: pytest.CaptureFixture[str]) -> No
     assert len(sends[0]) >= 4  # an activation and its gradient in each of two microbatches
 
 
-def test_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_a_run(printed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(planned(tmp_path))]) == 0
-    shown = capsys.readouterr().out
-    assert main(WORDS) == 0
-    assert shown == capsys.readouterr().out
+    assert capsys.readouterr().out == printed
 
 
 def test_files_and_hlo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
