@@ -67,7 +67,7 @@ def stages_of_compilation(
 
 def loss_text(loss: Loss) -> str:
     """Return the loss on one slice of the batch as a jaxpr, without its marks."""
-    from launcher.trace.graph import program
+    from launcher.trace.jaxpr import program
 
     return _pretty(program(loss.invars, loss.equations, loss.outvars))
 
@@ -75,7 +75,7 @@ def loss_text(loss: Loss) -> str:
 def layers_text(step: TracedStep, loss: Loss) -> str:
     """Return a jaxpr for each layer, with the operands that it reads."""
     from launcher.partition.stages import cut_stages
-    from launcher.trace.graph import program
+    from launcher.trace.jaxpr import program
 
     names = _operand_names(step)
     graphs = cut_stages(loss, [(layer,) for layer in range(loss.num_layers)])
@@ -137,7 +137,7 @@ def tasks_text(cut: PartitionedStep, stage: int) -> str:
 
 def update_text(cut: PartitionedStep) -> str:
     """Return a jaxpr for each program that runs before the pipeline and after it."""
-    from launcher.trace.graph import program
+    from launcher.trace.jaxpr import program
 
     texts = []
     for word, segments in (("before", cut.update.before), ("update", cut.update.after)):
@@ -201,10 +201,9 @@ def _operand_names(step: TracedStep) -> list[str]:
     """The names of the loss's operands: leaves of the step's arguments, or what is made of them."""
     from launcher.trace.leaf_names import leaf_names
 
-    leaves = dict(zip(step.invars, leaf_names(step), strict=True))
-    operands = step.loss_equation.invars
-    words = dict.fromkeys(step.constants, "a constant")
-    return [leaves.get(v) or words.get(v) or f"operand {i}" for i, v in enumerate(operands)]
+    words: dict[Any, str] = dict.fromkeys(step.constants, "a constant")
+    words |= zip(step.invars, leaf_names(step), strict=True)
+    return [words.get(v, f"operand {i}") for i, v in enumerate(step.loss_equation.invars)]
 
 
 def _labels(cut: PartitionedStep) -> dict[Any, str]:
