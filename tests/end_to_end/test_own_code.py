@@ -1,4 +1,5 @@
-"""A model of the user's own, in a package of their own, trained by naming it: the README's."""
+"""A model of the user's own, in a package of their own, trained by naming it: that of
+recipes/README.md."""
 
 import json
 import os
@@ -11,10 +12,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+PAGE = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 MODULE = next(block for block in BLOCKS if "def build" in block)
-COMMAND = next(line for line in README.splitlines() if "model.module=my_pkg.net" in line)
+COMMAND = next(line for line in PAGE.splitlines() if "model.module=my_pkg.net" in line)
 SMALL = "train.steps=4 train.eval_every=0 cluster=emulated cluster.gpus=2 wandb.mode=disabled"
 
 

@@ -1,4 +1,5 @@
-"""The README tells the truth: its commands are accepted, its Python runs, what it names exists."""
+"""The pages tell the truth: commands are accepted, Python runs and prints what they show, and what
+they name exists."""
 
 import json
 import os
@@ -6,45 +7,53 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import jax
 import pytest
 import yaml
+from pages import ROOT, Block, Page, read_page, read_pages
 
+from launcher import debug
 from launcher.__main__ import main
 from launcher.config.compose import load, to_dict
 from launcher.config.folders import CONF, find_groups
 from launcher.train import checkpoint
 from launcher.train.program import build_program
 
-ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-def blocks(language: str) -> list[str]:
-    """The fenced blocks of one language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-
-
-SHELL = [line for block in blocks("sh") for line in block.splitlines()]
-COMMANDS = [line.partition("python -m launcher")[2] for line in SHELL if "-m launcher" in line]
+PAGES = read_pages()
+BY_NAME = {page.name: page for page in PAGES}
+CONF_PAGE, RECIPES_PAGE, CODE_PAGE = (
+    read_page(f"{room}/README.md") for room in ("conf", "recipes", "launcher")
+)
+_ALL = [command.partition(" #")[0].rstrip() for page in PAGES for command in page.commands]
+COMMANDS = list(dict.fromkeys(x for c in _ALL for x in re.findall(r"-m launcher(?!\.)(.*)", c)))
+DEBUG_COMMANDS = [x for c in _ALL for x in re.findall(r"-m launcher\.debug (.*)", c)]
+PROGRAMS = [
+    pytest.param(program, id=f"{page.name}:{number}")
+    for page in PAGES
+    for number, program in enumerate(page.programs)
+    if page.name != RECIPES_PAGE.name  # whose blocks are modules: see test_own_code.py, and below
+]
+END = "\0\n"  # printed between the blocks of a program
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the README's reader stands: with what it tells him to write, and with the runs behind
-    him that it has him make; of one no more than what settings are held against."""
+    """Where the pages' reader stands: with what they tell him to write, and with the runs behind
+    him that they have him make; of one no more than what settings are held against."""
     folder = tmp_path_factory.mktemp("reader")
-    recipe, cluster = blocks("yaml")
-    for group, text in (("recipe", recipe), ("cluster", cluster)):
+    recipe, cluster = CONF_PAGE.of("yaml")
+    for group, block in (("recipe", recipe), ("cluster", cluster)):
         (folder / "my_conf" / group).mkdir(parents=True)
-        (folder / "my_conf" / group / "mine.yaml").write_text(text)
+        (folder / "my_conf" / group / "mine.yaml").write_text(block.text)
     (folder / "books").mkdir()
     (folder / "books" / "one.txt").write_text("Call me Ishmael. " * 1000)
-    (folder / "README.md").write_text(README)
+    (folder / "README.md").write_text(BY_NAME["README.md"].text)
     (folder / "my_pkg").mkdir()
-    (folder / "my_pkg" / "net.py").write_text(next(b for b in blocks("python") if "def build" in b))
+    for name, (block,) in zip(("net", "data"), RECIPES_PAGE.programs, strict=True):
+        (folder / "my_pkg" / f"{name}.py").write_text(block.text)
 
     program = build_program(load(["recipe=smoke"]))
     state = checkpoint.copy_to_host(jax.jit(program.init)(program.seed))
@@ -60,8 +69,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_commands_are_found() -> None:
-    assert len(COMMANDS) > 15
+def test_what_is_tested_is_found() -> None:
+    assert len(PAGES) >= 8
+    assert len(COMMANDS) > 35
+    assert len(DEBUG_COMMANDS) > 2
+    assert len(PROGRAMS) >= 5
+    shown = [block for page in PAGES for block in page.blocks if block.output is not None]
+    assert len(shown) >= 7  # the walk through compilation
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -70,7 +84,7 @@ def test_every_command_is_accepted(
 ) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)  # as `python -m` does
-    arguments = shlex.split(command, comments=True)
+    arguments = shlex.split(command)
     if "task=sweep_status" in arguments:  # whose settings have no meaning for another task
         assert load(arguments).task == "sweep_status"
         return
@@ -78,25 +92,82 @@ def test_every_command_is_accepted(
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("snippet", blocks("python"))
-def test_the_python_runs(snippet: str, folder: Path) -> None:
+@pytest.mark.parametrize("command", DEBUG_COMMANDS)
+def test_every_debug_command_is_accepted(command: str, folder: Path) -> None:
+    """What they print, tests/test_debug.py looks at."""
+    words = debug.parse(shlex.split(command)).words
+    if "=" in words[0]:
+        load(words)
+    else:
+        assert (folder / words[0] / "plan.json").is_file()
+
+
+def test_every_other_command_names_what_exists() -> None:
+    """Tests, tools and installations: their files, marks and extras."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = project["project"]["optional-dependencies"]
+    for page in PAGES:
+        assert [e for e in re.findall(r"'\.\[(\w+)\]'", page.text) if e not in extras] == []
+    marks = [mark.split(":")[0] for mark in project["tool"]["pytest"]["ini_options"]["markers"]]
+    named = [mark for page in PAGES for mark in re.findall(r"pytest\b[^`\n]* -m (\w+)", page.text)]
+    assert [mark for mark in named if mark not in marks] == []
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_python_runs(program: list[Block], folder: Path) -> None:
     flags = os.environ["XLA_FLAGS"].split()
     own = [flag for flag in flags if "device_count" not in flag]  # a user has set no devices
     environ = {**os.environ, "XLA_FLAGS": " ".join(own)}
-    command = [sys.executable, "-c", snippet]
+    text = f"\nprint({END.strip()!r}, flush=True)\n".join(block.text for block in program)
+    command = [sys.executable, "-c", text]
     result = subprocess.run(
         command, cwd=folder, env=environ, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
+    for block, printed in zip(program, result.stdout.split(END), strict=True):
+        assert block.output in (None, printed)
+
+
+def test_a_dataset_of_ones_own_gives_batches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one in recipes/README.md; its model is trained by test_own_code.py."""
+    monkeypatch.syspath_prepend(folder)
+    words = ["model=mlp", "dataset=custom", "dataset.module=my_pkg.data", "train.eval_every=0"]
+    program = build_program(load([*words, "allow_modules=[my_pkg]"]))
+    assert program.dataset.train(0)["x"].shape == (32, 32)
+    assert program.dataset.train(0)["y"].shape == (32, 8)
 
 
 def test_every_option_is_named() -> None:
     for group, options in find_groups([CONF]).items():
-        (row,) = re.findall(rf"^\| `{group}` \| (.*?) \|", README, re.MULTILINE)
+        (row,) = re.findall(rf"^\| `{group}` \| (.*?) \|", CONF_PAGE.text, re.MULTILINE)
         assert sorted(re.findall(r"`(\w+)`", row)) == options
 
 
-def test_every_file_that_it_names_exists() -> None:
-    named = re.findall(r"\b((?:conf|launcher|recipes|tests)/[\w/.]*\w/?)", README)
-    assert len(named) > 15
+def test_the_layers_are_those_that_imports_are_held_to() -> None:
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    (contract,) = (c for c in tool["contracts"] if c.get("containers") == ["launcher"])
+    _, _, rest = CODE_PAGE.text.partition("| layer | does |\n|---|---|\n")
+    rows = rest.partition("\n\n")[0].splitlines()
+    cells = [re.findall(r"`(\w+)`", row.split("|")[1]) for row in rows]
+    assert cells == [re.findall(r"\w+", layer) for layer in contract["layers"]]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_that_it_names_exists(page: Page) -> None:
+    named = re.findall(r"\b((?:conf|launcher|recipes|tests)/[\w/.]*\w/?)", page.text)
+    named += re.findall(r"(?<![\w/])(?:\.ci|slurm)/[\w.]*\w", page.text)
     assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Page) -> None:
+    for link in page.links:
+        path, _, heading = link.partition("#")
+        target = (ROOT / page.name).parent / path if path else ROOT / page.name
+        assert target.exists(), link
+        if heading:
+            assert heading in read_page(str(target.resolve().relative_to(ROOT))).headings, link
+
+
+def test_the_first_page_is_short() -> None:
+    assert len(BY_NAME["README.md"].text.splitlines()) <= 200

@@ -1,4 +1,4 @@
-"""Where processes listen, and what README's table of ports says of it."""
+"""Where processes listen, and what the table of ports in launcher/driver/README.md says of it."""
 
 import os
 import re
@@ -26,17 +26,15 @@ def ports(processes: Iterable[psutil.Process]) -> dict[tuple[str, int], str]:
 
 
 def documented(where: str, workers: int, *, first: bool = True, purpose: str = "") -> Counter[str]:
-    """README's table of ports: how many each kind of process has.
+    """The table of ports: how many each kind of process has.
 
     Args:
         where: the column. workers: how many there are together.
         first: whether the run's driver is there, and its first worker.
         purpose: only those for this.
     """
-    readme = Path(__file__).parents[3].joinpath("README.md").read_text()
-    table = re.search(r"\| process \|.*?\n\n", readme, re.DOTALL)
-    assert table is not None
-    header, _, *rows = table[0].splitlines()[:-1]
+    page = Path(__file__).parents[3].joinpath("launcher/driver/README.md").read_text()
+    header, _, *rows = page[page.index("| process |") :].partition("\n\n")[0].splitlines()
     column = [cell.strip() for cell in header.split("|")].index(where)
     number: Counter[str] = Counter()
     for row in rows:

@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 
 import psutil
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "ray"))
 from listening import ports
 
 from launcher.cluster.devices import emulated_pool

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "ray"))
 from listening import ANYWHERE, documented
 
 from launcher.cluster.errors import ClusterError
