@@ -123,8 +123,8 @@ def _too_large(built: Sequence[tuple[Plan, Estimated]]) -> TooLargeError:
     needed, there = _most_bytes(least) / 2**30, least.cluster["memory_bytes"] / 2**30
     return TooLargeError(
         f"the model does not fit: the leanest plan found ({describe_plan(least)}) needs "
-        f"{needed:.2f} GiB a device, {needed - there:.2f} GiB more than its {there:.2f} GiB. Use more devices "
-        "(cluster.hosts, cluster.gpus), or a smaller train.global_batch_size",
+        f"{needed:.2f} GiB a device, {needed - there:.2f} GiB more than its {there:.2f} GiB. Use "
+        "more devices (cluster.hosts, cluster.gpus), or a smaller train.global_batch_size",
         assignment,
     )
 
