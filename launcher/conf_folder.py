@@ -1,4 +1,4 @@
-"""Where the project's own `conf/` is.
+"""The location of the project's own `conf/`.
 
 The same folder is found from a checkout, an editable install and a wheel: it is inside the package
 or, where that is a checkout, beside it, with a link inside.

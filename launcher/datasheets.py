@@ -1,4 +1,4 @@
-"""What a GPU's maker says of it: `conf/device/`, from which named clusters take it as well."""
+"""Datasheets of GPUs, from `conf/device/`, where named clusters take them as well."""
 
 from __future__ import annotations
 

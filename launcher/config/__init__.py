@@ -1,1 +1,1 @@
-"""What the user asked for: settings, composed of YAML and the command line, and checked."""
+"""Settings: composed of YAML files and the command line, and checked."""

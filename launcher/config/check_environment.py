@@ -1,4 +1,4 @@
-"""Which settings may take the value of a variable (`${oc.env:X}`), which may be a secret.
+"""Check which settings take the value of a variable (`${oc.env:X}`), which may be a secret.
 
 Most may: what is written of them is the interpolation. Of some the value itself is what is handed
 on, to Weights & Biases, to a file's name or to a batch script; those are the command line's.

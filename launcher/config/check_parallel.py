@@ -1,4 +1,4 @@
-"""What goes together in `parallel`, and with the batch, the model's layers and the devices.
+"""Check `parallel` against the batch, the model's layers and the devices.
 
 What a method does not obey is none of its settings (`parallel`), and is refused as such.
 """

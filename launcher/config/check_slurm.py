@@ -1,4 +1,4 @@
-"""What a Slurm job may ask for: the rules of `cluster.slurm`. `checks` calls them."""
+"""Check what a Slurm job asks for: the rules of `cluster.slurm`."""
 
 from __future__ import annotations
 

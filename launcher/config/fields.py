@@ -1,4 +1,4 @@
-"""How a field of the settings says which values it takes; `schema` and its sections use it.
+"""Fields of settings that say which values they take.
 
 A field's `metadata` may hold `choices` (the words it accepts), `minimum`/`maximum` (inclusive),
 `auto` (the word `auto`, or null, stands for the field's default) and `variants` (a section of

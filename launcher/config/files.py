@@ -1,4 +1,4 @@
-"""What is wrong with a YAML file of the user's, where composing would pass over it or not name it.
+"""Check users' YAML files for what composing would ignore, or report without a place.
 
 `compose` asks `refuse_useless` of every file that took part, and `unusable` where Hydra gave up.
 The project's own files are not looked at.

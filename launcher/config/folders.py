@@ -1,4 +1,4 @@
-"""Where the YAML files are: the project's own `conf/`, and the folders of `--config-dir`."""
+"""Find the folders of YAML files: the project's own `conf/` and those of `--config-dir`."""
 
 from __future__ import annotations
 

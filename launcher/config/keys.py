@@ -1,4 +1,4 @@
-"""Which settings there are, by their dotted names, over all models and datasets."""
+"""List all settings by their dotted names, over all models and datasets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a file says of an option of its own choice counts only while that option is chosen.
+"""Drop what a file says of an option that it chose when another option is chosen.
 
 A recipe picks `parallel: manual` and says how many stages; with `parallel=data` on the command line
 the stages mean nothing. With `parallel.method=data` neither do those of `conf/parallel/auto.yaml`.

@@ -1,4 +1,4 @@
-"""What a user should know of settings that are allowed. Pure; `prepare` and `task=check` say it."""
+"""Note what a user should know about settings that are allowed. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a setting was said: the command line, or a file and its line. For error messages only."""
+"""Find where a setting was given, the command line or a file's line, for error messages."""
 
 from __future__ import annotations
 

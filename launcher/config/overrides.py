@@ -1,4 +1,4 @@
-"""What is said on the command line: Hydra's override grammar, read once and made strict.
+"""Read the command line by Hydra's override grammar, once and strictly.
 
 Hydra tells apart settings that some YAML file holds (`key=`) and settings that none holds
 (`+key=`). Here the schema decides what exists, so each value override becomes a `++key=`, and a

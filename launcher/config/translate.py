@@ -1,4 +1,4 @@
-"""What Hydra, OmegaConf and PyYAML raise while composing, said in this project's words."""
+"""Translate errors of Hydra, OmegaConf and PyYAML into messages for the user."""
 
 from __future__ import annotations
 

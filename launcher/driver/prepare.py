@@ -1,4 +1,4 @@
-"""What precedes training: look at data and devices, trace the program, plan."""
+"""Prepare a run: find data and devices, trace the program, plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a parallel method decides: which layers run where, in which order, on which slices."""
+"""A parallel method's decision: which layers run where, in which order, on which slices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be wrong with a plan, or with how a step is to be cut. Shown by the front doors."""
+"""Errors of plans, and of cutting a step. The command line shows them in one line."""
 
 from __future__ import annotations
 
