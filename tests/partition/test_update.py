@@ -6,7 +6,6 @@ import numpy as np
 import optax
 import pytest
 from jax.extend import core as jex
-from launcher.trace.graph import program
 
 import launcher
 from launcher.partition.slicing import Slicing
@@ -15,6 +14,7 @@ from launcher.partition.update import place_update
 from launcher.plan import Plan, PlanError, local_shape
 from launcher.plan.methods import PipeshardParallel, UniformStageOption
 from launcher.trace import trace_step
+from launcher.trace.jaxpr import program
 
 WIDTH, LAYERS = 16, 4
 NUMBER = 4  # bytes of a float32

@@ -212,9 +212,9 @@ def test_more_files_than_may_be_open_at_once(tmp_path):
         (tmp_path / f"{i:04}.txt").write_text(f"file {i} " * 8)
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))\n"
-        "from launcher.config.schema import GPT, Text\n"
+        "from launcher.config.schema import GPTOptions, Text\n"
         "from recipes import build_dataset\n"
-        f"data = build_dataset(Text(path={str(tmp_path)!r}), GPT(sequence_length=16,"
+        f"data = build_dataset(Text(path={str(tmp_path)!r}), GPTOptions(sequence_length=16,"
         " vocab_size=256), 4, 0)\n"
         "print(data.train(0)['tokens'].shape)\n"
     )

@@ -20,7 +20,7 @@ from launcher.plan.cost.formulas import (
     transfer_seconds,
     update_seconds,
 )
-from launcher.plan.cost.mesh_memory import activation_bytes as simulated_bytes
+from launcher.plan.cost.mesh_memory import mesh_activation_bytes as simulated_bytes
 from launcher.plan.cost.stage_memory import Footprint
 from launcher.schedule import Kind, make_tasks, max_in_flight
 

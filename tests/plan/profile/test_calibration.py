@@ -116,6 +116,7 @@ def test_the_calibration_of_another_machine_is_not_taken_for_this_ones(
     assert len(list(folder.iterdir())) == 2
 
 
+@pytest.mark.devices
 def test_devices_that_cannot_be_measured_are_one_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
