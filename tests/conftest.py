@@ -74,11 +74,11 @@ def _yaml_is_parsed_once():
         if not hasattr(stream, "seek"):
             return load(stream, Loader)
         start = stream.tell()
-        text = stream.read()
-        if text not in known:
+        key = (stream.read(), Loader.__name__, *sorted(Loader.yaml_constructors, key=str))
+        if key not in known:
             stream.seek(start)  # the stream itself, whose name errors tell
-            known[text] = load(stream, Loader)
-        return copy.deepcopy(known[text])
+            known[key] = load(stream, Loader)
+        return copy.deepcopy(known[key])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(yaml, "load", load_once)

@@ -41,7 +41,13 @@ def without_leftovers(
     }
     content = functools.cache(_content)
     users = [(source, content(source)) for source in sources if not source.is_own]
-    kinds = _kinds(tree, users, overrides)
+    options = {
+        name: content(source)
+        for name in chosen
+        for source in sources
+        if source.package == name and source.path.stem == chosen[name]
+    }
+    kinds = _kinds(tree, users, overrides, options)
     for group in dict.fromkeys((*chosen, *kinds)):
         files = [one for one in sources if one.package.partition(".")[0] in ("", group)]
         parts = [(one, _part(one, content(one), group)) for one in files]
@@ -63,11 +69,23 @@ def without_leftovers(
 
 
 def _kinds(
-    tree: Tree, files: Sequence[tuple[Source, Any]], overrides: Sequence[Override]
+    tree: Tree,
+    files: Sequence[tuple[Source, Any]],
+    overrides: Sequence[Override],
+    options: Mapping[str, Any],
 ) -> dict[str, Tree]:
-    """Returns the kinds of sections that the user says by themselves, not by choosing an option.
+    """Returns the kinds of sections whose kind the user says; what another kind says is dropped.
 
-    By section a table of one: the setting that names the kind, and the kind.
+    The command line comes first, then the option that it chose, then the user's files.
+
+    Args:
+        tree: all that was said.
+        files: the user's files, and what is in them.
+        overrides: what the command line says.
+        options: by section, what the file says that the command line has chosen.
+
+    Returns:
+        By section a table of one: the setting that names the kind, and the kind.
     """
     found = {}
     for field in dataclasses.fields(Config):
@@ -75,7 +93,10 @@ def _kinds(
         if variants is None or not isinstance(section, dict) or variants.key not in section:
             continue
         on_command_line = [variants.key] in _said(overrides, name)
-        if on_command_line or any(variants.key in _part(*file, name) for file in files):
+        option = options.get(name)
+        if not on_command_line and isinstance(option, dict) and variants.key in option:
+            found[name] = {variants.key: option[variants.key]}
+        elif on_command_line or any(variants.key in _part(*file, name) for file in files):
             found[name] = {variants.key: section[variants.key]}
     return found
 

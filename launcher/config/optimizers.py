@@ -59,6 +59,7 @@ def optimizer(name: str, scaling: str, **settings: Any) -> type[Optimizer]:
     namespace = {"scaling": scaling, "__module__": __name__}
     cls = make_dataclass(name, made, bases=(Optimizer,), frozen=True, namespace=namespace)
     OPTIMIZERS[name] = cls
+    globals()[name] = cls  # where pickle finds it
     return cls
 
 

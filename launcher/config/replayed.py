@@ -6,6 +6,7 @@ is said, and `train.replay` says what differs where something is.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from launcher.config.leftovers import Tree
 from launcher.config.machines import CLUSTERS, Emulated, Local
 from launcher.config.origin import Source
 from launcher.config.parallel import METHODS, Replay
+from launcher.config.schema import Config
 from launcher.config.sizes import DIMENSIONS
 from launcher.files import DamagedError
 
@@ -58,13 +60,25 @@ def with_runs_settings(
             said |= choices(content).keys() | set(_leaves(content))
     if "model.size" in said:  # which stands for them
         said |= {f"model.{name}" for name in ("sizes", *DIMENSIONS)}
-    taken = {name: _laid_over(run[name], tree.get(name), said, name) for name in _SECTIONS}
+    taken = {
+        name: tree.get(name)
+        if _names_kind(name, said)
+        else _laid_over(run[name], tree.get(name), said, name)
+        for name in _SECTIONS
+    }
     if CLUSTERS.get(str(run["cluster"].get("kind"))) not in _HERE:
         del taken["cluster"]
     if isinstance(tree.get("train"), dict):
         keys = [key for key in _OF_TRAIN if key in run["train"] and f"train.{key}" not in said]
         taken["train"] = {**tree["train"], **{key: run["train"][key] for key in keys}}
     return {**tree, **taken}
+
+
+def _names_kind(section: str, said: Set[str]) -> bool:
+    """Returns whether the kind of a section is said: then the rest of it is, too."""
+    (field,) = (field for field in dataclasses.fields(Config) if field.name == section)
+    variants = field.metadata.get("variants")
+    return variants is not None and f"{section}.{variants.key}" in said
 
 
 def _leaves(tree: Mapping[Any, Any], above: str = "") -> Iterator[str]:

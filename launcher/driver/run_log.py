@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import shlex
 import sys
@@ -111,7 +112,9 @@ class RunLog:
             self._trackers.rewind(first_step)
             return
         self._metrics = JsonlTracker(path / METRICS, first_step, self._say)
-        run = TrackedRun(self._home.id, path, redacted(self._config), self._say)
+        # Nothing in `wandb` may be a secret, and its tracker obeys the values.
+        config = redacted(self._config) | {"wandb": dataclasses.asdict(self._config.wandb)}
+        run = TrackedRun(self._home.id, path, config, self._say)
         self._registered = open_trackers(run)
         for name, table in plan_tables(self._plan).items():
             self._trackers.table(name, *table)

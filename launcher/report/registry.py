@@ -35,6 +35,7 @@ Opener = Callable[[TrackedRun], Tracker | None]
 _AnyOpener = TypeVar("_AnyOpener", bound=Opener)
 
 TRACKERS: dict[str, Opener] = {}
+SUMMARY_FIELDS = ("wandb_url", "wandb_sync_command")  # what a tracker may say in the summary
 
 
 def register(name: str) -> Callable[[_AnyOpener], _AnyOpener]:
@@ -103,7 +104,8 @@ class GuardedTracker(Tracker):
     def summary_fields(self) -> Mapping[str, Any]:
         """Return the tracker's fields, also after a failure: part of the run is recorded."""
         try:
-            return self._tracker.summary_fields()
+            fields = self._tracker.summary_fields()
+            return {name: str(fields[name]) for name in SUMMARY_FIELDS if fields.get(name)}
         except Exception as error:
             self._fail(error)
             return {}

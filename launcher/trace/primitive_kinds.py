@@ -46,7 +46,8 @@ _LAYOUT = frozenset((
 ))
 # The result holds elements of the operands, unchanged.
 SAME_ELEMENTS = _LAYOUT | BARRIERS | frozenset((
-    "concatenate", "copy", "dynamic_slice", "gather", "select_n", "split",
+    "concatenate", "copy", "dynamic_slice", "dynamic_update_slice", "gather", "pad", "scatter",
+    "select_n", "split", "stack", "tile", "unstack",
 ))
 # An operand fills a part of the result, which is longer.
 LENGTHENING = frozenset(("concatenate", "pad"))

@@ -209,6 +209,23 @@ def test_a_method_that_is_set_by_itself_is_as_one_that_is_chosen(tmp_path: Path)
     assert load(["recipe=mine", "parallel.remat=full"], [str(tmp_path)]).parallel.remat == "full"
 
 
+@pytest.mark.parametrize(
+    ("section", "said", "chosen"),
+    [
+        ("optimizer", "{name: lion, b1: 0.8}", "sgd"),
+        ("parallel", "{method: data, num_micro_batches: 2}", "manual"),
+        ("cluster", "{kind: slurm, gpus: 8}", "local"),
+    ],
+)
+def test_an_option_on_the_command_line_beats_the_kind_that_a_recipe_names(
+    section: str, said: str, chosen: str, tmp_path: Path
+) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text(f"# @package _global_\n{section}: {said}\n")
+    words = [f"{section}={chosen}"]
+    assert load(["recipe=mine", *words], [str(tmp_path)]) == load(words)
+
+
 def test_what_says_nothing_may_stand_beside_any_method() -> None:
     """In a sweep over methods, say."""
     words = ["parallel.num_stages=null", "parallel.schedule=auto", "parallel.data=null"]

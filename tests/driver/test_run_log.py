@@ -221,12 +221,28 @@ def test_a_tracker_of_ones_own_is_a_class_and_a_line(home, plan, monkeypatch):
 def test_fields_that_no_summary_has_are_left_out(home, plan, monkeypatch):
     class Linked(Tracker):
         def summary_fields(self):
-            return {"wandb_url": "https://mine", "other": 1}
+            return {"wandb_url": "https://mine", "other": 1, "exit_reason": "mine"}
 
     monkeypatch.setitem(TRACKERS, "linked", lambda run: Linked())
     summary = run_through(home, plan, "wandb.mode=disabled")
     assert summary["wandb_url"] == "https://mine"
     assert "other" not in summary
+    assert summary["exit_reason"] != "mine"
+
+
+def test_fields_that_are_none_of_the_kind_end_no_run(home, plan, monkeypatch):
+    class Empty(Tracker):
+        def summary_fields(self):
+            return None
+
+    monkeypatch.setitem(TRACKERS, "empty", lambda run: Empty())
+    assert run_through(home, plan, "wandb.mode=disabled")["wandb_url"] is None
+
+
+def test_the_mode_of_wandb_may_come_from_the_environment(home, plan, monkeypatch, capsys):
+    monkeypatch.setenv("RECORDING", "disabled")
+    run_through(home, plan, "wandb.mode=${oc.env:RECORDING}")
+    assert "WANDB_MODE" not in capsys.readouterr().out
 
 
 MODULE = """

@@ -69,6 +69,10 @@ KEYS = {  # the key an argument holds, and what one slice draws from its own
     "raw": (jax.random.PRNGKey(3), noise),
     "typed array": (jax.random.split(jax.random.key(3), 2), lambda keys: jax.vmap(noise)(keys)[1]),
     "raw array": (jax.random.split(jax.random.PRNGKey(3), 2), lambda keys: noise(keys[1])),
+    "raw, stacked and tiled": (
+        jax.random.PRNGKey(3),
+        lambda key: noise(jnp.tile(jnp.stack([key, key]), (2, 1))[3]),
+    ),
     "raw in a loop": (
         jax.random.split(jax.random.PRNGKey(3), 2),
         lambda keys: jax.lax.scan(lambda c, k: (c + noise(k), None), jnp.zeros(2), keys)[0],

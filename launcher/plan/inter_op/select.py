@@ -22,8 +22,8 @@ from launcher.trace.step import TracedStep
 
 _RUNNERS_UP = 3
 _MOST_BUILT = 3  # of those that fit
-# Estimates of memory are a few percent off, and more so with a rematerialisation policy other than
-# "none" and "full", which is taken for "full". So a plan that was taken to fit may not.
+# Estimates of memory are a few percent off without rematerialisation, and up to a fifth too low
+# with it. So a plan that was taken to fit may not.
 _SEARCHES = 3  # at most: the next where nothing that was built fits
 _MARGIN = 0.98  # of the memory that the next one gets
 _PRECISION = 1.002  # relative error of an estimate's seconds: plans within it are not told apart
@@ -55,6 +55,7 @@ def best_plan(
     problem = make_problem(step, cluster, measured, wanted.num_stages)
     built: list[tuple[Plan, Estimated]] = []
     builder = PlanBuilder(step, cluster, measured)
+    most = cluster.memory_bytes or math.inf
     for _ in range(_SEARCHES):
         try:
             found = search(problem, wanted, lambda share: progress(0.7 * share))
@@ -65,11 +66,19 @@ def best_plan(
         estimates = _estimates(found, problem, wanted)
         progress(0.8)
         built = []
+        large: list[Estimated] = []  # not expected to fit: only for where nothing else does
         for estimate in estimates:
             if _settled(built, estimate):
                 break
+            if built and _expected_bytes(estimate, built) > most:
+                large.append(estimate)
+                continue
             built.append((builder.build(estimate[0]), estimate))
             progress(0.9)
+        for estimate in large:
+            if any(plan.missing_bytes <= 0 for plan, _ in built):
+                break
+            built.append((builder.build(estimate[0]), estimate))
         fitting = [pair for pair in built if pair[0].missing_bytes <= 0]
         if fitting:
             best, chosen = min(fitting, key=lambda pair: pair[0].predicted_step_seconds)
@@ -100,6 +109,21 @@ def _estimates(found: Sequence[Candidate], problem: Problem, wanted: Wanted) -> 
     if not estimates:
         raise unmeasured[0]
     return sorted(estimates, key=lambda estimate: estimate[1].predicted_step_seconds)
+
+
+def _expected_bytes(estimate: Estimated, built: Sequence[tuple[Plan, Estimated]]) -> float:
+    """Return the bytes that a plan is expected to need on a device.
+
+    Estimates with the same rematerialisation are taken to be too low by as much as the worst of
+    those that were built. A build costs a hundred estimates.
+    """
+    alike = [
+        (_most_bytes(plan), _most_bytes(one[1]))
+        for plan, one in built
+        if set(one[0].remat) == set(estimate[0].remat)
+    ]
+    short = max((needed / said for needed, said in alike if said), default=1.0)
+    return _most_bytes(estimate[1]) * max(1.0, short)
 
 
 def _settled(built: Sequence[tuple[Plan, Estimated]], after: Estimated) -> bool:
