@@ -187,7 +187,8 @@ def contradictions() -> Iterator[Case]:
         yield _together({"cluster.kind": "emulated", f"cluster.slurm.{key}": value})
     for kind in ("local", "emulated"):
         yield _together({"cluster.kind": kind, "cluster.transport": "collective"})
-    yield _together({"cluster.max_restarts": 0, "train.non_finite": "rollback"})
+    alone = {"cluster.kind": "local", "cluster.max_restarts": 0}
+    yield _together({**alone, "train.non_finite": "rollback"})
     for option in ("nodes", "time", "output", "gpus-per-node"):
         slurm = {"cluster.kind": "slurm", "cluster.gpus": 2}
         yield _together({**slurm, "cluster.slurm.extra": {option: "1"}})
