@@ -65,8 +65,7 @@ def test_an_offline_run_holds_settings_steps_and_summary_and_leaves_no_process(
     assert b"perf/mfu" not in data
     assert warnings == []
     assert tracker.summary_fields() == {
-        "wandb_url": None,
-        "wandb_sync_command": f"wandb sync {run_dir}/wandb/offline-run-*",
+        "wandb_sync_command": f"wandb sync {run_dir}/wandb/offline-run-*"
     }
     assert wandb_processes() == []
     assert list((tmp_path / "cwd").iterdir()) == []
