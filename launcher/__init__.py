@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from launcher.trace.primitives import grad as grad
     from launcher.trace.primitives import mark_pipeline_boundary as mark_pipeline_boundary
     from launcher.trace.primitives import microbatched as microbatched
+    from launcher.trace.primitives import per_slice as per_slice
     from launcher.trace.primitives import value_and_grad as value_and_grad
 
 _HOMES = {
@@ -39,6 +40,7 @@ _HOMES = {
     "mark_pipeline_boundary": "launcher.trace.primitives",
     "microbatched": "launcher.trace.primitives",
     "parallelize": "launcher.api.parallelize",
+    "per_slice": "launcher.trace.primitives",
     "prefetch": "launcher.api.remote_array",
     "shutdown": "launcher.api.session",
     "value_and_grad": "launcher.trace.primitives",

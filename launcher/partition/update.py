@@ -48,7 +48,7 @@ class UpdateProgram:
         before, after: the segments around the pipeline, in order.
         operands: one a loss operand.
         result_parts, grad_parts: `{(result or operand, stage): variables}`: what the stages leave
-            behind; one accumulator, or for `concat` one part a microbatch.
+            behind; one accumulator, or for what is not added up one part a microbatch.
         part_sends: parts sent to other meshes when the pipeline is done.
         outvars, out_homes: the value of each result leaf of the step and the mesh it ends on.
         like: the gradient that a mesh's share of it is laid out like.
@@ -192,7 +192,7 @@ def _combine(
     for i, word in enumerate(loss.reduce):
         if outs[i] in used:
             stage = next(s.index for s in stages if i in s.results)
-            count = slicing.micro_batches if word == "concat" else 1
+            count = slicing.micro_batches if word in ("concat", "max", "min") else 1
             parts = tuple(_part(loss.outvars[i].aval, slicing, True) for _ in range(count))
             combine = _result_combiner(word, outs[i].aval, slicing)
             result_parts[i, stage], extra = _join(outs[i], combine, parts)
@@ -283,6 +283,8 @@ def _result_combiner(word: str, whole: Any, slicing: Slicing) -> Callable[..., A
         return lambda x: x
     if word == "concat":
         return lambda *xs: jnp.stack(xs).reshape(whole.shape)
+    if word in ("max", "min"):
+        return lambda *xs: getattr(jnp.stack(xs), word)(axis=(0, 1) if replicated else 0)
     if word == "last":
         return lambda x: x[-1] if replicated else x
     scale = 1.0 / slicing.num_slices if word == "mean" else None

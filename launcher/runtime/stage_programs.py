@@ -106,7 +106,8 @@ class _Maker:
         fun, reads = one, len(inputs) - len(kept)
         if self.slicing.replicas > 1:
             axes = (None, *(self.replica_axis(n) for n in inputs[:reads]))
-            fun = jax.vmap(one, in_axes=axes, spmd_axis_name=DATA)
+            replicas = self.slicing.replicas  # said: a stage may read nothing of the batch
+            fun = jax.vmap(one, in_axes=axes, axis_size=replicas, spmd_axis_name=DATA)
 
         def whole(number: Any, *flat: Any) -> tuple[Any, ...]:
             read = [self.gathered(n, x) for n, x in zip(inputs[:reads], flat, strict=False)]

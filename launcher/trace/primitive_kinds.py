@@ -83,6 +83,30 @@ LINEAR = FORMS | SCALING | frozenset((
     "add", "add_any", "broadcast_in_dim", "copy", "neg", "reduce_sum", "sub",
 ))
 
+# Linear in the first operand while the others are fixed.
+LINEAR_IN_FIRST = FORMS | frozenset((
+    "broadcast_in_dim", "copy", "cumsum", "dynamic_slice", "expand_dims", "gather", "imag", "name",
+    "neg", "pad", "real", "reduce_precision", "reduce_sum", "rev", "sharding_constraint", "slice",
+    "split", "stop_gradient",
+))
+# Linear in all operands together; of `select_n`, in all but the first.
+CASES = frozenset(("add", "add_any", "concatenate", "select_n", "stack", "sub"))
+# What becomes of the largest or smallest elements by these is known from those of the slices.
+SAME_FOR_EXTREMA = frozenset((
+    "broadcast_in_dim", "copy", "expand_dims", "name", "reshape", "rev", "squeeze",
+    "stop_gradient", "transpose",
+))
+# Reductions over the examples that are no sums, by what they are called.
+EXTREMA = {"reduce_and": "min", "reduce_max": "max", "reduce_min": "min", "reduce_or": "max"}
+
+# They make a random key of a number.
+KEY_MAKERS = frozenset(("random_seed",))
+# They draw random numbers, or make keys of keys: along each key on its own.
+RANDOM = KEY_MAKERS | frozenset((
+    "random_bits", "random_fold_in", "random_split", "random_unwrap", "random_wrap",
+    "rng_bit_generator", "threefry2x32",
+))
+
 # Plain calls, which can be inlined.
 CALLS = frozenset(("jit", "pjit", "closed_call", "core_call"))
 # Calls with their own rules for differentiation or rematerialization.

@@ -20,6 +20,7 @@ from jax.interpreters import ad, batching, mlir
 from launcher.trace.errors import GradientError
 from launcher.trace.jaxpr import (
     ClosedJaxpr,
+    Equation,
     Primitive,
     hide_from_source_lines,
     inline_calls,
@@ -28,7 +29,8 @@ from launcher.trace.jaxpr import (
     make_jaxpr,
 )
 
-REDUCTIONS = ("mean", "sum", "concat", "last")
+REDUCTIONS = ("infer", "mean", "sum", "max", "min", "concat", "last")
+_PER_SLICE = "launcher.per_slice"
 
 hide_from_source_lines(__file__)  # an equation's source line is its caller's
 
@@ -51,11 +53,33 @@ def mark_pipeline_boundary() -> None:
     boundary_p.bind()
 
 
+def per_slice(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Say of `fun` that each slice's own value is meant, not the whole batch's.
+
+    A slice is what one replica sees of one microbatch. A function that compares its examples with
+    one another, as batch normalization does, is refused where there are several slices, unless it
+    is marked so. A result that does not grow with the batch then stands for its mean over the
+    slices. Outside a parallelized step this does nothing.
+    """
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(_PER_SLICE):
+            return fun(*args, **kwargs)
+
+    return wrapped
+
+
+def is_per_slice(eqn: Equation) -> bool:
+    """Return whether an equation stands in a function marked by `per_slice`."""
+    return _PER_SLICE in str(eqn.source_info.name_stack)
+
+
 def value_and_grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    reduce: Any = "mean",
+    reduce: Any = "infer",
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` that a parallelized train step can cut into microbatches and stages.
 
@@ -65,11 +89,12 @@ def value_and_grad(
             arrays (flags, numbers, strings, functions) reach it as they are.
         argnums: which positional arguments to differentiate.
         has_aux: whether `fun` returns auxiliary data beside the loss.
-        reduce: how results are combined over the microbatches: one word of `"mean"`, `"sum"`,
-            `"concat"` (along axis 0), `"last"` for all of them, or, with `has_aux`, a pair
-            `(loss, aux)` whose second part may be a pytree prefix of aux. The gradients follow
-            the loss: a `"mean"` if `fun` divides by the number of its rows, a `"sum"` if it adds
-            them up.
+        reduce: how results are combined over the slices of the batch (microbatches and replicas)
+            to what they are on the whole batch. By default that is read off `fun`'s program
+            (`"infer"`). One word for all results, or, with `has_aux`, a pair `(loss, aux)` whose
+            second part may be a pytree prefix of aux: `"mean"`, `"sum"`, `"max"`, `"min"` or
+            `"concat"` (along axis 0), which are checked against the program, or `"last"`, the value
+            of the last slice.
 
     Returns:
         A function with `fun`'s arguments, returning `(value, grads)`.
@@ -98,7 +123,7 @@ def grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    reduce: Any = "mean",
+    reduce: Any = "infer",
 ) -> Callable[..., Any]:
     """`jax.grad` for a parallelized step; see `value_and_grad`. Gives `grads` or `(grads, aux)`."""
     with_value = value_and_grad(fun, argnums, has_aux, reduce)
@@ -110,7 +135,7 @@ def grad(
     return wrapped
 
 
-def microbatched(fun: Callable[..., Any], reduce: Any = "mean") -> Callable[..., Any]:
+def microbatched(fun: Callable[..., Any], reduce: Any = "infer") -> Callable[..., Any]:
     """Evaluate `fun` a microbatch at a time and combine its results: the forward-only form.
 
     `reduce` is one word or a pytree prefix of `fun`'s result, as in `value_and_grad`.
@@ -207,7 +232,7 @@ def _reduction_words(out_tree: Any, has_aux: bool, reduce: Any) -> tuple[str, ..
 def _check_loss(aval: Any, word: str) -> None:
     if aval.shape != () or not jnp.issubdtype(aval.dtype, jnp.floating):
         raise TypeError(f"the loss must be one floating-point number; it is {aval.str_short()}")
-    if word not in ("mean", "sum"):
+    if word not in ("infer", "mean", "sum"):
         raise GradientError(f'a loss is combined by "mean" or "sum", not {word!r}')
 
 

@@ -1,29 +1,34 @@
 """The loss on one slice of the batch.
 
-The step is traced again on a slice; comparing that trace with the one on the whole batch says which
-inputs of the loss are cut and where.
+The step is traced again on a slice. Comparing that trace with the one on the whole batch says which
+inputs of the loss are cut and where (`whole_batch.operand_axes`), and what its results are
+(`follow_placements`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from launcher.trace.errors import BatchError
-from launcher.trace.jaxpr import Atom, Aval, Equation, Var, make_jaxpr
-from launcher.trace.layers import ANY_LAYER, cut_layers
-from launcher.trace.random_keys import is_typed, raw_generator
-from launcher.trace.slice_checks import (
-    Whole,
-    check_constants,
-    check_cuts,
-    check_outputs,
-    check_same_program,
-    check_sums,
+from launcher.trace.follow_placements import (
+    Followed,
+    follow,
+    matching,
+    place_equation,
+    same_structure,
 )
+from launcher.trace.jaxpr import Atom, Equation, Jaxpr, Var, make_jaxpr
+from launcher.trace.layers import ANY_LAYER, cut_layers
+from launcher.trace.placement_rules import Pair, Placed
+from launcher.trace.placements import Placement
+from launcher.trace.random_keys import is_typed, raw_generator
+from launcher.trace.reductions import check_same_results, reductions
+from launcher.trace.whole_batch import another_program, operand_axes, operand_placements
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,31 +59,47 @@ class Loss:
     reduce: tuple[str, ...]
 
 
-Retrace = Callable[[int], tuple[Equation, Mapping[Var, Any]]]  # the loss and the captured arrays
+@dataclass(frozen=True, eq=False)
+class Traces:
+    """The equation of the loss, as traced on the whole batch and on slices of it.
+
+    Attributes:
+        whole: on the whole batch. batch_size: its rows.
+        part: called with a number of slices; returns the equation on one of them.
+        reference: a number of slices, and the equation on one of them, whose program has the
+            structure of the whole batch's.
+    """
+
+    whole: Equation
+    batch_size: int
+    part: Callable[[int], Equation]
+    reference: Callable[[], tuple[int, Equation]]
 
 
-def slice_loss(whole: Whole, num_slices: int, retrace: Retrace) -> Loss:
-    """The loss on one of `num_slices` equal slices of the batch.
+def slice_loss(traces: Traces, num_slices: int) -> Loss:
+    """Return the loss on one of `num_slices` equal slices of the batch.
 
     Raises:
-        BatchError: the batch does not divide, or the step mixes its rows or takes its size for
-            granted in a way that slices cannot honour.
+        BatchError: the batch does not divide, or slices cannot compute what the loss means.
     """
-    _check_divides(whole.batch_size, num_slices)
-    eqn = whole.loss_equation
+    _check_divides(traces.batch_size, num_slices)
+    eqn = traces.whole
     axes: list[int | None] = [None] * len(eqn.invars)
+    jaxpr, words = eqn.params["jaxpr"].jaxpr, eqn.params["reduce"]
     if num_slices > 1:
-        eqn, constants = retrace(num_slices)
-        check_same_program(whole.loss_equation, eqn)
-        check_outputs(whole.loss_equation, eqn, num_slices)
-        check_sums(whole.loss_equation, eqn)
-        check_constants(whole, eqn, constants)
-        pairs = zip(whole.loss_equation.invars, eqn.invars, strict=True)
-        axes = [_slice_axis(a.aval, b.aval, num_slices) for a, b in pairs]
-        check_cuts(whole, axes)
-    closed = eqn.params["jaxpr"]
-    equations, layers, num_layers = cut_layers(closed.jaxpr)
-    invars = list(closed.jaxpr.invars)
+        eqn = traces.part(num_slices)
+        check_same_results(traces.whole, eqn)
+        axes = operand_axes(traces.whole, eqn, num_slices)
+        if any(axes[i] is not None for i in eqn.params["wrt"]):
+            raise BatchError(
+                "the loss is differentiated with respect to the batch, of which a microbatch sees "
+                "only a part; take that gradient without microbatches and replicas"
+            )
+        found = _follow(traces, eqn, axes, num_slices)
+        words = reductions(traces.whole, eqn, found.outs, num_slices)
+        jaxpr = eqn.params["jaxpr"].jaxpr.replace(eqns=found.equations)
+    equations, layers, num_layers = cut_layers(jaxpr)
+    invars = list(jaxpr.invars)
     raw: list[str | None] = [None] * len(invars)
     keys = [False] * len(invars)
     for i, v in enumerate(invars):
@@ -91,7 +112,7 @@ def slice_loss(whole: Whole, num_slices: int, retrace: Retrace) -> Loss:
     return Loss(
         num_slices=num_slices,
         invars=tuple(invars),
-        outvars=tuple(closed.jaxpr.outvars),
+        outvars=tuple(jaxpr.outvars),
         equations=tuple(equations),
         layers=tuple(layers),
         num_layers=num_layers,
@@ -99,8 +120,45 @@ def slice_loss(whole: Whole, num_slices: int, retrace: Retrace) -> Loss:
         keys=tuple(keys),
         raw_keys=tuple(raw),
         wrt=eqn.params["wrt"],
-        reduce=eqn.params["reduce"],
+        reduce=words,
     )
+
+
+def _follow(
+    traces: Traces, part: Equation, axes: Iterable[int | None], num_slices: int
+) -> Followed:
+    """Follow the placements through the loss.
+
+    A slice of one row may have another program than the whole batch (`matching`). Then the placements
+    are those of the reference, and what is changed there is changed in the equations that match.
+    """
+    whole: Jaxpr = traces.whole.params["jaxpr"].jaxpr
+    own: Jaxpr = part.params["jaxpr"].jaxpr
+    if same_structure(whole, own):
+        return follow(whole, own, operand_placements(axes), num_slices)
+    count, reference = traces.reference()
+    other: Jaxpr = reference.params["jaxpr"].jaxpr
+    if not same_structure(whole, other):
+        raise another_program(part)
+    same, equations = matching(whole, own), list(own.eqns)
+    replaced: dict[int, Sequence[Equation]] = {}
+    index = itertools.count()
+
+    def visit(pair: Pair, given: list[Placement], placed: Placed) -> Placed:
+        i = next(index)
+        if placed.changed:
+            if i not in same or len(equations[same[i]].invars) != len(pair.part.invars):
+                raise another_program(part)
+            again = place_equation(Pair(pair.whole, equations[same[i]], num_slices), given)
+            if list(again.placements) != list(placed.placements):
+                raise another_program(part)
+            replaced[same[i]] = again.equations
+        return placed
+
+    given = operand_placements(operand_axes(traces.whole, reference, count))
+    found = follow(whole, other, given, count, visit)
+    changed = [e for i, eqn in enumerate(equations) for e in replaced.get(i, [eqn])]
+    return Followed(found.outs, changed, bool(replaced))
 
 
 def _row_of(v: Var) -> tuple[Var, Equation]:
@@ -121,22 +179,6 @@ def _check_divides(batch_size: int, num_slices: int) -> None:
             f"a batch of {batch_size} does not divide into {num_slices} equal slices "
             "(microbatches × data-parallel replicas); change the batch size or either number"
         )
-
-
-def _slice_axis(whole: Aval, part: Aval, num_slices: int) -> int | None:
-    axes = [i for i, (a, b) in enumerate(zip(whole.shape, part.shape, strict=False)) if a != b]
-    if whole.ndim == part.ndim and not axes:
-        return None
-    if (
-        whole.ndim != part.ndim
-        or len(axes) > 1
-        or whole.shape[axes[0]] != num_slices * part.shape[axes[0]]
-    ):
-        raise BatchError(
-            f"an input of the loss has shape {whole.shape} on the whole batch and {part.shape} on "
-            f"one of {num_slices} slices; it must grow along one axis in proportion to the batch"
-        )
-    return axes[0]
 
 
 def shrink(leaves: Iterable[Any], is_batch: Iterable[bool], num_slices: int) -> list[Any]:

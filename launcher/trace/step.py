@@ -7,9 +7,11 @@ many slices there will be.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,8 +37,13 @@ from launcher.trace.jaxpr import (
     sub_jaxprs,
 )
 from launcher.trace.primitives import loss_p
-from launcher.trace.slice_checks import Whole
-from launcher.trace.slices import Loss, Retrace, shrink, slice_loss
+from launcher.trace.slices import Loss, Traces, shrink, slice_loss
+from launcher.trace.whole_batch import (
+    WholeBatch,
+    find_whole_batch,
+    whole_batch_equations,
+    with_operands,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +75,7 @@ class TracedStep:
     batch_size: int
     aliases: dict[int, int]
     fingerprint: str
-    retrace: Retrace
+    traces: Traces
     layer_ends: LayerEnds | None = None
     # the memo of `loss`
     losses: dict[tuple[int, LayerEnds | None], Loss] = field(default_factory=dict, repr=False)
@@ -82,19 +89,11 @@ class TracedStep:
         """The loss on one of `num_slices` equal slices of the batch (cached).
 
         Raises:
-            BatchError: the batch does not divide, or the step mixes its rows or takes its size for
-                granted in a way that slices cannot honour.
+            BatchError: the batch does not divide, or slices cannot compute what the loss means.
         """
         marked, wanted = (num_slices, None), (num_slices, self.layer_ends)
         if marked not in self.losses:
-            whole = Whole(
-                self.loss_equation,
-                self.before,
-                [v for v, is_batch in zip(self.invars, self.batch, strict=True) if is_batch],
-                self.batch_size,
-                self.constants,
-            )
-            self.losses[marked] = slice_loss(whole, num_slices, self.retrace)
+            self.losses[marked] = slice_loss(self.traces, num_slices)
         if wanted not in self.losses:
             self.losses[wanted] = apply_layer_ends(self.losses[marked], self.layer_ends or ())
         return self.losses[wanted]
@@ -143,14 +142,10 @@ def trace_step(
     place = _only_loss(fun, equations)
     constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     loss_equation = _with_named_operands(equations[place], constants)
-    before = needed(equations[:place], loss_equation.invars)
-    early = {id(e) for e in before}
-    rest = [e for e in equations if e is not equations[place] and id(e) not in early]
-    _refuse_side_effects([*before, *rest])
-    after = needed(split_conditionals(rest), closed.jaxpr.outvars)
     in_tree = jax.tree.structure(arguments.shapes)
 
-    def retrace(num_slices: int) -> tuple[Equation, Mapping[Var, Any]]:
+    @functools.cache
+    def retrace(num_slices: int) -> Equation:
         small = shrink(jax.tree.leaves(arguments.shapes), arguments.batch, num_slices)
         try:
             again, _ = make(jax.tree.unflatten(in_tree, small))
@@ -162,9 +157,15 @@ def trace_step(
                 f"{size // num_slices} rows ({type(error).__name__}: {error}); it may hold the "
                 "batch size as a number: read it off a shape, or write -1 in reshape"
             ) from error
-        found = again.jaxpr.eqns[_only_loss(fun, again.jaxpr.eqns)]
-        return found, dict(zip(again.jaxpr.constvars, again.consts, strict=True))
+        return again.jaxpr.eqns[_only_loss(fun, again.jaxpr.eqns)]
 
+    traces, early = _with_whole_batch(loss_equation, size, retrace, set(constants))
+    loss_equation = traces.whole
+    before = needed([*equations[:place], *early], loss_equation.invars)
+    placed = {id(e) for e in before}
+    rest = [e for e in equations if e is not equations[place] and id(e) not in placed]
+    _refuse_side_effects([*before, *rest])
+    after = needed(split_conditionals(rest), closed.jaxpr.outvars)
     return TracedStep(
         in_tree=in_tree,
         out_tree=jax.tree.structure(out_shape),
@@ -180,8 +181,38 @@ def trace_step(
         batch_size=size,
         aliases=aliases(arguments, out_shape),
         fingerprint=_fingerprint(closed.jaxpr, arguments),
-        retrace=retrace,
+        traces=traces,
     )
+
+
+def _with_whole_batch(
+    eqn: Equation, batch_size: int, retrace: Callable[[int], Equation], constants: set[Var]
+) -> tuple[Traces, list[Equation]]:
+    """Take out of the loss what is computed on the whole batch.
+
+    Returns:
+        The loss on the whole batch and on slices, and the equations that go before it.
+    """
+    count = _fewest_slices(batch_size)
+    found = None
+    if count > 1:
+        with contextlib.suppress(TraceError):  # said where that many slices are asked for
+            found = find_whole_batch(eqn, retrace(count), count, constants)
+    if found is None or not found.places:
+        return Traces(eqn, batch_size, retrace, lambda: (count, retrace(count))), []
+    equations, operands = whole_batch_equations(eqn, found)
+
+    def part(num_slices: int, found: WholeBatch = found) -> Equation:
+        return with_operands(retrace(num_slices), found)
+
+    whole = with_operands(eqn, found, operands)
+    return Traces(whole, batch_size, part, lambda: (count, part(count))), equations
+
+
+def _fewest_slices(batch_size: int) -> int:
+    """Return the least number of equal slices of two rows or more; of one, if there is no such."""
+    counts = (n for n in range(2, batch_size // 2 + 1) if batch_size % n == 0)
+    return next(counts, batch_size)
 
 
 def _with_named_operands(eqn: Equation, constants: dict[Var, Any]) -> Equation:

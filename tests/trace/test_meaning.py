@@ -1,0 +1,297 @@
+"""A loss means on slices what it means on the whole batch: equal, or refused."""
+
+import re
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import launcher
+from launcher.trace import BatchError
+
+sys.path.insert(0, str(Path(__file__).parent))
+from by_slices import by_slices, check
+
+ROWS = 8
+RNG = np.random.default_rng(0)
+
+
+def normal(*shape):
+    return RNG.normal(size=shape).astype(np.float32)
+
+
+PARAMS = {"a": normal(4, 6) / 2, "b": normal(6, 3) / 2}
+BATCH = {
+    "x": normal(ROWS, 4),
+    "t": normal(ROWS, 3),
+    "label": RNG.integers(0, 3, ROWS),
+    "mask": np.array([0, 0, 1, 1, 1, 0, 1, 1], np.float32),  # slice 0 of 4 has no weight
+    "weight": RNG.uniform(size=ROWS).astype(np.float32),
+}
+
+
+def net(p, b):
+    return jnp.tanh(b["x"] @ p["a"]) @ p["b"]
+
+
+def losses(p, b):
+    return optax.softmax_cross_entropy_with_integer_labels(net(p, b), b["label"])
+
+
+def decay(p):
+    return 0.1 * sum(jnp.sum(x**2) for x in jax.tree.leaves(p))
+
+
+def rows(b):
+    return b["x"].shape[0]
+
+
+def scanned(values):
+    return jax.lax.scan(lambda c, k: (c + values[:, k].mean(), None), 0.0, jnp.arange(3))[0]
+
+
+def standardized(x):
+    return (x - x.mean(0)) / x.std(0)
+
+
+EQUAL = {
+    # sums, means, and both
+    "mean": lambda p, b: losses(p, b).mean(),
+    "sum": lambda p, b: losses(p, b).sum(),
+    "sum over a number": lambda p, b: losses(p, b).sum() / ROWS,
+    "sum over the rows": lambda p, b: losses(p, b).sum() / rows(b),
+    "sum times a share": lambda p, b: losses(p, b).sum() * (1 / rows(b)),
+    "rows over their number": lambda p, b: (losses(p, b) / rows(b)).sum(),
+    "mean and decay": lambda p, b: losses(p, b).mean() + decay(p),
+    "sum and decay": lambda p, b: losses(p, b).sum() + decay(p),
+    "decay less sum": lambda p, b: decay(p) - losses(p, b).sum(),
+    "mean and sum": lambda p, b: losses(p, b).mean() + 0.1 * losses(p, b).sum(),
+    "decay alone": lambda p, b: decay(p),
+    "number of rows": lambda p, b: losses(p, b).mean() / np.log(rows(b)) + rows(b),
+    "mean of means": lambda p, b: jnp.sum(net(p, b).mean(0) * jnp.arange(3.0)),
+    "inner product": lambda p, b: jnp.vdot(net(p, b), b["t"]),
+    "by class": lambda p, b: jax.ops.segment_sum(losses(p, b), b["label"], 3) @ jnp.arange(3.0),
+    # masks and weights
+    "masked mean": lambda p, b: (losses(p, b) * b["mask"]).sum() / b["mask"].sum(),
+    "guarded": lambda p, b: (losses(p, b) * b["mask"]).sum() / jnp.maximum(b["mask"].sum(), 1),
+    "mean where": lambda p, b: jnp.mean(losses(p, b), where=b["mask"] > 0),
+    "average": lambda p, b: jnp.average(losses(p, b), weights=b["weight"]),
+    "weights of sum one": lambda p, b: (losses(p, b) * (b["weight"] / b["weight"].sum())).sum(),
+    "or else zero": lambda p, b: jnp.where(
+        b["mask"].sum() > 9, (losses(p, b) * b["mask"]).sum() / b["mask"].sum(), 0.0
+    ),
+    "masked mean and decay": lambda p, b: (
+        (losses(p, b) * b["mask"]).sum() / b["mask"].sum() + decay(p)
+    ),
+    "mean over the classes seen": lambda p, b: (
+        losses(p, b) / jnp.bincount(b["label"], length=3)[b["label"]]
+    ).sum(),
+    # what the batch alone decides
+    "standardized inputs": lambda p, b: losses(p, {**b, "x": standardized(b["x"])}).mean(),
+    "reversed targets": lambda p, b: ((net(p, b) - b["t"][::-1]) ** 2).mean(),
+    "sorted weights": lambda p, b: (losses(p, b) * jnp.sort(b["weight"])).mean(),
+    "mixup": lambda p, b: losses(p, {**b, "x": 0.7 * b["x"] + 0.3 * b["x"][::-1]}).mean(),
+    "similarities of inputs": lambda p, b: (losses(p, b) * (b["x"] @ b["x"].T).max(1)).mean(),
+    "row numbers": lambda p, b: (losses(p, b) * jnp.arange(rows(b))).mean(),
+    "a range of rows": lambda p, b: (losses(p, b) * (jnp.arange(rows(b)) < 5)).mean(),
+    "a choice": lambda p, b: jax.lax.cond(
+        b["mask"].sum() > 2, lambda y: y.mean(), lambda y: 2 * y.mean(), net(p, b)
+    ),
+    # each example on its own
+    "row and label": lambda p, b: (
+        -jax.nn.log_softmax(net(p, b))[jnp.arange(rows(b)), b["label"]].mean()
+    ),
+    "label of each": lambda p, b: (
+        -jnp.take_along_axis(jax.nn.log_softmax(net(p, b)), b["label"][:, None], 1).mean()
+    ),
+    "vmap": lambda p, b: jax.vmap(lambda x, t: jnp.sum((net(p, {"x": x}) - t) ** 2))(
+        b["x"], b["t"]
+    ).mean(),
+    "map": lambda p, b: jax.lax.map(lambda x: net(p, {"x": x}).sum(), b["x"]).mean(),
+    "scan over columns": lambda p, b: scanned(net(p, b)),
+    "checkpoint": jax.checkpoint(lambda p, b: ((net(p, b) - b["t"]) ** 2).sum() / rows(b)),
+    "flattened": lambda p, b: (net(p, b).reshape(-1) * b["t"].reshape(-1)).mean(),
+    "examples last": lambda p, b: jnp.mean(net(p, b).T * b["t"].T),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_equal(name):
+    for count in (2, 4):
+        check(EQUAL[name], PARAMS, BATCH, count)
+
+
+JOINED = {
+    "rmse": (lambda p, b: jnp.sqrt(((net(p, b) - b["t"]) ** 2).mean()), "sqrt"),
+    "ratio": (lambda p, b: net(p, b).sum() / (net(p, b) ** 2).sum(), "div"),
+    "contrastive": (
+        lambda p, b: -jnp.diag(jax.nn.log_softmax(net(p, b) @ b["t"].T)).mean(),
+        "dot_general",
+    ),
+    "standard deviation": (lambda p, b: net(p, b).std(), "sub"),
+    "softmax over the batch": (lambda p, b: (jax.nn.softmax(net(p, b), 0) * b["t"]).sum(), "sub"),
+    "sorted": (lambda p, b: (jnp.sort(losses(p, b)) * b["weight"]).sum(), "sort"),
+    "batch norm": (lambda p, b: (standardized(net(p, b)) * b["t"]).mean(), "sub"),
+    "squares of sums": (lambda p, b: (net(p, b).mean(0) ** 2).sum(), "square|integer_pow"),
+    "class sums squared": (
+        lambda p, b: (jax.ops.segment_sum(losses(p, b), b["label"], 3) ** 2).sum(),
+        "square|integer_pow",
+    ),
+    "halves": (
+        lambda p, b: (net(p, b)[: rows(b) // 2] * net(p, b)[rows(b) // 2 :]).mean(),
+        "slice",
+    ),
+    "next row": (lambda p, b: (net(p, b)[1:] * b["t"][:-1]).mean(), "slice"),
+    "cumulated": (lambda p, b: (jnp.cumsum(losses(p, b)) * b["weight"]).mean(), "cumsum"),
+    "worst example": (lambda p, b: losses(p, b).max(), "largest|takes the max"),
+    "loop of the loss": (
+        lambda p, b: (
+            jax.lax.while_loop(
+                lambda c: c[1] < 3, lambda c: (c[0], c[1] + 1), (losses(p, b).sum(), 0)
+            )[0]
+            ** 2
+        ),
+        "integer_pow|square",
+    ),
+    "sum or mean": (
+        lambda p, b: jax.lax.cond(b["mask"].sum() > 2, jnp.sum, jnp.mean, net(p, b)),
+        "cond",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_refused(name):
+    fun, words = JOINED[name]
+    with pytest.raises(BatchError, match=words) as refused:
+        by_slices(fun, PARAMS, BATCH, 2)
+    assert re.search(r" at .*(test_meaning\.py|numpy|nn).*", str(refused.value))
+
+
+def test_a_refusal_names_the_line_and_the_ways_out():
+    def fun(p, b):
+        return jnp.sqrt(((net(p, b) - b["t"]) ** 2).mean())
+
+    with pytest.raises(BatchError) as refused:
+        by_slices(fun, PARAMS, BATCH, 4)
+    line = fun.__code__.co_firstlineno + 1
+    assert re.fullmatch(
+        rf"the loss is not a mean, a sum or a row of each example: sqrt at .*test_meaning\.py:{line}"
+        r":\d+ \(.*fun\) joins examples, of which each of 4 slices of the batch \(microbatches × "
+        r"data-parallel replicas\) sees only its own\. Ask for one microbatch and no replicas, "
+        r"compute it from the batch alone, or mark the function with launcher\.per_slice if a "
+        r"slice's own value is meant",
+        str(refused.value),
+    )
+
+
+def aux(p, b):
+    hits = net(p, b).argmax(1) == b["label"]
+    return losses(p, b).mean(), {
+        "hits": hits.sum(),
+        "accuracy": hits.mean(),
+        "worst": losses(p, b).max(),
+        "best": losses(p, b).min(),
+        "all right": hits.all(),
+        "outputs": net(p, b),
+        "tokens": b["mask"].sum(),
+        "norm": optax.tree.norm(p),
+        "hits of the masked": (hits * b["mask"]).sum() / b["mask"].sum(),
+        "spread of inputs": b["x"].std(),
+        "total": losses(p, b).sum(),
+    }
+
+
+def test_metrics_of_every_kind():
+    words = check(aux, PARAMS, BATCH, 4, has_aux=True)
+    keys = sorted(aux(PARAMS, BATCH)[1])
+    assert dict(zip(keys, words[1:], strict=True)) == {
+        "hits": "sum",
+        "accuracy": "mean",
+        "worst": "max",
+        "best": "min",
+        "all right": "min",
+        "outputs": "concat",
+        "tokens": "last",
+        "norm": "last",
+        "hits of the masked": "sum",
+        "spread of inputs": "last",
+        "total": "sum",
+    }
+
+
+@pytest.mark.parametrize(
+    ("fun", "said", "words"),
+    [
+        (
+            "sum",
+            "mean",
+            r'is a sum over the examples, reduced at .*, but reduce="mean".* say "sum"',
+        ),
+        (
+            "mean",
+            "sum",
+            r'is a mean over the examples, reduced at .*, but reduce="sum".* say "mean"',
+        ),
+        ("masked mean", "mean", None),
+        ("sum over a number", "mean", None),
+        ("mean", "mean", None),
+        ("sum", "sum", None),
+    ],
+)
+def test_what_is_said_of_the_loss_is_checked(fun, said, words):
+    if words is None:
+        check(EQUAL[fun], PARAMS, BATCH, 4, reduce=said)
+        return
+    with pytest.raises(BatchError, match=words):
+        by_slices(EQUAL[fun], PARAMS, BATCH, 4, reduce=said)
+
+
+def test_metrics_that_slices_cannot_tell_are_refused():
+    def fun(p, b):
+        return losses(p, b).mean(), {"spread": net(p, b).std()}
+
+    with pytest.raises(BatchError, match=r"result 1 of the loss .*sub at"):
+        by_slices(fun, PARAMS, BATCH, 4, has_aux=True)
+
+
+def test_a_function_of_the_slice_alone():
+    def fun(p, b):
+        normed = launcher.per_slice(standardized)(net(p, b))
+        return (normed * b["t"]).mean()
+
+    values, _, words = by_slices(fun, PARAMS, BATCH, 2)
+    halves = [jax.tree.map(lambda x, s=s: x[s], BATCH) for s in (slice(4), slice(4, 8))]
+    np.testing.assert_allclose(
+        values[0], np.mean([fun(PARAMS, half) for half in halves]), rtol=1e-5
+    )
+    assert words == ("mean",)
+
+
+def test_keys_made_in_the_loss_differ_from_slice_to_slice():
+    def fun(p, b):
+        noise = jax.random.normal(jax.random.key(3), (rows(b),))
+        return losses(p, b).mean(), noise
+
+    (_, noise), _, words = by_slices(fun, PARAMS, BATCH, 4, has_aux=True)
+    assert words == ("mean", "concat")
+    folded = [jax.random.fold_in(jax.random.key(3), s) for s in range(4)]
+    np.testing.assert_allclose(noise, np.concatenate([jax.random.normal(k, (2,)) for k in folded]))
+
+
+def test_a_random_mask_and_its_sum_are_of_the_same_draw():
+    def fun(p, b):
+        mask = jax.random.bernoulli(jax.random.key(1), 0.5, (rows(b),))
+        return (losses(p, b) * mask).sum() / mask.sum()
+
+    check(fun, PARAMS, BATCH, 4)
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_slices_of_one_row(name):
+    """JAX leaves out what repeats a single row: the program is another one."""
+    check(EQUAL[name], PARAMS, BATCH, ROWS)
