@@ -26,15 +26,15 @@ from launcher.trace.jaxpr import (
     structure_text,
     sub_jaxprs,
 )
-from launcher.trace.placement_rules import Pair, Placed, own_value, place
+from launcher.trace.pairs import Pair, Placed, differ
+from launcher.trace.placement_rules import own_value, place
 from launcher.trace.placements import (
     Joined,
-    Partial,
     PerSlice,
     Placement,
-    Replicate,
+    Replicated,
     RowNumbers,
-    Shard,
+    Sharded,
     common,
     joined_among,
 )
@@ -51,12 +51,17 @@ class Followed:
 
     Attributes:
         outs: of each result.
-        equations: the slice's program. changed: whether it is other than the traced one.
+        equations, outvars: the slice's program. changed: whether it is other than the traced one.
     """
 
     outs: list[Placement]
     equations: list[Equation]
+    outvars: list[Atom]
     changed: bool
+
+    def program(self, jaxpr: Jaxpr) -> Jaxpr:
+        """Return the slice's program in the place of the traced one."""
+        return jaxpr.replace(eqns=self.equations, outvars=self.outvars)
 
 
 def same_structure(whole: Jaxpr, part: Jaxpr) -> bool:
@@ -92,7 +97,7 @@ def matching(reference: Jaxpr, other: Jaxpr) -> dict[int, int]:
     return {i: j for a, b in pairs if len(a) == len(b) for i, j in zip(a, b, strict=True)}
 
 
-def follow(
+def follow_placements(
     whole: Jaxpr,
     part: Jaxpr,
     given: Sequence[Placement],
@@ -108,7 +113,7 @@ def follow(
         visit: sees every equation of the program itself, not those in its loops and branches.
     """
     env: dict[Var, Placement] = dict(zip(whole.invars, given, strict=True))
-    env.update((v, Replicate()) for v in whole.constvars)
+    env.update((v, Replicated()) for v in whole.constvars)
     equations: list[Equation] = []
     changed = False
     for a, b in zip(whole.eqns, part.eqns, strict=True):
@@ -119,12 +124,14 @@ def follow(
         env.update(zip(a.outvars, placed.placements, strict=True))
         equations += placed.equations
         changed |= placed.changed
-    return Followed([_of(v, env) for v in whole.outvars], equations, changed)
+    outvars = [a if differ(a, b) else b for a, b in zip(whole.outvars, part.outvars, strict=True)]
+    changed |= outvars != list(part.outvars)
+    return Followed([_of(v, env) for v in whole.outvars], equations, outvars, changed)
 
 
 def _of(atom: Atom, env: dict[Var, Placement]) -> Placement:
     if isinstance(atom, Literal):
-        return Replicate(zero=bool(np.all(np.asarray(atom.val) == 0)))
+        return Replicated(zero=bool(np.all(np.asarray(atom.val) == 0)))
     return env[atom]
 
 
@@ -133,9 +140,9 @@ def place_equation(pair: Pair, given: Sequence[Placement]) -> Placed:
     count = len(pair.part.outvars)
     if is_per_slice(pair.part):
         lost = joined_among(given)
-        alike = all(isinstance(p, Replicate) for p in given)
+        alike = all(isinstance(p, Replicated) for p in given)
         own = [lost or own_value(pair, j) for j in range(count)]
-        same = [Replicate() if alike and p == PerSlice() else p for p in own]
+        same = [Replicated() if alike and p == PerSlice() else p for p in own]
         return Placed(same, [pair.part])
     programs = list(sub_jaxprs(pair.part))
     if not programs or pair.name.startswith(("reduce", "scatter", "cum", "custom_lin")):
@@ -159,15 +166,17 @@ def _alternatives(pair: Pair, given: list[Placement]) -> Placed:
     programs = list(zip(alternatives(pair.whole), alternatives(pair.part), strict=True))
     lost = Placed([Joined(pair.part)] * len(pair.part.outvars), [pair.part])
     inner = len(programs[0][0].invars)
-    if not all(isinstance(p, Replicate) for p in given[: len(given) - inner]):
+    if not all(isinstance(p, Replicated) for p in given[: len(given) - inner]):
         return lost  # the index of the branch
-    found = [follow(a, b, given[len(given) - inner :], pair.num_slices) for a, b in programs]
+    found = [
+        follow_placements(a, b, given[len(given) - inner :], pair.num_slices) for a, b in programs
+    ]
     outs = [common(each, pair.part) for each in zip(*(f.outs for f in found), strict=True)]
     if not any(f.changed for f in found):
         return Placed(outs, [pair.part])
     if pair.name != "cond" and pair.name not in CALLS and "jaxpr" not in pair.part.params:
         return lost  # its rule for derivatives is for the function as it is
-    bodies = [_with_equations(b, f) for (_, b), f in zip(programs, found, strict=True)]
+    bodies = [f.program(b) for (_, b), f in zip(programs, found, strict=True)]
     key = "branches" if pair.name == "cond" else "jaxpr"
     old = pair.part.params[key]
     new: Any = (
@@ -183,27 +192,27 @@ def _scan(pair: Pair, given: list[Placement]) -> Placed:
     lost = Placed([Joined(pair.part)] * len(pair.part.outvars), [pair.part])
     a, b = whole["jaxpr"].jaxpr, part["jaxpr"].jaxpr
     xs = given[consts + carry :]
-    if Shard(0) in xs:
-        alone = carry == 0 and all(isinstance(p, Replicate) for p in given[:consts])
-        alone &= all(p == Shard(0) or isinstance(p, Replicate) for p in xs) and xs.count(
-            Shard(0)
+    if Sharded(0) in xs:
+        alone = carry == 0 and all(isinstance(p, Replicated) for p in given[:consts])
+        alone &= all(p == Sharded(0) or isinstance(p, Replicated) for p in xs) and xs.count(
+            Sharded(0)
         ) == len(xs)
         if not alone or structure_text(a) != structure_text(b):
             return lost
         return Placed([own_value(pair, j) for j in range(len(pair.part.outvars))], [pair.part])
     if whole["length"] != part["length"]:
         return lost
-    rows = [Shard(p.axis - 1) if isinstance(p, Shard) else p for p in xs]
+    rows = [Sharded(p.axis - 1) if isinstance(p, Sharded) else p for p in xs]
 
     def body(state: list[Placement]) -> Followed:
-        return follow(a, b, [*given[:consts], *state, *rows], pair.num_slices)
+        return follow_placements(a, b, [*given[:consts], *state, *rows], pair.num_slices)
 
     state, found = _fixed_point(given[consts : consts + carry], body, pair.part)
-    stacked = [Shard(p.axis + 1) if isinstance(p, Shard) else p for p in found.outs[carry:]]
+    stacked = [Sharded(p.axis + 1) if isinstance(p, Sharded) else p for p in found.outs[carry:]]
     outs = [*state, *(Joined(pair.part) if isinstance(p, RowNumbers) else p for p in stacked)]
     if not found.changed:
         return Placed(outs, [pair.part])
-    return _replaced(pair, outs, {"jaxpr": _like(part["jaxpr"], _with_equations(b, found))})
+    return _replaced(pair, outs, {"jaxpr": _like(part["jaxpr"], found.program(b))})
 
 
 def _while(pair: Pair, given: list[Placement]) -> Placed:
@@ -212,22 +221,22 @@ def _while(pair: Pair, given: list[Placement]) -> Placed:
     a, b = whole["body_jaxpr"].jaxpr, part["body_jaxpr"].jaxpr
 
     def body(state: list[Placement]) -> Followed:
-        return follow(a, b, [*given[tests : tests + consts], *state], pair.num_slices)
+        return follow_placements(a, b, [*given[tests : tests + consts], *state], pair.num_slices)
 
     state, found = _fixed_point(given[tests + consts :], body, pair.part)
-    test = follow(
+    test = follow_placements(
         whole["cond_jaxpr"].jaxpr,
         part["cond_jaxpr"].jaxpr,
         [*given[:tests], *state],
         pair.num_slices,
     )
-    if not isinstance(test.outs[0], Replicate):
+    if not isinstance(test.outs[0], Replicated):
         return Placed([Joined(pair.part)] * len(pair.part.outvars), [pair.part])
     if not found.changed and not test.changed:
         return Placed(state, [pair.part])
     params = {
-        "body_jaxpr": _like(part["body_jaxpr"], _with_equations(b, found)),
-        "cond_jaxpr": _like(part["cond_jaxpr"], _with_equations(part["cond_jaxpr"].jaxpr, test)),
+        "body_jaxpr": _like(part["body_jaxpr"], found.program(b)),
+        "cond_jaxpr": _like(part["cond_jaxpr"], test.program(part["cond_jaxpr"].jaxpr)),
     }
     return _replaced(pair, state, params)
 
@@ -244,10 +253,6 @@ def _fixed_point(
         if new == state:
             return state, found
         state = new
-
-
-def _with_equations(jaxpr: Jaxpr, found: Followed) -> Jaxpr:
-    return jaxpr.replace(eqns=found.equations)
 
 
 def _like(old: Any, jaxpr: Jaxpr) -> Any:

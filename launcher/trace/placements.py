@@ -15,14 +15,14 @@ from launcher.trace.jaxpr import Equation
 
 
 @dataclass(frozen=True)
-class Replicate:
+class Replicated:
     """The value of every slice is that of the whole batch. `zero`: all of it is zero."""
 
     zero: bool = False
 
 
 @dataclass(frozen=True)
-class Shard:
+class Sharded:
     """The value of slice `s` is block `s` of the whole batch's value along this axis."""
 
     axis: int
@@ -71,7 +71,7 @@ class Joined:
     equation: Equation
 
 
-Placement: TypeAlias = Replicate | Shard | RowNumbers | Partial | PerSlice | Joined
+Placement: TypeAlias = Replicated | Sharded | RowNumbers | Partial | PerSlice | Joined
 
 
 def joined_among(given: Iterable[Placement]) -> Joined | None:
@@ -94,9 +94,9 @@ def common(placements: Iterable[Placement], eqn: Equation) -> Placement:
         return lost
     known = set(given)
     if len(known) > 1:
-        known.discard(Replicate(zero=True))
-    if len(known) == 2 and Replicate() in known:
-        (other,) = known - {Replicate()}
+        known.discard(Replicated(zero=True))
+    if len(known) == 2 and Replicated() in known:
+        (other,) = known - {Replicated()}
         if other == Partial("mean", eqn) or isinstance(other, PerSlice):
             return other
     return known.pop() if len(known) == 1 else Joined(eqn)

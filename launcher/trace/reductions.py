@@ -16,9 +16,9 @@ from launcher.trace.placements import (
     Partial,
     PerSlice,
     Placement,
-    Replicate,
+    Replicated,
     RowNumbers,
-    Shard,
+    Sharded,
 )
 
 
@@ -72,11 +72,11 @@ def _of_loss(word: str, placement: Placement, num_slices: int) -> str:
 def _word(name: str, placement: Placement, num_slices: int, is_float: bool) -> str:
     if isinstance(placement, Partial):
         return placement.op
-    if isinstance(placement, Replicate):
+    if isinstance(placement, Replicated):
         return "last"
     if isinstance(placement, PerSlice) and is_float:
         return "mean"
-    if placement == Shard(0):
+    if placement == Sharded(0):
         return "concat"
     if isinstance(placement, Joined):
         eqn = placement.equation
@@ -88,7 +88,7 @@ def _word(name: str, placement: Placement, num_slices: int, is_float: bool) -> s
             "launcher.per_slice if a slice's own value is meant"
         )
     remedy = 'say reduce="last", or return a floating-point number'
-    if isinstance(placement, Shard | RowNumbers):
+    if isinstance(placement, Sharded | RowNumbers):
         remedy = "transpose it, so that the examples come first"
     raise BatchError(f"{name} cannot be combined from {num_slices} slices of the batch; {remedy}")
 
@@ -98,8 +98,8 @@ def _check_said(name: str, said: str, word: str, placement: Placement) -> None:
         return
     if said == "sum" and isinstance(placement, PerSlice):
         return
-    if said == "mean" and isinstance(placement, Replicate):
-        return
+    if said != "concat" and isinstance(placement, Replicated):
+        return  # computed on the whole batch, or the same in every slice
     if isinstance(placement, Partial):
         where = source_line(placement.equation)
         if said == "mean" and word == "sum" and placement.scaled:

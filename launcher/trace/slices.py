@@ -17,18 +17,18 @@ import jax
 from launcher.trace.errors import BatchError
 from launcher.trace.follow_placements import (
     Followed,
-    follow,
+    follow_placements,
     matching,
     place_equation,
     same_structure,
 )
 from launcher.trace.jaxpr import Atom, Equation, Jaxpr, Var, make_jaxpr
 from launcher.trace.layers import ANY_LAYER, cut_layers
-from launcher.trace.placement_rules import Pair, Placed
+from launcher.trace.pairs import Pair, Placed, differ
 from launcher.trace.placements import Placement
 from launcher.trace.random_keys import is_typed, raw_generator
 from launcher.trace.reductions import check_same_results, reductions
-from launcher.trace.whole_batch import another_program, operand_axes, operand_placements
+from launcher.trace.whole_batch import operand_axes, operand_placements, unlike_program
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +97,7 @@ def slice_loss(traces: Traces, num_slices: int) -> Loss:
             )
         found = _follow(traces, eqn, axes, num_slices)
         words = reductions(traces.whole, eqn, found.outs, num_slices)
-        jaxpr = eqn.params["jaxpr"].jaxpr.replace(eqns=found.equations)
+        jaxpr = found.program(eqn.params["jaxpr"].jaxpr)
     equations, layers, num_layers = cut_layers(jaxpr)
     invars = list(jaxpr.invars)
     raw: list[str | None] = [None] * len(invars)
@@ -135,11 +135,11 @@ def _follow(
     whole: Jaxpr = traces.whole.params["jaxpr"].jaxpr
     own: Jaxpr = part.params["jaxpr"].jaxpr
     if same_structure(whole, own):
-        return follow(whole, own, operand_placements(axes), num_slices)
+        return follow_placements(whole, own, operand_placements(axes), num_slices)
     count, reference = traces.reference()
     other: Jaxpr = reference.params["jaxpr"].jaxpr
-    if not same_structure(whole, other):
-        raise another_program(part)
+    if traces.batch_size != num_slices or not same_structure(whole, other):
+        raise unlike_program(part)
     same, equations = matching(whole, own), list(own.eqns)
     replaced: dict[int, Sequence[Equation]] = {}
     index = itertools.count()
@@ -148,17 +148,18 @@ def _follow(
         i = next(index)
         if placed.changed:
             if i not in same or len(equations[same[i]].invars) != len(pair.part.invars):
-                raise another_program(part)
+                raise unlike_program(part)
             again = place_equation(Pair(pair.whole, equations[same[i]], num_slices), given)
             if list(again.placements) != list(placed.placements):
-                raise another_program(part)
+                raise unlike_program(part)
             replaced[same[i]] = again.equations
         return placed
 
     given = operand_placements(operand_axes(traces.whole, reference, count))
-    found = follow(whole, other, given, count, visit)
+    found = follow_placements(whole, other, given, count, visit)
     changed = [e for i, eqn in enumerate(equations) for e in replaced.get(i, [eqn])]
-    return Followed(found.outs, changed, bool(replaced))
+    outvars = [a if differ(a, b) else b for a, b in zip(whole.outvars, own.outvars, strict=True)]
+    return Followed(found.outs, changed, outvars, bool(replaced))
 
 
 def _row_of(v: Var) -> tuple[Var, Equation]:

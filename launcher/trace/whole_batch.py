@@ -13,7 +13,12 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from launcher.trace.errors import BatchError
-from launcher.trace.follow_placements import follow, matching, place_equation, same_structure
+from launcher.trace.follow_placements import (
+    follow_placements,
+    matching,
+    place_equation,
+    same_structure,
+)
 from launcher.trace.jaxpr import (
     Equation,
     Jaxpr,
@@ -24,8 +29,8 @@ from launcher.trace.jaxpr import (
     source_line,
     sub_jaxprs,
 )
-from launcher.trace.placement_rules import Pair, Placed, grown_axis
-from launcher.trace.placements import Joined, Partial, Placement, Replicate, RowNumbers, Shard
+from launcher.trace.pairs import Pair, Placed, grown_axis
+from launcher.trace.placements import Joined, Partial, Placement, Replicated, RowNumbers, Sharded
 from launcher.trace.primitive_kinds import KEY_MAKERS, RANDOM
 from launcher.trace.random_keys import is_typed, raw_generator
 
@@ -65,7 +70,7 @@ def operand_axes(whole: Equation, part: Equation, num_slices: int) -> list[int |
 
 def operand_placements(axes: Iterable[int | None]) -> list[Placement]:
     """Return the placements of the loss's operands, by the axes along which they are cut."""
-    return [Replicate() if axis is None else Shard(axis) for axis in axes]
+    return [Replicated() if axis is None else Sharded(axis) for axis in axes]
 
 
 def find_whole_batch(
@@ -91,7 +96,7 @@ def find_whole_batch(
             and (axis is not None or held in constants or _is_small(v, a.eqns))
         }
     )
-    followed = follow(a, b, operand_placements(axes), num_slices, finder.visit)
+    followed = follow_placements(a, b, operand_placements(axes), num_slices, finder.visit)
     made = {v: (i, j) for i, eqn in enumerate(b.eqns) for j, v in enumerate(eqn.outvars)}
     sliced = program(b.invars, followed.equations, b.outvars).jaxpr
 
@@ -155,7 +160,7 @@ class _Finder:
                 except ValueError:
                     continue
                 self.found.add((index, j))
-                placements[j] = Replicate() if axis is None else Shard(axis)
+                placements[j] = Replicated() if axis is None else Sharded(axis)
         return Placed(placements, placed.equations, placed.changed)
 
     def _with_counted_rows(self, pair: Pair, given: list[Placement], placed: Placed) -> Placed:
@@ -167,12 +172,12 @@ class _Finder:
         ]
         if not counted or not any(isinstance(p, Joined) for p in placed.placements):
             return placed
-        again = [Shard(p.axis) if isinstance(p, RowNumbers) else p for p in given]
+        again = [Sharded(p.axis) if isinstance(p, RowNumbers) else p for p in given]
         self.found.update(self._place[v] for _, v in counted)
         return place_equation(pair, again)
 
 
-def another_program(eqn: Equation) -> BatchError:
+def unlike_program(eqn: Equation) -> BatchError:
     """Return the error of a loss whose program on a slice cannot be matched with the whole one."""
     return BatchError(
         f"the loss at {source_line(eqn)} has another program on a slice than on the whole batch; "
@@ -199,7 +204,7 @@ def with_operands(
     if not same_structure(jaxpr, found.structure):
         same = matching(found.structure, jaxpr)
         if any(i not in same for i, _ in places):
-            raise another_program(eqn)
+            raise unlike_program(eqn)
         places = tuple((same[i], j) for i, j in places)
     inner = [jaxpr.eqns[i].outvars[j] for i, j in places]
     operands = inner if operands is None else operands

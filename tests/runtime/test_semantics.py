@@ -219,8 +219,8 @@ def test_every_result_is_an_array_of_its_own(name):
 @pytest.mark.parametrize(
     ("of", "reduce", "argnums", "words"),
     [
-        (lambda w, x: ((x @ w).sum(), (x > 0).sum()), "mean", 0, "is int32, whose mean"),
-        (lambda w, x: ((x @ w).sum(), x.sum()), "mean", (0, 1), "with respect to the batch"),
+        (lambda w, x: ((x @ w).sum(), (x @ w > 0).sum()), ("sum", "mean"), 0, 'say "sum"'),
+        (lambda w, x: ((x @ w).sum(), x.sum()), "infer", (0, 1), "with respect to the batch"),
     ],
 )
 def test_what_has_no_meaning_for_microbatches_is_refused(of, reduce, argnums, words):

@@ -20,35 +20,49 @@ COMBINE = {
 
 
 def by_slices(fun, params, batch, count, reduce="infer", **kwargs):
-    """`jax.value_and_grad(fun)(params, batch)` from `count` slices of the batch, with its words."""
+    """`jax.value_and_grad(fun)(params, batch)` from `count` slices of the batch.
+
+    Returns the results' leaves, the gradients' leaves, and how the results were combined.
+    """
 
     def step(params, batch):
         return launcher.value_and_grad(fun, reduce=reduce, **kwargs)(params, batch)
 
-    traced = trace_step(step, (params, batch))
+    return run(step, (params, batch), count)
+
+
+def run(step, args, count):
+    """The results of the loss of `step(*args)` and its gradients, from slices of `args[1]`."""
+    traced = trace_step(step, args)
     loss = traced.loss(count)
     before = program([*traced.constants, *traced.invars], traced.before, traced.operands)
-    given = [*traced.constants.values(), *jax.tree.leaves((params, batch))]
+    given = [*traced.constants.values(), *jax.tree.leaves(args)]
     operands = [cut(x, i, loss) for i, x in enumerate(jaxpr_as_fun(before)(*given))]
     sliced = jaxpr_as_fun(program(loss.invars, loss.equations, loss.outvars))
 
-    def of(wrt, rest):
-        wrt = iter(wrt)
-        outs = sliced(*(next(wrt) if i in loss.wrt else x for i, x in enumerate(rest)))
-        return outs[0], outs
+    @jax.jit
+    def of_slice(own):
+        def of(wrt):
+            wrt = iter(wrt)
+            outs = sliced(*(next(wrt) if i in loss.wrt else x for i, x in enumerate(own)))
+            return outs[0], outs
 
-    outs, grads = [], []
-    for s in range(count):
-        own = [x[s] for x in operands]
-        (_, found), grad = jax.value_and_grad(of, has_aux=True)([own[i] for i in loss.wrt], own)
-        outs.append(found)
-        grads.append(grad)
-    values = [
-        COMBINE[word](parts)
-        for word, parts in zip(loss.reduce, zip(*outs, strict=True), strict=True)
-    ]
-    summed = [COMBINE[loss.reduce[0]](parts) for parts in zip(*grads, strict=True)]
-    return values, summed, loss.reduce
+        return jax.value_and_grad(of, has_aux=True)([own[i] for i in loss.wrt])
+
+    found = [of_slice([x[s] for x in operands]) for s in range(count)]
+    outs = zip(*(outs for (_, outs), _ in found), strict=True)
+    values = [COMBINE[word](parts) for word, parts in zip(loss.reduce, outs, strict=True)]
+    grads = zip(*(grads for _, grads in found), strict=True)
+    return values, [COMBINE[loss.reduce[0]](parts) for parts in grads], loss.reduce
+
+
+def compare(step, args, count, rtol=1e-5):
+    """Hold a step that returns `launcher.value_and_grad(...)` against itself on the whole batch."""
+    values, grads, words = run(step, args, count)
+    want = jax.tree.leaves(jax.jit(step)(*args))
+    for got, value in zip([*values, *grads], want, strict=True):
+        np.testing.assert_allclose(got, value, rtol=rtol, atol=rtol)
+    return words
 
 
 def cut(x, i, loss):
@@ -60,12 +74,10 @@ def cut(x, i, loss):
     return [x] * loss.num_slices if axis is None else jnp.split(x, loss.num_slices, axis)
 
 
-def check(fun, params, batch, count, reduce="infer", has_aux=False, rtol=1e-5):
-    """Compare; returns the words."""
-    values, grads, words = by_slices(fun, params, batch, count, reduce, has_aux=has_aux)
-    want, gradient = jax.value_and_grad(fun, has_aux=has_aux)(params, batch)
-    for got, value in zip(values, jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(got, value, rtol=rtol, atol=rtol)
-    for got, value in zip(grads, jax.tree.leaves(gradient), strict=True):
-        np.testing.assert_allclose(got, value, rtol=rtol, atol=rtol)
-    return words
+def check(fun, params, batch, count, reduce="infer", **kwargs):
+    """Hold `fun` by slices against `fun` on the whole batch; returns how results were combined."""
+
+    def step(params, batch):
+        return launcher.value_and_grad(fun, reduce=reduce, **kwargs)(params, batch)
+
+    return compare(step, (params, batch), count)

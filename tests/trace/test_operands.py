@@ -1,4 +1,7 @@
-"""What keeps the examples of a batch in order on the way to the loss, and what is refused."""
+"""What is made of the batch before the loss, and how it is cut into slices."""
+
+import sys
+from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -8,7 +11,9 @@ import pytest
 
 import launcher
 from launcher.trace import BatchError, trace_step
-from launcher.trace.batch_axis import follow_batch_axis
+
+sys.path.insert(0, str(Path(__file__).parent))
+import by_slices
 
 W = jax.ShapeDtypeStruct((4, 4), jnp.float32)
 X = jax.ShapeDtypeStruct((8, 4), jnp.float32)
@@ -99,40 +104,56 @@ def test_rows_in_order_are_cut(name):
     assert sliced(prepare) == axis
 
 
-LOST = {
-    "reversed": (lambda x, n: x[::-1], "rev at .*test_batch_axis.py"),
-    "rolled": (lambda x, n: jnp.roll(x, 1, axis=0), "slice at .*test_batch_axis.py"),
-    "shuffled": (
-        lambda x, n: jax.random.permutation(jax.random.key(0), x),
-        "at .*test_batch_axis.py",
+# Computed on the whole batch and cut afterwards: in whatever order the examples are then.
+ANY_ORDER = {
+    "reversed": lambda x, n: x[::-1],
+    "rolled": lambda x, n: jnp.roll(x, 1, axis=0),
+    "shuffled": lambda x, n: jax.random.permutation(jax.random.key(0), x),
+    "gathered": lambda x, n: x[n],
+    "sorted": lambda x, n: jnp.sort(x, axis=0),
+    "two halves": lambda x, n: jnp.concatenate([x, x + 1]),
+    "regrouped": lambda x, n: x.reshape(2, -1, 4),
+    "interleaved": lambda x, n: x.reshape(2, -1, 4).swapaxes(0, 1).reshape(-1, 4),
+    "summed along": lambda x, n: jnp.cumsum(x, 0),
+    "row numbers": lambda x, n: jnp.arange(x.shape[0]),
+    "a shuffle": lambda x, n: jax.random.permutation(jax.random.key(0), 8)[: len(x)],
+    "real and fake": lambda x, n: jnp.repeat(
+        jnp.array([0.0, 1.0]), len(x), total_repeat_length=2 * len(x)
     ),
-    "gathered": (lambda x, n: x[n], "gather at"),
-    "sorted": (lambda x, n: jnp.sort(x, axis=0), "sort at"),
-    "two halves": (lambda x, n: jnp.concatenate([x, x + 1]), "concatenate at"),
-    "regrouped": (lambda x, n: x.reshape(2, -1, 4), "axis 1, but its examples .* axis 0"),
-    "interleaved": (lambda x, n: x.reshape(2, -1, 4).swapaxes(0, 1), "axis 0, but .* axis 1"),
-    "summed along": (lambda x, n: jnp.cumsum(x, 0), "cumsum at"),
+    "number of rows": lambda x, n: np.full(3, len(x)),
+}
+
+
+@pytest.mark.parametrize("name", ANY_ORDER)
+def test_what_is_made_of_the_batch_is_cut_in_any_order(name):
+    def step(w, batch):
+        made = ANY_ORDER[name](*batch).astype(jnp.float32)
+
+        def loss(w, c, x):
+            aligned = (
+                x if name in ("two halves", "regrouped", "number of rows", "real and fake") else c
+            )
+            return (c * w[0, 0]).sum() + (aligned.reshape(len(x), -1).sum(1) * (x @ w).sum(1)).sum()
+
+        return launcher.value_and_grad(loss)(w, made, batch[0])
+
+    batch = (np.arange(32.0, dtype=np.float32).reshape(8, 4) / 16, np.arange(8) * 3 % 8)
+    by_slices.compare(step, (np.ones((4, 4), np.float32), batch), 4)
+
+
+REFUSED = {
     "products of rows": (lambda x, n: x @ x.T, "grow along one axis"),
-    "row numbers": (lambda x, n: jnp.arange(x.shape[0]), "row numbers"),
-    "a shuffle": (lambda x, n: jax.random.permutation(jax.random.key(0), 8)[: len(x)], "whole num"),
-    "real and fake": (
-        lambda x, n: jnp.repeat(jnp.array([0.0, 1.0]), len(x), total_repeat_length=2 * len(x)),
-        "without having one row an example",
+    "another program": (
+        lambda x, n: x if len(x) < 4 else x.reshape(-1, 2, 2),
+        "must grow along one axis",
     ),
-    "number of rows": (lambda x, n: np.full(3, len(x)), "values depend on the batch size"),
     "fixed shape": (lambda x, n: x.reshape(8, 2, 2), r"8, 2, 2.*write -1 in reshape"),
 }
 
 
-@pytest.mark.parametrize("name", LOST)
-def test_rows_out_of_order_are_refused(name):
-    prepare, words = LOST[name]
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_grow_with_the_batch_is_refused(name):
+    prepare, words = REFUSED[name]
     assert sliced(prepare, slices=1) is None
     with pytest.raises(BatchError, match=words):
         sliced(prepare)
-
-
-def test_a_key_of_each_example_is_in_order():
-    keys = jax.make_jaxpr(jax.vmap(lambda n: jax.random.fold_in(KEY, n)))(N)
-    (numbers,), (made,) = keys.jaxpr.invars, keys.jaxpr.outvars
-    assert follow_batch_axis(keys.jaxpr.eqns, {numbers: 0})[made] == 0

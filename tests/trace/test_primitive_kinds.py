@@ -1,4 +1,4 @@
-"""The names of primitives stand in the table, the sharding factors and the bodies, nowhere else."""
+"""The names of primitives stand in the table and in the rules, nowhere else."""
 
 import ast
 import inspect
@@ -11,7 +11,8 @@ from launcher.trace import primitive_kinds
 from launcher.trace.factors import _RULES
 
 ROOT = Path(launcher.__file__).parent
-TABLES = {f"trace/{name}.py" for name in ("primitive_kinds", "factors", "bodies")}
+RULES = "factors", "bodies", "follow_placements", "partial_rules", "placement_rules", "row_numbers"
+TABLES = {f"trace/{name}.py" for name in ("primitive_kinds", *RULES)}
 KINDS = {k: v for k, v in vars(primitive_kinds).items() if isinstance(v, frozenset)}
 # "name" is a primitive's too, and everybody's word.
 NAMES = set().union(*KINDS.values(), _RULES, ("scan", "while", "cond", "fft", "iota")) - {"name"}

@@ -144,15 +144,15 @@ def rows(w, x):
             step_of(lambda w, x: ((x @ w) ** 2).sum() / x.shape[0], reduce="sum"),
             2,
             BatchError,
-            'reduce="sum", but .*test_step.py.*scales it by the batch size.*reduce="mean"',
+            'a mean over the examples, reduced at .*test_step.py.*reduce="sum".*say "mean"',
         ),
         (
             step_of(
                 lambda w, x: jnp.tanh((x @ w).mean() * 2) + (x @ w).mean(1).sum(), reduce="sum"
             ),
             2,
-            None,
-            "",
+            BatchError,
+            "tanh at .*test_step.py.* joins examples",
         ),
         (
             step_of(lambda w, x: (x @ w).sum() + (w**2).sum() * x.shape[0], reduce="sum"),
@@ -161,16 +161,16 @@ def rows(w, x):
             "",
         ),
         (
-            step_of(lambda w, x: ((x @ w).sum(), (x > 0).any()), has_aux=True, reduce="sum"),
+            step_of(lambda w, x: ((x @ w).sum(), (x @ w > 0).any()), has_aux=True, reduce="sum"),
             2,
             BatchError,
-            'is bool, whose sum .* say reduce="last"',
+            'the largest of the examples, .*reduce="sum".* say "max"',
         ),
         (
-            step_of(lambda w, x: ((x @ w).sum(), (x > 0).mean()), has_aux=True, reduce="sum"),
+            step_of(lambda w, x: ((x @ w).sum(), (x @ w).mean()), has_aux=True, reduce="sum"),
             2,
             BatchError,
-            "result 1 of the loss .*scales it",
+            "result 1 of the loss is a mean over the examples",
         ),
         (
             lambda w, x: w * (launcher.grad(jnp.sum)(w) if x.shape[0] > 4 else len(x)),
@@ -184,10 +184,10 @@ def rows(w, x):
         (step_of(printing), 1, TraceError, "side effect"),
         (step_of(lambda w, x: (x @ w).sum()), 3, BatchError, "batch of 8 .* into 3"),
         (
-            step_of(rows, has_aux=True),
+            step_of(rows, has_aux=True, reduce=("sum", "mean")),
             2,
             BatchError,
-            "reduce='mean' cannot combine; say \"concat\"",
+            'a row of each example, .*reduce="mean".* say "concat"',
         ),
         (step_of(lambda w, x: (x @ x.T).sum() * w.sum()), 2, None, ""),
         (

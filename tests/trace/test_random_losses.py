@@ -1,0 +1,99 @@
+"""Random losses of per-example parts, masks, reductions, ratios and pieces that join examples."""
+
+import random
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from launcher.trace import BatchError
+
+sys.path.insert(0, str(Path(__file__).parent))
+from by_slices import check
+
+ROWS, SEEDS, GROUP = 8, 300, 20
+RNG = np.random.default_rng(1)
+PARAMS = {"w": RNG.normal(size=(4, 3)).astype(np.float32), "s": np.float32(0.5)}
+BATCH = {
+    "x": RNG.normal(size=(ROWS, 4)).astype(np.float32),
+    "mask": np.array([0, 0, 1, 1, 0, 1, 1, 1], np.float32),
+    "weight": RNG.uniform(0.5, 1, size=ROWS).astype(np.float32),
+    "label": RNG.integers(0, 3, ROWS),
+}
+
+
+def rows_of(p, b, rng):
+    """A value of each example."""
+    y = jnp.tanh(b["x"] @ p["w"])
+    choices = [
+        lambda: y.sum(1),
+        lambda: jnp.square(y).mean(1),
+        lambda: y[jnp.arange(len(y)), b["label"]],
+        lambda: jax.nn.logsumexp(y, 1) * b["mask"],
+        lambda: jnp.where(b["mask"] > 0, y[:, 0], 0.0),
+        lambda: y.max(1) * b["weight"] / b["weight"].sum(),
+        lambda: y[:, 1] * (b["x"] - b["x"].mean(0))[:, 0],
+        lambda: y[:, 0] * jnp.arange(len(y)),
+        lambda: b["weight"] * b["mask"],
+        lambda: y[:, 0] - y[:, 0].mean(),  # joins
+        lambda: y[::-1, 0] * b["weight"],  # joins
+        lambda: jax.nn.softmax(y[:, 2]),  # joins
+        lambda: y @ y.mean(0),  # joins
+    ]
+    return rng.choice(choices)()
+
+
+def number_of(p, b, rng, depth):
+    """A number of the whole batch."""
+    choices = [
+        lambda: rows_of(p, b, rng).mean(),
+        lambda: rows_of(p, b, rng).sum(),
+        lambda: rows_of(p, b, rng).sum() / b["mask"].sum(),
+        lambda: rows_of(p, b, rng).sum() / len(b["x"]),
+        lambda: jnp.average(rows_of(p, b, rng), weights=b["weight"]),
+        lambda: jnp.mean(rows_of(p, b, rng), where=b["mask"] > 0),
+        lambda: jnp.sum(p["w"] ** 2) * p["s"],
+        lambda: b["weight"].max() * p["s"],
+        lambda: jnp.float32(len(b["x"])),
+        lambda: rows_of(p, b, rng).max(),  # joins, as a loss
+        lambda: jnp.sqrt(1 + rows_of(p, b, rng).mean() ** 2),  # joins
+    ]
+    if depth:
+        one, two = (lambda: number_of(p, b, rng, depth - 1),) * 2
+        choices += 2 * [
+            lambda: one() + two(),
+            lambda: one() - 0.5 * two(),
+            lambda: one() * p["s"],
+            lambda: one() * two(),  # joins, if both are of the parameters and the batch
+            lambda: one() / (2 + b["mask"].sum()),
+            lambda: jnp.where(b["mask"].sum() > 4, one(), two()),
+            lambda: jnp.stack([one(), two()]) @ jnp.array([1.0, 2.0]),
+        ]
+    return rng.choice(choices)()
+
+
+def outcome(seed):
+    def fun(p, b):
+        rng = random.Random(seed)
+        return number_of(p, b, rng, 3)
+
+    try:
+        check(fun, PARAMS, BATCH, random.Random(seed).choice([2, 4, ROWS]))
+    except BatchError:
+        return "refused"
+    return "equal"
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(first, marks=[pytest.mark.slow] if first else [])
+        for first in range(0, SEEDS, GROUP)
+    ],
+)
+def test_random_losses_are_equal_or_refused(first):
+    found = [outcome(seed) for seed in range(first, first + GROUP)]
+    assert found.count("equal") >= 3
