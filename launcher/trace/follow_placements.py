@@ -107,7 +107,8 @@ def follow_placements(
     """Return the placements of a program's results.
 
     Args:
-        whole, part: the program on the whole batch and on a slice, of the same structure.
+        whole: the program on the whole batch.
+        part: the program on a slice, of the same structure.
         given: the placements of its inputs.
         num_slices: how many slices make the batch.
         visit: sees every equation of the program itself, not those in its loops and branches.

@@ -1,7 +1,7 @@
 """What becomes of partial results: linear functions of them are partial results again. Pure.
 
-Where a sum meets what all slices share, or a mean, the slice's program is changed so that nothing is
-counted more than once.
+Where a sum meets what all slices share, or a mean, the slice's program is changed so that nothing
+is counted more than once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The placement of an equation's results by those of its operands: one rule a kind of placement.
 
-An equation is looked at twice: as traced on the whole batch, and as traced on one slice. The factors
-(`factors`) say which dimensions run together; a number that differs between the two traces is one
-that the batch size decides. Equations with inner programs are in `follow_placements`.
+An equation is looked at twice: as traced on the whole batch, and as traced on one slice. Its
+factors (`factors`) say which dimensions run together; a number that differs between the two traces
+is one that the batch size decides. Equations with inner programs are in `follow_placements`.
 """
 
 from __future__ import annotations

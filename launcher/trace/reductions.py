@@ -25,10 +25,11 @@ from launcher.trace.placements import (
 def reductions(
     whole: Equation, part: Equation, found: Sequence[Placement], num_slices: int
 ) -> tuple[str, ...]:
-    """Return how each result of the loss is combined: "mean", "sum", "max", "min", "concat", "last".
+    """Return how each result of the loss is combined, by a word of `primitives.REDUCTIONS`.
 
     Args:
-        whole, part: the loss's equation on the whole batch and on a slice.
+        whole: the loss's equation on the whole batch.
+        part: the loss's equation on a slice.
         found: the placements of its results.
         num_slices: how many slices.
 
@@ -64,7 +65,8 @@ def _of_loss(word: str, placement: Placement, num_slices: int) -> str:
         raise BatchError(
             f"the loss takes the {word} over the examples at {source_line(eqn)}, so that its "
             f"gradient belongs to one of {num_slices} slices of the batch (microbatches × "
-            "data-parallel replicas). Ask for one microbatch and no replicas, or use a mean or a sum"
+            "data-parallel replicas). Ask for one microbatch and no replicas, or for a mean or a "
+            "sum"
         )
     return "mean" if word == "last" else word  # one of the parameters alone is its own mean
 
@@ -114,7 +116,8 @@ def _check_said(name: str, said: str, word: str, placement: Placement) -> None:
         where, what = "", {"concat": "a row of each example"}.get(word, "the same for all slices")
     at = f", reduced at {where}" if where else ""
     raise BatchError(
-        f'{name} is {what}{at}, but reduce="{said}" is said of it; say "{word}", or leave reduce out'
+        f'{name} is {what}{at}, but reduce="{said}" is said of it; say "{word}", or leave reduce '
+        "out"
     )
 
 

@@ -129,8 +129,9 @@ def _follow(
 ) -> Followed:
     """Follow the placements through the loss.
 
-    A slice of one row may have another program than the whole batch (`matching`). Then the placements
-    are those of the reference, and what is changed there is changed in the equations that match.
+    A slice of one row may have another program than the whole batch (`matching`). Then the
+    placements are those of the reference, and what is changed there is changed in the equations
+    that match.
     """
     whole: Jaxpr = traces.whole.params["jaxpr"].jaxpr
     own: Jaxpr = part.params["jaxpr"].jaxpr

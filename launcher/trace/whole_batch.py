@@ -1,9 +1,10 @@
 """What a loss needs of the whole batch, computed before the pipeline and given to every slice.
 
-The denominator of a masked mean is a sum over all examples' masks, which no slice can compute. Where
-a value depends on the batch alone, not on the parameters, it is computed once, on the whole batch,
-and becomes an operand of the loss: replicated, or cut into slices if it has a row an example. Random
-keys that the loss makes become operands, too, so that each slice draws its own numbers. Pure.
+The denominator of a masked mean is a sum over all examples' masks, which no slice can compute.
+Where a value depends on the batch alone, not on the parameters, it is computed once, on the whole
+batch, and becomes an operand of the loss: replicated, or cut into slices if it has a row an
+example. Random keys that the loss makes become operands, too, so that each slice draws its own
+numbers. Pure.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def find_whole_batch(
     """Return what is to be computed on the whole batch.
 
     Args:
-        whole, part: the equation of the loss on the whole batch and on one slice.
+        whole: the equation of the loss on the whole batch.
+        part: the equation of the loss on one slice.
         num_slices: how many slices.
         constants: the captured arrays among the loss's operands.
     """

@@ -1,4 +1,4 @@
-"""A loss computed slice by slice, as plans do, without devices: to be held against the whole batch."""
+"""A loss computed slice by slice, as plans do, without devices, against the whole batch."""
 
 import jax
 import jax.numpy as jnp

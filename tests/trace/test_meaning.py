@@ -183,7 +183,8 @@ def test_a_refusal_names_the_line_and_the_ways_out():
         by_slices(fun, PARAMS, BATCH, 4)
     line = fun.__code__.co_firstlineno + 1
     assert re.fullmatch(
-        rf"the loss is not a mean, a sum or a row of each example: sqrt at .*test_meaning\.py:{line}"
+        r"the loss is not a mean, a sum or a row of each example: sqrt at "
+        rf".*test_meaning\.py:{line}"
         r":\d+ \(.*fun\) joins examples, of which each of 4 slices of the batch \(microbatches × "
         r"data-parallel replicas\) sees only its own\. Ask for one microbatch and no replicas, "
         r"compute it from the batch alone, or mark the function with launcher\.per_slice if a "
