@@ -18,9 +18,12 @@ from launcher.config.machines import CLUSTERS
 from launcher.config.optimizers import OPTIMIZERS
 from launcher.config.overrides import written
 from launcher.config.parallel import METHODS, Manual, Replay, Zero3
-from launcher.config.schema import Config, GPTOptions, MLPOptions, StdlibText, Text
+from launcher.config.schema import Config
 from launcher.driver.cluster_from_config import described_shape
 from launcher.plan import local_shape
+from recipes.gpt_options import GPTOptions
+from recipes.mlp_options import MLPOptions
+from recipes.text_options import StdlibText, Text
 
 FILES = sorted(CONF.rglob("*.yaml"))
 DEVICES = sorted((CONF / "device").glob("*.yaml"))  # parts of files
