@@ -9,8 +9,13 @@ from __future__ import annotations
 
 import functools
 import pkgutil
+import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+from pathlib import Path
+from types import ModuleType
 from typing import ClassVar, Self, TypeVar
 
 from launcher.config.errors import ConfigError
@@ -97,10 +102,26 @@ def builder_of(options: type[ModelOptions | DatasetOptions]) -> str:
     return options.__module__.removesuffix(_SUFFIX)
 
 
+def load_recipes() -> ModuleType:
+    """Import and return the package `recipes` beside this one.
+
+    `python -m` searches the working folder first, and would find a folder `recipes` of the user's
+    there.
+    """
+    home = Path(__file__).resolve().parents[2]
+    loaded = sys.modules.get(_PACKAGE)
+    spec = PathFinder.find_spec(_PACKAGE, [str(home)])
+    assert spec is not None
+    assert spec.loader is not None
+    if loaded is None or loaded.__file__ != spec.origin:
+        loaded = sys.modules[_PACKAGE] = module_from_spec(spec)
+        spec.loader.exec_module(loaded)
+    return loaded
+
+
 @functools.cache
 def _import_options() -> None:
     """Import each module of `recipes` that defines settings, by name: nothing else knows them."""
-    folders = import_module(_PACKAGE).__path__
-    for module in pkgutil.iter_modules(folders, f"{_PACKAGE}."):
+    for module in pkgutil.iter_modules(load_recipes().__path__, f"{_PACKAGE}."):
         if module.name.endswith(_SUFFIX):
             import_module(module.name)
