@@ -35,14 +35,14 @@ class Variants:
 
 
 class Switch(NamedTuple):
-    """What depends on a switch.
+    """Settings that have an effect only while another one, the switch, is on.
 
     Attributes:
-        keys: settings, or sections of them, that have an effect only where it is on.
-        by: the settings that turn it.
-        is_on: whether they do, given the whole `Config`.
-        off: what it means that they do not, as a clause.
-        remedy: what turns it on.
+        keys: the settings, or sections of them, that need the switch.
+        by: the settings that turn it on or off.
+        is_on: takes the whole `Config` and returns whether it is on.
+        off: why the settings have no effect while it is off, as a clause.
+        remedy: how to turn it on.
     """
 
     keys: tuple[str, ...]

@@ -12,6 +12,7 @@ from launcher.__main__ import main
 from launcher.command import _EXAMPLES
 from launcher.config.build import build
 from launcher.config.compose import from_dict, load, load_points, to_dict
+from launcher.config.families import find_datasets
 from launcher.config.folders import CONF
 from launcher.config.keys import setting_keys
 from launcher.config.machines import CLUSTERS
@@ -107,6 +108,10 @@ def test_the_defaults_of_yaml_and_schema_agree() -> None:
     model = dataclasses.replace(composed.model, **dict.fromkeys(unfilled))
     assert dataclasses.replace(composed, model=model) == build(Config, {})
     assert load(["model=mlp", "dataset=synthetic"]).model == MLPOptions()
+    for name, family in find_datasets().items():
+        needed = COMPANIONS.get(f"dataset={name}", [])
+        given = dict(word.removeprefix("dataset.").split("=") for word in needed)
+        assert load([f"dataset={name}", *needed]).dataset == family(**given)
     for name, optimizer in OPTIMIZERS.items():
         assert load([f"optimizer={name}"]).optimizer == optimizer()
     for name in ("local", "emulated", "slurm"):
