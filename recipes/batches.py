@@ -1,4 +1,4 @@
-"""Numbered batches over shuffled samples, with Grain. Every dataset module of `recipes` uses it."""
+"""Numbered batches over shuffled samples, with Grain."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ if TYPE_CHECKING:
 def batches(
     num_samples: int, batch_size: int, seed: int, gather: Callable[[np.ndarray], Batch]
 ) -> Callable[[int], Batch]:
-    """A function from k to batch k, a pure function of `seed` and k.
+    """Return a function from k to batch k, a pure function of `seed` and k.
 
     Samples 0 … `num_samples` - 1 are put in a new order for each pass over them; batches are cut
-    from the endless row of passes, so no sample is left out and `num_samples` may be smaller than
-    `batch_size`. `gather` turns sample numbers, int64 [batch_size], into a batch.
+    from the endless sequence of passes, so no sample is left out.
+
+    Args:
+        num_samples: the number of samples; may be smaller than `batch_size`.
+        batch_size: the samples of a batch.
+        seed: picks the order of each pass.
+        gather: turns sample numbers, int64 [batch_size], into a batch.
     """
     import grain  # here, not above: Grain imports JAX, and checking a dataset must not
 
@@ -28,9 +33,13 @@ def batches(
 
 
 def next_token_batch(sequences: np.ndarray) -> Batch:
-    """From sequences of T + 1 tokens, integer [B, T + 1]: inputs and, one later, targets.
+    """Return inputs and, one position later, targets.
 
-    Returns `tokens` and `targets`, each int32 [B, T].
+    Args:
+        sequences: T + 1 tokens each, integer [B, T + 1].
+
+    Returns:
+        `tokens` and `targets`, each int32 [B, T].
     """
     return {
         "tokens": sequences[:, :-1].astype(np.int32),

@@ -1,4 +1,4 @@
-"""Which files, and which bytes of them, a text dataset reads. Only `recipes.text` imports it.
+"""Choose the files, and the bytes of them, that a text dataset reads.
 
 Everything here works on names and sizes; no file is opened.
 """
@@ -19,7 +19,14 @@ _SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "i
 
 
 class FileSlice(NamedTuple):
-    """Bytes `start` to `stop` of one file. `name` is its path below the dataset's folder."""
+    """A part of one file.
+
+    Attributes:
+        name: the file's path below the dataset's folder.
+        path: where the file is.
+        start: the first byte.
+        stop: the byte after the last.
+    """
 
     name: str
     path: Path
@@ -28,21 +35,26 @@ class FileSlice(NamedTuple):
 
     @property
     def size(self) -> int:
+        """The number of bytes."""
         return self.stop - self.start
 
 
 def total_size(pieces: Sequence[FileSlice]) -> int:
-    """Bytes in all of `pieces`."""
+    """Return the number of bytes in all of `pieces`."""
     return sum(piece.size for piece in pieces)
 
 
 def stdlib_folder() -> Path:
-    """Where this interpreter keeps its standard library."""
+    """Return the folder of this interpreter's standard library."""
     return Path(sysconfig.get_path("stdlib"))
 
 
 def find_stdlib() -> list[FileSlice]:
-    """The standard library's readable, non-empty *.py files, without its tests, by name."""
+    """Return the standard library's readable, non-empty *.py files, without its tests, by name.
+
+    Raises:
+        InputError: there are none.
+    """
     root = stdlib_folder()
     paths = []
     for folder, subfolders, names in os.walk(root):
@@ -58,9 +70,14 @@ def find_stdlib() -> list[FileSlice]:
 
 
 def find_text(path: str, pattern: str) -> list[FileSlice]:
-    """The file `path`, or the non-empty files below the folder `path` that fit `pattern`, by name.
+    """Return the file `path`, or the non-empty files below that folder, by name.
 
-    Raises `InputError` where there is none, or one that may not be read.
+    Args:
+        path: a file or a folder.
+        pattern: a glob that the files of a folder fit.
+
+    Raises:
+        InputError: there is none, or one may not be read.
     """
     root = Path(path).expanduser()
     if root.is_file():
@@ -90,13 +107,20 @@ def find_text(path: str, pattern: str) -> list[FileSlice]:
 def split(
     pieces: Sequence[FileSlice], fraction: float, minimum: int
 ) -> tuple[list[FileSlice], list[FileSlice]]:
-    """Parts `pieces`, whole files, into (training, validation) by file.
+    """Split files into training and validation.
 
     Files are taken in the order of a hash of their names, each into validation if it still fits
     into `fraction` of all bytes. Where that holds fewer than `minimum` bytes, the smallest file of
     at least `minimum` bytes is taken instead. A single file gives its last `fraction`. Validation
-    comes out empty where `fraction` is 0 or it would hold fewer than `minimum` bytes. The outcome
-    depends on the set of files, not on their order; both lists are sorted by name.
+    is empty where `fraction` is 0 or it would hold fewer than `minimum` bytes.
+
+    Args:
+        pieces: whole files; their order makes no difference.
+        fraction: the share of all bytes to hold out.
+        minimum: the fewest bytes that are worth holding out.
+
+    Returns:
+        The parts of files to train on and those held out, each sorted by name.
     """
     pieces = sorted(pieces)
     total = total_size(pieces)

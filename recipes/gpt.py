@@ -1,4 +1,4 @@
-"""A decoder-only transformer on one device. Reached through `recipes`.
+"""A decoder-only transformer on one device.
 
 The layout is GPT-2's: learned positions, layer norm before attention and before the MLP, GELU.
 (Radford et al., 2019, "Language Models are Unsupervised Multitask Learners".) Parameters carry the
@@ -17,13 +17,14 @@ import optax
 
 from launcher import mark_pipeline_boundary
 from recipes import Model
+from recipes.gpt_options import DIMENSIONS, GPTOptions
 
 _INIT_SCALE = 0.02
 _EPSILON = 1e-5
 
 
 class Attention(nn.Module):
-    """Causal self-attention. float [batch, length, hidden] -> the same."""
+    """Causal self-attention."""
 
     num_heads: int
     dropout: float
@@ -32,6 +33,7 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, deterministic: bool) -> jax.Array:
+        """Map float [batch, length, hidden] to the same; without dropout if `deterministic`."""
         length, hidden = x.shape[-2:]
         head_size = hidden // self.num_heads
         qkv = nn.DenseGeneral(
@@ -61,7 +63,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two dense layers with GELU between them. float [batch, length, hidden] -> the same."""
+    """Two dense layers with GELU between them."""
 
     ratio: int
     output_scale: float
@@ -69,6 +71,7 @@ class FeedForward(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Map float [batch, length, hidden] to the same."""
         hidden = x.shape[-1]
         x = nn.Dense(
             self.ratio * hidden,
@@ -85,7 +88,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer block. float [batch, length, hidden] -> the same."""
+    """One transformer block."""
 
     num_heads: int
     mlp_ratio: int
@@ -95,6 +98,8 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, deterministic: bool) -> jax.Array:
+        """Map float [batch, length, hidden] to the same; without dropout if `deterministic`."""
+
         def norm(name: str) -> nn.LayerNorm:
             return nn.LayerNorm(epsilon=_EPSILON, dtype=self.dtype, name=name)
 
@@ -108,7 +113,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens, int32 [batch, length], to logits, `dtype` [batch, length, vocab_size].
+    """A language model.
 
     Each block is one pipeline layer; the embedding belongs to the first, the final norm and the
     output layer to the last.
@@ -126,6 +131,7 @@ class GPT(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: jax.Array, deterministic: bool) -> jax.Array:
+        """Map tokens, int32 [batch, length], to logits, `dtype` [batch, length, vocab_size]."""
         normal = nn.initializers.normal(_INIT_SCALE)
         words = nn.Embed(
             self.vocab_size,
@@ -166,17 +172,17 @@ class GPT(nn.Module):
         )(x)
 
 
-def build(options: Any, precision: str) -> Model:
-    """The GPT of `options`; its loss is the mean cross-entropy of the next token.
+def build(options: GPTOptions, precision: str) -> Model:
+    """Return a GPT whose loss is the mean cross-entropy of the next token.
 
     A batch holds `tokens` and `targets`, int32 [batch, sequence_length].
+
+    Args:
+        options: the dimensions, all of them set.
+        precision: "fp32" or "bf16".
     """
     gpt = GPT(
-        vocab_size=options.vocab_size,
-        sequence_length=options.sequence_length,
-        num_layers=options.num_layers,
-        num_heads=options.num_heads,
-        hidden_size=options.hidden_size,
+        **{name: getattr(options, name) for name in DIMENSIONS},
         mlp_ratio=options.mlp_ratio,
         dropout=options.dropout,
         tie_embeddings=options.tie_embeddings,

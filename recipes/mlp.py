@@ -1,4 +1,4 @@
-"""A stack of dense layers for regression, on one device. Reached through `recipes`."""
+"""A stack of dense layers for regression, on one device."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ import jax.numpy as jnp
 
 from launcher import mark_pipeline_boundary
 from recipes import Model
+from recipes.mlp_options import MLPOptions
 
 
 class MLP(nn.Module):
-    """Dense layers of these hidden widths with ReLU between; each is one pipeline layer.
-
-    float [batch, input size] -> float [batch, output_size].
-    """
+    """Dense layers of these hidden widths with ReLU between; each is one pipeline layer."""
 
     widths: tuple[int, ...]
     output_size: int
@@ -24,16 +22,21 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Map float [batch, input size] to float [batch, output_size]."""
         for index, width in enumerate(self.widths):
             x = nn.relu(nn.Dense(width, dtype=self.dtype, name=f"layers_{index}")(x))
             mark_pipeline_boundary()
         return nn.Dense(self.output_size, dtype=self.dtype, name="output_layer")(x)
 
 
-def build(options: Any, precision: str) -> Model:
-    """The MLP of `options`; its loss is the mean squared error over batch and outputs.
+def build(options: MLPOptions, precision: str) -> Model:
+    """Return an MLP whose loss is the mean squared error over batch and outputs.
 
     A batch holds `x`, float32 [batch, input_size], and `y`, float32 [batch, output_size].
+
+    Args:
+        options: the widths of the layers.
+        precision: "fp32" or "bf16".
     """
     dtype = jnp.bfloat16 if precision == "bf16" else jnp.float32
     widths = options.widths or [options.hidden_size] * (options.num_layers - 1)

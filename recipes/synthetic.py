@@ -1,7 +1,7 @@
-"""Made-up samples that can be learned, the same on every machine. Reached through `recipes`.
+"""Made-up samples that can be learned, the same on every machine.
 
-Sample i is a pure function of i and is made when it is asked for, so any number of samples takes
-no memory. The seed of the run only changes their order. Validation uses the next numbers.
+Sample i is a pure function of i and is made on demand, so any number of samples takes no
+memory. The seed of the run only changes their order. Validation uses the next numbers.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 
 from recipes import Dataset, InputError
 from recipes.batches import batches, next_token_batch
+from recipes.synthetic_options import Synthetic
 
 if TYPE_CHECKING:
     from recipes import Batch
@@ -22,8 +23,17 @@ _TEACHER_SIZE = 64
 _LARGEST_TABLE = 2**32  # bytes, of what samples are made from
 
 
-def check(options: Any, model_options: Any, validation: bool) -> None:
-    """Raises `InputError` for a model that there are no made-up samples for."""
+def check(options: Synthetic, model_options: Any, validation: bool) -> None:
+    """Refuse a model that no samples can be made for.
+
+    Args:
+        options: the dataset's settings.
+        model_options: the model's settings, which give the shapes.
+        validation: whether the run evaluates.
+
+    Raises:
+        InputError: the model takes neither tokens nor vectors, or too many of them.
+    """
     is_text = _kind(model_options) == "tokens"
     name, table = ("vocab_size", _SUCCESSORS) if is_text else ("input_size", _TEACHER_SIZE)
     number = getattr(model_options, name)
@@ -34,12 +44,18 @@ def check(options: Any, model_options: Any, validation: bool) -> None:
         )
 
 
-def build(options: Any, model_options: Any, global_batch_size: int, seed: int) -> Dataset:
-    """Batches in the model's shapes.
+def build(options: Synthetic, model_options: Any, global_batch_size: int, seed: int) -> Dataset:
+    """Return batches in the model's shapes.
 
-    GPT: `tokens` and `targets`, int32 [global_batch_size, sequence_length], from a random Markov
-    chain. MLP: `x`, float32 [global_batch_size, input_size], and `y`, float32
-    [global_batch_size, output_size], from a random network with one hidden layer.
+    For a model of tokens: `tokens` and `targets`, int32 [global_batch_size, sequence_length], from
+    a random Markov chain. For one of vectors: `x`, float32 [global_batch_size, input_size], and
+    `y`, float32 [global_batch_size, output_size], from a random network with one hidden layer.
+
+    Args:
+        options: the dataset's settings.
+        model_options: the model's settings, which give the shapes.
+        global_batch_size: the samples of a batch.
+        seed: picks the order of the samples.
     """
     gather, num_samples = _gatherer(model_options), options.num_samples
     return Dataset(
@@ -57,7 +73,7 @@ def _gatherer(model_options: Any) -> Callable[[np.ndarray], Batch]:
 
 
 def _kind(model_options: Any) -> str:
-    """What the model takes: "tokens" or "vectors"."""
+    """Return "tokens" or "vectors", which a model takes as its options tell."""
     if hasattr(model_options, "vocab_size") and hasattr(model_options, "sequence_length"):
         return "tokens"
     if hasattr(model_options, "input_size") and hasattr(model_options, "output_size"):

@@ -1,7 +1,7 @@
 """Text as bytes: the standard library's source files, or the user's own. Vocabulary: 256 bytes.
 
 The text is one row of bytes, cut into sequences that follow each other; each shares one byte with
-the next, so that every byte but the first is predicted once. Reached through `recipes`.
+the next, so that every byte but the first is predicted once.
 """
 
 from __future__ import annotations
@@ -14,23 +14,31 @@ import numpy as np
 from recipes import Dataset, InputError
 from recipes.batches import batches, next_token_batch
 from recipes.files import FileSlice, find_stdlib, find_text, split, stdlib_folder, total_size
+from recipes.text_options import VOCABULARY, StdlibText, Text
 
 if TYPE_CHECKING:
     from recipes import Batch
 
-_VOCABULARY = 256
-
 
 class _Text(NamedTuple):
-    """What will be read: where it comes from, as the user said it, and its two parts."""
+    """The text to read: where it comes from, as the user said it, and its two parts."""
 
     source: str
     train: list[FileSlice]
     validation: list[FileSlice]
 
 
-def check(options: Any, model_options: Any, validation: bool) -> None:
-    """Raises `InputError` where the text cannot be used; looks at names and sizes only."""
+def check(options: StdlibText | Text, model_options: Any, validation: bool) -> None:
+    """Refuse text that cannot be used, by the names and sizes of its files.
+
+    Args:
+        options: the dataset's settings.
+        model_options: the model's settings.
+        validation: whether the run evaluates.
+
+    Raises:
+        InputError: the text does not fit the model, is too short, or cannot be read.
+    """
     text = _find(options, model_options)
     if not validation or text.validation:
         return
@@ -41,10 +49,18 @@ def check(options: Any, model_options: Any, validation: bool) -> None:
     )
 
 
-def build(options: Any, model_options: Any, global_batch_size: int, seed: int) -> Dataset:
-    """Batches of `tokens` and `targets`, each int32 [global_batch_size, sequence_length].
+def build(
+    options: StdlibText | Text, model_options: Any, global_batch_size: int, seed: int
+) -> Dataset:
+    """Return batches of `tokens` and `targets`, each int32 [global_batch_size, sequence_length].
 
     A single file is mapped into memory, several are read into it.
+
+    Args:
+        options: the dataset's settings.
+        model_options: the model's settings.
+        global_batch_size: the samples of a batch.
+        seed: picks the order of the training data.
     """
     text = _find(options, model_options)
     length = model_options.sequence_length
@@ -65,10 +81,10 @@ def _find(options: Any, model_options: Any) -> _Text:
             f"dataset.name={options.name} holds text, which model.name={model_options.name} "
             "does not take; choose model=gpt or dataset=synthetic"
         )
-    if model_options.vocab_size < _VOCABULARY:
+    if model_options.vocab_size < VOCABULARY:
         raise InputError(
             f"model.vocab_size={model_options.vocab_size} is too small for text read as bytes; "
-            f"set model.vocab_size={_VOCABULARY} or more"
+            f"set model.vocab_size={VOCABULARY} or more"
         )
     if options.name == "stdlib_text":
         source, pieces = f"the standard library in {stdlib_folder()}", find_stdlib()
@@ -99,7 +115,7 @@ def _batches(
 
 
 def _read(pieces: Sequence[FileSlice]) -> np.ndarray:
-    """The bytes of `pieces` in a row, uint8; a single piece stays on disk until it is used."""
+    """Return the bytes of `pieces` in a row, uint8; a single one stays on disk until it is used."""
     if len(pieces) == 1:
         (piece,) = pieces
         return np.memmap(piece.path, np.uint8, "r", offset=piece.start, shape=piece.size)

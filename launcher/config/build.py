@@ -14,15 +14,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from launcher.config.errors import ConfigError, closest, listed, shown
-from launcher.config.fields import Variants, settings_of
+from launcher.config.fields import LARGEST, Variants, settings_of
 from launcher.config.keys import setting_keys
 from launcher.config.schema import Config
 
 T = TypeVar("T")
 
 _UNSET = "???"  # YAML's word for "the user must say"
-LARGEST = 2**31 - 1  # of any whole number: JAX counts and indexes in 32 bits
-_LARGEST_FLOAT = 3e38  # of any other: float32 ends a little above
+_LARGEST_FLOAT = 3e38  # of any number that is not whole: float32 ends a little above
 _EXPONENT = r"[+-]?[1-9][0-9]*(\.[0-9]+)?[eE]\+?[0-9]+"
 _MEANING = {
     bool: "true or false",

@@ -1,8 +1,8 @@
 """The rules that no single setting can state: settings that do not go together.
 
 Each check is a pure function that yields the errors it finds; `check` raises the first. Those of
-`cluster.slurm` and `parallel` have modules of their own. What needs this machine's devices or files
-is checked where they are known, not here.
+`cluster.slurm` and `parallel` have modules of their own; those of a model or dataset are methods of
+its settings. What needs this machine's devices or files is checked where they are known, not here.
 """
 
 from __future__ import annotations
@@ -14,15 +14,7 @@ from launcher.config.check_parallel import check_parallel
 from launcher.config.check_slurm import check_slurm
 from launcher.config.errors import ConfigError
 from launcher.config.machines import Described, Hosts, Local, Machines, SlurmCluster
-from launcher.config.notes import BYTES
-from launcher.config.schema import (
-    Config,
-    CustomDataset,
-    CustomModel,
-    GPTOptions,
-    MLPOptions,
-    Synthetic,
-)
+from launcher.config.schema import Config, CustomDataset, CustomModel
 
 _LONGEST_NAME = 255  # bytes, of a folder
 
@@ -81,36 +73,9 @@ def _check_run(config: Config) -> Iterator[ConfigError]:
         )
 
 
-def _check_model(config: Config) -> Iterator[ConfigError]:
-    model = config.model
-    if not isinstance(model, GPTOptions):
-        return
-    if model.hidden_size and model.num_heads and model.hidden_size % model.num_heads:
-        yield ConfigError(
-            f"model.hidden_size={model.hidden_size} cannot be cut into "
-            f"model.num_heads={model.num_heads} equal heads",
-            "Make it a multiple.",
-            ["model.hidden_size", "model.num_heads"],
-        )
-
-
-def _check_dataset(config: Config) -> Iterator[ConfigError]:
-    model, dataset = config.model, config.dataset
-    if isinstance(dataset, Synthetic | CustomDataset) or isinstance(model, CustomModel):
-        return  # `recipes` knows whether these go together
-    if isinstance(model, MLPOptions):
-        yield ConfigError(
-            f"model=mlp cannot learn from dataset={dataset.name}: it takes vectors, not text",
-            "Use dataset=synthetic or model=gpt.",
-            ["model.name", "dataset.name"],
-        )
-    elif model.vocab_size is not None and model.vocab_size < BYTES:
-        yield ConfigError(
-            f"model.vocab_size={model.vocab_size} is too small for dataset={dataset.name}, "
-            f"which is bytes",
-            f"Make it at least {BYTES}.",
-            ["model.vocab_size"],
-        )
+def _check_recipe(config: Config) -> Iterator[ConfigError]:
+    yield from config.model.check()
+    yield from config.dataset.check(config.model)
 
 
 def _check_optimizer(config: Config) -> Iterator[ConfigError]:
@@ -213,6 +178,6 @@ def _check_task(config: Config) -> Iterator[ConfigError]:
 
 
 _RULES = (
-    *(_check_modules, _check_run, _check_model, _check_dataset, _check_optimizer),
+    *(_check_modules, _check_run, _check_recipe, _check_optimizer),
     *(_check_rollback, _check_cluster, _check_described, _check_task, check_slurm, check_parallel),
 )

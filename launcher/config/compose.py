@@ -43,9 +43,8 @@ from launcher.config.overrides import (
     sweep_points,
 )
 from launcher.config.replayed import with_runs_settings
-from launcher.config.schema import Config, GPTOptions
+from launcher.config.schema import Config
 from launcher.config.search_path import searching
-from launcher.config.sizes import fill_size
 from launcher.config.switches import check_switches
 from launcher.config.translate import PRIMARY, translated
 from launcher.files import DamagedError
@@ -184,8 +183,7 @@ def from_dict(tree: Mapping[str, Any], texts: Mapping[Place, str] | None = None)
         texts: of what comes from the environment, the text that asks for it.
     """
     config = build(Config, tree)
-    if isinstance(config.model, GPTOptions):
-        config = dataclasses.replace(config, model=fill_size(config.model))
+    config = dataclasses.replace(config, model=config.model.filled())
     if texts:
         config = dataclasses.replace(config, from_environment=noted(to_dict(config), texts))
         check_environment(config, texts)

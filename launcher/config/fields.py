@@ -3,13 +3,17 @@
 A field's `metadata` may hold `choices` (the words it accepts), `minimum`/`maximum` (inclusive),
 `auto` (the word `auto`, or null, stands for the field's default) and `variants` (a section of
 several kinds: its `Variants`). A field that is `internal` is no setting.
+
+A `Switch` says which settings have an effect only beside others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
+
+LARGEST = 2**31 - 1  # of any whole number: JAX counts and indexes in 32 bits
 
 # Where a setting is in the tree; and, of what in the tree comes from the environment, the text that
 # asks for it and the value that it had.
@@ -28,6 +32,24 @@ class Variants:
 
     key: str
     classes: Mapping[str, type]
+
+
+class Switch(NamedTuple):
+    """Settings that have an effect only while another one, the switch, is on.
+
+    Attributes:
+        keys: the settings, or sections of them, that need the switch.
+        by: the settings that turn it on or off.
+        is_on: takes the whole `Config` and returns whether it is on.
+        off: why the settings have no effect while it is off, as a clause.
+        remedy: how to turn it on.
+    """
+
+    keys: tuple[str, ...]
+    by: tuple[str, ...]
+    is_on: Callable[[Any], bool]
+    off: str
+    remedy: str
 
 
 def settings_of(cls: Any) -> list[Field[Any]]:

@@ -24,8 +24,7 @@ from launcher.config.leftovers import Tree
 from launcher.config.machines import CLUSTERS, Emulated, Local
 from launcher.config.origin import Source
 from launcher.config.parallel import METHODS, Replay
-from launcher.config.schema import Config
-from launcher.config.sizes import DIMENSIONS
+from launcher.config.schema import MODELS, Config
 from launcher.files import DamagedError
 
 _SECTIONS = ("model", "dataset", "optimizer", "cluster")
@@ -58,8 +57,9 @@ def with_runs_settings(
             content = OmegaConf.to_container(OmegaConf.load(source.path))
             assert isinstance(content, dict)
             said |= choices(content).keys() | set(_leaves(content))
-    if "model.size" in said:  # which stands for them
-        said |= {f"model.{name}" for name in ("sizes", *DIMENSIONS)}
+    for shorthand, names in _shorthands(tree.get("model")).items():
+        if f"model.{shorthand}" in said:
+            said |= {f"model.{name}" for name in names}
     taken = {
         name: tree.get(name)
         if _names_kind(name, said)
@@ -79,6 +79,12 @@ def _names_kind(section: str, said: Set[str]) -> bool:
     (field,) = (field for field in dataclasses.fields(Config) if field.name == section)
     variants = field.metadata.get("variants")
     return variants is not None and f"{section}.{variants.key}" in said
+
+
+def _shorthands(model: Any) -> Mapping[str, Sequence[str]]:
+    """Returns the settings of a model that stand for others, each with those others."""
+    kind = MODELS.get(str(model.get("name"))) if isinstance(model, Mapping) else None
+    return kind.shorthands if kind else {}
 
 
 def _leaves(tree: Mapping[Any, Any], above: str = "") -> Iterator[str]:
@@ -142,8 +148,8 @@ def in_common(here: Mapping[str, Any], there: Mapping[str, Any]) -> Iterator[str
         ours, theirs = here[name], there[name]
         if any(ours.get(key) != theirs.get(key) for key in ("name", "kind")):
             continue
-        differing = [key for key in ours if key not in ("size", "sizes")]
-        differing = [key for key in differing if ours[key] != theirs.get(key, ours[key])]
+        keys = _compared(name, ours)
+        differing = [key for key in keys if ours[key] != theirs.get(key, ours[key])]
         yield name + (f" (but for {', '.join(differing)})" if differing else "")
     for key in _OF_TRAIN:
         if there["train"].get(key) == here["train"][key]:
@@ -160,14 +166,19 @@ def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> Iterator[s
         if theirs.get("name") not in (None, ours["name"]):
             yield f"{name}={theirs['name']} and not {ours['name']}"
             continue
-        keys = (key for key in ours if key not in ("size", "sizes"))  # which the others say
-        yield from _differing(name, keys, ours, theirs)
+        yield from _differing(name, _compared(name, ours), ours, theirs)
     ours, theirs = here["train"], there["train"]
     yield from _differing("train", ("global_batch_size", "precision"), ours, theirs)
     if _decays_over(here) != _decays_over({**here, "train": {**ours, **theirs}}):
         yield from _differing("train", ("steps",), ours, theirs)
     if "skip" in (ours["non_finite"], theirs.get("non_finite")):
         yield from _differing("train", ("non_finite",), ours, theirs)
+
+
+def _compared(section: str, settings: Mapping[str, Any]) -> list[str]:
+    """Returns the settings of a section but for shorthands: what they stand for says as much."""
+    shorthands = _shorthands(settings) if section == "model" else {}
+    return [key for key in settings if key not in shorthands]
 
 
 def _differing(

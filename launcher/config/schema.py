@@ -4,16 +4,19 @@ This module is data only. `build` fills it strictly from a plain tree, `checks` 
 no single field can state. Whoever may know settings (cluster, train, report, __main__) reads these
 classes; they import nothing else of ours.
 
-The sections `cluster`, `optimizer` and `parallel` are in `machines`, `optimizers` and `parallel`;
-`fields` is how a field says which values it takes. A default says what the YAML of the default
+The sections `cluster`, `optimizer` and `parallel` are in `machines`, `optimizers` and `parallel`,
+those of models and datasets in `recipes`, a class a family (`families`); `fields` is how a field
+says which values it takes. A default says what the YAML of the default
 options says too (a test holds them together); it serves files that leave a key out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
+from launcher.config.families import DatasetOptions, ModelOptions, find_datasets, find_models
 from launcher.config.fields import FromEnvironment, choice, number, variants
 from launcher.config.machines import CLUSTERS, Cluster, Local
 from launcher.config.optimizers import OPTIMIZERS, AdamW, Optimizer
@@ -31,54 +34,8 @@ class Run:
     shared: bool = False  # others may read the folder, as far as the user's umask lets them
 
 
-@dataclass(frozen=True)
-class GPTOptions:
-    """A decoder-only transformer. A size names a row of `sizes`; a field that is set beats it.
-
-    Once a configuration is loaded every dimension is set and `sizes` is empty.
-    """
-
-    name: str = "gpt"
-    size: str | None = "nano"
-    sizes: dict[str, dict[str, int]] = field(default_factory=dict)
-    vocab_size: int | None = number(None, minimum=2)
-    sequence_length: int | None = number(None, minimum=1)
-    # Each is traced by itself: more than the deepest published (DeepNet, 2022) would take hours.
-    num_layers: int | None = number(None, minimum=1, maximum=1000)
-    num_heads: int | None = number(None, minimum=1)
-    hidden_size: int | None = number(None, minimum=1)
-    mlp_ratio: int = number(4, minimum=1)
-    dropout: float = number(0.0, minimum=0.0, maximum=1.0)
-    tie_embeddings: bool = True
-
-    @property
-    def layers(self) -> int:
-        """The number of pipeline layers: one more than the model's marks."""
-        assert self.num_layers is not None, "the size has not been filled in"
-        return self.num_layers
-
-
-@dataclass(frozen=True)
-class MLPOptions:
-    """A stack of dense layers, for regression."""
-
-    name: str = "mlp"
-    input_size: int = number(32, minimum=1)
-    hidden_size: int = number(128, minimum=1)
-    output_size: int = number(8, minimum=1)
-    num_layers: int = number(4, minimum=1, maximum=1000)
-    widths: list[int] = field(  # of each hidden layer, in their place
-        default_factory=list, metadata={"minimum": 1}
-    )
-
-    @property
-    def layers(self) -> int:
-        """The number of pipeline layers: one more than the model's marks."""
-        return len(self.widths) + 1 if self.widths else self.num_layers
-
-
 @dataclass(frozen=True, kw_only=True)
-class CustomModel:
+class CustomModel(ModelOptions):
     """A model of the user's own: a module with `build`, as `recipes` describes it, and its options.
 
     Its pipeline layers are counted when it is traced.
@@ -87,7 +44,6 @@ class CustomModel:
     name: str = "custom"
     module: str
     options: dict[str, Any] = field(default_factory=dict)
-    layers: ClassVar[None] = None
 
     @property
     def sequence_length(self) -> int | None:
@@ -96,34 +52,8 @@ class CustomModel:
         return length if isinstance(length, int) else None
 
 
-@dataclass(frozen=True)
-class StdlibText:
-    """The source files of this machine's Python standard library, as bytes."""
-
-    name: str = "stdlib_text"
-    validation_fraction: float = number(0.05, minimum=0.0, maximum=0.9)
-
-
 @dataclass(frozen=True, kw_only=True)
-class Text:
-    """The user's own text: one file, or every file below a folder that fits `pattern`, as bytes."""
-
-    name: str = "text"
-    path: str
-    pattern: str = "**/*.txt"
-    validation_fraction: float = number(0.05, minimum=0.0, maximum=0.9)
-
-
-@dataclass(frozen=True)
-class Synthetic:
-    """Made-up data in the model's own shapes, the same on every machine."""
-
-    name: str = "synthetic"
-    num_samples: int = number(4096, minimum=1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CustomDataset:
+class CustomDataset(DatasetOptions):
     """A dataset of the user's own: a module with `check` and `build`, as `recipes` describes it."""
 
     name: str = "custom"
@@ -183,13 +113,8 @@ class Wandb:
     tags: list[str] = field(default_factory=list)
 
 
-MODELS: dict[str, type] = {"gpt": GPTOptions, "mlp": MLPOptions, "custom": CustomModel}
-DATASETS: dict[str, type] = {
-    "stdlib_text": StdlibText,
-    "text": Text,
-    "synthetic": Synthetic,
-    "custom": CustomDataset,
-}
+MODELS: Mapping[str, type[ModelOptions]] = {**find_models(), "custom": CustomModel}
+DATASETS: Mapping[str, type[DatasetOptions]] = {**find_datasets(), "custom": CustomDataset}
 
 
 @dataclass(frozen=True)
@@ -208,11 +133,9 @@ class Config:
     allow_modules: list[str] = field(default_factory=list)
     allow_commands: bool = False
     run: Run = field(default_factory=Run)
-    model: GPTOptions | MLPOptions | CustomModel = field(
-        default_factory=GPTOptions, metadata=variants("name", MODELS)
-    )
-    dataset: StdlibText | Text | Synthetic | CustomDataset = field(
-        default_factory=StdlibText, metadata=variants("name", DATASETS)
+    model: ModelOptions = field(default_factory=MODELS["gpt"], metadata=variants("name", MODELS))
+    dataset: DatasetOptions = field(
+        default_factory=DATASETS["stdlib_text"], metadata=variants("name", DATASETS)
     )
     optimizer: Optimizer = field(default_factory=AdamW, metadata=variants("name", OPTIMIZERS))
     train: Train = field(default_factory=Train)

@@ -3,39 +3,21 @@
 A setting counts as said on the command line, or in a file of the user's that gives it another value
 than the default. What a file says below the place that turns the switch (a recipe's `eval_batches`
 under `train.eval_every=0` on the command line) is no contradiction and is passed over.
-`compose` calls `check_switches`, which alone knows where each setting was said.
+Models and datasets have switches of their own.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 from launcher.config.errors import ConfigError
+from launcher.config.fields import Switch
 from launcher.config.keys import setting_keys
 from launcher.config.machines import Described, SlurmCluster, slurm_of
 from launcher.config.origin import ON_COMMAND_LINE, Origin
-from launcher.config.schema import Config, MLPOptions, Text
-
-
-class Switch(NamedTuple):
-    """What depends on a switch.
-
-    Attributes:
-        keys: settings, or sections of them, that have an effect only where it is on.
-        by: the settings that turn it.
-        is_on: whether they do.
-        off: what it means that they do not, as a clause.
-        remedy: what turns it on.
-    """
-
-    keys: tuple[str, ...]
-    by: tuple[str, ...]
-    is_on: Callable[[Config], bool]
-    off: str
-    remedy: str
+from launcher.config.schema import Config
 
 
 def _is_slurm(config: Config) -> bool:
@@ -70,20 +52,6 @@ SWITCHES = (
         lambda c: c.optimizer.decay != "constant",
         "optimizer.decay=constant ends at the rate where it begins",
         "use optimizer.decay=cosine or linear",
-    ),
-    Switch(
-        ("model.hidden_size", "model.num_layers"),
-        ("model.widths",),
-        lambda c: not (isinstance(c.model, MLPOptions) and c.model.widths),
-        "model.widths says the layers",
-        "leave out model.widths",
-    ),
-    Switch(
-        ("dataset.pattern",),
-        ("dataset.path",),
-        lambda c: not (isinstance(c.dataset, Text) and Path(c.dataset.path).is_file()),
-        "dataset.path is one file",
-        "name a folder",
     ),
     Switch(
         tuple(f"wandb.{name}" for name in ("project", "entity", "group", "name", "tags")),
@@ -125,7 +93,7 @@ SWITCHES = (
 
 def check_switches(config: Config, origin: Origin) -> None:
     """Raises ConfigError for the first setting that was said and has no effect."""
-    for switch in SWITCHES:
+    for switch in (*SWITCHES, *config.model.switches, *config.dataset.switches):
         if switch.is_on(config):
             continue
         turned = max(origin.rank(key) for key in switch.by)

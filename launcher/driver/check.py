@@ -15,7 +15,6 @@ from launcher.cluster.slurm.allocation import find_allocation
 from launcher.config.check_parallel import check_parallel
 from launcher.config.errors import ConfigError
 from launcher.config.machines import Described, SlurmCluster
-from launcher.config.notes import notes
 from launcher.config.parallel import Replay
 from launcher.config.schema import Config, CustomDataset, CustomModel
 from launcher.driver import folder
@@ -123,7 +122,7 @@ def find_pool(config: Config, plan_only: bool, say: Callable[[str], None]) -> De
         if pool.note:
             say(pool.note)
         cluster = replace(cluster, gpus=pool.num_devices)
-    for note in notes(config):
+    for note in config.dataset.notes(config.model):
         say(note)
     for error in check_parallel(replace(config, cluster=cluster)):
         raise error

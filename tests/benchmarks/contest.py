@@ -10,8 +10,8 @@ import jax
 import numpy as np
 import optax
 
-from launcher.config.schema import GPTOptions
 from recipes import build_model
+from recipes.gpt_options import GPTOptions
 
 BATCH = 32
 SIZES = GPTOptions(

@@ -19,9 +19,8 @@ import pytest
 import yaml
 
 from launcher.__main__ import main
-from launcher.config.build import LARGEST
 from launcher.config.commands import COMMAND_LINE_ONLY
-from launcher.config.fields import settings_of
+from launcher.config.fields import LARGEST, settings_of
 from launcher.config.schema import Config
 
 LOOKED_FOR = ("cluster.gpus=999", "model.module=no_such")

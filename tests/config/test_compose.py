@@ -12,15 +12,19 @@ from launcher.__main__ import main
 from launcher.command import _EXAMPLES
 from launcher.config.build import build
 from launcher.config.compose import from_dict, load, load_points, to_dict
+from launcher.config.families import find_datasets
 from launcher.config.folders import CONF
 from launcher.config.keys import setting_keys
 from launcher.config.machines import CLUSTERS
 from launcher.config.optimizers import OPTIMIZERS
 from launcher.config.overrides import written
 from launcher.config.parallel import METHODS, Manual, Replay, Zero3
-from launcher.config.schema import Config, GPTOptions, MLPOptions, StdlibText, Text
+from launcher.config.schema import Config
 from launcher.driver.cluster_from_config import described_shape
 from launcher.plan import local_shape
+from recipes.gpt_options import GPTOptions
+from recipes.mlp_options import MLPOptions
+from recipes.text_options import StdlibText, Text
 
 FILES = sorted(CONF.rglob("*.yaml"))
 DEVICES = sorted((CONF / "device").glob("*.yaml"))  # parts of files
@@ -104,6 +108,10 @@ def test_the_defaults_of_yaml_and_schema_agree() -> None:
     model = dataclasses.replace(composed.model, **dict.fromkeys(unfilled))
     assert dataclasses.replace(composed, model=model) == build(Config, {})
     assert load(["model=mlp", "dataset=synthetic"]).model == MLPOptions()
+    for name, family in find_datasets().items():
+        needed = COMPANIONS.get(f"dataset={name}", [])
+        given = dict(word.removeprefix("dataset.").split("=") for word in needed)
+        assert load([f"dataset={name}", *needed]).dataset == family(**given)
     for name, optimizer in OPTIMIZERS.items():
         assert load([f"optimizer={name}"]).optimizer == optimizer()
     for name in ("local", "emulated", "slurm"):

@@ -603,7 +603,7 @@ FILES = [
         "path: /data\n",
         "dataset=mine",
         "dataset.name is not set. It says which kind of dataset this is: "
-        "stdlib_text, text, synthetic, custom.",
+        "stdlib_text, synthetic, text, custom.",
     ),
 ]
 

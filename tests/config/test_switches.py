@@ -6,6 +6,7 @@ import pytest
 
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
+from launcher.config.schema import DATASETS, MODELS
 from launcher.config.switches import SWITCHES
 
 CLI = "(on the command line)"
@@ -48,7 +49,8 @@ def test_what_has_no_effect_is_refused(words: str, key: str) -> None:
 
 
 def test_every_switch_is_tried() -> None:
-    for switch in SWITCHES:
+    families = (*MODELS.values(), *DATASETS.values())
+    for switch in (*SWITCHES, *(switch for family in families for switch in family.switches)):
         assert any(key.startswith(switch.keys) for _, key in REFUSED), switch.keys
 
 

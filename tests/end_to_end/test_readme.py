@@ -36,6 +36,7 @@ PROGRAMS = [
     for number, program in enumerate(page.programs)
     if page.name != RECIPES_PAGE.name  # whose blocks are modules: see test_own_code.py, and below
 ]
+MODULES = "net", "data", "net_options", "data_options"  # of recipes/README.md, in order
 END = "\0\n"  # printed between the blocks of a program
 
 
@@ -52,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "books" / "one.txt").write_text("Call me Ishmael. " * 1000)
     (folder / "README.md").write_text(BY_NAME["README.md"].text)
     (folder / "my_pkg").mkdir()
-    for name, (block,) in zip(("net", "data"), RECIPES_PAGE.programs, strict=True):
+    for name, (block,) in zip(MODULES, RECIPES_PAGE.programs, strict=True):
         (folder / "my_pkg" / f"{name}.py").write_text(block.text)
 
     program = build_program(load(["recipe=smoke"]))

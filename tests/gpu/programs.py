@@ -18,13 +18,13 @@ import optax
 
 import launcher
 from launcher.config.compose import load
-from launcher.config.schema import GPTOptions
 from launcher.plan import local_shape
 from launcher.plan.methods import DataParallel, PipeshardParallel, UniformStageOption
 from launcher.runtime import PermuteTransport, PullTransport, compile_step
 from launcher.runtime.transport import Parcel
 from launcher.trace import trace_step
 from recipes import build_model
+from recipes.gpt_options import GPTOptions
 
 ROUNDS = 12
 

@@ -212,7 +212,8 @@ def test_more_files_than_may_be_open_at_once(tmp_path):
         (tmp_path / f"{i:04}.txt").write_text(f"file {i} " * 8)
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))\n"
-        "from launcher.config.schema import GPTOptions, Text\n"
+        "from recipes.gpt_options import GPTOptions\n"
+        "from recipes.text_options import Text\n"
         "from recipes import build_dataset\n"
         f"data = build_dataset(Text(path={str(tmp_path)!r}), GPTOptions(sequence_length=16,"
         " vocab_size=256), 4, 0)\n"

@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 
 import launcher
-from launcher.config.schema import MLPOptions
 from launcher.plan import local_shape
 from launcher.plan.methods import PipeshardParallel, UniformStageOption
 from launcher.runtime import compile_step
 from launcher.trace import trace_step
 from recipes import build_model
+from recipes.mlp_options import MLPOptions
 
 MODEL = build_model(MLPOptions(input_size=4, hidden_size=8, output_size=2, num_layers=4), "fp32")
 X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)

@@ -8,12 +8,13 @@ import optax
 import pytest
 
 import launcher
-from launcher.config.schema import GPTOptions, MLPOptions
 from launcher.plan import local_shape, make_forward_plan
 from launcher.plan.methods import PipeshardParallel, UniformStageOption
 from launcher.runtime import compile_step
 from launcher.trace import trace_step
 from recipes import build_model
+from recipes.gpt_options import GPTOptions
+from recipes.mlp_options import MLPOptions
 
 BATCH, STEPS = 12, 4
 MODELS = {

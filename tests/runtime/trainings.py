@@ -9,8 +9,9 @@ import optax
 import tiny
 
 import launcher
-from launcher.config.schema import GPTOptions, MLPOptions
 from recipes import build_model
+from recipes.gpt_options import GPTOptions
+from recipes.mlp_options import MLPOptions
 
 ROWS, ROUNDS = 24, 5
 _GPT = {

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import launcher
-from launcher.config.schema import GPTOptions
 from launcher.partition.assignment import Assignment, Submesh
 from launcher.plan import PlanError, local_shape
 from launcher.plan.build import build_plan
@@ -19,6 +18,7 @@ from launcher.plan.inter_op.select import best_plan
 from launcher.plan.inter_op.stage_costs import StageCosts
 from launcher.trace import trace_step
 from recipes import build_model
+from recipes.gpt_options import GPTOptions
 
 BATCH = 8
 # Devices of their own, links that do not matter: the schedule alone decides.

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import pytest
 
 import launcher
-from launcher.config.schema import GPTOptions, MLPOptions
 from launcher.partition.sharding.named_dims import NamedDims, Sharding
 from launcher.plan import local_shape
 from launcher.plan.cost.collectives import equation_load, flow, seconds
@@ -19,6 +18,8 @@ from launcher.trace import trace_step
 from launcher.trace.jaxpr import inline_calls, nbytes
 from launcher.trace.primitive_kinds import PRODUCTS
 from recipes import build_model
+from recipes.gpt_options import GPTOptions
+from recipes.mlp_options import MLPOptions
 
 ROWS = 16
 # Waiting is cheap, or a model this small would rather be whole.
