@@ -10,7 +10,7 @@ from launcher.partition.assignment import Assignment
 from launcher.partition.errors import PlanError
 from launcher.partition.partitioned import PartitionedStep, partition
 from launcher.partition.remat import recomputed
-from launcher.partition.sharding.layout import MODEL, ROWS, Layout, outer_dims
+from launcher.partition.sharding.layout import MODEL, ROWS, outer_dims
 from launcher.partition.sharding.named_dims import NamedDims, Spec
 from launcher.partition.stages import StageGraph
 from launcher.plan.cluster_shape import ClusterShape
@@ -102,7 +102,8 @@ class PlanBuilder:
             predicted_tflops_per_device=flops * rate,
             predicted_tflops_per_device_with_remat=with_remat * rate,
             fingerprint=step.fingerprint,
-            notes=_notes(cut.layouts),
+            notes=_notes(cut),
+            loss=cut.loss.meaning,
             layer_ends=step.layer_ends,
             profiled=measured.account() if measured else (),
         )
@@ -194,9 +195,13 @@ class PlanBuilder:
         )
 
 
-def _notes(laid: Sequence[Layout]) -> tuple[str, ...]:
-    """Return notes on what every device of a submesh computes, since no rule says how to cut it."""
-    shared = [layout for layout in laid if layout.sizes[MODEL] * layout.sizes[ROWS] > 1]
+def _notes(cut: PartitionedStep) -> tuple[str, ...]:
+    """Return notes on the plan.
+
+    They say what is computed on the whole batch, and what every device of a submesh computes since
+    no rule says how to cut it.
+    """
+    shared = [layout for layout in cut.layouts if layout.sizes[MODEL] * layout.sizes[ROWS] > 1]
     unknown = {
         f"{use.eqn.primitive.name} at {source_line(use.eqn)} is not cut: every device of a submesh "
         "computes it whole"
@@ -204,7 +209,8 @@ def _notes(laid: Sequence[Layout]) -> tuple[str, ...]:
         for use in layout.loss_dims.uses
         if use.factors is None
     }
-    return tuple(sorted(unknown))
+    loss = [f"loss: {cut.loss.meaning}"] if cut.loss.from_whole_batch else []
+    return (*loss, *sorted(unknown))
 
 
 def make_forward_plan(step: TracedStep, like: Plan) -> Plan:

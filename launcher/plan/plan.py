@@ -66,6 +66,7 @@ class Plan(Staged):
         predicted_tflops_per_device_with_remat: also counts the operations that are computed again.
         runners_up: the next best plans of a search.
         notes: what a person should know about the plan.
+        loss: how the slices' losses make that of the whole batch, in words.
         layer_ends: where layers end (`trace.auto_layers`); None: at the model's own marks.
         profiled: the measurements that the predictions rest on, if there are any.
     """
@@ -87,6 +88,7 @@ class Plan(Staged):
     fingerprint: str
     runners_up: tuple[RunnerUp, ...] = ()
     notes: tuple[str, ...] = ()
+    loss: str = ""
     layer_ends: LayerEnds | None = None
     profiled: tuple[ProfiledLayers, ...] = ()
 

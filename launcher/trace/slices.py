@@ -44,6 +44,8 @@ class Loss:
             with the slice's number (`random_keys.fold_slices`), as one row of a sliced operand.
             raw_keys: the generator of those that are raw (`jax.random.PRNGKey`).
         wrt: the operands that are differentiated. reduce: how each result is combined.
+        from_whole_batch: the equations of the loss whose results are computed on the whole batch,
+            each in words.
     """
 
     num_slices: int
@@ -57,6 +59,19 @@ class Loss:
     raw_keys: tuple[str | None, ...]
     wrt: tuple[int, ...]
     reduce: tuple[str, ...]
+    from_whole_batch: tuple[str, ...] = ()
+
+    @property
+    def meaning(self) -> str:
+        """The loss in words: how it is combined, and what of it is computed on the whole batch."""
+        words = {"mean": "mean over the examples", "sum": "sum over the examples"}
+        kind = (
+            words[self.reduce[0]] if self.wrt and self.num_slices > 1 else "the whole batch at once"
+        )
+        values = self.from_whole_batch
+        if not values:
+            return kind
+        return f"{kind}; computed on the whole batch: {', '.join(values)}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,14 +81,16 @@ class Traces:
     Attributes:
         whole: on the whole batch. batch_size: its rows.
         part: called with a number of slices; returns the equation on one of them.
-        reference: a number of slices, and the equation on one of them, whose program has the
-            structure of the whole batch's.
+        from_whole_batch: the equations whose results are computed on the whole batch, in words.
+        reference: a number of slices on one of which the program has the structure of the whole
+            batch's, if the batch has several rows.
     """
 
     whole: Equation
     batch_size: int
     part: Callable[[int], Equation]
-    reference: Callable[[], tuple[int, Equation]]
+    reference: int
+    from_whole_batch: tuple[str, ...] = ()
 
 
 def slice_loss(traces: Traces, num_slices: int) -> Loss:
@@ -121,6 +138,7 @@ def slice_loss(traces: Traces, num_slices: int) -> Loss:
         raw_keys=tuple(raw),
         wrt=eqn.params["wrt"],
         reduce=words,
+        from_whole_batch=traces.from_whole_batch,
     )
 
 
@@ -137,7 +155,7 @@ def _follow(
     own: Jaxpr = part.params["jaxpr"].jaxpr
     if same_structure(whole, own):
         return follow_placements(whole, own, operand_placements(axes), num_slices)
-    count, reference = traces.reference()
+    count, reference = traces.reference, traces.part(traces.reference)
     other: Jaxpr = reference.params["jaxpr"].jaxpr
     if traces.batch_size != num_slices or not same_structure(whole, other):
         raise unlike_program(part)

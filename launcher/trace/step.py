@@ -41,6 +41,7 @@ from launcher.trace.slices import Loss, Traces, shrink, slice_loss
 from launcher.trace.whole_batch import (
     WholeBatch,
     find_whole_batch,
+    in_words,
     whole_batch_equations,
     with_operands,
 )
@@ -97,6 +98,17 @@ class TracedStep:
         if wanted not in self.losses:
             self.losses[wanted] = apply_layer_ends(self.losses[marked], self.layer_ends or ())
         return self.losses[wanted]
+
+    @functools.cached_property
+    def uncut(self) -> BatchError | None:
+        """Why the batch cannot be cut into slices, however many; None if it can."""
+        if self.batch_size == 1:
+            return None
+        try:
+            self.loss(self.traces.reference)
+        except BatchError as error:
+            return error
+        return None
 
     def cut_at(self, ends: LayerEnds | None) -> TracedStep:
         """The same step with layers that end elsewhere (`auto_layers`); None: at the marks."""
@@ -199,14 +211,14 @@ def _with_whole_batch(
         with contextlib.suppress(TraceError):  # said where that many slices are asked for
             found = find_whole_batch(eqn, retrace(count), count, constants)
     if found is None or not found.places:
-        return Traces(eqn, batch_size, retrace, lambda: (count, retrace(count))), []
+        return Traces(eqn, batch_size, retrace, count), []
     equations, operands = whole_batch_equations(eqn, found)
 
     def part(num_slices: int, found: WholeBatch = found) -> Equation:
         return with_operands(retrace(num_slices), found)
 
     whole = with_operands(eqn, found, operands)
-    return Traces(whole, batch_size, part, lambda: (count, part(count))), equations
+    return Traces(whole, batch_size, part, count, in_words(eqn, found)), equations
 
 
 def _fewest_slices(batch_size: int) -> int:

@@ -179,6 +179,13 @@ class _Finder:
         return place_equation(pair, again)
 
 
+def in_words(eqn: Equation, found: WholeBatch) -> tuple[str, ...]:
+    """Return what is computed on the whole batch: the primitives and their lines, without keys."""
+    equations = eqn.params["jaxpr"].jaxpr.eqns
+    made = [equations[i] for i, j in found.places if not is_typed(equations[i].outvars[j].aval)]
+    return tuple(dict.fromkeys(f"{e.primitive.name} at {source_line(e)}" for e in made))
+
+
 def unlike_program(eqn: Equation) -> BatchError:
     """Return the error of a loss whose program on a slice cannot be matched with the whole one."""
     return BatchError(

@@ -48,6 +48,8 @@ def recounted(assignment: Assignment, problem: Problem, wanted: Wanted) -> Itera
     """
     if problem.cluster.at_once is None or wanted.num_micro_batches is not None:
         return
+    if not problem.sliced:
+        return
     data = math.lcm(*(submesh.logical_mesh[0] for submesh in assignment.submeshes))
     for count in spread_divisors(problem.batch_size, problem.batch_size):
         if problem.batch_size % (count * data) == 0 and count != assignment.num_micro_batches:

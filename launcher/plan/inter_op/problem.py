@@ -64,6 +64,8 @@ class Problem:
         cluster: the devices to plan for.
         sizes: the numbers of devices that a stage may have.
         memory_bytes: what a plan may use of a device's memory; None: no limit.
+        sliced: whether the batch may be cut into microbatches and replicas at all.
+        refused: the numbers of slices into which it may not.
     """
 
     table: CostTable
@@ -72,6 +74,8 @@ class Problem:
     cluster: ClusterShape
     sizes: tuple[int, ...]
     memory_bytes: float | None
+    sliced: bool = True
+    refused: frozenset[int] = frozenset()
 
 
 def best_of(
@@ -123,6 +127,8 @@ def _settings(problem: Problem, wanted: Wanted) -> Iterator[Setting]:
         if batch_size % count:
             continue
         for replicas in range(1, devices + 1):
+            if count * replicas in problem.refused or (count * replicas > 1 and not problem.sliced):
+                continue
             if devices % replicas == 0 and batch_size % (count * replicas) == 0:
                 schedule = wanted.schedule or DEFAULT_SCHEDULE
                 yield Setting(count, batch_size, replicas, schedule, remats, problem.memory_bytes)

@@ -18,6 +18,7 @@ from launcher.plan.pipeline import Estimate
 from launcher.plan.plan import Plan, RunnerUp
 from launcher.plan.profile.measured_layers import MeasuredLayers
 from launcher.plan.stage_plan import Staged
+from launcher.trace.errors import BatchError
 from launcher.trace.step import TracedStep
 
 _RUNNERS_UP = 3
@@ -51,44 +52,75 @@ def best_plan(
 
     Raises:
         PlanError: nothing fits the devices' memory, or nothing that does could be measured.
+        BatchError: no plan that was found can cut the batch as it says.
     """
+    if step.uncut is not None and (wanted.num_micro_batches or 1) > 1:
+        raise step.uncut
     problem = make_problem(step, cluster, measured, wanted.num_stages)
     built: list[tuple[Plan, Estimated]] = []
+    refused: dict[int, BatchError] = {}
     builder = PlanBuilder(step, cluster, measured)
     most = cluster.memory_bytes or math.inf
     for _ in range(_SEARCHES):
         try:
             found = search(problem, wanted, lambda share: progress(0.7 * share))
         except PlanError:
-            if not built:
+            if not built and not refused:
                 raise
             break
         estimates = _estimates(found, problem, wanted)
         progress(0.8)
-        built = []
-        large: list[Estimated] = []  # not expected to fit: only for where nothing else does
-        for estimate in estimates:
-            if _settled(built, estimate):
-                break
-            if built and _expected_bytes(estimate, built) > most:
-                large.append(estimate)
-                continue
-            built.append((builder.build(estimate[0]), estimate))
-            progress(0.9)
-        for estimate in large:
-            if any(plan.missing_bytes <= 0 for plan, _ in built):
-                break
-            built.append((builder.build(estimate[0]), estimate))
+        built, refused = _build(builder, estimates, most, lambda: progress(0.9))
+        if not built:
+            problem = dataclasses.replace(problem, refused=problem.refused | refused.keys())
+            continue
         fitting = [pair for pair in built if pair[0].missing_bytes <= 0]
         if fitting:
             best, chosen = min(fitting, key=lambda pair: pair[0].predicted_step_seconds)
             runners_up = _runners_up(best, chosen, built, estimates)
             return dataclasses.replace(best, runners_up=runners_up)
         problem = _with_less_memory(problem, [plan for plan, _ in built])
+    if not built:
+        raise next(iter(refused.values()))
     raise _too_large(built)
 
 
 Estimated = tuple[Assignment, Estimate]
+
+
+def _build(
+    builder: PlanBuilder, estimates: Sequence[Estimated], most: float, progress: Callable[[], None]
+) -> tuple[list[tuple[Plan, Estimated]], dict[int, BatchError]]:
+    """Build the most promising plans, until one fits the memory and none promises to be faster.
+
+    Returns:
+        The plans, and why the batch cannot be cut into a number of slices, by that number.
+    """
+    built: list[tuple[Plan, Estimated]] = []
+    refused: dict[int, BatchError] = {}
+    large: list[Estimated] = []  # not expected to fit: only for where nothing else does
+
+    def attempt(estimate: Estimated) -> None:
+        num_slices = estimate[0].slicing.num_slices
+        try:
+            if num_slices not in refused:
+                built.append((builder.build(estimate[0]), estimate))
+        except BatchError as error:
+            refused[num_slices] = error
+        progress()
+
+    for estimate in estimates:
+        if _settled(built, estimate):
+            break
+        if built and _expected_bytes(estimate, built) > most:
+            large.append(estimate)
+            continue
+        attempt(estimate)
+    for estimate in large:
+        if any(plan.missing_bytes <= 0 for plan, _ in built):
+            break
+        attempt(estimate)
+    return built, refused
 
 
 def _estimates(found: Sequence[Candidate], problem: Problem, wanted: Wanted) -> list[Estimated]:
