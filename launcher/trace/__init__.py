@@ -1,7 +1,7 @@
 """What is computed: the train step as data. Imports nothing else of ours."""
 
 from launcher.trace.arguments import without_static
-from launcher.trace.errors import BatchError, BoundaryError, GradientError, TraceError
+from launcher.trace.errors import BatchError, BoundaryError, GradientError, JoinedError, TraceError
 from launcher.trace.slices import Loss
 from launcher.trace.step import TracedStep, trace_step
 
@@ -9,6 +9,7 @@ __all__ = [
     "BatchError",
     "BoundaryError",
     "GradientError",
+    "JoinedError",
     "Loss",
     "TraceError",
     "TracedStep",

@@ -15,6 +15,14 @@ class BatchError(TraceError):
     """The batch cannot be cut into microbatches."""
 
 
+class JoinedError(BatchError):
+    """The loss joins examples, of which a slice of the batch sees only its own."""
+
+
+class ReduceError(BatchError):
+    """What the user says of a result of the loss is not so."""
+
+
 class BoundaryError(TraceError):
     """A pipeline boundary stands where the program cannot be cut."""
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from launcher.trace.errors import BatchError
+from launcher.trace.errors import BatchError, JoinedError, ReduceError
 from launcher.trace.jaxpr import Equation, source_line
 from launcher.trace.placements import (
     Joined,
@@ -62,7 +62,7 @@ def _of_loss(word: str, placement: Placement, num_slices: int) -> str:
     """Return how the loss is combined, and with it the gradients."""
     if isinstance(placement, Partial) and not placement.linear:
         eqn = placement.equation
-        raise BatchError(
+        raise JoinedError(
             f"the loss takes the {word} over the examples at {source_line(eqn)}, so that its "
             f"gradient belongs to one of {num_slices} slices of the batch (microbatches × "
             "data-parallel replicas). Ask for one microbatch and no replicas, or for a mean or a "
@@ -82,7 +82,7 @@ def _word(name: str, placement: Placement, num_slices: int, is_float: bool) -> s
         return "concat"
     if isinstance(placement, Joined):
         eqn = placement.equation
-        raise BatchError(
+        raise JoinedError(
             f"{name} is not a mean, a sum or a row of each example: {eqn.primitive.name} at "
             f"{source_line(eqn)} joins examples, of which each of {num_slices} slices of the batch "
             "(microbatches × data-parallel replicas) sees only its own. Ask for one microbatch and "
@@ -115,7 +115,7 @@ def _check_said(name: str, said: str, word: str, placement: Placement) -> None:
     else:
         where, what = "", {"concat": "a row of each example"}.get(word, "the same for all slices")
     at = f", reduced at {where}" if where else ""
-    raise BatchError(
+    raise ReduceError(
         f'{name} is {what}{at}, but reduce="{said}" is said of it; say "{word}", or leave reduce '
         "out"
     )

@@ -21,7 +21,7 @@ import numpy as np
 from launcher.trace.arguments import Arguments, aliases, batch_size, read_arguments
 from launcher.trace.auto_layers import LayerEnds, apply_layer_ends
 from launcher.trace.conditionals import split_conditionals
-from launcher.trace.errors import BatchError, GradientError, TraceError
+from launcher.trace.errors import BatchError, GradientError, ReduceError, TraceError
 from launcher.trace.jaxpr import (
     Atom,
     ClosedJaxpr,
@@ -101,11 +101,17 @@ class TracedStep:
 
     @functools.cached_property
     def uncut(self) -> BatchError | None:
-        """Why the batch cannot be cut into slices, however many; None if it can."""
+        """Why the batch cannot be cut into slices, however many; None if it can.
+
+        Raises:
+            ReduceError: what the user says of the loss is not so.
+        """
         if self.batch_size == 1:
             return None
         try:
             self.loss(self.traces.reference)
+        except ReduceError:
+            raise
         except BatchError as error:
             return error
         return None

@@ -94,6 +94,8 @@ METHODS = {
     "auto": launcher.PipeshardParallel(num_micro_batches=None, stage_option="auto"),
 }
 ONE_SLICE = {
+    "data": METHODS["data"],
+    "zero3": launcher.Zero3Parallel(),
     "auto": METHODS["auto"],
     "shard": launcher.ShardParallel(logical_mesh_shape=(1, 4)),
     "stages": launcher.PipeshardParallel(stage_option=TWO_STAGES),
@@ -156,7 +158,7 @@ def test_examples_that_see_one_another_in_one_slice(of, method):
 @pytest.mark.parametrize("of", JOINED)
 def test_examples_that_see_one_another_are_refused_in_several(of):
     step = step_of(of, launcher.value_and_grad)
-    for method in (METHODS["data"], METHODS["stages"]):
+    for method in (METHODS["data_micro"], METHODS["stages"]):
         with pytest.raises(BatchError, match=r"at .*test_meaning.py:\d+.* joins examples"):
             launcher.parallelize(step, method=method, devices=jax.devices()[:4])(PARAMS, BATCH)
 
