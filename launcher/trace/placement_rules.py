@@ -78,8 +78,8 @@ def own_value(pair: Pair, result: int) -> Placement:
     """Return the placement of a result that is meant of the slice alone."""
     try:
         axis = pair.growth(result)
-    except ValueError:
-        return Joined(pair.part)
+    except ValueError:  # such as a capacity, rounded up
+        axis = None
     return PerSlice() if axis is None else Sharded(axis)
 
 

@@ -43,8 +43,9 @@ def reductions(
             _check_last(name, whole.outvars[i].aval.shape, part.outvars[i].aval.shape)
             words.append(said)
             continue
-        is_float = jnp.issubdtype(whole.outvars[i].aval.dtype, jnp.inexact)
-        word = _word(name, placement, num_slices, is_float)
+        a, b = whole.outvars[i].aval, part.outvars[i].aval
+        is_averaged = jnp.issubdtype(a.dtype, jnp.inexact) and a.shape == b.shape
+        word = _word(name, placement, num_slices, is_averaged)
         if part.params["wrt"] and i == 0:
             word = _of_loss(word, placement, num_slices)
         _check_said(name, said, word, placement)
@@ -71,12 +72,12 @@ def _of_loss(word: str, placement: Placement, num_slices: int) -> str:
     return "mean" if word == "last" else word  # one of the parameters alone is its own mean
 
 
-def _word(name: str, placement: Placement, num_slices: int, is_float: bool) -> str:
+def _word(name: str, placement: Placement, num_slices: int, is_averaged: bool) -> str:
     if isinstance(placement, Partial):
         return placement.op
     if isinstance(placement, Replicated):
         return "last"
-    if isinstance(placement, PerSlice) and is_float:
+    if isinstance(placement, PerSlice) and is_averaged:
         return "mean"
     if placement == Sharded(0):
         return "concat"
@@ -89,7 +90,7 @@ def _word(name: str, placement: Placement, num_slices: int, is_float: bool) -> s
             "no replicas, compute it from the batch alone, or mark the function with "
             "launcher.per_slice if a slice's own value is meant"
         )
-    remedy = 'say reduce="last", or return a floating-point number'
+    remedy = 'say reduce="last", or return a floating-point number of a fixed shape'
     if isinstance(placement, Sharded | RowNumbers):
         remedy = "transpose it, so that the examples come first"
     raise BatchError(f"{name} cannot be combined from {num_slices} slices of the batch; {remedy}")

@@ -22,6 +22,8 @@ from cases import (
     vectors,
 )
 
+import launcher
+
 
 def mlp():
     return vector_case("mlp", lambda w, h: jnp.tanh(h @ w))
@@ -124,6 +126,7 @@ def mixture_of_experts(experts=3):
         sizes = {"gate": (WIDTH, experts), "up": (experts, WIDTH, 4), "down": (experts, 4, WIDTH)}
         return [{k: dense(rng, *s) for k, s in sizes.items()} for _ in range(LAYERS)]
 
+    @launcher.per_slice
     def layer(p, carried):
         h, balance = carried
         gates = jax.nn.softmax(h @ p["gate"])
@@ -156,7 +159,8 @@ class ConvNet(nn.Module):
             if i:
                 mark()
             x = nn.Conv(4, (3, 3), strides=2 if i == 1 else 1)(x)
-            x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(x))
+            norm = nn.BatchNorm(use_running_average=not train, momentum=0.9)
+            x = nn.relu(launcher.per_slice(norm)(x))
         return nn.Dense(3)(x.mean((1, 2)))
 
 

@@ -24,6 +24,8 @@ from cases import (
 )
 from flax.training.train_state import TrainState
 
+import launcher
+
 # -- inside the loss -------------------------------------------------------------------------------
 
 
@@ -32,6 +34,7 @@ def checkpoint():
 
 
 def conditional():
+    @launcher.per_slice
     def layer(w, h):
         return jax.lax.cond(h.mean() > 0.0, lambda h: jnp.tanh(h @ w), lambda h: h - h @ w / 4, h)
 

@@ -82,8 +82,9 @@ def conv(p, x):
     )
 
 
+@launcher.per_slice
 def moe(p, x):
-    """Switch's (Fedus et al. 2021), dispatched by einsum."""
+    """Switch's (Fedus et al. 2021), dispatched by einsum; capacity is each slice's own."""
     tokens = x.reshape(-1, WIDTH)
     gates = jax.nn.softmax(tokens @ p["gate"])
     chosen = jax.nn.one_hot(jnp.argmax(gates, -1), EXPERTS)

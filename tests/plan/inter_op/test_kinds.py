@@ -51,6 +51,7 @@ def attention(params, x):
     return mlp(params, jnp.einsum("bqk,bkh->bqh", weights, value))
 
 
+@launcher.per_slice
 def experts(params, x):
     """Switch's (Fedus et al. 2021), dispatched by einsum, with room for twice the tokens."""
     rows, count = x.shape[0], params["gate"].shape[1]
