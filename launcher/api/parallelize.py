@@ -26,8 +26,9 @@ from launcher.api.signature import Signature, Traceable, kind
 from launcher.plan import Plan, PlanError
 from launcher.plan.methods import DataParallel, Follow, Method
 from launcher.runtime import Executable, Transport
-from launcher.trace import TracedStep, trace_step
+from launcher.trace import TracedStep, TraceError, trace_step
 
+_AUTO = 'num_micro_batches=None, stage_option="auto"'
 _spec = operator.attrgetter("shape", "dtype")
 
 
@@ -81,6 +82,19 @@ class ParallelizedFunction:
         if variant is None:
             variant = self._variant(args, says=True)
         return self._compiled(variant)(*dynamic)
+
+    def __get__(self, instance: object, owner: type | None = None) -> ParallelizedFunction:
+        """Return the function itself.
+
+        Raises:
+            TypeError: it was made from a method and is read from an instance.
+        """
+        if instance is None:
+            return self
+        raise TypeError(
+            f"{self.__name__} is a method, and parallelize does not know its self; parallelize it "
+            f"bound, in __init__: self.{self.__name__} = launcher.parallelize(self.{self.__name__})"
+        )
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """Return the plan for arguments like these: arrays, or `jax.ShapeDtypeStruct`s.
@@ -163,6 +177,7 @@ class ParallelizedFunction:
 
     def _planned(self, source: Traceable) -> _Variant:
         assert self._backend is not None
+        _check_context(self.__name__)
         method = self._method
         if isinstance(method, ParallelizedFunction):
             method = Follow(method.last_plan)
@@ -229,7 +244,14 @@ def parallelize(
 
     Raises:
         TraceError: an argument is static and batch, or static and donated.
+        PlanError: `method` is no parallel method.
     """
+    if method is not None and (isinstance(method, type) or not hasattr(method, "plan")):
+        name = getattr(method, "__name__", None)
+        raise PlanError(
+            f"method={name or repr(method)} is no parallel method; give an object, such as "
+            f"launcher.{name or 'PipeshardParallel'}({'' if name else _AUTO})"
+        )
     local = None
     if devices is not None or transport is not None:
         local = LocalBackend(tuple(devices) if devices is not None else None, transport)
@@ -239,6 +261,20 @@ def parallelize(
         return ParallelizedFunction(signature, method or DataParallel(), local)
 
     return wrap if fun is None else wrap(fun)
+
+
+def _check_context(name: str) -> None:
+    """Refuse what of JAX's context a step cannot be compiled in."""
+    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+        raise TraceError(
+            f"{name} is called under jax.disable_jit(), and a parallelized step runs compiled; "
+            "debug the step without launcher.parallelize"
+        )
+    if not jax.sharding.get_abstract_mesh().empty:
+        raise TraceError(
+            f"{name} is called under jax.set_mesh(), and its plan has meshes of its own; call it "
+            "outside of it"
+        )
 
 
 def _text(leaf: jax.ShapeDtypeStruct) -> str:

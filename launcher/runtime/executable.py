@@ -185,10 +185,16 @@ class Executable:
         for i, slot, sharding in self._table.arguments:
             leaf = leaves[i]
             if getattr(leaf, "sharding", None) == sharding:
+                if leaf.is_deleted():  # JAX would end the process
+                    raise _used_up(args, i)
                 slots[slot] = leaf
             else:
+                if isinstance(leaf, jax.core.Tracer):
+                    raise _transformed()
                 moved.append((leaf, slot, sharding))
         for i, slot, sharding, axis in self._table.batches:
+            if isinstance(leaves[i], jax.core.Tracer):
+                raise _transformed()
             rows = leaves[i] if axis is None else self._slicing.stack(leaves[i], axis)
             moved.append((rows, slot, sharding))
         mine = [x for x in moved if x[2].is_fully_addressable]
@@ -207,6 +213,21 @@ class Executable:
         for i in self._table.shared:
             flat[i] = flat[i].copy()
         return jax.tree.unflatten(self._step.out_tree, flat)
+
+
+def _used_up(args: tuple[Any, ...], leaf: int) -> ValueError:
+    path, _ = jax.tree_util.tree_leaves_with_path(args)[leaf]
+    return ValueError(
+        f"argument{jax.tree_util.keystr(path)} was used up by an earlier call; give the one that "
+        "the call returned, or name no donate_argnums"
+    )
+
+
+def _transformed() -> TypeError:
+    return TypeError(
+        "a parallelized step is compiled already, and cannot be called under jax.jit, jax.vmap or "
+        "another transformation; call it from plain Python"
+    )
 
 
 def _timed(row: Row, slots: list[Any], key: int) -> float:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from launcher.trace.errors import BoundaryError, TraceError
 from launcher.trace.jaxpr import Equation, Jaxpr, dependents, needed, source_line, sub_jaxprs
+from launcher.trace.primitive_kinds import CONSTRAINTS, KERNELS
 from launcher.trace.primitives import boundary_p
 
 ANY_LAYER = -1
@@ -25,7 +26,7 @@ def cut_layers(jaxpr: Jaxpr) -> tuple[list[Equation], list[int], int]:
 
     Raises:
         BoundaryError: a mark stands inside a loop, a branch or a checkpointed function.
-        TraceError: an equation has a side effect.
+        TraceError: an equation has a side effect, or constrains a sharding.
     """
     layer, layer_of = 0, {}
     for eqn in jaxpr.eqns:
@@ -51,6 +52,12 @@ def _refuse_uncuttable(eqn: Equation) -> None:
             "that runs in pipeline stages must be pure. Remove the callback or print, or return "
             "the value as aux"
         )
+    constraint = _constraint(eqn)
+    if constraint is not None:
+        raise TraceError(
+            f"with_sharding_constraint at {source_line(constraint)}: the plan decides how a "
+            "parallelized step is sharded, on meshes of its own. Remove the constraint"
+        )
     if _holds_boundary(list(sub_jaxprs(eqn))):
         raise BoundaryError(
             f"mark_pipeline_boundary() inside {eqn.primitive.name} at {source_line(eqn)}: a layer "
@@ -62,8 +69,18 @@ def _impure(eqn: Equation) -> Equation | None:
     """The equation, or the one in its body, that calls back to Python or has another effect."""
     if eqn.primitive.name.endswith("_callback"):
         return eqn
+    if eqn.primitive.name in KERNELS:
+        return None
     inner = (_impure(e) for jaxpr in sub_jaxprs(eqn) for e in jaxpr.eqns)
     return next((e for e in inner if e is not None), eqn if eqn.effects else None)
+
+
+def _constraint(eqn: Equation) -> Equation | None:
+    """The equation, or the one in its body, that constrains a sharding."""
+    if eqn.primitive.name in CONSTRAINTS:
+        return eqn
+    inner = (_constraint(e) for jaxpr in sub_jaxprs(eqn) for e in jaxpr.eqns)
+    return next((e for e in inner if e is not None), None)
 
 
 def _holds_boundary(jaxprs: Sequence[Jaxpr]) -> bool:

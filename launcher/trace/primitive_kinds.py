@@ -107,6 +107,10 @@ RANDOM = KEY_MAKERS | frozenset((
     "rng_bit_generator", "threefry2x32",
 ))
 
+# They say how a value is sharded.
+CONSTRAINTS = frozenset(("sharding_constraint",))
+# Hand-written kernels: reads and writes of their own buffers are no side effects of the program.
+KERNELS = frozenset(("pallas_call",))
 # Plain calls, which can be inlined.
 CALLS = frozenset(("jit", "pjit", "closed_call", "core_call"))
 # Calls with their own rules for differentiation or rematerialization.
