@@ -127,6 +127,7 @@ def test_devices_that_cannot_be_measured_are_one_message(
         measure(local_shape(1, 1, "cpu"), print)
 
 
+@pytest.mark.devices
 @pytest.mark.slow
 def test_this_machine_is_measured_and_remembered(folder: Path) -> None:
     shape = local_shape(2, 1, "cpu")
