@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import math
 import os
 import secrets
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # temporary: space can be freed
 LARGEST = 2**27  # bytes of a file that is read whole
@@ -160,17 +163,17 @@ def open_regular(path: Path, flags: int) -> int:
     return descriptor
 
 
-def open_own(path: Path, flags: int, say: Callable[[str], None] = lambda text: None) -> int:
+def open_own(path: Path, flags: int) -> int:
     """Open a file of a run to write it, as `os.open` does.
 
-    Anything else that stands in its place, such as a link, is set aside, and `say` is called with a
-    line about it. It raises the errors of `open_regular`.
+    Anything else that stands in its place, such as a link, is set aside with a warning. It raises
+    the errors of `open_regular`.
     """
     flags |= os.O_CREAT | os.O_NOFOLLOW
     try:
         return open_regular(path, flags)
     except DamagedError as error:
-        say_aside(path, str(error), say)
+        _log.warning(set_aside(path, str(error)))
         return open_regular(path, flags)
 
 
@@ -275,43 +278,43 @@ def _can_be_written(text: str) -> bool:
     return True
 
 
-def read_own(path: Path, convert: Callable[[Any], T], say: Callable[[str], None]) -> T | None:
+def read_own(path: Path, convert: Callable[[Any], T]) -> T | None:
     """Return the converted value of a run's own JSON file, or None if there is no file.
 
-    A damaged file is set aside, and `say` is called with a line about it.
+    A damaged file is set aside with a warning, and None is returned.
 
     Args:
         path: the file.
         convert: converts the value; it raises ValueError for one that cannot be right.
-        say: called with a line of text.
     """
     try:
         return convert(read_json(path))
     except FileNotFoundError:
         return None
     except ValueError as error:
-        say_aside(path, str(error), say)
+        _log.warning(set_aside(path, str(error)))
         return None
 
 
-def say_aside(path: Path, problem: str, say: Callable[[str], None]) -> None:
-    """Set a damaged file or folder aside, and call `say` with a line about it."""
-    kept = set_aside(path)
-    where = f"; it is kept as {kept.name}" if kept else ""
-    say(f"{path} is damaged and not used: {problem}{where}")
-
-
-def set_aside(path: Path) -> Path | None:
+def set_aside(path: Path, problem: str) -> str:
     """Rename a damaged file or folder, so that it is neither used nor lost.
 
+    It keeps its name if it cannot be renamed.
+
+    Args:
+        path: the file or folder.
+        problem: what is wrong with it.
+
     Returns:
-        Its new path, or None if it cannot be renamed.
+        The line that reports it to the user.
     """
     kept = aside(path)
     try:
-        return path.rename(kept)
+        path.rename(kept)
+        where = f"; it is kept as {kept.name}"
     except OSError:
-        return None
+        where = ""
+    return f"{path} is damaged and not used: {problem}{where}"
 
 
 def aside(path: Path) -> Path:

@@ -22,7 +22,7 @@ from launcher.driver.folder_handle import FolderHandle, open_handle
 from launcher.driver.identity import check_same_run
 from launcher.driver.make_folder import check_folder, make_folder
 from launcher.driver.private_files import private_files
-from launcher.files import clear_partial, open_own, say_aside
+from launcher.files import clear_partial, open_own, set_aside
 from launcher.train import checkpoint
 
 LOCK = ".lock"
@@ -214,6 +214,4 @@ def _choose(config: Config, path: Path, thorough: bool = True) -> checkpoint.New
 
 def _set_aside(checkpoints: Path, step: int, problem: str) -> str:
     """Rename a damaged checkpoint; return the line that says so."""
-    lines: list[str] = []
-    say_aside(checkpoints / str(step), problem, lines.append)
-    return f"checkpoint {lines[0]}"
+    return f"checkpoint {set_aside(checkpoints / str(step), problem)}"

@@ -28,6 +28,7 @@ from launcher.driver import folder
 from launcher.driver.make_folder import make_folder
 from launcher.driver.private_files import private_files
 from launcher.driver.run import run
+from launcher.log import lines_to
 from launcher.output import complain
 from launcher.stop import Stop
 
@@ -58,7 +59,7 @@ def run_allocated(config: Config, allocation: Allocation, stop: Stop) -> int:
     except OSError as error:
         complain(str(error))
         return 1
-    with private_files(config.run):
+    with private_files(config.run), lines_to(complain):
         return _drive(home, config, allocation, stop)
 
 
@@ -89,7 +90,7 @@ def _drive(home: Path, config: Config, allocation: Allocation, stop: Stop) -> in
 
 def _is_in_vain(home: Path, allocation: Allocation) -> bool:
     try:
-        return preempted_for_nothing(home, allocation, complain)
+        return preempted_for_nothing(home, allocation)
     except OSError as error:
         complain(f"what the run was preempted by before cannot be read: {error}")
         return False
@@ -97,7 +98,7 @@ def _is_in_vain(home: Path, allocation: Allocation) -> bool:
 
 def _may_come_back(home: Path, allocation: Allocation) -> bool:
     try:
-        return worth_retrying(read_attempts(home, complain), allocation)
+        return worth_retrying(read_attempts(home), allocation)
     except OSError as error:
         complain(f"the run does not come back: {error}")
         return False

@@ -206,7 +206,7 @@ def folder_told(config: Config):
         folder.check(config)
         with folder.claim(config) as home:
             mode = home.path.stat().st_mode
-            found = str(find_start(config, 0, lambda text: None))
+            found = str(find_start(config, 0))
         shutil.rmtree(home.path)
         return str(home.path), mode, found
     except ConfigError as error:

@@ -164,7 +164,7 @@ def test_a_disk_that_is_full_from_the_start_leaves_an_account(tmp_path, plan, mo
     with pytest.raises(OSError, match="No space left"):
         run.train(two_nodes())
     assert "No space left" in run.reason
-    (attempt,) = read_attempts(run.path, print)
+    (attempt,) = read_attempts(run.path)
     assert (attempt.exit_code, attempt.exit_reason) == (1, run.reason)
 
 
@@ -270,7 +270,7 @@ def test_a_folder_that_is_renamed_ends_the_run_and_holds_all_of_it(
     told = json.loads((moved / "summary.json").read_text())
     assert (told["exit_reason"], told["steps"]) == (str(raised.value), 2)
     assert all((moved / name).is_file() for name in ("config.yaml", "plan.json"))
-    assert not rendezvous or read_attempts(moved, print)[0].exit_code == 1
+    assert not rendezvous or read_attempts(moved)[0].exit_code == 1
 
 
 @pytest.mark.parametrize("rendezvous", [None, two_nodes()])
@@ -300,7 +300,7 @@ def test_of_a_folder_that_is_deleted_nothing_that_is_known_is_lost(
 
 @pytest.mark.parametrize("replaced", [False, True])
 def test_metrics_whose_file_is_taken_away_are_written_again(
-    replaced, tmp_path, plan, monkeypatch, capsys
+    replaced, tmp_path, plan, monkeypatch, said
 ):
     def remove(path):
         (path / "metrics.jsonl").unlink()
@@ -310,7 +310,7 @@ def test_metrics_whose_file_is_taken_away_are_written_again(
     run = Lost(tmp_path, plan, monkeypatch, remove)
     assert run.train() == 0
     assert [record["step"] for record in read_metrics(run.path / "metrics.jsonl")] == [1, 2, 3, 4]
-    assert "was taken away while the run trained: it is written again" in capsys.readouterr().out
+    assert said[-1].endswith("was taken away while the run trained: it is written again")
     assert (run.path / "metrics.jsonl.damaged").exists() == replaced
 
 

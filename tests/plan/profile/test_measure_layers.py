@@ -71,19 +71,20 @@ def shape(devices: int = 2) -> Any:
     return local_shape(devices, 1, "cpu")
 
 
-def test_distinct_layers_are_measured_once_and_then_remembered(own_cache: Path) -> None:
-    said: list[str] = []
-    found = profile.measure_layers(traced(), shape(), (2,), 2, say=said.append)
+def test_distinct_layers_are_measured_once_and_then_remembered(
+    own_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = profile.measure_layers(traced(), shape(), (2,), 2)
     assert found.kind_of == (0, 1, 1, 2)
     assert set(found.timings) == {(kind, 2) for kind in range(3)}
     assert all(f > 0 and b > 0 for t in found.timings.values() for _, f, b in t.points)
     files = sorted((own_cache / "profile").iterdir())
     assert len(files) == 3
     before = [file.stat().st_mtime_ns for file in files]
-    again = profile.measure_layers(traced(), shape(), (2,), 2, say=said.append)
+    again = profile.measure_layers(traced(), shape(), (2,), 2)
     assert again == found
     assert [file.stat().st_mtime_ns for file in files] == before
-    assert said == []
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize(
@@ -98,15 +99,14 @@ def test_distinct_layers_are_measured_once_and_then_remembered(own_cache: Path) 
     ],
 )
 def test_a_cache_that_cannot_be_used_is_ignored_and_said(
-    own_cache: Path, change: Any, words: str
+    own_cache: Path, change: Any, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    said: list[str] = []
     step = traced(1)
-    profile.measure_layers(step, shape(1), (1,), 1, say=said.append)
+    profile.measure_layers(step, shape(1), (1,), 1)
     file = min((own_cache / "profile").iterdir())
     file.write_text(change(file.read_text()))
-    profile.measure_layers(step, shape(1), (1,), 1, say=said.append)
-    assert said == [f"{file} {words}"]
+    profile.measure_layers(step, shape(1), (1,), 1)
+    assert caplog.messages == [f"{file} {words}"]
     assert json.loads(file.read_text())["versions"] == cache.versions()
 
 
@@ -123,26 +123,32 @@ def test_a_cache_that_cannot_be_used_is_ignored_and_said(
     ],
 )
 def test_what_cannot_have_been_measured_is_ignored_and_said(
-    own_cache: Path, monkeypatch: pytest.MonkeyPatch, change: Any
+    own_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Any,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    said: list[str] = []
     step, once = traced(1), Timing(((BATCH, 0.01, 0.02),))
     monkeypatch.setattr(profile, "_measured", lambda *given: once)  # it is the cache that counts
-    profile.measure_layers(step, shape(1), (1,), 1, say=said.append)
+    profile.measure_layers(step, shape(1), (1,), 1)
     file = min((own_cache / "profile").iterdir())
     kept = file.read_text()
     file.write_text(json.dumps(json.loads(kept) | change))
-    found = profile.measure_layers(step, shape(1), (1,), 1, say=said.append)
+    found = profile.measure_layers(step, shape(1), (1,), 1)
     assert found.timings == {(0, 1): once}
-    assert said == [f"{file} is damaged: ignored, measured again"]
+    assert caplog.messages == [f"{file} is damaged: ignored, measured again"]
     assert file.read_text() == kept
 
 
-def test_a_candidate_that_takes_too_long_costs_itself_and_says_why(own_cache: Path) -> None:
-    said: list[str] = []
-    found = profile.measure_layers(traced(1), shape(1), (1,), 1, say=said.append, time_out=0.01)
+def test_a_candidate_that_takes_too_long_costs_itself_and_says_why(
+    own_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = profile.measure_layers(traced(1), shape(1), (1,), 1, time_out=0.01)
     assert {t.failure for t in found.timings.values()} == {"it took more than 0.01 s"}
-    assert said[0] == "layer 0 on a model axis of 1 was not measured: it took more than 0.01 s"
+    assert (
+        caplog.messages[0]
+        == "layer 0 on a model axis of 1 was not measured: it took more than 0.01 s"
+    )
     assert not (own_cache / "profile").exists()
     with pytest.raises(PlanError, match="layer 0 could not be measured on 1 devices"):
         found.stage((0,), 1, 1)
@@ -304,10 +310,9 @@ def test_what_failed_is_told_with_the_rest() -> None:
     ]
 
 
-def test_a_full_disk_costs_the_cache_only(tmp_path: Path) -> None:
-    said: list[str] = []
+def test_a_full_disk_costs_the_cache_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
-    cache.write(tmp_path / "file" / "x.json", {}, said.append)
-    [words] = said
+    cache.write(tmp_path / "file" / "x.json", {})
+    [words] = caplog.messages
     assert words.endswith("cannot be written (Not a directory): the measurement is not kept")
     assert os.listdir(tmp_path) == ["file"]
