@@ -232,7 +232,7 @@ def _checked(config: Config) -> str:
 
 
 def _told(parallel: Parallel) -> Iterator[str]:
-    """Yields what the line says of the parallel method."""
+    """Yield what the line says of the parallel method."""
     from launcher.config.parallel import Pipelined, Planned, Replay
 
     if isinstance(parallel, Replay):

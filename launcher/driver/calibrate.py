@@ -49,13 +49,17 @@ def calibrate(cluster: Cluster, console: Console) -> int:
         ),
         ("link", f"{shape.intra_host / 1e9:.3g} GB/s", f"{nominal.intra_host / 1e9:.3g}"),
         ("latency", seconds_text(shape.latency), seconds_text(nominal.latency)),
-        ("start of a program", seconds_text(shape.launch), seconds_text(nominal.launch)),
+        (
+            "start of a program",
+            seconds_text(shape.dispatch_overhead),
+            seconds_text(nominal.dispatch_overhead),
+        ),
     ]
     for row in rows:
         table.add_row(*row)
     console.print(table)
-    if shape.at_once is not None and shape.num_devices > 1:
-        times, count = shape.num_devices / shape.at_once, shape.num_devices
+    if shape.effective_parallelism is not None and shape.num_devices > 1:
+        times, count = shape.num_devices / shape.effective_parallelism, shape.num_devices
         _log.info(f"one device alone is {times:.1f} times as fast as with all {count} at work")
     if path is None:
         return 1

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 from launcher.partition.sharding.reshard import Box, route
 from launcher.runtime.compat import batched_copy
-from launcher.runtime.pieces import cutter, joiner
+from launcher.runtime.tiles import cutter, joiner
 from launcher.runtime.transport import Parcel, Transport, fail_together
 
 

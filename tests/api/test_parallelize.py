@@ -214,8 +214,8 @@ def test_plans_rest_on_what_task_calibrate_measured(tmp_path, monkeypatch):
     found = {
         "product_flops": {"bfloat16": {"128": 4e9}, "float32": {"128": 2e9}},
         "memory_bandwidth": 3e9,
-        "at_once": 2.0,
-        "launch": 3e-4,
+        "effective_parallelism": 2.0,
+        "dispatch_overhead": 3e-4,
         "all_reduce_seconds": {},
         "memory_bytes": None,
     }

@@ -154,7 +154,7 @@ def run_told(config: Config, third: str = ""):
     home.logs.mkdir(parents=True, exist_ok=True)
 
     @contextlib.contextmanager
-    def start(pool, logs, meeting, limit):
+    def start(pool, logs, rendezvous, limit):
         told.append(("start", limit.seconds))
         yield SimpleNamespace(spawn=lambda worker: None, check=lambda: None)
 

@@ -14,8 +14,8 @@ from launcher.report.console import make_console
 FOUND = {
     "product_flops": {"bfloat16": {"128": 1e9}, "float32": {"128": 1e9}},
     "memory_bandwidth": 3e9,
-    "at_once": 2.0,
-    "launch": 3e-4,
+    "effective_parallelism": 2.0,
+    "dispatch_overhead": 3e-4,
     "all_reduce_seconds": {"4096": 1e-3, "4194304": 9e-3},
     "memory_bytes": None,
 }

@@ -91,7 +91,7 @@ def half(step, index, count):
     state = TrainState(jnp.int32(step), {"w": jnp.ones(9), "b": jnp.ones(3)}, {}, jnp.zeros(2))
     leaves, tree = jax.tree.flatten(checkpoint.copy_to_host(state))
     return jax.tree.unflatten(
-        tree, [x if i % count == index else replace(x, parts=()) for i, x in enumerate(leaves)]
+        tree, [x if i % count == index else replace(x, shards=()) for i, x in enumerate(leaves)]
     )
 
 

@@ -32,9 +32,9 @@ def test_the_memory_is_that_of_the_kind(kind, gib):
 @pytest.mark.parametrize("kind", ["Tesla T4", "NVIDIA L40S", "GPU"])
 def test_an_unknown_gpu_is_no_cpu(kind, caplog):
     shape, cpu = local_shape(8, 1, kind), local_shape(8, 1, "cpu")
-    assert (shape.at_once, shape.memory_bytes, shape.peak_flops) == (None, None, None)
+    assert (shape.effective_parallelism, shape.memory_bytes, shape.peak_flops) == (None, None, None)
     assert shape.flops > 10 * cpu.flops
-    assert shape.launch < cpu.launch
+    assert shape.dispatch_overhead < cpu.dispatch_overhead
     log.warn_once.cache_clear()
     assert calibrated(shape) == calibrated(shape) == shape
     [line] = caplog.messages  # in a process once

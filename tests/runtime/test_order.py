@@ -178,23 +178,23 @@ def test_orders_that_differ_have_other_digests(traced):
     assert digest(instructions, owners, slots, told[::-1]) != own
 
 
-def test_a_process_proves_the_rows_that_it_built(traced, monkeypatch):
+def test_a_process_proves_the_entries_that_it_built(traced, monkeypatch):
     plan = uniform(2, 2).plan(traced, local_shape(8, 2, "cpu"))
     emitted = emit(traced, plan)
     placement = make_placement(plan, jax.devices(), emitted.slots)
     programs = {x.program: None for x in emitted.instructions if isinstance(x, Run)}
     given = emitted, placement, programs, (False,) * len(traced.donated), None
-    assert dispatch_table.build_table(*given).rows
-    build = dispatch_table._rows
+    assert dispatch_table.build_table(*given).entries
+    build = dispatch_table._entries
 
-    def swapped_rows(*args):
-        rows, exchanges = build(*args)
-        first, second, *_ = (i for i, row in enumerate(rows) if row.call or row.outputs)
-        found = list(rows)
+    def swapped(*args):
+        entries, exchanges = build(*args)
+        first, second, *_ = (i for i, entry in enumerate(entries) if entry.call or entry.outputs)
+        found = list(entries)
         found[first], found[second] = found[second], found[first]
         return found, exchanges
 
-    monkeypatch.setattr(dispatch_table, "_rows", swapped_rows)
+    monkeypatch.setattr(dispatch_table, "_entries", swapped)
     with pytest.raises(PlanError, match=r"process 0 has to do instruction \d+"):
         dispatch_table.build_table(*given)
 

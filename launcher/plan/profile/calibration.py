@@ -35,16 +35,16 @@ class Calibration:
     Attributes:
         product_flops: FLOP/s by dtype and by the size of the square matrices.
         memory_bandwidth: bytes/s.
-        at_once: see `ClusterShape`.
-        launch: see `ClusterShape`.
+        effective_parallelism: see `ClusterShape`.
+        dispatch_overhead: see `ClusterShape`.
         all_reduce_seconds: seconds by bytes, over all devices; empty for one device.
         memory_bytes: memory that a program can have; None where it is shared.
     """
 
     product_flops: dict[str, dict[str, float]]
     memory_bandwidth: float
-    at_once: float | None
-    launch: float
+    effective_parallelism: float | None
+    dispatch_overhead: float
     all_reduce_seconds: dict[str, float]
     memory_bytes: int | None
 
@@ -59,8 +59,8 @@ class Calibration:
             memory_bytes=self.memory_bytes or shape.memory_bytes,
             intra_host=link,
             latency=latency,
-            at_once=self.at_once,
-            launch=self.launch,
+            effective_parallelism=self.effective_parallelism,
+            dispatch_overhead=self.dispatch_overhead,
         )
 
     def _link(self, shape: ClusterShape) -> tuple[float, float]:
@@ -106,12 +106,15 @@ def _kept(tree: dict[str, Any]) -> Calibration:
 
     The file may hold anything; errors are those that `cache.read_cached` expects.
     """
-    products, at_once, memory = tree["product_flops"], tree["at_once"], tree["memory_bytes"]
+    products, memory = tree["product_flops"], tree["memory_bytes"]
+    parallelism = tree["effective_parallelism"]
     return Calibration(
         product_flops={dtype: _by_size(products[dtype]) for dtype in ("bfloat16", "float32")},
         memory_bandwidth=cache.positive(tree["memory_bandwidth"]),
-        at_once=None if at_once is None else cache.finite_number(at_once, 1.0),
-        launch=cache.finite_number(tree["launch"]),
+        effective_parallelism=None
+        if parallelism is None
+        else cache.finite_number(parallelism, 1.0),
+        dispatch_overhead=cache.finite_number(tree["dispatch_overhead"]),
         all_reduce_seconds=_by_size(tree["all_reduce_seconds"]),
         memory_bytes=None if memory is None else int(cache.positive(memory)),
     )

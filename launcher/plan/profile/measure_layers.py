@@ -61,7 +61,7 @@ def measure_layers(
     kind_of, wanted = [], []
     for layer, graphs in enumerate(zip(*cuts, strict=True)):
         found = [_candidate(step, graphs, losses, rows, m, cluster) for m in model_sizes]
-        if cluster.at_once and model_sizes[0] < cluster.num_devices:
+        if cluster.effective_parallelism and model_sizes[0] < cluster.num_devices:
             found[0] = _with_alone(found[0])
         key = found[0].programs[0].key
         if key not in kinds:
@@ -137,7 +137,11 @@ def _timing(candidate: _Candidate, cluster: ClusterShape, time_out: float) -> Ti
         timing = _measured(candidate, cluster, time_out)
     except (subprocess.SubprocessError, OSError, ValueError, NotImplementedError) as error:
         return Timing(failure=_reason(error, time_out))  # may go better next time: not kept
-    kept = {"points": timing.points, "launch": timing.launch, "alone": timing.alone}
+    kept = {
+        "points": timing.points,
+        "dispatch_overhead": timing.dispatch_overhead,
+        "alone": timing.alone,
+    }
     cache.write(path, kept)
     return timing
 
@@ -154,7 +158,7 @@ def _kept(tree: dict[str, Any]) -> Timing:
     alone = tree["alone"]
     return Timing(
         points,
-        cache.finite_number(tree["launch"]),
+        cache.finite_number(tree["dispatch_overhead"]),
         None if alone is None else cache.finite_number(alone),
     )
 
@@ -194,7 +198,7 @@ def _measured(candidate: _Candidate, cluster: ClusterShape, time_out: float) -> 
         at += count
     alone = sum(passes.pop()) if candidate.alone else None
     points = [(n, *both) for n, both in zip(candidate.rows, passes, strict=True)]
-    return Timing(tuple(points), found["launch"], alone)
+    return Timing(tuple(points), found["dispatch_overhead"], alone)
 
 
 def _reason(error: Exception, time_out: float) -> str:

@@ -16,8 +16,8 @@ from launcher.plan.profile.calibration import Calibration, calibrated, measure
 FOUND = Calibration(
     product_flops={"bfloat16": {"128": 1e9, "1024": 4e9}, "float32": {"128": 1e9, "1024": 2e9}},
     memory_bandwidth=3e9,
-    at_once=2.0,
-    launch=3e-4,
+    effective_parallelism=2.0,
+    dispatch_overhead=3e-4,
     all_reduce_seconds={"4096": 1e-3, "4194304": 9e-3},
     memory_bytes=None,
 )
@@ -44,7 +44,7 @@ def test_without_a_calibration_rates_are_nominal(caplog: pytest.LogCaptureFixtur
 def test_the_figures_stand_in_the_shape() -> None:
     shape = FOUND.applied(local_shape(4, 1, "cpu"))
     assert (shape.flops, shape.flops_fp32, shape.memory_bandwidth) == (4e9, 2e9, 3e9)
-    assert (shape.at_once, shape.launch) == (2.0, 3e-4)
+    assert (shape.effective_parallelism, shape.dispatch_overhead) == (2.0, 3e-4)
 
 
 def test_the_link_gives_back_the_all_reduces_it_was_measured_by() -> None:
@@ -72,8 +72,8 @@ def test_the_link_gives_back_the_all_reduces_it_was_measured_by() -> None:
                 {"product_flops": {"bfloat16": {}, "float32": {"128": 1e9}}},
                 {"all_reduce_seconds": {"4096": 1e-3, "4194304": -1.0}},
                 {"all_reduce_seconds": {"4096": 1e-3}},
-                {"at_once": "x"},
-                {"launch": None},
+                {"effective_parallelism": "x"},
+                {"dispatch_overhead": None},
                 {"memory_bytes": -1},
             )
         ),
@@ -132,4 +132,4 @@ def test_this_machine_is_measured_and_remembered(folder: Path) -> None:
     found, path = measure(shape)
     assert path == kept(folder, 2)
     assert calibrated(shape) == found.applied(shape)
-    assert 1 <= (found.at_once or 0) <= 2
+    assert 1 <= (found.effective_parallelism or 0) <= 2

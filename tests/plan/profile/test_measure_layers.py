@@ -116,8 +116,8 @@ def test_a_cache_that_cannot_be_used_is_ignored_and_said(
         *({"points": p} for p in (None, 3, [], [[1, 2]], [[1, "x", 1.0]], [[1, -1.0, 0]])),
         *({"points": [[1, bad, 1.0]]} for bad in (0.0, math.nan, math.inf, True)),
         {"points": [[2, 1.0, 1.0], [2, 1.0, 1.0]]},
-        {"launch": "x"},
-        {"launch": None},
+        {"dispatch_overhead": "x"},
+        {"dispatch_overhead": None},
         {"alone": math.nan},
         {"versions": []},
     ],
@@ -239,7 +239,9 @@ def test_plans_rest_on_what_was_measured() -> None:
     plan = plan_of(Data(num_micro_batches=2, cost="profile"), step, cluster)
     measured = profile.measure_layers(step, cluster, (1,), 2)  # from the cache
     forward, _ = measured.stage((0, 1), 2, 1)
-    assert plan.stages[0].forward_seconds == pytest.approx(forward + plan.cluster["launch"])
+    assert plan.stages[0].forward_seconds == pytest.approx(
+        forward + plan.cluster["dispatch_overhead"]
+    )
     assert {found.layers for found in plan.profiled} == {(0,), (1,)}
     method = PipeshardParallel(2, stage_option=AutoStageOption("profile"), schedule="auto")
     assert method.plan(step, cluster).profiled == plan.profiled
@@ -248,7 +250,7 @@ def test_plans_rest_on_what_was_measured() -> None:
 def test_the_start_of_a_program_is_counted_once_a_stage() -> None:
     """Layers are timed in programs of their own, each of which has a start."""
     step, cluster = traced(), shape(1)
-    known = Timing(((4, 0.01, 0.02),), launch=0.5)
+    known = Timing(((4, 0.01, 0.02),), dispatch_overhead=0.5)
     found = MeasuredLayers((0, 1, 1, 2), {(kind, 1): known for kind in range(3)}, BATCH)
     plan = DataParallel(2).plan(step, cluster)
     [stage] = repriced(step, plan, found).stages
@@ -260,16 +262,20 @@ def test_how_many_devices_work_at_once_is_measured_by_one_alone() -> None:
     """Alone it takes half of what it takes beside three others: it does the work of two."""
     timing = Timing(((4, 0.01, 0.03),), alone=0.02)
     found = MeasuredLayers((0, 0), {(0, 1): timing, (0, 2): Timing(((4, 1.0, 1.0),))}, BATCH)
-    assert found.at_once((0, 1), shape(4)) == pytest.approx(2.0)
+    assert found.effective_parallelism((0, 1), shape(4)) == pytest.approx(2.0)
     faster = MeasuredLayers((0,), {(0, 1): dataclasses.replace(timing, alone=1e-3)}, BATCH)
-    assert faster.at_once((0,), shape(4)) == 1.0
+    assert faster.effective_parallelism((0,), shape(4)) == 1.0
     pair = MeasuredLayers((0,), {(0, 2): dataclasses.replace(timing, alone=0.04 * 2 / 3)}, BATCH)
-    assert pair.at_once((0,), shape(4)) == pytest.approx(2.0)  # a third of the way to all four
+    assert pair.effective_parallelism((0,), shape(4)) == pytest.approx(
+        2.0
+    )  # a third of the way to all four
     both = MeasuredLayers((0, 1), {(0, 1): timing, (1, 1): Timing(((4, 0.0, 0.04),), 0, 0.04)}, 8)
-    assert both.at_once((0, 1), shape(4)) == pytest.approx(3.0)
-    assert both.at_once((1,), shape(4)) == 4.0
-    apart = dataclasses.replace(shape(4), at_once=None)  # GPUs do not share a machine's cores
-    assert found.at_once((0, 1), apart) is None
+    assert both.effective_parallelism((0, 1), shape(4)) == pytest.approx(3.0)
+    assert both.effective_parallelism((1,), shape(4)) == 4.0
+    apart = dataclasses.replace(
+        shape(4), effective_parallelism=None
+    )  # GPUs do not share a machine's cores
+    assert found.effective_parallelism((0, 1), apart) is None
 
 
 def test_a_plan_is_made_of_what_could_be_measured() -> None:
