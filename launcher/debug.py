@@ -95,7 +95,7 @@ def _of_run(folders: Sequence[str], settings: Sequence[str], hlo: bool) -> tuple
 
     if len(folders) > 1 or not (folder := Path(folders[0])).joinpath("config.yaml").is_file():
         raise ConfigError(
-            f"{' '.join(folders)} is no run's folder, with a config.yaml",
+            f"{' '.join(folders)} is not a run's folder: it has no config.yaml",
             "Name one such as outputs/<run id>, or give settings as key=value.",
         )
     config = load_frozen(folder / "config.yaml", settings)

@@ -31,7 +31,7 @@ DAMAGED = ".damaged"
 _PART = 2**22  # bytes that are read at a time
 _MOST_SAID = 300  # characters
 _WRITING_SECONDS = 60  # a younger file may still be being written
-_NO_FILE = "it is no regular file"
+_NO_FILE = "it is not a regular file"
 
 
 class DamagedError(ValueError):
@@ -150,7 +150,7 @@ def open_regular(path: Path, flags: int) -> int:
 
     Raises:
         OSError: it cannot be opened.
-        DamagedError: it is no regular file; with O_NOFOLLOW, it may be a link.
+        DamagedError: it is not a regular file; with O_NOFOLLOW, it may be a link.
     """
     with suppress(FileNotFoundError):
         status = path.stat(follow_symlinks=not flags & os.O_NOFOLLOW)
@@ -182,13 +182,13 @@ def read_private(path: Path) -> bytes:
 
     Raises:
         OSError: it cannot be read.
-        DamagedError: it is no regular file, or belongs to others too.
+        DamagedError: it is not a regular file, or belongs to others too.
     """
     descriptor = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
     status = os.fstat(descriptor)
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         os.close(descriptor)
-        raise DamagedError(f"{path} is not this user's alone")
+        raise DamagedError(f"{path} is open to other users")
     return _read(descriptor, LARGEST)
 
 
@@ -197,7 +197,7 @@ def read_bytes(path: Path, most: int = LARGEST) -> bytes:
 
     Raises:
         OSError: it cannot be read.
-        DamagedError: it is no regular file, or is larger than `most` bytes.
+        DamagedError: it is not a regular file, or is larger than `most` bytes.
     """
     return _read(open_regular(path, os.O_RDONLY), most)
 
@@ -244,7 +244,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def _refuse_constant(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no number of it")
+    raise ValueError(f"{word} is not a JSON number")
 
 
 def _check(value: Any) -> None:
@@ -255,7 +255,7 @@ def _check(value: Any) -> None:
         for one in level:
             if isinstance(one, str):
                 if "\0" in one or not (one.isascii() or _can_be_written(one)):
-                    raise DamagedError("it holds text with characters that no text has")
+                    raise DamagedError("it holds text with invalid characters")
             elif isinstance(one, float):
                 if not math.isfinite(one):
                     raise DamagedError("it holds a number that is not finite")

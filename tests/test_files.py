@@ -83,8 +83,8 @@ def test_what_a_killed_write_left_is_cleared_once_nobody_can_be_writing_it(
         (b"NaN", "it is not JSON"),
         (b"[1e999]", "it holds a number that is not finite"),
         (b"9" * 5000, "it is not JSON"),
-        (b'{"a": "\\ud800"}', "it holds text with characters that no text has"),
-        (b'{"a\\u0000": 1}', "it holds text with characters that no text has"),
+        (b'{"a": "\\ud800"}', "it holds text with invalid characters"),
+        (b'{"a\\u0000": 1}', "it holds text with invalid characters"),
         (b"[" * 200 + b"]" * 200, "it is nested too deeply"),
         (b"[" * 100_000, "it is nested too deeply"),
         (b'{"a":' * 100_000, "it is nested too deeply"),
@@ -109,10 +109,10 @@ def test_what_is_no_file_is_not_waited_for(
     else:
         path.mkdir()
     for door in (read_text, read_json, lambda path: open_regular(path, os.O_WRONLY)):
-        with pytest.raises(DamagedError, match="it is no regular file"):
+        with pytest.raises(DamagedError, match="it is not a regular file"):
             door(path)
     assert read_own(path, lambda tree: tree) is None
-    kept = "it is no regular file; it is kept as job.json.damaged"
+    kept = "it is not a regular file; it is kept as job.json.damaged"
     assert caplog.messages == [f"{path} is damaged and not used: {kept}"]
     assert os.listdir(tmp_path) == ["job.json.damaged"]
 

@@ -29,7 +29,7 @@ def calibrate(cluster: Cluster, console: Console) -> int:
     pool = find_devices(cluster)
     _log.info(pool.note)
     nominal = pool_shape(pool)
-    with status(console, "measuring the devices, all of them at work"):
+    with status(console, "measuring the devices under full load"):
         calibration, path = measure(nominal)
     shape = calibration.applied(nominal)
     table = plain_table()

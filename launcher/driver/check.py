@@ -107,7 +107,7 @@ def _lines(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
         init_from = find_start(config, finished, thorough=False)
     yield from said
     goes_on = bool(finished or init_from)
-    yield f"not looked at: {'; '.join(_not_looked_at(config, goes_on, environ))}"
+    yield f"not checked: {'; '.join(_not_checked(config, goes_on, environ))}"
 
 
 def find_pool(config: Config, plan_only: bool) -> DevicePool | None:
@@ -139,19 +139,19 @@ def find_pool(config: Config, plan_only: bool) -> DevicePool | None:
     return pool
 
 
-def _not_looked_at(config: Config, goes_on: bool, environ: Mapping[str, str]) -> Iterator[str]:
+def _not_checked(config: Config, goes_on: bool, environ: Mapping[str, str]) -> Iterator[str]:
     custom = [
         o for o in (config.model, config.dataset) if isinstance(o, CustomModel | CustomDataset)
     ]
     if custom:
-        yield f"what {' and '.join(dict.fromkeys(o.module for o in custom))} holds"
+        yield f"the contents of {' and '.join(dict.fromkeys(o.module for o in custom))}"
     if goes_on:
         yield "the arrays of the checkpoint"
     if isinstance(config.cluster, Described):
-        yield f"where it would train, for cluster={config.cluster.title} is not here"
+        yield f"the devices, as cluster={config.cluster.title} is not here"
     if isinstance(config.cluster, SlurmCluster) and find_allocation(environ) is None:
-        yield "what Slurm has"
+        yield "the resources of Slurm"
     if isinstance(config.parallel, Replay):
-        yield "whether the plan is right for the model's program"
+        yield "whether the plan fits the model's program"
     else:
         yield "the plan and the memory that it needs (task=plan)"

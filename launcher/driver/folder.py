@@ -189,7 +189,8 @@ def _choose(config: Config, path: Path, thorough: bool = True) -> checkpoint.New
         choice = checkpoint.newest(checkpoints, thorough, path.name)
     except OSError as error:
         raise ConfigError(
-            f"run.id={path.name} cannot go on: {error.filename} cannot be read ({error.strerror})",
+            f"run.id={path.name} cannot be resumed: {error.filename} cannot be read "
+            f"({error.strerror})",
             "Make it readable, or choose another run.id.",
             ["run.id"],
         ) from None
@@ -198,14 +199,14 @@ def _choose(config: Config, path: Path, thorough: bool = True) -> checkpoint.New
     elif choice.damaged:
         step, problem = choice.damaged[0]
         raise ConfigError(
-            f"run.id={path.name} cannot go on: no checkpoint in {checkpoints} is whole "
+            f"run.id={path.name} cannot be resumed: no checkpoint in {checkpoints} is intact "
             f"(in {step}, {problem})",
             "Put back a copy of one, or choose another run.id; to start afresh, remove them all.",
             ["run.id"],
         )
     elif config.run.resume == "must":
         raise ConfigError(
-            f"run.resume=must finds nothing to go on from: {checkpoints} holds no checkpoint",
+            f"run.resume=must finds nothing to resume from: {checkpoints} holds no checkpoint",
             "Check run.id and run.dir, or use run.resume=auto.",
             ["run.resume", "run.id"],
         )

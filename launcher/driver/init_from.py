@@ -33,7 +33,7 @@ def find_start(config: Config, finished: int, thorough: bool = True) -> Path | N
         return None
     if finished:
         _log.warning(
-            f"{_KEY} is not used: run {config.run.id} goes on from its own step {finished}"
+            f"{_KEY} is not used: run {config.run.id} resumes from its own step {finished}"
         )
         return None
     try:

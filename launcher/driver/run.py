@@ -120,7 +120,7 @@ def _train(config: Config, console: Console, stop: Stop, rendezvous: Rendezvous 
         found = look(config, finished) if finished < steps else None
     if found is None:
         _log.info(
-            f"run {config.run.id} is complete, {finished} of {steps} steps; to go on with it, "
+            f"run {config.run.id} is complete, {finished} of {steps} steps; to train further, "
             "raise train.steps"
         )
         if rendezvous is not None:

@@ -109,7 +109,7 @@ class Saving:
             waited += _POLL_SECONDS
             if waited >= _LIMIT_SECONDS:
                 message = f"a save to {self._folder} takes longer than {_LIMIT_SECONDS:g} s"
-                raise HungError(f"{message}: see whether the disk is in order", {})
+                raise HungError(f"{message}: check the disk", {})
         problem = self._workers.submit("saved").result()
         if problem is None:
             return

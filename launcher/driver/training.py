@@ -290,7 +290,7 @@ class _Job:
             with self._interruptible(stop):  # it reads checkpoints
                 self._home = folder.reload(self._home, self._config)
         except (ConfigError, OSError) as error:  # not a wrong setting, as the run had begun
-            raise FailedError(f"{failure.report}\nThe run is not started again: {error}") from None
+            raise FailedError(f"{failure.report}\nThe run is not restarted: {error}") from None
         limit = machines_of(self._config.cluster).max_restarts
         finished = self._home.finished_steps
         if failure.passes_over:

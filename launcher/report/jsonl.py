@@ -111,14 +111,14 @@ class JsonlTracker(Tracker):
         try:
             if os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
                 return
-            _log.warning(set_aside(self._path, "it was put in the place of this run's own"))
+            _log.warning(set_aside(self._path, "it replaced this run's own file"))
         except FileNotFoundError:
             pass
         before, written = self._file, self._written()
         self._file = self._opened()
         before.close()
         self._held_back = written + self._held_back
-        _log.warning(f"{self._path} was taken away while the run trained: it is written again")
+        _log.warning(f"{self._path} was removed while the run trained: it is written again")
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Append the step's line."""

@@ -75,7 +75,7 @@ def submit(config: Config, stop: Stop) -> int:
     """
     if (array := slurm_of(config.cluster).array) is not None:
         raise ConfigError(
-            f"cluster.slurm.array={array} is for sweeps, and this is one run",
+            f"cluster.slurm.array={array} is for sweeps, but this is one run",
             "Add -m, or leave it out.",
             ["cluster.slurm.array"],
         )
@@ -165,7 +165,7 @@ def _check_idle(config: Config) -> None:
     state = job_state(job_id)
     if state is not None and state.is_live:
         raise ConfigError(
-            f"run.id={config.run.id} is job {job_id} already, which is {state.state}",
+            f"run.id={config.run.id} is already job {job_id}, which is {state.state}",
             f"Wait for it, end it with scancel {job_id}, or choose another run.id.",
             ["run.id"],
         )
@@ -283,5 +283,5 @@ def wait(home: Path, job_id: str) -> int:
             time.sleep(_POLL_SECONDS)
     except KeyboardInterrupt:
         answer("")  # after the ^C
-        complain(f"job {job_id} goes on; to end it: scancel {job_id}")
+        complain(f"job {job_id} keeps running; to end it: scancel {job_id}")
         raise

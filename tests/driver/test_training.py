@@ -204,7 +204,7 @@ def test_a_restart_with_nothing_to_go_on_from_reports_the_failure_and_why(
         run.train()
     first, *_, last = str(raised.value).splitlines()
     assert first == "worker_1 died: killed"
-    assert last.startswith("The run is not started again: run.id=mine cannot go on: no checkpoint")
+    assert last.startswith("The run is not restarted: run.id=mine cannot be resumed: no checkpoint")
 
 
 @pytest.mark.parametrize("env", ["{}", "{API_KEY: s3cret}"])
@@ -263,7 +263,7 @@ def test_a_folder_that_is_renamed_ends_the_run_and_holds_all_of_it(
         run.train(rendezvous)
     assert str(raised.value) == (
         f"the run folder {run.path} was renamed to {moved} while the run trained: the run ends. "
-        "Rename it back to go on from its newest checkpoint."
+        "Rename it back to resume from its newest checkpoint."
     )
     assert not run.path.exists()
     assert [record["step"] for record in read_metrics(moved / "metrics.jsonl")] == [1, 2]
@@ -310,7 +310,7 @@ def test_metrics_whose_file_is_taken_away_are_written_again(
     run = Lost(tmp_path, plan, monkeypatch, remove)
     assert run.train() == 0
     assert [record["step"] for record in read_metrics(run.path / "metrics.jsonl")] == [1, 2, 3, 4]
-    assert said[-1].endswith("was taken away while the run trained: it is written again")
+    assert said[-1].endswith("was removed while the run trained: it is written again")
     assert (run.path / "metrics.jsonl.damaged").exists() == replaced
 
 

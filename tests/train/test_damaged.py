@@ -95,7 +95,7 @@ def test_where_none_is_whole_the_run_is_refused(config, checkpoints):
         with pytest.raises(ConfigError) as error:
             folder.check(asked)
         assert str(error.value) == (
-            f"run.id=mine cannot go on: no checkpoint in {checkpoints} is whole (in 6, "
+            f"run.id=mine cannot be resumed: no checkpoint in {checkpoints} is intact (in 6, "
             "checksums.json is missing). Put back a copy of one, or choose another run.id; to "
             "start afresh, remove them all."
         )
@@ -125,7 +125,7 @@ def test_a_run_starts_from_a_run_its_checkpoints_or_one_of_them(named, config, c
     assert caplog.messages == [f"parameters from {checkpoints / '6'}"]
     assert find_start(asked, 4) is None
     assert caplog.messages[1:] == [
-        "train.init_from is not used: run mine goes on from its own step 4"
+        "train.init_from is not used: run mine resumes from its own step 4"
     ]
 
 
@@ -140,7 +140,7 @@ def test_what_nothing_can_start_from_is_named(config, checkpoints, tmp_path):
         tmp_path / "empty": "holds no checkpoint",
         checkpoints / "6" / "checksums.json": "is not a folder",
         checkpoints / "6": f"is damaged: {damaged}",
-        checkpoints: f"holds no checkpoint that is whole; in 6, {damaged}",
+        checkpoints: f"holds no intact checkpoint; in 6, {damaged}",
     }.items():
         asked = replace(config, train=replace(config.train, init_from=str(path)))
         with pytest.raises(ConfigError) as error:

@@ -82,9 +82,10 @@ def begin(
         _write(run, before[-1])
     if [(a.exit_reason, a.step) for a in before[-2:]] == [(_KILLED, last_step)] * 2:
         raise ClusterError(
-            f"The run was killed twice at step {last_step}, without a word of its own: it is not "
-            f"started a third time. The job's output and {attempt_folder(run, before[-1].number)} "
-            "may say why; a lack of memory is the usual reason."
+            f"The run was killed twice at step {last_step} without a message of its own, so it is "
+            "not started a third time. The job's output and "
+            f"{attempt_folder(run, before[-1].number)} may show why; the usual reason is a lack of "
+            "memory."
         )
     attempt = _new(run, allocation, from_step)
     _write(run, attempt)

@@ -232,7 +232,7 @@ def _explained(error: Exception, folder: Path, step: int) -> str | None:
         reason = text  # TensorStore's, for example if another process deleted the folder
     else:
         return None
-    remedy = _REMEDIES.get(code or 0, "See whether the disk is in order")
+    remedy = _REMEDIES.get(code or 0, "Check the disk")
     return f"cannot save step {step} in {folder}: {reason}. {remedy}."
 
 
