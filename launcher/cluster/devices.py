@@ -115,9 +115,9 @@ def emulated_pool(cluster: Cluster) -> DevicePool:
     """
     total = cluster.gpus or STAND_INS
     if total % cluster.hosts:
-        told = "" if cluster.gpus else " (the default)"
+        origin = "" if cluster.gpus else " (the default)"
         raise ConfigError(
-            f"cluster.gpus={total}{told} cannot be divided over cluster.hosts={cluster.hosts}",
+            f"cluster.gpus={total}{origin} cannot be divided over cluster.hosts={cluster.hosts}",
             f"cluster.gpus is the total number: set it to a multiple of {cluster.hosts}.",
             ("cluster.gpus", "cluster.hosts"),
         )

@@ -174,6 +174,6 @@ def _replayed(parallel: Replay, step: TracedStep, cluster: ClusterShape) -> Plan
     try:
         plan.validate(step)
     except PlanError as error:
-        told = " ".join(str(error).split())
-        raise ConfigError(f"parallel.plan={path}: {told}", "", ["parallel.plan"]) from error
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"parallel.plan={path}: {reason}", "", ["parallel.plan"]) from error
     return plan

@@ -89,8 +89,8 @@ def build_table(
     entries, exchanges = _entries(emitted, placement, compiled, transport)
     _prove(entries, emitted, placement)
     if transport is not None:
-        told = [exchange.told for exchange in exchanges]
-        order = digest(emitted.instructions, placement.owners, emitted.slots, told)
+        descriptions = [exchange.description for exchange in exchanges]
+        order = digest(emitted.instructions, placement.owners, emitted.slots, descriptions)
         transport.open(exchanges, order)
     slots: list[Any] = [None] * len(emitted.slots)
     for value, slot in emitted.constants:

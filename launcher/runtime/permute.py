@@ -207,7 +207,7 @@ class _Permutes:
         self.program = program
         self._numbers = numbers
         rounds = [(x.shape, str(x.dtype), x.pairs) for x in program.rounds]
-        self.told = repr(([device.id for device in program.devices], rounds, numbers))
+        self.description = repr(([device.id for device in program.devices], rounds, numbers))
         self._zeros: list[dict[int, jax.Array]] = []
         if program.is_here:
             for of, ends in zip(program.rounds, program.ends, strict=True):

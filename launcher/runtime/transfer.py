@@ -236,7 +236,7 @@ def move(
     transfer = RemoteTransfer(avals, src, dst, transport, 0)
     if not transfer.exchange.is_open:
         with fail_together(transport):
-            transport.open([transfer.exchange], transfer.exchange.told)
+            transport.open([transfer.exchange], transfer.exchange.description)
             transport.barrier("open")
     return transfer(transport.reserve(transfer.num_keys), list(arrays))
 

@@ -213,5 +213,5 @@ def test_exchanges_tell_what_they_do(way):
         [Parcel(b, a, (3,), f32), base[1]],
     ]
     bind = getattr(runtime, way)().bind
-    assert bind(base).told == bind(list(base)).told
-    assert len({bind(parcels).told for parcels in [base, *others]}) == 1 + len(others)
+    assert bind(base).description == bind(list(base)).description
+    assert len({bind(parcels).description for parcels in [base, *others]}) == 1 + len(others)
