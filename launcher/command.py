@@ -118,7 +118,7 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
     if arguments.frozen and (arguments.multirun or arguments.config_dir):
         raise ConfigError("--frozen is one run's settings", "Leave out -m and --config-dir.")
     if arguments.package and not arguments.cfg:
-        raise ConfigError("--package is a part of what --cfg shows", "Add --cfg job.")
+        raise ConfigError("--package selects a part of what --cfg shows", "Add --cfg job.")
     if arguments.multirun and arguments.cfg:
         raise ConfigError("--cfg shows the settings of one run", "Leave out -m.")
     if arguments.multirun:
@@ -213,7 +213,7 @@ def _settings(config: Config, package: str | None) -> str:
     for name in package.split(".") if package else ():
         if not isinstance(tree, dict) or name not in tree:
             remedy = advice(name, list(tree)) if isinstance(tree, dict) else "It is a value."
-            raise ConfigError(f"--package {package} is no section", remedy)
+            raise ConfigError(f"--package {package} is not a section", remedy)
         tree = tree[name]
     return yaml.safe_dump(tree, sort_keys=False)
 
@@ -232,7 +232,7 @@ def _checked(config: Config) -> str:
 
 
 def _told(parallel: Parallel) -> Iterator[str]:
-    """Yields what the line says of the parallel method."""
+    """Yield what the line says of the parallel method."""
     from launcher.config.parallel import Pipelined, Planned, Replay
 
     if isinstance(parallel, Replay):

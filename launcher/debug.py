@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,9 @@ from launcher.stop import Stop
 if TYPE_CHECKING:
     from launcher.plan import Plan
     from launcher.trace import TracedStep
+
+
+_log = logging.getLogger(__name__)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -91,7 +95,7 @@ def _of_run(folders: Sequence[str], settings: Sequence[str], hlo: bool) -> tuple
 
     if len(folders) > 1 or not (folder := Path(folders[0])).joinpath("config.yaml").is_file():
         raise ConfigError(
-            f"{' '.join(folders)} is no run's folder, with a config.yaml",
+            f"{' '.join(folders)} is not a run's folder: it has no config.yaml",
             "Name one such as outputs/<run id>, or give settings as key=value.",
         )
     config = load_frozen(folder / "config.yaml", settings)
@@ -117,18 +121,18 @@ def _of_settings(
     from launcher.driver.check import look
     from launcher.driver.plan_from_config import plan_of
     from launcher.driver.prepare import trace
+    from launcher.log import lines_to
+    from launcher.report.console import line_printer
 
     config = load(settings, config_dirs)
     console = Console(stderr=True, highlight=False)
 
-    def say(text: str) -> None:
-        console.print(text, soft_wrap=True, markup=False)
-
-    found = look(config, 0, say, plan_only=True)
-    _emulate(found.pool.num_devices if found.pool else config.cluster.gpus or 1, hlo)
-    traced = trace(config, console, found)
-    step = traced.program.train
-    plan = plan_of(config.parallel, step, traced.cluster, say=say, nothing_fits=say)
+    with lines_to(line_printer(console)):
+        found = look(config, 0, plan_only=True)
+        _emulate(found.pool.num_devices if found.pool else config.cluster.gpus or 1, hlo)
+        traced = trace(config, console, found)
+        step = traced.program.train
+        plan = plan_of(config.parallel, step, traced.cluster, nothing_fits=_log.warning)
     return step, plan
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import math
 import os
 import secrets
@@ -21,6 +22,8 @@ from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 
+_log = logging.getLogger(__name__)
+
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # temporary: space can be freed
 LARGEST = 2**27  # bytes of a file that is read whole
 DEEPEST = 100  # levels of nested lists and tables
@@ -28,7 +31,7 @@ DAMAGED = ".damaged"
 _PART = 2**22  # bytes that are read at a time
 _MOST_SAID = 300  # characters
 _WRITING_SECONDS = 60  # a younger file may still be being written
-_NO_FILE = "it is no regular file"
+_NO_FILE = "it is not a regular file"
 
 
 class DamagedError(ValueError):
@@ -147,7 +150,7 @@ def open_regular(path: Path, flags: int) -> int:
 
     Raises:
         OSError: it cannot be opened.
-        DamagedError: it is no regular file; with O_NOFOLLOW, it may be a link.
+        DamagedError: it is not a regular file; with O_NOFOLLOW, it may be a link.
     """
     with suppress(FileNotFoundError):
         status = path.stat(follow_symlinks=not flags & os.O_NOFOLLOW)
@@ -160,17 +163,17 @@ def open_regular(path: Path, flags: int) -> int:
     return descriptor
 
 
-def open_own(path: Path, flags: int, say: Callable[[str], None] = lambda text: None) -> int:
+def open_own(path: Path, flags: int) -> int:
     """Open a file of a run to write it, as `os.open` does.
 
-    Anything else that stands in its place, such as a link, is set aside, and `say` is called with a
-    line about it. It raises the errors of `open_regular`.
+    Anything else that stands in its place, such as a link, is set aside with a warning. It raises
+    the errors of `open_regular`.
     """
     flags |= os.O_CREAT | os.O_NOFOLLOW
     try:
         return open_regular(path, flags)
     except DamagedError as error:
-        say_aside(path, str(error), say)
+        _log.warning(set_aside(path, str(error)))
         return open_regular(path, flags)
 
 
@@ -179,13 +182,13 @@ def read_private(path: Path) -> bytes:
 
     Raises:
         OSError: it cannot be read.
-        DamagedError: it is no regular file, or belongs to others too.
+        DamagedError: it is not a regular file, or belongs to others too.
     """
     descriptor = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
     status = os.fstat(descriptor)
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         os.close(descriptor)
-        raise DamagedError(f"{path} is not this user's alone")
+        raise DamagedError(f"{path} is open to other users")
     return _read(descriptor, LARGEST)
 
 
@@ -194,7 +197,7 @@ def read_bytes(path: Path, most: int = LARGEST) -> bytes:
 
     Raises:
         OSError: it cannot be read.
-        DamagedError: it is no regular file, or is larger than `most` bytes.
+        DamagedError: it is not a regular file, or is larger than `most` bytes.
     """
     return _read(open_regular(path, os.O_RDONLY), most)
 
@@ -241,7 +244,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def _refuse_constant(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no number of it")
+    raise ValueError(f"{word} is not a JSON number")
 
 
 def _check(value: Any) -> None:
@@ -252,7 +255,7 @@ def _check(value: Any) -> None:
         for one in level:
             if isinstance(one, str):
                 if "\0" in one or not (one.isascii() or _can_be_written(one)):
-                    raise DamagedError("it holds text with characters that no text has")
+                    raise DamagedError("it holds text with invalid characters")
             elif isinstance(one, float):
                 if not math.isfinite(one):
                     raise DamagedError("it holds a number that is not finite")
@@ -275,43 +278,43 @@ def _can_be_written(text: str) -> bool:
     return True
 
 
-def read_own(path: Path, convert: Callable[[Any], T], say: Callable[[str], None]) -> T | None:
+def read_own(path: Path, convert: Callable[[Any], T]) -> T | None:
     """Return the converted value of a run's own JSON file, or None if there is no file.
 
-    A damaged file is set aside, and `say` is called with a line about it.
+    A damaged file is set aside with a warning, and None is returned.
 
     Args:
         path: the file.
         convert: converts the value; it raises ValueError for one that cannot be right.
-        say: called with a line of text.
     """
     try:
         return convert(read_json(path))
     except FileNotFoundError:
         return None
     except ValueError as error:
-        say_aside(path, str(error), say)
+        _log.warning(set_aside(path, str(error)))
         return None
 
 
-def say_aside(path: Path, problem: str, say: Callable[[str], None]) -> None:
-    """Set a damaged file or folder aside, and call `say` with a line about it."""
-    kept = set_aside(path)
-    where = f"; it is kept as {kept.name}" if kept else ""
-    say(f"{path} is damaged and not used: {problem}{where}")
-
-
-def set_aside(path: Path) -> Path | None:
+def set_aside(path: Path, problem: str) -> str:
     """Rename a damaged file or folder, so that it is neither used nor lost.
 
+    It keeps its name if it cannot be renamed.
+
+    Args:
+        path: the file or folder.
+        problem: what is wrong with it.
+
     Returns:
-        Its new path, or None if it cannot be renamed.
+        The line that reports it to the user.
     """
     kept = aside(path)
     try:
-        return path.rename(kept)
+        path.rename(kept)
+        where = f"; it is kept as {kept.name}"
     except OSError:
-        return None
+        where = ""
+    return f"{path} is damaged and not used: {problem}{where}"
 
 
 def aside(path: Path) -> Path:

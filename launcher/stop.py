@@ -122,7 +122,7 @@ class Stop:
         Contexts may be nested.
 
         Args:
-            say: called with a line of text.
+            say: called with a line of text, in a signal handler, which must not use `logging`.
             doing: what is done now, and what another Ctrl-C would do.
             until: "checked": work continues until it calls `check`. "done": `check` does nothing.
                 "now": the first signal leaves at once, too.

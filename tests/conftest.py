@@ -85,6 +85,16 @@ def _yaml_is_parsed_once():
         yield
 
 
+@pytest.fixture
+def said():
+    """The lines for the user, of this package alone: `caplog` has those of every library."""
+    from launcher.log import lines_to
+
+    lines: list[str] = []
+    with lines_to(lines.append):
+        yield lines
+
+
 _found: list[str] | None = None  # what a pure test has done that it must not
 
 

@@ -106,7 +106,7 @@ def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         return line.removeprefix("launcher: ")
 
     assert refused("outputs/none") == (
-        "outputs/none is no run's folder, with a config.yaml. "
+        "outputs/none is not a run's folder: it has no config.yaml. "
         "Name one such as outputs/<run id>, or give settings as key=value."
     )
     assert refused("modle=mlp").startswith("modle is not a setting")

@@ -83,8 +83,8 @@ def test_what_a_killed_write_left_is_cleared_once_nobody_can_be_writing_it(
         (b"NaN", "it is not JSON"),
         (b"[1e999]", "it holds a number that is not finite"),
         (b"9" * 5000, "it is not JSON"),
-        (b'{"a": "\\ud800"}', "it holds text with characters that no text has"),
-        (b'{"a\\u0000": 1}', "it holds text with characters that no text has"),
+        (b'{"a": "\\ud800"}', "it holds text with invalid characters"),
+        (b'{"a\\u0000": 1}', "it holds text with invalid characters"),
         (b"[" * 200 + b"]" * 200, "it is nested too deeply"),
         (b"[" * 100_000, "it is nested too deeply"),
         (b'{"a":' * 100_000, "it is nested too deeply"),
@@ -98,7 +98,9 @@ def test_json_that_nobody_here_wrote_is_named_in_a_line(text: bytes, told: str) 
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "folder"])
-def test_what_is_no_file_is_not_waited_for(kind: str, tmp_path: Path) -> None:
+def test_what_is_no_file_is_not_waited_for(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "job.json"
     if kind == "fifo":
         os.mkfifo(path)
@@ -107,12 +109,11 @@ def test_what_is_no_file_is_not_waited_for(kind: str, tmp_path: Path) -> None:
     else:
         path.mkdir()
     for door in (read_text, read_json, lambda path: open_regular(path, os.O_WRONLY)):
-        with pytest.raises(DamagedError, match="it is no regular file"):
+        with pytest.raises(DamagedError, match="it is not a regular file"):
             door(path)
-    said: list[str] = []
-    assert read_own(path, lambda tree: tree, said.append) is None
-    kept = "it is no regular file; it is kept as job.json.damaged"
-    assert said == [f"{path} is damaged and not used: {kept}"]
+    assert read_own(path, lambda tree: tree) is None
+    kept = "it is not a regular file; it is kept as job.json.damaged"
+    assert caplog.messages == [f"{path} is damaged and not used: {kept}"]
     assert os.listdir(tmp_path) == ["job.json.damaged"]
 
 
@@ -139,11 +140,13 @@ def test_what_is_too_large_is_not_read(tmp_path: Path) -> None:
         read_json(path)
 
 
-def test_a_damaged_file_costs_none_that_was_set_aside_before(tmp_path: Path) -> None:
-    path, said = tmp_path / "job.json", list[str]()
+def test_a_damaged_file_costs_none_that_was_set_aside_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "job.json"
     for text in ("one", "two"):
         path.write_text(text)
-        assert read_own(path, lambda tree: tree, said.append) is None
+        assert read_own(path, lambda tree: tree) is None
     assert (tmp_path / "job.json.damaged").read_text() == "one"
     assert (tmp_path / "job.json.damaged-2").read_text() == "two"
-    assert len(said) == 2
+    assert len(caplog.messages) == 2

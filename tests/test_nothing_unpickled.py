@@ -97,8 +97,8 @@ def test_nothing_is_unpickled_by_the_process_that_plans(
     config = load_frozen(Path("outputs/first/config.yaml"))
     assert yaml.safe_load(Path("outputs/first/config.yaml").read_text())["task"] == "plan"
 
-    cache.write(Path("times.json"), {"points": [1.0], "failure": ""}, print)
-    assert cache.read_cached(Path("times.json"), dict, print) is not None
+    cache.write(Path("times.json"), {"points": [1.0], "failure": ""})
+    assert cache.read_cached(Path("times.json"), dict) is not None
 
     program = build_program(config)
     state = jax.jit(program.init)(program.seed)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from launcher.api.step_worker import Pieces
+from launcher.api.step_worker import Shards
 from launcher.cluster.ray import ray_compat
 
 
@@ -45,7 +45,7 @@ class Fetch:
     """Arrays on their way from the workers, of which each sends the parts that it has.
 
     Args:
-        answers: waits for the workers' answers, each of which holds the `Pieces` of every array.
+        answers: waits for the workers' answers, each of which holds the `Shards` of every array.
         arrays: the handles of the arrays.
     """
 
@@ -60,9 +60,9 @@ class Fetch:
         It may be called more than once.
         """
         if self._answers is not None:
-            parts = zip(*self._answers(), strict=True)
-            found = zip(self._avals, parts, strict=True)
-            self._whole = [_assembled(*aval, pieces) for aval, pieces in found]
+            shards = zip(*self._answers(), strict=True)
+            found = zip(self._avals, shards, strict=True)
+            self._whole = [_assembled(*aval, each) for aval, each in found]
             self._answers = None
         return self._whole
 
@@ -265,9 +265,9 @@ def _data_aval(array: RemoteArray) -> tuple[tuple[int, ...], Any]:
     return array.shape, array.dtype
 
 
-def _assembled(shape: tuple[int, ...], dtype: Any, parts: Iterable[Pieces]) -> np.ndarray:
+def _assembled(shape: tuple[int, ...], dtype: Any, shards: Iterable[Shards]) -> np.ndarray:
     whole = np.empty(shape, dtype)
-    for box, data in itertools.chain.from_iterable(parts):
+    for box, data in itertools.chain.from_iterable(shards):
         whole[tuple(slice(*span) for span in box)] = data
     whole.flags.writeable = False
     return whole

@@ -6,7 +6,6 @@ It is the only state that this package keeps between calls, as `jax.distributed`
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -64,7 +63,7 @@ class LocalBackend:
         hosts = len({d.process_index for d in devices})
         nominal = local_shape(len(devices), hosts, kind)
         # Several processes each make the same plan, so not by what one machine alone has measured.
-        return calibrated(nominal, _say) if hosts == 1 else nominal
+        return calibrated(nominal) if hosts == 1 else nominal
 
     def compile(self, step: TracedStep, plan: Plan, source: Traceable) -> Executable:
         """Compile a traced step here; the counterpart of `RayBackend.compile`."""
@@ -154,10 +153,6 @@ def current() -> LocalBackend | RayBackend:
     return _HERE if _held is None else _held.backend
 
 
-def _say(text: str) -> None:
-    warnings.warn(text, stacklevel=3)
-
-
 def _this_process(address: str | None, nodes: int | None, devices: int | None) -> LocalBackend:
     if address is not None or nodes not in (None, 1):
         raise SessionError(
@@ -203,7 +198,7 @@ def _workers(
 
 def _shape_of(pool: DevicePool) -> ClusterShape:
     kind = "cpu" if pool.kind == "cpu" else pool.device_name
-    return calibrated(local_shape(pool.num_devices, pool.hosts, kind), _say)
+    return calibrated(local_shape(pool.num_devices, pool.hosts, kind))
 
 
 def _private_pool(nodes: int, devices: int | None) -> DevicePool:

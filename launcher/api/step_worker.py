@@ -88,7 +88,7 @@ class _Compiled:
     where: list[Any]
 
 
-Pieces = list[tuple[Box, np.ndarray]]  # parts of an array, each with its place in it
+Shards = list[tuple[Box, np.ndarray]]  # of an array, each with its place in it
 
 
 _SMALL = 64 * 1024  # bytes of a result that may be kept after the driver has dropped it
@@ -189,8 +189,8 @@ class StepWorker(Peer):
         jax.block_until_ready([array for array in before if not array.is_deleted()])
         return times
 
-    def fetch(self, numbers: Sequence[int]) -> list[Pieces]:
-        """Return the parts of arrays that lie here, each in one process; of keys, the data."""
+    def fetch(self, numbers: Sequence[int]) -> list[Shards]:
+        """Return the shards of arrays that lie here, each in one process; of keys, the data."""
         found = [
             [(_box(shard.index, array.shape), shard.data) for shard in _own(array)]
             for array in map(_plain, map(self._arrays.__getitem__, numbers))

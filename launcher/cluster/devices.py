@@ -115,9 +115,9 @@ def emulated_pool(cluster: Cluster) -> DevicePool:
     """
     total = cluster.gpus or STAND_INS
     if total % cluster.hosts:
-        told = "" if cluster.gpus else " (the default)"
+        origin = "" if cluster.gpus else " (the default)"
         raise ConfigError(
-            f"cluster.gpus={total}{told} does not divide over cluster.hosts={cluster.hosts}",
+            f"cluster.gpus={total}{origin} cannot be divided over cluster.hosts={cluster.hosts}",
             f"cluster.gpus is the total number: set it to a multiple of {cluster.hosts}.",
             ("cluster.gpus", "cluster.hosts"),
         )
@@ -219,8 +219,8 @@ def _usable(gpus: Gpus, wanted: int) -> tuple[str, ...]:
         node = os.environ.get("SLURMD_NODENAME", "this node")
         reason = f": {gpus.problem}" if gpus.problem else ""
         raise ConfigError(
-            f"{node} lends this job {_count(len(gpus.names), 'GPU')}, and {wanted} are to be used "
-            f"on each node{reason}",
+            f"{node} gives this job {_count(len(gpus.names), 'GPU')}, but {wanted} are needed on "
+            f"each node{reason}",
             "Set cluster.gpus to what the nodes have in total, or cluster.slurm.emulated=true for "
             "CPU devices.",
             ("cluster.gpus",),
@@ -235,7 +235,7 @@ def _stand_ins(asked: int | None, gpus: Gpus) -> DevicePool:
         if asked:
             raise ConfigError(
                 f"cluster.gpus={asked}: {reason}",
-                f"Mend that, or set cluster=emulated for {_count(asked, EMULATED)}.",
+                f"Fix that, or set cluster=emulated for {_count(asked, EMULATED)}.",
                 ("cluster.gpus",),
             )
     else:
@@ -274,7 +274,7 @@ def find_gpus(environ: Mapping[str, str]) -> Gpus:
             env=dict(environ),
         )
     except (subprocess.SubprocessError, OSError) as error:
-        return Gpus(problem=f"CUDA could not be asked: {type(error).__name__}")
+        return Gpus(problem=f"CUDA could not be queried: {type(error).__name__}")
     found = json.loads(probe.stdout.splitlines()[-1])
     names, problem = tuple(found["names"]), found["problem"]
     plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")

@@ -12,6 +12,7 @@ of 62 bits.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import socket
 from collections.abc import Callable, Sequence
@@ -26,6 +27,8 @@ from launcher.runtime.compat import bind_collectives
 
 _KEY_BITS = 62  # of a key's 64, so that there is room to count
 
+_log = logging.getLogger(__name__)
+
 
 class Peer:
     """A worker object that can be one of several.
@@ -35,7 +38,7 @@ class Peer:
     """
 
     def __init__(self) -> None:
-        keep_compiled(say=print)
+        keep_compiled()
         self._transport: Transport | None = None
         self._folder: scratch.Scratch | None = None
 
@@ -72,7 +75,7 @@ class Peer:
         jax.distributed.initialize(coordinator, count, index, coordinator_bind_address=coordinator)
         if transport == "auto":
             transport = "pull" if jax.local_devices()[0].platform == "cpu" else "collective"
-        print(f"arrays go between processes by cluster.transport={transport}")
+        _log.info(f"arrays go between processes by cluster.transport={transport}")
         if transport == "collective":
             self._transport = PermuteTransport()
             return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import logging
 
 from rich.console import Console
 
@@ -12,6 +12,8 @@ from launcher.driver.cluster_from_config import pool_shape
 from launcher.plan.profile.calibration import measure
 from launcher.report.console import plain_table, status
 from launcher.report.text import seconds_text
+
+_log = logging.getLogger(__name__)
 
 
 def calibrate(cluster: Cluster, console: Console) -> int:
@@ -25,11 +27,10 @@ def calibrate(cluster: Cluster, console: Console) -> int:
         PlanError: they cannot be measured.
     """
     pool = find_devices(cluster)
-    say = functools.partial(console.print, soft_wrap=True)
-    say(pool.note)
+    _log.info(pool.note)
     nominal = pool_shape(pool)
-    with status(console, "measuring the devices, all of them at work"):
-        calibration, path = measure(nominal, say)
+    with status(console, "measuring the devices under full load"):
+        calibration, path = measure(nominal)
     shape = calibration.applied(nominal)
     table = plain_table()
     for name in ("of each device", "measured", "nominal"):
@@ -48,15 +49,19 @@ def calibrate(cluster: Cluster, console: Console) -> int:
         ),
         ("link", f"{shape.intra_host / 1e9:.3g} GB/s", f"{nominal.intra_host / 1e9:.3g}"),
         ("latency", seconds_text(shape.latency), seconds_text(nominal.latency)),
-        ("start of a program", seconds_text(shape.launch), seconds_text(nominal.launch)),
+        (
+            "start of a program",
+            seconds_text(shape.dispatch_overhead),
+            seconds_text(nominal.dispatch_overhead),
+        ),
     ]
     for row in rows:
         table.add_row(*row)
     console.print(table)
-    if shape.at_once is not None and shape.num_devices > 1:
-        times, count = shape.num_devices / shape.at_once, shape.num_devices
-        say(f"one device alone is {times:.1f} times as fast as with all {count} at work")
+    if shape.effective_parallelism is not None and shape.num_devices > 1:
+        times, count = shape.num_devices / shape.effective_parallelism, shape.num_devices
+        _log.info(f"one device alone is {times:.1f} times as fast as with all {count} at work")
     if path is None:
         return 1
-    say(f"plans for this machine use it from now on: {path}")
+    _log.info(f"plans for this machine use it from now on: {path}")
     return 0

@@ -6,7 +6,8 @@ module. A run begins with the same checks, in `look`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +21,10 @@ from launcher.config.schema import Config, CustomDataset, CustomModel
 from launcher.driver import folder
 from launcher.driver.init_from import find_start
 from launcher.driver.replay import check_program, check_replay_devices, read_plan
+from launcher.log import lines_to
 from recipes import InputError, check_dataset, find_module
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -51,15 +55,14 @@ class Inputs:
     init_from: Path | None
 
 
-def look(
-    config: Config, finished: int, say: Callable[[str], None], plan_only: bool = False
-) -> Inputs:
+def look(config: Config, finished: int, plan_only: bool = False) -> Inputs:
     """Look at the data, the devices and the checkpoint to start from, cheapest first.
+
+    A line about each is logged.
 
     Args:
         config: the settings.
         finished: how many steps the run has finished.
-        say: takes a line for the user about each.
         plan_only: whether the cluster may be a described one, which is not here.
 
     Raises:
@@ -68,8 +71,8 @@ def look(
         OSError: a file cannot be read.
     """
     check_dataset(config.dataset, config.model, validation=config.train.eval_every > 0)
-    pool = find_pool(config, plan_only, say)
-    return Inputs(pool, find_start(config, finished, say))
+    pool = find_pool(config, plan_only)
+    return Inputs(pool, find_start(config, finished))
 
 
 def check(config: Config, environ: Mapping[str, str]) -> Verdict:
@@ -98,20 +101,20 @@ def _lines(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
             find_module(section, options.module)
     if not isinstance(config.dataset, CustomDataset):
         check_dataset(config.dataset, config.model, validation=config.train.eval_every > 0)
-    find_pool(config, True, said.append)
-    init_from = find_start(config, finished, said.append, thorough=False)
+    with lines_to(said.append):
+        find_pool(config, plan_only=True)
+        init_from = find_start(config, finished, thorough=False)
     yield from said
     goes_on = bool(finished or init_from)
-    yield f"not looked at: {'; '.join(_not_looked_at(config, goes_on, environ))}"
+    yield f"not checked: {'; '.join(_not_checked(config, goes_on, environ))}"
 
 
-def find_pool(config: Config, plan_only: bool, say: Callable[[str], None]) -> DevicePool | None:
+def find_pool(config: Config, plan_only: bool) -> DevicePool | None:
     """Return the devices there are; None if a described cluster is only planned for.
 
     Args:
         config: the settings.
         plan_only: whether the cluster may be a described one.
-        say: takes a line for the user about the devices.
 
     Raises:
         ConfigError: the devices asked for are not here, or do not fit the parallel method.
@@ -120,34 +123,34 @@ def find_pool(config: Config, plan_only: bool, say: Callable[[str], None]) -> De
     pool = None if plan_only and isinstance(cluster, Described) else find_devices(cluster)
     if pool:
         if pool.note:
-            say(pool.note)
+            _log.info(pool.note)
         cluster = replace(cluster, gpus=pool.num_devices)
     for note in config.dataset.notes(config.model):
-        say(note)
+        _log.info(note)
     for error in check_parallel(replace(config, cluster=cluster)):
         raise error
     if isinstance(config.parallel, Replay):
         assert cluster.gpus is not None
         path, each = config.parallel.plan, cluster.gpus // cluster.hosts
         plan = read_plan(path)
-        check_program(config, path, say)
+        check_program(config, path)
         check_replay_devices(path, plan, cluster.hosts, each)
     return pool
 
 
-def _not_looked_at(config: Config, goes_on: bool, environ: Mapping[str, str]) -> Iterator[str]:
+def _not_checked(config: Config, goes_on: bool, environ: Mapping[str, str]) -> Iterator[str]:
     custom = [
         o for o in (config.model, config.dataset) if isinstance(o, CustomModel | CustomDataset)
     ]
     if custom:
-        yield f"what {' and '.join(dict.fromkeys(o.module for o in custom))} holds"
+        yield f"the contents of {' and '.join(dict.fromkeys(o.module for o in custom))}"
     if goes_on:
         yield "the arrays of the checkpoint"
     if isinstance(config.cluster, Described):
-        yield f"where it would train, for cluster={config.cluster.title} is not here"
+        yield f"the devices, as cluster={config.cluster.title} is not here"
     if isinstance(config.cluster, SlurmCluster) and find_allocation(environ) is None:
-        yield "what Slurm has"
+        yield "the resources of Slurm"
     if isinstance(config.parallel, Replay):
-        yield "whether the plan is right for the model's program"
+        yield "whether the plan fits the model's program"
     else:
         yield "the plan and the memory that it needs (task=plan)"

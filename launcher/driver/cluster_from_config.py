@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from launcher.cluster.devices import DevicePool
 from launcher.config.machines import Cluster, Described
 from launcher.plan import ClusterShape, local_shape
 from launcher.plan.profile.calibration import calibrated
 
 
-def shape_of(cluster: Cluster, pool: DevicePool | None, say: Callable[[str], None]) -> ClusterShape:
+def shape_of(cluster: Cluster, pool: DevicePool | None) -> ClusterShape:
     """Return the shape to plan for: of the devices here, or of the described cluster.
 
     Devices that were calibrated have their measured rates.
@@ -18,10 +16,9 @@ def shape_of(cluster: Cluster, pool: DevicePool | None, say: Callable[[str], Non
     Args:
         cluster: the settings.
         pool: the devices here; None for a described cluster.
-        say: takes a line for the user where a calibration is ignored.
     """
     if pool is not None:
-        return calibrated(pool_shape(pool), say)
+        return calibrated(pool_shape(pool))
     assert isinstance(cluster, Described)
     return described_shape(cluster)
 

@@ -127,7 +127,7 @@ def decide(failures: Sequence[Failure], max_restarts: int) -> Restart | GiveUp:
     if before and last.is_like(before[-1]):
         return GiveUp(f"it failed in the same way twice in a row at step {last.step}")
     if len(failures) > max_restarts:
-        return GiveUp(f"it was started again cluster.max_restarts={max_restarts} times")
+        return GiveUp(f"it was restarted cluster.max_restarts={max_restarts} times")
     delay = min(_FIRST_DELAY * 2 ** len(before), _LONGEST_DELAY)
     return Restart(len(failures), delay)
 
@@ -176,7 +176,7 @@ def run_with_restarts(
             failures.append(failure)
             verdict = decide(failures, max_restarts())
             if isinstance(verdict, GiveUp):
-                ending = f"\nThe run is not started again: {verdict.why}." if verdict.why else ""
+                ending = f"\nThe run is not restarted: {verdict.why}." if verdict.why else ""
                 raise FailedError(failure.report + ending) from error
         prepare_restart(failure, verdict)
         sleep(verdict.delay_seconds)

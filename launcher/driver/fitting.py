@@ -50,7 +50,7 @@ def what_fits(parallel: Parallel, step: TracedStep, cluster: ClusterShape, plan:
     return (
         f"{_FITS if options else ''}"
         f"{'; or '.join(options) or 'Take a smaller model, or larger devices'}. "
-        "To do it all the same, set parallel.allow_over_memory=true"
+        "To run it anyway, set parallel.allow_over_memory=true"
     )
 
 

@@ -22,7 +22,7 @@ from launcher.driver.folder_handle import FolderHandle, open_handle
 from launcher.driver.identity import check_same_run
 from launcher.driver.make_folder import check_folder, make_folder
 from launcher.driver.private_files import private_files
-from launcher.files import clear_partial, open_own, say_aside
+from launcher.files import clear_partial, open_own, set_aside
 from launcher.train import checkpoint
 
 LOCK = ".lock"
@@ -189,7 +189,8 @@ def _choose(config: Config, path: Path, thorough: bool = True) -> checkpoint.New
         choice = checkpoint.newest(checkpoints, thorough, path.name)
     except OSError as error:
         raise ConfigError(
-            f"run.id={path.name} cannot go on: {error.filename} cannot be read ({error.strerror})",
+            f"run.id={path.name} cannot be resumed: {error.filename} cannot be read "
+            f"({error.strerror})",
             "Make it readable, or choose another run.id.",
             ["run.id"],
         ) from None
@@ -198,14 +199,14 @@ def _choose(config: Config, path: Path, thorough: bool = True) -> checkpoint.New
     elif choice.damaged:
         step, problem = choice.damaged[0]
         raise ConfigError(
-            f"run.id={path.name} cannot go on: no checkpoint in {checkpoints} is whole "
+            f"run.id={path.name} cannot be resumed: no checkpoint in {checkpoints} is intact "
             f"(in {step}, {problem})",
             "Put back a copy of one, or choose another run.id; to start afresh, remove them all.",
             ["run.id"],
         )
     elif config.run.resume == "must":
         raise ConfigError(
-            f"run.resume=must finds nothing to go on from: {checkpoints} holds no checkpoint",
+            f"run.resume=must finds nothing to resume from: {checkpoints} holds no checkpoint",
             "Check run.id and run.dir, or use run.resume=auto.",
             ["run.resume", "run.id"],
         )
@@ -214,6 +215,4 @@ def _choose(config: Config, path: Path, thorough: bool = True) -> checkpoint.New
 
 def _set_aside(checkpoints: Path, step: int, problem: str) -> str:
     """Rename a damaged checkpoint; return the line that says so."""
-    lines: list[str] = []
-    say_aside(checkpoints / str(step), problem, lines.append)
-    return f"checkpoint {lines[0]}"
+    return f"checkpoint {set_aside(checkpoints / str(step), problem)}"

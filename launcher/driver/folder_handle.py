@@ -39,7 +39,7 @@ class FolderHandle:
         if (now := self.current_path()) is not None:
             raise LostFolderError(
                 f"the run folder {self.path} was renamed to {now} while the run trained: the run "
-                "ends. Rename it back to go on from its newest checkpoint."
+                "ends. Rename it back to resume from its newest checkpoint."
             )
         raise LostFolderError(
             f"the run folder {self.path} was deleted while the run trained: the run ends, and its "

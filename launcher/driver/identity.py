@@ -63,9 +63,9 @@ def check_same_run(path: Path, step: int, stored: Account, config: Config) -> No
             is_same = before.get(key) == unresolved({key: value}, {})[key]
         if not is_same:
             raise ConfigError(
-                f"{key}={shown(value)} does not fit run.id={path.name}, which came to step {step} "
+                f"{key}={shown(value)} does not fit run.id={path.name}, which reached step {step} "
                 f"with {key}={shown(before.get(key))}",
-                "Set it back to go on with that run, or choose another run.id.",
+                "Set it back to resume that run, or choose another run.id.",
                 [key],
             )
 

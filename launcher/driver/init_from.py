@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,10 @@ from launcher.train import checkpoint
 
 _KEY = "train.init_from"
 
+_log = logging.getLogger(__name__)
 
-def find_start(
-    config: Config, finished: int, say: Callable[[str], None], thorough: bool = True
-) -> Path | None:
+
+def find_start(config: Config, finished: int, thorough: bool = True) -> Path | None:
     """Return the checkpoint to take the first parameters from, or None for a fresh start.
 
     It is None, too, if the run resumes from a checkpoint of its own.
@@ -23,7 +23,6 @@ def find_start(
     Args:
         config: the settings.
         finished: how many steps of its own the run has finished.
-        say: takes a line for the user.
         thorough: whether to read all files and compare their checksums.
 
     Raises:
@@ -33,7 +32,9 @@ def find_start(
     if named is None:
         return None
     if finished:
-        say(f"{_KEY} is not used: run {config.run.id} goes on from its own step {finished}")
+        _log.warning(
+            f"{_KEY} is not used: run {config.run.id} resumes from its own step {finished}"
+        )
         return None
     try:
         path, damaged = checkpoint.resolve(Path(named), thorough)
@@ -44,8 +45,8 @@ def find_start(
             [_KEY],
         ) from None
     for line in damaged:
-        say(line)
-    say(f"parameters from {path}")
+        _log.warning(line)
+    _log.info(f"parameters from {path}")
     return path.absolute()
 
 

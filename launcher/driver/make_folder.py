@@ -170,6 +170,6 @@ def _of_another_user(path: Path) -> ConfigError:
 def _taken(path: Path) -> ConfigError:
     return ConfigError(
         f"run.id={path.name} is taken: {path} exists, and run.resume=never",
-        "Choose another run.id, or use run.resume=auto to go on with that run.",
+        "Choose another run.id, or use run.resume=auto to resume that run.",
         ["run.id", "run.resume"],
     )

@@ -42,7 +42,6 @@ def plan_of(
     step: TracedStep,
     cluster: ClusterShape,
     progress: Callable[[float], None] = lambda share: None,
-    say: Callable[[str], None] = lambda text: None,
     nothing_fits: Callable[[str], None] | None = None,
 ) -> Plan:
     """Return the plan that the settings ask for.
@@ -52,7 +51,6 @@ def plan_of(
         step: the traced train step.
         cluster: the devices to plan for.
         progress: called with the share of a search that is done, 0 … 1.
-        say: called with a message about each measurement that failed or was ignored.
         nothing_fits: called with the reason if no plan that a search finds fits the memory; the one
             that exceeds it least is then returned. None: that is an error, unless
             `parallel.allow_over_memory`.
@@ -66,14 +64,14 @@ def plan_of(
     if isinstance(parallel, Auto):
         if nothing_fits is None and parallel.allow_over_memory:
             nothing_fits = _as_allowed
-        return _searched(parallel, step, cluster, progress, say, nothing_fits)
+        return _searched(parallel, step, cluster, progress, nothing_fits)
     assert isinstance(parallel, Planned)
     plan = _planned(parallel, step, cluster)
     if parallel.cost == "model":
         return plan
     step = step.cut_at(plan.layer_ends)
     sizes = sorted({stage.logical_mesh[1] for stage in plan.stages})
-    measured = measure_layers(step, cluster, sizes, plan.num_micro_batches, progress, say)
+    measured = measure_layers(step, cluster, sizes, plan.num_micro_batches, progress)
     return repriced(step, plan, measured)
 
 
@@ -86,7 +84,6 @@ def _searched(
     step: TracedStep,
     cluster: ClusterShape,
     progress: Callable[[float], None],
-    say: Callable[[str], None],
     nothing_fits: Callable[[str], None] | None,
 ) -> Plan:
     step = _layers(parallel, step, parallel.num_stages).layered(step)
@@ -99,7 +96,6 @@ def _searched(
             parallel.remat,
             parallel.cost,
             progress,
-            say,
             parallel.num_stages,
         )
     except TooLargeError as error:
@@ -178,6 +174,6 @@ def _replayed(parallel: Replay, step: TracedStep, cluster: ClusterShape) -> Plan
     try:
         plan.validate(step)
     except PlanError as error:
-        told = " ".join(str(error).split())
-        raise ConfigError(f"parallel.plan={path}: {told}", "", ["parallel.plan"]) from error
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"parallel.plan={path}: {reason}", "", ["parallel.plan"]) from error
     return plan

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,10 +17,13 @@ from launcher.driver.cluster_from_config import shape_of
 from launcher.driver.fitting import too_large, what_fits
 from launcher.driver.init_from import check_start
 from launcher.driver.plan_from_config import plan_of
+from launcher.log import held_back
 from launcher.plan import ClusterShape, Plan, PlanError
 from launcher.report.console import progress_of, status
 from launcher.report.plan_table import print_plan
 from launcher.train.program import Program, build_program
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -78,14 +80,14 @@ def prepare(
         PlanError: there is no plan that fits.
         OSError: a file cannot be read.
     """
-    found = look(config, finished, _printer(console), plan_only)
+    found = look(config, finished, plan_only)
     return plan(config, console, trace(config, console, found), plan_only)
 
 
 def trace(config: Config, console: Console, found: Inputs) -> Traced:
     """Read the data and trace the program; raise like `prepare`."""
     jax.config.update("jax_platforms", "cpu")  # the devices are for the workers
-    cluster = shape_of(config.cluster, found.pool, _printer(console))
+    cluster = shape_of(config.cluster, found.pool)
     began = time.perf_counter()
     with status(console, "reading the data and tracing"):
         program = build_program(config)
@@ -96,34 +98,22 @@ def trace(config: Config, console: Console, found: Inputs) -> Traced:
 
 def plan(config: Config, console: Console, traced: Traced, plan_only: bool = False) -> Prepared:
     """Plan what was traced and show the plan; raise like `prepare`."""
-    say, program, cluster = _printer(console), traced.program, traced.cluster
+    program, cluster = traced.program, traced.cluster
     began = time.perf_counter()
-    search_notes: list[str] = []
     nothing_fits: list[str] = []
     on_nothing_fits = nothing_fits.append if plan_only else None
-    try:
-        with progress_of(console, "planning") as progress:
-            chosen = plan_of(
-                config.parallel,
-                program.train,
-                cluster,
-                progress,
-                search_notes.append,
-                on_nothing_fits,
-            )
-    finally:
-        for note in search_notes:
-            say(note)
+    with held_back(), progress_of(console, "planning") as progress:
+        chosen = plan_of(config.parallel, program.train, cluster, progress, on_nothing_fits)
     seconds = traced.seconds + time.perf_counter() - began
     console.print(f"data: {program.dataset.describe}", soft_wrap=True)
     print_plan(console, chosen, getattr(config.model, "sequence_length", None))
     ready = Prepared(traced.found.pool, chosen, seconds, traced.found.init_from)
     problem = too_large(chosen) or "".join(nothing_fits)
     if problem and config.parallel.allow_over_memory:
-        say(f"{problem}; parallel.allow_over_memory=true")
+        _log.warning(f"{problem}; parallel.allow_over_memory=true")
     elif problem:
         if plan_only:
-            say("this plan needs more memory than the devices have")
+            _log.warning("this plan needs more memory than the devices have")
         if nothing_fits:
             (problem,) = nothing_fits
         else:
@@ -133,7 +123,3 @@ def plan(config: Config, console: Console, traced: Traced, plan_only: bool = Fal
             raise PlanError(problem)
         return replace(ready, problem=problem)
     return ready
-
-
-def _printer(console: Console) -> Callable[[str], None]:
-    return functools.partial(console.print, soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 _FINITE = ("train/loss", "train/grad_norm")
 MOST_SKIPPED = 10  # consecutive steps; a run that skips more no longer learns
+
+_log = logging.getLogger(__name__)
 
 
 class DivergedError(Exception):
@@ -40,7 +43,6 @@ class Recorder:
         log: takes a step's number and its metrics.
         log_every: the number of steps from one logged step to the next.
         performance: returns the `perf/...` metrics of a step that took so many seconds.
-        say: takes a line for the user.
         skips: whether a step whose loss or gradient is not finite leaves the state unchanged.
 
     Attributes:
@@ -53,11 +55,9 @@ class Recorder:
         log: Callable[[int, Metrics], None],
         log_every: int,
         performance: Callable[[float], Metrics],
-        say: Callable[[str], None] = lambda line: None,
         skips: bool = False,
     ) -> None:
         self._log = log
-        self._say = say
         self._skips = skips
         self._skipped_in_a_row = 0
         self._log_every = log_every
@@ -92,7 +92,7 @@ class Recorder:
         key, value = bad[0], result.metrics[bad[0]]
         if not self._skips or self._skipped_in_a_row > MOST_SKIPPED:
             raise DivergedError(key, value, result.step)
-        self._say(f"step {result.step}: {key} is {value}, the update is skipped")
+        _log.warning(f"step {result.step}: {key} is {value}, the update is skipped")
 
     def log_newest(self) -> None:
         """Log the newest step, unless it is logged already."""

@@ -5,7 +5,8 @@ It imports no JAX, so that `task=check` can use it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,15 @@ from launcher.files import DamagedError, read_json
 
 _MOST_NAMED = 4
 
+_log = logging.getLogger(__name__)
 
-def check_program(config: Config, path: str, say: Callable[[str], None]) -> None:
-    """Report the settings that `config` takes from the replayed run or shares with it.
+
+def check_program(config: Config, path: str) -> None:
+    """Log the settings that `config` takes from the replayed run or shares with it.
 
     Args:
         config: the settings now.
         path: the plan to replay.
-        say: takes a line for the user.
 
     Raises:
         ConfigError: that run, by the `config.yaml` beside its plan, had other settings that make
@@ -36,7 +38,7 @@ def check_program(config: Config, path: str, say: Callable[[str], None]) -> None
         if differing:
             raise another_program(path, differing)
         beside = Path(path).with_name("config.yaml")
-        say(f"as in {beside}, beside the plan: {', '.join(in_common(here, there))}")
+        _log.info(f"as in {beside}, beside the plan: {', '.join(in_common(here, there))}")
 
 
 def read_plan(path: str) -> Any:

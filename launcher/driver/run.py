@@ -7,7 +7,7 @@ where it is needed, while Ray starts.
 
 from __future__ import annotations
 
-import functools
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -27,8 +27,9 @@ from launcher.config.schema import Config, CustomDataset, CustomModel
 from launcher.driver import folder
 from launcher.driver.check import Inputs, look, os_error_text
 from launcher.driver.folder import RunFolder
+from launcher.log import lines_to
 from launcher.output import complain
-from launcher.report.console import make_console
+from launcher.report.console import line_printer, make_console
 from launcher.stop import Stop
 from recipes import InputError
 
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from launcher.driver.prepare import Prepared
 
 _LEAVES = "Ctrl-C once more leaves at once"
+
+_log = logging.getLogger(__name__)
 
 
 def run(config: Config, stop: Stop, rendezvous: Rendezvous | None = None) -> int:
@@ -54,18 +57,20 @@ def run(config: Config, stop: Stop, rendezvous: Rendezvous | None = None) -> int
     Raises:
         KeyboardInterrupt: a signal ended it; `stop` knows which.
     """
+    console = make_console()
 
     def work() -> int:
         if config.task == "train":
-            return _train(config, stop, rendezvous)
+            return _train(config, console, stop, rendezvous)
         from launcher.driver.calibrate import calibrate
 
         with stop.interruptible():
             if config.task == "calibrate":
-                return calibrate(config.cluster, make_console())
-            return _plan(config)
+                return calibrate(config.cluster, console)
+            return _plan(config, console)
 
-    return guarded(work)
+    with lines_to(line_printer(console)):
+        return guarded(work)
 
 
 def guarded(work: Callable[[], int]) -> int:
@@ -91,12 +96,11 @@ def guarded(work: Callable[[], int]) -> int:
     return code
 
 
-def _plan(config: Config) -> int:
+def _plan(config: Config, console: Console) -> int:
     from launcher.driver.prepare import prepare
     from launcher.driver.run_log import write_planned
     from launcher.driver.training import write_plan
 
-    console = make_console()
     ready = prepare(config, console, plan_only=True, finished=folder.check(config))
     with folder.claim(config) as home:
         write_plan(home, config, ready.plan)
@@ -109,16 +113,14 @@ def _plan(config: Config) -> int:
     return int(bool(ready.problem))
 
 
-def _train(config: Config, stop: Stop, rendezvous: Rendezvous | None) -> int:
-    console = make_console()
-    say = functools.partial(console.print, soft_wrap=True)
-    steps = config.train.steps
+def _train(config: Config, console: Console, stop: Stop, rendezvous: Rendezvous | None) -> int:
+    say, steps = line_printer(console), config.train.steps
     with stop.interruptible():
         finished = folder.check(config)
-        found = look(config, finished, say) if finished < steps else None
+        found = look(config, finished) if finished < steps else None
     if found is None:
-        say(
-            f"run {config.run.id} is complete, {finished} of {steps} steps; to go on with it, "
+        _log.info(
+            f"run {config.run.id} is complete, {finished} of {steps} steps; to train further, "
             "raise train.steps"
         )
         if rendezvous is not None:
@@ -131,7 +133,7 @@ def _train(config: Config, stop: Stop, rendezvous: Rendezvous | None) -> int:
             session = None
             if rendezvous is None and _can_start_early(config):
                 with stop.heeded(say, _LEAVES):  # no process is left without an owner
-                    session = opening.enter_context(_start_ray(config, home, found, say, stop))
+                    session = opening.enter_context(_start_ray(config, home, found, stop))
                     stop.check()
             ready = _trace_and_plan(config, home, found, console, session, stop)
             stack.push(opening.pop_all())
@@ -155,10 +157,10 @@ def _trace_and_plan(
         from launcher.runtime import why_not_kept
 
         if problem := why_not_kept():  # the workers' own warnings are only in their logs
-            console.print(problem, soft_wrap=True)
+            _log.warning(problem)
         traced = trace(config, console, found)
     if session is not None:
-        with stop.heeded(functools.partial(console.print, soft_wrap=True), _LEAVES):
+        with stop.heeded(line_printer(console), _LEAVES):
             _start_workers(session, config, home)
     with stop.interruptible():
         return plan(config, console, traced)
@@ -175,13 +177,11 @@ def _can_start_early(config: Config) -> bool:
     return not is_own and not measures
 
 
-def _start_ray(
-    config: Config, home: RunFolder, found: Inputs, say: Callable[[str], None], stop: Stop
-) -> PrivateRay:
+def _start_ray(config: Config, home: RunFolder, found: Inputs, stop: Stop) -> PrivateRay:
     assert found.pool is not None
     home.logs.mkdir(exist_ok=True)
     seconds = machines_of(config.cluster).start_timeout
-    limit = StartLimit(seconds, say=say, check=stop.check)
+    limit = StartLimit(seconds, check=stop.check)
     return start(found.pool, home.logs, limit=limit)
 
 

@@ -93,7 +93,6 @@ class RunLog:
             self._log,
             config.train.log_every,
             self._performance(),
-            say=self._say,
             skips=config.train.non_finite == "skip",
         )
         self.recorder.begin(home.finished_steps)
@@ -111,10 +110,10 @@ class RunLog:
         if self._metrics:
             self._trackers.rewind(first_step)
             return
-        self._metrics = JsonlTracker(path / METRICS, first_step, self._say)
+        self._metrics = JsonlTracker(path / METRICS, first_step)
         # Nothing in `wandb` may be a secret, and its tracker obeys the values.
         config = redacted(self._config) | {"wandb": dataclasses.asdict(self._config.wandb)}
-        run = TrackedRun(self._home.id, path, config, self._say)
+        run = TrackedRun(self._home.id, path, config)
         self._registered = open_trackers(run)
         for name, table in plan_tables(self._plan).items():
             self._trackers.table(name, *table)
@@ -195,9 +194,6 @@ class RunLog:
             loss = path / "plots" / "loss.png"
             pictures["plots/loss"] = plot_loss(records, loss, self._home.id)
         return pictures
-
-    def _say(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True, markup=False, highlight=False)
 
     def _summary(self, reason: str, restarts: int, records: list[dict[str, Any]]) -> Summary:
         before = self._home.finished_steps

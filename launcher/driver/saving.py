@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 FORMAT = 1  # of what `contents` returns
 _POLL_SECONDS = 0.5  # how often a worker that writes is asked
 _LIMIT_SECONDS = 7200.0  # for one save; `write` waits 1800 s for each process's part
+
+_log = logging.getLogger(__name__)
 
 
 def contents(config: Config, plan: Plan, step: int, passed_over: int = 0) -> dict[str, Any]:
@@ -49,7 +52,7 @@ def contents(config: Config, plan: Plan, step: int, passed_over: int = 0) -> dic
 class Saving:
     """Saves the workers' state to a folder of checkpoints.
 
-    A save that the disk refuses is passed to `warn`, and the run goes on. SaveError is raised
+    A save that the disk refuses costs a warning, and the run goes on. SaveError is raised
     instead if `settings.on_error` is "stop", or if it was the last save of the run.
 
     Args:
@@ -57,7 +60,6 @@ class Saving:
         folder: the folder of checkpoints.
         settings: `train.checkpoint`.
         describe: returns the metadata of the state after so many steps.
-        warn: takes a message for the user.
         failures: the messages of all failed saves; new ones are appended.
         sync: forces the metrics of the steps before to the disk.
     """
@@ -68,13 +70,11 @@ class Saving:
         folder: Path,
         settings: Checkpoint,
         describe: Callable[[int], dict[str, Any]],
-        warn: Callable[[str], None],
         failures: list[str],
         sync: Callable[[], None] = lambda: None,
     ) -> None:
         self._workers, self._folder, self._settings = workers, folder.absolute(), settings
-        self._describe, self._warn = describe, warn
-        self._failures, self._sync = failures, sync
+        self._describe, self._failures, self._sync = describe, failures, sync
 
     def __call__(self, step: int) -> Answers:
         """Begin to save the state after `step` steps, once the save before it is complete.
@@ -109,7 +109,7 @@ class Saving:
             waited += _POLL_SECONDS
             if waited >= _LIMIT_SECONDS:
                 message = f"a save to {self._folder} takes longer than {_LIMIT_SECONDS:g} s"
-                raise HungError(f"{message}: see whether the disk is in order", {})
+                raise HungError(f"{message}: check the disk", {})
         problem = self._workers.submit("saved").result()
         if problem is None:
             return
@@ -119,4 +119,4 @@ class Saving:
         self._failures.append(problem)
         if final or self._settings.on_error == "stop":
             raise SaveError(problem)
-        self._warn(f"{problem} Training goes on.")
+        _log.warning(f"{problem} Training goes on.")

@@ -24,6 +24,7 @@ from launcher.config.machines import slurm_of
 from launcher.config.schema import Config
 from launcher.driver.private_files import private_files
 from launcher.files import DamagedError
+from launcher.log import lines_to
 from launcher.output import complain
 from launcher.stop import Stop
 
@@ -35,7 +36,7 @@ def serve_node(config: Config, allocation: Allocation, stop: Stop) -> int:
         The exit code. It is 0 however the run ended: the job's exit code is the driver's.
     """
     try:
-        with private_files(config.run):
+        with private_files(config.run), lines_to(complain):
             return _serve(config, allocation, stop)
     except (ClusterError, ConfigError, DamagedError, OSError) as error:
         complain(str(error))

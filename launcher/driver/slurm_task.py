@@ -28,13 +28,14 @@ from launcher.driver import folder
 from launcher.driver.make_folder import make_folder
 from launcher.driver.private_files import private_files
 from launcher.driver.run import run
+from launcher.log import lines_to
 from launcher.output import complain
 from launcher.stop import Stop
 
 _FOR_NOTHING = (
-    "the run was preempted twice in a row before its first step, so it does not come "
-    "back. Give the job more time than it takes to start (cluster.slurm.time), or let "
-    "cluster.slurm.signal come later; what is in {logs} says how far it came."
+    "the run was preempted twice in a row before its first step, so it is not requeued. Give the "
+    "job more time than it takes to start (cluster.slurm.time), or let cluster.slurm.signal come "
+    "later; {logs} shows how far it got."
 )
 
 
@@ -58,7 +59,7 @@ def run_allocated(config: Config, allocation: Allocation, stop: Stop) -> int:
     except OSError as error:
         complain(str(error))
         return 1
-    with private_files(config.run):
+    with private_files(config.run), lines_to(complain):
         return _drive(home, config, allocation, stop)
 
 
@@ -79,7 +80,7 @@ def _drive(home: Path, config: Config, allocation: Allocation, stop: Stop) -> in
         traceback.print_exc()
         code = 1
     if code == 1 and _may_come_back(home, allocation):
-        complain("the run is to come back and try again")
+        complain("the run is requeued to try again")
         return PREEMPTED
     if code == PREEMPTED and _is_in_vain(home, allocation):
         complain(_FOR_NOTHING.format(logs=home / "logs"))
@@ -89,15 +90,15 @@ def _drive(home: Path, config: Config, allocation: Allocation, stop: Stop) -> in
 
 def _is_in_vain(home: Path, allocation: Allocation) -> bool:
     try:
-        return preempted_for_nothing(home, allocation, complain)
+        return preempted_for_nothing(home, allocation)
     except OSError as error:
-        complain(f"what the run was preempted by before cannot be read: {error}")
+        complain(f"the records of earlier attempts cannot be read: {error}")
         return False
 
 
 def _may_come_back(home: Path, allocation: Allocation) -> bool:
     try:
-        return worth_retrying(read_attempts(home, complain), allocation)
+        return worth_retrying(read_attempts(home), allocation)
     except OSError as error:
-        complain(f"the run does not come back: {error}")
+        complain(f"the run is not requeued: {error}")
         return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -40,9 +41,10 @@ from launcher.driver.run_log import RunLog
 from launcher.driver.saving import Saving, contents
 from launcher.driver.workers import Workers
 from launcher.files import aside, write_whole
+from launcher.log import lines_to
 from launcher.output import complain
 from launcher.plan import Plan
-from launcher.report.console import status
+from launcher.report.console import line_printer, status
 from launcher.report.jsonl import METRICS, read_metrics
 from launcher.report.text import shown_path
 from launcher.stop import Stop
@@ -88,9 +90,9 @@ def train_in(
     config = replace(config, run=replace(config.run, id=home.id))
     attempt = None
     if rendezvous is not None:
-        attempt = begin(
-            home.path, rendezvous.allocation, _last_step(home), complain, home.finished_steps
-        )
+        last_step = _last_step(home)
+        with lines_to(complain):
+            attempt = begin(home.path, rendezvous.allocation, last_step, home.finished_steps)
         home = replace(home, attempt=attempt.number)
     job = _Job(home, config, ready, console, rendezvous, session)
     recorder = job.run_log.recorder
@@ -165,6 +167,8 @@ def _last_step(home: RunFolder) -> int:
     return max([home.finished_steps, *(record["step"] for record in records)])
 
 
+_log = logging.getLogger(__name__)
+
 _SAVING = "finishing this step and saving; Ctrl-C once more leaves at once, unsaved"
 
 
@@ -186,6 +190,7 @@ class _Job:
         session: PrivateRay | None = None,
     ) -> None:
         self._home, self._config, self._console = home, config, console
+        self._say = line_printer(console)
         assert ready.pool is not None, "nothing to train on"
         self._rendezvous, self._pool, self._plan = rendezvous, ready.pool, ready.plan
         self._session = session
@@ -223,10 +228,10 @@ class _Job:
             return
         self._passed_over = self._stored_position() - finished
         for line in self._home.damaged:
-            self._say(line)
+            _log.warning(line)
         if finished:
             path = shown_path(self._home.checkpoints / str(finished))
-            self._say(f"resuming run {self._home.id} at step {finished} from {path}")
+            _log.info(f"resuming run {self._home.id} at step {finished} from {path}")
         with ExitStack() as stack:
             with status(self._console, "starting Ray and the workers"):
                 session = stack.enter_context(self._start(stop))
@@ -270,7 +275,7 @@ class _Job:
         if session is not None:
             return session
         seconds = machines_of(self._config.cluster).start_timeout
-        limit = StartLimit(seconds, say=self._say, check=stop.check)
+        limit = StartLimit(seconds, check=stop.check)
         return start(self._pool, self._home.logs, self._rendezvous, limit)
 
     def _diagnose(self, error: Exception) -> Failure | None:
@@ -285,7 +290,7 @@ class _Job:
             with self._interruptible(stop):  # it reads checkpoints
                 self._home = folder.reload(self._home, self._config)
         except (ConfigError, OSError) as error:  # not a wrong setting, as the run had begun
-            raise FailedError(f"{failure.report}\nThe run is not started again: {error}") from None
+            raise FailedError(f"{failure.report}\nThe run is not restarted: {error}") from None
         limit = machines_of(self._config.cluster).max_restarts
         finished = self._home.finished_steps
         if failure.passes_over:
@@ -317,9 +322,4 @@ class _Job:
         )
         settings, failures = self._config.train.checkpoint, self.run_log.failed_saves
         sync = self.run_log.sync
-        return Saving(
-            workers, self._home.checkpoints, settings, describe, self._say, failures, sync
-        )
-
-    def _say(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True, markup=False, highlight=False)
+        return Saving(workers, self._home.checkpoints, settings, describe, failures, sync)

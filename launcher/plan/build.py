@@ -191,7 +191,9 @@ class PlanBuilder:
             memory_bytes=peak,
             num_parameters=counts[s],
             shardings=dict(assignment.shardings_of(s) or {}),
-            at_once=measured.at_once(layers, cluster) if measured else None,
+            effective_parallelism=measured.effective_parallelism(layers, cluster)
+            if measured
+            else None,
         )
 
 

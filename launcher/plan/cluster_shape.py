@@ -29,12 +29,13 @@ class ClusterShape:
         intra_host: bytes/s one way, from device to device on a host.
         inter_host: bytes/s one way, from host to host.
         latency: seconds of one transfer, beside its bytes.
-        at_once: where the devices share a machine, the number of devices times the share of a
-            task's time with all at work that it takes alone: from 1, where one device alone is as
-            fast as all together, to the number of devices, where none slows another. The rates are
-            those with all at work. None: each device has its own resources.
-        launch: dispatch overhead in seconds: what a program takes beside its work, that is its
-            start and the wait for the last of its devices.
+        effective_parallelism: how many devices' worth of compute a machine sustains whose devices
+            share it: 1 if one device alone is as fast as all together, the number of devices if
+            none slows another. In between it is that number times the share of a task's time with
+            all at work that the task takes alone. The rates are those with all at work. None: each
+            device has its own resources.
+        dispatch_overhead: seconds that a program takes beside its work: its start, and the wait for
+            the last of its devices.
     """
 
     name: str
@@ -49,8 +50,8 @@ class ClusterShape:
     intra_host: float
     inter_host: float
     latency: float
-    at_once: float | None = None
-    launch: float = 10e-6
+    effective_parallelism: float | None = None
+    dispatch_overhead: float = 10e-6
 
     @property
     def num_devices(self) -> int:
@@ -92,8 +93,8 @@ _CPU_BANDWIDTH = 30e9  # one core, out of its caches; nominal
 # two cores came out 7 % off in the median (`tests/benchmarks/planner_honest.py`).
 _CPU_LINK = 4e9  # from device to device, inside a collective
 _CPU_LATENCY = 50e-6  # of a step of a collective, whose devices wait for one another
-_CPU_LAUNCH = 1e-3
-_CPU_AT_ONCE = 1.25  # on two cores, of which XLA lets each device use both
+_CPU_DISPATCH_OVERHEAD = 1e-3
+_CPU_PARALLELISM = 1.25  # on two cores, of which XLA lets each device use both
 
 
 def local_shape(num_devices: int, num_hosts: int, device_kind: str) -> ClusterShape:
@@ -148,6 +149,6 @@ def _emulated(num_devices: int, num_hosts: int) -> ClusterShape:
         intra_host=_CPU_LINK * share,
         inter_host=_CPU_LINK * share / 4,
         latency=_CPU_LATENCY / share,
-        at_once=_CPU_AT_ONCE * max(1.0, cores / 2),
-        launch=_CPU_LAUNCH / share,
+        effective_parallelism=_CPU_PARALLELISM * max(1.0, cores / 2),
+        dispatch_overhead=_CPU_DISPATCH_OVERHEAD / share,
     )

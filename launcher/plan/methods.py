@@ -227,7 +227,6 @@ def auto_plan(  # noqa: PLR0913 (the search's settings)
     remat: str | Sequence[str],
     cost: str = "model",
     progress: Callable[[float], None] = lambda share: None,
-    say: Callable[[str], None] = lambda text: None,
     num_stages: int | None = None,
 ) -> Plan:
     """Return the best plan that the search finds.
@@ -240,7 +239,6 @@ def auto_plan(  # noqa: PLR0913 (the search's settings)
         remat: name of a rematerialisation policy, or "auto".
         cost: see `AutoStageOption`.
         progress: called with the share that is done, 0 … 1.
-        say: called with what a person should know about the measurements.
         num_stages: number of stages; None: as many as are best.
 
     Raises:
@@ -269,7 +267,6 @@ def auto_plan(  # noqa: PLR0913 (the search's settings)
         model_sizes(cluster),
         wanted.num_micro_batches,
         lambda share: progress(0.9 * share),
-        say,
     )
     return best_plan(step, cluster, wanted, lambda share: progress(0.9 + 0.1 * share), measured)
 

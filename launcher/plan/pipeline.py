@@ -89,9 +89,9 @@ def timeline(plan: Pipeline | Plan) -> list[TimedTask]:
         here = mesh_of[src] == mesh_of[dst]
         return 0.0 if here else sending.get((src, dst), cluster.latency)
 
-    if cluster.at_once is None or cluster.num_devices == 1:
+    if cluster.effective_parallelism is None or cluster.num_devices == 1:
         return simulate(plan.tasks(), duration, transfer)
-    shares = [stage.at_once or cluster.at_once for stage in plan.stages]
+    shares = [stage.effective_parallelism or cluster.effective_parallelism for stage in plan.stages]
     machine = Shared(cluster.num_devices, [min(n, cluster.num_devices) for n in shares])
     devices_of = [len(mesh) for mesh in plan.meshes]
     return simulate_shared(plan.tasks(), duration, transfer, devices_of, machine)

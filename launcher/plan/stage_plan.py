@@ -56,7 +56,8 @@ class StagePlan:
         shardings: `{argument leaf: for each dimension an axis, several, or None}`. The axes are
             "data" and "model"; a leaf that is not named is replicated on every device.
         collectives: predicted, those of the whole stage for one replica.
-        at_once: for its tasks what `ClusterShape.at_once` is for the cluster's, if it was measured.
+        effective_parallelism: as in `ClusterShape`, for this stage's tasks, if it was
+            measured.
     """
 
     layers: tuple[int, ...]
@@ -72,7 +73,7 @@ class StagePlan:
     num_parameters: int
     shardings: dict[str, Spec]
     collectives: tuple[Collectives, ...] = ()
-    at_once: float | None = None
+    effective_parallelism: float | None = None
 
 
 @dataclass(frozen=True)

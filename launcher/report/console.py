@@ -7,6 +7,7 @@ without colour or cursor movement, even if FORCE_COLOR is set. NO_COLOR is obeye
 from __future__ import annotations
 
 import errno
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -79,6 +80,11 @@ class _Console(Console):
     def on_broken_pipe(self) -> None:
         self.quiet = True
         discard(1)
+
+
+def line_printer(console: Console) -> Callable[[str], None]:
+    """Return a function that prints one line as it is, however long it is."""
+    return functools.partial(console.print, soft_wrap=True, markup=False, highlight=False)
 
 
 def plain_table() -> Table:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import itertools
 import json
+import logging
 import math
 import os
 import shutil
@@ -25,7 +26,7 @@ from launcher.files import (
     open_own,
     parse_json,
     read_bytes,
-    say_aside,
+    set_aside,
 )
 from launcher.report.tracker import METRIC_KEYS, Metrics, Tracker
 
@@ -34,6 +35,8 @@ METRICS = "metrics.jsonl"  # in the folder of a run
 _PASSING = FULL | {errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES}
 _LARGEST = 2**53  # no step is larger: every JSON reader holds such integers exactly
 _LARGEST_METRIC = 1.8e308  # that a float holds
+
+_log = logging.getLogger(__name__)
 
 
 class JsonlTracker(Tracker):
@@ -50,24 +53,21 @@ class JsonlTracker(Tracker):
     Args:
         path: the file.
         first_step: the first step to be logged.
-        warn: prints one line for the user.
 
     Raises:
         OSError: the file cannot be written. So do `log`, `sync` and, where lines are still held
             back, `finish`.
     """
 
-    def __init__(
-        self, path: Path, first_step: int = 1, warn: Callable[[str], None] = lambda text: None
-    ) -> None:
-        self._path, self._warn = path, warn
+    def __init__(self, path: Path, first_step: int = 1) -> None:
+        self._path = path
         self._file = self._opened()
         self._held_back = b""
         self._waiting = False
         self.rewind(first_step)
 
     def _opened(self) -> BinaryIO:
-        descriptor = open_own(self._path, os.O_RDWR | os.O_APPEND, self._warn)
+        descriptor = open_own(self._path, os.O_RDWR | os.O_APPEND)
         return open(descriptor, "a+b", buffering=0)
 
     def _written(self) -> bytes:
@@ -96,7 +96,7 @@ class JsonlTracker(Tracker):
         kept = aside(self._path)
         shutil.copy(self._path, kept)
         which = f"line {bad[0]}" + (f" and {len(bad) - 1} more" if bad[1:] else "")
-        self._warn(f"{self._path}: {which} cannot be read and is left out; see {kept.name}")
+        _log.warning(f"{self._path}: {which} cannot be read and is left out; see {kept.name}")
 
     def records(self) -> list[dict[str, Any]]:
         """Return the steps in the file, like `read_metrics`."""
@@ -111,14 +111,14 @@ class JsonlTracker(Tracker):
         try:
             if os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
                 return
-            say_aside(self._path, "it was put in the place of this run's own", self._warn)
+            _log.warning(set_aside(self._path, "it replaced this run's own file"))
         except FileNotFoundError:
             pass
         before, written = self._file, self._written()
         self._file = self._opened()
         before.close()
         self._held_back = written + self._held_back
-        self._warn(f"{self._path} was taken away while the run trained: it is written again")
+        _log.warning(f"{self._path} was removed while the run trained: it is written again")
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Append the step's line."""
@@ -141,7 +141,7 @@ class JsonlTracker(Tracker):
                 raise
             if not self._waiting:
                 until = "there is room" if error.errno in FULL else "it can be written"
-                self._warn(f"{self._path}: {error.strerror}; metrics wait until {until}")
+                _log.warning(f"{self._path}: {error.strerror}; metrics wait until {until}")
             self._waiting = True
 
     def finish(self, summary: Mapping[str, Any]) -> None:

@@ -1,11 +1,13 @@
 """The registry of trackers that record a run beside its folder and the console.
 
 Each is opened once a run, in the order of registration. None of them can end a run: one that fails
-is reported once and left out from then on.
+is reported once and left out from then on. A tracker's warnings to the user go to a logger below
+`launcher`.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,17 +24,17 @@ class TrackedRun:
         id: the run's id.
         folder: the run's folder.
         config: the resolved settings, without the values of `cluster.slurm.env`.
-        warn: prints one line for the user.
     """
 
     id: str
     folder: Path
     config: Mapping[str, Any]
-    warn: Callable[[str], None]
 
 
 Opener = Callable[[TrackedRun], Tracker | None]
 _AnyOpener = TypeVar("_AnyOpener", bound=Opener)
+
+_log = logging.getLogger(__name__)
 
 TRACKERS: dict[str, Opener] = {}
 SUMMARY_FIELDS = ("wandb_url", "wandb_sync_command")  # what a tracker may say in the summary
@@ -63,10 +65,10 @@ def open_trackers(run: TrackedRun) -> tuple[Tracker, ...]:
         try:
             tracker = opener(run)
         except Exception as error:
-            run.warn(f"{name}: {first_line(error)}; the run is not recorded there")
+            _log.warning(f"{name}: {first_line(error)}; the run is not recorded there")
             continue
         if tracker is not None:
-            opened.append(GuardedTracker(name, tracker, run.warn))
+            opened.append(GuardedTracker(name, tracker))
     return tuple(opened)
 
 
@@ -78,11 +80,10 @@ class GuardedTracker(Tracker):
     Args:
         name: what the line calls the tracker.
         tracker: the tracker to guard.
-        warn: prints one line for the user.
     """
 
-    def __init__(self, name: str, tracker: Tracker, warn: Callable[[str], None]) -> None:
-        self._name, self._tracker, self._warn = name, tracker, warn
+    def __init__(self, name: str, tracker: Tracker) -> None:
+        self._name, self._tracker = name, tracker
         self._failed = False
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
@@ -124,7 +125,7 @@ class GuardedTracker(Tracker):
 
     def _fail(self, error: Exception) -> None:
         if not self._failed:
-            self._warn(f"{self._name}: {first_line(error)}; the run is no longer recorded there")
+            _log.warning(f"{self._name}: {first_line(error)}; the run is no longer recorded there")
         self._failed = True
 
 

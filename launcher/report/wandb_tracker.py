@@ -6,6 +6,7 @@ when a run is recorded.
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,8 @@ Mode = Literal["online", "offline"]
 ONLINE_TIMEOUT = 10  # seconds that connecting to the server may delay the start of a run
 UPLOAD_TIMEOUT = 60  # seconds that the last uploads may delay its end; the rest stays on disk
 
+_log = logging.getLogger(__name__)
+
 
 def open_wandb(run: TrackedRun) -> WandbTracker | None:
     """Start recording, as the section `wandb` of the settings says.
@@ -39,7 +42,9 @@ def open_wandb(run: TrackedRun) -> WandbTracker | None:
     asked = settings.mode or os.environ.get("WANDB_MODE", "")
     if asked not in ("", "online", "offline"):
         if asked != "disabled":
-            run.warn(f"WANDB_MODE={asked} is none of online, offline, disabled: wandb is left out")
+            _log.warning(
+                f"WANDB_MODE={asked} is none of online, offline, disabled: wandb is left out"
+            )
         return None
     mode: Mode = "offline" if asked == "offline" else "online"
     try:
@@ -48,11 +53,13 @@ def open_wandb(run: TrackedRun) -> WandbTracker | None:
         wandb.setup(wandb.Settings(silent=True, mode=mode))
         if mode == "online" and not wandb.login(prompt=False, verify=False):
             if asked:
-                run.warn("wandb: nobody is logged in, recording offline (to log in: wandb login)")
+                _log.warning(
+                    "wandb: nobody is logged in, recording offline (to log in: wandb login)"
+                )
             mode = "offline"
     except Exception as error:
         # wandb is missing or broken, or the key is malformed.
-        run.warn(f"wandb: {first_line(error)}; recording offline")
+        _log.warning(f"wandb: {first_line(error)}; recording offline")
         mode = "offline"
     attempts: tuple[Mode, ...] = ("online", "offline") if mode == "online" else ("offline",)
     for attempt in attempts:
@@ -61,7 +68,7 @@ def open_wandb(run: TrackedRun) -> WandbTracker | None:
         except Exception as error:
             _teardown()
             outcome = "recording offline" if attempt == "online" else "not recording"
-            run.warn(f"wandb: cannot go {attempt} ({first_line(error)}); {outcome}")
+            _log.warning(f"wandb: cannot go {attempt} ({first_line(error)}); {outcome}")
     return None
 
 

@@ -74,12 +74,12 @@ def agree(name: str, value: str) -> bool:
         from jax._src import distributed
 
         store: Any = distributed.global_state.client
-        tell, wait, told = store.key_value_set, store.wait_at_barrier, store.key_value_dir_get
+        tell, wait, read = store.key_value_set, store.wait_at_barrier, store.key_value_dir_get
     except (AttributeError, ImportError):
         return _agree_by_devices(name, value)
     tell(f"{name}/{jax.process_index()}", value)
     wait(name, _A_DAY)
-    return len({each for _, each in told(f"{name}/")}) == 1
+    return len({each for _, each in read(f"{name}/")}) == 1
 
 
 def _agree_by_devices(name: str, value: str) -> bool:
@@ -142,8 +142,8 @@ def _note_reads() -> None:
         pass
 
 
-def on_unreadable(told: Callable[[str], None]) -> None:
-    """Have `told` called with the key of each entry of JAX's cache that cannot be read.
+def on_unreadable(callback: Callable[[str], None]) -> None:
+    """Have `callback` called with the key of each entry of JAX's cache that cannot be read.
 
     JAX itself compiles such a program again, but never replaces the entry.
     """
@@ -161,7 +161,7 @@ def on_unreadable(told: Callable[[str], None]) -> None:
         except OSError:  # of the disk, not of the entry
             raise
         except Exception:
-            told(key)
+            callback(key)
             raise
 
     cache.get_executable_and_time = noted

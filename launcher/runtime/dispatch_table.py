@@ -19,17 +19,17 @@ from launcher.runtime.emit import Emitted
 from launcher.runtime.instructions import Free, Instruction, Run, Send
 from launcher.runtime.order import digest, parts_of, prove
 from launcher.runtime.placement import Placement
-from launcher.runtime.throttle import Pace
+from launcher.runtime.throttle import Throttle
 from launcher.runtime.transfer import RemoteTransfer, absent, is_here, local_transfer, place_array
 from launcher.runtime.transport import Exchange, Transport
 
 
-class Row(NamedTuple):
-    """One row of the dispatch table.
+class Entry(NamedTuple):
+    """An entry of the dispatch table: an instruction, and the function that carries it out.
 
     Attributes:
         instruction: the instruction that it carries out.
-        call: what to call; None if the row only drops the arrays of its inputs.
+        call: what to call; None if the entry only drops the arrays of its inputs.
         inputs: the slots to read.
         outputs: the slots to write.
         keyed: whether `call` also takes the first transfer key of the step's call.
@@ -47,7 +47,7 @@ class Table:
     """Everything that a call of the step needs.
 
     Attributes:
-        rows: what to do, in order.
+        entries: what to do, in order.
         num_keys: the number of transfer keys that one call takes, over all processes.
         slots: the initial contents of the slots: the constants.
         arguments: `(argument leaf, slot, sharding)`.
@@ -57,7 +57,7 @@ class Table:
         shared: results whose array something else holds too, so that they have to be copied.
     """
 
-    rows: tuple[Row, ...]
+    entries: tuple[Entry, ...]
     num_keys: int
     slots: list[Any]
     arguments: tuple[tuple[int, int, NamedSharding], ...]
@@ -86,11 +86,11 @@ def build_table(
     Raises:
         PlanError: the stages belong to several processes and there is no transport between them.
     """
-    rows, exchanges = _rows(emitted, placement, compiled, transport)
-    _prove(rows, emitted, placement)
+    entries, exchanges = _entries(emitted, placement, compiled, transport)
+    _prove(entries, emitted, placement)
     if transport is not None:
-        told = [exchange.told for exchange in exchanges]
-        order = digest(emitted.instructions, placement.owners, emitted.slots, told)
+        descriptions = [exchange.description for exchange in exchanges]
+        order = digest(emitted.instructions, placement.owners, emitted.slots, descriptions)
         transport.open(exchanges, order)
     slots: list[Any] = [None] * len(emitted.slots)
     for value, slot in emitted.constants:
@@ -101,7 +101,7 @@ def build_table(
         transport.barrier("open")  # nothing is left that can fail
     sharding = placement.sharding
     return Table(
-        rows=rows,
+        entries=entries,
         num_keys=sum(exchange.num_keys for exchange in exchanges),
         slots=slots,
         arguments=tuple((i, slot, sharding(slot)) for i, slot in emitted.arguments),
@@ -114,26 +114,26 @@ def build_table(
     )
 
 
-def _rows(
+def _entries(
     emitted: Emitted,
     placement: Placement,
     compiled: Mapping[str, Any],
     transport: Transport | None,
-) -> tuple[tuple[Row, ...], list[Exchange]]:
-    """Return the rows of this process and the exchanges of all processes."""
-    pace = Pace()
+) -> tuple[tuple[Entry, ...], list[Exchange]]:
+    """Return the entries of this process and the exchanges of all processes."""
+    throttle = Throttle()
     programs = {
-        x.program: pace.keep(compiled[x.program], placement.meshes[x.mesh].local_devices)
+        x.program: throttle.wrap(compiled[x.program], placement.meshes[x.mesh].local_devices)
         for x in emitted.instructions
         if isinstance(x, Run) and x.program in compiled
     }
     mine = set(parts_of(emitted.instructions, placement.owners).get(jax.process_index(), ()))
-    rows, exchanges = [], []
+    entries, exchanges = [], []
     offset = 0  # of a transfer's keys among those of one call
     for number, x in enumerate(emitted.instructions):
         if isinstance(x, Run):
             if number in mine:
-                rows.append(Row(x, programs[x.program], x.inputs, x.outputs, False))
+                entries.append(Entry(x, programs[x.program], x.inputs, x.outputs, False))
         elif isinstance(x, Send):
             call: Any
             avals = [placement.slots[slot].aval for slot in x.inputs]
@@ -148,16 +148,18 @@ def _rows(
                 offset += call.num_keys
                 exchanges.append(call.exchange)
             if number in mine:
-                rows.append(Row(x, call, x.inputs, x.outputs, isinstance(call, RemoteTransfer)))
+                entries.append(
+                    Entry(x, call, x.inputs, x.outputs, isinstance(call, RemoteTransfer))
+                )
         else:
-            rows.append(Row(x, None, x.slots, (), False))
-    return tuple(rows), exchanges
+            entries.append(Entry(x, None, x.slots, (), False))
+    return tuple(entries), exchanges
 
 
-def _prove(rows: Sequence[Row], emitted: Emitted, placement: Placement) -> None:
-    """Prove, from the rows as they were built, that this process does not deadlock."""
+def _prove(entries: Sequence[Entry], emitted: Emitted, placement: Placement) -> None:
+    """Prove, from the entries as they were built, that this process does not deadlock."""
     position = {id(x): i for i, x in enumerate(emitted.instructions)}
-    done = [position[id(x)] for x, *_ in rows if not isinstance(x, Free)]
+    done = [position[id(x)] for x, *_ in entries if not isinstance(x, Free)]
     given = [slot for _, slot in (*emitted.arguments, *emitted.constants)]
     given += [slot for _, slot, _ in emitted.batches]
     own = {jax.process_index(): done}

@@ -16,7 +16,7 @@ import jax
 
 from launcher.plan import Plan, PlanError
 from launcher.runtime.compile import compile_programs
-from launcher.runtime.dispatch_table import Row, build_table
+from launcher.runtime.dispatch_table import Entry, build_table
 from launcher.runtime.emit import emit
 from launcher.runtime.instructions import Run
 from launcher.runtime.placement import make_placement
@@ -113,7 +113,7 @@ class Executable:
         """
         slots = self._fill(args)
         key = self._first_key()
-        for _, call, inputs, outputs, keyed in self._table.rows:
+        for _, call, inputs, outputs, keyed in self._table.entries:
             if call is None:
                 for i in inputs:
                     slots[i] = None
@@ -131,11 +131,11 @@ class Executable:
         seconds: dict[Task, float] = {}
         busy = [0.0] * len(self.plan.stages)
         jax.block_until_ready([x for x in slots if x is not None])
-        for row in self._table.rows:
-            taken = _timed(row, slots, key)
-            if isinstance(row.instruction, Run):
-                task = row.instruction.task
-                stage = task.stage if task else self.plan.mesh_of.index(row.instruction.mesh)
+        for entry in self._table.entries:
+            taken = _timed(entry, slots, key)
+            if isinstance(entry.instruction, Run):
+                task = entry.instruction.task
+                stage = task.stage if task else self.plan.mesh_of.index(entry.instruction.mesh)
                 busy[stage] += taken
                 if task is not None:
                     seconds[task] = taken
@@ -230,17 +230,17 @@ def _transformed() -> TypeError:
     )
 
 
-def _timed(row: Row, slots: list[Any], key: int) -> float:
-    """Run one row and wait for it; return the seconds that it took."""
-    if row.call is None:
-        for i in row.inputs:
+def _timed(entry: Entry, slots: list[Any], key: int) -> float:
+    """Run one entry and wait for it; return the seconds that it took."""
+    if entry.call is None:
+        for i in entry.inputs:
             slots[i] = None
         return 0.0
-    arrays = [slots[i] for i in row.inputs]
+    arrays = [slots[i] for i in entry.inputs]
     start = time.perf_counter()
-    results = row.call(key, arrays) if row.keyed else row.call(*arrays)
+    results = entry.call(key, arrays) if entry.keyed else entry.call(*arrays)
     jax.block_until_ready([x for x in results if x.addressable_shards])
     taken = time.perf_counter() - start
-    for i, value in zip(row.outputs, results, strict=True):
+    for i, value in zip(entry.outputs, results, strict=True):
         slots[i] = value
     return taken

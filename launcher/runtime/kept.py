@@ -8,8 +8,8 @@ JAX writes its files in place: what a kill or a full disk left of them is delete
 from __future__ import annotations
 
 import functools
+import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -25,16 +25,16 @@ _ENTRY = "-cache"
 _USED = "-atime"  # when the entry was used last
 _PATIENCE = 10  # seconds, as JAX's
 
+_log = logging.getLogger(__name__)
 
-def keep_compiled(say: Callable[[str], None]) -> None:
+
+def keep_compiled() -> None:
     """Keep what this process compiles below the cache folder, and reuse what is there.
 
     There is one folder for each kind of processor, since machines may share a home. A user's own
     `JAX_COMPILATION_CACHE_DIR` is left alone; `JAX_ENABLE_COMPILATION_CACHE=false` turns this off.
-    Of several processes JAX lets only the first one write.
-
-    Args:
-        say: called with one line that says why nothing is kept, if that is so.
+    Of several processes JAX lets only the first one write. If nothing can be kept, a warning says
+    why.
     """
     if _is_the_users():
         return
@@ -42,7 +42,7 @@ def keep_compiled(say: Callable[[str], None]) -> None:
         folder = _folder()
         _delete_halves(folder)
     except (OSError, RuntimeError) as error:
-        say(_not_kept(error))
+        _log.warning(_not_kept(error))
         return
     on_unreadable(functools.partial(_delete, folder))
     jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)

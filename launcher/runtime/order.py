@@ -94,11 +94,11 @@ def digest(
         instructions: the instruction list.
         owners: for every mesh, the processes that own one of its devices.
         slots: what each slot holds.
-        exchanges: the descriptions of the exchanges, `Exchange.told`.
+        exchanges: the descriptions of the exchanges, `Exchange.description`.
     """
     kinds = [(s.mesh, s.aval.shape, str(s.aval.dtype), s.spec) for s in slots]
-    told = repr((instructions, list(map(sorted, owners)), kinds, list(exchanges)))
-    return hashlib.sha256(told.encode()).hexdigest()
+    text = repr((instructions, list(map(sorted, owners)), kinds, list(exchanges)))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _together(x: Instruction, owners: Sequence[Set[int]]) -> Set[int]:

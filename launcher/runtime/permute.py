@@ -25,7 +25,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from launcher.runtime.throttle import Pace
+from launcher.runtime.throttle import Throttle
 from launcher.runtime.transport import CheckedBarrier, Exchange, Parcel, Parts
 
 _AXIS = "device"
@@ -80,7 +80,7 @@ class PermuteTransport(CheckedBarrier):
         self._program = functools.lru_cache(_MOST)(_Program)
         self._opened: set[tuple[jax.Device, ...]] = set()
         self._zeros: weakref.WeakValueDictionary[Any, jax.Array] = weakref.WeakValueDictionary()
-        self._pace = Pace()
+        self._throttle = Throttle()
 
     def bind(self, parcels: Sequence[Parcel]) -> Exchange:
         """See `Transport`."""
@@ -102,7 +102,7 @@ class PermuteTransport(CheckedBarrier):
             compiled = list(pool.map(_Program.compiled, here))
         self.barrier(order)
         for program, run in zip(here, compiled, strict=True):
-            program.run = self._pace.keep(run, program.local)
+            program.run = self._throttle.wrap(run, program.local)
         for program in new:
             program.is_open = True
         groups = {x.devices: x for x in reversed(new)}
@@ -207,7 +207,7 @@ class _Permutes:
         self.program = program
         self._numbers = numbers
         rounds = [(x.shape, str(x.dtype), x.pairs) for x in program.rounds]
-        self.told = repr(([device.id for device in program.devices], rounds, numbers))
+        self.description = repr(([device.id for device in program.devices], rounds, numbers))
         self._zeros: list[dict[int, jax.Array]] = []
         if program.is_here:
             for of, ends in zip(program.rounds, program.ends, strict=True):

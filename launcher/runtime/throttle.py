@@ -17,8 +17,8 @@ import jax
 _MOST = 8  # leaves room for other executables and for the caller's own programs
 
 
-class Pace:
-    """A limiter: after every `_MOST` starts of programs over several devices it waits for the last.
+class Throttle:
+    """Waits, after every `_MOST` starts of programs over several devices, for the last of them.
 
     The client runs them one after the other, so when the last one ends, all have ended. What is
     waited for comes before everything that is not yet started in the one order that all processes
@@ -28,12 +28,12 @@ class Pace:
     def __init__(self) -> None:
         self._started = 0
 
-    def keep(self, program: Any, devices: Sequence[jax.Device]) -> Any:
-        """Wrap `program`, which runs on these devices of this process, to keep to this pace."""
+    def wrap(self, program: Any, devices: Sequence[jax.Device]) -> Any:
+        """Wrap `program`, which runs on these devices of this process, so that it is throttled."""
         if len(devices) == 1 or devices[0].platform != "cpu":
             return program
 
-        def paced(*arrays: Any) -> Any:
+        def throttled(*arrays: Any) -> Any:
             results = program(*arrays)
             self._started += 1
             if self._started == _MOST:
@@ -41,4 +41,4 @@ class Pace:
                 self._started = 0
             return results
 
-        return paced
+        return throttled

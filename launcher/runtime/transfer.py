@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 from launcher.partition.sharding.reshard import Box, route
 from launcher.runtime.compat import batched_copy
-from launcher.runtime.pieces import cutter, joiner
+from launcher.runtime.tiles import cutter, joiner
 from launcher.runtime.transport import Parcel, Transport, fail_together
 
 
@@ -236,7 +236,7 @@ def move(
     transfer = RemoteTransfer(avals, src, dst, transport, 0)
     if not transfer.exchange.is_open:
         with fail_together(transport):
-            transport.open([transfer.exchange], transfer.exchange.told)
+            transport.open([transfer.exchange], transfer.exchange.description)
             transport.barrier("open")
     return transfer(transport.reserve(transfer.num_keys), list(arrays))
 

@@ -41,12 +41,12 @@ class Exchange(Protocol):
 
     Attributes:
         num_keys: how many keys they take.
-        told: a description of what goes from where to where, and how; the same in all processes.
+        description: what goes from where to where, and how; the same in all processes.
         is_open: whether it can be called, which changes in all processes together.
     """
 
     num_keys: int
-    told: str
+    description: str
 
     @property
     def is_open(self) -> bool:
@@ -204,7 +204,7 @@ class _Pulls:
             link = parcel.src.process_index, parcel.dst.process_index
             links.setdefault(link, []).append(n)
         self.num_keys = len(links)
-        self.told = repr(
+        self.description = repr(
             [(link, [str(parcels[n]) for n in found]) for link, found in links.items()]
         )
         me, numbered = jax.process_index(), list(enumerate(links.items()))

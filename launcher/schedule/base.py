@@ -33,13 +33,13 @@ class Schedule(abc.ABC):
 
     @abc.abstractmethod
     def tasks(self, num_meshes: int, num_micro_batches: int, stages_per_mesh: int = 1) -> Tasks:
-        """Returns the tasks of every mesh in order; `stages_per_mesh` is 1 unless `interleaves`."""
+        """Return the tasks of every mesh in order; `stages_per_mesh` is 1 unless `interleaves`."""
 
     @abc.abstractmethod
     def in_flight(
         self, mesh: int, num_meshes: int, num_micro_batches: int, stages_per_mesh: int = 1
     ) -> int:
-        """Returns the most microbatches whose activations a mesh holds at once.
+        """Return the most microbatches whose activations a mesh holds at once.
 
         A microbatch counts once a stage; a number above all of them means all of them.
         """
@@ -56,7 +56,7 @@ class Schedule(abc.ABC):
     def in_flight_bound(
         self, mesh: int, num_meshes: int, num_micro_batches: int, stages_per_mesh: int = 1
     ) -> int:
-        """Returns what `max_in_flight` of a mesh's tasks never exceeds."""
+        """Return an upper bound on `max_in_flight` of a mesh's tasks."""
         most = self.in_flight(mesh, num_meshes, num_micro_batches, stages_per_mesh)
         return min(most, num_micro_batches * stages_per_mesh)
 
@@ -78,7 +78,7 @@ def register(schedule: type[Schedule]) -> type[Schedule]:
 
 
 def training_schedules(interleaves: bool | None = None) -> tuple[str, ...]:
-    """Returns the names that a user may ask for; with `interleaves`, those that do or do not."""
+    """Return the names that a user may ask for; with `interleaves`, those that do or do not."""
     return tuple(
         name
         for name, schedule in SCHEDULES.items()
@@ -87,7 +87,7 @@ def training_schedules(interleaves: bool | None = None) -> tuple[str, ...]:
 
 
 def make_tasks(name: str, num_stages: int, num_meshes: int, num_micro_batches: int) -> Tasks:
-    """Returns the tasks of every mesh under the schedule of that name.
+    """Return the tasks of every mesh under the schedule of that name.
 
     Raises:
         ScheduleError: it cannot put so many stages on so many meshes.

@@ -28,5 +28,5 @@ class Forward(Schedule):
     def in_flight(
         self, mesh: int, num_meshes: int, num_micro_batches: int, stages_per_mesh: int = 1
     ) -> int:
-        """Returns 0."""
+        """Return 0."""
         return 0

@@ -23,5 +23,5 @@ class GPipe(Schedule):
     def in_flight(
         self, mesh: int, num_meshes: int, num_micro_batches: int, stages_per_mesh: int = 1
     ) -> int:
-        """Returns every microbatch."""
+        """Return every microbatch."""
         return num_micro_batches

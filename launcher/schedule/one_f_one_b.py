@@ -31,7 +31,7 @@ class OneFOneB(Schedule):
     def in_flight(
         self, mesh: int, num_meshes: int, num_micro_batches: int, stages_per_mesh: int = 1
     ) -> int:
-        """Returns the microbatches of the warm-up and one more."""
+        """Return the microbatches of the warm-up and one more."""
         return self.ahead * (num_meshes - mesh - 1) + 1
 
 

@@ -22,17 +22,19 @@ class Shared:
     """A machine of two devices or more.
 
     Attributes:
-        at_once: for each stage the devices times the share of a task's time, with all at work,
-            that it takes alone: from 1, where one has as much of the machine as all together, to
-            all, where none slows another.
+        devices: the number of devices.
+        effective_parallelism: how many devices' worth of compute the machine sustains while all run
+            a stage's tasks, by stage: 1 if one device alone is as fast as all together, `devices`
+            if none slows another. Over `devices`, it is the share of a task's time with all at work
+            that the task takes alone.
     """
 
     devices: int
-    at_once: Sequence[float]
+    effective_parallelism: Sequence[float]
 
     def speed(self, stage: int, busy: int) -> float:
         """How much faster than with every device at work a stage's task is while so many are."""
-        alone = self.at_once[stage] / self.devices
+        alone = self.effective_parallelism[stage] / self.devices
         return 1.0 / (alone + (1.0 - alone) * (busy - 1) / (self.devices - 1))
 
 

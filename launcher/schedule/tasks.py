@@ -44,7 +44,7 @@ _LAST = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # the end of a microbatch on its 
 
 
 def dependencies(task: Task, num_stages: int) -> tuple[Task, ...]:
-    """Returns the tasks whose results a task may need: its neighbours' and its own earlier ones."""
+    """Return the tasks whose results a task may need: its neighbours' and its own earlier ones."""
     stage, microbatch, kind = task
     if kind is Kind.FORWARD:
         return (Task(stage - 1, microbatch, kind),) if stage else ()
@@ -55,7 +55,7 @@ def dependencies(task: Task, num_stages: int) -> tuple[Task, ...]:
 
 
 def clock_table(tasks: Tasks) -> tuple[tuple[Task | None, ...], ...]:
-    """Returns a row for each clock and a column for each mesh, every task taking one clock.
+    """Return a row for each clock and a column for each mesh, every task taking one clock.
 
     Raises:
         ScheduleError: the order can never be followed.

@@ -36,5 +36,5 @@ class ZeroBubble(Schedule):
     def in_flight(
         self, mesh: int, num_meshes: int, num_micro_batches: int, stages_per_mesh: int = 1
     ) -> int:
-        """Returns one for each mesh, as the first of 1F1B has."""
+        """Return one for each mesh, as the first of 1F1B has."""
         return num_meshes

@@ -41,9 +41,10 @@ from launcher.driver.private_files import private_files
 from launcher.driver.run import guarded
 from launcher.driver.training import write_plan
 from launcher.files import DamagedError, read_json, write_whole
+from launcher.log import lines_to
 from launcher.output import answer, complain
 from launcher.reading import read
-from launcher.report.console import make_console
+from launcher.report.console import line_printer, make_console
 from launcher.stop import Stop
 
 JOB_FILE = "job.json"
@@ -74,7 +75,7 @@ def submit(config: Config, stop: Stop) -> int:
     """
     if (array := slurm_of(config.cluster).array) is not None:
         raise ConfigError(
-            f"cluster.slurm.array={array} is for sweeps, and this is one run",
+            f"cluster.slurm.array={array} is for sweeps, but this is one run",
             "Add -m, or leave it out.",
             ["cluster.slurm.array"],
         )
@@ -131,13 +132,14 @@ def freeze(config: Config, console: Console) -> RunFolder:
 
     After that only submitting is left.
     """
-    finished = folder.check(config)
-    _check_idle(config)
-    ready = prepare(config, console, finished=finished)
-    with folder.claim(config) as home:
-        write_plan(home, _settled(config), ready.plan)
-        home.logs.mkdir(exist_ok=True)
-        return home
+    with lines_to(line_printer(console)):
+        finished = folder.check(config)
+        _check_idle(config)
+        ready = prepare(config, console, finished=finished)
+        with folder.claim(config) as home:
+            write_plan(home, _settled(config), ready.plan)
+            home.logs.mkdir(exist_ok=True)
+            return home
 
 
 def _settled(config: Config) -> Config:
@@ -163,7 +165,7 @@ def _check_idle(config: Config) -> None:
     state = job_state(job_id)
     if state is not None and state.is_live:
         raise ConfigError(
-            f"run.id={config.run.id} is job {job_id} already, which is {state.state}",
+            f"run.id={config.run.id} is already job {job_id}, which is {state.state}",
             f"Wait for it, end it with scancel {job_id}, or choose another run.id.",
             ["run.id"],
         )
@@ -269,7 +271,8 @@ def wait(home: Path, job_id: str) -> int:
                     answer(decoder.decode(output.read()), end="")
                     position = output.tell()
             if state is None:  # Slurm forgets jobs; the run's records stay
-                attempts = read_attempts(home, complain)
+                with lines_to(complain):
+                    attempts = read_attempts(home)
                 code = attempts[-1].exit_code if attempts else None
                 return 1 if code is None else code
             if not state.is_live:
@@ -280,5 +283,5 @@ def wait(home: Path, job_id: str) -> int:
             time.sleep(_POLL_SECONDS)
     except KeyboardInterrupt:
         answer("")  # after the ^C
-        complain(f"job {job_id} goes on; to end it: scancel {job_id}")
+        complain(f"job {job_id} keeps running; to end it: scancel {job_id}")
         raise

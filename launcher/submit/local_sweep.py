@@ -117,7 +117,7 @@ def check_jobs(configs: Sequence[Config]) -> None:
         )
     if any(slurm_of(config.cluster).wait for config in configs):
         raise ConfigError(
-            "cluster.slurm.wait=true follows one run, and these are a sweep's",
+            "cluster.slurm.wait=true follows one run, but this is a sweep",
             "Leave it out; task=sweep_status shows how they are doing.",
             ["cluster.slurm.wait"],
         )
@@ -126,12 +126,12 @@ def check_jobs(configs: Sequence[Config]) -> None:
     if is_array and any(config.allow_modules != configs[0].allow_modules for config in configs):
         raise ConfigError(
             "The runs of a job array cannot be allowed different modules",
-            "Allow all of them what any one needs, or set cluster.slurm.array=null for a job each.",
+            "Allow every run all of them, or set cluster.slurm.array=null for a job each.",
             ["allow_modules", "cluster.slurm.array"],
         )
     if is_array and any(config.cluster != configs[0].cluster for config in configs):
         raise ConfigError(
-            "The runs of a job array cannot ask for different things of the cluster",
+            "The runs of a job array cannot have different settings of the cluster",
             "Set cluster.slurm.array=null for a job each.",
             ["cluster.slurm.array"],
         )

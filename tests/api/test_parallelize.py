@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import launcher
+from launcher import log
 from launcher.api import session
 from launcher.api.session import SessionError
 from launcher.cluster.devices import DevicePool
@@ -212,22 +214,24 @@ def test_plans_rest_on_what_task_calibrate_measured(tmp_path, monkeypatch):
     found = {
         "product_flops": {"bfloat16": {"128": 4e9}, "float32": {"128": 2e9}},
         "memory_bandwidth": 3e9,
-        "at_once": 2.0,
-        "launch": 3e-4,
+        "effective_parallelism": 2.0,
+        "dispatch_overhead": 3e-4,
         "all_reduce_seconds": {},
         "memory_bytes": None,
     }
     pool = DevicePool("cpu", 2, 4, "CPU device", "")
     shapes = lambda: (session.LocalBackend().shape, session._shape_of(pool))  # noqa: E731
     assert not any(shape.flops == 4e9 for shape in shapes())
-    cache.write(cache.cache_file("calibration", local_shape(8, 1, "cpu"), "", print), found, print)
+    cache.write(cache.cache_file("calibration", local_shape(8, 1, "cpu")), found)
     assert all(shape.flops == 4e9 for shape in shapes())
 
 
-def test_what_is_not_known_of_devices_is_told():
+def test_what_is_not_known_of_devices_is_told(caplog):
+    log.warn_once.cache_clear()
     pool = DevicePool("gpu", 1, 2, "Tesla T4", "")
-    with pytest.warns(UserWarning, match="memory of Tesla T4 are not known: .* task=calibrate"):
-        session._shape_of(pool)
+    session._shape_of(pool)
+    [line] = caplog.messages
+    assert re.search("memory of Tesla T4 are not known: .* task=calibrate", line)
 
 
 @pytest.mark.parametrize(

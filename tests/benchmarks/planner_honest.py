@@ -80,7 +80,7 @@ def predictions(program: Any) -> tuple[list[list[float]], list[Any]]:
     from launcher.plan.profile.calibration import measure
 
     nominal = local_shape(DEVICES, 1, "cpu")
-    shape = measure(nominal, print)[0].applied(nominal)
+    shape = measure(nominal)[0].applied(nominal)
     print(f"calibrated: {shape}")
     predicted, plans = [], []
     for _, settings in PLANS:
@@ -89,7 +89,6 @@ def predictions(program: Any) -> tuple[list[list[float]], list[Any]]:
                 build(Config, {"parallel": {**settings, "cost": cost}}).parallel,
                 program.train,
                 cluster,
-                say=print,
             )
             for cluster, cost in ((nominal, "model"), (shape, "model"), (shape, "profile"))
         ]

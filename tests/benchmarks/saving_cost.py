@@ -49,7 +49,7 @@ class Timed:
         config = load(MODEL)
         program = build_program(config)
         cluster = local_shape(DEVICES, 1, "cpu")
-        self.plan = plan_of(config.parallel, program.train, cluster, lambda *_: None, print)
+        self.plan = plan_of(config.parallel, program.train, cluster)
         self.config = config
         self.worker = TrainWorker()
         self.worker.setup(to_dict(config), self.plan.to_dict())

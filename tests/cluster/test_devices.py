@@ -43,10 +43,10 @@ def test_emulated_devices_spread_evenly_over_hosts():
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"gpus": 6, "hosts": 4}, "cluster.gpus=6 does not divide over cluster.hosts=4"),
+        ({"gpus": 6, "hosts": 4}, "cluster.gpus=6 cannot be divided over cluster.hosts=4"),
         (
             {"gpus": None, "hosts": 3},
-            "cluster.gpus=4 (the default) does not divide over cluster.hosts=3",
+            "cluster.gpus=4 (the default) cannot be divided over cluster.hosts=3",
         ),
     ],
 )
@@ -124,7 +124,7 @@ def test_as_many_cpu_devices_stand_in_as_are_asked_for(gpus):
             Gpus(("NVIDIA H200",), "JAX has no CUDA plugin"),
             1,
             "cluster.gpus=1: 1 GPU here (NVIDIA H200), but JAX has no CUDA plugin. "
-            "Mend that, or set cluster=emulated for 1 emulated CPU device.",
+            "Fix that, or set cluster=emulated for 1 emulated CPU device.",
         ),
     ],
 )
@@ -155,7 +155,7 @@ def test_a_node_with_fewer_gpus_than_the_run_wants_is_refused(monkeypatch):
     with pytest.raises(ConfigError) as raised:
         on_slurm(TWO, gpus=6, hosts=2)
     assert str(raised.value) == (
-        "node7 lends this job 2 GPUs, and 3 are to be used on each node. Set cluster.gpus to what "
+        "node7 gives this job 2 GPUs, but 3 are needed on each node. Set cluster.gpus to what "
         "the nodes have in total, or cluster.slurm.emulated=true for CPU devices."
     )
 

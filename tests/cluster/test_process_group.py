@@ -17,7 +17,7 @@ ADDRESS = "127.0.0.1"
 def handles(monkeypatch):
     """What the driver has of two workers; a call is over when it is made."""
     monkeypatch.setattr(process_group, "gather", lambda futures, watch: list(futures))
-    monkeypatch.setattr(process_group, "keep_compiled", lambda say: None)
+    monkeypatch.setattr(process_group, "keep_compiled", lambda: None)
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: None)
 
     def handle(host):
@@ -41,15 +41,17 @@ def handles(monkeypatch):
     ],
 )
 def test_the_way_between_them_goes_by_what_was_asked_and_by_the_devices(
-    handles, monkeypatch, capsys, asked, platform, used
+    handles, monkeypatch, caplog, asked, platform, used
 ):
+    caplog.set_level("INFO", "launcher")
     if platform != "cpu":
         device = SimpleNamespace(platform=platform)
         monkeypatch.setattr(jax, "local_devices", lambda: [device])
     Workers(handles, None, lambda: None, 1.0, asked).join()
     assert {type(handle.worker._transport) for handle in handles} == {used}
     word = "pull" if used is PullTransport else "collective"
-    assert capsys.readouterr().out.count(f"by cluster.transport={word}\n") == 2
+    line = f"arrays go between processes by cluster.transport={word}"
+    assert caplog.messages == [line] * 2
 
 
 def test_one_alone_needs_no_way(handles):

@@ -186,7 +186,7 @@ COMMAND_LINES = [
     ),
     (
         "--package train",
-        "--package is a part of what --cfg shows. Add --cfg job.",
+        "--package selects a part of what --cfg shows. Add --cfg job.",
     ),
     (
         "dataset=text",

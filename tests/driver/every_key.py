@@ -154,7 +154,7 @@ def run_told(config: Config, third: str = ""):
     home.logs.mkdir(parents=True, exist_ok=True)
 
     @contextlib.contextmanager
-    def start(pool, logs, meeting, limit):
+    def start(pool, logs, rendezvous, limit):
         told.append(("start", limit.seconds))
         yield SimpleNamespace(spawn=lambda worker: None, check=lambda: None)
 
@@ -206,7 +206,7 @@ def folder_told(config: Config):
         folder.check(config)
         with folder.claim(config) as home:
             mode = home.path.stat().st_mode
-            found = str(find_start(config, 0, lambda text: None))
+            found = str(find_start(config, 0))
         shutil.rmtree(home.path)
         return str(home.path), mode, found
     except ConfigError as error:

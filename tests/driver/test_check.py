@@ -55,16 +55,16 @@ def test_what_was_not_looked_at_is_said(here: Path) -> None:
     custom = ("model=custom", "model.module=my_pkg.net", "allow_modules=[my_pkg]")
     custom += ("model.options={input_size: 2, output_size: 2}",)
     plan = "the plan and the memory that it needs (task=plan)"
-    assert said(*SMOKE) == (0, f"2 emulated CPU devices, as asked; not looked at: {plan}")
+    assert said(*SMOKE) == (0, f"2 emulated CPU devices, as asked; not checked: {plan}")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(here)
         assert said(*custom, "dataset=synthetic")[1].endswith(
-            f"not looked at: what my_pkg.net holds; {plan}"
+            f"not checked: the contents of my_pkg.net; {plan}"
         )
     assert said(*SMOKE, "cluster=h100_8")[1] == (
-        f"not looked at: where it would train, for cluster=h100_8 is not here; {plan}"
+        f"not checked: the devices, as cluster=h100_8 is not here; {plan}"
     )
-    assert f"not looked at: what Slurm has; {plan}" in said(*SMOKE, "cluster=slurm")[1]
+    assert f"not checked: the resources of Slurm; {plan}" in said(*SMOKE, "cluster=slurm")[1]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_run_that_is_complete(here: Path) -> None:
     held = {"data": {"next_batch": 3}, "metrics": {"next_step": 4}, "config": to_dict(config)}
     checkpoint.save(folder, 3, checkpoint.copy_to_host(state), held)
     assert said(*SMOKE, "run.id=one")[1].startswith("run one is complete, 3 of 3 steps; ")
-    assert "not looked at: the arrays of the checkpoint" in said(*SMOKE, "run.id=one")[1]
+    assert "not checked: the arrays of the checkpoint" in said(*SMOKE, "run.id=one")[1]
     code, text = said(*SMOKE, "run.id=one", "run.seed=1")
     assert (code, text.startswith("run.seed=1 does not fit run.id=one")) == (2, True)
 
@@ -128,7 +128,7 @@ def test_a_plan_takes_what_is_not_said_from_its_run(first: Path) -> None:
     assert (config.train.steps, config.train.global_batch_size) == (100, 16)
     assert (config.train.eval_every, config.cluster.gpus) == (50, 2)
     code, text = said(*replay)
-    assert (code, text.endswith("whether the plan is right for the model's program")) == (0, True)
+    assert (code, text.endswith("whether the plan fits the model's program")) == (0, True)
     common = "train.global_batch_size=16, train.precision=fp32, train.non_finite=stop; "
     common = f"model, dataset, optimizer, cluster, train.steps=100, {common}"
     assert f"as in {first}/config.yaml, beside the plan: {common}" in text

@@ -151,9 +151,7 @@ def test_other_failures_are_not_the_same(told):
 def test_there_is_an_end_to_restarts():
     told = failures(*((f"worker_{i} died", i * 10) for i in range(3)))
     assert decide(told, max_restarts=3) == Restart(3, 4.0)
-    assert decide(told, max_restarts=2) == GiveUp(
-        "it was started again cluster.max_restarts=2 times"
-    )
+    assert decide(told, max_restarts=2) == GiveUp("it was restarted cluster.max_restarts=2 times")
     assert decide(told[:1], max_restarts=0) == GiveUp("")
 
 
@@ -189,7 +187,7 @@ def test_the_end_says_what_failed_and_why_it_is_the_end():
     with pytest.raises(FailedError) as raised:
         run([OSError("a"), OSError("a")])
     assert str(raised.value) == (
-        "a!\nThe run is not started again: it failed in the same way twice in a row at step 1."
+        "a!\nThe run is not restarted: it failed in the same way twice in a row at step 1."
     )
     with pytest.raises(FailedError, match=r"^a!$"):
         run([OSError("a")], max_restarts=0)

@@ -20,7 +20,7 @@ from launcher.report.console import make_console
 from launcher.trace import trace_step
 
 WIDTH, ROWS = 256, 512
-WORD = "To do it all the same, set parallel.allow_over_memory=true"
+WORD = "To run it anyway, set parallel.allow_over_memory=true"
 MLP = ("recipe=mlp_synthetic", "parallel=data", "cluster=h100_8", "model.hidden_size=512")
 
 

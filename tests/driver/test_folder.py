@@ -67,7 +67,7 @@ def test_a_taken_id_is_refused_where_nothing_may_be_resumed(config):
         pass
     text = (
         f"run.id=mine is taken: {config.run.dir}/mine exists, and run.resume=never. "
-        "Choose another run.id, or use run.resume=auto to go on with that run."
+        "Choose another run.id, or use run.resume=auto to resume that run."
     )
     for door in (folder.check, lambda c: folder.claim(c).__enter__()):
         with pytest.raises(ConfigError) as error:
@@ -80,7 +80,7 @@ def test_what_must_be_resumed_must_be_there(config):
     with pytest.raises(ConfigError) as error:
         folder.check(config)
     assert str(error.value) == (
-        f"run.resume=must finds nothing to go on from: {config.run.dir}/mine/checkpoints holds no "
+        f"run.resume=must finds nothing to resume from: {config.run.dir}/mine/checkpoints holds no "
         "checkpoint. Check run.id and run.dir, or use run.resume=auto."
     )
 
@@ -133,8 +133,8 @@ def test_a_run_does_not_go_on_as_another_one(config, section, field, value, text
     with pytest.raises(ConfigError) as error:
         folder.check(other)
     assert str(error.value) == (
-        f"{text} does not fit run.id=mine, which came to step 5 with {section}.{field}={before!r}. "
-        "Set it back to go on with that run, or choose another run.id."
+        f"{text} does not fit run.id=mine, which reached step 5 with {section}.{field}={before!r}. "
+        "Set it back to resume that run, or choose another run.id."
     )
 
 
@@ -251,7 +251,7 @@ def test_another_value_of_a_variable_is_another_run(config, monkeypatch):
         with pytest.raises(ConfigError) as error:
             folder.check(load([*words, word]))
         assert str(error.value).startswith(
-            "model.hidden_size=4712 does not fit run.id=mine, which came to step 5 with "
+            "model.hidden_size=4712 does not fit run.id=mine, which reached step 5 with "
             "model.hidden_size='${oc.env:HIDDEN}'. "
         )
 

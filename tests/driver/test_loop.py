@@ -16,6 +16,7 @@ from launcher.driver.plan_from_config import plan_of
 from launcher.driver.recorder import DivergedError, Recorder
 from launcher.driver.saving import Saving, contents
 from launcher.driver.workers import merged
+from launcher.log import lines_to
 from launcher.plan import local_shape
 from launcher.stop import Stop
 from launcher.train import checkpoint
@@ -82,8 +83,8 @@ class Training:
     def __init__(self, folder, *words, stop_after=None):
         self.config = load([*WORDS, *words])
         self.folder = folder
-        self.lines, self.said, self.warnings, self.failures = [], [], [], []
-        self.warn = self.warnings.append
+        self.lines, self.said, self.failures = [], [], []
+        self.say = self.said.append
         self.stop = Stop()
         self.stop_after = stop_after
 
@@ -97,20 +98,13 @@ class Training:
         worker.restore(str(self.folder), finished) if finished else worker.create()
         self.handle = Handle(worker, plan)
         skips = config.train.non_finite == "skip"
-        recorder = Recorder(
-            self._log, config.train.log_every, lambda seconds: {}, self.said.append, skips
-        )
+        recorder = Recorder(self._log, config.train.log_every, lambda seconds: {}, skips)
         try:
             describe = functools.partial(contents, config, plan)
-            saving = Saving(
-                self.handle,
-                self.folder,
-                config.train.checkpoint,
-                describe,
-                self.warn,
-                self.failures,
-            )
-            train(config.train, self.handle, recorder, self.stop, finished, saving)
+            settings = config.train.checkpoint
+            saving = Saving(self.handle, self.folder, settings, describe, self.failures)
+            with lines_to(self.say):
+                train(config.train, self.handle, recorder, self.stop, finished, saving)
         finally:
             self.handle.close()
         return self
@@ -224,16 +218,16 @@ def test_a_save_that_fails_is_said_and_the_run_goes_on(undisturbed, tmp_path):
     training = Training(tmp_path / "checkpoints", "train.checkpoint.every_steps=2")
     training.folder.write_text("in the way")
 
-    def warn(text):
-        training.warnings.append(text)
+    def say(text):
+        training.said.append(text)
         if training.folder.is_file():
             training.folder.unlink()
 
-    training.warn = warn
+    training.say = say
     training.run()
     assert training.losses() == undisturbed.losses()
     told = [f"{failure} Training goes on." for failure in training.failures]
-    assert training.warnings == told
+    assert training.said == told
     assert told[0].startswith(f"cannot save step 2 in {training.folder}: ")
     assert checkpoint.newest(training.folder).step == 6
 

@@ -77,7 +77,7 @@ class Doors:
         tracker.finish({})
         write_summary(self.home, Summary("mine", "done", steps=8, final_loss=0.5))
         for n in range(2):
-            finish(self.home, begin(self.home, ALLOCATION, n, print), 75, "preempted", n)
+            finish(self.home, begin(self.home, ALLOCATION, n), 75, "preempted", n)
         note_job(self.home, "7", self.home / "job.sbatch")
         partial = self.home / "checkpoints" / "9.partial-t"
         partial.mkdir()
@@ -113,7 +113,7 @@ class Doors:
     def start(self):
         for named in (self.home, self.home / "checkpoints" / "6"):
             asked = replace(self.config, train=replace(self.config.train, init_from=str(named)))
-            path = find_start(asked, 0, print)
+            path = find_start(asked, 0)
             check_start(str(named), path, {"w": jax.ShapeDtypeStruct((3,), jnp.float32)})
         return 0
 

@@ -206,7 +206,11 @@ SHARED = planned(
         (["layer_ends"], [[1]], r"layer_ends\[0\] is \[1\], not a list of 2"),
         (["stages", 0, "layers"], 0, r"stages\[0\].layers is 0, not a list"),
         (["stages", 1, "logical_mesh"], [1, 2, 1], r"stages\[1\].logical_mesh is .*a list of 2"),
-        (["stages", 0, "at_once"], "x", r"stages\[0\].at_once is 'x', not a number or null"),
+        (
+            ["stages", 0, "effective_parallelism"],
+            "x",
+            r"stages\[0\].effective_parallelism is 'x', not a number or null",
+        ),
         (["stages", 0, "hosts"], [], r"stage 0: hosts \[\] are not those of its devices, \[0\]"),
         (["stages", 0, "shardings"], {"0.0": [1]}, r"shardings.0.0\[0\] is 1, not text or a list"),
         (["stages", 2, "logical_mesh"], [1, 2], "stages 0 and 2 are on the same devices with"),

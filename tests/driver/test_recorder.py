@@ -56,17 +56,17 @@ def test_what_is_no_number_is_logged_and_ends_the_run(key, value):
     assert [line["step"] for line in lines] == [2]
 
 
-def test_a_skipped_step_is_logged_and_said_and_only_too_many_in_a_row_end_the_run():
-    lines, said = [], []
-    record = Recorder(into(lines), 100, lambda seconds: {}, said.append, skips=True)
+def test_a_skipped_step_is_logged_and_said_and_only_too_many_in_a_row_end_the_run(caplog):
+    lines = []
+    record = Recorder(into(lines), 100, lambda seconds: {}, skips=True)
     record.record(result(1))
     for step in range(2, 2 + MOST_SKIPPED):
         record.record(result(step, loss=math.inf))
     record.record(result(12))
     record.record(result(13, grad_norm=math.nan))
     assert [line["step"] for line in lines] == [*range(2, 12), 13]
-    assert said[0] == "step 2: train/loss is inf, the update is skipped"
-    assert said[-1] == "step 13: train/grad_norm is nan, the update is skipped"
+    assert caplog.messages[0] == "step 2: train/loss is inf, the update is skipped"
+    assert caplog.messages[-1] == "step 13: train/grad_norm is nan, the update is skipped"
     for step in range(14, 23):
         record.record(result(step, loss=math.nan))
     with pytest.raises(DivergedError, match="step 23"):

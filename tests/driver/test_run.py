@@ -1,6 +1,7 @@
 """What the driver does in which order, and what stays of a run that did not begin. Nothing is
 started: the session, the trace, the plan and the training are stand-ins that note their turn."""
 
+import logging
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -26,7 +27,7 @@ def driven(tmp_path, monkeypatch):
             def call(*arguments):
                 done.append(name)
                 if name in raising:
-                    raise raising[name]
+                    raise raising[name]() if callable(raising[name]) else raising[name]
                 return result
 
             return call
@@ -67,6 +68,21 @@ def test_nothing_comes_up_beside_a_plan_that_is_measured(driven):
 
 def test_a_ray_that_does_not_come_up_is_for_the_run_to_tell(driven):
     assert driven(begin=RayEndedError("no")) == (0, "start trace begin plan train close")
+
+
+def test_what_is_logged_is_printed_once_and_as_it_is(driven, tmp_path, monkeypatch, capsys):
+    """Whatever a user's module does to the root logger."""
+    line = f"[bold]{tmp_path}[/bold] is 100% ignored " * 9  # wider than a console
+
+    def logged():
+        logging.basicConfig(level="INFO")
+        logging.getLogger("launcher.some.module").warning(line)
+        return PlanError("too large")
+
+    monkeypatch.setattr(logging.root, "handlers", [])
+    assert driven(plan=logged)[0] == 2
+    said = capsys.readouterr()
+    assert (said.out.count(line), said.err) == (1, "launcher: too large\n")
 
 
 def test_of_a_run_that_cannot_be_planned_nothing_stays(driven, tmp_path, capsys):

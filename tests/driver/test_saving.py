@@ -91,17 +91,12 @@ def half(step, index, count):
     state = TrainState(jnp.int32(step), {"w": jnp.ones(9), "b": jnp.ones(3)}, {}, jnp.zeros(2))
     leaves, tree = jax.tree.flatten(checkpoint.copy_to_host(state))
     return jax.tree.unflatten(
-        tree, [x if i % count == index else replace(x, parts=()) for i, x in enumerate(leaves)]
+        tree, [x if i % count == index else replace(x, shards=()) for i, x in enumerate(leaves)]
     )
 
 
-@pytest.fixture
-def said():
-    return []
-
-
-def make(workers, folder, said, **settings):
-    return Saving(workers, folder, Checkpoint(**settings), lambda step: {}, said.append, [])
+def make(workers, folder, **settings):
+    return Saving(workers, folder, Checkpoint(**settings), lambda step: {}, [])
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +107,7 @@ def impatient(monkeypatch):
 def test_a_worker_that_writes_for_long_is_asked_again_and_again(tmp_path, said):
     """No call waits for the disk, so that none comes to `cluster.step_timeout`."""
     workers = Workers(1, late=[0], polls=5)
-    save = make(workers, tmp_path, said)
+    save = make(workers, tmp_path)
     save(3).result()
     save(4).result()  # waits for the one before, in the same way
     assert checkpoint.newest(tmp_path).step == 3
@@ -121,9 +116,9 @@ def test_a_worker_that_writes_for_long_is_asked_again_and_again(tmp_path, said):
     assert (workers.asked_too_early, said) == (False, [])
 
 
-def test_a_save_that_never_ends_is_a_hang(tmp_path, said, monkeypatch):
+def test_a_save_that_never_ends_is_a_hang(tmp_path, monkeypatch):
     monkeypatch.setattr(saving, "_LIMIT_SECONDS", 0.05)
-    save = make(Workers(1, late=[0], polls=-1), tmp_path, said)
+    save = make(Workers(1, late=[0], polls=-1), tmp_path)
     save(3)
     with pytest.raises(HungError, match=f"a save to {tmp_path} takes longer than 0.05 s"):
         save.finish(final=True)
@@ -135,23 +130,23 @@ def test_a_process_that_writes_on_after_the_first_gave_up_leaves_nothing(
     monkeypatch.setattr("launcher.driver.saving.secrets.token_hex", lambda size: "t")
     (tmp_path / "3.partial-t" / "default").mkdir(parents=True)
     (tmp_path / "3.partial-t" / "default" / "ocdbt.process_0").write_text("in the way")
-    save = make(Workers(2, late=[1]), tmp_path, said)
+    save = make(Workers(2, late=[1]), tmp_path)
     save(3)
     save.finish(final=False)
-    assert len(said) == 1
-    assert said[0].startswith(f"cannot save step 3 in {tmp_path}: ")
+    [line] = said
+    assert line.startswith(f"cannot save step 3 in {tmp_path}: ")
     assert list(tmp_path.iterdir()) == []
     save(4)
     save.finish(final=True)
     assert [path.name for path in tmp_path.iterdir()] == ["4"]
 
 
-def test_metrics_are_on_the_disk_before_a_save_begins(tmp_path, said):
+def test_metrics_are_on_the_disk_before_a_save_begins(tmp_path):
     done = []
     workers = Workers(1)
     workers.save = lambda *arguments: done.append("saved") or [None]
     sync = lambda: done.append("synced")  # noqa: E731
-    Saving(workers, tmp_path, Checkpoint(), lambda step: {}, said.append, [], sync)(3)
+    Saving(workers, tmp_path, Checkpoint(), lambda step: {}, [], sync)(3)
     assert done == ["synced", "saved"]
 
 

@@ -164,7 +164,7 @@ def test_a_disk_that_is_full_from_the_start_leaves_an_account(tmp_path, plan, mo
     with pytest.raises(OSError, match="No space left"):
         run.train(two_nodes())
     assert "No space left" in run.reason
-    (attempt,) = read_attempts(run.path, print)
+    (attempt,) = read_attempts(run.path)
     assert (attempt.exit_code, attempt.exit_reason) == (1, run.reason)
 
 
@@ -204,7 +204,7 @@ def test_a_restart_with_nothing_to_go_on_from_reports_the_failure_and_why(
         run.train()
     first, *_, last = str(raised.value).splitlines()
     assert first == "worker_1 died: killed"
-    assert last.startswith("The run is not started again: run.id=mine cannot go on: no checkpoint")
+    assert last.startswith("The run is not restarted: run.id=mine cannot be resumed: no checkpoint")
 
 
 @pytest.mark.parametrize("env", ["{}", "{API_KEY: s3cret}"])
@@ -263,14 +263,14 @@ def test_a_folder_that_is_renamed_ends_the_run_and_holds_all_of_it(
         run.train(rendezvous)
     assert str(raised.value) == (
         f"the run folder {run.path} was renamed to {moved} while the run trained: the run ends. "
-        "Rename it back to go on from its newest checkpoint."
+        "Rename it back to resume from its newest checkpoint."
     )
     assert not run.path.exists()
     assert [record["step"] for record in read_metrics(moved / "metrics.jsonl")] == [1, 2]
     told = json.loads((moved / "summary.json").read_text())
     assert (told["exit_reason"], told["steps"]) == (str(raised.value), 2)
     assert all((moved / name).is_file() for name in ("config.yaml", "plan.json"))
-    assert not rendezvous or read_attempts(moved, print)[0].exit_code == 1
+    assert not rendezvous or read_attempts(moved)[0].exit_code == 1
 
 
 @pytest.mark.parametrize("rendezvous", [None, two_nodes()])
@@ -300,7 +300,7 @@ def test_of_a_folder_that_is_deleted_nothing_that_is_known_is_lost(
 
 @pytest.mark.parametrize("replaced", [False, True])
 def test_metrics_whose_file_is_taken_away_are_written_again(
-    replaced, tmp_path, plan, monkeypatch, capsys
+    replaced, tmp_path, plan, monkeypatch, said
 ):
     def remove(path):
         (path / "metrics.jsonl").unlink()
@@ -310,7 +310,7 @@ def test_metrics_whose_file_is_taken_away_are_written_again(
     run = Lost(tmp_path, plan, monkeypatch, remove)
     assert run.train() == 0
     assert [record["step"] for record in read_metrics(run.path / "metrics.jsonl")] == [1, 2, 3, 4]
-    assert "was taken away while the run trained: it is written again" in capsys.readouterr().out
+    assert said[-1].endswith("was removed while the run trained: it is written again")
     assert (run.path / "metrics.jsonl.damaged").exists() == replaced
 
 

@@ -27,7 +27,7 @@ def test_check_says_what_was_checked_and_touches_nothing(tmp_path: Path) -> None
         "no GPU here: 4 emulated CPU devices stand in\n"
         "dataset=stdlib_text is bytes: 50,944 of the model's 51,200 vocabulary rows are unused; "
         "model.vocab_size=256 leaves them out\n"
-        "not looked at: the plan and the memory that it needs (task=plan)\n"
+        "not checked: the plan and the memory that it needs (task=plan)\n"
     )
     assert list(tmp_path.iterdir()) == []
 
@@ -96,7 +96,7 @@ def test_cfg_prints_one_section(capsys: pytest.CaptureFixture[str]) -> None:
     }
     assert main(["--cfg", "job", "--package", "trian"]) == 2
     assert capsys.readouterr().err == (
-        "launcher: --package trian is no section. Did you mean train?\n"
+        "launcher: --package trian is not a section. Did you mean train?\n"
     )
 
 

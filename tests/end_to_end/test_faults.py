@@ -121,7 +121,7 @@ def test_the_same_failure_at_the_same_step_twice_in_a_row_ends_the_run(tmp_path:
     assert "from step 0, as no checkpoint was saved yet" in err
     assert err.count("worker_0 died") == 2
     assert err.endswith(
-        "The run is not started again: it failed in the same way twice in a row at step 0.\n"
+        "The run is not restarted: it failed in the same way twice in a row at step 0.\n"
     )
     assert summary(run)["exit_reason"].startswith("worker_0 died")
 

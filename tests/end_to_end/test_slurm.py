@@ -361,7 +361,7 @@ def test_what_cannot_be_submitted_is_exit_code_2(user: User) -> None:
     run = user.submit("held", *ON_SLURM, *held)
     twice = user.launcher(*ON_SLURM, *held)
     assert twice.returncode == 2
-    assert f"run.id=held is job {run.job_id} already, which is PENDING" in twice.stderr
+    assert f"run.id=held is already job {run.job_id}, which is PENDING" in twice.stderr
     user.slurm.run("scancel", run.job_id)
 
 

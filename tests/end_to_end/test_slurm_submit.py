@@ -191,7 +191,7 @@ def test_frozen_settings_are_a_runs_own(folder: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["cluster.slurm.array=2"], "cluster.slurm.array=2 is for sweeps, and this is one run"),
+        (["cluster.slurm.array=2"], "cluster.slurm.array=2 is for sweeps, but this is one run"),
         (["-m", "train.steps=1,2", "cluster.slurm.wait=true"], "cluster.slurm.wait=true follows"),
     ],
 )

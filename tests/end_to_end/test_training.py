@@ -174,7 +174,7 @@ def test_a_complete_run_has_nothing_left_to_do(
     ("more", "code", "told"),
     [
         (["run.id=fox", "run.resume=never"], 2, "run.id=fox is taken"),
-        (["run.id=new", "run.resume=must"], 2, "run.resume=must finds nothing to go on from"),
+        (["run.id=new", "run.resume=must"], 2, "run.resume=must finds nothing to resume from"),
         (["run.id=fox", "model.num_layers=4"], 2, "model.num_layers=4 does not fit run.id=fox"),
         (["dataset.path=/nowhere/x.txt"], 2, "dataset.path=/nowhere/x.txt"),
         (["dataset.path=/dev/null"], 2, "dataset.path=/dev/null"),

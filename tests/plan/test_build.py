@@ -120,7 +120,7 @@ def test_the_parts_of_a_backward_pass_are_predicted():
     assert first.backward_weight_seconds == first.backward_seconds  # nobody waits for its input's
     assert 0 < second.backward_weight_seconds < second.backward_seconds
     # It follows at once, so that nothing is computed again, for all that remat says.
-    start = plan.cluster["launch"]
+    start = plan.cluster["dispatch_overhead"]
     forward = last.forward_seconds - start  # of the one program that does both
     assert last.backward_seconds == pytest.approx(2 * forward + start)  # of what may wait
     spent = {}

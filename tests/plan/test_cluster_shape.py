@@ -2,6 +2,7 @@
 
 import pytest
 
+from launcher import log
 from launcher.plan import local_shape
 from launcher.plan.cluster_shape import is_nominal
 from launcher.plan.profile.calibration import calibrated
@@ -29,19 +30,18 @@ def test_the_memory_is_that_of_the_kind(kind, gib):
 
 
 @pytest.mark.parametrize("kind", ["Tesla T4", "NVIDIA L40S", "GPU"])
-def test_an_unknown_gpu_is_no_cpu(kind):
-    said = []
+def test_an_unknown_gpu_is_no_cpu(kind, caplog):
     shape, cpu = local_shape(8, 1, kind), local_shape(8, 1, "cpu")
-    assert (shape.at_once, shape.memory_bytes, shape.peak_flops) == (None, None, None)
+    assert (shape.effective_parallelism, shape.memory_bytes, shape.peak_flops) == (None, None, None)
     assert shape.flops > 10 * cpu.flops
-    assert shape.launch < cpu.launch
-    assert calibrated(shape, said.append) == shape
-    [line] = said
+    assert shape.dispatch_overhead < cpu.dispatch_overhead
+    log.warn_once.cache_clear()
+    assert calibrated(shape) == calibrated(shape) == shape
+    [line] = caplog.messages  # in a process once
     assert f"the rates and the memory of {kind} are not known" in line
 
 
-def test_of_emulated_devices_nothing_is_told(tmp_path, monkeypatch):
+def test_of_emulated_devices_nothing_is_told(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    said = []
-    calibrated(local_shape(2, 1, "cpu"), said.append)
-    assert said == []
+    calibrated(local_shape(2, 1, "cpu"))
+    assert caplog.messages == []

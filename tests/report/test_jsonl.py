@@ -92,10 +92,10 @@ def test_no_file_is_no_metrics(tmp_path):
     assert read_metrics(tmp_path / "m.jsonl") == []
 
 
-def test_what_waits_for_room_outlives_a_rewind(tmp_path):
+def test_what_waits_for_room_outlives_a_rewind(tmp_path, caplog):
     """Steps 2 and 3 find no room, of step 2 a part does; the run then goes on at step 3."""
-    path, warnings = tmp_path / "m.jsonl", []
-    tracker = JsonlTracker(path, warn=warnings.append)
+    path = tmp_path / "m.jsonl"
+    tracker = JsonlTracker(path)
     tracker.log(1, {})
     file = tracker._file
     tracker._file = NearlyFull(file, room=9)
@@ -104,7 +104,7 @@ def test_what_waits_for_room_outlives_a_rewind(tmp_path):
     tracker.sync()
     tracker.rewind(3)
     assert steps_in(path) == [1]
-    assert len(warnings) == 1
+    assert len(caplog.messages) == 1
     tracker._file = file
     tracker.log(3, {"train/loss": 0.5})
     tracker.finish({})
@@ -143,32 +143,34 @@ def test_a_sync_puts_what_is_logged_on_the_disk(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("bad", [b"\0\0\0\n", b'{"step": null}\n', b'{"step": 2, "tr\n', b"7\n"])
-def test_a_bad_line_in_the_middle_costs_no_other_line_and_is_kept_beside(tmp_path, bad):
-    path, warnings = tmp_path / "m.jsonl", []
+def test_a_bad_line_in_the_middle_costs_no_other_line_and_is_kept_beside(tmp_path, bad, caplog):
+    path = tmp_path / "m.jsonl"
     write(path, [1, 2, 3])
     first, *others = path.read_bytes().splitlines(keepends=True)
     damaged = b"".join([first, bad, *others])
     path.write_bytes(damaged)
     assert steps_in(path) == [1, 2, 3]
-    tracker = JsonlTracker(path, 3, warnings.append)
+    tracker = JsonlTracker(path, 3)
     tracker.log(3, {})
     tracker.finish({})
     lines = path.read_bytes().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
-    assert warnings == [f"{path}: line 2 cannot be read and is left out; see m.jsonl.damaged"]
+    assert caplog.messages == [
+        f"{path}: line 2 cannot be read and is left out; see m.jsonl.damaged"
+    ]
     assert (tmp_path / "m.jsonl.damaged").read_bytes() == damaged
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES])
-def test_lines_wait_for_a_disk_that_takes_nothing_for_a_while(tmp_path, code):
-    path, warnings = tmp_path / "m.jsonl", []
-    tracker = JsonlTracker(path, warn=warnings.append)
+def test_lines_wait_for_a_disk_that_takes_nothing_for_a_while(tmp_path, code, caplog):
+    path = tmp_path / "m.jsonl"
+    tracker = JsonlTracker(path)
     file = tracker._file
     tracker._file = NearlyFull(file, room=0, code=code)
     tracker.log(1, {})
     tracker.log(2, {})
     tracker.sync()
-    assert warnings == [f"{path}: {os.strerror(code)}; metrics wait until it can be written"]
+    assert caplog.messages == [f"{path}: {os.strerror(code)}; metrics wait until it can be written"]
     tracker._file = file
     tracker.log(3, {})
     tracker.finish({})

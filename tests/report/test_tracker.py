@@ -79,20 +79,15 @@ def registry(monkeypatch):
 
 
 @pytest.fixture
-def warnings():
-    return []
-
-
-@pytest.fixture
-def run(tmp_path, warnings):
-    return TrackedRun("mine", tmp_path, {}, warnings.append)
+def run(tmp_path):
+    return TrackedRun("mine", tmp_path, {})
 
 
 def test_weights_and_biases_is_registered():
     assert [*TRACKERS] == ["wandb"]
 
 
-def test_registered_trackers_are_opened_in_order_and_may_decline(registry, run, warnings):
+def test_registered_trackers_are_opened_in_order_and_may_decline(registry, run, caplog):
     calls = []
     register("a")(lambda run: Recording(calls, run.id))
     register("b")(lambda run: None)
@@ -105,21 +100,21 @@ def test_registered_trackers_are_opened_in_order_and_may_decline(registry, run, 
     for tracker in open_trackers(run):
         call_all(tracker)
     assert calls == [(name, *call) for name in ("mine", run.folder.name) for call in CALLS]
-    assert warnings == []
+    assert caplog.messages == []
 
 
-def test_one_that_cannot_be_opened_is_reported_and_the_others_are_opened(registry, run, warnings):
+def test_one_that_cannot_be_opened_is_reported_and_the_others_are_opened(registry, run, caplog):
     def cannot(run):
         raise ValueError
 
     register("a")(cannot)
     register("b")(lambda run: Tracker())
     assert len(open_trackers(run)) == 1
-    assert warnings == ["a: ValueError; the run is not recorded there"]
+    assert caplog.messages == ["a: ValueError; the run is not recorded there"]
 
 
 @pytest.mark.parametrize("fails", range(len(CALLS)))
-def test_one_that_fails_is_reported_once_and_left_out(fails, registry, run, warnings):
+def test_one_that_fails_is_reported_once_and_left_out(fails, registry, run, caplog):
     calls = []
     register("a")(lambda run: Recording(calls, "a", fails=CALLS[fails][0]))
     (tracker,) = open_trackers(run)
@@ -127,7 +122,7 @@ def test_one_that_fails_is_reported_once_and_left_out(fails, registry, run, warn
         call_all(tracker)
     reached = [call[1] for call in calls if call[1] != "summary_fields"]
     assert reached == [name for name, *_ in CALLS[: fails + 1] if name != "summary_fields"]
-    assert warnings == ["a: disk full; the run is no longer recorded there"]
+    assert caplog.messages == ["a: disk full; the run is no longer recorded there"]
 
 
 @pytest.mark.devices
@@ -139,7 +134,7 @@ for module in pkgutil.iter_modules(launcher.report.__path__):
     importlib.import_module("launcher.report." + module.name)
 from pathlib import Path
 from launcher.report import TrackedRun, open_wandb
-disabled = TrackedRun("r", Path("."), {"wandb": {"mode": "disabled"}}, print)
+disabled = TrackedRun("r", Path("."), {"wandb": {"mode": "disabled"}})
 assert open_wandb(disabled) is None
 print(sorted({"jax", "ray", "wandb", "matplotlib"} & set(sys.modules)))
 """

@@ -33,11 +33,11 @@ def run_dir(tmp_path):
     return tmp_path / "run-1"
 
 
-def open_it(run_dir, warnings, **settings):
+def open_it(run_dir, **settings):
     config = {**CONFIG, "wandb": vars(Wandb(**settings))}
-    run = TrackedRun("run-1", run_dir, config, warnings.append)
+    run = TrackedRun("run-1", run_dir, config)
     tracker = open_wandb(run)
-    return tracker and GuardedTracker("wandb", tracker, warnings.append)
+    return tracker and GuardedTracker("wandb", tracker)
 
 
 def recorded(run_dir):
@@ -51,10 +51,9 @@ def wandb_processes():
 
 
 def test_an_offline_run_holds_settings_steps_and_summary_and_leaves_no_process(
-    run_dir, tmp_path, capfd
+    run_dir, tmp_path, capfd, said
 ):
-    warnings = []
-    tracker = open_it(run_dir, warnings, tags=["fast"], group="sweep-7", project="rocket")
+    tracker = open_it(run_dir, tags=["fast"], group="sweep-7", project="rocket")
     for step in (1, 2):
         tracker.log(step, {"train/loss": float("nan"), "perf/mfu": None})
     tracker.finish({"final_loss": 2.25, "exit_reason": "done", "mfu": None})
@@ -63,7 +62,7 @@ def test_an_offline_run_holds_settings_steps_and_summary_and_leaves_no_process(
     for word in (b"98765", b"train/loss", b"final_loss", b"rocket", b"sweep-7", b"fast", b"run-1"):
         assert word in data
     assert b"perf/mfu" not in data
-    assert warnings == []
+    assert said == []
     assert tracker.summary_fields() == {
         "wandb_sync_command": f"wandb sync {run_dir}/wandb/offline-run-*"
     }
@@ -72,15 +71,14 @@ def test_an_offline_run_holds_settings_steps_and_summary_and_leaves_no_process(
     assert capfd.readouterr() == ("", "")
 
 
-def test_tables_and_pictures_are_recorded(run_dir):
-    warnings = []
-    tracker = open_it(run_dir, warnings)
+def test_tables_and_pictures_are_recorded(run_dir, said):
+    tracker = open_it(run_dir)
     tracker.table("plan/stages", ["stage", "data"], [[0, 4], [1, None]])
     tracker.log(1, {})
     path = plot_loss([{"step": 1, "train/loss": 2.0}], run_dir / "plots" / "loss.png")
     tracker.image("plots/loss", path)
     tracker.finish({})
-    assert warnings == []
+    assert said == []
     assert b"plan/stages" in recorded(run_dir)
     assert b"plots/loss" in recorded(run_dir)
     media = run_dir / "wandb"
@@ -88,55 +86,52 @@ def test_tables_and_pictures_are_recorded(run_dir):
     assert len(list(media.glob("offline-run-*/files/media/images/plots/*.png"))) == 1
 
 
-def test_a_run_can_be_recorded_again_under_its_id(run_dir):
+def test_a_run_can_be_recorded_again_under_its_id(run_dir, said):
     for step in (1, 2):
-        warnings = []
-        tracker = open_it(run_dir, warnings)
+        tracker = open_it(run_dir)
         tracker.log(step, {})
         tracker.finish({})
-        assert warnings == []
+        assert said == []
 
 
-def test_online_without_a_login_is_offline_and_says_so(run_dir):
-    warnings = []
-    tracker = open_it(run_dir, warnings, mode="online")
+def test_online_without_a_login_is_offline_and_says_so(run_dir, said):
+    tracker = open_it(run_dir, mode="online")
     tracker.finish({})
     assert tracker.summary_fields()["wandb_sync_command"]
-    assert warnings == ["wandb: nobody is logged in, recording offline (to log in: wandb login)"]
+    assert said == ["wandb: nobody is logged in, recording offline (to log in: wandb login)"]
 
 
-def test_a_key_that_is_none_is_said_and_recording_goes_on_offline(run_dir, monkeypatch):
+def test_a_key_that_is_none_is_said_and_recording_goes_on_offline(run_dir, monkeypatch, said):
     monkeypatch.setenv("WANDB_API_KEY", "abc")
-    warnings = []
-    tracker = open_it(run_dir, warnings)
+    tracker = open_it(run_dir)
     tracker.finish({})
-    [warning] = warnings
+    [warning] = said
     assert "WANDB_API_KEY invalid" in warning
     assert warning.endswith("recording offline")
     assert tracker.summary_fields()["wandb_sync_command"]
 
 
-def test_a_server_that_does_not_answer_is_said_and_recording_goes_on_offline(run_dir, monkeypatch):
+def test_a_server_that_does_not_answer_is_said_and_recording_goes_on_offline(
+    run_dir, monkeypatch, said
+):
     monkeypatch.setattr(wandb_tracker, "ONLINE_TIMEOUT", 1)
     with socket.socket() as nobody_listens:
         nobody_listens.bind(("127.0.0.1", 0))
         port = nobody_listens.getsockname()[1]
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
         monkeypatch.setenv("WANDB_API_KEY", SOME_KEY)
-        warnings = []
-        tracker = open_it(run_dir, warnings)
+        tracker = open_it(run_dir)
         tracker.log(1, {"train/loss": 2.0})
         tracker.finish({})
-    [warning] = warnings
+    [warning] = said
     assert warning.startswith("wandb: cannot go online (")
     assert warning.endswith("); recording offline")
     assert b"train/loss" in recorded(run_dir)
     assert wandb_processes() == []
 
 
-def test_a_late_failure_is_said_once_and_stops_nothing(run_dir):
-    warnings = []
-    tracker = open_it(run_dir, warnings)
+def test_a_late_failure_is_said_once_and_stops_nothing(run_dir, said):
+    tracker = open_it(run_dir)
     tracker.log(1, {})
     for process in wandb_processes():
         process.kill()
@@ -144,7 +139,7 @@ def test_a_late_failure_is_said_once_and_stops_nothing(run_dir):
     for step in range(2, 6):
         tracker.log(step, {"train/loss": 2.0})
     tracker.finish({"final_loss": 2.0})
-    [warning] = warnings
+    [warning] = said
     assert warning.startswith("wandb: ")
     assert warning.endswith("; the run is no longer recorded there")
     assert wandb_processes() == []
@@ -157,18 +152,19 @@ def test_a_late_failure_is_said_once_and_stops_nothing(run_dir):
         ("of", ["WANDB_MODE=of is none of online, offline, disabled: wandb is left out"]),
     ],
 )
-def test_the_environment_decides_where_the_settings_do_not(run_dir, monkeypatch, mode, warned):
+def test_the_environment_decides_where_the_settings_do_not(
+    run_dir, monkeypatch, mode, warned, said
+):
     monkeypatch.setenv("WANDB_MODE", mode)
-    warnings = []
-    assert open_it(run_dir, warnings) is None
-    assert warnings == warned
+    assert open_it(run_dir) is None
+    assert said == warned
     assert list(run_dir.iterdir()) == []
 
 
 def test_the_settings_beat_the_environment(run_dir, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    tracker = open_it(run_dir, [], mode="offline")
+    tracker = open_it(run_dir, mode="offline")
     tracker.finish({})
     assert recorded(run_dir)
     monkeypatch.setenv("WANDB_MODE", "online")
-    assert open_it(run_dir, [], mode="disabled") is None
+    assert open_it(run_dir, mode="disabled") is None

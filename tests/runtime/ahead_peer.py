@@ -1,4 +1,4 @@
-"""One of several processes that run many steps without ever waiting; `test_pace` starts it.
+"""One of several processes that run many steps without ever waiting; `test_throttle` starts it.
 
     python ahead_peer.py INDEX COUNT COORDINATOR DEVICES STEPS TRANSPORT
 

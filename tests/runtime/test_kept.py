@@ -17,12 +17,14 @@ import json
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
+from launcher.log import lines_to
 from launcher.runtime import keep_compiled
 from launcher.runtime.compat import compiled, loaded_for
 
 told, events = [], []
 jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
-keep_compiled(told.append)
+with lines_to(told.append):
+    keep_compiled()
 mesh = lambda d: jax.sharding.NamedSharding(jax.make_mesh((1,), ("a",), devices=[d]), P())
 here, there = map(mesh, jax.devices()[:2])
 step = jax.jit(lambda x: jax.numpy.sin(x * 0) + 2 * x + 1, out_shardings=here)
@@ -74,28 +76,30 @@ def test_the_next_process_compiles_nothing_whatever_a_kill_left(start, tmp_path)
     assert third["hits"] == first["misses"]
 
 
-def test_a_folder_that_others_may_write_to_is_not_used(tmp_path, monkeypatch):
+def test_a_folder_that_others_may_write_to_is_not_used(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert why_not_kept() == ""
     (tmp_path / "cache").chmod(0o775)
-    told, before = [], jax.config.jax_compilation_cache_dir
-    keep_compiled(told.append)
+    before = jax.config.jax_compilation_cache_dir
+    keep_compiled()
     assert jax.config.jax_compilation_cache_dir == before
-    assert told == [why_not_kept()]
-    assert told[0].startswith("compiled programs are not kept for the next start: ")
-    assert f"chmod go-w {tmp_path / 'cache'} closes it" in told[0]
+    [line] = caplog.messages
+    assert line == why_not_kept()
+    assert line.startswith("compiled programs are not kept for the next start: ")
+    assert f"chmod go-w {tmp_path / 'cache'} closes it" in line
 
 
-def test_what_the_user_says_of_the_cache_stays(tmp_path, monkeypatch):
+def test_what_the_user_says_of_the_cache_stays(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "own"))
     before = jax.config.jax_compilation_cache_dir
-    keep_compiled(pytest.fail)
+    keep_compiled()
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
     jax.config.update("jax_enable_compilation_cache", False)
     try:
-        keep_compiled(pytest.fail)
+        keep_compiled()
     finally:
         jax.config.update("jax_enable_compilation_cache", True)
     assert jax.config.jax_compilation_cache_dir == before
+    assert caplog.messages == []
     assert not (tmp_path / "cache").exists()

@@ -178,23 +178,23 @@ def test_orders_that_differ_have_other_digests(traced):
     assert digest(instructions, owners, slots, told[::-1]) != own
 
 
-def test_a_process_proves_the_rows_that_it_built(traced, monkeypatch):
+def test_a_process_proves_the_entries_that_it_built(traced, monkeypatch):
     plan = uniform(2, 2).plan(traced, local_shape(8, 2, "cpu"))
     emitted = emit(traced, plan)
     placement = make_placement(plan, jax.devices(), emitted.slots)
     programs = {x.program: None for x in emitted.instructions if isinstance(x, Run)}
     given = emitted, placement, programs, (False,) * len(traced.donated), None
-    assert dispatch_table.build_table(*given).rows
-    build = dispatch_table._rows
+    assert dispatch_table.build_table(*given).entries
+    build = dispatch_table._entries
 
-    def swapped_rows(*args):
-        rows, exchanges = build(*args)
-        first, second, *_ = (i for i, row in enumerate(rows) if row.call or row.outputs)
-        found = list(rows)
+    def swapped(*args):
+        entries, exchanges = build(*args)
+        first, second, *_ = (i for i, entry in enumerate(entries) if entry.call or entry.outputs)
+        found = list(entries)
         found[first], found[second] = found[second], found[first]
         return found, exchanges
 
-    monkeypatch.setattr(dispatch_table, "_rows", swapped_rows)
+    monkeypatch.setattr(dispatch_table, "_entries", swapped)
     with pytest.raises(PlanError, match=r"process 0 has to do instruction \d+"):
         dispatch_table.build_table(*given)
 
@@ -213,5 +213,5 @@ def test_exchanges_tell_what_they_do(way):
         [Parcel(b, a, (3,), f32), base[1]],
     ]
     bind = getattr(runtime, way)().bind
-    assert bind(base).told == bind(list(base)).told
-    assert len({bind(parcels).told for parcels in [base, *others]}) == 1 + len(others)
+    assert bind(base).description == bind(list(base)).description
+    assert len({bind(parcels).description for parcels in [base, *others]}) == 1 + len(others)

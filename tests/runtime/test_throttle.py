@@ -36,7 +36,7 @@ def serial(steps):
 
 
 def test_many_programs_over_several_devices_of_one_process():
-    """More, and longer ones, than the client lets its devices have in flight: without a pace the
+    """More, and longer ones, than the client lets its devices have in flight: unthrottled, the
     process would hang."""
 
     def busy(weight, x):

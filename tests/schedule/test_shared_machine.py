@@ -59,8 +59,8 @@ def test_short_tasks_beside_ones_of_many_minutes_come_to_their_end():
 def test_a_machine_for_two_lies_between():
     tasks = make_tasks("1f1b", 4, 4, 6)
     steps = [
-        step_seconds(simulate_shared(tasks, seconds, late, [1] * 4, Shared(4, [at_once] * 4)))
-        for at_once in (1.0, 2.0, 4.0)
+        step_seconds(simulate_shared(tasks, seconds, late, [1] * 4, Shared(4, [parallelism] * 4)))
+        for parallelism in (1.0, 2.0, 4.0)
     ]
     assert steps == sorted(steps)
     assert steps[0] < steps[1] < steps[2]

@@ -44,7 +44,7 @@ class Trainee:
         self.worker = worker or TrainWorker()
         cluster = local_shape(config.cluster.gpus, config.cluster.hosts, "cpu")
         program = build_program(config)
-        plan = plan_of(config.parallel, program.train, cluster, lambda *_: None, lambda _: None)
+        plan = plan_of(config.parallel, program.train, cluster)
         self.worker.build(to_dict(config))
         self.worker.setup(plan.to_dict())
 

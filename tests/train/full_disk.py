@@ -13,6 +13,7 @@ from pathlib import Path
 import jax.numpy as jnp
 
 from launcher.files import write_whole
+from launcher.log import lines_to
 from launcher.report.jsonl import JsonlTracker
 from launcher.train import checkpoint
 from launcher.train.step import TrainState
@@ -41,7 +42,7 @@ def refused(step, size):
 def metrics():
     """Lines that find no room are held back, and none is lost."""
     warnings = []
-    tracker = JsonlTracker(DISK / "metrics.jsonl", warn=warnings.append)
+    tracker = JsonlTracker(DISK / "metrics.jsonl")
     ballast = DISK / "ballast"
     try:
         with open(ballast, "wb") as file:
@@ -50,8 +51,9 @@ def metrics():
                 file.flush()
     except OSError:
         pass
-    for step in range(1, 100):  # more than fit in the last block
-        tracker.log(step, {"train/loss": 1.0})
+    with lines_to(warnings.append):
+        for step in range(1, 100):  # more than fit in the last block
+            tracker.log(step, {"train/loss": 1.0})
     assert warnings == [
         f"{DISK}/metrics.jsonl: No space left on device; metrics wait until there is room"
     ]

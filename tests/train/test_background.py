@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from launcher.train import checkpoint
 from launcher.train.checkpoint import background as background_module
-from launcher.train.checkpoint import pieces
+from launcher.train.checkpoint import shards
 from launcher.train.step import TrainState
 
 
@@ -131,8 +131,8 @@ def half(parity):
     """What stands for `view_on_host` in one of two processes: every second array is its own."""
 
     def view_on_host(tree):
-        leaves, structure = jax.tree.flatten(pieces.view_on_host(tree))
-        own = [x if i % 2 == parity else replace(x, parts=()) for i, x in enumerate(leaves)]
+        leaves, structure = jax.tree.flatten(shards.view_on_host(tree))
+        own = [x if i % 2 == parity else replace(x, shards=()) for i, x in enumerate(leaves)]
         return jax.tree.unflatten(structure, own)
 
     return view_on_host

@@ -311,7 +311,7 @@ def halved(state, parity):
     """Every second array of a copied state; of the others, no piece."""
     leaves, tree = jax.tree.flatten(state)
     return jax.tree.unflatten(
-        tree, [x if i % 2 == parity else replace(x, parts=()) for i, x in enumerate(leaves)]
+        tree, [x if i % 2 == parity else replace(x, shards=()) for i, x in enumerate(leaves)]
     )
 
 

@@ -95,7 +95,7 @@ def test_where_none_is_whole_the_run_is_refused(config, checkpoints):
         with pytest.raises(ConfigError) as error:
             folder.check(asked)
         assert str(error.value) == (
-            f"run.id=mine cannot go on: no checkpoint in {checkpoints} is whole (in 6, "
+            f"run.id=mine cannot be resumed: no checkpoint in {checkpoints} is intact (in 6, "
             "checksums.json is missing). Put back a copy of one, or choose another run.id; to "
             "start afresh, remove them all."
         )
@@ -117,14 +117,16 @@ def test_what_a_save_that_was_cut_off_left_is_cleared(config, checkpoints):
 
 
 @pytest.mark.parametrize("named", ["", "checkpoints", "checkpoints/6"])
-def test_a_run_starts_from_a_run_its_checkpoints_or_one_of_them(named, config, checkpoints):
+def test_a_run_starts_from_a_run_its_checkpoints_or_one_of_them(named, config, checkpoints, caplog):
     path = checkpoints.parent / named
     asked = replace(config, train=replace(config.train, init_from=str(path)))
-    said = []
-    assert find_start(asked, 0, said.append) == checkpoints / "6"
-    assert said == [f"parameters from {checkpoints / '6'}"]
-    assert find_start(asked, 4, said.append) is None
-    assert said[1:] == ["train.init_from is not used: run mine goes on from its own step 4"]
+    caplog.set_level("INFO", "launcher")
+    assert find_start(asked, 0) == checkpoints / "6"
+    assert caplog.messages == [f"parameters from {checkpoints / '6'}"]
+    assert find_start(asked, 4) is None
+    assert caplog.messages[1:] == [
+        "train.init_from is not used: run mine resumes from its own step 4"
+    ]
 
 
 def test_what_nothing_can_start_from_is_named(config, checkpoints, tmp_path):
@@ -138,11 +140,11 @@ def test_what_nothing_can_start_from_is_named(config, checkpoints, tmp_path):
         tmp_path / "empty": "holds no checkpoint",
         checkpoints / "6" / "checksums.json": "is not a folder",
         checkpoints / "6": f"is damaged: {damaged}",
-        checkpoints: f"holds no checkpoint that is whole; in 6, {damaged}",
+        checkpoints: f"holds no intact checkpoint; in 6, {damaged}",
     }.items():
         asked = replace(config, train=replace(config.train, init_from=str(path)))
         with pytest.raises(ConfigError) as error:
-            find_start(asked, 0, print)
+            find_start(asked, 0)
         assert str(error.value).startswith(f"train.init_from={path} {told}. ")
         assert error.value.keys == ("train.init_from",)
 
@@ -195,7 +197,7 @@ def test_a_checkpoint_in_another_ones_place_is_not_taken_for_it(config, checkpoi
     copy(checkpoints / "3", checkpoints / "6")
     asked = replace(config, train=replace(config.train, init_from=str(checkpoints / "6")))
     with pytest.raises(ConfigError, match=r"is damaged: checksums\.json is of step 3; the folder"):
-        find_start(asked, 0, print)
+        find_start(asked, 0)
     with folder.claim(config) as home:
         assert home.finished_steps == 3
 
@@ -209,7 +211,7 @@ def test_a_checkpoint_of_another_run_is_not_taken_for_this_ones(config, checkpoi
         error.value
     )
     named = replace(config.train, init_from=str(checkpoints.parents[1] / "other"))
-    assert find_start(replace(other, train=named), 0, print).name == "6"  # which may be any run's
+    assert find_start(replace(other, train=named), 0).name == "6"  # which may be any run's
 
 
 @pytest.mark.parametrize(

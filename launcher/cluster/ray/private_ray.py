@@ -111,9 +111,7 @@ class PrivateRay:
             left[:] = [name for name in left if missing.get(name) == ""]
             return not left
 
-        if not self._waiting.until(
-            up, f"the processes of {', '.join(left)} ({self._log} says more)"
-        ):
+        if not self._waiting.until(up, f"the processes of {', '.join(left)} (see {self._log})"):
             raise RayEndedError(self._late(f"Ray did not start the processes of {', '.join(left)}"))
         return handles
 
@@ -201,11 +199,11 @@ class PrivateRay:
                 finally:
                     ray_compat.restore_signals(worker_actor.FOR_THE_DRIVER)
         if not self._connecting.ended(0):  # this process cannot try again
-            raise ClusterError(self._late(f"Ray came up at {self._at}, but gave no answer"))
+            raise ClusterError(self._late(f"Ray came up at {self._at}, but did not answer"))
         try:
             self._connecting.result()
         except (self._ray.exceptions.RayError, ConnectionError, RuntimeError) as error:
-            raise RayEndedError(f"Ray came up, but cannot be talked to: {error}") from error
+            raise RayEndedError(f"Ray came up, but accepts no connection: {error}") from error
         if self._rendezvous is not None:
             self._await_nodes(self._rendezvous)
         self._connected = True
@@ -219,7 +217,7 @@ class PrivateRay:
             continue_head(self._head)
             return bool(readable([output], seconds))
 
-        up = self._waiting.until(ready, f"Ray to come up ({self._log} says more)")
+        up = self._waiting.until(ready, f"Ray to come up (see {self._log})")
         address = output.readline().strip() if up else ""
         if not up:
             raise RayEndedError(self._late("Ray did not come up"))
@@ -266,13 +264,13 @@ class PrivateRay:
                 time.sleep(seconds)
             return not nodes
 
-        what = f"the job's other nodes ({self._log_dir}/ray_<node>.log says more)"
+        what = f"the job's other nodes (see {self._log_dir}/ray_<node>.log)"
         if not self._waiting.until(ready, what, rendezvous.timeout):
             raise ClusterError(
                 f"Waited {rendezvous.timeout:g} s for {', '.join(nodes.values())}: "
                 f"{len(nodes)} of {len(self._addresses)} nodes did not join Ray. The job's "
                 f"output and {self._log_dir}/ray_<node>.log say more; raise "
-                "cluster.slurm.start_timeout where nodes are slow to start."
+                "cluster.slurm.start_timeout if nodes are slow to start."
             )
 
 
@@ -286,8 +284,8 @@ def _import_ray(nodes: bool) -> Any:
     if "ray" in sys.modules:
         raise ClusterError(
             "Ray was imported before the launcher could set it up. "
-            "Do not import ray in code that the launcher loads (recipes, sitecustomize); a Ray of "
-            "your own is joined by launcher.init(address=...)."
+            "Do not import ray in code that the launcher loads (recipes, sitecustomize); to join a "
+            "Ray of your own, use launcher.init(address=...)."
         )
     import ray
 

@@ -104,8 +104,7 @@ def choose_base(candidates: Sequence[str]) -> Path:
     raise ClusterError(
         f"No folder for Ray's sockets: tried {', '.join(dict.fromkeys(candidates))}. Set TMPDIR to "
         f"a writable folder on this machine whose path has at most {most} characters, all of them "
-        "ASCII, and in which other users can rename nothing of yours (mode 0700, or 1777 as /tmp "
-        "has)."
+        "ASCII, and in which other users cannot rename your files (mode 0700, or 1777 as /tmp has)."
     )
 
 

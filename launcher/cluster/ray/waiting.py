@@ -1,7 +1,8 @@
-"""Waits for processes to come up: their limit, what is said meanwhile, and what ends them."""
+"""Waits for processes to come up: their limit, the lines logged meanwhile, and what ends them."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,25 +10,25 @@ from dataclasses import dataclass
 _POLL_SECONDS = 0.2
 _SILENCE, _AGAIN = 10.0, 30.0  # seconds before a wait is first reported, and between reports
 
+_log = logging.getLogger(__name__)
 
-def _nothing(*_: object) -> None:
+
+def _nothing() -> None:
     pass
 
 
 @dataclass(frozen=True)
 class StartLimit:
-    """The time that a start may take, and the callbacks of its waits.
+    """The time that a start may take, and what ends its waits before.
 
     Attributes:
         seconds: the time in all.
         setting: the name by which the user knows `seconds`.
-        say: called with what is waited for, in a wait that lasts.
         check: called again and again during a wait; what it raises ends the wait.
     """
 
     seconds: float = 180.0
     setting: str = "cluster.start_timeout"
-    say: Callable[[str], None] = _nothing
     check: Callable[[], None] = _nothing
 
 
@@ -61,7 +62,7 @@ class Waiting:
                 break
             if waited >= spoken:
                 spoken += _AGAIN
-                start.say(f"waiting for {what}: {waited:.0f} s so far, at most {limit:.0f} s")
+                _log.info(f"waiting for {what}: {waited:.0f} s so far, at most {limit:.0f} s")
         if is_ready:
             start.check()
         if seconds is None:

@@ -109,7 +109,7 @@ def ready(futures: Sequence[Future], *, timeout: float) -> list[Future]:
     try:
         done, _ = ray.wait(list(by_reference), num_returns=count, timeout=timeout)
     except ray.exceptions.RayError as error:
-        raise RayEndedError(f"Ray cannot be asked any more: {error}") from error
+        raise RayEndedError(f"Ray no longer answers: {error}") from error
     return [by_reference[reference] for reference in done]
 
 
@@ -246,7 +246,7 @@ class WorkerHandle:
             raise TimeoutError(f"its node did not answer within {seconds:g} s") from None
         except ray.exceptions.RayError as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            raise RayEndedError(f"Ray cannot look there: {lines[-1]}") from None
+            raise RayEndedError(f"Ray cannot run a task there: {lines[-1]}") from None
 
     @property
     def whereabouts(self) -> str:

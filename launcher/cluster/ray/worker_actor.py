@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import logging
 import os
 import pickle
 import signal
@@ -55,7 +56,9 @@ class Worker:
         os.chdir(folder)
         sys.path[:] = search_path + [entry for entry in sys.path if entry not in search_path]
         from launcher.follow import follow
+        from launcher.log import take_over
 
+        take_over(logging.StreamHandler())  # standard error is the worker's log
         follow()  # ends with Ray's process, also while it is stopped
         self._object: Any = None
         self._construct_failure: Any = None  # the answer to every call, if there is one

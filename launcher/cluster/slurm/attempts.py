@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,6 @@ def begin(
     run: Path,
     allocation: Allocation,
     last_step: int,
-    say: Callable[[str], None],
     from_step: int | None = None,
 ) -> Attempt:
     """Record the start of a new attempt; the caller holds the run's folder.
@@ -72,21 +71,21 @@ def begin(
         run: the run's folder.
         allocation: the allocation in which the attempt runs.
         last_step: the newest step that any attempt is known to have finished.
-        say: called with a line about each damaged record.
         from_step: the step after which this attempt continues.
 
     Raises:
         ClusterError: the two attempts before were killed without a message, both at `last_step`.
     """
-    before = read_attempts(run, say)
+    before = read_attempts(run)
     if before and before[-1].exit_reason is None:
         before[-1] = replace(before[-1], exit_code=1, exit_reason=_KILLED, step=last_step)
         _write(run, before[-1])
     if [(a.exit_reason, a.step) for a in before[-2:]] == [(_KILLED, last_step)] * 2:
         raise ClusterError(
-            f"The run was killed twice at step {last_step}, without a word of its own: it is not "
-            f"started a third time. The job's output and {attempt_folder(run, before[-1].number)} "
-            "may say why; a lack of memory is the usual reason."
+            f"The run was killed twice at step {last_step} without a message of its own, so it is "
+            "not started a third time. The job's output and "
+            f"{attempt_folder(run, before[-1].number)} may show why; the usual reason is a lack of "
+            "memory."
         )
     attempt = _new(run, allocation, from_step)
     _write(run, attempt)
@@ -98,18 +97,16 @@ def finish(run: Path, attempt: Attempt, code: int, reason: str, step: int) -> No
     _write(run, replace(attempt, exit_code=code, exit_reason=reason, step=step))
 
 
-def read_attempts(run: Path, say: Callable[[str], None]) -> list[Attempt]:
+def read_attempts(run: Path) -> list[Attempt]:
     """Return all attempts of a run so far, in their order.
 
-    Args:
-        run: the run's folder.
-        say: called with a line about each damaged record, which is left out.
+    A damaged record is left out, with a warning.
 
     Raises:
         OSError: a record cannot be read.
     """
     found = [
-        read_own(path / _FILE, functools.partial(_attempt, number), say)
+        read_own(path / _FILE, functools.partial(_attempt, number))
         for number, path in sorted(_folders(run).items())
     ]
     return [attempt for attempt in found if attempt is not None]
@@ -146,7 +143,7 @@ def worth_retrying(attempts: Sequence[Attempt], allocation: Allocation) -> bool:
     return not before or (before[-1].exit_reason, before[-1].step) != (last.exit_reason, last.step)
 
 
-def preempted_for_nothing(run: Path, allocation: Allocation, say: Callable[[str], None]) -> bool:
+def preempted_for_nothing(run: Path, allocation: Allocation) -> bool:
     """Return whether this start of the job and the one before it were preempted too early.
 
     Too early means before their first step; the next start would be, too. A start that is preempted
@@ -155,7 +152,7 @@ def preempted_for_nothing(run: Path, allocation: Allocation, say: Callable[[str]
     Raises:
         OSError: a record cannot be read or written.
     """
-    attempts = read_attempts(run, say)
+    attempts = read_attempts(run)
     if not attempts or (attempts[-1].job_id, attempts[-1].restarts) != allocation.key:
         attempt = replace(_new(run, allocation), exit_code=PREEMPTED, exit_reason="preempted")
         _write(run, attempt)

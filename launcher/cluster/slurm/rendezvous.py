@@ -135,7 +135,7 @@ def join(folder: Path, allocation: Allocation, slurm: Slurm) -> tuple[socket.soc
         f"{allocation.node} waited {slurm.start_timeout} s for the driver on "
         f"{allocation.nodes[0]}: {path} did not appear, or nobody answered{problem}. "
         "Is run.dir on a file system that all nodes share? Raise cluster.slurm.start_timeout "
-        "where nodes are slow to start."
+        "if nodes are slow to start."
     )
 
 
@@ -168,7 +168,7 @@ def ask(connection: socket.socket, token: str) -> Answer | None:
         return None
     given, _, body = line.rstrip(b"\n").partition(b" ")
     if not hmac.compare_digest(given, proof(secret, b"driver", nonce, body)):
-        raise ClusterError("Who answers in the driver's place does not know the run's secret.")
+        raise ClusterError("The process that answers as the driver does not know the run's secret.")
     return read(Answer, parse_json(body))
 
 

@@ -99,7 +99,7 @@ def stage_seconds(
             gather=seconds(gathers),
             scatter=seconds(scatters),
         ),
-        cluster.launch,
+        cluster.dispatch_overhead,
         as_one,
         is_first=not graph.active_in,
         splits=split and bool(graph.wrt),

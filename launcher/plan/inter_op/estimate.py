@@ -46,7 +46,7 @@ def recounted(assignment: Assignment, problem: Problem, wanted: Wanted) -> Itera
     There the search's objective is no guide to their number, since a device works faster while
     another waits, and only the simulated timeline accounts for that.
     """
-    if problem.cluster.at_once is None or wanted.num_micro_batches is not None:
+    if problem.cluster.effective_parallelism is None or wanted.num_micro_batches is not None:
         return
     if not problem.sliced:
         return
@@ -189,5 +189,5 @@ def _stage(
         memory_bytes=int(costs.held(zero)[at]),
         num_parameters=0,
         shardings={},
-        at_once=measured.at_once(layers, cluster) if measured else None,
+        effective_parallelism=measured.effective_parallelism(layers, cluster) if measured else None,
     )

@@ -148,7 +148,9 @@ class StageCosts:
         )
         parts = PassParts(work, back, again, sums, sums_back, gather, scatter)
         splits = self._schedule.splits_backward
-        return pass_seconds(parts, self._cluster.launch, self._as_one, self._is_first, splits)
+        return pass_seconds(
+            parts, self._cluster.dispatch_overhead, self._as_one, self._is_first, splits
+        )
 
     def _peak(self, name: str) -> np.ndarray:
         return self._table.peak_bytes(self._m_index, name, self._slices)

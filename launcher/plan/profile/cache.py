@@ -9,6 +9,7 @@ damaged, of other versions or of another machine is ignored, with a message.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import sys
 from collections.abc import Callable
@@ -18,28 +19,23 @@ from typing import Any, TypeVar
 
 from launcher.cache_folder import cache_folder, file_name, processor
 from launcher.files import DamagedError, make_private, read_json, write_whole
+from launcher.log import warn_once
 from launcher.plan.cluster_shape import ClusterShape
 
 T = TypeVar("T")
 
 _PACKAGES = ("jax", "jaxlib", "launcher")
-_FORMAT = "2"  # of what the figures mean; to be raised with it
+_FORMAT = "3"  # of what the figures mean; to be raised with it
+
+_log = logging.getLogger(__name__)
 
 
-def cache_file(folder: str, cluster: ClusterShape, what: str, say: Callable[[str], None]) -> Path:
-    """Return the file of one measurement of a cluster's devices.
-
-    If only other machines' processors have such a file, say so.
-    """
+def cache_file(folder: str, cluster: ClusterShape, what: str = "") -> Path:
+    """Return the file of one measurement of a cluster's devices."""
     kind, end = file_name(cluster.device_kind), f"-{cluster.num_devices}{what}.json"
-    if cluster.device_kind != "cpu":
-        return cache_folder() / folder / f"{kind}{end}"
-    own = cache_folder() / folder / f"{kind}-{file_name(processor())}{end}"
-    if not own.exists():
-        for other in sorted(own.parent.glob(f"{kind}-*{end}")):
-            machine = other.name.removeprefix(f"{kind}-").removesuffix(end)
-            say(f"{own.parent}: what was measured on another machine ({machine}) is ignored")
-    return own
+    if cluster.device_kind == "cpu":
+        kind += f"-{file_name(processor())}"
+    return cache_folder() / folder / f"{kind}{end}"
 
 
 def versions() -> dict[str, str]:
@@ -54,26 +50,25 @@ def versions() -> dict[str, str]:
 
 
 def read_cached(
-    path: Path,
-    made: Callable[[dict[str, Any]], T],
-    say: Callable[[str], None],
-    then: str = "measured again",
+    path: Path, made: Callable[[dict[str, Any]], T], then: str = "measured again"
 ) -> T | None:
     """Return what `made` makes of the measurement in a file, or None where there is none to use.
+
+    A process is warned once of each measurement that is ignored.
 
     Args:
         path: the file.
         made: converts the file's contents; any error that it raises over them means that the file
             is damaged.
-        say: called with one line about what is ignored.
-        then: what happens instead, for that line.
+        then: what happens instead, for the warning.
     """
     try:
         tree = read_json(path)
     except FileNotFoundError:
+        _warn_of_other_machines(path)
         return None
     except OSError as error:
-        say(f"{path} cannot be read ({error}): ignored, {then}")
+        warn_once(_log, f"{path} cannot be read ({error}): ignored, {then}")
         return None
     except DamagedError:
         tree = None
@@ -83,14 +78,24 @@ def read_cached(
         if isinstance(found, dict) and found != here:
             other = ", ".join(f"{k} {v}" for k, v in found.items() if here.get(k) != v)
             other = other or "an earlier format"
-            say(f"{path} is of other versions ({other}): ignored, {then}")
+            warn_once(_log, f"{path} is of other versions ({other}): ignored, {then}")
             return None
         if found == here:
             return made(tree)
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError):
         pass
-    say(f"{path} is damaged: ignored, {then}")
+    warn_once(_log, f"{path} is damaged: ignored, {then}")
     return None
+
+
+def _warn_of_other_machines(path: Path) -> None:
+    """Warn if other machines' processors have a file where this machine's has none."""
+    kind, own, end = path.name.partition(f"-{file_name(processor())}-")
+    if own:
+        for other in sorted(path.parent.glob(f"{kind}-*-{end}")):
+            machine = other.name.removeprefix(f"{kind}-").removesuffix(f"-{end}")
+            text = f"what was measured on another machine ({machine}) is ignored"
+            warn_once(_log, f"{path.parent}: {text}")
 
 
 def finite_number(value: Any, least: float = 0.0) -> float:
@@ -115,15 +120,15 @@ def positive(value: Any) -> float:
     return finite_number(value, sys.float_info.min)
 
 
-def write(path: Path, tree: dict[str, Any], say: Callable[[str], None]) -> bool:
+def write(path: Path, tree: dict[str, Any]) -> bool:
     """Keep a measurement, whole or not at all, and return whether it is kept.
 
-    A full disk costs the cache, not the run.
+    A full disk costs the cache, not the run, and is warned of.
     """
     try:
         make_private(path.parent)  # compiled programs are kept beside it: `runtime.kept`
         write_whole(path, json.dumps({"versions": versions(), **tree}, indent=1) + "\n")
     except OSError as error:
-        say(f"{path} cannot be written ({error.strerror}): the measurement is not kept")
+        _log.warning(f"{path} cannot be written ({error.strerror}): the measurement is not kept")
         return False
     return True

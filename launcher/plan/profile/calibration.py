@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from launcher import follow
+from launcher.log import warn_once
 from launcher.partition.errors import PlanError
 from launcher.plan.cluster_shape import ClusterShape, is_nominal
 from launcher.plan.profile import cache, measure_devices
 
 _TIME_OUT = 600.0  # seconds
 _LEAST_LATENCY = 1e-6
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -32,16 +35,16 @@ class Calibration:
     Attributes:
         product_flops: FLOP/s by dtype and by the size of the square matrices.
         memory_bandwidth: bytes/s.
-        at_once: see `ClusterShape`.
-        launch: see `ClusterShape`.
+        effective_parallelism: see `ClusterShape`.
+        dispatch_overhead: see `ClusterShape`.
         all_reduce_seconds: seconds by bytes, over all devices; empty for one device.
         memory_bytes: memory that a program can have; None where it is shared.
     """
 
     product_flops: dict[str, dict[str, float]]
     memory_bandwidth: float
-    at_once: float | None
-    launch: float
+    effective_parallelism: float | None
+    dispatch_overhead: float
     all_reduce_seconds: dict[str, float]
     memory_bytes: int | None
 
@@ -56,8 +59,8 @@ class Calibration:
             memory_bytes=self.memory_bytes or shape.memory_bytes,
             intra_host=link,
             latency=latency,
-            at_once=self.at_once,
-            launch=self.launch,
+            effective_parallelism=self.effective_parallelism,
+            dispatch_overhead=self.dispatch_overhead,
         )
 
     def _link(self, shape: ClusterShape) -> tuple[float, float]:
@@ -76,20 +79,24 @@ class Calibration:
         return latency, steps / count / per_byte
 
 
-def calibrated(shape: ClusterShape, say: Callable[[str], None]) -> ClusterShape:
+def calibrated(shape: ClusterShape) -> ClusterShape:
     """Return the shape with what was measured on such devices, if it was (`task=calibrate`).
+
+    A process is warned once of a calibration that is ignored, and of devices whose rates are
+    unknown.
 
     Args:
         shape: the shape with nominal rates.
-        say: called with one line about what is ignored, and about devices whose rates are unknown.
     """
-    path, then = _path(shape, say), "python -m launcher task=calibrate measures again"
-    found = cache.read_cached(path, lambda tree: _kept(tree).applied(shape), say, then)
+    path = cache.cache_file("calibration", shape)
+    then = "python -m launcher task=calibrate measures again"
+    found = cache.read_cached(path, lambda tree: _kept(tree).applied(shape), then)
     if found is None and is_nominal(shape):
-        say(
+        warn_once(
+            _log,
             f"the rates and the memory of {shape.device_kind} are not known: predictions are "
             "nominal, and memory is not bounded, until python -m launcher task=calibrate measures "
-            "them there"
+            "them there",
         )
     return found or shape
 
@@ -99,12 +106,15 @@ def _kept(tree: dict[str, Any]) -> Calibration:
 
     The file may hold anything; errors are those that `cache.read_cached` expects.
     """
-    products, at_once, memory = tree["product_flops"], tree["at_once"], tree["memory_bytes"]
+    products, memory = tree["product_flops"], tree["memory_bytes"]
+    parallelism = tree["effective_parallelism"]
     return Calibration(
         product_flops={dtype: _by_size(products[dtype]) for dtype in ("bfloat16", "float32")},
         memory_bandwidth=cache.positive(tree["memory_bandwidth"]),
-        at_once=None if at_once is None else cache.finite_number(at_once, 1.0),
-        launch=cache.finite_number(tree["launch"]),
+        effective_parallelism=None
+        if parallelism is None
+        else cache.finite_number(parallelism, 1.0),
+        dispatch_overhead=cache.finite_number(tree["dispatch_overhead"]),
         all_reduce_seconds=_by_size(tree["all_reduce_seconds"]),
         memory_bytes=None if memory is None else int(cache.positive(memory)),
     )
@@ -114,12 +124,12 @@ def _by_size(tree: dict[str, Any]) -> dict[str, float]:
     return {str(int(size)): cache.positive(value) for size, value in tree.items()}
 
 
-def measure(shape: ClusterShape, say: Callable[[str], None]) -> tuple[Calibration, Path | None]:
+def measure(shape: ClusterShape) -> tuple[Calibration, Path | None]:
     """Measure the devices that `shape` describes.
 
     Returns:
-        The figures, and the file that keeps them; None where it could not be written, which is
-            said.
+        The figures, and the file that keeps them; None, after a warning, if it could not be
+            written.
 
     Raises:
         PlanError: they cannot be measured; the message says why.
@@ -147,13 +157,9 @@ def measure(shape: ClusterShape, say: Callable[[str], None]) -> tuple[Calibratio
             raise PlanError(f"the devices cannot be measured: {lines[-1]}") from error
     tree: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     about = {"device_kind": shape.device_kind, "devices": shape.num_devices}
-    path = _path(shape, say=lambda text: None)
-    kept = cache.write(path, {**about, **tree}, say)
+    path = cache.cache_file("calibration", shape)
+    kept = cache.write(path, {**about, **tree})
     return Calibration(**tree), path if kept else None
-
-
-def _path(shape: ClusterShape, say: Callable[[str], None]) -> Path:
-    return cache.cache_file("calibration", shape, "", say)
 
 
 def _largest(rates: dict[str, float]) -> float:

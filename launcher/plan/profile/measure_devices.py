@@ -35,8 +35,10 @@ def main(path: str) -> None:
     found = {
         "product_flops": rates,
         "memory_bandwidth": copy_rate(1 << 23 if on_cpu else 1 << 28, count),
-        "at_once": working_at_once(count) if on_cpu else None,
-        "launch": launch_seconds(count, *((64, 32, 512) if on_cpu else (1024, 512, 8192))),
+        "effective_parallelism": effective_parallelism(count) if on_cpu else None,
+        "dispatch_overhead": dispatch_overhead(
+            count, *((64, 32, 512) if on_cpu else (1024, 512, 8192))
+        ),
         "all_reduce_seconds": {str(n): reduce_seconds(n, count) for n in reduced if count > 1},
         "memory_bytes": (jax.devices()[0].memory_stats() or {}).get("bytes_limit"),
     }
@@ -68,8 +70,8 @@ def reduce_seconds(size: int, count: int) -> float:
     return timed(lambda a: jax.lax.with_sharding_constraint(a.sum(0), whole), x)
 
 
-def working_at_once(count: int) -> float:
-    """Return `ClusterShape.at_once` of these devices, from 1 to `count`.
+def effective_parallelism(count: int) -> float:
+    """Return `ClusterShape.effective_parallelism` of these devices, from 1 to `count`.
 
     It is their number times the share of a task's time with all at work that the task takes alone.
     It is measured with a network, since a product alone may use all cores and element-wise
@@ -79,7 +81,7 @@ def working_at_once(count: int) -> float:
     return min(max(1.0, count * one / every), count)
 
 
-def launch_seconds(count: int, width: int, few: int, many: int) -> float:
+def dispatch_overhead(count: int, width: int, few: int, many: int) -> float:
     """Return the dispatch overhead of a program on all devices.
 
     That is what it takes beside its work: its start, and the wait for its last device. It is where

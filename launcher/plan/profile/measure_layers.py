@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import subprocess
 import sys
 import tempfile
@@ -28,9 +29,7 @@ _TIME_OUT = 300.0  # seconds for a candidate, of which compiling takes most
 _MEASURED = 3.0  # seconds that the calls of each of its programs may take together
 _MORE_ROWS = 4  # the larger of the two sizes that are measured has so many times the rows
 
-
-def _silent(text: str) -> None:
-    del text
+_log = logging.getLogger(__name__)
 
 
 def measure_layers(
@@ -39,10 +38,11 @@ def measure_layers(
     model_sizes: Sequence[int],
     num_micro_batches: int | None = None,
     progress: Callable[[float], None] = lambda share: None,
-    say: Callable[[str], None] = _silent,
     time_out: float = _TIME_OUT,
 ) -> MeasuredLayers:
     """Measure what the cache does not hold, on this machine's devices, which `cluster` describes.
+
+    Measurements that are ignored or fail are logged as warnings.
 
     Args:
         step: the traced step, cut into layers.
@@ -51,19 +51,17 @@ def measure_layers(
         num_micro_batches: about how many there will be: two sizes of slices around it are measured,
             and others follow in proportion.
         progress: called with the share that is done, 0 … 1.
-        say: called with one line about what is ignored or failed.
         time_out: seconds for a candidate.
     """
     sizes = _slice_counts(step.batch_size, num_micro_batches, cluster.num_devices)
     losses = [step.loss(count) for count in sizes]
     cuts = [cut_stages(loss, [(i,) for i in range(loss.num_layers)]) for loss in losses]
     rows = [step.batch_size // count for count in sizes]
-    say = _once(say)
     kinds: dict[str, int] = {}
     kind_of, wanted = [], []
     for layer, graphs in enumerate(zip(*cuts, strict=True)):
         found = [_candidate(step, graphs, losses, rows, m, cluster) for m in model_sizes]
-        if cluster.at_once and model_sizes[0] < cluster.num_devices:
+        if cluster.effective_parallelism and model_sizes[0] < cluster.num_devices:
             found[0] = _with_alone(found[0])
         key = found[0].programs[0].key
         if key not in kinds:
@@ -74,9 +72,9 @@ def measure_layers(
     for done, (kind, layer, candidate) in enumerate(wanted):
         progress(done / len(wanted))
         m = candidate.programs[0].model
-        timings[kind, m] = timing = _timing(candidate, cluster, say, time_out)
+        timings[kind, m] = timing = _timing(candidate, cluster, time_out)
         if timing.failure:
-            say(f"layer {layer} on a model axis of {m} was not measured: {timing.failure}")
+            _log.warning(f"layer {layer} on a model axis of {m} was not measured: {timing.failure}")
     return MeasuredLayers(tuple(kind_of), timings, step.batch_size)
 
 
@@ -113,18 +111,6 @@ def _with_alone(candidate: _Candidate) -> _Candidate:
     return _Candidate(candidate.rows, (*candidate.programs, one), alone=True)
 
 
-def _once(say: Callable[[str], None]) -> Callable[[str], None]:
-    """Return a `say` that says nothing twice."""
-    said: set[str] = set()
-
-    def fresh(text: str) -> None:
-        if text not in said:
-            said.add(text)
-            say(text)
-
-    return fresh
-
-
 def _slice_counts(batch_size: int, num_micro_batches: int | None, devices: int) -> list[int]:
     """Return the numbers of slices to measure: many slices of few rows, and fewer slices of more.
 
@@ -140,21 +126,23 @@ def _slice_counts(batch_size: int, num_micro_batches: int | None, devices: int) 
     return [divisors[-1]] if few == divisors[-1] else [divisors[-1], few]
 
 
-def _timing(
-    candidate: _Candidate, cluster: ClusterShape, say: Callable[[str], None], time_out: float
-) -> Timing:
+def _timing(candidate: _Candidate, cluster: ClusterShape, time_out: float) -> Timing:
     """Return a timing from the cache, or measure it and keep it there."""
     keys = "-".join(program.key for program in candidate.programs)
-    path = cache.cache_file("profile", cluster, f"-{keys}", say)
-    known = cache.read_cached(path, _kept, say)
+    path = cache.cache_file("profile", cluster, f"-{keys}")
+    known = cache.read_cached(path, _kept)
     if known is not None:
         return known
     try:
         timing = _measured(candidate, cluster, time_out)
     except (subprocess.SubprocessError, OSError, ValueError, NotImplementedError) as error:
         return Timing(failure=_reason(error, time_out))  # may go better next time: not kept
-    kept = {"points": timing.points, "launch": timing.launch, "alone": timing.alone}
-    cache.write(path, kept, say)
+    kept = {
+        "points": timing.points,
+        "dispatch_overhead": timing.dispatch_overhead,
+        "alone": timing.alone,
+    }
+    cache.write(path, kept)
     return timing
 
 
@@ -170,7 +158,7 @@ def _kept(tree: dict[str, Any]) -> Timing:
     alone = tree["alone"]
     return Timing(
         points,
-        cache.finite_number(tree["launch"]),
+        cache.finite_number(tree["dispatch_overhead"]),
         None if alone is None else cache.finite_number(alone),
     )
 
@@ -210,7 +198,7 @@ def _measured(candidate: _Candidate, cluster: ClusterShape, time_out: float) -> 
         at += count
     alone = sum(passes.pop()) if candidate.alone else None
     points = [(n, *both) for n, both in zip(candidate.rows, passes, strict=True)]
-    return Timing(tuple(points), found["launch"], alone)
+    return Timing(tuple(points), found["dispatch_overhead"], alone)
 
 
 def _reason(error: Exception, time_out: float) -> str:

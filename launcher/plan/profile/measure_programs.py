@@ -2,7 +2,7 @@
 
 It runs as `python measure_programs.py REQUEST.json`, reads `{"platform", "devices", "model",
 "programs": [[file, accumulators], …], "seconds"}` and writes `{"seconds": [of each program],
-"launch": the dispatch overhead of one of them}` to standard output. It imports JAX and none of our
+"dispatch_overhead": of one of them, in seconds}` to standard output. It imports JAX and none of our
 modules, so that it starts fast. `profile.measure_layers` starts one for each candidate, and a crash
 costs that candidate only.
 """
@@ -33,7 +33,7 @@ def main(path: str) -> None:
     programs = [loaded(Path(name), sums, request["model"]) for name, sums in request["programs"]]
     seconds = [min(durations(*program, request["seconds"])) for program in programs]
     single = min(durations(*programs[0], request["seconds"], burst=1))
-    found = {"seconds": seconds, "launch": max(0.0, single - seconds[0])}
+    found = {"seconds": seconds, "dispatch_overhead": max(0.0, single - seconds[0])}
     print(json.dumps(found))
 
 

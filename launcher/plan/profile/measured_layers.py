@@ -23,15 +23,15 @@ class Timing:
 
     Attributes:
         points: with all devices at work, `(rows of a slice, forward, backward)`, by rows.
-        launch: dispatch overhead, which a stage has once: what a program takes beside its work,
-            that is its start and the wait for the last of its devices.
+        dispatch_overhead: seconds that a program takes beside its work: its start, and the wait for
+            the last of its devices. A stage has it once.
         alone: both passes of the most rows on one mesh while the other devices are idle; None where
             that was not measured.
         failure: why it could not be measured.
     """
 
     points: tuple[tuple[int, float, float], ...] = ()
-    launch: float = 0.0
+    dispatch_overhead: float = 0.0
     alone: float | None = None
     failure: str = ""
 
@@ -75,11 +75,11 @@ class MeasuredLayers:
         known = [timing for timing in self.timings.values() if not timing.failure]
         if not known:
             return cluster
-        launch = statistics.median(timing.launch for timing in known)
-        return dataclasses.replace(cluster, launch=launch)
+        dispatch_overhead = statistics.median(timing.dispatch_overhead for timing in known)
+        return dataclasses.replace(cluster, dispatch_overhead=dispatch_overhead)
 
-    def at_once(self, layers: Sequence[int], cluster: ClusterShape) -> float | None:
-        """Return `StagePlan.at_once` of a stage with these layers; None if not measured."""
+    def effective_parallelism(self, layers: Sequence[int], cluster: ClusterShape) -> float | None:
+        """Return that of a stage with these layers, as in `StagePlan`; None if not measured."""
         alone: dict[int, float] = {}  # by the size of the mesh that was alone
         together: dict[int, float] = {}
         for layer in layers:
@@ -87,7 +87,7 @@ class MeasuredLayers:
                 if kind == self.kind_of[layer] and timing.alone is not None:
                     alone[model] = alone.get(model, 0.0) + timing.alone
                     together[model] = together.get(model, 0.0) + sum(timing.points[-1][1:])
-        if cluster.at_once is None or not alone:
+        if cluster.effective_parallelism is None or not alone:
             return None
         busy, count = min(alone), cluster.num_devices
         # That of one device, on the line through what was measured: see `schedule.shared_machine`.

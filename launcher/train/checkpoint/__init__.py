@@ -6,7 +6,7 @@ Any JAX program reads them with stock Orbax, on any number of devices and withou
 in the same folder, and `checksums.json` there holds a checksum of every file, so that a damaged
 checkpoint is recognised.
 
-`pieces` is a process's part of a state, `write` and `read` move it, `background` writes it without
+`shards` is a process's part of a state, `write` and `read` move it, `background` writes it without
 holding up training, `integrity` detects damage, and `choose` picks the checkpoint to resume from.
 Modules that need JAX are imported on first use: settings and run folders are checked without it.
 """
@@ -21,8 +21,8 @@ from launcher.train.checkpoint.layout import clear_partial_saves, read_metadata
 
 if TYPE_CHECKING:
     from launcher.train.checkpoint.background import Background
-    from launcher.train.checkpoint.pieces import copy_to_host
     from launcher.train.checkpoint.read import Mismatch, check_params, restore, restore_params
+    from launcher.train.checkpoint.shards import copy_to_host
     from launcher.train.checkpoint.write import SaveError, Writers, save
 
 __all__ = [
@@ -51,7 +51,7 @@ _HOMES = {
     "SaveError": "write",
     "Writers": "write",
     "check_params": "read",
-    "copy_to_host": "pieces",
+    "copy_to_host": "shards",
     "restore": "read",
     "restore_params": "read",
     "save": "write",

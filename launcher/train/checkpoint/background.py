@@ -30,7 +30,7 @@ import numpy as np
 import psutil
 
 from launcher.follow import follow
-from launcher.train.checkpoint.pieces import view_on_host
+from launcher.train.checkpoint.shards import view_on_host
 from launcher.train.checkpoint.write import FIELDS, SaveError, Writers, abandon, save
 
 _LOOK_SECONDS = 5.0

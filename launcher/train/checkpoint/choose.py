@@ -93,5 +93,5 @@ def _resolved(path: Path, thorough: bool) -> tuple[Path, tuple[str, ...]]:
         return folder / str(choice.step), lines
     if choice.damaged:
         step, what = choice.damaged[0]
-        raise InitError(f"holds no checkpoint that is whole; in {step}, {what}")
+        raise InitError(f"holds no intact checkpoint; in {step}, {what}")
     raise InitError("holds no checkpoint")

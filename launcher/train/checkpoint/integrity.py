@@ -109,10 +109,10 @@ def _size(root: Path, name: str, size: int) -> str | None:
 
 
 def _no_files(root: Path, sums: Sums) -> list[str]:
-    """Return the other entries that are no regular files, since reading one can block for ever."""
+    """Return the other entries that are not regular files, since reading one can block for ever."""
     entries = ((path, str(path.relative_to(root))) for path in root.rglob("*"))
     return [
-        f"{name} is no regular file"
+        f"{name} is not a regular file"
         for path, name in entries
         if name not in sums and not path.is_file() and not path.is_dir()
     ]

@@ -22,19 +22,19 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from launcher.train.checkpoint.layout import ARRAYS
-from launcher.train.checkpoint.pieces import Pieces
+from launcher.train.checkpoint.shards import OwnedShards
 
 # Stands for an array that is not read.
 PLACEHOLDER = ocp.PLACEHOLDER
 _CHUNK_BYTES = 2**24  # at most; a reader that needs a part of an array reads whole chunks
 
 
-def write_pieces(arrays: Path, tree: Any, process: int) -> None:
-    """Write the pieces of one process into the folder `arrays`, and wait for it.
+def write_shards(arrays: Path, tree: Any, process: int) -> None:
+    """Write the shards of one process into the folder `arrays`, and wait for it.
 
     Args:
         arrays: the folder of the arrays, which all processes write to.
-        tree: a tree of `Pieces`.
+        tree: a tree of `OwnedShards`.
         process: the index of this process among those that write; the first one, 0, writes what
             describes the tree.
     """
@@ -43,14 +43,14 @@ def write_pieces(arrays: Path, tree: Any, process: int) -> None:
 
 
 def process_folder(arrays: Path, process: int) -> Path:
-    """Return the folder in `arrays` that `write_pieces` writes to for one process.
+    """Return the folder in `arrays` that `write_shards` writes to for one process.
 
     Orbax has no function for its name, `ocdbt.process_<index>` (seen in 0.12.8).
     """
     return arrays / f"ocdbt.process_{process}"
 
 
-def merge_pieces(arrays: Path) -> None:
+def merge_shards(arrays: Path) -> None:
     """Merge what all processes have written into one checkpoint; for the first process alone."""
     _writer(0).finalize(arrays)
 
@@ -127,8 +127,10 @@ def _restore_args(leaf: Any) -> Any:
 
 
 def _writer(process: int) -> ocp.PyTreeCheckpointHandler:
-    """Return a handler that writes trees of `Pieces`."""
-    registry = ocp.type_handlers.create_type_handler_registry((Pieces, _PiecesHandler(process)))
+    """Return a handler that writes trees of `OwnedShards`."""
+    registry = ocp.type_handlers.create_type_handler_registry(
+        (OwnedShards, _ShardsHandler(process))
+    )
     # Orbax compares it with JAX's index of this process, which is 0 in the process of `background`.
     primary = ocp.options.MultiprocessingOptions(primary_host=jax.process_index() - process)
     # Weights hardly compress, and trying costs the processor that trains.
@@ -139,8 +141,8 @@ def _writer(process: int) -> ocp.PyTreeCheckpointHandler:
     )
 
 
-class _PiecesHandler(ocp.type_handlers.NumpyHandler):
-    """Writes the `Pieces` of one process; stock Orbax reads them as NumPy arrays.
+class _ShardsHandler(ocp.type_handlers.NumpyHandler):
+    """Writes the `OwnedShards` of one process; stock Orbax reads them as NumPy arrays.
 
     Orbax's `ArrayHandler` writes a `jax.Array`, which neither outlives the next step, as its memory
     is donated, nor can be handed to another process.
@@ -152,38 +154,38 @@ class _PiecesHandler(ocp.type_handlers.NumpyHandler):
 
     async def serialize(
         self,
-        values: Sequence[Pieces],
+        values: Sequence[OwnedShards],
         infos: Sequence[Any],
         args: Sequence[Any] | None = None,
     ) -> Sequence[Any]:
         """Write all of `values` before it returns; see `ocp.type_handlers.TypeHandler`."""
         args = args or [ocp.SaveArgs()] * len(values)
         jobs = zip(values, infos, args, strict=True)
-        await _all(self._write(*job) for job in jobs if job[0].parts)
+        await _all(self._write(*job) for job in jobs if job[0].shards)
         return []
 
-    async def _write(self, pieces: Pieces, info: Any, arg: Any) -> None:
+    async def _write(self, owned: OwnedShards, info: Any, arg: Any) -> None:
         # Orbax's handlers lay an array out on the disk by it (seen in 0.12.8).
         spec = ocp.type_handlers.get_json_tspec_write(
             info,
             use_ocdbt=True,
-            global_shape=pieces.shape,
-            local_shape=pieces.chunk,
-            dtype=pieces.dtype,
+            global_shape=owned.shape,
+            local_shape=owned.shard_shape,
+            dtype=owned.dtype,
             process_index=self._process,
             arg=arg,
         )
         # The array's description is written once: the processes' stores become one.
         store = await ts.open(
             ts.Spec(spec),
-            create=pieces.is_first,
+            create=owned.is_first,
             open=True,
-            assume_metadata=not pieces.is_first,
+            assume_metadata=not owned.is_first,
             context=info.ts_context,
         )
         await _all(
-            store[index].write(part, can_reference_source_data_indefinitely=True)
-            for index, part in pieces.parts
+            store[index].write(shard, can_reference_source_data_indefinitely=True)
+            for index, shard in owned.shards
         )
 
 

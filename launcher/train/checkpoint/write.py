@@ -1,4 +1,4 @@
-"""Writes checkpoints: each process its own pieces, which the first then merges and commits.
+"""Writes checkpoints: each process its own shards, which the first then merges and commits.
 
 The processes meet in the folder that they write to, `<step>.partial-<token>`: each leaves a list of
 its files' checksums there when it is done, and the first process waits for all of them. The folder
@@ -24,11 +24,11 @@ from launcher.reading import read
 from launcher.train.checkpoint.integrity import Sums, checksums, files_below, write_checksums
 from launcher.train.checkpoint.layout import ARRAYS, METADATA, partial_path, stays, steps_in
 from launcher.train.checkpoint.orbax_compat import (
-    merge_pieces,
+    merge_shards,
     os_error_code,
     process_folder,
     step_metadata,
-    write_pieces,
+    write_shards,
 )
 
 _log = logging.getLogger(__name__)
@@ -133,10 +133,10 @@ def abandon(folder: Path, step: int, writers: Writers, problem: str) -> None:
 
 
 def _write_part(partial: Path, state: Any, writers: Writers) -> None:
-    """Write this process's pieces and leave a list of the files."""
+    """Write this process's shards and leave a list of the files."""
     arrays = partial / ARRAYS
     arrays.mkdir(parents=True, exist_ok=True)
-    write_pieces(arrays, {name: getattr(state, name) for name in FIELDS}, writers.index)
+    write_shards(arrays, {name: getattr(state, name) for name in FIELDS}, writers.index)
     own = process_folder(arrays, writers.index)
     if writers.index:
         sums = checksums(partial, files_below(own) if own.exists() else [], sync=True)
@@ -166,7 +166,7 @@ def _write_rest(partial: Path, metadata: dict[str, Any], began: int, sums: Sums)
 
     `sums` holds those that the other processes wrote.
     """
-    merge_pieces(partial / ARRAYS)
+    merge_shards(partial / ARRAYS)
     tree = step_metadata(metadata, began, time.time_ns())
     write_whole(partial / METADATA, json.dumps(tree, allow_nan=False))
     paths = [path for path in files_below(partial) if str(path.relative_to(partial)) not in sums]
@@ -232,7 +232,7 @@ def _explained(error: Exception, folder: Path, step: int) -> str | None:
         reason = text  # TensorStore's, for example if another process deleted the folder
     else:
         return None
-    remedy = _REMEDIES.get(code or 0, "See whether the disk is in order")
+    remedy = _REMEDIES.get(code or 0, "Check the disk")
     return f"cannot save step {step} in {folder}: {reason}. {remedy}."
 
 

@@ -282,18 +282,17 @@ def silent_ray(tmp_path, monkeypatch):
     return make
 
 
-def test_a_start_says_what_it_waits_for_and_ends_in_time(silent_ray, tmp_path):
+def test_a_start_says_what_it_waits_for_and_ends_in_time(silent_ray, tmp_path, caplog):
     silent_ray()
-    said = []
-    limit = StartLimit(11, say=said.append)
-    with start(ONE_DEVICE, tmp_path, limit=limit) as session:
+    caplog.set_level("INFO", "launcher")
+    with start(ONE_DEVICE, tmp_path, limit=StartLimit(11)) as session:
         told = r"^Ray did not come up within 11 s \(cluster.start_timeout\)\."
         with pytest.raises(RayEndedError, match=told):
             session.spawn(object)
         (head,) = psutil.Process().children()
     assert not head.is_running()
     log = tmp_path / "ray.log"
-    assert said == [f"waiting for Ray to come up ({log} says more): 10 s so far, at most 11 s"]
+    assert caplog.messages == [f"waiting for Ray to come up (see {log}): 10 s so far, at most 11 s"]
 
 
 def test_whoever_looks_in_ends_a_start(silent_ray, tmp_path):
@@ -341,7 +340,7 @@ def test_a_ray_that_gives_no_answer_is_given_up(silent_ray, tmp_path):
             env=os.environ | {"PYTHONPATH": root},
         )
     assert run.returncode == 1
-    told = f"Ray came up at {address}, but gave no answer within 2 s (cluster.start_timeout)."
+    told = f"Ray came up at {address}, but did not answer within 2 s (cluster.start_timeout)."
     assert told in run.stderr.splitlines()
 
 

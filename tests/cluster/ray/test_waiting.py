@@ -19,17 +19,18 @@ def counted(calls, needed):
     return ready
 
 
-def test_what_comes_in_time_is_not_spoken_of():
-    said, calls = [], []
-    waiting = Waiting(StartLimit(60, say=said.append))
+def test_what_comes_in_time_is_not_spoken_of(caplog):
+    caplog.set_level("INFO", "launcher")
+    calls = []
+    waiting = Waiting(StartLimit(60))
     assert waiting.until(counted(calls, 20), "it")
-    assert (len(calls), said) == (20, [])
+    assert (len(calls), caplog.messages) == (20, [])
 
 
-def test_it_is_said_what_is_waited_for_after_ten_seconds_and_then_now_and_then():
-    said = []
-    assert not Waiting(StartLimit(60, say=said.append)).until(lambda seconds: False, "it")
-    assert said == [
+def test_it_is_said_what_is_waited_for_after_ten_seconds_and_then_now_and_then(caplog):
+    caplog.set_level("INFO", "launcher")
+    assert not Waiting(StartLimit(60)).until(lambda seconds: False, "it")
+    assert caplog.messages == [
         "waiting for it: 10 s so far, at most 60 s",
         "waiting for it: 40 s so far, at most 60 s",
     ]

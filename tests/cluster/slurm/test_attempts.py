@@ -39,44 +39,44 @@ def test_nothing_is_tried_again_beyond_the_limit_or_before_it_began() -> None:
 
 
 def test_attempts_are_numbered_over_jobs_and_read_back(tmp_path: Path) -> None:
-    first = begin(tmp_path, JOB, 0, print)
+    first = begin(tmp_path, JOB, 0)
     finish(tmp_path, first, 75, "preempted", 12)
-    second = begin(tmp_path, replace(JOB, job_id="8", restarts=0), 12, print)
+    second = begin(tmp_path, replace(JOB, job_id="8", restarts=0), 12)
     assert second.number == 1
-    ended, running = read_attempts(tmp_path, print)
+    ended, running = read_attempts(tmp_path)
     assert ended == replace(first, exit_code=75, exit_reason="preempted", step=12)
     assert running == second
     assert (tmp_path / "logs" / "attempt_1").is_dir()
 
 
 def test_a_run_that_is_killed_twice_at_one_step_is_given_up(tmp_path: Path) -> None:
-    begin(tmp_path, JOB, 0, print)
-    begin(tmp_path, JOB, 8, print)
-    begin(tmp_path, JOB, 9, print)  # killed at 8, then at 9
+    begin(tmp_path, JOB, 0)
+    begin(tmp_path, JOB, 8)
+    begin(tmp_path, JOB, 9)  # killed at 8, then at 9
     with pytest.raises(ClusterError, match=r"killed twice at step 9"):
-        begin(tmp_path, JOB, 9, print)
+        begin(tmp_path, JOB, 9)
 
 
 def test_a_run_that_is_preempted_twice_before_its_first_step_is_given_up(tmp_path: Path) -> None:
     """Also where it was before it could note that it began."""
     starts = [replace(JOB, restarts=restarts) for restarts in range(6)]
-    finish(tmp_path, begin(tmp_path, starts[0], 4, print, 4), 75, "preempted", 4)
-    assert not preempted_for_nothing(tmp_path, starts[0], print)
-    finish(tmp_path, begin(tmp_path, starts[1], 4, print, 4), 75, "preempted", 5)  # a step further
-    assert not preempted_for_nothing(tmp_path, starts[1], print)
-    assert not preempted_for_nothing(tmp_path, starts[2], print)  # noted only now
-    assert preempted_for_nothing(tmp_path, starts[3], print)
-    finish(tmp_path, begin(tmp_path, starts[4], 5, print, 5), 75, "preempted", 5)
-    assert preempted_for_nothing(tmp_path, starts[4], print)
-    assert [attempt.number for attempt in read_attempts(tmp_path, print)] == list(range(5))
-    assert not preempted_for_nothing(tmp_path, replace(JOB, job_id="8", restarts=0), print)
+    finish(tmp_path, begin(tmp_path, starts[0], 4, 4), 75, "preempted", 4)
+    assert not preempted_for_nothing(tmp_path, starts[0])
+    finish(tmp_path, begin(tmp_path, starts[1], 4, 4), 75, "preempted", 5)  # a step further
+    assert not preempted_for_nothing(tmp_path, starts[1])
+    assert not preempted_for_nothing(tmp_path, starts[2])  # noted only now
+    assert preempted_for_nothing(tmp_path, starts[3])
+    finish(tmp_path, begin(tmp_path, starts[4], 5, 5), 75, "preempted", 5)
+    assert preempted_for_nothing(tmp_path, starts[4])
+    assert [attempt.number for attempt in read_attempts(tmp_path)] == list(range(5))
+    assert not preempted_for_nothing(tmp_path, replace(JOB, job_id="8", restarts=0))
 
 
 def test_a_crash_between_is_no_preemption(tmp_path: Path) -> None:
     starts = [replace(JOB, restarts=restarts) for restarts in range(3)]
-    assert not preempted_for_nothing(tmp_path, starts[0], print)
-    finish(tmp_path, begin(tmp_path, starts[1], 0, print, 0), 1, "worker_0 died", 0)
-    assert not preempted_for_nothing(tmp_path, starts[2], print)
+    assert not preempted_for_nothing(tmp_path, starts[0])
+    finish(tmp_path, begin(tmp_path, starts[1], 0, 0), 1, "worker_0 died", 0)
+    assert not preempted_for_nothing(tmp_path, starts[2])
 
 
 @pytest.mark.parametrize(
@@ -94,15 +94,14 @@ def test_a_crash_between_is_no_preemption(tmp_path: Path) -> None:
     ],
 )
 def test_a_damaged_account_is_set_aside_and_said_and_its_number_is_not_used_again(
-    text: bytes | None, tmp_path: Path
+    text: bytes | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    said: list[str] = []
     path = tmp_path / "logs" / "attempt_0" / "attempt.json"
     path.parent.mkdir(parents=True)
     path.write_bytes(text) if text is not None else os.mkfifo(path)
-    attempt = begin(tmp_path, JOB, 0, said.append)
+    attempt = begin(tmp_path, JOB, 0)
     assert attempt.number == 1
-    [line] = said
+    [line] = caplog.messages
     assert line.startswith(f"{path} is damaged and not used: ")
     assert line.endswith("; it is kept as attempt.json.damaged")
-    assert read_attempts(tmp_path, said.append) == [attempt]
+    assert read_attempts(tmp_path) == [attempt]

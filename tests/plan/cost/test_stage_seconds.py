@@ -19,7 +19,11 @@ from launcher.trace import trace_step
 
 LAYERS, WIDTH, BATCH = 4, 512, 64
 HOSTS = dataclasses.replace(  # whose devices share nothing
-    local_shape(8, 2, "cpu"), at_once=None, intra_host=100e9, inter_host=3e9, latency=1e-5
+    local_shape(8, 2, "cpu"),
+    effective_parallelism=None,
+    intra_host=100e9,
+    inter_host=3e9,
+    latency=1e-5,
 )
 
 

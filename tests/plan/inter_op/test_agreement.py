@@ -63,7 +63,7 @@ def cluster_of(rng):
             ("intra_host", 7),
             ("inter_host", 6),
             ("latency", -5),
-            ("launch", -4),
+            ("dispatch_overhead", -4),
         )
     }
     return ClusterShape(

@@ -23,7 +23,11 @@ from recipes.gpt_options import GPTOptions
 BATCH = 8
 # Devices of their own, links that do not matter: the schedule alone decides.
 CLUSTER = dataclasses.replace(
-    local_shape(4, 1, "cpu"), at_once=None, latency=1e-7, intra_host=1e13, launch=1e-6
+    local_shape(4, 1, "cpu"),
+    effective_parallelism=None,
+    latency=1e-7,
+    intra_host=1e13,
+    dispatch_overhead=1e-6,
 )
 
 
@@ -103,7 +107,9 @@ def assignment_of(problem, shape, stages, **changed):
     ],
 )
 def test_an_estimate_predicts_what_the_whole_plan_does(step, shape, stages, changed):
-    cluster = dataclasses.replace(CLUSTER, launch=2e-3)  # so that a program too many is seen
+    cluster = dataclasses.replace(
+        CLUSTER, dispatch_overhead=2e-3
+    )  # so that a program too many is seen
     problem = make_problem(step, cluster)
     assignment = assignment_of(problem, shape, stages, **changed)
     want = build_plan(step, assignment, cluster).predicted_step_seconds
@@ -169,8 +175,8 @@ def test_devices_that_share_a_machine_get_the_number_of_microbatches_that_the_ti
         memory_bandwidth=1.5e10,
         intra_host=2e9,
         latency=1e-4,
-        at_once=1.25,
-        launch=3e-4,
+        effective_parallelism=1.25,
+        dispatch_overhead=3e-4,
     )
     best = best_plan(step, shared, Wanted())
     each = [best_plan(step, shared, Wanted(num_micro_batches=n)) for n in (2, 8)]

@@ -16,8 +16,8 @@ from launcher.plan.profile.calibration import Calibration, calibrated, measure
 FOUND = Calibration(
     product_flops={"bfloat16": {"128": 1e9, "1024": 4e9}, "float32": {"128": 1e9, "1024": 2e9}},
     memory_bandwidth=3e9,
-    at_once=2.0,
-    launch=3e-4,
+    effective_parallelism=2.0,
+    dispatch_overhead=3e-4,
     all_reduce_seconds={"4096": 1e-3, "4194304": 9e-3},
     memory_bytes=None,
 )
@@ -31,21 +31,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def kept(folder: Path, devices: int) -> Path:
     """Where a calibration of this machine's CPU devices is kept."""
-    path = cache.cache_file("calibration", local_shape(devices, 1, "cpu"), "", print)
+    path = cache.cache_file("calibration", local_shape(devices, 1, "cpu"))
     assert path.parent == folder
     return path
 
 
-def test_without_a_calibration_rates_are_nominal() -> None:
-    said: list[str] = []
-    assert calibrated(local_shape(4, 1, "cpu"), said.append) == local_shape(4, 1, "cpu")
-    assert said == []
+def test_without_a_calibration_rates_are_nominal(caplog: pytest.LogCaptureFixture) -> None:
+    assert calibrated(local_shape(4, 1, "cpu")) == local_shape(4, 1, "cpu")
+    assert caplog.messages == []
 
 
 def test_the_figures_stand_in_the_shape() -> None:
     shape = FOUND.applied(local_shape(4, 1, "cpu"))
     assert (shape.flops, shape.flops_fp32, shape.memory_bandwidth) == (4e9, 2e9, 3e9)
-    assert (shape.at_once, shape.launch) == (2.0, 3e-4)
+    assert (shape.effective_parallelism, shape.dispatch_overhead) == (2.0, 3e-4)
 
 
 def test_the_link_gives_back_the_all_reduces_it_was_measured_by() -> None:
@@ -73,46 +72,45 @@ def test_the_link_gives_back_the_all_reduces_it_was_measured_by() -> None:
                 {"product_flops": {"bfloat16": {}, "float32": {"128": 1e9}}},
                 {"all_reduce_seconds": {"4096": 1e-3, "4194304": -1.0}},
                 {"all_reduce_seconds": {"4096": 1e-3}},
-                {"at_once": "x"},
-                {"launch": None},
+                {"effective_parallelism": "x"},
+                {"dispatch_overhead": None},
                 {"memory_bytes": -1},
             )
         ),
     ],
 )
-def test_what_cannot_be_used_is_ignored_and_said(folder: Path, text: str, words: str) -> None:
-    said: list[str] = []
+def test_what_cannot_be_used_is_ignored_and_said(
+    folder: Path, text: str, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
     folder.mkdir(parents=True)
     kept(folder, 4).write_text(text)
-    assert calibrated(local_shape(4, 1, "cpu"), said.append) == local_shape(4, 1, "cpu")
-    [line] = said
+    assert calibrated(local_shape(4, 1, "cpu")) == local_shape(4, 1, "cpu")
+    [line] = caplog.messages
     assert words in line
 
 
 def test_other_devices_have_a_calibration_of_their_own(folder: Path) -> None:
-    said: list[str] = []
-    cache.write(kept(folder, 4), vars(FOUND), said.append)
-    assert calibrated(local_shape(4, 1, "cpu"), said.append).flops == 4e9
-    assert calibrated(local_shape(2, 1, "cpu"), said.append) == local_shape(2, 1, "cpu")
+    cache.write(kept(folder, 4), vars(FOUND))
+    assert calibrated(local_shape(4, 1, "cpu")).flops == 4e9
+    assert calibrated(local_shape(2, 1, "cpu")) == local_shape(2, 1, "cpu")
 
 
 def test_the_calibration_of_another_machine_is_not_taken_for_this_ones(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As where machines share a home: each keeps its own, and says what it ignores."""
-    said: list[str] = []
     nominal = local_shape(4, 1, "cpu")
     with monkeypatch.context() as other:
         other.setattr(cache, "processor", lambda: "Zeta 9000, 96 cores")
-        cache.write(kept(folder, 4), vars(FOUND), said.append)
-        assert calibrated(nominal, said.append).flops == 4e9
-    assert said == []
-    assert calibrated(nominal, said.append) == nominal
-    assert said == [
+        cache.write(kept(folder, 4), vars(FOUND))
+        assert calibrated(nominal).flops == 4e9
+    assert caplog.messages == []
+    assert calibrated(nominal) == nominal
+    assert caplog.messages == [
         f"{folder}: what was measured on another machine (Zeta_9000_96_cores) is ignored"
     ]
-    cache.write(kept(folder, 4), {**vars(FOUND), "memory_bandwidth": 1e9}, said.append)
-    assert calibrated(nominal, said.append).memory_bandwidth == 1e9
+    cache.write(kept(folder, 4), {**vars(FOUND), "memory_bandwidth": 1e9})
+    assert calibrated(nominal).memory_bandwidth == 1e9
     assert len(list(folder.iterdir())) == 2
 
 
@@ -124,14 +122,14 @@ def test_devices_that_cannot_be_measured_are_one_message(
     script.write_text("raise SystemExit('no device answers')")
     monkeypatch.setattr(calibration.measure_devices, "__file__", str(script))
     with pytest.raises(PlanError, match="the devices cannot be measured: no device answers"):
-        measure(local_shape(1, 1, "cpu"), print)
+        measure(local_shape(1, 1, "cpu"))
 
 
 @pytest.mark.devices
 @pytest.mark.slow
 def test_this_machine_is_measured_and_remembered(folder: Path) -> None:
     shape = local_shape(2, 1, "cpu")
-    found, path = measure(shape, print)
+    found, path = measure(shape)
     assert path == kept(folder, 2)
-    assert calibrated(shape, print) == found.applied(shape)
-    assert 1 <= (found.at_once or 0) <= 2
+    assert calibrated(shape) == found.applied(shape)
+    assert 1 <= (found.effective_parallelism or 0) <= 2

@@ -71,19 +71,20 @@ def shape(devices: int = 2) -> Any:
     return local_shape(devices, 1, "cpu")
 
 
-def test_distinct_layers_are_measured_once_and_then_remembered(own_cache: Path) -> None:
-    said: list[str] = []
-    found = profile.measure_layers(traced(), shape(), (2,), 2, say=said.append)
+def test_distinct_layers_are_measured_once_and_then_remembered(
+    own_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = profile.measure_layers(traced(), shape(), (2,), 2)
     assert found.kind_of == (0, 1, 1, 2)
     assert set(found.timings) == {(kind, 2) for kind in range(3)}
     assert all(f > 0 and b > 0 for t in found.timings.values() for _, f, b in t.points)
     files = sorted((own_cache / "profile").iterdir())
     assert len(files) == 3
     before = [file.stat().st_mtime_ns for file in files]
-    again = profile.measure_layers(traced(), shape(), (2,), 2, say=said.append)
+    again = profile.measure_layers(traced(), shape(), (2,), 2)
     assert again == found
     assert [file.stat().st_mtime_ns for file in files] == before
-    assert said == []
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize(
@@ -98,15 +99,14 @@ def test_distinct_layers_are_measured_once_and_then_remembered(own_cache: Path) 
     ],
 )
 def test_a_cache_that_cannot_be_used_is_ignored_and_said(
-    own_cache: Path, change: Any, words: str
+    own_cache: Path, change: Any, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    said: list[str] = []
     step = traced(1)
-    profile.measure_layers(step, shape(1), (1,), 1, say=said.append)
+    profile.measure_layers(step, shape(1), (1,), 1)
     file = min((own_cache / "profile").iterdir())
     file.write_text(change(file.read_text()))
-    profile.measure_layers(step, shape(1), (1,), 1, say=said.append)
-    assert said == [f"{file} {words}"]
+    profile.measure_layers(step, shape(1), (1,), 1)
+    assert caplog.messages == [f"{file} {words}"]
     assert json.loads(file.read_text())["versions"] == cache.versions()
 
 
@@ -116,33 +116,39 @@ def test_a_cache_that_cannot_be_used_is_ignored_and_said(
         *({"points": p} for p in (None, 3, [], [[1, 2]], [[1, "x", 1.0]], [[1, -1.0, 0]])),
         *({"points": [[1, bad, 1.0]]} for bad in (0.0, math.nan, math.inf, True)),
         {"points": [[2, 1.0, 1.0], [2, 1.0, 1.0]]},
-        {"launch": "x"},
-        {"launch": None},
+        {"dispatch_overhead": "x"},
+        {"dispatch_overhead": None},
         {"alone": math.nan},
         {"versions": []},
     ],
 )
 def test_what_cannot_have_been_measured_is_ignored_and_said(
-    own_cache: Path, monkeypatch: pytest.MonkeyPatch, change: Any
+    own_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Any,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    said: list[str] = []
     step, once = traced(1), Timing(((BATCH, 0.01, 0.02),))
     monkeypatch.setattr(profile, "_measured", lambda *given: once)  # it is the cache that counts
-    profile.measure_layers(step, shape(1), (1,), 1, say=said.append)
+    profile.measure_layers(step, shape(1), (1,), 1)
     file = min((own_cache / "profile").iterdir())
     kept = file.read_text()
     file.write_text(json.dumps(json.loads(kept) | change))
-    found = profile.measure_layers(step, shape(1), (1,), 1, say=said.append)
+    found = profile.measure_layers(step, shape(1), (1,), 1)
     assert found.timings == {(0, 1): once}
-    assert said == [f"{file} is damaged: ignored, measured again"]
+    assert caplog.messages == [f"{file} is damaged: ignored, measured again"]
     assert file.read_text() == kept
 
 
-def test_a_candidate_that_takes_too_long_costs_itself_and_says_why(own_cache: Path) -> None:
-    said: list[str] = []
-    found = profile.measure_layers(traced(1), shape(1), (1,), 1, say=said.append, time_out=0.01)
+def test_a_candidate_that_takes_too_long_costs_itself_and_says_why(
+    own_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = profile.measure_layers(traced(1), shape(1), (1,), 1, time_out=0.01)
     assert {t.failure for t in found.timings.values()} == {"it took more than 0.01 s"}
-    assert said[0] == "layer 0 on a model axis of 1 was not measured: it took more than 0.01 s"
+    assert (
+        caplog.messages[0]
+        == "layer 0 on a model axis of 1 was not measured: it took more than 0.01 s"
+    )
     assert not (own_cache / "profile").exists()
     with pytest.raises(PlanError, match="layer 0 could not be measured on 1 devices"):
         found.stage((0,), 1, 1)
@@ -233,7 +239,9 @@ def test_plans_rest_on_what_was_measured() -> None:
     plan = plan_of(Data(num_micro_batches=2, cost="profile"), step, cluster)
     measured = profile.measure_layers(step, cluster, (1,), 2)  # from the cache
     forward, _ = measured.stage((0, 1), 2, 1)
-    assert plan.stages[0].forward_seconds == pytest.approx(forward + plan.cluster["launch"])
+    assert plan.stages[0].forward_seconds == pytest.approx(
+        forward + plan.cluster["dispatch_overhead"]
+    )
     assert {found.layers for found in plan.profiled} == {(0,), (1,)}
     method = PipeshardParallel(2, stage_option=AutoStageOption("profile"), schedule="auto")
     assert method.plan(step, cluster).profiled == plan.profiled
@@ -242,7 +250,7 @@ def test_plans_rest_on_what_was_measured() -> None:
 def test_the_start_of_a_program_is_counted_once_a_stage() -> None:
     """Layers are timed in programs of their own, each of which has a start."""
     step, cluster = traced(), shape(1)
-    known = Timing(((4, 0.01, 0.02),), launch=0.5)
+    known = Timing(((4, 0.01, 0.02),), dispatch_overhead=0.5)
     found = MeasuredLayers((0, 1, 1, 2), {(kind, 1): known for kind in range(3)}, BATCH)
     plan = DataParallel(2).plan(step, cluster)
     [stage] = repriced(step, plan, found).stages
@@ -254,16 +262,20 @@ def test_how_many_devices_work_at_once_is_measured_by_one_alone() -> None:
     """Alone it takes half of what it takes beside three others: it does the work of two."""
     timing = Timing(((4, 0.01, 0.03),), alone=0.02)
     found = MeasuredLayers((0, 0), {(0, 1): timing, (0, 2): Timing(((4, 1.0, 1.0),))}, BATCH)
-    assert found.at_once((0, 1), shape(4)) == pytest.approx(2.0)
+    assert found.effective_parallelism((0, 1), shape(4)) == pytest.approx(2.0)
     faster = MeasuredLayers((0,), {(0, 1): dataclasses.replace(timing, alone=1e-3)}, BATCH)
-    assert faster.at_once((0,), shape(4)) == 1.0
+    assert faster.effective_parallelism((0,), shape(4)) == 1.0
     pair = MeasuredLayers((0,), {(0, 2): dataclasses.replace(timing, alone=0.04 * 2 / 3)}, BATCH)
-    assert pair.at_once((0,), shape(4)) == pytest.approx(2.0)  # a third of the way to all four
+    assert pair.effective_parallelism((0,), shape(4)) == pytest.approx(
+        2.0
+    )  # a third of the way to all four
     both = MeasuredLayers((0, 1), {(0, 1): timing, (1, 1): Timing(((4, 0.0, 0.04),), 0, 0.04)}, 8)
-    assert both.at_once((0, 1), shape(4)) == pytest.approx(3.0)
-    assert both.at_once((1,), shape(4)) == 4.0
-    apart = dataclasses.replace(shape(4), at_once=None)  # GPUs do not share a machine's cores
-    assert found.at_once((0, 1), apart) is None
+    assert both.effective_parallelism((0, 1), shape(4)) == pytest.approx(3.0)
+    assert both.effective_parallelism((1,), shape(4)) == 4.0
+    apart = dataclasses.replace(
+        shape(4), effective_parallelism=None
+    )  # GPUs do not share a machine's cores
+    assert found.effective_parallelism((0, 1), apart) is None
 
 
 def test_a_plan_is_made_of_what_could_be_measured() -> None:
@@ -304,10 +316,9 @@ def test_what_failed_is_told_with_the_rest() -> None:
     ]
 
 
-def test_a_full_disk_costs_the_cache_only(tmp_path: Path) -> None:
-    said: list[str] = []
+def test_a_full_disk_costs_the_cache_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
-    cache.write(tmp_path / "file" / "x.json", {}, said.append)
-    [words] = said
+    cache.write(tmp_path / "file" / "x.json", {})
+    [words] = caplog.messages
     assert words.endswith("cannot be written (Not a directory): the measurement is not kept")
     assert os.listdir(tmp_path) == ["file"]

@@ -1,7 +1,7 @@
-"""A state as one process holds it: the pieces of each array that the process owns, on the host.
+"""A state as one process holds it: the shards of each array that the process owns, on the host.
 
-Each piece of an array belongs to the process that has the first of its replicas. A process writes
-its own pieces, and no array is ever gathered.
+A shard belongs to the process that has the first of its replicas. A process writes its own shards,
+and no array is ever gathered.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ Index = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """The part of one array that this process is to write.
+class OwnedShards:
+    """The shards of one array that this process is to write.
 
     Attributes:
         shape: the shape of the whole array.
         dtype: its type.
-        chunk: the shape of a piece, the same for all.
-        parts: the index and the value of each piece; empty if none is here.
+        shard_shape: the shape of a shard, the same for all.
+        shards: the index and the value of each shard; empty if none is here.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    chunk: tuple[int, ...]
-    parts: tuple[tuple[Index, np.ndarray], ...]
+    shard_shape: tuple[int, ...]
+    shards: tuple[tuple[Index, np.ndarray], ...]
 
     @property
     def is_first(self) -> bool:
-        """Whether the first piece is here; its owner alone writes the array's description."""
-        starts = ([s.start or 0 for s in index] for index, _ in self.parts)
+        """Whether the first shard is here; its owner alone writes the array's description."""
+        starts = ([s.start or 0 for s in index] for index, _ in self.shards)
         return any(not any(start) for start in starts)
 
 
 def copy_to_host(state: Any) -> Any:
-    """Return a tree of arrays as a tree of `Pieces`, copied to the host once they are computed.
+    """Copy a tree of arrays to the host once they are computed; return a tree of `OwnedShards`.
 
     The copies are needed because the next step overwrites the devices' arrays.
     """
-    return _pieces_of(state, _copy_on_host)
+    return _owned_in(state, _copy_on_host)
 
 
 def view_on_host(state: Any) -> Any:
@@ -52,14 +52,14 @@ def view_on_host(state: Any) -> Any:
 
     The views are valid only as long as the arrays.
     """
-    return _pieces_of(state, np.asarray)
+    return _owned_in(state, np.asarray)
 
 
-def _pieces_of(state: Any, on_host: Callable[[jax.Array], np.ndarray]) -> Any:
+def _owned_in(state: Any, on_host: Callable[[jax.Array], np.ndarray]) -> Any:
     for leaf in jax.tree.leaves(state):
         for shard in _own(leaf):
             shard.data.copy_to_host_async()  # start all before waiting for the first
-    return jax.tree.map(lambda leaf: _pieces(leaf, on_host), state)
+    return jax.tree.map(lambda leaf: _owned_shards(leaf, on_host), state)
 
 
 def _own(array: Any) -> list[jax.Shard]:
@@ -68,14 +68,14 @@ def _own(array: Any) -> list[jax.Shard]:
     return [shard for shard in array.addressable_shards if shard.replica_id == 0]
 
 
-def _pieces(array: Any, on_host: Callable[[jax.Array], np.ndarray]) -> Pieces:
+def _owned_shards(array: Any, on_host: Callable[[jax.Array], np.ndarray]) -> OwnedShards:
     if not isinstance(array, jax.Array):
         value = np.array(array)
         everywhere = tuple(slice(0, n) for n in value.shape)
-        return Pieces(value.shape, value.dtype, value.shape, ((everywhere, value),))
-    parts = tuple((shard.index, on_host(shard.data)) for shard in _own(array))
-    chunk = array.sharding.shard_shape(array.shape)
-    return Pieces(array.shape, np.dtype(array.dtype), chunk, parts)
+        return OwnedShards(value.shape, value.dtype, value.shape, ((everywhere, value),))
+    shards = tuple((shard.index, on_host(shard.data)) for shard in _own(array))
+    shard_shape = array.sharding.shard_shape(array.shape)
+    return OwnedShards(array.shape, np.dtype(array.dtype), shard_shape, shards)
 
 
 def _copy_on_host(data: jax.Array) -> np.ndarray:

@@ -1,0 +1,98 @@
+"""Lines for the user go where the entry point says, once and as they are."""
+
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from launcher.log import held_back, lines_to, warn_once
+
+ROOT = logging.getLogger("launcher")
+LOG = logging.getLogger("launcher.some.module")
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was():
+    before = ROOT.handlers[:], ROOT.level, ROOT.propagate
+    yield
+    assert (ROOT.handlers, ROOT.level, ROOT.propagate) == before
+
+
+def test_lines_go_to_the_entry_point_as_they_are_and_nowhere_else(caplog, capsys):
+    lines = []
+    with lines_to(lines.append):
+        LOG.info("100% of [bold]it[/bold]")
+        LOG.warning("%s of %d", "one", 2)
+        LOG.debug("not for the user")
+        logging.getLogger("another.library").warning("its own")
+    assert lines == ["100% of [bold]it[/bold]", "one of 2"]
+    assert caplog.messages == ["its own"]  # the root's handler
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_innermost_entry_point_has_them():
+    outer, inner = [], []
+    with lines_to(outer.append):
+        with lines_to(inner.append):
+            LOG.warning("inner")
+        LOG.warning("outer")
+    assert (outer, inner) == (["outer"], ["inner"])
+
+
+def test_an_error_of_printing_is_raised_where_the_line_was_logged():
+    def full(text):
+        raise OSError("disk full")
+
+    with lines_to(full), pytest.raises(OSError, match="disk full"):
+        LOG.warning("text")
+
+
+def test_lines_are_held_back_to_the_end_whatever_it_is():
+    lines = []
+
+    def interrupted():
+        with held_back():
+            LOG.info("a %s", "b")
+            LOG.warning("c")
+            assert lines == []
+            raise KeyboardInterrupt
+
+    with lines_to(lines.append):
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
+        assert lines == ["a b", "c"]
+
+
+def test_a_warning_is_given_once(caplog):
+    warn_once.cache_clear()
+    for _ in range(2):
+        warn_once(LOG, "it is ignored")
+    assert caplog.messages == ["it is ignored"]
+
+
+@pytest.mark.parametrize("configured", [True, False])
+def test_without_an_entry_point_the_users_configuration_holds(configured):
+    code = f"""
+import logging
+if {configured}:
+    logging.basicConfig(level="INFO", format="%(levelname)s %(message)s")
+log = logging.getLogger("launcher.files")
+log.info("fact")
+log.warning("ignored")
+"""
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    expected = "INFO fact\nWARNING ignored\n" if configured else "ignored\n"
+    assert (told.stdout, told.stderr) == ("", expected)
+
+
+def test_a_worker_prints_them_for_its_life_whatever_a_library_configures():
+    code = """
+import logging
+from launcher.log import take_over
+take_over(logging.StreamHandler())
+logging.basicConfig(level="INFO")
+logging.getLogger("launcher.x").info("once")
+"""
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (told.stdout, told.stderr) == ("", "once\n")
