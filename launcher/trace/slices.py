@@ -82,14 +82,14 @@ class Traces:
         whole: on the whole batch. batch_size: its rows.
         part: called with a number of slices; returns the equation on one of them.
         from_whole_batch: the equations whose results are computed on the whole batch, in words.
-        reference: a number of slices on one of which the program has the structure of the whole
-            batch's, if the batch has several rows.
+        reference: the equation on many rows and on fewer, but several, and how many times fewer;
+            None where it cannot be traced.
     """
 
     whole: Equation
     batch_size: int
     part: Callable[[int], Equation]
-    reference: int
+    reference: tuple[Equation, Equation, int] | None
     from_whole_batch: tuple[str, ...] = ()
 
 
@@ -147,17 +147,19 @@ def _follow(
 ) -> Followed:
     """Follow the placements through the loss.
 
-    A slice of one row may have another program than the whole batch (`matching`). Then the
-    placements are those of the reference, and what is changed there is changed in the equations
+    A slice of one row may have another program than the whole batch (`matching`). There the
+    placements are those of the reference, and what is changed in it is changed in the equations
     that match.
     """
     whole: Jaxpr = traces.whole.params["jaxpr"].jaxpr
     own: Jaxpr = part.params["jaxpr"].jaxpr
-    if same_structure(whole, own):
+    if traces.batch_size != num_slices or traces.reference is None:
+        if not same_structure(whole, own):
+            raise unlike_program(part)
         return follow_placements(whole, own, operand_placements(axes), num_slices)
-    count, reference = traces.reference, traces.part(traces.reference)
-    other: Jaxpr = reference.params["jaxpr"].jaxpr
-    if traces.batch_size != num_slices or not same_structure(whole, other):
+    large, small, count = traces.reference
+    more, fewer = large.params["jaxpr"].jaxpr, small.params["jaxpr"].jaxpr
+    if not same_structure(more, fewer):
         raise unlike_program(part)
     same, equations = matching(whole, own), list(own.eqns)
     replaced: dict[int, Sequence[Equation]] = {}
@@ -168,14 +170,15 @@ def _follow(
         if placed.changed:
             if i not in same or len(equations[same[i]].invars) != len(pair.part.invars):
                 raise unlike_program(part)
-            again = place_equation(Pair(pair.whole, equations[same[i]], num_slices), given)
+            own_pair = Pair(whole.eqns[i], equations[same[i]], num_slices)
+            again = place_equation(own_pair, given)
             if list(again.placements) != list(placed.placements):
                 raise unlike_program(part)
             replaced[same[i]] = again.equations
         return placed
 
-    given = operand_placements(operand_axes(traces.whole, reference, count))
-    found = follow_placements(whole, other, given, count, visit)
+    given = operand_placements(operand_axes(large, small, count))
+    found = follow_placements(more, fewer, given, count, visit)
     changed = [e for i, eqn in enumerate(equations) for e in replaced.get(i, [eqn])]
     outvars = [a if differ(a, b) else b for a, b in zip(whole.outvars, own.outvars, strict=True)]
     return Followed(found.outs, changed, outvars, bool(replaced))
@@ -201,11 +204,11 @@ def _check_divides(batch_size: int, num_slices: int) -> None:
         )
 
 
-def shrink(leaves: Iterable[Any], is_batch: Iterable[bool], num_slices: int) -> list[Any]:
-    """The shapes of a step's argument leaves when the batch is one slice of itself."""
+def resized(leaves: Iterable[Any], is_batch: Iterable[bool], rows: int) -> list[Any]:
+    """Return the shapes of a step's argument leaves for a batch of so many rows."""
 
     def part(leaf: Any) -> Any:
-        shape = (leaf.shape[0] // num_slices, *leaf.shape[1:])
+        shape = (rows, *leaf.shape[1:])
         return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=leaf.weak_type)
 
     pairs = zip(leaves, is_batch, strict=True)

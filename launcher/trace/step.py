@@ -37,9 +37,8 @@ from launcher.trace.jaxpr import (
     sub_jaxprs,
 )
 from launcher.trace.primitives import loss_p
-from launcher.trace.slices import Loss, Traces, shrink, slice_loss
+from launcher.trace.slices import Loss, Traces, resized, slice_loss
 from launcher.trace.whole_batch import (
-    WholeBatch,
     find_whole_batch,
     in_words,
     whole_batch_equations,
@@ -106,10 +105,11 @@ class TracedStep:
         Raises:
             ReduceError: what the user says of the loss is not so.
         """
-        if self.batch_size == 1:
+        size = self.batch_size
+        if size == 1:
             return None
         try:
-            self.loss(self.traces.reference)
+            self.loss(next(n for n in range(2, size + 1) if size % n == 0))
         except ReduceError:
             raise
         except BatchError as error:
@@ -163,17 +163,17 @@ def trace_step(
     in_tree = jax.tree.structure(arguments.shapes)
 
     @functools.cache
-    def retrace(num_slices: int) -> Equation:
-        small = shrink(jax.tree.leaves(arguments.shapes), arguments.batch, num_slices)
+    def retrace(rows: int) -> Equation:
+        leaves = resized(jax.tree.leaves(arguments.shapes), arguments.batch, rows)
         try:
-            again, _ = make(jax.tree.unflatten(in_tree, small))
+            again, _ = make(jax.tree.unflatten(in_tree, leaves))
         except TraceError:
             raise
         except Exception as error:
             raise BatchError(
-                f"the step cannot be traced on one of {num_slices} slices of the batch, "
-                f"{size // num_slices} rows ({type(error).__name__}: {error}); it may hold the "
-                "batch size as a number: read it off a shape, or write -1 in reshape"
+                f"the step cannot be traced on one of {size // rows} slices of the batch, "
+                f"{rows} rows ({type(error).__name__}: {error}); it may hold the batch size as a "
+                "number: read it off a shape, or write -1 in reshape"
             ) from error
         return again.jaxpr.eqns[_only_loss(fun, again.jaxpr.eqns)]
 
@@ -211,26 +211,42 @@ def _with_whole_batch(
     Returns:
         The loss on the whole batch and on slices, and the equations that go before it.
     """
-    count = _fewest_slices(batch_size)
-    found = None
-    if count > 1:
-        with contextlib.suppress(TraceError):  # said where that many slices are asked for
-            found = find_whole_batch(eqn, retrace(count), count, constants)
-    if found is None or not found.places:
-        return Traces(eqn, batch_size, retrace, count), []
+
+    def part(num_slices: int) -> Equation:
+        return retrace(batch_size // num_slices)
+
+    pair, found = None, None
+    with contextlib.suppress(TraceError):  # said where slices are asked for
+        pair = _two_traces(eqn, batch_size, retrace)
+        captured = {i for i, v in enumerate(eqn.invars) if v in constants}
+        found = find_whole_batch(*pair, captured) if pair else None
+    if pair is None or found is None or not found.places:
+        return Traces(eqn, batch_size, part, pair), []
     equations, operands = whole_batch_equations(eqn, found)
 
-    def part(num_slices: int, found: WholeBatch = found) -> Equation:
-        return with_operands(retrace(num_slices), found)
+    def part_with_operands(num_slices: int) -> Equation:
+        return with_operands(part(num_slices), found)
 
-    whole = with_operands(eqn, found, operands)
-    return Traces(whole, batch_size, part, count, in_words(eqn, found)), equations
+    whole, (large, small, count) = with_operands(eqn, found, operands), pair
+    pair = with_operands(large, found), with_operands(small, found), count
+    return (
+        Traces(whole, batch_size, part_with_operands, pair, in_words(eqn, found)),
+        equations,
+    )
 
 
-def _fewest_slices(batch_size: int) -> int:
-    """Return the least number of equal slices of two rows or more; of one, if there is no such."""
+def _two_traces(
+    eqn: Equation, batch_size: int, retrace: Callable[[int], Equation]
+) -> tuple[Equation, Equation, int] | None:
+    """Return the loss on many rows and on fewer, at least two, and how many times fewer.
+
+    On one row a program may be another one.
+    """
     counts = (n for n in range(2, batch_size // 2 + 1) if batch_size % n == 0)
-    return next(counts, batch_size)
+    count = next(counts, None)
+    if count is not None:
+        return eqn, retrace(batch_size // count), count
+    return None if batch_size == 1 else (retrace(2 * batch_size), eqn, 2)
 
 
 def _with_named_operands(eqn: Equation, constants: dict[Var, Any]) -> Equation:

@@ -75,7 +75,7 @@ def operand_placements(axes: Iterable[int | None]) -> list[Placement]:
 
 
 def find_whole_batch(
-    whole: Equation, part: Equation, num_slices: int, constants: Set[Var]
+    whole: Equation, part: Equation, num_slices: int, constants: Set[int]
 ) -> WholeBatch | None:
     """Return what is to be computed on the whole batch.
 
@@ -83,19 +83,19 @@ def find_whole_batch(
         whole: the equation of the loss on the whole batch.
         part: the equation of the loss on one slice.
         num_slices: how many slices.
-        constants: the captured arrays among the loss's operands.
+        constants: the operands of the loss that are captured arrays.
     """
     a, b = whole.params["jaxpr"].jaxpr, part.params["jaxpr"].jaxpr
     if len(whole.invars) != len(part.invars) or not same_structure(a, b):
         return None
     axes = operand_axes(whole, part, num_slices)
-    operands = enumerate(zip(a.invars, whole.invars, axes, strict=True))
+    operands = enumerate(zip(a.invars, axes, strict=True))
     finder = _Finder(
         {
             v
-            for i, (v, held, axis) in operands
+            for i, (v, axis) in operands
             if i not in whole.params["wrt"]
-            and (axis is not None or held in constants or _is_small(v, a.eqns))
+            and (axis is not None or i in constants or _is_small(v, a.eqns))
         }
     )
     followed = follow_placements(a, b, operand_placements(axes), num_slices, finder.visit)

@@ -299,3 +299,22 @@ def test_a_random_mask_and_its_sum_are_of_the_same_draw():
 def test_slices_of_one_row(name):
     """JAX leaves out what repeats a single row: the program is another one."""
     check(EQUAL[name], PARAMS, BATCH, ROWS)
+
+
+@pytest.mark.parametrize("name", ["masked mean", "sum and decay", "row and label", "label of each"])
+def test_a_batch_of_two_rows(name):
+    """No slice has several rows: a batch of four tells how slices differ from the whole."""
+    check(EQUAL[name], PARAMS, jax.tree.map(lambda x: x[2:4], BATCH), 2)
+
+
+def test_the_row_of_a_sequence():
+    """Of one row, JAX looks up the labels by another index."""
+
+    def fun(p, b):
+        logits = jnp.tanh(b["x"][:, :, None] * p["a"][:, :3])
+        each = optax.softmax_cross_entropy_with_integer_labels(logits, b["label"])
+        return (each * b["mask"]).sum() / b["mask"].sum()
+
+    labels = RNG.integers(0, 3, (ROWS, 4))
+    batch = {"x": BATCH["x"], "label": labels, "mask": (labels > 0).astype(np.float32)}
+    check(fun, PARAMS, batch, ROWS)
