@@ -27,7 +27,8 @@ from launcher.plan.profile.calibration import calibrated
 )
 def test_the_memory_is_that_of_the_kind(kind, gib):
     shape = local_shape(8, 1, kind)
-    assert shape.memory_bytes == gib << 30
+    assert shape.memory_bytes == int(0.92 * gib * 2**30)
+    assert local_shape(8, 1, kind, memory_share=0.5).memory_bytes == gib << 29
     assert not is_nominal(shape)
 
 

@@ -23,7 +23,7 @@ from launcher.plan.cluster_shape import ClusterShape
 T = TypeVar("T")
 
 _PACKAGES = ("jax", "jaxlib", "launcher")
-_FORMAT = "2"  # of what the figures mean; to be raised with it
+_FORMAT = "3"  # of what the figures mean; to be raised with it
 
 
 def cache_file(folder: str, cluster: ClusterShape, what: str, say: Callable[[str], None]) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import follow
+from launcher.gpu_memory import gpu_memory_variables
 from launcher.partition.errors import PlanError
 from launcher.plan.cluster_shape import ClusterShape, is_nominal
 from launcher.plan.profile import cache, measure_devices
@@ -35,7 +37,7 @@ class Calibration:
         at_once: see `ClusterShape`.
         launch: see `ClusterShape`.
         all_reduce_seconds: seconds by bytes, over all devices; empty for one device.
-        memory_bytes: memory that a program can have; None where it is shared.
+        memory_bytes: memory that a worker's programs can have; None where it is shared.
     """
 
     product_flops: dict[str, dict[str, float]]
@@ -139,6 +141,7 @@ def measure(shape: ClusterShape, say: Callable[[str], None]) -> tuple[Calibratio
                 timeout=_TIME_OUT,
                 check=True,
                 stdin=subprocess.DEVNULL,
+                env=os.environ | gpu_memory_variables(os.environ),
             )
         except subprocess.TimeoutExpired as error:
             raise PlanError(f"the devices were not measured within {_TIME_OUT:g} s") from error
