@@ -181,6 +181,7 @@ def run_told(config: Config, third: str = ""):
             job.train(Stop())
         except Exception as error:
             told.append((type(error).__name__, str(error)))
+        job.run_log._trackers.finish({})
     metrics = home.path / "metrics.jsonl"
     told.append(file.getvalue())
     return told, metrics.read_text() if metrics.exists() else ""
