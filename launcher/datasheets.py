@@ -34,26 +34,35 @@ class Datasheet:
     link: float
 
 
+# Words that do not tell GPUs apart: the maker, the kind of memory, and the memory of a GH200's CPU.
+_COMMON = re.compile(r"NVIDIA|TESLA|HBM\d\w?|120GB|480GB")
+
+
 def find_datasheet(device_kind: str) -> Datasheet | None:
-    """Returns the datasheet of a GPU, as JAX or nvidia-smi names it; None where there is none.
+    """Return the datasheet of a GPU by its name, as JAX, nvidia-smi, Ray or Slurm gives it.
 
-    Of several of one model it is the one with the memory and the form factor that are named, which
-    may not be there (H200) or be another memory's (GH200 480GB), and else the first.
+    The datasheet has to account for every word of the name, so that a GPU of another form factor or
+    memory, or a slice of one, is not taken for it. Of several, the first one is returned; of none,
+    None.
     """
-    kind = device_kind.upper()
-    sizes = {int(size) for size in re.findall(r"(\d+) ?GB?\b", kind)}
+    words = _words(device_kind)
+    model_and_form = {word for word in words if not _COMMON.fullmatch(word)}
+    for sheet in datasheets():
+        named = _words(sheet.name)
+        if named[0] in words and model_and_form.issubset(named):
+            return sheet
+    return None
 
-    def fit(sheet: Datasheet) -> tuple[int, bool, bool]:
-        model, form, _ = sheet.name.upper().split("-")
-        return len(model), sheet.memory_gib in sizes, form in kind
 
-    found = [sheet for sheet in datasheets() if sheet.name.upper().partition("-")[0] in kind]
-    return max(found, key=fit, default=None)
+def _words(name: str) -> list[str]:
+    """Return the words of a GPU's name, with SXM4 as SXM and 144G as 144GB."""
+    same = re.sub(r"\b(\d+)G\b", r"\1GB", re.sub(r"SXM\d", "SXM", name.upper()))
+    return re.findall(r"[A-Z0-9.]+", same)
 
 
 @functools.cache
 def datasheets() -> tuple[Datasheet, ...]:
-    """Returns all datasheets, sorted by the names of their files."""
+    """Return all datasheets, sorted by the names of their files."""
     files = sorted((CONF / "device").glob("*.yaml"), key=lambda file: file.stem)
     trees = [yaml.safe_load(file.read_text(encoding="utf-8")) for file in files]
     return tuple(

@@ -5,6 +5,7 @@ It is the only state that this package keeps between calls, as `jax.distributed`
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -28,6 +29,7 @@ from launcher.cluster.ray.private_ray import PrivateRay, start
 from launcher.cluster.ray.waiting import StartLimit
 from launcher.cluster.worker_group import WorkerGroup
 from launcher.config.machines import Local
+from launcher.gpu_memory import JAX_MEMORY_SHARE, memory_share
 from launcher.plan import ClusterShape, Plan, local_shape
 from launcher.plan.profile.calibration import calibrated
 from launcher.runtime import Executable, Transport, compile_step
@@ -61,9 +63,13 @@ class LocalBackend:
         devices = self.found
         kind = "cpu" if devices[0].platform == "cpu" else devices[0].device_kind
         hosts = len({d.process_index for d in devices})
-        nominal = local_shape(len(devices), hosts, kind)
-        # Several processes each make the same plan, so not by what one machine alone has measured.
-        return calibrated(nominal) if hosts == 1 else nominal
+        share = memory_share(os.environ, JAX_MEMORY_SHARE)
+        nominal = local_shape(len(devices), hosts, kind, share)
+        if hosts > 1:  # each makes the same plan, so not by what one machine alone has measured
+            return nominal
+        shape = calibrated(nominal)  # whose memory is that of a worker
+        stats = {} if kind == "cpu" else devices[0].memory_stats() or {}
+        return dataclasses.replace(shape, memory_bytes=stats.get("bytes_limit", shape.memory_bytes))
 
     def compile(self, step: TracedStep, plan: Plan, source: Traceable) -> Executable:
         """Compile a traced step here; the counterpart of `RayBackend.compile`."""
@@ -198,7 +204,8 @@ def _workers(
 
 def _shape_of(pool: DevicePool) -> ClusterShape:
     kind = "cpu" if pool.kind == "cpu" else pool.device_name
-    return calibrated(local_shape(pool.num_devices, pool.hosts, kind))
+    share = memory_share(os.environ)
+    return calibrated(local_shape(pool.num_devices, pool.hosts, kind, share))
 
 
 def _private_pool(nodes: int, devices: int | None) -> DevicePool:

@@ -36,8 +36,8 @@ _MEANING = {
 def build(cls: type[T], tree: Any, key: str = "") -> T:
     """Makes a `cls` from `tree`; what the tree leaves out takes the field's default.
 
-    In a section of several kinds a setting of another kind may stand where it says nothing: where
-    it is null, or `auto` if it knows that word.
+    In `parallel`, whose settings know `auto`, a setting of another method may stand where it says
+    nothing: where it is null, or `auto` if it knows that word. A sweep over methods needs that.
 
     Args:
         cls: a dataclass of `launcher.config.schema`.
@@ -274,15 +274,13 @@ def _unknown(cls: type, section: str, name: str, value: Any) -> ConfigError:
 
 
 def _says_nothing(cls: type, section: str, name: Any, value: Any) -> bool:
-    """Returns whether a setting of another kind of the section leaves that at its default."""
-    found = [
-        field
-        for one in _variants(cls, section).classes.values()
-        for field in settings_of(one)
-        if field.name == name
-    ]
-    may_be_auto = any("auto" in field.metadata for field in found)
-    return bool(found) and (value is None or (value == "auto" and may_be_auto))
+    """Return whether a setting of another kind of the section leaves that at its default."""
+    classes = _variants(cls, section).classes.values()
+    fields = [field for one in classes for field in settings_of(one)]
+    automatic = {field.name for field in fields if "auto" in field.metadata}
+    if value is None:
+        return bool(automatic) and any(field.name == name for field in fields)
+    return bool(value == "auto") and name in automatic
 
 
 def _variants(cls: type, section: str) -> Variants:

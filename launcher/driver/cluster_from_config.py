@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 from launcher.cluster.devices import DevicePool
 from launcher.config.machines import Cluster, Described
+from launcher.gpu_memory import memory_share, usable_bytes
 from launcher.plan import ClusterShape, local_shape
 from launcher.plan.profile.calibration import calibrated
 
@@ -26,11 +29,11 @@ def shape_of(cluster: Cluster, pool: DevicePool | None) -> ClusterShape:
 def pool_shape(pool: DevicePool) -> ClusterShape:
     """Return the shape of devices that are here, at nominal rates."""
     kind = "cpu" if pool.kind == "cpu" else pool.device_name
-    return local_shape(pool.num_devices, pool.hosts, kind)
+    return local_shape(pool.num_devices, pool.hosts, kind, memory_share(os.environ))
 
 
 def described_shape(cluster: Described) -> ClusterShape:
-    """The shape of `cluster.device` and `cluster.links`."""
+    """Return the shape of `cluster.device` and `cluster.links`."""
     device, links = cluster.device, cluster.links
     assert cluster.gpus is not None  # as `config.checks` has seen to, here and below
     assert device.peak_tflops is not None
@@ -48,7 +51,7 @@ def described_shape(cluster: Described) -> ClusterShape:
         flops=device.sustained * peak,
         flops_fp32=device.sustained * single,
         memory_bandwidth=device.memory_gb_per_second * 1e9,
-        memory_bytes=int(device.memory_gib * 2**30),
+        memory_bytes=usable_bytes(device.memory_gib),
         intra_host=links.intra_host_gb_per_second * 1e9,
         inter_host=(links.inter_host_gb_per_second or links.intra_host_gb_per_second) * 1e9,
         latency=links.latency_us * 1e-6,

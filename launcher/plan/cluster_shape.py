@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 
 from launcher.datasheets import find_datasheet
+from launcher.gpu_memory import GPU_MEMORY_SHARE, usable_bytes
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class ClusterShape:
             predictions.
         flops_fp32: the same in 32-bit matrix products.
         memory_bandwidth: bytes/s that one device is assumed to sustain.
-        memory_bytes: memory of one device, or None if it is shared or not known.
+        memory_bytes: memory of one device that a plan may fill (`launcher.gpu_memory`), or None if
+            it is shared or not known.
         intra_host: bytes/s one way, from device to device on a host.
         inter_host: bytes/s one way, from host to host.
         latency: seconds of one transfer, beside its bytes.
@@ -97,7 +99,9 @@ _CPU_DISPATCH_OVERHEAD = 1e-3
 _CPU_PARALLELISM = 1.25  # on two cores, of which XLA lets each device use both
 
 
-def local_shape(num_devices: int, num_hosts: int, device_kind: str) -> ClusterShape:
+def local_shape(
+    num_devices: int, num_hosts: int, device_kind: str, memory_share: float = GPU_MEMORY_SHARE
+) -> ClusterShape:
     """Return the shape of this machine.
 
     It has GPUs of `device_kind` (as JAX or nvidia-smi names them) or, for `"cpu"`, emulated devices
@@ -114,7 +118,7 @@ def local_shape(num_devices: int, num_hosts: int, device_kind: str) -> ClusterSh
             "flops": sheet.sustained * sheet.peak_flops,
             "flops_fp32": sheet.sustained * sheet.peak_flops_fp32,
             "memory_bandwidth": sheet.memory_bandwidth,
-            "memory_bytes": sheet.memory_gib << 30,
+            "memory_bytes": usable_bytes(sheet.memory_gib, memory_share),
             "intra_host": sheet.link,
         }
     return ClusterShape(

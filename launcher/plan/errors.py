@@ -5,6 +5,9 @@ The front doors show them to the user.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 from launcher.partition.assignment import Assignment
 from launcher.partition.errors import PlanError
 
@@ -16,9 +19,16 @@ class TooLargeError(PlanError):
         assignment: the candidate that exceeds the memory least.
     """
 
-    def __init__(self, message: str, assignment: Assignment) -> None:
+    def __init__(
+        self, message: str, assignment: Assignment, advice: Callable[[], str] = str
+    ) -> None:
+        """Store the message, which ends with the advice: found by searches, so only when shown."""
         super().__init__(message)
         self.assignment = assignment
+        self._advice = functools.cache(advice)
+
+    def __str__(self) -> str:
+        return super().__str__() + self._advice()
 
 
 class UnmeasuredError(PlanError):

@@ -25,13 +25,13 @@ from launcher.plan.options import (
     ManualStageOption,
     UniformStageOption,
     layer_option_of,
+    of_one_batch,
     pair,
     stage_option_of,
 )
 from launcher.plan.plan import Plan
 from launcher.plan.profile.measure_layers import measure_layers
 from launcher.schedule import DEFAULT_SCHEDULE, training_schedules
-from launcher.trace.errors import JoinedError
 from launcher.trace.step import TracedStep
 
 __all__ = [
@@ -301,7 +301,7 @@ def _one_stage(
     assignment = Assignment(
         method=method,
         layers=(tuple(range(step.loss(1).num_layers)),),
-        submeshes=_of_one_batch(step, num_micro_batches, (Submesh(devices, logical_mesh),)),
+        submeshes=of_one_batch(step, num_micro_batches, (Submesh(devices, logical_mesh),)),
         mesh_of=(0,),
         num_micro_batches=checked_micro_batches(num_micro_batches),
         schedule=DEFAULT_SCHEDULE,
@@ -309,19 +309,6 @@ def _one_stage(
         zero=(zero,),
     )
     return build_plan(step, assignment, cluster)
-
-
-def _of_one_batch(
-    step: TracedStep, num_micro_batches: int, submeshes: tuple[Submesh, ...]
-) -> tuple[Submesh, ...]:
-    """Return the submeshes without replicas where examples see one another in the only microbatch.
-
-    Their devices share the whole batch as they share a matrix product: the compiler adds the
-    collectives that joining the examples takes.
-    """
-    if num_micro_batches != 1 or not isinstance(step.uncut, JoinedError):
-        return submeshes
-    return tuple(Submesh(s.devices, (1, len(s.devices))) for s in submeshes)
 
 
 def _pipeline(
@@ -341,7 +328,7 @@ def _pipeline(
     assignment = Assignment(
         method=method,
         layers=cut.layers,
-        submeshes=_of_one_batch(step, num_micro_batches, cut.submeshes),
+        submeshes=of_one_batch(step, num_micro_batches, cut.submeshes),
         mesh_of=cut.mesh_of,
         num_micro_batches=checked_micro_batches(num_micro_batches),
         schedule=schedule,

@@ -17,7 +17,7 @@ from launcher.partition.stages import group_layers, layer_flops
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.schedule import SCHEDULES, training_schedules
 from launcher.trace.auto_layers import cluster_layers
-from launcher.trace.errors import LayerCountError
+from launcher.trace.errors import JoinedError, LayerCountError
 from launcher.trace.step import TracedStep
 
 _ZERO = {"zero2": 2, "zero3": 3}
@@ -303,3 +303,16 @@ def _stages_and_meshes(
         f"{num_devices} devices (cluster.gpus) do not divide into equal submeshes for "
         f"parallel.num_stages={asked}{shared}; possible here: {options}"
     )
+
+
+def of_one_batch(
+    step: TracedStep, num_micro_batches: int, submeshes: tuple[Submesh, ...]
+) -> tuple[Submesh, ...]:
+    """Return the submeshes without replicas where examples see one another in the only microbatch.
+
+    Their devices share the whole batch as they share a matrix product: the compiler adds the
+    collectives that joining the examples takes.
+    """
+    if num_micro_batches != 1 or not isinstance(step.uncut, JoinedError):
+        return submeshes
+    return tuple(Submesh(s.devices, (1, len(s.devices))) for s in submeshes)

@@ -4,6 +4,7 @@ import inspect
 import json
 import re
 import sys
+import types
 import warnings
 from pathlib import Path
 
@@ -224,6 +225,29 @@ def test_plans_rest_on_what_task_calibrate_measured(tmp_path, monkeypatch):
     assert not any(shape.flops == 4e9 for shape in shapes())
     cache.write(cache.cache_file("calibration", local_shape(8, 1, "cpu")), found)
     assert all(shape.flops == 4e9 for shape in shapes())
+
+
+@pytest.mark.parametrize(
+    ("stats", "processes", "gib"),
+    [({"bytes_limit": 60 << 30}, 1, 60), (None, 1, 40), (None, 2, 40)],
+)
+def test_a_plan_fills_what_this_process_may_have(tmp_path, monkeypatch, stats, processes, gib):
+    """And not what a worker would have had."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    gpus = tuple(
+        types.SimpleNamespace(
+            platform="gpu",
+            device_kind="NVIDIA H100 80GB HBM3",
+            process_index=process,
+            memory_stats=lambda: stats,
+        )
+        for process in range(processes)
+    )
+    assert session.LocalBackend(gpus).shape.memory_bytes == gib << 30
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    if stats is None:
+        assert session.LocalBackend(gpus).shape.memory_bytes == 60 << 30
 
 
 def test_what_is_not_known_of_devices_is_told(caplog):

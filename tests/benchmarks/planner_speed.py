@@ -1,6 +1,7 @@
 """How long planning takes from the command, imports and tracing included.
 
-    python tests/benchmarks/planner_speed.py
+    python tests/benchmarks/planner_speed.py            # some minutes
+    python tests/benchmarks/planner_speed.py --known    # the three known cases alone
 
 Prints wall and CPU seconds of `python -m launcher task=plan …` for three known cases, and how they
 grow with the number of identical blocks and of devices.
@@ -8,6 +9,7 @@ grow with the number of identical blocks and of devices.
 
 from __future__ import annotations
 
+import argparse
 import os
 import resource
 import subprocess
@@ -55,9 +57,14 @@ def planned(arguments: list[str]) -> tuple[float, float]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--known", action="store_true", help="only the three known cases")
+    args = parser.parse_args()
     for name, (arguments, most) in KNOWN.items():
         wall, cpu = planned(arguments)
         print(f"{name:24} {wall:6.1f} s, {cpu:6.1f} s of CPU (at most {most:.0f} s)", flush=True)
+    if args.known:
+        return
     for blocks in BLOCKS:
         layers = ["model.size=6.7b", f"model.num_layers={blocks}", "cluster=h100_8_x16"]
         wall, cpu = planned([*GPT, *layers])

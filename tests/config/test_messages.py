@@ -163,6 +163,15 @@ COMMAND_LINES = [
         f"optimizer.b1 is not a setting of optimizer=sgd {CLI}. "
         "It belongs to optimizer=adamw, adam or lion.",
     ),
+    (  # Only in `parallel` does null say nothing.
+        "optimizer=sgd optimizer.b1=null",
+        f"optimizer.b1 is not a setting of optimizer=sgd {CLI}. "
+        "It belongs to optimizer=adamw, adam or lion.",
+    ),
+    (
+        "model=mlp model.dropout=null",
+        f"model.dropout is not a setting of model=mlp {CLI}. It belongs to model=gpt.",
+    ),
     (
         "optimizer.momentum=0.5",
         f"optimizer.momentum is not a setting of optimizer=adamw {CLI}. "

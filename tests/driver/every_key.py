@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 import wandb
+from layered import layered_step
 from rich.console import Console
 
-import launcher
 from launcher import command
 from launcher.cluster.devices import find_devices
 from launcher.cluster.errors import HungError
@@ -36,32 +36,14 @@ from launcher.plan import PlanError, local_shape
 from launcher.stop import Stop
 from launcher.submit import job, job_sweep
 from launcher.submit.job import submit
-from launcher.trace import trace_step
 from launcher.train import worker
 from launcher.train.optimizer import build_optimizer
 from launcher.train.worker import StepResult, TrainWorker
 from recipes import build_dataset, build_model
 
-
-def traced():
-    """A small step of four layers, whose last two are heavier."""
-
-    def train(params, x):
-        def loss(params, x):
-            for i, w in enumerate(params):
-                if i:
-                    launcher.mark_pipeline_boundary()
-                x = jnp.tanh(x @ w)
-            return (x**2).mean()
-
-        return launcher.grad(loss)(params, x)
-
-    shapes = [(64, 64), (64, 64), (64, 256), (256, 64)]
-    params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    return trace_step(train, (params, jax.ShapeDtypeStruct((32, 64), jnp.float32)))
-
-
-STEP = functools.cache(traced)
+# Four layers, whose last two are heavier.
+SHAPES = (64, 64), (64, 64), (64, 256), (256, 64)
+STEP = functools.cache(lambda: layered_step(SHAPES, 32))
 PLAN = functools.cache(lambda: plan_of(Data(), STEP(), local_shape(4, 1, "cpu")))
 
 
@@ -181,6 +163,7 @@ def run_told(config: Config, third: str = ""):
             job.train(Stop())
         except Exception as error:
             told.append((type(error).__name__, str(error)))
+        job.run_log._trackers.finish({})
     metrics = home.path / "metrics.jsonl"
     told.append(file.getvalue())
     return told, metrics.read_text() if metrics.exists() else ""

@@ -1,12 +1,16 @@
 """`task=calibrate` says what it measured, and never that what it could not keep will be used."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from launcher.cluster.devices import DevicePool
 from launcher.config.machines import Emulated
 from launcher.driver.calibrate import calibrate
+from launcher.driver.cluster_from_config import pool_shape
+from launcher.gpu_memory import memory_share
 from launcher.log import lines_to
 from launcher.plan.profile import calibration
 from launcher.report.console import make_console
@@ -41,3 +45,26 @@ def test_what_could_not_be_kept_is_not_said_to_be_used(
     out = capsys.readouterr().out
     assert "plans for this machine use it from now on" in out
     assert "not kept" not in out
+
+
+@pytest.mark.parametrize("environ", [{}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}])
+def test_a_gpus_memory_is_measured_as_workers_have_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]
+) -> None:
+    """In a process that allocates the share of it that a plan may fill."""
+    for name in ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    lines = (
+        "import json, os",
+        "share = float(os.environ['XLA_PYTHON_CLIENT_MEM_FRACTION'])",
+        f"print(json.dumps({FOUND!r} | {{'memory_bytes': int(share * 141 * 2**30)}}))",
+    )
+    script = tmp_path / "measure_devices.py"
+    script.write_text("\n".join(lines))
+    monkeypatch.setattr(calibration.measure_devices, "__file__", str(script))
+    nominal = pool_shape(DevicePool("gpu", 1, 2, "NVIDIA H200", ""))
+    found, _ = calibration.measure(nominal, print)
+    assert found.memory_bytes == nominal.memory_bytes == int(memory_share(os.environ) * (141 << 30))

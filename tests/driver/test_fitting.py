@@ -4,11 +4,9 @@ import dataclasses
 import json
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import pytest
+from layered import layered_step
 
-import launcher
 from launcher.__main__ import main
 from launcher.config.compose import load
 from launcher.config.parallel import METHODS, Zero3
@@ -17,30 +15,13 @@ from launcher.driver.fitting import too_large, what_fits
 from launcher.driver.plan_from_config import plan_of
 from launcher.plan import PlanError, local_shape
 from launcher.report.console import make_console
-from launcher.trace import trace_step
 
 WIDTH, ROWS = 256, 512
 WORD = "To run it anyway, set parallel.allow_over_memory=true"
 MLP = ("recipe=mlp_synthetic", "parallel=data", "cluster=h100_8", "model.hidden_size=512")
 
 
-def traced():
-    def train(params, x):
-        def loss(params, x):
-            for i, w in enumerate(params):
-                if i:
-                    launcher.mark_pipeline_boundary()
-                x = jnp.tanh(x @ w)
-            return (x**2).mean()
-
-        grads = launcher.grad(loss)(params, x)
-        return [w - g for w, g in zip(params, grads, strict=True)]
-
-    params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * 4
-    return trace_step(train, (params, jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)))
-
-
-STEP = traced()
+STEP = layered_step([(WIDTH, WIDTH)] * 4, ROWS, updated=range(4))
 
 
 def shape(memory: int):

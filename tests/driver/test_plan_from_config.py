@@ -3,37 +3,17 @@
 import dataclasses
 import json
 
-import jax
-import jax.numpy as jnp
 import pytest
+from layered import layered_step
 
-import launcher
 from launcher.config.errors import ConfigError
 from launcher.config.parallel import METHODS
 from launcher.driver.plan_from_config import plan_of
 from launcher.plan import PlanError, local_shape
 from launcher.plan.methods import Replay
-from launcher.trace import trace_step
 
-WIDTH = 8
-
-
-def traced(scale=1.0, marked=True):
-    def train(params, x):
-        def loss(params, x):
-            for i, w in enumerate(params):
-                if i and marked:
-                    launcher.mark_pipeline_boundary()
-                x = jnp.tanh(x @ w * scale)
-            return (x**2).mean()
-
-        return launcher.grad(loss)(params, x)
-
-    params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * 4
-    return trace_step(train, (params, jax.ShapeDtypeStruct((24, WIDTH), jnp.float32)))
-
-
-STEP = traced()
+SHAPES = [(8, 8)] * 4
+STEP = layered_step(SHAPES, 24)
 
 
 def planned(step=STEP, hosts=1, method="auto", **settings):
@@ -86,6 +66,7 @@ def test_each_method_by_its_settings(settings, stages, logical, micro_batches):
 )
 @pytest.mark.parametrize("marked", [True, False])
 def test_num_layers_is_obeyed_with_and_without_marks(method, others, marked, monkeypatch):
+    step = layered_step(SHAPES, 24, marked=marked)
     measured = []
 
     def measure(step, *_):  # no processes: which layers would be measured is what counts
@@ -95,16 +76,16 @@ def test_num_layers_is_obeyed_with_and_without_marks(method, others, marked, mon
     monkeypatch.setattr("launcher.driver.plan_from_config.measure_layers", measure)
     if others.get("cost") == "profile":
         with pytest.raises(PlanError, match="not measured"):
-            planned(traced(marked=marked), method=method, num_layers=3, **others)
+            planned(step, method=method, num_layers=3, **others)
         assert measured == [3]
     else:
-        plan = planned(traced(marked=marked), method=method, num_layers=3, **others)
+        plan = planned(step, method=method, num_layers=3, **others)
         assert [layer for stage in plan.stages for layer in stage.layers] == [0, 1, 2]
         assert plan.layer_ends is not None
 
 
 def test_a_model_without_marks_is_piped_by_manual():
-    plan = planned(traced(marked=False), method="manual", num_stages=2)
+    plan = planned(layered_step(SHAPES, 24, marked=False), method="manual", num_stages=2)
     assert len(plan.stages) == 2
 
 
@@ -166,7 +147,7 @@ def test_a_file_that_is_no_text(tmp_path):
 
 def test_a_plan_for_another_program(tmp_path):
     with pytest.raises(ConfigError, match=r"was made for another program\. Use the model, data"):
-        replayed(tmp_path / "plan.json", PLAN.to_dict(), step=traced(2.0))
+        replayed(tmp_path / "plan.json", PLAN.to_dict(), step=layered_step(SHAPES, 24, scale=2.0))
 
 
 def test_a_plan_for_another_cluster(tmp_path):

@@ -2,11 +2,9 @@
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
 import pytest
+from layered import layered_step
 
-import launcher
 from launcher.partition.assignment import Assignment, Submesh
 from launcher.partition.errors import PlanError
 from launcher.partition.partitioned import partition
@@ -15,30 +13,13 @@ from launcher.plan.build import build_plan
 from launcher.plan.methods import PipeshardParallel, UniformStageOption
 from launcher.runtime.emit import emit
 from launcher.schedule import Kind
-from launcher.trace import BatchError, trace_step
+from launcher.trace import BatchError
 
 LAYERS, WIDTH, BATCH = 4, 8, 16
 
 
-def traced(used=range(LAYERS)):
-    """Four equal layers; only the gradients of those `used` are."""
-
-    def step(params, x):
-        def loss(params, x):
-            for i, w in enumerate(params):
-                if i:
-                    launcher.mark_pipeline_boundary()
-                x = jnp.tanh(x @ w)
-            return (x**2).mean()
-
-        grads = launcher.grad(loss)(params, x)
-        return [w - g if i in used else w for i, (w, g) in enumerate(zip(params, grads))]  # noqa: B905
-
-    params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * LAYERS
-    return trace_step(step, (params, jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)))
-
-
-STEP = traced()
+SHAPES = [(WIDTH, WIDTH)] * LAYERS
+STEP = layered_step(SHAPES, BATCH, updated=range(LAYERS))
 
 
 def assignment(**changed):
@@ -78,7 +59,7 @@ def test_a_stage_has_a_program_for_each_kind_of_its_tasks(schedule):
 
 
 def test_only_gradients_that_the_step_uses_are_made():
-    cut = partition(traced(used=(0, 2)), assignment())
+    cut = partition(layered_step(SHAPES, BATCH, updated=(0, 2)), assignment())
     made = [
         [n for program in cut.programs(s)[0].programs.values() for n in program.outputs]
         for s in range(LAYERS)

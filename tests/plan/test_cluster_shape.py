@@ -3,6 +3,7 @@
 import pytest
 
 from launcher import log
+from launcher.datasheets import find_datasheet
 from launcher.plan import local_shape
 from launcher.plan.cluster_shape import is_nominal
 from launcher.plan.profile.calibration import calibrated
@@ -14,7 +15,9 @@ from launcher.plan.profile.calibration import calibrated
         ("NVIDIA H100 80GB HBM3", 80),
         ("NVIDIA A100-SXM4-80GB", 80),
         ("NVIDIA A100-SXM4-40GB", 40),
-        ("NVIDIA A100-PCIE-40GB MIG 1g.5gb", 40),
+        ("NVIDIA A100 80GB PCIe", 80),
+        ("A100-40G", 40),  # as Ray names it
+        ("nvidia_h100_80gb_hbm3", 80),  # as Slurm does
         ("Tesla V100-SXM2-32GB", 32),
         ("Tesla V100-SXM2-16GB", 16),
         ("NVIDIA H200", 141),
@@ -25,11 +28,41 @@ from launcher.plan.profile.calibration import calibrated
 )
 def test_the_memory_is_that_of_the_kind(kind, gib):
     shape = local_shape(8, 1, kind)
-    assert shape.memory_bytes == gib << 30
+    assert shape.memory_bytes == int(0.92 * gib * 2**30)
+    assert local_shape(8, 1, kind, memory_share=0.5).memory_bytes == gib << 29
     assert not is_nominal(shape)
 
 
-@pytest.mark.parametrize("kind", ["Tesla T4", "NVIDIA L40S", "GPU"])
+@pytest.mark.parametrize(
+    ("kind", "sheet"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100-SXM4-80GB"),
+        ("NVIDIA A100 80GB PCIe", "A100-PCIe-80GB"),
+        ("NVIDIA H100 80GB HBM3", "H100-SXM5-80GB"),
+        ("NVIDIA H200", "H200-SXM-141GB"),
+        ("NVIDIA GH200 480GB", "GH200-HBM3-96GB"),
+        ("NVIDIA GH200 144G HBM3e", "GH200-HBM3e-144GB"),
+        ("Tesla V100-SXM2-32GB", "V100-SXM2-32GB"),
+        ("NVIDIA A100-PCIE-40GB", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),  # a seventh of one
+        ("A100, T4", None),
+        ("NVIDIA A10", None),
+        ("NVIDIA A100X", None),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA GB200", None),
+        ("Tesla V100-PCIE-16GB", None),
+        ("Tesla V100S-PCIE-32GB", None),
+    ],
+)
+def test_a_gpu_is_taken_for_no_other(kind, sheet):
+    found = find_datasheet(kind)
+    assert (found and found.name) == sheet
+
+
+@pytest.mark.parametrize("kind", ["Tesla T4", "NVIDIA L40S", "NVIDIA RTX A1000", "GPU"])
 def test_an_unknown_gpu_is_no_cpu(kind, caplog):
     shape, cpu = local_shape(8, 1, kind), local_shape(8, 1, "cpu")
     assert (shape.effective_parallelism, shape.memory_bytes, shape.peak_flops) == (None, None, None)

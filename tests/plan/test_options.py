@@ -2,11 +2,9 @@
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
 import pytest
+from layered import layered_step
 
-import launcher
 from launcher.plan import Plan, PlanError, local_shape
 from launcher.plan.methods import (
     DataParallel,
@@ -18,24 +16,11 @@ from launcher.plan.methods import (
     Zero2Parallel,
     Zero3Parallel,
 )
-from launcher.trace import trace_step
 
 LAYERS, WIDTH = 4, 8
 
 
-def train(params, x):
-    def loss(params, x):
-        for i in range(LAYERS):
-            if i:
-                launcher.mark_pipeline_boundary()
-            x = jnp.tanh(x @ params[i])
-        return (x**2).mean()
-
-    return launcher.grad(loss)(params, x)
-
-
-PARAMS = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * LAYERS
-TRACED = trace_step(train, (PARAMS, jax.ShapeDtypeStruct((24, WIDTH), jnp.float32)))
+TRACED = layered_step([(WIDTH, WIDTH)] * LAYERS, 24)
 
 
 def planned(method, devices=4):

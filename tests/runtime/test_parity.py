@@ -70,7 +70,7 @@ def training(options):
         updates, opt = optimizer.update(grads, state["opt"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         new = {"params": params, "opt": opt, "step": state["step"] + 1}
-        return new, {"loss": loss, "grad_norm": optax.global_norm(grads)}
+        return new, {"loss": loss, "grad_norm": optax.tree.norm(grads)}
 
     return SimpleNamespace(model=model, init=init, step=step)
 

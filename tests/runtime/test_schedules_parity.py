@@ -55,7 +55,7 @@ def training(model):
             lambda p: model.loss(p, batch, None), has_aux=True
         )(params)
         updates, opt = OPTIMIZER.update(grads, opt, params)
-        return (optax.apply_updates(params, updates), opt), (loss, optax.global_norm(grads))
+        return (optax.apply_updates(params, updates), opt), (loss, optax.tree.norm(grads))
 
     return init, step
 

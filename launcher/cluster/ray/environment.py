@@ -8,11 +8,9 @@ from pathlib import Path
 
 from launcher.cluster.devices import DevicePool
 from launcher.cluster.ray import ray_compat
+from launcher.gpu_memory import gpu_memory_variables
 
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
-# JAX's default is 0.75 of a GPU's memory. A plan may fill nearly all of it, and the worker has the
-# GPU alone.
-_GPU_MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
 
 
 def ray_environment(environ: Mapping[str, str], token: Path, nodes: bool = False) -> dict[str, str]:
@@ -44,12 +42,12 @@ def worker_environment(
     variables = {name: value for name, value in variables.items() if not name.startswith("SLURM_")}
     if pool.kind == "gpu" and not pool.gpu_ids:
         variables.pop("CUDA_VISIBLE_DEVICES", None)
-        return _GPU_MEMORY | variables | {"JAX_PLATFORMS": "cuda,cpu"}
+        return variables | gpu_memory_variables(environ) | {"JAX_PLATFORMS": "cuda,cpu"}
     if pool.kind == "gpu":
         first = host * pool.devices_per_host
         mine = pool.gpu_ids[first : first + pool.devices_per_host]
         shown = {"CUDA_VISIBLE_DEVICES": ",".join(mine), "JAX_PLATFORMS": "cuda,cpu"}
-        return _GPU_MEMORY | variables | shown
+        return variables | gpu_memory_variables(environ) | shown
     kept = [
         flag
         for flag in variables.get("XLA_FLAGS", "").split()

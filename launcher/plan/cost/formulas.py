@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from launcher.plan.cluster_shape import ClusterShape
 
-Amount: TypeAlias = Any  # a number, or an array of numbers
+Amount: TypeAlias = float | NDArray[np.float64]
+Condition: TypeAlias = bool | NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ class PassSeconds:
 
 
 def pass_seconds(
-    of: PassParts, launch: float, as_one: Amount, is_first: Amount, splits: bool
+    of: PassParts, launch: float, as_one: Condition, is_first: Condition, splits: bool
 ) -> PassSeconds:
     """Return the seconds of a stage's passes over a microbatch.
 
@@ -183,7 +185,7 @@ def activation_bytes(in_flight: Amount, left: Amount, forward: Amount, backward:
     return np.maximum((in_flight - 1) * left + forward, in_flight * left + backward)
 
 
-def peak_in_turn(peak: Amount, before: Amount, after: Amount) -> np.ndarray:
+def peak_in_turn(peak: np.ndarray, before: np.ndarray, after: np.ndarray) -> np.ndarray:
     """Return the peak memory of programs that run one layer after another, for all runs of layers.
 
     Args:

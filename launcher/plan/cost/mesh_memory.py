@@ -71,7 +71,7 @@ def _gradient_bytes(i: int, loss: Loss, layout: Layout) -> int:
     """Return the bytes of one gradient as it is accumulated."""
     aval = loss.invars[i].aval
     spec = layout.gradient(i) if layout.is_gathered(i) else layout.operand(i)
-    size = int(aval.size) * accumulator_dtype(aval.dtype).itemsize
+    size: int = aval.size * accumulator_dtype(aval.dtype).itemsize
     return size // parts(spec, layout.sizes)
 
 

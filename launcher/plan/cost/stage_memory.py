@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
 
 from launcher.partition.joint_graph import JointGraph, Name, opened
 from launcher.partition.sharding.named_dims import NamedDims, Sharding
@@ -15,7 +14,7 @@ from launcher.partition.stage_programs import StagePrograms
 from launcher.partition.task_programs import TaskProgram
 from launcher.plan.cost.liveness import Liveness, Size
 from launcher.schedule import Kind
-from launcher.trace.jaxpr import Equation, Var, dependents, is_var, nbytes
+from launcher.trace.jaxpr import Aval, Equation, Var, dependents, is_var, nbytes
 
 _SLACK = 1.06  # what the compiler needs more than the values: copies, and places it cannot share
 
@@ -101,7 +100,7 @@ def temporaries(of: StagePrograms, sharding: Sharding) -> dict[Kind, Temporaries
     return found
 
 
-def _lengths(aval: Any) -> tuple[int, ...]:
+def _lengths(aval: Aval) -> tuple[int, ...]:
     return tuple(sorted(n for n in aval.shape if n > 1))
 
 

@@ -175,7 +175,7 @@ def _whole_bytes(i: int, loss: Loss, layout: Layout) -> float:
 def _sum_bytes(i: int, loss: Loss, layout: Layout) -> float:
     """Return the bytes of operand `i`'s gradient, as it is summed."""
     aval = loss.invars[i].aval
-    size = int(aval.size) * accumulator_dtype(aval.dtype).itemsize
+    size: int = aval.size * accumulator_dtype(aval.dtype).itemsize
     return size / parts(layout.operand(i), layout.sizes)
 
 

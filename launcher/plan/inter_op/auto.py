@@ -1,8 +1,4 @@
-"""The whole search, from a traced step to the best assignments.
-
-It finds what the step's layers cost (`layer_costs`), and which plan of them is best (`problem`).
-Pure.
-"""
+"""The search problem of a traced step: its layers with their costs, and the devices. Pure."""
 
 from __future__ import annotations
 
@@ -10,29 +6,14 @@ import dataclasses
 
 from launcher.partition.stages import group_layers, layer_flops
 from launcher.plan.cluster_shape import ClusterShape
-from launcher.plan.inter_op.infeasible import nothing_fits
 from launcher.plan.inter_op.layer_costs import cost_table
-from launcher.plan.inter_op.problem import Candidate, Problem, Progress, Wanted, best_of
+from launcher.plan.inter_op.problem import Problem
 from launcher.plan.inter_op.stage_choices import submesh_sizes
 from launcher.plan.profile.measured_layers import MeasuredLayers
 from launcher.trace.step import TracedStep
 
 # The stage search joins neighbouring layers to no more than these, if not more stages are wanted.
 _MOST_LAYERS = 16
-
-
-def search(
-    problem: Problem, wanted: Wanted, progress: Progress = lambda share: None
-) -> list[Candidate]:
-    """Return the best plan and the next best ones, best first.
-
-    Raises:
-        TooLargeError: nothing fits the devices' memory; it says by how much, and what would.
-    """
-    found = best_of(problem, wanted, progress)
-    if not found:
-        raise nothing_fits(problem, wanted)
-    return found
 
 
 def make_problem(

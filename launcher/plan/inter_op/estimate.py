@@ -10,6 +10,8 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from launcher.partition.assignment import Assignment
 from launcher.plan.cost.mesh_memory import mesh_activation_bytes
 from launcher.plan.cost.stage_memory import Footprint
@@ -182,9 +184,9 @@ def _stage(
         devices=submesh.devices,
         logical_mesh=submesh.logical_mesh,
         remat=assignment.remat[s],
-        forward_seconds=float(passes.forward[at]),
-        backward_seconds=float(passes.backward[at]),
-        backward_weight_seconds=float(passes.weight[at]),
+        forward_seconds=float(np.asarray(passes.forward)[at]),
+        backward_seconds=float(np.asarray(passes.backward)[at]),
+        backward_weight_seconds=float(np.asarray(passes.weight)[at]),
         update_seconds=float(costs.once(zero)[at]),
         memory_bytes=int(costs.held(zero)[at]),
         num_parameters=0,

@@ -47,15 +47,19 @@ def nothing_fits(problem: Problem, wanted: Wanted) -> PlanError:
         )
         if value
     ]
-    changes = _changes(problem, wanted)
-    advice = "; or ".join(changes) if changes else "take a smaller model or larger devices"
+
+    def advice() -> str:
+        changes = "; or ".join(_changes(problem, wanted))
+        return f"This would fit: {changes or 'take a smaller model or larger devices'}"
+
     return TooLargeError(
         f"the model does not fit{' with ' + ' '.join(asked) if asked else ''}: in the leanest plan "
         f"found ({len(least.memory)} stages, {least.assignment.num_micro_batches} microbatches) "
         f"stage {stage} needs {needed / _GIB:.2f} GiB a device, "
         f"{(needed - usable) / _GIB:.2f} GiB more than the {usable / _GIB:.2f} GiB that can be "
-        f"used. This would fit: {advice}",
+        "used. ",
         least.assignment,
+        advice,
     )
 
 

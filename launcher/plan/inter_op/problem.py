@@ -15,7 +15,8 @@ import numpy as np
 from launcher.partition.assignment import Assignment, Submesh
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.inter_op.cost_table import CostTable
-from launcher.plan.inter_op.stage_choices import Priced, Setting, StageChoice, price
+from launcher.plan.inter_op.stage_choices import Priced, StageChoice, price
+from launcher.plan.inter_op.stage_costs import Setting
 from launcher.plan.inter_op.stage_dp import BestStages, best_stages, lower_bound
 from launcher.plan.inter_op.submeshes import place_submeshes
 from launcher.schedule import DEFAULT_SCHEDULE

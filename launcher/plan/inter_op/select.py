@@ -7,13 +7,13 @@ import math
 from collections.abc import Callable, Sequence
 
 from launcher.partition.assignment import Assignment
-from launcher.partition.errors import PlanError
 from launcher.plan.build import PlanBuilder
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.errors import TooLargeError, UnmeasuredError
-from launcher.plan.inter_op.auto import make_problem, search
+from launcher.plan.inter_op.auto import make_problem
 from launcher.plan.inter_op.estimate import make_estimate, recounted, schedule_variants
-from launcher.plan.inter_op.problem import Candidate, Problem, Wanted
+from launcher.plan.inter_op.infeasible import nothing_fits
+from launcher.plan.inter_op.problem import Candidate, Problem, Wanted, best_of
 from launcher.plan.pipeline import Estimate
 from launcher.plan.plan import Plan, RunnerUp
 from launcher.plan.profile.measured_layers import MeasuredLayers
@@ -62,11 +62,10 @@ def best_plan(
     builder = PlanBuilder(step, cluster, measured)
     most = cluster.memory_bytes or math.inf
     for _ in range(_SEARCHES):
-        try:
-            found = search(problem, wanted, lambda share: progress(0.7 * share))
-        except PlanError:
-            if not built and not refused:
-                raise
+        found = best_of(problem, wanted, lambda share: progress(0.7 * share))
+        if not found and not built and not refused:
+            raise nothing_fits(problem, wanted)
+        if not found:
             break
         estimates = _estimates(found, problem, wanted)
         progress(0.8)

@@ -14,6 +14,7 @@ import numpy as np
 from launcher.partition.task_programs import MOST_INSIDE
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.cost.formulas import (
+    Amount,
     Links,
     PassParts,
     PassSeconds,
@@ -162,7 +163,8 @@ class StageCosts:
     def held(self, zero: int) -> np.ndarray:
         """Return the bytes that a device holds all through the step."""
         of, cut, data = self._of, self._sharded(zero), self._data
-        parameters, gradients = of["parameter_bytes"], of["gradient_bytes"]
+        parameters: Amount = of["parameter_bytes"]
+        gradients: Amount = of["gradient_bytes"]
         optimizer = sharded_bytes(of["optimizer_bytes"], cut["optimizer_bytes"], data)
         if zero == 3:  # a pass has them whole, and their gradients
             whole = 2 * cut["parameter_bytes"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import follow
+from launcher.gpu_memory import gpu_memory_variables
 from launcher.log import warn_once
 from launcher.partition.errors import PlanError
 from launcher.plan.cluster_shape import ClusterShape, is_nominal
@@ -38,7 +40,7 @@ class Calibration:
         effective_parallelism: see `ClusterShape`.
         dispatch_overhead: see `ClusterShape`.
         all_reduce_seconds: seconds by bytes, over all devices; empty for one device.
-        memory_bytes: memory that a program can have; None where it is shared.
+        memory_bytes: memory that a worker's programs can have; None where it is shared.
     """
 
     product_flops: dict[str, dict[str, float]]
@@ -149,6 +151,7 @@ def measure(shape: ClusterShape) -> tuple[Calibration, Path | None]:
                 timeout=_TIME_OUT,
                 check=True,
                 stdin=subprocess.DEVNULL,
+                env=os.environ | gpu_memory_variables(os.environ),
             )
         except subprocess.TimeoutExpired as error:
             raise PlanError(f"the devices were not measured within {_TIME_OUT:g} s") from error

@@ -4,6 +4,8 @@ from pathlib import Path
 
 from launcher.cluster.devices import DevicePool
 from launcher.cluster.ray.environment import ray_environment, worker_environment
+from launcher.gpu_memory import memory_share
+from launcher.plan import local_shape
 
 CPUS = DevicePool("cpu", 2, 3, "emulated CPU device", "")
 GPUS = DevicePool("gpu", 2, 2, "H200", "", ("4", "5", "GPU-a", "GPU-b"))
@@ -42,10 +44,15 @@ def test_gpu_workers_of_a_job_see_what_their_own_node_gives_them():
 
 
 def test_gpu_workers_have_the_memory_that_a_plan_may_fill():
-    fraction = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    fraction, newer = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"
     for pool in (GPUS, DevicePool("gpu", 2, 2, "H200", "")):
-        assert float(worker_environment({}, pool, 0)[fraction]) >= 0.9
-        assert worker_environment({fraction: "0.5"}, pool, 0)[fraction] == "0.5"
+        whole = local_shape(4, 2, "H200", memory_share=1.0).memory_bytes
+        for environ in ({}, {fraction: "0.5"}, {newer: "0.6"}):
+            variables = worker_environment(environ, pool, 0)
+            [share] = [variables[name] for name in (fraction, newer) if name in variables]
+            shape = local_shape(4, 2, "H200", memory_share(environ))
+            assert shape.memory_bytes == int(float(share) * whole)
+            assert environ.items() <= variables.items()
     assert fraction not in worker_environment({}, CPUS, 0)
 
 

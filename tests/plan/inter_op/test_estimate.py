@@ -11,6 +11,8 @@ import launcher
 from launcher.partition.assignment import Assignment, Submesh
 from launcher.plan import PlanError, local_shape
 from launcher.plan.build import build_plan
+from launcher.plan.errors import TooLargeError
+from launcher.plan.inter_op import infeasible
 from launcher.plan.inter_op.auto import make_problem
 from launcher.plan.inter_op.estimate import make_estimate, schedule_variants
 from launcher.plan.inter_op.problem import Wanted
@@ -162,6 +164,25 @@ def test_what_was_taken_to_fit_and_does_not_is_searched_for_again(step, monkeypa
     none = dataclasses.replace(CLUSTER, memory_bytes=needed // 20)
     with pytest.raises(PlanError, match=r"does not fit.* GiB more than"):
         best_plan(step, none, wanted)
+
+
+def test_what_would_fit_is_only_searched_for_to_be_shown(step, monkeypatch):
+    asked = []
+    monkeypatch.setattr(infeasible, "_changes", lambda *_: asked.append(1) or ["less"])
+    needed = max(stage.memory_bytes for stage in best_plan(step, CLUSTER, Wanted()).stages)
+    none = dataclasses.replace(CLUSTER, memory_bytes=needed // 20)
+    with pytest.raises(TooLargeError) as caught:
+        best_plan(step, none, Wanted())
+    assert not asked
+    assert str(caught.value).endswith("GiB that can be used. This would fit: less")
+    assert str(caught.value)
+    assert len(asked) == 1
+    # A first search that takes plans to need less than they do, and a second that finds none.
+    held = StageCosts.held
+    monkeypatch.setattr(StageCosts, "held", lambda self, zero: 0.01 * held(self, zero))
+    with pytest.raises(TooLargeError, match="Use more devices"):
+        best_plan(step, none, Wanted())
+    assert len(asked) == 1
 
 
 def test_devices_that_share_a_machine_get_the_number_of_microbatches_that_the_timeline_prefers(

@@ -14,7 +14,8 @@ from launcher.plan.inter_op.cost_table import (
     Parameters,
 )
 from launcher.plan.inter_op.problem import Problem, Wanted, best_of, spread_divisors
-from launcher.plan.inter_op.stage_choices import Setting, submesh_sizes, ways
+from launcher.plan.inter_op.stage_choices import submesh_sizes, ways
+from launcher.plan.inter_op.stage_costs import Setting
 from launcher.plan.inter_op.stage_dp import objective
 
 REMATS = ("none", "full")
