@@ -5,6 +5,7 @@ Pure. The names are those of Alpa's API.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -313,6 +314,10 @@ def of_one_batch(
     Their devices share the whole batch as they share a matrix product: the compiler adds the
     collectives that joining the examples takes.
     """
-    if num_micro_batches != 1 or not isinstance(step.uncut, JoinedError):
+    replicas = submeshes[0].logical_mesh[0]
+    if num_micro_batches != 1 or replicas == 1 or step.batch_size % replicas:
+        return submeshes
+    with contextlib.suppress(JoinedError):
+        step.loss(replicas)
         return submeshes
     return tuple(Submesh(s.devices, (1, len(s.devices))) for s in submeshes)

@@ -107,6 +107,13 @@ RANDOM = KEY_MAKERS | frozenset((
     "rng_bit_generator", "threefry2x32",
 ))
 
+# Of each example alone, whatever the dimensions.
+ROW_WISE = ELEMENTWISE | BARRIERS | UNSHARDED_ELEMENTWISE | RANDOM | frozenset((
+    "broadcast_in_dim", "expand_dims", "pipeline_boundary", "squeeze",
+))
+# Of each example alone, if the dimension of the examples stays as it is.
+KEEPS_ROWS = frozenset(("concatenate", "pad", "reshape", "slice"))
+
 # They say how a value is sharded.
 CONSTRAINTS = frozenset(("sharding_constraint",))
 # Hand-written kernels: reads and writes of their own buffers are no side effects of the program.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
@@ -74,6 +74,9 @@ class Loss:
         return f"{kind}; computed on the whole batch: {', '.join(values)}"
 
 
+TwoTraces: TypeAlias = tuple[Equation, Equation, int]
+
+
 @dataclass(frozen=True, eq=False)
 class Traces:
     """The equation of the loss, as traced on the whole batch and on slices of it.
@@ -82,14 +85,14 @@ class Traces:
         whole: on the whole batch. batch_size: its rows.
         part: called with a number of slices; returns the equation on one of them.
         from_whole_batch: the equations whose results are computed on the whole batch, in words.
-        reference: the equation on many rows and on fewer, but several, and how many times fewer;
-            None where it cannot be traced.
+        reference: returns the equation on many rows and on fewer, but several, and how many times
+            fewer; None where it cannot be traced.
     """
 
     whole: Equation
     batch_size: int
     part: Callable[[int], Equation]
-    reference: tuple[Equation, Equation, int] | None
+    reference: Callable[[], TwoTraces | None]
     from_whole_batch: tuple[str, ...] = ()
 
 
@@ -153,11 +156,12 @@ def _follow(
     """
     whole: Jaxpr = traces.whole.params["jaxpr"].jaxpr
     own: Jaxpr = part.params["jaxpr"].jaxpr
-    if traces.batch_size != num_slices or traces.reference is None:
+    reference = traces.reference() if traces.batch_size == num_slices else None
+    if reference is None:
         if not same_structure(whole, own):
             raise unlike_program(part)
         return follow_placements(whole, own, operand_placements(axes), num_slices)
-    large, small, count = traces.reference
+    large, small, count = reference
     more, fewer = large.params["jaxpr"].jaxpr, small.params["jaxpr"].jaxpr
     if not same_structure(more, fewer):
         raise unlike_program(part)

@@ -21,7 +21,7 @@ import numpy as np
 from launcher.trace.arguments import Arguments, aliases, batch_size, read_arguments
 from launcher.trace.auto_layers import LayerEnds, apply_layer_ends
 from launcher.trace.conditionals import split_conditionals
-from launcher.trace.errors import BatchError, GradientError, ReduceError, TraceError
+from launcher.trace.errors import BatchError, GradientError, TraceError
 from launcher.trace.jaxpr import (
     Atom,
     ClosedJaxpr,
@@ -37,10 +37,11 @@ from launcher.trace.jaxpr import (
     sub_jaxprs,
 )
 from launcher.trace.primitives import loss_p
-from launcher.trace.slices import Loss, Traces, resized, slice_loss
+from launcher.trace.slices import Loss, Traces, TwoTraces, resized, slice_loss
 from launcher.trace.whole_batch import (
     find_whole_batch,
     in_words,
+    may_need_whole_batch,
     whole_batch_equations,
     with_operands,
 )
@@ -97,24 +98,6 @@ class TracedStep:
         if wanted not in self.losses:
             self.losses[wanted] = apply_layer_ends(self.losses[marked], self.layer_ends or ())
         return self.losses[wanted]
-
-    @functools.cached_property
-    def uncut(self) -> BatchError | None:
-        """Why the batch cannot be cut into slices, however many; None if it can.
-
-        Raises:
-            ReduceError: what the user says of the loss is not so.
-        """
-        size = self.batch_size
-        if size == 1:
-            return None
-        try:
-            self.loss(next(n for n in range(2, size + 1) if size % n == 0))
-        except ReduceError:
-            raise
-        except BatchError as error:
-            return error
-        return None
 
     def cut_at(self, ends: LayerEnds | None) -> TracedStep:
         """The same step with layers that end elsewhere (`auto_layers`); None: at the marks."""
@@ -215,29 +198,36 @@ def _with_whole_batch(
     def part(num_slices: int) -> Equation:
         return retrace(batch_size // num_slices)
 
-    pair, found = None, None
-    with contextlib.suppress(TraceError):  # said where slices are asked for
-        pair = _two_traces(eqn, batch_size, retrace)
-        captured = {i for i, v in enumerate(eqn.invars) if v in constants}
-        found = find_whole_batch(*pair, captured) if pair else None
-    if pair is None or found is None or not found.places:
-        return Traces(eqn, batch_size, part, pair), []
+    @functools.cache
+    def two_traces() -> TwoTraces | None:
+        with contextlib.suppress(TraceError):  # said where slices are asked for
+            return _two_traces(eqn, batch_size, retrace)
+        return None
+
+    captured = {i for i, v in enumerate(eqn.invars) if v in constants}
+    found = None
+    if may_need_whole_batch(eqn, batch_size, captured) and (pair := two_traces()):
+        with contextlib.suppress(BatchError):
+            found = find_whole_batch(*pair, captured)
+    if found is None or not found.places:
+        return Traces(eqn, batch_size, part, two_traces), []
     equations, operands = whole_batch_equations(eqn, found)
 
     def part_with_operands(num_slices: int) -> Equation:
         return with_operands(part(num_slices), found)
 
-    whole, (large, small, count) = with_operands(eqn, found, operands), pair
-    pair = with_operands(large, found), with_operands(small, found), count
-    return (
-        Traces(whole, batch_size, part_with_operands, pair, in_words(eqn, found)),
-        equations,
-    )
+    def with_operands_both() -> TwoTraces | None:
+        pair = two_traces()
+        return pair and (with_operands(pair[0], found), with_operands(pair[1], found), pair[2])
+
+    whole = with_operands(eqn, found, operands)
+    words = in_words(eqn, found)
+    return Traces(whole, batch_size, part_with_operands, with_operands_both, words), equations
 
 
 def _two_traces(
     eqn: Equation, batch_size: int, retrace: Callable[[int], Equation]
-) -> tuple[Equation, Equation, int] | None:
+) -> TwoTraces | None:
     """Return the loss on many rows and on fewer, at least two, and how many times fewer.
 
     On one row a program may be another one.

@@ -21,6 +21,7 @@ from launcher.trace.follow_placements import (
     same_structure,
 )
 from launcher.trace.jaxpr import (
+    Atom,
     Equation,
     Jaxpr,
     Var,
@@ -32,7 +33,7 @@ from launcher.trace.jaxpr import (
 )
 from launcher.trace.pairs import Pair, Placed, grown_axis
 from launcher.trace.placements import Joined, Partial, Placement, Replicated, RowNumbers, Sharded
-from launcher.trace.primitive_kinds import KEY_MAKERS, RANDOM
+from launcher.trace.primitive_kinds import KEEPS_ROWS, KEY_MAKERS, RANDOM, ROW_WISE
 from launcher.trace.random_keys import is_typed, raw_generator
 
 # (index of an equation of the loss, index of its result)
@@ -111,6 +112,38 @@ def find_whole_batch(
         if _draws(eqn):
             finder.found.update(made[v] for v in eqn.outvars if not is_typed(v.aval))
     return WholeBatch(tuple(sorted(reached().values())), a)
+
+
+def may_need_whole_batch(eqn: Equation, batch_size: int, constants: Set[int]) -> bool:
+    """Return whether `find_whole_batch` may find something, by the loss on the whole batch alone.
+
+    It finds nothing where all that does not depend on the parameters is element-wise, or has no
+    dimension that the batch size divides.
+    """
+    jaxpr = eqn.params["jaxpr"].jaxpr
+
+    def long(v: Atom) -> list[tuple[int, int]]:
+        """The dimensions that may be the examples, if the value has any."""
+        return [(d, n) for d, n in enumerate(v.aval.shape) if n % batch_size == 0]
+
+    def is_plain(e: Equation) -> bool:
+        if e.primitive.name in KEY_MAKERS:
+            return False
+        if e.primitive.name in ROW_WISE or not any(map(long, (*e.invars, *e.outvars))):
+            return True
+        return e.primitive.name in KEEPS_ROWS and long(e.invars[0]) == long(e.outvars[0])
+
+    free = {
+        v
+        for i, v in enumerate(jaxpr.invars)
+        if i not in eqn.params["wrt"] and (long(v) or i in constants or _is_small(v, jaxpr.eqns))
+    }
+    for e in jaxpr.eqns:
+        if all(v in free for v in e.invars if is_var(v)):
+            free.update(e.outvars)
+            if not is_plain(e):
+                return True
+    return False
 
 
 def _is_small(v: Var, equations: Sequence[Equation]) -> bool:

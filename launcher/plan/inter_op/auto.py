@@ -38,9 +38,7 @@ def make_problem(
     table = cost_table(step, cluster, model_sizes(cluster), with_sequence=measured is None)
     table = dataclasses.replace(table.grouped(groups), measured=measured)
     sizes = submesh_sizes(cluster)
-    return Problem(
-        table, groups, step.batch_size, cluster, sizes, cluster.memory_bytes, step.uncut is None
-    )
+    return Problem(table, groups, step.batch_size, cluster, sizes, cluster.memory_bytes)
 
 
 def model_sizes(cluster: ClusterShape) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from launcher.plan.pipeline import Estimate
 from launcher.plan.plan import Plan, RunnerUp
 from launcher.plan.profile.measured_layers import MeasuredLayers
 from launcher.plan.stage_plan import Staged
-from launcher.trace.errors import BatchError
+from launcher.trace.errors import BatchError, JoinedError
 from launcher.trace.step import TracedStep
 
 _RUNNERS_UP = 3
@@ -54,8 +54,6 @@ def best_plan(
         PlanError: nothing fits the devices' memory, or nothing that does could be measured.
         BatchError: no plan that was found can cut the batch as it says.
     """
-    if step.uncut is not None and (wanted.num_micro_batches or 1) > 1:
-        raise step.uncut
     problem = make_problem(step, cluster, measured, wanted.num_stages)
     built: list[tuple[Plan, Estimated]] = []
     refused: dict[int, BatchError] = {}
@@ -70,6 +68,9 @@ def best_plan(
         estimates = _estimates(found, problem, wanted)
         progress(0.8)
         built, refused = _build(builder, estimates, most, lambda: progress(0.9))
+        if problem.sliced and any(isinstance(error, JoinedError) for error in refused.values()):
+            problem = dataclasses.replace(problem, sliced=False)
+            continue
         if not built:
             problem = dataclasses.replace(problem, refused=problem.refused | refused.keys())
             continue
