@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import launcher
-from launcher.trace import BatchError
+from launcher.trace import BatchError, trace_step
 
 sys.path.insert(0, str(Path(__file__).parent))
 from by_slices import by_slices, check
@@ -318,3 +318,17 @@ def test_the_row_of_a_sequence():
     labels = RNG.integers(0, 3, (ROWS, 4))
     batch = {"x": BATCH["x"], "label": labels, "mask": (labels > 0).astype(np.float32)}
     check(fun, PARAMS, batch, ROWS)
+
+
+@pytest.mark.parametrize(
+    ("name", "times"), [("mean", 1), ("label of each", 1), ("masked mean", 2), ("row and label", 2)]
+)
+def test_a_step_is_traced_again_only_where_that_tells_something(name, times):
+    calls = []
+
+    def step(p, b):
+        calls.append(rows(b))
+        return launcher.value_and_grad(EQUAL[name])(p, b)
+
+    trace_step(step, (PARAMS, BATCH))
+    assert len(calls) == times
