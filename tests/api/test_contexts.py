@@ -1,0 +1,138 @@
+"""Where and how a parallelized step may be called: in plain Python, with arguments that live."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import launcher
+from launcher.plan import PlanError
+from launcher.trace import BatchError, TraceError
+
+STAGES = launcher.PipeshardParallel(
+    num_micro_batches=2, stage_option=launcher.UniformStageOption(2)
+)
+W = np.arange(16, dtype=np.float32).reshape(4, 4) / 16
+X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
+
+
+def step_of(layer):
+    def loss(w, x):
+        x = layer(x @ w)
+        launcher.mark_pipeline_boundary()
+        return (x @ w).mean()
+
+    def step(w, x):
+        value, grads = launcher.value_and_grad(loss)(w, x)
+        return w - grads, value
+
+    return step
+
+
+def parallel(step, **options):
+    options = {"method": STAGES, "batch_argnums": (1,), "donate_argnums": (), **options}
+    return launcher.parallelize(step, devices=jax.devices()[:2], **options)
+
+
+@pytest.mark.parametrize(
+    ("context", "name"),
+    [
+        (jax.disable_jit, "jax.disable_jit()"),
+        (lambda: jax.set_mesh(jax.make_mesh((2,), ("x",))), "jax.set_mesh()"),
+    ],
+)
+def test_a_context_that_a_step_cannot_be_compiled_in_is_named(context, name):
+    train = parallel(step_of(jnp.tanh))
+    with pytest.raises(TraceError, match=rf"^step is called under {re.escape(name)}"), context():
+        train(W, X)
+    train(W, X)
+
+
+@pytest.mark.parametrize(
+    ("transformed", "weights"),
+    [
+        (jax.jit, W),
+        (lambda train: jax.vmap(train, in_axes=(0, None)), np.stack([W, W])),
+        (lambda train: jax.grad(lambda w, x: train(w, x)[1]), W),
+    ],
+    ids=["jit", "vmap", "grad"],
+)
+def test_a_transformation_of_a_step_is_refused(transformed, weights):
+    train = parallel(step_of(jnp.tanh))
+    with pytest.raises(TypeError, match=r"compiled already, and cannot be called under jax\.jit"):
+        transformed(train)(weights, X)
+
+
+def test_an_argument_that_was_used_up_is_named():
+    train = parallel(step_of(jnp.tanh), donate_argnums=(0,))
+    first, _ = train(W, X)
+    second, _ = train(first, X)
+    with pytest.raises(ValueError, match=r"^argument\[0\] was used up by an earlier call"):
+        train(first, X)
+    train(second, X)
+
+
+def test_a_method_is_parallelized_bound():
+    class Trainer:
+        @launcher.parallelize
+        def step(self, w, x):
+            return w, x
+
+        def __init__(self):
+            self.bound = parallel(self.own)
+
+        def own(self, w, x):
+            return step_of(jnp.tanh)(w, x)
+
+    with pytest.raises(TypeError, match=r"parallelize it bound, in __init__: self.step = "):
+        Trainer().step(W, X)
+    assert isinstance(Trainer.step, launcher.api.parallelize.ParallelizedFunction)
+    Trainer().bound(W, X)
+
+
+@pytest.mark.parametrize(
+    ("method", "told"),
+    [
+        ("auto", "method='auto' is not a parallel method; give an object, such as launcher.Pipe"),
+        (launcher.DataParallel, "such as launcher.DataParallel()"),
+    ],
+)
+def test_a_method_is_an_object(method, told):
+    with pytest.raises(PlanError, match=re.escape(told)):
+        launcher.parallelize(step_of(jnp.tanh), method=method)
+
+
+def test_a_sharding_of_the_users_own_is_refused_with_its_line():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    sharding = NamedSharding(mesh, PartitionSpec("x"))
+
+    def layer(x):
+        return jax.lax.with_sharding_constraint(x, sharding)
+
+    for inside in (layer, jax.checkpoint(layer)):
+        with pytest.raises(TraceError, match=r"with_sharding_constraint at .*test_contexts\.py:\d"):
+            parallel(step_of(inside))(W, X)
+
+
+def test_a_kernels_reads_and_writes_are_no_side_effects():
+    """Which rows it joins is not known: it runs on the whole batch, or as the user says."""
+
+    def double(x_ref, out_ref):
+        out_ref[...] = 2 * x_ref[...]
+
+    @jax.custom_vjp
+    def kernel(x):
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return pl.pallas_call(double, out_shape=shape, interpret=True)(x)
+
+    kernel.defvjp(lambda x: (kernel(x), None), lambda _, g: (kernel(g),))
+    expected = jax.jit(step_of(kernel))(W, X)
+    with pytest.raises(BatchError, match=r"pallas_call at .* joins examples"):
+        parallel(step_of(kernel))(W, X)
+    for layer, method in ((kernel, launcher.DataParallel()), (launcher.per_slice(kernel), STAGES)):
+        train = parallel(step_of(layer), method=method)
+        launcher.testing.assert_allclose(train(W, X), expected, rtol=1e-5)
