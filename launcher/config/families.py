@@ -85,9 +85,7 @@ def register(options: _Options) -> _Options:
     known: dict[str, Any] = _MODELS if issubclass(options, ModelOptions) else _DATASETS
     name = getattr(options, "name", None)
     if not isinstance(name, str):
-        raise TypeError(
-            f"{options.__module__}.{options.__name__}: the field `name` needs a default"
-        )
+        raise TypeError(f"{options.__name__} needs a default of its field `name`")
     other = known.setdefault(name, options).__module__
     if other != options.__module__:
         raise TypeError(f"{options.__module__} and {other} both name their family {name!r}")
