@@ -186,7 +186,7 @@ class Executable:
             leaf = leaves[i]
             if getattr(leaf, "sharding", None) == sharding:
                 if leaf.is_deleted():  # JAX would end the process
-                    raise _used_up(args, i)
+                    raise _donated_before(args, i)
                 slots[slot] = leaf
             else:
                 if isinstance(leaf, jax.core.Tracer):
@@ -215,11 +215,11 @@ class Executable:
         return jax.tree.unflatten(self._step.out_tree, flat)
 
 
-def _used_up(args: tuple[Any, ...], leaf: int) -> ValueError:
+def _donated_before(args: tuple[Any, ...], leaf: int) -> ValueError:
     path, _ = jax.tree_util.tree_leaves_with_path(args)[leaf]
     return ValueError(
-        f"argument{jax.tree_util.keystr(path)} was used up by an earlier call; give the one that "
-        "the call returned, or name no donate_argnums"
+        f"argument{jax.tree_util.keystr(path)} was donated to an earlier call, which used it up; "
+        "give the one that the call returned, or leave the argument out of donate_argnums"
     )
 
 

@@ -71,7 +71,7 @@ def test_an_argument_that_was_used_up_is_named():
     train = parallel(step_of(jnp.tanh), donate_argnums=(0,))
     first, _ = train(W, X)
     second, _ = train(first, X)
-    with pytest.raises(ValueError, match=r"^argument\[0\] was used up by an earlier call"):
+    with pytest.raises(ValueError, match=r"^argument\[0\] was donated to an earlier call"):
         train(first, X)
     train(second, X)
 
