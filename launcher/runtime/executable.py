@@ -190,11 +190,11 @@ class Executable:
                 slots[slot] = leaf
             else:
                 if isinstance(leaf, jax.core.Tracer):
-                    raise _transformed()
+                    raise transformed_error()
                 moved.append((leaf, slot, sharding))
         for i, slot, sharding, axis in self._table.batches:
             if isinstance(leaves[i], jax.core.Tracer):
-                raise _transformed()
+                raise transformed_error()
             rows = leaves[i] if axis is None else self._slicing.stack(leaves[i], axis)
             moved.append((rows, slot, sharding))
         mine = [x for x in moved if x[2].is_fully_addressable]
@@ -223,7 +223,8 @@ def _donated_before(args: tuple[Any, ...], leaf: int) -> ValueError:
     )
 
 
-def _transformed() -> TypeError:
+def transformed_error() -> TypeError:
+    """Return the error of a step that is called under a transformation of JAX's."""
     return TypeError(
         "a parallelized step is compiled already, and cannot be called under jax.jit, jax.vmap or "
         "another transformation; call it from plain Python"
