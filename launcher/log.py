@@ -57,7 +57,7 @@ def held_back() -> Iterator[None]:
             yield
     finally:
         for record in records:
-            _LAUNCHER.handle(record)
+            _LAUNCHER.callHandlers(record)  # as what is logged below it, even if it is disabled
 
 
 @contextmanager

@@ -64,6 +64,15 @@ def test_lines_are_held_back_to_the_end_whatever_it_is():
         assert lines == ["a b", "c"]
 
 
+def test_what_was_held_back_is_not_lost_if_the_logger_is_disabled(monkeypatch):
+    """As `logging.config.dictConfig` in a user's module does to loggers that it does not name."""
+    lines = []
+    with lines_to(lines.append), held_back():
+        LOG.warning("kept")
+        monkeypatch.setattr(ROOT, "disabled", True)
+    assert lines == ["kept"]
+
+
 def test_a_warning_is_given_once(caplog):
     warn_once.cache_clear()
     for _ in range(2):

@@ -244,12 +244,12 @@ def parallelize(
 
     Raises:
         TraceError: an argument is static and batch, or static and donated.
-        PlanError: `method` is no parallel method.
+        PlanError: `method` is not a parallel method.
     """
     if method is not None and (isinstance(method, type) or not hasattr(method, "plan")):
         name = getattr(method, "__name__", None)
         raise PlanError(
-            f"method={name or repr(method)} is no parallel method; give an object, such as "
+            f"method={name or repr(method)} is not a parallel method; give an object, such as "
             f"launcher.{name or 'PipeshardParallel'}({'' if name else _AUTO})"
         )
     local = None

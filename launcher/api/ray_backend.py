@@ -14,7 +14,7 @@ from launcher.api.step_worker import TRACE_SETTINGS, Call, StepProgram
 from launcher.cluster.errors import WorkerError
 from launcher.cluster.worker_group import WorkerGroup
 from launcher.plan import ClusterShape, Plan
-from launcher.runtime import StageTimes
+from launcher.runtime import StageTimes, transformed_error
 from launcher.trace import TracedStep
 
 _IN_MESSAGE = 64 * 1024  # bytes up to which sending to each worker is quicker than sharing
@@ -139,7 +139,7 @@ class RemoteExecutable:
         """Send one step to the workers and return handles at once; donated handles are consumed.
 
         Raises:
-            TypeError: the arguments do not have the structure that was traced.
+            TypeError: the arguments do not have the structure that was traced, or are traced.
             ConsumedError: an argument was donated before.
             WorkerError: a worker failed in an earlier call, or is gone.
         """
@@ -191,6 +191,8 @@ class RemoteExecutable:
         consumed: list[RemoteArray] = []
         for i, leaf in enumerate(leaves):
             if type(leaf) is not RemoteArray or self._batch[i]:  # every worker gets the whole batch
+                if isinstance(leaf, jax.core.Tracer):
+                    raise transformed_error()
                 values.append(portable(leaf, self._in_avals[i].dtype))
                 numbers.append(-1)
                 continue

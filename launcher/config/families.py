@@ -16,7 +16,7 @@ from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 from pathlib import Path
 from types import ModuleType
-from typing import ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from launcher.config.errors import ConfigError
 from launcher.config.fields import Switch
@@ -77,11 +77,18 @@ _DATASETS: dict[str, type[DatasetOptions]] = {}
 
 
 def register(options: _Options) -> _Options:
-    """Make a family known by its name, as a decorator of its settings."""
-    if issubclass(options, ModelOptions):
-        _MODELS[options.name] = options
-    else:
-        _DATASETS[options.name] = options
+    """Make a family known by its name, as a decorator of its settings.
+
+    Raises:
+        TypeError: the name has no default, or is another family's.
+    """
+    known: dict[str, Any] = _MODELS if issubclass(options, ModelOptions) else _DATASETS
+    name = getattr(options, "name", None)
+    if not isinstance(name, str):
+        raise TypeError(f"{options.__name__} needs a default of its field `name`")
+    other = known.setdefault(name, options).__module__
+    if other != options.__module__:
+        raise TypeError(f"{options.__module__} and {other} both name their family {name!r}")
     return options
 
 

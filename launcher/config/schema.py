@@ -6,8 +6,8 @@ classes; they import nothing else of ours.
 
 The sections `cluster`, `optimizer` and `parallel` are in `machines`, `optimizers` and `parallel`,
 those of models and datasets in `recipes`, a class a family (`families`); `fields` is how a field
-says which values it takes. A default says what the YAML of the default
-options says too (a test holds them together); it serves files that leave a key out.
+says which values it takes. A default says what the YAML of the default options says too (a test
+holds them together); it serves files that leave a key out.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Imports `plan`, by its door, and below.
 """
 
-from launcher.runtime.executable import Executable, StageTimes, compile_step
+from launcher.runtime.executable import Executable, StageTimes, compile_step, transformed_error
 from launcher.runtime.kept import keep_compiled, why_not_kept
 from launcher.runtime.permute import PermuteTransport
 from launcher.runtime.transfer import move
@@ -20,5 +20,6 @@ __all__ = [
     "fail_together",
     "keep_compiled",
     "move",
+    "transformed_error",
     "why_not_kept",
 ]

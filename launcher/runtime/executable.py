@@ -186,15 +186,15 @@ class Executable:
             leaf = leaves[i]
             if getattr(leaf, "sharding", None) == sharding:
                 if leaf.is_deleted():  # JAX would end the process
-                    raise _used_up(args, i)
+                    raise _donated_before(args, i)
                 slots[slot] = leaf
             else:
                 if isinstance(leaf, jax.core.Tracer):
-                    raise _transformed()
+                    raise transformed_error()
                 moved.append((leaf, slot, sharding))
         for i, slot, sharding, axis in self._table.batches:
             if isinstance(leaves[i], jax.core.Tracer):
-                raise _transformed()
+                raise transformed_error()
             rows = leaves[i] if axis is None else self._slicing.stack(leaves[i], axis)
             moved.append((rows, slot, sharding))
         mine = [x for x in moved if x[2].is_fully_addressable]
@@ -215,15 +215,16 @@ class Executable:
         return jax.tree.unflatten(self._step.out_tree, flat)
 
 
-def _used_up(args: tuple[Any, ...], leaf: int) -> ValueError:
+def _donated_before(args: tuple[Any, ...], leaf: int) -> ValueError:
     path, _ = jax.tree_util.tree_leaves_with_path(args)[leaf]
     return ValueError(
-        f"argument{jax.tree_util.keystr(path)} was used up by an earlier call; give the one that "
-        "the call returned, or name no donate_argnums"
+        f"argument{jax.tree_util.keystr(path)} was donated to an earlier call, which used it up; "
+        "give the one that the call returned, or leave the argument out of donate_argnums"
     )
 
 
-def _transformed() -> TypeError:
+def transformed_error() -> TypeError:
+    """Return the error of a step that is called under a transformation of JAX's."""
     return TypeError(
         "a parallelized step is compiled already, and cannot be called under jax.jit, jax.vmap or "
         "another transformation; call it from plain Python"

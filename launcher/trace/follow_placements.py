@@ -42,7 +42,7 @@ from launcher.trace.primitive_kinds import CALLS
 from launcher.trace.primitives import is_per_slice
 
 # Called with each pair of equations and what became of it; may return something else.
-Visit = Callable[[Pair, "list[Placement]", Placed], Placed]
+Visit = Callable[[Pair, list[Placement], Placed], Placed]
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +163,7 @@ def place_equation(pair: Pair, given: Sequence[Placement]) -> Placed:
 
 
 def _alternatives(pair: Pair, given: list[Placement]) -> Placed:
-    """A called function, or the branches of a conditional."""
+    """Return the placements of the results of a called function, or of a conditional."""
     programs = list(zip(alternatives(pair.whole), alternatives(pair.part), strict=True))
     lost = Placed([Joined(pair.part)] * len(pair.part.outvars), [pair.part])
     inner = len(programs[0][0].invars)
@@ -188,6 +188,10 @@ def _alternatives(pair: Pair, given: list[Placement]) -> Placed:
 
 
 def _scan(pair: Pair, given: list[Placement]) -> Placed:
+    """Return the placements of a loop's carry and of what its iterations leave, stacked.
+
+    A loop over the examples is a function of each, if nothing goes from one iteration to the next.
+    """
     whole, part = pair.whole.params, pair.part.params
     consts, carry = part["num_consts"], part["num_carry"]
     lost = Placed([Joined(pair.part)] * len(pair.part.outvars), [pair.part])
@@ -195,9 +199,7 @@ def _scan(pair: Pair, given: list[Placement]) -> Placed:
     xs = given[consts + carry :]
     if Sharded(0) in xs:
         alone = carry == 0 and all(isinstance(p, Replicated) for p in given[:consts])
-        alone &= all(p == Sharded(0) or isinstance(p, Replicated) for p in xs) and xs.count(
-            Sharded(0)
-        ) == len(xs)
+        alone &= all(p == Sharded(0) for p in xs)
         if not alone or structure_text(a) != structure_text(b):
             return lost
         return Placed([own_value(pair, j) for j in range(len(pair.part.outvars))], [pair.part])
@@ -217,6 +219,7 @@ def _scan(pair: Pair, given: list[Placement]) -> Placed:
 
 
 def _while(pair: Pair, given: list[Placement]) -> Placed:
+    """Return the placements of a loop's state, if the test is the same in every slice."""
     whole, part = pair.whole.params, pair.part.params
     tests, consts = part["cond_nconsts"], part["body_nconsts"]
     a, b = whole["body_jaxpr"].jaxpr, part["body_jaxpr"].jaxpr

@@ -76,7 +76,7 @@ def _impure(eqn: Equation) -> Equation | None:
 
 
 def _constraint(eqn: Equation) -> Equation | None:
-    """The equation, or the one in its body, that constrains a sharding."""
+    """Return the equation, or the one in its body, that constrains a sharding."""
     if eqn.primitive.name in CONSTRAINTS:
         return eqn
     inner = (_constraint(e) for jaxpr in sub_jaxprs(eqn) for e in jaxpr.eqns)

@@ -1,24 +1,31 @@
-"""Where a parallelized step may be called, with what, and the errors of everything else."""
+"""Where and how a parallelized step may be called: in plain Python, with arguments that live."""
+
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import pallas
+from jax.experimental import pallas as pl
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import launcher
 from launcher.plan import PlanError
-from launcher.trace import TraceError
+from launcher.trace import BatchError, TraceError
 
-W = np.eye(4, dtype=np.float32) / 2
+STAGES = launcher.PipeshardParallel(
+    num_micro_batches=2, stage_option=launcher.UniformStageOption(2)
+)
+W = np.arange(16, dtype=np.float32).reshape(4, 4) / 16
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
 
 
-def loss(w, x):
-    return (jnp.tanh(x @ w) ** 2).mean()
+def step_of(layer):
+    def loss(w, x):
+        x = layer(x @ w)
+        launcher.mark_pipeline_boundary()
+        return (x @ w).mean()
 
-
-def step_of(loss):
     def step(w, x):
         value, grads = launcher.value_and_grad(loss)(w, x)
         return w - grads, value
@@ -26,111 +33,106 @@ def step_of(loss):
     return step
 
 
-def parallel(fun=loss, num_micro_batches=1):
-    method = launcher.DataParallel(num_micro_batches)
-    return launcher.parallelize(step_of(fun), method=method, devices=jax.devices()[:2])
+def parallel(step, **options):
+    options = {"method": STAGES, "batch_argnums": (1,), "donate_argnums": (), **options}
+    return launcher.parallelize(step, devices=jax.devices()[:2], **options)
 
 
 @pytest.mark.parametrize(
-    ("around", "args"),
-    [(jax.jit, (W, X)), (jax.vmap, (np.stack([W, W]), np.stack([X, X])))],
-    ids=["jit", "vmap"],
+    ("context", "name"),
+    [
+        (jax.disable_jit, "jax.disable_jit()"),
+        (lambda: jax.set_mesh(jax.make_mesh((2,), ("x",))), "jax.set_mesh()"),
+    ],
 )
-def test_a_transformation_around_the_step_is_refused(around, args):
-    step = parallel()
-    step(jnp.asarray(W), X)
-    with pytest.raises(TypeError, match=r"cannot be called under jax\.jit, jax\.vmap or another"):
-        around(lambda w, x: step(w, x))(*args)
+def test_a_context_that_a_step_cannot_be_compiled_in_is_named(context, name):
+    train = parallel(step_of(jnp.tanh))
+    with pytest.raises(TraceError, match=rf"^step is called under {re.escape(name)}"), context():
+        train(W, X)
+    train(W, X)
 
 
-def test_disable_jit_is_refused():
-    with (
-        jax.disable_jit(),
-        pytest.raises(TraceError, match=r"step is called under jax\.disable_jit"),
-    ):
-        parallel()(jnp.asarray(W), X)
-
-
-def test_a_mesh_of_the_users_own_is_refused():
-    mesh = jax.make_mesh((2,), ("mine",), devices=jax.devices()[:2])
-    with jax.set_mesh(mesh), pytest.raises(TraceError, match=r"step is called under jax\.set_mesh"):
-        parallel()(jnp.asarray(W), X)
-
-
-def test_debug_nans_names_nothing_that_is_right():
-    with jax.debug_nans(True):
-        parallel()(jnp.asarray(W), X)
-
-
-def test_a_sharding_constraint_is_refused_by_its_line():
-    spec = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-
-    def constrained(w, x):
-        return (jax.lax.with_sharding_constraint(x @ w, spec) ** 2).mean()
-
-    words = r"with_sharding_constraint at .*test_contexts\.py:\d+.*Remove the constraint"
-    with pytest.raises(TraceError, match=words):
-        parallel(constrained)(jnp.asarray(W), X)
+@pytest.mark.parametrize(
+    ("transformed", "weights"),
+    [
+        (jax.jit, W),
+        (lambda train: jax.vmap(train, in_axes=(0, None)), np.stack([W, W])),
+        (lambda train: jax.grad(lambda w, x: train(w, x)[1]), W),
+    ],
+    ids=["jit", "vmap", "grad"],
+)
+def test_a_transformation_of_a_step_is_refused(transformed, weights):
+    train = parallel(step_of(jnp.tanh))
+    with pytest.raises(TypeError, match=r"compiled already, and cannot be called under jax\.jit"):
+        transformed(train)(weights, X)
 
 
 def test_an_argument_that_was_used_up_is_named():
-    step = parallel()
-    first, _ = step(jnp.asarray(W), X)
-    step(first, X)
-    with pytest.raises(ValueError, match=r"argument\[0\] was used up by an earlier call"):
-        step(first, X)
+    train = parallel(step_of(jnp.tanh), donate_argnums=(0,))
+    first, _ = train(W, X)
+    second, _ = train(first, X)
+    with pytest.raises(ValueError, match=r"^argument\[0\] was donated to an earlier call"):
+        train(first, X)
+    train(second, X)
 
 
-@pytest.mark.parametrize(
-    ("method", "words"),
-    [
-        ("auto", r"method='auto' is no parallel method; .* launcher\.PipeshardParallel\(num_micro"),
-        (launcher.DataParallel, r"method=DataParallel is no .* launcher\.DataParallel\(\)"),
-    ],
-    ids=["name", "class"],
-)
-def test_what_is_no_method_is_refused(method, words):
-    with pytest.raises(PlanError, match=words):
-        launcher.parallelize(step_of(loss), method=method)
-
-
-def test_methods_are_parallelized_bound():
+def test_a_method_is_parallelized_bound():
     class Trainer:
-        rate = 0.5
-
         @launcher.parallelize
-        def train(self, w, x):
-            return w
-
         def step(self, w, x):
-            value, grads = launcher.value_and_grad(loss)(w, x)
-            return w - self.rate * grads, value
+            return w, x
 
-    with pytest.raises(TypeError, match=r"self\.train = launcher\.parallelize\(self\.train\)"):
-        Trainer().train(W, X)
-    bound = launcher.parallelize(Trainer().step, devices=jax.devices()[:2])
-    np.testing.assert_allclose(bound(jnp.asarray(W), X)[1], loss(W, X), rtol=1e-6)
+        def __init__(self):
+            self.bound = parallel(self.own)
 
+        def own(self, w, x):
+            return step_of(jnp.tanh)(w, x)
 
-@jax.custom_vjp
-def doubled(x):
-    def kernel(of, out):
-        out[...] = of[...] * 2
-
-    return pallas.pallas_call(kernel, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
-
-
-doubled.defvjp(lambda x: (doubled(x), None), lambda _, g: (2 * g,))
+    with pytest.raises(TypeError, match=r"parallelize it bound, in __init__: self.step = "):
+        Trainer().step(W, X)
+    assert isinstance(Trainer.step, launcher.api.parallelize.ParallelizedFunction)
+    Trainer().bound(W, X)
 
 
 @pytest.mark.parametrize(
-    ("kernel", "num_micro_batches"), [(doubled, 1), (launcher.per_slice(doubled), 2)]
+    ("method", "told"),
+    [
+        ("auto", "method='auto' is not a parallel method; give an object, such as launcher.Pipe"),
+        (launcher.DataParallel, "such as launcher.DataParallel()"),
+    ],
 )
-def test_a_kernel_runs_in_a_step(kernel, num_micro_batches):
-    """A kernel of unknown ways runs on the whole batch, unless it is said to be a slice's own."""
+def test_a_method_is_an_object(method, told):
+    with pytest.raises(PlanError, match=re.escape(told)):
+        launcher.parallelize(step_of(jnp.tanh), method=method)
 
-    def of(w, x):
-        return (kernel(x @ w) ** 2).mean()
 
-    _, value = parallel(of, num_micro_batches)(jnp.asarray(W), X)
-    np.testing.assert_allclose(value, ((2 * X @ W) ** 2).mean(), rtol=1e-5)
+def test_a_sharding_of_the_users_own_is_refused_with_its_line():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    sharding = NamedSharding(mesh, PartitionSpec("x"))
+
+    def layer(x):
+        return jax.lax.with_sharding_constraint(x, sharding)
+
+    for inside in (layer, jax.checkpoint(layer)):
+        with pytest.raises(TraceError, match=r"with_sharding_constraint at .*test_contexts\.py:\d"):
+            parallel(step_of(inside))(W, X)
+
+
+def test_a_kernels_reads_and_writes_are_no_side_effects():
+    """Which rows it joins is not known: it runs on the whole batch, or as the user says."""
+
+    def double(x_ref, out_ref):
+        out_ref[...] = 2 * x_ref[...]
+
+    @jax.custom_vjp
+    def kernel(x):
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return pl.pallas_call(double, out_shape=shape, interpret=True)(x)
+
+    kernel.defvjp(lambda x: (kernel(x), None), lambda _, g: (kernel(g),))
+    expected = jax.jit(step_of(kernel))(W, X)
+    with pytest.raises(BatchError, match=r"pallas_call at .* joins examples"):
+        parallel(step_of(kernel))(W, X)
+    for layer, method in ((kernel, launcher.DataParallel()), (launcher.per_slice(kernel), STAGES)):
+        train = parallel(step_of(layer), method=method)
+        launcher.testing.assert_allclose(train(W, X), expected, rtol=1e-5)

@@ -330,6 +330,13 @@ def test_a_batch_that_does_not_fit_is_refused_here(train):
     assert_allclose(train(state, BATCHES[1])[1], serial(2)[1][1])
 
 
+def test_a_transformation_of_a_step_is_refused(train):
+    state, _ = run(train, 1)
+    with pytest.raises(TypeError, match=r"cannot be called under jax\.jit"):
+        jax.jit(lambda batch: train(state, batch))(BATCHES[0])
+    train(state, BATCHES[0])
+
+
 def test_a_killed_worker_ends_the_session_and_another_one_begins(train):
     state, losses = run(train, 2)
     fetched, unfetched = losses

@@ -66,5 +66,5 @@ def test_a_gpus_memory_is_measured_as_workers_have_it(
     script.write_text("\n".join(lines))
     monkeypatch.setattr(calibration.measure_devices, "__file__", str(script))
     nominal = pool_shape(DevicePool("gpu", 1, 2, "NVIDIA H200", ""))
-    found, _ = calibration.measure(nominal, print)
+    found, _ = calibration.measure(nominal)
     assert found.memory_bytes == nominal.memory_bytes == int(memory_share(os.environ) * (141 << 30))

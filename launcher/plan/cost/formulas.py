@@ -133,7 +133,7 @@ class PassSeconds:
 
 
 def pass_seconds(
-    of: PassParts, launch: float, as_one: Condition, is_first: Condition, splits: bool
+    of: PassParts, overhead: float, as_one: Condition, is_first: Condition, splits: bool
 ) -> PassSeconds:
     """Return the seconds of a stage's passes over a microbatch.
 
@@ -142,16 +142,16 @@ def pass_seconds(
 
     Args:
         of: their parts.
-        launch: dispatch overhead of a program.
+        overhead: dispatch overhead of a program.
         as_one: whether both passes are one program.
         is_first: whether no other stage waits for the gradient of the stage's input.
         splits: whether the schedule has a program of its own for the gradients of the weights,
             which take half of the work. The first stage has none: all of it may wait.
     """
-    forward = of.work + of.sums + (of.gather + launch)
-    started = np.where(as_one, of.scatter, of.gather + of.scatter + launch)
+    forward = of.work + of.sums + (of.gather + overhead)
+    started = np.where(as_one, of.scatter, of.gather + of.scatter + overhead)
     backward = of.work_back + of.again + of.sums_back + started
-    start = np.where(is_first, 0.0, launch if splits else 0.0)
+    start = np.where(is_first, 0.0, overhead if splits else 0.0)
     weight = np.where(is_first, backward, of.work_back / 2 + start)
     return PassSeconds(forward, backward + start, weight)
 

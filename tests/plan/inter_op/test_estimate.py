@@ -109,9 +109,8 @@ def assignment_of(problem, shape, stages, **changed):
     ],
 )
 def test_an_estimate_predicts_what_the_whole_plan_does(step, shape, stages, changed):
-    cluster = dataclasses.replace(
-        CLUSTER, dispatch_overhead=2e-3
-    )  # so that a program too many is seen
+    # So that a program too many is seen.
+    cluster = dataclasses.replace(CLUSTER, dispatch_overhead=2e-3)
     problem = make_problem(step, cluster)
     assignment = assignment_of(problem, shape, stages, **changed)
     want = build_plan(step, assignment, cluster).predicted_step_seconds

@@ -145,10 +145,8 @@ def test_a_candidate_that_takes_too_long_costs_itself_and_says_why(
 ) -> None:
     found = profile.measure_layers(traced(1), shape(1), (1,), 1, time_out=0.01)
     assert {t.failure for t in found.timings.values()} == {"it took more than 0.01 s"}
-    assert (
-        caplog.messages[0]
-        == "layer 0 on a model axis of 1 was not measured: it took more than 0.01 s"
-    )
+    told = "layer 0 on a model axis of 1 was not measured: it took more than 0.01 s"
+    assert caplog.messages[0] == told
     assert not (own_cache / "profile").exists()
     with pytest.raises(PlanError, match="layer 0 could not be measured on 1 devices"):
         found.stage((0,), 1, 1)
@@ -266,15 +264,13 @@ def test_how_many_devices_work_at_once_is_measured_by_one_alone() -> None:
     faster = MeasuredLayers((0,), {(0, 1): dataclasses.replace(timing, alone=1e-3)}, BATCH)
     assert faster.effective_parallelism((0,), shape(4)) == 1.0
     pair = MeasuredLayers((0,), {(0, 2): dataclasses.replace(timing, alone=0.04 * 2 / 3)}, BATCH)
-    assert pair.effective_parallelism((0,), shape(4)) == pytest.approx(
-        2.0
-    )  # a third of the way to all four
+    # A third of the way to all four.
+    assert pair.effective_parallelism((0,), shape(4)) == pytest.approx(2.0)
     both = MeasuredLayers((0, 1), {(0, 1): timing, (1, 1): Timing(((4, 0.0, 0.04),), 0, 0.04)}, 8)
     assert both.effective_parallelism((0, 1), shape(4)) == pytest.approx(3.0)
     assert both.effective_parallelism((1,), shape(4)) == 4.0
-    apart = dataclasses.replace(
-        shape(4), effective_parallelism=None
-    )  # GPUs do not share a machine's cores
+    # GPUs do not share a machine's cores.
+    apart = dataclasses.replace(shape(4), effective_parallelism=None)
     assert found.effective_parallelism((0, 1), apart) is None
 
 
