@@ -6,6 +6,7 @@ holds no device and no result.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -24,14 +25,16 @@ from launcher.plan.options import (
     ManualLayerOption,
     ManualStageOption,
     UniformStageOption,
+    check_product,
+    checked_micro_batches,
     layer_option_of,
-    of_one_batch,
     pair,
     stage_option_of,
 )
 from launcher.plan.plan import Plan
 from launcher.plan.profile.measure_layers import measure_layers
 from launcher.schedule import DEFAULT_SCHEDULE, training_schedules
+from launcher.trace.errors import JoinedError
 from launcher.trace.step import TracedStep
 
 __all__ = [
@@ -130,7 +133,7 @@ class ShardParallel:
         """See `Method.plan`."""
         given = self.logical_mesh_shape or (1, cluster.num_devices)
         data, model = pair("logical_mesh_shape", given)
-        _check_product("logical_mesh_shape", (data, model), cluster)
+        check_product("logical_mesh_shape", (data, model), cluster)
         return _one_stage(step, cluster, "shard", (data, model), self.num_micro_batches, self.remat)
 
 
@@ -148,7 +151,7 @@ class ThreeDParallel:
     def plan(self, step: TracedStep, cluster: ClusterShape) -> Plan:
         """See `Method.plan`."""
         sizes = self.data, self.model, self.pipeline
-        _check_product("data × model × pipeline", sizes, cluster)
+        check_product("data × model × pipeline", sizes, cluster)
         option = UniformStageOption(self.pipeline, logical_mesh_shape=(self.data, self.model))
         return _pipeline(
             step, cluster, "three_d", option, self.num_micro_batches, self.schedule, self.remat
@@ -277,17 +280,6 @@ def check_cost(cost: str) -> None:
         raise PlanError(f'cost={cost!r} is not "model" or "profile"')
 
 
-def _check_product(what: str, sizes: Sequence[int], cluster: ClusterShape) -> None:
-    product = 1
-    for size in sizes:
-        product *= size
-    if product != cluster.num_devices or min(sizes) < 1:
-        raise PlanError(
-            f"{what} = {' × '.join(map(str, sizes))} needs {product} devices and there are "
-            f"{cluster.num_devices} (cluster.gpus); make the product the number of devices"
-        )
-
-
 def _one_stage(
     step: TracedStep,
     cluster: ClusterShape,
@@ -301,14 +293,30 @@ def _one_stage(
     assignment = Assignment(
         method=method,
         layers=(tuple(range(step.loss(1).num_layers)),),
-        submeshes=of_one_batch(step, num_micro_batches, (Submesh(devices, logical_mesh),)),
+        submeshes=(Submesh(devices, logical_mesh),),
         mesh_of=(0,),
         num_micro_batches=checked_micro_batches(num_micro_batches),
         schedule=DEFAULT_SCHEDULE,
         remat=remat_of_stages(remat, 1),
         zero=(zero,),
     )
-    return build_plan(step, assignment, cluster)
+    return _planned(step, assignment, cluster)
+
+
+def _planned(step: TracedStep, assignment: Assignment, cluster: ClusterShape) -> Plan:
+    """Return the plan of an assignment; without replicas if the only microbatch cannot be cut."""
+    try:
+        return build_plan(step, assignment, cluster)
+    except JoinedError as error:
+        if assignment.num_micro_batches > 1:
+            raise
+        reason = error
+    meshes = tuple(Submesh(s.devices, (1, len(s.devices))) for s in assignment.submeshes)
+    plan = build_plan(step, dataclasses.replace(assignment, submeshes=meshes), cluster)
+    note = (
+        f"devices share the whole batch instead of cutting it into replicas, since {reason.cause}"
+    )
+    return dataclasses.replace(plan, notes=(note, *plan.notes))
 
 
 def _pipeline(
@@ -328,7 +336,7 @@ def _pipeline(
     assignment = Assignment(
         method=method,
         layers=cut.layers,
-        submeshes=of_one_batch(step, num_micro_batches, cut.submeshes),
+        submeshes=cut.submeshes,
         mesh_of=cut.mesh_of,
         num_micro_batches=checked_micro_batches(num_micro_batches),
         schedule=schedule,
@@ -336,11 +344,4 @@ def _pipeline(
         zero=cut.zero,
         shardings=cut.shardings,
     )
-    return build_plan(step, assignment, cluster)
-
-
-def checked_micro_batches(number: int) -> int:
-    """Return the number of microbatches; raise PlanError if it is less than one."""
-    if not isinstance(number, int) or number < 1:
-        raise PlanError(f"num_micro_batches={number} must be a whole number, at least 1")
-    return number
+    return _planned(step, assignment, cluster)

@@ -5,7 +5,6 @@ Pure. The names are those of Alpa's API.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from launcher.partition.stages import group_layers, layer_flops
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.schedule import SCHEDULES, training_schedules
 from launcher.trace.auto_layers import cluster_layers
-from launcher.trace.errors import JoinedError, LayerCountError
+from launcher.trace.errors import LayerCountError
 from launcher.trace.step import TracedStep
 
 _ZERO = {"zero2": 2, "zero3": 3}
@@ -306,18 +305,20 @@ def _stages_and_meshes(
     )
 
 
-def of_one_batch(
-    step: TracedStep, num_micro_batches: int, submeshes: tuple[Submesh, ...]
-) -> tuple[Submesh, ...]:
-    """Return the submeshes without replicas where examples see one another in the only microbatch.
+def check_product(what: str, sizes: Sequence[int], cluster: ClusterShape) -> None:
+    """Raise PlanError unless the product of these sizes is the number of devices."""
+    product = 1
+    for size in sizes:
+        product *= size
+    if product != cluster.num_devices or min(sizes) < 1:
+        raise PlanError(
+            f"{what} = {' × '.join(map(str, sizes))} needs {product} devices and there are "
+            f"{cluster.num_devices} (cluster.gpus); make the product the number of devices"
+        )
 
-    Their devices share the whole batch as they share a matrix product: the compiler adds the
-    collectives that joining the examples takes.
-    """
-    replicas = submeshes[0].logical_mesh[0]
-    if num_micro_batches != 1 or replicas == 1 or step.batch_size % replicas:
-        return submeshes
-    with contextlib.suppress(JoinedError):
-        step.loss(replicas)
-        return submeshes
-    return tuple(Submesh(s.devices, (1, len(s.devices))) for s in submeshes)
+
+def checked_micro_batches(number: int) -> int:
+    """Return the number of microbatches; raise PlanError if it is less than one."""
+    if not isinstance(number, int) or number < 1:
+        raise PlanError(f"num_micro_batches={number} must be a whole number, at least 1")
+    return number

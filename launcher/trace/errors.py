@@ -16,7 +16,14 @@ class BatchError(TraceError):
 
 
 class JoinedError(BatchError):
-    """The loss joins examples, of which a slice of the batch sees only its own."""
+    """The loss joins examples, of which a slice of the batch sees only its own.
+
+    `cause` says where, in words that follow "since".
+    """
+
+    def __init__(self, message: str, cause: str) -> None:
+        super().__init__(message)
+        self.cause = cause
 
 
 class ReduceError(BatchError):

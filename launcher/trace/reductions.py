@@ -66,8 +66,8 @@ def _of_loss(word: str, placement: Placement, num_slices: int) -> str:
         raise JoinedError(
             f"the loss takes the {word} over the examples at {source_line(eqn)}, so that its "
             f"gradient belongs to one of {num_slices} slices of the batch (microbatches × "
-            "data-parallel replicas). Ask for one microbatch and no replicas, or for a mean or a "
-            "sum"
+            "data-parallel replicas). Ask for one microbatch, or for a mean or a sum",
+            f"the loss takes the {word} over the examples at {source_line(eqn)}",
         )
     return "mean" if word == "last" else word  # one of the parameters alone is its own mean
 
@@ -86,9 +86,10 @@ def _word(name: str, placement: Placement, num_slices: int, is_averaged: bool) -
         raise JoinedError(
             f"{name} is not a mean, a sum or a row of each example: {eqn.primitive.name} at "
             f"{source_line(eqn)} joins examples, of which each of {num_slices} slices of the batch "
-            "(microbatches × data-parallel replicas) sees only its own. Ask for one microbatch and "
-            "no replicas, compute it from the batch alone, or mark the function with "
-            "launcher.per_slice if a slice's own value is meant"
+            "(microbatches × data-parallel replicas) sees only its own. Ask for one microbatch, "
+            "compute it from the batch alone, or mark the function with "
+            "launcher.per_slice if a slice's own value is meant",
+            f"{eqn.primitive.name} at {source_line(eqn)} joins examples",
         )
     remedy = 'say reduce="last", or return a floating-point number of a fixed shape'
     if isinstance(placement, Sharded | RowNumbers):

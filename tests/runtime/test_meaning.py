@@ -155,6 +155,21 @@ def test_examples_that_see_one_another_in_one_slice(of, method):
     check(of, method)
 
 
+def test_a_plan_says_that_no_batch_is_cut():
+    step = launcher.parallelize(
+        step_of(contrastive, launcher.value_and_grad),
+        method=METHODS["data"],
+        devices=jax.devices()[:4],
+    )
+    plan = step.plan(PARAMS, BATCH)
+    assert [stage.logical_mesh for stage in plan.stages] == [(1, 4)]
+    assert re.fullmatch(
+        r"devices share the whole batch instead of cutting it into replicas, since dot_general at "
+        r".*test_meaning\.py:\d+.* joins examples",
+        plan.notes[0],
+    )
+
+
 @pytest.mark.parametrize("of", JOINED)
 def test_examples_that_see_one_another_are_refused_in_several(of):
     step = step_of(of, launcher.value_and_grad)

@@ -186,7 +186,7 @@ def test_a_refusal_names_the_line_and_the_ways_out():
         r"the loss is not a mean, a sum or a row of each example: sqrt at "
         rf".*test_meaning\.py:{line}"
         r":\d+ \(.*fun\) joins examples, of which each of 4 slices of the batch \(microbatches × "
-        r"data-parallel replicas\) sees only its own\. Ask for one microbatch and no replicas, "
+        r"data-parallel replicas\) sees only its own\. Ask for one microbatch, "
         r"compute it from the batch alone, or mark the function with launcher\.per_slice if a "
         r"slice's own value is meant",
         str(refused.value),

@@ -67,11 +67,12 @@ def best_plan(
             break
         estimates = _estimates(found, problem, wanted)
         progress(0.8)
-        built, refused = _build(builder, estimates, most, lambda: progress(0.9))
+        tried, refused = _build(builder, estimates, most, lambda: progress(0.9))
+        built = tried or built
         if problem.sliced and any(isinstance(error, JoinedError) for error in refused.values()):
             problem = dataclasses.replace(problem, sliced=False)
             continue
-        if not built:
+        if not tried:
             problem = dataclasses.replace(problem, refused=problem.refused | refused.keys())
             continue
         fitting = [pair for pair in built if pair[0].missing_bytes <= 0]
@@ -80,9 +81,9 @@ def best_plan(
             runners_up = _runners_up(best, chosen, built, estimates)
             return dataclasses.replace(best, runners_up=runners_up)
         problem = _with_less_memory(problem, [plan for plan, _ in built])
-    if not built:
-        raise next(iter(refused.values()))
-    raise _too_large(built)
+    if built:
+        raise _too_large(built)
+    raise next(iter(refused.values()))
 
 
 Estimated = tuple[Assignment, Estimate]
