@@ -16,7 +16,7 @@ ELEMENTWISE = frozenset((
     "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clamp", "complex", "conj", "convert_element_type",
     "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp",
     "exp2", "expm1", "floor", "ge", "gt", "igamma", "igamma_grad_a", "igammac", "imag",
-    "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "le_to", "lt", "lt_to",
+    "integer_pow", "is_finite", "le", "le_to", "lgamma", "log", "log1p", "logistic", "lt", "lt_to",
     "max", "min", "mul", "name", "ne", "neg", "nextafter", "not", "or", "polygamma",
     "population_count", "pow", "real", "reduce_precision", "regularized_incomplete_beta", "rem",
     "round", "rsqrt", "select_n", "sharding_constraint", "shift_left", "shift_right_arithmetic",
