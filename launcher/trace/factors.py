@@ -170,6 +170,18 @@ def _concatenate(eqn: Equation) -> tuple[Factor, ...]:
     return tuple(Factor(tuple((i, d) for i in ins), ((0, d),)) for d in range(rank) if d != along)
 
 
+def _stack(eqn: Equation) -> tuple[Factor, ...]:
+    ins, axis = range(len(eqn.invars)), eqn.params["axis"]
+    rank = len(eqn.invars[0].aval.shape)
+    return tuple(Factor(tuple((i, d) for i in ins), ((0, d + (d >= axis)),)) for d in range(rank))
+
+
+def _unstack(eqn: Equation) -> tuple[Factor, ...]:
+    outs, axis = range(len(eqn.outvars)), eqn.params["axis"]
+    kept = [d for d in range(len(eqn.invars[0].aval.shape)) if d != axis]
+    return tuple(Factor(((0, d),), tuple((j, k) for j in outs)) for k, d in enumerate(kept))
+
+
 def _gather(eqn: Equation) -> tuple[Factor, ...]:
     """Return the factors of a gather.
 
@@ -258,6 +270,9 @@ _RULES: dict[str, Callable[[Equation], tuple[Factor, ...]]] = {
     "dynamic_update_slice": _same_size,
     "pad": _pad,
     "concatenate": _concatenate,
+    "stack": _stack,
+    "unstack": _unstack,
+    "tile": _same_size,
     "split": _along("axis"),
     "rev": _along("dimensions"),
     "sort": _along("dimension"),

@@ -69,7 +69,9 @@ def same_structure(whole: Jaxpr, part: Jaxpr) -> bool:
     if len(whole.eqns) != len(part.eqns):
         return False
     for a, b in zip(whole.eqns, part.eqns, strict=True):
-        if a.primitive is not b.primitive or len(a.invars) != len(b.invars):
+        if a.primitive is not b.primitive:
+            return False
+        if len(a.invars) != len(b.invars) or len(a.outvars) != len(b.outvars):
             return False
         inner = list(sub_jaxprs(a)), list(sub_jaxprs(b))
         if len(inner[0]) != len(inner[1]):

@@ -129,7 +129,8 @@ def is_var(atom: Atom) -> TypeIs[Var]:
 def inline_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The same program with every plain call (`jit`) replaced by its body, under fresh names.
 
-    An equation of a body that no line of the user's is known for gets that of its call.
+    An equation of a body is in the named scopes of its call. Where no line of the user's is known
+    for it, it gets that of its call.
     """
     equations: list[Equation] = []
     constants: dict[Var, Any] = {}
@@ -139,8 +140,11 @@ def inline_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
             return env[atom] if is_var(atom) else atom
 
         for eqn in jaxpr.eqns:
-            if call is not None and not source_line(eqn):
-                eqn = eqn.replace(source_info=call.source_info)
+            if call is not None:
+                own, outer = eqn.source_info, call.source_info
+                own = own if source_line(eqn) else outer.replace(name_stack=own.name_stack)
+                stack = outer.name_stack + own.name_stack
+                eqn = eqn.replace(source_info=own.replace(name_stack=stack))
             operands = [read(v) for v in eqn.invars]
             results: list[Any]
             body = eqn.params.get("jaxpr") if eqn.primitive.name in CALLS else None

@@ -47,8 +47,17 @@ def of_partial(pair: Pair, given: Sequence[Placement]) -> Placed:
         ]
         rounds = floats[0] and not floats[1]
         pads = pair.name == "pad" and given[1] != Replicated(zero=True)
-        return lost if rounds or pads else Placed([first] * len(pair.part.outvars), [pair.part])
+        return (
+            lost
+            if rounds or pads or fills(pair.part)
+            else Placed([first] * len(pair.part.outvars), [pair.part])
+        )
     return lost
+
+
+def fills(eqn: Equation) -> bool:
+    """Return whether a look-up puts a number of its own where an index is out of bounds."""
+    return bool(eqn.params.get("fill_value"))
 
 
 def _adds_own(pair: Pair, given: Sequence[Placement]) -> bool:
@@ -65,6 +74,8 @@ def scaled(pair: Pair, given: Sequence[Placement]) -> Placed | None:
     if not isinstance(other, Replicated) or (pair.name == "div" and (at or not inexact)):
         return None
     assert isinstance(partial, Partial)
+    if not partial.linear:
+        return None  # a negative factor makes the smallest of the largest
     kept = replace(partial, scaled=True)
     if not pair.differs(1 - at):
         return Placed([kept], [part])
@@ -72,7 +83,8 @@ def scaled(pair: Pair, given: Sequence[Placement]) -> Placed | None:
     assert isinstance(a, Literal)
     assert isinstance(b, Literal)
     large, small = (a.val, b.val) if pair.name == "div" else (b.val, a.val)
-    if partial.op == "sum" and np.isclose(float(large), pair.num_slices * float(small), rtol=1e-6):
+    share = pair.num_slices * float(small)
+    if partial.op == "sum" and np.isclose(float(large), share, rtol=1e-6, atol=0):
         return Placed([replace(kept, op="mean")], [part])  # divided by the number of its examples
     return Placed([kept], [pair.with_whole_numbers().part], changed=True)
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from launcher.trace.factors import Factor, factors
 from launcher.trace.jaxpr import Equation
 from launcher.trace.pairs import Pair, Placed
-from launcher.trace.partial_rules import of_partial, scaled
+from launcher.trace.partial_rules import fills, of_partial, scaled
 from launcher.trace.placements import (
     Joined,
     Partial,
@@ -55,12 +55,22 @@ def place(pair: Pair, given: Sequence[Placement]) -> Placed:
     if pair.name in BARRIERS:
         return Placed(list(given), [pair.part])
     if any(isinstance(p, RowNumbers) for p in given):
-        return Placed([of_row_numbers(pair, given)], [pair.part])
+        row = of_row_numbers(pair, given) if count == 1 else Joined(pair.part)
+        return Placed([row] * count, [pair.part])
+    if any(isinstance(p, Partial) for p in given) and _any_grows(pair):
+        return Placed([Joined(pair.part)] * count, [pair.part])  # each row has the total
     if any(isinstance(p, Partial) for p in given) and pair.name in SCALING:
         return scaled(pair, given) or Placed([Joined(pair.part)], [pair.part])
+    if not _same_params(pair):
+        return Placed([Joined(pair.part)] * count, [pair.part])
     numbered = pair.with_whole_numbers()
     placed = _placed(numbered, given)
     return replace(placed, changed=placed.changed or numbered is not pair)
+
+
+def _any_grows(pair: Pair) -> bool:
+    results = zip(pair.whole.outvars, pair.part.outvars, strict=True)
+    return any(a.aval.shape != b.aval.shape for a, b in results)
 
 
 def _placed(pair: Pair, given: Sequence[Placement]) -> Placed:
@@ -91,7 +101,7 @@ def _of_replicated(pair: Pair, given: Sequence[Placement], result: int) -> Place
     if axis is None:
         if pair.name in KEY_MAKERS:
             return Joined(pair.part)  # every slice would draw the same numbers
-        return Replicated(_is_zero(pair, given)) if _same_params(pair) else Joined(pair.part)
+        return Replicated(_is_zero(pair, given))
     if pair.name == "broadcast_in_dim":
         dims = list(pair.whole.params["broadcast_dimensions"])
         repeated = axis not in dims or pair.whole.invars[0].aval.shape[dims.index(axis)] == 1
@@ -107,16 +117,31 @@ def _is_zero(pair: Pair, given: Sequence[Placement]) -> bool:
         pair.name in LINEAR_IN_FIRST
         and given[0] == Replicated(zero=True)
         and (pair.name != "pad" or given[1] == Replicated(zero=True))
+        and not fills(pair.part)
     )
 
 
 def _same_params(pair: Pair) -> bool:
-    """Return whether a result of the same shape is computed alike, not from a part that moves."""
-    if pair.name not in ("slice", "dynamic_slice", "gather", "pad", "iota"):
-        return True
-    names = "start_indices", "limit_indices", "strides", "padding_config", "slice_sizes"
-    a, b = pair.whole.params, pair.part.params
-    return all(a.get(name) == b.get(name) for name in names)
+    """Return whether an equation's own numbers differ only along axes that grow with the batch."""
+    atoms = (*pair.whole.invars, *pair.whole.outvars), (*pair.part.invars, *pair.part.outvars)
+    shapes = [(a.aval.shape, b.aval.shape) for a, b in zip(*atoms, strict=True)]
+    grown = {d for a, b in shapes for d, (x, y) in enumerate(zip(a, b, strict=False)) if x != y}
+    for name, a in pair.whole.params.items():
+        b = pair.part.params.get(name)
+        if isinstance(a, int) and a != b:
+            return False
+        if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
+            places = [d for d, (x, y) in enumerate(zip(a, b, strict=True)) if _differ(x, y)]
+            if not grown.issuperset(places):
+                return False
+    return True
+
+
+def _differ(a: object, b: object) -> bool:
+    """Return whether two numbers, or rows of numbers, differ; of anything else, False."""
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) != len(b) or any(map(_differ, a, b))
+    return isinstance(a, int) and isinstance(b, int) and a != b
 
 
 def _of_shards(pair: Pair, given: Sequence[Placement], result: int) -> Placement:
@@ -125,11 +150,7 @@ def _of_shards(pair: Pair, given: Sequence[Placement], result: int) -> Placement
         return own_value(pair, result)
     places = {(i, p.axis) for i, p in enumerate(given) if isinstance(p, Sharded)}
     along = [f for f in row_factors(pair.whole) if places <= set(f.operands) and not f.indexed]
-    if (
-        not along
-        and pair.name in EXTREMA
-        and {d for _, d in places} <= set(pair.part.params["axes"])
-    ):
+    if not along and _is_extremum(pair) and {d for _, d in places} <= set(pair.part.params["axes"]):
         return _reduced(pair, given)
     if not along:
         return Joined(pair.part)
@@ -145,8 +166,14 @@ def _of_shards(pair: Pair, given: Sequence[Placement], result: int) -> Placement
     return _reduced(pair, given)
 
 
+def _is_extremum(pair: Pair) -> bool:
+    """Return whether the examples' largest or smallest is taken: of whole numbers, `or` is none."""
+    boolean = pair.part.outvars[0].aval.dtype == bool
+    return pair.name in EXTREMA and (boolean or pair.name in ("reduce_max", "reduce_min"))
+
+
 def _reduced(pair: Pair, given: Sequence[Placement]) -> Placement:
-    if pair.name in EXTREMA:
+    if _is_extremum(pair):
         return Partial(EXTREMA[pair.name], pair.part)
     adds = pair.name in ("scatter-add", "scatter_add") and given[0] == Replicated(zero=True)
     if adds or pair.name in PARTIAL_SUMS:

@@ -49,6 +49,8 @@ def reductions(
         if part.params["wrt"] and i == 0:
             word = _of_loss(word, placement, num_slices)
         _check_said(name, said, word, placement)
+        if said == "sum" and isinstance(placement, PerSlice):
+            word = said
         words.append(word)
     return tuple(words)
 

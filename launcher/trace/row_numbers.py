@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
+from launcher.trace.jaxpr import Atom
 from launcher.trace.pairs import Pair
 from launcher.trace.placements import Joined, Placement, Replicated, RowNumbers, Sharded
 from launcher.trace.primitive_kinds import SAME_FOR_EXTREMA
@@ -34,12 +35,18 @@ def of_row_numbers(pair: Pair, given: Sequence[Placement]) -> Placement:
         widths = [v.aval.shape[-1] for v in eqn.invars]
         if eqn.params["dimension"] == last != rows.axis and widths[at] == 1:
             return RowNumbers(grown, sum(widths[:at]))
+    if pair.name == "reshape" and _without_ones(eqn.invars[at]) != _without_ones(eqn.outvars[0]):
+        return Joined(pair.part)  # pairs of rows, or rows by turns
     integer = jnp.issubdtype(pair.part.outvars[0].aval.dtype, jnp.integer)
     if pair.name in SAME_FOR_EXTREMA | {"convert_element_type"} and integer:
         return (
             RowNumbers(grown) if rows.column is None and pair.name != "rev" else Joined(pair.part)
         )
     return Joined(pair.part)
+
+
+def _without_ones(atom: Atom) -> list[int]:
+    return [d for d in atom.aval.shape if d != 1]
 
 
 def _looked_up(pair: Pair, operand: Placement, rows: RowNumbers) -> Placement:
@@ -49,6 +56,9 @@ def _looked_up(pair: Pair, operand: Placement, rows: RowNumbers) -> Placement:
     along = numbers.start_index_map[column]
     result = pair.whole.outvars[0].aval.ndim
     batch = [d for d in range(result) if d not in numbers.offset_dims]
+    counts = pair.whole.invars[1].aval.shape[rows.axis]  # all rows, not those of the first half
+    if pair.whole.invars[0].aval.shape[along] != counts:
+        return Joined(pair.part)
     alone = rows.column is not None or pair.whole.invars[1].aval.shape[-1] == 1
     if alone and operand == Sharded(along) and along in numbers.collapsed_slice_dims:
         return Sharded(batch[rows.axis])

@@ -8,7 +8,7 @@ inputs of the loss are cut and where (`whole_batch.operand_axes`), and what its 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -22,10 +22,11 @@ from launcher.trace.follow_placements import (
     place_equation,
     same_structure,
 )
-from launcher.trace.jaxpr import Atom, Equation, Jaxpr, Var, make_jaxpr
+from launcher.trace.jaxpr import Atom, Equation, Jaxpr, Var, make_jaxpr, needed
 from launcher.trace.layers import ANY_LAYER, cut_layers
 from launcher.trace.pairs import Pair, Placed, differ
-from launcher.trace.placements import Placement
+from launcher.trace.placements import Placement, joined_among
+from launcher.trace.primitive_kinds import SAME_ELEMENTS
 from launcher.trace.random_keys import is_typed, raw_generator
 from launcher.trace.reductions import check_same_results, reductions
 from launcher.trace.whole_batch import operand_axes, operand_placements, unlike_program
@@ -183,9 +184,35 @@ def _follow(
 
     given = operand_placements(operand_axes(large, small, count))
     found = follow_placements(more, fewer, given, count, visit)
+    if joined_among(found.outs) is None:
+        _check_one_row(traces, part, same)
     changed = [e for i, eqn in enumerate(equations) for e in replaced.get(i, [eqn])]
     outvars = [a if differ(a, b) else b for a, b in zip(whole.outvars, own.outvars, strict=True)]
     return Followed(found.outs, changed, outvars, bool(replaced))
+
+
+def _check_one_row(traces: Traces, part: Equation, same: Mapping[int, int]) -> None:
+    """Refuse a slice of one row that computes something else than larger ones do.
+
+    Only what moves elements may be another equation, and what matches has the elements of one row.
+    """
+    assert traces.reference is not None
+    large, small, _ = traces.reference
+    whole, own, more, fewer = (e.params["jaxpr"].jaxpr for e in (traces.whole, part, large, small))
+    live = {id(e) for jaxpr in (whole, own) for e in needed(jaxpr.eqns, jaxpr.outvars)}
+    rest = [e for i, e in enumerate(whole.eqns) if i not in same]
+    rest += [e for j, e in enumerate(own.eqns) if j not in set(same.values())]
+    if any(id(e) in live and e.primitive.name not in SAME_ELEMENTS for e in rest):
+        raise unlike_program(part)
+    for i, j in same.items():
+        sizes = zip(*(e.outvars for e in (more.eqns[i], fewer.eqns[i])), strict=True)
+        grows = [a.aval.size != b.aval.size for a, b in sizes]
+        results = zip(whole.eqns[i].outvars, own.eqns[j].outvars, grows, strict=True)
+        if id(own.eqns[j]) in live and any(
+            b.aval.size * (traces.batch_size if grown else 1) != a.aval.size
+            for a, b, grown in results
+        ):
+            raise unlike_program(part)
 
 
 def _row_of(v: Var) -> tuple[Var, Equation]:

@@ -183,6 +183,9 @@ CASES = {
     "reduce_and": (lambda x: (x > 0).all(1), (X,), "reduce_and", 2),
     "argmax": (lambda x: x.argmax(1), (X,), "argmax", 2),
     "argmin": (lambda x: x.argmin(-1), (X,), "argmin", 2),
+    "stack": (lambda x: jnp.stack([x, 2 * x], 1), (X,), "stack", 3),
+    "unstack": (lambda x: jnp.unstack(x, axis=1), (X,), "unstack", 2),
+    "tile": (lambda x: jnp.tile(x, (1, 2, 1)), (X,), "tile", 2),
     "cumsum": (lambda x: lax.cumsum(x, 1), (X,), "cumsum", 2),
     "cumlogsumexp": (lambda x: lax.cumlogsumexp(x, 0), (X,), "cumlogsumexp", 2),
     "sort": (lambda x: jnp.sort(x, 1), (X,), "sort", 2),
@@ -349,6 +352,8 @@ def joined_axes(eqn, operands, whole, axes):
                 for k in range(PARTS)
             ]
         except (TypeError, ValueError, IndexError):
+            continue
+        if len(slices[0]) != len(whole):
             continue
         for j, want in enumerate(whole):
             for axis in range(want.ndim):

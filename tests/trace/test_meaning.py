@@ -263,9 +263,10 @@ def test_metrics_that_slices_cannot_tell_are_refused():
         by_slices(fun, PARAMS, BATCH, 4, has_aux=True)
 
 
-def test_a_function_of_the_slice_alone():
+@pytest.mark.parametrize("normalize", [standardized, jax.jit(standardized)], ids=["as is", "jit"])
+def test_a_function_of_the_slice_alone(normalize):
     def fun(p, b):
-        normed = launcher.per_slice(standardized)(net(p, b))
+        normed = launcher.per_slice(normalize)(net(p, b))
         return (normed * b["t"]).mean()
 
     values, _, words = by_slices(fun, PARAMS, BATCH, 2)
