@@ -185,19 +185,20 @@ def _follow(
     given = operand_placements(operand_axes(large, small, count))
     found = follow_placements(more, fewer, given, count, visit)
     if joined_among(found.outs) is None:
-        _check_one_row(traces, part, same)
+        _check_one_row(traces, reference, part, same)
     changed = [e for i, eqn in enumerate(equations) for e in replaced.get(i, [eqn])]
     outvars = [a if differ(a, b) else b for a, b in zip(whole.outvars, own.outvars, strict=True)]
     return Followed(found.outs, changed, outvars, bool(replaced))
 
 
-def _check_one_row(traces: Traces, part: Equation, same: Mapping[int, int]) -> None:
+def _check_one_row(
+    traces: Traces, reference: TwoTraces, part: Equation, same: Mapping[int, int]
+) -> None:
     """Refuse a slice of one row that computes something else than larger ones do.
 
     Only what moves elements may be another equation, and what matches has the elements of one row.
     """
-    assert traces.reference is not None
-    large, small, _ = traces.reference
+    large, small, _ = reference
     whole, own, more, fewer = (e.params["jaxpr"].jaxpr for e in (traces.whole, part, large, small))
     live = {id(e) for jaxpr in (whole, own) for e in needed(jaxpr.eqns, jaxpr.outvars)}
     rest = [e for i, e in enumerate(whole.eqns) if i not in same]
