@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -121,7 +122,7 @@ def _aligned(pair: Pair, given: Sequence[Placement]) -> Placed | None:
 
 def _times(eqn: Equation, atom: Atom, factor: float) -> Equation:
     """Return the equation that scales an operand of `eqn`."""
-    value = jnp.zeros(atom.aval.shape, atom.aval.dtype)
+    value = jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
     closed = make_jaxpr(lambda x: x * np.asarray(factor, x.dtype), value)
     made = closed.jaxpr.eqns[0]
     renamed = [atom if is_var(v) else v for v in made.invars]

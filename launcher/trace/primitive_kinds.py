@@ -78,10 +78,6 @@ SPREADING = PRODUCTS | frozenset(("broadcast_in_dim", "gather"))
 
 # A product is linear in each factor, a quotient in its first operand.
 SCALING = frozenset(("mul", "div"))
-# Linear in all operands, or, for `SCALING`, in one while the other is fixed.
-LINEAR = FORMS | SCALING | frozenset((
-    "add", "add_any", "broadcast_in_dim", "copy", "neg", "reduce_sum", "sub",
-))
 
 # Linear in the first operand while the others are fixed.
 LINEAR_IN_FIRST = FORMS | frozenset((

@@ -201,14 +201,14 @@ class _Finder:
     def _with_counted_rows(self, pair: Pair, given: list[Placement], placed: Placed) -> Placed:
         """Take the whole batch's row numbers where they are more than indices into a slice."""
         counted = [
-            (i, v)
-            for i, (v, p) in enumerate(zip(pair.whole.invars, given, strict=True))
+            v
+            for v, p in zip(pair.whole.invars, given, strict=True)
             if is_var(v) and isinstance(p, RowNumbers) and p.column is None
         ]
         if not counted or not any(isinstance(p, Joined) for p in placed.placements):
             return placed
         again = [Sharded(p.axis) if isinstance(p, RowNumbers) else p for p in given]
-        self.found.update(self._place[v] for _, v in counted)
+        self.found.update(self._place[v] for v in counted)
         return place_equation(pair, again)
 
 

@@ -101,7 +101,8 @@ def test_an_array_whose_runs_ask_for_different_things_is_refused(
 ) -> None:
     words = ("-m", "cluster=slurm", "cluster.gpus=4", "cluster.slurm.array=2")
     assert main((*words, "cluster.slurm.time=1h,2h")) == 2
-    assert "The runs of a job array cannot have different settings of the cluster" in capsys.readouterr().err
+    words_of_cluster = "The runs of a job array cannot have different settings of the cluster"
+    assert words_of_cluster in capsys.readouterr().err
     assert main((*words, "allow_modules=[a],[a,b]")) == 2
     assert "The runs of a job array cannot be allowed different modules" in capsys.readouterr().err
 

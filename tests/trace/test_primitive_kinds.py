@@ -60,7 +60,7 @@ def test_kinds_nest():
     assert of.ELEMENTWISE > of.COSTLY
     assert of.FUSED > of.COSTLY
     assert of.FUSED > of.CHEAP
-    assert of.LINEAR > of.SCALING
+    assert of.LINEAR_IN_FIRST > of.FORMS
     assert not of.FUSED & of.REDUCTIONS
     assert not of.FUSED & of.PRODUCTS
     assert not of.ELEMENTWISE & (of.UNSHARDED_ELEMENTWISE | set(_RULES))
