@@ -9,8 +9,10 @@ equations is what it says.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -42,6 +44,34 @@ mlir.register_lowering(boundary_p, lambda ctx: [])
 
 loss_p = Primitive("microbatched_loss")
 loss_p.multiple_results = True
+
+_stops_at_loss = ContextVar("stops_at_loss", default=False)
+
+
+class LossReachedError(BaseException):
+    """Ends the trace of a step at its loss; see `stopping_at_loss`."""
+
+    def __init__(self, avals: Sequence[Any], params: dict[str, Any]) -> None:
+        super().__init__()
+        self._avals, self._params = avals, params
+
+    def equation(self) -> Equation:
+        """Return the equation of the loss, with operands of its own."""
+        closed = make_jaxpr(functools.partial(loss_p.bind, **self._params), *self._avals)
+        return closed.jaxpr.eqns[0]
+
+
+@contextlib.contextmanager
+def stopping_at_loss() -> Iterator[None]:
+    """End a trace with `LossReachedError` at the loss, where only the loss is asked for.
+
+    Of a large model the parameter update takes as long to trace as the loss.
+    """
+    token = _stops_at_loss.set(True)
+    try:
+        yield
+    finally:
+        _stops_at_loss.reset(token)
 
 
 def mark_pipeline_boundary() -> None:
@@ -187,14 +217,12 @@ def _bind(
     words = _reduction_words(out_tree, has_aux, reduce)
     if nums:
         _check_loss(closed.out_avals[0], words[0])
-    wrt = [k for k, i in enumerate(traced) if is_diff[i]]
-    outs = loss_p.bind(
-        *closed.consts,
-        *leaves,
-        jaxpr=lift_constants(closed),
-        wrt=tuple(len(closed.consts) + k for k in wrt),
-        reduce=words,
-    )
+    operands = [*closed.consts, *leaves]
+    wrt = tuple(len(closed.consts) + k for k, i in enumerate(traced) if is_diff[i])
+    params = {"jaxpr": lift_constants(closed), "wrt": wrt, "reduce": words}
+    if _stops_at_loss.get():
+        raise LossReachedError([jax.typeof(x) for x in operands], params)
+    outs = loss_p.bind(*operands, **params)
     values, flat_grads = outs[: len(words)], iter(outs[len(words) :])
     grads = tuple(jax.tree.map(lambda _: next(flat_grads), args[n]) for n in sorted(set(nums)))
     by_num = dict(zip(sorted(set(nums)), grads, strict=True))

@@ -36,7 +36,7 @@ from launcher.trace.jaxpr import (
     structure_text,
     sub_jaxprs,
 )
-from launcher.trace.primitives import loss_p
+from launcher.trace.primitives import LossReachedError, loss_p, stopping_at_loss
 from launcher.trace.slices import Loss, Traces, TwoTraces, resized, slice_loss
 from launcher.trace.whole_batch import (
     find_whole_batch,
@@ -149,7 +149,10 @@ def trace_step(
     def retrace(rows: int) -> Equation:
         leaves = resized(jax.tree.leaves(arguments.shapes), arguments.batch, rows)
         try:
-            again, _ = make(jax.tree.unflatten(in_tree, leaves))
+            with stopping_at_loss():
+                again, _ = make(jax.tree.unflatten(in_tree, leaves))
+        except LossReachedError as reached:
+            return reached.equation().replace(source_info=loss_equation.source_info)
         except TraceError:
             raise
         except Exception as error:
