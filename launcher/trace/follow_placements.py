@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from launcher.trace.bodies import alternatives
+from launcher.trace.derivative_rules import RULES, follow_rule
 from launcher.trace.jaxpr import (
     Atom,
     ClosedJaxpr,
@@ -105,6 +106,7 @@ def follow_placements(
     given: Sequence[Placement],
     num_slices: int,
     visit: Visit | None = None,
+    in_rule: bool = False,
 ) -> Followed:
     """Return the placements of a program's results.
 
@@ -114,13 +116,14 @@ def follow_placements(
         given: the placements of its inputs.
         num_slices: how many slices make the batch.
         visit: sees every equation of the program itself, not those in its loops and branches.
+        in_rule: whether the program is part of a derivative rule.
     """
     env: dict[Var, Placement] = dict(zip(whole.invars, given, strict=True))
     env.update((v, Replicated()) for v in whole.constvars)
     equations: list[Equation] = []
     changed = False
     for a, b in zip(whole.eqns, part.eqns, strict=True):
-        pair, operands = Pair(a, b, num_slices), [_of(v, env) for v in a.invars]
+        pair, operands = Pair(a, b, num_slices, in_rule), [_of(v, env) for v in a.invars]
         placed = place_equation(pair, operands)
         if visit is not None:
             placed = visit(pair, operands, placed)
@@ -171,12 +174,11 @@ def _alternatives(pair: Pair, given: list[Placement]) -> Placed:
     inner = len(programs[0][0].invars)
     if not all(isinstance(p, Replicated) for p in given[: len(given) - inner]):
         return lost  # the index of the branch
-    found = [
-        follow_placements(a, b, given[len(given) - inner :], pair.num_slices) for a, b in programs
-    ]
+    found = [_inside(pair, a, b, given[len(given) - inner :]) for a, b in programs]
     outs = [common(each, pair.part) for each in zip(*(f.outs for f in found), strict=True)]
     if not any(f.changed for f in found):
-        return Placed(outs, [pair.part])
+        joins = _follow_rule(pair, given, outs)
+        return Placed([joins or out for out in outs], [pair.part])
     if pair.name != "cond" and pair.name not in CALLS and "jaxpr" not in pair.part.params:
         return lost  # its rule for derivatives is for the function as it is
     bodies = [f.program(b) for (_, b), f in zip(programs, found, strict=True)]
@@ -187,6 +189,26 @@ def _alternatives(pair: Pair, given: list[Placement]) -> Placed:
         *(_like(o, b) for o, b in zip(old[1:], bodies[1:], strict=True)),
     )
     return _replaced(pair, outs, {key: new})
+
+
+def _inside(pair: Pair, whole: Jaxpr, part: Jaxpr, given: Sequence[Placement]) -> Followed:
+    """Follow a program inside an equation."""
+    return follow_placements(whole, part, given, pair.num_slices, in_rule=pair.in_rule)
+
+
+def _follow_rule(
+    pair: Pair, given: Sequence[Placement], outs: Sequence[Placement]
+) -> Joined | None:
+    """Return where the derivative rule of a called function, if it has one, joins examples."""
+    if pair.in_rule or pair.name not in RULES:
+        return None
+
+    def follow(whole: Jaxpr, part: Jaxpr, operands: Sequence[Placement]) -> Followed | None:
+        if not same_structure(whole, part):
+            return None
+        return follow_placements(whole, part, operands, pair.num_slices, in_rule=True)
+
+    return follow_rule(pair, given, outs, follow)
 
 
 def _scan(pair: Pair, given: list[Placement]) -> Placed:
@@ -210,7 +232,7 @@ def _scan(pair: Pair, given: list[Placement]) -> Placed:
     rows = [Sharded(p.axis - 1) if isinstance(p, Sharded) else p for p in xs]
 
     def body(state: list[Placement]) -> Followed:
-        return follow_placements(a, b, [*given[:consts], *state, *rows], pair.num_slices)
+        return _inside(pair, a, b, [*given[:consts], *state, *rows])
 
     state, found = _fixed_point(given[consts : consts + carry], body, pair.part)
     stacked = [Sharded(p.axis + 1) if isinstance(p, Sharded) else p for p in found.outs[carry:]]
@@ -227,14 +249,11 @@ def _while(pair: Pair, given: list[Placement]) -> Placed:
     a, b = whole["body_jaxpr"].jaxpr, part["body_jaxpr"].jaxpr
 
     def body(state: list[Placement]) -> Followed:
-        return follow_placements(a, b, [*given[tests : tests + consts], *state], pair.num_slices)
+        return _inside(pair, a, b, [*given[tests : tests + consts], *state])
 
     state, found = _fixed_point(given[tests + consts :], body, pair.part)
-    test = follow_placements(
-        whole["cond_jaxpr"].jaxpr,
-        part["cond_jaxpr"].jaxpr,
-        [*given[:tests], *state],
-        pair.num_slices,
+    test = _inside(
+        pair, whole["cond_jaxpr"].jaxpr, part["cond_jaxpr"].jaxpr, [*given[:tests], *state]
     )
     if not isinstance(test.outs[0], Replicated):
         return Placed([Joined(pair.part)] * len(pair.part.outvars), [pair.part])

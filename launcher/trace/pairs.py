@@ -11,11 +11,15 @@ from launcher.trace.placements import Placement
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """An equation on the whole batch, and the same one on one of `num_slices` slices."""
+    """An equation on the whole batch, and the same one on one of `num_slices` slices.
+
+    `in_rule`: whether it stands in a derivative rule.
+    """
 
     whole: Equation
     part: Equation
     num_slices: int
+    in_rule: bool = False
 
     @property
     def name(self) -> str:

@@ -48,7 +48,8 @@ def place(pair: Pair, given: Sequence[Placement]) -> Placed:
     if pair.name == "select_n" and given[0] == Replicated(zero=True):
         predicate, case = pair.part.invars[:2]  # the others are never taken
         cases = [case] * (len(given) - 1)
-        return Placed([given[1]], [pair.part.replace(invars=[predicate, *cases])], changed=True)
+        # The same value, so not changed.
+        return Placed([given[1]], [pair.part.replace(invars=[predicate, *cases])])
     lost = joined_among(given)
     if lost is not None:
         return Placed([lost] * count, [pair.part])

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from launcher.trace.jaxpr import Equation
+from launcher.trace.jaxpr import Equation, source_line
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,20 @@ class PerSlice:
 
 @dataclass(frozen=True, eq=False)
 class Joined:
-    """This equation needs examples of several slices: a slice cannot compute the value."""
+    """This equation needs examples of several slices: a slice cannot compute the value.
+
+    `in_rule`: it is the derivative rule of the function that the equation calls.
+    """
 
     equation: Equation
+    in_rule: bool = False
+
+    @property
+    def in_words(self) -> str:
+        """What joins examples, and where the user wrote it."""
+        name, line = self.equation.primitive.name, source_line(self.equation)
+        what = f"the derivative rule of {name}" if self.in_rule else name
+        return f"{what} at {line}" if line else what
 
 
 Placement: TypeAlias = Replicated | Sharded | RowNumbers | Partial | PerSlice | Joined

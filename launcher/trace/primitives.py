@@ -9,10 +9,8 @@ equations is what it says.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +28,7 @@ from launcher.trace.jaxpr import (
     lift_constants,
     make_jaxpr,
 )
+from launcher.trace.stop_at_loss import end_here
 
 REDUCTIONS = ("infer", "mean", "sum", "max", "min", "concat", "last")
 _PER_SLICE = "launcher.per_slice"
@@ -44,34 +43,6 @@ mlir.register_lowering(boundary_p, lambda ctx: [])
 
 loss_p = Primitive("microbatched_loss")
 loss_p.multiple_results = True
-
-_stops_at_loss = ContextVar("stops_at_loss", default=False)
-
-
-class LossReachedError(BaseException):
-    """Ends the trace of a step at its loss; see `stopping_at_loss`."""
-
-    def __init__(self, avals: Sequence[Any], params: dict[str, Any]) -> None:
-        super().__init__()
-        self._avals, self._params = avals, params
-
-    def equation(self) -> Equation:
-        """Return the equation of the loss, with operands of its own."""
-        closed = make_jaxpr(functools.partial(loss_p.bind, **self._params), *self._avals)
-        return closed.jaxpr.eqns[0]
-
-
-@contextlib.contextmanager
-def stopping_at_loss() -> Iterator[None]:
-    """End a trace with `LossReachedError` at the loss, where only the loss is asked for.
-
-    Of a large model the parameter update takes as long to trace as the loss.
-    """
-    token = _stops_at_loss.set(True)
-    try:
-        yield
-    finally:
-        _stops_at_loss.reset(token)
 
 
 def mark_pipeline_boundary() -> None:
@@ -220,8 +191,7 @@ def _bind(
     operands = [*closed.consts, *leaves]
     wrt = tuple(len(closed.consts) + k for k, i in enumerate(traced) if is_diff[i])
     params = {"jaxpr": lift_constants(closed), "wrt": wrt, "reduce": words}
-    if _stops_at_loss.get():
-        raise LossReachedError([jax.typeof(x) for x in operands], params)
+    end_here([jax.typeof(x) for x in operands], params)
     outs = loss_p.bind(*operands, **params)
     values, flat_grads = outs[: len(words)], iter(outs[len(words) :])
     grads = tuple(jax.tree.map(lambda _: next(flat_grads), args[n]) for n in sorted(set(nums)))

@@ -84,14 +84,13 @@ def _word(name: str, placement: Placement, num_slices: int, is_averaged: bool) -
     if placement == Sharded(0):
         return "concat"
     if isinstance(placement, Joined):
-        eqn = placement.equation
         raise JoinedError(
-            f"{name} is not a mean, a sum or a row of each example: {eqn.primitive.name} at "
-            f"{source_line(eqn)} joins examples, of which each of {num_slices} slices of the batch "
+            f"{name} is not a mean, a sum or a row of each example: {placement.in_words} "
+            f"joins examples, of which each of {num_slices} slices of the batch "
             "(microbatches × data-parallel replicas) sees only its own. Ask for one microbatch, "
             "compute it from the batch alone, or mark the function with "
             "launcher.per_slice if a slice's own value is meant",
-            f"{eqn.primitive.name} at {source_line(eqn)} joins examples",
+            f"{placement.in_words} joins examples",
         )
     remedy = 'say reduce="last", or return a floating-point number of a fixed shape'
     if isinstance(placement, Sharded | RowNumbers):

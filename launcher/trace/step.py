@@ -30,14 +30,16 @@ from launcher.trace.jaxpr import (
     Var,
     inline_calls,
     is_var,
+    make_jaxpr,
     make_jaxpr_and_shape,
     needed,
     source_line,
     structure_text,
     sub_jaxprs,
 )
-from launcher.trace.primitives import LossReachedError, loss_p, stopping_at_loss
+from launcher.trace.primitives import loss_p
 from launcher.trace.slices import Loss, Traces, TwoTraces, resized, slice_loss
+from launcher.trace.stop_at_loss import LossReachedError, stopping_at_loss
 from launcher.trace.whole_batch import (
     find_whole_batch,
     in_words,
@@ -152,7 +154,9 @@ def trace_step(
             with stopping_at_loss():
                 again, _ = make(jax.tree.unflatten(in_tree, leaves))
         except LossReachedError as reached:
-            return reached.equation().replace(source_info=loss_equation.source_info)
+            bind = functools.partial(loss_p.bind, **reached.params)
+            (eqn,) = make_jaxpr(bind, *reached.avals).jaxpr.eqns
+            return eqn.replace(source_info=loss_equation.source_info)
         except TraceError:
             raise
         except Exception as error:

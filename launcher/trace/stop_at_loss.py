@@ -1,0 +1,43 @@
+"""Tracing a step no further than its loss.
+
+For a slice of the batch only the loss is asked for, and of a large model the parameter update takes
+as long to trace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+_stops = ContextVar("stops_at_loss", default=False)
+
+
+class LossReachedError(BaseException):
+    """Ends the trace of a step at its loss.
+
+    Attributes:
+        avals: the operands of the loss.
+        params: the parameters of its equation.
+    """
+
+    def __init__(self, avals: Sequence[Any], params: dict[str, Any]) -> None:
+        super().__init__()
+        self.avals, self.params = avals, params
+
+
+@contextlib.contextmanager
+def stopping_at_loss() -> Iterator[None]:
+    """Have the traces inside end with `LossReachedError` when they come to a loss."""
+    token = _stops.set(True)
+    try:
+        yield
+    finally:
+        _stops.reset(token)
+
+
+def end_here(avals: Sequence[Any], params: dict[str, Any]) -> None:
+    """Raise LossReachedError if the trace is to end at this loss."""
+    if _stops.get():
+        raise LossReachedError(avals, params)

@@ -1,0 +1,169 @@
+"""Derivative rules that a loss writes itself: equal to one device, or refused with their line."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import launcher
+from launcher.trace import BatchError, trace_step
+from launcher.trace.errors import JoinedError
+from tests.trace.by_slices import check
+
+rng = np.random.default_rng(0)
+ROWS = 8
+PARAMS = {
+    "a": rng.normal(size=(4, 6)).astype(np.float32) / 2,
+    "b": rng.normal(size=(6, 3)).astype(np.float32) / 2,
+}
+BATCH = {
+    "x": rng.normal(size=(ROWS, 4)).astype(np.float32),
+    "y": rng.normal(size=(ROWS, 3)).astype(np.float32),
+    "label": rng.integers(0, 3, ROWS),
+}
+
+
+def with_backward(fun, backward):
+    """`fun` of one argument, whose gradient is `backward(argument, gradient of the result)`."""
+    function = jax.custom_vjp(fun)
+    function.defvjp(lambda x: (fun(x), x), lambda x, g: (backward(x, g),))
+    return function
+
+
+def with_tangent(fun, tangent):
+    function = jax.custom_jvp(fun)
+    function.defjvp(lambda primals, rates: (fun(*primals), tangent(*primals, *rates)))
+    return function
+
+
+def same(x):
+    return x
+
+
+clipped = with_backward(same, lambda x, g: jnp.clip(g, -0.01, 0.01))
+reversed_gradient = with_backward(same, lambda x, g: -0.3 * g)
+straight_through = with_backward(lambda x: jnp.round(x), lambda x, g: g)
+row_normalized = with_backward(
+    same, lambda x, g: g / (1e-3 + jnp.linalg.norm(g, axis=-1, keepdims=True))
+)
+normalized = with_backward(same, lambda x, g: g / jnp.linalg.norm(g))
+centred = with_backward(same, lambda x, g: g - g.mean(0))
+scaled_by_rows = with_backward(same, lambda x, g: g * x.shape[0])
+by_batch_mean = with_backward(same, lambda x, g: g * x.mean())
+doubled = with_tangent(lambda x: 2 * x, lambda x, t: 2 * t)
+joined_tangent = with_tangent(lambda x: 2 * x, lambda x, t: t * jnp.mean(x))
+recursive = with_tangent(jnp.sin, lambda x, t: t * recursive(x + jnp.pi / 2))
+
+
+@jax.custom_vjp
+def fused_loss(logits, labels):
+    """A cross-entropy with its mean, as kernels for large vocabularies have it."""
+    rows = jnp.arange(len(labels))
+    return -jnp.mean(jax.nn.log_softmax(logits)[rows, labels])
+
+
+def _fused_backward(saved, g):
+    logits, labels = saved
+    wrong = jax.nn.softmax(logits) - jax.nn.one_hot(labels, 3)
+    return g * wrong / len(labels), None
+
+
+fused_loss.defvjp(lambda x, y: (fused_loss(x, y), (x, y)), _fused_backward)
+
+
+@jax.custom_vjp
+def dense(x, kernel):
+    return x @ kernel
+
+
+dense.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, g: (g @ saved[1].T, saved[0].T @ g))
+
+
+@jax.custom_vjp
+def averaging_dense(x, kernel):
+    return x @ kernel
+
+
+averaging_dense.defvjp(lambda x, w: (x @ w, (x, w)), lambda s, g: (g @ s[1].T, s[0].T @ g / len(g)))
+
+
+def net(params, batch):
+    return jnp.tanh(batch["x"] @ params["a"]) @ params["b"]
+
+
+def mean_through(fun):
+    return lambda p, b: jnp.mean((fun(net(p, b)) - b["y"]) ** 2)
+
+
+def sum_through(fun):
+    return lambda p, b: jnp.sum((fun(net(p, b)) - b["y"]) ** 2)
+
+
+def of_weights(fun):
+    return lambda p, b: mean_through(same)({**p, "b": fun(p["b"])}, b)
+
+
+def in_loop(fun):
+    def loss(p, b):
+        h, _ = jax.lax.scan(lambda h, _: (fun(jnp.tanh(h)), None), net(p, b), None, length=2)
+        return jnp.mean((h - b["y"]) ** 2)
+
+    return loss
+
+
+EQUAL = {
+    "a clip of the gradient, mean": mean_through(clipped),
+    "a clip of the gradient, sum": sum_through(clipped),
+    "a reversed gradient": mean_through(reversed_gradient),
+    "a straight-through estimate": mean_through(straight_through),
+    "a gradient normalized for each row": mean_through(row_normalized),
+    "a straight-through estimate of weights": of_weights(straight_through),
+    "a product with its own rule": lambda p, b: jnp.mean(
+        (dense(jnp.tanh(b["x"] @ p["a"]), p["b"]) - b["y"]) ** 2
+    ),
+    "a loss with its mean in it": lambda p, b: fused_loss(net(p, b), b["label"]),
+    "a tangent": mean_through(doubled),
+    "a rule that calls its function": mean_through(recursive),
+    "a rule in a loop": in_loop(clipped),
+    "a rule under jit and checkpoint": mean_through(jax.checkpoint(jax.jit(clipped))),
+    "a rule under vmap": mean_through(jax.vmap(normalized)),
+}
+
+REFUSED = {
+    "a gradient normalized over the batch": mean_through(normalized),
+    "a centred gradient": mean_through(centred),
+    "a gradient times the rows": mean_through(scaled_by_rows),
+    "a gradient times a mean": mean_through(by_batch_mean),
+    "a tangent times a mean": mean_through(joined_tangent),
+    "a clip of the weights' gradient": of_weights(clipped),
+    "a product whose gradient is a mean": lambda p, b: jnp.mean(
+        (averaging_dense(jnp.tanh(b["x"] @ p["a"]), p["b"]) - b["y"]) ** 2
+    ),
+    "a centred gradient in a loop": in_loop(centred),
+}
+
+
+@pytest.mark.parametrize("count", [2, 8])
+@pytest.mark.parametrize("name", EQUAL)
+def test_a_rule_of_each_example_is_equal(name, count):
+    check(EQUAL[name], PARAMS, BATCH, count)
+
+
+@pytest.mark.parametrize("count", [2, 8])
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_rule_that_joins_examples_is_refused(name, count):
+    with pytest.raises(JoinedError, match=r"joins examples.*launcher\.per_slice"):
+        check(REFUSED[name], PARAMS, BATCH, count)
+
+
+def test_the_rule_is_named():
+    line = r".*test_derivative_rules\.py:\d+:\d+ \(.*<lambda>\)"
+    with pytest.raises(BatchError, match=f"the derivative rule of custom_vjp_call at {line} joins"):
+        check(mean_through(centred), PARAMS, BATCH, 2)
+
+
+def test_one_slice_takes_any_rule():
+    def step(params, batch):
+        return launcher.grad(mean_through(centred))(params, batch)
+
+    assert trace_step(step, (PARAMS, BATCH)).loss(1).num_slices == 1
