@@ -7,6 +7,7 @@ inputs of the loss are cut and where (`whole_batch.operand_axes`), and what its 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -95,6 +96,29 @@ class Traces:
     part: Callable[[int], Equation]
     reference: Callable[[], TwoTraces | None]
     from_whole_batch: tuple[str, ...] = ()
+
+    def rewritten(
+        self, whole: Equation, rewrite: Callable[[Equation], Equation], words: tuple[str, ...] = ()
+    ) -> Traces:
+        """Return the traces of the loss after it was rewritten.
+
+        Args:
+            whole: the equation on the whole batch.
+            rewrite: called with any other trace of the equation; returns what becomes of it.
+            words: see `from_whole_batch`.
+        """
+
+        def reference() -> TwoTraces | None:
+            pair = self.reference()
+            return pair and (rewrite(pair[0]), rewrite(pair[1]), pair[2])
+
+        return Traces(
+            whole,
+            self.batch_size,
+            lambda num_slices: rewrite(self.part(num_slices)),
+            functools.cache(reference),
+            self.from_whole_batch + words,
+        )
 
 
 def slice_loss(traces: Traces, num_slices: int) -> Loss:

@@ -7,7 +7,6 @@ many slices there will be.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -38,15 +37,9 @@ from launcher.trace.jaxpr import (
     sub_jaxprs,
 )
 from launcher.trace.primitives import loss_p
-from launcher.trace.slices import Loss, Traces, TwoTraces, resized, slice_loss
+from launcher.trace.slices import Loss, Traces, resized, slice_loss
+from launcher.trace.split_loss import split_loss
 from launcher.trace.stop_at_loss import LossReachedError, stopping_at_loss
-from launcher.trace.whole_batch import (
-    find_whole_batch,
-    in_words,
-    may_need_whole_batch,
-    whole_batch_equations,
-    with_operands,
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,11 +160,12 @@ def trace_step(
             ) from error
         return again.jaxpr.eqns[_only_loss(fun, again.jaxpr.eqns)]
 
-    traces, early = _with_whole_batch(loss_equation, size, retrace, set(constants))
-    loss_equation = traces.whole
-    before = needed([*equations[:place], *early], loss_equation.invars)
+    split = split_loss(loss_equation, size, retrace, set(constants))
+    loss_equation = split.traces.whole
+    before = needed([*equations[:place], *split.before], loss_equation.invars)
     placed = {id(e) for e in before}
     rest = [e for e in equations if e is not equations[place] and id(e) not in placed]
+    rest = [*split.after, *rest]
     _refuse_side_effects([*before, *rest])
     after = needed(split_conditionals(rest), closed.jaxpr.outvars)
     return TracedStep(
@@ -189,61 +183,8 @@ def trace_step(
         batch_size=size,
         aliases=aliases(arguments, out_shape),
         fingerprint=_fingerprint(closed.jaxpr, arguments),
-        traces=traces,
+        traces=split.traces,
     )
-
-
-def _with_whole_batch(
-    eqn: Equation, batch_size: int, retrace: Callable[[int], Equation], constants: set[Var]
-) -> tuple[Traces, list[Equation]]:
-    """Take out of the loss what is computed on the whole batch.
-
-    Returns:
-        The loss on the whole batch and on slices, and the equations that go before it.
-    """
-
-    def part(num_slices: int) -> Equation:
-        return retrace(batch_size // num_slices)
-
-    @functools.cache
-    def two_traces() -> TwoTraces | None:
-        with contextlib.suppress(TraceError):  # said where slices are asked for
-            return _two_traces(eqn, batch_size, retrace)
-        return None
-
-    captured = {i for i, v in enumerate(eqn.invars) if v in constants}
-    found = None
-    if may_need_whole_batch(eqn, batch_size, captured) and (pair := two_traces()):
-        with contextlib.suppress(BatchError):
-            found = find_whole_batch(*pair, captured)
-    if found is None or not found.places:
-        return Traces(eqn, batch_size, part, two_traces), []
-    equations, operands = whole_batch_equations(eqn, found)
-
-    def part_with_operands(num_slices: int) -> Equation:
-        return with_operands(part(num_slices), found)
-
-    def with_operands_both() -> TwoTraces | None:
-        pair = two_traces()
-        return pair and (with_operands(pair[0], found), with_operands(pair[1], found), pair[2])
-
-    whole = with_operands(eqn, found, operands)
-    words = in_words(eqn, found)
-    return Traces(whole, batch_size, part_with_operands, with_operands_both, words), equations
-
-
-def _two_traces(
-    eqn: Equation, batch_size: int, retrace: Callable[[int], Equation]
-) -> TwoTraces | None:
-    """Return the loss on many rows and on fewer, at least two, and how many times fewer.
-
-    On one row a program may be another one.
-    """
-    counts = (n for n in range(2, batch_size // 2 + 1) if batch_size % n == 0)
-    count = next(counts, None)
-    if count is not None:
-        return eqn, retrace(batch_size // count), count
-    return None if batch_size == 1 else (retrace(2 * batch_size), eqn, 2)
 
 
 def _with_named_operands(eqn: Equation, constants: dict[Var, Any]) -> Equation:

@@ -228,6 +228,21 @@ def unlike_program(eqn: Equation) -> BatchError:
     )
 
 
+def places_in(eqn: Equation, places: Sequence[Place], structure: Jaxpr) -> Sequence[Place]:
+    """Return where a trace of the loss makes what another one, `structure`, makes at `places`.
+
+    Raises:
+        BatchError: it is another program.
+    """
+    jaxpr = eqn.params["jaxpr"].jaxpr
+    if same_structure(jaxpr, structure):
+        return places
+    same = matching(structure, jaxpr)
+    if any(i not in same for i, _ in places):
+        raise unlike_program(eqn)
+    return [(same[i], j) for i, j in places]
+
+
 def with_operands(
     eqn: Equation, found: WholeBatch, operands: Sequence[Var] | None = None
 ) -> Equation:
@@ -242,13 +257,7 @@ def with_operands(
         BatchError: the program is another one than that in which it was found.
     """
     jaxpr = eqn.params["jaxpr"].jaxpr
-    places = found.places
-    if not same_structure(jaxpr, found.structure):
-        same = matching(found.structure, jaxpr)
-        if any(i not in same for i, _ in places):
-            raise unlike_program(eqn)
-        places = tuple((same[i], j) for i, j in places)
-    inner = [jaxpr.eqns[i].outvars[j] for i, j in places]
+    inner = [jaxpr.eqns[i].outvars[j] for i, j in places_in(eqn, found.places, found.structure)]
     operands = inner if operands is None else operands
     renamed = {v: Var(v.aval) for v in inner}  # what their equations make has another name
     equations = [

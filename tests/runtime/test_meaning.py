@@ -43,7 +43,13 @@ def losses(p, b):
 
 def masked(p, b):
     each = losses(p, b)
-    return (each * b["mask"]).sum() / b["mask"].sum(), {"total": each.sum(), "worst": each.max()}
+    loss = (each * b["mask"]).sum() / b["mask"].sum()
+    return loss, {
+        "total": each.sum(),
+        "worst": each.max(),
+        "perplexity": jnp.exp(loss),
+        "range": (each.max() - each.min()) / (p["a"] ** 2).sum(),
+    }
 
 
 def decayed(p, b):

@@ -226,10 +226,9 @@ REFUSED = {
     ).mean(),
 }
 METRICS = {
-    "largest, turned": lambda p, b: -2.0 * losses(p, b).max(),
-    "smallest, divided": lambda p, b: losses(p, b).min() / -3,
+    "deviation": lambda p, b: losses(p, b).std(),
     "any bit": lambda p, b: lax.reduce_or(net(p, b).argmax(1).astype(jnp.int32), (0,)),
-    "perplexity": lambda p, b: jnp.exp(losses(p, b).mean()),
+    "over the mean": lambda p, b: (losses(p, b) / losses(p, b).mean()).max(),
 }
 
 

@@ -1,0 +1,178 @@
+"""Results that are functions of sums: computed from the whole batch's sums, after the loss."""
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import launcher
+from launcher.trace import BatchError, trace_step
+from launcher.trace.errors import JoinedError
+from launcher.trace.jaxpr import jaxpr_as_fun, program
+
+sys.path.insert(0, str(Path(__file__).parent))
+from by_slices import COMBINE, cut
+
+rng = np.random.default_rng(0)
+ROWS = 8
+PARAMS = {
+    "a": rng.normal(size=(4, 6)).astype(np.float32) / 2,
+    "b": rng.normal(size=(6, 3)).astype(np.float32) / 2,
+}
+BATCH = {
+    "x": rng.normal(size=(ROWS, 4)).astype(np.float32),
+    "y": rng.normal(size=(ROWS, 3)).astype(np.float32),
+    "label": rng.integers(0, 3, ROWS),
+    "mask": np.array([0, 0, 1, 1, 1, 0, 1, 1], np.float32),
+}
+
+
+def net(params, batch):
+    return jnp.tanh(batch["x"] @ params["a"]) @ params["b"]
+
+
+def nll(params, batch):
+    return -jnp.take_along_axis(jax.nn.log_softmax(net(params, batch)), batch["label"][:, None], 1)[
+        :, 0
+    ]
+
+
+def with_metrics(metrics):
+    def loss(params, batch):
+        losses = nll(params, batch)
+        return losses.mean(), metrics(params, batch, losses)
+
+    return loss
+
+
+def masked_mean(values, batch):
+    return (values * batch["mask"]).sum() / batch["mask"].sum()
+
+
+def f1(params, batch, losses):
+    predicted = jax.nn.one_hot(net(params, batch).argmax(-1), 3)
+    wanted = jax.nn.one_hot(batch["label"], 3)
+    hits, given, asked = ((predicted * wanted).sum(0), predicted.sum(0), wanted.sum(0))
+    return {
+        "each": 2 * hits / (given + asked + 1),
+        "macro": (2 * hits / (given + asked + 1)).mean(),
+    }
+
+
+def correlation(params, batch, losses):
+    a, b = net(params, batch)[:, 0], batch["y"][:, 0]
+    n = len(a)
+    ab, aa, bb = (a * b).sum() / n, (a * a).sum() / n, (b * b).sum() / n
+    return (ab - a.mean() * b.mean()) / jnp.sqrt((aa - a.mean() ** 2) * (bb - b.mean() ** 2))
+
+
+METRICS = {
+    "perplexity": lambda p, b, losses: jnp.exp(losses.mean()),
+    "masked perplexity": lambda p, b, losses: jnp.exp(masked_mean(losses, b)),
+    "capped perplexity": lambda p, b, losses: jnp.minimum(jnp.exp(losses.mean()), 1e4),
+    "bits": lambda p, b, losses: {"bits": losses.mean() / jnp.log(2.0), "loss": losses.mean()},
+    "root of the mean square": lambda p, b, losses: jnp.sqrt(jnp.mean((net(p, b) - b["y"]) ** 2)),
+    "decibels": lambda p, b, losses: -10 * jnp.log10(jnp.mean((net(p, b) - b["y"]) ** 2)),
+    "F1": f1,
+    "correlation": correlation,
+    "spread": lambda p, b, losses: losses.max() - losses.min(),
+    "negated largest": lambda p, b, losses: -losses.max(),
+    "all of them": lambda p, b, losses: (losses > 0.1).all().astype(jnp.float32),
+    "with parameters": lambda p, b, losses: jnp.exp(losses.mean()) + (p["a"] ** 2).sum(),
+    "twice the same": lambda p, b, losses: [jnp.exp(losses.mean())] * 2,
+    "ratio to the loss": lambda p, b, losses: jnp.where(
+        losses.sum() > 3, losses.max() / losses.mean(), 0.0
+    ),
+    "a confusion matrix, normalized": lambda p, b, losses: (lambda m: m / m.sum())(
+        jnp.zeros((3, 3)).at[b["label"], net(p, b).argmax(-1)].add(1.0)
+    ),
+    "rows beside": lambda p, b, losses: {"ppl": jnp.exp(losses.mean()), "rows": losses},
+}
+
+
+def run(step, args, count):
+    """The results of a step from slices, with what is computed around the loss."""
+    traced = trace_step(step, args)
+    loss = traced.loss(count)
+    given = [*traced.constants.values(), *jax.tree.leaves(args)]
+    names = [*traced.constants, *traced.invars]
+    before = jaxpr_as_fun(program(names, traced.before, traced.operands))(*given)
+    slices = [cut(x, i, loss) for i, x in enumerate(before)]
+    of_slice = jax.jit(jaxpr_as_fun(program(loss.invars, loss.equations, loss.outvars)))
+    outs = zip(*(of_slice(*(x[s] for x in slices)) for s in range(count)), strict=True)
+    combine = COMBINE | {"infer": lambda parts: parts[0]}  # of one slice
+    values = [combine[word](parts) for word, parts in zip(loss.reduce, outs, strict=True)]
+    results = traced.loss_equation.outvars[: len(values)]
+    operands = [v for v in traced.operands if v not in names]
+    inner = dict(zip(traced.operands, before, strict=True))
+    after = program([*names, *operands, *results], traced.after, traced.outvars)
+    leaves = jaxpr_as_fun(after)(*given, *(inner[v] for v in operands), *values)
+    return jax.tree.unflatten(traced.out_tree, leaves)
+
+
+def evaluation(fun):
+    return lambda params, batch: launcher.microbatched(fun)(params, batch)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("name", METRICS)
+def test_a_function_of_sums_is_that_of_the_whole_batch(name, count):
+    fun = with_metrics(METRICS[name])
+    want = jax.jit(fun)(PARAMS, BATCH)
+    for got, value in zip(
+        jax.tree.leaves(run(evaluation(fun), (PARAMS, BATCH), count)),
+        jax.tree.leaves(want),
+        strict=True,
+    ):
+        np.testing.assert_allclose(got, value, rtol=1e-5, atol=1e-6)
+
+
+def test_beside_a_gradient():
+    def step(params, batch):
+        (value, aux), _ = launcher.value_and_grad(
+            with_metrics(METRICS["perplexity"]), has_aux=True
+        )(params, batch)
+        return value, aux
+
+    traced = trace_step(step, (PARAMS, BATCH))
+    assert traced.loss(4).reduce == ("mean", "mean")
+    assert [e.primitive.name for e in traced.after] == ["exp"]
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        lambda p, b, losses: losses.std(),
+        lambda p, b, losses: jnp.median(losses),
+        lambda p, b, losses: jnp.exp(losses.mean()) * losses,
+        lambda p, b, losses: jax.nn.logsumexp(losses),
+    ],
+)
+def test_what_needs_the_rows_again_is_refused(metric):
+    with pytest.raises(JoinedError, match="result 1 of the loss"):
+        run(evaluation(with_metrics(metric)), (PARAMS, BATCH), 2)
+
+
+def test_the_loss_itself_is_no_result_to_finish():
+    def step(params, batch):
+        return launcher.grad(lambda p, b: jnp.sqrt(nll(p, b).mean()))(params, batch)
+
+    with pytest.raises(BatchError, match=r"sqrt at .*test_finish\.py"):
+        trace_step(step, (PARAMS, BATCH)).loss(2)
+
+
+def test_plain_metrics_are_not_traced_again():
+    traces = []
+
+    def step(params, batch):
+        traces.append(batch["x"].shape)
+        return launcher.value_and_grad(
+            with_metrics(lambda p, b, losses: {"hits": losses.sum(), "mean": losses.mean() * 3}),
+            has_aux=True,
+        )(params, batch)
+
+    trace_step(step, (PARAMS, BATCH))
+    assert len(traces) == 1
