@@ -28,7 +28,7 @@ from launcher.trace.pairs import Pair
 from launcher.trace.placements import Joined, Partial, PerSlice, Placement, Replicated, Sharded
 
 
-class Followed(Protocol):
+class _Followed(Protocol):
     """See `follow_placements.Followed`."""
 
     @property
@@ -41,7 +41,7 @@ class Followed(Protocol):
 
 
 # Follows a program on the whole batch and on a slice; None: they are not the same program.
-Follow: TypeAlias = Callable[[Jaxpr, Jaxpr, Sequence[Placement]], Followed | None]
+Follow: TypeAlias = Callable[[Jaxpr, Jaxpr, Sequence[Placement]], _Followed | None]
 
 _FORWARD = "custom_jvp_call"
 RULES = frozenset((_FORWARD, "custom_vjp_call"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from launcher.trace.follow_placements import follow_placements, same_structure
 from launcher.trace.jaxpr import Equation, Jaxpr, Var, is_var, program
@@ -22,10 +22,7 @@ from launcher.trace.primitive_kinds import (
     SAME_FOR_EXTREMA,
     SCALING,
 )
-from launcher.trace.whole_batch import operand_axes, operand_placements, places_in
-
-# (index of an equation of the loss, index of its result)
-Place: TypeAlias = tuple[int, int]
+from launcher.trace.whole_batch import Place, operand_axes, operand_placements, places_in
 
 
 @dataclass(frozen=True, eq=False)
