@@ -181,13 +181,14 @@ class ParallelizedFunction:
         method = self._method
         if isinstance(method, ParallelizedFunction):
             method = Follow(method.last_plan)
-        step = trace_step(
-            source.fun,
-            source.args,
-            batch_argnums=source.batch_argnums,
-            donate_argnums=source.donate_argnums,
-        )
-        return _Variant(source, step, method.plan(step, self._backend.shape))
+        with jax.transfer_guard("allow"):  # of constants, by JAX's own functions
+            step = trace_step(
+                source.fun,
+                source.args,
+                batch_argnums=source.batch_argnums,
+                donate_argnums=source.donate_argnums,
+            )
+            return _Variant(source, step, method.plan(step, self._backend.shape))
 
     def _compiled(self, variant: _Variant) -> Executable | RemoteExecutable:
         if variant.executable is None:

@@ -59,6 +59,24 @@ def _works() -> bool:
         return False
 
 
+def moves_are_guarded() -> bool:
+    """Return whether `jax.transfer_guard` is set for moves between devices.
+
+    The context manager is public, and what it has set is not; to enter it costs as much as to run a
+    small task. Without the name: guarded, as far as anybody knows.
+    """
+    return getattr(jax.config, "jax_transfer_guard_device_to_device", "") not in (None, "allow")
+
+
+def is_nan_error(error: Exception) -> bool:
+    """Return whether a compiled program failed because of `jax_debug_nans`.
+
+    `jax.jit` turns this error of JAX's own into a FloatingPointError; a program that was compiled
+    ahead of time lets it through.
+    """
+    return type(error).__name__ == "InternalFloatingPointError"
+
+
 def agree(name: str, value: str) -> bool:
     """Wait until every process has called this; return whether all of them gave the same value.
 

@@ -15,10 +15,11 @@ from typing import Any
 import jax
 
 from launcher.plan import Plan, PlanError
+from launcher.runtime.compat import is_nan_error, moves_are_guarded
 from launcher.runtime.compile import compile_programs
 from launcher.runtime.dispatch_table import Entry, build_table
 from launcher.runtime.emit import emit
-from launcher.runtime.instructions import Run
+from launcher.runtime.instructions import Instruction, Run
 from launcher.runtime.placement import make_placement
 from launcher.runtime.state import create_state
 from launcher.runtime.transfer import is_here, place_array
@@ -68,7 +69,8 @@ def compile_step(
         )
     if len(devices) < plan.num_devices:
         raise PlanError(f"the plan needs {plan.num_devices} devices; here are {len(devices)}")
-    return Executable(step.cut_at(plan.layer_ends), plan, devices, transport)
+    with jax.transfer_guard("allow"):  # of the programs' constants
+        return Executable(step.cut_at(plan.layer_ends), plan, devices, transport)
 
 
 class Executable:
@@ -110,18 +112,32 @@ class Executable:
 
         Raises:
             TypeError: the arguments' structure, shapes or dtypes are not those that were traced.
+            FloatingPointError: a task made a NaN, under `jax_debug_nans`.
         """
+        if moves_are_guarded():  # stages send what they make to others whatever the user guards
+            with jax.transfer_guard_device_to_device("allow"):
+                return self._run(args)
+        return self._run(args)
+
+    def _run(self, args: tuple[Any, ...]) -> Any:
         slots = self._fill(args)
         key = self._first_key()
-        for _, call, inputs, outputs, keyed in self._table.entries:
-            if call is None:
-                for i in inputs:
-                    slots[i] = None
-                continue
-            arrays = [slots[i] for i in inputs]
-            results = call(key, arrays) if keyed else call(*arrays)
-            for i, value in zip(outputs, results):  # noqa: B905 (the step's hot loop)
-                slots[i] = value
+        entry: Entry | None = None
+        try:
+            for entry in self._table.entries:
+                _, call, inputs, outputs, keyed = entry
+                if call is None:
+                    for i in inputs:
+                        slots[i] = None
+                    continue
+                arrays = [slots[i] for i in inputs]
+                results = call(key, arrays) if keyed else call(*arrays)
+                for i, value in zip(outputs, results):  # noqa: B905 (the step's hot loop)
+                    slots[i] = value
+        except Exception as error:
+            if is_nan_error(error):
+                raise _nan_error(entry and entry.instruction) from None
+            raise
         return self._results(slots)
 
     def profile(self, *args: Any) -> tuple[Any, StageTimes]:
@@ -220,6 +236,16 @@ def _donated_before(args: tuple[Any, ...], leaf: int) -> ValueError:
     return ValueError(
         f"argument{jax.tree_util.keystr(path)} was donated to an earlier call, which used it up; "
         "give the one that the call returned, or leave the argument out of donate_argnums"
+    )
+
+
+def _nan_error(instruction: Instruction | None) -> FloatingPointError:
+    what = "an argument of the step"
+    if isinstance(instruction, Run):
+        task = instruction.task
+        what = f"the {task.kind.value} pass of stage {task.stage}" if task else "the update"
+    return FloatingPointError(
+        f"jax_debug_nans found a NaN in {what}; jax.jit of the same step finds the line"
     )
 
 

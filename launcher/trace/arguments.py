@@ -11,6 +11,8 @@ import jax
 
 from launcher.trace.errors import BatchError, TraceError
 
+_PACKED = ("int2", "int4", "uint2", "uint4")  # several elements to a byte
+
 
 @dataclass(frozen=True)
 class Arguments:
@@ -89,25 +91,37 @@ def _positions(name: str, numbers: Sequence[int], count: int) -> tuple[int, ...]
 
 
 def _abstract(argument: int, path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf
+    shape = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else _shape_of(argument, path, leaf)
+    if shape.dtype.name in _PACKED:
+        raise TraceError(
+            f"leaf {_text(path)} of argument {argument} is {shape.dtype}, which JAX's compiled "
+            "programs do not take; keep it in int8, and convert it in the step"
+        )
+    return shape
+
+
+def _shape_of(argument: int, path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
     try:
         aval = jax.typeof(leaf)
     except TypeError:
         raise TraceError(
-            f"leaf {jax.tree_util.keystr(path) or '(all of it)'} of argument {argument} is a "
-            f"{type(leaf).__name__}, which is no array of numbers; name the argument in "
-            "static_argnums, or close over the value (functools.partial)"
+            f"leaf {_text(path)} of argument {argument} is a {type(leaf).__name__}, which is no "
+            "array of numbers; name the argument in static_argnums, or close over the value "
+            "(functools.partial)"
         ) from None
     weak = bool(getattr(aval, "weak_type", False))
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
+
+
+def _text(path: Any) -> str:
+    return jax.tree_util.keystr(path) or "(all of it)"
 
 
 def batch_size(arguments: Arguments) -> int:
     """The rows along axis 0 of the batch's leaves; 1 where there are none.
 
     Raises:
-        BatchError: they differ.
+        BatchError: they differ, or are none.
     """
     leaves = jax.tree_util.tree_leaves_with_path(arguments.shapes)
     sizes = {
@@ -118,6 +132,8 @@ def batch_size(arguments: Arguments) -> int:
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
         raise BatchError(f"the batch's leaves differ along axis 0 ({listed}); they must agree")
+    if 0 in sizes.values():
+        raise BatchError(f"the batch has no rows ({', '.join(sizes)} along axis 0)")
     return next(iter(sizes.values()), 1)
 
 

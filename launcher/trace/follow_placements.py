@@ -177,7 +177,7 @@ def _alternatives(pair: Pair, given: list[Placement]) -> Placed:
     found = [_inside(pair, a, b, given[len(given) - inner :]) for a, b in programs]
     outs = [common(each, pair.part) for each in zip(*(f.outs for f in found), strict=True)]
     if not any(f.changed for f in found):
-        joins = _follow_rule(pair, given, outs)
+        joins = None if joined_among(outs) else _follow_rule(pair, given, outs)
         return Placed([joins or out for out in outs], [pair.part])
     if pair.name != "cond" and pair.name not in CALLS and "jaxpr" not in pair.part.params:
         return lost  # its rule for derivatives is for the function as it is

@@ -87,6 +87,12 @@ class TracedStep:
         Raises:
             BatchError: the batch does not divide, or slices cannot compute what the loss means.
         """
+        if num_slices > 1 and not any(self.batch):
+            raise BatchError(
+                f"the batch holds no arrays, and is to be cut into {num_slices} slices "
+                "(microbatches × data-parallel replicas); ask for one microbatch, and share the "
+                "work along the model axis"
+            )
         marked, wanted = (num_slices, None), (num_slices, self.layer_ends)
         if marked not in self.losses:
             self.losses[marked] = slice_loss(self.traces, num_slices)

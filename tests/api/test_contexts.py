@@ -52,6 +52,48 @@ def test_a_context_that_a_step_cannot_be_compiled_in_is_named(context, name):
     train(W, X)
 
 
+def test_a_step_runs_whatever_transfers_are_guarded():
+    train = parallel(step_of(jnp.tanh), donate_argnums=(0,))
+    expected = jax.device_get(train(W, X))
+    train = parallel(step_of(jnp.tanh))
+    with jax.transfer_guard("disallow"):
+        state, value = train(W, X)
+        again = train(state, X)
+    launcher.testing.assert_allclose((state, value), expected, rtol=1e-6)
+    assert np.isfinite(again[1])
+
+
+def test_a_nan_is_found_in_its_stage():
+    train = parallel(step_of(lambda x: jnp.log(x * 0 - 1)))
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="forward pass of stage 0"):
+        train(W, X)
+
+
+def test_a_batch_without_rows_or_arrays_is_named():
+    train = parallel(step_of(jnp.tanh))
+    with pytest.raises(BatchError, match=r"the batch has no rows \(\[1\] along axis 0\)"):
+        train(W, X[:0])
+    alone = parallel(lambda w, x: launcher.grad(lambda w: (w**2).sum())(w), method=None)
+    with pytest.raises(BatchError, match="holds no arrays, and is to be cut into 2 slices"):
+        alone(W, {})
+    method = launcher.ShardParallel()
+    launcher.testing.assert_allclose(parallel(alone.__wrapped__, method=method)(W, {}), 2 * W)
+
+
+def test_state_of_four_bits_is_refused_and_of_eight_is_kept():
+    def step(state, x):
+        w, scale = state
+        loss = lambda w: (w * scale.astype(w.dtype)).mean() * x.mean()  # noqa: E731
+        return (w - launcher.grad(loss)(w), scale), scale
+
+    def by_dtype(dtype):
+        return parallel(step, method=launcher.DataParallel())((W, jnp.ones((4, 4), dtype)), X)
+
+    with pytest.raises(TraceError, match=r"leaf \[1\] of argument 0 is int4, .* in int8"):
+        by_dtype(jnp.int4)
+    assert by_dtype(jnp.float8_e4m3fn)[1].dtype == jnp.float8_e4m3fn
+
+
 @pytest.mark.parametrize(
     ("transformed", "weights"),
     [
