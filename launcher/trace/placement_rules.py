@@ -29,6 +29,7 @@ from launcher.trace.primitive_kinds import (
     EXTREMA,
     KEY_MAKERS,
     LINEAR_IN_FIRST,
+    MATRIX_DIMS,
     PARTIAL_SUMS,
     RANDOM,
     SCALING,
@@ -187,6 +188,8 @@ def row_factors(eqn: Equation) -> Sequence[Factor]:
     ranks = [v.aval.ndim for v in (*eqn.invars, *eqn.outvars)]
     if eqn.primitive.name in UNSHARDED_ELEMENTWISE:
         return _leading(eqn, min(rank for rank in ranks if rank) if any(ranks) else 0)
+    if eqn.primitive.name in MATRIX_DIMS:
+        return _leading(eqn, ranks[0] - MATRIX_DIMS[eqn.primitive.name])
     if eqn.primitive.name == "fft":
         return _leading(eqn, ranks[0] - len(eqn.params["fft_lengths"]))
     return factors(eqn) or ()

@@ -136,7 +136,17 @@ def mixed(p, b):
     return losses(p, {**b, "x": 0.7 * b["x"] + 0.3 * b["x"][order]}).mean()
 
 
+def covariances(p, b):
+    h = jnp.tanh(b["sequence"] @ p["a"])
+    return jnp.swapaxes(h, 1, 2) @ h + jnp.eye(6)
+
+
 EQUAL = {
+    "eigenvalues of each example": lambda p, b: jnp.linalg.eigvalsh(covariances(p, b))[:, 0].mean(),
+    "a factor of each example": lambda p, b: jnp.linalg.cholesky(covariances(p, b)).mean(),
+    "singular values, vmap": lambda p, b: jax.vmap(
+        lambda x: jnp.linalg.svd(x @ p["a"], compute_uv=False).max()
+    )(b["sequence"]).mean(),
     "shifted, smoothed labels": shifted_with_smoothed_labels,
     "masked language model": masked_language_model,
     "recurrent": recurrent,
