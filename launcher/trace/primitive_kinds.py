@@ -103,7 +103,7 @@ RANDOM = KEY_MAKERS | frozenset((
     "rng_bit_generator", "threefry2x32",
 ))
 
-# Linear algebra: the last dimensions of the first operand hold a matrix, those before count matrices.
+# Linear algebra: the last dimensions of the first operand are a matrix; those before count them.
 MATRIX_DIMS = {
     "cholesky": 2, "eig": 2, "eigh": 2, "geqrf": 2, "hessenberg": 2, "householder_product": 2,
     "lu": 2, "lu_pivots_to_permutation": 1, "qr": 2, "schur": 2, "svd": 2, "triangular_solve": 2,
