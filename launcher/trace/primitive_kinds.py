@@ -97,6 +97,8 @@ EXTREMA = {"reduce_and": "min", "reduce_max": "max", "reduce_min": "min", "reduc
 
 # They make a random key of a number.
 KEY_MAKERS = frozenset(("random_seed",))
+# They draw the numbers themselves.
+DRAWS = frozenset(("random_bits", "random_gamma"))
 # They draw random numbers, or make keys of keys: along each key on its own.
 RANDOM = KEY_MAKERS | frozenset((
     "random_bits", "random_fold_in", "random_split", "random_unwrap", "random_wrap",

@@ -4,7 +4,8 @@ The denominator of a masked mean is a sum over all examples' masks, which no sli
 Where a value depends on the batch alone, not on the parameters, it is computed once, on the whole
 batch, and becomes an operand of the loss: replicated, or cut into slices if it has a row an
 example. Random keys that the loss makes become operands, too, so that each slice draws its own
-numbers. Pure.
+numbers for its own rows; numbers of which there are as many whatever the batch are drawn here,
+once for all slices. Pure.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from launcher.trace.jaxpr import (
 )
 from launcher.trace.pairs import Pair, Placed, grown_axis
 from launcher.trace.placements import Joined, Partial, Placement, Replicated, RowNumbers, Sharded
-from launcher.trace.primitive_kinds import KEEPS_ROWS, KEY_MAKERS, RANDOM, ROW_WISE
+from launcher.trace.primitive_kinds import DRAWS, KEEPS_ROWS, KEY_MAKERS, RANDOM, ROW_WISE
 from launcher.trace.random_keys import is_typed, raw_generator
 
 # (index of an equation of the loss, index of its result)
@@ -127,7 +128,7 @@ def may_need_whole_batch(eqn: Equation, batch_size: int, constants: Set[int]) ->
         return [(d, n) for d, n in enumerate(v.aval.shape) if n % batch_size == 0]
 
     def is_plain(e: Equation) -> bool:
-        if e.primitive.name in KEY_MAKERS:
+        if e.primitive.name in KEY_MAKERS | DRAWS:
             return False
         if e.primitive.name in ROW_WISE or not any(map(long, (*e.invars, *e.outvars))):
             return True
@@ -189,11 +190,12 @@ class _Finder:
         self.free.update(pair.whole.outvars)
         placements = list(placed.placements)
         for j, placement in enumerate(placements):
-            if isinstance(placement, Joined | Partial) or pair.name in KEY_MAKERS:
-                try:
-                    axis = pair.growth(j)
-                except ValueError:
-                    continue
+            try:
+                axis = pair.growth(j)
+            except ValueError:
+                continue
+            needed_whole = isinstance(placement, Joined | Partial) or pair.name in KEY_MAKERS
+            if needed_whole or (pair.name in DRAWS and axis is None):  # drawn once for all rows
                 self.found.add((index, j))
                 placements[j] = Replicated() if axis is None else Sharded(axis)
         return Placed(placements, placed.equations, placed.changed)

@@ -1,0 +1,93 @@
+"""Random numbers of a loss: those of no example are drawn once, the others by each slice."""
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import launcher
+from launcher.trace import trace_step
+
+sys.path.insert(0, str(Path(__file__).parent))
+from by_slices import by_slices, check
+
+rng = np.random.default_rng(0)
+ROWS = 8
+PARAMS = {
+    "a": rng.normal(size=(4, 8)).astype(np.float32) / 2,
+    "b": rng.normal(size=(8, 3)).astype(np.float32) / 2,
+}
+BATCH = {
+    "x": rng.normal(size=(ROWS, 4)).astype(np.float32),
+    "y": rng.normal(size=(ROWS, 3)).astype(np.float32),
+}
+KEY, RAW = jax.random.key(4), jax.random.PRNGKey(5)
+KEYS = {
+    "made in the loss": lambda: jax.random.key(3),
+    "captured": lambda: KEY,
+    "captured, raw": lambda: RAW,
+    "folded": lambda: jax.random.fold_in(KEY, 7),
+    "split": lambda: jax.random.split(KEY)[1],
+}
+
+
+def error(p, x, y):
+    return jnp.mean((jnp.tanh(x @ p["a"]) @ p["b"] - y) ** 2)
+
+
+def mixed(p, b, key):
+    share = jax.random.beta(key, 0.4, 0.4)
+    return error(p, share * b["x"] + (1 - share) * b["x"][::-1], b["y"])
+
+
+def one_time(p, b, key):
+    time = jax.random.uniform(key)
+    return error(p, jnp.cos(time) * b["x"], b["y"])
+
+
+def noisy_weights(p, b, key):
+    noise = jax.random.normal(key, p["a"].shape)  # as many rows as the batch, by chance, or not
+    return error({**p, "a": p["a"] + 0.1 * noise}, b["x"], b["y"])
+
+
+def shared_mask(p, b, key):
+    kept = jax.random.bernoulli(key, 0.5, (1, 8))
+    h = jnp.where(kept, jnp.tanh(b["x"] @ p["a"]), 0)
+    return jnp.mean((h @ p["b"] - b["y"]) ** 2)
+
+
+def skipped_layer(p, b, key):
+    h = jnp.tanh(b["x"] @ p["a"])
+    h = jax.lax.cond(jax.random.bernoulli(key), lambda h: h, lambda h: 0.5 * h, h)
+    return jnp.mean((h @ p["b"] - b["y"]) ** 2)
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("fun", [mixed, one_time, noisy_weights, shared_mask, skipped_layer])
+def test_what_is_of_no_example_is_drawn_as_on_one_device(fun, key):
+    check(lambda p, b: fun(p, b, KEYS[key]()), PARAMS, BATCH, 4)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_each_row_has_numbers_of_its_own_beside_those_of_all(key):
+    def loss(p, b):
+        first, second = jax.random.split(KEYS[key]())
+        rows = jax.random.normal(first, (len(b["x"]), 2))
+        return mixed(p, b, second), rows
+
+    (_, rows), _, words = by_slices(loss, PARAMS, BATCH, 4, has_aux=True)
+    assert words == ("mean", "concat")
+    assert len(np.unique(rows)) == rows.size
+
+
+def test_they_are_drawn_before_the_pipeline():
+    def step(p, b):
+        return launcher.value_and_grad(lambda p, b: one_time(p, b, jax.random.key(1)))(p, b)
+
+    traced = trace_step(step, (PARAMS, BATCH))
+    assert [e.primitive.name for e in traced.before].count("random_bits") == 1
+    assert "random_bits" not in {e.primitive.name for e in traced.loss(4).equations}
+    assert "random_bits at " in traced.loss(4).meaning
