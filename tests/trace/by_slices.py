@@ -16,6 +16,7 @@ COMBINE = {
     "min": lambda parts: np.min(parts, axis=0),
     "concat": np.concatenate,
     "last": lambda parts: parts[-1],
+    "infer": lambda parts: parts[0],  # of the only slice
 }
 
 
@@ -28,41 +29,46 @@ def by_slices(fun, params, batch, count, reduce="infer", **kwargs):
     def step(params, batch):
         return launcher.value_and_grad(fun, reduce=reduce, **kwargs)(params, batch)
 
-    return run(step, (params, batch), count)
+    (values, grads), words = run(step, (params, batch), count)
+    return jax.tree.leaves(values), jax.tree.leaves(grads), words
 
 
 def run(step, args, count):
-    """The results of the loss of `step(*args)` and its gradients, from slices of `args[1]`."""
+    """`step(*args)` with its loss computed from slices of `args[1]`, and how it was combined."""
     traced = trace_step(step, args)
     loss = traced.loss(count)
-    before = program([*traced.constants, *traced.invars], traced.before, traced.operands)
+    names = [*traced.constants, *traced.invars]
     given = [*traced.constants.values(), *jax.tree.leaves(args)]
-    operands = [cut(x, i, loss) for i, x in enumerate(jaxpr_as_fun(before)(*given))]
+    before = program(names, traced.before, traced.operands)
+    operands = jaxpr_as_fun(before)(*given)
+    cuts = [cut(x, i, loss) for i, x in enumerate(operands)]
     sliced = jaxpr_as_fun(program(loss.invars, loss.equations, loss.outvars))
-
-    seed = 1 / count if loss.reduce[0] == "mean" else 1.0  # as tasks have it
+    seed = 1 / count if loss.reduce[:1] == ("mean",) else 1.0  # as tasks have it
 
     @jax.jit
     def of_slice(own):
         def of(wrt):
             wrt = iter(wrt)
             outs = sliced(*(next(wrt) if i in loss.wrt else x for i, x in enumerate(own)))
-            return outs[0] * seed, outs
+            return outs[0] * seed if loss.wrt else 0.0, outs
 
         return jax.value_and_grad(of, has_aux=True)([own[i] for i in loss.wrt])
 
-    found = [of_slice([x[s] for x in operands]) for s in range(count)]
+    found = [of_slice([x[s] for x in cuts]) for s in range(count)]
     outs = zip(*(outs for (_, outs), _ in found), strict=True)
     values = [COMBINE[word](parts) for word, parts in zip(loss.reduce, outs, strict=True)]
-    grads = zip(*(grads for _, grads in found), strict=True)
-    return values, [sum(parts) for parts in grads], loss.reduce
+    grads = [sum(parts) for parts in zip(*(grads for _, grads in found), strict=True)]
+    known = dict(zip(names, given, strict=True)) | dict(zip(traced.operands, operands, strict=True))
+    known |= dict(zip(traced.loss_equation.outvars, [*values, *grads], strict=True))
+    after = jaxpr_as_fun(program([*known], traced.after, traced.outvars))
+    return jax.tree.unflatten(traced.out_tree, after(*known.values())), loss.reduce
 
 
 def compare(step, args, count, rtol=1e-5):
-    """Hold a step that returns `launcher.value_and_grad(...)` against itself on the whole batch."""
-    values, grads, words = run(step, args, count)
+    """Hold a step against itself on the whole batch; returns how results were combined."""
+    found, words = run(step, args, count)
     want = jax.tree.leaves(jax.jit(step)(*args))
-    for got, value in zip([*values, *grads], want, strict=True):
+    for got, value in zip(jax.tree.leaves(found), want, strict=True):
         np.testing.assert_allclose(got, value, rtol=rtol, atol=rtol)
     return words
 

@@ -11,10 +11,9 @@ import pytest
 import launcher
 from launcher.trace import BatchError, trace_step
 from launcher.trace.errors import JoinedError
-from launcher.trace.jaxpr import jaxpr_as_fun, program
 
 sys.path.insert(0, str(Path(__file__).parent))
-from by_slices import COMBINE, cut
+from by_slices import compare, run
 
 rng = np.random.default_rng(0)
 ROWS = 8
@@ -93,26 +92,6 @@ METRICS = {
 }
 
 
-def run(step, args, count):
-    """The results of a step from slices, with what is computed around the loss."""
-    traced = trace_step(step, args)
-    loss = traced.loss(count)
-    given = [*traced.constants.values(), *jax.tree.leaves(args)]
-    names = [*traced.constants, *traced.invars]
-    before = jaxpr_as_fun(program(names, traced.before, traced.operands))(*given)
-    slices = [cut(x, i, loss) for i, x in enumerate(before)]
-    of_slice = jax.jit(jaxpr_as_fun(program(loss.invars, loss.equations, loss.outvars)))
-    outs = zip(*(of_slice(*(x[s] for x in slices)) for s in range(count)), strict=True)
-    combine = COMBINE | {"infer": lambda parts: parts[0]}  # of one slice
-    values = [combine[word](parts) for word, parts in zip(loss.reduce, outs, strict=True)]
-    results = traced.loss_equation.outvars[: len(values)]
-    operands = [v for v in traced.operands if v not in names]
-    inner = dict(zip(traced.operands, before, strict=True))
-    after = program([*names, *operands, *results], traced.after, traced.outvars)
-    leaves = jaxpr_as_fun(after)(*given, *(inner[v] for v in operands), *values)
-    return jax.tree.unflatten(traced.out_tree, leaves)
-
-
 def evaluation(fun):
     return lambda params, batch: launcher.microbatched(fun)(params, batch)
 
@@ -120,14 +99,7 @@ def evaluation(fun):
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("name", METRICS)
 def test_a_function_of_sums_is_that_of_the_whole_batch(name, count):
-    fun = with_metrics(METRICS[name])
-    want = jax.jit(fun)(PARAMS, BATCH)
-    for got, value in zip(
-        jax.tree.leaves(run(evaluation(fun), (PARAMS, BATCH), count)),
-        jax.tree.leaves(want),
-        strict=True,
-    ):
-        np.testing.assert_allclose(got, value, rtol=1e-5, atol=1e-6)
+    compare(evaluation(with_metrics(METRICS[name])), (PARAMS, BATCH), count)
 
 
 def test_beside_a_gradient():

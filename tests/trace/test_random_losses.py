@@ -25,6 +25,18 @@ BATCH = {
 }
 
 
+def with_backward(backward):
+    """A function that changes nothing but the gradient."""
+    function = jax.custom_vjp(lambda x: x)
+    function.defvjp(lambda x: (x, x), lambda x, g: (backward(x, g),))
+    return function
+
+
+clipped = with_backward(lambda x, g: jnp.clip(g, -0.02, 0.02))
+weighted = with_backward(lambda x, g: g * jnp.tanh(x))
+normalized = with_backward(lambda x, g: g / (0.1 + jnp.linalg.norm(g)))
+
+
 def rows_of(p, b, rng):
     """A value of each example."""
     y = jnp.tanh(b["x"] @ p["w"])
@@ -38,6 +50,11 @@ def rows_of(p, b, rng):
         lambda: y[:, 1] * (b["x"] - b["x"].mean(0))[:, 0],
         lambda: y[:, 0] * jnp.arange(len(y)),
         lambda: b["weight"] * b["mask"],
+        lambda: clipped(y).sum(1),
+        lambda: weighted(y[:, 1]) * b["weight"],
+        lambda: y[:, 0] * jax.random.uniform(jax.random.key(rng.randrange(9))),
+        lambda: y @ jax.random.normal(jax.random.key(rng.randrange(9)), (3,)),
+        lambda: normalized(y).sum(1),  # joins, in its gradient
         lambda: y[:, 0] - y[:, 0].mean(),  # joins
         lambda: y[::-1, 0] * b["weight"],  # joins
         lambda: jax.nn.softmax(y[:, 2]),  # joins
@@ -75,13 +92,26 @@ def number_of(p, b, rng, depth):
     return rng.choice(choices)()
 
 
+def metric_of(p, b, rng):
+    """A number that is reported beside the loss, or a row of each example."""
+    number = number_of(p, b, rng, 1)
+    choices = [
+        lambda: number,
+        lambda: jnp.exp(number / 9),
+        lambda: number / (1 + jnp.abs(number_of(p, b, rng, 0))),
+        lambda: -rows_of(p, b, rng).min(),
+        lambda: rows_of(p, b, rng),
+    ]
+    return rng.choice(choices)()
+
+
 def outcome(seed):
     def fun(p, b):
         rng = random.Random(seed)
-        return number_of(p, b, rng, 3)
+        return number_of(p, b, rng, 3), metric_of(p, b, rng)
 
     try:
-        check(fun, PARAMS, BATCH, random.Random(seed).choice([2, 4, ROWS]))
+        check(fun, PARAMS, BATCH, random.Random(seed).choice([2, 4, ROWS]), has_aux=True)
     except BatchError:
         return "refused"
     return "equal"
