@@ -102,6 +102,8 @@ def find_whole_batch(
     )
     followed = follow_placements(a, b, operand_placements(axes), num_slices, finder.visit)
     made = {v: (i, j) for i, eqn in enumerate(b.eqns) for j, v in enumerate(eqn.outvars)}
+    results = zip(b.outvars, followed.outs, strict=True)
+    finder.found.update(made[v] for v, p in results if is_var(v) and isinstance(p, RowNumbers))
     sliced = program(b.invars, followed.equations, b.outvars).jaxpr
 
     def reached() -> dict[Var, Place]:

@@ -333,3 +333,20 @@ def test_a_step_is_traced_again_only_where_that_tells_something(name, times):
 
     trace_step(step, (PARAMS, BATCH))
     assert len(calls) == times
+
+
+@pytest.mark.parametrize("count", [2, ROWS])
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        lambda rows: rows,
+        lambda rows: rows[:, None] * jnp.ones((1, 3), int),
+        lambda rows: jnp.stack([rows, jnp.zeros_like(rows)], 1),
+    ],
+)
+def test_row_numbers_as_a_result_are_those_of_the_whole_batch(numbers, count):
+    def fun(p, b):
+        rows = jnp.arange(len(b["x"]))
+        return (b["x"] @ p["a"])[rows, 0].mean(), numbers(rows)
+
+    assert check(fun, PARAMS, BATCH, count, has_aux=True) == ("mean", "concat")
