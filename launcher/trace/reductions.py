@@ -93,8 +93,10 @@ def _word(name: str, placement: Placement, num_slices: int, is_averaged: bool) -
             f"{placement.in_words} joins examples",
         )
     remedy = 'say reduce="last", or return a floating-point number of a fixed shape'
-    if isinstance(placement, Sharded | RowNumbers):
+    if isinstance(placement, Sharded):
         remedy = "transpose it, so that the examples come first"
+    if isinstance(placement, RowNumbers):
+        remedy = "it numbers the rows: number them outside of the loss"
     raise BatchError(f"{name} cannot be combined from {num_slices} slices of the batch; {remedy}")
 
 

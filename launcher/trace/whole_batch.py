@@ -102,8 +102,10 @@ def find_whole_batch(
     )
     followed = follow_placements(a, b, operand_placements(axes), num_slices, finder.visit)
     made = {v: (i, j) for i, eqn in enumerate(b.eqns) for j, v in enumerate(eqn.outvars)}
-    results = zip(b.outvars, followed.outs, strict=True)
-    finder.found.update(made[v] for v, p in results if is_var(v) and isinstance(p, RowNumbers))
+    used = {v for eqn in b.eqns for v in eqn.invars if is_var(v)}  # maybe as indices into a slice
+    for v, placement in zip(b.outvars, followed.outs, strict=True):
+        if is_var(v) and isinstance(placement, RowNumbers) and v not in used:
+            finder.found.add(made[v])
     sliced = program(b.invars, followed.equations, b.outvars).jaxpr
 
     def reached() -> dict[Var, Place]:

@@ -339,7 +339,7 @@ def test_a_step_is_traced_again_only_where_that_tells_something(name, times):
 @pytest.mark.parametrize(
     "numbers",
     [
-        lambda rows: rows,
+        lambda rows: 2 * rows,
         lambda rows: rows[:, None] * jnp.ones((1, 3), int),
         lambda rows: jnp.stack([rows, jnp.zeros_like(rows)], 1),
     ],
@@ -350,3 +350,12 @@ def test_row_numbers_as_a_result_are_those_of_the_whole_batch(numbers, count):
         return (b["x"] @ p["a"])[rows, 0].mean(), numbers(rows)
 
     assert check(fun, PARAMS, BATCH, count, has_aux=True) == ("mean", "concat")
+
+
+def test_row_numbers_that_are_indices_too_are_no_result():
+    def fun(p, b):
+        rows = jnp.arange(len(b["x"]))
+        return (b["x"] @ p["a"])[rows, 0].mean(), rows
+
+    with pytest.raises(BatchError, match="it numbers the rows: number them outside of the loss"):
+        check(fun, PARAMS, BATCH, 2, has_aux=True)
