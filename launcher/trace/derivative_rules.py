@@ -123,13 +123,14 @@ def _of_vjp(
 
     seeds = [_of_seed(p, pair) for p in outs]
     found = follow(rule(pair.whole), rule(pair.part), [*given, *seeds])
-    # A mean's gradient is over the whole batch's rows in place of the slice's, and so is its seed.
-    ops = {p.op for p in outs if isinstance(p, Partial)} or {"sum"}
-    if found is None or (found.changed and "mean" not in ops):
+    # Of a mean the rule divides by the slice's rows, and the whole batch's by all: so do the seeds.
+    of_mean = all(isinstance(p, Partial) and p.op == "mean" for p in outs)
+    if found is None or (found.changed and not of_mean):
         return False
+    op = "mean" if of_mean else "sum"
     for i, placement in zip(moving, found.outs, strict=True):
         own = isinstance(given[i], Sharded) and placement == given[i]
-        added = isinstance(placement, Partial) and placement.op in ops
+        added = isinstance(placement, Partial) and placement.op == op
         if not (own or added or placement == Replicated(zero=True)):
             return False
     return True
