@@ -44,16 +44,20 @@ class Finish:
 def may_finish(eqn: Equation, batch_size: int) -> bool:
     """Return whether `find_finish` may find something, by the loss on the whole batch alone."""
     makers = {v: e for e in eqn.params["jaxpr"].jaxpr.eqns for v in e.outvars}
+
+    def may_have_rows(v: Var) -> bool:
+        return any(n % batch_size == 0 for n in v.aval.shape)
+
     waiting = [(v, True) for v in _candidates(eqn).values()]
     seen: set[Var] = set()
     while waiting:
         v, moved = waiting.pop()  # moved: nothing but the shape has changed since
         made = makers.get(v)
-        if v in seen or made is None or any(n % batch_size == 0 for n in v.aval.shape):
-            continue  # or maybe a row of each example
+        if v in seen or made is None or may_have_rows(v):
+            continue
         seen.add(v)
         name, operands = made.primitive.name, [x for x in made.invars if is_var(x)]
-        if name in REDUCTIONS:
+        if name in REDUCTIONS and any(map(may_have_rows, operands)):
             if name in EXTREMA and not moved:
                 return True
             continue

@@ -81,6 +81,8 @@ METRICS = {
     "negated largest": lambda p, b, losses: -losses.max(),
     "all of them": lambda p, b, losses: (losses > 0.1).all().astype(jnp.float32),
     "with parameters": lambda p, b, losses: jnp.exp(losses.mean()) + (p["a"] ** 2).sum(),
+    "most frequent": lambda p, b, losses: net(p, b).sum(0).argmax(),
+    "entropy": lambda p, b, losses: jax.scipy.special.entr(jax.nn.softmax(net(p, b)).mean(0)).sum(),
     "twice the same": lambda p, b, losses: [jnp.exp(losses.mean())] * 2,
     "ratio to the loss": lambda p, b, losses: jnp.where(
         losses.sum() > 3, losses.max() / losses.mean(), 0.0
