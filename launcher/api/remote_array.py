@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from launcher.api.step_worker import Shards
-from launcher.cluster.ray import ray_compat
+from launcher.cluster.ray import pickling
 
 
 class ConsumedError(RuntimeError):
@@ -247,7 +247,7 @@ def pickled(value: Any, fun: Callable[..., Any]) -> bytes:
         TypeError: the function refers to something that cannot be pickled.
     """
     try:
-        return ray_compat.dumps(value)
+        return pickling.dumps(value)
     except Exception as error:
         name = getattr(fun, "__name__", repr(fun))
         raise TypeError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -241,6 +242,36 @@ def _compile_options(devices: Sequence[jax.Device]) -> Any:
     )
     options.executable_build_options.use_spmd_partitioning = True
     return options
+
+
+def pytree_registration(cls: type) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+    """Return how a class is registered as a pytree: `(register, arguments)`, or None.
+
+    `register(cls, *arguments)` registers a copy of it in another process. JAX tells publicly
+    whether a class is registered, but not how. Key paths of a class whose registration names both a
+    `flatten_func` and a function with keys are lost, unless it is `tree_flatten_with_keys`.
+    """
+    try:
+        from jax._src import tree_util
+
+        flatten, unflatten = tree_util._registry[cls]
+        closure = flatten.__closure__ if hasattr(flatten, "__closure__") else None
+        held = dict(
+            zip(flatten.__code__.co_freevars, [cell.cell_contents for cell in closure], strict=True)
+            if closure
+            else ()
+        )
+    except (AttributeError, ImportError, KeyError, ValueError):
+        return None
+    if "data_fields" in held and "meta_fields" in held:
+        data, meta = held["data_fields"], held["meta_fields"]
+        fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+        dropped = {field.name for field in fields if field.init} - {*data, *meta}
+        return jax.tree_util.register_dataclass, (data, meta, tuple(sorted(dropped)))
+    with_keys = held.get("flatten_with_keys")
+    if with_keys is None and hasattr(cls, "tree_flatten_with_keys"):
+        with_keys = operator.methodcaller("tree_flatten_with_keys")
+    return jax.tree_util.register_pytree_node, (flatten, unflatten, with_keys)
 
 
 def bind_collectives(address: str) -> None:
