@@ -21,7 +21,8 @@ from typing import Any
 import jax
 
 from launcher.api.ray_backend import RayBackend, RemoteExecutable
-from launcher.api.session import LocalBackend, current
+from launcher.api.remote_array import RemoteArray
+from launcher.api.session import LocalBackend, SessionError, current, is_up
 from launcher.api.signature import Signature, Traceable, kind
 from launcher.plan import Plan, PlanError
 from launcher.plan.methods import DataParallel, Follow, Method
@@ -144,6 +145,8 @@ class ParallelizedFunction:
         if last is None or self._backend != self._where() or last.followed is not self._followed:
             return None
         leaves, tree = jax.tree.flatten(dynamic)
+        if not is_up() and RemoteArray in map(type, leaves):
+            return None
         try:
             same = tree == last.tree and list(map(_spec, leaves)) == last.specs
         except AttributeError:  # a Python number, or something that is no array
@@ -159,6 +162,11 @@ class ParallelizedFunction:
         leaves, tree = jax.tree.flatten(dynamic)
         for i, leaf in enumerate(leaves):
             self._signature.check(leaf, i, dynamic)
+            if type(leaf) is RemoteArray and not is_up():
+                raise SessionError(
+                    f"{self._signature.path(i, dynamic)} of {self.__name__} is an array of workers "
+                    "whose session has ended; call launcher.init again and make it anew"
+                )
         key = tree, tuple(map(kind, leaves)), static, id(followed)
         if key not in self._variants:
             variant = self._planned(self._signature.traceable(dynamic, static))
@@ -198,6 +206,11 @@ class ParallelizedFunction:
         return variant.executable
 
     def _where(self) -> LocalBackend | RayBackend:
+        if isinstance(self._backend, RayBackend) and not is_up():
+            raise SessionError(
+                f"{self.__name__} has run on workers, whose session has ended; call launcher.init "
+                'again, or launcher.init("local") to run it in this process'
+            )
         return self._local or current()
 
     def _say_again(self, last: _Last, tree: Any, static: Any, variant: _Variant) -> None:

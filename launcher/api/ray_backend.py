@@ -28,6 +28,11 @@ class RayBackend:
     """
 
     def __init__(self, group: WorkerGroup, shape: ClusterShape) -> None:
+        from flax import serialization
+
+        serialization.register_serialization_state(
+            RemoteArray, lambda array: array.value, lambda _, value: value, override=True
+        )
         group.join()
         self.shape = shape
         self._messages = Messages(group)

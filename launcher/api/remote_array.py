@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from launcher.api.array_like import ArrayLike
 from launcher.api.step_worker import Shards
 from launcher.cluster.ray import pickling
+from launcher.runtime.compat import accept_as_array
 
 
 class ConsumedError(RuntimeError):
@@ -67,13 +69,14 @@ class Fetch:
         return self._whole
 
 
-class RemoteArray:
+class RemoteArray(ArrayLike):
     """A handle of a few bytes to an array that lies on the workers.
 
-    It can be passed back to a parallelized function, which costs nothing, or fetched: `np.asarray`,
-    `float` and `jax.device_get` wait for its value and bring it here. To fetch many in one round
-    trip, `launcher.prefetch` them first, or `jax.device_get` them together. The workers free the
-    array when its handle is gone, with the next message that they get.
+    It can be passed back to a parallelized function, which costs nothing. Whatever else is done
+    with it (arithmetic, comparing, indexing, printing, functions of NumPy and JAX, pickling) waits
+    for its value and brings it here, once. To fetch many in one round trip, `launcher.prefetch`
+    them first, or `jax.device_get` them together. The workers free the array when its handle is
+    gone, with the next message that they get.
 
     Raises:
         ConsumedError: the array was donated to a call.
@@ -113,8 +116,8 @@ class RemoteArray:
         return self.size * self._dtype.itemsize
 
     @property
-    def sharding(self) -> str:
-        """The sharding in words, such as "whole, on device 2"; a worker is asked for it."""
+    def placement(self) -> str:
+        """Where it lies, in words such as "whole, on device 2"; a worker is asked for it."""
         return self._owner.placement(self.number)
 
     @property
@@ -159,41 +162,39 @@ class RemoteArray:
         """Note the fetch that brings the array, and its position there."""
         self._fetched = fetch, place
 
+    @property
+    def value(self) -> jax.Array:
+        """The value, an array of this process; it is fetched once."""
+        data = jnp.asarray(self._data())
+        return jax.random.wrap_key_data(data, impl=_key_impl(self._dtype)) if self._is_key else data
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         """Return the value, read-only.
 
         NumPy does not know typed random keys; their value, for `jax.device_get`, is a `jax.Array`
         of this process.
         """
+        return self.value if self._is_key else np.array(self._data(), dtype, copy=copy)
+
+    @property
+    def __jax_array__(self) -> Callable[[], jax.Array]:
+        if self._is_key:  # as which jax.random would not know it
+            raise TypeError(f"{self!r} is a random key on the workers; fetch it: jax.device_get")
+        return lambda: self.value
+
+    @property
+    def _is_key(self) -> bool:
+        return is_key(self._dtype)
+
+    def _data(self) -> np.ndarray:
+        """Return the array as it travels, fetched once."""
         if self.number >= 0 and self._fetched is None:
             self._owner.flush()
             if self._fetched is None:
                 self._owner.fetch([self])
         assert self._fetched is not None
         fetch, place = self._fetched
-        value = fetch.result()[place]
-        if is_key(self._dtype):
-            return jax.random.wrap_key_data(jnp.asarray(value), impl=_key_impl(self._dtype))
-        return np.array(value, dtype, copy=copy)
-
-    def item(self) -> Any:
-        """Return the value of an array of one element as a Python number."""
-        return np.asarray(self).item()
-
-    def __float__(self) -> float:
-        return float(self.item())
-
-    def __int__(self) -> int:
-        return int(self.item())
-
-    def __bool__(self) -> bool:
-        return bool(np.asarray(self))
-
-    def __format__(self, spec: str) -> str:
-        return format(self.item(), spec) if spec else repr(self)
-
-    def __reduce__(self) -> Any:
-        raise TypeError("an array on the workers cannot be pickled; fetch it: np.asarray(array)")
+        return fetch.result()[place]
 
     def __repr__(self) -> str:
         state = ", consumed" if self.is_deleted() else ""
@@ -202,6 +203,9 @@ class RemoteArray:
     def __del__(self) -> None:
         if getattr(self, "_number", -1) >= 0:
             self._owner.drop(self._number)
+
+
+accept_as_array(RemoteArray, lambda array: array.value)
 
 
 def prefetch(tree: Any) -> Any:

@@ -5,6 +5,7 @@ It is the only state that this package keeps between calls, as `jax.distributed`
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import os
 from collections.abc import Callable
@@ -23,8 +24,7 @@ from launcher.cluster.devices import (
     find_gpus,
     local_pool,
 )
-from launcher.cluster.ray import scratch
-from launcher.cluster.ray.attached_ray import AttachedRay
+from launcher.cluster.ray.attached_ray import AttachedRay, is_connected
 from launcher.cluster.ray.private_ray import PrivateRay, start
 from launcher.cluster.ray.waiting import StartLimit
 from launcher.cluster.worker_group import WorkerGroup
@@ -106,8 +106,9 @@ def init(
     Args:
         cluster: "local" is this process. "ray" is worker processes, one a node, that Ray starts;
             this process then only plans and directs, on its CPU.
-        address: the address of a running Ray ("auto" finds this machine's); None starts a private
-            one on this machine, which ends with this process.
+        address: the address of a running Ray ("auto" finds this machine's). None takes the Ray that
+            this process is connected to, if `ray.init` was called, and else starts a private one on
+            this machine, which ends with this process.
         num_nodes: the number of worker processes. The default is all nodes of the Ray at `address`,
             and one of a private Ray. Several on one machine are emulated with CPU devices.
         num_devices_per_node: the devices of each worker, by default all GPUs of a node or else 4
@@ -141,15 +142,17 @@ def init(
         _held = _Held(_this_process(address, num_nodes, num_devices_per_node), lambda: None)
     else:
         _held = _workers(address, num_nodes, num_devices_per_node, step_timeout, start_timeout)
+        atexit.register(shutdown)  # before Ray's own, which was registered before
 
 
 def shutdown() -> None:
     """End the workers that `init` started; arrays that lie on them and were not fetched are lost.
 
-    It does nothing if there is nothing to end.
+    It does nothing if there is nothing to end. A program that ends without it calls it by itself.
     """
     global _held
     held, _held = _held, None
+    atexit.unregister(shutdown)
     if held is not None:
         held.close()
 
@@ -157,6 +160,11 @@ def shutdown() -> None:
 def current() -> LocalBackend | RayBackend:
     """Return the backend that `init` has brought up, or this process's devices."""
     return _HERE if _held is None else _held.backend
+
+
+def is_up() -> bool:
+    """Return whether `init` has been called, and `shutdown` not yet."""
+    return _held is not None
 
 
 def _this_process(address: str | None, nodes: int | None, devices: int | None) -> LocalBackend:
@@ -182,22 +190,23 @@ def _workers(
 ) -> _Held:
     with ExitStack() as undo:
         session: PrivateRay | AttachedRay
+        if address is None and is_connected():
+            address = "auto"
         if address is not None:
             session = AttachedRay(address, nodes, devices, start_timeout)
             pool = session.pool
         else:
             pool = _private_pool(nodes or 1, devices)
-            logs = scratch.create()  # not Ray's own folder, which is deleted when Ray ends
-            undo.callback(logs.remove)
             limit = StartLimit(start_timeout, "launcher.init(start_timeout=...)")
-            session = start(pool, logs.path, limit=limit)
+            session = start(pool, None, limit=limit)
         undo.callback(session.close)
         if pool.kind == "gpu":
             jax.config.update("jax_platforms", "cpu")  # the devices are for the workers
         workers, setting = session.spawn(StepWorker), "launcher.init(step_timeout=...)"
         group = WorkerGroup(workers, session.check, step_timeout, setting)
         backend = RayBackend(group, _shape_of(pool))
-        gone = SessionError("this belongs to a session that launcher.shutdown() has ended")
+        text = "this belongs to a session that launcher.shutdown() has ended"
+        gone = SessionError(f"{text}; call launcher.init again and make it anew")
         undo.callback(backend.close, gone)
         return _Held(backend, undo.pop_all().close)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,14 @@ TRACE_SETTINGS = (
     "jax_threefry_partitionable",
     "jax_numpy_dtype_promotion",
 )
+
+_DEVICE_SETTINGS = {
+    "jax_cuda_visible_devices",
+    "jax_default_device",
+    "jax_num_cpu_devices",
+    "jax_platform_name",
+    "jax_platforms",
+}
 
 
 @dataclass(frozen=True)
@@ -135,7 +144,8 @@ class StepWorker(Peer):
             PlanError: it is not the program that was planned: the code, or the versions of the
                 libraries, differ from the driver's.
         """
-        with fail_together(self._transport):
+        jax.devices()  # before a module of the user's can change the settings that make them
+        with fail_together(self._transport), _devices_stay():
             return self._compile(number, pickled)
 
     def _compile(self, number: int, pickled: bytes) -> float:
@@ -154,9 +164,20 @@ class StepWorker(Peer):
         return executable.compile_seconds
 
     def create(self, number: int, first: int, pickled: bytes) -> None:
-        """Create a step's first argument in place, given a pickled `(init, arguments)`."""
-        init, arguments = pickle.loads(pickled)
-        self._keep(first, self._programs[number].executable.create(init, *arguments))
+        """Create a step's first argument in place, given a pickled `(init, arguments)`.
+
+        The driver has checked its structure. Functions in it are not identical to those that came
+        with the step, so it gets the structure that was traced.
+        """
+        with _devices_stay():
+            init, arguments = pickle.loads(pickled)
+            step = self._programs[number]
+            tree = step.in_tree.children()[0]
+
+            def as_traced(*arguments: Any) -> Any:
+                return jax.tree.unflatten(tree, jax.tree.leaves(init(*arguments)))
+
+            self._keep(first, step.executable.create(as_traced, *arguments))
 
     def run(self, call: Call, values: Sequence[Any]) -> StageTimes | None:
         """Run a step without waiting for it; return its times if it is profiled.
@@ -240,6 +261,25 @@ class StepWorker(Peer):
 
     def _keep(self, first: int, results: Any) -> None:
         self._arrays.update(enumerate(jax.tree.leaves(results), first))
+
+
+@contextmanager
+def _devices_stay() -> Iterator[None]:
+    """Ignore settings of the devices, which modules of the user's make when they are imported.
+
+    They are for a process of its own; here the devices are those of `launcher.init`.
+    """
+    update = jax.config.update
+
+    def without_devices(name: str, value: Any) -> None:
+        if name not in _DEVICE_SETTINGS:
+            update(name, value)
+
+    jax.config.update = without_devices  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        jax.config.update = update  # type: ignore[method-assign]
 
 
 def describe_sharding(sharding: Any) -> str:

@@ -274,6 +274,26 @@ def pytree_registration(cls: type) -> tuple[Callable[..., Any], tuple[Any, ...]]
     return jax.tree_util.register_pytree_node, (flatten, unflatten, with_keys)
 
 
+def accept_as_array(cls: type, value: Callable[[Any], jax.Array]) -> None:
+    """Have JAX's functions take instances of `cls`, as what `value` returns for them.
+
+    By its public protocol, `__jax_array__`, those that are jitted take none.
+    """
+    try:
+        from jax._src import core, dtypes
+        from jax._src.interpreters import pxla
+
+        def shards(arrays: Sequence[Any], shardings: Any, *rest: Any) -> Any:
+            return pxla.shard_args(shardings, *rest, list(map(value, arrays)))
+
+        typeof, handlers = jax.typeof, dtypes.canonicalize_value_handlers
+        core.pytype_aval_mappings[cls] = lambda array: typeof(value(array))
+        handlers[cls] = value
+        pxla.shard_arg_handlers[cls] = shards
+    except (AttributeError, ImportError):
+        pass
+
+
 def bind_collectives(address: str) -> None:
     """Make the collectives between CPU processes listen at this machine's `address`.
 

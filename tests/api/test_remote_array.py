@@ -77,7 +77,7 @@ def test_workers_together_compute_what_one_device_does(method):
     assert_allclose(state, expected_state, rtol=1e-4, atol=1e-6)
     assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, expected_state)
     if method != METHOD:  # each device holds a quarter
-        assert "over data, on devices 0, 1, 2, 3" in state[0]["w1"].sharding
+        assert "over data, on devices 0, 1, 2, 3" in state[0]["w1"].placement
 
 
 def test_a_state_of_this_process_is_taken_too(train):
@@ -88,7 +88,7 @@ def test_a_state_of_this_process_is_taken_too(train):
 def test_a_handle_tells_about_its_array(train):
     _, (loss,) = run(train, 1)
     assert (loss.shape, loss.dtype, loss.ndim, loss.size, loss.nbytes) == ((), np.float32, 0, 1, 4)
-    assert loss.sharding == "whole, on device 3"  # of the last stage
+    assert loss.placement == "whole, on device 3"  # of the last stage
     assert loss.block_until_ready() is loss
     assert f"{loss:.3f}" == f"{float(loss):.3f}" == f"{loss.item():.3f}"
     assert repr(loss) == "RemoteArray(float32[])"
@@ -215,7 +215,7 @@ def test_arrays_are_brought_to_where_another_step_wants_them(train):
     evaluate = launcher.parallelize(evaluation(), donate_argnums=())  # on all devices
     state, _ = run(train, 1)
     weight = state[0]["w1"]
-    assert (weight.sharding, evaluate.plan(state, weight).num_devices) == ("whole, on device 1", 4)
+    assert (weight.placement, evaluate.plan(state, weight).num_devices) == ("whole, on device 1", 4)
     value = evaluate(state, weight)  # an array on a worker may be the batch, too
     assert_allclose(value, evaluation()(jax.device_get(state), np.asarray(weight)))
     assert not weight.is_deleted()

@@ -24,6 +24,7 @@ faulthandler.dump_traceback_later(float(sys.argv[2]), exit=True)
 import ray
 ray.init(sys.argv[1], logging_level=logging.ERROR, log_to_driver=False)
 """
+_END_SECONDS = 3.0  # for Ray to end the workers: one that is killed before is told as a failure
 _MORE_SECONDS = 10  # that the probe's own watchdog waits longer than this process
 
 
@@ -55,7 +56,7 @@ class AttachedRay:
         num_devices_per_node: int | None,
         timeout: float,
     ) -> None:
-        if "ray" not in sys.modules or not sys.modules["ray"].is_initialized():
+        if not is_connected():
             reach(address, timeout)
         import ray
 
@@ -102,7 +103,8 @@ class AttachedRay:
             self._actors.append(actor)
             handles.append(WorkerHandle(actor, index, Path(os.devnull), node.address))
             actor.construct.remote(pickled)
-        self._undo.callback(kill, handles)  # ends what Ray itself cannot, such as stopped workers
+        # Ends what Ray itself cannot, such as stopped workers.
+        self._undo.callback(kill, handles, _END_SECONDS)
         if without := not_started(handles, self._timeout):
             reason = next(filter(None, without.values()), "it still tries")
             problem = f"Ray at {self._address} did not start {', '.join(without)} within"
@@ -121,6 +123,11 @@ class AttachedRay:
                 self._ray.kill(actor)
         self._actors.clear()
         self._undo.close()
+
+
+def is_connected() -> bool:
+    """Return whether this process is connected to a Ray."""
+    return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
 
 
 def reach(address: str, timeout: float) -> None:

@@ -38,7 +38,7 @@ _DEFAULT_LIMIT = StartLimit()
 
 def start(
     pool: DevicePool,
-    log_dir: Path,
+    log_dir: Path | None,
     rendezvous: Rendezvous | None = None,
     limit: StartLimit = _DEFAULT_LIMIT,
 ) -> PrivateRay:
@@ -47,7 +47,8 @@ def start(
     Args:
         pool: the devices of the run.
         log_dir: an existing folder for the output of Ray (`ray.log`) and of the workers
-            (`worker_<host>.log`).
+            (`worker_<host>.log`). None makes a private one, which is deleted when this Ray is
+            closed or this process ends, however that ends.
         rendezvous: where the tasks of the job's other nodes wait; None for this machine alone.
         limit: how long `PrivateRay.spawn` may take, and what happens during the wait.
 
@@ -55,7 +56,7 @@ def start(
         ClusterError: there is no folder for Ray's sockets, or Ray was imported before.
         OSError: `log_dir` cannot be written.
     """
-    return PrivateRay(pool, Path(log_dir).resolve(), rendezvous, limit)
+    return PrivateRay(pool, log_dir and Path(log_dir).resolve(), rendezvous, limit)
 
 
 class PrivateRay:
@@ -65,13 +66,16 @@ class PrivateRay:
     """
 
     def __init__(
-        self, pool: DevicePool, log_dir: Path, rendezvous: Rendezvous | None, limit: StartLimit
+        self,
+        pool: DevicePool,
+        log_dir: Path | None,
+        rendezvous: Rendezvous | None,
+        limit: StartLimit,
     ) -> None:
         self._pool = pool
         self._limit, self._waiting = limit, Waiting(limit)
         self._rendezvous = rendezvous if pool.hosts > 1 else None  # else no other task is expected
         self._addresses = [LOOPBACK] * pool.hosts
-        self._log_dir = log_dir
         self._connecting: BackgroundCall | None = None
         self._connected, self._at = False, ""
         self._leaving: BackgroundCall | None = None
@@ -79,6 +83,12 @@ class PrivateRay:
         self._undo = ExitStack()
         with ExitStack() as on_error:
             on_error.callback(self.close)
+            self._own_logs = log_dir is None
+            if log_dir is None:  # not Ray's own folder, which is deleted when Ray ends
+                logs = scratch.create()
+                self._undo.callback(logs.remove)
+                log_dir = logs.path
+            self._log_dir = log_dir
             folder = scratch.create()
             self._undo.callback(folder.remove)
             token = folder.token(secret())
@@ -87,7 +97,7 @@ class PrivateRay:
             self._undo.callback(self._let_go)
             self._undo.callback(end, self._head, folder.path)
             with _environment(self._environ):
-                self._ray = _import_ray(self._rendezvous is not None)
+                self._ray = _import_ray()
             atexit.register(self.close)  # after Ray's import, so that it runs before Ray's own
             on_error.pop_all()
 
@@ -169,6 +179,7 @@ class PrivateRay:
         finally:
             if self._connecting is not None:
                 ray_compat.restore_signals(worker_actor.FOR_THE_DRIVER)
+                ray_compat.read_settings_again()  # for a Ray of the user's that comes after it
         atexit.unregister(self.close)
 
     def __enter__(self) -> PrivateRay:
@@ -180,7 +191,8 @@ class PrivateRay:
     def _start_head(self, folder: scratch.Scratch) -> subprocess.Popen[str]:
         log, rendezvous = self._log_dir / "ray.log", self._rendezvous
         if rendezvous is None:
-            return start_head(folder, self._environ, log, self._pool.hosts)
+            options = [f"--own-logs={self._log_dir}"] if self._own_logs else []
+            return start_head(folder, self._environ, log, self._pool.hosts, options)
         waiting = rendezvous.listener.fileno()
         options = [f"--ip={rendezvous.address}", "--host=0"]
         options += [f"--rendezvous={waiting}", f"--logs={self._log_dir}"]
@@ -274,21 +286,21 @@ class PrivateRay:
             )
 
 
-@functools.cache
-def _import_ray(nodes: bool) -> Any:
-    """Return Ray, imported under the launcher's settings, for one machine or for several.
-
-    Ray reads where it listens and how it authenticates when it is imported. One that was imported
-    with other settings would search for our cluster for ever.
-    """
-    if "ray" in sys.modules:
+def _import_ray() -> Any:
+    """Return Ray under the environment as it is now, also where it was imported before."""
+    before = sys.modules.get("ray")
+    if before is not None and before.is_initialized():
         raise ClusterError(
-            "Ray was imported before the launcher could set it up. "
-            "Do not import ray in code that the launcher loads (recipes, sitecustomize); to join a "
-            "Ray of your own, use launcher.init(address=...)."
+            "This process is connected to a Ray already. Call ray.shutdown() first, or do not call "
+            "ray.init() in code that the launcher loads (recipes, sitecustomize)."
         )
     import ray
 
+    if before is not None and not ray_compat.read_settings_again():
+        raise ClusterError(
+            "Ray was imported before, and this version of it cannot change its settings then: "
+            "import it after launcher.init, or call ray.init() first to use that Ray."
+        )
     return ray
 
 

@@ -10,6 +10,7 @@ Nothing here is imported from Ray before it is called: Ray reads its settings wh
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from collections.abc import Iterable, Mapping
@@ -57,6 +58,31 @@ def private_settings(token: Path, nodes: bool) -> dict[str, str]:
         # Ray's own name for a cluster of one machine, on which everything listens on 127.0.0.1.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1" if nodes else "0",
     }
+
+
+def read_settings_again() -> bool:
+    """Have Ray, imported already, take its settings from the environment as it is now.
+
+    Ray reads where it listens and how it authenticates once. With other settings than those of the
+    Ray that it connects to, it would search for that one for ever.
+
+    Returns:
+        Whether this version of Ray can.
+    """
+    try:
+        from ray import _raylet
+        from ray._private import ray_constants, ray_logging
+
+        variable = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
+        ray_constants.ENABLE_RAY_CLUSTER = os.environ.get(variable, "0") == "1"
+        skipped = os.environ.get("RAY_DEDUP_LOGS_SKIP_REGEX")
+        for printer in (ray_logging.stdout_deduplicator, ray_logging.stderr_deduplicator):
+            printer.skip_re = re.compile(skipped) if skipped else None
+        _raylet.Config.initialize("")
+        _raylet.AuthenticationTokenLoader.instance().reset_cache()
+    except (AttributeError, ImportError):
+        return False
+    return True
 
 
 # -- Names and texts ------------------------------------------------------------------------------

@@ -145,13 +145,17 @@ def share(value: Any) -> Any:
     return ray.put(value)
 
 
-def kill(workers: Sequence[WorkerHandle]) -> None:
+def kill(workers: Sequence[WorkerHandle], patience: float = 0.0) -> None:
     """Kill the workers of this machine that are known and still run.
 
     Usually Ray does that. If Ray itself was killed, a worker might run, and write, for a while.
+
+    Args:
+        workers: the workers.
+        patience: the seconds that Ray may take to end them itself.
     """
     processes = [process for worker in workers if (process := worker.process())]
-    for process in processes:
+    for process in psutil.wait_procs(processes, patience)[1] if patience else processes:
         with suppress(psutil.Error):  # it is gone
             process.kill()
     psutil.wait_procs(processes, _KILL_SECONDS)
