@@ -16,12 +16,13 @@ _BINARY = (
 _COMPARISONS = "eq", "ge", "gt", "le", "lt", "ne"
 _OPERATORS = (*_UNARY, *_BINARY, *(f"r{name}" for name in _BINARY), *_COMPARISONS, "getitem")
 # Those of `jax.Array` that tell nothing of where it lies.
-_METHODS = frozenset(
-    "T all any argmax argmin argpartition argsort astype at choose clip compress conj conjugate copy "
-    "cumprod cumsum diagonal dot flat flatten imag itemsize mT max mean min nonzero prod ptp ravel "
-    "real repeat reshape round searchsorted sort squeeze std sum swapaxes take tolist trace "
-    "transpose var view".split()
-)
+_METHODS = {
+    *("T", "all", "any", "argmax", "argmin", "argpartition", "argsort", "astype", "at", "choose"),
+    *("clip", "compress", "conj", "conjugate", "copy", "cumprod", "cumsum", "diagonal", "dot"),
+    *("flat", "flatten", "imag", "itemsize", "mT", "max", "mean", "min", "nonzero", "prod", "ptp"),
+    *("ravel", "real", "repeat", "reshape", "round", "searchsorted", "sort", "squeeze", "std"),
+    *("sum", "swapaxes", "take", "tolist", "trace", "transpose", "var", "view"),
+}
 
 
 class ArrayLike:
@@ -34,7 +35,10 @@ class ArrayLike:
     __array_priority__ = 100  # NumPy leaves `number * array` to the array
     __hash__ = None  # type: ignore[assignment]
 
-    shape: tuple[int, ...]
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape, which is known without the value."""
+        raise NotImplementedError
 
     @property
     def value(self) -> jax.Array:

@@ -9,8 +9,9 @@ import jax
 
 from launcher.api.messages import Messages, Reply
 from launcher.api.remote_array import Fetch, RemoteArray, pickled, portable
+from launcher.api.settings import TRACE_SETTINGS
 from launcher.api.signature import Traceable
-from launcher.api.step_worker import TRACE_SETTINGS, Call, StepProgram
+from launcher.api.step_worker import Call, StepProgram
 from launcher.cluster.errors import WorkerError
 from launcher.cluster.worker_group import WorkerGroup
 from launcher.plan import ClusterShape, Plan

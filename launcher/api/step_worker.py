@@ -9,36 +9,19 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
+from launcher.api.settings import devices_stay
 from launcher.cluster.process_group import Peer
 from launcher.partition.sharding.reshard import Box
 from launcher.plan import Plan
 from launcher.runtime import Executable, StageTimes, Transport, compile_step, fail_together, move
 from launcher.trace import trace_step
-
-# The settings of `jax.config` that affect how a function is traced.
-TRACE_SETTINGS = (
-    "jax_enable_x64",
-    "jax_default_matmul_precision",
-    "jax_default_prng_impl",
-    "jax_threefry_partitionable",
-    "jax_numpy_dtype_promotion",
-)
-
-_DEVICE_SETTINGS = {
-    "jax_cuda_visible_devices",
-    "jax_default_device",
-    "jax_num_cpu_devices",
-    "jax_platform_name",
-    "jax_platforms",
-}
 
 
 @dataclass(frozen=True)
@@ -145,7 +128,7 @@ class StepWorker(Peer):
                 libraries, differ from the driver's.
         """
         jax.devices()  # before a module of the user's can change the settings that make them
-        with fail_together(self._transport), _devices_stay():
+        with fail_together(self._transport), devices_stay():
             return self._compile(number, pickled)
 
     def _compile(self, number: int, pickled: bytes) -> float:
@@ -169,7 +152,7 @@ class StepWorker(Peer):
         The driver has checked its structure. Functions in it are not identical to those that came
         with the step, so it gets the structure that was traced.
         """
-        with _devices_stay():
+        with devices_stay():
             init, arguments = pickle.loads(pickled)
             step = self._programs[number]
             tree = step.in_tree.children()[0]
@@ -261,25 +244,6 @@ class StepWorker(Peer):
 
     def _keep(self, first: int, results: Any) -> None:
         self._arrays.update(enumerate(jax.tree.leaves(results), first))
-
-
-@contextmanager
-def _devices_stay() -> Iterator[None]:
-    """Ignore settings of the devices, which modules of the user's make when they are imported.
-
-    They are for a process of its own; here the devices are those of `launcher.init`.
-    """
-    update = jax.config.update
-
-    def without_devices(name: str, value: Any) -> None:
-        if name not in _DEVICE_SETTINGS:
-            update(name, value)
-
-    jax.config.update = without_devices  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        jax.config.update = update  # type: ignore[method-assign]
 
 
 def describe_sharding(sharding: Any) -> str:

@@ -1,9 +1,10 @@
-"""Environment variables of Ray's processes and of the workers; pure functions of the driver's."""
+"""Environment variables of Ray's processes and of the workers: functions of the driver's."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from launcher.cluster.devices import DevicePool
@@ -85,3 +86,22 @@ def _plain(environ: Mapping[str, str], addresses: Sequence[str] = ()) -> dict[st
         local = [entry for entry in ours if entry not in listed]
         variables[name] = ",".join([*listed, *local])
     return variables
+
+
+@contextmanager
+def replaced_environment(environ: Mapping[str, str]) -> Iterator[None]:
+    """Replace this process's environment variables by `environ` inside the context."""
+    before = dict(os.environ)
+    _change(environ)
+    try:
+        yield
+    finally:
+        _change(before)
+
+
+def _change(environ: Mapping[str, str]) -> None:
+    for name in set(os.environ) - set(environ):
+        del os.environ[name]
+    for name, value in environ.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value

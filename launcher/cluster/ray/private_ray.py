@@ -15,15 +15,19 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from launcher.cluster.devices import DevicePool
 from launcher.cluster.errors import ClusterError, RayEndedError, last_lines
 from launcher.cluster.ray import ray_compat, scratch, worker_actor
-from launcher.cluster.ray.environment import ray_environment, worker_environment
+from launcher.cluster.ray.environment import (
+    ray_environment,
+    replaced_environment,
+    worker_environment,
+)
 from launcher.cluster.ray.head import readable
 from launcher.cluster.ray.head_process import continue_head, end, start_head
 from launcher.cluster.ray.waiting import BackgroundCall, StartLimit, Waiting
@@ -96,8 +100,8 @@ class PrivateRay:
             self._head = self._start_head(folder)
             self._undo.callback(self._let_go)
             self._undo.callback(end, self._head, folder.path)
-            with _environment(self._environ):
-                self._ray = _import_ray()
+            with replaced_environment(self._environ):
+                self._ray = ray_compat.import_ray()
             atexit.register(self.close)  # after Ray's import, so that it runs before Ray's own
             on_error.pop_all()
 
@@ -203,7 +207,7 @@ class PrivateRay:
             return
         if self._connecting is None:
             self._at = self._address()
-            with _environment(self._environ):
+            with replaced_environment(self._environ):
                 self._connecting = BackgroundCall(functools.partial(self._join, self._at))
                 self._undo.callback(self._disconnect)
                 try:
@@ -286,24 +290,6 @@ class PrivateRay:
             )
 
 
-def _import_ray() -> Any:
-    """Return Ray under the environment as it is now, also where it was imported before."""
-    before = sys.modules.get("ray")
-    if before is not None and before.is_initialized():
-        raise ClusterError(
-            "This process is connected to a Ray already. Call ray.shutdown() first, or do not call "
-            "ray.init() in code that the launcher loads (recipes, sitecustomize)."
-        )
-    import ray
-
-    if before is not None and not ray_compat.read_settings_again():
-        raise ClusterError(
-            "Ray was imported before, and this version of it cannot change its settings then: "
-            "import it after launcher.init, or call ray.init() first to use that Ray."
-        )
-    return ray
-
-
 @functools.cache
 def secret() -> str:
     """Return the secret that the private Ray requires of its clients.
@@ -311,22 +297,3 @@ def secret() -> str:
     There is one a process, because Ray reads it once.
     """
     return secrets.token_hex(32)
-
-
-@contextmanager
-def _environment(environ: Mapping[str, str]) -> Iterator[None]:
-    """Replace this process's environment variables by `environ` inside the context."""
-    before = dict(os.environ)
-    _change_environment(environ)
-    try:
-        yield
-    finally:
-        _change_environment(before)
-
-
-def _change_environment(environ: Mapping[str, str]) -> None:
-    for name in set(os.environ) - set(environ):
-        del os.environ[name]
-    for name, value in environ.items():
-        if os.environ.get(name) != value:
-            os.environ[name] = value

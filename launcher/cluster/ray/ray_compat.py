@@ -13,12 +13,14 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from launcher.cluster.errors import ClusterError
 from launcher.cluster.ray.head import TOKEN_VARIABLE
 
 # -- Environment variables ------------------------------------------------------------------------
@@ -60,6 +62,28 @@ def private_settings(token: Path, nodes: bool) -> dict[str, str]:
     }
 
 
+def import_ray() -> Any:
+    """Return Ray under the environment as it is now, also where it was imported before.
+
+    Raises:
+        ClusterError: this process is connected to a Ray already.
+    """
+    before = sys.modules.get("ray")
+    if before is not None and before.is_initialized():
+        raise ClusterError(
+            "This process is connected to a Ray already. Call ray.shutdown() first, or do not call "
+            "ray.init() in code that the launcher loads (recipes, sitecustomize)."
+        )
+    import ray
+
+    if before is not None and not read_settings_again():
+        raise ClusterError(
+            "Ray was imported before, and this version of it cannot change its settings then: "
+            "import it after launcher.init, or call ray.init() first to use that Ray."
+        )
+    return ray
+
+
 def read_settings_again() -> bool:
     """Have Ray, imported already, take its settings from the environment as it is now.
 
@@ -76,10 +100,12 @@ def read_settings_again() -> bool:
         variable = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
         ray_constants.ENABLE_RAY_CLUSTER = os.environ.get(variable, "0") == "1"
         skipped = os.environ.get("RAY_DEDUP_LOGS_SKIP_REGEX")
+        printer: Any
         for printer in (ray_logging.stdout_deduplicator, ray_logging.stderr_deduplicator):
             printer.skip_re = re.compile(skipped) if skipped else None
-        _raylet.Config.initialize("")
-        _raylet.AuthenticationTokenLoader.instance().reset_cache()
+        compiled: Any = _raylet
+        compiled.Config.initialize("")
+        compiled.AuthenticationTokenLoader.instance().reset_cache()
     except (AttributeError, ImportError):
         return False
     return True
