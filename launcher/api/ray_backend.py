@@ -29,11 +29,7 @@ class RayBackend:
     """
 
     def __init__(self, group: WorkerGroup, shape: ClusterShape) -> None:
-        from flax import serialization
-
-        serialization.register_serialization_state(
-            RemoteArray, lambda array: array.value, lambda _, value: value, override=True
-        )
+        known_to_flax()
         group.join()
         self.shape = shape
         self._messages = Messages(group)
@@ -222,3 +218,12 @@ class RemoteExecutable:
 
     def _handles(self, first: int, avals: Iterable[tuple[Any, Any]]) -> list[RemoteArray]:
         return [RemoteArray(self._backend, n, *aval) for n, aval in enumerate(avals, first)]
+
+
+def known_to_flax() -> None:
+    """Have `flax.serialization` write arrays on the workers as what they hold."""
+    from flax import serialization  # so late: it takes time, and needs no workers
+
+    serialization.register_serialization_state(
+        RemoteArray, lambda array: array.value, lambda _, value: value, override=True
+    )

@@ -92,8 +92,7 @@ def test_a_handle_tells_about_its_array(train):
     assert loss.block_until_ready() is loss
     assert f"{loss:.3f}" == f"{float(loss):.3f}" == f"{loss.item():.3f}"
     assert repr(loss) == "RemoteArray(float32[])"
-    with pytest.raises(TypeError, match="fetch it"):
-        pickle.dumps(loss)
+    assert pickle.loads(pickle.dumps(loss)) == float(loss)
 
 
 def test_many_arrays_are_fetched_in_one_message(train, monkeypatch):
@@ -289,17 +288,6 @@ def test_the_driver_does_not_grow_with_the_model():
     assert psutil.Process().memory_info().rss - before < 40e6
 
 
-def test_what_cannot_travel_is_named():
-    lock = threading.Lock()
-
-    def holds_a_lock(state, batch):
-        assert lock
-        return step(state, batch)
-
-    with pytest.raises(TypeError, match=r"holds_a_lock cannot be sent to the workers.*lock"):
-        run(launcher.parallelize(holds_a_lock), 1)
-
-
 def test_init_is_called_once_and_with_sense():
     with pytest.raises(SessionError, match=r"call launcher\.shutdown"):
         launcher.init("local")
@@ -355,8 +343,11 @@ def test_a_killed_worker_ends_the_session_and_another_one_begins(train):
     assert not logs.exists()
     launcher.shutdown()  # nothing is left to do
     assert not psutil.wait_procs(ours, timeout=20)[1]
-    with pytest.raises(SessionError, match="has ended"):
+    with pytest.raises(SessionError, match=r"has ended; call launcher\.init again"):
         float(unfetched)
+    for use in (train, launcher.parallelize(step, devices=jax.devices()[:1])):
+        with pytest.raises(SessionError, match=r"session has ended; call launcher\.init again"):
+            use(state, BATCHES[0])
     assert_allclose(fetched, serial(1)[1][0])
     launcher.init("ray", num_nodes=2, num_devices_per_node=2, step_timeout=10)
     assert_allclose(run(train, 2)[1], serial(2)[1])  # the same function, on others

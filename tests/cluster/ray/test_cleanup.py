@@ -361,16 +361,26 @@ def test_a_program_that_ends_without_a_word_ends_its_session_before_ray_disconne
     assert (run.returncode, run.stdout, run.stderr) == (0, "left: 0\n", "")
 
 
-def test_a_ray_imported_by_someone_else_is_refused_and_leaves_nothing(tmp_path):
-    """It was set up for another cluster at its import, and would search for ours for ever."""
+@pytest.mark.parametrize(
+    ("connected", "told"),
+    [
+        (True, "This process is connected to a Ray already. Call ray.shutdown() first"),
+        (False, "Ray was imported before, and this version of it cannot change its settings"),
+    ],
+)
+def test_a_ray_that_cannot_be_set_up_any_more_is_refused_and_leaves_nothing(
+    tmp_path, connected, told
+):
+    """One that can, as tests/api/a_script.py imports it, reads its settings again."""
+    (tmp_path / "ray.py").write_text(f"def is_initialized():\n    return {connected}")
     program = (
         "import ray, pathlib, sys\n"
         "from launcher.cluster.devices import DevicePool\n"
         "from launcher.cluster.ray.private_ray import start\n"
         "start(DevicePool('cpu', 1, 1, '', ''), pathlib.Path(sys.argv[1]))\n"
     )
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": "/tmp"}
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     run = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, env=environ
     )
-    assert "ClusterError: Ray was imported before the launcher could set it up." in run.stderr
+    assert f"ClusterError: {told}" in run.stderr
