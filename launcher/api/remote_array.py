@@ -251,7 +251,7 @@ def pickled(value: Any, fun: Callable[..., Any]) -> bytes:
         TypeError: the function refers to something that cannot be pickled.
     """
     try:
-        return pickling.dumps(value)
+        return pickling.dumps_script(value)
     except Exception as error:
         name = getattr(fun, "__name__", repr(fun))
         raise TypeError(

@@ -99,8 +99,8 @@ def init(
 ) -> None:
     """Select where parallelized functions run; without it, they run on this process's devices.
 
-    Functions travel to the workers pickled: the importable modules that they refer to have to be
-    importable there too. Call it from the main thread, and before this process uses a GPU: the
+    What the script defines travels to the workers by value; the modules that it imports have to be
+    importable there, too. Call it from the main thread, and before this process uses a GPU: the
     devices are for the workers. `shutdown` undoes it, and both may be called again.
 
     Args:

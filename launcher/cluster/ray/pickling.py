@@ -35,7 +35,7 @@ _BY_VALUE = 6  # the parts of what cloudpickle makes of a class or function that
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def dumps(value: Any) -> bytes:
+def dumps_script(value: Any) -> bytes:
     """Return `value`, which may contain functions and classes of the script, pickled."""
     file = io.BytesIO()
     _pickler()(file).dump(value)
