@@ -23,7 +23,7 @@ from launcher.testing import assert_allclose
 
 HOW = sys.argv[1]
 if HOW == "joined":
-    ray.init(num_cpus=1, include_dashboard=False)
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
 launcher.init("ray", num_nodes=2, num_devices_per_node=2)
 X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
 STAGES = launcher.UniformStageOption(2)

@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=7"
-if __name__ != "__main__":
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 3)
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 3)
 
 
 def layer(x):
