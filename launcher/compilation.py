@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from launcher.partition.partitioned import PartitionedStep
     from launcher.partition.sharding.named_dims import Spec
     from launcher.plan import Plan
-    from launcher.runtime.emit import Emitted
+    from launcher.runtime.emitted import Emitted
     from launcher.runtime.instructions import Instruction
     from launcher.trace import Loss, TracedStep
 
@@ -36,24 +36,25 @@ def stages_of_compilation(
     from launcher.partition.partitioned import partition
     from launcher.runtime.emit import emit
 
-    whole, step = step, step.cut_at(plan.layer_ends)
-    cut = partition(step, plan.assignment)
-    yield "loss", loss_program_text(cut.loss)
-    yield "layers", layers_text(step, cut.loss)
-    yield "stages", stages_text(cut)
-    for graph in cut.stages:
-        yield f"tasks_of_stage_{graph.index}", tasks_text(cut, graph.index)
-    yield "update", update_text(cut)
+    for number, (part, of_part) in enumerate(zip(step.parts, plan.parts, strict=True)):
+        part, prefix = part.cut_at(of_part.layer_ends), f"loss_{number}_" if step.further else ""
+        cut = partition(part, of_part.assignment)
+        yield f"{prefix}loss", loss_program_text(cut.loss)
+        yield f"{prefix}layers", layers_text(part, cut.loss)
+        yield f"{prefix}stages", stages_text(cut)
+        for graph in cut.stages:
+            yield f"{prefix}tasks_of_stage_{graph.index}", tasks_text(cut, graph.index)
+        yield f"{prefix}update", update_text(cut)
     emitted = emit(step, plan)
     yield "slots", slots_text(step, emitted)
-    for worker in sorted({host for stage in plan.stages for host in stage.hosts}):
+    for worker in sorted({host for stage in plan.all_stages for host in stage.hosts}):
         yield f"instructions_of_worker_{worker}", instructions_text(emitted, plan, worker)
     if hlo:
         import jax
 
         from launcher.runtime import compile_step
 
-        programs = compile_step(whole, plan, jax.devices()).hlo_text()
+        programs = compile_step(step, plan, jax.devices()).hlo_text()
         yield from ((f"hlo_of_{name}", text) for name, text in programs.items())
 
 
@@ -143,7 +144,7 @@ def slots_text(step: TracedStep, emitted: Emitted) -> str:
     """Return what each slot holds, and which leaf of the step's arguments is put there."""
     from launcher.trace.leaf_names import leaf_names
 
-    names = leaf_names(step)
+    names = leaf_names(step.whole)
     given = {slot: names[i] for i, slot in emitted.arguments}
     given |= {slot: f"{names[i]}, stacked" for i, slot, axis in emitted.batches if axis is not None}
     given |= {slot: names[i] for i, slot, axis in emitted.batches if axis is None}
@@ -160,7 +161,7 @@ def instructions_text(emitted: Emitted, plan: Plan, worker: int) -> str:
     from launcher.runtime.instructions import Free, Run
 
     each = int(plan.cluster["devices_per_host"])
-    mine = {i for i, mesh in enumerate(plan.meshes) if worker in {d // each for d in mesh}}
+    mine = {i for i, mesh in enumerate(plan.all_meshes) if worker in {d // each for d in mesh}}
     lines = []
     for x in emitted.instructions:
         if isinstance(x, Free):

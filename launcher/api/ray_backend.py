@@ -132,10 +132,11 @@ class RemoteExecutable:
     ) -> None:
         self.plan, self.compile_seconds = plan, compile_seconds
         self._backend, self._number = backend, number
-        self._in_tree, self._out_tree = step.in_tree, step.out_tree
-        self._donated, self._batch = step.donated, step.batch
-        self._out_avals = [(v.aval.shape, v.aval.dtype) for v in step.outvars]
-        self._in_avals = step.in_avals
+        whole = step.whole
+        self._in_tree, self._out_tree = whole.in_tree, whole.out_tree
+        self._donated, self._batch = whole.donated, whole.batch
+        self._out_avals = [(v.aval.shape, v.aval.dtype) for v in whole.outvars]
+        self._in_avals = whole.in_avals
 
     def __call__(self, *args: Any) -> Any:
         """Send one step to the workers and return handles at once; donated handles are consumed.

@@ -143,7 +143,7 @@ class StepWorker(Peer):
         )
         executable = compile_step(step, program.plan, jax.devices(), self._transport)
         where = jax.tree.leaves(executable.in_shardings, is_leaf=lambda x: x is None)
-        self._programs[number] = _Compiled(executable, step.in_tree, where)
+        self._programs[number] = _Compiled(executable, step.whole.in_tree, where)
         return executable.compile_seconds
 
     def create(self, number: int, first: int, pickled: bytes) -> None:

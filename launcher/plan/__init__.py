@@ -4,8 +4,8 @@ Imports `partition` and below.
 """
 
 from launcher.partition.errors import PlanError
-from launcher.plan.build import make_forward_plan
 from launcher.plan.cluster_shape import ClusterShape, local_shape
+from launcher.plan.forward import make_forward_plan
 from launcher.plan.inter_op.select import describe_plan
 from launcher.plan.pipeline import measured_bubble, microbatch_transfer_seconds, timeline
 from launcher.plan.plan import Plan

@@ -7,7 +7,6 @@ import functools
 from collections.abc import Mapping, Sequence
 
 from launcher.partition.assignment import Assignment
-from launcher.partition.errors import PlanError
 from launcher.partition.partitioned import PartitionedStep, partition
 from launcher.partition.remat import recomputed
 from launcher.partition.sharding.layout import MODEL, ROWS, outer_dims
@@ -27,11 +26,14 @@ from launcher.plan.pipeline import Pipeline, estimated
 from launcher.plan.plan import Plan
 from launcher.plan.profile.measured_layers import MeasuredLayers
 from launcher.plan.stage_plan import StagePlan, Transfer
-from launcher.schedule import FORWARD_SCHEDULE, SCHEDULES, Kind
+from launcher.schedule import SCHEDULES, Kind
+from launcher.trace import Loss
 from launcher.trace.cost import matmul_flops
 from launcher.trace.jaxpr import Equation, nbytes, source_line
-from launcher.trace.leaf_names import leaf_names
 from launcher.trace.step import TracedStep
+
+# of every submesh, by its devices: the specs of arguments by their names
+KeptShardings = Mapping[tuple[int, ...], Mapping[str, Spec]]
 
 
 def build_plan(
@@ -54,18 +56,29 @@ class PlanBuilder:
         step: the traced step.
         cluster: the devices to plan for.
         measured: the layers' measured seconds, instead of the cost model's.
+        beside: the parts of the step, all of which have to be cut into the same slices.
     """
 
     def __init__(
-        self, step: TracedStep, cluster: ClusterShape, measured: MeasuredLayers | None = None
+        self,
+        step: TracedStep,
+        cluster: ClusterShape,
+        measured: MeasuredLayers | None = None,
+        beside: Sequence[TracedStep] = (),
     ) -> None:
         self._step = step
         self._cluster = measured.shape(cluster) if measured else cluster
         self._measured = measured
+        self._beside = beside
         self._footprints: dict[object, Footprint] = {}
 
-    def build(self, assignment: Assignment) -> Plan:
+    def build(self, assignment: Assignment, kept: KeptShardings | None = None) -> Plan:
         """Return the plan of an assignment; shardings that it lacks are chosen.
+
+        Args:
+            assignment: the assignment.
+            kept: the specs that arguments have by the plan of another loss of the step, by the
+                devices of the submesh. They are not chosen again.
 
         Raises:
             PlanError: its schedule cannot run its stages, a sharding that was given does not fit,
@@ -73,7 +86,14 @@ class PlanBuilder:
             BatchError: the batch does not divide into microbatches and replicas.
         """
         step, cluster, measured = self._step, self._cluster, self._measured
-        choose = StageShardings(step, assignment, cluster, self._outer_dims)
+        for part in self._beside:
+            part.loss(assignment.slicing.num_slices)
+        chosen = StageShardings(step, assignment, cluster, self._outer_dims)
+
+        def choose(loss: Loss, graph: StageGraph) -> dict[str, Spec]:
+            devices = assignment.submeshes[graph.mesh].devices
+            return {**chosen(loss, graph), **(kept or {}).get(devices, {})}
+
         cut = partition(step, assignment, choose, self._outer_dims)
         again = _computed_again(cut)
         stages = self._stages(cut, again)
@@ -215,35 +235,6 @@ def _notes(cut: PartitionedStep) -> tuple[str, ...]:
     return (*loss, *sorted(unknown))
 
 
-def make_forward_plan(step: TracedStep, like: Plan) -> Plan:
-    """Return the plan of an evaluation step on the stages of a train step's plan.
-
-    So it finds its parameters where the train step keeps them.
-
-    Args:
-        step: the evaluation step.
-        like: the plan of the train step.
-
-    Raises:
-        PlanError: the two steps do not have the same layers.
-    """
-    step = step.cut_at(like.layer_ends)
-    num_layers = step.loss(1).num_layers
-    planned = sum(len(stage.layers) for stage in like.stages)
-    if num_layers != planned:
-        raise PlanError(
-            f"the evaluation step has {num_layers} layers and the train step {planned}; both must "
-            "run the same model"
-        )
-    assignment = dataclasses.replace(
-        like.assignment,
-        schedule=FORWARD_SCHEDULE,
-        remat=("none",) * len(like.stages),
-        shardings=tuple(_renamed(stage.shardings, leaf_names(step)) for stage in like.stages),
-    )
-    return build_plan(step, assignment, ClusterShape(**like.cluster))
-
-
 def repriced(step: TracedStep, plan: Plan, measured: MeasuredLayers) -> Plan:
     """Return the same plan with predictions from measured layers.
 
@@ -253,21 +244,6 @@ def repriced(step: TracedStep, plan: Plan, measured: MeasuredLayers) -> Plan:
     step, cluster = step.cut_at(plan.layer_ends), ClusterShape(**plan.cluster)
     built = build_plan(step, plan.assignment, cluster, measured)
     return dataclasses.replace(built, runners_up=plan.runners_up)
-
-
-def _renamed(shardings: Mapping[str, Spec], names: Sequence[str]) -> dict[str, Spec]:
-    """Return the specs of another step's arguments under the names of this step's.
-
-    A leaf is identified by its path. Of several matches the one with the fewest steps before the
-    path is taken, since a parameter is nested less deeply than what the optimizer keeps for it.
-    """
-    found = {}
-    for name in names:
-        path = name.partition(".")[2]
-        same = [other for other in shardings if path and f".{other}".endswith(f".{path}")]
-        if same:
-            found[name] = shardings[min(same, key=len)]
-    return found
 
 
 def _computed_again(cut: PartitionedStep) -> list[list[Equation]]:

@@ -14,11 +14,12 @@ from typing import Protocol
 from launcher.partition.assignment import Assignment, Submesh
 from launcher.partition.errors import PlanError
 from launcher.partition.remat import remat_of_stages
-from launcher.plan.build import build_plan, make_forward_plan
 from launcher.plan.cluster_shape import ClusterShape
+from launcher.plan.forward import make_forward_plan
+from launcher.plan.further import build_parts, checked_fit, lead_of, with_further
 from launcher.plan.inter_op.auto import model_sizes
 from launcher.plan.inter_op.problem import Wanted
-from launcher.plan.inter_op.select import best_plan
+from launcher.plan.inter_op.select import search
 from launcher.plan.options import (
     AutoLayerOption,
     AutoStageOption,
@@ -263,15 +264,16 @@ def auto_plan(  # noqa: PLR0913 (the search's settings)
         num_stages=num_stages,
     )
     if cost == "model":
-        return best_plan(step, cluster, wanted, progress)
+        return checked_fit(with_further(step, *search(step, cluster, wanted, progress)))
     measured = measure_layers(
-        step,
+        lead_of(step),
         cluster,
         model_sizes(cluster),
         wanted.num_micro_batches,
         lambda share: progress(0.9 * share),
     )
-    return best_plan(step, cluster, wanted, lambda share: progress(0.9 + 0.1 * share), measured)
+    found = search(step, cluster, wanted, lambda share: progress(0.9 + 0.1 * share), measured)
+    return checked_fit(with_further(step, *found, measured))
 
 
 def check_cost(cost: str) -> None:
@@ -292,7 +294,7 @@ def _one_stage(
     devices = tuple(range(logical_mesh[0] * logical_mesh[1]))
     assignment = Assignment(
         method=method,
-        layers=(tuple(range(step.loss(1).num_layers)),),
+        layers=(tuple(range(lead_of(step).loss(1).num_layers)),),
         submeshes=(Submesh(devices, logical_mesh),),
         mesh_of=(0,),
         num_micro_batches=checked_micro_batches(num_micro_batches),
@@ -306,13 +308,13 @@ def _one_stage(
 def _planned(step: TracedStep, assignment: Assignment, cluster: ClusterShape) -> Plan:
     """Return the plan of an assignment; without replicas if the only microbatch cannot be cut."""
     try:
-        return build_plan(step, assignment, cluster)
+        return build_parts(step, assignment, cluster)
     except JoinedError as error:
         if assignment.num_micro_batches > 1:
             raise
         reason = error
     meshes = tuple(Submesh(s.devices, (1, len(s.devices))) for s in assignment.submeshes)
-    plan = build_plan(step, dataclasses.replace(assignment, submeshes=meshes), cluster)
+    plan = build_parts(step, dataclasses.replace(assignment, submeshes=meshes), cluster)
     note = (
         f"devices share the whole batch instead of cutting it into replicas, since {reason.cause}"
     )
@@ -332,7 +334,7 @@ def _pipeline(
         raise PlanError(
             f"parallel.schedule={schedule} is not one of {', '.join(training_schedules())}"
         )
-    cut = option.cut(step, cluster, schedule)
+    cut = option.cut(lead_of(step), cluster, schedule)
     assignment = Assignment(
         method=method,
         layers=cut.layers,

@@ -5,6 +5,7 @@ Pure. The names are those of Alpa's API.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -40,7 +41,8 @@ class ManualLayerOption:
 
     def layered(self, step: TracedStep) -> TracedStep:
         """Return the step cut into its layers."""
-        return step.cut_at(None)
+        further = tuple(map(self.layered, step.further))
+        return dataclasses.replace(step.cut_at(None), further=further)
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,11 @@ class AutoLayerOption:
             PlanError: there are to be more layers than there are equations.
         """
         try:
-            return step.cut_at(cluster_layers(step.loss(1), self.layer_num, self.eps))
+            ends = cluster_layers(step.loss(1), self.layer_num, self.eps)
         except LayerCountError as error:
             raise PlanError(str(error)) from error
+        further = tuple(map(self.layered, step.further))
+        return dataclasses.replace(step.cut_at(ends), further=further)
 
 
 @dataclass(frozen=True)

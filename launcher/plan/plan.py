@@ -14,7 +14,7 @@ from launcher.partition.errors import PlanError
 from launcher.partition.validate import validate
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.stage_plan import Staged, StagePlan, Transfer
-from launcher.plan.validate import check_devices, check_ends
+from launcher.plan.validate import check_devices, check_ends, check_parts
 from launcher.reading import read
 from launcher.trace.auto_layers import LayerEnds
 from launcher.trace.errors import BatchError
@@ -61,6 +61,9 @@ class ProfiledLayers:
 class Plan(Staged):
     """The whole plan.
 
+    For a step with several losses this is the plan of the first, with the predictions for the whole
+    step.
+
     Attributes:
         predicted_tflops_per_device: counts the model's operations only, as MFU does.
         predicted_tflops_per_device_with_remat: also counts the operations that are computed again.
@@ -69,6 +72,7 @@ class Plan(Staged):
         loss: how the slices' losses make that of the whole batch, in words.
         layer_ends: where layers end (`trace.auto_layers`); None: at the model's own marks.
         profiled: the measurements that the predictions rest on, if there are any.
+        further: the plans of the losses after the first, which run one after the other.
     """
 
     method: str
@@ -91,6 +95,27 @@ class Plan(Staged):
     loss: str = ""
     layer_ends: LayerEnds | None = None
     profiled: tuple[ProfiledLayers, ...] = ()
+    further: tuple[Plan, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Plan, ...]:
+        """The plans of all losses, in order."""
+        return (self, *self.further)
+
+    @property
+    def all_stages(self) -> tuple[StagePlan, ...]:
+        """The stages of all losses, those of the first one first."""
+        return tuple(stage for part in self.parts for stage in part.stages)
+
+    @property
+    def all_meshes(self) -> tuple[tuple[int, ...], ...]:
+        """The devices of every submesh that a loss uses, in the order of `all_stages`."""
+        return tuple(dict.fromkeys(stage.devices for stage in self.all_stages))
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices that the plan uses."""
+        return sum(map(len, self.all_meshes))
 
     @property
     def missing_bytes(self) -> int:
@@ -99,7 +124,7 @@ class Plan(Staged):
         It is not above 0 where all stages fit, or where the devices' memory is not known.
         """
         there = self.cluster["memory_bytes"]
-        return 0 if there is None else max(stage.memory_bytes for stage in self.stages) - there
+        return 0 if there is None else max(stage.memory_bytes for stage in self.all_stages) - there
 
     def validate(self, step: TracedStep) -> None:
         """Check that the plan, perhaps edited by hand, can be carried out.
@@ -112,9 +137,14 @@ class Plan(Staged):
                 another size than its devices, a schedule or remat is unknown or does not fit, a
                 sharding does not fit, or the batch does not divide; the message says where.
         """
+        check_devices(self.all_stages, self.cluster)
+        check_parts(self.parts, len(step.parts))
+        for plan, part in zip(self.parts, step.parts, strict=True):
+            plan._validate_part(part)
+
+    def _validate_part(self, step: TracedStep) -> None:
         if self.layer_ends is not None:
             check_ends(self.layer_ends)
-        check_devices(self.stages, self.cluster)
         if self.batch_size != step.batch_size:
             raise PlanError(f"batch_size={self.batch_size}, but the step's is {step.batch_size}")
         try:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launcher.partition.errors import PlanError
-from launcher.plan.stage_plan import StagePlan
+from launcher.plan.stage_plan import Staged, StagePlan
 from launcher.trace.auto_layers import LayerEnds
 
 
@@ -44,3 +44,22 @@ def check_devices(stages: Sequence[StagePlan], cluster: Mapping[str, Any]) -> No
                 f"stages {other} and {index} are on the same devices with logical meshes of "
                 f"{stages[other].logical_mesh} and {stage.logical_mesh}; give both the same"
             )
+
+
+def check_parts(parts: Sequence[Staged], num_losses: int) -> None:
+    """Raise PlanError if these are not plans for the losses of one step.
+
+    There has to be one for each loss, and they have to share the submeshes and cut the batch alike.
+    """
+    if len(parts) != num_losses:
+        raise PlanError(f"this is a plan for {len(parts)} of the step's {num_losses} losses")
+    if len({(part.num_micro_batches, part.num_replicas) for part in parts}) > 1:
+        cuts = " and ".join(f"{part.num_micro_batches}×{part.num_replicas}" for part in parts)
+        raise PlanError(
+            f"the losses cut the batch into {cuts} slices (microbatches × data-parallel replicas); "
+            "all losses of a step have to cut it alike"
+        )
+    meshes = {stage.devices for part in parts for stage in part.stages}
+    devices = [device for mesh in meshes for device in mesh]
+    if len(set(devices)) != len(devices):
+        raise PlanError(f"a device is in two submeshes: {sorted(devices)}")

@@ -13,7 +13,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from launcher.runtime.compat import compiled, loaded_for
-from launcher.runtime.emit import Emitted
+from launcher.runtime.emitted import Emitted
 from launcher.runtime.instructions import Run, Send
 from launcher.runtime.placement import Placement
 

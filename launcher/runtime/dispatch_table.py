@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from launcher.plan import PlanError
-from launcher.runtime.emit import Emitted
+from launcher.runtime.emitted import Emitted
 from launcher.runtime.instructions import Free, Instruction, Run, Send
 from launcher.runtime.order import digest, parts_of, prove
 from launcher.runtime.placement import Placement

@@ -6,6 +6,7 @@ gets its work early enough.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,16 +15,16 @@ import jax.numpy as jnp
 
 from launcher.partition.joint_graph import Name
 from launcher.partition.partitioned import PartitionedStep, partition
-from launcher.partition.slicing import Slicing
 from launcher.partition.stages import StageGraph
 from launcher.partition.update_placement import Segment
 from launcher.plan import Plan, timeline
+from launcher.runtime.chain import chained
 from launcher.runtime.collectives import scatter
+from launcher.runtime.emitted import Emitted
 from launcher.runtime.instructions import (
-    Instruction,
+    Free,
     Run,
     Send,
-    Slot,
     with_donations,
     with_frees,
 )
@@ -34,36 +35,35 @@ from launcher.trace.jaxpr import Var, is_var, jaxpr_as_fun, program
 from launcher.trace.step import TracedStep
 
 
-@dataclass(frozen=True, eq=False)
-class Emitted:
-    """A step that is ready to be compiled.
-
-    Attributes:
-        slots: what each slot holds.
-        programs: the function of every program, by name.
-        instructions: what runs, in order.
-        arguments: `(argument leaf, slot)`: where each is put before the step.
-        batches: `(argument leaf, slot, stacked along axis | None)`: copies of batch leaves.
-        constants: `(array, slot)`, put once.
-        results: for each result leaf `(slot, literal, mesh)`, where either the slot or the literal
-            is None.
-        slicing: how the batch is cut.
-    """
-
-    slots: tuple[Slot, ...]
-    programs: dict[str, Callable[..., tuple[Any, ...]]]
-    instructions: tuple[Instruction, ...]
-    arguments: tuple[tuple[int, int], ...]
-    batches: tuple[tuple[int, int, int | None], ...]
-    constants: tuple[tuple[Any, int], ...]
-    results: tuple[tuple[int | None, Any, int], ...]
-    slicing: Slicing
-
-
 def emit(step: TracedStep, plan: Plan) -> Emitted:
     """Return the instruction list of a plan, with the tasks in the order of its timeline."""
-    cut = partition(step, plan.assignment)
+    parts = [_emit_part(part, one) for part, one in zip(step.parts, plan.parts, strict=True)]
+    whole = chained(step, plan, parts) if step.further else parts[0]
+    return _with_lifetimes(whole, step.whole.donated)
+
+
+def _emit_part(step: TracedStep, plan: Plan) -> Emitted:
+    """Return the instructions of one loss, without donations and frees."""
+    cut = partition(step.cut_at(plan.layer_ends), plan.assignment)
     return _Emitter(cut, [timed.task for timed in timeline(plan)], Slots(cut)).emit()
+
+
+def _with_lifetimes(emitted: Emitted, donated: Sequence[bool]) -> Emitted:
+    """Return the instructions with the donation of buffers and the end of each slot.
+
+    Args:
+        emitted: the instructions without.
+        donated: for each argument leaf, whether a call may consume it.
+    """
+    kept = {slot for slot, _, _ in emitted.results if slot is not None}
+    kept |= {slot for _, slot in emitted.constants}
+    kept |= {slot for i, slot in emitted.arguments if not donated[i]}
+    first = frozenset(slot for _, slot in emitted.arguments)
+    lent = kept | {slot for _, slot, _ in emitted.batches}  # may be the caller's own array
+    listed = [x for x in emitted.instructions if not isinstance(x, Free)]
+    listed = with_donations(listed, emitted.slots, first, frozenset(lent))
+    ended = tuple(with_frees(listed, frozenset(kept)))
+    return dataclasses.replace(emitted, instructions=ended)
 
 
 @dataclass(eq=False)
@@ -93,16 +93,10 @@ class _Emitter:
         for atom, mesh in zip(self.cut.update.outvars, self.cut.update.out_homes, strict=True):
             slot = slots.of_outer(atom, mesh) if is_var(atom) else None
             results.append((slot, None if is_var(atom) else atom, mesh))
-        kept = {slot for slot, _, _ in results if slot is not None}
-        kept |= {slot for _, slot in slots.constants}
-        kept |= {slot for i, slot in arguments if not self.cut.step.donated[i]}
-        first = frozenset(slot for _, slot in arguments)
-        lent = kept | {slot for _, slot, _ in slots.batches}  # may be the caller's own array
-        listed = with_donations(self.listed, slots.slots, first, frozenset(lent))
         return Emitted(
             slots=tuple(slots.slots),
             programs=self.programs,
-            instructions=tuple(with_frees(listed, frozenset(kept))),
+            instructions=tuple(self.listed),
             arguments=tuple(arguments),
             batches=tuple(slots.batches),
             constants=tuple(slots.constants),

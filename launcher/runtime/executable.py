@@ -33,8 +33,8 @@ class StageTimes:
     """Times of one step in which every task was waited for.
 
     Attributes:
-        stage_seconds: the busy seconds of each stage; 0.0 for stages of other processes, of which
-            nothing is known here.
+        stage_seconds: the busy seconds of each stage, those of several losses one after another
+            (`Plan.all_stages`); 0.0 for stages of other processes, of which nothing is known here.
         task_seconds: the seconds of each task; those of other processes are absent.
     """
 
@@ -67,6 +67,9 @@ def compile_step(
             f"this plan was made for another program (fingerprint {plan.fingerprint}, this one is "
             f"{step.fingerprint}); plan again"
         )
+    if len(plan.parts) != len(step.parts):
+        counts = f"{len(plan.parts)} of {len(step.parts)}"
+        raise PlanError(f"this plan is for {counts} losses of the step; plan again")
     if len(devices) < plan.num_devices:
         raise PlanError(f"the plan needs {plan.num_devices} devices; here are {len(devices)}")
     with jax.transfer_guard("allow"):  # of the programs' constants
@@ -81,7 +84,8 @@ class Executable:
         compile_seconds: how long compilation took.
         in_shardings: a pytree like the arguments: where each leaf lives; None for the batch.
         timeline: the tasks of the last profiled step, with the seconds that each took, laid out one
-            after another as the plan orders them; None before any was profiled.
+            after another as the plan orders them, of several losses those of the first; None
+            before any was profiled.
     """
 
     def __init__(
@@ -93,18 +97,19 @@ class Executable:
     ) -> None:
         started = time.perf_counter()
         self.plan = plan
-        self._step = step
+        self._interface = whole = step.whole
         self._transport = transport
         self.timeline: list[TimedTask] | None = None
         emitted = emit(step, plan)
         self._slicing = emitted.slicing
         self._placement = make_placement(plan, devices, emitted.slots)
         self._compiled = compile_programs(emitted, self._placement)
-        donated = tuple(step.donated)
-        self._table = build_table(emitted, self._placement, self._compiled, donated, transport)
+        self._table = build_table(
+            emitted, self._placement, self._compiled, whole.donated, transport
+        )
         where = {i: sharding for i, _, sharding in self._table.arguments}
-        flat = [where.get(i) for i in range(len(step.in_avals))]
-        self.in_shardings = jax.tree.unflatten(step.in_tree, flat)
+        flat = [where.get(i) for i in range(len(whole.in_avals))]
+        self.in_shardings = jax.tree.unflatten(whole.in_tree, flat)
         self.compile_seconds = time.perf_counter() - started
 
     def __call__(self, *args: Any) -> Any:
@@ -145,13 +150,15 @@ class Executable:
         slots = self._fill(args)
         key = self._first_key()
         seconds: dict[Task, float] = {}
-        busy = [0.0] * len(self.plan.stages)
+        stages = [stage.devices for stage in self.plan.all_stages]
+        first_stage = [stages.index(devices) for devices in self.plan.all_meshes]
+        busy = [0.0] * len(stages)
         jax.block_until_ready([x for x in slots if x is not None])
         for entry in self._table.entries:
             taken = _timed(entry, slots, key)
             if isinstance(entry.instruction, Run):
                 task = entry.instruction.task
-                stage = task.stage if task else self.plan.mesh_of.index(entry.instruction.mesh)
+                stage = task.stage if task else first_stage[entry.instruction.mesh]
                 busy[stage] += taken
                 if task is not None:
                     seconds[task] = taken
@@ -194,8 +201,8 @@ class Executable:
 
     def _fill(self, args: tuple[Any, ...]) -> list[Any]:
         leaves, tree = jax.tree.flatten(args)
-        if tree != self._step.in_tree:
-            raise TypeError(f"the step was compiled for arguments {self._step.in_tree}, not {tree}")
+        if tree != (in_tree := self._interface.in_tree):
+            raise TypeError(f"the step was compiled for arguments {in_tree}, not {tree}")
         slots = self._table.slots.copy()
         moved = []
         for i, slot, sharding in self._table.arguments:
@@ -228,7 +235,7 @@ class Executable:
         flat = [fixed[i] if s is None else slots[s] for i, s in enumerate(self._table.results)]
         for i in self._table.shared:
             flat[i] = flat[i].copy()
-        return jax.tree.unflatten(self._step.out_tree, flat)
+        return jax.tree.unflatten(self._interface.out_tree, flat)
 
 
 def _donated_before(args: tuple[Any, ...], leaf: int) -> ValueError:

@@ -58,11 +58,11 @@ def make_placement(plan: Plan, devices: Sequence[jax.Device], slots: Sequence[Sl
     """Place a plan on devices, which are numbered as the plan numbers them."""
     shapes = {
         stage.devices: tuple(mesh_sizes(stage.logical_mesh, plan.num_replicas).values())
-        for stage in plan.stages
+        for stage in plan.all_stages
     }
     meshes = [
         Mesh(np.array([devices[d] for d in mesh]).reshape(shapes[mesh]), AXES)
-        for mesh in plan.meshes
+        for mesh in plan.all_meshes
     ]
     distinct = {
         (slot.mesh, slot.spec): NamedSharding(meshes[slot.mesh], partition_spec(slot.spec))

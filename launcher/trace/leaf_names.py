@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import jax
 
-from launcher.trace.step import TracedStep
+from launcher.trace.interface import Interface
 
 
-def leaf_names(step: TracedStep) -> tuple[str, ...]:
+def leaf_names(step: Interface) -> tuple[str, ...]:
     """A name for every argument leaf: its argument's number and its path, joined by dots."""
     numbered = jax.tree.unflatten(step.in_tree, range(len(step.in_avals)))
     leaves, _ = jax.tree_util.tree_flatten_with_path(numbered)

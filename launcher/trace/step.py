@@ -7,6 +7,7 @@ many slices there will be.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -15,14 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import numpy as np
 
 from launcher.trace.arguments import Arguments, aliases, batch_size, read_arguments
 from launcher.trace.auto_layers import LayerEnds, apply_layer_ends
-from launcher.trace.conditionals import split_conditionals
-from launcher.trace.errors import BatchError, GradientError, TraceError
+from launcher.trace.errors import BatchError, TraceError
+from launcher.trace.interface import Interface
 from launcher.trace.jaxpr import (
-    Atom,
     ClosedJaxpr,
     Equation,
     Jaxpr,
@@ -31,50 +30,56 @@ from launcher.trace.jaxpr import (
     is_var,
     make_jaxpr,
     make_jaxpr_and_shape,
-    needed,
-    source_line,
     structure_text,
-    sub_jaxprs,
 )
+from launcher.trace.leaf_names import leaf_names
+from launcher.trace.losses import find_losses, refuse_side_effects, with_named_operands
+from launcher.trace.parts import Part, cut_at_losses, interfaces
 from launcher.trace.primitives import loss_p
 from launcher.trace.slices import Loss, Traces, resized, slice_loss
-from launcher.trace.split_loss import split_loss
+from launcher.trace.split_loss import SplitLoss, split_loss
 from launcher.trace.stop_at_loss import LossReachedError, stopping_at_loss
 
 
 @dataclass(frozen=True, eq=False)
-class TracedStep:
+class TracedStep(Interface):
     """A train step (or, with nothing differentiated, an evaluation step) as data.
 
+    A step with several losses is a chain of parts with one loss each (`trace.parts`). Then this is
+    the first part, and has its arguments and results.
+
     Attributes:
-        in_tree, out_tree, in_avals: the step's arguments and results, whole batch shapes.
-        invars: one variable an argument leaf. constants: captured arrays by their variable.
+        constants: captured arrays by their variable.
         before, loss_equation, after: the outer program, split at the loss.
-        outvars: one atom a result leaf.
-        donated, batch: per argument leaf. batch_size: rows along axis 0 of the batch leaves.
-        aliases: result leaf -> the donated argument leaf whose place it takes.
+        batch_size: rows along axis 0 of the batch leaves.
         fingerprint: equal for equal programs, in every process.
         layer_ends: where layers end instead of at the marks (`cut_at`); None: at the marks.
+        further: the parts after the first.
+        of: the arguments and results of the whole step, if it has several parts.
     """
 
-    in_tree: Any
-    out_tree: Any
-    in_avals: tuple[Any, ...]
-    invars: tuple[Var, ...]
     constants: dict[Var, Any]
     before: tuple[Equation, ...]
     loss_equation: Equation
     after: tuple[Equation, ...]
-    outvars: tuple[Atom, ...]
-    donated: tuple[bool, ...]
-    batch: tuple[bool, ...]
     batch_size: int
-    aliases: dict[int, int]
     fingerprint: str
     traces: Traces
     layer_ends: LayerEnds | None = None
+    further: tuple[TracedStep, ...] = ()
+    of: Interface | None = None
     # the memo of `loss`
     losses: dict[tuple[int, LayerEnds | None], Loss] = field(default_factory=dict, repr=False)
+
+    @property
+    def parts(self) -> tuple[TracedStep, ...]:
+        """The step's parts, one for each loss, in order."""
+        return (self, *self.further)
+
+    @property
+    def whole(self) -> Interface:
+        """The arguments and results of the whole step."""
+        return self.of or self
 
     @property
     def operands(self) -> tuple[Var, ...]:
@@ -125,7 +130,7 @@ def trace_step(
 
     Raises:
         GradientError: `fun` does not go through `launcher.grad`/`value_and_grad`/`microbatched`
-            exactly once, or does so inside a loop or a branch.
+            at all, or does so inside a loop or a branch.
         BatchError: the batch's leaves disagree about their first axis.
         TraceError: an argument is no array, or something outside the loss has a side effect.
     """
@@ -141,21 +146,21 @@ def trace_step(
 
     closed, out_shape = make(arguments.shapes)
     equations = closed.jaxpr.eqns
-    place = _only_loss(fun, equations)
+    places = find_losses(fun, equations)
     constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    loss_equation = _with_named_operands(equations[place], constants)
     in_tree = jax.tree.structure(arguments.shapes)
 
     @functools.cache
-    def retrace(rows: int) -> Equation:
+    def retrace(rows: int) -> list[Equation]:
         leaves = resized(jax.tree.leaves(arguments.shapes), arguments.batch, rows)
         try:
-            with stopping_at_loss():
+            # Of several losses it is not known which one a function under `jit` would end at.
+            with stopping_at_loss() if len(places) == 1 else contextlib.nullcontext():
                 again, _ = make(jax.tree.unflatten(in_tree, leaves))
         except LossReachedError as reached:
             bind = functools.partial(loss_p.bind, **reached.params)
             (eqn,) = make_jaxpr(bind, *reached.avals).jaxpr.eqns
-            return eqn.replace(source_info=loss_equation.source_info)
+            return [eqn.replace(source_info=equations[places[0]].source_info)]
         except TraceError:
             raise
         except Exception as error:
@@ -164,92 +169,54 @@ def trace_step(
                 f"{rows} rows ({type(error).__name__}: {error}); it may hold the batch size as a "
                 "number: read it off a shape, or write -1 in reshape"
             ) from error
-        return again.jaxpr.eqns[_only_loss(fun, again.jaxpr.eqns)]
+        found = [again.jaxpr.eqns[place] for place in find_losses(fun, again.jaxpr.eqns)]
+        if len(found) != len(places):
+            raise BatchError(
+                f"the step has {len(places)} losses on the whole batch of {size} and {len(found)} "
+                f"on {rows} rows; their number must not depend on the batch's"
+            )
+        return found
 
-    split = split_loss(loss_equation, size, retrace, set(constants))
-    loss_equation = split.traces.whole
-    before = needed([*equations[:place], *split.before], loss_equation.invars)
-    placed = {id(e) for e in before}
-    rest = [e for e in equations if e is not equations[place] and id(e) not in placed]
-    rest = [*split.after, *rest]
-    _refuse_side_effects([*before, *rest])
-    after = needed(split_conditionals(rest), closed.jaxpr.outvars)
-    return TracedStep(
+    def split(number: int, place: int) -> SplitLoss:
+        eqn = with_named_operands(equations[place], constants)
+        return split_loss(eqn, size, lambda rows: retrace(rows)[number], set(constants))
+
+    losses = {place: split(number, place) for number, place in enumerate(places)}
+    refuse_side_effects([e for i, e in enumerate(equations) if i not in losses])
+    whole = Interface(
         in_tree=in_tree,
         out_tree=jax.tree.structure(out_shape),
         in_avals=tuple(v.aval for v in closed.jaxpr.invars),
         invars=tuple(closed.jaxpr.invars),
-        constants=constants,
-        before=tuple(before),
-        loss_equation=loss_equation,
-        after=tuple(after),
         outvars=tuple(closed.jaxpr.outvars),
         donated=arguments.donated,
         batch=arguments.batch,
-        batch_size=size,
         aliases=aliases(arguments, out_shape),
-        fingerprint=_fingerprint(closed.jaxpr, arguments),
-        traces=split.traces,
     )
+    batch = {v for v, is_batch in zip(whole.invars, whole.batch, strict=True) if is_batch}
+    parts = cut_at_losses(equations, losses, whole.outvars, batch | set(constants))
+    fingerprint = _fingerprint(closed.jaxpr, arguments)
 
-
-def _with_named_operands(eqn: Equation, constants: dict[Var, Any]) -> Equation:
-    """The loss equation with a constant of its own for every operand that is a literal."""
-    operands = []
-    for atom in eqn.invars:
-        if not is_var(atom):
-            constants[name := Var(atom.aval)] = np.asarray(atom.val, atom.aval.dtype)
-            atom = name
-        operands.append(atom)
-    return eqn.replace(invars=operands)
-
-
-def _refuse_side_effects(equations: Sequence[Equation]) -> None:
-    for eqn in equations:
-        if eqn.effects:
-            raise TraceError(
-                f"{eqn.primitive.name} at {source_line(eqn)} has a side effect; the parts of a "
-                "parallelized step run in several places, which must not see each other. Remove "
-                "the print or callback, or return the value as a result of the step"
-            )
-
-
-def _only_loss(fun: Callable[..., Any], equations: Sequence[Equation]) -> int:
-    name = getattr(fun, "__name__", repr(fun))
-    for eqn in equations:
-        if eqn.primitive is not loss_p and (inner := _loss_inside(eqn)):
-            raise GradientError(
-                f"{name} calls launcher.grad, value_and_grad or microbatched at "
-                f"{source_line(inner)} inside {eqn.primitive.name} at {source_line(eqn)}; a "
-                "parallelized step calls it outside of loops, branches and checkpoints. To "
-                "accumulate gradients say num_micro_batches instead of looping; to skip an update "
-                "take the gradients first and choose afterwards"
-            )
-    places = [i for i, eqn in enumerate(equations) if eqn.primitive is loss_p]
-    if len(places) == 1:
-        return places[0]
-    if not places:
-        raise GradientError(
-            f"{name} takes no gradient through launcher.grad or launcher.value_and_grad. Use one "
-            "of them instead of jax.grad (or launcher.microbatched in an evaluation step), and do "
-            "not differentiate or vmap it"
+    def step_of(part: Part, at: Interface, fingerprint: str) -> TracedStep:
+        return TracedStep(
+            **vars(at),
+            constants=constants,
+            before=part.before,
+            loss_equation=part.loss,
+            after=part.after,
+            batch_size=size,
+            fingerprint=fingerprint,
+            traces=losses[part.place].traces,
         )
-    lines = " and ".join(source_line(equations[i]) for i in places)
-    raise GradientError(
-        f"{name} calls launcher.grad, value_and_grad or microbatched {len(places)} times "
-        f"({lines}); a parallelized step takes its gradients in one place: add the losses up, or "
-        "return the others as aux"
+
+    if len(parts) == 1:
+        return step_of(parts[0], whole, fingerprint)
+    ends = interfaces(whole, parts, set(constants), leaf_names(whole))
+    first, *further = (
+        step_of(part, at, f"{fingerprint}.{number}" if number else fingerprint)
+        for number, (part, at) in enumerate(zip(parts, ends, strict=True))
     )
-
-
-def _loss_inside(eqn: Equation) -> Equation | None:
-    """A loss among the equations of a loop's body, a branch or another function of an equation."""
-    for jaxpr in sub_jaxprs(eqn):
-        for inner in jaxpr.eqns:
-            found = inner if inner.primitive is loss_p else _loss_inside(inner)
-            if found is not None:
-                return found
-    return None
+    return dataclasses.replace(first, further=tuple(further), of=whole)
 
 
 def _fingerprint(jaxpr: Jaxpr, arguments: Arguments) -> str:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 import pytest
+import several
 
 import launcher
 from launcher.api.remote_array import ConsumedError
@@ -56,6 +57,17 @@ def run(train, count):
         state, loss = train(state, batch)
         losses.append(loss)
     return state, losses
+
+
+def test_a_step_with_two_losses_on_workers():
+    """Both on all stages; the second one's critic was updated by the first."""
+    init_gan = several.gan_state
+    state, expected = jax.jit(several.jax_own(several.gan)[0])(init_gan(), several.BATCH)
+    method = launcher.PipeshardParallel(num_micro_batches=2)
+    train = launcher.parallelize(several.ours(several.gan)[0], method=method)
+    found, losses = train(train.create(init_gan, like=several.BATCH), several.BATCH)
+    assert_allclose(losses, expected)
+    assert_allclose(found, state, rtol=1e-4, atol=1e-6)
 
 
 def evaluation():

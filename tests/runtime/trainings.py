@@ -1,12 +1,17 @@
 """Train steps that the tests run by many plans, in one process or in several."""
 
 import functools
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import tiny
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # also where another process imports this
+import several
 
 import launcher
 from recipes import build_model
@@ -36,7 +41,7 @@ def training(name):
     """A train step, `init(key)` of its state, and its batches."""
     if name == "tiny":
         return tiny.step, tiny.init, tiny.BATCHES
-    return _chain() if name == "chain" else _recipe(name)
+    return {"chain": _chain, "gan": _gan}.get(name, functools.partial(_recipe, name))()
 
 
 def _recipe(name):
@@ -85,6 +90,19 @@ def _chain():
     rng = np.random.default_rng(1)
     size = CHAIN_ROWS, CHAIN_WIDTH
     return step, init, [rng.normal(size=size).astype(np.float32) for _ in range(CHAIN_ROUNDS)]
+
+
+def _gan():
+    """Two losses and two optimizers; the critic's loss is of a layer less."""
+    step, init = several.ours(several.generated_outside)
+
+    def with_one_number(state, batch):
+        state, losses = step(state, batch)
+        return state, losses["d"] + losses["g"]
+
+    rng = np.random.default_rng(2)
+    batches = [{k: rng.normal(size=(ROWS, 4)).astype(np.float32) for k in "xy"} for _ in range(3)]
+    return with_one_number, lambda key: init(), batches
 
 
 def first_state(params):

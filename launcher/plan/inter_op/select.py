@@ -10,6 +10,7 @@ from launcher.partition.assignment import Assignment
 from launcher.plan.build import PlanBuilder
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.errors import TooLargeError, UnmeasuredError
+from launcher.plan.further import lead_of
 from launcher.plan.inter_op.auto import make_problem
 from launcher.plan.inter_op.estimate import make_estimate, recounted, schedule_variants
 from launcher.plan.inter_op.infeasible import nothing_fits
@@ -37,7 +38,21 @@ def best_plan(
     progress: Callable[[float], None] = lambda share: None,
     measured: MeasuredLayers | None = None,
 ) -> Plan:
-    """Return the best plan, with the next best ones as its `runners_up`.
+    """Return the best plan; see `search`."""
+    return search(step, cluster, wanted, progress, measured)[0]
+
+
+def search(
+    step: TracedStep,
+    cluster: ClusterShape,
+    wanted: Wanted,
+    progress: Callable[[float], None] = lambda share: None,
+    measured: MeasuredLayers | None = None,
+) -> tuple[Plan, Assignment]:
+    """Return the best plan, with the next best ones as its `runners_up`, and its assignment.
+
+    Of a step with several losses it is the plan of the leading one (`plan.further`), which cuts the
+    batch as all of them can be cut.
 
     The search's objective is a closed form. The few best assignments, each under every schedule
     that is left open, are estimated, so that the simulated timeline decides. The best of the
@@ -54,10 +69,11 @@ def best_plan(
         PlanError: nothing fits the devices' memory, or nothing that does could be measured.
         BatchError: no plan that was found can cut the batch as it says.
     """
-    problem = make_problem(step, cluster, measured, wanted.num_stages)
+    lead = lead_of(step)
+    problem = make_problem(lead, cluster, measured, wanted.num_stages)
     built: list[tuple[Plan, Estimated]] = []
     refused: dict[int, BatchError] = {}
-    builder = PlanBuilder(step, cluster, measured)
+    builder = PlanBuilder(lead, cluster, measured, beside=step.parts)
     most = cluster.memory_bytes or math.inf
     for _ in range(_SEARCHES):
         found = best_of(problem, wanted, lambda share: progress(0.7 * share))
@@ -79,7 +95,7 @@ def best_plan(
         if fitting:
             best, chosen = min(fitting, key=lambda pair: pair[0].predicted_step_seconds)
             runners_up = _runners_up(best, chosen, built, estimates)
-            return dataclasses.replace(best, runners_up=runners_up)
+            return dataclasses.replace(best, runners_up=runners_up), chosen[0]
         problem = _with_less_memory(problem, [plan for plan, _ in built])
     if built:
         raise _too_large(built)

@@ -1,0 +1,36 @@
+"""A step as slots, programs and instructions: what is emitted and then compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.partition.slicing import Slicing
+from launcher.runtime.instructions import Instruction, Slot
+
+
+@dataclass(frozen=True, eq=False)
+class Emitted:
+    """A step that is ready to be compiled.
+
+    Attributes:
+        slots: what each slot holds.
+        programs: the function of every program, by name.
+        instructions: what runs, in order.
+        arguments: `(argument leaf, slot)`: where each is put before the step.
+        batches: `(argument leaf, slot, stacked along axis | None)`: copies of batch leaves.
+        constants: `(array, slot)`, put once.
+        results: for each result leaf `(slot, literal, mesh)`, where either the slot or the literal
+            is None.
+        slicing: how the batch is cut.
+    """
+
+    slots: tuple[Slot, ...]
+    programs: dict[str, Callable[..., tuple[Any, ...]]]
+    instructions: tuple[Instruction, ...]
+    arguments: tuple[tuple[int, int], ...]
+    batches: tuple[tuple[int, int, int | None], ...]
+    constants: tuple[tuple[Any, int], ...]
+    results: tuple[tuple[int | None, Any, int], ...]
+    slicing: Slicing
