@@ -26,7 +26,7 @@ def cut_layers(jaxpr: Jaxpr) -> tuple[list[Equation], list[int], int]:
 
     Raises:
         BoundaryError: a mark stands inside a loop, a branch or a checkpointed function.
-        TraceError: an equation has a side effect, or constrains a sharding.
+        TraceError: an equation has a side effect, or says how a value is sharded.
     """
     layer, layer_of = 0, {}
     for eqn in jaxpr.eqns:
@@ -54,9 +54,10 @@ def _refuse_uncuttable(eqn: Equation) -> None:
         )
     constraint = _constraint(eqn)
     if constraint is not None:
+        name = constraint.primitive.name.replace("sharding", "with_sharding")
         raise TraceError(
-            f"with_sharding_constraint at {source_line(constraint)}: the plan decides how a "
-            "parallelized step is sharded, on meshes of its own. Remove the constraint"
+            f"{name} at {source_line(constraint)}: the plan decides how a parallelized step is "
+            "sharded, on meshes of its own. Remove it"
         )
     if _holds_boundary(list(sub_jaxprs(eqn))):
         raise BoundaryError(
@@ -76,7 +77,7 @@ def _impure(eqn: Equation) -> Equation | None:
 
 
 def _constraint(eqn: Equation) -> Equation | None:
-    """Return the equation, or the one in its body, that constrains a sharding."""
+    """Return the equation, or the one in its body, that says how a value is sharded."""
     if eqn.primitive.name in CONSTRAINTS:
         return eqn
     inner = (_constraint(e) for jaxpr in sub_jaxprs(eqn) for e in jaxpr.eqns)

@@ -119,8 +119,8 @@ ROW_WISE = ELEMENTWISE | BARRIERS | UNSHARDED_ELEMENTWISE | RANDOM | frozenset((
 # Of each example alone, if the dimension of the examples stays as it is.
 KEEPS_ROWS = frozenset(("concatenate", "pad", "reshape", "slice"))
 
-# They say how a value is sharded.
-CONSTRAINTS = frozenset(("sharding_constraint",))
+# They say how a value is sharded, over which devices.
+CONSTRAINTS = frozenset(("shard_map", "sharding_constraint"))
 # Hand-written kernels: reads and writes of their own buffers are no side effects of the program.
 KERNELS = frozenset(("pallas_call",))
 # Plain calls, which can be inlined.

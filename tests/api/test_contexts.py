@@ -155,8 +155,13 @@ def test_a_sharding_of_the_users_own_is_refused_with_its_line():
     def layer(x):
         return jax.lax.with_sharding_constraint(x, sharding)
 
-    for inside in (layer, jax.checkpoint(layer)):
-        with pytest.raises(TraceError, match=r"with_sharding_constraint at .*test_contexts\.py:\d"):
+    mapped = jax.shard_map(jnp.tanh, mesh=mesh, in_specs=sharding.spec, out_specs=sharding.spec)
+    for inside, name in (
+        (layer, "with_sharding_constraint"),
+        (jax.checkpoint(layer), "with_sharding_constraint"),
+        (mapped, "shard_map"),
+    ):
+        with pytest.raises(TraceError, match=rf"{name} at .*test_contexts\.py:\d+.* Remove it"):
             parallel(step_of(inside))(W, X)
 
 
