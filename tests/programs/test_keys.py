@@ -1,0 +1,243 @@
+"""Random keys: each slice draws numbers of its own, from keys folded with the slice's number.
+
+The reference is written by hand: on one device, what draws (`forward`) is computed slice by slice,
+each with its key folded, and the loss of all of its rows together.
+"""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from programs.pieces import (
+    CLASSES,
+    HIDDEN,
+    LEARNING_RATE,
+    batch,
+    drawn_by_slices,
+    losses,
+    net,
+    params,
+    rows,
+    whole_batch,
+)
+from programs.program import METHODS, ROWS, Program, cases, check
+
+import launcher
+
+
+def drawing(forward, loss, key_of, given=True, on_whole_batch=False):
+    """A program whose loss is `loss(forward(params, batch, key), params, batch)`.
+
+    Args:
+        forward: returns a row, or several, of each example.
+        loss: a number of all rows, and metrics.
+        key_of: the key at a step, which is counted in the state; the key that it begins with goes
+            through the function that is its second argument.
+        given: whether the step makes the key, and hands it to the loss; else the loss makes it.
+        on_whole_batch: whether the numbers are drawn once, as on one device, since a sum of them is
+            needed or they belong to no example.
+    """
+
+    def build_by(run, value_and_grad):
+        def step(state, b):
+            def of(p, b, at):
+                found = run(forward, p, b, lambda own: own(at) if given else key_of(at, own))
+                return loss(found, p, b)
+
+            at = key_of(state["step"], lambda key: key) if given else state["step"]
+            found, grads = value_and_grad(of, has_aux=True)(state["params"], b, at)
+            new = jax.tree.map(lambda p, g: p - LEARNING_RATE * g, state["params"], grads)
+            return {"params": new, "step": state["step"] + 1}, {"found": found, "grads": grads}
+
+        return step
+
+    def init():
+        return {"params": params(), "step": np.int32(0)}
+
+    if on_whole_batch:
+        return Program(init, functools.partial(build_by, whole_batch), batch)
+    return drawn_by_slices(init, build_by, batch)
+
+
+def dropped(p, b, key):
+    """Outputs of a network with dropout, and what was kept."""
+    h = jnp.tanh(b["x"] @ p["a"])
+    kept = jax.random.bernoulli(key, 0.75, h.shape)
+    launcher.mark_pipeline_boundary()
+    return (h * kept / 0.75) @ p["b"], kept
+
+
+def squares(found, p, b):
+    y, drawn = found
+    return ((y - b["t"]) ** 2).mean(), drawn
+
+
+def masked_squares(found, p, b):
+    y, kept = found
+    mask = kept[:, 0] * b["mask"]
+    return (((y - b["t"]) ** 2).mean(1) * mask).sum() / jnp.maximum(mask.sum(), 1), mask.sum()
+
+
+def noised(p, b, key):
+    """Diffusion: each example at a time of its own, with noise of its own."""
+    of_time, of_noise = jax.random.split(key)
+    time = jax.random.uniform(of_time, (rows(b), 1))
+    noise = jax.random.normal(of_noise, b["x"].shape)
+    y = net(p, {"x": (1 - time) * b["x"] + time * noise})
+    return y - noise[:, :CLASSES], time
+
+
+def sampled(p, b, key):
+    """Labels are drawn from what the network says, and learned."""
+    y = net(p, b)
+    drawn = jax.random.categorical(key, jax.lax.stop_gradient(y))
+    return jax.nn.one_hot(drawn, CLASSES) - jax.nn.softmax(y) + y, drawn
+
+
+def by_layers(p, b, keys):
+    """A key of each layer, by a loop."""
+    h, _ = jax.lax.scan(
+        lambda h, key: (h + 0.1 * jax.random.normal(key, h.shape), None),
+        jnp.tanh(b["x"] @ p["a"]),
+        keys,
+    )
+    launcher.mark_pipeline_boundary()
+    return h @ p["b"], h
+
+
+class Dropped(nn.Module):
+    """Flax's dropout, whose key is folded by the module's name."""
+
+    @nn.compact
+    def __call__(self, h):
+        return nn.Dropout(0.4, deterministic=False)(h)
+
+
+def by_flax(p, b, key):
+    h = Dropped().apply({}, jnp.tanh(b["x"] @ p["a"]), rngs={"dropout": key})
+    launcher.mark_pipeline_boundary()
+    return h @ p["b"], h
+
+
+def one_time(p, b, key):
+    """One number for all examples."""
+    time = jax.random.uniform(key)
+    return net(p, b) * time, jnp.full(rows(b), time)
+
+
+def stepped(step, own):
+    return jax.random.fold_in(own(jax.random.key(0)), step)
+
+
+def raw(step, own):
+    return jax.random.fold_in(own(jax.random.PRNGKey(3)), step)
+
+
+def seeded(step, own):
+    return own(jax.random.key(step))
+
+
+def fixed(step, own):
+    return own(jax.random.key(0))
+
+
+def several(step, own):
+    return jax.random.split(stepped(step, own), 2)
+
+
+def same_numbers(step_loss):
+    """A program whose numbers are those of one device: drawn before the loss, or of no slice."""
+
+    def build(value_and_grad):
+        def step(state, b):
+            key = jax.random.fold_in(jax.random.key(0), state["step"])
+            value, grads = step_loss(value_and_grad, state["params"], b, key)
+            new = jax.tree.map(lambda p, g: p - LEARNING_RATE * g, state["params"], grads)
+            return {"params": new, "step": state["step"] + 1}, value
+
+        return step
+
+    return Program(lambda: {"params": params(), "step": np.int32(0)}, build, batch)
+
+
+def drawn_before(value_and_grad, p, b, key):
+    noise = jax.random.normal(key, b["x"].shape)
+    return value_and_grad(lambda p, b: losses(p, b).mean())(p, {**b, "x": b["x"] + noise})
+
+
+def never_drops(value_and_grad, p, b, key):
+    def loss(p, b, key):
+        kept = jax.random.bernoulli(key, 1.0, (rows(b), HIDDEN))
+        h = jnp.tanh(b["x"] @ p["a"])
+        launcher.mark_pipeline_boundary()
+        return (((h * kept) @ p["b"] - b["t"]) ** 2).mean()
+
+    return value_and_grad(loss)(p, b, key)
+
+
+def of_each_example(value_and_grad, p, b, key):
+    """The keys are those of the examples' numbers, whatever slice they are in."""
+
+    def loss(p, b):
+        noise = jax.vmap(lambda n: jax.random.normal(jax.random.key(n), (CLASSES,)))(b["number"])
+        return ((net(p, b) - b["t"] - noise) ** 2).mean()
+
+    return value_and_grad(loss)(p, b)
+
+
+def shuffled(value_and_grad, p, b, key):
+    order = jax.random.permutation(key, rows(b))
+    return value_and_grad(lambda p, b, t: ((net(p, b) - t) ** 2).mean())(p, b, b["t"][order])
+
+
+PROGRAMS = {
+    "key of the step": drawing(dropped, squares, stepped),
+    "raw key": drawing(dropped, squares, raw),
+    "keys of layers": drawing(by_layers, squares, several),
+    "key of a number in the loss": drawing(dropped, squares, fixed, given=False),
+    "key of the step in the loss": drawing(dropped, squares, stepped, given=False),
+    "key of a seed in the loss": drawing(dropped, squares, seeded, given=False),
+    "raw key in the loss": drawing(dropped, squares, raw, given=False),
+    "split in the loss": drawing(by_layers, squares, several, given=False),
+    "random mask and its sum": drawing(dropped, masked_squares, stepped, on_whole_batch=True),
+    "random mask and its sum, key in the loss": drawing(
+        dropped, masked_squares, stepped, given=False, on_whole_batch=True
+    ),
+    "diffusion": drawing(noised, squares, stepped),
+    "sampled labels": drawing(sampled, squares, stepped),
+    "Flax's dropout": drawing(by_flax, squares, stepped),
+    "one number for all": drawing(one_time, squares, stepped, on_whole_batch=True),
+    "drawn before the loss": same_numbers(drawn_before),
+    "shuffled before the loss": same_numbers(shuffled),
+    "dropout that drops nothing": same_numbers(never_drops),
+    "a key of each example": same_numbers(of_each_example),
+}
+
+
+@pytest.mark.parametrize(("name", "method"), cases(PROGRAMS))
+def test_equal_to_one_device_or_refused(name, method):
+    check(PROGRAMS[name], method)
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["given", "made in the loss"])
+def test_no_two_examples_see_the_same_numbers(given):
+    """Neither two slices, nor two steps."""
+
+    def forward(p, b, key):
+        return net(p, b), jax.random.normal(key, (rows(b),))
+
+    program = drawing(forward, squares, stepped, given=given)
+    step = launcher.parallelize(
+        program.build(launcher.value_and_grad),
+        method=METHODS["stages"],
+        devices=jax.devices()[:4],
+        donate_argnums=(),
+    )
+    state, drawn = program.init(), []
+    for k in range(2):
+        state, metrics = step(state, program.batch(k))
+        drawn.append(np.asarray(metrics["found"][1]))
+    assert len(np.unique(np.concatenate(drawn))) == 2 * ROWS
