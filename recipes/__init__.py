@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     import jax
     import numpy as np
 
-    Params = Any
     Batch = dict[str, np.ndarray]
 
 
@@ -38,13 +37,21 @@ class Model(NamedTuple):
     """A model as two pure functions.
 
     Attributes:
-        init: takes a random key and returns the parameters, a pytree of float32 arrays.
-        loss: takes the parameters, a batch and a random key for dropout, None to switch that off;
-            returns the mean loss over the batch, a float32 scalar, and a dict of further scalars.
+        init: takes a random key and returns the parameters, a pytree of float32 arrays; with state,
+            `(parameters, state)`.
+        loss: takes the parameters, with state also the state, a batch and a random key for dropout,
+            None to switch that off (evaluation); returns the mean loss over the batch, a float32
+            scalar, and a dict of further scalars, `(loss, metrics)`; with state,
+            `(loss, (metrics, state))`.
+        has_state: whether the model has state, a pytree of arrays that training changes without
+            gradients: the running averages of batch normalization, counters. The state that `loss`
+            returns has the structure, shapes and dtypes of the one it was given, and is the next
+            step's; an evaluation does not change it.
     """
 
-    init: Callable[[jax.Array], Params]
-    loss: Callable[[Params, Batch, jax.Array | None], tuple[jax.Array, dict[str, jax.Array]]]
+    init: Callable[[jax.Array], Any]
+    loss: Callable[..., tuple[jax.Array, Any]]
+    has_state: bool = False
 
 
 class Dataset(NamedTuple):

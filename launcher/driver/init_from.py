@@ -1,8 +1,9 @@
-"""The checkpoint that a new run takes its parameters from: `train.init_from`."""
+"""The checkpoint that a new run takes its parameters and model state from: `train.init_from`."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,19 +51,19 @@ def find_start(config: Config, finished: int, thorough: bool = True) -> Path | N
     return path.absolute()
 
 
-def check_start(named: str | None, path: Path, params: Any) -> None:
-    """Check that the parameters of a checkpoint fit the model.
+def check_start(named: str | None, path: Path, model: Mapping[str, Any]) -> None:
+    """Check that what a checkpoint holds of a model fits this one.
 
     Args:
         named: `train.init_from`, for the message.
         path: the checkpoint.
-        params: the model's parameters, a tree of `jax.ShapeDtypeStruct`.
+        model: the model's parts (`TrainState.model`), trees of `jax.ShapeDtypeStruct`.
 
     Raises:
         ConfigError: they differ in names or shapes.
     """
     try:
-        checkpoint.check_params(path, params)
+        checkpoint.check_model(path, model)
     except checkpoint.Mismatch as error:
         raise ConfigError(
             f"{_KEY}={named} does not fit the model: {error}",

@@ -92,7 +92,7 @@ def trace(config: Config, console: Console, found: Inputs) -> Traced:
     with status(console, "reading the data and tracing"):
         program = build_program(config)
     if found.init_from is not None:
-        check_start(config.train.init_from, found.init_from, program.state.params)
+        check_start(config.train.init_from, found.init_from, program.state.model)
     return Traced(found, cluster, program, time.perf_counter() - began)
 
 

@@ -72,5 +72,5 @@ def build_program(config: Config) -> Program:
     train = trace_step(make_train_step(model, optimizer, schedule, skips), (state, batch))
     evaluate = None
     if config.train.eval_every:
-        evaluate = trace_step(make_eval_step(model), (state.params, batch), donate_argnums=())
+        evaluate = trace_step(make_eval_step(model), (state.model, batch), donate_argnums=())
     return Program(dataset, init, seed, state, train, evaluate)

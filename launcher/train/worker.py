@@ -116,12 +116,13 @@ class TrainWorker(Peer):
         return seconds
 
     def create(self, init_from: str | None = None) -> None:
-        """Create the first state, sharded; its parameters are from `init_from`, if given."""
+        """Create the first state, sharded; its model is from `init_from`, if given."""
         self._state = self._train.create(self._program.init, self._program.seed)
         if init_from is not None:
-            self._state = replace(self._state, params=None)  # free their memory first
-            params = checkpoint.restore_params(Path(init_from), self._placed().params)
-            self._state = replace(self._state, params=params)
+            like = self._placed().model
+            nothing: dict[str, Any] = dict.fromkeys(like)
+            self._state = replace(self._state, **nothing)  # free their memory first
+            self._state = replace(self._state, **checkpoint.restore_model(Path(init_from), like))
         self._feed(start=0)
 
     def restore(self, folder: str, step: int) -> None:
@@ -182,7 +183,7 @@ class TrainWorker(Peer):
         assert validation is not None
         if batch == 0:
             self._before_evaluation, self._evaluated = self.flush(), []
-        self._evaluated.append(self._evaluate(self._state.params, validation(batch)))
+        self._evaluated.append(self._evaluate(self._state.model, validation(batch)))
         if batch:  # wait for the batch before while this one runs
             _fetch(self._evaluated[-2])
         if batch + 1 < self._config.train.eval_batches:

@@ -133,7 +133,7 @@ def plain_training(config):
         losses.append(float(metrics["loss"]))
         if (k + 1) % config.train.eval_every == 0:
             batches = map(program.dataset.validation, range(config.train.eval_batches))
-            found = [float(evaluate(state.params, batch)["loss"]) for batch in batches]
+            found = [float(evaluate(state.model, batch)["loss"]) for batch in batches]
             evaluations.append(np.mean(found))
     return losses, evaluations
 

@@ -104,7 +104,7 @@ def test_evaluation_switches_dropout_off_and_keeps_the_models_own_metrics():
         return jnp.mean(batch["x"]) * params["w"], {"accuracy": jnp.float32(0.5)}
 
     evaluate = make_eval_step(Model(init=lambda key: {}, loss=loss))
-    metrics = evaluate({"w": jnp.float32(2.0)}, BATCH)
+    metrics = evaluate({"params": {"w": jnp.float32(2.0)}}, BATCH)
     assert {k: float(v) for k, v in metrics.items()} == pytest.approx(
         {"loss": 1.1, "accuracy": 0.5}
     )
@@ -114,9 +114,9 @@ def test_evaluation_switches_dropout_off_and_keeps_the_models_own_metrics():
     ("metrics", "words"),
     [
         ({"hits": jnp.ones(4)}, r"its metric 'hits' is float32\[4\]: take its mean"),
-        ({"ok": 1.0, "both": (1.0, 2.0)}, "its metric 'both' is a tuple"),
+        ({"ok": 1.0, "both": (1.0, 2.0)}, r"its metric 'both' is \(a float, a float\): take its mean"),
         ({"none": None}, "its metric 'none' is a NoneType"),
-        ([1.0], r"must return \(loss, metrics\), .*; it returns a tuple"),
+        ([1.0], r"must return \(loss, metrics\), .*; it returns \(float32\[\], a list\)"),
         ({"grad_norm": 1.0}, "the name 'grad_norm', which the launcher's own has"),
         ({"loss": 1.0}, "the name 'loss', which the launcher's own has"),
     ],
@@ -127,7 +127,7 @@ def test_metrics_that_cannot_be_logged_are_refused_by_name_when_traced(parts, me
     state = init_state(model, optimizer, SEED)
     for step, of in (
         (make_train_step(model, optimizer, schedule), state),
-        (make_eval_step(model), state.params),
+        (make_eval_step(model), state.model),
     ):
         with pytest.raises(InputError, match=words):
             jax.eval_shape(step, of, BATCH)

@@ -2,9 +2,9 @@
 
 Any JAX program reads them with stock Orbax, on any number of devices and without our code:
 `orbax.checkpoint.CheckpointManager(folder).restore(step)` returns a dict of `step`, `params`,
-`opt_state` and `key` as NumPy arrays. The rest of a checkpoint (settings, plan, next batch) is JSON
-in the same folder, and `checksums.json` there holds a checksum of every file, so that a damaged
-checkpoint is recognised.
+`opt_state`, `key` and, of a model with state, `model_state` as NumPy arrays. The rest of a
+checkpoint (settings, plan, next batch) is JSON in the same folder, and `checksums.json` there holds
+a checksum of every file, so that a damaged checkpoint is recognised.
 
 `shards` is a process's part of a state, `write` and `read` move it, `background` writes it without
 holding up training, `integrity` detects damage, and `choose` picks the checkpoint to resume from.
@@ -21,7 +21,7 @@ from launcher.train.checkpoint.layout import clear_partial_saves, read_metadata
 
 if TYPE_CHECKING:
     from launcher.train.checkpoint.background import Background
-    from launcher.train.checkpoint.read import Mismatch, check_params, restore, restore_params
+    from launcher.train.checkpoint.read import Mismatch, check_model, restore, restore_model
     from launcher.train.checkpoint.shards import copy_to_host
     from launcher.train.checkpoint.write import SaveError, Writers, save
 
@@ -33,7 +33,7 @@ __all__ = [
     "NewestIntact",
     "SaveError",
     "Writers",
-    "check_params",
+    "check_model",
     "clear_partial_saves",
     "copy_to_host",
     "damage",
@@ -41,7 +41,7 @@ __all__ = [
     "read_metadata",
     "resolve",
     "restore",
-    "restore_params",
+    "restore_model",
     "save",
 ]
 
@@ -50,10 +50,10 @@ _HOMES = {
     "Mismatch": "read",
     "SaveError": "write",
     "Writers": "write",
-    "check_params": "read",
+    "check_model": "read",
     "copy_to_host": "shards",
     "restore": "read",
-    "restore_params": "read",
+    "restore_model": "read",
     "save": "write",
 }
 

@@ -31,7 +31,7 @@ import psutil
 
 from launcher.follow import follow
 from launcher.train.checkpoint.shards import view_on_host
-from launcher.train.checkpoint.write import FIELDS, SaveError, Writers, abandon, save
+from launcher.train.checkpoint.write import SaveError, Writers, abandon, parts, save
 
 _LOOK_SECONDS = 5.0
 _NICENESS = 15  # relative to this process
@@ -70,8 +70,7 @@ class Background:
 
         The result is valid for one `save`.
         """
-        fields = {name: view_on_host(getattr(state, name)) for name in FIELDS}
-        message, buffers = _pickled(fields)
+        message, buffers = _pickled(parts(view_on_host(state)))
         places, end = [], 0
         for buffer in buffers:
             places.append((end, buffer.nbytes))

@@ -5,6 +5,8 @@ A damaged checkpoint must not get here: `choose` rejects it before.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,14 @@ from jax.tree_util import keystr
 
 from launcher.train.checkpoint.layout import ARRAYS
 from launcher.train.checkpoint.orbax_compat import PLACEHOLDER, read_tree, stored_tree
-from launcher.train.checkpoint.write import FIELDS
-from launcher.train.step import TrainState
+from launcher.train.checkpoint.write import parts
+from launcher.train.step import MODEL_PARTS, TrainState
 
 _MESSAGE_LIMIT = 200  # characters
 
 
 class Mismatch(Exception):
-    """Stored parameters do not fit the model; the text is a few words."""
+    """What is stored does not fit the model; the text is a few words."""
 
 
 def restore(folder: Path, step: int, like: TrainState) -> TrainState:
@@ -37,37 +39,36 @@ def restore(folder: Path, step: int, like: TrainState) -> TrainState:
         FileNotFoundError: there is no such step.
         ValueError: a stored array has another shape.
     """
-    tree = {name: getattr(like, name) for name in FIELDS}
-    return TrainState(**_read(folder / str(step), tree))
+    return replace(like, **_read(folder / str(step), parts(like)))
 
 
-def restore_params(path: Path, like: Any) -> Any:
-    """Read the parameters of the checkpoint `path`, sharded as `like` says; see `restore`."""
-    stored = _stored(path)
-    others = {name: tree for name, tree in stored.items() if name != "params"}
-    tree = {**jax.tree.map(lambda _: PLACEHOLDER, others), "params": like}
-    return _read(path, tree)["params"]
+def restore_model(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Read these parts of the checkpoint `path`, sharded as `like` says; see `restore`."""
+    others = {name: tree for name, tree in _stored(path).items() if name not in like}
+    read = _read(path, {**jax.tree.map(lambda _: PLACEHOLDER, others), **like})
+    return {name: read[name] for name in like}
 
 
-def check_params(path: Path, like: Any) -> None:
-    """Check that a checkpoint's parameters have the names and shapes of `like`; read no array.
+def check_model(path: Path, like: Mapping[str, Any]) -> None:
+    """Check that a checkpoint's model has the names and shapes of `like`; read no array.
 
     Args:
         path: the checkpoint.
-        like: the model's parameters, a tree of `jax.ShapeDtypeStruct`.
+        like: the model's parts (`TrainState.model`), trees of `jax.ShapeDtypeStruct`.
 
     Raises:
         Mismatch: they differ, or Orbax cannot read them.
     """
     tree = _stored(path)
-    stored, wanted = _shapes(tree.get("params", {})), _shapes(like)
-    for name in wanted.keys() - stored.keys():
-        raise Mismatch(f"it has no params{name}, which the model has")
-    for name in stored.keys() - wanted.keys():
-        raise Mismatch(f"it has params{name}, which the model has not")
+    stored = _shapes({name: tree[name] for name in MODEL_PARTS if name in tree})
+    wanted = _shapes(like)
+    for name in sorted(wanted.keys() - stored.keys()):
+        raise Mismatch(f"it has no {name}, which the model has")
+    for name in sorted(stored.keys() - wanted.keys()):
+        raise Mismatch(f"it has {name}, which the model has not")
     for name, shape in wanted.items():
         if stored[name] != shape:
-            raise Mismatch(f"params{name} is {stored[name]} there and {shape} in the model")
+            raise Mismatch(f"{name} is {stored[name]} there and {shape} in the model")
 
 
 def _stored(path: Path) -> Any:
@@ -79,9 +80,11 @@ def _stored(path: Path) -> Any:
         raise Mismatch(f"Orbax cannot read it ({type(error).__name__}: {message})") from None
 
 
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+def _shapes(tree: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the parts' arrays by their names, such as `params['w']`."""
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {keystr(path): tuple(leaf.shape) for path, leaf in sorted(flat, key=str)}
+    named = {f"{path[0].key}{keystr(path[1:])}": tuple(leaf.shape) for path, leaf in flat}
+    return dict(sorted(named.items()))
 
 
 def _read(path: Path, tree: Any) -> Any:

@@ -33,7 +33,6 @@ from launcher.train.checkpoint.orbax_compat import (
 
 _log = logging.getLogger(__name__)
 
-FIELDS = ("step", "params", "opt_state", "key")
 _POLL_SECONDS = 0.05
 _LIMIT_SECONDS = 1800.0  # for another process to write its part, on a slow disk
 
@@ -45,6 +44,11 @@ _REMEDIES = {
     errno.EPERM: "Make it writable, or choose another run.dir",
     errno.EFBIG: "Raise the limit on the size of files (ulimit -f)",
 }
+
+
+def parts(state: Any) -> dict[str, Any]:
+    """Return the parts of a state by the names that they are stored under."""
+    return {name: part for name, part in vars(state).items() if part is not None}
 
 
 class SaveError(OSError):
@@ -136,7 +140,7 @@ def _write_part(partial: Path, state: Any, writers: Writers) -> None:
     """Write this process's shards and leave a list of the files."""
     arrays = partial / ARRAYS
     arrays.mkdir(parents=True, exist_ok=True)
-    write_shards(arrays, {name: getattr(state, name) for name in FIELDS}, writers.index)
+    write_shards(arrays, parts(state), writers.index)
     own = process_folder(arrays, writers.index)
     if writers.index:
         sums = checksums(partial, files_below(own) if own.exists() else [], sync=True)

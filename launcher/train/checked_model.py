@@ -1,0 +1,192 @@
+"""A model's two functions in one form, with or without state, and checks of what they return.
+
+The checks are made while the functions are traced, so they cost a run nothing. Each error is one
+line that says what is wrong and what to return instead.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from recipes import InputError
+
+if TYPE_CHECKING:
+    from recipes import Batch, Model
+
+Metrics = dict[str, jax.Array]
+OWN_METRICS = ("loss", "grad_norm", "learning_rate", "skipped")
+_WITH_STATE = "Model(init, loss, has_state=True)"
+
+
+def init_model(model: Model, key: jax.Array) -> tuple[Any, Any]:
+    """Return a model's first parameters and state; None for the state of a model without any.
+
+    Raises:
+        InputError: `init` returns something else than it should.
+    """
+    made = model.init(key)
+    if not model.has_state:
+        return made, None
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise InputError(
+            "the init of a model with state must return (parameters, state); it returns "
+            f"{_in_words(made)}"
+        )
+    params, state = made
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if not hasattr(leaf, "dtype") or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            what = "a random key" if hasattr(leaf, "dtype") else _in_words(leaf)
+            raise InputError(
+                f"the model's state must hold arrays of numbers, which can be saved; "
+                f"{_name(path)} is {what}"
+            )
+    return params, state
+
+
+def checked_loss(model: Model) -> Callable[..., tuple[jax.Array, tuple[Metrics, Any]]]:
+    """Return the model's loss as `(params, state, batch, key) -> (loss, (metrics, state))`.
+
+    The state of a model without any is None. The returned function raises InputError if the model's
+    returns something else than it should: the loss is one number, metrics are a dict of numbers
+    whose names are not the launcher's own, and the new state is like the one that was given.
+    """
+
+    def loss(
+        params: Any, state: Any, batch: Batch, key: jax.Array | None
+    ) -> tuple[jax.Array, tuple[Metrics, Any]]:
+        given = (params, state, batch, key) if model.has_state else (params, batch, key)
+        _check_arguments(model, len(given))
+        out = model.loss(*given)
+        if not model.has_state:
+            _check_pair(out)
+            value, metrics = out
+            new = None
+        else:
+            _check_nested(out, state)
+            value, (metrics, new) = out
+            _check_state(new, state)
+        _check_numbers(value, metrics)
+        return value, (metrics, new)
+
+    return loss
+
+
+def _check_arguments(model: Model, count: int) -> None:
+    """Refuse a loss that does not take what it will be given."""
+    try:
+        signature = inspect.signature(model.loss)
+    except ValueError:  # it has none that Python knows
+        return
+    try:
+        signature.bind(*[None] * count)
+    except TypeError:
+        raise InputError(
+            f"the model's loss must take (params, batch, key) or, of a {_WITH_STATE}, "
+            f"(params, state, batch, key); it takes {_parameters(signature)}, with "
+            f"has_state={model.has_state}"
+        ) from None
+
+
+def _parameters(signature: inspect.Signature) -> str:
+    return f"({', '.join(signature.parameters)})"
+
+
+def _check_pair(out: Any) -> None:
+    """Check what the loss of a model without state returns."""
+    if isinstance(out, tuple) and len(out) == 2:
+        if isinstance(out[1], dict):
+            return
+        if isinstance(out[1], tuple) and len(out[1]) == 2 and isinstance(out[1][0], dict):
+            raise InputError(
+                "the model's loss returns (loss, (metrics, state)), which a model with state does; "
+                f"say {_WITH_STATE}, or return (loss, metrics)"
+            )
+    raise InputError(
+        "the model's loss must return (loss, metrics), one number and a dict of further "
+        f"ones, maybe an empty one; it returns {_in_words(out)}"
+    )
+
+
+def _check_nested(out: Any, state: Any) -> None:
+    """Check the form of what the loss of a model with state returns."""
+    if isinstance(out, tuple) and len(out) == 2:
+        aux = out[1]
+        if isinstance(aux, tuple) and len(aux) == 2:
+            if _swapped(*aux, state):
+                raise InputError(
+                    "the model's loss returns (loss, (state, metrics)); the metrics come first: "
+                    "(loss, (metrics, state))"
+                )
+            if isinstance(aux[0], dict):
+                return
+    raise InputError(
+        "the loss of a model with state must return (loss, (metrics, state)), one number, a dict "
+        f"of further ones, maybe an empty one, and the new state; it returns {_in_words(out)}"
+    )
+
+
+def _swapped(first: Any, second: Any, state: Any) -> bool:
+    trees: list[Any] = [jax.tree.structure(tree) for tree in (first, second, state)]
+    return trees[0] == trees[2] != trees[1] and bool(jax.tree.leaves(state))
+
+
+def _check_state(new: Any, state: Any) -> None:
+    """Refuse a state whose structure, shapes or dtypes are not those of the given one."""
+    changed = next(_changes(new, state), None)
+    if changed:
+        raise InputError(
+            "the state that the model's loss returns must have the names, shapes and dtypes of the "
+            f"one it was given; {changed}"
+        )
+
+
+def _changes(new: Any, state: Any) -> Iterator[str]:
+    """Say what differs between two states."""
+    now, before = (
+        {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (new, state)
+    )
+    for name, leaf in before.items():
+        if name not in now:
+            yield f"it lacks {name}"
+        elif (was := _in_words(leaf)) != (this := _in_words(jnp.asarray(now[name]))):
+            yield f"{name} is {this}, and was {was}"
+    yield from (f"it has {name}, which init does not return" for name in now if name not in before)
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (new, state)]
+    if structures[0] != structures[1]:
+        yield f"it is {_in_words(new)}, and was {_in_words(state)}"
+
+
+def _check_numbers(value: Any, metrics: Metrics) -> None:
+    """Check that the loss and each metric are numbers, and that their names are free."""
+    for name, number in {"the loss": value, **metrics}.items():
+        if not jax.tree_util.all_leaves([number]) or number is None or jnp.shape(number):
+            metric = name if number is value else f"its metric {name!r}"
+            raise InputError(
+                f"the model's loss must return numbers; {metric} is {_in_words(number)}: "
+                "take its mean, or leave it out"
+            )
+    if taken := [name for name in metrics if name in OWN_METRICS]:
+        raise InputError(
+            f"the model's loss gives a metric the name {taken[0]!r}, which the launcher's own "
+            "has; choose another"
+        )
+
+
+def _name(path: Any) -> str:
+    return f"state{jax.tree_util.keystr(path)}"
+
+
+def _in_words(value: Any) -> str:
+    """Return the type and the shape of what a function returned, in words."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{value.dtype}{list(value.shape)}"
+    if type(value) is tuple:
+        return f"({', '.join(map(_in_words, value))})"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
