@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from launcher import nnx as nnx
     from launcher import testing as testing
     from launcher.api.parallelize import ParallelizedFunction as ParallelizedFunction
     from launcher.api.parallelize import parallelize as parallelize
@@ -45,13 +46,14 @@ _HOMES = {
     "shutdown": "launcher.api.session",
     "value_and_grad": "launcher.trace.primitives",
 }
+_MODULES = ("nnx", "testing")
 
 
 def __getattr__(name: str) -> Any:
     if name == "__all__":
         return __dir__()
-    if name == "testing":
-        return importlib.import_module("launcher.testing")
+    if name in _MODULES:
+        return importlib.import_module(f"launcher.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name[0].isupper():  # a class
@@ -64,4 +66,4 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     methods = importlib.import_module("launcher.plan.methods")
     classes = [name for name in methods.__all__ if name[0].isupper()]
-    return sorted([*_HOMES, "testing", *classes])
+    return sorted([*_HOMES, *_MODULES, *classes])

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import operator
 import warnings
 from collections.abc import Callable, Sequence
@@ -24,12 +25,15 @@ from launcher.api.ray_backend import RayBackend, RemoteExecutable
 from launcher.api.remote_array import RemoteArray
 from launcher.api.session import LocalBackend, SessionError, current, is_up
 from launcher.api.signature import Signature, Traceable, kind
+from launcher.log import warn_once
 from launcher.plan import Plan, PlanError
 from launcher.plan.methods import DataParallel, Follow, Method
 from launcher.runtime import Executable, Transport
 from launcher.trace import TracedStep, TraceError, trace_step
+from launcher.trace.without_gradient import no_gradient_note
 
 _AUTO = 'num_micro_batches=None, stage_option="auto"'
+_log = logging.getLogger(__name__)
 _spec = operator.attrgetter("shape", "dtype")
 
 
@@ -196,6 +200,8 @@ class ParallelizedFunction:
                 batch_argnums=source.batch_argnums,
                 donate_argnums=source.donate_argnums,
             )
+            if note := no_gradient_note(step):
+                warn_once(_log, f"{self.__name__}: {note}")
             return _Variant(source, step, method.plan(step, self._backend.shape))
 
     def _compiled(self, variant: _Variant) -> Executable | RemoteExecutable:

@@ -31,6 +31,7 @@ from launcher.trace import Loss
 from launcher.trace.cost import matmul_flops
 from launcher.trace.jaxpr import Equation, nbytes, source_line
 from launcher.trace.step import TracedStep
+from launcher.trace.without_gradient import no_gradient_note
 
 # of every submesh, by its devices: the specs of arguments by their names
 KeptShardings = Mapping[tuple[int, ...], Mapping[str, Spec]]
@@ -122,7 +123,7 @@ class PlanBuilder:
             predicted_tflops_per_device=flops * rate,
             predicted_tflops_per_device_with_remat=with_remat * rate,
             fingerprint=step.fingerprint,
-            notes=_notes(cut),
+            notes=_notes(step, cut),
             loss=cut.loss.meaning,
             layer_ends=step.layer_ends,
             profiled=measured.account() if measured else (),
@@ -217,11 +218,11 @@ class PlanBuilder:
         )
 
 
-def _notes(cut: PartitionedStep) -> tuple[str, ...]:
+def _notes(step: TracedStep, cut: PartitionedStep) -> tuple[str, ...]:
     """Return notes on the plan.
 
-    They say what is computed on the whole batch, and what every device of a submesh computes since
-    no rule says how to cut it.
+    They say what is computed on the whole batch, which parameters get no gradient, and what every
+    device of a submesh computes since no rule says how to cut it.
     """
     shared = [layout for layout in cut.layouts if layout.sizes[MODEL] * layout.sizes[ROWS] > 1]
     unknown = {
@@ -232,7 +233,8 @@ def _notes(cut: PartitionedStep) -> tuple[str, ...]:
         if use.factors is None
     }
     loss = [f"loss: {cut.loss.meaning}"] if cut.loss.from_whole_batch else []
-    return (*loss, *sorted(unknown))
+    in_vain = no_gradient_note(step)
+    return (*loss, *([in_vain] if in_vain else []), *sorted(unknown))
 
 
 def repriced(step: TracedStep, plan: Plan, measured: MeasuredLayers) -> Plan:

@@ -119,15 +119,19 @@ ROW_WISE = ELEMENTWISE | BARRIERS | UNSHARDED_ELEMENTWISE | RANDOM | frozenset((
 # Of each example alone, if the dimension of the examples stays as it is.
 KEEPS_ROWS = frozenset(("concatenate", "pad", "reshape", "slice"))
 
+# Their derivative is zero everywhere.
+WITHOUT_GRADIENT = frozenset(("ceil", "floor", "round", "sign", "stop_gradient"))
+
 # They say how a value is sharded, over which devices.
 CONSTRAINTS = frozenset(("shard_map", "sharding_constraint"))
 # Hand-written kernels: reads and writes of their own buffers are no side effects of the program.
 KERNELS = frozenset(("pallas_call",))
 # Plain calls, which can be inlined.
 CALLS = frozenset(("jit", "pjit", "closed_call", "core_call"))
+# Calls of what the backward pass computes again (`jax.checkpoint`).
+RECOMPUTED = frozenset(("checkpoint", "remat", "remat2"))
 # Calls with their own rules for differentiation or rematerialization.
-CALLS_WITH_RULES = frozenset((
-    "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "checkpoint", "remat", "remat2",
-    "custom_lin",
+CALLS_WITH_RULES = RECOMPUTED | frozenset((
+    "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin",
 ))
 # fmt: on
