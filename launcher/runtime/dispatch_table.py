@@ -50,7 +50,7 @@ class Table:
         entries: what to do, in order.
         num_keys: the number of transfer keys that one call takes, over all processes.
         slots: the initial contents of the slots: the constants.
-        arguments: `(argument leaf, slot, sharding)`.
+        arguments: `(argument leaf, slot, sharding)` of those that the step reads or returns.
         batches: `(argument leaf, slot, sharding, stacked along axis | None)`.
         results: the slot of each result leaf; None if `fixed` holds it.
         fixed: results that no call computes here.
@@ -100,11 +100,13 @@ def build_table(
     if transport is not None:
         transport.barrier("open")  # nothing is left that can fail
     sharding = placement.sharding
+    used = {slot for x in emitted.instructions if not isinstance(x, Free) for slot in x.inputs}
+    used |= {slot for slot, _, _ in emitted.results if slot is not None}
     return Table(
         entries=entries,
         num_keys=sum(exchange.num_keys for exchange in exchanges),
         slots=slots,
-        arguments=tuple((i, slot, sharding(slot)) for i, slot in emitted.arguments),
+        arguments=tuple((i, s, sharding(s)) for i, s in emitted.arguments if s in used),
         batches=tuple((i, slot, sharding(slot), axis) for i, slot, axis in emitted.batches),
         results=tuple(
             None if i in fixed else slot for i, (slot, _, _) in enumerate(emitted.results)

@@ -107,7 +107,7 @@ class Executable:
         self._table = build_table(
             emitted, self._placement, self._compiled, whole.donated, transport
         )
-        where = {i: sharding for i, _, sharding in self._table.arguments}
+        where = {i: self._placement.sharding(slot) for i, slot in emitted.arguments}
         flat = [where.get(i) for i in range(len(whole.in_avals))]
         self.in_shardings = jax.tree.unflatten(whole.in_tree, flat)
         self.compile_seconds = time.perf_counter() - started

@@ -24,10 +24,9 @@ from launcher.plan import local_shape
 from launcher.train.program import build_program
 from launcher.train.worker import TrainWorker
 
+MLP = ("model=mlp", "model.hidden_size=256")
 COMMON = (
-    "model=mlp",
     "dataset=synthetic",
-    "model.hidden_size=256",
     "train.steps=100",
     "train.global_batch_size=8",
     "train.eval_every=0",
@@ -39,8 +38,8 @@ COMMON = (
 class Trainee:
     """A worker with its program compiled for the settings `words`."""
 
-    def __init__(self, words, worker=None):
-        config = load([*COMMON, *words])
+    def __init__(self, words, worker=None, model=MLP):
+        config = load([*model, *COMMON, *words])
         self.worker = worker or TrainWorker()
         cluster = local_shape(config.cluster.gpus, config.cluster.hosts, "cpu")
         program = build_program(config)

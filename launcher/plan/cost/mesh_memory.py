@@ -19,8 +19,9 @@ from launcher.trace.jaxpr import nbytes
 def mesh_memory(cut: PartitionedStep, mesh: int, footprints: Mapping[int, Footprint]) -> int:
     """Return the peak memory of one device of a submesh, in bytes.
 
-    It holds the state that lives there, the accumulators, the activations of the microbatches in
-    flight, and the peak temporaries of the tasks.
+    It holds the state that lives there, the accumulators (of gradients, and of results, such as a
+    model's new state), the activations of the microbatches in flight, and the peak temporaries of
+    the tasks.
 
     Args:
         cut: the partitioned step.
@@ -32,6 +33,7 @@ def mesh_memory(cut: PartitionedStep, mesh: int, footprints: Mapping[int, Footpr
     used = [i for graph in graphs for i in graph.wrt if (i, graph.index) in cut.update.grad_parts]
     grads = sum(_gradient_bytes(i, loss, layout) for i in used)
     held = _state_bytes(graphs, cut.update, layout) + gathered + (grads if loss.wrt else 0)
+    held += _result_bytes(cut, mesh)
     return held + int(mesh_activation_bytes(footprints, cut.tasks[mesh]))
 
 
@@ -65,6 +67,20 @@ def _state_bytes(graphs: Sequence[StageGraph], outer: UpdateProgram, layout: Lay
         elif outer.homes.get(operand.value, mesh) != mesh:
             whole.append(operand.value)
     return batch + sum(nbytes(v.aval) // parts(layout.outer(v), layout.sizes) for v in whole)
+
+
+def _result_bytes(cut: PartitionedStep, mesh: int) -> int:
+    """Return the bytes of the results of the loss that stages leave behind, a part a replica.
+
+    Those that are not added up in place are there twice when the next part or the whole is made.
+    """
+    slicing, stages, total = cut.slicing, {graph.index for graph in cut.on_mesh(mesh)}, 0
+    for (i, stage), left in cut.update.result_parts.items():
+        in_place = slicing.replicas == 1 and cut.loss.reduce[i] in ("mean", "sum")
+        copies = 1 if in_place or slicing.num_slices == 1 else 2
+        if stage in stages:
+            total += copies * sum(nbytes(v.aval) for v in left) // slicing.replicas
+    return total
 
 
 def _gradient_bytes(i: int, loss: Loss, layout: Layout) -> int:
