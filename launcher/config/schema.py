@@ -89,7 +89,7 @@ class Train:
     # What follows a loss or gradient that is not finite: the end | the state stays as it was | the
     # newest checkpoint, and from there other batches.
     non_finite: str = choice("stop", "stop", "skip", "rollback")
-    init_from: str | None = None  # a checkpoint, or a run's folder: start from its parameters
+    init_from: str | None = None  # a checkpoint, or a run's folder: start from its model
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
 

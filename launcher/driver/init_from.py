@@ -1,4 +1,4 @@
-"""The checkpoint that a new run takes its parameters and model state from: `train.init_from`."""
+"""The checkpoint that a new run takes its model from: `train.init_from`."""
 
 from __future__ import annotations
 

@@ -9,12 +9,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import orbax.checkpoint as ocp
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-MODULE = next(block for block in BLOCKS if "def build" in block)
+MODULES = {
+    "net": next(block for block in BLOCKS if "def build" in block),
+    "normed": next(block for block in BLOCKS if "has_state=True" in block),
+    "nnx_net": next(block for block in BLOCKS if "launcher.nnx" in block),
+    "empty": "",
+}
 COMMAND = next(line for line in PAGE.splitlines() if "model.module=my_pkg.net" in line)
 SMALL = "train.steps=4 train.eval_every=0 cluster=emulated cluster.gpus=2 wandb.mode=disabled"
 
@@ -23,8 +30,8 @@ SMALL = "train.steps=4 train.eval_every=0 cluster=emulated cluster.gpus=2 wandb.
 def folder(tmp_path: Path) -> Path:
     """Where the user stands: beside `my_pkg`, and with recipes of another kind."""
     (tmp_path / "my_pkg").mkdir()
-    (tmp_path / "my_pkg" / "net.py").write_text(MODULE)
-    (tmp_path / "my_pkg" / "empty.py").touch()
+    for name, text in MODULES.items():
+        (tmp_path / "my_pkg" / f"{name}.py").write_text(text)
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "__init__.py").write_text("raise AssertionError('the wrong recipes')")
     return tmp_path
@@ -53,6 +60,28 @@ def test_the_readmes_model_trains_in_two_stages(folder: Path) -> None:
     assert len(losses) == 4
     assert losses[-1] < losses[0]
     assert len(json.loads((home / "plan.json").read_text())["stages"]) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["normed", "nnx_net"])
+def test_the_readmes_models_with_state_train_and_go_on(folder: Path, module: str) -> None:
+    words = shlex.split(
+        COMMAND.partition("-m launcher")[2].replace("my_pkg.net", f"my_pkg.{module}")
+    )
+    small = "train.eval_every=2 train.eval_batches=1 cluster=emulated cluster.gpus=4 run.id=own"
+    words += [*small.split(), "wandb.mode=disabled", "parallel=manual", "parallel.num_stages=2"]
+    for steps in (2, 4):
+        result = launcher(folder, *words, f"train.steps={steps}")
+        assert result.returncode == 0, result.stdout + result.stderr
+    home = folder / "outputs" / "own"
+    lines = [json.loads(line) for line in (home / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert lines[3]["train/loss"] < lines[0]["train/loss"]
+    assert lines[3]["eval/loss"] < lines[1]["eval/loss"]
+    with ocp.CheckpointManager(home / "checkpoints") as manager:
+        stored = {step: manager.restore(step)["model_state"] for step in (2, 4)}
+    moved = jax.tree.map(lambda a, b: bool((a != b).all()), stored[2], stored[4])
+    assert jax.tree.leaves(moved) == [True, True]
 
 
 def test_a_module_without_the_function_is_refused(folder: Path) -> None:

@@ -36,7 +36,8 @@ PROGRAMS = [
     for number, program in enumerate(page.programs)
     if page.name != RECIPES_PAGE.name  # whose blocks are modules: see test_own_code.py, and below
 ]
-MODULES = "net", "data", "net_options", "data_options"  # of recipes/README.md, in order
+# Of recipes/README.md, in order.
+MODULES = "net", "normed", "nnx_net", "data", "net_options", "data_options"
 END = "\0\n"  # printed between the blocks of a program
 
 

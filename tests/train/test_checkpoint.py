@@ -46,6 +46,7 @@ assert jax.tree.structure(state) == jax.tree.structure(again)
 assert int(state["step"]) == 7 and state["key"].tolist() == [0, 3]
 assert state["params"]["layer_0"]["kernel"].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
 assert state["params"]["layer_1"].dtype == "bfloat16"
+assert state["model_state"]["norm"]["mean"].tolist() == [0, 1, 2, 3]
 moments = state["opt_state"][1]
 assert set(moments) == {"count", "mu", "nu"} and moments["mu"].keys() == state["params"].keys()
 print("read")
@@ -66,9 +67,9 @@ def make_state(stages=4):
         "layer_1": jnp.full((4, 4), 1.5, jnp.bfloat16),
     }
     optimizer, _ = build_optimizer(AdamW(weight_decay=0.1), 10)
-    state = TrainState(
-        jnp.int32(7), params, optimizer.init(params), jax.random.key_data(jax.random.key(3))
-    )
+    key = jax.random.key_data(jax.random.key(3))
+    averages = {"count": jnp.int32(3), "norm": {"mean": jnp.arange(4.0)}}
+    state = TrainState(jnp.int32(7), params, optimizer.init(params), key, averages)
     leaves, tree = jax.tree.flatten(state)
     placed = [jax.device_put(x, devices[i % stages]) for i, x in enumerate(leaves)]
     mesh = NamedSharding(Mesh(np.array(devices[:2]), "data"), PartitionSpec("data"))

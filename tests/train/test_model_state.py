@@ -45,11 +45,9 @@ def one_device(words, steps):
     model = build_model(config.model, "fp32")
 
     def loss(params, state, batch, key):
-        rows = len(batch["x"]) // SLICES
-        cut = [{k: x[i * rows : (i + 1) * rows] for k, x in batch.items()} for i in range(SLICES)]
-        found = [model.loss(params, state, part, key) for part in cut]
-        floats = jax.tree.map(lambda *xs: sum(xs) / SLICES, *found)
-        return jax.tree.map(lambda x, y: y.astype(x.dtype), found[0], floats)
+        slices = {k: x.reshape(SLICES, -1, x.shape[-1]) for k, x in batch.items()}
+        found = jax.vmap(lambda part: model.loss(params, state, part, key))(slices)
+        return jax.tree.map(lambda x: x.mean(0).astype(x.dtype), found)
 
     optimizer, schedule = build_optimizer(config.optimizer, config.train.steps)
     step = jax.jit(make_train_step(model._replace(loss=loss), optimizer, schedule))
@@ -59,6 +57,7 @@ def one_device(words, steps):
     return states
 
 
+@pytest.mark.slow
 def test_running_averages_are_means_over_slices_saved_and_started_from(tmp_path):
     model = normed()
     trainee = Trainee([*model, *PLANS["stages"]], model=())
