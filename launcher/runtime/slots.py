@@ -118,6 +118,8 @@ class Slots:
         kind, i = self._parts.get(var, ("", 0))
         if kind == "stacked":
             return self._stacked(i, mesh)
+        if kind == "result" and var in layout.explicit:  # whole, in the place of an argument
+            return layout.explicit[var]
         if kind == "result":
             return (DATA,) if self.cut.slicing.replicas > 1 else ()
         if kind == "unsummed":
