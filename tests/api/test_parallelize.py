@@ -301,3 +301,18 @@ def test_every_public_name_is_there():
     assert {"init", "shutdown", "parallelize", "DataParallel", "testing"} <= set(dir(launcher))
     with pytest.raises(AttributeError, match="has no attribute 'paralelize'"):
         launcher.paralelize  # noqa: B018
+
+
+def test_parameters_that_no_gradient_reaches_are_logged_once(caplog):
+    @launcher.parallelize(devices=jax.devices()[:1])
+    def train(params, x):
+        value, grads = launcher.value_and_grad(lambda p, x: jnp.mean(x @ p["used"]))(params, x)
+        return jax.tree.map(lambda p, g: p - g, params, grads), value
+
+    params = {"used": jnp.ones((4, 4)), "unused": jnp.zeros((4, 4))}
+    for _ in range(2):
+        params, _ = train(params, jnp.ones((8, 4)))
+    assert caplog.messages == [
+        "train: no gradient reaches 0.unused: the loss does not depend on it, or only through "
+        "stop_gradient or whole numbers"
+    ]
