@@ -92,7 +92,7 @@ def _reseeded(streams: Any, key: jax.Array) -> Any:
     """
     again, started = [], 0
     for path, variable in nnx.to_flat_state(streams):
-        shape = variable.get_value().shape
+        (shape,) = (x.shape for x in jax.tree.leaves(variable))
         value: Any = jnp.broadcast_to(key, shape) if shape else key
         if isinstance(variable, nnx.RngCount):
             starts = np.arange(started, started + math.prod(shape), dtype=np.uint32)
