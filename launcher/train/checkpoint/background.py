@@ -31,7 +31,7 @@ import psutil
 
 from launcher.follow import follow
 from launcher.train.checkpoint.shards import view_on_host
-from launcher.train.checkpoint.write import SaveError, Writers, abandon, parts, save
+from launcher.train.checkpoint.write import SaveError, Writers, abandon, save, stored_parts
 
 _LOOK_SECONDS = 5.0
 _NICENESS = 15  # relative to this process
@@ -70,7 +70,7 @@ class Background:
 
         The result is valid for one `save`.
         """
-        message, buffers = _pickled(parts(view_on_host(state)))
+        message, buffers = _pickled(stored_parts(view_on_host(state)))
         places, end = [], 0
         for buffer in buffers:
             places.append((end, buffer.nbytes))

@@ -15,7 +15,7 @@ from jax.tree_util import keystr
 
 from launcher.train.checkpoint.layout import ARRAYS
 from launcher.train.checkpoint.orbax_compat import PLACEHOLDER, read_tree, stored_tree
-from launcher.train.checkpoint.write import parts
+from launcher.train.checkpoint.write import stored_parts
 from launcher.train.step import MODEL_PARTS, TrainState
 
 _MESSAGE_LIMIT = 200  # characters
@@ -39,7 +39,7 @@ def restore(folder: Path, step: int, like: TrainState) -> TrainState:
         FileNotFoundError: there is no such step.
         ValueError: a stored array has another shape.
     """
-    return replace(like, **_read(folder / str(step), parts(like)))
+    return replace(like, **_read(folder / str(step), stored_parts(like)))
 
 
 def restore_model(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:

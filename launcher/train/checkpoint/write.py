@@ -46,7 +46,7 @@ _REMEDIES = {
 }
 
 
-def parts(state: Any) -> dict[str, Any]:
+def stored_parts(state: Any) -> dict[str, Any]:
     """Return the parts of a state by the names that they are stored under."""
     return {name: part for name, part in vars(state).items() if part is not None}
 
@@ -140,7 +140,7 @@ def _write_part(partial: Path, state: Any, writers: Writers) -> None:
     """Write this process's shards and leave a list of the files."""
     arrays = partial / ARRAYS
     arrays.mkdir(parents=True, exist_ok=True)
-    write_shards(arrays, parts(state), writers.index)
+    write_shards(arrays, stored_parts(state), writers.index)
     own = process_folder(arrays, writers.index)
     if writers.index:
         sums = checksums(partial, files_below(own) if own.exists() else [], sync=True)
