@@ -114,7 +114,8 @@ class Doors:
         for named in (self.home, self.home / "checkpoints" / "6"):
             asked = replace(self.config, train=replace(self.config.train, init_from=str(named)))
             path = find_start(asked, 0)
-            check_start(str(named), path, {"w": jax.ShapeDtypeStruct((3,), jnp.float32)})
+            like = {"w": jax.ShapeDtypeStruct((3,), jnp.float32)}
+            check_start(str(named), path, {"params": like})
         return 0
 
     def parts(self):

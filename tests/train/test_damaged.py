@@ -160,11 +160,11 @@ def test_what_nothing_can_start_from_is_named(config, checkpoints, tmp_path):
 def test_parameters_of_another_model_are_refused_by_name(checkpoints, params, told):
     like = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in params.items()}
     with pytest.raises(ConfigError) as error:
-        check_start("there", checkpoints / "6", like)
+        check_start("there", checkpoints / "6", {"params": like})
     assert str(error.value).startswith(f"train.init_from=there does not fit the model: {told}. ")
     good = {"w": (20, 30), "b": (3,)}
     like = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in good.items()}
-    check_start("there", checkpoints / "6", like)
+    check_start("there", checkpoints / "6", {"params": like})
 
 
 def copy(source, target):
