@@ -26,6 +26,7 @@ from launcher.trace.placements import (
 )
 from launcher.trace.primitive_kinds import (
     BARRIERS,
+    DRAWS,
     EXTREMA,
     KEY_MAKERS,
     LINEAR_IN_FIRST,
@@ -63,7 +64,7 @@ def place(pair: Pair, given: Sequence[Placement]) -> Placed:
         return Placed([Joined(pair.part)] * count, [pair.part])  # each row has the total
     if any(isinstance(p, Partial) for p in given) and pair.name in SCALING:
         return scaled(pair, given) or Placed([Joined(pair.part)], [pair.part])
-    if not _same_params(pair):
+    if pair.name not in DRAWS and not _same_params(pair):  # a draw's shape is that for one key
         return Placed([Joined(pair.part)] * count, [pair.part])
     numbered = pair.with_whole_numbers()
     placed = _placed(numbered, given)

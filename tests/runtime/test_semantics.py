@@ -60,28 +60,36 @@ def test_results_are_combined_as_they_say(name):
     np.testing.assert_allclose(new["w"], want, rtol=1e-5)
 
 
-def noise(key):
-    return jax.random.normal(key, (2,))
+def noise(key, rows):
+    return jax.random.normal(key, (rows, 2))
 
 
-KEYS = {  # the key an argument holds, and what one slice draws from its own
+def looped(keys, rows):
+    return jax.lax.scan(lambda c, k: (c + noise(k, rows), None), jnp.zeros((rows, 2)), keys)[0]
+
+
+def branched(key, rows):
+    return jax.lax.cond(key[0] < 1, lambda k: noise(k, rows), lambda k: -noise(k, rows), key)
+
+
+KEYS = {  # the key an argument holds, and what one slice draws from its own for its rows
     "typed": (jax.random.key(3), noise),
     "raw": (jax.random.PRNGKey(3), noise),
-    "typed array": (jax.random.split(jax.random.key(3), 2), lambda keys: jax.vmap(noise)(keys)[1]),
-    "raw array": (jax.random.split(jax.random.PRNGKey(3), 2), lambda keys: noise(keys[1])),
+    "typed array": (
+        jax.random.split(jax.random.key(3), 2),
+        lambda keys, rows: jax.vmap(lambda key: noise(key, rows))(keys)[1],
+    ),
+    "raw array": (jax.random.split(jax.random.PRNGKey(3), 2), lambda keys, n: noise(keys[1], n)),
     "raw, stacked and tiled": (
         jax.random.PRNGKey(3),
-        lambda key: noise(jnp.tile(jnp.stack([key, key]), (2, 1))[3]),
+        lambda key, rows: noise(jnp.tile(jnp.stack([key, key]), (2, 1))[3], rows),
     ),
-    "raw in a loop": (
-        jax.random.split(jax.random.PRNGKey(3), 2),
-        lambda keys: jax.lax.scan(lambda c, k: (c + noise(k), None), jnp.zeros(2), keys)[0],
+    "raw in a loop": (jax.random.split(jax.random.PRNGKey(3), 2), looped),
+    "raw in a branch": (jax.random.PRNGKey(3), branched),
+    "other generator": (
+        jax.random.PRNGKey(3, impl="rbg"),
+        lambda key, rows: noise(_rbg(key), rows),
     ),
-    "raw in a branch": (
-        jax.random.PRNGKey(3),
-        lambda key: jax.lax.cond(key[0] < 1, noise, lambda key: -noise(key), key),
-    ),
-    "other generator": (jax.random.PRNGKey(3, impl="rbg"), lambda key: noise(_rbg(key))),
 }
 
 
@@ -110,7 +118,7 @@ def test_every_slice_has_keys_of_its_own(name, kind):
 
     def of(w, key, x):
         launcher.mark_pipeline_boundary()
-        return (x @ w).mean(), jnp.broadcast_to(draw(key), (x.shape[0], 2))
+        return (x @ w).mean(), draw(key, x.shape[0])
 
     def step(state, x):
         reduce = ("mean", "concat")
@@ -120,8 +128,8 @@ def test_every_slice_has_keys_of_its_own(name, kind):
         return {"w": state["w"] - grads, "key": state["key"]}, drawn
 
     _, drawn = parallel(step, name, donate_argnums=())({"w": W, "key": key}, X)
-    want = [draw(folded(key, i)) for i in range(PARTS)]
-    np.testing.assert_allclose(drawn, np.repeat(want, len(X) // PARTS, 0), rtol=1e-6)
+    want = [draw(folded(key, i), len(X) // PARTS) for i in range(PARTS)]
+    np.testing.assert_allclose(drawn, np.concatenate(want), rtol=1e-6)
 
 
 def test_the_only_slice_has_the_key_itself():
