@@ -460,7 +460,6 @@ PROGRAMS = {
     "two losses": stateful(
         lambda: {"one": params(), "two": params()},
         two_losses,
-        refused=everywhere("2 times", GradientError),
     ),
     "gradient in a loop": stateful(
         params, in_a_loop, refused=everywhere("inside scan at", GradientError)
