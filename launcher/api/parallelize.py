@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 
+from launcher.api.python_words import python_words
 from launcher.api.ray_backend import RayBackend, RemoteExecutable
 from launcher.api.remote_array import RemoteArray
 from launcher.api.session import LocalBackend, SessionError, current, is_up
@@ -193,7 +194,8 @@ class ParallelizedFunction:
         method = self._method
         if isinstance(method, ParallelizedFunction):
             method = Follow(method.last_plan)
-        with jax.transfer_guard("allow"):  # of constants, by JAX's own functions
+        # The guard is for constants that JAX's own functions make.
+        with python_words(), jax.transfer_guard("allow"):
             step = trace_step(
                 source.fun,
                 source.args,

@@ -30,6 +30,12 @@ class TooLargeError(PlanError):
     def __str__(self) -> str:
         return super().__str__() + self._advice()
 
+    def reword(self, rewrite: Callable[[str], str]) -> None:
+        """Tell the same in other words, which `rewrite` makes of these."""
+        advice = self._advice
+        self.args = (rewrite(super().__str__()),)
+        self._advice = functools.cache(lambda: rewrite(advice()))
+
 
 class UnmeasuredError(PlanError):
     """A plan needs the seconds of layers that could not be measured."""
