@@ -142,8 +142,9 @@ class StepWorker(Peer):
             donate_argnums=program.donate_argnums,
         )
         executable = compile_step(step, program.plan, jax.devices(), self._transport)
-        where = jax.tree.leaves(executable.in_shardings, is_leaf=lambda x: x is None)
-        self._programs[number] = _Compiled(executable, step.whole.in_tree, where)
+        in_tree = step.whole.in_tree
+        where = in_tree.flatten_up_to(executable.in_shardings)  # None stands for leaves here, too
+        self._programs[number] = _Compiled(executable, in_tree, where)
         return executable.compile_seconds
 
     def create(self, number: int, first: int, pickled: bytes) -> None:
