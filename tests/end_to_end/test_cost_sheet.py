@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from pages import ROOT, read_page
 
-NET, DATA, NET_OPTIONS, DATA_OPTIONS = (
+NET, _, _, DATA, NET_OPTIONS, DATA_OPTIONS = (
     block.text for block in read_page("recipes/README.md").of("python")
 )
 NET_YAML, DATA_YAML = (block.text for block in read_page("recipes/README.md").of("yaml"))

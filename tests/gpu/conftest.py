@@ -137,11 +137,11 @@ def runs(tmp_path):
 
 @pytest.fixture
 def program():
-    """A function of a part of `programs.py` and its arguments: what it printed, read as JSON."""
+    """A function of a part of `parts.py` and its arguments: what it printed, read as JSON."""
 
     def call(part, *arguments, **environ):
         done = subprocess.run(
-            [sys.executable, str(Path(__file__).with_name("programs.py")), part, *arguments],
+            [sys.executable, str(Path(__file__).with_name("parts.py")), part, *arguments],
             capture_output=True,
             text=True,
             timeout=MOST_SECONDS,

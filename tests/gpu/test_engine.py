@@ -1,4 +1,4 @@
-"""The engine on a GPU, each part a program of its own: see `programs.py`."""
+"""The engine on a GPU, each part a program of its own: see `parts.py`."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What `test_engine` runs on the device, a process a part: `programs.py PART ARGUMENTS`.
+"""What `test_engine` runs on the device, a process a part: `parts.py PART ARGUMENTS`.
 
 Prints a line of JSON.
 """
