@@ -38,7 +38,7 @@ from launcher.trace.parts import Part, cut_at_losses, interfaces
 from launcher.trace.primitives import loss_p
 from launcher.trace.slices import Loss, Traces, resized, slice_loss
 from launcher.trace.split_loss import SplitLoss, split_loss
-from launcher.trace.stop_at_loss import LossReachedError, stopping_at_loss
+from launcher.trace.stop_at_loss import LossReachedError, listing_losses, stopping_at_loss
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,9 +144,12 @@ def trace_step(
         closed, out = make_jaxpr_and_shape(of_arrays, *shapes)
         return inline_calls(closed), out
 
-    closed, out_shape = make(arguments.shapes)
+    with listing_losses() as reached:
+        closed, out_shape = make(arguments.shapes)
     equations = closed.jaxpr.eqns
     places = find_losses(fun, equations)
+    # A trace may end at the loss that it comes to first, if that is the only one.
+    may_stop = len(reached) == 1 and [equations[i].params["jaxpr"] for i in places] == reached
     constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     in_tree = jax.tree.structure(arguments.shapes)
 
@@ -154,12 +157,11 @@ def trace_step(
     def retrace(rows: int) -> list[Equation]:
         leaves = resized(jax.tree.leaves(arguments.shapes), arguments.batch, rows)
         try:
-            # Of several losses it is not known which one a function under `jit` would end at.
-            with stopping_at_loss() if len(places) == 1 else contextlib.nullcontext():
+            with stopping_at_loss() if may_stop else contextlib.nullcontext():
                 again, _ = make(jax.tree.unflatten(in_tree, leaves))
-        except LossReachedError as reached:
-            bind = functools.partial(loss_p.bind, **reached.params)
-            (eqn,) = make_jaxpr(bind, *reached.avals).jaxpr.eqns
+        except LossReachedError as end:
+            bind = functools.partial(loss_p.bind, **end.params)
+            (eqn,) = make_jaxpr(bind, *end.avals).jaxpr.eqns
             return [eqn.replace(source_info=equations[places[0]].source_info)]
         except TraceError:
             raise

@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from typing import Any
 
 _stops = ContextVar("stops_at_loss", default=False)
+_reached: ContextVar[list[Any] | None] = ContextVar("losses_reached", default=None)
 
 
 class LossReachedError(BaseException):
@@ -37,7 +38,23 @@ def stopping_at_loss() -> Iterator[None]:
         _stops.reset(token)
 
 
+@contextlib.contextmanager
+def listing_losses() -> Iterator[list[Any]]:
+    """Give a list, to which the traces inside add the program of each loss that they come to.
+
+    That may be one that the step does not hold, as under `jax.eval_shape`, or inside another loss.
+    """
+    found: list[Any] = []
+    token = _reached.set(found)
+    try:
+        yield found
+    finally:
+        _reached.reset(token)
+
+
 def end_here(avals: Sequence[Any], params: dict[str, Any]) -> None:
     """Raise LossReachedError if the trace is to end at this loss."""
     if _stops.get():
         raise LossReachedError(avals, params)
+    if (found := _reached.get()) is not None:
+        found.append(params["jaxpr"])

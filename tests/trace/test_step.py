@@ -209,3 +209,22 @@ def test_batch_leaves_must_agree():
 def test_values_serve_as_shapes():
     step = trace_step(step_of(lambda w, x: (x @ w).sum()), (np.zeros((4, 4)), np.ones((8, 4))))
     assert step.batch_size == 8
+
+
+def test_slices_are_of_the_loss_that_the_step_holds():
+    """Not of one that is only asked for its shape, though that has the same equations."""
+
+    def loss(first, second, batch):
+        return jnp.mean(jnp.tanh(batch["x"] @ first) @ second)
+
+    def step(params, batch):
+        jax.eval_shape(
+            launcher.value_and_grad(lambda a, b, batch: loss(b, a, batch)), *params, batch
+        )
+        return launcher.value_and_grad(loss)(*params, batch)
+
+    params = jnp.eye(4), jnp.arange(16.0).reshape(4, 4)
+    traced = trace_step(step, (params, {"x": jnp.ones((8, 4))}))
+    for loss_of in (traced.loss(1), traced.loss(2)):
+        weights = [e.invars[1] for e in loss_of.equations if e.primitive.name == "dot_general"]
+        assert weights == list(loss_of.invars[:2])
