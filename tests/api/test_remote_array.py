@@ -337,6 +337,7 @@ def test_a_transformation_of_a_step_is_refused(train):
     train(state, BATCHES[0])
 
 
+@pytest.mark.slow
 def test_a_killed_worker_ends_the_session_and_another_one_begins(train):
     state, losses = run(train, 2)
     fetched, unfetched = losses

@@ -46,7 +46,7 @@ def kill(launcher: Launcher, victim: str, draw: random.Random) -> None:
         pytest.param("worker", 2, 2, marks=pytest.mark.stress),
         pytest.param("driver", 1, 3, marks=pytest.mark.stress),
         pytest.param("driver", 2, 4, marks=pytest.mark.stress),
-        pytest.param("tree", 1, 5, marks=pytest.mark.slow),
+        pytest.param("tree", 1, 5, marks=pytest.mark.stress),
         pytest.param("tree", 2, 6, marks=pytest.mark.stress),
         pytest.param("gcs_server", 1, 7, marks=pytest.mark.stress),
         pytest.param("raylet", 1, 8, marks=pytest.mark.stress),

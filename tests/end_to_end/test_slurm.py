@@ -365,7 +365,7 @@ def test_what_cannot_be_submitted_is_exit_code_2(user: User) -> None:
     user.slurm.run("scancel", run.job_id)
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 def test_two_jobs_share_a_node_and_no_stranger_gets_in(user: User) -> None:
     on_one = ("cluster.gpus=2", "cluster.slurm.nodelist=node1")
     runs = [user.submit("alone", *ON_SLURM, ENDLESS, *on_one)]

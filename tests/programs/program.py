@@ -76,14 +76,14 @@ def cases(programs: Mapping[str, Program], both: bool = False) -> list[Any]:
     """Every program by every method, as parameters of a test.
 
     Without being asked for run two stages and, with `both` or where two stages are refused, data
-    parallelism: they tell the most. ZeRO-3 and the pipeline of one microbatch are for `stress`.
+    parallelism: they tell the most. Of the others `auto` is slow, with `both`; all else is for
+    `stress`.
     """
 
     def marks(program: Program, method: str) -> Any:
-        if method in ("zero3", "one_microbatch"):
-            return [pytest.mark.stress]
-        data = both or "stages" in program.refused
-        return [] if method == "stages" or (method == "data" and data) else [pytest.mark.slow]
+        if method == "stages" or (method == "data" and (both or "stages" in program.refused)):
+            return []
+        return [pytest.mark.slow if both and method == "auto" else pytest.mark.stress]
 
     return [
         pytest.param(name, method, marks=marks(program, method))

@@ -26,7 +26,7 @@ def test_the_table_is_long_enough():
     assert len(PROGRAMS) >= 60
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 def test_two_processes_equal_one_device():
     pairs = list(half())
     assert len(pairs) >= len(PROGRAMS) // 3

@@ -98,7 +98,8 @@ def check(kind, marked, method):
 def cases(methods, default=()):
     for kind in ("linen", "nnx"):
         for name, method in methods.items():
-            marks = [] if (kind, name) in default else [pytest.mark.slow]
+            by_hand = pytest.mark.slow if name in ("zero3", "auto") else pytest.mark.stress
+            marks = [] if (kind, name) in default else [by_hand]
             yield pytest.param(kind, method, marks=marks, id=f"{kind}-{name}")
 
 

@@ -119,7 +119,7 @@ def cases(losses, methods):
         pytest.param(
             of,
             methods[name],
-            marks=[] if (of.__name__, name) in DEFAULT else [pytest.mark.slow],
+            marks=[] if (of.__name__, name) in DEFAULT else [pytest.mark.stress],
             id=f"{of.__name__}-{name}",
         )
         for of, name in itertools.product(losses, methods)

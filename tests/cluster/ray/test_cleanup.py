@@ -93,6 +93,7 @@ def assert_gone(processes, folder):
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_a_closed_session_leaves_nothing_and_another_can_follow(probe, tmp_path):
     handler = signal.getsignal(signal.SIGTERM)
     environ = dict(os.environ)

@@ -76,6 +76,7 @@ def test_each_worker_is_on_its_node_and_all_end_with_the_driver(
     assert second_node.wait(SECONDS) == 0
 
 
+@pytest.mark.slow
 def test_the_nodes_listen_where_the_readme_says(second_node, tmp_path: Path) -> None:
     told = drive("ports", tmp_path / "run", second_node.pid).splitlines()
     for line, first in zip(told, (True, False), strict=True):

@@ -41,7 +41,7 @@ def test_no_published_plan_is_faster(gpus):
     assert ours.predicted_samples_per_second >= theirs.predicted_samples_per_second
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 def test_both_kinds_of_parallelism_beat_either_alone():
     """On 8 GPUs, as published: neither one stage on all devices nor one device a stage."""
     point, step, cluster = point_of(8)
