@@ -1,17 +1,22 @@
-"""Results of a loss that are functions of sums, such as a perplexity or an F1 score.
+"""Results of a loss that are computed after it: functions of sums, and random keys.
 
-A slice has only its part of a sum, of which no function can be taken. So the loss returns the sums
-in the place of such a result, and the result is computed from them after the pipeline. Pure.
+Of a perplexity or an F1 score a slice has only its part of the sums, of which no function can be
+taken. So the loss returns the sums in the place of such a result, and the result is computed from
+them after the pipeline. A key that the loss returns, to be used in the next step, would be that of
+a slice. It is computed from the key that comes in. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from launcher.trace.follow_placements import follow_placements, same_structure
-from launcher.trace.jaxpr import Equation, Jaxpr, Var, is_var, program
+from launcher.trace.jaxpr import Equation, Jaxpr, Var, dependents, is_var, make_jaxpr, program
 from launcher.trace.pairs import Pair, Placed
 from launcher.trace.placements import Joined, Partial, Placement, Replicated
 from launcher.trace.primitive_kinds import (
@@ -22,6 +27,7 @@ from launcher.trace.primitive_kinds import (
     SAME_FOR_EXTREMA,
     SCALING,
 )
+from launcher.trace.random_keys import is_typed, raw_generator
 from launcher.trace.whole_batch import Place, operand_axes, operand_placements, places_in
 
 
@@ -43,6 +49,8 @@ class Finish:
 
 def may_finish(eqn: Equation, batch_size: int) -> bool:
     """Return whether `find_finish` may find something, by the loss on the whole batch alone."""
+    if set(_candidates(eqn).values()) & _keyed(eqn):
+        return True
     makers = {v: e for e in eqn.params["jaxpr"].jaxpr.eqns for v in e.outvars}
 
     def may_have_rows(v: Var) -> bool:
@@ -90,8 +98,14 @@ def find_finish(whole: Equation, part: Equation, num_slices: int) -> Finish | No
     follow_placements(a, b, given, num_slices, note)
     places = {v: (i, j) for i, eqn in enumerate(a.eqns) for j, v in enumerate(eqn.outvars)}
     found: dict[int, set[Var]] = {}
+    keyed = _keyed(whole)
     for i, v in _candidates(whole).items():
-        if isinstance(placed[v], Joined) and (ends := _ends(v, a, places, placed)) is not None:
+        ends = None
+        if isinstance(placed[v], Joined):
+            ends = _ends(v, a, places, placed)
+        elif isinstance(placed[v], Replicated) and v in keyed:
+            ends = _ends(v, a, places, placed, keyed)
+        if ends is not None:
             found[i] = ends
     if not found:
         return None
@@ -106,10 +120,24 @@ def _candidates(eqn: Equation) -> dict[int, Var]:
     return {i: v for i, (v, said) in outs if i >= first and said == "infer" and is_var(v)}
 
 
+def _keyed(eqn: Equation) -> set[Var]:
+    """Return what depends on a random key that the loss is given, the key itself included."""
+    jaxpr = eqn.params["jaxpr"].jaxpr
+    keys = [v for v in jaxpr.invars if is_typed(v.aval) or raw_generator(v, jaxpr.eqns)]
+    return dependents(jaxpr.eqns, keys) if keys else set()
+
+
 def _ends(
-    result: Var, jaxpr: Jaxpr, places: Mapping[Var, Place], placed: Mapping[Var, Placement]
+    result: Var,
+    jaxpr: Jaxpr,
+    places: Mapping[Var, Place],
+    placed: Mapping[Var, Placement],
+    inside: Set[Var] = frozenset(),
 ) -> set[Var] | None:
-    """Return of which partial and shared values a result is a function; None: of others, too."""
+    """Return of which partial and shared values a result is a function; None: of others, too.
+
+    No value of `inside` is returned, but what it is made of, down to what the loss is given.
+    """
     ends: set[Var] = set()
     waiting, seen = [result], set()
     while waiting:
@@ -117,9 +145,9 @@ def _ends(
         if v in seen:
             continue
         seen.add(v)
-        if isinstance(placed[v], Partial | Replicated):
+        if isinstance(placed[v], Partial | Replicated) and not (v in inside and v in places):
             ends.add(v)
-        elif isinstance(placed[v], Joined):
+        elif isinstance(placed[v], Partial | Replicated | Joined):
             waiting += [x for x in jaxpr.eqns[places[v][0]].invars if is_var(x)]
         else:
             return None
@@ -164,6 +192,11 @@ def finishing_equations(eqn: Equation, finish: Finish) -> tuple[list[Equation], 
         env: dict[Var, Any] = dict(zip(jaxpr.invars, eqn.invars, strict=True))
         env.update(zip(ends, names, strict=True))
         result = jaxpr.outvars[i]
+        if result in env:  # an operand, as it is
+            copy = make_jaxpr(jnp.copy, jax.ShapeDtypeStruct(result.aval.shape, result.aval.dtype))
+            (eqn_of_copy,) = copy.jaxpr.eqns
+            equations.append(eqn_of_copy.replace(invars=[env[result]], outvars=[eqn.outvars[i]]))
+            continue
         made = _between(jaxpr.eqns, result, {*env})
         env.update((v, Var(v.aval)) for e in made for v in e.outvars if v not in env)
         env[result] = eqn.outvars[i]

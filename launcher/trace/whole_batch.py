@@ -10,7 +10,7 @@ once for all slices. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -132,7 +132,7 @@ def may_need_whole_batch(eqn: Equation, batch_size: int, constants: Set[int]) ->
         return [(d, n) for d, n in enumerate(v.aval.shape) if n % batch_size == 0]
 
     def is_plain(e: Equation) -> bool:
-        if e.primitive.name in KEY_MAKERS | DRAWS:
+        if e.primitive.name in KEY_MAKERS | DRAWS or any(map(_draws, _inside(e))):
             return False
         if e.primitive.name in ROW_WISE or not any(map(long, (*e.invars, *e.outvars))):
             return True
@@ -167,8 +167,11 @@ def _reached(jaxpr: Jaxpr, ends: Set[Var]) -> list[Var]:
 
 def _draws(eqn: Equation) -> bool:
     """Return whether an equation draws random numbers, itself or in a program inside it."""
-    inner = (e for jaxpr in sub_jaxprs(eqn) for e in jaxpr.eqns)
-    return eqn.primitive.name in RANDOM or any(map(_draws, inner))
+    return eqn.primitive.name in RANDOM or any(map(_draws, _inside(eqn)))
+
+
+def _inside(eqn: Equation) -> Iterator[Equation]:
+    return (e for jaxpr in sub_jaxprs(eqn) for e in jaxpr.eqns)
 
 
 class _Finder:
@@ -193,13 +196,16 @@ class _Finder:
             return self._with_counted_rows(pair, given, placed)
         self.free.update(pair.whole.outvars)
         placements = list(placed.placements)
+        draws = pair.name in DRAWS or any(map(_draws, _inside(pair.whole)))
         for j, placement in enumerate(placements):
             try:
                 axis = pair.growth(j)
             except ValueError:
                 continue
             needed_whole = isinstance(placement, Joined | Partial) or pair.name in KEY_MAKERS
-            if needed_whole or (pair.name in DRAWS and axis is None):  # drawn once for all rows
+            # Numbers of no example are drawn once; some kinds are drawn in a loop.
+            drawn = axis is None and draws and not is_typed(pair.whole.outvars[j].aval)
+            if needed_whole or drawn:
                 self.found.add((index, j))
                 placements[j] = Replicated() if axis is None else Sharded(axis)
         return Placed(placements, placed.equations, placed.changed)

@@ -12,7 +12,7 @@ import launcher
 from launcher.trace import trace_step
 
 sys.path.insert(0, str(Path(__file__).parent))
-from by_slices import by_slices, check
+from by_slices import by_slices, check, run
 
 rng = np.random.default_rng(0)
 ROWS = 8
@@ -91,3 +91,46 @@ def test_they_are_drawn_before_the_pipeline():
     assert [e.primitive.name for e in traced.before].count("random_bits") == 1
     assert "random_bits" not in {e.primitive.name for e in traced.loss(4).equations}
     assert "random_bits at " in traced.loss(4).meaning
+
+
+def split_on(p, b, key):
+    key, sub = jax.random.split(key)
+    return error(p, b["x"] + jax.random.normal(sub, (len(b["x"]), 1)), b["y"]), key
+
+
+def passed_on(p, b, key):
+    return error(p, b["x"] + jax.random.normal(key, (len(b["x"]), 1)), b["y"]), {"key": key}
+
+
+def looped_on(p, b, key):
+    key, _ = jax.lax.scan(lambda key, _: (jax.random.split(key)[0], None), key, None, length=3)
+    return error(p, b["x"], b["y"]), key
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("key", [jax.random.key(4), jax.random.PRNGKey(5)], ids=["typed", "raw"])
+@pytest.mark.parametrize("fun", [split_on, passed_on, looped_on])
+def test_a_key_that_the_loss_returns_is_that_of_one_device(fun, key, count):
+    def step(state, batch):
+        (value, new), grads = launcher.value_and_grad(fun, has_aux=True)(
+            state["params"], batch, state["key"]
+        )
+        return {"params": grads, "key": jax.tree.leaves(new)[0]}, value
+
+    args = {"params": PARAMS, "key": key}, BATCH
+    (state, _), _ = run(step, args, count)
+    expected, _ = jax.jit(step)(*args)
+
+    def data(key):
+        is_typed = jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)
+        return jax.random.key_data(key) if is_typed else key
+
+    np.testing.assert_array_equal(data(state["key"]), data(expected["key"]))
+
+
+def test_numbers_that_are_drawn_in_a_loop_of_jaxs_own():
+    def loss(p, b):
+        counts = jax.random.poisson(KEY, 2.0, (3,)).astype(jnp.float32)
+        return jnp.mean((b["x"] @ p["a"] @ p["b"]) * counts), counts
+
+    check(loss, PARAMS, BATCH, 4, has_aux=True)
