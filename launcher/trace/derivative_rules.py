@@ -12,20 +12,25 @@ from typing import Any, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from launcher.trace.jaxpr import (
+    Atom,
     Aval,
     Equation,
     Jaxpr,
+    Literal,
     Var,
     inline_calls,
     is_var,
     jaxpr_as_fun,
     make_jaxpr,
+    needed,
     program,
 )
-from launcher.trace.pairs import Pair
+from launcher.trace.pairs import Pair, differ
 from launcher.trace.placements import Joined, Partial, PerSlice, Placement, Replicated, Sharded
+from launcher.trace.primitive_kinds import CASES, LINEAR_IN_FIRST, SCALING
 
 
 class _Followed(Protocol):
@@ -122,18 +127,73 @@ def _of_vjp(
         return inline_calls(make_jaxpr(cotangents, avals, seeds)).jaxpr
 
     seeds = [_of_seed(p, pair) for p in outs]
-    found = follow(rule(pair.whole), rule(pair.part), [*given, *seeds])
-    # Of a mean the rule divides by the slice's rows, and the whole batch's by all: so do the seeds.
-    of_mean = all(isinstance(p, Partial) and p.op == "mean" for p in outs)
-    if found is None or (found.changed and not of_mean):
+    whole, part = rule(pair.whole), rule(pair.part)
+    found = follow(whole, part, [*given, *seeds])
+    if found is None:
         return False
-    op = "mean" if of_mean else "sum"
-    for i, placement in zip(moving, found.outs, strict=True):
+    of_mean = all(isinstance(p, Partial) and p.op == "mean" for p in outs)
+    if not of_mean and found.changed:
+        return False
+    for j, (i, placement) in enumerate(zip(moving, found.outs, strict=True)):
+        if placement == Replicated(zero=True) or _is_zero(whole.outvars[j], whole.eqns):
+            continue
         own = isinstance(given[i], Sharded) and placement == given[i]
-        added = isinstance(placement, Partial) and placement.op == op
-        if not (own or added or placement == Replicated(zero=True)):
+        ops = ("sum", "mean") if of_mean else ("sum",)
+        added = isinstance(placement, Partial) and placement.op in ops
+        if not (own or added):
+            return False
+        if of_mean and not _divides_once(whole, part, j, len(seeds), pair.num_slices):
             return False
     return True
+
+
+def _divides_once(whole: Jaxpr, part: Jaxpr, result: int, num_seeds: int, num_slices: int) -> bool:
+    """Return whether a rule is linear in the seeds, its last operands, and divides by the rows.
+
+    The seed of a slice's mean is its share of the whole batch's, and the rows of the slice are as
+    many times fewer.
+    """
+    varying: set[Var] = set(whole.invars[len(whole.invars) - num_seeds :])
+    divided = 0
+    out = whole.outvars[result]
+    needs = {id(e) for e in needed(whole.eqns, [out])}
+    for a, b in zip(whole.eqns, part.eqns, strict=True):
+        if id(a) not in needs:
+            continue
+        name, pairs = a.primitive.name, list(zip(a.invars, b.invars, strict=True))
+        changed = [(x, y) for x, y in pairs if differ(x, y)]
+        if changed:
+            if len(changed) > 1 or name not in SCALING:
+                return False
+            (numbers,) = changed
+            large, small = numbers if name == "div" else numbers[::-1]
+            if not np.isclose(_number(large), num_slices * _number(small), rtol=1e-6):
+                return False
+            divided += 1
+        moved = [k for k, v in enumerate(a.invars) if is_var(v) and v in varying]
+        if not moved:
+            continue
+        of_one = name in LINEAR_IN_FIRST or name == "div"
+        once = name in ("mul", "dot_general") and len(moved) == 1
+        cases = name in CASES and all(k in moved or _is_zero(v) for k, v in enumerate(a.invars))
+        if not (once or cases or (of_one and moved == [0])):
+            return False
+        varying.update(a.outvars)
+    return divided == 1
+
+
+def _number(atom: Atom) -> float:
+    assert isinstance(atom, Literal)
+    return float(atom.val)
+
+
+def _is_zero(atom: Atom, equations: Sequence[Equation] = ()) -> bool:
+    """Return whether a value is a zero, or made of one by repeating it."""
+    if isinstance(atom, Literal):
+        return not np.any(atom.val)
+    made = next((e for e in equations if atom in e.outvars), None)
+    repeats = made is not None and made.primitive.name == "broadcast_in_dim"
+    return repeats and made is not None and _is_zero(made.invars[0])
 
 
 def _of_seed(out: Placement, pair: Pair) -> Placement:

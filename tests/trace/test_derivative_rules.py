@@ -105,6 +105,27 @@ def _averaged(saved, g):
 dense_and_mean.defvjp(lambda x, w: (dense_and_mean(x, w), (x, w)), _averaged)
 
 
+def mean_with_rule(backward):
+    """A mean square with this gradient of the rows."""
+    function = with_backward(lambda r: jnp.mean(r**2), backward)
+    return lambda p, b: function(net(p, b) - b["y"])
+
+
+@jax.custom_vjp
+def fused_dense(x, kernel, y):
+    """A mean square behind a product, as kernels that never hold the product have it."""
+    return jnp.mean((x @ kernel - y) ** 2)
+
+
+def _fused_dense_backward(saved, g):
+    x, kernel, y = saved
+    wrong = 2 * (x @ kernel - y) * g / y.size
+    return wrong @ kernel.T, x.T @ wrong, None
+
+
+fused_dense.defvjp(lambda *args: (fused_dense(*args), args), _fused_dense_backward)
+
+
 def with_mean(p, b):
     y, mean = dense_and_mean(jnp.tanh(b["x"] @ p["a"]), p["b"])
     return jnp.mean((y - b["y"]) ** 2) + mean
@@ -145,6 +166,9 @@ EQUAL = {
         (dense(jnp.tanh(b["x"] @ p["a"]), p["b"]) - b["y"]) ** 2
     ),
     "a loss with its mean in it": lambda p, b: fused_loss(net(p, b), b["label"]),
+    "a mean's own gradient": mean_with_rule(lambda r, g: g * 2 * r / r.size),
+    "a mean's gradient, halved": mean_with_rule(lambda r, g: (0.5 * g) * r * (1 / r.size)),
+    "a mean behind a product": lambda p, b: fused_dense(jnp.tanh(b["x"] @ p["a"]), p["b"], b["y"]),
     "a tangent": mean_through(doubled),
     "a rule that calls its function": mean_through(recursive),
     "a rule in a loop": in_loop(clipped),
@@ -164,6 +188,10 @@ REFUSED = {
     ),
     "a centred gradient in a loop": in_loop(centred),
     "rows beside a mean": with_mean,
+    "a mean with the gradient of a sum": mean_with_rule(lambda r, g: g * 2 * r),
+    "a mean divided twice": mean_with_rule(lambda r, g: g * r / len(r) / len(r)),
+    "a mean divided by a root": mean_with_rule(lambda r, g: g * r / len(r) ** 0.5),
+    "the sign of a mean's gradient": mean_with_rule(lambda r, g: jnp.sign(g) * r / r.size),
 }
 
 
