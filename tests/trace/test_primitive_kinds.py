@@ -11,7 +11,10 @@ from launcher.trace import primitive_kinds
 from launcher.trace.factors import _RULES
 
 ROOT = Path(launcher.__file__).parent
-RULES = "factors", "bodies", "follow_placements", "partial_rules", "placement_rules", "row_numbers"
+RULES = (
+    *("bodies", "derivative_rules", "factors", "follow_placements", "partial_rules"),
+    *("placement_rules", "row_numbers"),
+)
 TABLES = {f"trace/{name}.py" for name in ("primitive_kinds", *RULES)}
 KINDS = {k: v for k, v in vars(primitive_kinds).items() if isinstance(v, frozenset)}
 # "name" is a primitive's too, and everybody's word.
