@@ -165,7 +165,7 @@ def test_a_run_is_rolled_back_and_passes_over_the_batches_that_led_astray(tmp_pa
     assert losses(folder / "outputs" / "one") == losses(expected / "outputs" / "one")
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 def test_a_second_ctrl_c_leaves_at_once_and_claims_no_save(tmp_path: Path) -> None:
     run = tmp_path / "outputs" / "one"
     # A step that lasts: the second signal comes before it ends.

@@ -94,7 +94,7 @@ def test_a_node_that_dies_takes_its_worker_with_it(second_node, tmp_path: Path) 
     assert "died: Ray ended on its machine" in told or "is out of reach: the connection" in told
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 def test_of_a_node_that_falls_silent_nobody_says_that_it_died(second_node, tmp_path: Path) -> None:
     told = drive("silent", tmp_path / "run", second_node.pid)
     assert told.startswith("worker_1")

@@ -30,7 +30,7 @@ def plans(gpus):
 @pytest.mark.parametrize(
     "gpus",
     [
-        pytest.param(8, marks=pytest.mark.slow),
+        pytest.param(8, marks=pytest.mark.stress),
         *(pytest.param(gpus, marks=pytest.mark.stress) for gpus in (1, 2, 4, 16, 32)),
     ],
 )
