@@ -123,11 +123,15 @@ class PlanBuilder:
             predicted_tflops_per_device=flops * rate,
             predicted_tflops_per_device_with_remat=with_remat * rate,
             fingerprint=step.fingerprint,
-            notes=_notes(step, cut),
+            notes=_notes(cut, self._no_gradient),
             loss=cut.loss.meaning,
             layer_ends=step.layer_ends,
             profiled=measured.account() if measured else (),
         )
+
+    @functools.cached_property
+    def _no_gradient(self) -> str | None:
+        return no_gradient_note(self._step)
 
     @functools.cached_property
     def _outer_dims(self) -> NamedDims:
@@ -218,7 +222,7 @@ class PlanBuilder:
         )
 
 
-def _notes(step: TracedStep, cut: PartitionedStep) -> tuple[str, ...]:
+def _notes(cut: PartitionedStep, no_gradient: str | None) -> tuple[str, ...]:
     """Return notes on the plan.
 
     They say what is computed on the whole batch, which parameters get no gradient, and what every
@@ -233,8 +237,8 @@ def _notes(step: TracedStep, cut: PartitionedStep) -> tuple[str, ...]:
         if use.factors is None
     }
     loss = [f"loss: {cut.loss.meaning}"] if cut.loss.from_whole_batch else []
-    in_vain = no_gradient_note(step)
-    return (*loss, *([in_vain] if in_vain else []), *sorted(unknown))
+    in_vain = [no_gradient] if no_gradient else []
+    return (*loss, *in_vain, *sorted(unknown))
 
 
 def repriced(step: TracedStep, plan: Plan, measured: MeasuredLayers) -> Plan:

@@ -8,6 +8,7 @@ slice, and followed like any other program. Pure.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import jax
@@ -47,9 +48,50 @@ class _Followed(Protocol):
 
 # Follows a program on the whole batch and on a slice; None: they are not the same program.
 Follow: TypeAlias = Callable[[Jaxpr, Jaxpr, Sequence[Placement]], _Followed | None]
+# Called with a function, its arguments and what comes in; returns the derivatives.
+Derive: TypeAlias = Callable[[Callable[..., list[Any]], list[Any], list[Any]], Sequence[Any]]
 
 _FORWARD = "custom_jvp_call"
 RULES = frozenset((_FORWARD, "custom_vjp_call"))
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """The call of a function with a rule of its own.
+
+    Attributes:
+        pair: the call. given: the placement of each operand.
+        moving, results: the operands and results that have derivatives. outs: the placements of
+            these results.
+    """
+
+    pair: Pair
+    given: Sequence[Placement]
+    moving: Sequence[int]
+    results: Sequence[int]
+    outs: Sequence[Placement]
+
+    def derivative(self, eqn: Equation, derive: Derive, of: Sequence[Atom]) -> Jaxpr:
+        """Return the program of a derivative: its inputs are the operands, then values like `of`.
+
+        Args:
+            eqn: the call, on the whole batch or on a slice.
+            derive: makes the derivatives of a function and its arguments from those values.
+            of: the results or operands whose derivatives come in.
+        """
+        names = [Var(v.aval) for v in eqn.invars]  # an operand may be given twice
+        outs = [eqn.outvars[j] for j in self.results]
+        fun = jaxpr_as_fun(program(names, [eqn.replace(invars=names)], outs))
+
+        def derived(operands: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+            def of_moving(*moved: Any) -> list[Any]:
+                full = dict(enumerate(operands)) | dict(zip(self.moving, moved, strict=True))
+                return list(fun(*full.values()))
+
+            return list(derive(of_moving, [operands[i] for i in self.moving], list(values)))
+
+        closed = make_jaxpr(derived, [v.aval for v in eqn.invars], [v.aval for v in of])
+        return inline_calls(closed).jaxpr
 
 
 def follow_rule(
@@ -69,76 +111,47 @@ def follow_rule(
     results = [j for j, v in enumerate(pair.part.outvars) if _is_inexact(v.aval)]
     if not moving or not results:
         return None
-    of_rule = _of_jvp if pair.name == _FORWARD else _of_vjp
-    kept = of_rule(pair, given, [outs[j] for j in results], moving, results, follow)
-    return None if kept else Joined(pair.part, in_rule=True)
+    call = _Call(pair, given, moving, results, [outs[j] for j in results])
+    kept = _keeps_tangents if pair.name == _FORWARD else _keeps_cotangents
+    return None if kept(call, follow) else Joined(pair.part, in_rule=True)
 
 
-def _of_jvp(
-    pair: Pair,
-    given: Sequence[Placement],
-    outs: Sequence[Placement],
-    moving: Sequence[int],
-    results: Sequence[int],
-    follow: Follow,
-) -> bool:
+def _keeps_tangents(call: _Call, follow: Follow) -> bool:
     """Follow tangents: a result's has the placement of the result, as an operand's has its own."""
 
     def rule(eqn: Equation) -> Jaxpr:
-        avals = [v.aval for v in eqn.invars]
+        moving = [eqn.invars[i] for i in call.moving]
+        return call.derivative(eqn, lambda fun, at, rates: jax.jvp(fun, at, rates)[1], moving)
 
-        def tangents(operands: Sequence[Any], rates: Sequence[Any]) -> list[Any]:
-            fun = _of_some(eqn, operands, moving, results)
-            _, changes = jax.jvp(fun, [operands[i] for i in moving], rates)
-            return list(changes)
-
-        return inline_calls(make_jaxpr(tangents, avals, [avals[i] for i in moving])).jaxpr
-
-    found = follow(
-        rule(pair.whole),
-        rule(pair.part),
-        [*given, *(_without_zero(given[i]) for i in moving)],
-    )
+    rates = [_without_zero(call.given[i]) for i in call.moving]
+    found = follow(rule(call.pair.whole), rule(call.pair.part), [*call.given, *rates])
     if found is None or found.changed:
         return False
-    pairs = zip(found.outs, outs, strict=True)
+    pairs = zip(found.outs, call.outs, strict=True)
     return all(p in (out, Replicated(zero=True)) for p, out in pairs)
 
 
-def _of_vjp(
-    pair: Pair,
-    given: Sequence[Placement],
-    outs: Sequence[Placement],
-    moving: Sequence[int],
-    results: Sequence[int],
-    follow: Follow,
-) -> bool:
+def _keeps_cotangents(call: _Call, follow: Follow) -> bool:
     """Follow cotangents: a row's is the row's own, and those of what is shared are added up."""
 
     def rule(eqn: Equation) -> Jaxpr:
-        avals = [v.aval for v in eqn.invars]
+        results = [eqn.outvars[j] for j in call.results]
+        return call.derivative(eqn, lambda fun, at, seeds: jax.vjp(fun, *at)[1](seeds), results)
 
-        def cotangents(operands: Sequence[Any], seeds: Sequence[Any]) -> list[Any]:
-            fun = _of_some(eqn, operands, moving, results)
-            _, vjp = jax.vjp(fun, *(operands[i] for i in moving))
-            return list(vjp(list(seeds)))
-
-        seeds = [eqn.outvars[j].aval for j in results]
-        return inline_calls(make_jaxpr(cotangents, avals, seeds)).jaxpr
-
-    seeds = [_of_seed(p, pair) for p in outs]
+    pair, given = call.pair, call.given
+    seeds = [_of_seed(p, pair) for p in call.outs]
     whole, part = rule(pair.whole), rule(pair.part)
     found = follow(whole, part, [*given, *seeds])
     if found is None:
         return False
-    of_mean = all(isinstance(p, Partial) and p.op == "mean" for p in outs)
+    of_mean = all(isinstance(p, Partial) and p.op == "mean" for p in call.outs)
     if not of_mean and found.changed:
         return False
-    for j, (i, placement) in enumerate(zip(moving, found.outs, strict=True)):
+    ops = ("sum", "mean") if of_mean else ("sum",)
+    for j, (i, placement) in enumerate(zip(call.moving, found.outs, strict=True)):
         if placement == Replicated(zero=True) or _is_zero(whole.outvars[j], whole.eqns):
             continue
         own = isinstance(given[i], Sharded) and placement == given[i]
-        ops = ("sum", "mean") if of_mean else ("sum",)
         added = isinstance(placement, Partial) and placement.op in ops
         if not (own or added):
             return False
@@ -192,8 +205,9 @@ def _is_zero(atom: Atom, equations: Sequence[Equation] = ()) -> bool:
     if isinstance(atom, Literal):
         return not np.any(atom.val)
     made = next((e for e in equations if atom in e.outvars), None)
-    repeats = made is not None and made.primitive.name == "broadcast_in_dim"
-    return repeats and made is not None and _is_zero(made.invars[0])
+    if made is None or made.primitive.name != "broadcast_in_dim":
+        return False
+    return _is_zero(made.invars[0])
 
 
 def _of_seed(out: Placement, pair: Pair) -> Placement:
@@ -201,23 +215,6 @@ def _of_seed(out: Placement, pair: Pair) -> Placement:
     if isinstance(out, Replicated):
         return Partial("sum", pair.part)  # each slice has the part of its own rows
     return Replicated() if isinstance(out, Partial) else out
-
-
-def _of_some(
-    eqn: Equation, operands: Sequence[Any], moving: Sequence[int], results: Sequence[int]
-) -> Callable[..., list[Any]]:
-    """Return an equation as a function of some operands, with some of its results."""
-    names = [Var(v.aval) for v in eqn.invars]  # an operand may be given twice
-    closed = program(names, [eqn.replace(invars=names)], [eqn.outvars[j] for j in results])
-    fun = jaxpr_as_fun(closed)
-
-    def of_moving(*values: Any) -> list[Any]:
-        full = list(operands)
-        for i, value in zip(moving, values, strict=True):
-            full[i] = value
-        return list(fun(*full))
-
-    return of_moving
 
 
 def _without_zero(placement: Placement) -> Placement:

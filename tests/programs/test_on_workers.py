@@ -23,7 +23,7 @@ def half():
 
 
 @pytest.mark.stress
-def test_programs_on_workers_equal_one_device(tmp_path_factory):
+def test_programs_on_workers_equal_one_device():
     pairs = list(half())
     assert len(pairs) >= len(PROGRAMS) // 3
     done = subprocess.run(

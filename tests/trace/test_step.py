@@ -228,3 +228,21 @@ def test_slices_are_of_the_loss_that_the_step_holds():
     for loss_of in (traced.loss(1), traced.loss(2)):
         weights = [e.invars[1] for e in loss_of.equations if e.primitive.name == "dot_general"]
         assert weights == list(loss_of.invars[:2])
+
+
+def test_a_slice_is_traced_no_further_than_the_loss():
+    traced = {"loss": 0, "update": 0}
+
+    def loss(w, x):
+        traced["loss"] += 1
+        return (x @ w).mean()
+
+    def step(w, x):
+        grads = launcher.grad(loss)(w, x)
+        traced["update"] += 1
+        return w - grads
+
+    found = trace_step(step, (jnp.eye(4), jnp.ones((8, 4))))
+    assert found.loss(2).num_slices == 2
+    assert found.loss(4).num_slices == 4
+    assert traced == {"loss": 3, "update": 1}
