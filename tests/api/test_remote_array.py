@@ -362,12 +362,13 @@ def test_a_killed_worker_ends_the_session_and_another_one_begins(train):
         with pytest.raises(SessionError, match=r"session has ended; call launcher\.init again"):
             use(state, BATCHES[0])
     assert_allclose(fetched, serial(1)[1][0])
-    launcher.init("ray", num_nodes=2, num_devices_per_node=2, step_timeout=10)
+    launcher.init("ray", num_nodes=2, num_devices_per_node=2)
     assert_allclose(run(train, 2)[1], serial(2)[1])  # the same function, on others
 
 
 def test_a_stopped_worker_is_told_of_and_ended(train):
-    """Of the session that the test before has begun."""
+    launcher.shutdown()
+    launcher.init("ray", num_nodes=2, num_devices_per_node=2, step_timeout=10)
     state, losses = run(train, 2)
     losses[1].block_until_ready()
     stopped = psutil.Process(current().pids[1])  # which has them
