@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from launcher import nnx as nnx
     from launcher import testing as testing
+    from launcher.api.foreach import foreach_replica as foreach_replica
+    from launcher.api.foreach import foreach_worker as foreach_worker
+    from launcher.api.foreach import on_first as on_first
+    from launcher.api.foreach import workers as workers
     from launcher.api.parallelize import ParallelizedFunction as ParallelizedFunction
     from launcher.api.parallelize import parallelize as parallelize
     from launcher.api.remote_array import RemoteArray as RemoteArray
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
     from launcher.trace.primitives import microbatched as microbatched
     from launcher.trace.primitives import per_slice as per_slice
     from launcher.trace.primitives import value_and_grad as value_and_grad
+    from launcher.worker_info import WorkerInfo as WorkerInfo
 
 _HOMES = {
     "ClusterError": "launcher.cluster.errors",
@@ -36,15 +41,20 @@ _HOMES = {
     "Plan": "launcher.plan",
     "RemoteArray": "launcher.api.remote_array",
     "WorkerError": "launcher.cluster.errors",
+    "WorkerInfo": "launcher.worker_info",
+    "foreach_replica": "launcher.api.foreach",
+    "foreach_worker": "launcher.api.foreach",
     "grad": "launcher.trace.primitives",
     "init": "launcher.api.session",
     "mark_pipeline_boundary": "launcher.trace.primitives",
     "microbatched": "launcher.trace.primitives",
+    "on_first": "launcher.api.foreach",
     "parallelize": "launcher.api.parallelize",
     "per_slice": "launcher.trace.primitives",
     "prefetch": "launcher.api.remote_array",
     "shutdown": "launcher.api.session",
     "value_and_grad": "launcher.trace.primitives",
+    "workers": "launcher.api.foreach",
 }
 _MODULES = ("nnx", "testing")
 

@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from launcher.api.step_worker import SURVIVED
 from launcher.cluster.errors import ClusterError, WorkerError
 from launcher.cluster.ray.worker import Future, ready, share
 from launcher.cluster.worker_group import WorkerGroup
@@ -44,8 +45,8 @@ class Messages:
     """All messages to the workers, and their answers.
 
     Once a worker has failed, died or hung, every use raises that error again: what the others hold
-    is of no use without it. Only if a live worker refuses to compile is the error raised once. A
-    wait that was interrupted can be started again.
+    is of no use without it. Only if a live worker refuses to compile, or a user's function raises
+    there, is the error raised once. A wait that was interrupted can be started again.
     """
 
     def __init__(self, group: WorkerGroup) -> None:
@@ -81,7 +82,7 @@ class Messages:
             raise
         if method in ("compile", "create"):
             self._new_steps = 2  # the second is answered once the first is done
-        replies = [Reply(f, method == "compile", self._new_steps > 0) for f in futures]
+        replies = [Reply(f, method in SURVIVED, self._new_steps > 0) for f in futures]
         if method == "run" and self._new_steps:
             self._new_steps -= 1
         for sent, reply in zip(self._sent, replies, strict=True):

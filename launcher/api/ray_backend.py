@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 
 from launcher.api.messages import Messages, Reply
+from launcher.api.own_copies import Scope
 from launcher.api.remote_array import Fetch, RemoteArray, pickled, portable
 from launcher.api.settings import TRACE_SETTINGS
 from launcher.api.signature import Traceable
-from launcher.api.step_worker import Call, StepProgram
+from launcher.api.step_worker import Call, Given, Held, StepProgram, UserCall
 from launcher.cluster.errors import WorkerError
 from launcher.cluster.worker_group import WorkerGroup
 from launcher.plan import ClusterShape, Plan
 from launcher.runtime import StageTimes, transformed_error
 from launcher.trace import TracedStep
+from launcher.worker_info import WorkerInfo
 
 _IN_MESSAGE = 64 * 1024  # bytes up to which sending to each worker is quicker than sharing
 
@@ -32,6 +35,7 @@ class RayBackend:
         known_to_flax()
         group.join()
         self.shape = shape
+        self._group = group
         self._messages = Messages(group)
         self._next_number = 0
         self._wanted: list[RemoteArray] = []
@@ -90,10 +94,39 @@ class RayBackend:
         """Return how many arrays are alive in each worker, which reveals a leak."""
         return self.answers(self.send("live_arrays"))
 
-    @property
-    def pids(self) -> list[int]:
-        """The process number of each worker, on its own machine."""
-        return self.answers(self.send("pid"))
+    # -- workers -------------------------------------------------------------------------------
+
+    def workers(self) -> list[WorkerInfo]:
+        """Return what is known of each worker, in the order of the hosts."""
+        return self._group.infos(self.answers(self.send("about")))
+
+    def foreach(self, scope: Scope, fun: Callable[..., Any], trees: Sequence[Any]) -> list[Any]:
+        """Call a user's function on the workers' own copies of arrays; return all results in order.
+
+        Args:
+            scope: see `own_copies.call_here`.
+            fun: the function.
+            trees: its arguments.
+
+        Raises:
+            TypeError: the function cannot be pickled, or an array is of another session.
+            ConsumedError: an array was donated.
+            WorkerError: it raised; the session goes on.
+        """
+        travelling = jax.tree.map(self._travelling, tuple(trees))
+        call = pickled(UserCall(fun, travelling, _trace_settings()), fun)
+        parts = self.answers(self.send("foreach", scope, shared=call))
+        return [result for part in parts for result in pickle.loads(part)]
+
+    def _travelling(self, leaf: Any) -> Any:
+        if isinstance(leaf, RemoteArray):
+            return Held(self._number_of(leaf))
+        return Given(portable(leaf)) if isinstance(leaf, jax.Array) else leaf
+
+    def _number_of(self, array: RemoteArray) -> int:
+        if array._owner is not self:
+            raise TypeError(f"{array!r} is of a session that was shut down")
+        return array.number
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -108,8 +141,7 @@ class RayBackend:
         Raises:
             WorkerError: a worker cannot compile it; the session goes on if that worker lives.
         """
-        settings = {name: getattr(jax.config, name) for name in TRACE_SETTINGS}
-        program = StepProgram(**vars(source), plan=plan, settings=settings)
+        program = StepProgram(**vars(source), plan=plan, settings=_trace_settings())
         number = self.new_numbers(1)
         replies = self.send("compile", number, shared=pickled(program, source.fun))
         try:
@@ -199,9 +231,7 @@ class RemoteExecutable:
                 values.append(portable(leaf, self._in_avals[i].dtype))
                 numbers.append(-1)
                 continue
-            if leaf._owner is not backend:
-                raise TypeError(f"{leaf!r} is of a session that was shut down")
-            numbers.append(leaf.number)
+            numbers.append(backend._number_of(leaf))
             if self._donated[i]:
                 consumed.append(leaf)
         gone = {leaf.number for leaf in consumed}
@@ -219,6 +249,10 @@ class RemoteExecutable:
 
     def _handles(self, first: int, avals: Iterable[tuple[Any, Any]]) -> list[RemoteArray]:
         return [RemoteArray(self._backend, n, *aval) for n, aval in enumerate(avals, first)]
+
+
+def _trace_settings() -> dict[str, Any]:
+    return {name: getattr(jax.config, name) for name in TRACE_SETTINGS}
 
 
 def known_to_flax() -> None:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from launcher.api.array_like import ArrayLike
+from launcher.api.own_copies import is_key
 from launcher.api.step_worker import Shards
 from launcher.cluster.ray import pickling
 from launcher.runtime.compat import accept_as_array
@@ -223,11 +224,6 @@ def prefetch(tree: Any) -> Any:
     for owner in owners.values():
         owner.flush()
     return tree
-
-
-def is_key(dtype: Any) -> bool:
-    """Return whether a dtype is that of typed random keys."""
-    return bool(jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key))
 
 
 def _key_impl(dtype: Any) -> Any:

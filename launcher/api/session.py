@@ -8,13 +8,16 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
+from launcher.api.own_copies import Scope, call_here
 from launcher.api.ray_backend import RayBackend
+from launcher.api.remote_array import RemoteArray
 from launcher.api.signature import Traceable
 from launcher.api.step_worker import StepWorker
 from launcher.cluster.devices import (
@@ -27,6 +30,7 @@ from launcher.cluster.devices import (
 from launcher.cluster.ray.attached_ray import AttachedRay, is_connected
 from launcher.cluster.ray.private_ray import PrivateRay, start
 from launcher.cluster.ray.waiting import StartLimit
+from launcher.cluster.ray.worker import LOOPBACK
 from launcher.cluster.worker_group import WorkerGroup
 from launcher.config.machines import Local
 from launcher.gpu_memory import JAX_MEMORY_SHARE, memory_share
@@ -34,6 +38,7 @@ from launcher.plan import ClusterShape, Plan, local_shape
 from launcher.plan.profile.calibration import calibrated
 from launcher.runtime import Executable, Transport, compile_step
 from launcher.trace import TracedStep
+from launcher.worker_info import WorkerInfo
 
 
 class SessionError(ValueError):
@@ -70,6 +75,35 @@ class LocalBackend:
         shape = calibrated(nominal)  # whose memory is that of a worker
         stats = {} if kind == "cpu" else devices[0].memory_stats() or {}
         return dataclasses.replace(shape, memory_bytes=stats.get("bytes_limit", shape.memory_bytes))
+
+    def workers(self) -> list[WorkerInfo]:
+        """Return what is known of this process, the only worker."""
+        self._check_alone()
+        number = {device: i for i, device in enumerate(jax.devices())}
+        devices = tuple(number[device] for device in self.found)
+        return [WorkerInfo(0, LOOPBACK, os.getpid(), devices)]
+
+    def foreach(self, scope: Scope, fun: Callable[..., Any], trees: Sequence[Any]) -> list[Any]:
+        """Call a function on this process's copies of arrays; see `RayBackend.foreach`.
+
+        Raises:
+            SessionError: an array is of workers whose session has ended.
+            Exception: what `fun` raises.
+        """
+        self._check_alone()
+        if any(isinstance(leaf, RemoteArray) for leaf in jax.tree.leaves(tuple(trees))):
+            raise SessionError(
+                "an array is of workers whose session has ended; call launcher.init again and make "
+                "it anew"
+            )
+        return call_here(fun, trees, scope, self.found)
+
+    def _check_alone(self) -> None:
+        if jax.process_count() > 1:
+            raise SessionError(
+                "launcher knows the workers that launcher.init has started; under jax.distributed "
+                "every process runs the script, and calls such a function itself"
+            )
 
     def compile(self, step: TracedStep, plan: Plan, source: Traceable) -> Executable:
         """Compile a traced step here; the counterpart of `RayBackend.compile`."""

@@ -7,7 +7,6 @@ calls `StepWorker.do`: each call is one message, and its result is plain data.
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,8 +15,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from launcher.api.own_copies import Scope, call_here, is_key
 from launcher.api.settings import devices_stay
 from launcher.cluster.process_group import Peer
+from launcher.cluster.ray.pickling import dumps_script
 from launcher.partition.sharding.reshard import Box
 from launcher.plan import Plan
 from launcher.runtime import Executable, StageTimes, Transport, compile_step, fail_together, move
@@ -66,6 +67,35 @@ class Call:
 
 
 @dataclass(frozen=True)
+class Held:
+    """An array of the workers where it stands in a tree that travels to them, by its number."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Given:
+    """An array of the driver where it stands in a tree that travels: a `portable` value."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class UserCall:
+    """A call of a user's function on the workers' own copies of arrays.
+
+    Attributes:
+        fun: the function.
+        trees: its arguments, with `Held` and `Given` in place of arrays of JAX.
+        settings: the settings of `jax.config` in the driver, by name.
+    """
+
+    fun: Callable[..., Any]
+    trees: tuple[Any, ...]
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class _Compiled:
     """A compiled step.
 
@@ -84,6 +114,7 @@ Shards = list[tuple[Box, np.ndarray]]  # of an array, each with its place in it
 
 
 _SMALL = 64 * 1024  # bytes of a result that may be kept after the driver has dropped it
+SURVIVED = {"compile", "foreach"}  # after whose errors the workers hold the same as before
 
 
 class StepWorker(Peer):
@@ -100,7 +131,7 @@ class StepWorker(Peer):
         """Free what the driver has dropped, then call a method.
 
         After a failure every call fails for the same cause, since the workers no longer hold the
-        same arrays. A failure of `compile` is an exception: it has made and moved nothing.
+        same arrays. Failures of `SURVIVED` are an exception: they have made and moved nothing.
 
         Args:
             message: a pickled `(method, dropped, arguments)`.
@@ -116,7 +147,7 @@ class StepWorker(Peer):
                 self._programs.pop(number, None)
             return getattr(self, method)(*arguments, *shared)
         except BaseException as error:
-            if method != "compile":
+            if method not in SURVIVED:
                 self._failure = error
             raise
 
@@ -133,8 +164,7 @@ class StepWorker(Peer):
 
     def _compile(self, number: int, pickled: bytes) -> float:
         program: StepProgram = pickle.loads(pickled)
-        for name, value in program.settings.items():
-            jax.config.update(name, value)
+        _set(program.settings)
         step = trace_step(
             program.fun,
             program.args,
@@ -194,6 +224,34 @@ class StepWorker(Peer):
         jax.block_until_ready([array for array in before if not array.is_deleted()])
         return times
 
+    def foreach(self, scope: Scope, pickled: bytes) -> bytes:
+        """Call a pickled `UserCall` here; return the pickled list of its results.
+
+        Args:
+            scope: see `call_here`.
+            pickled: the call.
+
+        Raises:
+            TypeError: a result cannot be pickled.
+            Exception: what the function raises.
+        """
+        with devices_stay():
+            call: UserCall = pickle.loads(pickled)
+            _set(call.settings)
+            trees = jax.tree.map(self._meant, call.trees)
+            devices, is_first = jax.local_devices(), jax.process_index() == 0
+            results = call_here(call.fun, trees, scope, devices, is_first=is_first)
+            try:
+                return dumps_script(results)
+            except Exception as error:
+                raise TypeError(f"what it returned cannot be pickled: {error}") from None
+
+    def _meant(self, leaf: Any) -> Any:
+        """Return what a leaf of a tree that has travelled stands for."""
+        if isinstance(leaf, Held):
+            return self._arrays[leaf.number]
+        return jax.numpy.asarray(leaf.value) if isinstance(leaf, Given) else leaf
+
     def fetch(self, numbers: Sequence[int]) -> list[Shards]:
         """Return the shards of arrays that lie here, each in one process; of keys, the data."""
         found = [
@@ -215,10 +273,6 @@ class StepWorker(Peer):
         """Return an attribute of a compiled step here or, for a method, its result."""
         found = getattr(self._programs[number].executable, attribute)
         return found(*arguments) if callable(found) else found
-
-    def pid(self) -> int:
-        """Return the number of this process on its machine."""
-        return os.getpid()
 
     def live_arrays(self) -> int:
         """Return the number of arrays that are alive in this process, whoever holds them."""
@@ -263,9 +317,14 @@ def describe_sharding(sharding: Any) -> str:
     return f"{', '.join(cuts) or 'whole'}, on device{many} {devices}"
 
 
+def _set(settings: dict[str, Any]) -> None:
+    for name, value in settings.items():
+        jax.config.update(name, value)
+
+
 def _plain(array: jax.Array) -> jax.Array:
-    is_key = jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(array) if is_key and array.addressable_shards else array
+    has_data = is_key(array.dtype) and array.addressable_shards
+    return jax.random.key_data(array) if has_data else array
 
 
 def _own(array: jax.Array) -> list[Any]:

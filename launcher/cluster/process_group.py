@@ -13,6 +13,7 @@ of 62 bits.
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import socket
 from collections.abc import Callable, Sequence
@@ -41,6 +42,10 @@ class Peer:
         keep_compiled()
         self._transport: Transport | None = None
         self._folder: scratch.Scratch | None = None
+
+    def about(self) -> tuple[int, list[int]]:
+        """Return this process's number on its machine, and those of its devices in the group."""
+        return os.getpid(), [i for i, d in enumerate(jax.devices()) if d in jax.local_devices()]
 
     def coordinator(self, address: str | None) -> str:
         """Return an address for JAX's coordination service.

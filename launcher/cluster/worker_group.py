@@ -10,6 +10,7 @@ from launcher.cluster.diagnose import diagnose
 from launcher.cluster.errors import HungError, WorkerError
 from launcher.cluster.process_group import init_process_group
 from launcher.cluster.ray.worker import WATCH_SECONDS, Future, WorkerHandle, cause_of, gather, ready
+from launcher.worker_info import WorkerInfo
 
 STARTING = 10  # factor on the timeout while workers compile or connect
 _RAY_SECONDS = 4.0  # to notice Ray's end, whose first sign may be the end of a worker
@@ -47,6 +48,13 @@ class WorkerGroup:
             transport: see `Peer.join`.
         """
         init_process_group(self.handles, self.watch(starting=True), transport)
+
+    def infos(self, about: Sequence[tuple[int, Sequence[int]]]) -> list[WorkerInfo]:
+        """Return what is known of each worker, given the answers to `Peer.about`."""
+        return [
+            WorkerInfo(handle.host, handle.address, process, tuple(devices))
+            for handle, (process, devices) in zip(self.handles, about, strict=True)
+        ]
 
     def submit(self, method: str, *arguments: Any) -> tuple[Future, ...]:
         """Queue a call in every worker and return without waiting."""

@@ -158,6 +158,10 @@ def write_plan(home: RunFolder, config: Config, plan: Plan) -> None:
     cluster = config.cluster
     private = isinstance(cluster, SlurmCluster) and bool(cluster.slurm.env)  # may be secrets
     write_whole(home.path / "config.yaml", yaml.safe_dump(tree, sort_keys=False), private)
+    _write_plan(home, plan)
+
+
+def _write_plan(home: RunFolder, plan: Plan) -> None:
     write_whole(home.path / "plan.json", json.dumps(plan.to_dict(), indent=2) + "\n")
 
 
@@ -252,6 +256,8 @@ class _Job:
             with status(self._console, "compiling"):
                 built.result()
                 self.run_log.compile_seconds = setup.result()
+                self._home.check()
+                _write_plan(self._home, replace(self._plan, workers=tuple(workers.infos())))
                 if finished:
                     workers.submit("restore", self._checkpoints, finished).result()
                 else:

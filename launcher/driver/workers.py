@@ -13,6 +13,7 @@ from launcher.cluster.ray.worker import Future, WorkerHandle
 from launcher.cluster.worker_group import WorkerGroup
 from launcher.plan import Plan, measured_bubble
 from launcher.train.worker import StepResult
+from launcher.worker_info import WorkerInfo
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,10 @@ class Workers:
     def join(self) -> None:
         """Form the process group; call it first."""
         self._group.join(self._transport)
+
+    def infos(self) -> list[WorkerInfo]:
+        """Return what is known of each worker."""
+        return self._group.infos(self.submit("about").each())
 
     def submit(self, method: str, *arguments: Any) -> Answers:
         """Queue a call in every worker and return without waiting."""

@@ -19,6 +19,7 @@ from launcher.reading import read
 from launcher.trace.auto_layers import LayerEnds
 from launcher.trace.errors import BatchError
 from launcher.trace.step import TracedStep
+from launcher.worker_info import WorkerInfo
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class Plan(Staged):
         layer_ends: where layers end (`trace.auto_layers`); None: at the model's own marks.
         profiled: the measurements that the predictions rest on, if there are any.
         further: the plans of the losses after the first, which run one after the other.
+        workers: the processes that run it, of a run once they have started.
     """
 
     method: str
@@ -96,6 +98,7 @@ class Plan(Staged):
     layer_ends: LayerEnds | None = None
     profiled: tuple[ProfiledLayers, ...] = ()
     further: tuple[Plan, ...] = ()
+    workers: tuple[WorkerInfo, ...] = ()
 
     @property
     def parts(self) -> tuple[Plan, ...]:

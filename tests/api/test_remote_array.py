@@ -125,7 +125,7 @@ def test_many_arrays_are_fetched_in_one_message(train, monkeypatch):
 
 def test_steps_are_sent_ahead_of_workers_that_are_busy(train):
     state, losses = run(train, 1)
-    workers = current().pids
+    workers = [worker.process for worker in launcher.workers()]
     for pid in workers:
         os.kill(pid, signal.SIGSTOP)
     for batch in BATCHES[1:5]:
@@ -146,7 +146,7 @@ def test_ctrl_c_ends_any_wait_which_may_be_begun_again(train, waits):
         "compile": lambda: other(state, BATCHES[0]),
         "send": lambda: [launcher.prefetch(leaf) for leaf in jax.tree.leaves(state) * 2],
     }[waits]
-    stopped = [psutil.Process(pid) for pid in current().pids]
+    stopped = [psutil.Process(w.process) for w in launcher.workers()]
     for process in stopped:
         process.suspend()
     ctrl_c = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
@@ -307,7 +307,7 @@ def test_init_is_called_once_and_with_sense():
 
 def test_a_program_that_one_worker_refuses_leaves_the_session_usable(train):
     state, _ = run(train, 1)
-    refusing, alive = current().pids[1], []
+    refusing, alive = launcher.workers()[1].process, []
 
     def impure(state, batch):
         state, loss = step(state, batch)
@@ -343,8 +343,8 @@ def test_a_killed_worker_ends_the_session_and_another_one_begins(train):
     fetched, unfetched = losses
     assert_allclose(fetched, serial(1)[1][0])
     ours = psutil.Process().children(recursive=True)
-    assert set(current().pids) <= {process.pid for process in ours}
-    os.kill(current().pids[1], signal.SIGKILL)
+    assert {w.process for w in launcher.workers()} <= {process.pid for process in ours}
+    os.kill(launcher.workers()[1].process, signal.SIGKILL)
     with pytest.raises(WorkerError, match="worker_1 died") as error:
         float(train(state, BATCHES[2])[1])
     assert (error.value.host, error.value.died) == (1, True)
@@ -371,7 +371,7 @@ def test_a_stopped_worker_is_told_of_and_ended(train):
     launcher.init("ray", num_nodes=2, num_devices_per_node=2, step_timeout=10)
     state, losses = run(train, 2)
     losses[1].block_until_ready()
-    stopped = psutil.Process(current().pids[1])  # which has them
+    stopped = psutil.Process(launcher.workers()[1].process)  # which has them
     ours = psutil.Process().children(recursive=True)
     stopped.suspend()
     with pytest.raises(launcher.HungError, match="no answer from worker_1") as error:

@@ -139,6 +139,8 @@ def test_the_run_folder_holds_what_it_should(undisturbed: tuple[Path, str]) -> N
     assert to_dict(from_dict(config)) == config
     plan = json.loads((run / "plan.json").read_text())
     assert [stage["layers"] for stage in plan["stages"]] == [[0], [1]]
+    (worker,) = plan["workers"]
+    assert (worker["host"], worker["address"], worker["devices"]) == (0, "127.0.0.1", [0, 1])
     for plot in ("loss", "timeline"):
         assert (run / "plots" / f"{plot}.png").read_bytes().startswith(b"\x89PNG")
     assert (run / "logs" / "worker_0.log").exists()
@@ -206,7 +208,9 @@ def test_planning_starts_nothing_and_writes_the_plan(folder: Path, capsys, monke
     assert sorted(path.name for path in run.iterdir()) == [
         *(".lock", "config.yaml", "plan.json", "plots", "summary.json")
     ]
-    assert [s["hosts"] for s in json.loads((run / "plan.json").read_text())["stages"]] == [[0], [1]]
+    plan = json.loads((run / "plan.json").read_text())
+    assert [stage["hosts"] for stage in plan["stages"]] == [[0], [1]]
+    assert plan["workers"] == []
     assert "plan: manual, 2 stages" in capsys.readouterr().out
 
 

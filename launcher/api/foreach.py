@@ -1,0 +1,91 @@
+"""A look at the workers of a session, and a user's functions run on what each of them holds.
+
+Where `launcher.init` has started no workers, this process is the only one.
+
+What a function sees of its arguments, pytrees, is its caller's own:
+
+- Of an array that a parallelized function returned, or `create`, `foreach_worker` shows the part
+  that lies in the worker's process, and the other two the part that lies on the device. A
+  replicated array is whole in each; of one that is cut, it is the worker's or the device's slice;
+  and one of which nothing lies there, such as a parameter of another stage, is None, which
+  `jax.tree.map` passes over.
+- NumPy arrays, uncommitted arrays of JAX (as `jnp.ones` makes them) and values of Python are the
+  same everywhere.
+
+The arrays are the ones that the session goes on with: a function must not donate them to a jitted
+function of its own. It must not wait for another worker, either; nothing says that all of them
+call it at the same time. Functions travel like the steps, and what they print is in the worker's
+log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from launcher.api.session import current
+from launcher.worker_info import WorkerInfo
+
+
+def workers() -> list[WorkerInfo]:
+    """Return each worker's index, address, process number and devices, in rank order.
+
+    Raises:
+        SessionError: this is one of several processes of `jax.distributed`.
+        WorkerError: a worker died or failed before.
+        HungError: a worker does not answer within `launcher.init(step_timeout=...)`.
+    """
+    return current().workers()
+
+
+def foreach_worker(fn: Callable[..., Any], *trees: Any) -> list[Any]:
+    """Call `fn(*trees)` once in every worker, on that worker's own copies.
+
+    Args:
+        fn: the function.
+        *trees: its arguments, pytrees of arrays or other values; see the module for what it sees.
+
+    Returns:
+        What the workers returned, in rank order; arrays of JAX in it have become NumPy arrays.
+
+    Raises:
+        WorkerError: `fn` raised in a worker; the error names it and holds its traceback, and the
+            session goes on. In a session without workers it is the error of `fn` itself.
+        TypeError: `fn` cannot be pickled.
+        SessionError, HungError: as `workers`.
+    """
+    return current().foreach("worker", fn, trees)
+
+
+def foreach_replica(fn: Callable[..., Any], *trees: Any) -> list[Any]:
+    """Call `fn(*trees)` once for every device of every worker, on that device's own copies.
+
+    A device is a replica under data parallelism; where stages or a model axis divide a replica over
+    devices, each of these is called with what it holds.
+
+    Args:
+        fn: the function; arrays that it makes are made on its device.
+        *trees: as in `foreach_worker`.
+
+    Returns:
+        What the calls returned, in the order in which a plan counts the devices.
+
+    Raises:
+        WorkerError: as `foreach_worker`; the traceback ends with the device's number.
+        TypeError, SessionError, HungError: as `foreach_worker`.
+    """
+    return current().foreach("replicas", fn, trees)
+
+
+def on_first(fn: Callable[..., Any], *trees: Any) -> Any:
+    """Call `fn(*trees)` on the own copies of the first worker's first device; return its result.
+
+    Args:
+        fn: as in `foreach_replica`.
+        *trees: as in `foreach_worker`.
+
+    Raises:
+        WorkerError, TypeError, SessionError, HungError: as `foreach_replica`.
+    """
+    (result,) = current().foreach("first", fn, trees)
+    return result
