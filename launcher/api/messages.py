@@ -11,7 +11,7 @@ import pickle
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from launcher.api.step_worker import SURVIVED
+from launcher.api.calls import SURVIVED
 from launcher.cluster.errors import ClusterError, WorkerError
 from launcher.cluster.ray.worker import Future, ready, share
 from launcher.cluster.worker_group import WorkerGroup
@@ -85,6 +85,8 @@ class Messages:
         replies = [Reply(f, method in SURVIVED, self._new_steps > 0) for f in futures]
         if method == "run" and self._new_steps:
             self._new_steps -= 1
+        if method == "warm_up":  # which waits for its step
+            self._new_steps = 0
         for sent, reply in zip(self._sent, replies, strict=True):
             sent.append(reply)
         return replies

@@ -115,6 +115,24 @@ class ParallelizedFunction:
         """Return the compiled step for arguments like these: arrays, or `jax.ShapeDtypeStruct`s."""
         return self._compiled(self._variant(self._signature.positional(args, kwargs)))
 
+    def warmup(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the step for these arguments and run it once, so that the next call is fast.
+
+        The connections between workers are open then, and nothing has changed: donated arguments
+        are copied, which takes as much memory again for as long as it lasts, and the results are
+        dropped.
+
+        Args:
+            *args: the arguments of a call.
+            **kwargs: the same, by name.
+
+        Raises:
+            WorkerError, HungError: as a call.
+        """
+        args = self._signature.positional(args, kwargs)
+        dynamic, _ = self._signature.split(args)
+        self._compiled(self._variant(args)).warm_up(*dynamic)
+
     def create(self, init: Callable[..., Any], *init_args: Any, like: Any) -> Any:
         """Create the step's first argument, `init(*init_args)`, already sharded.
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import jax
 
+from launcher.api.calls import Call, Given, Held, StepProgram, UserCall
 from launcher.api.messages import Messages, Reply
 from launcher.api.own_copies import Scope
 from launcher.api.remote_array import Fetch, RemoteArray, pickled, portable
 from launcher.api.settings import TRACE_SETTINGS
 from launcher.api.signature import Traceable
-from launcher.api.step_worker import Call, Given, Held, StepProgram, UserCall
 from launcher.cluster.errors import WorkerError
 from launcher.cluster.worker_group import WorkerGroup
 from launcher.plan import ClusterShape, Plan
@@ -178,7 +178,11 @@ class RemoteExecutable:
             ConsumedError: an argument was donated before.
             WorkerError: a worker failed in an earlier call, or is gone.
         """
-        return self._run(args, profile=False)[0]
+        return self._run(args)[0]
+
+    def warm_up(self, *args: Any) -> None:
+        """Run one step on copies of the donated arguments, and wait for it; nothing changes."""
+        self._backend.answers(self._run(args, "warm_up")[1])
 
     def profile(self, *args: Any) -> tuple[Any, StageTimes]:
         """Run one step, waiting for every task; return its results and the times of the stages."""
@@ -215,7 +219,9 @@ class RemoteExecutable:
     def __del__(self) -> None:
         self._backend.drop(self._number)
 
-    def _run(self, args: tuple[Any, ...], *, profile: bool) -> tuple[Any, list[Reply]]:
+    def _run(
+        self, args: tuple[Any, ...], method: str = "run", *, profile: bool = False
+    ) -> tuple[Any, list[Reply]]:
         leaves, tree = jax.tree.flatten(args)
         if tree != self._in_tree:
             raise TypeError(f"the step was compiled for arguments {self._in_tree}, not {tree}")
@@ -232,7 +238,7 @@ class RemoteExecutable:
                 numbers.append(-1)
                 continue
             numbers.append(backend._number_of(leaf))
-            if self._donated[i]:
+            if self._donated[i] and method == "run":
                 consumed.append(leaf)
         gone = {leaf.number for leaf in consumed}
         if sum(number in gone for number in numbers) > len(gone):
@@ -240,9 +246,9 @@ class RemoteExecutable:
         first = backend.new_numbers(len(self._out_avals))
         call = Call(self._number, first, tuple(numbers), tuple(gone), profile)
         if sum(value.nbytes for value in values) > _IN_MESSAGE:
-            replies = backend.send("run", call, shared=values)
+            replies = backend.send(method, call, shared=values)
         else:
-            replies = backend.send("run", call, values)
+            replies = backend.send(method, call, values)
         for leaf in consumed:
             leaf.consume()
         return jax.tree.unflatten(self._out_tree, self._handles(first, self._out_avals)), replies

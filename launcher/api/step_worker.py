@@ -8,91 +8,20 @@ calls `StepWorker.do`: each call is one message, and its result is plain data.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
+from launcher.api.calls import SURVIVED, Call, Given, Held, Shards, StepProgram, UserCall
 from launcher.api.own_copies import Scope, call_here, is_key
 from launcher.api.settings import devices_stay
 from launcher.cluster.process_group import Peer
 from launcher.cluster.ray.pickling import dumps_script
 from launcher.partition.sharding.reshard import Box
-from launcher.plan import Plan
 from launcher.runtime import Executable, StageTimes, Transport, compile_step, fail_together, move
 from launcher.trace import trace_step
-
-
-@dataclass(frozen=True)
-class StepProgram:
-    """A step as it travels to the workers: the function, the shapes of its arguments, its plan.
-
-    Attributes:
-        fun: the function.
-        args: pytrees of `jax.ShapeDtypeStruct`, for the whole batch.
-        batch_argnums: the positions of the arguments with a batch axis.
-        donate_argnums: the positions of the donated arguments.
-        plan: the plan of the step.
-        settings: the settings of `jax.config` under which it was traced, by name.
-    """
-
-    fun: Callable[..., Any]
-    args: tuple[Any, ...]
-    batch_argnums: tuple[int, ...]
-    donate_argnums: tuple[int, ...]
-    plan: Plan
-    settings: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a compiled step.
-
-    Attributes:
-        program: the number of the step.
-        first: the number of the first leaf of the results; the others follow.
-        leaves: the number of each leaf of the arguments, or -1 for the next of the values that come
-            with the message.
-        consumed: the numbers that the call donates.
-        profile: whether to wait for every task and measure it.
-    """
-
-    program: int
-    first: int
-    leaves: tuple[int, ...]
-    consumed: tuple[int, ...]
-    profile: bool
-
-
-@dataclass(frozen=True)
-class Held:
-    """An array of the workers where it stands in a tree that travels to them, by its number."""
-
-    number: int
-
-
-@dataclass(frozen=True)
-class Given:
-    """An array of the driver where it stands in a tree that travels: a `portable` value."""
-
-    value: Any
-
-
-@dataclass(frozen=True)
-class UserCall:
-    """A call of a user's function on the workers' own copies of arrays.
-
-    Attributes:
-        fun: the function.
-        trees: its arguments, with `Held` and `Given` in place of arrays of JAX.
-        settings: the settings of `jax.config` in the driver, by name.
-    """
-
-    fun: Callable[..., Any]
-    trees: tuple[Any, ...]
-    settings: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -110,11 +39,7 @@ class _Compiled:
     where: list[Any]
 
 
-Shards = list[tuple[Box, np.ndarray]]  # of an array, each with its place in it
-
-
 _SMALL = 64 * 1024  # bytes of a result that may be kept after the driver has dropped it
-SURVIVED = {"compile", "foreach"}  # after whose errors the workers hold the same as before
 
 
 class StepWorker(Peer):
@@ -199,15 +124,8 @@ class StepWorker(Peer):
         It waits for the step before. The devices stay busy all the same, and no call of any kind
         lasts longer than two steps, however many the driver has sent.
         """
-        remaining = iter(values)
-        leaves = [next(remaining) if n < 0 else self._arrays[n] for n in call.leaves]
-        for number in call.consumed:
-            del self._arrays[number]
-        program = self._programs[call.program]
-        if self._transport is not None:
-            self._bring(leaves, call.leaves, program.where, self._transport)
-        args = jax.tree.unflatten(program.in_tree, leaves)
-        run, times = program.executable, None
+        run, args = self._called(call, values)
+        times = None
         if call.profile:
             results, times = run.profile(*args)
         else:
@@ -251,6 +169,22 @@ class StepWorker(Peer):
         if isinstance(leaf, Held):
             return self._arrays[leaf.number]
         return jax.numpy.asarray(leaf.value) if isinstance(leaf, Given) else leaf
+
+    def warm_up(self, call: Call, values: Sequence[Any]) -> None:
+        """Run a step on copies of what it donates and wait for it; nothing is kept."""
+        run, args = self._called(call, values)
+        run.warm_up(*args)
+
+    def _called(self, call: Call, values: Sequence[Any]) -> tuple[Executable, tuple[Any, ...]]:
+        """Return the step of a call and its arguments."""
+        remaining = iter(values)
+        leaves = [next(remaining) if n < 0 else self._arrays[n] for n in call.leaves]
+        for number in call.consumed:
+            del self._arrays[number]
+        program = self._programs[call.program]
+        if self._transport is not None:
+            self._bring(leaves, call.leaves, program.where, self._transport)
+        return program.executable, jax.tree.unflatten(program.in_tree, leaves)
 
     def fetch(self, numbers: Sequence[int]) -> list[Shards]:
         """Return the shards of arrays that lie here, each in one process; of keys, the data."""

@@ -83,6 +83,7 @@ class Train:
     steps: int = number(200, minimum=1)
     global_batch_size: int = number(32, minimum=1)
     precision: str = choice("fp32", "fp32", "bf16")
+    dry_steps: int = number(0, minimum=0)
     log_every: int = number(1, minimum=1)
     eval_every: int = number(50, minimum=0)  # 0: never
     eval_batches: int = number(8, minimum=1)

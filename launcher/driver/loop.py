@@ -107,9 +107,10 @@ def profiled_step(steps: int, finished: int) -> int:
     return min(finished + 2, steps)
 
 
-def warm_up(finished: int) -> range:
+def warm_up(finished: int, dry_steps: int = 0) -> range:
     """Return the first steps after a start at `finished`, whose times are not representative.
 
-    The first is cold, the second is profiled, and the third was queued behind the second.
+    The first is cold, unless dry steps came before it; the second is profiled, and the third was
+    queued behind the second.
     """
-    return range(finished + 1, finished + 4)
+    return range(finished + (2 if dry_steps else 1), finished + 4)

@@ -106,7 +106,7 @@ class RunLog:
             OSError: the metrics cannot be written.
         """
         path, first_step = self._home.path, finished_steps + 1
-        self._warm_up.update(warm_up(finished_steps))
+        self._warm_up.update(warm_up(finished_steps, self._config.train.dry_steps))
         if self._metrics:
             self._trackers.rewind(first_step)
             return

@@ -264,6 +264,10 @@ class _Job:
                     workers.submit("create", self._init_from).result()
                 if self._passed_over:
                     workers.submit("pass_over", self._passed_over, finished).result()
+            if dry_steps := self._config.train.dry_steps:
+                with status(self._console, "warming up"):
+                    for _ in range(dry_steps):
+                        workers.submit("dry_step", finished + 1).result()
             self.run_log.show(finished)
             with stop.heeded(self._say, _SAVING, until="done"):
                 save = self._saving(workers)

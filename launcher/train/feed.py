@@ -40,6 +40,11 @@ class Feeder(Generic[Batch]):
         batch = self._ready.pop(k).result()
         return batch, time.perf_counter() - began
 
+    def peek(self, k: int) -> Batch:
+        """Return batch k, which `get` is still to be asked for; raise what `batch_at(k)` raised."""
+        self._prepare(k)
+        return self._ready[k].result()
+
     def close(self) -> None:
         """Stop the thread once it has finished its batch."""
         self._thread.shutdown(wait=True, cancel_futures=True)

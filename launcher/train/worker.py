@@ -139,6 +139,13 @@ class TrainWorker(Peer):
         self._passed_over = batches
         self._feed(step)
 
+    def dry_step(self, step: int) -> None:
+        """Run a step, as `step` would next, on a copy of the state; nothing changes.
+
+        The first run of a program opens connections and allocates, and takes as long as many.
+        """
+        self._train.warm_up(self._state, self._feeder.peek(step - 1 + self._passed_over))
+
     def step(self, step: int, profile: bool = False) -> StepResult | None:
         """Send a step to the devices and return the result of the one before.
 

@@ -181,6 +181,20 @@ def test_an_evaluation_follows_the_train_step_it_is_given():
     launcher.testing.assert_allclose(follow(state, BATCHES[0]), expected)
 
 
+@pytest.mark.parametrize("method", [launcher.Zero2Parallel(), launcher.ThreeDParallel(2, 1, 2)])
+def test_a_warm_up_compiles_runs_and_changes_nothing(method):
+    train = launcher.parallelize(step, method=method, devices=jax.devices()[:4])
+    state = train.create(init, jax.random.key(0), like=BATCHES[0])
+    before = jax.device_get(state)
+    train.warmup(state, x=BATCHES[0])
+    launcher.testing.assert_allclose(state, before, rtol=0, atol=0)
+    losses = []
+    for batch in BATCHES[:2]:
+        state, loss = train(state, batch)
+        losses.append(float(loss))
+    np.testing.assert_allclose(losses, serial(BATCHES[:2]), rtol=1e-5)
+
+
 def test_a_parallelized_function_looks_like_the_function():
     @launcher.parallelize
     def plain(state, batch):

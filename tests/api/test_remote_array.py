@@ -180,6 +180,16 @@ def test_an_array_given_twice_is_not_consumed_twice(train):
     assert not state[0]["w1"].is_deleted()
 
 
+def test_a_warm_up_changes_nothing(train):
+    state, _ = run(train, 1)
+    expected = jax.device_get(state)
+    before = current().live_arrays()
+    train.warmup(state, BATCHES[1])
+    assert_allclose(state, expected, rtol=0, atol=0)
+    assert current().live_arrays() == before
+    assert_allclose(train(state, BATCHES[1])[1], serial(2)[1][1])
+
+
 def test_functions_alternate_and_leak_nothing(train):
     evaluate = launcher.parallelize(evaluation(), method=train, donate_argnums=())
     backend = current()

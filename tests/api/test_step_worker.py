@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from launcher.api import step_worker
-from launcher.api.step_worker import Call, StepWorker
+from launcher.api.calls import Call
+from launcher.api.step_worker import StepWorker
 
 
 def step(state, batch):

@@ -100,6 +100,9 @@ class FakeWorkers:
     def join(self):
         pass
 
+    def infos(self):
+        return []
+
     def submit(self, method, *arguments):
         if method not in ("build", "setup", "save"):
             self._told.append((method, *arguments))

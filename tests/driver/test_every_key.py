@@ -138,6 +138,7 @@ def probes():
     yield "", "train.steps", run(SHORT, 5)
     yield "", "train.global_batch_size", data(merged(MLP, MADE_UP), 8)
     yield "", "train.precision", model(merged(MLP, MADE_UP), "bf16")
+    yield "", "train.dry_steps", run(SHORT, 2)
     yield "", "train.log_every", run(SHORT, 3)
     yield "", "train.eval_every", run(SHORT, 3)
     yield "", "train.eval_batches", run(SHORT, 2)

@@ -76,6 +76,11 @@ def test_the_first_steps_after_a_start_are_left_out_and_rates_are_of_the_same_me
     assert values["samples_per_second"] == pytest.approx(8e3 / median)
 
 
+def test_after_dry_steps_the_first_step_counts_too():
+    assert [*warm_up(5)] == [6, 7, 8]
+    assert [*warm_up(5, dry_steps=1)] == [7, 8]
+
+
 def test_nothing_measured_is_nothing_claimed():
     values = measured([], rates)
     assert (values.pop("steps"), values.pop("skipped_steps")) == (0, 0)

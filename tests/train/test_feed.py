@@ -13,6 +13,14 @@ def test_batches_are_those_of_their_numbers_in_any_order_of_asking():
     feeder.close()
 
 
+def test_a_batch_that_was_looked_at_is_still_there():
+    made = []
+    feeder = Feeder(lambda k: made.append(k) or k * k, start=3, stop=5)
+    assert [feeder.peek(3), feeder.peek(3), feeder.get(3)[0], feeder.get(4)[0]] == [9, 9, 9, 16]
+    feeder.close()
+    assert made == [3, 4]
+
+
 def test_batches_are_made_ahead_but_no_further_than_the_look_ahead_and_the_stop():
     made, third = [], threading.Event()
 
