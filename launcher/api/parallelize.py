@@ -206,12 +206,18 @@ class ParallelizedFunction:
         method = self._method
         return method.last_plan if isinstance(method, ParallelizedFunction) else None
 
+    def _as_method(self) -> Follow:
+        """Return the method of functions that follow this one."""
+        plan = self.last_plan
+        assert self._last is not None
+        return Follow(plan, self._last.variant.step)
+
     def _planned(self, source: Traceable) -> _Variant:
         assert self._backend is not None
         _check_context(self.__name__)
-        method = self._method
+        method, follows = self._method, False
         if isinstance(method, ParallelizedFunction):
-            method = Follow(method.last_plan)
+            method, follows = method._as_method(), True
         # The guard is for constants that JAX's own functions make.
         with python_words(), jax.transfer_guard("allow"):
             step = trace_step(
@@ -219,6 +225,7 @@ class ParallelizedFunction:
                 source.args,
                 batch_argnums=source.batch_argnums,
                 donate_argnums=source.donate_argnums,
+                needs_loss=not follows,
             )
             if note := no_gradient_note(step):
                 warn_once(_log, f"{self.__name__}: {note}")
@@ -271,11 +278,12 @@ def parallelize(
         fun: the step. Its gradients are computed by `launcher.grad` or `value_and_grad`; an
             evaluation step uses `launcher.microbatched`.
         method: the parallel method, `DataParallel()` by default. For an evaluation step, the
-            parallelized train step whose placement it follows.
+            parallelized train step whose placement it follows; likewise for a function that uses
+            gradients and takes none, which runs where the update of that step does.
         donate_argnums: the arguments that a call consumes; the first result of the same structure
             takes their place.
         batch_argnums: the arguments whose leaves are cut along axis 0 into microbatches and
-            replicas.
+            replicas; a function that takes no gradient has none.
         static_argnums: the arguments that are hashable Python values and not arrays; a new value
             compiles again.
         devices: the devices of this process to run on; by default those of `launcher.init`, or else

@@ -31,7 +31,7 @@ class _Compiled:
     Attributes:
         executable: the step's executable.
         in_tree: the structure of its arguments.
-        where: the sharding of every leaf of the arguments, None for those of the batch.
+        where: the sharding of every leaf of the arguments that the step uses; None for others.
     """
 
     executable: Executable
@@ -95,10 +95,12 @@ class StepWorker(Peer):
             program.args,
             batch_argnums=program.batch_argnums,
             donate_argnums=program.donate_argnums,
+            needs_loss=False,  # the driver has seen to that
         )
         executable = compile_step(step, program.plan, jax.devices(), self._transport)
         in_tree = step.whole.in_tree
         where = in_tree.flatten_up_to(executable.in_shardings)  # None stands for leaves here, too
+        where = [place if i in executable.used else None for i, place in enumerate(where)]
         self._programs[number] = _Compiled(executable, in_tree, where)
         return executable.compile_seconds
 

@@ -155,7 +155,10 @@ def partition(
         shardings.append(choose(loss, graph) if given is None and choose else given)
     assignment = dataclasses.replace(assignment, shardings=tuple(shardings))
     laid = layouts(step, loss, assignment, outer or outer_dims(step))
+    pinned = {}
+    if not loss.num_layers:  # no stage says where an argument lives: the assignment does
+        pinned = {v: mesh for mesh, layout in enumerate(laid) for v in layout.explicit}
     update = place_update(
-        step, loss, graphs, assignment.slicing, lambda i, mesh: laid[mesh].is_scattered(i)
+        step, loss, graphs, assignment.slicing, lambda i, mesh: laid[mesh].is_scattered(i), pinned
     )
     return PartitionedStep(step, assignment, loss, graphs, laid, update, tasks)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -74,6 +75,7 @@ def place_update(
     stages: Sequence[StageGraph],
     slicing: Slicing,
     scattered: Callable[[int, int], bool] = lambda operand, mesh: False,
+    pinned: Mapping[Var, int] = MappingProxyType({}),
 ) -> UpdateProgram:
     """Place everything that is not the pipeline itself.
 
@@ -83,6 +85,7 @@ def place_update(
         stages: the pipeline.
         slicing: how the batch is cut.
         scattered: whether a mesh leaves behind an operand's gradient summed over its replicas.
+        pinned: where arguments live that no stage reads.
     """
     uses = [
         list(dict.fromkeys(s.mesh for s in stages if i in s.operands))
@@ -94,7 +97,7 @@ def place_update(
     everywhere = batch | frozenset(step.constants)
     operands, stacking = _operands(step, loss, slicing, batch)
     owners = {operands[i].value: uses[i][0] for i in loss.wrt if uses[i]}
-    homes = {v: mesh for v, mesh in owners.items() if v in arguments}
+    homes = {v: mesh for v, mesh in {**pinned, **owners}.items() if v in arguments}
     before = Placer(
         (*step.before, *stacking),
         home,

@@ -57,7 +57,7 @@ def _check_stage(
     submesh: Submesh,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
-    if not assignment.layers[index]:
+    if not assignment.layers[index] and any(assignment.layers):
         raise PlanError(f"stage {index} has no layers")
     if (remat := assignment.remat[index]) not in POLICIES:
         raise PlanError(f"stage {index}: remat {remat!r} is not one of {', '.join(POLICIES)}")

@@ -34,6 +34,7 @@ from launcher.plan.options import (
 )
 from launcher.plan.plan import Plan
 from launcher.plan.profile.measure_layers import measure_layers
+from launcher.plan.update_plan import make_update_plan
 from launcher.schedule import DEFAULT_SCHEDULE, training_schedules
 from launcher.trace.errors import JoinedError
 from launcher.trace.step import TracedStep
@@ -213,14 +214,29 @@ class Replay:
 
 @dataclass(frozen=True)
 class Follow:
-    """Evaluation where a train step keeps its parameters: on the stages of its plan `like`."""
+    """Evaluation where a train step keeps its parameters: on the stages of its plan `like`.
+
+    A function without a loss, which uses gradients, runs where the update of the train step does.
+
+    Attributes:
+        like: the plan of the train step.
+        step: the train step; only a function without a loss needs it.
+    """
 
     like: Plan
+    step: TracedStep | None = None
 
     def plan(self, step: TracedStep, cluster: ClusterShape) -> Plan:
         """See `Method.plan`."""
         del cluster
-        return make_forward_plan(step, self.like)
+        if step.traces is not None:
+            return make_forward_plan(step, self.like)
+        if self.step is None:
+            raise PlanError(
+                "a function that takes no gradient follows a function, not a plan: name the "
+                "parallelized train step, launcher.parallelize(apply, method=step)"
+            )
+        return make_update_plan(step, self.step, self.like)
 
 
 def auto_plan(  # noqa: PLR0913 (the search's settings)

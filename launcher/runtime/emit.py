@@ -140,6 +140,8 @@ class _Emitter:
     # -- the pipeline ----------------------------------------------------------------------------
 
     def pipeline(self) -> None:
+        if not self.cut.loss.num_layers:
+            return
         programs = [self.stage(graph) for graph in self.cut.stages]
         for task in self.order:
             made = programs[task.stage].get(task.kind)

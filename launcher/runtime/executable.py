@@ -83,6 +83,7 @@ class Executable:
         plan: the plan that it runs.
         compile_seconds: how long compilation took.
         in_shardings: a pytree like the arguments: where each leaf lives; None for the batch.
+        used: the argument leaves that a call reads or returns, but for the batch.
         timeline: the tasks of the last profiled step, with the seconds that each took, laid out one
             after another as the plan orders them, of several losses those of the first; None
             before any was profiled.
@@ -110,6 +111,7 @@ class Executable:
         where = {i: self._placement.sharding(slot) for i, slot in emitted.arguments}
         flat = [where.get(i) for i in range(len(whole.in_avals))]
         self.in_shardings = jax.tree.unflatten(whole.in_tree, flat)
+        self.used = frozenset(i for i, _, _ in self._table.arguments)
         self.compile_seconds = time.perf_counter() - started
 
     def __call__(self, *args: Any) -> Any:

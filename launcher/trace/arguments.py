@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +30,10 @@ class Arguments:
     batch: tuple[bool, ...]
     donated: tuple[bool, ...]
     donate_argnums: tuple[int, ...]
+
+    def without_batch(self) -> Arguments:
+        """The same arguments, none of which is a batch."""
+        return dataclasses.replace(self, batch=(False,) * len(self.batch))
 
     def with_static(self, shapes: Sequence[Any]) -> tuple[Any, ...]:
         """Arguments for the user's function: `shapes` with the static values in their places."""

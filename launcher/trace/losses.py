@@ -12,11 +12,13 @@ from launcher.trace.jaxpr import Equation, Var, is_var, source_line, sub_jaxprs
 from launcher.trace.primitives import loss_p
 
 
-def find_losses(fun: Callable[..., Any], equations: Sequence[Equation]) -> list[int]:
+def find_losses(
+    fun: Callable[..., Any], equations: Sequence[Equation], needs_loss: bool = True
+) -> list[int]:
     """Return the places of the losses among the equations of a step.
 
     Raises:
-        GradientError: there is none, or one is inside a loop or a branch.
+        GradientError: there is none and there has to be one, or one is inside a loop or a branch.
     """
     name = getattr(fun, "__name__", repr(fun))
     for eqn in equations:
@@ -29,11 +31,12 @@ def find_losses(fun: Callable[..., Any], equations: Sequence[Equation]) -> list[
                 "take the gradients first and choose afterwards"
             )
     places = [i for i, eqn in enumerate(equations) if eqn.primitive is loss_p]
-    if not places:
+    if not places and needs_loss:
         raise GradientError(
             f"{name} takes no gradient through launcher.grad or launcher.value_and_grad. Use one "
             "of them instead of jax.grad (or launcher.microbatched in an evaluation step), and do "
-            "not differentiate or vmap it"
+            "not differentiate or vmap it. A function that only uses gradients follows the step "
+            "that takes them: launcher.parallelize(apply, method=step)"
         )
     return places
 

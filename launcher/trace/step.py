@@ -19,6 +19,7 @@ import jax
 
 from launcher.trace.arguments import Arguments, aliases, batch_size, read_arguments
 from launcher.trace.auto_layers import LayerEnds, apply_layer_ends
+from launcher.trace.conditionals import split_conditionals
 from launcher.trace.errors import BatchError, TraceError
 from launcher.trace.interface import Interface
 from launcher.trace.jaxpr import (
@@ -30,10 +31,12 @@ from launcher.trace.jaxpr import (
     is_var,
     make_jaxpr,
     make_jaxpr_and_shape,
+    needed,
     structure_text,
 )
 from launcher.trace.leaf_names import leaf_names
 from launcher.trace.losses import find_losses, refuse_side_effects, with_named_operands
+from launcher.trace.no_loss import no_loss, no_loss_equation
 from launcher.trace.parts import Part, cut_at_losses, interfaces
 from launcher.trace.primitives import loss_p
 from launcher.trace.slices import Loss, Traces, resized, slice_loss
@@ -45,6 +48,8 @@ from launcher.trace.stop_at_loss import LossReachedError, listing_losses, stoppi
 class TracedStep(Interface):
     """A train step (or, with nothing differentiated, an evaluation step) as data.
 
+    A function without a loss is a step, too, whose loss reads and makes nothing (`trace.no_loss`).
+
     A step with several losses is a chain of parts with one loss each (`trace.parts`). Then this is
     the first part, and has its arguments and results.
 
@@ -53,6 +58,7 @@ class TracedStep(Interface):
         before, loss_equation, after: the outer program, split at the loss.
         batch_size: rows along axis 0 of the batch leaves.
         fingerprint: equal for equal programs, in every process.
+        traces: those of the loss; None if there is none.
         layer_ends: where layers end instead of at the marks (`cut_at`); None: at the marks.
         further: the parts after the first.
         of: the arguments and results of the whole step, if it has several parts.
@@ -64,7 +70,7 @@ class TracedStep(Interface):
     after: tuple[Equation, ...]
     batch_size: int
     fingerprint: str
-    traces: Traces
+    traces: Traces | None
     layer_ends: LayerEnds | None = None
     further: tuple[TracedStep, ...] = ()
     of: Interface | None = None
@@ -92,6 +98,8 @@ class TracedStep(Interface):
         Raises:
             BatchError: the batch does not divide, or slices cannot compute what the loss means.
         """
+        if self.traces is None:
+            return no_loss(num_slices)
         if num_slices > 1 and not any(self.batch):
             raise BatchError(
                 f"the batch holds no arrays, and is to be cut into {num_slices} slices "
@@ -117,6 +125,7 @@ def trace_step(
     batch_argnums: Sequence[int] = (1,),
     donate_argnums: Sequence[int] = (0,),
     static_argnums: Sequence[int] = (),
+    needs_loss: bool = True,
 ) -> TracedStep:
     """Trace `fun(*args)`.
 
@@ -127,6 +136,7 @@ def trace_step(
         donate_argnums: those that a call consumes.
         static_argnums: those that are Python values, baked into the program. The traced step takes
             None in their place (`arguments.without_static`).
+        needs_loss: whether the function has to have a loss. If it has none, no argument is a batch.
 
     Raises:
         GradientError: `fun` does not go through `launcher.grad`/`value_and_grad`/`microbatched`
@@ -135,7 +145,6 @@ def trace_step(
         TraceError: an argument is no array, or something outside the loss has a side effect.
     """
     arguments = read_arguments(args, batch_argnums, donate_argnums, static_argnums)
-    size = batch_size(arguments)
 
     def make(shapes: tuple[Any, ...]) -> tuple[ClosedJaxpr, Any]:
         def of_arrays(*values: Any) -> Any:
@@ -147,7 +156,9 @@ def trace_step(
     with listing_losses() as reached:
         closed, out_shape = make(arguments.shapes)
     equations = closed.jaxpr.eqns
-    places = find_losses(fun, equations)
+    places = find_losses(fun, equations, needs_loss)
+    arguments = arguments if places else arguments.without_batch()
+    size = batch_size(arguments)
     # A trace may end at the loss that it comes to first, if that is the only one.
     may_stop = len(reached) == 1 and [equations[i].params["jaxpr"] for i in places] == reached
     constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
@@ -195,9 +206,11 @@ def trace_step(
         batch=arguments.batch,
         aliases=aliases(arguments, out_shape),
     )
+    fingerprint = _fingerprint(closed.jaxpr, arguments)
+    if not places:
+        return _without_loss(whole, equations, constants, fingerprint)
     batch = {v for v, is_batch in zip(whole.invars, whole.batch, strict=True) if is_batch}
     parts = cut_at_losses(equations, losses, whole.outvars, batch | set(constants))
-    fingerprint = _fingerprint(closed.jaxpr, arguments)
 
     def step_of(part: Part, at: Interface, fingerprint: str) -> TracedStep:
         return TracedStep(
@@ -219,6 +232,24 @@ def trace_step(
         for number, (part, at) in enumerate(zip(parts, ends, strict=True))
     )
     return dataclasses.replace(first, further=tuple(further), of=whole)
+
+
+def _without_loss(
+    whole: Interface,
+    equations: Sequence[Equation],
+    constants: dict[Var, Any],
+    fingerprint: str,
+) -> TracedStep:
+    return TracedStep(
+        **vars(whole),
+        constants=constants,
+        before=(),
+        loss_equation=no_loss_equation(),
+        after=tuple(needed(split_conditionals(equations), whole.outvars)),
+        batch_size=1,
+        fingerprint=fingerprint,
+        traces=None,
+    )
 
 
 def _fingerprint(jaxpr: Jaxpr, arguments: Arguments) -> str:
