@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,6 +145,8 @@ def trace_step(
         TraceError: an argument is no array, or something outside the loss has a side effect.
     """
     arguments = read_arguments(args, batch_argnums, donate_argnums, static_argnums)
+    if needs_loss:
+        batch_size(arguments)  # refuses what the trace would refuse in other words
 
     def make(shapes: tuple[Any, ...]) -> tuple[ClosedJaxpr, Any]:
         def of_arrays(*values: Any) -> Any:
@@ -157,31 +159,25 @@ def trace_step(
         closed, out_shape = make(arguments.shapes)
     equations = closed.jaxpr.eqns
     places = find_losses(fun, equations, needs_loss)
-    arguments = arguments if places else arguments.without_batch()
+    constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    if not places:
+        return _without_loss(closed, arguments.without_batch(), out_shape, constants)
     size = batch_size(arguments)
     # A trace may end at the loss that it comes to first, if that is the only one.
     may_stop = len(reached) == 1 and [equations[i].params["jaxpr"] for i in places] == reached
-    constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     in_tree = jax.tree.structure(arguments.shapes)
 
     @functools.cache
     def retrace(rows: int) -> list[Equation]:
         leaves = resized(jax.tree.leaves(arguments.shapes), arguments.batch, rows)
         try:
-            with stopping_at_loss() if may_stop else contextlib.nullcontext():
+            stopping = stopping_at_loss() if may_stop else contextlib.nullcontext()
+            with _of_slice(rows, size), stopping:
                 again, _ = make(jax.tree.unflatten(in_tree, leaves))
         except LossReachedError as end:
             bind = functools.partial(loss_p.bind, **end.params)
             (eqn,) = make_jaxpr(bind, *end.avals).jaxpr.eqns
             return [eqn.replace(source_info=equations[places[0]].source_info)]
-        except TraceError:
-            raise
-        except Exception as error:
-            raise BatchError(
-                f"the step cannot be traced on one of {size // rows} slices of the batch, "
-                f"{rows} rows ({type(error).__name__}: {error}); it may hold the batch size as a "
-                "number: read it off a shape, or write -1 in reshape"
-            ) from error
         found = [again.jaxpr.eqns[place] for place in find_losses(fun, again.jaxpr.eqns)]
         if len(found) != len(places):
             raise BatchError(
@@ -196,19 +192,8 @@ def trace_step(
 
     losses = {place: split(number, place) for number, place in enumerate(places)}
     refuse_side_effects([e for i, e in enumerate(equations) if i not in losses])
-    whole = Interface(
-        in_tree=in_tree,
-        out_tree=jax.tree.structure(out_shape),
-        in_avals=tuple(v.aval for v in closed.jaxpr.invars),
-        invars=tuple(closed.jaxpr.invars),
-        outvars=tuple(closed.jaxpr.outvars),
-        donated=arguments.donated,
-        batch=arguments.batch,
-        aliases=aliases(arguments, out_shape),
-    )
+    whole = _interface(closed, arguments, out_shape)
     fingerprint = _fingerprint(closed.jaxpr, arguments)
-    if not places:
-        return _without_loss(whole, equations, constants, fingerprint)
     batch = {v for v, is_batch in zip(whole.invars, whole.batch, strict=True) if is_batch}
     parts = cut_at_losses(equations, losses, whole.outvars, batch | set(constants))
 
@@ -234,20 +219,49 @@ def trace_step(
     return dataclasses.replace(first, further=tuple(further), of=whole)
 
 
+@contextlib.contextmanager
+def _of_slice(rows: int, size: int) -> Iterator[None]:
+    """Say of what the step raises that it is traced on a slice of the batch."""
+    try:
+        yield
+    except TraceError:
+        raise
+    except Exception as error:
+        raise BatchError(
+            f"the step cannot be traced on one of {size // rows} slices of the batch, "
+            f"{rows} rows ({type(error).__name__}: {error}); it may hold the batch size as a "
+            "number: read it off a shape, or write -1 in reshape"
+        ) from error
+
+
+def _interface(closed: ClosedJaxpr, arguments: Arguments, out_shape: Any) -> Interface:
+    """Return the arguments and results of the whole step."""
+    return Interface(
+        in_tree=jax.tree.structure(arguments.shapes),
+        out_tree=jax.tree.structure(out_shape),
+        in_avals=tuple(v.aval for v in closed.jaxpr.invars),
+        invars=tuple(closed.jaxpr.invars),
+        outvars=tuple(closed.jaxpr.outvars),
+        donated=arguments.donated,
+        batch=arguments.batch,
+        aliases=aliases(arguments, out_shape),
+    )
+
+
 def _without_loss(
-    whole: Interface,
-    equations: Sequence[Equation],
-    constants: dict[Var, Any],
-    fingerprint: str,
+    closed: ClosedJaxpr, arguments: Arguments, out_shape: Any, constants: dict[Var, Any]
 ) -> TracedStep:
+    """Return a step that takes no gradient: all of it comes after a loss that is none."""
+    whole = _interface(closed, arguments, out_shape)
+    refuse_side_effects(closed.jaxpr.eqns)
     return TracedStep(
         **vars(whole),
         constants=constants,
         before=(),
         loss_equation=no_loss_equation(),
-        after=tuple(needed(split_conditionals(equations), whole.outvars)),
-        batch_size=1,
-        fingerprint=fingerprint,
+        after=tuple(needed(split_conditionals(closed.jaxpr.eqns), whole.outvars)),
+        batch_size=batch_size(arguments),
+        fingerprint=_fingerprint(closed.jaxpr, arguments),
         traces=None,
     )
 

@@ -246,3 +246,19 @@ def test_a_slice_is_traced_no_further_than_the_loss():
     assert found.loss(2).num_slices == 2
     assert found.loss(4).num_slices == 4
     assert traced == {"loss": 3, "update": 1}
+
+
+def test_a_function_without_a_loss_is_a_step_that_only_updates():
+    def apply(state, grads):
+        return state - 0.1 * grads, grads[:1]
+
+    shapes = jax.ShapeDtypeStruct((4, 2), "float32"), jax.ShapeDtypeStruct((4, 2), "float32")
+    with pytest.raises(GradientError, match=r"method=step"):
+        trace_step(apply, shapes)
+    step = trace_step(apply, shapes, needs_loss=False)
+    assert (step.batch, step.donated, step.traces) == ((False, False), (True, False), None)
+    assert step.aliases == {0: 0}
+    assert (step.loss(4).num_slices, step.loss(4).num_layers, step.operands) == (4, 0, ())
+    assert [eqn.primitive.name for eqn in step.after] == ["mul", "sub", "slice"]
+    with pytest.raises(TraceError, match="side effect"):
+        trace_step(lambda x, y: jax.debug.print("{}", x), shapes, needs_loss=False)
