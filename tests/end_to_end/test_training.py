@@ -57,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def interrupted(folder: Path) -> Path:
-    """A run that Ctrl-C ended and a second command took up again."""
+    """A run that Ctrl-C ended and a second command took up again, after a dry step."""
     run = folder / "outputs" / "fox"
     launcher = Launcher(folder, *TINY_GPT, "run.id=fox", FOREVER)
     launcher.wait_for(lambda: len(lines(run)) >= 25)
@@ -72,8 +72,10 @@ def interrupted(folder: Path) -> Path:
     assert "run.id=fox" in out.splitlines()[-1]  # the command that goes on
 
     more = f"train.steps={finished + 5}"
-    code, out, err = Launcher(folder, *TINY_GPT, "run.id=fox", more).end()
+    words = "run.id=fox", "train.dry_steps=1", more
+    code, out, err = Launcher(folder, *TINY_GPT, *words).end()
     assert (code, err) == (0, "")
+    assert "warming up" in out
     return run
 
 
