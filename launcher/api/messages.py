@@ -82,7 +82,9 @@ class Messages:
             raise
         if method in ("compile", "create"):
             self._new_steps = 2  # the second is answered once the first is done
-        replies = [Reply(f, method in SURVIVED, self._new_steps > 0) for f in futures]
+        # A user's function compiles no step: it is slow only behind what does.
+        slow = self._new_steps > 0 and (method != "foreach" or any(self._sent))
+        replies = [Reply(f, method in SURVIVED, slow) for f in futures]
         if method == "run" and self._new_steps:
             self._new_steps -= 1
         if method == "warm_up":  # which waits for its step

@@ -122,6 +122,9 @@ def test_values_of_the_script_are_the_same_everywhere(session):
     assert launcher.foreach_replica(seen, *values) == [expected] * 4
     assert set(launcher.foreach_worker(seen, *values)) == {expected}
     assert launcher.on_first(seen, *values) == expected
+    key = jax.random.key(3)
+    draws = launcher.foreach_replica(jax.random.normal, key)
+    assert draws == [jax.random.normal(key)] * 4
 
 
 def test_what_a_function_raises_is_its_calls_error_alone(session):
@@ -152,6 +155,7 @@ def test_what_a_function_raises_is_its_calls_error_alone(session):
 def test_a_worker_that_dies_or_hangs_in_a_call_ends_the_session():
     launcher.shutdown()
     launcher.init("ray", num_nodes=2, num_devices_per_node=2, step_timeout=5)
+    trained(launcher.DataParallel())[1]["first"].block_until_ready()
     second = launcher.workers()[1].process
 
     def hangs():

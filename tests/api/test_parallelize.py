@@ -1,5 +1,6 @@
 """The public Python front: a step is parallelized, created in place, run, evaluated, replayed."""
 
+import dataclasses
 import inspect
 import json
 import re
@@ -63,9 +64,13 @@ def test_decorator_replay_and_evaluation():
     train = launcher.parallelize(method=method, devices=jax.devices()[:2])(step)
     assert train.__name__ == "step"
     state, losses = run(train, BATCHES[:2])
-    plan = launcher.Plan.from_dict(json.loads(json.dumps(train.plan(state, BATCHES[0]).to_dict())))
+    planned = train.plan(state, BATCHES[0])
+    ran = dataclasses.replace(planned, workers=(launcher.WorkerInfo(0, "::1", 7, (0, 1)),))
+    plan = launcher.Plan.from_dict(json.loads(json.dumps(ran.to_dict())))
+    assert plan == ran
     again = launcher.parallelize(step, method=launcher.Replay(plan), devices=jax.devices())
     assert run(again, BATCHES[:2])[1] == losses
+    assert again.last_plan == planned  # on workers of its own
 
     def of(params, x):
         for name in ("w1", "w2", "tied"):
