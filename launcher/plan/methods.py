@@ -15,7 +15,7 @@ from launcher.partition.assignment import Assignment, Submesh
 from launcher.partition.errors import PlanError
 from launcher.partition.remat import remat_of_stages
 from launcher.plan.cluster_shape import ClusterShape
-from launcher.plan.forward import make_forward_plan
+from launcher.plan.follow import Follow
 from launcher.plan.further import build_parts, checked_fit, lead_of, with_further
 from launcher.plan.inter_op.auto import model_sizes
 from launcher.plan.inter_op.problem import Wanted
@@ -34,7 +34,6 @@ from launcher.plan.options import (
 )
 from launcher.plan.plan import Plan
 from launcher.plan.profile.measure_layers import measure_layers
-from launcher.plan.update_plan import make_update_plan
 from launcher.schedule import DEFAULT_SCHEDULE, training_schedules
 from launcher.trace.errors import JoinedError
 from launcher.trace.step import TracedStep
@@ -210,33 +209,6 @@ class Replay:
         if self.found.fingerprint == step.fingerprint:
             self.found.validate(step)
         return dataclasses.replace(self.found, workers=())
-
-
-@dataclass(frozen=True)
-class Follow:
-    """Evaluation where a train step keeps its parameters: on the stages of its plan `like`.
-
-    A function without a loss, which uses gradients, runs where the update of the train step does.
-
-    Attributes:
-        like: the plan of the train step.
-        step: the train step; only a function without a loss needs it.
-    """
-
-    like: Plan
-    step: TracedStep | None = None
-
-    def plan(self, step: TracedStep, cluster: ClusterShape) -> Plan:
-        """See `Method.plan`."""
-        del cluster
-        if step.traces is not None:
-            return make_forward_plan(step, self.like)
-        if self.step is None:
-            raise PlanError(
-                "a function that takes no gradient follows a function, not a plan: name the "
-                "parallelized train step, launcher.parallelize(apply, method=step)"
-            )
-        return make_update_plan(step, self.step, self.like)
 
 
 def auto_plan(  # noqa: PLR0913 (the search's settings)
