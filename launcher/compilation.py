@@ -69,8 +69,9 @@ def layers_text(step: TracedStep, loss: Loss) -> str:
     """Return a jaxpr for each layer, with the operands that it reads."""
     from launcher.partition.stages import cut_stages
     from launcher.trace.jaxpr import program
+    from launcher.trace.leaf_names import operand_names
 
-    names = _operand_names(step)
+    names = operand_names(step)
     graphs = cut_stages(loss, [(layer,) for layer in range(loss.num_layers)])
     texts = []
     for graph in graphs:
@@ -82,7 +83,9 @@ def layers_text(step: TracedStep, loss: Loss) -> str:
 
 def stages_text(cut: PartitionedStep) -> str:
     """Return each stage with its layers, its submesh, and the spec of what it reads and sends."""
-    names, labels, texts = _operand_names(cut.step), _labels(cut), []
+    from launcher.trace.leaf_names import operand_names
+
+    names, labels, texts = operand_names(cut.step), _labels(cut), []
     for graph in cut.stages:
         submesh, layout = cut.assignment.submeshes[graph.mesh], cut.layout(graph.index)
         data, model = submesh.logical_mesh
@@ -105,7 +108,9 @@ def stages_text(cut: PartitionedStep) -> str:
 
 def tasks_text(cut: PartitionedStep, stage: int) -> str:
     """Return a jaxpr for each task program of a stage, on one slice of the batch."""
-    names, labels = _operand_names(cut.step), _labels(cut)
+    from launcher.trace.leaf_names import operand_names
+
+    names, labels = operand_names(cut.step), _labels(cut)
     made, _ = cut.programs(stage)
     residuals: dict[Any, int] = {}
 
@@ -188,15 +193,6 @@ def _instruction(x: Instruction) -> str:
     if isinstance(x, Send):
         return f"SEND  mesh {x.src} to mesh {x.dst}: {slots(x.inputs)} -> {slots(x.outputs)}"
     return f"FREE  {slots(x.slots)}"
-
-
-def _operand_names(step: TracedStep) -> list[str]:
-    """The names of the loss's operands: leaves of the step's arguments, or what is made of them."""
-    from launcher.trace.leaf_names import leaf_names
-
-    words: dict[Any, str] = dict.fromkeys(step.constants, "a constant")
-    words |= zip(step.invars, leaf_names(step), strict=True)
-    return [words.get(v, f"operand {i}") for i, v in enumerate(step.loss_equation.invars)]
 
 
 def _labels(cut: PartitionedStep) -> dict[Any, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from launcher.config.errors import ConfigError
 from launcher.config.parallel import (
@@ -19,6 +20,7 @@ from launcher.config.parallel import (
     Zero3,
 )
 from launcher.driver.replay import another_program, check_replay_devices, no_plan, read_plan
+from launcher.partition.reduction import Reduction
 from launcher.plan import ClusterShape, Plan, PlanError
 from launcher.plan.build import build_plan, repriced
 from launcher.plan.errors import TooLargeError
@@ -97,6 +99,7 @@ def _searched(
             parallel.cost,
             progress,
             parallel.num_stages,
+            Reduction(parallel.bucket_bytes, parallel.reduce_dtype),
         )
     except TooLargeError as error:
         if nothing_fits is None:
@@ -108,6 +111,7 @@ def _searched(
 def _planned(parallel: Planned, step: TracedStep, cluster: ClusterShape) -> Plan:
     """Return the plan of a method that searches for nothing."""
     count, remat = parallel.num_micro_batches or 1, parallel.remat
+    sums: Any = {"bucket_bytes": parallel.bucket_bytes, "reduce_dtype": parallel.reduce_dtype}
     match parallel:
         case Manual():
             return PipeshardParallel(
@@ -116,20 +120,23 @@ def _planned(parallel: Planned, step: TracedStep, cluster: ClusterShape) -> Plan
                 UniformStageOption(parallel.num_stages, parallel.stages_per_mesh),
                 parallel.schedule,
                 remat,
+                **sums,
             ).plan(step, cluster)
         case ThreeD():
             step = _layers(parallel, step, parallel.pipeline).layered(step)
             sizes = _sizes(parallel, cluster.num_devices)
-            return ThreeDParallel(*sizes, count, parallel.schedule, remat).plan(step, cluster)
+            return ThreeDParallel(*sizes, count, parallel.schedule, remat, **sums).plan(
+                step, cluster
+            )
         case Shard():
             shape = _shape(parallel, cluster.num_devices)
-            return ShardParallel(count, shape, remat).plan(step, cluster)
+            return ShardParallel(count, shape, remat, **sums).plan(step, cluster)
         case Zero3():
-            return Zero3Parallel(count, remat).plan(step, cluster)
+            return Zero3Parallel(count, remat, **sums).plan(step, cluster)
         case Zero2():
-            return Zero2Parallel(count, remat).plan(step, cluster)
+            return Zero2Parallel(count, remat, **sums).plan(step, cluster)
         case Data():
-            return DataParallel(count, remat).plan(step, cluster)
+            return DataParallel(count, remat, **sums).plan(step, cluster)
     raise TypeError(f"{type(parallel).__name__} has no plan here")
 
 

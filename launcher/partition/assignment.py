@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from launcher.partition.errors import PlanError
+from launcher.partition.reduction import DEFAULT_REDUCTION, Reduction
 from launcher.partition.sharding.named_dims import Spec
 from launcher.partition.slicing import Slicing
 from launcher.schedule import SCHEDULES, Tasks, make_tasks
@@ -33,6 +34,7 @@ class Assignment:
         sequence: of every stage whether its model axis cuts the data along its sequence, and not
             the parameters; empty: none.
         shardings: of every stage, as in `StagePlan`; None: to be chosen.
+        reduction: how gradients are summed over the replicas.
     """
 
     method: str
@@ -45,6 +47,7 @@ class Assignment:
     zero: tuple[int, ...] = ()
     sequence: tuple[bool, ...] = ()
     shardings: tuple[Mapping[str, Spec] | None, ...] = ()
+    reduction: Reduction = DEFAULT_REDUCTION
 
     def zero_of(self, stage: int) -> int:
         """See `zero`."""

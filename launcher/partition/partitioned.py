@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from launcher.partition.assignment import Assignment
+from launcher.partition.buckets import Bucket, in_buckets, is_summed_in_every
 from launcher.partition.joint_graph import Name, input_spec
 from launcher.partition.sharding.layout import Layout, layouts, outer_dims
 from launcher.partition.sharding.named_dims import NamedDims, Sharding, Spec
@@ -23,6 +24,7 @@ from launcher.schedule import Kind, Tasks, backward_follows
 from launcher.trace import Loss, TracedStep
 
 Choose = Callable[[Loss, StageGraph], Mapping[str, Spec]]
+Buckets = tuple[Bucket, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +93,20 @@ class PartitionedStep:
             of = as_one(of, kinds)
         return of, inside
 
+    def buckets(self, stage: int, order: Sequence[int]) -> tuple[Buckets, Buckets]:
+        """Return the buckets of gradients that every microbatch sums, and those summed once a step.
+
+        Args:
+            stage: the stage.
+            order: the operands whose gradients one of its task programs makes, in that order.
+        """
+        if self.slicing.replicas == 1:
+            return (), ()
+        layout, by = self.layout(stage), self.assignment.reduction
+        every = [i for i in order if is_summed_in_every(layout, i)]
+        once = [i for i in order if i not in every]
+        return in_buckets(every, self.loss, layout, by), in_buckets(once, self.loss, layout, by)
+
     def likeness(self, stage: int) -> object:
         """Return a key that is equal for stages with the same task programs, sharded alike."""
         graph, layout = self.stages[stage], self.layout(stage)
@@ -158,7 +174,5 @@ def partition(
     pinned = {}
     if not loss.num_layers:  # no stage says where an argument lives: the assignment does
         pinned = {v: mesh for mesh, layout in enumerate(laid) for v in layout.explicit}
-    update = place_update(
-        step, loss, graphs, assignment.slicing, lambda i, mesh: laid[mesh].is_scattered(i), pinned
-    )
+    update = place_update(step, loss, graphs, assignment.slicing, pinned)
     return PartitionedStep(step, assignment, loss, graphs, laid, update, tasks)

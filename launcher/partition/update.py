@@ -74,7 +74,6 @@ def place_update(
     loss: Loss,
     stages: Sequence[StageGraph],
     slicing: Slicing,
-    scattered: Callable[[int, int], bool] = lambda operand, mesh: False,
     pinned: Mapping[Var, int] = MappingProxyType({}),
 ) -> UpdateProgram:
     """Place everything that is not the pipeline itself.
@@ -84,7 +83,6 @@ def place_update(
         loss: its loss on one slice.
         stages: the pipeline.
         slicing: how the batch is cut.
-        scattered: whether a mesh leaves behind an operand's gradient summed over its replicas.
         pinned: where arguments live that no stage reads.
     """
     uses = [
@@ -106,7 +104,7 @@ def place_update(
         arguments,
         everywhere,
     )
-    combined = _combine(step, loss, stages, slicing, scattered)
+    combined = _combine(step, loss, stages, slicing)
     after = Placer(
         combined.equations,
         home,
@@ -178,7 +176,6 @@ def _combine(
     loss: Loss,
     stages: Sequence[StageGraph],
     slicing: Slicing,
-    scattered: Callable[[int, int], bool],
 ) -> _Combined:
     """Return the update program, with the equations that combine the parts left by the stages.
 
@@ -205,8 +202,8 @@ def _combine(
         if whole in used:
             here = sorted((s for s in stages if i in s.wrt), key=lambda s: s.mesh)
             by_mesh = [
-                [_part(loss.invars[i].aval, slicing, not scattered(i, mesh)) for _ in group]
-                for mesh, group in itertools.groupby(here, key=lambda s: s.mesh)
+                [_part(loss.invars[i].aval, slicing, False) for _ in group]
+                for _, group in itertools.groupby(here, key=lambda s: s.mesh)
             ]
             parts, sums, extra = _gradient(whole, by_mesh)
             like.update((share, whole) for share in sums)
@@ -250,17 +247,17 @@ def _join(
 def _gradient(
     whole: Var, by_mesh: Sequence[Sequence[Var]]
 ) -> tuple[tuple[Var, ...], list[Var], list[Equation]]:
-    """Sum a gradient's parts over each mesh's stages, then its replicas, then the meshes.
+    """Sum a gradient's parts over each mesh's stages, then the meshes.
 
-    So one array, its share, leaves a mesh. The sum is zeros where the loss does not depend on it.
+    So one array, its share, leaves a mesh. Each part is summed over the replicas already. The sum
+    is zeros where the loss does not depend on it.
 
     Returns:
         The parts, the shares if there are several, and the equations.
     """
 
     def of_mesh(*parts: Any) -> Any:
-        total = functools.reduce(operator.add, parts)
-        return total.sum(0) if total.ndim > len(whole.aval.shape) else total
+        return functools.reduce(operator.add, parts)
 
     if not by_mesh:
         _, equations = _join(whole, lambda: jnp.zeros(whole.aval.shape, whole.aval.dtype), ())

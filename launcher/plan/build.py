@@ -7,6 +7,7 @@ import functools
 from collections.abc import Mapping, Sequence
 
 from launcher.partition.assignment import Assignment
+from launcher.partition.buckets import gradient_order
 from launcher.partition.partitioned import PartitionedStep, partition
 from launcher.partition.remat import recomputed
 from launcher.partition.sharding.layout import MODEL, ROWS, outer_dims
@@ -21,6 +22,7 @@ from launcher.plan.cost.stage_seconds import (
     stage_seconds,
     stage_update_seconds,
 )
+from launcher.plan.gradient_sums import GradientSums, gradient_sums, sum_collectives
 from launcher.plan.intra_op.stage_shardings import StageShardings
 from launcher.plan.pipeline import Pipeline, estimated
 from launcher.plan.plan import Plan
@@ -30,6 +32,7 @@ from launcher.schedule import SCHEDULES, Kind
 from launcher.trace import Loss
 from launcher.trace.cost import matmul_flops
 from launcher.trace.jaxpr import Equation, nbytes, source_line
+from launcher.trace.leaf_names import operand_names
 from launcher.trace.step import TracedStep
 from launcher.trace.without_gradient import no_gradient_note
 
@@ -71,7 +74,7 @@ class PlanBuilder:
         self._cluster = measured.shape(cluster) if measured else cluster
         self._measured = measured
         self._beside = beside
-        self._footprints: dict[object, Footprint] = {}
+        self._known: dict[object, tuple[Footprint, tuple[tuple[int, ...], ...]]] = {}
 
     def build(self, assignment: Assignment, kept: KeptShardings | None = None) -> Plan:
         """Return the plan of an assignment; shardings that it lacks are chosen.
@@ -110,6 +113,7 @@ class PlanBuilder:
             stages=stages,
             transfers=_transfers(cut),
             cluster=vars(cluster).copy(),
+            reduction=assignment.reduction,
         )
         estimate = estimated(pipeline)
         seconds = estimate.predicted_step_seconds
@@ -130,6 +134,10 @@ class PlanBuilder:
         )
 
     @functools.cached_property
+    def _names(self) -> tuple[str, ...]:
+        return operand_names(self._step)
+
+    @functools.cached_property
     def _no_gradient(self) -> str | None:
         return no_gradient_note(self._step)
 
@@ -137,22 +145,31 @@ class PlanBuilder:
     def _outer_dims(self) -> NamedDims:
         return outer_dims(self._step)
 
-    def _footprint(self, cut: PartitionedStep, stage: int) -> Footprint:
-        key = cut.likeness(stage)
-        if key not in self._footprints:
-            self._footprints[key] = footprint(*cut.programs(stage))
-        return self._footprints[key]
+    def _programs(self, cut: PartitionedStep, stage: int) -> tuple[Footprint, GradientSums]:
+        """Return the memory of a stage's task programs, and the sums of its gradients."""
+        key, operands = cut.likeness(stage), cut.stages[stage].operands
+        if key not in self._known:
+            of, inside = cut.programs(stage)
+            place = {i: k for k, i in enumerate(operands)}
+            orders = [gradient_order(one) for one in of.programs.values()]
+            places = tuple(tuple(place[i] for i in order) for order in orders)
+            self._known[key] = footprint(of, inside), places
+        memory, places = self._known[key]
+        orders = [tuple(operands[k] for k in order) for order in places]
+        return memory, gradient_sums(cut, stage, orders)
 
     def _stages(
         self, cut: PartitionedStep, again: Sequence[Sequence[Equation]]
     ) -> tuple[StagePlan, ...]:
         """Return the stages with their predicted times and memory."""
-        footprints = {graph.index: self._footprint(cut, graph.index) for graph in cut.stages}
+        programs = [self._programs(cut, graph.index) for graph in cut.stages]
+        footprints = {s: memory for s, (memory, _) in enumerate(programs)}
+        sums = [of_stage for _, of_stage in programs]
         peaks = [mesh_memory(cut, mesh, footprints) for mesh in range(len(cut.layouts))]
-        timed, counts = self._seconds(cut, again, footprints), _num_parameters(cut)
+        timed, counts = self._seconds(cut, again, footprints, sums), _num_parameters(cut)
         return tuple(
-            self._stage(cut, graph, seconds, peaks[graph.mesh], counts)
-            for graph, seconds in zip(cut.stages, timed, strict=True)
+            self._stage(cut, graph, seconds, of_stage, peaks[graph.mesh], counts)
+            for graph, seconds, of_stage in zip(cut.stages, timed, sums, strict=True)
         )
 
     def _seconds(
@@ -160,6 +177,7 @@ class PlanBuilder:
         cut: PartitionedStep,
         again: Sequence[Sequence[Equation]],
         footprints: Mapping[int, Footprint],
+        sums: Sequence[GradientSums],
     ) -> list[StageSeconds]:
         """Return what each stage takes; of stages that are the same program only one is timed."""
         split = SCHEDULES[cut.assignment.schedule].splits_backward
@@ -174,7 +192,16 @@ class PlanBuilder:
             if key not in known:
                 as_one = Kind.FORWARD not in footprints[s].left
                 known[key] = stage_seconds(
-                    graph, cut.loss, layout, self._cluster, links, repeated, as_one, split, timing
+                    graph,
+                    cut.loss,
+                    layout,
+                    self._cluster,
+                    links,
+                    repeated,
+                    as_one,
+                    split,
+                    sum_collectives(sums[s].every),
+                    timing,
                 )
             found.append(known[key])
         return found
@@ -192,6 +219,7 @@ class PlanBuilder:
         cut: PartitionedStep,
         graph: StageGraph,
         seconds: StageSeconds,
+        sums: GradientSums,
         peak: int,
         counts: Sequence[int],
     ) -> StagePlan:
@@ -202,8 +230,16 @@ class PlanBuilder:
         beside = [counts[other.index] for other in cut.on_mesh(graph.mesh)]
         share = counts[s] / sum(beside) if any(beside) else 1 / len(beside)
         links = links_of(submesh, cluster)
-        once, at_end = stage_update_seconds(
-            graph, cut.loss, cut.update, layout, cluster, links, share
+        once = stage_update_seconds(
+            graph,
+            cut.loss,
+            cut.update,
+            layout,
+            cluster,
+            links,
+            share,
+            sum_collectives(sums.once),
+            seconds.backward_seconds,
         )
         return StagePlan(
             layers=layers,
@@ -211,8 +247,8 @@ class PlanBuilder:
             devices=submesh.devices,
             logical_mesh=submesh.logical_mesh,
             remat=assignment.remat[s],
-            **vars(seconds) | {"collectives": seconds.collectives + at_end},
-            update_seconds=once,
+            **vars(seconds) | vars(once) | {"collectives": seconds.collectives + once.collectives},
+            buckets=sums.told(self._names),
             memory_bytes=peak,
             num_parameters=counts[s],
             shardings=dict(assignment.shardings_of(s) or {}),

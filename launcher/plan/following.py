@@ -49,6 +49,7 @@ def following_assignment(part: TracedStep, lead: Assignment, places: Places) -> 
         schedule=schedule if loss.wrt else FORWARD_SCHEDULE,
         remat=remat,
         zero=tuple(lead.zero_of(s) for s in stages),
+        reduction=lead.reduction,
     )
     if found.num_replicas != lead.num_replicas:
         raise PlanError(

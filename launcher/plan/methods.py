@@ -13,6 +13,7 @@ from typing import Protocol
 
 from launcher.partition.assignment import Assignment, Submesh
 from launcher.partition.errors import PlanError
+from launcher.partition.reduction import DEFAULT_REDUCTION, Reduction
 from launcher.partition.remat import remat_of_stages
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.follow import Follow
@@ -67,8 +68,31 @@ class Method(Protocol):
         """
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Reducing:
+    """What every method obeys that makes replicas.
+
+    Attributes:
+        bucket_bytes: the most bytes of gradients that one collective sums over the replicas, while
+            the backward pass goes on; a larger gradient is summed alone. 0: each gradient alone.
+        reduce_dtype: "fp32": gradients cross in at least 32 bits; "bf16": in 16.
+    """
+
+    bucket_bytes: int = Reduction.bucket_bytes
+    reduce_dtype: str = Reduction.dtype
+
+    @property
+    def reduction(self) -> Reduction:
+        """Both of them.
+
+        Raises:
+            PlanError: one is out of range.
+        """
+        return Reduction(self.bucket_bytes, self.reduce_dtype).checked()
+
+
 @dataclass(frozen=True)
-class DataParallel:
+class DataParallel(_Reducing):
     """Data parallelism: one stage on all devices.
 
     Each device holds all parameters and its share of the batch. Gradients are all-reduced once a
@@ -81,11 +105,11 @@ class DataParallel:
     def plan(self, step: TracedStep, cluster: ClusterShape) -> Plan:
         """See `Method.plan`."""
         shape = cluster.num_devices, 1
-        return _one_stage(step, cluster, "data", shape, self.num_micro_batches, self.remat)
+        return _one_stage(self, step, cluster, "data", shape)
 
 
 @dataclass(frozen=True)
-class Zero2Parallel:
+class Zero2Parallel(_Reducing):
     """Data parallelism with a sharded optimizer state and sharded gradients (ZeRO-2).
 
     Gradients are sharded once they are summed: by a reduce-scatter, once a step (Rajbhandari et
@@ -98,11 +122,11 @@ class Zero2Parallel:
     def plan(self, step: TracedStep, cluster: ClusterShape) -> Plan:
         """See `Method.plan`."""
         shape = cluster.num_devices, 1
-        return _one_stage(step, cluster, "zero2", shape, self.num_micro_batches, self.remat, 2)
+        return _one_stage(self, step, cluster, "zero2", shape, 2)
 
 
 @dataclass(frozen=True)
-class Zero3Parallel:
+class Zero3Parallel(_Reducing):
     """Data parallelism as `Zero2Parallel`, with sharded parameters, too (ZeRO-3).
 
     Each pass over a microbatch gathers the parameters and scatters their gradients, so that no
@@ -115,11 +139,11 @@ class Zero3Parallel:
     def plan(self, step: TracedStep, cluster: ClusterShape) -> Plan:
         """See `Method.plan`."""
         shape = cluster.num_devices, 1
-        return _one_stage(step, cluster, "zero3", shape, self.num_micro_batches, self.remat, 3)
+        return _one_stage(self, step, cluster, "zero3", shape, 3)
 
 
 @dataclass(frozen=True)
-class ShardParallel:
+class ShardParallel(_Reducing):
     """One stage on all devices, which share the batch (data) and each matrix product (model).
 
     Attributes:
@@ -135,11 +159,11 @@ class ShardParallel:
         given = self.logical_mesh_shape or (1, cluster.num_devices)
         data, model = pair("logical_mesh_shape", given)
         check_product("logical_mesh_shape", (data, model), cluster)
-        return _one_stage(step, cluster, "shard", (data, model), self.num_micro_batches, self.remat)
+        return _one_stage(self, step, cluster, "shard", (data, model))
 
 
 @dataclass(frozen=True)
-class ThreeDParallel:
+class ThreeDParallel(_Reducing):
     """`pipeline` stages of equal layers, each on `data` × `model` devices."""
 
     data: int = 1
@@ -154,13 +178,11 @@ class ThreeDParallel:
         sizes = self.data, self.model, self.pipeline
         check_product("data × model × pipeline", sizes, cluster)
         option = UniformStageOption(self.pipeline, logical_mesh_shape=(self.data, self.model))
-        return _pipeline(
-            step, cluster, "three_d", option, self.num_micro_batches, self.schedule, self.remat
-        )
+        return _pipeline(self, step, cluster, "three_d", option)
 
 
 @dataclass(frozen=True)
-class PipeshardParallel:
+class PipeshardParallel(_Reducing):
     """A pipeline of stages, each on its own share of the devices.
 
     With the automatic stage option `num_micro_batches` may be None, and `schedule` and `remat`
@@ -188,13 +210,17 @@ class PipeshardParallel:
         option = stage_option_of(self.stage_option)
         if isinstance(option, AutoStageOption):
             return auto_plan(
-                step, cluster, self.num_micro_batches, self.schedule, self.remat, option.cost
+                step,
+                cluster,
+                self.num_micro_batches,
+                self.schedule,
+                self.remat,
+                option.cost,
+                reduction=self.reduction,
             )
         if self.num_micro_batches is None:
             raise PlanError('num_micro_batches=None needs stage_option="auto", which chooses it')
-        return _pipeline(
-            step, cluster, "manual", option, self.num_micro_batches, self.schedule, self.remat
-        )
+        return _pipeline(self, step, cluster, "manual", option)
 
 
 @dataclass(frozen=True)
@@ -220,6 +246,7 @@ def auto_plan(  # noqa: PLR0913 (the search's settings)
     cost: str = "model",
     progress: Callable[[float], None] = lambda share: None,
     num_stages: int | None = None,
+    reduction: Reduction = DEFAULT_REDUCTION,
 ) -> Plan:
     """Return the best plan that the search finds.
 
@@ -232,6 +259,7 @@ def auto_plan(  # noqa: PLR0913 (the search's settings)
         cost: see `AutoStageOption`.
         progress: called with the share that is done, 0 … 1.
         num_stages: number of stages; None: as many as are best.
+        reduction: how gradients are summed over the replicas.
 
     Raises:
         PlanError: the search does not know the schedule, policy or cost, or nothing fits.
@@ -250,6 +278,7 @@ def auto_plan(  # noqa: PLR0913 (the search's settings)
         schedule=None if schedule == "auto" else schedule,
         remat=None if remat == "auto" else str(remat),
         num_stages=num_stages,
+        reduction=reduction,
     )
     if cost == "model":
         return checked_fit(with_further(step, *search(step, cluster, wanted, progress)))
@@ -271,12 +300,11 @@ def check_cost(cost: str) -> None:
 
 
 def _one_stage(
+    of: DataParallel | Zero2Parallel | Zero3Parallel | ShardParallel,
     step: TracedStep,
     cluster: ClusterShape,
     method: str,
     logical_mesh: tuple[int, int],
-    num_micro_batches: int,
-    remat: str,
     zero: int = 0,
 ) -> Plan:
     devices = tuple(range(logical_mesh[0] * logical_mesh[1]))
@@ -285,10 +313,11 @@ def _one_stage(
         layers=(tuple(range(lead_of(step).loss(1).num_layers)),),
         submeshes=(Submesh(devices, logical_mesh),),
         mesh_of=(0,),
-        num_micro_batches=checked_micro_batches(num_micro_batches),
+        num_micro_batches=checked_micro_batches(of.num_micro_batches),
         schedule=DEFAULT_SCHEDULE,
-        remat=remat_of_stages(remat, 1),
+        remat=remat_of_stages(of.remat, 1),
         zero=(zero,),
+        reduction=of.reduction,
     )
     return _planned(step, assignment, cluster)
 
@@ -310,14 +339,14 @@ def _planned(step: TracedStep, assignment: Assignment, cluster: ClusterShape) ->
 
 
 def _pipeline(
+    of: ThreeDParallel | PipeshardParallel,
     step: TracedStep,
     cluster: ClusterShape,
     method: str,
     option: UniformStageOption | ManualStageOption,
-    num_micro_batches: int,
-    schedule: str,
-    remat: str | Sequence[str],
 ) -> Plan:
+    count, schedule = of.num_micro_batches, of.schedule
+    assert count is not None  # its method has refused it
     if schedule not in training_schedules():
         raise PlanError(
             f"parallel.schedule={schedule} is not one of {', '.join(training_schedules())}"
@@ -328,10 +357,11 @@ def _pipeline(
         layers=cut.layers,
         submeshes=cut.submeshes,
         mesh_of=cut.mesh_of,
-        num_micro_batches=checked_micro_batches(num_micro_batches),
+        num_micro_batches=checked_micro_batches(count),
         schedule=schedule,
-        remat=remat_of_stages(remat, len(cut.layers)),
+        remat=remat_of_stages(of.remat, len(cut.layers)),
         zero=cut.zero,
         shardings=cut.shardings,
+        reduction=of.reduction,
     )
     return _planned(step, assignment, cluster)

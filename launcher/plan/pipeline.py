@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from launcher.partition.reduction import Reduction
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.cost import formulas
 from launcher.plan.plan import Plan
@@ -32,6 +33,7 @@ class Pipeline(Staged):
     stages: tuple[StagePlan, ...]
     transfers: tuple[Transfer, ...]
     cluster: dict[str, Any]
+    reduction: Reduction
 
 
 @dataclass(frozen=True)

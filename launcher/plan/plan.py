@@ -11,6 +11,7 @@ from typing import Any
 
 from launcher.files import DamagedError
 from launcher.partition.errors import PlanError
+from launcher.partition.reduction import DEFAULT_REDUCTION, Reduction
 from launcher.partition.validate import validate
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.stage_plan import Staged, StagePlan, Transfer
@@ -75,6 +76,7 @@ class Plan(Staged):
         profiled: the measurements that the predictions rest on, if there are any.
         further: the plans of the losses after the first, which run one after the other.
         workers: the processes that run it, of a run once they have started.
+        reduction: how gradients are summed over the replicas.
     """
 
     method: str
@@ -99,6 +101,7 @@ class Plan(Staged):
     profiled: tuple[ProfiledLayers, ...] = ()
     further: tuple[Plan, ...] = ()
     workers: tuple[WorkerInfo, ...] = ()
+    reduction: Reduction = DEFAULT_REDUCTION
 
     @property
     def parts(self) -> tuple[Plan, ...]:

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 from launcher.partition.assignment import Assignment, Submesh
+from launcher.partition.reduction import Reduction
 from launcher.partition.sharding.named_dims import Spec
 from launcher.schedule import Tasks
 
@@ -29,6 +30,26 @@ class Collectives:
     kind: str
     axis: str
     count: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class SummedTogether:
+    """A bucket: gradients that one collective sums over the replicas.
+
+    Attributes:
+        when: "backward", in every microbatch; "update", once a step.
+        kind: "all-reduce" or "reduce-scatter".
+        dtype: the type in which they cross.
+        tensors: the parameters that they are the gradients of, in the order in which the backward
+            pass makes them.
+        bytes: their bytes on one device, where they are not sharded along data.
+    """
+
+    when: str
+    kind: str
+    dtype: str
+    tensors: tuple[str, ...]
     bytes: int
 
 
@@ -58,6 +79,10 @@ class StagePlan:
         collectives: predicted, those of the whole stage for one replica.
         effective_parallelism: as in `ClusterShape`, for this stage's tasks, if it was
             measured.
+        buckets: the gradients that are summed over the replicas together, in the order in which
+            the backward pass makes them.
+        hidden_seconds: predicted, of the sums once a step, what runs under the last microbatch's
+            backward pass; the rest is in `update_seconds`.
     """
 
     layers: tuple[int, ...]
@@ -74,6 +99,8 @@ class StagePlan:
     shardings: dict[str, Spec]
     collectives: tuple[Collectives, ...] = ()
     effective_parallelism: float | None = None
+    buckets: tuple[SummedTogether, ...] = ()
+    hidden_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -93,6 +120,7 @@ class Staged:
     schedule: str
     num_micro_batches: int
     stages: tuple[StagePlan, ...]
+    reduction: Reduction
 
     @property
     def assignment(self) -> Assignment:
@@ -107,6 +135,7 @@ class Staged:
             schedule=self.schedule,
             remat=tuple(stage.remat for stage in self.stages),
             shardings=tuple(stage.shardings for stage in self.stages),
+            reduction=self.reduction,
         )
 
     @property

@@ -38,6 +38,8 @@ def print_plan(console: Console, plan: Plan, tokens: int | None = None) -> None:
         console.print(words, soft_wrap=True)
     console.print(predictions(plan, tokens), soft_wrap=True)
     console.print(bottleneck(plan), soft_wrap=True)
+    if sums := gradient_sums(plan):
+        console.print(sums, soft_wrap=True)
     if plan.profiled:
         console.print("\nmeasured layers, in slices of so many rows:", soft_wrap=True)
         console.print(profile_table(plan))
@@ -65,6 +67,20 @@ def bottleneck(plan: Plan) -> str:
         f"bottleneck: stage{'s' if of[1:] else ''} {ranges_text(of)}, busy {share} of the step; "
         f"gradient sums and update {seconds_text(once)}"
     )
+
+
+def gradient_sums(plan: Plan) -> str:
+    """Return how gradients are summed over the replicas, in one line; "" if in one bucket a stage.
+
+    The share is that of the sums once a step.
+    """
+    buckets = [bucket for stage in plan.stages for bucket in stage.buckets]
+    if len(buckets) <= len(plan.stages):
+        return ""
+    size = sum(bucket.bytes for bucket in buckets)
+    hidden = seconds_text(max(stage.hidden_seconds for stage in plan.stages) or None)
+    under = f", up to {hidden} a stage under its backward pass" if hidden != "-" else ""
+    return f"gradient sums: {bytes_text(size)} in {len(buckets)} buckets{under}"
 
 
 def headline(plan: Plan) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from launcher.partition.buckets import Bucket
 from launcher.partition.sharding.named_dims import Spec, axes
 from launcher.plan import Plan
 from launcher.runtime.emitted import Emitted
@@ -44,6 +45,7 @@ class _Chain:
     step: TracedStep
     slots: list[Slot] = field(default_factory=list)
     programs: dict[str, Callable[..., tuple[Any, ...]]] = field(default_factory=dict)
+    summing: dict[str, tuple[Bucket, ...]] = field(default_factory=dict)
     listed: list[Instruction] = field(default_factory=list)
     arguments: list[tuple[int, int]] = field(default_factory=list)
     batches: list[tuple[int, int, int | None]] = field(default_factory=list)
@@ -94,6 +96,7 @@ class _Chain:
                 renamed[number] = self._new(slot_now)
         self._move(moves, f"{prefix}reshard")
         self.programs.update((prefix + name, fun) for name, fun in emitted.programs.items())
+        self.summing.update((prefix + name, size) for name, size in emitted.summing.items())
         for x in emitted.instructions:
             self.listed.append(_renamed(x, renamed, mesh_of, prefix, first_stage))
         for v, (result, _, _) in zip(part.outvars, emitted.results, strict=True):
@@ -127,6 +130,7 @@ class _Chain:
             first,
             slots=tuple(self.slots),
             programs=self.programs,
+            summing=self.summing,
             instructions=tuple(self.listed),
             arguments=tuple(self.arguments),
             batches=tuple(self.batches),

@@ -1,16 +1,19 @@
-"""Sharding inside a stage's programs: constraints and the explicit reduce-scatter.
+"""Sharding inside a stage's programs: constraints, and the explicit sums of gradients.
 
 The programs are traced for an abstract mesh, without devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from launcher.partition.buckets import Bucket, scatter_dim
 from launcher.partition.sharding.layout import DATA, ROWS, Layout
 from launcher.partition.sharding.named_dims import Spec, axes
 
@@ -27,36 +30,122 @@ def constrained(layout: Layout, value: Any, spec: Spec) -> Any:
     return jax.lax.with_sharding_constraint(value, sharding)
 
 
-def scatter(layout: Layout, operand: int, parts: Any) -> Any:
-    """Sum an operand's gradient over the replicas and leave each device with its shard.
+def sum_buckets(
+    layout: Layout, buckets: Sequence[Bucket], parts: Mapping[int, Any]
+) -> dict[int, Any]:
+    """Sum gradients over the replicas, those of a bucket by one collective.
 
-    This is an explicit reduce-scatter, since XLA does not turn a sum and a slice into one on CPUs.
+    These are explicit ones: XLA would sum each gradient by itself, and does not turn a sum and a
+    slice into a reduce-scatter on CPUs.
 
     Args:
         layout: the layout of the submesh.
-        operand: the operand's index among those of the loss.
-        parts: the gradients of all replicas, `[replicas, …]`.
+        buckets: the buckets.
+        parts: each gradient of all replicas, `[replicas, …]`, by its operand.
+
+    Returns:
+        The gradients, with the specs of `Layout.gradient`.
     """
-    before, after = layout.operand(operand), layout.gradient(operand)
-    at = next(d for d, axis in enumerate(after) if DATA in axes(axis))
-    own = axes(before[at])
-    rest = axes(after[at])[len(own) :]
-    if axes(after[at])[: len(own)] != own or rest not in ((DATA,), (DATA, ROWS)):
-        return constrained(layout, parts.sum(0), after)  # cut in another order
+    packs = are_packed(buckets)
+    found: dict[int, Any] = {}
+    for bucket in buckets:
+        of_bucket = [parts[i] for i in bucket.operands]
+        summed = _sum_bucket(layout, bucket, of_bucket, packs)
+        found.update(zip(bucket.operands, summed, strict=True))
+    return found
 
-    def local(part: Any) -> Any:
-        part = jax.lax.psum_scatter(part[0], DATA, scatter_dimension=at, tiled=True)
-        if ROWS in rest:
-            size = part.shape[at] // layout.sizes[ROWS]
-            part = jax.lax.dynamic_slice_in_dim(part, jax.lax.axis_index(ROWS) * size, size, at)
-        return part
 
-    return jax.shard_map(
+def are_packed(buckets: Sequence[Bucket]) -> bool:
+    """Return whether a program packs the gradients that it all-reduces, and keeps them apart.
+
+    All in one bucket, they are left to XLA, which combines them without a copy.
+    """
+    return sum(bucket.collective == "all-reduce" for bucket in buckets) > 1
+
+
+def _sum_bucket(layout: Layout, bucket: Bucket, parts: Sequence[Any], packs: bool) -> list[Any]:
+    before = [layout.operand(i) for i in bucket.operands]
+    after = [layout.gradient(i) for i in bucket.operands]
+    scatters = bucket.collective == "reduce-scatter"
+
+    def local(*parts: Any) -> tuple[Any, ...]:
+        own = [part[0].astype(bucket.dtype) for part in parts]
+        if scatters:
+            found = _scattered(layout, bucket, own)
+        else:
+            found = _packed_sum(own) if packs else jax.lax.psum(own, DATA)
+        return tuple(x.astype(part.dtype) for x, part in zip(found, parts, strict=True))
+
+    summed = jax.shard_map(
         local,
         mesh=abstract_mesh(layout.sizes),
-        in_specs=PartitionSpec(DATA, *before),
+        in_specs=tuple(PartitionSpec(DATA, *spec) for spec in before),
+        out_specs=tuple(PartitionSpec(*spec) for spec in (after if scatters else before)),
+        check_vma=False,  # packed with one that is cut along `model`, any seems to vary along it
+    )(*parts)
+    return [constrained(layout, x, spec) for x, spec in zip(summed, after, strict=True)]
+
+
+def copied(layout: Layout, operand: int, total: Any) -> Any:
+    """Return a gradient's sum as `[replicas, …]`, each device with the copy that it has."""
+    spec = layout.operand(operand)
+    return _locally(layout, lambda x: x[None], spec, (DATA, *spec), total)
+
+
+def of_copies(layout: Layout, operand: int, copies: Any) -> Any:
+    """Return a gradient's sum, with the spec of `Layout.gradient`, given what `copied` returns."""
+    spec = layout.operand(operand)
+    total = _locally(layout, lambda x: x[0], (DATA, *spec), spec, copies)
+    return constrained(layout, total, layout.gradient(operand))
+
+
+def _locally(
+    layout: Layout, fun: Callable[[Any], Any], before: Spec, after: Spec, value: Any
+) -> Any:
+    return jax.shard_map(
+        fun,
+        mesh=abstract_mesh(layout.sizes),
+        in_specs=PartitionSpec(*before),
         out_specs=PartitionSpec(*after),
-    )(parts)
+        check_vma=False,  # copies are equal, as far as it knows by chance
+    )(value)
+
+
+def _packed_sum(own: Sequence[Any]) -> list[Any]:
+    if len(own) == 1:
+        return [jax.lax.psum(own[0], DATA)]
+    total = jax.lax.psum(jnp.concatenate([x.reshape(-1) for x in own]), DATA)
+    pieces = jnp.split(total, _ends([x.size for x in own]))
+    return [piece.reshape(x.shape) for piece, x in zip(pieces, own, strict=True)]
+
+
+def _scattered(layout: Layout, bucket: Bucket, own: Sequence[Any]) -> list[Any]:
+    """Return this device's shard of each sum.
+
+    The collective leaves replica r with row r of its operand: each gradient lies there with the
+    dimension that is cut first, as one row for each replica.
+    """
+    replicas = layout.sizes[DATA]
+    at = [scatter_dim(layout, i) or 0 for i in bucket.operands]
+    first = [jnp.moveaxis(x, d, 0) for x, d in zip(own, at, strict=True)]
+    packed = jnp.concatenate([x.reshape(replicas, -1) for x in first], axis=1)
+    total = jax.lax.psum_scatter(packed, DATA, scatter_dimension=0)
+    pieces = jnp.split(total, _ends([x.size // replicas for x in own]))
+    found = []
+    for i, d, x, piece in zip(bucket.operands, at, first, pieces, strict=True):
+        shape = (x.shape[0] // replicas, *x.shape[1:])
+        shard = jnp.moveaxis(piece.reshape(shape), 0, d)
+        if ROWS in axes(layout.gradient(i)[d]):
+            size = shard.shape[d] // layout.sizes[ROWS]
+            start = jax.lax.axis_index(ROWS) * size
+            shard = jax.lax.dynamic_slice_in_dim(shard, start, size, d)
+        found.append(shard)
+    return found
+
+
+def _ends(sizes: Sequence[int]) -> list[int]:
+    """Return where each piece but the last ends."""
+    return list(itertools.accumulate(sizes[:-1]))
 
 
 def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -120,7 +120,33 @@ _READ = _Read()
 _HIT = "/jax/compilation_cache/cache_hits"
 
 
-def compiled(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, bytes | None]:
+def overlap_options(platform: str, bucket_bytes: int, are_packed: bool) -> dict[str, Any]:
+    """Return the compiler's options under which sums of gradients run beside the backward pass.
+
+    XLA combines collectives of one kind. On CPUs it makes one of them all, which waits for the last
+    operand, whatever an `optimization_barrier` says; so that pass is left out. On GPUs it combines
+    up to a number of bytes, and starts collectives early where its scheduler hides latencies. The
+    names are those of XLA's debug options, which have no public list.
+
+    Args:
+        platform: "cpu", "cuda" and so on, as JAX names it.
+        bucket_bytes: the bytes of the largest bucket.
+        are_packed: whether there are several sums, each of one packed array.
+    """
+    if platform == "cpu":
+        return {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"} if are_packed else {}
+    if platform in ("cuda", "gpu"):
+        return {
+            "xla_gpu_all_reduce_combine_threshold_bytes": bucket_bytes,
+            "xla_gpu_reduce_scatter_combine_threshold_bytes": bucket_bytes,
+            "xla_gpu_enable_latency_hiding_scheduler": True,
+        }
+    return {}
+
+
+def compiled(
+    lowered: jax.stages.Lowered, options: Mapping[str, Any] | None = None
+) -> tuple[jax.stages.Compiled, bytes | None]:
     """Compile a program or read it from JAX's compilation cache.
 
     XLA:CPU cannot serialise a program that it has read itself into one that runs, so the bytes that
@@ -132,7 +158,7 @@ def compiled(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, bytes | 
     """
     _note_reads()
     _READ.is_hit, _READ.program = False, None
-    made = lowered.compile()
+    made = lowered.compile(compiler_options=dict(options or {}) or None)
     return made, (_READ.program or b"") if _READ.is_hit else None
 
 

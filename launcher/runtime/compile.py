@@ -5,14 +5,15 @@ from __future__ import annotations
 import concurrent.futures
 import hashlib
 import os
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
-from launcher.runtime.compat import compiled, loaded_for
+from launcher.runtime.collectives import are_packed
+from launcher.runtime.compat import compiled, loaded_for, overlap_options
 from launcher.runtime.emitted import Emitted
 from launcher.runtime.instructions import Run, Send
 from launcher.runtime.placement import Placement
@@ -37,7 +38,9 @@ def compile_programs(emitted: Emitted, placement: Placement) -> dict[str, Any]:
         alike.setdefault(program.kind(), []).append(program)
     distinct = {(kind, x.placed): x for kind, group in alike.items() for x in group}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        first_of_each = pool.map(lambda group: compiled(group[0].lowered), alike.values())
+        first_of_each = pool.map(
+            lambda group: compiled(group[0].lowered, group[0].options), alike.values()
+        )
         firsts = dict(zip(alike, first_of_each, strict=True))
         made = pool.map(lambda at: _made(distinct[at], alike[at[0]][0], *firsts[at[0]]), distinct)
         found = dict(zip(distinct, made, strict=True))
@@ -54,12 +57,14 @@ class _Program:
         lowered: the lowered program.
         arguments: the shardings of its arguments.
         results: the shardings of its results.
+        options: the compiler's.
     """
 
     name: str
     lowered: Any
     arguments: tuple[NamedSharding, ...]
     results: tuple[NamedSharding, ...]
+    options: Mapping[str, Any]
 
     @property
     def placed(self) -> tuple[tuple[NamedSharding, ...], tuple[NamedSharding, ...]]:
@@ -78,7 +83,8 @@ class _Program:
             return self.name
         kinds = tuple(device.device_kind for device in sharding.mesh.devices.flat)
         types = tuple((v.shape, v.dtype) for v in jax.tree.leaves(self.lowered.in_avals))
-        return kinds, types, hashlib.sha256(self.lowered.as_text().encode()).digest()
+        options = tuple(sorted(self.options.items()))
+        return kinds, types, options, hashlib.sha256(self.lowered.as_text().encode()).digest()
 
 
 def _made(program: _Program, first: _Program, made: Any, kept: bytes | None) -> Any:
@@ -94,7 +100,7 @@ def _made(program: _Program, first: _Program, made: Any, kept: bytes | None) -> 
     """
     if program.placed == first.placed:
         return made
-    return loaded_for(made, *program.placed, kept) or program.lowered.compile()
+    return loaded_for(made, *program.placed, kept) or compiled(program.lowered, program.options)[0]
 
 
 def _lower(
@@ -114,4 +120,10 @@ def _lower(
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
         for aval, sharding in zip(avals, arguments, strict=True)
     ]
-    return _Program(name, jitted.lower(*abstract), arguments, results)
+    options = {}
+    if name in emitted.summing:
+        platform = (*arguments, *results)[0].mesh.devices.flat[0].platform
+        buckets = emitted.summing[name]
+        largest = max(bucket.nbytes for bucket in buckets)
+        options = overlap_options(platform, largest, are_packed(buckets))
+    return _Program(name, jitted.lower(*abstract), arguments, results, options)

@@ -13,13 +13,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from launcher.partition.buckets import Bucket
 from launcher.partition.joint_graph import Name
 from launcher.partition.partitioned import PartitionedStep, partition
 from launcher.partition.stages import StageGraph
 from launcher.partition.update_placement import Segment
 from launcher.plan import Plan, timeline
 from launcher.runtime.chain import chained
-from launcher.runtime.collectives import scatter
+from launcher.runtime.collectives import of_copies, sum_buckets
 from launcher.runtime.emitted import Emitted
 from launcher.runtime.instructions import (
     Free,
@@ -68,10 +69,19 @@ def _with_lifetimes(emitted: Emitted, donated: Sequence[bool]) -> Emitted:
 
 @dataclass(eq=False)
 class _Emitter:
+    """The instructions so far.
+
+    Attributes:
+        copies: the gradients whose sum has taken the place of each replica's: their operands, and
+            the slots with the copies.
+    """
+
     cut: PartitionedStep
     order: Sequence[Task]
     slots: Slots
     programs: dict[str, Callable[..., tuple[Any, ...]]] = field(default_factory=dict)
+    summing: dict[str, tuple[Bucket, ...]] = field(default_factory=dict)
+    copies: dict[Var, tuple[int, int]] = field(default_factory=dict)
     listed: list[Run | Send] = field(default_factory=list)
 
     def emit(self) -> Emitted:
@@ -96,6 +106,7 @@ class _Emitter:
         return Emitted(
             slots=tuple(slots.slots),
             programs=self.programs,
+            summing=self.summing,
             instructions=tuple(self.listed),
             arguments=tuple(arguments),
             batches=tuple(slots.batches),
@@ -128,14 +139,23 @@ class _Emitter:
             self.listed.append(Send(src, dst, inputs, outputs))
 
     def segment(self, name: str, segment: Segment) -> None:
-        def slots(variables: Sequence[Var]) -> tuple[int, ...]:
-            return tuple(self.slots.of_outer(v, segment.mesh) for v in variables)
+        of_outer, mesh, layout = self.slots.of_outer, segment.mesh, self.cut.layouts[segment.mesh]
+        fun = jaxpr_as_fun(program(segment.inputs, segment.equations, segment.outputs))
+        copies = {k: self.copies[v] for k, v in enumerate(segment.inputs) if v in self.copies}
 
-        self.programs[name] = jaxpr_as_fun(
-            program(segment.inputs, segment.equations, segment.outputs)
-        )
-        self.listed.append(Run(segment.mesh, name, slots(segment.inputs), slots(segment.outputs)))
-        self.sends([(v, segment.mesh, to) for v, to in segment.sends])
+        def on_copies(*values: Any) -> tuple[Any, ...]:
+            read = list(values)
+            for k, (i, _) in copies.items():
+                read[k] = of_copies(layout, i, read[k])
+            return tuple(fun(*read))
+
+        self.programs[name] = on_copies if copies else fun
+        inputs = [of_outer(v, mesh) for v in segment.inputs]
+        for k, (_, slot) in copies.items():
+            inputs[k] = slot
+        outputs = tuple(of_outer(v, mesh) for v in segment.outputs)
+        self.listed.append(Run(mesh, name, tuple(inputs), outputs))
+        self.sends([(v, mesh, to) for v, to in segment.sends])
 
     # -- the pipeline ----------------------------------------------------------------------------
 
@@ -143,19 +163,27 @@ class _Emitter:
         if not self.cut.loss.num_layers:
             return
         programs = [self.stage(graph) for graph in self.cut.stages]
+        last = {(task.stage, task.kind): task for task in self.order}
         for task in self.order:
             made = programs[task.stage].get(task.kind)
             if made is not None:
-                self.task(task, made)
+                is_last = task == last[task.stage, task.kind]
+                self.task(task, made.last if is_last and made.last else made)
         for graph, made_of in zip(self.cut.stages, programs, strict=True):
             self.reduce(graph, list(made_of.values()))
+            for name in (n for made in made_of.values() if made.last for n in made.last.outputs):
+                if name.kind == "per_replica":
+                    (var,) = self.cut.update.grad_parts[name.of, graph.index]
+                    self.copies[var] = name.of, self.slots.of_stage(name, graph, 0)
 
     def stage(self, graph: StageGraph) -> dict[Kind, StageProgram]:
         """Return a stage's programs, and emit the zeroing of its accumulators."""
         programs = stage_programs(self.cut, graph.index)
-        self.programs.update((made.name, made.fun) for made in programs.values())
-        for made in programs.values():
+        for made in (each for one in programs.values() for each in (one, one.last) if each):
+            self.programs[made.name] = made.fun
             self.slots.residuals.update(made.residuals)
+            if made.buckets:
+                self.summing[made.name] = made.buckets
         names = [name for made in programs.values() for name in made.accumulators]
         if names:
             slots = tuple(self.slots.of_stage(name, graph, 0) for name in names)
@@ -170,27 +198,33 @@ class _Emitter:
         inputs = [self.slots.of_stage(name, graph, m) for name in made.inputs]
         outputs = [self.slots.of_stage(name, graph, m) for name in made.outputs]
         number = self.slots.number(m, graph.mesh)
-        count = len(made.accumulators)
-        donated = tuple(range(1 + len(inputs) - count, 1 + len(inputs)))
+        donated = tuple(1 + k for k in made.in_place)
         self.listed.append(
             Run(graph.mesh, made.name, (number, *inputs), tuple(outputs), donated, task)
         )
         self.send_on(graph, made.outputs, m)
 
     def reduce(self, graph: StageGraph, programs: Sequence[StageProgram]) -> None:
-        """Emit the sum of the gradients that stay unsummed until the pipeline is done.
-
-        These are kept for each replica, and end up sharded along the replicas.
-        """
-        late = [n for made in programs for n in made.accumulators if n.kind == "unsummed"]
-        if not late:
+        """Emit the sum over the replicas of the gradients that no task program sums."""
+        unsummed = [
+            [n.of for n in made.outputs if n.kind == "per_replica"]
+            for made in programs
+            if made.last is None
+        ]
+        buckets = [b for order in unsummed for b in self.cut.buckets(graph.index, order)[1]]
+        if not buckets:
             return
         name, layout = f"stage.{graph.index}.reduce", self.cut.layouts[graph.mesh]
-        self.programs[name] = lambda *parts: tuple(
-            scatter(layout, n.of, part) for n, part in zip(late, parts, strict=True)
-        )
-        inputs = [self.slots.of_stage(n, graph, 0) for n in late]
-        outputs = [self.slots.of_stage(Name("grad", n.of), graph, 0) for n in late]
+        late = [i for bucket in buckets for i in bucket.operands]
+
+        def summed(*parts: Any) -> tuple[Any, ...]:
+            found = sum_buckets(layout, buckets, dict(zip(late, parts, strict=True)))
+            return tuple(found[i] for i in late)
+
+        self.programs[name] = summed
+        self.summing[name] = tuple(buckets)
+        inputs = [self.slots.of_stage(Name("per_replica", i), graph, 0) for i in late]
+        outputs = [self.slots.of_stage(Name("grad", i), graph, 0) for i in late]
         self.listed.append(Run(graph.mesh, name, tuple(inputs), tuple(outputs)))
 
     def send_on(self, graph: StageGraph, made: Sequence[Name], m: int) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from launcher.partition.buckets import Bucket
 from launcher.partition.slicing import Slicing
 from launcher.runtime.instructions import Instruction, Slot
 
@@ -17,6 +18,7 @@ class Emitted:
     Attributes:
         slots: what each slot holds.
         programs: the function of every program, by name.
+        summing: the buckets of the programs that sum gradients over the replicas, by name.
         instructions: what runs, in order.
         arguments: `(argument leaf, slot)`: where each is put before the step.
         batches: `(argument leaf, slot, stacked along axis | None)`: copies of batch leaves.
@@ -28,6 +30,7 @@ class Emitted:
 
     slots: tuple[Slot, ...]
     programs: dict[str, Callable[..., tuple[Any, ...]]]
+    summing: dict[str, tuple[Bucket, ...]]
     instructions: tuple[Instruction, ...]
     arguments: tuple[tuple[int, int], ...]
     batches: tuple[tuple[int, int, int | None], ...]

@@ -44,9 +44,7 @@ class Slots:
         for (i, _), parts in self.cut.update.result_parts.items():
             self._parts.update((var, ("result", i)) for var in parts)
         for (i, _), parts in self.cut.update.grad_parts.items():
-            rank = len(self.cut.loss.invars[i].aval.shape)
-            for var in parts:
-                self._parts[var] = "unsummed" if len(var.aval.shape) > rank else "grad", i
+            self._parts.update((var, ("grad", i)) for var in parts)
 
     def of_outer(self, var: Var, mesh: int) -> int:
         """Return the slot of a value of the update program on a mesh."""
@@ -69,7 +67,7 @@ class Slots:
             return self._operand(name.of, graph.mesh)
         if name.kind in ("result", "grad"):
             return self.of_outer(self._part(name, graph, microbatch), graph.mesh)
-        if name.kind == "unsummed":
+        if name.kind == "per_replica":
             (part,) = self.cut.update.grad_parts[name.of, graph.index]
             spec = self.cut.layouts[graph.mesh].operand(name.of)
             return self._per_replica((name, graph.index), graph.mesh, part.aval, spec)
@@ -122,8 +120,6 @@ class Slots:
             return layout.explicit[var]
         if kind == "result":
             return (DATA,) if self.cut.slicing.replicas > 1 else ()
-        if kind == "unsummed":
-            return (DATA, *layout.operand(i))
         if kind == "grad":
             return layout.gradient(i)
         return layout.outer(self.cut.update.like.get(var, var))

@@ -2,20 +2,21 @@
 
 A task program over one slice of the batch becomes a program over a microbatch: it takes its slice
 of each operand and adds its results and gradients to accumulators. Replicas are a
-`jax.vmap(spmd_axis_name=…)` axis of every activation, residual and accumulator, so that a backward
-program holds no data-parallel collective.
+`jax.vmap(spmd_axis_name=…)` axis of every activation, residual and accumulator, so that the only
+data-parallel collectives of a program are those that sum its buckets of gradients.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from launcher.partition.buckets import Bucket, gradient_order, is_summed_in_every
 from launcher.partition.joint_graph import Name
 from launcher.partition.partitioned import PartitionedStep
 from launcher.partition.sharding.layout import DATA, Layout
@@ -23,13 +24,13 @@ from launcher.partition.sharding.named_dims import Spec
 from launcher.partition.slicing import Slicing, accumulator_dtype
 from launcher.partition.task_programs import TaskProgram
 from launcher.partition.update import Operand
-from launcher.runtime.collectives import constrained, scatter
+from launcher.runtime.collectives import constrained, copied, sum_buckets
 from launcher.runtime.partial_sums import emitted_locally
 from launcher.schedule import Kind
 from launcher.trace import Loss
 from launcher.trace.jaxpr import Var
 
-_SUMS = ("result", "grad", "unsummed")
+_SUMS = ("result", "grad", "per_replica")
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +47,9 @@ class StageProgram:
         inputs: the names of what it reads.
         outputs: the names of what it makes.
         residuals: the specs of the residuals that it makes, by their variables.
+        buckets: the gradients that it sums over the replicas.
+        last: the program of the last microbatch, if that is another one: it also sums the
+            gradients that are summed once a step, under its backward pass.
     """
 
     name: str
@@ -53,11 +57,19 @@ class StageProgram:
     inputs: tuple[Name, ...]
     outputs: tuple[Name, ...]
     residuals: Mapping[Var, Spec]
+    buckets: tuple[Bucket, ...] = ()
+    last: StageProgram | None = None
 
     @property
     def accumulators(self) -> tuple[Name, ...]:
-        """The inputs that the program adds to and returns."""
+        """The inputs that the program adds to."""
         return tuple(name for name in self.inputs if name.kind in _SUMS)
+
+    @property
+    def in_place(self) -> tuple[int, ...]:
+        """The places among the inputs of the accumulators that it returns."""
+        places = range(len(self.inputs))
+        return tuple(k for k in places if self.inputs[k] in self.outputs)
 
 
 def stage_programs(cut: PartitionedStep, stage: int) -> dict[Kind, StageProgram]:
@@ -66,36 +78,86 @@ def stage_programs(cut: PartitionedStep, stage: int) -> dict[Kind, StageProgram]
     A kind without a program has nothing to do.
     """
     of, inside = cut.programs(stage)
-    maker = _Maker(cut.loss, cut.update.operands, cut.slicing, cut.layout(stage))
+    sent = {var for var, _, _ in cut.update.part_sends}
+    leaving = {i for (i, _), parts in cut.update.grad_parts.items() if not sent.isdisjoint(parts)}
+    maker = _Maker(cut.loss, cut.update.operands, cut.slicing, cut.layout(stage), leaving)
     together = Kind.FORWARD not in of.programs
     found: dict[Kind, StageProgram] = {}
     for kind, one_slice in of.programs.items():
         word = kind.value if found or not together else f"forward_{kind.value}"
         closed = emitted_locally(one_slice.closed, inside, cut.slicing.replicas)
+        buckets = cut.buckets(stage, gradient_order(one_slice))
         one_slice = dataclasses.replace(one_slice, closed=closed)
         left = {n.of: inside.spec(n.of) for n in one_slice.outputs if n.kind == "residual"}
-        found[kind] = maker.program(f"stage.{stage}.{word}", one_slice, left)
+        found[kind] = maker.programs(f"stage.{stage}.{word}", one_slice, left, *buckets)
     return found
 
 
 @dataclass(frozen=True, eq=False)
 class _Maker:
-    """A maker of programs over a microbatch from task programs over a slice."""
+    """A maker of programs over a microbatch from task programs over a slice.
+
+    `leaving`: the operands whose gradients are sent to other meshes as they are.
+    """
 
     loss: Loss
     operands: Sequence[Operand]
     slicing: Slicing
     layout: Layout
+    leaving: Set[int]
+
+    def programs(
+        self,
+        name: str,
+        one_slice: TaskProgram,
+        residuals: Mapping[Var, Spec],
+        every: Sequence[Bucket],
+        once: Sequence[Bucket],
+    ) -> StageProgram:
+        """Return the program over all replicas' slices of a microbatch.
+
+        Args:
+            name: its name.
+            one_slice: what each replica computes.
+            residuals: see `StageProgram`.
+            every: the buckets that every microbatch sums.
+            once: the buckets that are summed once a step.
+        """
+        if self.slicing.micro_batches == 1:
+            return self.program(name, one_slice, residuals, [*every, *once], ())
+        made = self.program(name, one_slice, residuals, every, once)
+        if len(once) < 2:  # its sum would wait for the whole program anyway
+            return made
+        last = self.program(f"{name}.last", one_slice, residuals, [*every, *once], ())
+        return dataclasses.replace(made, last=last)
 
     def program(
-        self, name: str, one_slice: TaskProgram, residuals: Mapping[Var, Spec]
+        self,
+        name: str,
+        one_slice: TaskProgram,
+        residuals: Mapping[Var, Spec],
+        now: Sequence[Bucket],
+        later: Sequence[Bucket],
     ) -> StageProgram:
-        """Return the program over all replicas' slices of a microbatch, with its accumulators."""
-        late = {n: Name("unsummed", n.of) for n in one_slice.outputs if self.is_late(n)}
-        made = [late.get(n, n) for n in one_slice.outputs]
+        """Return the program of a microbatch that sums the buckets `now`, and not those of `later`.
+
+        Accumulators hold the gradient of each replica until it is summed, and then the sum in its
+        place; those of gradients that every microbatch sums hold sums.
+        """
+        several = self.slicing.micro_batches > 1
+        apart = {
+            Name("grad", i): Name("per_replica", i)
+            for bucket in (*now, *later)
+            for i in bucket.operands
+            if several and not is_summed_in_every(self.layout, i)
+        }
+        elsewhere = {Name("grad", i) for b in now for i in b.operands if not self.stays(b, i)}
+        made = one_slice.outputs
         kept = [n for n in made if n.kind in _SUMS and self.is_kept(n)]
-        inputs = [*(n for n in one_slice.inputs if n.kind != "seed"), *kept]
-        outputs = [*kept, *(n for n in made if n not in kept)]
+        held = [apart.get(n, n) for n in kept]
+        left = [n if n in elsewhere else apart.get(n, n) for n in made]
+        inputs = [*(n for n in one_slice.inputs if n.kind != "seed"), *held]
+        outputs = [*(n for n in held if n in left), *(n for n in left if n not in held)]
 
         def one(number: Any, *flat: Any) -> tuple[Any, ...]:
             values = dict(zip(inputs, flat, strict=False))
@@ -103,7 +165,7 @@ class _Maker:
             outs = zip(made, one_slice.fun(*parts), strict=True)
             return tuple(self.widened(x) if n.kind in _SUMS else x for n, x in outs)
 
-        fun, reads = one, len(inputs) - len(kept)
+        fun, reads = one, len(inputs) - len(held)
         if self.slicing.replicas > 1:
             axes = (None, *(self.replica_axis(n) for n in inputs[:reads]))
             replicas = self.slicing.replicas  # said: a stage may read nothing of the batch
@@ -111,34 +173,33 @@ class _Maker:
 
         def whole(number: Any, *flat: Any) -> tuple[Any, ...]:
             read = [self.gathered(n, x) for n, x in zip(inputs[:reads], flat, strict=False)]
-            outs = fun(number, *read)
-            values = {n: self.summed(n, x) for n, x in zip(made, outs, strict=True)}
-            for n, accumulated in zip(kept, flat[reads:], strict=True):
+            values = dict(zip(made, fun(number, *read), strict=True))
+            sums = dict(zip(kept, flat[reads:], strict=True))
+            for n in apart.keys() & sums.keys():
+                values[n] = sums.pop(n) + values[n]
+            grads = {n.of: x for n, x in values.items() if n.kind == "grad"}
+            for i, x in sum_buckets(self.layout, now, grads).items():
+                in_place = Name("per_replica", i) in left
+                values[Name("grad", i)] = copied(self.layout, i, x) if in_place else x
+            for n, accumulated in sums.items():
                 values[n] = accumulated + values[n]
-            return tuple(values[n] for n in outputs)
+            by_name = dict(zip(left, map(values.get, made), strict=True))
+            return tuple(by_name[n] for n in outputs)
 
-        return StageProgram(name, whole, tuple(inputs), tuple(outputs), residuals)
+        return StageProgram(name, whole, tuple(inputs), tuple(outputs), residuals, tuple(now))
 
     def is_kept(self, name: Name) -> bool:
         """Return whether an accumulator is read and added to, rather than made afresh."""
         word = self.loss.reduce[name.of] if name.kind == "result" else "sum"
         return self.slicing.micro_batches > 1 and word in ("mean", "sum")
 
-    def is_late(self, name: Name) -> bool:
-        """Return whether a gradient stays unsummed over the replicas until the pipeline is done.
+    def stays(self, bucket: Bucket, i: int) -> bool:
+        """Return whether a gradient's sum takes the place of each replica's gradient.
 
-        The gradient of a parameter that every task program gathers is also summed in every task
-        program, since it may not fit in memory unsharded.
+        What is to leave the mesh, or is cut along the replicas then, does not.
         """
-        several = self.slicing.micro_batches > 1
-        scattered = name.kind == "grad" and self.layout.is_scattered(name.of)
-        return scattered and several and not self.layout.is_gathered(name.of)
-
-    def summed(self, name: Name, value: Any) -> Any:
-        """Sum a gradient that ends up sharded along the replicas; each replica keeps its shard."""
-        if name.kind == "grad" and self.layout.is_scattered(name.of):
-            return scatter(self.layout, name.of, value)
-        return value
+        is_whole = bucket.collective == "all-reduce" and not self.layout.is_scattered(i)
+        return is_whole and i not in self.leaving
 
     def gathered(self, name: Name, value: Any) -> Any:
         """Gather a parameter that is kept sharded along `data`."""

@@ -326,6 +326,8 @@ VALUES = {
     "model": [2, 1],
     "pipeline": [4, 1],
     "cost": ["profile"],
+    "bucket_bytes": [0],
+    "reduce_dtype": ["bf16"],
     "plan": ["other.json"],
 }
 

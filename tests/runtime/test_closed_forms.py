@@ -203,7 +203,7 @@ def test_tensor_parallel(case, mesh):
     over the replicas, and the plan says so."""
     layer, shapes, each = CASES[case]
     data, model = mesh
-    step, plan = planned(layer, shapes, ShardParallel(1, mesh))
+    step, plan = planned(layer, shapes, ShardParallel(1, mesh, bucket_bytes=0))
     best = collections.Counter({("all-reduce", ACTIVATION // data): each * BLOCKS})
     if case == "moe":
         for kind, size in small(model) * BLOCKS:
@@ -243,9 +243,9 @@ def test_parts_of_a_gradient_are_summed_in_as_many_bits_as_they_are_made():
 
 
 ALONG_DATA = {  # how often each parameter is in each kind: all that is needed
-    "data": (DataParallel(1), {"all-reduce": 1}),
-    "zero2": (Zero2Parallel(1), {"reduce-scatter": 1, "all-gather": 1}),
-    "zero3": (Zero3Parallel(1), {"reduce-scatter": 1, "all-gather": 1}),
+    "data": (DataParallel(1, bucket_bytes=0), {"all-reduce": 1}),
+    "zero2": (Zero2Parallel(1, bucket_bytes=0), {"reduce-scatter": 1, "all-gather": 1}),
+    "zero3": (Zero3Parallel(1, bucket_bytes=0), {"reduce-scatter": 1, "all-gather": 1}),
 }
 METHODS = [
     pytest.param(case, method, marks=[] if case == "block" else [by_hand])

@@ -36,7 +36,7 @@ def compiled(traced, monkeypatch, num_devices):
     compiles = []
     compile_one = jax.stages.Lowered.compile
     monkeypatch.setattr(
-        jax.stages.Lowered, "compile", lambda self: compiles.append(self) or compile_one(self)
+        jax.stages.Lowered, "compile", lambda self, **_: compiles.append(self) or compile_one(self)
     )
     method = PipeshardParallel(2, stage_option=UniformStageOption(4))
     plan = method.plan(traced, local_shape(num_devices, 1, "cpu"))

@@ -138,13 +138,15 @@ def expected(name, method, plan):
     )
     both, update = "stage.0.forward_backward", "update.0"
     # The global norm: a number for each parameter, of those that are cut; and the mean loss.
-    norms = {"all-reduce": num_params + 1}
-    scattered, gathered = {"reduce-scatter": num_params}, {"all-gather": num_params}
-    if method in ("data, 1", "data, 2"):
-        return {update: {"all-reduce": num_params + 1}}  # each gradient, once a step; and the loss
+    norms, loss = {"all-reduce": num_params + 1}, {"all-reduce": 1}
+    scattered, gathered = {"reduce-scatter": 1}, {"all-gather": num_params}  # scattered: packed
+    if method == "data, 1":
+        return {both: {"all-reduce": num_params}, update: loss}
+    if method == "data, 2":  # the microbatches' sum, once a step
+        return {"stage.0.reduce": {"all-reduce": num_params}, update: loss}
     if method == "zero2, 1":
         return {both: scattered, update: norms | gathered}
-    if method == "zero2, 2":  # the microbatches' sum, once
+    if method == "zero2, 2":
         return {"stage.0.reduce": scattered, update: norms | gathered}
     if method in ("zero3, 1", "zero3, 2"):
         return {both: scattered | gathered, update: norms}
@@ -162,16 +164,20 @@ def _model_parallel(name, method, plan):
     layers = RECIPES[name].num_layers
     if method != "3d":
         sums = 3 if name == "mlp" else 4 * layers + 5
-        own = {"shard": 0, "shard 2x2": _num_params(plan.stages[0]) + 1}[method]
-        return {
+        along_data = method == "shard 2x2"
+        found = {
             "stage.0.forward_backward": {"all-reduce": sums},
-            "update.0": {"all-reduce": cut[0] + own},  # the norm's, and along data each gradient
+            "update.0": {"all-reduce": cut[0] + along_data},  # norms of what is cut, and the loss
         }
-    first, second = (_num_params(stage) + cut[s] for s, stage in enumerate(plan.stages))
+        if along_data:
+            found["stage.0.reduce"] = {"all-reduce": _num_params(plan.stages[0])}
+        return found
     found = {
-        "update.0": {"all-reduce": first},
-        "update.1": {"all-reduce": second + 1},
+        "update.0": {"all-reduce": cut[0]},
+        "update.1": {"all-reduce": cut[1] + 1},
     }
+    for s, stage in enumerate(plan.stages):
+        found[f"stage.{s}.reduce"] = {"all-reduce": _num_params(stage)}
     if name == "mlp":
         # The gradient into the second stage crosses as the first one's result does, in full.
         return found | {

@@ -70,6 +70,40 @@ def gather_seconds(
     return all_reduce_seconds(size, devices, bandwidth, latency, count) / 2
 
 
+def bucket_count(size: Amount, count: Amount, bucket_bytes: int) -> Amount:
+    """Return about how many buckets gradients fill (`partition.buckets`).
+
+    Args:
+        size: their bytes.
+        count: their number.
+        bucket_bytes: the most bytes in a bucket of several; 0: each gradient has its own.
+    """
+    return np.minimum(count, np.ceil(size / bucket_bytes)) if bucket_bytes else count
+
+
+def exposed_seconds(sums: Amount, buckets: Amount, backward: Amount) -> Amount:
+    """Return the seconds of the sums of gradients that go on when the backward pass is over.
+
+    Equal buckets are complete one after another through the whole pass, and wait for one another:
+    the last one alone, or all of them from the first one's completion on.
+
+    Args:
+        sums: seconds of all sums.
+        buckets: number of buckets.
+        backward: seconds of the pass beside which they can run; 0: they can run beside none.
+    """
+    share = 1 / np.maximum(buckets, 1)
+    return np.maximum(sums * share, sums - backward * (1 - share))
+
+
+def beside_seconds(backward: Amount, cluster: ClusterShape) -> Amount:
+    """Return the seconds of a backward pass beside which sums of gradients can run.
+
+    There are none where the devices share a machine: what moves the bytes is what computes.
+    """
+    return backward if cluster.effective_parallelism is None else 0.0 * backward
+
+
 def transfer_seconds(
     size: Amount,
     parts: tuple[int, int],

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from launcher.partition.assignment import Submesh
 from launcher.partition.sharding.layout import DATA, MODEL, ROWS, Layout
 from launcher.partition.sharding.named_dims import parts
-from launcher.partition.slicing import accumulator_dtype
 from launcher.partition.stages import StageGraph
 from launcher.partition.update import UpdateProgram
 from launcher.plan.cluster_shape import ClusterShape
@@ -51,6 +50,7 @@ def stage_seconds(
     again: Sequence[Equation],
     as_one: bool,
     split: bool,
+    sums_in_every: Sequence[Collective] = (),
     measured: tuple[float, float] | None = None,
 ) -> StageSeconds:
     """Return what a stage takes for a microbatch, on each of its devices.
@@ -64,6 +64,7 @@ def stage_seconds(
         again: the equations that its backward pass computes again.
         as_one: whether both passes are one program, which gathers what it needs once.
         split: whether the backward pass is two programs, of which the second may wait.
+        sums_in_every: the collectives that sum gradients in every microbatch (ZeRO-3).
         measured: seconds of the forward and the backward pass, instead of the cost model's.
     """
 
@@ -80,7 +81,7 @@ def stage_seconds(
     if as_one:  # what the forward pass gathered is still there
         backward = [c for c in backward if not c.again]
     backward += [c for found in repeated for c in found.forward]
-    gathers, scatters = _kept_in_parts(graph, loss, layout)
+    gathers = _gathers(graph, loss, layout)
     work = sum(work_seconds(found, cluster) for _, found in program)
     own = sum(2 * work_seconds(found, cluster) for use, found in program if is_active(use, flows))
     more = sum(work_seconds(found, cluster) for found in repeated)
@@ -97,7 +98,7 @@ def stage_seconds(
             sums=seconds(summed),
             sums_back=seconds(summed_back),
             gather=seconds(gathers),
-            scatter=seconds(scatters),
+            scatter=seconds(sums_in_every),
         ),
         cluster.dispatch_overhead,
         as_one,
@@ -107,7 +108,7 @@ def stage_seconds(
     when_forward = _summary("forward", [*forward, *gathers])
     if not (graph.wrt or graph.active_in):
         return StageSeconds(float(made.forward), 0.0, 0.0, when_forward)
-    crossing = scatters if as_one else [*gathers, *scatters]
+    crossing = [*(() if as_one else gathers), *sums_in_every]
     return StageSeconds(
         forward_seconds=float(made.forward),
         backward_seconds=float(made.backward),
@@ -126,42 +127,16 @@ def _crossing_seconds(
     )
 
 
-def _kept_in_parts(
-    graph: StageGraph, loss: Loss, layout: Layout
-) -> tuple[list[Collective], list[Collective]]:
-    """Return the collectives of parameters that are sharded along data (ZeRO-3).
-
-    They are the all-gathers of a pass, and the reduce-scatters of the gradients.
-    """
+def _gathers(graph: StageGraph, loss: Loss, layout: Layout) -> list[Collective]:
+    """Return the all-gathers of a pass, of parameters that are sharded along data (ZeRO-3)."""
     gathered = [i for i in graph.operands if layout.is_gathered(i)]
-    scattered = [i for i in gathered if i in graph.wrt]
-    return (
-        [Collective("all-gather", _ALONG_DATA, _whole_bytes(i, loss, layout)) for i in gathered],
-        [Collective("reduce-scatter", _ALONG_DATA, _sum_bytes(i, loss, layout)) for i in scattered],
-    )
+    return [Collective("all-gather", _ALONG_DATA, _whole_bytes(i, loss, layout)) for i in gathered]
 
 
-def update_collectives(
-    graph: StageGraph, loss: Loss, outer: UpdateProgram, layout: Layout
-) -> list[Collective]:
-    """Return the collectives that a stage runs once a step.
-
-    They sum the gradients that the step uses over the replicas and, where the optimizer's state is
-    sharded along data (ZeRO-2), gather the parameters after that. The single numbers that an
-    optimizer may sum, such as the global norm, are not included.
-    """
-    found = []
-    for i in graph.wrt:
-        if layout.is_gathered(i):
-            continue  # summed in every pass
-        is_used, sums = (i, graph.index) in outer.grad_parts, _sum_bytes(i, loss, layout)
-        if layout.is_scattered(i):
-            if is_used:
-                found.append(Collective("reduce-scatter", _ALONG_DATA, sums))
-            found.append(Collective("all-gather", _ALONG_DATA, _whole_bytes(i, loss, layout)))
-        elif layout.sizes[DATA] > 1 and is_used:
-            found.append(Collective("all-reduce", DATA, sums))
-    return found
+def _gathers_after(graph: StageGraph, loss: Loss, layout: Layout) -> list[Collective]:
+    """Return the all-gathers of the parameters after an update that is sharded (ZeRO-2)."""
+    updated = [i for i in graph.wrt if layout.is_scattered(i) and not layout.is_gathered(i)]
+    return [Collective("all-gather", _ALONG_DATA, _whole_bytes(i, loss, layout)) for i in updated]
 
 
 _ALONG_DATA = DATA, ROWS
@@ -170,13 +145,6 @@ _ALONG_DATA = DATA, ROWS
 def _whole_bytes(i: int, loss: Loss, layout: Layout) -> float:
     """Return the bytes of operand `i` when it is not sharded along data."""
     return nbytes(loss.invars[i].aval) / parts(layout.operand(i), layout.sizes)
-
-
-def _sum_bytes(i: int, loss: Loss, layout: Layout) -> float:
-    """Return the bytes of operand `i`'s gradient, as it is summed."""
-    aval = loss.invars[i].aval
-    size: int = aval.size * accumulator_dtype(aval.dtype).itemsize
-    return size / parts(layout.operand(i), layout.sizes)
 
 
 def _summary(when: str, found: Sequence[Collective]) -> tuple[Collectives, ...]:
@@ -189,6 +157,21 @@ def _summary(when: str, found: Sequence[Collective]) -> tuple[Collectives, ...]:
     return tuple(Collectives(when, *key, count[key], int(size[key])) for key in sorted(count))
 
 
+@dataclass(frozen=True)
+class UpdateSeconds:
+    """Predicted seconds and collectives of one stage once a step.
+
+    Attributes:
+        update_seconds: see `StagePlan`.
+        hidden_seconds: see `StagePlan`.
+        collectives: see `StagePlan`.
+    """
+
+    update_seconds: float
+    hidden_seconds: float
+    collectives: tuple[Collectives, ...]
+
+
 def stage_update_seconds(
     graph: StageGraph,
     loss: Loss,
@@ -197,20 +180,37 @@ def stage_update_seconds(
     cluster: ClusterShape,
     links: Links,
     share: float,
-) -> tuple[float, tuple[Collectives, ...]]:
-    """Return what a stage takes once a step, and the collectives in it.
+    sums: Sequence[Collective],
+    backward_seconds: float,
+) -> UpdateSeconds:
+    """Return what a stage takes once a step.
 
-    Gradients are summed over the replicas, and the stage has its `share` of the mesh's update,
-    which reads and writes the state once.
+    Gradients are summed over the replicas, while the backward pass of the last microbatch goes on,
+    and the stage has its `share` of the mesh's update, which reads and writes the state once. The
+    single numbers that an optimizer may sum, such as the global norm, are not included.
+
+    Args:
+        graph: the stage.
+        loss: the loss that it is a part of.
+        outer: what runs around the pipeline.
+        layout: the specs on its submesh.
+        cluster: the rates of the devices.
+        links: the links of its submesh.
+        share: its share of the mesh's update.
+        sums: the collectives that sum its gradients once a step, one a bucket.
+        backward_seconds: its backward pass of a microbatch.
     """
     if not loss.wrt:
-        return 0.0, ()
-    found = update_collectives(graph, loss, outer, layout)
-    sums = _crossing_seconds(found, layout, cluster, links)
+        return UpdateSeconds(0.0, 0.0, ())
+    beside = formulas.beside_seconds(backward_seconds, cluster)
+    summing = _crossing_seconds(sums, layout, cluster, links)
+    exposed = float(formulas.exposed_seconds(summing, len(sums), beside))
+    gathers = _gathers_after(graph, loss, layout)
+    crossing = exposed + _crossing_seconds(gathers, layout, cluster, links)
     state = sum(
         nbytes(v.aval) / parts(layout.outer(v), layout.sizes)
         for v, home in outer.homes.items()
         if home == graph.mesh
     )
-    once = formulas.update_seconds(sums, share * state, cluster.memory_bandwidth)
-    return float(once), _summary("update", found)
+    once = formulas.update_seconds(crossing, share * state, cluster.memory_bandwidth)
+    return UpdateSeconds(float(once), summing - exposed, _summary("update", [*sums, *gathers]))

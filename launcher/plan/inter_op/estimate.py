@@ -124,6 +124,7 @@ def make_estimate(assignment: Assignment, problem: Problem) -> Estimate:
             ),
             transfers=_transfers(crossing),
             cluster=vars(problem.cluster).copy(),
+            reduction=assignment.reduction,
         )
     )
 
@@ -145,6 +146,7 @@ def _costs(assignment: Assignment, s: int, problem: Problem, goes_back: bool) ->
         assignment.schedule,
         (),
         None,
+        assignment.reduction,
     )
     m_index = problem.table.index(model, assignment.sequence_of(s))
     links = links_of(submesh, problem.cluster)
@@ -187,7 +189,7 @@ def _stage(
         forward_seconds=float(np.asarray(passes.forward)[at]),
         backward_seconds=float(np.asarray(passes.backward)[at]),
         backward_weight_seconds=float(np.asarray(passes.weight)[at]),
-        update_seconds=float(costs.once(zero)[at]),
+        update_seconds=float(costs.once(zero, passes.backward)[at]),
         memory_bytes=int(costs.held(zero)[at]),
         num_parameters=0,
         shardings={},

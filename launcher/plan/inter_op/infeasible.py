@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -109,9 +110,10 @@ def _changes(problem: Problem, wanted: Wanted) -> list[str]:
     """Return changes of the settings alone if any suffice; else of the batch and the devices."""
     if setting := _settings(problem, wanted):
         return [setting]
-    for asked, words in ((wanted, ""), (Wanted(), f" with {_as_auto(wanted)}")):
+    free = Wanted(reduction=wanted.reduction)
+    for asked, words in ((wanted, ""), (free, f" with {_as_auto(wanted)}")):
         found = [change for change in (_batch(problem, asked), _devices(problem, asked)) if change]
-        if found or asked == wanted == Wanted():
+        if found or asked == wanted == free:
             return [change + words for change in found]
     return []
 
@@ -120,15 +122,16 @@ _SETTINGS = "num_micro_batches", "remat", "schedule", "num_stages"
 
 
 def _as_auto(wanted: Wanted) -> str:
-    return " ".join(f"parallel.{name}=auto" for name, value in vars(wanted).items() if value)
+    return " ".join(f"parallel.{name}=auto" for name in _SETTINGS if getattr(wanted, name))
 
 
 def _settings(problem: Problem, wanted: Wanted) -> str:
     """Return the requested settings that should be left to the search, as few as suffice."""
-    asked = [name for name, value in vars(wanted).items() if value]
+    asked = [name for name in _SETTINGS if getattr(wanted, name)]
     singles = [(name,) for name in _SETTINGS if name in asked]
     for names in (*singles, tuple(asked)):
-        if names and best_of(problem, dataclasses.replace(wanted, **dict.fromkeys(names))):
+        left_open: dict[str, Any] = dict.fromkeys(names)
+        if names and best_of(problem, dataclasses.replace(wanted, **left_open)):
             return " ".join(f"parallel.{name}=auto" for name in names)
     return ""
 

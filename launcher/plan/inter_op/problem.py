@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from launcher.partition.assignment import Assignment, Submesh
+from launcher.partition.reduction import DEFAULT_REDUCTION, Reduction
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.inter_op.cost_table import CostTable
 from launcher.plan.inter_op.stage_choices import Priced, StageChoice, price
@@ -35,6 +36,7 @@ class Wanted:
     schedule: str | None = None
     remat: str | None = None
     num_stages: int | None = None
+    reduction: Reduction = DEFAULT_REDUCTION
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,15 @@ def _settings(problem: Problem, wanted: Wanted) -> Iterator[Setting]:
                 continue
             if devices % replicas == 0 and batch_size % (count * replicas) == 0:
                 schedule = wanted.schedule or DEFAULT_SCHEDULE
-                yield Setting(count, batch_size, replicas, schedule, remats, problem.memory_bytes)
+                yield Setting(
+                    num_micro_batches=count,
+                    batch_size=batch_size,
+                    replicas=replicas,
+                    schedule=schedule,
+                    remats=remats,
+                    memory_bytes=problem.memory_bytes,
+                    reduction=wanted.reduction,
+                )
 
 
 def spread_divisors(number: int, most: int) -> list[int]:
@@ -169,6 +179,7 @@ def _candidate(found: BestStages, priced: Priced, setting: Setting, problem: Pro
         remat=tuple(choice.remat for choice in choices),
         zero=tuple(choice.zero for choice in choices),
         sequence=tuple(choice.sequence for choice in choices),
+        reduction=setting.reduction,
     )
     memory = tuple(float(priced.memory[i]) for i in at)
     return Candidate(assignment, found.objective, choices, memory)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from launcher.partition.reduction import DEFAULT_REDUCTION, Reduction
 from launcher.partition.task_programs import MOST_INSIDE
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.cost.formulas import (
@@ -20,6 +21,9 @@ from launcher.plan.cost.formulas import (
     PassSeconds,
     activation_bytes,
     all_reduce_seconds,
+    beside_seconds,
+    bucket_count,
+    exposed_seconds,
     gather_seconds,
     pass_seconds,
     ring_links,
@@ -42,6 +46,7 @@ class Setting:
         schedule: name of the schedule.
         remats: the names of the rematerialisation policies to choose from.
         memory_bytes: memory of a device; None: no limit.
+        reduction: how gradients are summed over the replicas.
     """
 
     num_micro_batches: int
@@ -50,6 +55,7 @@ class Setting:
     schedule: str
     remats: tuple[str, ...]
     memory_bytes: float | None
+    reduction: Reduction = DEFAULT_REDUCTION
 
 
 def in_flight(setting: Setting, depth: int) -> list[int]:
@@ -120,7 +126,7 @@ class StageCosts:
         """
         passes = self.passes(zero, remat)
         one = passes.forward + passes.backward
-        rest = (self._setting.num_micro_batches - 1) * one + self.once(zero)
+        rest = (self._setting.num_micro_batches - 1) * one + self.once(zero, passes.backward)
         return one + self._sending() + self._valid, rest + self._valid
 
     def passes(self, zero: int, remat: str) -> PassSeconds:
@@ -143,10 +149,10 @@ class StageCosts:
                 of["parameter_bytes"], rows_axis, *self._ring, of["parameters"]
             )
         cut = self._sharded(zero if zero == 3 else 0)
-        gather, scatter = (
-            gather_seconds(cut[f"{name}_bytes"], self._data, *self._ring, cut[f"{name}s"])
-            for name in ("parameter", "gradient")
-        )
+        scattered = self._buckets(cut["gradient_bytes"], cut["gradients"])
+        crossing = self._crossing(cut["gradient_bytes"])
+        gather = gather_seconds(cut["parameter_bytes"], self._data, *self._ring, cut["parameters"])
+        scatter = gather_seconds(crossing, self._data, *self._ring, scattered)
         parts = PassParts(work, back, again, sums, sums_back, gather, scatter)
         splits = self._schedule.splits_backward
         return pass_seconds(
@@ -200,25 +206,43 @@ class StageCosts:
         held = np.array(in_flight)[:, None, None]
         return np.asarray(self.held(zero) + activation_bytes(held, *self.working(remat)))
 
-    def once(self, zero: int) -> np.ndarray:
+    def once(self, zero: int, backward: Amount) -> np.ndarray:
         """Return the seconds of what is done once a step.
 
         Gradients are summed over the replicas, and the update reads and writes the state.
+
+        Args:
+            zero: ZeRO level: 0, 2 or 3.
+            backward: seconds of the backward pass, beside which gradients are summed.
         """
         of, cut, replicas = self._of, self._sharded(zero), self._setting.replicas
         state = of["owned_bytes"] + of["optimizer_bytes"]
         sharded = cut["optimizer_bytes"] + (cut["owned_bytes"] if zero == 3 else 0.0)
         summed = of["gradient_bytes"] - cut["gradient_bytes"]
         count = of["gradients"] - cut["gradients"]
-        seconds = np.zeros_like(state)
+        buckets = self._buckets(summed, count)
+        sums = all_reduce_seconds(self._crossing(summed), replicas, *self._ring, buckets)
+        gathers = np.zeros_like(state)
         if zero == 2:  # scattered, and gathered after the update
-            for name in ("gradient", "parameter"):
-                seconds = seconds + gather_seconds(
-                    cut[f"{name}_bytes"], self._data, *self._ring, cut[f"{name}s"]
-                )
-        seconds = seconds + all_reduce_seconds(summed, replicas, *self._ring, count)
+            scattered = self._buckets(cut["gradient_bytes"], cut["gradients"])
+            crossing = self._crossing(cut["gradient_bytes"])
+            sums = sums + gather_seconds(crossing, self._data, *self._ring, scattered)
+            buckets = buckets + scattered
+            gathers = gather_seconds(
+                cut["parameter_bytes"], self._data, *self._ring, cut["parameters"]
+            )
+        exposed = exposed_seconds(sums, buckets, beside_seconds(backward, self._cluster))
         held = sharded_bytes(state, sharded, self._data)
-        return np.asarray(update_seconds(seconds, held, self._cluster.memory_bandwidth))
+        return np.asarray(update_seconds(exposed + gathers, held, self._cluster.memory_bandwidth))
+
+    def _buckets(self, size: Amount, count: Amount) -> Amount:
+        """Return the number of buckets of gradients, by their bytes as they are accumulated."""
+        limit = self._setting.reduction.bucket_bytes
+        return bucket_count(self._crossing(size), count, limit)
+
+    def _crossing(self, size: Amount) -> Amount:
+        """Return the bytes that cross, of gradients of 32 bits."""
+        return size / 2 if self._setting.reduction.dtype == "bf16" else size
 
     @property
     def _ring(self) -> tuple[float, float]:

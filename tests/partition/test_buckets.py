@@ -1,0 +1,97 @@
+"""Buckets of gradients: their order, their limits, and what does not mix."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import launcher
+from launcher.partition.errors import PlanError
+from launcher.plan import local_shape
+from launcher.plan.methods import DataParallel, Zero2Parallel
+from launcher.trace import trace_step
+
+WIDTHS = (8, 24, 16, 64, 4)
+
+
+def init():
+    pairs = itertools.pairwise(WIDTHS)
+    return [
+        {"w": jnp.zeros(pair, jnp.bfloat16 if k == 1 else jnp.float32), "b": jnp.zeros(pair[1])}
+        for k, pair in enumerate(pairs)
+    ]
+
+
+def step(state, batch):
+    params, momentum = state
+
+    def loss(params):
+        x = batch
+        for layer in params:
+            x = jnp.tanh(x @ layer["w"].astype(jnp.float32) + layer["b"])
+        return jnp.mean(x**2)
+
+    value, grads = launcher.value_and_grad(loss)(params)
+    momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, grads)
+    return (jax.tree.map(lambda p, m: p - 0.1 * m, params, momentum), momentum), value
+
+
+PARAMS = jax.eval_shape(init)
+ROWS = jax.ShapeDtypeStruct((16, WIDTHS[0]), jnp.float32)
+TRACED = trace_step(step, ((PARAMS, PARAMS), ROWS))
+
+
+def planned(method):
+    return method.plan(TRACED, local_shape(4, 1, "cpu")).stages[0]
+
+
+@pytest.mark.parametrize("limit", [0, 1, 500, 2000, 5000, 10**9])
+@pytest.mark.parametrize("kind", [DataParallel, Zero2Parallel])
+def test_each_gradient_is_in_one_bucket_that_is_not_too_large(kind, limit):
+    buckets = planned(kind(bucket_bytes=limit)).buckets
+    leaves, _ = jax.tree_util.tree_flatten_with_path(PARAMS)
+    sizes = {f"0.0.{p[0].idx}.{p[1].key}": leaf.size * 4 for p, leaf in leaves}
+    assert sorted(name for bucket in buckets for name in bucket.tensors) == sorted(sizes)
+    for bucket in buckets:
+        assert bucket.bytes == sum(sizes[name] for name in bucket.tensors)
+        assert bucket.bytes <= limit or len(bucket.tensors) == 1
+    for one, following in itertools.pairwise(buckets):
+        if (one.kind, one.dtype) == (following.kind, following.dtype):
+            assert one.bytes + sizes[following.tensors[0]] > limit  # none is closed early
+
+
+def test_the_backward_pass_makes_the_last_layers_gradients_first():
+    tensors = [name for bucket in planned(DataParallel()).buckets for name in bucket.tensors]
+    layer_of = [int(name.split(".")[2]) for name in tensors]
+    assert layer_of == sorted(layer_of, reverse=True)
+    assert set(layer_of) == set(range(len(WIDTHS) - 1))
+
+
+def test_a_gradient_that_cannot_be_cut_is_summed_whole():
+    widths = jax.eval_shape(lambda: [{"w": jnp.zeros((8, 3)), "b": jnp.zeros(3)}])
+    traced = trace_step(step, ((widths, widths), ROWS))
+    (stage,) = Zero2Parallel().plan(traced, local_shape(4, 1, "cpu")).stages
+    found = {(bucket.kind, bucket.tensors) for bucket in stage.buckets}
+    assert found == {("reduce-scatter", ("0.0.0.w",)), ("all-reduce", ("0.0.0.b",))}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "crosses", "width"), [("fp32", "float32", 4), ("bf16", "bfloat16", 2)]
+)
+def test_gradients_cross_in_the_reduce_dtype(dtype, crosses, width):
+    (bucket,) = planned(DataParallel(reduce_dtype=dtype)).buckets
+    count = sum(leaf.size for leaf in jax.tree.leaves(PARAMS))
+    assert (bucket.dtype, bucket.bytes) == (crosses, width * count)
+
+
+def test_what_is_out_of_range_is_refused():
+    with pytest.raises(PlanError, match="bucket_bytes=-1 is below 0"):
+        planned(DataParallel(bucket_bytes=-1))
+    with pytest.raises(PlanError, match="reduce_dtype=int8 is none of fp32, bf16"):
+        planned(DataParallel(reduce_dtype="int8"))
+
+
+def test_without_replicas_nothing_is_summed():
+    stage = DataParallel().plan(TRACED, local_shape(1, 1, "cpu")).stages[0]
+    assert (stage.buckets, stage.hidden_seconds) == ((), 0.0)

@@ -1,0 +1,198 @@
+"""Sums of gradients in buckets: where they stand in the compiled programs, and what they make."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import launcher
+from launcher.plan import local_shape
+from launcher.plan.methods import (
+    DataParallel,
+    PipeshardParallel,
+    ShardParallel,
+    UniformStageOption,
+    Zero2Parallel,
+    Zero3Parallel,
+)
+from launcher.runtime import compile_step
+from launcher.trace import trace_step
+
+WIDTH, LAYERS, ROWS = 32, 4, 16
+LAYER = (WIDTH * WIDTH + WIDTH) * 4  # bytes
+OPTIMIZER = optax.adamw(1e-2)
+BATCH = {
+    name: jax.random.normal(jax.random.key(k), (ROWS, WIDTH)) for k, name in enumerate(("x", "y"))
+}
+
+
+def init(key):
+    params = [
+        {"w": jax.random.normal(k, (WIDTH, WIDTH)) / WIDTH**0.5, "b": jnp.zeros(WIDTH)}
+        for k in jax.random.split(key, LAYERS)
+    ]
+    return params, OPTIMIZER.init(params)
+
+
+def step(state, batch):
+    def loss(params):
+        x = batch["x"]
+        for k, layer in enumerate(params):
+            x = jnp.tanh(x @ layer["w"] + layer["b"])
+            if k == LAYERS // 2 - 1:
+                launcher.mark_pipeline_boundary()
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    params, moments = state
+    value, grads = launcher.value_and_grad(loss)(params)
+    updates, moments = OPTIMIZER.update(grads, moments, params)
+    return (optax.apply_updates(params, updates), moments), value
+
+
+TRACED = trace_step(step, (jax.eval_shape(init, jax.random.key(0)), BATCH))
+
+
+def compiled(method, num_devices=4):
+    plan = method.plan(TRACED, local_shape(num_devices, 1, "cpu"))
+    return compile_step(TRACED, plan, jax.devices()[:num_devices])
+
+
+def trained(executable, steps=10):
+    state = executable.create(init, jax.random.key(0))
+    for _ in range(steps):
+        state, loss = executable(state, BATCH)
+    return jax.device_get(state), float(loss)
+
+
+def serial(steps=10):
+    run, state = jax.jit(step), init(jax.random.key(0))
+    for _ in range(steps):
+        state, loss = run(state, BATCH)
+    return jax.device_get(state), float(loss)
+
+
+OPERATION = re.compile(r"= [^=]*? (all-reduce|reduce-scatter|dot)\((.*)")
+BYTES = re.compile(r"\bf32\[([\d,]*)\]")
+
+
+def operations(text):
+    """What a program runs of products and collectives, in the order of its schedule; those that
+    move a single number are left out."""
+    found = []
+    for line in re.sub(r"/\*.*?\*/", "", text[text.index("ENTRY") :]).splitlines():
+        if made := OPERATION.search(line):
+            shapes = BYTES.findall(line[: made.start(1)])
+            lengths = [[int(n) for n in shape.split(",") if n] for shape in shapes]
+            size = sum(4 * math.prod(each) for each in lengths)
+            found += [(made[1], size)] if size > 4 else []
+    return found
+
+
+def sums(executable):
+    """The collectives of every program that has any."""
+    found = {
+        name: [one for one in operations(text) if one[0] != "dot"]
+        for name, text in executable.hlo_text().items()
+    }
+    return {name: ops for name, ops in found.items() if ops}
+
+
+TWO = 2 * LAYER + 100
+
+
+def test_two_buckets_are_two_sums_the_first_under_the_backward_pass():
+    executable = compiled(DataParallel(bucket_bytes=TWO))
+    program = "stage.0.forward_backward"
+    assert sums(executable) == {program: [("all-reduce", 2 * LAYER)] * 2}
+    kinds = [kind for kind, _ in operations(executable.hlo_text()[program])]
+    last_product = len(kinds) - 1 - kinds[::-1].index("dot")
+    assert kinds.index("all-reduce") < last_product
+    (stage,) = executable.plan.stages
+    assert [bucket.bytes for bucket in stage.buckets] == [2 * LAYER] * 2
+
+
+def test_no_bucket_is_a_sum_for_each_gradient():
+    found = sums(compiled(DataParallel(bucket_bytes=0)))
+    assert sorted(found["stage.0.forward_backward"]) == sorted(
+        [("all-reduce", WIDTH * WIDTH * 4), ("all-reduce", WIDTH * 4)] * LAYERS
+    )
+    assert len(found) == 1
+
+
+def test_one_bucket_is_one_sum():
+    assert sums(compiled(DataParallel())) == {
+        "stage.0.forward_backward": [("all-reduce", LAYERS * LAYER)]
+    }
+
+
+def test_only_the_last_microbatch_sums():
+    assert sums(compiled(DataParallel(4, bucket_bytes=TWO))) == {
+        "stage.0.forward_backward.last": [("all-reduce", 2 * LAYER)] * 2
+    }
+    assert sums(compiled(DataParallel(4))) == {"stage.0.reduce": [("all-reduce", LAYERS * LAYER)]}
+
+
+@pytest.mark.parametrize(
+    ("method", "program"),
+    [
+        (Zero2Parallel(1, bucket_bytes=TWO), "stage.0.forward_backward"),
+        (Zero2Parallel(2, bucket_bytes=TWO), "stage.0.forward_backward.last"),
+        (Zero3Parallel(2, bucket_bytes=TWO), "stage.0.forward_backward"),
+    ],
+)
+def test_a_reduce_scatter_a_bucket(method, program):
+    assert sums(compiled(method)) == {program: [("reduce-scatter", 2 * LAYER // 4)] * 2}
+
+
+def test_each_stage_of_a_pipeline_sums_its_own():
+    option = UniformStageOption(2)
+    found = sums(compiled(PipeshardParallel(2, stage_option=option, bucket_bytes=LAYER)))
+    each = [("all-reduce", LAYER)] * 2
+    assert found == {"stage.0.backward.last": each, "stage.1.forward_backward.last": each}
+
+
+SIZES = (0, LAYER, TWO, 25 << 20)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_two_replicas_train_to_the_same_bits_whatever_the_buckets(micro_batches):
+    runs = [trained(compiled(DataParallel(micro_batches, bucket_bytes=size), 2)) for size in SIZES]
+    for other in runs[1:]:
+        jax.tree.map(np.testing.assert_array_equal, runs[0], other)
+
+
+def close(found, expected):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected
+    )
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        *(DataParallel(2, bucket_bytes=size) for size in SIZES),
+        ShardParallel(2, (2, 2), bucket_bytes=LAYER),
+        Zero2Parallel(2, bucket_bytes=TWO),
+        PipeshardParallel(2, stage_option=UniformStageOption(2), bucket_bytes=LAYER),
+    ],
+    ids=repr,
+)
+def test_four_devices_train_as_one(method):
+    close(trained(compiled(method)), serial())
+
+
+def test_gradients_that_cross_in_sixteen_bits_train_nearly_as_one():
+    _, loss = trained(compiled(DataParallel(reduce_dtype="bf16", bucket_bytes=TWO)))
+    _, expected = serial()
+    assert 0 < abs(loss - expected) < 1e-3
+
+
+def test_the_sums_take_the_place_of_the_accumulators():
+    """So a program with several buckets needs two buckets more, no second copy of all gradients."""
+    found = compiled(DataParallel(4, bucket_bytes=LAYER)).memory_bytes()
+    last, before = found["stage.0.forward_backward.last"], found["stage.0.forward_backward"]
+    assert last < before + 2.5 * LAYER
