@@ -124,11 +124,11 @@ class _Maker:
             once: the buckets that are summed once a step.
         """
         if self.slicing.micro_batches == 1:
-            return self.program(name, one_slice, residuals, [*every, *once], ())
-        made = self.program(name, one_slice, residuals, every, once)
+            return self.program(name, one_slice, residuals, [*every, *once])
+        made = self.program(name, one_slice, residuals, every)
         if len(once) < 2:  # its sum would wait for the whole program anyway
             return made
-        last = self.program(f"{name}.last", one_slice, residuals, [*every, *once], ())
+        last = self.program(f"{name}.last", one_slice, residuals, [*every, *once])
         return dataclasses.replace(made, last=last)
 
     def program(
@@ -137,25 +137,17 @@ class _Maker:
         one_slice: TaskProgram,
         residuals: Mapping[Var, Spec],
         now: Sequence[Bucket],
-        later: Sequence[Bucket],
     ) -> StageProgram:
-        """Return the program of a microbatch that sums the buckets `now`, and not those of `later`.
+        """Return the program of a microbatch that sums the buckets `now`.
 
         Accumulators hold the gradient of each replica until it is summed, and then the sum in its
         place; those of gradients that every microbatch sums hold sums.
         """
-        several = self.slicing.micro_batches > 1
-        apart = {
-            Name("grad", i): Name("per_replica", i)
-            for bucket in (*now, *later)
-            for i in bucket.operands
-            if several and not is_summed_in_every(self.layout, i)
-        }
-        elsewhere = {Name("grad", i) for b in now for i in b.operands if not self.stays(b, i)}
         made = one_slice.outputs
         kept = [n for n in made if n.kind in _SUMS and self.is_kept(n)]
-        held = [apart.get(n, n) for n in kept]
-        left = [n if n in elsewhere else apart.get(n, n) for n in made]
+        held = [self.accumulator(n) for n in kept]
+        moves = {i for b in now for i in b.operands if not self.stays(b, i)}
+        left = [n if n.kind == "grad" and n.of in moves else self.accumulator(n) for n in made]
         inputs = [*(n for n in one_slice.inputs if n.kind != "seed"), *held]
         outputs = [*(n for n in held if n in left), *(n for n in left if n not in held)]
 
@@ -174,19 +166,31 @@ class _Maker:
         def whole(number: Any, *flat: Any) -> tuple[Any, ...]:
             read = [self.gathered(n, x) for n, x in zip(inputs[:reads], flat, strict=False)]
             values = dict(zip(made, fun(number, *read), strict=True))
-            sums = dict(zip(kept, flat[reads:], strict=True))
-            for n in apart.keys() & sums.keys():
-                values[n] = sums.pop(n) + values[n]
+            sums = list(zip(kept, held, flat[reads:], strict=True))
+            for n, where, accumulated in sums:
+                if where.kind == "per_replica":
+                    values[n] = accumulated + values[n]
             grads = {n.of: x for n, x in values.items() if n.kind == "grad"}
             for i, x in sum_buckets(self.layout, now, grads).items():
                 in_place = Name("per_replica", i) in left
                 values[Name("grad", i)] = copied(self.layout, i, x) if in_place else x
-            for n, accumulated in sums.items():
-                values[n] = accumulated + values[n]
+            for n, where, accumulated in sums:
+                if where.kind != "per_replica":
+                    values[n] = accumulated + values[n]
             by_name = dict(zip(left, map(values.get, made), strict=True))
             return tuple(by_name[n] for n in outputs)
 
         return StageProgram(name, whole, tuple(inputs), tuple(outputs), residuals, tuple(now))
+
+    def accumulator(self, name: Name) -> Name:
+        """Return the name of an output where the microbatches before are added up.
+
+        It holds each replica's gradient, unless every microbatch sums it.
+        """
+        several = self.slicing.replicas > 1 and self.slicing.micro_batches > 1
+        if name.kind == "grad" and several and not is_summed_in_every(self.layout, name.of):
+            return Name("per_replica", name.of)
+        return name
 
     def is_kept(self, name: Name) -> bool:
         """Return whether an accumulator is read and added to, rather than made afresh."""
