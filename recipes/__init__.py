@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -42,7 +43,8 @@ class Model(NamedTuple):
         loss: takes the parameters, with state also the state, a batch and a random key for dropout,
             None to switch that off (evaluation); returns the mean loss over the batch, a float32
             scalar, and a dict of further scalars, `(loss, metrics)`; with state,
-            `(loss, (metrics, state))`.
+            `(loss, (metrics, state))`. A loss that is a mean over something else than rows, such as
+            the tokens that a mask leaves, gives their number as the metric `weight`.
         has_state: whether the model has state, a pytree of arrays that training changes without
             gradients: the running averages of batch normalization, counters. The state that `loss`
             returns has the structure, shapes and dtypes of the one it was given, and is the next
@@ -54,14 +56,40 @@ class Model(NamedTuple):
     has_state: bool = False
 
 
+@dataclass(frozen=True)
+class Batches:
+    """Numbered batches of rows that can be made apart; called with k, it returns batch k.
+
+    Each process makes the rows of a batch that its devices need, and no others.
+
+    Attributes:
+        numbers: returns the sample numbers of batch k, int64 [rows], a pure function of k.
+        gather: makes the rows of these sample numbers, one or more of them in any order.
+        num_rows: the rows of all batches together, of which the last may hold fewer than the
+            others, and those after it none; None where there is no end to them.
+    """
+
+    numbers: Callable[[int], np.ndarray]
+    gather: Callable[[np.ndarray], Batch]
+    num_rows: int | None = None
+
+    def __call__(self, k: int) -> Batch:
+        """Return batch k."""
+        return self.gather(self.numbers(k))
+
+
 class Dataset(NamedTuple):
-    """Batches addressed by number.
+    """Batches addressed by number, as functions or as `Batches`.
+
+    A function makes whole batches, in every process. `recipes.batches` has functions that return
+    `Batches`.
 
     Attributes:
         train: returns batch k, a pure function of the seed and k, for every k >= 0; each pass over
             the data has an order of its own.
         validation: does the same for held-out data, in an order that does not depend on the seed;
-            None where nothing is held out.
+            None where nothing is held out. A batch with fewer rows than `global_batch_size`, or
+            with none, is the last one.
         describe: one line that says what the data is.
     """
 

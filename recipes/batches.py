@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from recipes import Batches
+
 if TYPE_CHECKING:
     from recipes import Batch
 
 
 def batches(
     num_samples: int, batch_size: int, seed: int, gather: Callable[[np.ndarray], Batch]
-) -> Callable[[int], Batch]:
-    """Return a function from k to batch k, a pure function of `seed` and k.
+) -> Batches:
+    """Return endless batches, of which batch k is a pure function of `seed` and k.
 
     Samples 0 … `num_samples` - 1 are put in a new order for each pass over them; batches are cut
     from the endless sequence of passes, so no sample is left out.
@@ -23,13 +25,29 @@ def batches(
         num_samples: the number of samples; may be smaller than `batch_size`.
         batch_size: the samples of a batch.
         seed: picks the order of each pass.
-        gather: turns sample numbers, int64 [batch_size], into a batch.
+        gather: turns sample numbers, int64 [rows], into rows, one or more of a batch's.
     """
     import grain  # here, not above: Grain imports JAX, and checking a dataset must not
 
     # Grain derives the order of each pass from the seed and the number of the pass.
-    numbers = grain.MapDataset.range(num_samples).seed(seed).shuffle().repeat().batch(batch_size)
-    return numbers.map(gather).__getitem__
+    passes = grain.MapDataset.range(num_samples).seed(seed).shuffle().repeat().batch(batch_size)
+    return Batches(passes.__getitem__, gather)
+
+
+def held_out(num_samples: int, batch_size: int, gather: Callable[[np.ndarray], Batch]) -> Batches:
+    """Return batches for evaluation that hold each sample once, in the same order for every run.
+
+    Args:
+        num_samples: the number of samples; the last batch holds what is left of them.
+        batch_size: the samples of every other batch.
+        gather: as in `batches`.
+    """
+    shuffled = batches(num_samples, batch_size, 0, gather).numbers
+
+    def numbers(k: int) -> np.ndarray:
+        return shuffled(k)[: max(0, num_samples - k * batch_size)]
+
+    return Batches(numbers, gather, num_samples)
 
 
 def next_token_batch(sequences: np.ndarray) -> Batch:

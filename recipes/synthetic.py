@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from recipes import Dataset, InputError
-from recipes.batches import batches, next_token_batch
+from recipes.batches import batches, held_out, next_token_batch
 from recipes.synthetic_options import Synthetic
 
 if TYPE_CHECKING:
@@ -60,8 +60,8 @@ def build(options: Synthetic, model_options: Any, global_batch_size: int, seed: 
     gather, num_samples = _gatherer(model_options), options.num_samples
     return Dataset(
         train=batches(num_samples, global_batch_size, seed, gather),
-        validation=batches(
-            num_samples, global_batch_size, 0, lambda which: gather(which + num_samples)
+        validation=held_out(
+            num_samples, global_batch_size, lambda which: gather(which + num_samples)
         ),
         describe=f"{num_samples:,} made-up samples, and as many others for validation",
     )
@@ -109,8 +109,9 @@ def _teacher(model: Any) -> Callable[[np.ndarray], Batch]:
     second = rng.standard_normal((_TEACHER_SIZE, model.output_size)) / _TEACHER_SIZE**0.5
 
     def gather(which: np.ndarray) -> Batch:
-        samples = [np.random.default_rng([1, i]).standard_normal(model.input_size) for i in which]
-        x = np.stack(samples)
+        x = np.empty((len(which), model.input_size))
+        for row, sample in enumerate(which):
+            x[row] = np.random.default_rng([1, sample]).standard_normal(model.input_size)
         y = np.tanh(x @ first) @ second
         return {"x": x.astype(np.float32), "y": y.astype(np.float32)}
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from recipes import Dataset, InputError
-from recipes.batches import batches, next_token_batch
+from recipes.batches import batches, held_out, next_token_batch
 from recipes.files import FileSlice, find_stdlib, find_text, split, stdlib_folder, total_size
 from recipes.text_options import VOCABULARY, StdlibText, Text
 
@@ -54,7 +54,8 @@ def build(
 ) -> Dataset:
     """Return batches of `tokens` and `targets`, each int32 [global_batch_size, sequence_length].
 
-    A single file is mapped into memory, several are read into it.
+    The last batch of held-out sequences holds what is left of them. A single file is mapped into
+    memory, several are read into it.
 
     Args:
         options: the dataset's settings.
@@ -66,10 +67,11 @@ def build(
     length = model_options.sequence_length
     validation = None
     if text.validation:
-        # The same seed for every run, so that runs are evaluated on the same sequences.
-        validation = _batches(text.validation, length, global_batch_size, seed=0)
+        count, gather = _sequences(text.validation, length)
+        validation = held_out(count, global_batch_size, gather)
+    count, gather = _sequences(text.train, length)
     return Dataset(
-        train=_batches(text.train, length, global_batch_size, seed),
+        train=batches(count, global_batch_size, seed, gather),
         validation=validation,
         describe=_describe(text),
     )
@@ -107,11 +109,12 @@ def _find(options: Any, model_options: Any) -> _Text:
     return text
 
 
-def _batches(
-    pieces: Sequence[FileSlice], length: int, batch_size: int, seed: int
-) -> Callable[[int], Batch]:
+def _sequences(
+    pieces: Sequence[FileSlice], length: int
+) -> tuple[int, Callable[[np.ndarray], Batch]]:
+    """Return how many sequences the text holds, and what makes a batch of some of them."""
     windows = np.lib.stride_tricks.sliding_window_view(_read(pieces), length + 1)[::length]
-    return batches(len(windows), batch_size, seed, lambda which: next_token_batch(windows[which]))
+    return len(windows), lambda which: next_token_batch(windows[which])
 
 
 def _read(pieces: Sequence[FileSlice]) -> np.ndarray:

@@ -34,7 +34,7 @@ def train(
     signal ends the run, provided that a step was made.
 
     Args:
-        settings: the section `train`.
+        settings: the section `train`, with the number of batches of an evaluation.
         workers: the workers, with their state created or restored.
         recorder: takes the result of each step.
         stop: the signals received.
@@ -51,11 +51,12 @@ def train(
     cadence = Cadence(settings.checkpoint, clock())
     calls: deque[Answers] = deque()
     step = saved = finished
+    num_batches = settings.eval_batches or 0
     while step < settings.steps and not stop.requested:
         step += 1
         calls.append(workers.submit("step", step, step == profiled))
         if is_evaluated(step, settings):
-            calls += [workers.submit("evaluate", batch) for batch in range(settings.eval_batches)]
+            calls += [workers.submit("evaluate", batch) for batch in range(num_batches)]
         if step < settings.steps and cadence.is_due(step, clock()):
             _finish(workers, calls, recorder)  # a step that diverged must not be saved
             calls.append(save(step))

@@ -35,6 +35,7 @@ class Prepared:
         plan: the plan for them.
         plan_seconds: the time that tracing and planning took.
         init_from: the checkpoint that the first parameters come from.
+        eval_batches: the batches of an evaluation.
         problem: why the plan cannot be trained, if only a plan was asked for; else empty.
     """
 
@@ -42,6 +43,7 @@ class Prepared:
     plan: Plan
     plan_seconds: float
     init_from: Path | None = None
+    eval_batches: int = 0
     problem: str = ""
 
 
@@ -107,7 +109,8 @@ def plan(config: Config, console: Console, traced: Traced, plan_only: bool = Fal
     seconds = traced.seconds + time.perf_counter() - began
     console.print(f"data: {program.dataset.describe}", soft_wrap=True)
     print_plan(console, chosen, getattr(config.model, "sequence_length", None))
-    ready = Prepared(traced.found.pool, chosen, seconds, traced.found.init_from)
+    init_from, eval_batches = traced.found.init_from, program.eval_batches
+    ready = Prepared(traced.found.pool, chosen, seconds, init_from, eval_batches)
     problem = too_large(chosen) or "".join(nothing_fits)
     if problem and config.parallel.allow_over_memory:
         _log.warning(f"{problem}; parallel.allow_over_memory=true")

@@ -202,6 +202,7 @@ class _Job:
         self.run_log = RunLog(home, config, ready.plan, ready.plan_seconds, console, allocation)
         self.restarts = 0
         self._init_from = str(ready.init_from) if ready.init_from else None
+        self._settings = replace(config.train, eval_batches=ready.eval_batches)
         # After a roll-back: its step and the index of the next batch.
         self._rolled_back: tuple[int, int] | None = None
         self._passed_over = 0  # the offset of a batch's index from its step's
@@ -272,7 +273,7 @@ class _Job:
             with stop.heeded(self._say, _SAVING, until="done"):
                 save = self._saving(workers)
                 try:
-                    train(self._config.train, workers, self.run_log.recorder, stop, finished, save)
+                    train(self._settings, workers, self.run_log.recorder, stop, finished, save)
                 except DivergedError:
                     with suppress(SaveError):
                         save.finish(final=False)  # the save of an earlier step

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from launcher.plan import Plan, PlanError
+from launcher.runtime.batch_rows import rows_here
 from launcher.runtime.compat import is_nan_error, moves_are_guarded
 from launcher.runtime.compile import compile_programs
 from launcher.runtime.dispatch_table import Entry, build_table
@@ -189,6 +191,13 @@ class Executable:
             TypeError: `init` does not return what the step takes.
         """
         return create_state(init, args, self.in_shardings[0], self._placement.meshes)
+
+    def batch_rows(self) -> np.ndarray | None:
+        """Return which rows of the batch a call reads here, int64 [rows]; None: maybe any.
+
+        Of the others a batch that is given may hold anything.
+        """
+        return rows_here(self._table.batches, self._interface.in_avals, self._slicing)
 
     def hlo_text(self) -> dict[str, str]:
         """Return the compiled programs as text, by name."""

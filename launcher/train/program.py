@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -17,8 +17,9 @@ import numpy as np
 from launcher.config.schema import Config
 from launcher.trace import TracedStep, trace_step
 from launcher.train.optimizer import build_optimizer
+from launcher.train.rows import shapes_of
 from launcher.train.step import TrainState, init_state, make_eval_step, make_train_step
-from recipes import InputError, build_dataset, build_model
+from recipes import Batches, InputError, build_dataset, build_model
 
 if TYPE_CHECKING:
     from recipes import Dataset
@@ -33,16 +34,20 @@ class Program:
         init: returns the first state, from the seed.
         seed: the argument of `init`, uint32.
         state: the state's shapes, a tree of `jax.ShapeDtypeStruct`.
+        batch: the batch's shapes.
         train: the train step.
         evaluate: the evaluation step, or None if the run has none.
+        eval_batches: the batches of an evaluation.
     """
 
     dataset: Dataset
     init: Callable[[jax.Array], TrainState]
     seed: np.ndarray
     state: TrainState
+    batch: Any
     train: TracedStep
     evaluate: TracedStep | None
+    eval_batches: int
 
 
 def build_program(config: Config) -> Program:
@@ -67,10 +72,27 @@ def build_program(config: Config) -> Program:
     init = functools.partial(init_state, model, optimizer)
     seed = np.asarray(jax.random.key_data(jax.random.key(config.run.seed)))
     state = jax.eval_shape(init, seed)
-    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), dataset.train(0))
+    batch = shapes_of(dataset.train, batch_size)
     skips = config.train.non_finite == "skip"
     train = trace_step(make_train_step(model, optimizer, schedule, skips), (state, batch))
     evaluate = None
     if config.train.eval_every:
         evaluate = trace_step(make_eval_step(model), (state.model, batch), donate_argnums=())
-    return Program(dataset, init, seed, state, train, evaluate)
+    count = _eval_batches(config, dataset)
+    return Program(dataset, init, seed, state, batch, train, evaluate, count)
+
+
+def _eval_batches(config: Config, dataset: Dataset) -> int:
+    """Return how many batches an evaluation takes, where it takes none twice."""
+    most, batches = config.train.eval_batches, dataset.validation
+    num_rows = batches.num_rows if isinstance(batches, Batches) else None
+    if num_rows is not None:
+        there = -(-num_rows // config.train.global_batch_size)
+        return there if most is None else min(most, there)
+    if most is None and config.train.eval_every:
+        raise InputError(
+            f"train.eval_batches=null evaluates on all that is held out, and dataset.name="
+            f"{config.dataset.name} does not say how much that is; set train.eval_batches to a "
+            "number, or have its build return recipes.batches.held_out"
+        )
+    return most or 0

@@ -118,7 +118,9 @@ def make_train_step(
 def make_eval_step(model: Model) -> Callable[[Any, Batch], Metrics]:
     """Return a function `(TrainState.model, batch) -> metrics`, without dropout.
 
-    `metrics` holds `loss` and what the model adds. The model's state stays as it is.
+    `metrics` holds `loss` and what the model adds. If that is a `weight`, each of the others comes
+    with it as `[value, weight]`, so that both are where the one is. The model's state stays as it
+    is.
     """
 
     def evaluate(of_model: dict[str, Any], batch: Batch) -> Metrics:
@@ -126,4 +128,11 @@ def make_eval_step(model: Model) -> Callable[[Any, Batch], Metrics]:
         loss, (extra, _) = checked_loss(model)(params, model_state, batch, None)
         return {**extra, "loss": loss}
 
-    return launcher.microbatched(evaluate)
+    def weighted(of_model: dict[str, Any], batch: Batch) -> Metrics:
+        metrics = dict(launcher.microbatched(evaluate)(of_model, batch))
+        if "weight" not in metrics:
+            return metrics
+        weight = metrics.pop("weight")
+        return {name: jnp.stack([value, weight]) for name, value in metrics.items()}
+
+    return weighted

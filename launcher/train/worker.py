@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 
 from launcher.cluster.process_group import Peer
 from launcher.config.compose import from_dict
@@ -24,8 +23,10 @@ from launcher.plan import Plan, make_forward_plan
 from launcher.runtime import StageTimes, compile_step
 from launcher.schedule import Task
 from launcher.train import checkpoint
+from launcher.train.evaluation import Evaluator
 from launcher.train.feed import Feeder
 from launcher.train.program import Program, build_program
+from launcher.train.rows import own_rows
 from launcher.train.step import TrainState
 
 if TYPE_CHECKING:
@@ -81,7 +82,6 @@ class TrainWorker(Peer):
         self._saving: Future[None] | None = None
         self._background: checkpoint.Background | None = None
         self._before_evaluation: StepResult | None = None
-        self._evaluated: list[dict[str, jax.Array]] = []
         self._passed_over = 0
         self._completed = 0.0
 
@@ -111,8 +111,9 @@ class TrainWorker(Peer):
         seconds = self._train.compile_seconds
         if program.evaluate:
             evaluate_plan = make_forward_plan(program.evaluate, like=train_plan)
-            self._evaluate = compile_step(program.evaluate, evaluate_plan, devices, self._transport)
-            seconds += self._evaluate.compile_seconds
+            evaluate = compile_step(program.evaluate, evaluate_plan, devices, self._transport)
+            self._evaluator = Evaluator(evaluate, program)
+            seconds += evaluate.compile_seconds
         return seconds
 
     def create(self, init_from: str | None = None) -> None:
@@ -174,31 +175,29 @@ class TrainWorker(Peer):
         return self._with_stage_times(self._finish())
 
     def evaluate(self, batch: int) -> StepResult | None:
-        """Evaluate on one validation batch.
+        """Evaluate on one batch of held-out data.
 
         Every evaluation takes the same batches, so that its values can be compared. They are
         requested in order, a call each, so that a long evaluation is not taken for a hung worker.
 
         Args:
-            batch: the number of the batch, below `train.eval_batches`.
+            batch: the number of the batch, below `Program.eval_batches`.
 
         Returns:
             After the last batch, the result of the step that was sent before the evaluation, with
-                the means over all batches as `eval/...`; before, None.
+                the means over all rows as `eval/...`; before, None.
+
+        Raises:
+            recipes.InputError: the data that is held out has no rows.
         """
-        validation = self._program.dataset.validation
-        assert validation is not None
         if batch == 0:
-            self._before_evaluation, self._evaluated = self.flush(), []
-        self._evaluated.append(self._evaluate(self._state.model, validation(batch)))
-        if batch:  # wait for the batch before while this one runs
-            _fetch(self._evaluated[-2])
-        if batch + 1 < self._config.train.eval_batches:
+            self._before_evaluation = self.flush()
+        means = self._evaluator.run(self._state.model, batch)
+        if means is None:
             return None
-        values = [_fetch(metrics)[0] for metrics in self._evaluated]
-        means = {f"eval/{name}": float(np.mean([v[name] for v in values])) for name in values[0]}
         assert self._before_evaluation is not None
-        return replace(self._before_evaluation, metrics=self._before_evaluation.metrics | means)
+        named = {f"eval/{name}": value for name, value in means.items()}
+        return replace(self._before_evaluation, metrics=self._before_evaluation.metrics | named)
 
     def save(self, folder: str, step: int, metadata: dict[str, Any], token: str) -> None:
         """Begin to write this process's part of the newest state; return once it is copied.
@@ -256,7 +255,8 @@ class TrainWorker(Peer):
 
     def _feed(self, start: int) -> None:
         first, stop = start + self._passed_over, self._config.train.steps + self._passed_over
-        self._feeder = Feeder(self._program.dataset.train, first, stop)
+        program, rows = self._program, self._train.batch_rows()
+        self._feeder = Feeder(own_rows(program.dataset.train, program.batch, rows), first, stop)
 
     def _finish(self) -> StepResult | None:
         if self._sent is None:

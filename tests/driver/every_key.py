@@ -161,7 +161,13 @@ def run_told(config: Config, third: str = ""):
         patch.setattr(wandb, "setup", lambda settings: None)
         plan = PLAN()
         console = Console(file=file, width=200)
-        job = training._Job(home, config, Prepared(object(), plan, 0.0), console, None)
+        job = training._Job(
+            home,
+            config,
+            Prepared(object(), plan, 0.0, eval_batches=config.train.eval_batches),
+            console,
+            None,
+        )
         try:
             job.train(Stop())
         except Exception as error:

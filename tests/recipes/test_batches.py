@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from recipes.batches import batches, next_token_batch
+from recipes.batches import batches, held_out, next_token_batch
 
 
 def numbered(num_samples, batch_size, seed=0):
@@ -42,3 +42,17 @@ def test_targets_are_the_tokens_one_later():
     assert batch["tokens"].tolist() == [[1, 2], [255, 5]]
     assert batch["targets"].tolist() == [[2, 3], [5, 6]]
     assert all(array.dtype == np.int32 and array.flags.c_contiguous for array in batch.values())
+
+
+def test_held_out_batches_hold_each_sample_once_and_then_none():
+    held = held_out(10, 4, lambda which: {"which": which})
+    assert sorted(samples(held, range(3))) == list(range(10))
+    assert [len(held(k)["which"]) for k in range(5)] == [4, 4, 2, 0, 0]
+    assert held.num_rows == 10
+
+
+def test_the_rows_of_a_batch_can_be_made_apart():
+    numbered_batches = numbered(50, 8)
+    numbers = numbered_batches.numbers(3)
+    made = numbered_batches.gather(numbers[[5, 2]])["which"]
+    assert made.tolist() == numbered_batches(3)["which"][[5, 2]].tolist()
