@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from launcher.api.parallelize import parallelize as parallelize
     from launcher.api.remote_array import RemoteArray as RemoteArray
     from launcher.api.remote_array import prefetch as prefetch
+    from launcher.api.replicas import check_replicas as check_replicas
     from launcher.api.session import init as init
     from launcher.api.session import shutdown as shutdown
     from launcher.cluster.errors import ClusterError as ClusterError
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from launcher.cluster.errors import WorkerError as WorkerError
     from launcher.plan import Plan as Plan
     from launcher.plan.methods import *  # noqa: F403
+    from launcher.runtime import ReplicaError as ReplicaError
     from launcher.trace.primitives import grad as grad
     from launcher.trace.primitives import mark_pipeline_boundary as mark_pipeline_boundary
     from launcher.trace.primitives import microbatched as microbatched
@@ -40,8 +42,10 @@ _HOMES = {
     "ParallelizedFunction": "launcher.api.parallelize",
     "Plan": "launcher.plan",
     "RemoteArray": "launcher.api.remote_array",
+    "ReplicaError": "launcher.runtime",
     "WorkerError": "launcher.cluster.errors",
     "WorkerInfo": "launcher.worker_info",
+    "check_replicas": "launcher.api.replicas",
     "foreach_replica": "launcher.api.foreach",
     "foreach_worker": "launcher.api.foreach",
     "grad": "launcher.trace.primitives",

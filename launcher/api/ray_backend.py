@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from launcher.api.signature import Traceable
 from launcher.cluster.errors import WorkerError
 from launcher.cluster.worker_group import WorkerGroup
 from launcher.plan import ClusterShape, Plan
-from launcher.runtime import StageTimes, transformed_error
+from launcher.runtime import Copies, StageTimes, transformed_error
 from launcher.trace import TracedStep
 from launcher.worker_info import WorkerInfo
 
@@ -75,6 +75,18 @@ class RayBackend:
     def wait(self, numbers: Sequence[int]) -> None:
         """Wait until arrays are computed."""
         self.answers(self.send("wait", numbers))
+
+    def digests(self, arrays: Mapping[str, RemoteArray]) -> list[Copies]:
+        """Return each worker's digests of the replicated ones of these arrays.
+
+        Raises:
+            TypeError: an array is of a session that was shut down.
+        """
+        for array in arrays.values():
+            if array._owner is not self:
+                raise TypeError(f"{array!r} is of a session that was shut down")
+        numbers = {name: array.number for name, array in arrays.items()}
+        return self.answers(self.send("digests", numbers))
 
     def placement(self, number: int) -> str:
         """Return in words where an array lies."""

@@ -8,7 +8,7 @@ calls `StepWorker.do`: each call is one message, and its result is plain data.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,16 @@ from launcher.api.settings import devices_stay
 from launcher.cluster.process_group import Peer
 from launcher.cluster.ray.pickling import dumps_script
 from launcher.partition.sharding.reshard import Box
-from launcher.runtime import Executable, StageTimes, Transport, compile_step, fail_together, move
+from launcher.runtime import (
+    Copies,
+    Digester,
+    Executable,
+    StageTimes,
+    Transport,
+    compile_step,
+    fail_together,
+    move,
+)
 from launcher.trace import trace_step
 
 
@@ -200,6 +209,12 @@ class StepWorker(Peer):
         """Wait for the parts of arrays that lie here."""
         arrays = [self._arrays[number] for number in numbers]
         jax.block_until_ready([array for array in arrays if array.addressable_shards])
+
+    def digests(self, numbers: Mapping[str, int]) -> Copies:
+        """Return digests of what lies here of arrays with replicas, given by name."""
+        arrays = {name: self._arrays[number] for name, number in numbers.items()}
+        digester = Digester(arrays)
+        return digester.finish(digester.start(arrays))
 
     def placement(self, number: int) -> str:
         """Return in words where an array lies."""

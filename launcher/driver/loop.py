@@ -44,6 +44,7 @@ def train(
 
     Raises:
         DivergedError: a step's loss or gradient is not finite; nothing of that step is saved.
+        ReplicaError: replicas differ after a step; nothing of that step is saved.
         SaveError: a save failed, and that ends the run.
         WorkerError: and the other errors of `Workers.result`.
     """

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from launcher.report.tracker import Metrics
+from launcher.runtime import ReplicaError, check_equal
 
 if TYPE_CHECKING:
     from launcher.train.worker import StepResult
@@ -76,6 +77,7 @@ class Recorder:
 
         Raises:
             DivergedError: a value is not finite, and training cannot go on from it.
+            ReplicaError: replicas of the state differ after the step.
         """
         if result is None:
             return
@@ -83,6 +85,11 @@ class Recorder:
         self.first_step_at = self.first_step_at or result.completed_at
         rates = self._performance(result.metrics["perf/step_seconds"])
         self._unlogged = result.step, {**result.metrics, **rates}
+        try:
+            check_equal(result.copies, f"step {result.step}: ")
+        except ReplicaError:
+            self.log_newest()
+            raise
         bad = [key for key in _FINITE if not math.isfinite(result.metrics[key])]
         if bad or result.step % self._log_every == 0 or "eval/loss" in result.metrics:
             self.log_newest()

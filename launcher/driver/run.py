@@ -87,9 +87,11 @@ def guarded(work: Callable[[], int]) -> int:
         from launcher.driver.failures import FailedError
         from launcher.driver.recorder import DivergedError
         from launcher.plan import PlanError
+        from launcher.runtime import ReplicaError
         from launcher.trace import TraceError
 
-        if not isinstance(error, TraceError | PlanError | DivergedError | FailedError):
+        known = TraceError | PlanError | DivergedError | FailedError | ReplicaError
+        if not isinstance(error, known):
             raise
         message, code = str(error), 2 if isinstance(error, TraceError | PlanError) else 1
     complain(message)

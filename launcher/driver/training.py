@@ -47,6 +47,7 @@ from launcher.plan import Plan
 from launcher.report.console import line_printer, status
 from launcher.report.jsonl import METRICS, read_metrics
 from launcher.report.text import shown_path
+from launcher.runtime import ReplicaError
 from launcher.stop import Stop
 from launcher.train import checkpoint
 from launcher.train.checkpoint import SaveError
@@ -82,6 +83,7 @@ def train_in(
         ClusterError: the workers could not be started.
         WorkerError: a worker raised an exception.
         DivergedError: the loss or the gradient norm is not finite.
+        ReplicaError: replicas of the state differ.
         SaveError: a save failed, and that ends the run.
         FailedError: the run failed and is not restarted.
         KeyboardInterrupt: the user ended it.
@@ -274,7 +276,7 @@ class _Job:
                 save = self._saving(workers)
                 try:
                     train(self._settings, workers, self.run_log.recorder, stop, finished, save)
-                except DivergedError:
+                except (DivergedError, ReplicaError):
                     with suppress(SaveError):
                         save.finish(final=False)  # the save of an earlier step
                     raise

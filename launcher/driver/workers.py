@@ -100,4 +100,5 @@ def merged(parts: Sequence[StepResult], plan: Plan) -> StepResult:
     seconds = {task: s for part in parts for task, s in part.task_seconds.items()}
     if seconds:
         metrics["pipeline/bubble_fraction"] = measured_bubble(plan, seconds)
-    return StepResult(main.step, metrics, main.completed_at)
+    copies = tuple(each for part in parts for each in part.copies)
+    return StepResult(main.step, metrics, main.completed_at, copies=copies)

@@ -20,7 +20,7 @@ from launcher.cluster.process_group import Peer
 from launcher.config.compose import from_dict
 from launcher.config.schema import Config
 from launcher.plan import Plan, make_forward_plan
-from launcher.runtime import StageTimes, compile_step
+from launcher.runtime import Copies, Digester, StageTimes, compile_step, with_first_replicas
 from launcher.schedule import Task
 from launcher.train import checkpoint
 from launcher.train.evaluation import Evaluator
@@ -43,12 +43,14 @@ class StepResult:
             knows, as the loss is made on one stage.
         completed_at: when the step was complete, in seconds since the epoch.
         task_seconds: the time of each task here, if the step was profiled.
+        copies: digests of the replicas of the state after it, where they are checked: a process's.
     """
 
     step: int
     metrics: dict[str, float]
     completed_at: float
     task_seconds: dict[Task, float] = field(default_factory=dict)
+    copies: tuple[Copies, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class _Sent:
     step: int
     outcome: Future[tuple[dict[str, float], float]]  # its metrics, and when it was complete
     wait_seconds: float  # for its batch
+    digests: list[jax.Array]  # of its replicas, if they are checked
 
 
 class TrainWorker(Peer):
@@ -114,11 +117,17 @@ class TrainWorker(Peer):
             evaluate = compile_step(program.evaluate, evaluate_plan, devices, self._transport)
             self._evaluator = Evaluator(evaluate, program)
             seconds += evaluate.compile_seconds
+        if self._config.train.check_replicas_every:
+            self._digester = Digester(self._placed())
         return seconds
 
     def create(self, init_from: str | None = None) -> None:
-        """Create the first state, sharded; its model is from `init_from`, if given."""
-        self._state = self._train.create(self._program.init, self._program.seed)
+        """Create the first state, sharded; its model is from `init_from`, if given.
+
+        Where `init` made something else in other processes, all take what the first replica has.
+        """
+        made = self._train.create(self._program.init, self._program.seed)
+        self._state = with_first_replicas(made)
         if init_from is not None:
             like = self._placed().model
             nothing: dict[str, Any] = dict.fromkeys(like)
@@ -167,7 +176,10 @@ class TrainWorker(Peer):
         else:
             self._state, metrics = self._train(self._state, batch)
             result = self._finish()
-        self._sent = _Sent(step, self._fetcher.submit(_fetch, metrics), waited)
+        every, digests = self._config.train.check_replicas_every, []
+        if every and step % every == 0:
+            digests = self._digester.start(self._state)
+        self._sent = _Sent(step, self._fetcher.submit(_fetch, metrics), waited, digests)
         return self._with_stage_times(result)
 
     def flush(self) -> StepResult | None:
@@ -271,7 +283,8 @@ class TrainWorker(Peer):
             "data/wait_seconds": sent.wait_seconds,
         }
         completed_at = time.time() - (time.perf_counter() - completed)
-        return StepResult(sent.step, metrics, completed_at)
+        copies = (self._digester.finish(sent.digests),) if sent.digests else ()
+        return StepResult(sent.step, metrics, completed_at, copies=copies)
 
     def _with_stage_times(self, result: StepResult | None) -> StepResult | None:
         if result is None or self._stages is None:

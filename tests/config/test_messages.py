@@ -58,8 +58,8 @@ COMMAND_LINES = [
     (
         "train=3",
         f"train must be a section of settings, not 3 {CLI}. train has: steps, global_batch_size, "
-        "precision, dry_steps, log_every, eval_every, eval_batches, non_finite, init_from, "
-        "checkpoint.",
+        "precision, dry_steps, log_every, eval_every, eval_batches, check_replicas_every, "
+        "non_finite, init_from, checkpoint.",
     ),
     # Bad choices and values out of bounds.
     (

@@ -191,6 +191,17 @@ def worker_told(config: Config):
     return told
 
 
+def checks_told(config: Config):
+    """After which of four steps a worker makes digests of its replicas."""
+    one = TrainWorker()
+    one._config, one._state = config, None
+    one._feeder = SimpleNamespace(get=lambda k: (None, 0.0))
+    one._train = lambda state, batch: (state, {})
+    one._digester = SimpleNamespace(start=lambda state: [state], finish=lambda made: "digests")
+    results = [*map(one.step, range(1, 5)), one.flush()]
+    return [result.copies for result in results if result]
+
+
 def folder_told(config: Config):
     """The run's folder, with `outputs/taken` there already, and the start of its parameters."""
     Path("outputs/taken").mkdir(parents=True, exist_ok=True)

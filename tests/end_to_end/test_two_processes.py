@@ -1,0 +1,109 @@
+"""Data parallel in two worker processes: each makes its own rows, and both start alike."""
+
+from pathlib import Path
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from launched import Launcher, lines, losses
+
+# A model whose first parameters, if it is told so, come from a generator without a seed: other
+# ones in each process.
+MODEL = """
+import jax.numpy as jnp
+import numpy as np
+
+from recipes import Model
+
+
+def build(options, precision):
+    def init(key):
+        rng = np.random.default_rng(options.seed)
+        return {"w": jnp.asarray(rng.normal(size=(4, 2)), jnp.float32), "b": jnp.zeros(2)}
+
+    def loss(params, batch, key):
+        return jnp.mean((batch["x"] @ params["w"] + params["b"] - 1) ** 2), {}
+
+    return Model(init, loss)
+"""
+
+# 64 rows to train on and 100 held out; each process notes which it makes.
+DATA = """
+import os
+from pathlib import Path
+
+import numpy as np
+
+from recipes import Dataset
+from recipes.batches import batches, held_out
+
+ROWS = np.random.default_rng(0).normal(size=(164, 4)).astype(np.float32)
+
+
+def check(options, model_options, validation):
+    pass
+
+
+def build(options, model_options, global_batch_size, seed):
+    def rows(which):
+        with Path(options.notes, f"{os.getpid()}.txt").open("a") as file:
+            print(*which, file=file)
+        return {"x": ROWS[which]}
+
+    train = batches(64, global_batch_size, seed, rows)
+    held = held_out(100, global_batch_size, lambda which: rows(which + 64))
+    return Dataset(train, held, "rows")
+"""
+
+WORDS = (
+    *("model=custom", "model.module=my_model", "dataset=custom", "dataset.module=my_data"),
+    *("allow_modules=[my_model,my_data]", "cluster=emulated", "cluster.gpus=2", "parallel=data"),
+    *("train.steps=4", "train.global_batch_size=32", "train.eval_every=4"),
+    *("train.eval_batches=null", "train.check_replicas_every=1", "wandb.mode=disabled"),
+)
+
+
+def run(tmp_path: Path, name: str, hosts: int, seed: str) -> Path:
+    (tmp_path / "my_model.py").write_text(MODEL)
+    (tmp_path / "my_data.py").write_text(DATA)
+    (tmp_path / name).mkdir()
+    options = f"model.options={{seed: {seed}}}", f"dataset.options={{notes: {tmp_path / name}}}"
+    words = (*WORDS, *options, f"cluster.hosts={hosts}", f"run.id={name}")
+    code, _, err = Launcher(tmp_path, *words).end()
+    assert code == 0, err
+    return tmp_path / "outputs" / name
+
+
+@pytest.mark.slow
+def test_an_init_that_differs_by_process_is_the_first_ones(tmp_path: Path) -> None:
+    home = run(tmp_path, "two", 2, "null")  # whose replicas are checked from the first step on
+    assert len(lines(home)) == 4
+
+    # A process asks for its own rows: after one for the shapes, half of each batch.
+    asked = [
+        [{int(n) for n in line.split()} for line in path.read_text().splitlines()]
+        for path in (tmp_path / "two").iterdir()
+    ]
+    first, second = (each[1:] for each in asked if len(each) > 1)  # the driver wants no others
+    steps = [(a, b) for a, b in zip(first, second, strict=True) if max(a | b) < 64]
+    held = [(a, b) for a, b in zip(first, second, strict=True) if max(a | b) >= 64]
+    assert len(steps) == 4
+    assert all(not a & b for a, b in steps)
+    assert [len(a | b) for a, b in held] == [32, 32, 32, 4]
+    assert all(not a & b for a, b in held)
+    assert set.union(*(a | b for a, b in held)) == set(range(64, 164))
+
+    # And what they find is the mean over all held-out rows.
+    with ocp.CheckpointManager(home / "checkpoints") as manager:
+        params = manager.restore(4, args=ocp.args.StandardRestore())["params"]
+    rows = np.random.default_rng(0).normal(size=(164, 4)).astype(np.float32)[64:]
+    expected = np.mean((rows @ params["w"] + params["b"] - 1) ** 2)
+    assert lines(home)[-1]["eval/loss"] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_two_processes_with_their_own_rows_train_as_one_with_all(tmp_path: Path) -> None:
+    one, two = (run(tmp_path, f"of_{hosts}", hosts, "0") for hosts in (1, 2))
+    assert losses(two) == pytest.approx(losses(one), rel=1e-6)
+    ends = [lines(home)[-1]["eval/loss"] for home in (one, two)]
+    assert ends[1] == pytest.approx(ends[0], rel=1e-6)
