@@ -39,7 +39,7 @@ from launcher.driver.prepare import Prepared
 from launcher.driver.recorder import DivergedError
 from launcher.driver.run_log import RunLog
 from launcher.driver.saving import Saving, contents
-from launcher.driver.workers import Workers
+from launcher.driver.workers import Workers, create_everywhere
 from launcher.files import aside, write_whole
 from launcher.log import lines_to
 from launcher.output import complain
@@ -264,7 +264,7 @@ class _Job:
                 if finished:
                     workers.submit("restore", self._checkpoints, finished).result()
                 else:
-                    workers.submit("create", self._init_from).result()
+                    create_everywhere(workers, self._init_from)
                 if self._passed_over:
                     workers.submit("pass_over", self._passed_over, finished).result()
             if dry_steps := self._config.train.dry_steps:

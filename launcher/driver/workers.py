@@ -5,6 +5,7 @@ The workers hold different stages, so each measures its own part of a step.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +13,11 @@ from typing import Any
 from launcher.cluster.ray.worker import Future, WorkerHandle
 from launcher.cluster.worker_group import WorkerGroup
 from launcher.plan import Plan, measured_bubble
+from launcher.runtime import odd_replicas
 from launcher.train.worker import StepResult
 from launcher.worker_info import WorkerInfo
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,25 @@ class Workers:
     def answers(self, futures: Sequence[Future]) -> list[Any]:
         """Return every worker's answer to a call; see `Answers.each`."""
         return self._group.gather(futures, starting=not self._trained)
+
+
+def create_everywhere(workers: Workers, init_from: str | None) -> None:
+    """Have the workers create the first state, the same in all of them.
+
+    Args:
+        workers: the workers, with their plan set up.
+        init_from: the checkpoint that the model is from, if it is from one.
+    """
+    odd = odd_replicas(workers.submit("create", init_from).each())
+    if not odd:
+        return
+    names = sorted({each.leaf for each in odd})
+    _log.warning(
+        f"the processes made different first values of {names[0]}"
+        + (f" and {len(names) - 1} more arrays" if len(names) > 1 else "")
+        + ", by an init that does not follow from its key alone; all take the first replica's"
+    )
+    workers.submit("take_first", names).result()
 
 
 def merged(parts: Sequence[StepResult], plan: Plan) -> StepResult:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from launcher.partition.sharding.named_dims import axes
-from launcher.runtime.digests import Copies, Digester, from_words, leaf_name, to_words
+from launcher.runtime.digests import Copies, from_words, is_replicated, leaf_name, to_words
+from launcher.runtime.transfer import boxes, is_here
 
 
 class ReplicaError(RuntimeError):
@@ -90,25 +92,51 @@ def _odd(group: np.ndarray) -> list[tuple[np.ndarray, tuple[int, int]]]:
     return [(row, (device, process)) for row in group[group[:, 4] != common]]
 
 
-def with_first_replicas(tree: Any) -> Any:
-    """Return a pytree in which every replica holds what the first one holds.
+def shared_copies(tree: Any) -> Copies:
+    """Return digests of one copy here of what other processes hold, too; made on the host.
 
-    All processes call it together. Arrays that lie in one process stay as they are, and where
-    nothing differs only digests are sent.
+    Nothing is compiled for them, so they suit a comparison that is made once.
+
+    Args:
+        tree: arrays that may lie on devices of several processes.
+    """
+    names: list[str] = []
+    rows = [np.empty((0, 5), np.int64)]
+    number = {device: i for i, device in enumerate(jax.devices())}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if leaf.is_fully_addressable or not is_replicated(leaf):
+            continue
+        tiles = boxes(leaf.shape, leaf.sharding)
+        process = {device.id: device.process_index for device in leaf.sharding.device_set}
+        parts: dict[Any, int] = {
+            box: part for part, box in enumerate(dict.fromkeys(tiles.values()))
+        }
+        owners = {box: {process[d] for d, held in tiles.items() if held == box} for box in parts}
+        here = {tiles[shard.device.id]: shard for shard in leaf.addressable_shards}
+        for box, shard in here.items():
+            if len(owners[box]) > 1:
+                digest = zlib.crc32(np.ascontiguousarray(shard.data).view(np.uint8).data)
+                at = number[shard.device], shard.device.process_index
+                rows.append(np.array([[len(names), parts[box], *at, digest]]))
+        names.append(leaf_name(path))
+    return Copies(tuple(names), np.concatenate(rows))
+
+
+def with_first_replicas(tree: Any, names: Collection[str]) -> Any:
+    """Return a pytree in which all replicas of some arrays hold what the first one holds.
+
+    All processes call it together.
 
     Args:
         tree: the arrays.
+        names: those that are to be made equal.
     """
-    found, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    shared = {leaf_name(path): leaf for path, leaf in found if not leaf.is_fully_addressable}
-    if not shared:
-        return tree
-    digester = Digester(shared, gathered=True)
-    made = digester.finish(digester.start(shared))
-    for name in dict.fromkeys(each.leaf for each in odd_replicas([made])):
-        shared[name] = _from_first(shared[name])
-    leaves = [shared.get(leaf_name(path), leaf) for path, leaf in found]
-    return jax.tree.unflatten(treedef, leaves)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: (
+            _from_first(leaf) if leaf_name(path) in names and is_here(leaf.sharding) else leaf
+        ),
+        tree,
+    )
 
 
 def _from_first(array: jax.Array) -> jax.Array:

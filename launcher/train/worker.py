@@ -20,7 +20,14 @@ from launcher.cluster.process_group import Peer
 from launcher.config.compose import from_dict
 from launcher.config.schema import Config
 from launcher.plan import Plan, make_forward_plan
-from launcher.runtime import Copies, Digester, StageTimes, compile_step, with_first_replicas
+from launcher.runtime import (
+    Copies,
+    Digester,
+    StageTimes,
+    compile_step,
+    shared_copies,
+    with_first_replicas,
+)
 from launcher.schedule import Task
 from launcher.train import checkpoint
 from launcher.train.evaluation import Evaluator
@@ -121,19 +128,25 @@ class TrainWorker(Peer):
             self._digester = Digester(self._placed())
         return seconds
 
-    def create(self, init_from: str | None = None) -> None:
+    def create(self, init_from: str | None = None) -> Copies:
         """Create the first state, sharded; its model is from `init_from`, if given.
 
-        Where `init` made something else in other processes, all take what the first replica has.
+        Returns:
+            Digests of what other processes have created, too, which `init` may have made different
+            there: see `take_first`.
         """
-        made = self._train.create(self._program.init, self._program.seed)
-        self._state = with_first_replicas(made)
+        self._state = self._train.create(self._program.init, self._program.seed)
         if init_from is not None:
             like = self._placed().model
             nothing: dict[str, Any] = dict.fromkeys(like)
             self._state = replace(self._state, **nothing)  # free their memory first
             self._state = replace(self._state, **checkpoint.restore_model(Path(init_from), like))
         self._feed(start=0)
+        return shared_copies(self._state)
+
+    def take_first(self, names: list[str]) -> None:
+        """Make all replicas of some arrays of the state equal to the first one, everywhere."""
+        self._state = with_first_replicas(self._state, names)
 
     def restore(self, folder: str, step: int) -> None:
         """Restore this process's part of the state saved after `step` steps, already sharded."""

@@ -109,7 +109,8 @@ class FakeWorkers:
         if method == "save":
             self._told.append(("save", arguments[1]))
         return SimpleNamespace(
-            result=lambda: self._answer(method, *arguments), each=lambda: [False]
+            result=lambda: self._answer(method, *arguments),
+            each=lambda: [] if method == "create" else [False],
         )
 
     def _answer(self, method, *arguments):

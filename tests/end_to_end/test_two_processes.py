@@ -63,20 +63,25 @@ WORDS = (
 )
 
 
-def run(tmp_path: Path, name: str, hosts: int, seed: str) -> Path:
+def run(tmp_path: Path, name: str, hosts: int, seed: str, said: str = "") -> Path:
     (tmp_path / "my_model.py").write_text(MODEL)
     (tmp_path / "my_data.py").write_text(DATA)
     (tmp_path / name).mkdir()
     options = f"model.options={{seed: {seed}}}", f"dataset.options={{notes: {tmp_path / name}}}"
     words = (*WORDS, *options, f"cluster.hosts={hosts}", f"run.id={name}")
-    code, _, err = Launcher(tmp_path, *words).end()
-    assert code == 0, err
+    code, out, err = Launcher(tmp_path, *words).end()
+    assert (code, err) == (0, "")
+    assert said in out
     return tmp_path / "outputs" / name
 
 
 @pytest.mark.slow
 def test_an_init_that_differs_by_process_is_the_first_ones(tmp_path: Path) -> None:
-    home = run(tmp_path, "two", 2, "null")  # whose replicas are checked from the first step on
+    home = run(
+        *(tmp_path, "two", 2, "null"),  # whose replicas are checked from the first step on
+        "the processes made different first values of params.w, by an init that does not follow "
+        "from its key alone; all take the first replica's\n",
+    )
     assert len(lines(home)) == 4
 
     # A process asks for its own rows: after one for the shapes, half of each batch.

@@ -1,0 +1,91 @@
+"""What checking replicas costs: blocks of steps with one check each, beside blocks without.
+
+    python tests/benchmarks/replica_check.py [--every 10] [--blocks 12]
+
+An MLP of 512-2048-512-2048-512 under Adam, batch 512, on two devices, each with a replica. Blocks
+of both kinds take turns, so that both see the same load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+
+DEVICES = 2
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
+
+from launcher.config.compose import load, to_dict  # noqa: E402
+from launcher.driver.plan_from_config import plan_of  # noqa: E402
+from launcher.plan import local_shape  # noqa: E402
+from launcher.runtime import check_equal  # noqa: E402
+from launcher.train.worker import TrainWorker  # noqa: E402
+
+SETTINGS = (
+    "model=mlp",
+    "model.widths=[2048,512,2048]",
+    "model.input_size=512",
+    "model.output_size=512",
+    "dataset=synthetic",
+    "train.global_batch_size=512",
+    "train.steps=100000",
+    "train.eval_every=0",
+    "optimizer=adam",
+    "parallel=data",
+    "parallel.num_micro_batches=1",
+    "cluster=emulated",
+    f"cluster.gpus={DEVICES}",
+)
+
+
+class Timed:
+    """A worker that trains on, and the seconds of a block of steps."""
+
+    def __init__(self, every: int) -> None:
+        config = load([*SETTINGS, f"train.check_replicas_every={every}"])
+        self.worker, self.every, self.step = TrainWorker(), every, 0
+        self.worker.build(to_dict(config))
+        cluster = local_shape(DEVICES, 1, "cpu")
+        plan = plan_of(config.parallel, self.worker._program.train, cluster)
+        self.worker.setup(plan.to_dict())
+        self.worker.create()
+        self.feed = self.worker._feeder
+        batches = [self.feed.get(k)[0] for k in range(2)]  # made once: data is not the question
+        self.feed.close()
+        self.feed.get = lambda k: (batches[k % 2], 0.0)
+
+    def block(self, checked: bool) -> float:
+        """Seconds of as many steps as there are from check to check, with one check or none."""
+        began = time.perf_counter()
+        for k in range(self.every):
+            # The number of a step says whether it is checked.
+            number = self.every if checked and k == 0 else 1
+            result = self.worker.step(number)
+            check_equal(result.copies if result else ())
+        check_equal(self.worker.flush().copies)
+        return time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--every", type=int, default=10, help="steps from check to check")
+    parser.add_argument("--blocks", type=int, default=12, help="of each kind")
+    args = parser.parse_args()
+    timed = Timed(args.every)
+    timed.block(True)
+    timed.block(False)
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for number in range(args.blocks):
+        for checked in (number % 2 == 0, number % 2 == 1):
+            seconds[checked].append(timed.block(checked))
+    timed.worker.close()
+    step = statistics.median(seconds[False]) / args.every
+    ratios = [a / b for a, b in zip(seconds[True], seconds[False], strict=True)]
+    ratio = statistics.median(ratios)
+    print(f"{1e3 * step:.0f} ms a step; with a check every {args.every}: {ratio - 1:+.1%}")
+
+
+if __name__ == "__main__":
+    main()
