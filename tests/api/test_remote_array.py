@@ -92,6 +92,15 @@ def test_workers_together_compute_what_one_device_does(method):
         assert "over data, on devices 0, 1, 2, 3" in state[0]["w1"].placement
 
 
+def test_replicas_on_the_workers_are_compared_by_digests():
+    (params, _), _ = run(launcher.parallelize(step, method=launcher.DataParallel()), 1)
+    launcher.check_replicas(params)
+    rows = np.concatenate([part.rows for part in current().digests({"w1": params["w1"]})])
+    assert rows[:, 2].tolist() == [0, 1, 2, 3]  # the devices
+    assert rows[:, 3].tolist() == [0, 0, 1, 1]  # the processes
+    assert len(set(rows[:, 4])) == 1
+
+
 def test_a_state_of_this_process_is_taken_too(train):
     _, loss = train(jax.device_get(jax.jit(init)(jax.random.key(0))), BATCHES[0])
     assert_allclose(loss, serial(1)[1][0])
