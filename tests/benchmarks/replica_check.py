@@ -3,7 +3,8 @@
     python tests/benchmarks/replica_check.py [--every 10] [--blocks 12]
 
 An MLP of 512-2048-512-2048-512 under Adam, batch 512, on two devices, each with a replica. Blocks
-of both kinds take turns, so that both see the same load.
+of both kinds take turns, so that both see the same load; on a busy machine the share of processor
+time that a check takes by itself tells more.
 """
 
 from __future__ import annotations
@@ -67,6 +68,12 @@ class Timed:
         check_equal(self.worker.flush().copies)
         return time.perf_counter() - began, time.process_time() - used
 
+    def check(self) -> float:
+        """Return the processor's seconds of one check by itself."""
+        used = time.process_time()
+        check_equal([self.worker._digester.finish(self.worker._digester.start(self.worker._state))])
+        return time.process_time() - used
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -80,13 +87,16 @@ def main() -> None:
     for number in range(args.blocks):
         for checked in (number % 2 == 0, number % 2 == 1):
             seconds[checked].append(timed.block(checked))
+    alone = statistics.median(timed.check() for _ in range(args.blocks))
     timed.worker.close()
     step = statistics.median(elapsed for elapsed, _ in seconds[False]) / args.every
     pairs = list(zip(seconds[True], seconds[False], strict=True))
     elapsed, used = (statistics.median(a[i] / b[i] - 1 for a, b in pairs) for i in range(2))
+    share = alone / statistics.median(cpu for _, cpu in seconds[False])
     print(
         f"{1e3 * step:.0f} ms a step; with a check every {args.every} steps: {elapsed:+.1%}, "
-        f"of processor time {used:+.1%}"
+        f"of processor time {used:+.1%}; a check by itself takes {1e3 * alone:.0f} ms of it, "
+        f"{share:.1%} of a block"
     )
 
 
