@@ -52,6 +52,14 @@ from launcher.files import DamagedError
 # A user's `config.yaml` may name packages to Hydra as further folders; Hydra imports them before
 # anybody has looked at the file. What is said here comes first.
 _NO_OTHER_FOLDERS = "hydra.searchpath=[]"
+# What Hydra itself would do with a run, by groups of its own: more to read and merge than ours.
+_NOTHING_OF_HYDRA = tuple(
+    f"~hydra/{group}"
+    for group in (
+        *("env", "help", "hydra_help", "hydra_logging"),
+        *("job_logging", "launcher", "output", "sweeper"),
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -194,7 +202,7 @@ def from_dict(tree: Mapping[str, Any], texts: Mapping[Place, str] | None = None)
 def _load(overrides: Sequence[Override], folders: Sequence[Path]) -> Config:
     groups = find_groups(folders)
     said = [for_hydra(override, groups, find_groups(folders[-1:])) for override in overrides]
-    said.append(_NO_OTHER_FOLDERS)
+    said += _NO_OTHER_FOLDERS, *_NOTHING_OF_HYDRA
     allowed = _allowed(overrides)
     sources: list[Source] = []
     try:
