@@ -292,6 +292,7 @@ def test_the_compiled_step_can_be_looked_into(train):
     assert {task.stage for task in times.task_seconds} == {0, 1, 2, 3}
 
 
+@pytest.mark.slow
 def test_the_driver_does_not_grow_with_the_model():
     def big(key):
         return [jax.random.normal(k, (2560, 2560)) for k in jax.random.split(key, 8)]
@@ -385,6 +386,7 @@ def test_a_killed_worker_ends_the_session_and_another_one_begins(train):
     assert_allclose(run(train, 2)[1], serial(2)[1])  # the same function, on others
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_told_of_and_ended(train):
     launcher.shutdown()
     launcher.init("ray", num_nodes=2, num_devices_per_node=2, step_timeout=10)

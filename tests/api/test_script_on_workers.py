@@ -13,7 +13,6 @@ import pytest
 
 import launcher
 
-pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("a_script.py")
 
 
@@ -56,6 +55,7 @@ def assert_nothing_is_left(processes, folder):
     assert not list(Path(folder).glob("launcher-*"))
 
 
+@pytest.mark.slow
 def test_a_script_with_classes_of_its_own_trains_as_on_one_device_and_fails_alone(start, folder):
     """With keys that both stages use, a module that sets devices, and Ray imported before."""
     script, line, below = start("own")
@@ -68,6 +68,7 @@ def test_a_script_with_classes_of_its_own_trains_as_on_one_device_and_fails_alon
     assert_nothing_is_left(below, folder)
 
 
+@pytest.mark.slow
 def test_a_script_runs_on_the_ray_that_it_has_started(start):
     script, line, _ = start("joined")
     _, told = script.communicate(timeout=120)
@@ -77,6 +78,7 @@ def test_a_script_runs_on_the_ray_that_it_has_started(start):
     assert "A worker died" not in told
 
 
+@pytest.mark.stress  # test_cleanup ends drivers by signals, too
 def test_a_script_that_is_killed_politely_leaves_nothing(start, folder):
     script, line, below = start("signal")
     script.terminate()

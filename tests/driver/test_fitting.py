@@ -61,7 +61,7 @@ def test_what_fits_is_not_said_to_lack_anything():
     assert too_large(dataclasses.replace(plan, cluster=plan.cluster | {"memory_bytes": None})) == ""
 
 
-@pytest.mark.slow
+@pytest.mark.stress  # every way is searched for
 def test_where_nothing_fits_larger_devices_are_named():
     plan = planned(1000, method="zero3")
     text = what_fits(Zero3(), STEP, shape(1000), plan)

@@ -151,8 +151,13 @@ def test_a_run_is_what_plain_jax_makes_of_the_same_settings(undisturbed):
     np.testing.assert_allclose(list(found.values()), evaluations, rtol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["adam", "sgd", "lion", "adafactor"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param("adafactor", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.stress) for name in ("adam", "sgd", "lion")),
+    ],
+)
 def test_every_optimizer_runs_across_stages_as_on_one_device(optimizer, tmp_path):
     training = Training(tmp_path, f"optimizer={optimizer}").run()
     np.testing.assert_allclose(training.losses(), plain_training(training.config)[0], rtol=1e-5)
@@ -316,12 +321,12 @@ def test_a_step_that_goes_wrong_is_never_saved(bad_batch, tmp_path):
                     *("parallel=three_d", "parallel.pipeline=2", "parallel.model=2"),
                     *(ONE_STAGE, "cluster.gpus=4"),
                 ),
-                ("parallel.schedule=zero_bubble",),
             ]
         ),
         *(
             pytest.param(words, marks=pytest.mark.stress)
             for words in [
+                ("parallel.schedule=zero_bubble",),
                 ("parallel=data", ONE_STAGE),
                 ("parallel=zero2", ONE_STAGE),
                 ("parallel=shard", "parallel.data=1", "parallel.model=2", ONE_STAGE),

@@ -7,7 +7,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from launched import lines, losses
 
-STEPS = 60
+STEPS = 40
 MODEL = (
     "model=mlp",
     "dataset=synthetic",
@@ -22,7 +22,7 @@ MODEL = (
     "wandb.mode=disabled",
 )
 # Steps of 50 ms and more: whoever is to be killed in the middle of a run is found by then.
-SLOW = ("model.hidden_size=1024", "model.num_layers=8", "train.global_batch_size=128")
+SLOW = ("model.hidden_size=512", "model.num_layers=8", "train.global_batch_size=512")
 WORDS = (*MODEL, f"train.steps={STEPS}", "train.checkpoint.every_steps=5", "run.id=one")
 
 

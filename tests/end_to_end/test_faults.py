@@ -11,8 +11,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import psutil
 import pytest
+
+from launcher.config.compose import load
+from launcher.train.optimizer import build_optimizer
+from launcher.train.program import build_program
+from launcher.train.step import init_state, make_train_step
+from recipes import build_model
 
 sys.path.insert(0, str(Path(__file__).parent))
 from disturbed import SLOW, STEPS, WORDS, assert_as_undisturbed
@@ -82,14 +89,14 @@ def test_whoever_is_killed_the_run_comes_to_the_same_bytes(
 
 @pytest.mark.parametrize(
     "hosts",
-    [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.stress)],
+    [pytest.param(1, marks=pytest.mark.stress), pytest.param(2, marks=pytest.mark.slow)],
 )
 def test_a_stopped_worker_is_reported_with_its_stack_and_replaced(
     undisturbed: Callable[[int], Path], tmp_path: Path, hosts: int
 ) -> None:
     run = tmp_path / "outputs" / "one"
     launcher = Launcher(
-        tmp_path, *WORDS, *SLOW, f"cluster.hosts={hosts}", "cluster.step_timeout=30"
+        tmp_path, *WORDS, *SLOW, f"cluster.hosts={hosts}", "cluster.step_timeout=15"
     )
     launcher.wait_for(lambda: len(lines(run)) >= 12)
     stopped = launcher.workers()[0]
@@ -105,7 +112,7 @@ def test_a_stopped_worker_is_reported_with_its_stack_and_replaced(
     assert_as_undisturbed(run, undisturbed(hosts))
 
 
-@pytest.mark.slow
+@pytest.mark.stress  # decided in tests/driver/test_failures.py
 def test_the_same_failure_at_the_same_step_twice_in_a_row_ends_the_run(tmp_path: Path) -> None:
     run = tmp_path / "outputs" / "one"
     launcher = Launcher(tmp_path, *WORDS, FOREVER)
@@ -126,43 +133,48 @@ def test_the_same_failure_at_the_same_step_twice_in_a_row_ends_the_run(tmp_path:
     assert summary(run)["exit_reason"].startswith("worker_0 died")
 
 
-CHANGED = """
+SPOILED = """
 import numpy as np
 from recipes import synthetic
 check = synthetic.check
 
 def build(*arguments):
     dataset = synthetic.build(*arguments)
-    train = dataset.train
-    return dataset._replace(train=lambda k: {changed})
+
+    def train(k):
+        return {n: v * (np.nan if k == 12 else 1) for n, v in dataset.train(k).items()}
+
+    return dataset._replace(train=train)
 """
 OWN = ("dataset=custom", "dataset.module=own", "+dataset.options.num_samples=4096")
 
 
-def with_batches(folder: Path, changed: str) -> Path:
-    """A user's folder whose own dataset makes other batches: `changed`, of `train` and `k`."""
-    folder.mkdir()
-    (folder / "own.py").write_text(CHANGED.replace("{changed}", changed))
-    return folder
-
-
 @pytest.mark.slow
-def test_a_run_is_rolled_back_and_passes_over_the_batches_that_led_astray(tmp_path: Path) -> None:
+def test_a_run_is_rolled_back_and_passes_over_the_batches_that_led_astray(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Batch 12, of step 13, is bad: the run goes back to step 10 and on with batch 13, also in a
-    later process."""
-    bad = "{n: v * (np.nan if k == 12 else 1) for n, v in train(k).items()}"
+    later process; its losses are those of one device."""
+    (tmp_path / "own.py").write_text(SPOILED)
     words = tuple(word for word in WORDS if word != "dataset=synthetic")
     words += (*OWN, "allow_modules=[own]", "optimizer.decay=constant", "train.non_finite=rollback")
-    folder = with_batches(tmp_path / "bad", bad)
-    code, _, err = Launcher(folder, *words, "train.steps=18").end()
+    code, _, err = Launcher(tmp_path, *words, "train.steps=18").end()
     assert code == 0
     assert err.startswith("launcher: train/loss is nan at step 13")
     assert "Restart 1 of at most 3 in 1 s, from the checkpoint at step 10" in err
-    assert Launcher(folder, *words, "train.steps=24").end()[0] == 0
+    assert Launcher(tmp_path, *words, "train.steps=24").end()[0] == 0
 
-    expected = with_batches(tmp_path / "other", "train(k if k < 10 else k + 3)")
-    assert Launcher(expected, *words, "train.steps=24").end()[0] == 0
-    assert losses(folder / "outputs" / "one") == losses(expected / "outputs" / "one")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = load([*words, "train.steps=24"])
+    program = build_program(config)
+    model = build_model(config.model, config.train.precision)
+    optimizer, schedule = build_optimizer(config.optimizer, config.train.steps)
+    step = jax.jit(make_train_step(model, optimizer, schedule))
+    state, expected = init_state(model, optimizer, program.seed), []
+    for k in [*range(10), *range(13, 27)]:
+        state, metrics = step(state, program.dataset.train(k))
+        expected.append(float(metrics["loss"]))
+    assert losses(tmp_path / "outputs" / "one") == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.stress

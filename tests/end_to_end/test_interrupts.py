@@ -77,6 +77,7 @@ def test_ctrl_c_before_the_first_step_ends_the_run(
     assert run.exists() == (task == "train")
     if task == "train":
         assert summary(run)["exit_reason"] == "interrupted"
+        assert not (run / "checkpoints").exists()
 
 
 @pytest.mark.stress

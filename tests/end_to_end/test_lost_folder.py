@@ -15,8 +15,10 @@ WORDS = (
 )  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("renamed", [True, False])
+@pytest.mark.parametrize(
+    "renamed",
+    [pytest.param(True, marks=pytest.mark.slow), pytest.param(False, marks=pytest.mark.stress)],
+)
 def test_the_run_ends_and_says_so_with_its_metrics_kept(renamed: bool, tmp_path: Path) -> None:
     run, moved = tmp_path / "outputs" / "mine", tmp_path / "outputs" / "moved"
     launcher = Launcher(tmp_path, *WORDS)

@@ -49,7 +49,7 @@ def launcher(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.stress  # tests/end_to_end/test_cost_sheet.py trains it, too
 def test_the_readmes_model_trains_in_two_stages(folder: Path) -> None:
     words = shlex.split(COMMAND.partition("-m launcher")[2])
     result = launcher(folder, *words, *SMALL.split(), "parallel=manual", "run.id=own")
@@ -62,8 +62,13 @@ def test_the_readmes_model_trains_in_two_stages(folder: Path) -> None:
     assert len(json.loads((home / "plan.json").read_text())["stages"]) == 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("module", ["normed", "nnx_net"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        pytest.param("normed", marks=pytest.mark.slow),
+        pytest.param("nnx_net", marks=pytest.mark.stress),
+    ],
+)
 def test_the_readmes_models_with_state_train_and_go_on(folder: Path, module: str) -> None:
     words = shlex.split(
         COMMAND.partition("-m launcher")[2].replace("my_pkg.net", f"my_pkg.{module}")

@@ -130,6 +130,18 @@ def test_the_python_runs(program: list[Block], folder: Path) -> None:
         assert block.output in (None, printed)
 
 
+@pytest.mark.parametrize("module", ["net", "normed", "nnx_net"])
+def test_a_model_of_ones_own_makes_steps(
+    module: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those in recipes/README.md; test_own_code.py trains them."""
+    monkeypatch.syspath_prepend(folder)
+    (command,) = (c for c in RECIPES_PAGE.commands if "model.module=my_pkg.net" in c)
+    words = shlex.split(command.partition("-m launcher")[2])
+    program = build_program(load([*words, f"model.module=my_pkg.{module}"]))
+    assert bool(jax.tree.leaves(program.state.model_state)) == (module != "net")
+
+
 def test_a_dataset_of_ones_own_gives_batches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one in recipes/README.md; its model is trained by test_own_code.py."""
     monkeypatch.syspath_prepend(folder)

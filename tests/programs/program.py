@@ -72,22 +72,24 @@ def several_slices(match: str, error: type[Exception] = BatchError) -> dict[str,
     return {name: Refused(match, error) for name in METHODS if name != "auto"}
 
 
-def cases(programs: Mapping[str, Program], both: bool = False) -> list[Any]:
+def cases(programs: Mapping[str, Program], one_more: bool = False) -> list[Any]:
     """Every program by every method, as parameters of a test.
 
-    Without being asked for run two stages and, with `both` or where two stages are refused, data
-    parallelism: they tell the most. Of the others `auto` is slow, with `both`; all else is for
-    `stress`.
+    Without being asked for run two stages of two replicas each, which tell the most, and data
+    parallelism where they are refused. Of the others one is slow with `one_more`, by one program
+    after the other; all else is for `stress`.
     """
+    others = [method for method in METHODS if method != "stages"]
 
-    def marks(program: Program, method: str) -> Any:
-        if method == "stages" or (method == "data" and (both or "stages" in program.refused)):
+    def marks(i: int, program: Program, method: str) -> Any:
+        if method == "stages" or (method == "data" and "stages" in program.refused):
             return []
-        return [pytest.mark.slow if both and method == "auto" else pytest.mark.stress]
+        slow = one_more and method == others[i % len(others)]
+        return [pytest.mark.slow if slow else pytest.mark.stress]
 
     return [
-        pytest.param(name, method, marks=marks(program, method))
-        for (name, program), method in itertools.product(programs.items(), METHODS)
+        pytest.param(name, method, marks=marks(i, program, method))
+        for (i, (name, program)), method in itertools.product(enumerate(programs.items()), METHODS)
     ]
 
 

@@ -24,10 +24,9 @@ from trainings import assert_same, run, serial, training
 
 UNTIED = "shard 2x2, 2", "3d", "2+4, zero3", "1+3"  # it differs at both ends only
 SLOW = {
-    *(("gpt_tied", name) for name in ("shard 2x2, 2", "data, 2", "zero2, 2", "zero3, remat")),
-    *(("gpt_tied", name) for name in ("3d, zero bubble", "3+1, remat", "1+2+4+1", "given")),
-    *(("gpt_untied", name) for name in ("3d", "2+4, zero3")),
-    *(("mlp", name) for name in ("shard 4, 1", "zero2, 2", "4 stages", "1+3, whole")),
+    *(("gpt_tied", name) for name in ("shard 2x2, 2", "zero3, remat", "3d, zero bubble", "given")),
+    ("gpt_untied", "2+4, zero3"),
+    *(("mlp", name) for name in ("4 stages", "1+3, whole")),
 }
 FAST = {
     ("mlp", "data, 2"),

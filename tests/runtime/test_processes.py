@@ -74,27 +74,34 @@ def check(settings, told):
             2,
             [
                 {**ONE_F_ONE_B, "stages": 4},
+                {"method": "zero3", "num_micro_batches": 3},  # a stage over both processes
+                UNEQUAL,
+                {"training": "gan", "method": "manual", "num_micro_batches": 2, "stages": 2},
+            ],
+        ),
+        pytest.param(
+            2,
+            2,
+            [
                 {**GPIPE, "stages": 2},  # a stage a process, two replicas each
                 # Many small tasks: a process must not run ahead of the other without bound.
                 {**ONE_F_ONE_B, "stages": 2, "num_micro_batches": 12},
                 {**ONE_F_ONE_B, "stages": 4, "schedule": "zero_bubble"},
-                {"method": "data", "num_micro_batches": 1},  # a stage over both processes
+                {"method": "data", "num_micro_batches": 1},
                 {"method": "zero2", "num_micro_batches": 3},
-                {"method": "zero3", "num_micro_batches": 3},
                 {"method": "shard", "logical_mesh_shape": [2, 2]},
                 {"method": "three_d", "data": 1, "model": 2, "pipeline": 2},
-                UNEQUAL,
-                {"training": "gan", "method": "manual", "num_micro_batches": 2, "stages": 2},
                 {"training": "gan", "method": "zero3", "num_micro_batches": 2},
             ],
+            marks=pytest.mark.slow,
         ),
+        pytest.param(3, 1, [{**GPIPE, "stages": 3}], marks=pytest.mark.slow),
         pytest.param(
-            3,
+            4,
             1,
-            [{**ONE_F_ONE_B, "stages": 3}, {**GPIPE, "stages": 3}],
+            [{**ONE_F_ONE_B, "stages": 4}],
             marks=pytest.mark.stress,
         ),
-        pytest.param(4, 1, [{**ONE_F_ONE_B, "stages": 4}], marks=pytest.mark.slow),
     ],
 )
 def test_processes_together_equal_one_device(count, devices, settings):

@@ -108,8 +108,9 @@ def folded(key, number):
 @pytest.mark.parametrize(
     ("name", "kind"),
     [  # a vmapped rbg generator draws other numbers than one that is not
-        (name, kind)
+        pytest.param(name, kind, marks=[] if name == "stages" or kind == "typed" else by_hand)
         for name, kind in itertools.product(METHODS, KEYS)
+        for by_hand in [pytest.mark.stress]
         if (name, kind) != ("replicas", "other generator")
     ],
 )

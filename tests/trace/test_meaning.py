@@ -296,7 +296,13 @@ def test_a_random_mask_and_its_sum_are_of_the_same_draw():
     check(fun, PARAMS, BATCH, 4)
 
 
-@pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.parametrize(
+    "name",
+    [  # every third also without being asked for
+        pytest.param(name, marks=[pytest.mark.stress] if i % 3 else [])
+        for i, name in enumerate(EQUAL)
+    ],
+)
 def test_slices_of_one_row(name):
     """JAX leaves out what repeats a single row: the program is another one."""
     check(EQUAL[name], PARAMS, BATCH, ROWS)

@@ -170,8 +170,14 @@ def test_a_killed_driver_leaves_nothing_and_a_neighbour_goes_on(run_driver, prob
         assert worker.submit("add", 1).result() == 6
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.stress),
+    ],
+)
 def test_a_driver_that_a_signal_ends_leaves_nothing(run_driver, number):
     driver = run_driver(stderr=subprocess.DEVNULL)
     processes, folder = below(driver.pid)
@@ -247,7 +253,7 @@ def test_signals_that_come_while_ray_connects_are_delivered_afterwards(probe_fol
     assert (run.returncode, run.stdout) == (0, "True 1\n"), run.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.stress  # it takes Ray's agents more than a minute
 def test_processes_follow_even_a_killed_head(run_driver):
     driver = run_driver()
     processes, _ = below(driver.pid)

@@ -66,7 +66,7 @@ def drive(scenario: str, folder: Path, second: int = 0, timeout: int = SECONDS) 
     return driver.stdout
 
 
-@pytest.mark.slow  # the next one meets, too
+@pytest.mark.stress  # the next one meets, too
 def test_each_worker_is_on_its_node_and_all_end_with_the_driver(
     second_node, tmp_path: Path
 ) -> None:
