@@ -319,7 +319,11 @@ def test_two_hosts_train_as_one_and_go_on_from_its_checkpoint(folder: Path) -> N
     )
     train(2, "one", "train.steps=6")
     assert losses(one) == pytest.approx(losses(two), rel=1e-5)
-    evaluations = [[line.get("eval/loss") for line in lines(run)[3:]] for run in (one, two)]
+    evaluations = [
+        {line["step"]: line["eval/loss"] for line in lines(run)[3:] if "eval/loss" in line}
+        for run in (one, two)
+    ]
+    assert list(evaluations[0]) == [4, 6]
     assert evaluations[0] == pytest.approx(evaluations[1], rel=1e-5)
     assert all(lines(two)[-1][f"pipeline/stage_{s}_seconds"] > 0 for s in range(2))
     for run, way in ((one, "pull"), (two, "collective")):
