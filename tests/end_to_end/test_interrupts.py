@@ -61,7 +61,7 @@ class Running:
         ("plan", None),
         ("plan", "reading the data and tracing"),
         ("plan", "planning"),
-        pytest.param("train", "starting Ray", marks=pytest.mark.slow),
+        pytest.param("train", "starting Ray", marks=pytest.mark.stress),
         pytest.param("train", "compiling", marks=pytest.mark.slow),
     ],
 )

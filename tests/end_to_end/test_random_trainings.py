@@ -24,10 +24,6 @@ from launched import Launcher, lines
 STEPS = 3
 PIPELINES = ("manual", "three_d")
 METHODS = (*PIPELINES, "auto", "manual", "data", "three_d", "zero2", "manual", "zero3", "shard")
-QUICK = {5}  # of these seeds in the slow tests; the others are for `-m stress`
-SEEDS = [
-    pytest.param(s, marks=pytest.mark.slow if s in QUICK else pytest.mark.stress) for s in range(30)
-]
 ALWAYS = (
     f"train.steps={STEPS}",
     "train.global_batch_size=16",
@@ -110,7 +106,8 @@ def on_one_device(config: Config) -> list[tuple[float, float]]:
     return found
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.stress
+@pytest.mark.parametrize("seed", range(30))
 def test_a_random_training_has_the_losses_of_one_device(tmp_path: Path, seed: int) -> None:
     words, config = training_at_random(seed)
     code, _, err = Launcher(tmp_path, *words).end()

@@ -204,7 +204,7 @@ def test_a_run_that_is_moved_goes_on_at_the_next_step(
     assert {path.name.rpartition("-")[2] for path in recordings} == {how}
 
 
-@pytest.mark.slow
+@pytest.mark.slurm
 def test_a_cancelled_run_saves_and_stays_cancelled(user: User) -> None:
     run = user.submit("cancelled", *TWO_NODES, ENDLESS, "run.resume=never")
     run.train_past(5)

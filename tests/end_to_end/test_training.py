@@ -264,7 +264,7 @@ def test_without_restarts_a_worker_that_dies_ends_the_run(tmp_path: Path) -> Non
     assert summary(run)["exit_reason"].startswith("worker_0 died")
 
 
-@pytest.mark.slow
+@pytest.mark.stress  # tests/test_stop.py sends SIGHUP, too
 def test_closing_the_terminal_saves_and_ends_the_run(tmp_path: Path) -> None:
     run = tmp_path / "outputs" / "one"
     master, slave = pty.openpty()
@@ -291,7 +291,7 @@ def test_closing_the_terminal_saves_and_ends_the_run(tmp_path: Path) -> None:
     assert [p.cmdline() for p in psutil.process_iter() if mark_of(p) == mark] == []
 
 
-@pytest.mark.slow
+@pytest.mark.stress  # tests/driver/test_loop.py diverges, too
 def test_a_diverging_run_says_so_and_keeps_its_last_good_state(tmp_path: Path) -> None:
     wild = ("optimizer=sgd", "optimizer.learning_rate=1e38", "optimizer.clip_norm=null")
     code, _, err = Launcher(tmp_path, *SMOKE, "run.id=one", *wild).end()

@@ -174,7 +174,7 @@ def test_a_killed_driver_leaves_nothing_and_a_neighbour_goes_on(run_driver, prob
     "number",
     [
         pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, marks=pytest.mark.stress),
         pytest.param(signal.SIGHUP, marks=pytest.mark.stress),
     ],
 )
