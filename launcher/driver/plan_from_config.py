@@ -22,6 +22,7 @@ from launcher.config.parallel import (
 from launcher.driver.replay import another_program, check_replay_devices, no_plan, read_plan
 from launcher.partition.reduction import Reduction
 from launcher.plan import ClusterShape, Plan, PlanError
+from launcher.plan.auto_plan import auto_plan
 from launcher.plan.build import build_plan, repriced
 from launcher.plan.errors import TooLargeError
 from launcher.plan.methods import (
@@ -32,7 +33,6 @@ from launcher.plan.methods import (
     UniformStageOption,
     Zero2Parallel,
     Zero3Parallel,
-    auto_plan,
 )
 from launcher.plan.options import AutoLayerOption, ManualLayerOption, numbered_layers
 from launcher.plan.profile.measure_layers import measure_layers

@@ -38,7 +38,7 @@ def print_plan(console: Console, plan: Plan, tokens: int | None = None) -> None:
         console.print(words, soft_wrap=True)
     console.print(predictions(plan, tokens), soft_wrap=True)
     console.print(bottleneck(plan), soft_wrap=True)
-    if sums := gradient_sums(plan):
+    if sums := bucket_line(plan):
         console.print(sums, soft_wrap=True)
     if plan.profiled:
         console.print("\nmeasured layers, in slices of so many rows:", soft_wrap=True)
@@ -69,7 +69,7 @@ def bottleneck(plan: Plan) -> str:
     )
 
 
-def gradient_sums(plan: Plan) -> str:
+def bucket_line(plan: Plan) -> str:
     """Return how gradients are summed over the replicas, in one line; "" if in one bucket a stage.
 
     The share is that of the sums once a step.

@@ -3,7 +3,7 @@
 from layered import layered_step
 
 from launcher.plan import local_shape
-from launcher.plan.methods import auto_plan
+from launcher.plan.auto_plan import auto_plan
 
 
 def test_more_stages_than_groups_of_layers_that_are_searched_by_default():

@@ -1,0 +1,81 @@
+"""The search for a plan as a method or the settings ask for it: what they fix, what is open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from launcher.partition.errors import PlanError
+from launcher.partition.reduction import DEFAULT_REDUCTION, Reduction
+from launcher.partition.remat import remat_of_stages
+from launcher.plan.cluster_shape import ClusterShape
+from launcher.plan.further import checked_fit, lead_of, with_further
+from launcher.plan.inter_op.auto import model_sizes
+from launcher.plan.inter_op.problem import Wanted
+from launcher.plan.inter_op.select import search
+from launcher.plan.options import checked_micro_batches
+from launcher.plan.plan import Plan
+from launcher.plan.profile.measure_layers import measure_layers
+from launcher.schedule import training_schedules
+from launcher.trace.step import TracedStep
+
+
+def auto_plan(  # noqa: PLR0913 (the search's settings)
+    step: TracedStep,
+    cluster: ClusterShape,
+    num_micro_batches: int | None,
+    schedule: str,
+    remat: str | Sequence[str],
+    cost: str = "model",
+    progress: Callable[[float], None] = lambda share: None,
+    num_stages: int | None = None,
+    reduction: Reduction = DEFAULT_REDUCTION,
+) -> Plan:
+    """Return the best plan that the search finds.
+
+    Args:
+        step: the traced train step, cut into layers.
+        cluster: the devices to plan for.
+        num_micro_batches: number of microbatches; None: searched for.
+        schedule: name of a schedule, or "auto".
+        remat: name of a rematerialisation policy, or "auto".
+        cost: see `AutoStageOption`.
+        progress: called with the share that is done, 0 … 1.
+        num_stages: number of stages; None: as many as are best.
+        reduction: how gradients are summed over the replicas.
+
+    Raises:
+        PlanError: the search does not know the schedule, policy or cost, or nothing fits.
+    """
+    check_cost(cost)
+    searched = training_schedules(interleaves=False)
+    if schedule not in ("auto", *searched):
+        raise PlanError(
+            f"parallel.schedule={schedule} is not searched for; give auto, "
+            f"{', '.join(searched[:-1])} or {searched[-1]}, or use parallel=manual"
+        )
+    if remat != "auto":
+        remat = remat_of_stages(remat, 1)[0]
+    wanted = Wanted(
+        num_micro_batches=num_micro_batches and checked_micro_batches(num_micro_batches),
+        schedule=None if schedule == "auto" else schedule,
+        remat=None if remat == "auto" else str(remat),
+        num_stages=num_stages,
+        reduction=reduction,
+    )
+    if cost == "model":
+        return checked_fit(with_further(step, *search(step, cluster, wanted, progress)))
+    measured = measure_layers(
+        lead_of(step),
+        cluster,
+        model_sizes(cluster),
+        wanted.num_micro_batches,
+        lambda share: progress(0.9 * share),
+    )
+    found = search(step, cluster, wanted, lambda share: progress(0.9 + 0.1 * share), measured)
+    return checked_fit(with_further(step, *found, measured))
+
+
+def check_cost(cost: str) -> None:
+    """Raise PlanError if `cost` is unknown."""
+    if cost not in ("model", "profile"):
+        raise PlanError(f'cost={cost!r} is not "model" or "profile"')
