@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import IO, Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 
@@ -45,12 +45,14 @@ class DamagedError(ValueError):
         super().__init__(line if len(line) <= _MOST_SAID else f"{line[: _MOST_SAID - 1]}…")
 
 
-def write_whole(path: Path, content: str | bytes, private: bool = False) -> None:
+def write_whole(
+    path: Path, content: str | bytes | Callable[[IO[bytes]], None], private: bool = False
+) -> None:
     """Write a file whole or not at all, and wait until it is on the disk.
 
     Args:
         path: the file.
-        content: its content; text is encoded in UTF-8.
+        content: its content, text in UTF-8; or a function that writes it to the file.
         private: whether only this user may read it; otherwise the umask decides.
 
     Raises:
@@ -62,7 +64,10 @@ def write_whole(path: Path, content: str | bytes, private: bool = False) -> None
         descriptor = os.open(partial, flags, 0o600 if private else 0o666)
         try:
             with open(descriptor, "wb") as file:
-                file.write(content.encode() if isinstance(content, str) else content)
+                if callable(content):
+                    content(file)
+                else:
+                    file.write(content.encode() if isinstance(content, str) else content)
                 file.flush()
                 os.fsync(descriptor)
             os.replace(partial, path)

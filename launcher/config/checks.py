@@ -163,6 +163,10 @@ def _check_task(config: Config) -> Iterator[ConfigError]:
             "Use cluster=slurm.",
             ["task", "cluster.kind"],
         )
+    if config.task == "export" and config.run.id is None:
+        yield ConfigError(
+            "task=export does not say which run", "Give run.id=VALUE.", ["task", "run.id"]
+        )
     if config.task == "sweep_status" and config.sweep.dir is None:
         yield ConfigError(
             "task=sweep_status does not say which sweep",

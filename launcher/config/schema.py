@@ -91,8 +91,17 @@ class Train:
     # What follows a loss or gradient that is not finite: the end | the state stays as it was | the
     # newest checkpoint, and from there other batches.
     non_finite: str = choice("stop", "stop", "skip", "rollback")
-    init_from: str | None = None  # a checkpoint, or a run's folder: start from its model
+    # A checkpoint, a run's folder or an .npz file: start from its model.
+    init_from: str | None = None
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+
+
+@dataclass(frozen=True)
+class Export:
+    """What `task=export` writes: the weights after `step` steps of the run, to the file `path`."""
+
+    step: int | None = number(None, minimum=0)  # null: those of the newest checkpoint
+    path: str | None = None  # null: weights-<step>.npz in the run's folder
 
 
 @dataclass(frozen=True)
@@ -131,7 +140,9 @@ class Config:
     value of a variable.
     """
 
-    task: str = choice("train", "train", "plan", "check", "calibrate", "submit", "sweep_status")
+    task: str = choice(
+        *("train", "train", "plan", "check", "calibrate", "export", "submit", "sweep_status")
+    )
     allow_modules: list[str] = field(default_factory=list)
     allow_commands: bool = False
     run: Run = field(default_factory=Run)
@@ -144,6 +155,7 @@ class Config:
     parallel: Parallel = field(default_factory=Auto, metadata=variants("method", METHODS))
     cluster: Cluster = field(default_factory=Local, metadata=variants("kind", CLUSTERS))
     wandb: Wandb = field(default_factory=Wandb)
+    export: Export = field(default_factory=Export)
     sweep: Sweep = field(default_factory=Sweep)
     from_environment: FromEnvironment = field(
         default_factory=dict, compare=False, repr=False, metadata={"internal": True}

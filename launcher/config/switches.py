@@ -61,6 +61,13 @@ SWITCHES = (
         "use another wandb.mode",
     ),
     Switch(
+        ("export",),
+        ("task",),
+        lambda c: c.task == "export",
+        "that is for task=export",
+        "use that task",
+    ),
+    Switch(
         ("sweep",),
         ("task",),
         lambda c: c.task == "sweep_status",

@@ -1,4 +1,4 @@
-"""The checkpoint that a new run takes its model from: `train.init_from`."""
+"""The checkpoint or file that a new run takes its model from: `train.init_from`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,17 @@ from launcher.train import checkpoint
 
 _KEY = "train.init_from"
 
+_RUNS_REMEDY = "Use the model settings of the run that saved it; they are in its config.yaml."
+_ARRAYS_REMEDY = (
+    "An array has the name and the shape of a leaf of the model's; task=export writes such a file "
+    "of a run."
+)
+
 _log = logging.getLogger(__name__)
 
 
 def find_start(config: Config, finished: int, thorough: bool = True) -> Path | None:
-    """Return the checkpoint to take the first parameters from, or None for a fresh start.
+    """Return the checkpoint or `.npz` file to start from, or None for a fresh start.
 
     It is None, too, if the run resumes from a checkpoint of its own.
 
@@ -27,7 +33,7 @@ def find_start(config: Config, finished: int, thorough: bool = True) -> Path | N
         thorough: whether to read all files and compare their checksums.
 
     Raises:
-        ConfigError: `train.init_from` holds no intact checkpoint.
+        ConfigError: `train.init_from` is no intact checkpoint and no file of arrays.
     """
     named = config.train.init_from
     if named is None:
@@ -42,7 +48,8 @@ def find_start(config: Config, finished: int, thorough: bool = True) -> Path | N
     except checkpoint.InitError as error:
         raise ConfigError(
             f"{_KEY}={named} {error}",
-            "Name a checkpoint (<run folder>/checkpoints/<step>), or the folder of a run.",
+            "Name a checkpoint (<run folder>/checkpoints/<step>), the folder of a run, or an .npz "
+            "file of arrays.",
             [_KEY],
         ) from None
     for line in damaged:
@@ -52,21 +59,21 @@ def find_start(config: Config, finished: int, thorough: bool = True) -> Path | N
 
 
 def check_start(named: str | None, path: Path, model: Mapping[str, Any]) -> None:
-    """Check that what a checkpoint holds of a model fits this one.
+    """Check that what a checkpoint or a file holds of a model fits this one.
 
     Args:
         named: `train.init_from`, for the message.
-        path: the checkpoint.
+        path: the checkpoint, or the `.npz` file.
         model: the model's parts (`TrainState.model`), trees of `jax.ShapeDtypeStruct`.
 
     Raises:
-        ConfigError: they differ in names or shapes.
+        ConfigError: they differ in names, shapes or, of a file, kinds of numbers.
     """
     try:
         checkpoint.check_model(path, model)
     except checkpoint.Mismatch as error:
         raise ConfigError(
             f"{_KEY}={named} does not fit the model: {error}",
-            "Use the model settings of the run that saved it; they are in its config.yaml.",
+            _ARRAYS_REMEDY if path.is_file() else _RUNS_REMEDY,
             [_KEY],
         ) from None

@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 def run(config: Config, stop: Stop, rendezvous: Rendezvous | None = None) -> int:
-    """Do `config.task`, "train", "plan" or "calibrate"; report errors on standard error.
+    """Do `config.task`, "train", "plan", "calibrate" or "export"; report errors on standard error.
 
     Call it in the main thread, once per process.
 
@@ -63,10 +63,13 @@ def run(config: Config, stop: Stop, rendezvous: Rendezvous | None = None) -> int
         if config.task == "train":
             return _train(config, console, stop, rendezvous)
         from launcher.driver.calibrate import calibrate
+        from launcher.driver.export import export
 
         with stop.interruptible():
             if config.task == "calibrate":
                 return calibrate(config.cluster, console)
+            if config.task == "export":
+                return export(config, console)
             return _plan(config, console)
 
     with lines_to(line_printer(console)):

@@ -28,6 +28,8 @@ REFUSED = [
         (f"wandb.mode=disabled wandb.{word}", f"wandb.{word.partition('=')[0]}")
         for word in ("project=p", "entity=e", "group=g", "name=n", "tags=[t]")
     ),
+    ("export.step=3", "export.step"),
+    ("export.path=x.npz", "export.path"),
     ("sweep.dir=multirun/x", "sweep.dir"),
     ("sweep.resubmit=true", "sweep.resubmit"),
     (

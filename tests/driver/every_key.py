@@ -27,6 +27,7 @@ from launcher.config.parallel import Data
 from launcher.config.schema import Config
 from launcher.driver import folder, training
 from launcher.driver.cluster_from_config import described_shape
+from launcher.driver.export import export
 from launcher.driver.failures import run_with_restarts
 from launcher.driver.folder import RunFolder
 from launcher.driver.init_from import find_start
@@ -36,7 +37,7 @@ from launcher.plan import PlanError, local_shape
 from launcher.stop import Stop
 from launcher.submit import job, job_sweep
 from launcher.submit.job import submit
-from launcher.train import worker
+from launcher.train import checkpoint, worker
 from launcher.train.optimizer import build_optimizer
 from launcher.train.worker import StepResult, TrainWorker
 from recipes import build_dataset, build_model
@@ -275,10 +276,20 @@ def task_told(config: Config):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("launcher.config.compose.load", lambda *_: config)
         patch.setattr("launcher.command._check", lambda *_: called.append("check"))
-        for name in ("run._train", "run._plan", "calibrate.calibrate"):
+        for name in ("run._train", "run._plan", "calibrate.calibrate", "export.export"):
             patch.setattr(f"launcher.driver.{name}", lambda *_, name=name: called.append(name))
         command.run([], Stop())
     return called
+
+
+def export_told(config: Config):
+    """Which checkpoint is written to which file."""
+    told, console = [], Console(file=io.StringIO())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "resolve", lambda path: (path / "checkpoints" / "5", ()))
+        patch.setattr(checkpoint, "export_model", lambda *paths, private: told.append(paths))
+        export(config, console)
+    return told
 
 
 def sweep_told(config: Config):

@@ -9,6 +9,7 @@ import sys
 import typing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from launcher.config.build import build
@@ -34,6 +35,7 @@ DATA = {
     "dataset": {"name": "custom", "module": "mine.data", "options": {"width": 4}},
     "allow_modules": ["mine"],
 }
+ARRAYS = {"dataset": {"name": "arrays", "path": "data.npz"}}
 TEXT = {"dataset": {"name": "text", "path": "books"}}
 SHORT = {"train": {"steps": 4, "eval_every": 2, "eval_batches": 1}, "wandb": {"mode": "disabled"}}
 RECORDED = {"train": {"steps": 1, "eval_every": 0}, "wandb": {"mode": "offline"}}
@@ -110,6 +112,11 @@ def probes():
     yield "text", "dataset.path", data(merged(GPT, TEXT), "more")
     yield "text", "dataset.pattern", data(merged(GPT, TEXT), "*.md")
     yield "text", "dataset.validation_fraction", data(merged(GPT, TEXT), 0.3)
+    arrays = merged(MLP, ARRAYS)
+    yield "arrays", "dataset.path", data(arrays, "more.npz")
+    yield "arrays", "dataset.names", data(arrays, ["x"])
+    yield "arrays", "dataset.shuffle", data(arrays, False)
+    yield "arrays", "dataset.validation_fraction", data(arrays, 0.5)
     yield "synthetic", "dataset.num_samples", data(merged(MLP, MADE_UP), 128)
     yield "custom", "dataset.module", data(merged(NET, DATA), "mine.other_data")
     yield "custom", "dataset.options", data(merged(NET, DATA), {"width": 8})
@@ -125,8 +132,8 @@ def probes():
                     shown = merged(base, {"optimizer": {"warmup_steps": 0}})
                 yield name, f"optimizer.{field.name}", Probe(told.optimizer_told, shown, value)
 
-    for value in ("check", "plan", "calibrate"):
-        yield "", "task", Probe(told.task_told, {}, value)
+    for value in ("check", "plan", "calibrate", "export"):
+        yield "", "task", Probe(told.task_told, {"run": {"id": "taken"}}, value)
     yield "", "allow_modules", model(merged(NET, DATA), [])
     run = functools.partial(Probe, told.run_told)
     taken = functools.partial(Probe, told.folder_told, {"run": {"id": "taken"}})
@@ -157,6 +164,9 @@ def probes():
         yield "", f"wandb.{name}", run(RECORDED, "x")
     yield "", "wandb.tags", run(RECORDED, ["x"])
     yield "", "wandb.mode", run(RECORDED, "disabled")
+    exported = functools.partial(Probe, told.export_told, {"run": {"id": "taken"}})
+    yield "", "export.step", exported(3)
+    yield "", "export.path", exported("weights.npz")
     sweep = functools.partial(Probe, told.sweep_told)
     yield "", "sweep.dir", sweep({"sweep": {"dir": "multirun/s"}}, "multirun/none")
     yield "", "sweep.resubmit", sweep({"sweep": {"dir": "multirun/s"}}, True)
@@ -238,6 +248,9 @@ def here(tmp_path, monkeypatch):
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("".join(f"{text} {i} " for i in range(99)))
+    for name, first in {"data.npz": 0, "more.npz": 1}.items():
+        rows = np.arange(first, first + 80.0).reshape(20, 4)
+        np.savez(tmp_path / name, x=rows, y=rows[:, :2])
     (tmp_path / "mine").mkdir()
     net = (
         "import jax, jax.numpy as jnp\n"

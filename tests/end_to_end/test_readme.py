@@ -37,7 +37,7 @@ PROGRAMS = [
     if page.name != RECIPES_PAGE.name  # whose blocks are modules: see test_own_code.py, and below
 ]
 # Of recipes/README.md, in order.
-MODULES = "net", "normed", "nnx_net", "data", "net_options", "data_options"
+MODULES = "arrays", "net", "normed", "nnx_net", "data", "net_options", "data_options"
 END = "\0\n"  # printed between the blocks of a program
 
 
@@ -56,6 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "my_pkg").mkdir()
     for name, (block,) in zip(MODULES, RECIPES_PAGE.programs, strict=True):
         (folder / "my_pkg" / f"{name}.py").write_text(block.text)
+    subprocess.run([sys.executable, "my_pkg/arrays.py"], cwd=folder, check=True)
 
     program = build_program(load(["recipe=smoke"]))
     state = checkpoint.copy_to_host(jax.jit(program.init)(program.seed))

@@ -17,7 +17,7 @@ def test_an_unknown_name_gets_the_known_ones():
     with pytest.raises(recipes.InputError) as error:
         recipes.build_dataset(odd, odd, 8, 0)
     assert str(error.value) == (
-        "dataset.name=gtp is not known; choose one of stdlib_text, synthetic, text"
+        "dataset.name=gtp is not known; choose one of arrays, stdlib_text, synthetic, text"
     )
 
 

@@ -138,23 +138,23 @@ def test_what_nothing_can_start_from_is_named(config, checkpoints, tmp_path):
         tmp_path / "none": "does not exist",
         tmp_path / ("a" * 300): "cannot be read (File name too long)",
         tmp_path / "empty": "holds no checkpoint",
-        checkpoints / "6" / "checksums.json": "is not a folder",
+        checkpoints / "6" / "checksums.json": "cannot be used: it is not an .npz file (File",
         checkpoints / "6": f"is damaged: {damaged}",
         checkpoints: f"holds no intact checkpoint; in 6, {damaged}",
     }.items():
         asked = replace(config, train=replace(config.train, init_from=str(path)))
         with pytest.raises(ConfigError) as error:
             find_start(asked, 0)
-        assert str(error.value).startswith(f"train.init_from={path} {told}. ")
+        assert str(error.value).startswith(f"train.init_from={path} {told}")
         assert error.value.keys == ("train.init_from",)
 
 
 @pytest.mark.parametrize(
     ("params", "told"),
     [
-        ({"w": (20, 31), "b": (3,)}, "params['w'] is (20, 30) there and (20, 31) in the model"),
-        ({"w": (20, 30)}, "it has params['b'], which the model has not"),
-        ({"w": (20, 30), "b": (3,), "c": (1,)}, "it has no params['c'], which the model has"),
+        ({"w": (20, 31), "b": (3,)}, "params.w is (20, 30) there and (20, 31) in the model"),
+        ({"w": (20, 30)}, "it has params.b, which the model has not"),
+        ({"w": (20, 30), "b": (3,), "c": (1,)}, "it has no params.c, which the model has"),
     ],
 )
 def test_parameters_of_another_model_are_refused_by_name(checkpoints, params, told):

@@ -247,14 +247,17 @@ def test_what_cannot_be_a_model_with_state_is_refused_in_one_line(model, text):
 @pytest.mark.parametrize(
     ("other", "text"),
     [
-        ({"params": jnp.ones(3)}, "it has model_state['count'], which the model has not"),
+        (
+            {"params": jnp.ones(3)},
+            "it has model_state.count, model_state.mean, which the model has not",
+        ),
         (
             {"params": jnp.ones(3), "model_state": {"count": jnp.int32(0), "mean": jnp.zeros(4)}},
-            "model_state['mean'] is (3,) there and (4,) in the model",
+            "model_state.mean is (3,) there and (4,) in the model",
         ),
         (
             {"params": jnp.ones(3), "model_state": {"count": jnp.int32(0), "sum": jnp.zeros(3)}},
-            "it has no model_state['sum'], which the model has",
+            "it has no model_state.sum, which the model has",
         ),
     ],
 )

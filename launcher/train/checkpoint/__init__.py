@@ -7,7 +7,8 @@ checkpoint (settings, plan, next batch) is JSON in the same folder, and `checksu
 a checksum of every file, so that a damaged checkpoint is recognised.
 
 `shards` is a process's part of a state, `write` and `read` move it, `background` writes it without
-holding up training, `integrity` detects damage, and `choose` picks the checkpoint to resume from.
+holding up training, `integrity` detects damage, `choose` picks the checkpoint to resume from, and
+`flat` is a model in one `.npz` file.
 Modules that need JAX are imported on first use: settings and run folders are checked without it.
 """
 
@@ -21,7 +22,13 @@ from launcher.train.checkpoint.layout import clear_partial_saves, read_metadata
 
 if TYPE_CHECKING:
     from launcher.train.checkpoint.background import Background
-    from launcher.train.checkpoint.read import Mismatch, check_model, restore, restore_model
+    from launcher.train.checkpoint.read import (
+        Mismatch,
+        check_model,
+        export_model,
+        restore,
+        restore_model,
+    )
     from launcher.train.checkpoint.shards import copy_to_host
     from launcher.train.checkpoint.write import SaveError, Writers, save
 
@@ -37,6 +44,7 @@ __all__ = [
     "clear_partial_saves",
     "copy_to_host",
     "damage",
+    "export_model",
     "newest",
     "read_metadata",
     "resolve",
@@ -52,6 +60,7 @@ _HOMES = {
     "Writers": "write",
     "check_model": "read",
     "copy_to_host": "shards",
+    "export_model": "read",
     "restore": "read",
     "restore_model": "read",
     "save": "write",

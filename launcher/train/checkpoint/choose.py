@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.files import DamagedError
+from launcher.npz import read_headers
 from launcher.train.checkpoint.account import Account, read_account
 from launcher.train.checkpoint.integrity import damage
 from launcher.train.checkpoint.layout import CHECKSUMS, METADATA, steps_in
@@ -27,7 +28,7 @@ class NewestIntact:
 
 
 class InitError(Exception):
-    """There is no checkpoint to start from at a path; the text is a few words."""
+    """There is nothing to start from at a path; the text is a few words."""
 
 
 def newest(folder: Path, thorough: bool = True, run_id: str | None = None) -> NewestIntact:
@@ -66,8 +67,8 @@ def resolve(path: Path, thorough: bool = True) -> tuple[Path, tuple[str, ...]]:
     """Return the checkpoint that a path names, and a line for each newer one that is damaged.
 
     Args:
-        path: a checkpoint, a folder of checkpoints or a run's folder; of a folder, the newest
-            intact checkpoint is taken.
+        path: a checkpoint, a folder of checkpoints or a run's folder, of which the newest intact
+            checkpoint is taken; or an `.npz` file, which is taken as it is.
         thorough: whether to read all files, see `damage`.
 
     Raises:
@@ -80,8 +81,14 @@ def resolve(path: Path, thorough: bool = True) -> tuple[Path, tuple[str, ...]]:
 
 
 def _resolved(path: Path, thorough: bool) -> tuple[Path, tuple[str, ...]]:
+    if not path.exists():
+        raise InitError("does not exist")
     if not path.is_dir():
-        raise InitError("is not a folder" if path.exists() else "does not exist")
+        try:
+            read_headers(path)
+        except DamagedError as error:
+            raise InitError(f"cannot be used: {error}") from None
+        return path, ()
     if (path / CHECKSUMS).exists() or (path / METADATA).exists():
         if problem := damage(path, thorough):
             raise InitError(f"is damaged: {problem}")

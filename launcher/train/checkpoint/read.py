@@ -11,14 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.tree_util import keystr
 
+from launcher.files import DamagedError
+from launcher.train.checkpoint.flat import (
+    can_take,
+    flat_headers,
+    flat_name,
+    read_flat,
+    write_flat,
+)
 from launcher.train.checkpoint.layout import ARRAYS
 from launcher.train.checkpoint.orbax_compat import PLACEHOLDER, read_tree, stored_tree
 from launcher.train.checkpoint.write import stored_parts
 from launcher.train.step import MODEL_PARTS, TrainState
 
 _MESSAGE_LIMIT = 200  # characters
+_MOST_NAMED = 5
 
 
 class Mismatch(Exception):
@@ -43,32 +51,77 @@ def restore(folder: Path, step: int, like: TrainState) -> TrainState:
 
 
 def restore_model(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
-    """Read these parts of the checkpoint `path`, sharded as `like` says; see `restore`."""
+    """Read these parts of a checkpoint or of an `.npz` file, sharded as `like` says."""
+    if path.is_file():
+        return read_flat(path, like)
     others = {name: tree for name, tree in _stored(path).items() if name not in like}
     read = _read(path, {**jax.tree.map(lambda _: PLACEHOLDER, others), **like})
     return {name: read[name] for name in like}
 
 
 def check_model(path: Path, like: Mapping[str, Any]) -> None:
-    """Check that a checkpoint's model has the names and shapes of `like`; read no array.
+    """Check that what is stored of a model has the names and shapes of `like`; read no array.
 
     Args:
-        path: the checkpoint.
+        path: a checkpoint, or an `.npz` file.
         like: the model's parts (`TrainState.model`), trees of `jax.ShapeDtypeStruct`.
 
     Raises:
-        Mismatch: they differ, or Orbax cannot read them.
+        Mismatch: they differ, or it cannot be read.
+    """
+    stored, wanted = _stored_leaves(path), _leaves(like)
+    if missing := sorted(wanted.keys() - stored.keys()):
+        raise Mismatch(f"it has no {_listed(missing)}, which the model has")
+    if further := sorted(stored.keys() - wanted.keys()):
+        raise Mismatch(f"it has {_listed(further)}, which the model has not")
+    for name, leaf in wanted.items():
+        one = stored[name]
+        if tuple(one.shape) != leaf.shape:
+            raise Mismatch(f"{name} is {tuple(one.shape)} there and {leaf.shape} in the model")
+        if path.is_file() and not can_take(leaf.dtype, one.dtype):
+            raise Mismatch(f"{name} is of type {one.dtype} there and {leaf.dtype} in the model")
+
+
+def export_model(path: Path, file: Path, private: bool) -> int:
+    """Write the model's arrays of a checkpoint to an `.npz` file, by flat names.
+
+    Args:
+        path: the checkpoint.
+        file: the file to write.
+        private: whether only this user may read it; otherwise the umask decides.
+
+    Returns:
+        The number of arrays.
+
+    Raises:
+        Mismatch: the checkpoint cannot be read, or its arrays cannot be named.
+        OSError: the file cannot be written; the error names it.
     """
     tree = _stored(path)
-    stored = _shapes({name: tree[name] for name in MODEL_PARTS if name in tree})
-    wanted = _shapes(like)
-    for name in sorted(wanted.keys() - stored.keys()):
-        raise Mismatch(f"it has no {name}, which the model has")
-    for name in sorted(stored.keys() - wanted.keys()):
-        raise Mismatch(f"it has {name}, which the model has not")
-    for name, shape in wanted.items():
-        if stored[name] != shape:
-            raise Mismatch(f"{name} is {stored[name]} there and {shape} in the model")
+    model = {name: tree[name] for name in MODEL_PARTS if name in tree}
+    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), model)
+    others = {name: part for name, part in tree.items() if name not in model}
+    read = _read(path, {**jax.tree.map(lambda _: PLACEHOLDER, others), **like})
+    try:
+        return write_flat(file, {name: read[name] for name in model}, private)
+    except DamagedError as error:
+        raise Mismatch(str(error)) from None
+
+
+def _stored_leaves(path: Path) -> dict[str, Any]:
+    """Return what describes each stored array of the model, by its flat name."""
+    if path.is_file():
+        try:
+            return dict(flat_headers(path))
+        except DamagedError as error:
+            raise Mismatch(str(error)) from None
+    tree = _stored(path)
+    return _leaves({name: tree[name] for name in MODEL_PARTS if name in tree})
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more
 
 
 def _stored(path: Path) -> Any:
@@ -80,11 +133,10 @@ def _stored(path: Path) -> Any:
         raise Mismatch(f"Orbax cannot read it ({type(error).__name__}: {message})") from None
 
 
-def _shapes(tree: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the parts' arrays by their names, such as `params['w']`."""
-    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-    named = {f"{path[0].key}{keystr(path[1:])}": tuple(leaf.shape) for path, leaf in flat}
-    return dict(sorted(named.items()))
+def _leaves(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the leaves of a model's parts by their flat names."""
+    flat = jax.tree_util.tree_flatten_with_path(parts)[0]
+    return dict(sorted((flat_name(path), leaf) for path, leaf in flat))
 
 
 def _read(path: Path, tree: Any) -> Any:
