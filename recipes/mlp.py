@@ -14,10 +14,18 @@ from recipes.mlp_options import MLPOptions
 
 
 class MLP(nn.Module):
-    """Dense layers of these hidden widths with ReLU between; each is one pipeline layer."""
+    """Dense layers of these hidden widths with ReLU between; each is one pipeline layer.
+
+    Attributes:
+        widths: the hidden layers'.
+        output_size: the last layer's.
+        output_relu: whether ReLU follows the last layer, too.
+        dtype: the type of activations and products.
+    """
 
     widths: tuple[int, ...]
     output_size: int
+    output_relu: bool
     dtype: Any
 
     @nn.compact
@@ -26,7 +34,8 @@ class MLP(nn.Module):
         for index, width in enumerate(self.widths):
             x = nn.relu(nn.Dense(width, dtype=self.dtype, name=f"layers_{index}")(x))
             mark_pipeline_boundary()
-        return nn.Dense(self.output_size, dtype=self.dtype, name="output_layer")(x)
+        x = nn.Dense(self.output_size, dtype=self.dtype, name="output_layer")(x)
+        return nn.relu(x) if self.output_relu else x
 
 
 def build(options: MLPOptions, precision: str) -> Model:
@@ -40,7 +49,7 @@ def build(options: MLPOptions, precision: str) -> Model:
     """
     dtype = jnp.bfloat16 if precision == "bf16" else jnp.float32
     widths = options.widths or [options.hidden_size] * (options.num_layers - 1)
-    mlp = MLP(tuple(widths), options.output_size, dtype)
+    mlp = MLP(tuple(widths), options.output_size, options.output_relu, dtype)
 
     def init(key: jax.Array) -> Any:
         return mlp.init(key, jnp.zeros((1, options.input_size)))["params"]

@@ -21,6 +21,7 @@ class MLPOptions(ModelOptions):
     widths: list[int] = field(  # of each hidden layer, in their place
         default_factory=list, metadata={"minimum": 1}
     )
+    output_relu: bool = False
 
     switches = (
         Switch(

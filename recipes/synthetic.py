@@ -18,6 +18,9 @@ from recipes.synthetic_options import Synthetic
 if TYPE_CHECKING:
     from recipes import Batch
 
+# From inputs [rows, input_size] and normal noise [rows, output_size] to targets, like the noise.
+Targets = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
 _SUCCESSORS = 4  # tokens that may follow a token: the loss can fall to ln 4 = 1.386
 _TEACHER_SIZE = 64
 _LARGEST_TABLE = 2**32  # bytes, of what samples are made from
@@ -36,6 +39,8 @@ def check(options: Synthetic, model_options: Any, validation: bool) -> None:
     """
     is_text = _kind(model_options) == "tokens"
     name, table = ("vocab_size", _SUCCESSORS) if is_text else ("input_size", _TEACHER_SIZE)
+    if not is_text and options.targets == "linear":
+        table = model_options.output_size
     number = getattr(model_options, name)
     if number * table * 8 > _LARGEST_TABLE:
         raise InputError(
@@ -49,7 +54,8 @@ def build(options: Synthetic, model_options: Any, global_batch_size: int, seed: 
 
     For a model of tokens: `tokens` and `targets`, int32 [global_batch_size, sequence_length], from
     a random Markov chain. For one of vectors: `x`, float32 [global_batch_size, input_size], and
-    `y`, float32 [global_batch_size, output_size], from a random network with one hidden layer.
+    `y`, float32 [global_batch_size, output_size]: from a random network with one hidden layer,
+    `W x + b` with noise, or noise alone, as `options.targets` says.
 
     Args:
         options: the dataset's settings.
@@ -57,7 +63,7 @@ def build(options: Synthetic, model_options: Any, global_batch_size: int, seed: 
         global_batch_size: the samples of a batch.
         seed: picks the order of the samples.
     """
-    gather, num_samples = _gatherer(model_options), options.num_samples
+    gather, num_samples = _gatherer(options, model_options), options.num_samples
     return Dataset(
         train=batches(num_samples, global_batch_size, seed, gather),
         validation=held_out(
@@ -67,9 +73,10 @@ def build(options: Synthetic, model_options: Any, global_batch_size: int, seed: 
     )
 
 
-def _gatherer(model_options: Any) -> Callable[[np.ndarray], Batch]:
-    kind = _kind(model_options)
-    return _markov_chain(model_options) if kind == "tokens" else _teacher(model_options)
+def _gatherer(options: Synthetic, model_options: Any) -> Callable[[np.ndarray], Batch]:
+    if _kind(model_options) == "tokens":
+        return _markov_chain(model_options)
+    return _vectors(model_options, _TARGETS[options.targets](model_options))
 
 
 def _kind(model_options: Any) -> str:
@@ -103,16 +110,42 @@ def _markov_chain(model: Any) -> Callable[[np.ndarray], Batch]:
     return gather
 
 
-def _teacher(model: Any) -> Callable[[np.ndarray], Batch]:
+def _vectors(model: Any, targets: Targets) -> Callable[[np.ndarray], Batch]:
+    def gather(which: np.ndarray) -> Batch:
+        x = np.empty((len(which), model.input_size))
+        noise = np.empty((len(which), model.output_size))
+        for row, sample in enumerate(which):
+            rng = np.random.default_rng([1, sample])
+            x[row] = rng.standard_normal(model.input_size)
+            noise[row] = rng.standard_normal(model.output_size)
+        return {"x": x.astype(np.float32), "y": targets(x, noise).astype(np.float32)}
+
+    return gather
+
+
+def _network(model: Any) -> Targets:
+    """Return targets of a random network with one hidden layer, without noise."""
     rng = np.random.default_rng(0)
     first = rng.standard_normal((model.input_size, _TEACHER_SIZE)) / model.input_size**0.5
     second = rng.standard_normal((_TEACHER_SIZE, model.output_size)) / _TEACHER_SIZE**0.5
+    return lambda x, noise: np.tanh(x @ first) @ second
 
-    def gather(which: np.ndarray) -> Batch:
-        x = np.empty((len(which), model.input_size))
-        for row, sample in enumerate(which):
-            x[row] = np.random.default_rng([1, sample]).standard_normal(model.input_size)
-        y = np.tanh(x @ first) @ second
-        return {"x": x.astype(np.float32), "y": y.astype(np.float32)}
 
-    return gather
+def _linear(model: Any) -> Targets:
+    """Return `W x + b` and noise of a tenth, all of them normal."""
+    rng = np.random.default_rng(0)
+    weights = rng.standard_normal((model.input_size, model.output_size))
+    bias = rng.standard_normal(model.output_size)
+    return lambda x, noise: x @ weights + bias + 0.1 * noise
+
+
+def _noise(model: Any) -> Targets:
+    """Return targets that no input tells anything of."""
+    return lambda x, noise: noise
+
+
+_TARGETS: dict[str, Callable[[Any], Targets]] = {
+    "network": _network,
+    "linear": _linear,
+    "noise": _noise,
+}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from launcher.config.families import DatasetOptions, register
-from launcher.config.fields import number
+from launcher.config.fields import Switch, choice, number
 
 
 @register
@@ -15,3 +15,16 @@ class Synthetic(DatasetOptions):
 
     name: str = "synthetic"
     num_samples: int = number(4096, minimum=1)
+    # What follows from the inputs, for a model of vectors: a random network | Wx + b + noise |
+    # nothing.
+    targets: str = choice("network", "network", "linear", "noise")
+
+    switches = (
+        Switch(
+            ("dataset.targets",),
+            ("model.name",),
+            lambda config: not hasattr(config.model, "vocab_size"),
+            "the model takes tokens, whose targets are the next ones",
+            "choose a model of vectors, such as model=mlp",
+        ),
+    )

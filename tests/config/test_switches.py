@@ -24,6 +24,7 @@ REFUSED = [
     (f"{MLP} model.hidden_size=8", "model.hidden_size"),
     (f"{MLP} model.num_layers=2", "model.num_layers"),
     (f"dataset=text dataset.path={__file__} dataset.pattern=*.py", "dataset.pattern"),
+    ("dataset=synthetic dataset.targets=linear", "dataset.targets"),
     *(
         (f"wandb.mode=disabled wandb.{word}", f"wandb.{word.partition('=')[0]}")
         for word in ("project=p", "entity=e", "group=g", "name=n", "tags=[t]")

@@ -100,6 +100,7 @@ def probes():
         yield "mlp", f"model.{name}", model(merged(MLP, MADE_UP), value)
     yield "mlp", "model.num_layers", model(merged(MLP, MADE_UP), 2)
     yield "mlp", "model.widths", model(merged(MLP, MADE_UP), [3, 5])
+    yield "mlp", "model.output_relu", model(merged(MLP, MADE_UP), True)
     yield "custom", "model.module", model(merged(NET, DATA), "mine.other_net")
     yield "custom", "model.options", model(merged(NET, DATA), {"width": 4, "depth": 3})
 
@@ -118,6 +119,7 @@ def probes():
     yield "arrays", "dataset.shuffle", data(arrays, False)
     yield "arrays", "dataset.validation_fraction", data(arrays, 0.5)
     yield "synthetic", "dataset.num_samples", data(merged(MLP, MADE_UP), 128)
+    yield "synthetic", "dataset.targets", data(merged(MLP, MADE_UP), "linear")
     yield "custom", "dataset.module", data(merged(NET, DATA), "mine.other_data")
     yield "custom", "dataset.options", data(merged(NET, DATA), {"width": 8})
 

@@ -19,6 +19,7 @@ RECIPES = {
     "smoke": ("cluster.gpus=1", "parallel.num_stages=1"),
     "gpt_text": ("dataset.path=text.txt", "model.size=nano"),
     "mlp_synthetic": (),
+    "ddp_tutorial": (),
     "pipeshard_tutorial": (
         "model.widths=[256,128,256]",
         "model.input_size=64",

@@ -10,10 +10,9 @@ import pytest
 from recipes import build_model
 
 
-def build(precision="fp32", num_layers=3):
-    options = SimpleNamespace(
-        widths=[], name="mlp", input_size=6, hidden_size=10, output_size=2, num_layers=num_layers
-    )
+def build(precision="fp32", num_layers=3, output_relu=False):
+    sizes = {"input_size": 6, "hidden_size": 10, "output_size": 2, "num_layers": num_layers}
+    options = SimpleNamespace(name="mlp", widths=[], output_relu=output_relu, **sizes)
     return build_model(options, precision)
 
 
@@ -33,12 +32,15 @@ def test_each_dense_layer_is_one_pipeline_layer(num_layers):
     assert names.count("dot_general") == num_layers
 
 
-def test_the_loss_is_the_mean_squared_error():
-    model, batch = build(num_layers=2), random_batch()
+@pytest.mark.parametrize("output_relu", [False, True])
+def test_the_loss_is_the_mean_squared_error(output_relu):
+    model, batch = build(num_layers=2, output_relu=output_relu), random_batch()
     params = model.init(jax.random.key(0))
     first, last = params["layers_0"], params["output_layer"]
     hidden = np.maximum(batch["x"] @ first["kernel"] + first["bias"], 0)
-    expected = np.mean((hidden @ last["kernel"] + last["bias"] - batch["y"]) ** 2)
+    outputs = hidden @ last["kernel"] + last["bias"]
+    outputs = np.maximum(outputs, 0) if output_relu else outputs
+    expected = np.mean((outputs - batch["y"]) ** 2)
     loss, metrics = model.loss(params, batch, None)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     assert metrics == {}

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from recipes import InputError, build_dataset, check_dataset
+from recipes.synthetic_options import Synthetic
 
 GPT = SimpleNamespace(name="gpt", vocab_size=11, sequence_length=32)
 MLP = SimpleNamespace(name="mlp", input_size=6, output_size=2)
 
 
-def build(model, num_samples=64, batch=16, seed=0):
-    options = SimpleNamespace(name="synthetic", num_samples=num_samples)
+def build(model, num_samples=64, batch=16, seed=0, targets="network"):
+    options = Synthetic(num_samples=num_samples, targets=targets)
     return build_dataset(options, model, batch, seed)
 
 
@@ -45,6 +46,23 @@ def test_targets_of_the_mlp_are_one_function_of_its_inputs():
     assert len(all_pairs) == 64
     assert pairs(batch) < all_pairs
     assert 0.1 < batch["y"].std() < 2
+
+
+def test_linear_targets_are_a_line_and_noise_of_a_tenth_and_noise_is_only_noise():
+    linear, noise = (build(MLP, 1024, 1024, targets=name).train(0) for name in ("linear", "noise"))
+    np.testing.assert_array_equal(linear["x"], noise["x"])
+
+    def unexplained(batch):
+        inputs = np.column_stack([batch["x"], np.ones(len(batch["x"]))])
+        fit, *_ = np.linalg.lstsq(inputs, batch["y"])
+        return fit, np.std(batch["y"] - inputs @ fit)
+
+    fit, rest = unexplained(linear)
+    assert 0.09 < rest < 0.11
+    assert 0.3 < fit.std() < 3
+    fit, rest = unexplained(noise)
+    assert 0.9 < rest < 1.1
+    assert np.abs(fit).max() < 0.2
 
 
 @pytest.mark.parametrize("model", [GPT, MLP], ids=["gpt", "mlp"])
