@@ -134,9 +134,9 @@ def _network(model: Any) -> Targets:
 def _linear(model: Any) -> Targets:
     """Return `W x + b` and noise of a tenth, all of them normal."""
     rng = np.random.default_rng(0)
-    weights = rng.standard_normal((model.input_size, model.output_size))
-    bias = rng.standard_normal(model.output_size)
-    return lambda x, noise: x @ weights + bias + 0.1 * noise
+    weights = rng.standard_normal((model.input_size, model.output_size), np.float32)
+    bias = rng.standard_normal(model.output_size, np.float32)
+    return lambda x, noise: x.astype(np.float32) @ weights + bias + 0.1 * noise
 
 
 def _noise(model: Any) -> Targets:

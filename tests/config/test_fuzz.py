@@ -35,7 +35,14 @@ OPTIONS = {
     "optimizer": ["adamw", "adam", "sgd", "lion", "adafactor"],
     "parallel": ["auto", "manual", "data", "zero2", "zero3", "shard", "three_d", "replay"],
     "cluster": ["local", "emulated", "slurm", "h100_8", "p3_16xlarge_x8"],
-    "recipe": ["quickstart", "smoke", "gpt_text", "mlp_synthetic", "ddp_tutorial", "pipeshard_tutorial"],
+    "recipe": [
+        "quickstart",
+        "smoke",
+        "gpt_text",
+        "mlp_synthetic",
+        "ddp_tutorial",
+        "pipeshard_tutorial",
+    ],
 }
 
 
