@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from launcher.trace.primitives import microbatched as microbatched
     from launcher.trace.primitives import per_slice as per_slice
     from launcher.trace.primitives import value_and_grad as value_and_grad
+    from launcher.train.trees import RestoreError as RestoreError
+    from launcher.train.trees import restore as restore
+    from launcher.train.trees import save as save
     from launcher.worker_info import WorkerInfo as WorkerInfo
 
 _HOMES = {
@@ -43,6 +46,7 @@ _HOMES = {
     "Plan": "launcher.plan",
     "RemoteArray": "launcher.api.remote_array",
     "ReplicaError": "launcher.runtime",
+    "RestoreError": "launcher.train.trees",
     "WorkerError": "launcher.cluster.errors",
     "WorkerInfo": "launcher.worker_info",
     "check_replicas": "launcher.api.replicas",
@@ -56,6 +60,8 @@ _HOMES = {
     "parallelize": "launcher.api.parallelize",
     "per_slice": "launcher.trace.primitives",
     "prefetch": "launcher.api.remote_array",
+    "restore": "launcher.train.trees",
+    "save": "launcher.train.trees",
     "shutdown": "launcher.api.session",
     "value_and_grad": "launcher.trace.primitives",
     "workers": "launcher.api.foreach",

@@ -96,6 +96,22 @@ class RayBackend:
         """Free an array or a compiled step with the next message."""
         self._messages.drop(number)
 
+    def lend(self, fun: Callable[..., Any], numbers: Sequence[int], *arguments: Any) -> list[Any]:
+        """Return what `fun` answers on each worker; see `StepWorker.lend`."""
+        return self.answers(self.send("lend", fun, tuple(numbers), 0, *arguments))
+
+    def lend_for(
+        self,
+        fun: Callable[..., Any],
+        like: Sequence[RemoteArray],
+        avals: Sequence[tuple[Any, Any]],
+        *arguments: Any,
+    ) -> list[RemoteArray]:
+        """Return handles to the arrays that `fun` makes on the workers out of others there."""
+        numbers, first = tuple(array.number for array in like), self.new_numbers(len(avals))
+        self.answers(self.send("lend", fun, numbers, first, *arguments))
+        return [RemoteArray(self, n, *aval) for n, aval in enumerate(avals, first)]
+
     def new_numbers(self, count: int) -> int:
         """Return the first of `count` consecutive numbers that nothing has had yet."""
         first = self._next_number

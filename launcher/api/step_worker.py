@@ -216,6 +216,25 @@ class StepWorker(Peer):
         digester = Digester(arrays)
         return digester.finish(digester.start(arrays))
 
+    def lend(
+        self,
+        fun: Callable[..., tuple[list[jax.Array], Any]],
+        numbers: Sequence[int],
+        first: int,
+        *arguments: Any,
+    ) -> Any:
+        """Call a function of ours with arrays that lie here, by their numbers.
+
+        Args:
+            fun: takes the arrays and `arguments`; returns new arrays, and the answer.
+            numbers: the arrays' numbers.
+            first: the number of the first new array; the others follow.
+            *arguments: further arguments.
+        """
+        arrays, answer = fun([self._arrays[number] for number in numbers], *arguments)
+        self._keep(first, arrays)
+        return answer
+
     def placement(self, number: int) -> str:
         """Return in words where an array lies."""
         return describe_sharding(self._arrays[number].sharding)

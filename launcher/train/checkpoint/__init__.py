@@ -22,17 +22,21 @@ from launcher.train.checkpoint.layout import clear_partial_saves, read_metadata
 
 if TYPE_CHECKING:
     from launcher.train.checkpoint.background import Background
+    from launcher.train.checkpoint.orbax_compat import PLACEHOLDER
     from launcher.train.checkpoint.read import (
         Mismatch,
         check_model,
         export_model,
         restore,
         restore_model,
+        restore_parts,
+        stored_shapes,
     )
     from launcher.train.checkpoint.shards import copy_to_host
-    from launcher.train.checkpoint.write import SaveError, Writers, save
+    from launcher.train.checkpoint.write import SaveError, Writers, save, save_parts
 
 __all__ = [
+    "PLACEHOLDER",
     "Account",
     "Background",
     "InitError",
@@ -50,10 +54,14 @@ __all__ = [
     "resolve",
     "restore",
     "restore_model",
+    "restore_parts",
     "save",
+    "save_parts",
+    "stored_shapes",
 ]
 
 _HOMES = {
+    "PLACEHOLDER": "orbax_compat",
     "Background": "background",
     "Mismatch": "read",
     "SaveError": "write",
@@ -63,7 +71,10 @@ _HOMES = {
     "export_model": "read",
     "restore": "read",
     "restore_model": "read",
+    "restore_parts": "read",
     "save": "write",
+    "save_parts": "write",
+    "stored_shapes": "read",
 }
 
 

@@ -74,9 +74,9 @@ def _every_steps(path: Path, modified: int) -> int:
     return every
 
 
-def partial_path(folder: Path, step: int, token: str) -> Path:
-    """Return the path where `folder/<step>` is written until it is complete."""
-    return folder / f"{step}{_PARTIAL}{token}"
+def partial_path(final: Path, token: str) -> Path:
+    """Return the path where the checkpoint `final` is written until it is complete."""
+    return final.with_name(f"{final.name}{_PARTIAL}{token}")
 
 
 def clear_partial_saves(folder: Path) -> None:

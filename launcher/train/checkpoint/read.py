@@ -50,6 +50,17 @@ def restore(folder: Path, step: int, like: TrainState) -> TrainState:
     return replace(like, **_read(folder / str(step), stored_parts(like)))
 
 
+def restore_parts(path: Path, like: Mapping[str, Any]) -> Any:
+    """Read all of the checkpoint `path`, each leaf as `like` says; None where it has no part here.
+
+    Args:
+        path: the checkpoint.
+        like: trees of `jax.ShapeDtypeStruct`, by the names that they are stored under; one that has
+            no sharding is read as a NumPy array.
+    """
+    return _read(path, dict(like))
+
+
 def restore_model(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
     """Read these parts of a checkpoint or of an `.npz` file, sharded as `like` says."""
     if path.is_file():
@@ -57,6 +68,15 @@ def restore_model(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
     others = {name: tree for name, tree in _stored(path).items() if name not in like}
     read = _read(path, {**jax.tree.map(lambda _: PLACEHOLDER, others), **like})
     return {name: read[name] for name in like}
+
+
+def stored_shapes(path: Path) -> dict[str, Any]:
+    """Return what describes each array of the checkpoint `path`, by its flat name.
+
+    Raises:
+        Mismatch: Orbax cannot read it.
+    """
+    return _leaves(_stored(path))
 
 
 def check_model(path: Path, like: Mapping[str, Any]) -> None:

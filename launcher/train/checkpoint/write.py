@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,29 +103,56 @@ def save(
     Raises:
         SaveError: the disk refused it; earlier checkpoints are unchanged.
     """
-    folder = folder.absolute()
-    partial = partial_path(folder, step, writers.token)
-    began = time.time_ns()
+    final = folder.absolute() / str(step)
+    save_parts(final, stored_parts(state), step, metadata, writers)
+    if writers.index == 0 and keep:
+        _prune(final.parent, step, keep)
+
+
+def save_parts(
+    final: Path,
+    parts: Mapping[str, Any],
+    step: int,
+    metadata: dict[str, Any],
+    writers: Writers,
+    remedies: Mapping[int, str] | None = None,
+) -> None:
+    """Write the checkpoint `final`, completely or not at all.
+
+    Args:
+        final: its folder; an earlier checkpoint there is deleted once this one is complete.
+        parts: trees of `OwnedShards`, by the names that they are stored under.
+        step: the number of finished steps.
+        metadata: JSON-able metadata.
+        writers: the processes that write.
+        remedies: what to do, by the number of the disk's error; None for a run's own.
+
+    Raises:
+        SaveError: the disk refused it.
+    """
+    partial, began = partial_path(final, writers.token), time.time_ns()
+    what = f"step {step} in {final.parent}" if final.name == str(step) else str(final)
     try:
-        _write_part(partial, state, writers)
+        _write_part(partial, parts, writers)
         if writers.index == 0:
             sums = _await_parts(partial, writers)
             rest = _write_rest(partial, metadata, began, sums)
             write_checksums(partial, step, {**sums, **rest})
-            _commit(partial, folder / str(step))
+            _commit(partial, final)
     except Exception as error:
-        problem = _explained(error, folder, step)
-        abandon(folder, step, writers, problem or f"cannot save step {step} in {folder}: {error!r}")
+        problem = _explained(error, what, _REMEDIES if remedies is None else remedies)
+        _abandon(partial, writers, problem or f"cannot save {what}: {error!r}")
         if problem is None:
             raise
         raise SaveError(problem) from None
-    if writers.index == 0 and keep:
-        _prune(folder, step, keep)
 
 
 def abandon(folder: Path, step: int, writers: Writers, problem: str) -> None:
     """Give up a save: tell the first process, or delete the files if this is the first."""
-    partial = partial_path(folder, step, writers.token)
+    _abandon(partial_path(folder / str(step), writers.token), writers, problem)
+
+
+def _abandon(partial: Path, writers: Writers, problem: str) -> None:
     try:
         if writers.index:
             shutil.rmtree(process_folder(partial / ARRAYS, writers.index), ignore_errors=True)
@@ -136,11 +164,11 @@ def abandon(folder: Path, step: int, writers: Writers, problem: str) -> None:
         pass  # it cannot be told: the first process's wait times out
 
 
-def _write_part(partial: Path, state: Any, writers: Writers) -> None:
+def _write_part(partial: Path, parts: Mapping[str, Any], writers: Writers) -> None:
     """Write this process's shards and leave a list of the files."""
     arrays = partial / ARRAYS
     arrays.mkdir(parents=True, exist_ok=True)
-    write_shards(arrays, stored_parts(state), writers.index)
+    write_shards(arrays, dict(parts), writers.index)
     own = process_folder(arrays, writers.index)
     if writers.index:
         sums = checksums(partial, files_below(own) if own.exists() else [], sync=True)
@@ -204,7 +232,7 @@ def _prune(folder: Path, step: int, keep: int) -> None:
 
 def _put_aside(path: Path) -> Path:
     """Rename a checkpoint before it is deleted, so that half of it is not taken for damage."""
-    discarded = partial_path(path.parent, int(path.name), "discarded")
+    discarded = partial_path(path, "discarded")
     shutil.rmtree(discarded, ignore_errors=True)
     return path.rename(discarded)
 
@@ -224,7 +252,7 @@ def _read_note(path: Path) -> _Note:
         raise SaveError(f"cannot save {path.parent.stem}: {path} is damaged: {error}.") from None
 
 
-def _explained(error: Exception, folder: Path, step: int) -> str | None:
+def _explained(error: Exception, what: str, remedies: Mapping[int, str]) -> str | None:
     """Return the error as one line, or None if it is not an error of the disk."""
     if isinstance(error, SaveError):
         return str(error)
@@ -236,8 +264,8 @@ def _explained(error: Exception, folder: Path, step: int) -> str | None:
         reason = text  # TensorStore's, for example if another process deleted the folder
     else:
         return None
-    remedy = _REMEDIES.get(code or 0, "Check the disk")
-    return f"cannot save step {step} in {folder}: {reason}. {remedy}."
+    remedy = remedies.get(code or 0, "Check the disk")
+    return f"cannot save {what}: {reason}. {remedy}."
 
 
 def _code_of(text: str) -> int | None:
