@@ -26,7 +26,7 @@ COMMAND_LINES = [
     ),
     (
         "dataset.path=/data",
-        f"dataset.path is not a setting of dataset=stdlib_text {CLI}. It belongs to dataset=text.",
+        f"dataset.path is not a setting of dataset=stdlib_text {CLI}. It belongs to dataset=arrays or text.",
     ),
     # Options and sizes that do not exist.
     ("model=gtp", f"There is no model=gtp {CLI}. Did you mean gpt?"),
@@ -417,7 +417,7 @@ COMMAND_LINES = [
         "-m parallel.num_micro_batches=2,5",
         "parallel.num_micro_batches=5: train.global_batch_size=32 cannot be cut into "
         "parallel.num_micro_batches=5 equal microbatches (train.global_batch_size in "
-        f"{CONF}/config.yaml:33, parallel.num_micro_batches on the command line). "
+        f"{CONF}/config.yaml:34, parallel.num_micro_batches on the command line). "
         "Use train.global_batch_size=30 or 35.",
     ),
 ]
