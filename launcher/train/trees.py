@@ -68,11 +68,7 @@ def save(folder: str | os.PathLike[str], tree: Any) -> None:
         _check_leaf(path, leaf)
     if os.path.lexists(final) and not _may_replace(final):
         what = "it holds something else than a checkpoint; name another folder"
-        raise FileExistsError(
-            errno.EEXIST,
-            "it holds something else than a checkpoint; name another folder",
-            str(final),
-        )
+        raise FileExistsError(errno.EEXIST, what, str(final))
     backend, token = current(), secrets.token_hex(4)
     if isinstance(backend, RayBackend):
         there = [i for i, leaf in enumerate(leaves) if isinstance(leaf, RemoteArray)]

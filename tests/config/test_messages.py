@@ -26,7 +26,8 @@ COMMAND_LINES = [
     ),
     (
         "dataset.path=/data",
-        f"dataset.path is not a setting of dataset=stdlib_text {CLI}. It belongs to dataset=arrays or text.",
+        f"dataset.path is not a setting of dataset=stdlib_text {CLI}. It belongs to "
+        "dataset=arrays or text.",
     ),
     # Options and sizes that do not exist.
     ("model=gtp", f"There is no model=gtp {CLI}. Did you mean gpt?"),
@@ -613,7 +614,7 @@ FILES = [
         "path: /data\n",
         "dataset=mine",
         "dataset.name is not set. It says which kind of dataset this is: "
-        "stdlib_text, synthetic, text, custom.",
+        "arrays, stdlib_text, synthetic, text, custom.",
     ),
 ]
 
