@@ -10,9 +10,9 @@ import numpy as np
 
 from launcher.files import DamagedError
 from launcher.npz import Header, read_arrays, read_headers
-from recipes import Dataset, InputError
+from recipes import Batches, Dataset, InputError
 from recipes.arrays_options import Arrays
-from recipes.batches import batches
+from recipes.batches import batches, held_out
 
 if TYPE_CHECKING:
     from recipes import Batch
@@ -72,19 +72,17 @@ def build(options: Arrays, model_options: Any, global_batch_size: int, seed: int
     split = _find(options, model_options)
     arrays = _converted(options, model_options, _read(options.path, split.names))
 
-    def part(first: int, count: int, seed: int) -> Callable[[int], Batch]:
-        def gather(which: np.ndarray) -> Batch:
-            return {name: array[first + which] for name, array in arrays.items()}
+    def rows_from(first: int) -> Callable[[np.ndarray], Batch]:
+        return lambda which: {name: array[first + which] for name, array in arrays.items()}
 
-        if options.shuffle:
-            return batches(count, global_batch_size, seed, gather)
-        row = np.arange(global_batch_size)
-        return lambda k: gather((k * global_batch_size + row) % count)
-
+    size, gather, held = global_batch_size, rows_from(0), rows_from(split.train)
+    if options.shuffle:
+        train = batches(split.train, size, seed, gather)
+    else:
+        train = Batches(lambda k: np.arange(k * size, (k + 1) * size) % split.train, gather)
     return Dataset(
-        train=part(0, split.train, seed),
-        # The same seed for every run, so that runs are evaluated on the same rows.
-        validation=part(split.train, split.validation, 0) if split.validation else None,
+        train=train,
+        validation=held_out(split.validation, size, held) if split.validation else None,
         describe=_describe(options, split),
     )
 

@@ -8,7 +8,7 @@ calls `StepWorker.do`: each call is one message, and its result is plain data.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
