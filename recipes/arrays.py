@@ -75,14 +75,17 @@ def build(options: Arrays, model_options: Any, global_batch_size: int, seed: int
     def rows_from(first: int) -> Callable[[np.ndarray], Batch]:
         return lambda which: {name: array[first + which] for name, array in arrays.items()}
 
-    size, gather, held = global_batch_size, rows_from(0), rows_from(split.train)
+    size, gather = global_batch_size, rows_from(0)
+    count, held = split.validation, rows_from(split.train)
     if options.shuffle:
         train = batches(split.train, size, seed, gather)
+        validation = held_out(count, size, held) if count else None
     else:
         train = Batches(lambda k: np.arange(k * size, (k + 1) * size) % split.train, gather)
+        validation = Batches(lambda k: np.arange(k * size, min((k + 1) * size, count)), held, count)
     return Dataset(
         train=train,
-        validation=held_out(split.validation, size, held) if split.validation else None,
+        validation=validation if count else None,
         describe=_describe(options, split),
     )
 

@@ -99,7 +99,7 @@ def test_the_defaults_of_yaml_and_schema_agree() -> None:
     assert dataclasses.replace(composed, model=model) == build(Config, {})
     assert load(["model=mlp", "dataset=synthetic"]).model == MLPOptions()
     for name, family in find_datasets().items():
-        needed = ["dataset.path=/data"] if name == "text" else []
+        needed = ["dataset.path=/data"] if name in ("arrays", "text") else []
         given = dict(word.removeprefix("dataset.").split("=") for word in needed)
         assert load([f"dataset={name}", *needed]).dataset == family(**given)
     for name, optimizer in OPTIMIZERS.items():
