@@ -15,7 +15,7 @@ from pages import ROOT, read_page
 
 from launcher.__main__ import main
 
-NET, _, _, DATA, NET_OPTIONS, DATA_OPTIONS = (
+_, NET, _, _, DATA, NET_OPTIONS, DATA_OPTIONS = (
     block.text for block in read_page("recipes/README.md").of("python")
 )
 NET_YAML, DATA_YAML = (block.text for block in read_page("recipes/README.md").of("yaml"))
