@@ -146,7 +146,8 @@ def build(*arguments):
 
     return dataset._replace(train=train)
 """
-OWN = ("dataset=custom", "dataset.module=own", "+dataset.options.num_samples=4096")
+OPTIONS = "+dataset.options={num_samples: 4096, targets: network}"
+OWN = ("dataset=custom", "dataset.module=own", OPTIONS)
 
 
 @pytest.mark.slow
