@@ -28,7 +28,7 @@ from launcher.runtime.collectives import constrained, copied, sum_buckets
 from launcher.runtime.partial_sums import emitted_locally
 from launcher.schedule import Kind
 from launcher.trace import Loss
-from launcher.trace.jaxpr import Var
+from launcher.trace.jaxpr import Var, is_var
 
 _SUMS = ("result", "grad", "per_replica")
 
@@ -78,8 +78,10 @@ def stage_programs(cut: PartitionedStep, stage: int) -> dict[Kind, StageProgram]
     A kind without a program has nothing to do.
     """
     of, inside = cut.programs(stage)
-    sent = {var for var, _, _ in cut.update.part_sends}
-    leaving = {i for (i, _), parts in cut.update.grad_parts.items() if not sent.isdisjoint(parts)}
+    taken = {var for var, _, _ in cut.update.part_sends} | {
+        v for v in cut.update.outvars if is_var(v)
+    }
+    leaving = {i for (i, _), parts in cut.update.grad_parts.items() if not taken.isdisjoint(parts)}
     maker = _Maker(cut.loss, cut.update.operands, cut.slicing, cut.layout(stage), leaving)
     together = Kind.FORWARD not in of.programs
     found: dict[Kind, StageProgram] = {}
@@ -97,7 +99,7 @@ def stage_programs(cut: PartitionedStep, stage: int) -> dict[Kind, StageProgram]
 class _Maker:
     """A maker of programs over a microbatch from task programs over a slice.
 
-    `leaving`: the operands whose gradients are sent to other meshes as they are.
+    `leaving`: the operands whose gradients are sent to other meshes, or returned, as they are.
     """
 
     loss: Loss
@@ -200,7 +202,7 @@ class _Maker:
     def stays(self, bucket: Bucket, i: int) -> bool:
         """Return whether a gradient's sum takes the place of each replica's gradient.
 
-        What is to leave the mesh, or is cut along the replicas then, does not.
+        What is to leave the mesh or the step, or is cut along the replicas then, does not.
         """
         is_whole = bucket.collective == "all-reduce" and not self.layout.is_scattered(i)
         return is_whole and i not in self.leaving

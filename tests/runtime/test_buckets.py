@@ -166,9 +166,12 @@ def test_two_replicas_train_to_the_same_bits_whatever_the_buckets(micro_batches)
 
 
 def close(found, expected):
+    """Parameters to 1e-6, and all else."""
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected
     )
+    for a, b in zip(jax.tree.leaves(found[0][0]), jax.tree.leaves(expected[0][0]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -196,3 +199,21 @@ def test_the_sums_take_the_place_of_the_accumulators():
     found = compiled(DataParallel(4, bucket_bytes=LAYER)).memory_bytes()
     last, before = found["stage.0.forward_backward.last"], found["stage.0.forward_backward"]
     assert last < before + 2.5 * LAYER
+
+
+def test_gradients_that_the_step_returns_are_the_sums():
+    def gradients(params, batch):
+        return launcher.grad(lambda p: jnp.mean((jnp.tanh(batch["x"] @ p["a"]) @ p["b"]) ** 2))(
+            params
+        )
+
+    params = {name: jnp.full((WIDTH, WIDTH), 0.01) for name in "ab"}
+    traced = trace_step(gradients, (params, BATCH), donate_argnums=())
+    plan = DataParallel(2, bucket_bytes=0).plan(traced, local_shape(4, 1, "cpu"))
+    assert len(plan.stages[0].buckets) == 2
+    found = compile_step(traced, plan, jax.devices()[:4])(params, BATCH)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7),
+        jax.device_get(found),
+        jax.jit(gradients)(params, BATCH),
+    )
