@@ -52,7 +52,8 @@ class Timed:
         self.plan = plan_of(config.parallel, program.train, cluster)
         self.config = config
         self.worker = TrainWorker()
-        self.worker.setup(to_dict(config), self.plan.to_dict())
+        self.worker.build(to_dict(config))
+        self.worker.setup(self.plan.to_dict())
         self.worker.create()
         self.step = 0
 
