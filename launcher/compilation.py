@@ -163,7 +163,7 @@ def slots_text(step: TracedStep, emitted: Emitted) -> str:
 
 def instructions_text(emitted: Emitted, plan: Plan, worker: int) -> str:
     """Return the instruction list of one worker, the process of host number `worker`."""
-    from launcher.runtime.instructions import Free, Run
+    from launcher.runtime.instructions import Free, Send
 
     each = int(plan.cluster["devices_per_host"])
     mine = {i for i, mesh in enumerate(plan.all_meshes) if worker in {d // each for d in mesh}}
@@ -173,14 +173,14 @@ def instructions_text(emitted: Emitted, plan: Plan, worker: int) -> str:
             here = tuple(slot for slot in x.slots if emitted.slots[slot].mesh in mine)
             meshes, x = mine if here else set(), Free(here)
         else:
-            meshes = {x.mesh} if isinstance(x, Run) else {x.src, x.dst}
+            meshes = {x.src, x.dst} if isinstance(x, Send) else {x.mesh}
         if meshes & mine:
             lines.append(_instruction(x))
     return "\n".join(lines)
 
 
 def _instruction(x: Instruction) -> str:
-    from launcher.runtime.instructions import Run, Send
+    from launcher.runtime.instructions import Exchange, Run, Send
 
     def slots(numbers: Iterable[int]) -> str:
         return " ".join(map(str, numbers)) or "-"
@@ -192,6 +192,9 @@ def _instruction(x: Instruction) -> str:
         return f"{text}, donates {donated}" if x.donated else text
     if isinstance(x, Send):
         return f"SEND  mesh {x.src} to mesh {x.dst}: {slots(x.inputs)} -> {slots(x.outputs)}"
+    if isinstance(x, Exchange):
+        what = ", ".join(f"{spec.name} by server {spec.server}" for spec in x.specs)
+        return f"EXCHANGE  {what}, mesh {x.mesh}: {slots(x.inputs)} -> {slots(x.outputs)}"
     return f"FREE  {slots(x.slots)}"
 
 

@@ -1,9 +1,11 @@
 """What holds for every test: emulated CPU devices, wherever the tests run, and no network.
 
 Tests are `devices` unless they stand in `PURE`; what stands there and starts a process or compiles
-a plan's program all the same says so with the mark, or fails.
+a plan's program all the same says so with the mark, or fails. Of the many cases of a test that is
+`sampled(n)` every n-th belongs to the default tier and the rest to another one.
 """
 
+import collections
 import copy
 import os
 import signal
@@ -53,6 +55,7 @@ def pytest_xdist_auto_num_workers(config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Mark what needs devices; leave out what is to be asked for."""
+    _sample(items)
     asked = config.option.markexpr
     left_out = {name for name in ON_DEMAND if name not in asked}
     kept, others = [], []
@@ -63,6 +66,19 @@ def pytest_collection_modifyitems(config, items):
         (others if marks & left_out else kept).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=others)
+
+
+def _sample(items):
+    """Mark what `sampled` leaves out of the default tier."""
+    seen = collections.Counter()
+    for item in items:
+        mark = item.get_closest_marker("sampled")
+        if mark is None or any(item.get_closest_marker(name) for name in ON_DEMAND):
+            continue
+        of = item.path, item.originalname
+        if seen[of] % mark.args[0]:
+            item.add_marker(mark.kwargs.get("rest", "slow"))
+        seen[of] += 1
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -69,3 +69,38 @@ def test_a_pure_test_that_is_none_fails(tmp_path: Path) -> None:
         ("test_with_a_process_in_a_fixture", "starts a process"),
     ]
     assert re.search(r"^4 passed, 3 deselected, 3 errors", done.stdout, re.MULTILINE)
+
+
+SAMPLED = """
+import pytest
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("k", range(7))
+def test_of_many(k):
+    pass
+
+@pytest.mark.sampled(2, rest="stress")
+@pytest.mark.parametrize("k", [0, 1, pytest.param(2, marks=pytest.mark.slow), 3])
+def test_of_some(k):
+    pass
+"""
+
+
+def test_every_case_of_a_sampled_test_is_in_one_tier(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(SAMPLED)
+    (tmp_path / "conftest.py").write_text((TESTS / "conftest.py").read_text())
+    marks = "".join(f"    {mark}: m\n" for mark in ("devices", "slow", "stress", "sampled"))
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\nmarkers =\n{marks}")
+
+    def cases(*asked: str) -> str:
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--collect-only", *asked]
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, check=False
+        ).stdout
+        found = {name: re.findall(rf"{name}\[(\d)\]", done) for name in ("of_many", "of_some")}
+        return " ".join("".join(numbers) for numbers in found.values())
+
+    assert cases() == "036 03"
+    assert cases("-m", "slow") == "1245 2"
+    assert cases("-m", "stress") == " 1"
+    assert cases("test_it.py::test_of_many[1]") == "1 "

@@ -47,13 +47,15 @@ class Call:
             with the message.
         consumed: the numbers that the call donates.
         profile: whether to wait for every task and measure it.
+        record: whether to record it.
     """
 
     program: int
     first: int
     leaves: tuple[int, ...]
     consumed: tuple[int, ...]
-    profile: bool
+    profile: bool = False
+    record: bool = False
 
 
 @dataclass(frozen=True)

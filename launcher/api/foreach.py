@@ -50,7 +50,9 @@ def foreach_worker(fn: Callable[..., Any], *trees: Any) -> list[Any]:
 
     Raises:
         WorkerError: `fn` raised in a worker; the error names it and holds its traceback, and the
-            session goes on. In a session without workers it is the error of `fn` itself.
+            session goes on. In a session without workers it is the error of `fn` itself. It says
+            so, too, where what a worker holds of an array is no slice of it: its devices are then
+            no block of the logical mesh.
         TypeError: `fn` cannot be pickled.
         SessionError, HungError: as `workers`.
     """

@@ -5,12 +5,13 @@ A worker runs it on the arrays that it holds; a session without workers runs it 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 Scope = Literal["worker", "replicas", "first"]
 
@@ -74,19 +75,57 @@ def _of_process(leaf: Any) -> Any:
     """Return the part of an array that lies in this process, as an array of its own."""
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
         return leaf
-    shards = [shard.data for shard in leaf.addressable_shards]
+    shards = leaf.addressable_shards
     if not shards:
         return None
     sharding = leaf.sharding
     assert isinstance(sharding, NamedSharding)
+    assert isinstance(sharding.mesh, Mesh)
+    if not _is_block(sharding.mesh.devices):
+        return slice_of([(shard.index, shard.data) for shard in shards])
     own = NamedSharding(sharding.mesh.local_mesh, sharding.spec)
     # As many shards along each axis as the process's part of the mesh has there.
     counts = [1] * leaf.ndim
     for axis, names in enumerate(sharding.spec):
         for name in (names,) if isinstance(names, str) else names or ():
             counts[axis] *= own.mesh.shape[name]
-    shape = tuple(n * size for n, size in zip(counts, shards[0].shape, strict=True))
-    return jax.make_array_from_single_device_arrays(shape, own, shards)
+    shape = tuple(n * size for n, size in zip(counts, shards[0].data.shape, strict=True))
+    return jax.make_array_from_single_device_arrays(shape, own, [shard.data for shard in shards])
+
+
+def _is_block(devices: np.ndarray) -> bool:
+    """Return whether this process's devices in a mesh are all those of some rows and columns."""
+    processes = np.reshape([d.process_index for d in devices.flat], devices.shape)
+    places = np.argwhere(processes == jax.process_index())
+    return len(places) == math.prod(len(set(along)) for along in places.T)
+
+
+def slice_of(shards: Sequence[tuple[tuple[slice, ...], jax.Array]]) -> jax.Array:
+    """Return the slice of an array that shards of it make together, on the first one's device.
+
+    Args:
+        shards: the place of each in the whole array, and its values; replicas may be among them.
+
+    Raises:
+        ValueError: together they are no slice.
+    """
+    by_place = {tuple(cut.start or 0 for cut in index): data for index, data in shards}
+    starts = [sorted(set(along)) for along in zip(*by_place, strict=True)]
+    if len(by_place) != math.prod(map(len, starts)):
+        raise ValueError(
+            "what this worker holds of an array is no slice of it, because its devices are no "
+            "block of the logical mesh; use launcher.foreach_replica"
+        )
+    (device,) = shards[0][1].devices()
+
+    def part(above: tuple[int, ...]) -> jax.Array:
+        axis = len(above)
+        if axis == len(starts):
+            return jax.device_put(by_place[above], device)
+        parts = [part((*above, start)) for start in starts[axis]]
+        return parts[0] if len(parts) == 1 else jax.numpy.concatenate(parts, axis)
+
+    return part(())
 
 
 def _of_device(leaf: Any, device: jax.Device) -> Any:

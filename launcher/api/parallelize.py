@@ -23,12 +23,14 @@ import jax
 
 from launcher.api.python_words import python_words
 from launcher.api.ray_backend import RayBackend, RemoteExecutable
+from launcher.api.recorded import recorded
 from launcher.api.remote_array import RemoteArray
 from launcher.api.session import LocalBackend, SessionError, current, is_up
 from launcher.api.signature import Signature, Traceable, kind
 from launcher.log import warn_once
 from launcher.plan import Plan, PlanError
-from launcher.plan.methods import DataParallel, Follow, Method
+from launcher.plan.methods import DataParallel, Follow, Method, Replay
+from launcher.report.timeline import Timeline
 from launcher.runtime import Executable, Transport
 from launcher.trace import TracedStep, TraceError, trace_step
 from launcher.trace.without_gradient import no_gradient_note
@@ -133,6 +135,20 @@ class ParallelizedFunction:
         dynamic, _ = self._signature.split(args)
         self._compiled(self._variant(args)).warm_up(*dynamic)
 
+    def timeline(self, *args: Any, **kwargs: Any) -> tuple[Any, Timeline]:
+        """Run one step as a call does, wait for it, and return when each of its parts ran.
+
+        Returns:
+            The results, and the timeline: `timeline.spans()` are what ran on each device and in
+                each other lane, in nanoseconds; `timeline.save("timeline.json")` is for Perfetto.
+
+        Raises:
+            WorkerError, HungError: as a call.
+        """
+        args = self._signature.positional(args, kwargs)
+        dynamic, _ = self._signature.split(args)
+        return recorded(self._compiled(self._variant(args)), dynamic)
+
     def create(self, init: Callable[..., Any], *init_args: Any, like: Any) -> Any:
         """Create the step's first argument, `init(*init_args)`, already sharded.
 
@@ -225,7 +241,7 @@ class ParallelizedFunction:
                 source.args,
                 batch_argnums=source.batch_argnums,
                 donate_argnums=source.donate_argnums,
-                needs_loss=not follows,
+                needs_loss=not (follows or _has_no_loss(method)),
             )
             if note := no_gradient_note(step):
                 warn_once(_log, f"{self.__name__}: {note}")
@@ -309,6 +325,11 @@ def parallelize(
         return ParallelizedFunction(signature, method or DataParallel(), local)
 
     return wrap if fun is None else wrap(fun)
+
+
+def _has_no_loss(method: Method) -> bool:
+    """Return whether a method replays the plan of a function that takes no gradient."""
+    return isinstance(method, Replay) and not any(s.layers for s in method.found.all_stages)
 
 
 def _check_context(name: str) -> None:

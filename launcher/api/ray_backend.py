@@ -9,15 +9,18 @@ from typing import Any
 import jax
 
 from launcher.api.calls import Call, Given, Held, StepProgram, UserCall
+from launcher.api.connection import Connection
 from launcher.api.messages import Messages, Reply
 from launcher.api.own_copies import Scope
 from launcher.api.remote_array import Fetch, RemoteArray, pickled, portable
 from launcher.api.settings import TRACE_SETTINGS
 from launcher.api.signature import Traceable
 from launcher.cluster.errors import WorkerError
+from launcher.cluster.ray.worker import WorkerHandle
 from launcher.cluster.worker_group import WorkerGroup
 from launcher.plan import ClusterShape, Plan
 from launcher.runtime import Copies, StageTimes, transformed_error
+from launcher.spans import Clock, Span
 from launcher.trace import TracedStep
 from launcher.worker_info import WorkerInfo
 
@@ -27,21 +30,34 @@ _IN_MESSAGE = 64 * 1024  # bytes up to which sending to each worker is quicker t
 class RayBackend:
     """The workers, one a host, each with a `StepWorker`.
 
+    The first call decides how they reach one another: by parameter servers if it compiles a plan
+    that has some, and else as a process group.
+
+    Args:
+        group: the workers.
+        shape: see below.
+        serve: starts so many parameter servers for so many workers.
+
     Attributes:
         shape: the cluster, for the planner.
     """
 
-    def __init__(self, group: WorkerGroup, shape: ClusterShape) -> None:
+    def __init__(
+        self,
+        group: WorkerGroup,
+        shape: ClusterShape,
+        serve: Callable[[int, int], list[WorkerHandle]],
+    ) -> None:
         known_to_flax()
-        group.join()
         self.shape = shape
-        self._group = group
+        self._group, self._connection = group, Connection(group, serve)
         self._messages = Messages(group)
         self._next_number = 0
         self._wanted: list[RemoteArray] = []
 
     def send(self, method: str, *arguments: Any, shared: Any = None) -> list[Reply]:
         """Send a message; see `Messages.send`."""
+        self._connection.open()
         return self._messages.send(method, *arguments, shared=shared)
 
     def answers(self, replies: Sequence[Reply]) -> list[Any]:
@@ -90,15 +106,17 @@ class RayBackend:
 
     def placement(self, number: int) -> str:
         """Return in words where an array lies."""
-        return str(self.answers(self.send("placement", number))[0])
+        count = len(self._group.handles)
+        every = f" of each of {count} workers" if self._connection.by_servers else ""
+        return str(self.answers(self.send("placement", number))[0]) + every
 
     def drop(self, number: int) -> None:
         """Free an array or a compiled step with the next message."""
         self._messages.drop(number)
 
     def lend(self, fun: Callable[..., Any], numbers: Sequence[int], *arguments: Any) -> list[Any]:
-        """Return what `fun` answers on each worker; see `StepWorker.lend`."""
-        return self.answers(self.send("lend", fun, tuple(numbers), 0, *arguments))
+        """Return what `fun` answers on each worker; see `StepWorker.lend_own`."""
+        return self.answers(self.send("lend_own", fun, tuple(numbers), *arguments))
 
     def lend_for(
         self,
@@ -126,7 +144,12 @@ class RayBackend:
 
     def workers(self) -> list[WorkerInfo]:
         """Return what is known of each worker, in the order of the hosts."""
-        return self._group.infos(self.answers(self.send("about")))
+        processes = self.answers(self._messages.send("process"))  # whether connected or not
+        return self._group.infos(processes, self.shape.devices_per_host)
+
+    def clocks(self) -> list[Clock]:
+        """Return each worker's clock against this process's, once all messages are answered."""
+        return self._group.clocks()
 
     def foreach(self, scope: Scope, fun: Callable[..., Any], trees: Sequence[Any]) -> list[Any]:
         """Call a user's function on the workers' own copies of arrays; return all results in order.
@@ -168,7 +191,9 @@ class RayBackend:
 
         Raises:
             WorkerError: a worker cannot compile it; the session goes on if that worker lives.
+            PlanError: the workers are connected in another way than the plan needs.
         """
+        self._connection.open_for(plan)
         program = StepProgram(**vars(source), plan=plan, settings=_trace_settings())
         number = self.new_numbers(1)
         replies = self.send("compile", number, shared=pickled(program, source.fun))
@@ -220,6 +245,11 @@ class RemoteExecutable:
         tasks = {task: s for part in parts for task, s in part.task_seconds.items()}
         return results, StageTimes(tuple(map(max, busy)), tasks)
 
+    def record(self, *args: Any) -> tuple[Any, list[list[Span]], list[Clock]]:
+        """Run one step and record it; return its results, and each worker's spans and clock."""
+        results, replies = self._run(args, record=True)
+        return results, self._backend.answers(replies), self._backend.clocks()
+
     def create(self, init: Callable[..., Any], *args: Any) -> Any:
         """Create the step's first argument, `init(*args)`, on the workers, each leaf in its place.
 
@@ -248,7 +278,7 @@ class RemoteExecutable:
         self._backend.drop(self._number)
 
     def _run(
-        self, args: tuple[Any, ...], method: str = "run", *, profile: bool = False
+        self, args: tuple[Any, ...], method: str = "run", **how: bool
     ) -> tuple[Any, list[Reply]]:
         leaves, tree = jax.tree.flatten(args)
         if tree != self._in_tree:
@@ -272,7 +302,7 @@ class RemoteExecutable:
         if sum(number in gone for number in numbers) > len(gone):
             raise TypeError("an array is given twice and donated; a call can consume it only once")
         first = backend.new_numbers(len(self._out_avals))
-        call = Call(self._number, first, tuple(numbers), tuple(gone), profile)
+        call = Call(self._number, first, tuple(numbers), tuple(gone), **how)
         if sum(value.nbytes for value in values) > _IN_MESSAGE:
             replies = backend.send(method, call, shared=values)
         else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -27,8 +27,11 @@ from launcher.cluster.devices import (
     find_gpus,
     local_pool,
 )
-from launcher.cluster.ray.attached_ray import AttachedRay, is_connected
+from launcher.cluster.ray.attached_ray import AttachedRay
+from launcher.cluster.ray.demand import NOTHING, Demand, check_demand
 from launcher.cluster.ray.private_ray import PrivateRay, start
+from launcher.cluster.ray.ray_compat import Node
+from launcher.cluster.ray.reach import is_connected
 from launcher.cluster.ray.waiting import StartLimit
 from launcher.cluster.ray.worker import LOOPBACK
 from launcher.cluster.worker_group import WorkerGroup
@@ -123,13 +126,15 @@ _HERE = LocalBackend()
 _held: _Held | None = None
 
 
-def init(
+def init(  # noqa: PLR0913 (what a script may ask for)
     cluster: str = "ray",
     address: str | None = None,
     num_nodes: int | None = None,
     num_devices_per_node: int | None = None,
     step_timeout: float = 600.0,
     start_timeout: float = 120.0,
+    num_cpus: float = 0,
+    resources: Mapping[str, float] | None = None,
 ) -> None:
     """Select where parallelized functions run; without it, they run on this process's devices.
 
@@ -152,6 +157,9 @@ def init(
             Workers that take longer hang or are stopped, and `HungError` says what each is doing.
         start_timeout: the seconds that Ray may take to come up or, at `address`, to answer, and
             again that the workers' processes may take.
+        num_cpus: the CPUs that each worker demands of Ray; it may use more.
+        resources: the amount of each custom resource that each worker demands of the Ray at
+            `address`, by name, such as {"my_node": 1}.
 
     Raises:
         SessionError: it was called before, or the numbers do not fit the machine.
@@ -172,10 +180,14 @@ def init(
     for name, number in numbers.items():
         if number is not None and number < 1:
             raise SessionError(f"{name}={number} has to be at least 1")
+    demand = Demand(num_cpus, dict(resources or {}))
+    _check_demands(cluster, demand)
     if cluster == "local":
         _held = _Held(_this_process(address, num_nodes, num_devices_per_node), lambda: None)
     else:
-        _held = _workers(address, num_nodes, num_devices_per_node, step_timeout, start_timeout)
+        limit = StartLimit(start_timeout, "launcher.init(start_timeout=...)")
+        session, pool = _session(address, num_nodes, num_devices_per_node, limit, demand)
+        _held = _workers(session, pool, step_timeout)
         atexit.register(shutdown)  # before Ray's own, which was registered before
 
 
@@ -215,30 +227,51 @@ def _this_process(address: str | None, nodes: int | None, devices: int | None) -
     return LocalBackend(tuple(there[:devices]))
 
 
-def _workers(
+def _check_demands(cluster: str, demand: Demand) -> None:
+    demands = {"num_cpus": demand.num_cpus} | {
+        f"resources[{name!r}]": amount for name, amount in demand.resources.items()
+    }
+    for name, amount in demands.items():
+        if amount < 0 or (amount == 0 and name != "num_cpus"):
+            raise SessionError(f"{name}={amount:g} demands nothing; give more than 0, or leave it")
+    for name in {"CPU", "GPU"} & {*demand.resources}:
+        argument = {"CPU": "num_cpus", "GPU": "num_devices_per_node"}[name]
+        raise SessionError(f"resources[{name!r}] is not to be set that way: {argument}= says it")
+    if cluster == "local" and demand != NOTHING:
+        raise SessionError(
+            'num_cpus= and resources= are demands on a Ray, and cluster="local" is this process: '
+            "leave them out"
+        )
+
+
+def _session(
     address: str | None,
     nodes: int | None,
     devices: int | None,
-    step_timeout: float,
-    start_timeout: float,
-) -> _Held:
+    limit: StartLimit,
+    demand: Demand,
+) -> tuple[PrivateRay | AttachedRay, DevicePool]:
+    """Return the Ray on which workers can start, and its devices."""
+    if address is None and is_connected():
+        address = "auto"
+    if address is not None:
+        attached = AttachedRay(address, nodes, devices, limit, demand)
+        return attached, attached.pool
+    pool = _private_pool(nodes or 1, devices)
+    here = Node("", "a private one on this machine", {"CPU": float(os.cpu_count() or 1)})
+    on_one = dataclasses.replace(pool, kind="cpu")  # which its workers share
+    check_demand(demand.bundle(0), on_one, [here])
+    return start(pool, None, limit=limit), pool
+
+
+def _workers(session: PrivateRay | AttachedRay, pool: DevicePool, step_timeout: float) -> _Held:
     with ExitStack() as undo:
-        session: PrivateRay | AttachedRay
-        if address is None and is_connected():
-            address = "auto"
-        if address is not None:
-            session = AttachedRay(address, nodes, devices, start_timeout)
-            pool = session.pool
-        else:
-            pool = _private_pool(nodes or 1, devices)
-            limit = StartLimit(start_timeout, "launcher.init(start_timeout=...)")
-            session = start(pool, None, limit=limit)
         undo.callback(session.close)
         if pool.kind == "gpu":
             jax.config.update("jax_platforms", "cpu")  # the devices are for the workers
         workers, setting = session.spawn(StepWorker), "launcher.init(step_timeout=...)"
         group = WorkerGroup(workers, session.check, step_timeout, setting)
-        backend = RayBackend(group, _shape_of(pool))
+        backend = RayBackend(group, _shape_of(pool), session.serve)
         text = "this belongs to a session that launcher.shutdown() has ended"
         gone = SessionError(f"{text}; call launcher.init again and make it anew")
         undo.callback(backend.close, gone)

@@ -30,6 +30,7 @@ from launcher.runtime import (
     fail_together,
     move,
 )
+from launcher.spans import Span
 from launcher.trace import trace_step
 
 
@@ -106,7 +107,8 @@ class StepWorker(Peer):
             donate_argnums=program.donate_argnums,
             needs_loss=False,  # the driver has seen to that
         )
-        executable = compile_step(step, program.plan, jax.devices(), self._transport)
+        ways = self._transport, self._servers
+        executable = compile_step(step, program.plan, jax.devices(), *ways)
         in_tree = step.whole.in_tree
         where = in_tree.flatten_up_to(executable.in_shardings)  # None stands for leaves here, too
         where = [place if i in executable.used else None for i, place in enumerate(where)]
@@ -129,16 +131,19 @@ class StepWorker(Peer):
 
             self._keep(first, step.executable.create(as_traced, *arguments))
 
-    def run(self, call: Call, values: Sequence[Any]) -> StageTimes | None:
-        """Run a step without waiting for it; return its times if it is profiled.
+    def run(self, call: Call, values: Sequence[Any]) -> StageTimes | list[Span] | None:
+        """Run a step without waiting for it; return what is measured of it, if anything is.
 
         It waits for the step before. The devices stay busy all the same, and no call of any kind
         lasts longer than two steps, however many the driver has sent.
         """
         run, args = self._called(call, values)
-        times = None
+        measured: StageTimes | list[Span] | None = None
         if call.profile:
-            results, times = run.profile(*args)
+            results, measured = run.profile(*args)
+        elif call.record:
+            results, read = run.record(*args)
+            measured = read()
         else:
             results = run(*args)
         self._keep(call.first, results)
@@ -151,7 +156,7 @@ class StepWorker(Peer):
             ],
         )
         jax.block_until_ready([array for array in before if not array.is_deleted()])
-        return times
+        return measured
 
     def foreach(self, scope: Scope, pickled: bytes) -> bytes:
         """Call a pickled `UserCall` here; return the pickled list of its results.
@@ -168,7 +173,7 @@ class StepWorker(Peer):
             call: UserCall = pickle.loads(pickled)
             _set(call.settings)
             trees = jax.tree.map(self._meant, call.trees)
-            devices, is_first = jax.local_devices(), jax.process_index() == 0
+            devices, is_first = jax.local_devices(), self._rank == 0
             results = call_here(call.fun, trees, scope, devices, is_first=is_first)
             try:
                 return dumps_script(results)
@@ -199,6 +204,8 @@ class StepWorker(Peer):
 
     def fetch(self, numbers: Sequence[int]) -> list[Shards]:
         """Return the shards of arrays that lie here, each in one process; of keys, the data."""
+        if self._holds_copies:
+            return [[] for _ in numbers]
         found = [
             [(_box(shard.index, array.shape), shard.data) for shard in _own(array)]
             for array in map(_plain, map(self._arrays.__getitem__, numbers))
@@ -213,8 +220,12 @@ class StepWorker(Peer):
     def digests(self, numbers: Mapping[str, int]) -> Copies:
         """Return digests of what lies here of arrays with replicas, given by name."""
         arrays = {name: self._arrays[number] for name, number in numbers.items()}
-        digester = Digester(arrays)
+        digester = Digester(arrays, rank=self._server_rank)
         return digester.finish(digester.start(arrays))
+
+    def lend_own(self, fun: Callable[..., Any], numbers: Sequence[int], *arguments: Any) -> Any:
+        """Call a function as `lend` does, if what lies here is not another worker's, too."""
+        return None if self._holds_copies else self.lend(fun, numbers, 0, *arguments)
 
     def lend(
         self,
@@ -234,6 +245,11 @@ class StepWorker(Peer):
         arrays, answer = fun([self._arrays[number] for number in numbers], *arguments)
         self._keep(first, arrays)
         return answer
+
+    @property
+    def _holds_copies(self) -> bool:
+        """Whether the first worker holds all that this one does, as with parameter servers."""
+        return self._servers is not None and self._servers.rank > 0
 
     def placement(self, number: int) -> str:
         """Return in words where an array lies."""

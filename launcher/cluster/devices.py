@@ -17,7 +17,7 @@ from pathlib import Path
 
 from launcher.cluster.slurm.allocation import find_allocation
 from launcher.config.errors import ConfigError
-from launcher.config.machines import Cluster, Described, Emulated, SlurmCluster
+from launcher.config.machines import Cluster, Described, Emulated, RayCluster, SlurmCluster
 
 STAND_INS = 4  # emulated devices unless the user asks for a number
 _MOST_STAND_INS = 64  # for cluster=local: more is a slip, or meant for another machine
@@ -104,6 +104,8 @@ def find_devices(cluster: Cluster) -> DevicePool:
     if isinstance(cluster, SlurmCluster):
         here = find_allocation(os.environ) is not None and not cluster.slurm.emulated
         return slurm_pool(cluster, find_gpus(os.environ) if here else None)
+    if isinstance(cluster, RayCluster):
+        return unasked_pool(cluster, find_gpus(os.environ))
     return local_pool(cluster, find_gpus(os.environ), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
@@ -196,6 +198,27 @@ def slurm_pool(cluster: SlurmCluster, gpus: Gpus | None) -> DevicePool:
         devices_per_host=per_host,
         device_name=name,
         note=f"{_count(cluster.gpus, 'GPU')} on {nodes}" + (f": {name}" if gpus else ""),
+    )
+
+
+def unasked_pool(cluster: RayCluster, gpus: Gpus) -> DevicePool:
+    """Return the devices of a Ray that is not asked for them: taken to be like those here.
+
+    Args:
+        cluster: the settings.
+        gpus: the GPUs of this machine.
+    """
+    names = () if gpus.problem else gpus.names
+    per_host = (cluster.gpus or 0) // cluster.hosts or len(names) or STAND_INS
+    name = ", ".join(dict.fromkeys(names)) or EMULATED
+    total = per_host * cluster.hosts
+    return DevicePool(
+        kind="gpu" if names else "cpu",
+        hosts=cluster.hosts,
+        devices_per_host=per_host,
+        device_name=name,
+        note=f"cluster=ray is not asked for its devices: taken to be like those here, "
+        f"{total} times {name}",
     )
 
 

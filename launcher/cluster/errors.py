@@ -50,6 +50,7 @@ class WorkerError(Exception):
         host: the worker's index in the pool.
         whereabouts: the worker's name with its process and machine, as far as they are known.
         died: whether the process is gone; otherwise it lives and takes further calls.
+        is_server: whether it is a parameter server, and no worker.
         silent: whether all that is known is that it cannot be reached; `died` is true as well.
         error_type: the name of the exception's class inside the worker; "" if the worker died.
         error_message: the text of the exception, or how the worker died.
@@ -68,6 +69,7 @@ class WorkerError(Exception):
         whereabouts: str = "",
         died: bool = False,
         silent: bool = False,
+        is_server: bool = False,
         error_type: str = "",
         traceback_text: str = "",
     ) -> None:
@@ -77,6 +79,7 @@ class WorkerError(Exception):
         self.whereabouts = whereabouts or worker
         self.died = died
         self.silent = silent
+        self.is_server = is_server
         self.error_type = error_type
         self.error_message = error_message
         self.traceback_text = traceback_text

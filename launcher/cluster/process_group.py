@@ -1,7 +1,8 @@
 """The process group of the workers: JAX's coordination service, and a transport of arrays.
 
 `Peer` is the base class of worker objects that can form a group, and `init_process_group` is the
-driver's side. This module imports JAX.
+driver's side. In place of a group, workers that exchange nothing but sums have parameter servers;
+each is then a JAX of its own. This module imports JAX.
 
 Neither JAX's coordination service nor its transfer server checks who connects. So on one machine
 the service listens on a UNIX socket in a folder that no other user can enter, and which is removed
@@ -16,12 +17,15 @@ import logging
 import os
 import secrets
 import socket
+import time
 from collections.abc import Callable, Sequence
+from typing import Any
 from urllib.parse import quote
 
 import jax
 
 from launcher.cluster.ray import scratch
+from launcher.cluster.ray.server_client import ServerClient
 from launcher.cluster.ray.worker import WorkerHandle, gather
 from launcher.runtime import PermuteTransport, PullTransport, Transport, keep_compiled
 from launcher.runtime.compat import bind_collectives
@@ -34,18 +38,46 @@ _log = logging.getLogger(__name__)
 class Peer:
     """A worker object that can be one of several.
 
-    The driver calls `coordinator`, `join` and `connect`, in this order. Sockets are bound to the
-    machine's `address` among the others, the loopback if all are on one machine.
+    The driver calls `coordinator`, `join` and `connect`, in this order, or `meet` alone. Sockets
+    are bound to the machine's `address` among the others, the loopback if all are on one machine.
     """
 
     def __init__(self) -> None:
         keep_compiled()
         self._transport: Transport | None = None
+        self._servers: ServerClient | None = None
         self._folder: scratch.Scratch | None = None
 
-    def about(self) -> tuple[int, list[int]]:
-        """Return this process's number on its machine, and those of its devices in the group."""
-        return os.getpid(), [i for i, d in enumerate(jax.devices()) if d in jax.local_devices()]
+    def process(self) -> int:
+        """Return this process's number on its machine."""
+        return os.getpid()
+
+    def meet(
+        self, count: int, index: int, servers: Sequence[tuple[Any, str]], seconds: float
+    ) -> None:
+        """Become one of `count` workers that exchange sums through parameter servers alone.
+
+        Args:
+            count: the number of workers.
+            index: the index of this process among them.
+            servers: Ray's handle and the name of each server.
+            seconds: how long an exchange may take.
+        """
+        self._servers = ServerClient(index, count, servers, seconds)
+
+    @property
+    def _rank(self) -> int:
+        """The index of this process among the workers."""
+        return self._servers.rank if self._servers else jax.process_index()
+
+    @property
+    def _server_rank(self) -> int | None:
+        """The same where parameter servers sum, so that each worker holds the others' state."""
+        return self._servers.rank if self._servers else None
+
+    def clock(self) -> int:
+        """Return this host's clock, in nanoseconds since the epoch."""
+        return time.time_ns()
 
     def coordinator(self, address: str | None) -> str:
         """Return an address for JAX's coordination service.
@@ -99,6 +131,30 @@ class Peer:
         if self._folder is not None:
             self._folder.remove()
             self._folder = None
+
+
+def connect_to_servers(
+    handles: Sequence[WorkerHandle],
+    servers: Sequence[WorkerHandle],
+    seconds: float,
+    watch: Callable[[list[WorkerHandle]], None] | None = None,
+) -> None:
+    """Make parameter servers known to workers whose classes derive from `Peer`.
+
+    Args:
+        handles: the workers, in the order of their hosts, which have no process group.
+        servers: the servers, in the order of their numbers.
+        seconds: how long an exchange may take.
+        watch: watches the wait, as in `gather`.
+
+    Raises:
+        WorkerError: a worker or a server cannot be reached.
+    """
+    listed = [(server.actor, server.name) for server in servers]
+    count = len(handles)
+    gather(
+        [h.submit("meet", count, rank, listed, seconds) for rank, h in enumerate(handles)], watch
+    )
 
 
 def init_process_group(

@@ -1,4 +1,4 @@
-"""A group of workers, one a host, whose every wait is watched."""
+"""A group of workers, one a host, and of their parameter servers; every wait is watched."""
 
 from __future__ import annotations
 
@@ -8,19 +8,29 @@ from typing import Any
 
 from launcher.cluster.diagnose import diagnose
 from launcher.cluster.errors import HungError, WorkerError
-from launcher.cluster.process_group import init_process_group
-from launcher.cluster.ray.worker import WATCH_SECONDS, Future, WorkerHandle, cause_of, gather, ready
+from launcher.cluster.process_group import connect_to_servers, init_process_group
+from launcher.cluster.ray.server_health import ended, silent
+from launcher.cluster.ray.worker import (
+    WATCH_SECONDS,
+    Future,
+    WorkerHandle,
+    cause_of,
+    gather,
+    ready,
+)
+from launcher.spans import Clock, clock_of
 from launcher.worker_info import WorkerInfo
 
 STARTING = 10  # factor on the timeout while workers compile or connect
+_SERVER_SECONDS = 1.0  # for a server to answer, which it does whatever it waits for
 _RAY_SECONDS = 4.0  # to notice Ray's end, whose first sign may be the end of a worker
 
 
 class WorkerGroup:
     """One worker a host, in the order of the hosts.
 
-    Every wait of a group ends: workers that do not answer are diagnosed and given up, the end of
-    Ray is noticed, and Ctrl-C is answered.
+    Every wait of a group ends: workers and servers that do not answer are diagnosed and given up,
+    the end of Ray is noticed, and Ctrl-C is answered.
 
     Args:
         handles: the workers.
@@ -38,6 +48,7 @@ class WorkerGroup:
         setting: str,
     ) -> None:
         self.handles = tuple(handles)
+        self._servers: tuple[WorkerHandle, ...] = ()
         self._check = check
         self._timeout, self._setting = timeout, setting
 
@@ -49,12 +60,39 @@ class WorkerGroup:
         """
         init_process_group(self.handles, self.watch(starting=True), transport)
 
-    def infos(self, about: Sequence[tuple[int, Sequence[int]]]) -> list[WorkerInfo]:
-        """Return what is known of each worker, given the answers to `Peer.about`."""
+    def use_servers(self, servers: Sequence[WorkerHandle]) -> None:
+        """Connect the workers to parameter servers, in place of `join`."""
+        self._servers = tuple(servers)
+        # The driver gives them up first, and says who is to blame.
+        seconds = STARTING * self._timeout
+        connect_to_servers(self.handles, self._servers, seconds, self.watch(starting=True))
+
+    def infos(self, processes: Sequence[int], devices: int) -> list[WorkerInfo]:
+        """Return what is known of each worker.
+
+        Args:
+            processes: the answers to `Peer.process`.
+            devices: the number of devices of each.
+        """
         return [
-            WorkerInfo(handle.host, handle.address, process, tuple(devices))
-            for handle, (process, devices) in zip(self.handles, about, strict=True)
+            WorkerInfo(
+                handle.host, handle.address, process, tuple(range(i * devices, (i + 1) * devices))
+            )
+            for i, (handle, process) in enumerate(zip(self.handles, processes, strict=True))
         ]
+
+    def clocks(self, rounds: int = 5) -> list[Clock]:
+        """Return each worker's clock against this process's, by so many round trips each.
+
+        The workers have to be idle.
+        """
+
+        def asked(handle: WorkerHandle) -> tuple[int, int, int]:
+            sent = time.time_ns()
+            (there,) = self.gather([handle.submit("clock")])
+            return sent, there, time.time_ns()
+
+        return [clock_of([asked(handle) for _ in range(rounds)]) for handle in self.handles]
 
     def submit(self, method: str, *arguments: Any) -> tuple[Future, ...]:
         """Queue a call in every worker and return without waiting."""
@@ -73,7 +111,7 @@ class WorkerGroup:
             RayEndedError: Ray ended.
         """
         try:
-            return gather(futures, self.watch(starting=starting))
+            return gather(futures, self.watch(starting=starting), self._servers)
         except WorkerError as error:
             self._blame_ray(error)
             raise
@@ -100,7 +138,7 @@ class WorkerGroup:
         Raises:
             RayEndedError: Ray ended, and all workers with it.
         """
-        error = cause_of(error, self.handles)
+        error = cause_of(error, [*self._servers, *self.handles])
         self._blame_ray(error)
         return error
 
@@ -117,7 +155,9 @@ class WorkerGroup:
             nonlocal calls
             calls += 1
             self._check()
-            for handle in self.handles:
+            if (error := ended(self._servers)) is not None:
+                raise error
+            for handle in (*self.handles, *self._servers):
                 handle.process()  # looked up now, so that it is known when it is needed
             if calls * WATCH_SECONDS >= limit:
                 raise self._hung(waiting, limit)
@@ -127,10 +167,13 @@ class WorkerGroup:
     def _hung(self, waiting: list[WorkerHandle], seconds: float) -> HungError:
         """Return the error for a wait of so many seconds, with a diagnosis of every worker.
 
-        A worker that has answered may have been stopped since, so that the others wait for it.
+        A worker that has answered may have been stopped since, so that the others wait for it. A
+        server that hangs is named first: the workers wait for it.
         """
-        names = ", ".join(handle.name for handle in waiting)
+        hung = silent(self._servers, _SERVER_SECONDS)
+        names = ", ".join(handle.name for handle in hung or waiting)
         lines = [f"no answer from {names} for {seconds:g} s ({self._setting})"]
+        lines += [f"{handle.name}: {diagnose(handle)}" for handle in hung]
         for handle in sorted(self.handles, key=lambda handle: handle not in waiting):
             since = "" if handle in waiting else ", which answered before"
             lines.append(f"{handle.name}{since}: {diagnose(handle)}")

@@ -13,7 +13,15 @@ from collections.abc import Iterator
 from launcher.config.check_parallel import check_parallel
 from launcher.config.check_slurm import check_slurm
 from launcher.config.errors import ConfigError
-from launcher.config.machines import Described, Hosts, Local, Machines, SlurmCluster
+from launcher.config.machines import (
+    Described,
+    Hosts,
+    Local,
+    Machines,
+    RayCluster,
+    SlurmCluster,
+    ray_address_problem,
+)
 from launcher.config.schema import Config, CustomDataset, CustomModel
 
 _LONGEST_NAME = 255  # bytes, of a folder
@@ -130,6 +138,30 @@ def _check_cluster(config: Config) -> Iterator[ConfigError]:
         )
 
 
+def _check_ray(config: Config) -> Iterator[ConfigError]:
+    """Checks the address of a Ray, and what workers demand of it."""
+    cluster = config.cluster
+    if not isinstance(cluster, RayCluster):
+        return
+    if problem := ray_address_problem(cluster.address):
+        address = f"cluster.address={cluster.address}"
+        yield ConfigError(f"{address} is no address to use", problem, ["cluster.address"])
+    for name, amount in cluster.resources.items():
+        if name in ("CPU", "GPU"):
+            setting = {"CPU": "cluster.num_cpus", "GPU": "cluster.gpus"}[name]
+            yield ConfigError(
+                f"cluster.resources.{name} is not for you to set that way",
+                f"{setting} says it.",
+                ["cluster.resources"],
+            )
+        if amount <= 0:
+            yield ConfigError(
+                f"cluster.resources.{name}={amount:g} demands nothing",
+                "Give an amount above 0, or leave it out.",
+                ["cluster.resources"],
+            )
+
+
 def _check_described(config: Config) -> Iterator[ConfigError]:
     """Checks that a described cluster has the figures that a plan for it rests on."""
     cluster = config.cluster
@@ -173,9 +205,10 @@ def _check_task(config: Config) -> Iterator[ConfigError]:
             "Give sweep.dir=multirun/ID.",
             ["task"],
         )
-    if config.task == "calibrate" and isinstance(cluster, SlurmCluster):
+    if config.task == "calibrate" and isinstance(cluster, SlurmCluster | RayCluster):
         yield ConfigError(
-            "task=calibrate measures the devices that are here, and those of cluster=slurm are not",
+            "task=calibrate measures the devices that are here, and those of "
+            f"cluster={cluster.title} are not",
             "Run it on a node, with cluster=local.",
             ["task", "cluster.kind"],
         )
@@ -183,5 +216,6 @@ def _check_task(config: Config) -> Iterator[ConfigError]:
 
 _RULES = (
     *(_check_modules, _check_run, _check_recipe, _check_optimizer),
-    *(_check_rollback, _check_cluster, _check_described, _check_task, check_slurm, check_parallel),
+    *(_check_rollback, _check_cluster, _check_ray, _check_described, _check_task),
+    *(check_slurm, check_parallel),
 )

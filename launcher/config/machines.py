@@ -166,6 +166,38 @@ class SlurmCluster(Hosts):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RayCluster(Hosts):
+    """Nodes of a Ray that is already running, with the devices that they have.
+
+    Attributes:
+        address: where that Ray is: "auto", or host:port.
+        gpus: the number of devices in total; None takes all GPUs of the nodes, or four emulated CPU
+            devices a worker where no node has a GPU.
+        num_cpus: the CPUs that each worker demands of Ray.
+        resources: the amount of each custom resource that each worker demands of Ray, by name.
+    """
+
+    kind: str = "ray"
+    address: str = "auto"
+    num_cpus: float = number(0.0, minimum=0.0)
+    resources: dict[str, float] = field(default_factory=dict)
+
+
+def ray_address_problem(address: str) -> str:
+    """Returns what is wrong with the address of a Ray, and what to do; "" if nothing is."""
+    if address.startswith("ray://"):
+        return (
+            "That is a Ray Client, which runs this program's calls in another process: run the "
+            'launcher on a node of that Ray and give "auto", or the host:port that `ray start` '
+            "told."
+        )
+    host, _, port = address.rpartition(":")
+    if address == "auto" or (host and port.isdigit() and 0 < int(port) < 2**16):
+        return ""
+    return 'Give "auto" for the Ray of this machine, or host:port as `ray start` told it.'
+
+
+@dataclass(frozen=True, kw_only=True)
 class Described(Cluster):
     """Machines that are not here: `name`, `device` and `links` say what they are."""
 
@@ -185,6 +217,7 @@ CLUSTERS: dict[str, type[Cluster]] = {
     "local": Local,
     "emulated": Emulated,
     "slurm": SlurmCluster,
+    "ray": RayCluster,
     "described": Described,
 }
 

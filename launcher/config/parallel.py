@@ -16,6 +16,7 @@ from launcher.schedule import DEFAULT_SCHEDULE, training_schedules
 _REMAT = (
     "none",
     "full",
+    "selective",
     "checkpoint_dots",
     "checkpoint_dots_with_no_batch_dims",
     "dots_saveable",
@@ -75,6 +76,18 @@ class Data(Planned):
     method: str = "data"
     num_micro_batches: int = automatic(1)
     clause: ClassVar[str] = "which is one stage on all devices"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served(Data):
+    """Data parallelism whose workers, one a host, sum their gradients through servers.
+
+    Attributes:
+        servers: number of servers; None: one a host.
+    """
+
+    method: str = "parameter_server"
+    servers: int | None = number(None, minimum=1, maximum=256)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +180,7 @@ METHODS: dict[str, type[Parallel]] = {
     "auto": Auto,
     "manual": Manual,
     "data": Data,
+    "parameter_server": Served,
     "zero2": Zero2,
     "zero3": Zero3,
     "shard": Shard,

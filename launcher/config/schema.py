@@ -113,6 +113,16 @@ class Sweep:
 
 
 @dataclass(frozen=True)
+class Report:
+    """What a run reports beside its metrics: the steps whose timelines are recorded, from 1."""
+
+    # null, []: none
+    timeline_steps: list[int] | None = field(
+        default_factory=lambda: [3], metadata={"minimum": 1, "maximum": None}
+    )
+
+
+@dataclass(frozen=True)
 class Wandb:
     """Weights & Biases. `mode` null: online where the user is logged in, else offline."""
 
@@ -154,6 +164,7 @@ class Config:
     train: Train = field(default_factory=Train)
     parallel: Parallel = field(default_factory=Auto, metadata=variants("method", METHODS))
     cluster: Cluster = field(default_factory=Local, metadata=variants("kind", CLUSTERS))
+    report: Report = field(default_factory=Report)
     wandb: Wandb = field(default_factory=Wandb)
     export: Export = field(default_factory=Export)
     sweep: Sweep = field(default_factory=Sweep)

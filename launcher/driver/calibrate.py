@@ -7,9 +7,11 @@ import logging
 from rich.console import Console
 
 from launcher.cluster.devices import find_devices
+from launcher.cluster.measure_servers import measure_servers
 from launcher.config.machines import Cluster
 from launcher.driver.cluster_from_config import pool_shape
-from launcher.plan.profile.calibration import measure
+from launcher.plan import ClusterShape
+from launcher.plan.profile.calibration import StoreRates, keep_store_rates, measure
 from launcher.report.console import plain_table, status
 from launcher.report.text import seconds_text
 
@@ -19,12 +21,15 @@ _log = logging.getLogger(__name__)
 def calibrate(cluster: Cluster, console: Console) -> int:
     """Measure the devices, store the result and show it.
 
+    Of several hosts it also measures what sums through parameter servers cost.
+
     Returns:
         The exit code: 1 if the result could not be stored.
 
     Raises:
         ConfigError: the devices asked for are not here.
         PlanError: they cannot be measured.
+        ClusterError: the workers that measure could not be started.
     """
     pool = find_devices(cluster)
     _log.info(pool.note)
@@ -55,6 +60,11 @@ def calibrate(cluster: Cluster, console: Console) -> int:
             seconds_text(nominal.dispatch_overhead),
         ),
     ]
+    if pool.hosts > 1:
+        with status(console, "measuring sums through a parameter server"):
+            rates = StoreRates(*measure_servers(pool))
+        path = keep_store_rates(nominal, rates) and path
+        rows += _store_rows(rates, nominal)
     for row in rows:
         table.add_row(*row)
     console.print(table)
@@ -65,3 +75,19 @@ def calibrate(cluster: Cluster, console: Console) -> int:
         return 1
     _log.info(f"plans for this machine use it from now on: {path}")
     return 0
+
+
+def _store_rows(rates: StoreRates, nominal: ClusterShape) -> list[tuple[str, str, str]]:
+    """Return the lines of the table about parameter servers."""
+    speeds = (("put", "a worker's puts"), ("add", "a server's sums"), ("get", "a worker's gets"))
+    return [
+        ("store's latency", seconds_text(rates.latency), seconds_text(nominal.store_latency)),
+        *(
+            (
+                words,
+                f"{getattr(rates, name) / 1e9:.3g} GB/s",
+                f"{getattr(nominal, f'store_{name}') / 1e9:.3g}",
+            )
+            for name, words in speeds
+        ),
+    ]

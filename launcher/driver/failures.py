@@ -103,7 +103,7 @@ def _report(
     """Return the error's text with the progress and the stages concerned after its first line."""
     first, *rest = str(error).splitlines()
     lines = [first, f"  after step {step} of {steps}"]
-    if isinstance(error, WorkerError):
+    if isinstance(error, WorkerError) and not error.is_server:
         lines.append(f"  {error.whereabouts}: {_stages(plan, error.host)}")
     if isinstance(error, HungError):
         lines += [f"  {name}: {_stages(plan, host)}" for host, name in error.workers.items()]

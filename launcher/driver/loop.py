@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import TYPE_CHECKING
 
 from launcher.config.schema import Checkpoint, Train
@@ -48,14 +48,17 @@ def train(
         SaveError: a save failed, and that ends the run.
         WorkerError: and the other errors of `Workers.result`.
     """
-    profiled = profiled_step(settings.steps, finished)
+    recorded = recorder.timelines.steps if recorder.timelines else frozenset[int]()
+    profiled = profiled_step(settings.steps, finished, recorded)
     cadence = Cadence(settings.checkpoint, clock())
     calls: deque[Answers] = deque()
     step = saved = finished
     num_batches = settings.eval_batches or 0
     while step < settings.steps and not stop.requested:
         step += 1
-        calls.append(workers.submit("step", step, step == profiled))
+        if step in recorded:
+            recorder.spans.start()
+        calls.append(workers.submit("step", step, step == profiled, step in recorded))
         if is_evaluated(step, settings):
             calls += [workers.submit("evaluate", batch) for batch in range(num_batches)]
         if step < settings.steps and cadence.is_due(step, clock()):
@@ -63,7 +66,7 @@ def train(
             calls.append(save(step))
             saved = step
         while len(calls) >= IN_FLIGHT:
-            recorder.record(calls.popleft().result())
+            _record_next(calls, recorder)
     _finish(workers, calls, recorder)
     recorder.log_newest()
     at_end = settings.checkpoint.at_end or stop.requested
@@ -78,7 +81,15 @@ def _finish(workers: Workers, calls: deque[Answers], recorder: Recorder) -> None
     """Wait for all calls that were sent, and record their results."""
     calls.append(workers.submit("flush"))
     while calls:
-        recorder.record(calls.popleft().result())
+        _record_next(calls, recorder)
+
+
+def _record_next(calls: deque[Answers], recorder: Recorder) -> None:
+    """Wait for the oldest call and record its result."""
+    with recorder.spans.span("loop", "wait for the workers"):
+        result = calls.popleft().result()
+    with recorder.spans.span("loop", "log"):
+        recorder.record(result)
 
 
 class Cadence:
@@ -104,9 +115,14 @@ def is_evaluated(step: int, settings: Train) -> bool:
     return every > 0 and (step % every == 0 or step == settings.steps)
 
 
-def profiled_step(steps: int, finished: int) -> int:
-    """Return the step that is run task by task to time the stages: the second, which is warm."""
-    return min(finished + 2, steps)
+def profiled_step(steps: int, finished: int, recorded: Set[int] = frozenset()) -> int | None:
+    """Return the step that is run task by task to time the stages.
+
+    It is the second, which is warm; or the next one that is not `recorded`, and None if there is
+    none.
+    """
+    last = min(finished + 2, steps)
+    return next((k for k in (*range(last, steps + 1), finished + 1) if k not in recorded), None)
 
 
 def warm_up(finished: int, dry_steps: int = 0) -> range:

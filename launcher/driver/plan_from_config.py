@@ -14,6 +14,7 @@ from launcher.config.parallel import (
     Pipelined,
     Planned,
     Replay,
+    Served,
     Shard,
     ThreeD,
     Zero2,
@@ -27,6 +28,7 @@ from launcher.plan.build import build_plan, repriced
 from launcher.plan.errors import TooLargeError
 from launcher.plan.methods import (
     DataParallel,
+    ParameterServer,
     PipeshardParallel,
     ShardParallel,
     ThreeDParallel,
@@ -131,6 +133,8 @@ def _planned(parallel: Planned, step: TracedStep, cluster: ClusterShape) -> Plan
         case Shard():
             shape = _shape(parallel, cluster.num_devices)
             return ShardParallel(count, shape, remat, **sums).plan(step, cluster)
+        case Served():
+            return ParameterServer(count, remat, parallel.servers, **sums).plan(step, cluster)
         case Zero3():
             return Zero3Parallel(count, remat, **sums).plan(step, cluster)
         case Zero2():

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 
 from launcher.report.tracker import Metrics
 from launcher.runtime import ReplicaError, check_equal
+from launcher.spans import SpanRecorder
 
 if TYPE_CHECKING:
-    from launcher.train.worker import StepResult
+    from launcher.driver.timelines import Timelines
+    from launcher.train.step_result import StepResult
 
 
 _FINITE = ("train/loss", "train/grad_norm")
@@ -45,8 +47,11 @@ class Recorder:
         log_every: the number of steps from one logged step to the next.
         performance: returns the `perf/...` metrics of a step that took so many seconds.
         skips: whether a step whose loss or gradient is not finite leaves the state unchanged.
+        timelines: takes what workers record of steps; None: nothing is recorded.
 
     Attributes:
+        timelines: as given.
+        spans: takes what the driver does while a step is recorded.
         finished_steps: the newest finished step, 0 before the first.
         first_step_at: when the first step of this process completed, in seconds since the epoch.
     """
@@ -57,7 +62,10 @@ class Recorder:
         log_every: int,
         performance: Callable[[float], Metrics],
         skips: bool = False,
+        timelines: Timelines | None = None,
     ) -> None:
+        self.timelines = timelines
+        self.spans = timelines.spans if timelines else SpanRecorder()
         self._log = log
         self._skips = skips
         self._skipped_in_a_row = 0
@@ -83,6 +91,8 @@ class Recorder:
             return
         self.finished_steps = result.step
         self.first_step_at = self.first_step_at or result.completed_at
+        if self.timelines:
+            self.timelines.add(result.recordings)
         rates = self._performance(result.metrics["perf/step_seconds"])
         self._unlogged = result.step, {**result.metrics, **rates}
         try:

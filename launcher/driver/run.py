@@ -21,7 +21,7 @@ from launcher.cluster.ray.waiting import StartLimit
 from launcher.cluster.slurm.rendezvous import Rendezvous, release_nodes
 from launcher.config.compose import to_dict
 from launcher.config.errors import ConfigError
-from launcher.config.machines import machines_of
+from launcher.config.machines import RayCluster, machines_of
 from launcher.config.parallel import Planned
 from launcher.config.schema import Config, CustomDataset, CustomModel
 from launcher.driver import folder
@@ -177,6 +177,8 @@ def _can_start_early(config: Config) -> bool:
     That is worth it if tracing and planning can hardly fail after the checks, and if they measure
     nothing, which the start would disturb.
     """
+    if isinstance(config.cluster, RayCluster):  # which is up, and others use it
+        return False
     is_own = isinstance(config.model, CustomModel) or isinstance(config.dataset, CustomDataset)
     measures = isinstance(config.parallel, Planned) and config.parallel.cost == "profile"
     return not is_own and not measures

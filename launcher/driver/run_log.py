@@ -23,14 +23,17 @@ from launcher.config.schema import Config
 from launcher.driver.folder import RunFolder
 from launcher.driver.loop import warm_up
 from launcher.driver.recorder import Recorder
+from launcher.driver.timelines import Timelines
 from launcher.plan import Plan, timeline
 from launcher.report.console import ConsoleTracker
 from launcher.report.jsonl import METRICS, JsonlTracker, read_metrics
 from launcher.report.metrics import measured, performance
 from launcher.report.plan_record import beside_measured, plan_tables, predicted_memory
-from launcher.report.plots import plot_loss, plot_timeline
+from launcher.report.plots import plot_loss
 from launcher.report.registry import TrackedRun, open_trackers
 from launcher.report.summary import Summary, print_summary, write_summary
+from launcher.report.timeline import FILE, read_timeline
+from launcher.report.timeline_plot import plot_timeline
 from launcher.report.tracker import CompositeTracker, Metrics, Tracker
 from launcher.stop import ENDINGS
 
@@ -43,9 +46,18 @@ def write_planned(home: RunFolder, plan: Plan, plan_seconds: float) -> None:
 
 
 def draw_timeline(plan: Plan, folder: Path, run_id: str) -> Path:
-    """Draw the plan's predicted step into the run's folder; return the plot's path."""
-    path = folder / "plots" / "timeline.png"
-    return plot_timeline(timeline(plan), path, run_id, plan.predicted_step_seconds)
+    """Draw the plan's predicted step into the run's folder; return the plot's path.
+
+    Below it is the recorded step, the last one, if there is one.
+    """
+    path, recorded = folder / "plots" / "timeline.png", read_timeline(folder / FILE)
+    return plot_timeline(
+        timeline(plan),
+        path,
+        run_id,
+        plan.predicted_step_seconds,
+        {step: recorded.spans(step) for step in recorded.steps},
+    )
 
 
 def predicted(plan: Plan) -> dict[str, Any]:
@@ -94,6 +106,7 @@ class RunLog:
             config.train.log_every,
             self._performance(),
             skips=config.train.non_finite == "skip",
+            timelines=Timelines(home.path, config.report.timeline_steps or ()),
         )
         self.recorder.begin(home.finished_steps)
 
@@ -107,6 +120,8 @@ class RunLog:
         """
         path, first_step = self._home.path, finished_steps + 1
         self._warm_up.update(warm_up(finished_steps, self._config.train.dry_steps))
+        for step in self._config.report.timeline_steps or ():
+            self._warm_up.update((step, step + 1))  # beside it, what was recorded is read
         if self._metrics:
             self._trackers.rewind(first_step)
             return

@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,13 +15,15 @@ import yaml
 from rich.console import Console
 
 from launcher.cluster.errors import ClusterError, WorkerError
+from launcher.cluster.ray.attached_ray import AttachedRay
+from launcher.cluster.ray.demand import demand_of
 from launcher.cluster.ray.private_ray import PrivateRay, start
 from launcher.cluster.ray.waiting import StartLimit
 from launcher.cluster.slurm.attempts import begin, finish
 from launcher.cluster.slurm.rendezvous import Rendezvous, reopened
 from launcher.config.compose import to_dict, to_written
 from launcher.config.errors import ConfigError
-from launcher.config.machines import Hosts, SlurmCluster, machines_of
+from launcher.config.machines import Hosts, RayCluster, SlurmCluster, machines_of
 from launcher.config.schema import Config
 from launcher.driver import folder
 from launcher.driver.failures import (
@@ -250,7 +252,10 @@ class _Job:
                     stop.check()
 
                 transport = cluster.transport if isinstance(cluster, Hosts) else "auto"
-                workers = Workers(handles, self._plan, check, cluster.step_timeout, transport)
+                reduction = self._plan.reduction
+                servers = session.serve(reduction.servers, reduction.workers)
+                timeout = cluster.step_timeout
+                workers = Workers(handles, self._plan, check, timeout, transport, servers)
                 workers.join()
             built = workers.submit("build", to_dict(self._config))
             setup = workers.submit("setup", self._plan.to_dict())
@@ -260,7 +265,8 @@ class _Job:
                 built.result()
                 self.run_log.compile_seconds = setup.result()
                 self._home.check()
-                _write_plan(self._home, replace(self._plan, workers=tuple(workers.infos())))
+                infos = workers.infos(self._pool.devices_per_host)
+                _write_plan(self._home, replace(self._plan, workers=tuple(infos)))
                 if finished:
                     workers.submit("restore", self._checkpoints, finished).result()
                 else:
@@ -271,6 +277,9 @@ class _Job:
                 with status(self._console, "warming up"):
                     for _ in range(dry_steps):
                         workers.submit("dry_step", finished + 1).result()
+            timelines = self.run_log.recorder.timelines
+            if timelines and any(step > finished for step in timelines.steps):
+                timelines.begin(workers.clocks())
             self.run_log.show(finished)
             with stop.heeded(self._say, _SAVING, until="done"):
                 save = self._saving(workers)
@@ -283,12 +292,15 @@ class _Job:
                 with suppress(WorkerError, ClusterError):  # all is done and saved
                     workers.submit("close").result()
 
-    def _start(self, stop: Stop) -> PrivateRay:
+    def _start(self, stop: Stop) -> AbstractContextManager[PrivateRay | AttachedRay]:
         session, self._session = self._session, None
         if session is not None:
             return session
-        seconds = machines_of(self._config.cluster).start_timeout
-        limit = StartLimit(seconds, check=stop.check)
+        cluster = machines_of(self._config.cluster)
+        limit = StartLimit(cluster.start_timeout, check=stop.check)
+        if isinstance(cluster, RayCluster):
+            asked = cluster.address, self._pool.hosts, self._pool.devices_per_host
+            return AttachedRay(*asked, limit, demand_of(cluster), self._home.logs.absolute())
         return start(self._pool, self._home.logs, self._rendezvous, limit)
 
     def _diagnose(self, error: Exception) -> Failure | None:

@@ -14,7 +14,8 @@ from launcher.cluster.ray.worker import Future, WorkerHandle
 from launcher.cluster.worker_group import WorkerGroup
 from launcher.plan import Plan, measured_bubble
 from launcher.runtime import odd_replicas
-from launcher.train.worker import StepResult
+from launcher.spans import Clock
+from launcher.train.step_result import StepResult
 from launcher.worker_info import WorkerInfo
 
 _log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class Workers:
         check: raises if the workers can never answer again.
         timeout: the seconds that an answer may take; `STARTING` times that before the first step's.
         transport: `cluster.transport`, how they exchange arrays.
+        servers: the parameter servers, through which alone they exchange sums, if there are any.
     """
 
     def __init__(
@@ -57,23 +59,39 @@ class Workers:
         check: Callable[[], None],
         timeout: float,
         transport: str = "auto",
+        servers: Sequence[WorkerHandle] = (),
     ) -> None:
         self._group = WorkerGroup(handles, check, timeout, "cluster.step_timeout")
         self._plan = plan
-        self._transport = transport
+        self._transport, self._servers = transport, tuple(servers)
         self._trained = False
 
     def join(self) -> None:
-        """Form the process group; call it first."""
-        self._group.join(self._transport)
+        """Form the process group, or connect the workers to the servers; call it first."""
+        if self._servers:
+            self._group.use_servers(self._servers)
+        else:
+            self._group.join(self._transport)
 
-    def infos(self) -> list[WorkerInfo]:
-        """Return what is known of each worker."""
-        return self._group.infos(self.submit("about").each())
+    def infos(self, devices: int) -> list[WorkerInfo]:
+        """Return what is known of each worker, given the number of devices of each."""
+        return self._group.infos(self.submit("process").each(), devices)
+
+    def clocks(self) -> list[Clock]:
+        """Return each worker's clock against the driver's."""
+        return self._group.clocks()
 
     def submit(self, method: str, *arguments: Any) -> Answers:
         """Queue a call in every worker and return without waiting."""
         return Answers(self._group.submit(method, *arguments), self)
+
+    def take_first(self, names: Sequence[str]) -> None:
+        """Have all workers go on with the first one's values of some arrays of the state."""
+        if not self._servers:
+            self.submit("take_first", names).result()
+            return
+        values = self._group.handles[0].submit("values", names)
+        self.answers([values, *self._group.submit("take_first", names, values.reference)])
 
     def result(self, futures: Sequence[Future]) -> Any:
         """Return the merged result of a call; see `Answers.result`."""
@@ -104,7 +122,7 @@ def create_everywhere(workers: Workers, init_from: str | None) -> None:
         + (f" and {len(names) - 1} more arrays" if len(names) > 1 else "")
         + ", by an init that does not follow from its key alone; all take the first replica's"
     )
-    workers.submit("take_first", names).result()
+    workers.take_first(names)
 
 
 def merged(parts: Sequence[StepResult], plan: Plan) -> StepResult:
@@ -124,4 +142,5 @@ def merged(parts: Sequence[StepResult], plan: Plan) -> StepResult:
     if seconds:
         metrics["pipeline/bubble_fraction"] = measured_bubble(plan, seconds)
     copies = tuple(each for part in parts for each in part.copies)
-    return StepResult(main.step, metrics, main.completed_at, copies=copies)
+    recordings = tuple(each for part in parts for each in part.recordings)
+    return StepResult(main.step, metrics, main.completed_at, copies=copies, recordings=recordings)

@@ -69,7 +69,13 @@ class Assignment:
     @property
     def slicing(self) -> Slicing:
         """How the batch is cut."""
-        return Slicing(self.num_micro_batches, self.num_replicas)
+        return Slicing(self.num_micro_batches, self.num_replicas, self.reduction.workers)
+
+    def own_submesh(self, mesh: int) -> Submesh:
+        """Return a submesh, or the first worker's share of it where parameter servers sum."""
+        (data, model), workers = self.submeshes[mesh].logical_mesh, self.reduction.workers
+        devices = self.submeshes[mesh].devices
+        return Submesh(devices[: len(devices) // workers], (data // workers, model))
 
     def tasks(self) -> Tasks:
         """Returns for every submesh its tasks of a step, in order.

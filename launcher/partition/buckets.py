@@ -73,12 +73,12 @@ def in_buckets(
         bucket = Bucket(*kind, tuple(i for _, i, _ in members), sum(size for *_, size in members))
         done.append((members[-1][0], bucket))
 
-    for place, i in enumerate(operands):
-        dtype = _crossing_dtype(loss, i, by)
-        size = loss.invars[i].aval.size * dtype.itemsize // parts(layout.operand(i), layout.sizes)
-        kind = "all-reduce" if scatter_dim(layout, i) is None else "reduce-scatter", dtype.name
+    sized = [(i, *_crossing(loss, layout, i, by)) for i in operands]
+    limit = by.bucket_limit(sum(size for *_, size in sized))
+    for place, (i, dtype, size) in enumerate(sized):
+        kind = "all-reduce" if scatter_dim(layout, i) is None else "reduce-scatter", dtype
         held = sum(each for *_, each in filling.get(kind, ()))
-        if held and held + size > by.bucket_bytes:
+        if held and held + size > limit:
             close(kind)
         filling.setdefault(kind, []).append((place, i, size))
     for kind in list(filling):
@@ -86,9 +86,12 @@ def in_buckets(
     return tuple(bucket for _, bucket in sorted(done, key=lambda one: one[0]))
 
 
-def _crossing_dtype(loss: Loss, i: int, by: Reduction) -> jnp.dtype:
+def _crossing(loss: Loss, layout: Layout, i: int, by: Reduction) -> tuple[str, int]:
+    """Return the type in which a gradient crosses, and its bytes then."""
     wide: jnp.dtype = jnp.dtype(accumulator_dtype(loss.invars[i].aval.dtype))
-    return jnp.dtype(jnp.bfloat16) if by.dtype == "bf16" and wide == jnp.float32 else wide
+    dtype = jnp.dtype(jnp.bfloat16) if by.dtype == "bf16" and wide == jnp.float32 else wide
+    count = loss.invars[i].aval.size // parts(layout.operand(i), layout.sizes)
+    return dtype.name, count * dtype.itemsize
 
 
 def scatter_dim(layout: Layout, i: int) -> int | None:

@@ -5,13 +5,13 @@ Its values have names that the runtime knows them by.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 
-from launcher.partition.remat import POLICIES, is_checkpoint
+from launcher.partition.remat import POLICIES, Policy, is_checkpoint
 from launcher.partition.sharding.layout import Layout
 from launcher.partition.sharding.named_dims import Spec
 from launcher.partition.stages import StageGraph
@@ -21,7 +21,9 @@ from launcher.trace.jaxpr import (
     ClosedJaxpr,
     Equation,
     Var,
+    free_vars,
     inline_calls,
+    is_var,
     jaxpr_as_fun,
     make_jaxpr,
     program,
@@ -91,7 +93,7 @@ def trace_joint(
         **{Name("operand", i): loss.invars[i] for i in graph.operands},
         **{Name("activation", v): v for v in graph.activations_in},
     }
-    forward = jaxpr_as_fun(program(list(reads.values()), graph.equations, graph.outs))
+    forward = _by_layers(graph, list(reads.values()), POLICIES[remat])
     made = [Name("activation", v) for v in graph.activations_out]
     made += [Name("result", i) for i in graph.results]
     wrt = [Name("operand", i) for i in grads] + [Name("activation", v) for v in graph.active_in]
@@ -107,12 +109,10 @@ def trace_joint(
             outs = forward(*(full[name] for name in reads))
             return [outs[made.index(name)] for name in heads], outs
 
-        policy = POLICIES[remat]
-        fun = of_wrt if policy is None else jax.checkpoint(of_wrt, policy=policy)
         diff = [values[name] for name in wrt]
         if not wrt:
             return of_wrt(diff)[1]
-        _, pullback, outs = jax.vjp(fun, diff, has_aux=True)
+        _, pullback, outs = jax.vjp(of_wrt, diff, has_aux=True)
         (back,) = pullback([_gradient(name, values) for name in heads])
         return [*outs, *back]
 
@@ -132,6 +132,34 @@ def trace_joint(
             v for name, v in variables.items() if name.kind != "operand" or name.of in varying
         ),
     )
+
+
+def _by_layers(
+    graph: StageGraph, reads: Sequence[Var], policy: Policy | None
+) -> Callable[..., list[Any]]:
+    """Return the stage's forward pass, a function of `reads` that returns `graph.outs`.
+
+    With a policy each layer is a `jax.checkpoint` (Chen et al. 2016, arXiv 1604.06174): the
+    backward pass holds the layers' inputs and, one layer after another, what one of them computes.
+    """
+    if policy is None:
+        return jaxpr_as_fun(program(list(reads), graph.equations, graph.outs))
+    layers: list[tuple[list[Var], list[Var], Callable[..., Any]]] = []
+    wanted = {v for v in graph.outs if is_var(v)}
+    for equations in reversed(graph.layers):
+        made = [v for eqn in equations for v in eqn.outvars if v in wanted]
+        given = free_vars(equations)
+        wanted.update(given)
+        run = jaxpr_as_fun(program(given, equations, made))
+        layers.insert(0, (given, made, jax.checkpoint(run, policy=policy)))
+
+    def forward(*values: Any) -> list[Any]:
+        env = dict(zip(reads, values, strict=True))
+        for given, made, run in layers:
+            env.update(zip(made, run(*(env[v] for v in given)), strict=True))
+        return [env[v] if is_var(v) else v.val for v in graph.outs]
+
+    return forward
 
 
 def input_spec(name: Name, layout: Layout) -> Spec:

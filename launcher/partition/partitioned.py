@@ -67,10 +67,7 @@ class PartitionedStep:
         return {task.kind for task in tasks if task.stage == stage}
 
     def goes_back_at_once(self, stage: int) -> bool:
-        """Return whether a stage's backward pass directly follows its forward pass.
-
-        Then nothing has to be computed again.
-        """
+        """Return whether a stage's backward pass directly follows its forward pass."""
         graph = self.stages[stage]
         return not graph.activations_out and backward_follows(self.tasks[graph.mesh], stage)
 
@@ -81,7 +78,7 @@ class PartitionedStep:
         of = trace_stage(
             graph,
             self.loss,
-            "none" if at_once else self.assignment.remat[stage],
+            self.assignment.remat[stage],
             kinds,
             grads=self._grads(stage),
             varying=self._varying(stage),
@@ -118,7 +115,8 @@ class PartitionedStep:
             graph.structure,
             tuple(input_spec(name, layout) for name in names),
             tuple(sorted(layout.sizes.items())),
-            (self.assignment.remat[stage], self.goes_back_at_once(stage)),
+            self.assignment.remat[stage],
+            self.goes_back_at_once(stage),
             tuple(sorted(kind.value for kind in self.kinds(stage))),
             tuple((i in grads, i in varying, i in sliced) for i in graph.operands),
             tuple(i in results for i in graph.results),

@@ -1,7 +1,8 @@
-"""Rematerialisation by name: what a stage's backward pass computes again instead of keeping.
+"""Rematerialisation by name: what a backward pass computes again, a layer at a time.
 
-`none` keeps all that is needed, `full` nothing but the stage's inputs; the others are those
-policies of `jax.checkpoint_policies` that take no arguments.
+`none` keeps all that is needed, `full` nothing but the layers' inputs, `selective` the results of
+products with weights, but not what attention computes inside (Korthikanti et al. 2022, arXiv
+2205.05198). The others are those policies of `jax.checkpoint_policies` that take no arguments.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ Policy = Callable[..., Any]  # (primitive, *operand avals, **parameters) -> whet
 POLICIES: dict[str, Policy | None] = {
     "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,
+    "selective": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     **{
         name: getattr(jax.checkpoint_policies, name)
         for name in (

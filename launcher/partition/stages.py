@@ -35,6 +35,7 @@ class StageGraph:
     Attributes:
         mesh: where it lives. equations: its program. outs: `activations_out` first, then the
             results.
+        layers: the equations of each of its layers, in order.
         operands: the loss's operands it reads (indices). wrt: those it differentiates.
         inputs: the variables of the operands, then the activations in.
         activations_in, activations_out: values from earlier and for later stages.
@@ -46,6 +47,7 @@ class StageGraph:
     index: int
     mesh: int
     equations: tuple[Equation, ...]
+    layers: tuple[tuple[Equation, ...], ...]
     operands: tuple[int, ...]
     wrt: tuple[int, ...]
     inputs: tuple[Var, ...]
@@ -126,25 +128,28 @@ def cut_stages(
     mesh_of = range(len(stage_layers)) if mesh_of is None else mesh_of
     stage_of_layer = {layer: s for s, layers in enumerate(stage_layers) for layer in layers}
     last = len(stage_layers) - 1
-    own: list[list[Equation]] = [[] for _ in stage_layers]
+    own: list[dict[int, list[Equation]]] = [{n: [] for n in layers} for layers in stage_layers]
     constant: list[Equation] = []
     made_in: dict[Var, int] = {}
     for eqn, layer in zip(loss.equations, loss.layers, strict=True):
         if layer == ANY_LAYER:
             constant.append(eqn)
             continue
-        own[stage_of_layer[layer]].append(eqn)
+        own[stage_of_layer[layer]][layer].append(eqn)
         made_in.update((v, stage_of_layer[layer]) for v in eqn.outvars)
     result_stage = [made_in.get(v, last) if is_var(v) else last for v in loss.outvars]
     programs = []
-    for s, equations in enumerate(own):
+    for s, by_layer in enumerate(own):
         results = tuple(i for i, home in enumerate(result_stage) if home == s)
+        equations = [eqn for layer in by_layer.values() for eqn in layer]
         reads = free_vars(equations, [loss.outvars[i] for i in results])
-        programs.append(([*needed(constant, reads), *equations], results))
-    read_by = [free_vars(eqns, [loss.outvars[i] for i in results]) for eqns, results in programs]
+        first, *others = by_layer.values() or [[]]  # a step without a loss has no layers
+        layers = (*needed(constant, reads), *first), *map(tuple, others)
+        programs.append((layers, [eqn for layer in layers for eqn in layer], results))
+    read_by = [free_vars(eqns, [loss.outvars[i] for i in results]) for _, eqns, results in programs]
     active = _active(loss)
     graphs = []
-    for s, (equations, results) in enumerate(programs):
+    for s, (layers, equations, results) in enumerate(programs):
         out = [v for eqn in equations for v in eqn.outvars if made_in.get(v) == s]
         consumers = {
             v: tuple(t for t in range(s + 1, last + 1) if v in set(read_by[t])) for v in out
@@ -158,6 +163,7 @@ def cut_stages(
                 index=s,
                 mesh=mesh_of[s],
                 equations=tuple(equations),
+                layers=layers,
                 operands=operands,
                 wrt=tuple(i for i in operands if i in loss.wrt),
                 inputs=(*(loss.invars[i] for i in operands), *activations_in),

@@ -28,6 +28,7 @@ def validate(assignment: Assignment, step: TracedStep) -> Tasks:
     shapes = dict(zip(leaf_names(step), (v.aval.shape for v in step.invars), strict=True))
     for stage, mesh in enumerate(assignment.mesh_of):
         _check_stage(assignment, stage, assignment.submeshes[mesh], shapes)
+    _check_workers(assignment, step)
     step.loss(assignment.slicing.num_slices)
     return assignment.tasks()  # last: of as many microbatches as it is told
 
@@ -69,6 +70,27 @@ def _check_stage(
     sizes = dict(zip(("data", "model"), shape, strict=True))
     for name, spec in (assignment.shardings_of(index) or {}).items():
         _check_spec(index, name, spec, shapes.get(name), sizes)
+
+
+def _check_workers(assignment: Assignment, step: TracedStep) -> None:
+    """Check that parameter servers can sum over the workers."""
+    workers = assignment.reduction.checked().workers
+    if workers == 1:
+        return
+    shapes = [submesh.logical_mesh for submesh in assignment.submeshes]
+    if len(shapes) > 1 or shapes[0][1] > 1 or shapes[0][0] % workers:
+        told = " and ".join(f"{data} × {model}" for data, model in shapes)
+        raise PlanError(
+            f"parameter servers sum over {workers} workers with equal shares of one stage's data "
+            f"axis; the logical mesh is {told}"
+        )
+    named = zip(leaf_names(step), step.batch, strict=True)
+    state = {name for name, is_batch in named if not is_batch} if step.traces else set()
+    for name, spec in (assignment.shardings_of(0) or {}).items():
+        if name in state and any(axes(axis) for axis in spec):
+            raise PlanError(
+                f"stage 0, shardings of {name}: with parameter servers each device holds all of it"
+            )
 
 
 def _check_spec(

@@ -10,7 +10,7 @@ from launcher.partition.assignment import Assignment
 from launcher.partition.buckets import gradient_order
 from launcher.partition.partitioned import PartitionedStep, partition
 from launcher.partition.remat import recomputed
-from launcher.partition.sharding.layout import MODEL, ROWS, outer_dims
+from launcher.partition.sharding.layout import outer_dims
 from launcher.partition.sharding.named_dims import NamedDims, Spec
 from launcher.partition.stages import StageGraph
 from launcher.plan.cluster_shape import ClusterShape
@@ -24,14 +24,16 @@ from launcher.plan.cost.stage_seconds import (
 )
 from launcher.plan.gradient_sums import GradientSums, gradient_sums, sum_collectives
 from launcher.plan.intra_op.stage_shardings import StageShardings
+from launcher.plan.notes import plan_notes
 from launcher.plan.pipeline import Pipeline, estimated
 from launcher.plan.plan import Plan
 from launcher.plan.profile.measured_layers import MeasuredLayers
-from launcher.plan.stage_plan import StagePlan, Transfer
+from launcher.plan.server_exchanges import exchange_seconds, server_exchanges
+from launcher.plan.stage_plan import ServerExchange, StagePlan, Transfer
 from launcher.schedule import SCHEDULES, Kind
 from launcher.trace import Loss
 from launcher.trace.cost import matmul_flops
-from launcher.trace.jaxpr import Equation, nbytes, source_line
+from launcher.trace.jaxpr import Equation, nbytes
 from launcher.trace.leaf_names import operand_names
 from launcher.trace.step import TracedStep
 from launcher.trace.without_gradient import no_gradient_note
@@ -100,7 +102,9 @@ class PlanBuilder:
 
         cut = partition(step, assignment, choose, self._outer_dims)
         again = _computed_again(cut)
-        stages = self._stages(cut, again)
+        sums = [self._programs(cut, graph.index)[1] for graph in cut.stages]
+        crossing = server_exchanges(cut, [bucket for of in sums for bucket in of.once])
+        stages = self._stages(cut, again, crossing)
         trained, num_slices = bool(cut.loss.wrt), cut.slicing.num_slices
         flops = sum(matmul_flops(g.equations) for g in cut.stages) * num_slices
         flops *= 3 if trained else 1
@@ -127,10 +131,11 @@ class PlanBuilder:
             predicted_tflops_per_device=flops * rate,
             predicted_tflops_per_device_with_remat=with_remat * rate,
             fingerprint=step.fingerprint,
-            notes=_notes(cut, self._no_gradient),
+            notes=plan_notes(cut, self._no_gradient),
             loss=cut.loss.meaning,
             layer_ends=step.layer_ends,
             profiled=measured.account() if measured else (),
+            exchanges=crossing,
         )
 
     @functools.cached_property
@@ -159,7 +164,10 @@ class PlanBuilder:
         return memory, gradient_sums(cut, stage, orders)
 
     def _stages(
-        self, cut: PartitionedStep, again: Sequence[Sequence[Equation]]
+        self,
+        cut: PartitionedStep,
+        again: Sequence[Sequence[Equation]],
+        crossing: Sequence[ServerExchange],
     ) -> tuple[StagePlan, ...]:
         """Return the stages with their predicted times and memory."""
         programs = [self._programs(cut, graph.index) for graph in cut.stages]
@@ -167,8 +175,9 @@ class PlanBuilder:
         sums = [of_stage for _, of_stage in programs]
         peaks = [mesh_memory(cut, mesh, footprints) for mesh in range(len(cut.layouts))]
         timed, counts = self._seconds(cut, again, footprints, sums), _num_parameters(cut)
+        through = exchange_seconds(crossing, cut.assignment.reduction, self._cluster)
         return tuple(
-            self._stage(cut, graph, seconds, of_stage, peaks[graph.mesh], counts)
+            self._stage(cut, graph, seconds, of_stage, peaks[graph.mesh], counts, through)
             for graph, seconds, of_stage in zip(cut.stages, timed, sums, strict=True)
         )
 
@@ -185,8 +194,8 @@ class PlanBuilder:
         found = []
         for graph, repeated in zip(cut.stages, again, strict=True):
             s, layout = graph.index, cut.layouts[graph.mesh]
-            submesh = cut.assignment.submeshes[graph.mesh]
-            links, timing = links_of(submesh, self._cluster), self._timing(cut, graph)
+            own = cut.assignment.own_submesh(graph.mesh)
+            links, timing = links_of(own, self._cluster), self._timing(cut, graph)
             gathered = tuple(layout.is_gathered(i) for i in graph.operands)
             key = cut.likeness(s), gathered, links, timing
             if key not in known:
@@ -200,7 +209,7 @@ class PlanBuilder:
                     repeated,
                     as_one,
                     split,
-                    sum_collectives(sums[s].every),
+                    sum_collectives(sums[s].every, layout),
                     timing,
                 )
             found.append(known[key])
@@ -222,14 +231,15 @@ class PlanBuilder:
         sums: GradientSums,
         peak: int,
         counts: Sequence[int],
+        through_servers: float,
     ) -> StagePlan:
-        """Return one stage; `counts`: the parameters of every stage."""
+        """Return one stage, given the parameters of every stage, and the seconds of exchanges."""
         s, assignment, cluster = graph.index, cut.assignment, self._cluster
         submesh, layout = assignment.submeshes[graph.mesh], cut.layouts[graph.mesh]
         layers, measured = assignment.layers[s], self._measured
         beside = [counts[other.index] for other in cut.on_mesh(graph.mesh)]
         share = counts[s] / sum(beside) if any(beside) else 1 / len(beside)
-        links = links_of(submesh, cluster)
+        links = links_of(assignment.own_submesh(graph.mesh), cluster)
         once = stage_update_seconds(
             graph,
             cut.loss,
@@ -238,8 +248,9 @@ class PlanBuilder:
             cluster,
             links,
             share,
-            sum_collectives(sums.once),
+            sum_collectives(sums.once, layout),
             seconds.backward_seconds,
+            through_servers,
         )
         return StagePlan(
             layers=layers,
@@ -258,25 +269,6 @@ class PlanBuilder:
         )
 
 
-def _notes(cut: PartitionedStep, no_gradient: str | None) -> tuple[str, ...]:
-    """Return notes on the plan.
-
-    They say what is computed on the whole batch, which parameters get no gradient, and what every
-    device of a submesh computes since no rule says how to cut it.
-    """
-    shared = [layout for layout in cut.layouts if layout.sizes[MODEL] * layout.sizes[ROWS] > 1]
-    unknown = {
-        f"{use.eqn.primitive.name} at {source_line(use.eqn)} is not cut: every device of a submesh "
-        "computes it whole"
-        for layout in shared[:1]
-        for use in layout.loss_dims.uses
-        if use.factors is None
-    }
-    loss = [f"loss: {cut.loss.meaning}"] if cut.loss.from_whole_batch else []
-    in_vain = [no_gradient] if no_gradient else []
-    return (*loss, *in_vain, *sorted(unknown))
-
-
 def repriced(step: TracedStep, plan: Plan, measured: MeasuredLayers) -> Plan:
     """Return the same plan with predictions from measured layers.
 
@@ -289,16 +281,8 @@ def repriced(step: TracedStep, plan: Plan, measured: MeasuredLayers) -> Plan:
 
 
 def _computed_again(cut: PartitionedStep) -> list[list[Equation]]:
-    """Return the equations that each stage's backward pass computes again.
-
-    There are none where it directly follows the forward pass.
-    """
-    return [
-        []
-        if cut.goes_back_at_once(g.index)
-        else recomputed(g.equations, cut.assignment.remat[g.index])
-        for g in cut.stages
-    ]
+    """Return the equations that each stage's backward pass computes again."""
+    return [recomputed(g.equations, cut.assignment.remat[g.index]) for g in cut.stages]
 
 
 def _num_parameters(cut: PartitionedStep) -> list[int]:

@@ -38,6 +38,12 @@ class ClusterShape:
             device has its own resources.
         dispatch_overhead: seconds that a program takes beside its work: its start, and the wait for
             the last of its devices.
+        store_latency: seconds of an exchange through parameter servers, from put to get, beside its
+            bytes.
+        store_put: bytes/s at which a worker packs its parts and puts them into the store, with all
+            workers and servers at work, as those below.
+        store_add: bytes/s of parts that a server gets and adds.
+        store_get: bytes/s at which a worker gets sums and places them on its devices.
     """
 
     name: str
@@ -54,6 +60,10 @@ class ClusterShape:
     latency: float
     effective_parallelism: float | None = None
     dispatch_overhead: float = 10e-6
+    store_latency: float = 1e-3
+    store_put: float = 1e9
+    store_add: float = 1e9
+    store_get: float = 1e9
 
     @property
     def num_devices(self) -> int:

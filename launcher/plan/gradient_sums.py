@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from launcher.partition.buckets import Bucket
 from launcher.partition.partitioned import PartitionedStep
-from launcher.partition.sharding.layout import DATA, ROWS
+from launcher.partition.sharding.layout import DATA, ROWS, Layout
 from launcher.plan.cost.collectives import Collective
 from launcher.plan.stage_plan import SummedTogether
 
@@ -57,8 +57,10 @@ def gradient_sums(
     )
 
 
-def sum_collectives(buckets: Sequence[Bucket]) -> list[Collective]:
-    """Return a collective for each bucket."""
+def sum_collectives(buckets: Sequence[Bucket], layout: Layout) -> list[Collective]:
+    """Return a collective for each bucket; none on a submesh of one replica."""
+    if layout.sizes[DATA] == 1:
+        return []
     return [
         Collective(b.collective, DATA if b.collective == "all-reduce" else (DATA, ROWS), b.nbytes)
         for b in buckets

@@ -10,14 +10,22 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Protocol
 
-from launcher.partition.assignment import Assignment, Submesh
+from launcher.partition.assignment import Assignment
 from launcher.partition.errors import PlanError
-from launcher.partition.reduction import Reduction
 from launcher.partition.remat import remat_of_stages
 from launcher.plan.auto_plan import auto_plan
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.follow import Follow
-from launcher.plan.further import build_parts, lead_of
+from launcher.plan.further import lead_of
+from launcher.plan.one_stage import (
+    DataParallel,
+    ParameterServer,
+    Reducing,
+    ShardParallel,
+    Zero2Parallel,
+    Zero3Parallel,
+    planned,
+)
 from launcher.plan.options import (
     AutoLayerOption,
     AutoStageOption,
@@ -27,12 +35,10 @@ from launcher.plan.options import (
     check_product,
     checked_micro_batches,
     layer_option_of,
-    pair,
     stage_option_of,
 )
 from launcher.plan.plan import Plan
 from launcher.schedule import DEFAULT_SCHEDULE, training_schedules
-from launcher.trace.errors import JoinedError
 from launcher.trace.step import TracedStep
 
 __all__ = [
@@ -43,6 +49,7 @@ __all__ = [
     "ManualLayerOption",
     "ManualStageOption",
     "Method",
+    "ParameterServer",
     "PipeshardParallel",
     "Replay",
     "ShardParallel",
@@ -64,102 +71,8 @@ class Method(Protocol):
         """
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Reducing:
-    """What every method obeys that makes replicas.
-
-    Attributes:
-        bucket_bytes: the most bytes of gradients that one collective sums over the replicas, while
-            the backward pass goes on; a larger gradient is summed alone. 0: each gradient alone.
-        reduce_dtype: "fp32": gradients cross in at least 32 bits; "bf16": in 16.
-    """
-
-    bucket_bytes: int = Reduction.bucket_bytes
-    reduce_dtype: str = Reduction.dtype
-
-    @property
-    def reduction(self) -> Reduction:
-        """Both of them.
-
-        Raises:
-            PlanError: one is out of range.
-        """
-        return Reduction(self.bucket_bytes, self.reduce_dtype).checked()
-
-
 @dataclass(frozen=True)
-class DataParallel(_Reducing):
-    """Data parallelism: one stage on all devices.
-
-    Each device holds all parameters and its share of the batch. Gradients are all-reduced once a
-    step, whatever the number of microbatches.
-    """
-
-    num_micro_batches: int = 1
-    remat: str = "none"
-
-    def plan(self, step: TracedStep, cluster: ClusterShape) -> Plan:
-        """See `Method.plan`."""
-        shape = cluster.num_devices, 1
-        return _one_stage(self, step, cluster, "data", shape)
-
-
-@dataclass(frozen=True)
-class Zero2Parallel(_Reducing):
-    """Data parallelism with a sharded optimizer state and sharded gradients (ZeRO-2).
-
-    Gradients are sharded once they are summed: by a reduce-scatter, once a step (Rajbhandari et
-    al., arXiv 1910.02054).
-    """
-
-    num_micro_batches: int = 1
-    remat: str = "none"
-
-    def plan(self, step: TracedStep, cluster: ClusterShape) -> Plan:
-        """See `Method.plan`."""
-        shape = cluster.num_devices, 1
-        return _one_stage(self, step, cluster, "zero2", shape, 2)
-
-
-@dataclass(frozen=True)
-class Zero3Parallel(_Reducing):
-    """Data parallelism as `Zero2Parallel`, with sharded parameters, too (ZeRO-3).
-
-    Each pass over a microbatch gathers the parameters and scatters their gradients, so that no
-    device ever keeps either whole.
-    """
-
-    num_micro_batches: int = 1
-    remat: str = "none"
-
-    def plan(self, step: TracedStep, cluster: ClusterShape) -> Plan:
-        """See `Method.plan`."""
-        shape = cluster.num_devices, 1
-        return _one_stage(self, step, cluster, "zero3", shape, 3)
-
-
-@dataclass(frozen=True)
-class ShardParallel(_Reducing):
-    """One stage on all devices, which share the batch (data) and each matrix product (model).
-
-    Attributes:
-        logical_mesh_shape: `(data, model)`; None: all devices in `model`.
-    """
-
-    num_micro_batches: int = 1
-    logical_mesh_shape: tuple[int, int] | None = None
-    remat: str = "none"
-
-    def plan(self, step: TracedStep, cluster: ClusterShape) -> Plan:
-        """See `Method.plan`."""
-        given = self.logical_mesh_shape or (1, cluster.num_devices)
-        data, model = pair("logical_mesh_shape", given)
-        check_product("logical_mesh_shape", (data, model), cluster)
-        return _one_stage(self, step, cluster, "shard", (data, model))
-
-
-@dataclass(frozen=True)
-class ThreeDParallel(_Reducing):
+class ThreeDParallel(Reducing):
     """`pipeline` stages of equal layers, each on `data` × `model` devices."""
 
     data: int = 1
@@ -178,7 +91,7 @@ class ThreeDParallel(_Reducing):
 
 
 @dataclass(frozen=True)
-class PipeshardParallel(_Reducing):
+class PipeshardParallel(Reducing):
     """A pipeline of stages, each on its own share of the devices.
 
     With the automatic stage option `num_micro_batches` may be None, and `schedule` and `remat`
@@ -233,45 +146,6 @@ class Replay:
         return dataclasses.replace(self.found, workers=())
 
 
-def _one_stage(
-    of: DataParallel | Zero2Parallel | Zero3Parallel | ShardParallel,
-    step: TracedStep,
-    cluster: ClusterShape,
-    method: str,
-    logical_mesh: tuple[int, int],
-    zero: int = 0,
-) -> Plan:
-    devices = tuple(range(logical_mesh[0] * logical_mesh[1]))
-    assignment = Assignment(
-        method=method,
-        layers=(tuple(range(lead_of(step).loss(1).num_layers)),),
-        submeshes=(Submesh(devices, logical_mesh),),
-        mesh_of=(0,),
-        num_micro_batches=checked_micro_batches(of.num_micro_batches),
-        schedule=DEFAULT_SCHEDULE,
-        remat=remat_of_stages(of.remat, 1),
-        zero=(zero,),
-        reduction=of.reduction,
-    )
-    return _planned(step, assignment, cluster)
-
-
-def _planned(step: TracedStep, assignment: Assignment, cluster: ClusterShape) -> Plan:
-    """Return the plan of an assignment; without replicas if the only microbatch cannot be cut."""
-    try:
-        return build_parts(step, assignment, cluster)
-    except JoinedError as error:
-        if assignment.num_micro_batches > 1:
-            raise
-        reason = error
-    meshes = tuple(Submesh(s.devices, (1, len(s.devices))) for s in assignment.submeshes)
-    plan = build_parts(step, dataclasses.replace(assignment, submeshes=meshes), cluster)
-    note = (
-        f"devices share the whole batch instead of cutting it into replicas, since {reason.cause}"
-    )
-    return dataclasses.replace(plan, notes=(note, *plan.notes))
-
-
 def _pipeline(
     of: ThreeDParallel | PipeshardParallel,
     step: TracedStep,
@@ -298,4 +172,4 @@ def _pipeline(
         shardings=cut.shardings,
         reduction=of.reduction,
     )
-    return _planned(step, assignment, cluster)
+    return planned(step, assignment, cluster)

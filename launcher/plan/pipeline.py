@@ -8,7 +8,7 @@ from typing import Any
 
 from launcher.partition.reduction import Reduction
 from launcher.plan.cluster_shape import ClusterShape
-from launcher.plan.cost import formulas
+from launcher.plan.links import once_seconds, transfer_ways
 from launcher.plan.plan import Plan
 from launcher.plan.stage_plan import Staged, StagePlan, Transfer
 from launcher.schedule import (
@@ -41,7 +41,8 @@ class Estimate(Pipeline):
     """A pipeline and its predicted step.
 
     Attributes:
-        predicted_step_seconds: seconds of the simulated timeline and of the longest update.
+        predicted_step_seconds: seconds of the simulated timeline, of the longest update, and of the
+            transfers once a step.
         predicted_bubble_fraction: idle share of the pipeline, 0 … 1.
     """
 
@@ -49,34 +50,9 @@ class Estimate(Pipeline):
     predicted_bubble_fraction: float
 
 
-def microbatch_transfer_seconds(plan: Pipeline | Plan) -> dict[tuple[int, int], float]:
-    """Return the seconds of a microbatch's transfer, by (source, destination) stage."""
-    cluster = ClusterShape(**plan.cluster)
-    return {
-        (one.src_stage, one.dst_stage): _transfer_seconds(
-            one, plan.stages[one.src_stage], plan.stages[one.dst_stage], cluster
-        )
-        for one in plan.transfers
-    }
-
-
-def _transfer_seconds(
-    transfer: Transfer, src: StagePlan, dst: StagePlan, cluster: ClusterShape
-) -> float:
-    seconds = formulas.transfer_seconds(
-        transfer.bytes_per_microbatch,
-        parts=(src.logical_mesh[0], dst.logical_mesh[0]),
-        hosts=(len(src.hosts), len(dst.hosts)),
-        is_local=src.hosts == dst.hosts,
-        cluster=cluster,
-    )
-    return float(seconds)
-
-
 def timeline(plan: Pipeline | Plan) -> list[TimedTask]:
     """Return the timeline of the step's pipeline as the planner expects it."""
-    cluster, mesh_of = ClusterShape(**plan.cluster), plan.mesh_of
-    sending = microbatch_transfer_seconds(plan)
+    cluster = ClusterShape(**plan.cluster)
 
     def duration(task: Task) -> float:
         stage = plan.stages[task.stage]
@@ -87,16 +63,12 @@ def timeline(plan: Pipeline | Plan) -> list[TimedTask]:
             Kind.BACKWARD_WEIGHT: stage.backward_weight_seconds,
         }[task.kind]
 
-    def transfer(src: int, dst: int) -> float:
-        here = mesh_of[src] == mesh_of[dst]
-        return 0.0 if here else sending.get((src, dst), cluster.latency)
-
     if cluster.effective_parallelism is None or cluster.num_devices == 1:
-        return simulate(plan.tasks(), duration, transfer)
+        return simulate(plan.tasks(), duration, transfer_ways(plan))
     shares = [stage.effective_parallelism or cluster.effective_parallelism for stage in plan.stages]
     machine = Shared(cluster.num_devices, [min(n, cluster.num_devices) for n in shares])
     devices_of = [len(mesh) for mesh in plan.meshes]
-    return simulate_shared(plan.tasks(), duration, transfer, devices_of, machine)
+    return simulate_shared(plan.tasks(), duration, transfer_ways(plan), devices_of, machine)
 
 
 def measured_bubble(plan: Pipeline | Plan, seconds: Mapping[Task, float]) -> float:
@@ -113,6 +85,6 @@ def estimated(pipeline: Pipeline) -> Estimate:
         once[stage.devices] = once.get(stage.devices, 0.0) + stage.update_seconds
     return Estimate(
         **vars(pipeline),
-        predicted_step_seconds=step_seconds(expected) + max(once.values()),
+        predicted_step_seconds=step_seconds(expected) + max(once.values()) + once_seconds(pipeline),
         predicted_bubble_fraction=bubble_fraction(expected, len(pipeline.meshes)),
     )

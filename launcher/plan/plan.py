@@ -14,8 +14,8 @@ from launcher.partition.errors import PlanError
 from launcher.partition.reduction import DEFAULT_REDUCTION, Reduction
 from launcher.partition.validate import validate
 from launcher.plan.cluster_shape import ClusterShape
-from launcher.plan.stage_plan import Staged, StagePlan, Transfer
-from launcher.plan.validate import check_devices, check_ends, check_parts
+from launcher.plan.stage_plan import ServerExchange, Staged, StagePlan, Transfer
+from launcher.plan.validate import check_devices, check_ends, check_parts, check_servers
 from launcher.reading import read
 from launcher.trace.auto_layers import LayerEnds
 from launcher.trace.errors import BatchError
@@ -77,6 +77,7 @@ class Plan(Staged):
         further: the plans of the losses after the first, which run one after the other.
         workers: the processes that run it, of a run once they have started.
         reduction: how gradients are summed over the replicas.
+        exchanges: what workers exchange through parameter servers, in order.
     """
 
     method: str
@@ -102,6 +103,7 @@ class Plan(Staged):
     further: tuple[Plan, ...] = ()
     workers: tuple[WorkerInfo, ...] = ()
     reduction: Reduction = DEFAULT_REDUCTION
+    exchanges: tuple[ServerExchange, ...] = ()
 
     @property
     def parts(self) -> tuple[Plan, ...]:
@@ -149,6 +151,7 @@ class Plan(Staged):
             plan._validate_part(part)
 
     def _validate_part(self, step: TracedStep) -> None:
+        check_servers(self.exchanges, self.reduction.checked().servers)
         if self.layer_ends is not None:
             check_ends(self.layer_ends)
         if self.batch_size != step.batch_size:

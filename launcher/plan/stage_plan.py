@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from launcher.partition.assignment import Assignment, Submesh
 from launcher.partition.reduction import Reduction
@@ -65,8 +66,7 @@ class StagePlan:
         devices: the devices of the submesh, by their global numbers.
         logical_mesh: the submesh's shape as (data, model).
         remat: what the backward pass computes again: "none", "full", or everything but what a
-            policy of `jax.checkpoint_policies`, given by its name, keeps. It has no effect where a
-            microbatch's backward pass directly follows its forward pass.
+            policy of `jax.checkpoint_policies`, given by its name, keeps; layer by layer.
         forward_seconds: predicted forward pass of one microbatch.
         backward_seconds: predicted backward pass of one microbatch.
         backward_weight_seconds: the part of `backward_seconds` that may wait
@@ -81,6 +81,7 @@ class StagePlan:
             measured.
         buckets: the gradients that are summed over the replicas together, in the order in which
             the backward pass makes them.
+        exchange_seconds: predicted, of `update_seconds`, what goes through parameter servers.
         hidden_seconds: predicted, of the sums once a step, what runs under the last microbatch's
             backward pass; the rest is in `update_seconds`.
     """
@@ -101,6 +102,34 @@ class StagePlan:
     effective_parallelism: float | None = None
     buckets: tuple[SummedTogether, ...] = ()
     hidden_seconds: float = 0.0
+    exchange_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class ServerExchange:
+    """Values that every worker gives a part of once a step, and of which each gets the whole.
+
+    Attributes:
+        name: what crosses, in words.
+        when: "before": rows of the batch's leaves that the step reads whole; "update": what the
+            loss makes.
+        kind: "sum": a bucket of gradients, added in the order of the workers' numbers; "gather":
+            rows of the batch, or results of the loss, joined in that order.
+        dtype: the type in which they cross; what is gathered crosses as bytes.
+        bytes: of one worker's part.
+        server: the number of the server that makes the whole.
+    """
+
+    name: str
+    when: str
+    kind: str
+    dtype: str
+    bytes: int
+    server: int = 0
+
+    def whole_bytes(self, workers: int) -> int:
+        """Return the bytes that each of so many workers gets."""
+        return self.bytes * workers if self.kind == "gather" else self.bytes
 
 
 @dataclass(frozen=True)
@@ -120,6 +149,8 @@ class Staged:
     schedule: str
     num_micro_batches: int
     stages: tuple[StagePlan, ...]
+    transfers: tuple[Transfer, ...]
+    cluster: dict[str, Any]
     reduction: Reduction
 
     @property

@@ -86,6 +86,7 @@ def make_update_plan(step: TracedStep, followed: TracedStep, like: Plan) -> Plan
         predicted_bubble_fraction=0.0,
         fingerprint=step.fingerprint,
         notes=("it follows another function, and runs where that one's update does",),
+        reduction=like.reduction,
     )
 
 
@@ -101,7 +102,7 @@ def _stage(like: Plan, devices: Devices, shardings: dict[str, Spec]) -> StagePla
         forward_seconds=0.0,
         backward_seconds=0.0,
         backward_weight_seconds=0.0,
-        update_seconds=sum(stage.update_seconds for stage in there),
+        update_seconds=sum(stage.update_seconds - stage.exchange_seconds for stage in there),
         memory_bytes=max(stage.memory_bytes for stage in there),
         num_parameters=sum(stage.num_parameters for stage in there),
         shardings=shardings,

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launcher.partition.errors import PlanError
-from launcher.plan.stage_plan import Staged, StagePlan
+from launcher.plan.stage_plan import ServerExchange, Staged, StagePlan
 from launcher.trace.auto_layers import LayerEnds
 
 
@@ -17,6 +17,13 @@ def check_ends(ends: LayerEnds) -> None:
     """Raise PlanError if the layers' ends are not in order."""
     if list(ends) != sorted(ends) or any(min(end) < 0 for end in ends):
         raise PlanError(f"layer_ends={ends} are not ascending pairs of whole numbers")
+
+
+def check_servers(exchanges: Sequence[ServerExchange], servers: int) -> None:
+    """Raise PlanError if a server is unknown."""
+    for x in exchanges:
+        if not 0 <= x.server < servers:
+            raise PlanError(f"{x.name} is summed by server {x.server}, and there are {servers}")
 
 
 def check_devices(stages: Sequence[StagePlan], cluster: Mapping[str, Any]) -> None:

@@ -38,8 +38,9 @@ def print_plan(console: Console, plan: Plan, tokens: int | None = None) -> None:
         console.print(words, soft_wrap=True)
     console.print(predictions(plan, tokens), soft_wrap=True)
     console.print(bottleneck(plan), soft_wrap=True)
-    if sums := bucket_line(plan):
-        console.print(sums, soft_wrap=True)
+    for sums in (bucket_line(plan), server_line(plan)):
+        if sums:
+            console.print(sums, soft_wrap=True)
     if plan.profiled:
         console.print("\nmeasured layers, in slices of so many rows:", soft_wrap=True)
         console.print(profile_table(plan))
@@ -81,6 +82,25 @@ def bucket_line(plan: Plan) -> str:
     hidden = seconds_text(max(stage.hidden_seconds for stage in plan.stages) or None)
     under = f", up to {hidden} a stage under its backward pass" if hidden != "-" else ""
     return f"gradient sums: {bytes_text(size)} in {len(buckets)} buckets{under}"
+
+
+def server_line(plan: Plan) -> str:
+    """Return what goes through parameter servers a step, in one line; "" if there are none."""
+    servers, workers = plan.reduction.servers, plan.reduction.workers
+    exchanges = [x for part in plan.parts for x in part.exchanges]
+    if not exchanges:
+        return ""
+    put = sum(x.bytes for x in exchanges)
+    got = sum(x.whole_bytes(workers) for x in exchanges)
+    seconds = sum(stage.exchange_seconds for stage in plan.all_stages)
+    held = [0] * servers
+    for x in exchanges:
+        held[x.server] += x.whole_bytes(workers)
+    return (
+        f"{_plural(servers, 'parameter server')} ({', '.join(map(bytes_text, held))}): each of "
+        f"{workers} workers gives {bytes_text(put)} a step in {len(exchanges)} parts and gets "
+        f"{bytes_text(got)}, {seconds_text(seconds)}, none of it under the backward pass"
+    )
 
 
 def headline(plan: Plan) -> str:

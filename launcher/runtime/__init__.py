@@ -4,27 +4,33 @@ Imports `plan`, by its door, and below.
 """
 
 from launcher.runtime.digests import Copies, Digester
-from launcher.runtime.executable import Executable, StageTimes, compile_step, transformed_error
+from launcher.runtime.exchange import ExchangeSpec, Servers
+from launcher.runtime.executable import Executable, compile_step, transformed_error
 from launcher.runtime.kept import keep_compiled, why_not_kept
 from launcher.runtime.permute import PermuteTransport
 from launcher.runtime.replicas import (
     ReplicaError,
     check_equal,
+    named_values,
     odd_replicas,
     shared_copies,
     with_first_replicas,
+    with_values,
 )
+from launcher.runtime.stage_times import StageTimes
 from launcher.runtime.transfer import move
 from launcher.runtime.transport import ProcessMismatchError, PullTransport, Transport, fail_together
 
 __all__ = [
     "Copies",
     "Digester",
+    "ExchangeSpec",
     "Executable",
     "PermuteTransport",
     "ProcessMismatchError",
     "PullTransport",
     "ReplicaError",
+    "Servers",
     "StageTimes",
     "Transport",
     "check_equal",
@@ -32,9 +38,11 @@ __all__ = [
     "fail_together",
     "keep_compiled",
     "move",
+    "named_values",
     "odd_replicas",
     "shared_copies",
     "transformed_error",
     "why_not_kept",
     "with_first_replicas",
+    "with_values",
 ]

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from jax.sharding import NamedSharding
 
-from launcher.partition.slicing import Slicing
-
 
 def rows_here(
     copies: Iterable[tuple[int, int, NamedSharding, int | None]],
     avals: Sequence[Any],
-    slicing: Slicing,
+    stacked: Callable[[Any, int], Any],
 ) -> np.ndarray | None:
     """Return the numbers of the rows that lie on devices of this process, in ascending order.
 
     Args:
         copies: `(argument leaf, slot, sharding, stacked along axis | None)` of the batch's leaves.
         avals: the shapes of the step's argument leaves, on the whole batch.
-        slicing: how the batch is cut.
+        stacked: returns what this process holds of a leaf, stacked along an axis.
 
     Returns:
         int64 [rows], maybe none; or None where rows cannot be told apart, so that all are needed.
@@ -37,7 +35,7 @@ def rows_here(
         numbers = np.arange(shape[0]).reshape(-1, *[1] * (len(shape) - 1))
         numbers = np.broadcast_to(numbers, shape)
         if axis is not None:
-            numbers = slicing.stack(numbers, axis)
+            numbers = stacked(numbers, axis)
         first: tuple[Any, ...] = (..., *[0] * (len(shape) - 1))
         boxes = sharding.addressable_devices_indices_map(numbers.shape).values()
         found += [numbers[box][first].ravel() for box in boxes]

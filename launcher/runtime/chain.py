@@ -16,7 +16,7 @@ from launcher.partition.buckets import Bucket
 from launcher.partition.sharding.named_dims import Spec, axes
 from launcher.plan import Plan
 from launcher.runtime.emitted import Emitted
-from launcher.runtime.instructions import Instruction, Run, Send, Slot
+from launcher.runtime.instructions import Exchange, Instruction, Run, Send, Slot
 from launcher.trace.jaxpr import Var, is_var
 from launcher.trace.step import TracedStep
 
@@ -194,6 +194,14 @@ def _renamed(
             inputs=tuple(slots[s] for s in x.inputs),
             outputs=tuple(slots[s] for s in x.outputs),
             task=task,
+        )
+    if isinstance(x, Exchange):
+        return dataclasses.replace(
+            x,
+            mesh=mesh_of[x.mesh],
+            specs=tuple(dataclasses.replace(s, name=prefix + s.name) for s in x.specs),
+            inputs=tuple(slots[s] for s in x.inputs),
+            outputs=tuple(slots[s] for s in x.outputs),
         )
     assert isinstance(x, Send)
     return Send(

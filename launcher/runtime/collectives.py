@@ -17,6 +17,8 @@ from launcher.partition.buckets import Bucket, scatter_dim
 from launcher.partition.sharding.layout import DATA, ROWS, Layout
 from launcher.partition.sharding.named_dims import Spec, axes
 
+GRADIENT_SUM = "gradient_sum"  # the scope of a bucket's operations, by which they are found again
+
 
 def partition_spec(spec: Spec) -> PartitionSpec:
     """Return a spec in JAX's form, without the trailing dimensions that are not sharded."""
@@ -48,9 +50,10 @@ def sum_buckets(
     """
     packs = are_packed(buckets)
     found: dict[int, Any] = {}
-    for bucket in buckets:
+    for number, bucket in enumerate(buckets):
         of_bucket = [parts[i] for i in bucket.operands]
-        summed = _sum_bucket(layout, bucket, of_bucket, packs)
+        with jax.named_scope(f"{GRADIENT_SUM}_{number}"):
+            summed = _sum_bucket(layout, bucket, of_bucket, packs)
         found.update(zip(bucket.operands, summed, strict=True))
     return found
 

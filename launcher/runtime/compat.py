@@ -144,6 +144,22 @@ def overlap_options(platform: str, bucket_bytes: int, are_packed: bool) -> dict[
     return {}
 
 
+def with_barriers_kept(platform: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the compiler's options with those under which optimization barriers hold to the end.
+
+    What a `jax.checkpoint` computes again stands behind one, to be computed late. XLA:CPU takes
+    them out before it schedules a program, and computes all of it at once; that pass is left out.
+
+    Args:
+        platform: "cpu", "cuda" and so on, as JAX names it.
+        options: the options without.
+    """
+    if platform != "cpu":
+        return dict(options)
+    passes = [options.get("xla_disable_hlo_passes"), "cse_barrier_expander"]
+    return {**options, "xla_disable_hlo_passes": ",".join(filter(None, passes))}
+
+
 def compiled(
     lowered: jax.stages.Lowered, options: Mapping[str, Any] | None = None
 ) -> tuple[jax.stages.Compiled, bytes | None]:

@@ -13,7 +13,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from launcher.runtime.collectives import are_packed
-from launcher.runtime.compat import compiled, loaded_for, overlap_options
+from launcher.runtime.compat import compiled, loaded_for, overlap_options, with_barriers_kept
 from launcher.runtime.emitted import Emitted
 from launcher.runtime.instructions import Run, Send
 from launcher.runtime.placement import Placement
@@ -84,7 +84,8 @@ class _Program:
         kinds = tuple(device.device_kind for device in sharding.mesh.devices.flat)
         types = tuple((v.shape, v.dtype) for v in jax.tree.leaves(self.lowered.in_avals))
         options = tuple(sorted(self.options.items()))
-        return kinds, types, options, hashlib.sha256(self.lowered.as_text().encode()).digest()
+        text = self.lowered.as_text().replace(f"@jit_{self.name}", "@jit", 1)
+        return kinds, types, options, hashlib.sha256(text.encode()).digest()
 
 
 def _made(program: _Program, first: _Program, made: Any, kept: bytes | None) -> Any:
@@ -109,8 +110,13 @@ def _lower(
     arguments = tuple(placement.sharding(slot) for slot in run.inputs)
     results = tuple(placement.sharding(slot) for slot in run.outputs)
     fun = emitted.programs[name]
+
+    def program(*flat: Any) -> tuple[Any, ...]:
+        return tuple(fun(*flat))
+
+    program.__name__ = name  # by which profilers show it
     jitted = jax.jit(
-        lambda *flat: tuple(fun(*flat)),
+        program,
         donate_argnums=[k for k in run.donated if run.inputs[k] not in offered],
         out_shardings=results,
         keep_unused=True,
@@ -120,10 +126,13 @@ def _lower(
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
         for aval, sharding in zip(avals, arguments, strict=True)
     ]
+    lowered = jitted.lower(*abstract)
+    platform = (*arguments, *results)[0].mesh.devices.flat[0].platform
     options = {}
     if name in emitted.summing:
-        platform = (*arguments, *results)[0].mesh.devices.flat[0].platform
         buckets = emitted.summing[name]
         largest = max(bucket.nbytes for bucket in buckets)
         options = overlap_options(platform, largest, are_packed(buckets))
-    return _Program(name, jitted.lower(*abstract), arguments, results, options)
+    if "optimization_barrier" in lowered.as_text():
+        options = with_barriers_kept(platform, options)
+    return _Program(name, lowered, arguments, results, options)

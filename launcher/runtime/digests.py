@@ -50,13 +50,15 @@ class Digester:
         like: the pytree, of arrays or of `jax.ShapeDtypeStruct` with their shardings.
         gathered: whether each process gets the digests of all devices of its meshes; then all of
             those processes must call it. Otherwise a process gets those of its own devices.
+        rank: the number of this worker where each holds replicas of what the others hold, and JAX
+            knows of none but its own; None where JAX knows all of them.
     """
 
-    def __init__(self, like: Any, gathered: bool = False) -> None:
+    def __init__(self, like: Any, gathered: bool = False, rank: int | None = None) -> None:
         leaves = jax.tree_util.tree_leaves_with_path(like)
         where: dict[Mesh, list[int]] = {}
         for i, (_, leaf) in enumerate(leaves):
-            if is_replicated(leaf) and is_here(leaf.sharding):
+            if is_replicated(leaf, rank) and is_here(leaf.sharding):
                 where.setdefault(leaf.sharding.mesh, []).append(i)
         self._gathered = gathered
         self._places = list(where.values())
@@ -69,7 +71,7 @@ class Digester:
             self._programs = {i: made[shapes[i]].result() for i in order}
             self._joins = [join.result() for join in joins]
         self._tables = [
-            _table(mesh, [leaves[i][1] for i in places], order.index(places[0]))
+            _table(mesh, [leaves[i][1] for i in places], order.index(places[0]), rank)
             for mesh, places in where.items()
         ]
 
@@ -98,13 +100,28 @@ def leaf_name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def is_replicated(leaf: Any) -> bool:
-    """Return whether several devices hold the same part of an array, or a `ShapeDtypeStruct`."""
+def is_replicated(leaf: Any, rank: int | None = None) -> bool:
+    """Return whether several devices hold the same part of an array, or a `ShapeDtypeStruct`.
+
+    With a `rank`, as of `Digester`, other workers hold it as well.
+    """
     sharding = getattr(leaf, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or len(sharding.device_set) == 1:
+    if not isinstance(sharding, NamedSharding):
+        return False
+    if rank is not None:
+        return True
+    if len(sharding.device_set) == 1:
         return False
     tiles = boxes(leaf.shape, sharding)
     return len(set(tiles.values())) < len(tiles)
+
+
+def place_of(device: jax.Device, rank: int | None) -> tuple[int, int]:
+    """Return the numbers of a device and of its process, as a plan counts them."""
+    every = jax.devices()
+    if rank is None:
+        return every.index(device), device.process_index
+    return rank * len(every) + every.index(device), rank
 
 
 def to_words(value: jax.Array) -> jax.Array:
@@ -209,14 +226,14 @@ def _data(array: jax.Array) -> jax.Array:
     return jax.random.key_data(array) if is_key else array
 
 
-def _table(mesh: Mesh, like: Sequence[Any], first: int) -> np.ndarray:
+def _table(mesh: Mesh, like: Sequence[Any], first: int, rank: int | None) -> np.ndarray:
     """Return the rows of `Copies` for arrays on a mesh, but for digests: `[*mesh, arrays, 5]`."""
-    number = {device: i for i, device in enumerate(jax.devices())}
+    places = [place_of(device, rank) for device in mesh.devices.flat]
     table = np.zeros((mesh.devices.size, len(like), 5), np.int64)
     for j, leaf in enumerate(like):
         tiles = boxes(leaf.shape, leaf.sharding)
         parts = {box: part for part, box in enumerate(dict.fromkeys(tiles.values()))}
         for d, device in enumerate(mesh.devices.flat):
             part = parts[tiles[device.id]]
-            table[d, j, :4] = first + j, part, number[device], device.process_index
+            table[d, j, :4] = first + j, part, *places[d]
     return table.reshape(*mesh.devices.shape, len(like), 5)

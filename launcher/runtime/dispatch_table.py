@@ -16,12 +16,15 @@ from jax.sharding import NamedSharding
 
 from launcher.plan import PlanError
 from launcher.runtime.emitted import Emitted
-from launcher.runtime.instructions import Free, Instruction, Run, Send
+from launcher.runtime.exchange import Servers
+from launcher.runtime.exchanging import Exchanging, exchange_pool
+from launcher.runtime.instructions import Exchange, Free, Instruction, Run, Send
 from launcher.runtime.order import digest, parts_of, prove
 from launcher.runtime.placement import Placement
 from launcher.runtime.throttle import Throttle
 from launcher.runtime.transfer import RemoteTransfer, absent, is_here, local_transfer, place_array
-from launcher.runtime.transport import Exchange, Transport
+from launcher.runtime.transport import Shipment, Transport
+from launcher.spans import SpanRecorder
 
 
 class Entry(NamedTuple):
@@ -32,7 +35,7 @@ class Entry(NamedTuple):
         call: what to call; None if the entry only drops the arrays of its inputs.
         inputs: the slots to read.
         outputs: the slots to write.
-        keyed: whether `call` also takes the first transfer key of the step's call.
+        keyed: whether `call` also takes the first transfer key, or the number, of the step's call.
     """
 
     instruction: Instruction
@@ -73,6 +76,8 @@ def build_table(
     compiled: Mapping[str, Any],
     donated: tuple[bool, ...],
     transport: Transport | None,
+    servers: Servers | None,
+    spans: SpanRecorder,
 ) -> Table:
     """Build the dispatch table of this process.
 
@@ -82,11 +87,13 @@ def build_table(
         compiled: the compiled programs of this process, by name.
         donated: for each argument leaf, whether a call may consume it.
         transport: what moves arrays between processes, if there are several.
+        servers: the parameter servers that sum over workers, if they do.
+        spans: takes what runs beside the devices, while it records.
 
     Raises:
         PlanError: the stages belong to several processes and there is no transport between them.
     """
-    entries, exchanges = _entries(emitted, placement, compiled, transport)
+    entries, exchanges = _entries(emitted, placement, compiled, transport, servers, spans)
     _prove(entries, emitted, placement)
     if transport is not None:
         descriptions = [exchange.description for exchange in exchanges]
@@ -121,7 +128,9 @@ def _entries(
     placement: Placement,
     compiled: Mapping[str, Any],
     transport: Transport | None,
-) -> tuple[tuple[Entry, ...], list[Exchange]]:
+    servers: Servers | None,
+    spans: SpanRecorder,
+) -> tuple[tuple[Entry, ...], list[Shipment]]:
     """Return the entries of this process and the exchanges of all processes."""
     throttle = Throttle()
     programs = {
@@ -131,6 +140,7 @@ def _entries(
     }
     mine = set(parts_of(emitted.instructions, placement.owners).get(jax.process_index(), ()))
     entries, exchanges = [], []
+    pool = exchange_pool()  # without threads until there is an exchange
     offset = 0  # of a transfer's keys among those of one call
     for number, x in enumerate(emitted.instructions):
         if isinstance(x, Run):
@@ -153,6 +163,10 @@ def _entries(
                 entries.append(
                     Entry(x, call, x.inputs, x.outputs, isinstance(call, RemoteTransfer))
                 )
+        elif isinstance(x, Exchange):
+            assert servers is not None  # `compile_step` has checked it
+            call = Exchanging(x, placement, servers, pool, spans)
+            entries.append(Entry(x, call, x.inputs, x.outputs, True))
         else:
             entries.append(Entry(x, None, x.slots, (), False))
     return tuple(entries), exchanges

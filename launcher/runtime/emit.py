@@ -18,14 +18,16 @@ from launcher.partition.joint_graph import Name
 from launcher.partition.partitioned import PartitionedStep, partition
 from launcher.partition.stages import StageGraph
 from launcher.partition.update_placement import Segment
-from launcher.plan import Plan, timeline
+from launcher.plan import Plan, ServerExchange, timeline
 from launcher.runtime.chain import chained
 from launcher.runtime.collectives import of_copies, sum_buckets
+from launcher.runtime.emit_exchanges import exchange_instructions
 from launcher.runtime.emitted import Emitted
 from launcher.runtime.instructions import (
     Free,
     Run,
     Send,
+    Work,
     with_donations,
     with_frees,
 )
@@ -36,17 +38,27 @@ from launcher.trace.jaxpr import Var, is_var, jaxpr_as_fun, program
 from launcher.trace.step import TracedStep
 
 
-def emit(step: TracedStep, plan: Plan) -> Emitted:
-    """Return the instruction list of a plan, with the tasks in the order of its timeline."""
-    parts = [_emit_part(part, one) for part, one in zip(step.parts, plan.parts, strict=True)]
+def emit(step: TracedStep, plan: Plan, rank: int = 0) -> Emitted:
+    """Return the instruction list of a plan, with the tasks in the order of its timeline.
+
+    Args:
+        step: the step.
+        plan: the plan.
+        rank: the number of the worker whose list it is, where parameter servers sum.
+
+    Raises:
+        PlanError: the plan's exchanges are not those of the step.
+    """
+    parts = [_emit_part(part, one, rank) for part, one in zip(step.parts, plan.parts, strict=True)]
     whole = chained(step, plan, parts) if step.further else parts[0]
     return _with_lifetimes(whole, step.whole.donated)
 
 
-def _emit_part(step: TracedStep, plan: Plan) -> Emitted:
+def _emit_part(step: TracedStep, plan: Plan, rank: int) -> Emitted:
     """Return the instructions of one loss, without donations and frees."""
     cut = partition(step.cut_at(plan.layer_ends), plan.assignment)
-    return _Emitter(cut, [timed.task for timed in timeline(plan)], Slots(cut)).emit()
+    order = [timed.task for timed in timeline(plan)]
+    return _Emitter(cut, order, Slots(cut), plan.exchanges, rank).emit()
 
 
 def _with_lifetimes(emitted: Emitted, donated: Sequence[bool]) -> Emitted:
@@ -72,6 +84,8 @@ class _Emitter:
     """The instructions so far.
 
     Attributes:
+        planned: what workers exchange, by the plan.
+        rank: this worker's number.
         copies: the gradients whose sum has taken the place of each replica's: their operands, and
             the slots with the copies.
     """
@@ -79,10 +93,12 @@ class _Emitter:
     cut: PartitionedStep
     order: Sequence[Task]
     slots: Slots
+    planned: Sequence[ServerExchange]
+    rank: int
     programs: dict[str, Callable[..., tuple[Any, ...]]] = field(default_factory=dict)
     summing: dict[str, tuple[Bucket, ...]] = field(default_factory=dict)
     copies: dict[Var, tuple[int, int]] = field(default_factory=dict)
-    listed: list[Run | Send] = field(default_factory=list)
+    listed: list[Work] = field(default_factory=list)
 
     def emit(self) -> Emitted:
         slots = self.slots
@@ -91,11 +107,16 @@ class _Emitter:
             for i, v in enumerate(self.cut.step.invars)
             if not self.cut.step.batch[i]
         ]
+        programs = self.stage_programs()
+        once = [bucket for of in programs for made in of.values() for bucket in made.once]
+        before, after = exchange_instructions(self.cut, self.slots, once, self.planned)
         self.give()
+        self.listed += before
         self.sends(self.cut.update.argument_sends)
         for i, segment in enumerate(self.cut.update.before):
             self.segment(f"before.{i}", segment)
-        self.pipeline()
+        self.pipeline(programs)
+        self.listed += after
         self.sends(self.cut.update.part_sends)
         for i, segment in enumerate(self.cut.update.after):
             self.segment(f"update.{i}", segment)
@@ -113,17 +134,21 @@ class _Emitter:
             constants=tuple(slots.constants),
             results=tuple(results),
             slicing=self.cut.slicing,
+            rank=self.rank,
         )
 
     # -- around the pipeline ---------------------------------------------------------------------
 
     def give(self) -> None:
-        """Add the batch leaves and constants that the update program reads whole."""
+        """Add the batch leaves and constants that the update program reads whole.
+
+        Several workers gather the leaves, of which each has its own rows.
+        """
         for var, mesh in self.cut.update.given:
             slot = self.slots.of_outer(var, mesh)
             if var in self.cut.step.constants:
                 self.slots.constants.append((self.cut.step.constants[var], slot))
-            else:
+            elif self.cut.slicing.workers == 1 or not var.aval.shape:
                 self.slots.batches.append((self.cut.step.invars.index(var), slot, None))
 
     def sends(self, sends: Sequence[tuple[Var, int, int]]) -> None:
@@ -143,13 +168,16 @@ class _Emitter:
         fun = jaxpr_as_fun(program(segment.inputs, segment.equations, segment.outputs))
         copies = {k: self.copies[v] for k, v in enumerate(segment.inputs) if v in self.copies}
 
-        def on_copies(*values: Any) -> tuple[Any, ...]:
+        stacked = {k for k, v in enumerate(segment.outputs) if self.slots.is_stacked(v)}
+
+        def whole(*values: Any) -> tuple[Any, ...]:
             read = list(values)
             for k, (i, _) in copies.items():
                 read[k] = of_copies(layout, i, read[k])
-            return tuple(fun(*read))
+            own, found = self.cut.slicing.own, fun(*read)
+            return tuple(own(x, self.rank) if k in stacked else x for k, x in enumerate(found))
 
-        self.programs[name] = on_copies if copies else fun
+        self.programs[name] = whole
         inputs = [of_outer(v, mesh) for v in segment.inputs]
         for k, (_, slot) in copies.items():
             inputs[k] = slot
@@ -159,10 +187,16 @@ class _Emitter:
 
     # -- the pipeline ----------------------------------------------------------------------------
 
-    def pipeline(self) -> None:
-        if not self.cut.loss.num_layers:
+    def stage_programs(self) -> list[dict[Kind, StageProgram]]:
+        """Return the programs of every stage; none without a loss."""
+        stages = self.cut.stages if self.cut.loss.num_layers else ()
+        return [stage_programs(self.cut, graph.index) for graph in stages]
+
+    def pipeline(self, programs: Sequence[dict[Kind, StageProgram]]) -> None:
+        if not programs:
             return
-        programs = [self.stage(graph) for graph in self.cut.stages]
+        for graph, of_stage in zip(self.cut.stages, programs, strict=True):
+            self.begin(graph, of_stage)
         last = {(task.stage, task.kind): task for task in self.order}
         for task in self.order:
             made = programs[task.stage].get(task.kind)
@@ -176,9 +210,8 @@ class _Emitter:
                     (var,) = self.cut.update.grad_parts[name.of, graph.index]
                     self.copies[var] = name.of, self.slots.of_stage(name, graph, 0)
 
-    def stage(self, graph: StageGraph) -> dict[Kind, StageProgram]:
-        """Return a stage's programs, and emit the zeroing of its accumulators."""
-        programs = stage_programs(self.cut, graph.index)
+    def begin(self, graph: StageGraph, programs: Mapping[Kind, StageProgram]) -> None:
+        """Add a stage's programs, and emit the zeroing of its accumulators."""
         for made in (each for one in programs.values() for each in (one, one.last) if each):
             self.programs[made.name] = made.fun
             self.slots.residuals.update(made.residuals)
@@ -191,7 +224,6 @@ class _Emitter:
             zeros = f"stage.{graph.index}.zeros"
             self.programs[zeros] = lambda: tuple(jnp.zeros(a.shape, a.dtype) for a in avals)
             self.listed.append(Run(graph.mesh, zeros, (), slots))
-        return programs
 
     def task(self, task: Task, made: StageProgram) -> None:
         graph, m = self.cut.stages[task.stage], task.microbatch

@@ -26,6 +26,7 @@ class Emitted:
         results: for each result leaf `(slot, literal, mesh)`, where either the slot or the literal
             is None.
         slicing: how the batch is cut.
+        rank: the number of the worker that it is for, where parameter servers sum.
     """
 
     slots: tuple[Slot, ...]
@@ -37,3 +38,4 @@ class Emitted:
     constants: tuple[tuple[Any, int], ...]
     results: tuple[tuple[int | None, Any, int], ...]
     slicing: Slicing
+    rank: int

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,27 +20,16 @@ from launcher.runtime.compat import is_nan_error, moves_are_guarded
 from launcher.runtime.compile import compile_programs
 from launcher.runtime.dispatch_table import Entry, build_table
 from launcher.runtime.emit import emit
+from launcher.runtime.exchange import Servers
 from launcher.runtime.instructions import Instruction, Run
 from launcher.runtime.placement import make_placement
+from launcher.runtime.recording import StepRecording
+from launcher.runtime.stage_times import StageTimes, time_stages
 from launcher.runtime.state import create_state
 from launcher.runtime.transfer import is_here, place_array
 from launcher.runtime.transport import Transport
-from launcher.schedule import Task, TimedTask, simulate
+from launcher.spans import Span, SpanRecorder
 from launcher.trace.step import TracedStep
-
-
-@dataclass(frozen=True)
-class StageTimes:
-    """Times of one step in which every task was waited for.
-
-    Attributes:
-        stage_seconds: the busy seconds of each stage, those of several losses one after another
-            (`Plan.all_stages`); 0.0 for stages of other processes, of which nothing is known here.
-        task_seconds: the seconds of each task; those of other processes are absent.
-    """
-
-    stage_seconds: tuple[float, ...]
-    task_seconds: dict[Task, float]
 
 
 def compile_step(
@@ -49,20 +37,27 @@ def compile_step(
     plan: Plan,
     devices: Sequence[jax.Device],
     transport: Transport | None = None,
+    servers: Servers | None = None,
+    spans: SpanRecorder | None = None,
 ) -> Executable:
     """Compile a traced step for a plan.
 
     If the devices belong to several processes, every process compiles the same steps in the same
-    order, and each builds only the programs of its own stages.
+    order, and each builds only the programs of its own stages. By a plan with parameter servers,
+    each worker compiles its own share of the replicas.
 
     Args:
-        step: the traced step.
+        step: the traced step, on the whole batch.
         plan: the plan to run it by.
-        devices: the devices, numbered as the plan numbers them.
+        devices: the devices, numbered as the plan numbers them; by a plan with parameter servers,
+            this worker's own.
         transport: what moves arrays between processes.
+        servers: the parameter servers, for a plan with some.
+        spans: takes what runs while it records; by default one of the executable's own.
 
     Raises:
-        PlanError: the plan is for another program, or there are fewer devices than it needs.
+        PlanError: the plan is for another program, there are fewer devices than it needs, or other
+            workers.
     """
     if plan.fingerprint != step.fingerprint:
         raise PlanError(
@@ -72,10 +67,16 @@ def compile_step(
     if len(plan.parts) != len(step.parts):
         counts = f"{len(plan.parts)} of {len(step.parts)}"
         raise PlanError(f"this plan is for {counts} losses of the step; plan again")
-    if len(devices) < plan.num_devices:
-        raise PlanError(f"the plan needs {plan.num_devices} devices; here are {len(devices)}")
+    workers = plan.reduction.workers
+    if (servers.count if servers else 1) != workers:
+        there = f"{servers.count} workers are" if servers else "this process alone is"
+        raise PlanError(f"the plan is for {workers} workers with parameter servers; {there} here")
+    needed = plan.num_devices // workers
+    if len(devices) < needed:
+        raise PlanError(f"the plan needs {needed} devices; here are {len(devices)}")
     with jax.transfer_guard("allow"):  # of the programs' constants
-        return Executable(step.cut_at(plan.layer_ends), plan, devices, transport)
+        cut = step.cut_at(plan.layer_ends)
+        return Executable(cut, plan, devices, transport, servers, spans or SpanRecorder())
 
 
 class Executable:
@@ -86,9 +87,7 @@ class Executable:
         compile_seconds: how long compilation took.
         in_shardings: a pytree like the arguments: where each leaf lives; None for the batch.
         used: the argument leaves that a call reads or returns, but for the batch.
-        timeline: the tasks of the last profiled step, with the seconds that each took, laid out one
-            after another as the plan orders them, of several losses those of the first; None
-            before any was profiled.
+        spans: takes what `record` and the threads of the runtime record.
     """
 
     def __init__(
@@ -97,18 +96,20 @@ class Executable:
         plan: Plan,
         devices: Sequence[jax.Device],
         transport: Transport | None,
+        servers: Servers | None,
+        spans: SpanRecorder,
     ) -> None:
         started = time.perf_counter()
         self.plan = plan
         self._interface = whole = step.whole
-        self._transport = transport
-        self.timeline: list[TimedTask] | None = None
-        emitted = emit(step, plan)
-        self._slicing = emitted.slicing
+        self._transport, self._servers = transport, servers
+        self.spans = spans
+        emitted = emit(step, plan, servers.rank if servers else 0)
+        self._slicing, self._rank = emitted.slicing, emitted.rank
         self._placement = make_placement(plan, devices, emitted.slots)
         self._compiled = compile_programs(emitted, self._placement)
         self._table = build_table(
-            emitted, self._placement, self._compiled, whole.donated, transport
+            emitted, self._placement, self._compiled, whole.donated, transport, servers, spans
         )
         where = {i: self._placement.sharding(slot) for i, slot in emitted.arguments}
         flat = [where.get(i) for i in range(len(whole.in_avals))]
@@ -153,21 +154,41 @@ class Executable:
         """Run one step, waiting for every task; return its results and the time of each stage."""
         slots = self._fill(args)
         key = self._first_key()
-        seconds: dict[Task, float] = {}
-        stages = [stage.devices for stage in self.plan.all_stages]
-        first_stage = [stages.index(devices) for devices in self.plan.all_meshes]
-        busy = [0.0] * len(stages)
         jax.block_until_ready([x for x in slots if x is not None])
-        for entry in self._table.entries:
-            taken = _timed(entry, slots, key)
-            if isinstance(entry.instruction, Run):
-                task = entry.instruction.task
-                stage = task.stage if task else first_stage[entry.instruction.mesh]
-                busy[stage] += taken
-                if task is not None:
-                    seconds[task] = taken
-        self.timeline = simulate(self.plan.tasks(), lambda task: seconds.get(task, 0.0))
-        return self._results(slots), StageTimes(tuple(busy), seconds)
+        times = time_stages(self._table.entries, slots, key, self.plan)
+        return self._results(slots), times
+
+    def record(self, *args: Any, profiled: bool = True) -> tuple[Any, Callable[[], list[Span]]]:
+        """Run one step and record when each of its parts ran; see `runtime.recording`.
+
+        Args:
+            *args: the arguments of a call. Donated ones are consumed.
+            profiled: whether JAX's profiler is used. Without it the lanes of the devices are
+                missing.
+
+        Returns:
+            The results, which are there, and a function that returns the spans: it may take a
+                second and be called in another thread, once.
+        """
+        slots = self._fill(args)
+        jax.block_until_ready([x for x in slots if x is not None and x.addressable_shards])
+        if not self.spans.is_on:
+            self.spans.start()
+        recording = StepRecording(self.spans, profiled)
+        try:
+            with jax.transfer_guard_device_to_device("allow"):
+                recording.run(self._table.entries, slots, self._first_key())
+            results = self._results(slots)
+            jax.block_until_ready([x for x in jax.tree.leaves(results) if x.addressable_shards])
+        except BaseException as error:
+            recording.cancel()
+            if isinstance(error, Exception) and is_nan_error(error):
+                raise _nan_error(recording.newest) from None
+            raise
+        recording.end()
+        own, number = self.spans.take(), {device: n for n, device in enumerate(jax.devices())}
+        devices = [[number[d] for d in mesh.local_devices] for mesh in self._placement.meshes]
+        return results, lambda: own + recording.finish(self.hlo_text, devices)
 
     def warm_up(self, *args: Any) -> None:
         """Run one step on copies of the donated arguments, wait for it and drop its results.
@@ -197,7 +218,7 @@ class Executable:
 
         Of the others a batch that is given may hold anything.
         """
-        return rows_here(self._table.batches, self._interface.in_avals, self._slicing)
+        return rows_here(self._table.batches, self._interface.in_avals, self._rows)
 
     def hlo_text(self) -> dict[str, str]:
         """Return the compiled programs as text, by name."""
@@ -218,7 +239,9 @@ class Executable:
         }
 
     def _first_key(self) -> int:
-        """Reserve the keys of a call's transfers and return the first."""
+        """Reserve the keys of a call's transfers and return the first, or number the call."""
+        if self._servers:
+            return self._servers.reserve()
         return self._transport.reserve(self._table.num_keys) if self._transport else 0
 
     def _fill(self, args: tuple[Any, ...]) -> list[Any]:
@@ -240,7 +263,7 @@ class Executable:
         for i, slot, sharding, axis in self._table.batches:
             if isinstance(leaves[i], jax.core.Tracer):
                 raise transformed_error()
-            rows = leaves[i] if axis is None else self._slicing.stack(leaves[i], axis)
+            rows = leaves[i] if axis is None else self._rows(leaves[i], axis)
             moved.append((rows, slot, sharding))
         mine = [x for x in moved if x[2].is_fully_addressable]
         if mine:
@@ -251,6 +274,10 @@ class Executable:
             if not sharding.is_fully_addressable and is_here(sharding):
                 slots[slot] = place_array(value, sharding)
         return slots
+
+    def _rows(self, leaf: Any, axis: int) -> Any:
+        """Return what is read here of a batch leaf, stacked along an axis."""
+        return self._slicing.own(self._slicing.stack(leaf, axis), self._rank)
 
     def _results(self, slots: list[Any]) -> Any:
         fixed = self._table.fixed
@@ -294,19 +321,3 @@ def transformed_error() -> TypeError:
         "a parallelized step is compiled already, and cannot be called under jax.jit, jax.vmap or "
         "another transformation; call it from plain Python"
     )
-
-
-def _timed(entry: Entry, slots: list[Any], key: int) -> float:
-    """Run one entry and wait for it; return the seconds that it took."""
-    if entry.call is None:
-        for i in entry.inputs:
-            slots[i] = None
-        return 0.0
-    arrays = [slots[i] for i in entry.inputs]
-    start = time.perf_counter()
-    results = entry.call(key, arrays) if entry.keyed else entry.call(*arrays)
-    jax.block_until_ready([x for x in results if x.addressable_shards])
-    taken = time.perf_counter() - start
-    for i, value in zip(entry.outputs, results, strict=True):
-        slots[i] = value
-    return taken

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.partition.sharding.named_dims import Spec
+from launcher.runtime.exchange import ExchangeSpec
 from launcher.schedule import Task
 
 
@@ -65,21 +66,45 @@ class Send:
 
 
 @dataclass(frozen=True)
+class Exchange:
+    """An instruction to take arrays of one mesh through the parameter servers.
+
+    Every worker gives its own; each gets the sums, or what is gathered from all.
+
+    Attributes:
+        mesh: the mesh.
+        specs: what crosses together, each by itself, all at once.
+        counts: how many of the arrays cross by each.
+        inputs: the slots of this worker's arrays.
+        outputs: the slots of what they become.
+        micro_batches: of how many microbatches, one after another, each array holds the replicas.
+    """
+
+    mesh: int
+    specs: tuple[ExchangeSpec, ...]
+    counts: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    micro_batches: int = 1
+
+
+@dataclass(frozen=True)
 class Free:
     """An instruction to drop the arrays of these slots."""
 
     slots: tuple[int, ...]
 
 
-Instruction = Run | Send | Free
+Work = Run | Send | Exchange
+Instruction = Work | Free
 
 
 def with_donations(
-    instructions: Sequence[Run | Send],
+    instructions: Sequence[Work],
     slots: Sequence[Slot],
     arguments: frozenset[int],
     kept: frozenset[int],
-) -> list[Run | Send]:
+) -> list[Work]:
     """Let the programs around the pipeline reuse the buffers that they are the last to read.
 
     A buffer is reused for a result of the same shape, dtype and spec, so that parameters and
@@ -97,7 +122,7 @@ def with_donations(
         return held.aval.shape, held.aval.dtype, held.spec
 
     last = {s: i for i, x in enumerate(instructions) for s in x.inputs}
-    listed: list[Run | Send] = []
+    listed: list[Work] = []
     for i, x in enumerate(instructions):
         if isinstance(x, Run) and x.task is None:
             free = [k for k, s in enumerate(x.inputs) if last[s] == i and s not in kept]
@@ -112,7 +137,7 @@ def with_donations(
     return listed
 
 
-def with_frees(instructions: Sequence[Run | Send], kept: frozenset[int]) -> list[Instruction]:
+def with_frees(instructions: Sequence[Work], kept: frozenset[int]) -> list[Instruction]:
     """Free every slot right after its last use, except those `kept` beyond the step."""
     last: dict[int, int] = {}
     for place, instruction in enumerate(instructions):

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
 
 from launcher.plan import PlanError
-from launcher.runtime.instructions import Free, Instruction, Run, Slot
+from launcher.runtime.instructions import Exchange, Free, Instruction, Run, Send, Slot
 
 Parts = Mapping[int, Sequence[int]]  # process -> places in the list of instructions
 
@@ -73,7 +73,7 @@ def prove(
         if isinstance(x, Free):
             there.difference_update(x.slots)
             continue
-        here, to = (x.mesh, x.mesh) if isinstance(x, Run) else (x.src, x.dst)
+        here, to = (x.src, x.dst) if isinstance(x, Send) else (x.mesh, x.mesh)
         absent = [s for s in x.inputs if s not in there or slots[s].mesh != here]
         if absent or any(slots[s].mesh != to for s in x.outputs):
             raise PlanError(f"{_told(place, instructions)} needs slots {absent}, not there")
@@ -94,7 +94,7 @@ def digest(
         instructions: the instruction list.
         owners: for every mesh, the processes that own one of its devices.
         slots: what each slot holds.
-        exchanges: the descriptions of the exchanges, `Exchange.description`.
+        exchanges: the descriptions of the exchanges, `Shipment.description`.
     """
     kinds = [(s.mesh, s.aval.shape, str(s.aval.dtype), s.spec) for s in slots]
     text = repr((instructions, list(map(sorted, owners)), kinds, list(exchanges)))
@@ -105,7 +105,7 @@ def _together(x: Instruction, owners: Sequence[Set[int]]) -> Set[int]:
     """Return the processes that do an instruction together. Freeing a slot waits for nobody."""
     if isinstance(x, Free):
         return set()
-    return owners[x.mesh] if isinstance(x, Run) else owners[x.src] | owners[x.dst]
+    return owners[x.src] | owners[x.dst] if isinstance(x, Send) else owners[x.mesh]
 
 
 def _told(place: int | None, instructions: Sequence[Instruction]) -> str:
@@ -114,6 +114,7 @@ def _told(place: int | None, instructions: Sequence[Instruction]) -> str:
     x = instructions[place]
     if isinstance(x, Run):
         return f"instruction {place}, {x.program} on mesh {x.mesh}"
-    return f"instruction {place}, a transfer" + (
-        f" from mesh {x.src} to {x.dst}" if not isinstance(x, Free) else ""
-    )
+    if isinstance(x, Send):
+        return f"instruction {place}, a transfer from mesh {x.src} to {x.dst}"
+    what = "an exchange" if isinstance(x, Exchange) else "the end of slots"
+    return f"instruction {place}, {what}"

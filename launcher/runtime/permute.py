@@ -26,7 +26,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from launcher.runtime.throttle import Throttle
-from launcher.runtime.transport import CheckedBarrier, Exchange, Parcel, Parts
+from launcher.runtime.transport import CheckedBarrier, Parcel, Parts, Shipment
 
 _AXIS = "device"
 _MOST = 4096  # programs that are kept, of which those of microbatches and layers are the same few
@@ -82,7 +82,7 @@ class PermuteTransport(CheckedBarrier):
         self._zeros: weakref.WeakValueDictionary[Any, jax.Array] = weakref.WeakValueDictionary()
         self._throttle = Throttle()
 
-    def bind(self, parcels: Sequence[Parcel]) -> Exchange:
+    def bind(self, parcels: Sequence[Parcel]) -> Shipment:
         """See `Transport`."""
         ends = {device for parcel in parcels for device in (parcel.src, parcel.dst)}
         devices = tuple(sorted(ends, key=lambda device: device.id))
@@ -90,7 +90,7 @@ class PermuteTransport(CheckedBarrier):
         program = self._program(devices, tuple(found for found, _ in rounds))
         return _Permutes(program, [numbers for _, numbers in rounds], self._zero)
 
-    def open(self, exchanges: Sequence[Exchange], order: str) -> None:
+    def open(self, exchanges: Sequence[Shipment], order: str) -> None:
         """Compile the exchanges, then open the communicator of each group of devices.
 
         They are opened one after another, once all processes have compiled. See `Transport`.

@@ -55,13 +55,27 @@ class Placement:
 
 
 def make_placement(plan: Plan, devices: Sequence[jax.Device], slots: Sequence[Slot]) -> Placement:
-    """Place a plan on devices, which are numbered as the plan numbers them."""
-    shapes = {
-        stage.devices: tuple(mesh_sizes(stage.logical_mesh, plan.num_replicas).values())
-        for stage in plan.all_stages
+    """Place a plan on devices.
+
+    Args:
+        plan: the plan.
+        devices: numbered as the plan numbers them, or a worker's own.
+        slots: what each slot holds.
+    """
+    assignments = [part.assignment for part in plan.parts]
+    own = {
+        submesh.devices: assignment.own_submesh(mesh)
+        for assignment in assignments
+        for mesh, submesh in enumerate(assignment.submeshes)
     }
+    replicas = assignments[0].slicing.own_replicas
     meshes = [
-        Mesh(np.array([devices[d] for d in mesh]).reshape(shapes[mesh]), AXES)
+        Mesh(
+            np.array([devices[d] for d in own[mesh].devices]).reshape(
+                tuple(mesh_sizes(own[mesh].logical_mesh, replicas).values())
+            ),
+            AXES,
+        )
         for mesh in plan.all_meshes
     ]
     distinct = {

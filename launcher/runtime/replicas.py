@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +13,14 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from launcher.partition.sharding.named_dims import axes
-from launcher.runtime.digests import Copies, from_words, is_replicated, leaf_name, to_words
+from launcher.runtime.digests import (
+    Copies,
+    from_words,
+    is_replicated,
+    leaf_name,
+    place_of,
+    to_words,
+)
 from launcher.runtime.transfer import boxes, is_here
 
 
@@ -92,19 +99,19 @@ def _odd(group: np.ndarray) -> list[tuple[np.ndarray, tuple[int, int]]]:
     return [(row, (device, process)) for row in group[group[:, 4] != common]]
 
 
-def shared_copies(tree: Any) -> Copies:
+def shared_copies(tree: Any, rank: int | None = None) -> Copies:
     """Return digests of one copy here of what other processes hold, too; made on the host.
 
     Nothing is compiled for them, so they suit a comparison that is made once.
 
     Args:
         tree: arrays that may lie on devices of several processes.
+        rank: as of `Digester`.
     """
     names: list[str] = []
     rows = [np.empty((0, 5), np.int64)]
-    number = {device: i for i, device in enumerate(jax.devices())}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if leaf.is_fully_addressable or not is_replicated(leaf):
+        if not is_replicated(leaf, rank) or (rank is None and leaf.is_fully_addressable):
             continue
         tiles = boxes(leaf.shape, leaf.sharding)
         process = {device.id: device.process_index for device in leaf.sharding.device_set}
@@ -114,9 +121,9 @@ def shared_copies(tree: Any) -> Copies:
         owners = {box: {process[d] for d, held in tiles.items() if held == box} for box in parts}
         here = {tiles[shard.device.id]: shard for shard in leaf.addressable_shards}
         for box, shard in here.items():
-            if len(owners[box]) > 1:
+            if len(owners[box]) > 1 or rank is not None:
                 digest = zlib.crc32(np.ascontiguousarray(shard.data).view(np.uint8).data)
-                at = number[shard.device], shard.device.process_index
+                at = place_of(shard.device, rank)
                 rows.append(np.array([[len(names), parts[box], *at, digest]]))
         names.append(leaf_name(path))
     return Copies(tuple(names), np.concatenate(rows))
@@ -137,6 +144,22 @@ def with_first_replicas(tree: Any, names: Collection[str]) -> Any:
         ),
         tree,
     )
+
+
+def named_values(tree: Any, names: Sequence[str]) -> list[np.ndarray]:
+    """Return arrays of a pytree, which lies here, on the host, by their names."""
+    found = {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    return [np.asarray(found[name]) for name in names]
+
+
+def with_values(tree: Any, values: Mapping[str, np.ndarray]) -> Any:
+    """Return a pytree in which some arrays, by their names, have other values."""
+
+    def chosen(path: Any, leaf: Any) -> Any:
+        name = leaf_name(path)
+        return jax.device_put(values[name], leaf.sharding) if name in values else leaf
+
+    return jax.tree_util.tree_map_with_path(chosen, tree)
 
 
 def _from_first(array: jax.Array) -> jax.Array:

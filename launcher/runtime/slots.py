@@ -50,8 +50,19 @@ class Slots:
         """Return the slot of a value of the update program on a mesh."""
         key = "outer", var, mesh
         if key not in self._numbers:
-            self._slot(key, mesh, var.aval, self._outer_spec(var, mesh))
+            aval = self._own(var.aval) if self.is_stacked(var) else var.aval
+            self._slot(key, mesh, aval, self._outer_spec(var, mesh))
         return self._numbers[key]
+
+    def is_stacked(self, var: Var) -> bool:
+        """Return whether a value is cut into slices, of which each worker holds its own."""
+        return self._parts.get(var, ("", 0))[0] == "stacked"
+
+    def of_rows(self, leaf: Var, mesh: int) -> int:
+        """Return the slot of the rows of a batch leaf that this worker has, stacked."""
+        aval = jax.ShapeDtypeStruct(leaf.aval.shape, leaf.aval.dtype)
+        spec = (None, *self._replica_axis(), *(None for _ in aval.shape))
+        return self._of_leaf(leaf, mesh, 0, aval, spec)
 
     def number(self, microbatch: int, mesh: int) -> int:
         """Return the slot of a microbatch's number, which is a constant."""
@@ -66,7 +77,9 @@ class Slots:
         if name.kind == "operand":
             return self._operand(name.of, graph.mesh)
         if name.kind in ("result", "grad"):
-            return self.of_outer(self._part(name, graph, microbatch), graph.mesh)
+            part = self._part(name, graph, microbatch)
+            several = self.cut.slicing.workers > 1
+            return self.of_worker(part, graph.mesh) if several else self.of_outer(part, graph.mesh)
         if name.kind == "per_replica":
             (part,) = self.cut.update.grad_parts[name.of, graph.index]
             spec = self.cut.layouts[graph.mesh].operand(name.of)
@@ -75,6 +88,16 @@ class Slots:
             spec = self.residuals[name.of]
             return self._per_replica((name, microbatch), graph.mesh, name.of.aval, spec)
         return self.exchanged(name, graph.mesh, microbatch)
+
+    def of_worker(self, part: Var, mesh: int) -> int:
+        """Return the slot of a worker's share of what its stage leaves behind."""
+        kind, i = self._parts[part]
+        if kind == "grad":
+            spec = self.cut.layouts[mesh].gradient(i)
+            return self._slot(("worker", part), mesh, part.aval, spec)
+        lead = (n,) if (n := self.cut.slicing.own_replicas) > 1 else ()
+        aval = jax.ShapeDtypeStruct((*lead, *part.aval.shape[1:]), part.aval.dtype)
+        return self._slot(("worker", part), mesh, aval, self._replica_axis())
 
     def exchanged(self, name: Name, mesh: int, microbatch: int) -> int:
         """Return the slot of an activation or a cotangent on a mesh."""
@@ -97,19 +120,33 @@ class Slots:
         if not operand.host:
             return self.of_outer(operand.value, mesh)
         axis = self.cut.loss.slice_axes[index]
-        leaf = self.cut.step.invars.index(operand.value)
-        key = ("batch", leaf, axis, mesh)
+        spec = self.cut.layouts[mesh].operand(index)
+        if axis is not None:
+            spec = self._stacked(index, mesh)
+        aval = operand.value.aval
+        whole = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+        return self._of_leaf(operand.value, mesh, axis, whole, spec)
+
+    def _of_leaf(self, leaf: Var, mesh: int, axis: int | None, whole: Any, spec: Spec) -> int:
+        """Return the slot of a batch leaf; `axis`: along which it is stacked, if it is."""
+        number = self.cut.step.invars.index(leaf)
+        key = ("batch", number, axis, mesh)
         if key not in self._numbers:
-            aval, spec = operand.value.aval, self.cut.layouts[mesh].operand(index)
+            aval = whole
             if axis is not None:
-                aval = jax.eval_shape(
-                    lambda x: self.cut.slicing.stack(x, axis),
-                    jax.ShapeDtypeStruct(aval.shape, aval.dtype),
-                )
-                spec = self._stacked(index, mesh)
+                aval = self._own(jax.eval_shape(lambda x: self.cut.slicing.stack(x, axis), whole))
             slot = self._slot(key, mesh, aval, spec)
-            self.batches.append((leaf, slot, axis))
+            self.batches.append((number, slot, axis))
         return self._numbers[key]
+
+    def _own(self, stacked: Any) -> Any:
+        """Return the shape of a worker's share of a stacked value."""
+        plain = jax.ShapeDtypeStruct(stacked.shape, stacked.dtype)
+        return jax.eval_shape(lambda x: self.cut.slicing.own(x, 0), plain)
+
+    def _replica_axis(self) -> tuple[Axis, ...]:
+        """Return the spec of the dimension of the replicas that run as one program, if any."""
+        return (DATA,) if self.cut.slicing.own_replicas > 1 else ()
 
     def _outer_spec(self, var: Var, mesh: int) -> Spec:
         layout = self.cut.layouts[mesh]
@@ -119,7 +156,7 @@ class Slots:
         if kind == "result" and var in layout.explicit:  # whole, in the place of an argument
             return layout.explicit[var]
         if kind == "result":
-            return (DATA,) if self.cut.slicing.replicas > 1 else ()
+            return () if self.cut.slicing.workers > 1 else self._replica_axis()
         if kind == "grad":
             return layout.gradient(i)
         return layout.outer(self.cut.update.like.get(var, var))
@@ -132,11 +169,11 @@ class Slots:
         """
         of_slice: list[Axis] = list(self.cut.layouts[mesh].operand(index))
         rows = of_slice.pop(self.cut.loss.slice_axes[index] or 0)
-        return (None, *((DATA,) if self.cut.slicing.replicas > 1 else ()), rows, *of_slice)
+        return (None, *self._replica_axis(), rows, *of_slice)
 
     def _per_replica(self, key: Any, mesh: int, aval: Any, spec: Spec) -> int:
         """Return the slot of a value of one microbatch, of which each replica has its own."""
-        replicas = self.cut.slicing.replicas
+        replicas = self.cut.slicing.own_replicas
         if replicas == 1:
             return self._slot(key, mesh, aval, spec)
         whole = jax.ShapeDtypeStruct((replicas, *aval.shape), aval.dtype)

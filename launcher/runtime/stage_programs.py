@@ -48,6 +48,7 @@ class StageProgram:
         outputs: the names of what it makes.
         residuals: the specs of the residuals that it makes, by their variables.
         buckets: the gradients that it sums over the replicas.
+        once: the gradients that are summed once a step, by the last microbatch or after it.
         last: the program of the last microbatch, if that is another one: it also sums the
             gradients that are summed once a step, under its backward pass.
     """
@@ -58,6 +59,7 @@ class StageProgram:
     outputs: tuple[Name, ...]
     residuals: Mapping[Var, Spec]
     buckets: tuple[Bucket, ...] = ()
+    once: tuple[Bucket, ...] = ()
     last: StageProgram | None = None
 
     @property
@@ -81,13 +83,17 @@ def stage_programs(cut: PartitionedStep, stage: int) -> dict[Kind, StageProgram]
     taken = {var for var, _, _ in cut.update.part_sends} | {
         v for v in cut.update.outvars if is_var(v)
     }
-    leaving = {i for (i, _), parts in cut.update.grad_parts.items() if not taken.isdisjoint(parts)}
+    leaving = {
+        i
+        for (i, _), parts in cut.update.grad_parts.items()
+        if cut.slicing.workers > 1 or not taken.isdisjoint(parts)
+    }
     maker = _Maker(cut.loss, cut.update.operands, cut.slicing, cut.layout(stage), leaving)
     together = Kind.FORWARD not in of.programs
     found: dict[Kind, StageProgram] = {}
     for kind, one_slice in of.programs.items():
         word = kind.value if found or not together else f"forward_{kind.value}"
-        closed = emitted_locally(one_slice.closed, inside, cut.slicing.replicas)
+        closed = emitted_locally(one_slice.closed, inside, cut.slicing.own_replicas)
         buckets = cut.buckets(stage, gradient_order(one_slice))
         one_slice = dataclasses.replace(one_slice, closed=closed)
         left = {n.of: inside.spec(n.of) for n in one_slice.outputs if n.kind == "residual"}
@@ -99,7 +105,8 @@ def stage_programs(cut: PartitionedStep, stage: int) -> dict[Kind, StageProgram]
 class _Maker:
     """A maker of programs over a microbatch from task programs over a slice.
 
-    `leaving`: the operands whose gradients are sent to other meshes, or returned, as they are.
+    `leaving`: the operands whose gradients are sent to other meshes or workers, or returned, as
+    they are.
     """
 
     loss: Loss
@@ -125,12 +132,13 @@ class _Maker:
             every: the buckets that every microbatch sums.
             once: the buckets that are summed once a step.
         """
-        if self.slicing.micro_batches == 1:
-            return self.program(name, one_slice, residuals, [*every, *once])
-        made = self.program(name, one_slice, residuals, every)
-        if len(once) < 2:  # its sum would wait for the whole program anyway
+        here = once if self.slicing.own_replicas > 1 else ()
+        now = [*every, *here] if self.slicing.micro_batches == 1 else every
+        made = self.program(name, one_slice, residuals, now)
+        made = dataclasses.replace(made, once=tuple(once))
+        if self.slicing.micro_batches == 1 or len(here) < 2:  # one waits for the whole program
             return made
-        last = self.program(f"{name}.last", one_slice, residuals, [*every, *once])
+        last = self.program(f"{name}.last", one_slice, residuals, [*every, *here])
         return dataclasses.replace(made, last=last)
 
     def program(
@@ -160,9 +168,9 @@ class _Maker:
             return tuple(self.widened(x) if n.kind in _SUMS else x for n, x in outs)
 
         fun, reads = one, len(inputs) - len(held)
-        if self.slicing.replicas > 1:
+        if self.slicing.own_replicas > 1:
             axes = (None, *(self.replica_axis(n) for n in inputs[:reads]))
-            replicas = self.slicing.replicas  # said: a stage may read nothing of the batch
+            replicas = self.slicing.own_replicas  # said: a stage may read nothing of the batch
             fun = jax.vmap(one, in_axes=axes, axis_size=replicas, spmd_axis_name=DATA)
 
         def whole(number: Any, *flat: Any) -> tuple[Any, ...]:
@@ -189,7 +197,7 @@ class _Maker:
 
         It holds each replica's gradient, unless every microbatch sums it.
         """
-        several = self.slicing.replicas > 1 and self.slicing.micro_batches > 1
+        several = self.slicing.own_replicas > 1 and self.slicing.micro_batches > 1
         if name.kind == "grad" and several and not is_summed_in_every(self.layout, name.of):
             return Name("per_replica", name.of)
         return name

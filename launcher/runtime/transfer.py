@@ -38,13 +38,13 @@ def place_array(value: Any, sharding: NamedSharding) -> jax.Array:
 
 def absent(aval: Any, sharding: NamedSharding) -> jax.Array:
     """Return an array of which this process holds no part."""
-    plain, impl = _plain(aval)
+    words, impl = plain_aval(aval)
     if impl is not None:
-        return jax.random.wrap_key_data(absent(plain, sharding), impl=impl)
+        return jax.random.wrap_key_data(absent(words, sharding), impl=impl)
     return jax.make_array_from_single_device_arrays(aval.shape, sharding, [], dtype=aval.dtype)
 
 
-def _plain(aval: Any) -> tuple[Any, Any]:
+def plain_aval(aval: Any) -> tuple[Any, Any]:
     """Return what an array is on the devices, and the implementation of its random keys.
 
     An array of random keys is a wrapper around their data: the data is returned, and the
@@ -58,8 +58,8 @@ def _plain(aval: Any) -> tuple[Any, Any]:
         impls.append(jax.random.key_impl(keys))
         return jax.random.key_data(keys)
 
-    plain = jax.eval_shape(data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
-    return plain, impls[0]
+    words = jax.eval_shape(data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+    return words, impls[0]
 
 
 def local_transfer(
@@ -142,7 +142,7 @@ class _Leg:
     """
 
     def __init__(self, aval: Any, src: NamedSharding, dst: NamedSharding) -> None:
-        aval, self._impl = _plain(aval)
+        aval, self._impl = plain_aval(aval)
         self._aval, self._dst = aval, dst
         devices: list[jax.Device] = [*src.device_set, *dst.device_set]
         self._device = {d.id: d for d in devices}

@@ -36,7 +36,7 @@ class Parcel:
 Parts = dict[int, jax.Array]  # by the number of their parcel
 
 
-class Exchange(Protocol):
+class Shipment(Protocol):
     """Parcels that go together, bound to this process.
 
     Attributes:
@@ -72,10 +72,10 @@ class Transport(Protocol):
     only other processes exchange.
     """
 
-    def bind(self, parcels: Sequence[Parcel]) -> Exchange:
+    def bind(self, parcels: Sequence[Parcel]) -> Shipment:
         """Prepare an exchange."""
 
-    def open(self, exchanges: Sequence[Exchange], order: str) -> None:
+    def open(self, exchanges: Sequence[Shipment], order: str) -> None:
         """Make exchanges ready to be called, then pass the `barrier` of their `order`."""
 
     def barrier(self, order: str) -> None:
@@ -162,11 +162,11 @@ class PullTransport(CheckedBarrier):
             for i, address in enumerate(addresses)
         ]
 
-    def bind(self, parcels: Sequence[Parcel]) -> Exchange:
+    def bind(self, parcels: Sequence[Parcel]) -> Shipment:
         """See `Transport`."""
         return _Pulls(self, parcels)
 
-    def open(self, exchanges: Sequence[Exchange], order: str) -> None:
+    def open(self, exchanges: Sequence[Shipment], order: str) -> None:
         """Pass the barrier; nothing has to be prepared. See `Transport`."""
         self.barrier(order)
 

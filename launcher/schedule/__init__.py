@@ -8,6 +8,7 @@ from launcher.schedule.base import SCHEDULES, Schedule, make_tasks, register, tr
 from launcher.schedule.forward import Forward
 from launcher.schedule.gpipe import GPipe
 from launcher.schedule.interleaved import InterleavedOneFOneB
+from launcher.schedule.links import NO_WAYS, Way, Ways
 from launcher.schedule.one_f_one_b import EagerOneFOneB, OneFOneB
 from launcher.schedule.shared_machine import Shared, simulate_shared
 from launcher.schedule.simulate import TimedTask, bubble_fraction, simulate, step_seconds
@@ -33,6 +34,7 @@ FORWARD_SCHEDULE = Forward.name  # of evaluation
 __all__ = [
     "DEFAULT_SCHEDULE",
     "FORWARD_SCHEDULE",
+    "NO_WAYS",
     "SCHEDULES",
     "Kind",
     "Schedule",
@@ -41,6 +43,8 @@ __all__ = [
     "Task",
     "Tasks",
     "TimedTask",
+    "Way",
+    "Ways",
     "backward_follows",
     "bubble_fraction",
     "clock_table",

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from launcher.schedule.links import Traffic, Ways
 from launcher.schedule.simulate import TimedTask
-from launcher.schedule.tasks import ScheduleError, Task, Tasks, dependencies
+from launcher.schedule.tasks import ScheduleError, Task, Tasks
 
 _DONE = 1e-9  # of a task: what rounding leaves
 
@@ -41,7 +42,7 @@ class Shared:
 def simulate_shared(
     schedule: Tasks,
     duration: Callable[[Task], float],
-    transfer: Callable[[int, int], float],
+    ways: Ways,
     devices_of: Sequence[int],
     machine: Shared,
 ) -> list[TimedTask]:
@@ -50,15 +51,14 @@ def simulate_shared(
     Args:
         schedule: the tasks of every mesh.
         duration: seconds of a task with every device at work.
-        transfer: seconds from one stage to another.
+        ways: how arrays get from stage to stage.
         devices_of: the number of devices of each mesh.
         machine: how much the devices slow one another.
 
     Raises:
         ScheduleError: the order can never be followed.
     """
-    num_stages = len({task.stage for tasks in schedule for task in tasks})
-    end: dict[Task, float] = {}
+    traffic = Traffic(ways, num_stages=len({task.stage for tasks in schedule for task in tasks}))
     position = [0] * len(schedule)
     running: dict[int, tuple[Task, float]] = {}  # by mesh, with when it started
     left: dict[int, float] = {}
@@ -70,11 +70,13 @@ def simulate_shared(
             if mesh in running or position[mesh] == len(tasks):
                 continue
             task = tasks[position[mesh]]
-            ready = _arrival(task, end, transfer, num_stages)
-            if ready is not None and ready <= now:
+            ready = traffic.arrival(task)
+            if isinstance(ready, Task):
+                continue
+            if ready <= now:
                 running[mesh], left[mesh] = (task, now), duration(task)
                 position[mesh] += 1
-            elif ready is not None:
+            else:
                 waiting.append(ready)
         if not running and not waiting:
             raise ScheduleError("the schedule cannot be followed: every mesh waits for another")
@@ -87,27 +89,8 @@ def simulate_shared(
             left[mesh] -= (until - now) * speed[mesh]
             task, start = running[mesh]
             if over or left[mesh] <= _DONE * max(duration(task), 1e-12):
-                end[task] = until
+                traffic.send(task, until)
                 timed.append(TimedTask(task, mesh, start, until))
                 del running[mesh], left[mesh]
         now = until
     return sorted(timed, key=lambda t: (t.start, -t.mesh))
-
-
-def _arrival(
-    task: Task,
-    end: dict[Task, float],
-    transfer: Callable[[int, int], float],
-    num_stages: int,
-) -> float | None:
-    """When all that a task needs is there; None: not known yet."""
-    needs = dependencies(task, num_stages)
-    if not all(need in end for need in needs):
-        return None
-    return max(
-        (
-            end[need] + (transfer(need.stage, task.stage) if need.stage != task.stage else 0.0)
-            for need in needs
-        ),
-        default=0.0,
-    )

@@ -9,7 +9,8 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from launcher.schedule.tasks import ScheduleError, Task, Tasks, dependencies
+from launcher.schedule.links import NO_WAYS, Traffic, Ways
+from launcher.schedule.tasks import ScheduleError, Task, Tasks
 
 
 @dataclass(frozen=True)
@@ -23,51 +24,48 @@ class TimedTask:
 
 
 def simulate(
-    schedule: Tasks,
-    duration: Callable[[Task], float],
-    transfer: Callable[[int, int], float] = lambda src, dst: 0.0,
+    schedule: Tasks, duration: Callable[[Task], float], ways: Ways = NO_WAYS
 ) -> list[TimedTask]:
     """Run a schedule on paper; tasks in order of their start (ties: the later mesh first).
 
     Args:
         schedule: the tasks of every mesh.
         duration: seconds of a task.
-        transfer: seconds from one stage to another.
+        ways: how arrays get from stage to stage; between others they are there at once.
 
     Raises:
         ScheduleError: the order can never be followed.
     """
-    num_stages = len({task.stage for tasks in schedule for task in tasks})
-    end: dict[Task, float] = {}
+    traffic = Traffic(ways, num_stages=len({task.stage for tasks in schedule for task in tasks}))
     free = [0.0] * len(schedule)
     position = [0] * len(schedule)
     waiting: dict[Task, list[int]] = {}  # meshes whose next task needs this one
-    ready: list[tuple[float, int]] = []  # a heap of (start, -mesh)
+    events: list[tuple[float, bool, int]] = []  # a heap: (when, whether a task starts, -mesh)
     timed: list[TimedTask] = []
 
     def look(mesh: int) -> None:
         """See whether the mesh's next task can be given a start."""
         if position[mesh] == len(schedule[mesh]):
             return
-        task = schedule[mesh][position[mesh]]
-        start = free[mesh]
-        for need in dependencies(task, num_stages):
-            if need not in end:
-                waiting.setdefault(need, []).append(mesh)
-                return
-            way = transfer(need.stage, task.stage) if need.stage != task.stage else 0.0
-            start = max(start, end[need] + way)
-        heapq.heappush(ready, (start, -mesh))
+        ready = traffic.arrival(schedule[mesh][position[mesh]])
+        if isinstance(ready, Task):
+            waiting.setdefault(ready, []).append(mesh)
+        else:
+            heapq.heappush(events, (max(ready, free[mesh]), True, -mesh))
 
     for mesh in range(len(schedule)):
         look(mesh)
-    while ready:
-        start, later = heapq.heappop(ready)
+    while events:
+        now, starts, later = heapq.heappop(events)
         mesh = -later
         task = schedule[mesh][position[mesh]]
-        end[task] = free[mesh] = start + duration(task)
+        if starts:
+            free[mesh] = now + duration(task)
+            timed.append(TimedTask(task, mesh, now, free[mesh]))
+            heapq.heappush(events, (free[mesh], False, -mesh))
+            continue
         position[mesh] += 1
-        timed.append(TimedTask(task, mesh, start, end[task]))
+        traffic.send(task, now)
         for other in (mesh, *waiting.pop(task, ())):
             look(other)
     if len(timed) < sum(map(len, schedule)):

@@ -6,17 +6,18 @@ plain data.
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 from launcher.cluster.process_group import Peer
+from launcher.cluster.ray.worker_actor import Outcome
 from launcher.config.compose import from_dict
 from launcher.config.schema import Config
 from launcher.plan import Plan, make_forward_plan
@@ -25,39 +26,24 @@ from launcher.runtime import (
     Digester,
     StageTimes,
     compile_step,
+    named_values,
     shared_copies,
     with_first_replicas,
+    with_values,
 )
-from launcher.schedule import Task
+from launcher.spans import SpanRecorder
 from launcher.train import checkpoint
 from launcher.train.evaluation import Evaluator
 from launcher.train.feed import Feeder
+from launcher.train.measured_here import fetched_metrics, peak_memory_bytes
 from launcher.train.program import Program, build_program
+from launcher.train.recordings import Recordings
 from launcher.train.rows import own_rows
 from launcher.train.step import TrainState
+from launcher.train.step_result import StepResult
 
 if TYPE_CHECKING:
     from recipes import Batch
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The result of one step.
-
-    Attributes:
-        step: the number of the step, from 1.
-        metrics: values by the keys of `launcher.report.tracker`; only those that this process
-            knows, as the loss is made on one stage.
-        completed_at: when the step was complete, in seconds since the epoch.
-        task_seconds: the time of each task here, if the step was profiled.
-        copies: digests of the replicas of the state after it, where they are checked: a process's.
-    """
-
-    step: int
-    metrics: dict[str, float]
-    completed_at: float
-    task_seconds: dict[Task, float] = field(default_factory=dict)
-    copies: tuple[Copies, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -89,6 +75,8 @@ class TrainWorker(Peer):
         # A thread of its own, to note when a step completes while the next one is being sent.
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="fetcher")
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="saver")
+        self._recordings = Recordings()
+        self._spans = SpanRecorder()
         self._saving: Future[None] | None = None
         self._background: checkpoint.Background | None = None
         self._before_evaluation: StepResult | None = None
@@ -112,20 +100,22 @@ class TrainWorker(Peer):
                 library has another version than in the driver.
         """
         settings = self._config.train.checkpoint
-        if settings.every_steps or settings.every_minutes:  # saves during training
+        saves = not self._servers or self._rank == 0
+        if saves and (settings.every_steps or settings.every_minutes):  # during training
             self._background = checkpoint.Background()
         program = self._program
         train_plan = Plan.from_dict(plan)
         devices = jax.devices()
-        self._train = compile_step(program.train, train_plan, devices, self._transport)
+        ways: Any = {"transport": self._transport, "servers": self._servers}
+        self._train = compile_step(program.train, train_plan, devices, spans=self._spans, **ways)
         seconds = self._train.compile_seconds
         if program.evaluate:
             evaluate_plan = make_forward_plan(program.evaluate, like=train_plan)
-            evaluate = compile_step(program.evaluate, evaluate_plan, devices, self._transport)
+            evaluate = compile_step(program.evaluate, evaluate_plan, devices, **ways)
             self._evaluator = Evaluator(evaluate, program)
             seconds += evaluate.compile_seconds
         if self._config.train.check_replicas_every:
-            self._digester = Digester(self._placed())
+            self._digester = Digester(self._placed(), rank=self._server_rank)
         return seconds
 
     def create(self, init_from: str | None = None) -> Copies:
@@ -142,11 +132,23 @@ class TrainWorker(Peer):
             self._state = replace(self._state, **nothing)  # free their memory first
             self._state = replace(self._state, **checkpoint.restore_model(Path(init_from), like))
         self._feed(start=0)
-        return shared_copies(self._state)
+        return shared_copies(self._state, self._server_rank)
 
-    def take_first(self, names: list[str]) -> None:
-        """Make all replicas of some arrays of the state equal to the first one, everywhere."""
-        self._state = with_first_replicas(self._state, names)
+    def take_first(self, names: list[str], first: Outcome | None = None) -> None:
+        """Make all replicas of some arrays of the state equal to the first one, everywhere.
+
+        Args:
+            names: the arrays' names.
+            first: the first worker's answer to `values`, if JAX does not know of the other workers.
+        """
+        if first is None:
+            self._state = with_first_replicas(self._state, names)
+        elif first[0]:  # else that is the error
+            self._state = with_values(self._state, dict(zip(names, first[1], strict=True)))
+
+    def values(self, names: list[str]) -> list[np.ndarray]:
+        """Return some arrays of the state, by their names."""
+        return named_values(self._state, names)
 
     def restore(self, folder: str, step: int) -> None:
         """Restore this process's part of the state saved after `step` steps, already sharded."""
@@ -169,35 +171,45 @@ class TrainWorker(Peer):
         """
         self._train.warm_up(self._state, self._feeder.peek(step - 1 + self._passed_over))
 
-    def step(self, step: int, profile: bool = False) -> StepResult | None:
+    def step(self, step: int, profile: bool = False, record: bool = False) -> StepResult | None:
         """Send a step to the devices and return the result of the one before.
 
         Args:
             step: the number of the step, from 1.
             profile: run the step alone and task by task. All results from this call on then include
                 its stage times.
+            record: run the step alone, but as ever, and record it. A later result has what was
+                recorded.
 
         Returns:
             The result of the step before, or None if there is none outstanding.
         """
         if self._sent is None:
             self._completed = time.perf_counter()
-        batch, waited = self._feeder.get(step - 1 + self._passed_over)
+        result = self._finish() if profile or record else None
+        if record:
+            self._spans.start()
+        with self._spans.span("data", f"batch of step {step}"):
+            batch, waited = self._feeder.get(step - 1 + self._passed_over)
         if profile:
-            result = self._finish()
             (self._state, metrics), self._stages = self._train.profile(self._state, batch)
+        elif record:
+            (self._state, metrics), read = self._train.record(self._state, batch)
+            self._recordings.add(step, read)
         else:
             self._state, metrics = self._train(self._state, batch)
             result = self._finish()
         every, digests = self._config.train.check_replicas_every, []
         if every and step % every == 0:
             digests = self._digester.start(self._state)
-        self._sent = _Sent(step, self._fetcher.submit(_fetch, metrics), waited, digests)
-        return self._with_stage_times(result)
+        self._sent = _Sent(step, self._fetcher.submit(fetched_metrics, metrics), waited, digests)
+        return self._with_times(result)
 
     def flush(self) -> StepResult | None:
         """Wait for the step in progress and return its result; None if there is none."""
-        return self._with_stage_times(self._finish())
+        result = self._finish()
+        self._recordings.wait()
+        return self._with_times(result)
 
     def evaluate(self, batch: int) -> StepResult | None:
         """Evaluate on one batch of held-out data.
@@ -236,14 +248,21 @@ class TrainWorker(Peer):
             token: a new string for every save, the same in all processes.
         """
         assert self._saving is None
+        if self._servers and self._rank > 0:  # whose state is the first worker's
+            return
         keep = self._config.train.checkpoint.keep
         writers = checkpoint.Writers(jax.process_index(), jax.process_count(), token)
         # A save at the end of a run holds nothing up, so it is not worth starting a process.
         writer = self._background or checkpoint  # both have `copy_to_host` and `save`
-        state = writer.copy_to_host(self._state)
+        with self._spans.span("save", f"copy of the state after step {step}"):
+            state = writer.copy_to_host(self._state)
         self._saving = self._saver.submit(
-            writer.save, Path(folder), step, state, metadata, keep, writers
+            self._write, writer.save, Path(folder), step, state, metadata, keep, writers
         )
+
+    def _write(self, save: Callable[..., None], folder: Path, step: int, *rest: Any) -> None:
+        with self._spans.span("save", f"state after step {step}"):
+            save(folder, step, *rest)
 
     def writing(self, seconds: float) -> bool:
         """Wait for up to `seconds`; return whether the save is still being written."""
@@ -265,6 +284,7 @@ class TrainWorker(Peer):
         if self._background is not None:
             self._background.close()
         self._fetcher.shutdown()
+        self._recordings.close()
         self._feeder.close()
         if self._transport is not None:
             jax.distributed.shutdown()
@@ -276,7 +296,11 @@ class TrainWorker(Peer):
 
     def _placed(self) -> TrainState:
         """Return the state's shapes with their shardings."""
-        return jax.tree.map(_like, self._program.state, self._train.in_shardings[0])
+        return jax.tree.map(
+            lambda leaf, to: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to),
+            self._program.state,
+            self._train.in_shardings[0],
+        )
 
     def _feed(self, start: int) -> None:
         first, stop = start + self._passed_over, self._config.train.steps + self._passed_over
@@ -292,39 +316,22 @@ class TrainWorker(Peer):
         metrics = {f"train/{name}": value for name, value in values.items()}
         metrics |= {
             "perf/step_seconds": completed - before,
-            "perf/peak_memory_bytes": _peak_memory_bytes(),
+            "perf/peak_memory_bytes": peak_memory_bytes(),
             "data/wait_seconds": sent.wait_seconds,
         }
         completed_at = time.time() - (time.perf_counter() - completed)
         copies = (self._digester.finish(sent.digests),) if sent.digests else ()
         return StepResult(sent.step, metrics, completed_at, copies=copies)
 
-    def _with_stage_times(self, result: StepResult | None) -> StepResult | None:
-        if result is None or self._stages is None:
+    def _with_times(self, result: StepResult | None) -> StepResult | None:
+        """Return a result with the stage times, and with what was recorded and has been read."""
+        if result is None:
+            return None
+        result = replace(result, recordings=self._recordings.take())
+        if self._stages is None:
             return result
         busy = enumerate(self._stages.stage_seconds)
         times = {f"pipeline/stage_{i}_seconds": seconds for i, seconds in busy}
         return replace(
             result, metrics=result.metrics | times, task_seconds=self._stages.task_seconds
         )
-
-
-def _like(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _fetch(metrics: dict[str, jax.Array]) -> tuple[dict[str, float], float]:
-    """Wait for this process's metrics; return them, and `time.perf_counter()` at that time."""
-    here = {name: x.addressable_data(0) for name, x in metrics.items() if x.addressable_shards}
-    values = jax.device_get(here)
-    completed = time.perf_counter()
-    return {name: float(value) for name, value in values.items()}, completed
-
-
-def _peak_memory_bytes() -> float:
-    """Return the peak memory of any one device; on CPU devices, that of the process."""
-    stats = [device.memory_stats() for device in jax.local_devices()]
-    if all(stats):
-        return max(s["peak_bytes_in_use"] for s in stats)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

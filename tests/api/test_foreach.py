@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import launcher
+from launcher.api.own_copies import slice_of
 from launcher.api.session import SessionError
 from launcher.cluster.errors import HungError, WorkerError
 
@@ -58,6 +60,15 @@ def test_without_a_session_this_process_is_the_only_worker():
     assert (only.host, only.process, only.devices) == (0, os.getpid(), tuple(range(8)))
     assert launcher.foreach_worker(lambda x: x + 1, 1) == [2]
     assert len(launcher.foreach_replica(lambda x: x, jnp.ones(3))) == 8
+
+
+def test_a_step_is_recorded_on_every_worker(session):
+    train, state = trained(launcher.DataParallel())
+    _, timeline = train.timeline(state, X)
+    names = [part.process for part in timeline.steps[1]]
+    assert names == (["this process"] if session == "local" else ["worker 0", "worker 1"])
+    summing = {span.lane for span in timeline.spans() if span.kind == "gradient sum"}
+    assert summing == {f"device {i} gradient sums" for i in range(4)}
 
 
 def test_workers_say_where_they_are(session):
@@ -111,6 +122,35 @@ def test_a_worker_has_none_of_what_lies_elsewhere(session):
     if session == "ray":
         there = launcher.foreach_worker(lambda t: [k for k in t if t[k] is not None], params)
         assert there == [["first"], ["second"]]
+
+
+@pytest.mark.parametrize("spec", [(), ("data",), ("model",), (None, "data"), ("model", None)])
+def test_devices_that_are_no_block_of_a_mesh_make_a_slice(spec):
+    """Three of 3 × 2 devices, as a worker of three has: a row, and half of the next."""
+    mesh = Mesh(np.array(jax.devices()[:6]).reshape(3, 2), ("data", "model"))
+    whole = np.arange(36.0).reshape(6, 6)
+    array = jax.device_put(whole, NamedSharding(mesh, PartitionSpec(*spec)))
+    shards = [(shard.index, shard.data) for shard in array.addressable_shards][:3]
+    covered = np.zeros((6, 6), bool)
+    for index, _ in shards:
+        covered[index] = True
+    found = slice_of(shards)
+    assert found.devices() == {jax.devices()[0]}
+    rows, columns = covered.any(1), covered.any(0)
+    np.testing.assert_array_equal(found, whole[rows][:, columns])
+
+
+def test_parts_that_make_no_slice_are_refused():
+    mesh = Mesh(np.array(jax.devices()[:6]).reshape(3, 2), ("data", "model"))
+    array = jax.device_put(np.ones((6, 6)), NamedSharding(mesh, PartitionSpec("data", "model")))
+    shards = [(shard.index, shard.data) for shard in array.addressable_shards][:3]
+    with pytest.raises(ValueError, match=r"is no slice of it.*use launcher\.foreach_replica"):
+        slice_of(shards)
+    keys = jax.device_put(
+        jax.random.split(jax.random.key(0), 6), NamedSharding(mesh, PartitionSpec("data"))
+    )
+    shards = [(shard.index, shard.data) for shard in keys.addressable_shards][:3]
+    assert slice_of(shards).shape == (4,)
 
 
 def test_values_of_the_script_are_the_same_everywhere(session):

@@ -1,6 +1,8 @@
 """Gradients taken by one function and used by another equal the step that does both: in this
 process, and (slow) on two workers of two devices, started once for the module."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -128,3 +130,22 @@ def test_what_follows_nothing_needs_a_loss():
     taken = launcher.parallelize(gradients, devices=jax.devices()[:1])
     with pytest.raises(PlanError, match="no plan to follow yet"):
         launcher.parallelize(apply, method=taken)(state, state[0])
+
+
+def test_the_plan_of_what_uses_gradients_is_replayed():
+    init, apply, _ = functions(OPTIMIZERS["adamw"])
+    taken = launcher.parallelize(
+        gradients, method=METHODS["stages"], donate_argnums=(), devices=jax.devices()[:4]
+    )
+    used = launcher.parallelize(apply, method=taken, devices=jax.devices()[:4])
+    state = taken.create(init, jax.random.key(0), like=X)
+    _, grads = taken(state, X)
+    found = json.loads(json.dumps(used.plan(state, grads).to_dict()))
+    method = launcher.Replay(launcher.Plan.from_dict(found))
+    again = launcher.parallelize(apply, method=method, devices=jax.devices()[:4])
+    copy = jax.tree.map(jnp.copy, state)
+    replayed, expected = again(copy, grads), used(state, grads)
+    jax.tree.map(np.testing.assert_array_equal, replayed, expected)
+    assert list(map(place, jax.tree.leaves(replayed))) == list(
+        map(place, jax.tree.leaves(expected))
+    )

@@ -19,6 +19,7 @@ from launcher import log
 from launcher.api import session
 from launcher.api.session import SessionError
 from launcher.cluster.devices import DevicePool
+from launcher.cluster.errors import ClusterError
 from launcher.plan import PlanError, local_shape
 from launcher.plan.profile import cache
 from launcher.trace import TraceError
@@ -284,10 +285,16 @@ def test_what_is_not_known_of_devices_is_told(caplog):
         ({"cluster": "local", "num_nodes": 2}, "is this process"),
         ({"cluster": "local", "num_devices_per_node": 9}, "this process has 8 devices"),
         ({"cluster": "ray", "num_nodes": 0}, "num_nodes=0 has to be at least 1"),
+        ({"cluster": "local", "num_cpus": 1}, "demands on a Ray, and cluster=.local. is this proc"),
+        ({"resources": {"GPU": 1}}, r"resources\['GPU'\] .* num_devices_per_node= says it"),
+        ({"resources": {"a": 0}}, r"resources\['a'\]=0 demands nothing"),
+        ({"resources": {"a": 1}}, "1 worker demands a: 1, .* a private one on this machine has a"),
+        ({"address": "ray://head:10001"}, "That is a Ray Client"),
+        ({"address": "head"}, "Give .auto. for the Ray of this machine, or host:port"),
     ],
 )
 def test_a_session_that_cannot_be_is_refused(settings, told):
-    with pytest.raises(SessionError, match=told):
+    with pytest.raises((SessionError, ClusterError), match=told):
         launcher.init(**settings)
     launcher.shutdown()
 

@@ -4,8 +4,9 @@
     python tests/benchmarks/data_parallel.py --torch PYTHON    # and PyTorch's, if PYTHON has it
 
 An MLP 512-2048-512-2048-512 is trained with Adam on batches of 512 rows; two processes have half of
-the rows each. All take turns, a few steps each, so that they see the same load; a ratio is the
-median over the rounds, each against the same round's `ours, 1 process`. PyTorch is the
+the rows each. `servers` are two processes as well, whose gradients two parameter servers sum. All
+take turns, a few steps each, so that they see the same load; a ratio is the median over the rounds,
+each against the same round's `ours, 1 process`, or `ours, 2 processes`. PyTorch is the
 `DistributedDataParallel` of its tutorial, over gloo.
 """
 
@@ -21,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 WIDTHS = (512, 2048, 512, 2048, 512)
 ROWS = 512
@@ -32,7 +34,7 @@ class Player:
     """What takes turns: a framework in some processes.
 
     Attributes:
-        framework: "ours" or "torch".
+        framework: "ours", "servers" or "torch".
         processes: number of processes.
         buckets: a name of `BUCKETS`.
     """
@@ -58,10 +60,11 @@ def main() -> None:
     if args.role:
         framework, index, count, rest = args.role
         address, _, buckets = rest.partition("/")
-        make = torch_step if framework == "torch" else our_step
+        make = {"ours": our_step, "servers": served_step, "torch": torch_step}[framework]
         play(make(int(index), int(count), address, BUCKETS[buckets]), args.steps)
         return
     listed = [Player("ours", 1), *(Player("ours", 2, buckets) for buckets in BUCKETS)]
+    listed += [Player("servers", 2, buckets) for buckets in ("25 MiB", "4 MiB")]
     if args.torch:
         listed += [Player("torch", 1), Player("torch", 2)]
     contest(args, listed)
@@ -88,26 +91,32 @@ def contest(args: argparse.Namespace, listed: Sequence[Player]) -> None:
     finally:
         for one in (one for group in running.values() for one in group):
             one.kill()
-    print(f"{'':34}{'ms a step':>10}{'÷ ours, 1':>11}{'s to first step':>17}{'loss':>10}")
+    heads = ("ms a step", "÷ ours, 1", "÷ ours, 2", "s to first step", "loss")
+    print(f"{'':36}" + "".join(f"{head:>{len(head) + 2}}" for head in heads))
     for player in listed:
-        ratio = [a / b for a, b in zip(taken[player], taken[listed[0]], strict=True)]
+        one, two = (
+            statistics.median(a / b for a, b in zip(taken[player], taken[other], strict=True))
+            for other in listed[:2]
+        )
         print(
-            f"{player.name:34}{statistics.median(taken[player]) * 1e3:10.1f}"
-            f"{statistics.median(ratio):11.2f}{first[player]:17.1f}{losses[player]:10.5f}"
+            f"{player.name:36}{statistics.median(taken[player]) * 1e3:11.1f}{one:11.2f}{two:11.2f}"
+            f"{first[player]:17.1f}{losses[player]:8.4f}"
         )
 
 
 def start(
     player: Player, cores: Sequence[int], args: argparse.Namespace
 ) -> list[subprocess.Popen[str]]:
-    """The processes of a player, each on a core."""
+    """The processes of a player, each on a core; `servers` has one, which starts the others."""
+    is_driver = player.framework == "servers"
+    places = [set(cores)] if is_driver else [{core} for core in cores[: player.processes]]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     python = args.torch if player.framework == "torch" else sys.executable
     roles = [
         [player.framework, str(i), str(player.processes), f"{address}/{player.buckets}"]
-        for i in range(player.processes)
+        for i in range(len(places))
     ]
     return [
         subprocess.Popen(
@@ -116,9 +125,9 @@ def start(
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "XLA_FLAGS": ""},
-            preexec_fn=lambda core=core: os.sched_setaffinity(0, {core}),
+            preexec_fn=lambda place=place: os.sched_setaffinity(0, place),
         )
-        for role, core in zip(roles, cores, strict=False)
+        for role, place in zip(roles, places, strict=True)
     ]
 
 
@@ -151,15 +160,9 @@ def _began() -> float:
 def our_step(index: int, count: int, address: str, bucket_bytes: int) -> Callable[[int], float]:
     """Ours: `parallel=data` over all processes, as the training workers run it."""
     import jax
-    import jax.numpy as jnp
-    import numpy as np
-    import optax
 
-    import launcher
-    from launcher.plan import local_shape
     from launcher.plan.methods import DataParallel
-    from launcher.runtime import PullTransport, compile_step
-    from launcher.trace import trace_step
+    from launcher.runtime import PullTransport
 
     transport = None
     if count > 1:
@@ -170,6 +173,47 @@ def our_step(index: int, count: int, address: str, bucket_bytes: int) -> Callabl
         store.key_value_set(f"address_{index}", transport.address)
         peers = [store.blocking_key_value_get(f"address_{i}", 60_000) for i in range(count)]
         transport.connect(peers)
+    return training(DataParallel(bucket_bytes=bucket_bytes), count, transport)
+
+
+def served_step(index: int, count: int, address: str, bucket_bytes: int) -> Callable[[int], float]:
+    """Ours: `parallel=parameter_server`, of which this process is the driver."""
+    del index, address
+    from launcher.cluster.devices import EMULATED, DevicePool
+    from launcher.cluster.process_group import Peer
+    from launcher.cluster.ray.private_ray import start as start_ray
+    from launcher.cluster.worker_group import WorkerGroup
+    from launcher.plan.methods import ParameterServer
+
+    class Served(Peer):
+        def train(self, steps: int) -> float:
+            if not hasattr(self, "made"):
+                cores = sorted(os.sched_getaffinity(0))
+                os.sched_setaffinity(0, {cores[self._servers.rank]})
+                method = ParameterServer(bucket_bytes=bucket_bytes)
+                self.made = training(method, count, servers=self._servers)
+            return self.made(steps)
+
+    session = start_ray(DevicePool("cpu", count, 1, EMULATED, ""), None)
+    group = WorkerGroup(session.spawn(Served), session.check, 600.0, "")
+    group.use_servers(session.serve(count, count))
+    return lambda steps: group.gather(group.submit("train", steps))[0]
+
+
+def training(
+    method: Any, count: int, transport: Any = None, servers: Any = None
+) -> Callable[[int], float]:
+    """A function that trains so many steps with all of `count` processes and returns the loss."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    import launcher
+    from launcher.plan import local_shape
+    from launcher.runtime import compile_step
+    from launcher.trace import trace_step
+
     optimizer = optax.adam(1e-3)
 
     def init(key):
@@ -199,8 +243,8 @@ def our_step(index: int, count: int, address: str, bucket_bytes: int) -> Callabl
         "y": rng.standard_normal((ROWS, WIDTHS[-1]), np.float32),
     }
     traced = trace_step(step, (jax.eval_shape(init, jax.random.key(0)), batch))
-    plan = DataParallel(bucket_bytes=bucket_bytes).plan(traced, local_shape(count, count, "cpu"))
-    run = compile_step(traced, plan, jax.devices(), transport)
+    plan = method.plan(traced, local_shape(count, count, "cpu"))
+    run = compile_step(traced, plan, jax.devices(), transport, servers)
     state = run.create(init, jax.random.key(0))
 
     def train(steps: int) -> float:

@@ -21,7 +21,7 @@ from launcher.cluster.ray.private_ray import start
 from launcher.config.machines import Emulated
 from launcher.driver.loop import IN_FLIGHT
 from launcher.driver.workers import Workers
-from launcher.train.worker import StepResult
+from launcher.train.step_result import StepResult
 
 METRICS = ("loss", "grad_norm", "learning_rate")
 

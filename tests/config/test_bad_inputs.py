@@ -158,6 +158,7 @@ def contradictions() -> Iterator[Case]:
         "auto": {"stages_per_mesh": 2, "pipeline": 2, "plan": "p", **mesh},
         "manual": {"pipeline": 2, "plan": "p", **mesh},
         "data": {**pipeline, **how, **mesh},
+        "parameter_server": {**pipeline, **how, **mesh, "servers": 0},
         "zero2": {**pipeline, **how, **mesh},
         "zero3": {**pipeline, **how, **mesh},
         "shard": {**pipeline, **how},
@@ -314,6 +315,7 @@ def test_in_a_frozen_file(refused: Refused, tmp_path: Path) -> None:
     assert faults == []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("command", "told"), ELSEWHERE, ids=[command for command, _ in ELSEWHERE])
 def test_what_is_not_there(command: str, told: str, refused: Refused, tmp_path: Path) -> None:
     inputs = tmp_path / "in puts"

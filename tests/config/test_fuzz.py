@@ -33,7 +33,17 @@ OPTIONS = {
     "model": ["gpt", "mlp", "custom", "gtp"],
     "dataset": ["stdlib_text", "text", "synthetic", "custom"],
     "optimizer": ["adamw", "adam", "sgd", "lion", "adafactor"],
-    "parallel": ["auto", "manual", "data", "zero2", "zero3", "shard", "three_d", "replay"],
+    "parallel": [
+        "auto",
+        "manual",
+        "data",
+        "parameter_server",
+        "zero2",
+        "zero3",
+        "shard",
+        "three_d",
+        "replay",
+    ],
     "cluster": ["local", "emulated", "slurm", "h100_8", "p3_16xlarge_x8"],
     "recipe": [
         "quickstart",
@@ -105,7 +115,8 @@ def plan_words(draw):
         ["dataset=synthetic", "model.size=null", "model.vocab_size=32", "model.sequence_length=8",
          f"model.num_layers={draw.choice([1, 2, 4])}", "model.hidden_size=16", "model.num_heads=2"],
     ])  # fmt: skip
-    method = draw.choice(["auto", "manual", "data", "zero2", "zero3", "shard", "three_d", "manual"])
+    methods = "data", "parameter_server", "zero2", "zero3", "shard", "three_d"
+    method = draw.choice(["auto", "manual", *methods, "manual"])
     words += [f"parallel={method}", f"cluster={draw.choice(['emulated', 'emulated', 'h100_8'])}"]
     may = {
         "cluster.gpus": [1, 2, 3, 4, 8],

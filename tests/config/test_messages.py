@@ -187,7 +187,27 @@ COMMAND_LINES = [
     (
         "parallel=replay parallel.plan=plan.json parallel.remat=full",
         f"parallel.remat is not a setting of parallel=replay, which takes it from the plan {CLI}. "
-        "It belongs to parallel=auto, manual, data, zero2, zero3, shard or three_d.",
+        "It belongs to parallel=auto, manual, data, parameter_server, zero2, zero3, shard or "
+        "three_d.",
+    ),
+    (
+        "cluster=ray cluster.address=ray://head:10001",
+        f"cluster.address=ray://head:10001 is no address to use {CLI}. That is a Ray Client, which "
+        "runs this program's calls in another process: run the launcher on a node of that Ray and "
+        'give "auto", or the host:port that `ray start` told.',
+    ),
+    (
+        "cluster=ray cluster.address=head",
+        f'cluster.address=head is no address to use {CLI}. Give "auto" for the Ray of this '
+        "machine, or host:port as `ray start` told it.",
+    ),
+    (
+        "cluster=ray cluster.resources={GPU:1}",
+        f"cluster.resources.GPU is not for you to set that way {CLI}. cluster.gpus says it.",
+    ),
+    (
+        "cluster=ray cluster.resources={a:0}",
+        f"cluster.resources.a=0 demands nothing {CLI}. Give an amount above 0, or leave it out.",
     ),
     (
         "task=calibrate cluster=slurm",
@@ -263,8 +283,8 @@ COMMAND_LINES = [
     ),
     (
         "parallel.method=maual",
-        "parallel.method must be one of auto, manual, data, zero2, zero3, shard, three_d, replay, "
-        f"not 'maual' {CLI}. Choose one with parallel=OPTION.",
+        "parallel.method must be one of auto, manual, data, parameter_server, zero2, zero3, shard, "
+        f"three_d, replay, not 'maual' {CLI}. Choose one with parallel=OPTION.",
     ),
     (
         "parallel=data cluster.gpus=3 train.global_batch_size=32 parallel.num_micro_batches=2",
@@ -291,7 +311,7 @@ COMMAND_LINES = [
     (
         "task=plan cluster=h200_8_x8 cluster.transport=pull",
         "cluster.transport is not a setting of cluster.kind=described, which is only planned for "
-        f"{CLI}. It belongs to cluster.kind=emulated or slurm.",
+        f"{CLI}. It belongs to cluster.kind=emulated, slurm or ray.",
     ),
     (
         "cluster.slurm.container.image=i",
@@ -306,7 +326,7 @@ COMMAND_LINES = [
     (
         "cluster=a100_8 cluster.max_restarts=1",
         "cluster.max_restarts is not a setting of cluster.kind=described, which is only planned "
-        f"for {CLI}. It belongs to cluster.kind=local, emulated or slurm.",
+        f"for {CLI}. It belongs to cluster.kind=local, emulated, slurm or ray.",
     ),
     (
         "task=submit",
@@ -625,6 +645,7 @@ def answer(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, st
     return code, out, err
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("command", "message"), COMMAND_LINES, ids=[c for c, _ in COMMAND_LINES])
 def test_wrong_command_line(
     command: str,

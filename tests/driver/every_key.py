@@ -20,12 +20,14 @@ from rich.console import Console
 from launcher import command
 from launcher.cluster.devices import find_devices
 from launcher.cluster.errors import HungError
+from launcher.cluster.ray.ray_compat import Node
+from launcher.cluster.ray.waiting import StartLimit
 from launcher.cluster.slurm import rendezvous
 from launcher.config.errors import ConfigError
-from launcher.config.machines import Described
+from launcher.config.machines import Described, Emulated
 from launcher.config.parallel import Data
 from launcher.config.schema import Config
-from launcher.driver import folder, training
+from launcher.driver import check, folder, training
 from launcher.driver.cluster_from_config import described_shape
 from launcher.driver.export import export
 from launcher.driver.failures import run_with_restarts
@@ -39,7 +41,8 @@ from launcher.submit import job, job_sweep
 from launcher.submit.job import submit
 from launcher.train import checkpoint, worker
 from launcher.train.optimizer import build_optimizer
-from launcher.train.worker import StepResult, TrainWorker
+from launcher.train.step_result import StepResult
+from launcher.train.worker import TrainWorker
 from recipes import build_dataset, build_model
 
 # Four layers, whose last two are heavier.
@@ -104,6 +107,9 @@ class FakeWorkers:
     def infos(self):
         return []
 
+    def clocks(self):
+        return []
+
     def submit(self, method, *arguments):
         if method not in ("build", "setup", "save"):
             self._told.append((method, *arguments))
@@ -141,7 +147,8 @@ def run_told(config: Config, third: str = ""):
     home.logs.mkdir(parents=True, exist_ok=True)
 
     @contextlib.contextmanager
-    def start(pool, logs, rendezvous, limit):
+    def start(*given):
+        (limit,) = (one for one in given if isinstance(one, StartLimit))
         told.append(("start", limit.seconds))
         yield SimpleNamespace(spawn=lambda worker: None, check=lambda: None)
 
@@ -153,6 +160,7 @@ def run_told(config: Config, third: str = ""):
     file = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(file):
         patch.setattr(training, "start", start)
+        patch.setattr(training, "AttachedRay", start)
         patch.setattr(training, "Workers", functools.partial(FakeWorkers, told, third))
         patch.setattr(
             training,
@@ -166,7 +174,7 @@ def run_told(config: Config, third: str = ""):
         job = training._Job(
             home,
             config,
-            Prepared(object(), plan, 0.0, eval_batches=config.train.eval_batches),
+            Prepared(find_devices(Emulated()), plan, 0.0, eval_batches=config.train.eval_batches),
             console,
             None,
         )
@@ -226,6 +234,20 @@ def cluster_told(config: Config):
         return find_devices(config.cluster)
     except ConfigError as error:
         return str(error)
+
+
+def ray_told(config: Config):
+    """What is asked of a Ray: by the checks of a run, and when its workers start."""
+    told = []
+    node = Node("id", "10.0.0.1", {"CPU": 8.0, "my_node": 9.0})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check, "reach", lambda address, limit: told.append(address) or [node])
+        patch.setattr(check, "check_demand", lambda *given: told.append(given[0]))
+        patch.setattr(training, "AttachedRay", lambda *given: told.append(given[:3] + given[4:5]))
+        pool = check.find_pool(config, plan_only=False)
+        ready, home = Prepared(pool, PLAN(), 0.0), RunFolder(Path("run"))
+        training._Job(home, config, ready, Console(), None)._start(Stop())
+    return told
 
 
 def slurm_told(config: Config):

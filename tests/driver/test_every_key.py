@@ -162,6 +162,7 @@ def probes():
     yield "", "train.checkpoint.keep", Probe(told.worker_told, SHORT, 7)
     saved = merged(SHORT, {"train": {"checkpoint": {"every_steps": 2}}})
     yield "", "train.checkpoint.on_error", run(saved, "stop")
+    yield "", "report.timeline_steps", run(SHORT, [2, 4])
     for name in ("project", "entity", "group", "name"):
         yield "", f"wandb.{name}", run(RECORDED, "x")
     yield "", "wandb.tags", run(RECORDED, ["x"])
@@ -185,13 +186,19 @@ def cluster_probes():
         yield option, "cluster.hosts", devices(base, 4)
     yield "slurm", "cluster.gpus", Probe(told.slurm_told, SLURM, 8)
     yield "slurm", "cluster.hosts", Probe(told.slurm_told, SLURM, 4)
+    on_a_ray = functools.partial(Probe, told.ray_told, {"cluster": {"kind": "ray", "gpus": 4}})
+    yield "ray", "cluster.gpus", devices({"cluster": {"kind": "ray"}}, 8)
+    yield "ray", "cluster.hosts", devices({"cluster": {"kind": "ray", "gpus": 4}}, 4)
+    yield "ray", "cluster.address", on_a_ray("10.0.0.1:6379")
+    yield "ray", "cluster.num_cpus", on_a_ray(2.0)
+    yield "ray", "cluster.resources", on_a_ray({"my_node": 1.0})
     hangs = functools.partial(told.run_told, third="hangs")
-    for option in ("local", "emulated", "slurm"):
+    for option in ("local", "emulated", "slurm", "ray"):
         base = merged(SHORT, {"cluster": {"kind": option}})
         for name in ("step_timeout", "start_timeout"):
             yield option, f"cluster.{name}", Probe(told.run_told, base, 60.0)
         yield option, "cluster.max_restarts", Probe(hangs, base, 0)
-    for option in ("emulated", "slurm"):
+    for option in ("emulated", "slurm", "ray"):
         two_hosts = merged(SHORT, {"cluster": {"kind": option, "gpus": 4, "hosts": 2}})
         yield option, "cluster.transport", Probe(told.run_told, two_hosts, "collective")
     described = {"name": "x", "device.name": "H100", "device.peak_tflops": 50.0}
@@ -324,6 +331,7 @@ BASES = {
     "auto": {"num_micro_batches": 2},
     "manual": {"num_micro_batches": 2, "num_stages": 2},
     "data": {},
+    "parameter_server": {},
     "zero2": {},
     "zero3": {},
     "shard": {"model": 4},
@@ -345,12 +353,14 @@ VALUES = {
     "bucket_bytes": [0],
     "reduce_dtype": ["bf16"],
     "plan": ["other.json"],
+    "servers": [2],
 }
 
 
 # Those of VALUES that are what is taken anyway.
 SAME = {
     ("auto", "num_stages"): [1],
+    ("parameter_server", "servers"): [2],  # one host has none
     ("shard", "data"): [1],
     ("three_d", "data"): [1],
     ("three_d", "model"): [2],

@@ -23,7 +23,8 @@ from launcher.train import checkpoint
 from launcher.train.optimizer import build_optimizer
 from launcher.train.program import build_program
 from launcher.train.step import init_state, make_eval_step, make_train_step
-from launcher.train.worker import StepResult, TrainWorker
+from launcher.train.step_result import StepResult
+from launcher.train.worker import TrainWorker
 from recipes import build_dataset, build_model
 
 WORDS = (

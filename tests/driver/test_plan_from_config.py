@@ -27,6 +27,7 @@ OPEN = {"model": None, "pipeline": None}
     ("settings", "stages", "logical", "micro_batches"),
     [
         ({"method": "data"}, 1, (4, 1), 1),
+        ({"method": "parameter_server"}, 1, (4, 1), 1),
         ({"method": "zero2", "num_micro_batches": 2}, 1, (4, 1), 2),
         ({"method": "zero3"}, 1, (4, 1), 1),
         ({"method": "shard"}, 1, (1, 4), 1),

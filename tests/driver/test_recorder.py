@@ -5,7 +5,7 @@ import math
 import pytest
 
 from launcher.driver.recorder import MOST_SKIPPED, DivergedError, Recorder
-from launcher.train.worker import StepResult
+from launcher.train.step_result import StepResult
 
 
 def result(step, loss=1.0, grad_norm=2.0, **more):

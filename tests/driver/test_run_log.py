@@ -17,7 +17,7 @@ from launcher.report import TRACKERS, Tracker, register
 from launcher.report.console import make_console
 from launcher.report.registry import TrackedRun, open_trackers
 from launcher.train.program import build_program
-from launcher.train.worker import StepResult
+from launcher.train.step_result import StepResult
 
 WORDS = ["model=mlp", "dataset=synthetic", "parallel=data", "cluster=emulated", "run.id=mine"]
 

@@ -76,6 +76,7 @@ def test_their_settings_are_checked(checkout: Path, tmp_path: Path) -> None:
     assert "custom | gpt | mlp | net\n" in result.stdout
 
 
+@pytest.mark.slow
 def test_they_are_planned_for_and_trained(checkout: Path, tmp_path: Path) -> None:
     words = *NEW, *IN_STAGES, "train.steps=3"
     result = launcher(checkout, tmp_path, *words, "run.id=trained")

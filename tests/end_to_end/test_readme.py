@@ -81,6 +81,7 @@ def test_what_is_tested_is_found() -> None:
     assert len(shown) >= 7  # the walk through compilation
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_is_accepted(
     command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -116,6 +117,7 @@ def test_every_other_command_names_what_exists() -> None:
     assert [mark for mark in named if mark not in marks] == []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_python_runs(program: list[Block], folder: Path) -> None:
     flags = os.environ["XLA_FLAGS"].split()

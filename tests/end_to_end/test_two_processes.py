@@ -1,11 +1,12 @@
 """Data parallel in two worker processes: each makes its own rows, and both start alike."""
 
+import re
 from pathlib import Path
 
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from launched import Launcher, lines, losses
+from launched import Launcher, lines, losses, summary
 
 # A model whose first parameters, if it is told so, come from a generator without a seed: other
 # ones in each process.
@@ -27,11 +28,14 @@ def build(options, precision):
     return Model(init, loss)
 """
 
-# 64 rows to train on and 100 held out; each process notes which it makes.
+# 64 rows to train on and 100 held out; each process notes which it makes. If it is told so, the
+# second process's memory fails after the first steps.
 DATA = """
+import ctypes
 import os
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from recipes import Dataset
@@ -44,12 +48,26 @@ def check(options, model_options, validation):
     pass
 
 
+def damage():
+    # What a fault of this process's memory would do to the parameter `w` and its moments.
+    for array in jax.live_arrays():
+        if array.shape == (4, 2) and not array.is_deleted():
+            (shard,) = array.addressable_shards
+            number = ctypes.c_float.from_address(shard.data.unsafe_buffer_pointer())
+            number.value += 1
+
+
 def build(options, model_options, global_batch_size, seed):
     def rows(which):
+        nonlocal made
+        made += 1
+        if hasattr(options, "fault") and made > 3 and jax.process_index() == 1:
+            damage()
         with Path(options.notes, f"{os.getpid()}.txt").open("a") as file:
             print(*which, file=file)
         return {"x": ROWS[which]}
 
+    made = 0
     train = batches(64, global_batch_size, seed, rows)
     held = held_out(100, global_batch_size, lambda which: rows(which + 64))
     return Dataset(train, held, "rows")
@@ -63,24 +81,34 @@ WORDS = (
 )
 
 
-def run(tmp_path: Path, name: str, hosts: int, seed: str, said: str = "") -> Path:
+def ended(
+    tmp_path: Path, name: str, hosts: int, seed: str, more: str = "", method: str = "data"
+) -> tuple[int, str, str]:
     (tmp_path / "my_model.py").write_text(MODEL)
     (tmp_path / "my_data.py").write_text(DATA)
     (tmp_path / name).mkdir()
-    options = f"model.options={{seed: {seed}}}", f"dataset.options={{notes: {tmp_path / name}}}"
-    words = (*WORDS, *options, f"cluster.hosts={hosts}", f"run.id={name}")
-    code, out, err = Launcher(tmp_path, *words).end()
+    data = f"dataset.options={{notes: {tmp_path / name}{more}}}"
+    words = f"model.options={{seed: {seed}}}", data, f"cluster.hosts={hosts}", f"run.id={name}"
+    return Launcher(tmp_path, *WORDS, *words, f"parallel={method}").end()
+
+
+def run(
+    tmp_path: Path, name: str, hosts: int, seed: str, said: str = "", method: str = "data"
+) -> Path:
+    code, out, err = ended(tmp_path, name, hosts, seed, method=method)
     assert (code, err) == (0, "")
     assert said in out
     return tmp_path / "outputs" / name
 
 
 @pytest.mark.slow
-def test_an_init_that_differs_by_process_is_the_first_ones(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["data", "parameter_server"])
+def test_an_init_that_differs_by_process_is_the_first_ones(tmp_path: Path, method: str) -> None:
     home = run(
         *(tmp_path, "two", 2, "null"),  # whose replicas are checked from the first step on
         "the processes made different first values of params.w, by an init that does not follow "
         "from its key alone; all take the first replica's\n",
+        method,
     )
     assert len(lines(home)) == 4
 
@@ -112,3 +140,18 @@ def test_two_processes_with_their_own_rows_train_as_one_with_all(tmp_path: Path)
     assert losses(two) == pytest.approx(losses(one), rel=1e-6)
     ends = [lines(home)[-1]["eval/loss"] for home in (one, two)]
     assert ends[1] == pytest.approx(ends[0], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_run_whose_replicas_part_ends_and_names_step_array_and_process(tmp_path: Path) -> None:
+    code, _, err = ended(tmp_path, "faulty", 2, "0", ", fault: true")
+    assert (code, err.count("\n")) == (1, 1), err
+    told = re.search(
+        r"step (\d): the replica of \S+\.w on device 1 \(process 1\) differs from that on device 0 "
+        r"\(process 0\)",
+        err,
+    )
+    assert told, err
+    home = tmp_path / "outputs" / "faulty"
+    assert summary(home)["exit_reason"].startswith(f"step {told[1]}: the replica of")
+    assert not list((home / "checkpoints").glob(told[1]))

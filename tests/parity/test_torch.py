@@ -14,14 +14,19 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from parity.step import HERE, RATES, arrays_of, check
+from parity.step import HERE, RATES, arrays_of, check, check_on_workers
 
 import launcher
 from launcher.config.compose import load, to_dict
 from launcher.driver.init_from import check_start
 from launcher.driver.plan_from_config import plan_of
 from launcher.plan import local_shape
-from launcher.plan.methods import DataParallel, PipeshardParallel, UniformStageOption
+from launcher.plan.methods import (
+    DataParallel,
+    ParameterServer,
+    PipeshardParallel,
+    UniformStageOption,
+)
 from launcher.train.program import build_program
 from launcher.train.worker import TrainWorker
 
@@ -67,6 +72,30 @@ def cases():
 def test_fifty_steps_in_float64(name, optimizer, split):
     count, method = SPLITS[split]
     check(name, optimizer, method=method, devices=jax.devices()[:count])
+
+
+SERVED = {  # workers × devices of each
+    "2 x 1": (2, 2),
+    "2 x 2": (2, 4),
+}
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize(
+    ("name", "optimizer", "split"),
+    [
+        ("mlp", "adam", "2 x 2"),
+        ("toy", "sgd", "2 x 1"),
+        pytest.param("mlp", "sgd", "2 x 1", marks=pytest.mark.slow),
+        pytest.param("toy", "adam", "2 x 2", marks=pytest.mark.slow),
+    ],
+)
+def test_fifty_steps_through_parameter_servers(name, optimizer, split):
+    workers, devices = SERVED[split]
+    method = ParameterServer(2, servers=2, bucket_bytes=1000)
+    first, second = check_on_workers(name, optimizer, method, workers, devices)
+    for leaf, value in first.items():
+        np.testing.assert_array_equal(second[leaf], value)
 
 
 def settings(name, *words):

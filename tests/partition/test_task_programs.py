@@ -105,6 +105,7 @@ def left_bytes(one):
     return sum(nbytes(name.of.aval) for name in one.outputs if name.kind == "residual")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.devices
 @pytest.mark.parametrize("remat", ["none", "full", "dots_saveable"])
 @pytest.mark.parametrize("stage", [0, 1, 2])

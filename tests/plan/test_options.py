@@ -9,6 +9,7 @@ from launcher.plan import Plan, PlanError, local_shape
 from launcher.plan.methods import (
     DataParallel,
     ManualStageOption,
+    ParameterServer,
     PipeshardParallel,
     ShardParallel,
     ThreeDParallel,
@@ -146,8 +147,14 @@ REFUSED = {
         f"{method.__name__} of no microbatch": (
             method(0), "num_micro_batches=0 must be a whole number, at least 1"
         )
-        for method in (DataParallel, Zero2Parallel, Zero3Parallel, ShardParallel, PipeshardParallel)
+        for method in (
+            DataParallel, ParameterServer, Zero2Parallel, Zero3Parallel, ShardParallel,
+            PipeshardParallel,
+        )
     },
+    "no server": (
+        ParameterServer(servers=0), "servers=0 must be at least 1, or null for one a host"
+    ),
     "half a microbatch": (DataParallel(1.5), "num_micro_batches=1.5 must be a whole number"),
 }  # fmt: skip
 

@@ -72,21 +72,21 @@ def several_slices(match: str, error: type[Exception] = BatchError) -> dict[str,
     return {name: Refused(match, error) for name in METHODS if name != "auto"}
 
 
-def cases(programs: Mapping[str, Program], one_more: bool = False) -> list[Any]:
+def cases(programs: Mapping[str, Program], every: int = 5) -> list[Any]:
     """Every program by every method, as parameters of a test.
 
-    Without being asked for run two stages of two replicas each, which tell the most, and data
-    parallelism where they are refused. Of the others one is slow with `one_more`, by one program
-    after the other; all else is for `stress`.
+    Without being asked for one program in `every` runs, in two stages of two replicas each, which
+    tell the most, or by data parallelism where they are refused. Every program is slow by one
+    method, in turn; all else is for `stress`.
     """
-    others = [method for method in METHODS if method != "stages"]
 
     def marks(i: int, program: Program, method: str) -> Any:
-        if method == "stages" or (method == "data" and "stages" in program.refused):
+        told_most = "data" if "stages" in program.refused else "stages"
+        if i % every == 0 and method == told_most:
             return []
-        slow = one_more and method == others[i % len(others)]
-        return [pytest.mark.slow if slow else pytest.mark.stress]
+        return [pytest.mark.slow if i % len(METHODS) == place[method] else pytest.mark.stress]
 
+    place = {method: i for i, method in enumerate(METHODS)}
     return [
         pytest.param(name, method, marks=marks(i, program, method))
         for (i, (name, program)), method in itertools.product(enumerate(programs.items()), METHODS)

@@ -131,6 +131,6 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize(("name", "method"), cases(PROGRAMS, one_more=True))
+@pytest.mark.parametrize(("name", "method"), cases(PROGRAMS))
 def test_equal_to_one_device_or_refused(name, method):
     check(PROGRAMS[name], method)

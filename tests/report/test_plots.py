@@ -9,33 +9,11 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 from launcher.report import plots
-from launcher.schedule import SCHEDULES, Kind, bubble_fraction, simulate
 
 
 def pixels(path, colour):
     image = imread(path)[..., :3]
     return int((np.abs(image - to_rgb(colour)).max(axis=-1) < 0.01).sum())
-
-
-@pytest.mark.parametrize(("schedule", "num_stages"), [("gpipe", 2), ("1f1b", 4)])
-def test_the_idle_area_of_the_timeline_is_the_bubble(tmp_path, schedule, num_stages):
-    timeline = simulate(
-        SCHEDULES[schedule].tasks(num_stages, 4),
-        lambda task: 0.01 if task.kind is Kind.FORWARD else 0.02,
-    )
-    path = plots.plot_timeline(timeline, tmp_path / "plots" / "timeline.png", "a plan")
-    idle = pixels(path, plots.IDLE)
-    busy = sum(pixels(path, colour) for colour in set(plots.TASK_COLOURS.values()))
-    assert idle / (idle + busy) == pytest.approx(bubble_fraction(timeline, num_stages), abs=0.05)
-
-
-def test_backward_takes_its_share_of_the_timeline(tmp_path):
-    timeline = simulate(
-        SCHEDULES["gpipe"].tasks(1, 3), lambda task: 1.0 if task.kind is Kind.FORWARD else 2.0
-    )
-    path = plots.plot_timeline(timeline, tmp_path / "timeline.png")
-    forward, backward = (pixels(path, plots.TASK_COLOURS[k]) for k in ("forward", "backward"))
-    assert backward / forward == pytest.approx(2.0, rel=0.1)
 
 
 def records(num_steps, eval_every=0):
@@ -75,39 +53,3 @@ def test_smoothing_does_not_hook_at_its_ends():
         values[outlier] = 3.0
         bent = max(abs(value - 2.0) for value in plots.smoothed(values, window=11))
         assert bent < 0.35  # and not 1, as where the last value stands alone
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """The figures, as they are before they are written."""
-    figures = []
-
-    def save(figure, path):
-        figures.append(figure)
-        return path
-
-    monkeypatch.setattr(plots, "_save", save)
-    return figures
-
-
-def test_tasks_too_narrow_for_a_number_cost_the_others_none(tmp_path, drawn):
-    def duration(task):
-        # The first stage's inputs need no gradient.
-        return 0.0 if task.kind is Kind.BACKWARD_INPUT and task.stage == 0 else 1.0
-
-    timeline = simulate(SCHEDULES["zero_bubble"].tasks(3, 6), duration)
-    plots.plot_timeline(timeline, tmp_path / "timeline.png")
-    [axes] = drawn[0].axes
-    wide = [timed for timed in timeline if timed.end > timed.start]
-    assert len(wide) < len(timeline)
-    assert sorted(text.get_text() for text in axes.texts) == sorted(
-        str(timed.task.microbatch) for timed in wide
-    )
-
-
-def test_the_pictures_step_time_is_the_consoles(tmp_path, drawn):
-    timeline = simulate(SCHEDULES["gpipe"].tasks(2, 4), lambda task: 0.01)
-    plots.plot_timeline(timeline, tmp_path / "timeline.png", "run", step_seconds=0.125)
-    [axes] = drawn[0].axes
-    assert axes.get_title(loc="left").startswith("run: 125 ms a step, 20.0% idle")
-    assert axes.get_xlim() == (0.0, 125.0)

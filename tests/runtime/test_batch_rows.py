@@ -24,7 +24,7 @@ class Boxes:
 def rows(slicing, axis, *shardings, shape=(12, 5)):
     leaves = [np.empty(shape)] * len(shardings)
     copies = [(i, i, sharding, axis) for i, sharding in enumerate(shardings)]
-    found = rows_here(copies, leaves, slicing)
+    found = rows_here(copies, leaves, slicing.stack)
     return found if found is None else found.tolist()
 
 

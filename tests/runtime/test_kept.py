@@ -56,6 +56,7 @@ def start(tmp_path):
     return start
 
 
+@pytest.mark.slow
 def test_the_next_process_compiles_nothing_whatever_a_kill_left(start, tmp_path):
     first = start()
     assert first["misses"] > 0

@@ -24,7 +24,7 @@ from trainings import assert_same, run, serial, training
 
 UNTIED = "shard 2x2, 2", "3d", "2+4, zero3", "1+3"  # it differs at both ends only
 SLOW = {
-    *(("gpt_tied", name) for name in ("shard 2x2, 2", "zero3, remat", "3d, zero bubble", "given")),
+    *(("gpt_tied", name) for name in ("zero3, remat", "3d, zero bubble")),
     ("gpt_untied", "2+4, zero3"),
     *(("mlp", name) for name in ("4 stages", "1+3, whole")),
 }
@@ -39,6 +39,7 @@ FAST = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "method"),
     [

@@ -19,6 +19,7 @@ from launcher.runtime.order import digest, parts_of, prove
 from launcher.runtime.placement import make_placement
 from launcher.runtime.transport import Parcel
 from launcher.schedule import training_schedules
+from launcher.spans import SpanRecorder
 from launcher.trace import trace_step
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -183,7 +184,8 @@ def test_a_process_proves_the_entries_that_it_built(traced, monkeypatch):
     emitted = emit(traced, plan)
     placement = make_placement(plan, jax.devices(), emitted.slots)
     programs = {x.program: None for x in emitted.instructions if isinstance(x, Run)}
-    given = emitted, placement, programs, (False,) * len(traced.donated), None
+    donated = (False,) * len(traced.donated)
+    given = emitted, placement, programs, donated, None, None, SpanRecorder()
     assert dispatch_table.build_table(*given).entries
     build = dispatch_table._entries
 

@@ -139,11 +139,11 @@ def test_manual_equals_plain_jit(serial, name, stages, micro_batches, schedule):
     ("name", "stages", "devices", "micro_batches", "schedule", "remat"),
     [
         pytest.param("gpt_untied", 2, 2, 4, "1f1b", "none", marks=pytest.mark.stress),
-        pytest.param("gpt_untied", 4, 4, 4, "gpipe", "full", marks=pytest.mark.slow),
+        pytest.param("gpt_untied", 4, 4, 4, "gpipe", "full", marks=pytest.mark.stress),
         pytest.param("gpt_tied", 2, 2, 4, "1f1b", "full", marks=pytest.mark.stress),
         # two replicas a stage
         pytest.param("gpt_tied", 2, 4, 4, "1f1b", "none", marks=pytest.mark.slow),
-        pytest.param("gpt_tied", 2, 8, 2, "gpipe", "full", marks=pytest.mark.slow),  # four
+        pytest.param("gpt_tied", 2, 8, 2, "gpipe", "full", marks=pytest.mark.stress),  # four
         # stages of unequal size
         pytest.param("gpt_untied", 3, 3, 2, "1f1b", "none", marks=pytest.mark.slow),
         ("mlp", 4, 8, 8, "1f1b", "none"),
@@ -158,13 +158,13 @@ def test_replicas_remat_and_uneven_stages(
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("name", ["mlp", pytest.param("gpt_tied", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("gpt_tied", marks=pytest.mark.stress)])
 def test_data_parallel_equals_plain_jit(serial, name, micro_batches):
     options = MODELS[name]
     check(options, serial(name), *compiled(options, DataParallel(micro_batches), devices=4))
 
 
-@pytest.mark.parametrize("name", ["mlp", pytest.param("gpt_tied", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("gpt_tied", marks=pytest.mark.stress)])
 def test_evaluation_on_the_train_steps_stages(name):
     options = MODELS[name]
     executable, state = compiled(options, pipeline(4, 4), devices=4)

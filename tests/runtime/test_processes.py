@@ -69,7 +69,7 @@ def check(settings, told):
 @pytest.mark.parametrize(
     ("count", "devices", "settings"),
     [
-        (
+        pytest.param(
             2,
             2,
             [
@@ -78,6 +78,7 @@ def check(settings, told):
                 UNEQUAL,
                 {"training": "gan", "method": "manual", "num_micro_batches": 2, "stages": 2},
             ],
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             2,

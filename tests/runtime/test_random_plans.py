@@ -26,6 +26,7 @@ def traced():
     return trace_step(STEP, (jax.eval_shape(INIT, jax.random.key(0)), BATCHES[0]))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "seed", [pytest.param(s, marks=[] if s < 3 else [pytest.mark.stress]) for s in range(30)]
 )

@@ -11,7 +11,10 @@ from launcher.runtime.replicas import (
     ReplicaError,
     _from_first,
     check_equal,
+    named_values,
     odd_replicas,
+    shared_copies,
+    with_values,
 )
 
 MESH = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
@@ -117,4 +120,25 @@ def test_digests_of_several_processes_are_held_against_one_another():
     assert str(error.value).startswith(
         "step 20: the replica of w on device 2 (process 1) differs from that on device 0 "
         "(process 0); "
+    )
+
+
+def test_workers_that_jax_does_not_count_hold_replicas_of_one_another():
+    """As with parameter servers: each sees its own device alone, of which the driver is told."""
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+    own = jax.device_put(np.arange(4.0), NamedSharding(mesh, PartitionSpec()))
+    trees = [{"w": own, "b": own}, {"w": own + 1, "b": own}]
+    assert len(shared_copies(trees[0]).rows) == 0  # as JAX sees it
+    digesters = [Digester(tree, rank=rank) for rank, tree in enumerate(trees)]
+    for parts in (
+        [shared_copies(tree, rank) for rank, tree in enumerate(trees)],
+        [d.finish(d.start(tree)) for d, tree in zip(digesters, trees, strict=True)],
+    ):
+        (odd,) = odd_replicas(parts)
+        assert odd == ("w", jax.device_count(), 1, (0, 0))
+    values = named_values(trees[0], ["w"])
+    taken = with_values(trees[1], {"w": values[0]})
+    assert taken["w"].sharding == own.sharding
+    assert not odd_replicas(
+        [shared_copies(tree, rank) for rank, tree in enumerate((trees[0], taken))]
     )

@@ -130,6 +130,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "devices", "parallel"), CASES)
 def test_a_schedule_equals_plain_jit(serial, name, devices, parallel):
     check(name, serial(name), *compiled(name, devices, **parallel))

@@ -105,6 +105,7 @@ def folded(key, number):
     return (jax.vmap(fold, (0, None)) if key.ndim > one_key else fold)(key, number)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [  # a vmapped rbg generator draws other numbers than one that is not

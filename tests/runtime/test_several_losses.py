@@ -63,6 +63,7 @@ def same(got, want):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("make", "method"), list(pairs()))
 def test_training_is_that_of_one_device(make, method):
     step, init = parallelized(make, method)

@@ -92,6 +92,7 @@ def live_bytes(state):
     return dict(found)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "method"), GRID)
 def test_each_device_holds_what_the_plan_says(name, method):
     traced, executable = compiled(name, method)

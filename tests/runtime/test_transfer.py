@@ -22,6 +22,7 @@ def peers():
     return [json.loads(told) for told in together("transfer_peer.py", 2, 2)]
 
 
+@pytest.mark.slow
 def test_bytes_that_cross_are_those_of_the_routes(peers):
     for peer in peers:
         sent, expected = zip(*peer["moves"], strict=True)

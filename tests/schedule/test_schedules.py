@@ -10,6 +10,7 @@ from launcher.schedule import (
     Kind,
     ScheduleError,
     Task,
+    Way,
     backward_follows,
     bubble_fraction,
     clock_table,
@@ -35,6 +36,12 @@ def every_schedule():
 def seconds(task):
     """Forward, input and weight parts take as long as one another."""
     return 2.0 if task.kind is Kind.BACKWARD else 1.0
+
+
+def late(stages):
+    """Half a second from each stage to its neighbours, over links of their own."""
+    pairs = itertools.pairwise(range(stages))
+    return {way: Way((), 0.0, latency=0.5) for a, b in pairs for way in ((a, b), (b, a))}
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -90,7 +97,7 @@ def test_length_and_bubble_are_the_papers(name):
 def test_running_further_ahead_hides_transfers():
     """Each round trip costs 1F1B two transfers; the eager one only those that fill and drain."""
     length = {
-        name: step_seconds(simulate(make_tasks(name, 2, 2, 8), seconds, lambda src, dst: 0.5))
+        name: step_seconds(simulate(make_tasks(name, 2, 2, 8), seconds, late(2)))
         for name in ("1f1b", "eager_1f1b")
     }
     assert length["eager_1f1b"] == 3.0 * (8 + 1) + 2 * 0.5
@@ -124,7 +131,7 @@ def test_the_weight_parts_fill_the_bubble():
 
 
 def test_transfers_lengthen_the_step():
-    timeline = simulate(SCHEDULES["gpipe"].tasks(3, 1), lambda t: 1.0, lambda src, dst: 0.5)
+    timeline = simulate(SCHEDULES["gpipe"].tasks(3, 1), lambda t: 1.0, late(3))
     assert step_seconds(timeline) == pytest.approx(6 + 4 * 0.5)
 
 

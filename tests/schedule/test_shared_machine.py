@@ -6,22 +6,25 @@ import itertools
 
 import pytest
 
-from launcher.schedule import Kind, Shared, make_tasks, simulate, simulate_shared, step_seconds
+from launcher.schedule import Kind, Shared, Way, make_tasks, simulate, simulate_shared, step_seconds
 
 
 def seconds(task):
     return 0.5 if task.kind is Kind.FORWARD else 1.0
 
 
-def late(src, dst):
-    return 0.01 * (1 + src + dst)
+LATE = {
+    (src, dst): Way((), 0.0, latency=0.01 * (1 + src + dst))
+    for src in range(4)
+    for dst in (src - 1, src + 1)
+}
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
 def test_with_a_machine_for_all_it_is_the_plain_timeline(schedule):
     tasks = make_tasks(schedule, 4, 4, 6)
-    plain = simulate(tasks, seconds, late)
-    shared = simulate_shared(tasks, seconds, late, [1] * 4, Shared(4, [4.0] * 4))
+    plain = simulate(tasks, seconds, LATE)
+    shared = simulate_shared(tasks, seconds, LATE, [1] * 4, Shared(4, [4.0] * 4))
     assert {t.task for t in shared} == {t.task for t in plain}
     assert step_seconds(shared) == pytest.approx(step_seconds(plain))
 
@@ -29,7 +32,7 @@ def test_with_a_machine_for_all_it_is_the_plain_timeline(schedule):
 def test_with_a_machine_for_one_the_work_adds_up_whoever_waits():
     """Seconds are those with all four at work; one alone is four times as fast."""
     tasks = make_tasks("1f1b", 4, 4, 6)
-    found = simulate_shared(tasks, seconds, lambda a, b: 0.0, [1] * 4, Shared(4, [1.0] * 4))
+    found = simulate_shared(tasks, seconds, {}, [1] * 4, Shared(4, [1.0] * 4))
     total = sum(seconds(task) for mesh in tasks for task in mesh)
     assert step_seconds(found) == pytest.approx(total / 4)
 
@@ -41,7 +44,7 @@ def test_each_stage_is_slowed_as_its_own_work_is():
     assert [1 / machine.speed(0, busy) for busy in (1, 2, 4)] == pytest.approx([0.25, 0.5, 1.0])
     assert [1 / machine.speed(1, busy) for busy in (1, 2, 4)] == pytest.approx([0.5, 2 / 3, 1.0])
     tasks = make_tasks("1f1b", 2, 2, 1)  # one after another: both passes of each
-    found = simulate_shared(tasks, seconds, lambda a, b: 0.0, [2, 2], machine)
+    found = simulate_shared(tasks, seconds, {}, [2, 2], machine)
     assert step_seconds(found) == pytest.approx(1.5 * (1 / 2 + 2 / 3))
 
 
@@ -52,14 +55,14 @@ def test_short_tasks_beside_ones_of_many_minutes_come_to_their_end():
     def lengths(task):
         return 2e-4 if task.stage == 3 else 400.0 + task.stage * 133.7
 
-    found = simulate_shared(tasks, lengths, late, [1] * 4, Shared(4, [1.3] * 4))
+    found = simulate_shared(tasks, lengths, LATE, [1] * 4, Shared(4, [1.3] * 4))
     assert len(found) == sum(map(len, tasks))
 
 
 def test_a_machine_for_two_lies_between():
     tasks = make_tasks("1f1b", 4, 4, 6)
     steps = [
-        step_seconds(simulate_shared(tasks, seconds, late, [1] * 4, Shared(4, [parallelism] * 4)))
+        step_seconds(simulate_shared(tasks, seconds, LATE, [1] * 4, Shared(4, [parallelism] * 4)))
         for parallelism in (1.0, 2.0, 4.0)
     ]
     assert steps == sorted(steps)
@@ -68,7 +71,7 @@ def test_a_machine_for_two_lies_between():
 
 def test_a_mesh_never_does_two_things_and_keeps_its_order():
     tasks = make_tasks("1f1b", 3, 3, 5)
-    found = simulate_shared(tasks, seconds, late, [2, 1, 1], Shared(4, [2.0] * 3))
+    found = simulate_shared(tasks, seconds, LATE, [2, 1, 1], Shared(4, [2.0] * 3))
     for mesh, own in enumerate(tasks):
         timed = [t for t in found if t.mesh == mesh]
         assert [t.task for t in timed] == list(own)

@@ -195,6 +195,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("count", [2, 8])
 @pytest.mark.parametrize("name", EQUAL)
 def test_a_rule_of_each_example_is_equal(name, count):

@@ -320,6 +320,7 @@ def bind(eqn, operands, params):
     return [np.asarray(x) for x in (made if eqn.primitive.multiple_results else [made])]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES)
 def test_parts_along_a_factor_make_the_whole(case):
     *_, primitive, count = CASES[case]

@@ -197,6 +197,7 @@ EQUAL = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", EQUAL)
 def test_equal(name):
     out = EQUAL[name](PARAMS, BATCH)

@@ -119,6 +119,7 @@ EQUAL = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", EQUAL)
 def test_equal(name):
     check(EQUAL[name], PARAMS, BATCH, 4)

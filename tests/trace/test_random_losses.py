@@ -120,8 +120,8 @@ def outcome(seed):
 @pytest.mark.parametrize(
     "first",
     [
-        pytest.param(first, marks=[pytest.mark.slow] if first else [])
-        for first in range(0, SEEDS, GROUP)
+        pytest.param(first, marks=[pytest.mark.stress if k % 3 else pytest.mark.slow] if k else [])
+        for k, first in enumerate(range(0, SEEDS, GROUP))
     ],
 )
 def test_random_losses_are_equal_or_refused(first):

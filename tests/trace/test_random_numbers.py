@@ -65,6 +65,7 @@ def skipped_layer(p, b, key):
     return jnp.mean((h @ p["b"] - b["y"]) ** 2)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("fun", "key"),
     [

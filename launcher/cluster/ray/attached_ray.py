@@ -1,52 +1,50 @@
-"""Workers on a Ray that the user has started, on this machine or on many."""
+"""Workers on a Ray that somebody has started, on this machine or on many."""
 
 from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
+import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from launcher.cluster.devices import EMULATED, STAND_INS, DevicePool
-from launcher.cluster.errors import ClusterError
+from launcher.cluster.errors import ClusterError, RayEndedError
 from launcher.cluster.ray import ray_compat, worker_actor
+from launcher.cluster.ray.demand import NOTHING, Demand, check_demand
 from launcher.cluster.ray.environment import worker_environment
+from launcher.cluster.ray.ray_compat import Node
+from launcher.cluster.ray.reach import choose_pool, gpus_of, is_connected, reach
+from launcher.cluster.ray.start_process import start_server, start_worker
+from launcher.cluster.ray.waiting import BackgroundCall, StartLimit, Waiting
 from launcher.cluster.ray.worker import WorkerHandle, kill, not_started
 
-# Ray tries for many minutes and cannot be interrupted from within its process, so another one tries
-# first. Its watchdog ends it even if nobody else is left to do so.
-_PROBE = """
-import faulthandler, logging, sys
-faulthandler.dump_traceback_later(float(sys.argv[2]), exit=True)
-import ray
-ray.init(sys.argv[1], logging_level=logging.ERROR, log_to_driver=False)
-"""
 _END_SECONDS = 3.0  # for Ray to end the workers: one that is killed before is told as a failure
-_MORE_SECONDS = 10  # that the probe's own watchdog waits longer than this process
+_LEAVE_SECONDS = 15.0  # for Ray to disconnect, if it still answers
 
 
 class AttachedRay:
     """A connection to the Ray at `address`, or the one that this process already has.
 
-    All nodes need this program, its libraries and the working folder in the same places. The output
-    of the workers goes to Ray's own logs. Arrays travel between the nodes over ports that are open
-    to their network.
+    It is a context manager, to be used from the main thread. All nodes need this program, its
+    libraries and the working folder in the same places. Arrays travel between the nodes over ports
+    that are open to their network. What it starts there ends with this process, however that ends.
 
     Args:
         address: the address of Ray, or "auto" for the one of this machine.
         num_nodes: the number of worker processes; None takes all nodes.
         num_devices_per_node: the devices of each worker; None takes all GPUs of a node.
-        timeout: the seconds that Ray may take to answer, and again to start the workers' processes.
+        limit: how long Ray may take to answer, and again to start the workers' processes.
+        demand: what each worker demands of Ray beside its GPUs.
+        log_dir: a folder, on all nodes, for the workers' output (`worker_<host>.log`); None leaves
+            it to Ray's own logs.
 
     Attributes:
         pool: the devices: one worker a node with its GPUs or, where no node has a GPU, with
             emulated CPU devices, of which several workers may share a node.
 
     Raises:
-        ClusterError: there is no such Ray, or it has fewer nodes or GPUs than asked for.
+        ClusterError: there is no such Ray, or its nodes have not what is asked for.
     """
 
     def __init__(
@@ -54,27 +52,25 @@ class AttachedRay:
         address: str,
         num_nodes: int | None,
         num_devices_per_node: int | None,
-        timeout: float,
+        limit: StartLimit,
+        demand: Demand = NOTHING,
+        log_dir: Path | None = None,
     ) -> None:
         if not is_connected():
-            reach(address, timeout)
+            reach(address, limit)
         import ray
 
         self._ray: Any = ray
-        self._address, self._timeout = address, timeout
-        self._actors: list[Any] = []
+        self._address, self._limit, self._log_dir = address, limit, log_dir
         self._undo = ExitStack()
-        if not ray.is_initialized():
-            try:
-                ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
-            except (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError) as error:
-                raise ClusterError(f"no Ray can be reached at {address}: {error}") from error
-            self._undo.callback(ray.shutdown)
         with ExitStack() as on_error:
             on_error.callback(self.close)
-            nodes = [node for node in ray_compat.nodes() if node.is_alive]
-            self.pool = choose_pool(nodes, num_nodes, num_devices_per_node)
-            self._nodes = sorted(nodes, key=lambda node: (-node.gpus, node.node_id))
+            if not ray.is_initialized():
+                self._connect()
+            self._nodes = ray_compat.nodes()
+            self.pool = choose_pool(self._nodes, num_nodes, num_devices_per_node)
+            self._bundle = demand.bundle(gpus_of(self.pool))
+            check_demand(self._bundle, self.pool, self._nodes)
             on_error.pop_all()
 
     def spawn(self, worker_class: type, *arguments: Any) -> list[WorkerHandle]:
@@ -82,99 +78,144 @@ class AttachedRay:
 
         See `PrivateRay.spawn`.
         """
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        ray_compat.register_by_value(worker_actor)
-        actor_class = self._ray.remote(worker_actor.Worker)
-        pickled = ray_compat.dumps((worker_class, arguments))
-        search_path = [os.path.abspath(entry) for entry in sys.path]
-        gpus = self.pool.devices_per_host if self.pool.kind == "gpu" else 0
-        handles = []
-        for index in range(self.pool.hosts):
-            node = self._nodes[index % len(self._nodes)]
-            environ = worker_environment(os.environ, self.pool, index)
-            if gpus:
-                environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray sets it
-            actor = actor_class.options(
-                num_cpus=0,
-                num_gpus=gpus,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False),
-            ).remote(environ, search_path, os.getcwd(), None)
-            self._actors.append(actor)
-            handles.append(WorkerHandle(actor, index, Path(os.devnull), node.address))
-            actor.construct.remote(pickled)
+        waiting, handles = Waiting(self._limit), list[WorkerHandle]()
+        places = self._places(waiting)
         # Ends what Ray itself cannot, such as stopped workers.
         self._undo.callback(kill, handles, _END_SECONDS)
-        if without := not_started(handles, self._timeout):
+        try:
+            for index, (node, options) in enumerate(places):
+                handles.append(self._start(index, node, options, (worker_class, arguments)))
+        except self._ray.exceptions.RayError as error:
+            raise RayEndedError(f"Ray cannot start the workers: {error}") from error
+        without: dict[str, str] = {}
+
+        def over(seconds: float) -> bool:
+            nonlocal without
+            without = not_started(handles, seconds)
+            return not without or any(without.values())
+
+        waiting.until(over, f"Ray at {self._address} to start the workers' processes")
+        if without:
             reason = next(filter(None, without.values()), "it still tries")
-            problem = f"Ray at {self._address} did not start {', '.join(without)} within"
-            limit = f"{self._timeout:g} s (launcher.init(start_timeout=...))"
-            hint = "`ray status` says which of its GPUs are in use"
-            raise ClusterError(f"{problem} {limit}: {reason}; {hint}")
+            raise ClusterError(self._late(f"start {', '.join(without)}", reason))
+        return handles
+
+    def serve(self, count: int, workers: int) -> list[WorkerHandle]:
+        """Start `count` parameter servers and wait for none of them; see `PrivateRay.serve`."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        handles: list[WorkerHandle] = []
+        self._undo.callback(kill, handles, _END_SECONDS)
+        for number in range(count):
+            host = number % self.pool.hosts
+            node = self._nodes[host % len(self._nodes)]
+            there = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+            options = {"num_cpus": 0, "scheduling_strategy": there}
+            environ, where = worker_environment(os.environ, self.pool, host), (host, node.address)
+            log = None if self._log_dir is None else self._log_dir / f"server_{number}.log"
+            handles.append(start_server(number, workers, options, environ, log, where))
+            self._undo.callback(self._end, handles[-1].actor)
         return handles
 
     def check(self) -> None:
         """Return; a Ray of the user's reports the end of its workers by itself."""
 
     def close(self) -> None:
-        """Have Ray end the workers, and end the connection if it is ours; may be called again."""
-        for actor in self._actors:
-            with suppress(self._ray.exceptions.RayError):
-                self._ray.kill(actor)
-        self._actors.clear()
-        self._undo.close()
+        """Have Ray end the workers, and end the connection if it is ours; may be called again.
+
+        An interrupt that comes during that is raised when it is done.
+        """
+        BackgroundCall(self._undo.close).finish()
+
+    def __enter__(self) -> AttachedRay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _connect(self) -> None:
+        try:
+            self._ray.init(self._address, logging_level=logging.ERROR, log_to_driver=False)
+        except (self._ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError) as error:
+            problem = ray_compat.connection_problem(str(error))
+            raise ClusterError(f"no Ray can be reached at {self._address}: {problem}") from error
+        finally:
+            ray_compat.restore_signals(worker_actor.FOR_THE_DRIVER)
+
+        def leave() -> None:
+            BackgroundCall(self._ray.shutdown).ended(_LEAVE_SECONDS)
+
+        self._undo.callback(leave)
+
+    def _places(self, waiting: Waiting) -> list[tuple[Node, dict[str, Any]]]:
+        """Return the node of each worker, and the options that bring its actor there.
+
+        What the workers demand is reserved for all of them at once, by a placement group. Workers
+        that demand nothing need none.
+        """
+        from ray.util import scheduling_strategies as to
+
+        hosts = range(self.pool.hosts)
+        if self._bundle:
+            group, nodes = self._reserve(waiting)
+            there: list[Any] = [to.PlacementGroupSchedulingStrategy(group, i) for i in hosts]
+        else:
+            nodes = [self._nodes[i % len(self._nodes)] for i in hosts]
+            there = [to.NodeAffinitySchedulingStrategy(n.node_id, soft=False) for n in nodes]
+        options = _options(self._bundle)
+        return [
+            (node, {**options, "scheduling_strategy": strategy})
+            for node, strategy in zip(nodes, there, strict=True)
+        ]
+
+    def _reserve(self, waiting: Waiting) -> tuple[Any, list[Node]]:
+        """Wait for a placement group for all workers; return it and each worker's node."""
+        hosts, util = self.pool.hosts, self._ray.util
+        strategy = "STRICT_SPREAD" if gpus_of(self.pool) else "SPREAD"
+        group = util.placement_group([self._bundle] * hosts, strategy)
+        self._undo.callback(util.remove_placement_group, group)
+
+        def reserved(seconds: float) -> bool:
+            if util.placement_group_table(group)["state"] == "CREATED":
+                return True
+            time.sleep(seconds)
+            return False
+
+        wanted = ", ".join(f"{name}: {amount:g}" for name, amount in self._bundle.items())
+        if not waiting.until(reserved, f"Ray at {self._address} to have {wanted} for each worker"):
+            free = self._ray.available_resources()
+            left = ", ".join(f"{name}: {free.get(name, 0):g}" for name in self._bundle)
+            what = f"have {wanted} free for each of {hosts} workers"
+            raise ClusterError(self._late(what, f"free now are {left} in all"))
+        node_of = util.placement_group_table(group)["bundles_to_node_id"]
+        by_id = {node.node_id: node for node in self._nodes}
+        return group, [by_id[node_of[i]] for i in range(hosts)]
+
+    def _start(self, index: int, node: Node, options: dict[str, Any], built: Any) -> WorkerHandle:
+        addresses = [node.address for node in self._nodes]
+        environ = worker_environment(os.environ, self.pool, index, addresses)
+        if gpus_of(self.pool):
+            environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray sets it
+        log = None if self._log_dir is None else self._log_dir / f"worker_{index}.log"
+        handle = start_worker(built, options, environ, log, (index, node.address))
+        self._undo.callback(self._end, handle.actor)
+        return handle
+
+    def _end(self, actor: Any) -> None:
+        with suppress(self._ray.exceptions.RayError):
+            self._ray.kill(actor)
+
+    def _late(self, what: str, reason: str) -> str:
+        limit = f"within {self._limit.seconds:g} s ({self._limit.setting})"
+        hint = "`ray status` says what is in use there"
+        return f"Ray at {self._address} did not {what} {limit}: {reason}; {hint}"
 
 
-def is_connected() -> bool:
-    """Return whether this process is connected to a Ray."""
-    return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
-
-
-def reach(address: str, timeout: float) -> None:
-    """Connect to a Ray from a process that can be given up.
-
-    Raises:
-        ClusterError: no Ray can be reached there.
-    """
-    command = [sys.executable, "-P", "-c", _PROBE, address, str(timeout + _MORE_SECONDS)]
-    output: Any
-    try:
-        probe = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout
-        )
-        if probe.returncode == 0:
-            return
-        output, problem = probe.stderr, f"no Ray can be reached at {address}"
-    except subprocess.TimeoutExpired as error:
-        output = (error.stderr or b"").decode(errors="replace")
-        problem = (
-            f"no Ray answers at {address}: waited {timeout:g} s (launcher.init(start_timeout=...))"
-        )
-    raise ClusterError(f"{problem}: {ray_compat.connection_problem(output)}")
-
-
-def choose_pool(nodes: list[ray_compat.Node], hosts: int | None, devices: int | None) -> DevicePool:
-    """Return the devices of a Ray's nodes to run on.
-
-    Args:
-        nodes: the nodes of the Ray.
-        hosts: the number of nodes to use; None takes all.
-        devices: the number of devices on each; None takes all GPUs.
-
-    Raises:
-        ClusterError: there are fewer nodes or GPUs than asked for.
-    """
-    with_gpus = [node.gpus for node in nodes if node.gpus]
-    if not with_gpus:
-        hosts, devices = hosts or len(nodes), devices or STAND_INS
-        return DevicePool("cpu", hosts, devices, EMULATED, "")
-    hosts = hosts or len(with_gpus)
-    most = sorted(with_gpus, reverse=True)[:hosts]
-    devices = devices or most[-1]
-    if len(most) < hosts or devices > most[-1]:
-        raise ClusterError(
-            f"{hosts} nodes with {devices} GPUs each were asked for; this Ray has "
-            f"{len(with_gpus)} nodes with {', '.join(map(str, with_gpus))} GPUs"
-        )
-    names = {name for node in nodes for name in node.gpu_names}
-    return DevicePool("gpu", hosts, devices, min(names, default="GPU"), "")
+def _options(bundle: dict[str, float]) -> dict[str, Any]:
+    """Return what a worker demands, by the names of an actor's options."""
+    custom = {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU")}
+    return {
+        "num_cpus": bundle.get("CPU", 0),
+        "num_gpus": bundle.get("GPU", 0),
+        "resources": custom,
+    }

@@ -129,7 +129,10 @@ def start_ray(given: argparse.Namespace) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-P", "-c", _RAY, "start", "--block", "--disable-usage-stats"]
     command += [f"--temp-dir={given.scratch / RAY_FOLDER}", "--num-gpus=0"]
     command += [f"--num-cpus={given.workers}"]
-    command += [f"--object-store-memory={given.store_bytes}", "--include-log-monitor=false"]
+    # Ray would refuse a store that leaves little memory if it were all written; nobody asks for
+    # the resource, which has to be given then.
+    command += [f"--object-store-memory={given.store_bytes}", f"--memory={1 << 30}"]
+    command += ["--include-log-monitor=false"]
     # Any free ports: Ray would draw from a range without checking that they are free.
     command += ["--min-worker-port=0", "--max-worker-port=0"]
     if given.ip:

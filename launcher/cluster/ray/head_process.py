@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from launcher.cluster.ray.room import STORE_BYTES
+from launcher.cluster.ray.room import store_bytes
 from launcher.cluster.ray.scratch import Scratch, end_users
 from launcher.files import open_own
 
@@ -39,7 +39,7 @@ def start_head(
     """
     command = [sys.executable, "-P", str(Path(__file__).with_name("head.py"))]
     command += [f"--driver={os.getpid()}", f"--scratch={folder.path}", f"--workers={workers}"]
-    command += [f"--store-bytes={STORE_BYTES}", *options]
+    command += [f"--store-bytes={store_bytes()}", *options]
     with open(open_own(log, os.O_WRONLY | os.O_APPEND), "a") as output:
         return subprocess.Popen(
             command,

@@ -13,7 +13,6 @@ import logging
 import os
 import secrets
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -30,11 +29,12 @@ from launcher.cluster.ray.environment import (
 )
 from launcher.cluster.ray.head import readable
 from launcher.cluster.ray.head_process import continue_head, end, start_head
+from launcher.cluster.ray.start_process import start_server, start_worker
 from launcher.cluster.ray.waiting import BackgroundCall, StartLimit, Waiting
 from launcher.cluster.ray.worker import LOOPBACK, WorkerHandle, kill, not_started
 from launcher.cluster.slurm.rendezvous import Rendezvous
-from launcher.files import open_own
 
+_SHARE_OF_HOST = 0.01  # of the resource that stands for a host: it says where, and bounds nothing
 _HASTE_SECONDS = 1.5  # for a step of the shutdown that usually takes a moment
 _SHUTDOWN_SECONDS = 15.0
 _DEFAULT_LIMIT = StartLimit()
@@ -129,6 +129,23 @@ class PrivateRay:
             raise RayEndedError(self._late(f"Ray did not start the processes of {', '.join(left)}"))
         return handles
 
+    def serve(self, count: int, workers: int) -> list[WorkerHandle]:
+        """Start `count` parameter servers for so many workers; server k is on host k modulo hosts.
+
+        It waits for none of them: they come up while the workers trace and compile.
+
+        Raises:
+            ClusterError: Ray did not come up.
+        """
+        self._connect()
+        handles = []
+        for number in range(count):
+            host, log = number % self._pool.hosts, self._log_dir / f"server_{number}.log"
+            where = host, self._addresses[host]
+            handles.append(start_server(number, workers, *self._place(host), log, where))
+        self._undo.callback(kill, handles)
+        return handles
+
     def begin(self, worker_class: type, *arguments: Any) -> list[WorkerHandle]:
         """Wait for Ray and have it start the processes, without waiting for these.
 
@@ -145,22 +162,19 @@ class PrivateRay:
         return handles
 
     def _spawn(self, worker_class: type, arguments: Sequence[Any]) -> list[WorkerHandle]:
-        # It runs before anything of this package can be imported.
-        ray_compat.register_by_value(worker_actor)
-        actor_class = self._ray.remote(num_cpus=0)(worker_actor.Worker)
-        many = self._rendezvous is not None
-        pickled = ray_compat.dumps((worker_class, arguments))
-        search_path = [os.path.abspath(entry) for entry in sys.path]
         handles = []
-        for index in range(self._pool.hosts):
-            environ = worker_environment(os.environ, self._pool, index, self._addresses)
-            log = self._log_dir / f"worker_{index}.log"
-            os.close(open_own(log, os.O_WRONLY))
-            place = actor_class.options(resources={f"host_{index}": 1} if many else {})
-            actor = place.remote(environ, search_path, os.getcwd(), str(log))
-            handles.append(WorkerHandle(actor, index, log, self._addresses[index]))
-            actor.construct.remote(pickled)
+        for host in range(self._pool.hosts):
+            log, options, environ = self._log_dir / f"worker_{host}.log", *self._place(host)
+            where = host, self._addresses[host]
+            handles.append(start_worker((worker_class, arguments), options, environ, log, where))
         return handles
+
+    def _place(self, host: int) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return Ray's options and the environment of a process on a host."""
+        many = self._rendezvous is not None
+        there = {f"host_{host}": _SHARE_OF_HOST} if many else {}
+        environ = worker_environment(os.environ, self._pool, host, self._addresses)
+        return {"num_cpus": 0, "resources": there}, environ
 
     def check(self) -> None:
         """Check that Ray is up, and continue its head if that was stopped.

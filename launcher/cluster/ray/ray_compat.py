@@ -39,6 +39,8 @@ _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Ray's default is 15, so that training would yield to everything else on the machine.
     "RAY_worker_niceness": "0",
+    # Ray would keep what is freed for a second: the gradients of many steps.
+    "RAY_free_objects_batch_size": "1",
     # Under `uv run` Ray would build a virtual environment for each worker.
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     # Ray would kill the worker once 95 % of the machine's memory is used.
@@ -126,31 +128,41 @@ CREATION_FAILED = "creation task"  # the actor's constructor raised
 _LOG_WARNING = re.compile(r"\[[^\]]+ [WE] [^\]]+\] \S+: (.*)")
 
 
+# Ray's text on a cluster of other versions, in several lines: Ray's and Python's, there and here.
+_VERSIONS = re.compile(
+    r"Version mismatch:.*?Ray: (\S+)\s+Python: (\S+)\s.*?Ray: (\S+)\s+Python: (\S+)", re.DOTALL
+)
+
+
 def connection_problem(output: str) -> str:
     """Return why Ray could not connect, given the output of the process that tried.
 
-    That is the last warning of Ray's C++ code, which the Python exception does not repeat, or else
-    the exception, the output's last line.
+    That is a difference of versions, the last warning of Ray's C++ code, which the Python exception
+    does not repeat, or else the exception, the output's last line.
     """
+    if found := _VERSIONS.search(output):
+        there, here = (f"Ray {found[i]} on Python {found[i + 1]}" for i in (1, 3))
+        return f"it runs {there}, and this process {here}; use the same versions in both"
     lines = output.strip().splitlines() or ["it says nothing"]
     warnings = [match[1] for line in lines if (match := _LOG_WARNING.match(line))]
-    return warnings[-1] if warnings else lines[-1]
+    problem = warnings[-1] if warnings else lines[-1]
+    if "AuthToken" in problem:  # `ray start` uses a token that it finds, and `ray.init` does not
+        problem += "; set RAY_AUTH_MODE=token if it is the one in ~/.ray/auth_token"
+    return problem
 
 
 @dataclass(frozen=True)
 class Node:
-    """A node of the Ray that this process is connected to.
+    """A living node of a Ray.
 
     Attributes:
         node_id: Ray's identifier of the node.
         address: the node's IP address.
-        is_alive: whether the node is still part of this Ray.
         resources: the amount of every resource of the node, by name.
     """
 
     node_id: str
     address: str
-    is_alive: bool
     resources: Mapping[str, float]
 
     @property
@@ -166,18 +178,24 @@ class Node:
 
 
 def nodes() -> list[Node]:
-    """Return all nodes of the Ray that this process is connected to.
+    """Return the nodes of the Ray that this process is connected to, those with most GPUs first."""
+    import ray
+
+    return nodes_of(ray.nodes())
+
+
+def nodes_of(found: Iterable[Mapping[str, Any]]) -> list[Node]:
+    """Return the living nodes among what `ray.nodes` returned, those with most GPUs first.
 
     `ray.nodes` is a "developer API" whose dictionaries are not documented. The public alternative,
     `ray.util.state.list_nodes`, needs the dashboard.
     """
-    import ray
-
-    found: list[dict[str, Any]] = ray.nodes()
-    return [
-        Node(node["NodeID"], node["NodeManagerAddress"], node["Alive"], node["Resources"])
+    nodes = [
+        Node(node["NodeID"], node["NodeManagerAddress"], node["Resources"])
         for node in found
+        if node["Alive"]
     ]
+    return sorted(nodes, key=lambda node: (-node.gpus, node.node_id))
 
 
 # -- Pickling -------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from launcher.cluster.errors import ClusterError
 
-STORE_BYTES = 256 * 2**20  # of Ray's object store: for batches and results, never parameters
+STORE_BYTES = 256 * 2**20  # of Ray's object store, at least: for batches and results
+_MOST_STORE_BYTES = 16 * 2**30  # for the gradients that parameter servers sum
 _SHARED = Path("/dev/shm")
 _LEAST_FILES, _WANTED_FILES = 256, 65536  # of the busiest of Ray's own processes
 _LEAST_INODES, _LEAST_BYTES = 500, 32 * 2**20  # for Ray's session files and logs
@@ -47,6 +48,18 @@ def check_shared_memory(folder: Path = _SHARED) -> None:
             f"{folder} cannot be written, and Ray's processes share memory there: mount it "
             f"writable (docker run --shm-size={STORE_BYTES >> 20}m)."
         )
+
+
+def store_bytes(folder: Path = _SHARED) -> int:
+    """Return the size of Ray's object store: up to half of the memory that can be shared.
+
+    Memory is taken when it is written, and what is freed is written again, so a large store costs
+    nothing where little lies in it.
+    """
+    if not folder.is_dir():
+        return STORE_BYTES
+    disk = os.statvfs(folder)
+    return max(STORE_BYTES, min(disk.f_bavail * disk.f_frsize // 2, _MOST_STORE_BYTES))
 
 
 def check_disk(folder: Path, least_inodes: int = _LEAST_INODES) -> None:

@@ -22,10 +22,16 @@ _DEATH_SECONDS = 5  # that Ray may take to notice the end of a worker
 
 
 class Future:
-    """The result of one call of a worker."""
+    """The result of one call of a worker.
+
+    Attributes:
+        worker: the worker.
+        reference: Ray's reference to `worker_actor.Outcome`; a further call may take it, and then
+            gets what it refers to.
+    """
 
     def __init__(self, reference: Any, worker: WorkerHandle, method: str) -> None:
-        self._reference = reference
+        self.reference = reference
         self.worker = worker
         self._method = method
 
@@ -43,7 +49,7 @@ class Future:
         import ray
 
         try:
-            done, value = ray.get(self._reference, timeout=timeout)
+            done, value = ray.get(self.reference, timeout=timeout)
         except ray.exceptions.GetTimeoutError:
             raise TimeoutError(
                 f"{self.worker.name}: {self._method} is still running after {timeout:g} s"
@@ -66,7 +72,9 @@ class Future:
 
 
 def gather(
-    futures: Sequence[Future], watch: Callable[[list[WorkerHandle]], None] | None = None
+    futures: Sequence[Future],
+    watch: Callable[[list[WorkerHandle]], None] | None = None,
+    servers: Sequence[WorkerHandle] = (),
 ) -> list[Any]:
     """Return the results of all calls, in their order.
 
@@ -77,6 +85,7 @@ def gather(
         futures: the calls.
         watch: called every `WATCH_SECONDS` with the workers that have not answered; what it raises
             ends the wait.
+        servers: what the workers depend on: the end of one may be why a call failed.
     """
     waiting = list(futures)
     while waiting:
@@ -88,7 +97,8 @@ def gather(
             try:
                 future.result()
             except WorkerError as error:
-                raise cause_of(error, [future.worker for future in futures]) from None
+                others = [future.worker for future in futures]
+                raise cause_of(error, [*servers, *others]) from None
     return [future.result() for future in futures]
 
 
@@ -104,7 +114,7 @@ def ready(futures: Sequence[Future], *, timeout: float) -> list[Future]:
     """
     import ray
 
-    by_reference = {future._reference: future for future in futures}
+    by_reference = {future.reference: future for future in futures}
     count = 1 if timeout else len(by_reference)
     try:
         done, _ = ray.wait(list(by_reference), num_returns=count, timeout=timeout)
@@ -165,7 +175,7 @@ def cause_of(error: WorkerError, workers: Iterable[WorkerHandle]) -> WorkerError
     """Return the death of another of `workers` that may have caused `error`, or else `error`."""
     import ray
 
-    others = [] if error.died else [worker for worker in workers if worker.host != error.host]
+    others = [] if error.died else [worker for worker in workers if worker.name != error.worker]
     deadline = time.monotonic() + _DEATH_SECONDS
     with suppress(ray.exceptions.RayError):  # Ray itself ended and cannot be asked
         # By new calls: the worker that died may have answered all earlier ones.
@@ -181,37 +191,48 @@ def cause_of(error: WorkerError, workers: Iterable[WorkerHandle]) -> WorkerError
 
 
 class WorkerHandle:
-    """The driver's handle to one worker process.
+    """The driver's handle to one worker process, or to that of a parameter server.
 
-    Calls run one at a time, in the order in which they were submitted.
+    Calls of a worker run one at a time, in the order in which they were submitted.
 
     Attributes:
         host: the worker's index in the pool.
-        name: the worker's name, such as `worker_0`.
+        name: its name, such as `worker_0` or `parameter server 1 on host 0`.
+        is_server: whether it is a parameter server.
+        actor: Ray's handle.
         log: the file with the worker's output.
         address: the address of its machine.
         elsewhere: whether its process is known to be on another machine.
         location: Ray's reference to the result of `Worker.location`, there once the process is up.
+        life: of a server, Ray's reference to an answer that comes with the end of the process.
     """
 
-    def __init__(self, actor: Any, host: int, log: Path, address: str = LOOPBACK) -> None:
-        self._actor = actor
+    def __init__(
+        self, actor: Any, host: int, log: Path, address: str = LOOPBACK, server: int | None = None
+    ) -> None:
+        self.actor = actor
         self.location = actor.location.remote()
         self._process: psutil.Process | None = None
         self._kills_before = _out_of_memory_kills()
         self.host = host
-        self.name = f"worker_{host}" + (f" on {address}" if address != LOOPBACK else "")
+        where = f" on {address}" if address != LOOPBACK else ""
+        self.is_server = server is not None
+        self.life = actor.live.remote() if self.is_server else None
+        self.name = (
+            f"parameter server {server} on host {host}" if self.is_server else f"worker_{host}"
+        )
+        self.name += where
         self.log = log
         self.address = address
         self.elsewhere = False
 
     def submit(self, method: str, *arguments: Any) -> Future:
         """Queue a call of the worker object's `method` and return without waiting."""
-        return Future(self._actor.call.remote(method, *arguments), self, method)
+        return Future(self.actor.call.remote(method, *arguments), self, method)
 
     def ping(self) -> Any:
         """Return Ray's reference to an answer after all queued calls, or to the worker's death."""
-        return self._actor.location.remote()
+        return self.actor.location.remote()
 
     def process(self) -> psutil.Process | None:
         """Return the worker's process; None until it is up, and if it is on another machine."""
@@ -308,6 +329,7 @@ class WorkerHandle:
             host=self.host,
             whereabouts=self.whereabouts,
             died=True,
+            is_server=self.is_server,
             silent=silent or reason == "unreachable",
         )
 

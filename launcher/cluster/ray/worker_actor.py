@@ -1,13 +1,15 @@
-"""The Ray actor that runs in a worker process and holds the user's object.
+"""The Ray actors that run in a worker process and hold the user's object.
 
-It travels to the worker by value and is the first code there, before anything of this package or
-JAX is imported, so that both see the environment and the module search path that it sets. Until
-then it imports only the standard library and the Ray that runs it, so the few private names of Ray
-that it uses stand here and not in `ray_compat`.
+They travel to the worker by value and are the first code there, before anything of this package or
+JAX is imported, so that both see the environment and the module search path that they set. Until
+then they import only the standard library and the Ray that runs them, so the few private names of
+Ray that they use stand here and not in `ray_compat`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
 import faulthandler
 import gc
 import logging
@@ -21,6 +23,7 @@ import traceback
 from typing import Any
 
 FOR_THE_DRIVER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+_SIG_IGN = 1
 
 Outcome = tuple[bool, Any]  # (True, result) | (False, (exception type, message, traceback text))
 
@@ -43,11 +46,7 @@ class Worker:
         faulthandler.enable()  # a crash leaves the Python stack as the log's last lines
         # `kill -QUIT <pid>` adds the stacks of a process that seems to hang; see `diagnose`.
         faulthandler.register(signal.SIGQUIT, file=2)
-        # The driver decides what a signal means, so none of these ends a worker. A handler, not
-        # SIG_IGN or the mask it was born with, because its own children would inherit those two.
-        for number in FOR_THE_DRIVER:
-            signal.signal(number, lambda number, frame: None)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_THE_DRIVER)
+        self._survive_signals()
         for name in set(os.environ) - set(environ):
             # If the driver does not name the GPUs, this host's own choice of them holds.
             if not name.startswith("RAY_") and name != "CUDA_VISIBLE_DEVICES":
@@ -62,6 +61,13 @@ class Worker:
         follow()  # ends with Ray's process, also while it is stopped
         self._object: Any = None
         self._construct_failure: Any = None  # the answer to every call, if there is one
+
+    def _survive_signals(self) -> None:
+        # The driver decides what a signal means, so none of these ends a worker. A handler, not
+        # SIG_IGN or the mask it was born with, because its own children would inherit those two.
+        for number in FOR_THE_DRIVER:
+            signal.signal(number, lambda number, frame: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_THE_DRIVER)
 
     def location(self) -> tuple[str, int, str]:
         """Return the machine, as `machine_id` does, the process number, and Ray's node id."""
@@ -86,6 +92,44 @@ class Worker:
         try:
             return True, getattr(self._object, method)(*arguments)
         except BaseException as error:
+            return False, _described(error)
+
+
+class Server(Worker):
+    """A process whose object has coroutines for methods: calls of it go on side by side.
+
+    It starts no process of its own. Calls that come before the object is built wait for it: they
+    are of others than the one who has it built.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._is_built = asyncio.Event()
+
+    def construct(self, pickled: bytes) -> Outcome:
+        """See `Worker.construct`."""
+        try:
+            return super().construct(pickled)
+        finally:
+            self._is_built.set()
+
+    def _survive_signals(self) -> None:
+        # Ray constructs such an actor in a thread in which Python sets no handlers.
+        for number in FOR_THE_DRIVER:
+            ctypes.CDLL(None).signal(int(number), _SIG_IGN)
+
+    async def live(self) -> None:
+        """Wait for the end of the process, which ends the call."""
+        await asyncio.Event().wait()
+
+    async def answer(self, method: str, *arguments: Any) -> Outcome:
+        """Call a coroutine of the user's object; an exception is returned as `call` does."""
+        await self._is_built.wait()
+        if self._construct_failure is not None:
+            return False, self._construct_failure
+        try:
+            return True, await getattr(self._object, method)(*arguments)
+        except Exception as error:
             return False, _described(error)
 
 

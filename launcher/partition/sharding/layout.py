@@ -134,7 +134,7 @@ def layouts(
     names = dict(zip(leaf_names(step), step.invars, strict=True))
     inner = NamedDims(loss.equations)
     found = []
-    for mesh, submesh in enumerate(assignment.submeshes):
+    for mesh in range(len(assignment.submeshes)):
         cut: dict[Var, Spec] = {}
         on_mesh = (s for s, at in enumerate(assignment.mesh_of) if at == mesh)
         for stage in on_mesh:
@@ -144,7 +144,8 @@ def layouts(
             atom = step.outvars[result]
             if step.invars[argument] in cut and is_var(atom):
                 cut[atom] = cut[step.invars[argument]]
-        sizes = mesh_sizes(submesh.logical_mesh, assignment.num_replicas)
+        own = assignment.own_submesh(mesh).logical_mesh
+        sizes = mesh_sizes(own, assignment.slicing.own_replicas)
         cut = {v: _fitting(spec, sizes) for v, spec in cut.items()}
         found.append(Layout(step, loss, sizes, cut, outer, inner))
     return tuple(found)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from launcher.partition.partitioned import PartitionedStep
-from launcher.partition.sharding.layout import DATA, ROWS, Layout
+from launcher.partition.sharding.layout import ROWS, Layout
 from launcher.partition.sharding.named_dims import parts
 from launcher.partition.slicing import accumulator_dtype
 from launcher.partition.stages import StageGraph
-from launcher.partition.update import UpdateProgram
 from launcher.plan.cost.stage_memory import Footprint
 from launcher.schedule import Task
 from launcher.trace import Loss
@@ -32,8 +31,8 @@ def mesh_memory(cut: PartitionedStep, mesh: int, footprints: Mapping[int, Footpr
     gathered = max(_gathered_bytes(graph, loss, layout) for graph in graphs)
     used = [i for graph in graphs for i in graph.wrt if (i, graph.index) in cut.update.grad_parts]
     grads = sum(_gradient_bytes(i, loss, layout) for i in used)
-    held = _state_bytes(graphs, cut.update, layout) + gathered + (grads if loss.wrt else 0)
-    held += _result_bytes(cut, mesh)
+    held = _state_bytes(cut, graphs, layout) + gathered + (grads if loss.wrt else 0)
+    held += _result_bytes(cut, mesh) + _exchanged_bytes(cut, grads if loss.wrt else 0)
     return held + int(mesh_activation_bytes(footprints, cut.tasks[mesh]))
 
 
@@ -52,18 +51,28 @@ def mesh_activation_bytes(footprints: Mapping[int, Footprint], tasks: Sequence[T
     return peak
 
 
-def _state_bytes(graphs: Sequence[StageGraph], outer: UpdateProgram, layout: Layout) -> int:
+def _exchanged_bytes(cut: PartitionedStep, grads: int) -> int:
+    """Return the bytes that a device holds twice while they go through parameter servers.
+
+    They are the gradients, a worker's and the sums, and the batch leaves that the step reads whole.
+    """
+    if cut.slicing.workers == 1:
+        return 0
+    return grads + sum(nbytes(v.aval) for v, _ in cut.update.given if v not in cut.step.constants)
+
+
+def _state_bytes(cut: PartitionedStep, graphs: Sequence[StageGraph], layout: Layout) -> int:
     """Return the bytes that a device holds all through the step.
 
     They are the arguments that live on the mesh or are sent there, and the batch, of which each
     replica has its rows.
     """
-    (mesh,) = {graph.mesh for graph in graphs}
+    (mesh,), outer = {graph.mesh for graph in graphs}, cut.update
     whole = [v for v, home in outer.homes.items() if home == mesh]
     batch = 0
     for operand in {outer.operands[i]: None for graph in graphs for i in graph.operands}:
         if operand.stacked:
-            batch += nbytes(operand.value.aval) // (layout.sizes[DATA] * layout.sizes[ROWS])
+            batch += nbytes(operand.value.aval) // (cut.slicing.replicas * layout.sizes[ROWS])
         elif outer.homes.get(operand.value, mesh) != mesh:
             whole.append(operand.value)
     return batch + sum(nbytes(v.aval) // parts(layout.outer(v), layout.sizes) for v in whole)

@@ -164,11 +164,13 @@ class UpdateSeconds:
     Attributes:
         update_seconds: see `StagePlan`.
         hidden_seconds: see `StagePlan`.
+        exchange_seconds: see `StagePlan`.
         collectives: see `StagePlan`.
     """
 
     update_seconds: float
     hidden_seconds: float
+    exchange_seconds: float
     collectives: tuple[Collectives, ...]
 
 
@@ -182,6 +184,7 @@ def stage_update_seconds(
     share: float,
     sums: Sequence[Collective],
     backward_seconds: float,
+    exchange_seconds: float,
 ) -> UpdateSeconds:
     """Return what a stage takes once a step.
 
@@ -199,9 +202,10 @@ def stage_update_seconds(
         share: its share of the mesh's update.
         sums: the collectives that sum its gradients once a step, one a bucket.
         backward_seconds: its backward pass of a microbatch.
+        exchange_seconds: what its worker takes to exchange through parameter servers.
     """
     if not loss.wrt:
-        return UpdateSeconds(0.0, 0.0, ())
+        return UpdateSeconds(exchange_seconds, 0.0, exchange_seconds, ())
     beside = formulas.beside_seconds(backward_seconds, cluster)
     summing = _crossing_seconds(sums, layout, cluster, links)
     exposed = float(formulas.exposed_seconds(summing, len(sums), beside))
@@ -213,4 +217,6 @@ def stage_update_seconds(
         if home == graph.mesh
     )
     once = formulas.update_seconds(crossing, share * state, cluster.memory_bandwidth)
-    return UpdateSeconds(float(once), summing - exposed, _summary("update", [*sums, *gathers]))
+    summary = _summary("update", [*sums, *gathers])
+    once = float(once) + exchange_seconds
+    return UpdateSeconds(once, summing - exposed, exchange_seconds, summary)

@@ -46,6 +46,8 @@ class LayerCost:
         fixed_forward_peak_bytes: the part of `forward_peak_bytes` that every slice needs, however
             few rows it has; and so on.
         input_bytes: bytes of the activations that the layer reads.
+        checkpoint_bytes: the same; of several layers, of all of them.
+        layer_peak_bytes: `whole_peak_bytes`; of several layers, the most of any; and so on.
         sent_bytes: bytes of the activations that cross to the next layer, unsharded.
         batch_bytes: bytes of the leaves of the batch that the layer reads.
     """
@@ -76,10 +78,15 @@ class LayerCost:
     fixed_whole_peak_bytes: float
     fixed_whole_early_bytes: float
     input_bytes: float
+    checkpoint_bytes: float
+    layer_peak_bytes: float
+    fixed_layer_peak_bytes: float
+    fixed_layer_early_bytes: float
     sent_bytes: float
     batch_bytes: float
 
 
+_LARGEST = "layer_peak_bytes", "fixed_layer_peak_bytes", "fixed_layer_early_bytes"
 PER_SAMPLE = tuple(
     f.name
     for f in dataclasses.fields(LayerCost)
@@ -193,6 +200,7 @@ class CostTable:
         found["input_bytes"] = np.repeat(rows["input_bytes"][:, None], count + 1, 1)
         sent = np.concatenate([[0.0], rows["sent_bytes"][:-1], [0.0]])
         found["sent_bytes"] = np.repeat(sent[None, :], count, 0)
+        found.update((name, largest(rows[name])) for name in _LARGEST)
         return found
 
     def peak_bytes(self, m_index: int, name: str, slices: int | None) -> np.ndarray:
@@ -216,6 +224,17 @@ class CostTable:
         if name == "forward":
             return peak_in_turn(peak, left, early)
         return peak_in_turn(peak, early, np.zeros(self.num_layers))
+
+    def layer_peak_bytes(self, m_index: int, slices: int) -> np.ndarray:
+        """Return the most that both passes of one of the layers need, `[first, end]`.
+
+        Args:
+            m_index: the number of the model axis.
+            slices: number of slices of the batch.
+        """
+        of = self.spans[m_index]
+        by_rows = of["fixed_layer_early_bytes"] + of["layer_peak_bytes"] / slices
+        return np.asarray(np.maximum(of["fixed_layer_peak_bytes"], by_rows))
 
     @functools.cached_property
     def parameter_spans(self) -> Callable[[int, int], dict[str, np.ndarray]]:
@@ -311,3 +330,12 @@ def sums(values: np.ndarray) -> np.ndarray:
     """Return the sums over `[first, end)`."""
     total = np.concatenate([[0.0], np.cumsum(values)])
     return np.asarray(np.maximum(total[None, :] - total[:-1, None], 0.0))
+
+
+def largest(values: np.ndarray) -> np.ndarray:
+    """Return the largest over `[first, end)`; 0 of none."""
+    count = len(values)
+    is_in = np.tri(count, dtype=bool).T  # [first, layer]
+    found = np.zeros((count, count + 1))
+    found[:, 1:] = np.maximum.accumulate(np.where(is_in, values, 0.0), axis=1)
+    return found

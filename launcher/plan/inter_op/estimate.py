@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -70,7 +70,7 @@ def _interleaved(
     alike = max(len(set(assignment.zero)), len(set(assignment.sequence))) <= 1
     if len(shapes) > 1 or not alike or wanted.num_stages is not None:
         return
-    # The last stage does both passes at once, so that its rematerialisation does not matter.
+    # The last stage does both passes at once, and holds few microbatches.
     (remat, *others) = set(assignment.remat[:-1])
     for each in range(2, _MOST_STAGES_A_MESH + 1):
         if others or len(groups) % (each * count):
@@ -82,7 +82,7 @@ def _interleaved(
             layers=tuple(tuple(layer for group in part for layer in group) for part in parts),
             mesh_of=tuple(s % count for s in range(each * count)),
             schedule=schedule,
-            remat=(remat,) * (each * count),
+            remat=(*(remat,) * (each * count - 1), assignment.remat[-1]),
             zero=assignment.zero[:1] * (each * count),
             sequence=assignment.sequence[:1] * (each * count),
         )
@@ -122,18 +122,59 @@ def make_estimate(assignment: Assignment, problem: Problem) -> Estimate:
                 dataclasses.replace(stage, memory_bytes=peaks[mesh])
                 for stage, mesh in zip(stages, assignment.mesh_of, strict=True)
             ),
-            transfers=_transfers(crossing),
+            transfers=_transfers(crossing, _shared_bytes(assignment, first, problem)),
             cluster=vars(problem.cluster).copy(),
             reduction=assignment.reduction,
         )
     )
 
 
-def _transfers(crossing: Sequence[int]) -> tuple[Transfer, ...]:
-    """Return the transfers of these bytes from each stage to the next, and back."""
+def _transfers(
+    crossing: Sequence[int], shared: Mapping[tuple[int, int], int]
+) -> tuple[Transfer, ...]:
+    """Return the transfers of a step.
+
+    Args:
+        crossing: bytes of a microbatch from each stage to the next, and back.
+        shared: bytes once a step, by (source, destination) stage.
+    """
     links = [(s, s + 1, size) for s, size in enumerate(crossing[:-1]) if size]
-    both = [*links, *((dst, src, size) for src, dst, size in links)]
-    return tuple(Transfer(src, dst, size, 0) for src, dst, size in both)
+    every = {(src, dst): size for s, d, size in links for src, dst in [(s, d), (d, s)]}
+    both = sorted({*every, *shared})
+    return tuple(Transfer(*way, every.get(way, 0), shared.get(way, 0)) for way in both)
+
+
+def _shared_bytes(
+    assignment: Assignment, first: Mapping[int, int], problem: Problem
+) -> dict[tuple[int, int], int]:
+    """Return the bytes once a step of parameters that stages on several meshes read.
+
+    They are sent from the first of these stages, and their gradients back to it.
+
+    Args:
+        assignment: the assignment.
+        first: the position of each group of layers, by its first layer.
+        problem: the problem.
+    """
+    stage_of = [0] * len(problem.groups)
+    for s, layers in enumerate(assignment.layers):
+        for layer in layers:
+            if layer in first:
+                stage_of[first[layer]] = s
+    found: dict[tuple[int, int], int] = {}
+    whole = problem.table.index(1, False)
+    for one in problem.table.parameters:
+        home, *readers = dict.fromkeys(stage_of[layer] for layer in one.layers)
+        for reader in readers:
+            if assignment.mesh_of[reader] == assignment.mesh_of[home]:
+                continue
+            for way, name in (
+                ((home, reader), "parameter_bytes"),
+                ((reader, home), "gradient_bytes"),
+            ):
+                size = int(one.of[name][whole])
+                found[way] = found.get(way, 0) + size
+    return {way: size for way, size in found.items() if size}
 
 
 def _costs(assignment: Assignment, s: int, problem: Problem, goes_back: bool) -> StageCosts:

@@ -15,6 +15,7 @@ from launcher.plan.inter_op.auto import make_problem
 from launcher.plan.inter_op.estimate import make_estimate, recounted, schedule_variants
 from launcher.plan.inter_op.infeasible import nothing_fits
 from launcher.plan.inter_op.problem import Candidate, Problem, Wanted, best_of
+from launcher.plan.links import link_seconds
 from launcher.plan.pipeline import Estimate
 from launcher.plan.plan import Plan, RunnerUp
 from launcher.plan.profile.measured_layers import MeasuredLayers
@@ -253,10 +254,14 @@ def _why(plan: Plan | Estimate, best: Plan | Estimate) -> str:
     """Return what costs a plan most time, compared with the best one."""
     busy = [_busiest(p) for p in (plan, best)]
     once = [max(stage.update_seconds for stage in p.stages) for p in (plan, best)]
+    crossing = [max(link_seconds(p).values(), default=0.0) for p in (plan, best)]
     waiting = [p.predicted_bubble_fraction * p.predicted_step_seconds for p in (plan, best)]
     reasons = {
         f"its busiest devices work {busy[0]:.3g} s a step, not {busy[1]:.3g}": busy[0] - busy[1],
         f"gradients and update take {once[0]:.3g} s, not {once[1]:.3g}": once[0] - once[1],
+        f"its busiest link takes {crossing[0]:.3g} s a step, not {crossing[1]:.3g}": (
+            crossing[0] - crossing[1] if crossing[0] > busy[0] else 0.0  # else it is hidden
+        ),
         f"its devices wait {plan.predicted_bubble_fraction:.0%} of the pipeline's time, not "
         f"{best.predicted_bubble_fraction:.0%}": waiting[0] - waiting[1],
     }

@@ -112,8 +112,13 @@ class StageCosts:
         self._is_first = np.broadcast_to(first == 0, self._valid.shape)
         is_last = np.broadcast_to(end == table.num_layers, self._valid.shape)
         self._goes_back = is_last & back_at_once
-        # Both passes are one task program then: see `task_programs.runs_as_one`.
-        self._as_one = self._goes_back & (self._a_slice("residual_bytes") <= MOST_INSIDE)
+
+    def _as_one(self, remat: str) -> np.ndarray:
+        """Return whether both passes are one task program: see `task_programs.runs_as_one`."""
+        left = self._a_slice("residual_bytes")
+        if remat != "none":
+            left = self._a_slice("checkpoint_bytes") - self._a_slice("input_bytes")
+        return np.asarray(self._goes_back & (left <= MOST_INSIDE))
 
     def _a_slice(self, name: str) -> np.ndarray:
         """Return the share of one slice of what is of the whole batch."""
@@ -122,12 +127,16 @@ class StageCosts:
     def seconds(self, zero: int, remat: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the seconds of the first microbatch with its transfers, and of everything else.
 
-        The transfers are those to the next stage and back from it.
+        The transfers are those to the next stage and back from it. The other microbatches take as
+        long as the stage's devices work, or as long as it sends, whichever is more.
         """
         passes = self.passes(zero, remat)
-        one = passes.forward + passes.backward
-        rest = (self._setting.num_micro_batches - 1) * one + self.once(zero, passes.backward)
-        return one + self._sending() + self._valid, rest + self._valid
+        one, crossing = passes.forward + passes.backward, self._crossing_seconds()
+        latency = np.where(crossing > 0, self._cluster.latency, 0.0)
+        sends = crossing + crossing[0][:-1, None]  # forward at its end, back from its beginning
+        others = (self._setting.num_micro_batches - 1) * np.maximum(one, sends)
+        rest = others + self.once(zero, passes.backward)
+        return one + 2 * (crossing + latency) + self._valid, rest + self._valid
 
     def passes(self, zero: int, remat: str) -> PassSeconds:
         """Return the seconds of a microbatch's passes."""
@@ -139,11 +148,11 @@ class StageCosts:
             self._a_slice("backward_bytes") + of["fixed_backward_bytes"], of["backward_sums"]
         )
         repeated = self._along_model(self._a_slice("repeated_bytes"), of["repeated_sums"])
-        sums_back = sums_back + np.where(self._as_one, 0.0, repeated)
+        as_one = self._as_one(remat)
+        sums_back = sums_back + np.where(as_one, 0.0, repeated)
         again = np.zeros_like(work)
-        if remat != "none":  # what is used at once is not computed again
-            again = np.where(self._goes_back, 0.0, work)
-            sums_back = sums_back + np.where(self._goes_back, 0.0, sums)
+        if remat != "none":
+            again, sums_back = work, sums_back + sums
         if (rows_axis := self._data // self._setting.replicas) > 1:  # in every microbatch
             sums_back = sums_back + all_reduce_seconds(
                 of["parameter_bytes"], rows_axis, *self._ring, of["parameters"]
@@ -155,9 +164,7 @@ class StageCosts:
         scatter = gather_seconds(crossing, self._data, *self._ring, scattered)
         parts = PassParts(work, back, again, sums, sums_back, gather, scatter)
         splits = self._schedule.splits_backward
-        return pass_seconds(
-            parts, self._cluster.dispatch_overhead, self._as_one, self._is_first, splits
-        )
+        return pass_seconds(parts, self._cluster.dispatch_overhead, as_one, self._is_first, splits)
 
     def _peak(self, name: str) -> np.ndarray:
         return self._table.peak_bytes(self._m_index, name, self._slices)
@@ -180,15 +187,15 @@ class StageCosts:
 
     def working(self, remat: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return what a forward pass leaves, and what either pass needs on top, in bytes."""
-        again = remat != "none"
-        whole, forward, backward = map(self._peak, ("whole", "forward", "backward"))
-        left = self._a_slice("input_bytes" if again else "left_bytes")
-        if again:  # what is computed again is there while it is used
-            back = self._goes_back
-            forward, backward = np.where(back, forward, left), np.where(back, backward, whole)
-            left = np.where(back, self._a_slice("left_bytes"), left)
+        if remat == "none":
+            whole, forward, backward = map(self._peak, ("whole", "forward", "backward"))
+            left = self._a_slice("left_bytes")
+        else:  # the layers' inputs are left, and one layer at a time is computed again
+            left = self._a_slice("checkpoint_bytes")
+            backward = self._table.layer_peak_bytes(self._m_index, self._slices)
+            whole, forward = left + backward, left
         # One program of both passes leaves what the second part of a backward pass in two needs.
-        as_one, kept = self._as_one, left if self._schedule.splits_backward else 0.0
+        as_one, kept = self._as_one(remat), left if self._schedule.splits_backward else 0.0
         return (
             np.where(as_one, kept, left),
             np.where(as_one, whole, forward),
@@ -263,8 +270,8 @@ class StageCosts:
         latency = self._cluster.latency
         return np.asarray(all_reduce_seconds(size, self._model, self._links.model, latency, count))
 
-    def _sending(self) -> np.ndarray:
-        """Return the seconds to send one microbatch to the next stage, and its gradient back.
+    def _crossing_seconds(self) -> np.ndarray:
+        """Return for how long one microbatch occupies the link to the next stage, `[first, end]`.
 
         The next stage is taken to be like this one, and on the same host if both fit there.
         """
@@ -273,4 +280,4 @@ class StageCosts:
         is_local = cluster.hosts == 1 or devices < cluster.devices_per_host
         parts = self._data, self._data
         once = transfer_seconds(size, parts, (hosts, hosts), is_local, cluster)
-        return np.where(size > 0, 2 * once, 0.0)
+        return np.asarray(once - cluster.latency)

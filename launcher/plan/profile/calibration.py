@@ -81,6 +81,35 @@ class Calibration:
         return latency, steps / count / per_byte
 
 
+@dataclass(frozen=True)
+class StoreRates:
+    """Measured rates of an object store, as parameter servers use it; see `ClusterShape`."""
+
+    latency: float
+    put: float
+    add: float
+    get: float
+
+    def applied(self, shape: ClusterShape) -> ClusterShape:
+        """Return the shape with these figures."""
+        rates = {f"store_{name}": value for name, value in dataclasses.asdict(self).items()}
+        return dataclasses.replace(shape, **rates)
+
+
+def keep_store_rates(shape: ClusterShape, rates: StoreRates) -> Path | None:
+    """Keep the rates that were measured with the workers of a shape, for `calibrated`.
+
+    Returns:
+        The file that keeps them; None, after a warning, if it could not be written.
+    """
+    path = _store_file(shape)
+    return path if cache.write(path, dataclasses.asdict(rates)) else None
+
+
+def _store_file(shape: ClusterShape) -> Path:
+    return cache.cache_file("calibration", shape, f"-store-{shape.hosts}")
+
+
 def calibrated(shape: ClusterShape) -> ClusterShape:
     """Return the shape with what was measured on such devices, if it was (`task=calibrate`).
 
@@ -93,6 +122,7 @@ def calibrated(shape: ClusterShape) -> ClusterShape:
     path = cache.cache_file("calibration", shape)
     then = "python -m launcher task=calibrate measures again"
     found = cache.read_cached(path, lambda tree: _kept(tree).applied(shape), then)
+    store = cache.read_cached(_store_file(shape), _kept_rates, then) if shape.hosts > 1 else None
     if found is None and is_nominal(shape):
         warn_once(
             _log,
@@ -100,7 +130,14 @@ def calibrated(shape: ClusterShape) -> ClusterShape:
             "nominal, and memory is not bounded, until python -m launcher task=calibrate measures "
             "them there",
         )
-    return found or shape
+    known = found or shape
+    return store.applied(known) if store else known
+
+
+def _kept_rates(tree: dict[str, Any]) -> StoreRates:
+    """Return the rates in a cache file; as `_kept`."""
+    names = (field.name for field in dataclasses.fields(StoreRates))
+    return StoreRates(**{name: cache.positive(tree[name]) for name in names})
 
 
 def _kept(tree: dict[str, Any]) -> Calibration:

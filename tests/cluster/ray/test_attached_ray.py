@@ -1,6 +1,7 @@
 """Workers on a Ray that others started: they come beside what runs there, and end alone."""
 
 import os
+import re
 import signal
 import socket
 import threading
@@ -11,12 +12,17 @@ import psutil
 import pytest
 
 import launcher
-from launcher.cluster.devices import DevicePool, emulated_pool
+from launcher.cluster.devices import emulated_pool
 from launcher.cluster.errors import ClusterError
-from launcher.cluster.ray.attached_ray import AttachedRay, choose_pool, reach
+from launcher.cluster.ray.attached_ray import AttachedRay
+from launcher.cluster.ray.demand import Demand
 from launcher.cluster.ray.private_ray import start
 from launcher.cluster.ray.ray_compat import Node
+from launcher.cluster.ray.reach import choose_pool, reach
+from launcher.cluster.ray.waiting import StartLimit
 from launcher.config.machines import Emulated
+
+LONG, SETTING = StartLimit(120.0), "launcher.init(start_timeout=...)"
 
 
 def test_ctrl_c_ends_the_wait_for_a_ray_that_never_answers():
@@ -25,7 +31,7 @@ def test_ctrl_c_ends_the_wait_for_a_ray_that_never_answers():
         ctrl_c = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
         ctrl_c.start()
         with pytest.raises(KeyboardInterrupt):
-            AttachedRay(f"127.0.0.1:{silent.getsockname()[1]}", None, None, timeout=600.0)
+            AttachedRay(f"127.0.0.1:{silent.getsockname()[1]}", None, None, StartLimit(600.0))
         ctrl_c.join()
 
 
@@ -40,7 +46,7 @@ def others(tmp_path_factory, probe):
 
 
 def test_workers_come_and_go_beside_others(others, probe):
-    ray = AttachedRay("auto", 2, 3, 120.0)
+    ray = AttachedRay("auto", 2, 3, LONG)
     workers = ray.spawn(probe, 5)
     places = [worker.submit("place").result() for worker in workers]
     mine = others.submit("place").result()
@@ -58,25 +64,43 @@ def test_workers_come_and_go_beside_others(others, probe):
 
 @pytest.mark.parametrize("why", ["no room", "no answer"])
 def test_workers_that_a_ray_does_not_start_are_named(others, probe, why):
-    ray = AttachedRay("auto", 1, 1, timeout=3.0)
+    import ray as rays_own
+
+    demand = Demand(num_cpus=1 if why == "no room" else 0)
+    ray = AttachedRay("auto", 1, 1, StartLimit(3.0, SETTING), demand)
     raylets = [p for p in psutil.Process().children(recursive=True) if p.name() == "raylet"]
     # And whoever would have them go on: the head above Ray's own command.
     silent = [each for raylet in raylets for each in (raylet.parent().parent(), raylet)]
-    told = "it still tries"
+    told = rf"did not start worker_0 within 3 s \({re.escape(SETTING)}\): it still tries"
     if why == "no room":
-        ray.pool = DevicePool("gpu", 1, 1, "GPU", "")
-        told = ".*schedul"
+        holder = rays_own.util.placement_group([{"CPU": 1}])
+        assert holder.wait(60)
+        told = (
+            rf"did not have CPU: 1 free for each of 1 workers within 3 s \({re.escape(SETTING)}\): "
+            "free now are CPU: 0 in all"
+        )
     else:
         for each in silent:
             each.suspend()
-    with pytest.raises(
-        ClusterError, match=rf"Ray at auto did not start worker_0 within 3 s \(launcher.*: {told}"
-    ):
+    with pytest.raises(ClusterError, match=f"Ray at auto {told}"):
         ray.spawn(probe)
-    for each in silent:
-        each.resume()
+    if why == "no room":
+        rays_own.util.remove_placement_group(holder)
+    else:
+        for each in silent:
+            each.resume()
     ray.close()
     assert others.submit("add", 0).result() >= 1
+
+
+def test_where_nothing_listens_that_is_said_at_once():
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    told = f"no Ray can be reached at {address}: Connection refused; `ray status`"
+    with pytest.raises(ClusterError, match=re.escape(told)):
+        reach(address, LONG)
+    with pytest.raises(ClusterError, match="That is a Ray Client"):
+        reach("ray://127.0.0.1:10001", LONG)
 
 
 @pytest.mark.slow
@@ -88,7 +112,7 @@ def test_a_wrong_secret_is_named(others, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
     monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # look for it on the loopback
     with pytest.raises(ClusterError, match=rf"no Ray .* at {address}: .*AuthToken"):
-        reach(address, 120.0)
+        reach(address, LONG)
 
 
 def test_what_never_answers_is_given_up(monkeypatch):
@@ -97,7 +121,7 @@ def test_what_never_answers_is_given_up(monkeypatch):
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         told = rf"no Ray answers at {address}: waited 2 s \(launcher\.init\(start_timeout="
         with pytest.raises(ClusterError, match=told):
-            reach(address, 2.0)
+            reach(address, StartLimit(2.0, SETTING))
 
 
 @pytest.mark.slow
@@ -120,7 +144,7 @@ def node(gpus, kind="A100"):
     resources = {"CPU": 8.0}
     if gpus:
         resources |= {"GPU": float(gpus), f"accelerator_type:{kind}": 1.0}
-    return Node("id", "127.0.0.1", True, resources)
+    return Node("id", "127.0.0.1", resources)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,11 +45,36 @@ def test_the_last_warning_of_ray_says_why_it_cannot_connect(output, problem):
     assert connection_problem(output) == problem
 
 
+def test_a_ray_of_other_versions_is_said_in_one_line():
+    import ray
+    from ray._private.utils import check_version_info
+
+    with pytest.raises(RuntimeError) as error:
+        check_version_info({"ray_version": "1.2.3", "python_version": "3.8.1"}, "node 10.0.0.1")
+    here = f"Ray {ray.__version__} on Python {'.'.join(map(str, sys.version_info[:3]))}"
+    found = connection_problem(f"Traceback:\nRuntimeError: {error.value}")
+    there = "it runs Ray 1.2.3 on Python 3.8.1"
+    assert found == f"{there}, and this process {here}; use the same versions in both"
+
+
+def test_living_nodes_come_with_most_gpus_first():
+    found = [
+        {
+            "NodeID": name,
+            "NodeManagerAddress": name,
+            "Alive": name != "dead",
+            "Resources": resources,
+        }
+        for name, resources in {"b": {}, "a": {}, "dead": {"GPU": 8.0}, "c": {"GPU": 1.0}}.items()
+    ]
+    assert [node.node_id for node in ray_compat.nodes_of(found)] == ["c", "a", "b"]
+
+
 def test_a_node_counts_and_names_its_gpus():
     resources = {"CPU": 8.0, "GPU": 2.0, "accelerator_type:H100": 1.0}
-    node = Node("id", "10.0.0.1", True, resources)
+    node = Node("id", "10.0.0.1", resources)
     assert (node.gpus, node.gpu_names) == (2, ["H100"])
-    assert (Node("id", "10.0.0.1", False, {}).gpus, Node("id", "", True, {}).gpu_names) == (0, [])
+    assert (Node("id", "10.0.0.1", {}).gpus, Node("id", "", {}).gpu_names) == (0, [])
 
 
 def test_settings_of_ray_all_have_its_prefix_but_for_the_known_one():

@@ -81,3 +81,11 @@ def test_a_machine_without_shared_memory_is_left_to_ray(tmp_path):
 def test_the_least_is_said(tmp_path):
     with pytest.raises(ClusterError, match=f"^{tmp_path} has room for only .* needs 10{'0' * 18}"):
         room.check_disk(tmp_path, least_inodes=10**19)
+
+
+def test_the_object_store_may_take_half_of_the_memory_that_can_be_shared(monkeypatch, tmp_path):
+    assert room.store_bytes(tmp_path / "none") == room.STORE_BYTES
+    for free, taken in [(1 << 20, room.STORE_BYTES), (4 << 30, 2 << 30), (1 << 40, 16 << 30)]:
+        disk = type("Disk", (), {"f_bavail": free // 4096, "f_frsize": 4096})
+        monkeypatch.setattr(os, "statvfs", lambda _, disk=disk: disk)
+        assert room.store_bytes(tmp_path) == taken

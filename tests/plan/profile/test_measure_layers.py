@@ -87,6 +87,7 @@ def test_distinct_layers_are_measured_once_and_then_remembered(
     assert caplog.messages == []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -1,0 +1,144 @@
+"""The parameter server: a process of its own that adds up what the workers give it, in rank order.
+
+Its actor is a `worker_actor.Server`, in which calls wait for one another without a thread
+each, so a server that waits takes no processor. The module imports neither JAX nor other modules of
+ours: the process is to be small, and up soon.
+
+Ray brings a large part through its object store, where the server reads it in place. The whole goes
+back the same way, written once for all workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+_WRITTEN_ONCE = 1 << 20  # bytes from which one object for all workers is quicker than one for each
+
+
+class ExchangeServer:
+    """Makes the whole of each exchange that it owns, once all workers have given their parts.
+
+    Args:
+        count: the number of workers.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._waiting: dict[tuple[int, int], _Exchange] = {}
+
+    async def exchange(
+        self, key: tuple[int, int], rank: int, axis: int | None, part: np.ndarray
+    ) -> Any:
+        """Take one worker's part of an exchange and return the whole when it is there.
+
+        Args:
+            key: the numbers of the call and of the exchange.
+            rank: the number of the worker.
+            axis: None if parts are added; else the axis along which they are joined.
+            part: the part.
+
+        Returns:
+            The whole or, if it is large, a list with Ray's reference to it.
+
+        Raises:
+            ValueError: parts do not fit one another; each worker gets the error.
+        """
+        if key not in self._waiting:
+            whole = asyncio.get_running_loop().create_future()
+            self._waiting[key] = _Exchange(whole, Sum() if axis is None else Join(axis))
+        exchange = self._waiting[key]
+        exchange.taken += 1
+        if exchange.taken == self._count:
+            del self._waiting[key]
+        try:
+            exchange.parts.take(rank, part)
+            if exchange.taken == self._count:
+                exchange.whole.set_result(_sent(exchange.parts.whole()))
+        except ValueError as error:
+            if not exchange.whole.done():
+                exchange.whole.set_exception(error)
+        return await exchange.whole
+
+
+class Sum:
+    """The sum of arrays, added in rank order, in whichever order they come.
+
+    Arrays of 16 bits are added in 32.
+    """
+
+    def __init__(self) -> None:
+        self._early: dict[int, np.ndarray] = {}  # of ranks whose turn has not come
+        self._next = 0
+        self._dtype: Any = None
+        self._total: np.ndarray | None = None
+
+    def take(self, rank: int, part: np.ndarray) -> None:
+        """Take the array of a rank and add up what is next.
+
+        Raises:
+            ValueError: it has another shape than those before.
+        """
+        self._early[rank] = part
+        while self._next in self._early:
+            self._add(self._early.pop(self._next))
+            self._next += 1
+
+    def _add(self, part: np.ndarray) -> None:
+        if self._total is None:
+            self._dtype, self._total = part.dtype, part
+            return
+        if part.shape != self._total.shape:
+            shapes = f"{list(part.shape)}, those of lower ranks {list(self._total.shape)}"
+            raise ValueError(f"the part of worker {self._next} has the shape {shapes}")
+        # The first part is in the object store, where nothing may be written.
+        out = self._total if self._next > 1 else None
+        self._total = np.add(self._total, part, out=out, dtype=_wide(self._dtype))
+
+    def whole(self) -> np.ndarray:
+        """Return the sum, in the type of the arrays."""
+        assert self._total is not None
+        return self._total.astype(self._dtype, copy=False)
+
+
+class Join:
+    """Arrays one after the other along an axis, in rank order."""
+
+    def __init__(self, axis: int) -> None:
+        self._axis = axis
+        self._parts: dict[int, np.ndarray] = {}
+
+    def take(self, rank: int, part: np.ndarray) -> None:
+        """Take the array of a rank."""
+        self._parts[rank] = part
+
+    def whole(self) -> np.ndarray:
+        """Return the joined arrays; raise ValueError if they do not fit one another."""
+        return np.concatenate([self._parts[rank] for rank in sorted(self._parts)], self._axis)
+
+
+@dataclass
+class _Exchange:
+    """An exchange of which parts are missing: what its workers wait for, and what has come."""
+
+    whole: asyncio.Future[Any]
+    parts: Sum | Join
+    taken: int = field(default=0)
+
+
+def _sent(whole: np.ndarray) -> Any:
+    """Return an array as it goes back to the workers."""
+    if whole.nbytes < _WRITTEN_ONCE:
+        return whole
+    import ray
+
+    return [ray.put(whole)]
+
+
+def _wide(dtype: np.dtype) -> np.dtype:
+    """Return the type in which numbers of a type are added."""
+    is_half = dtype.itemsize == np.dtype(np.float16).itemsize and dtype.kind not in "iu"
+    return np.dtype(np.float32) if is_half else dtype

@@ -1,0 +1,73 @@
+"""The timelines of a run: collected from its workers, and written to `timeline.json`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launcher.report.timeline import FILE, ProcessSpans, read_timeline
+from launcher.spans import Clock, SpanRecorder
+
+if TYPE_CHECKING:
+    from launcher.train.recordings import Recording
+
+_log = logging.getLogger(__name__)
+
+
+class Timelines:
+    """Writes the timeline of a step once all workers have handed theirs in.
+
+    What the file holds of other steps, perhaps of an earlier start of the run, stays.
+
+    Args:
+        folder: the run's folder.
+        steps: the steps to record.
+
+    Attributes:
+        steps: the steps to record.
+        spans: takes what the driver does.
+    """
+
+    def __init__(self, folder: Path, steps: Iterable[int]) -> None:
+        self.steps = frozenset(steps)
+        self.spans = SpanRecorder()
+        self._path = folder / FILE
+        self._clocks: Sequence[Clock] = ()
+        self._found: dict[int, dict[int, Recording]] = {}
+
+    def begin(self, clocks: Sequence[Clock]) -> None:
+        """Begin an attempt, whose workers have these clocks; forget what the one before left."""
+        self._clocks, self._found = clocks, {}
+
+    def add(self, recordings: Iterable[Recording]) -> None:
+        """Take what workers have recorded; a step that is whole is written."""
+        for recording in recordings:
+            parts = self._found.setdefault(recording.step, {})
+            parts[recording.process] = recording
+            if len(parts) >= len(self._clocks):
+                self._write(recording.step, [parts[i] for i in sorted(parts)])
+
+    def _write(self, step: int, recordings: Sequence[Recording]) -> None:
+        parts = [
+            ProcessSpans(f"worker {recording.process}", recording.spans, clock)
+            for recording, clock in zip(recordings, self._clocks, strict=True)
+        ]
+        timeline = read_timeline(self._path).with_step(step, parts)
+        own = self.spans.take()
+        if not (ran := timeline.spans(step)):
+            return
+        first, last = ran[0].start, max(span.end for span in ran)
+        during = [
+            replace(span, start=max(span.start, first))
+            for span in own
+            if span.end > first and span.start < last
+        ]
+        try:
+            timeline.with_step(step, [ProcessSpans("driver", during, Clock()), *parts]).save(
+                self._path
+            )
+        except OSError as error:
+            _log.warning(f"the timeline of step {step} cannot be written: {error}")

@@ -1,0 +1,76 @@
+"""The links that a plan's transfers occupy, and for how long.
+
+A host sends by one link and receives by another, whatever its devices send and receive. Inside a
+host each mesh has a link in either direction. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from launcher.plan.cluster_shape import ClusterShape
+from launcher.plan.cost import formulas
+from launcher.plan.stage_plan import Staged, Transfer
+from launcher.schedule import Way, Ways
+
+
+def transfer_ways(plan: Staged) -> Ways:
+    """Return how a microbatch gets from stage to stage."""
+    found = _by_transfer(plan, lambda one: one.bytes_per_microbatch)
+    return {(one.src_stage, one.dst_stage): way for one, way in found}
+
+
+def microbatch_transfer_seconds(plan: Staged) -> dict[tuple[int, int], float]:
+    """Return the seconds of a microbatch's transfer, by (source, destination) stage."""
+    return {pair: way.seconds + way.latency for pair, way in transfer_ways(plan).items()}
+
+
+def once_seconds(plan: Staged) -> float:
+    """Return the seconds of the transfers that are made once a step.
+
+    They are those of what several stages share, such as a tied embedding and its gradient. What
+    crosses different links does so at the same time.
+    """
+    busy: dict[str, float] = {}
+    for _, way in _by_transfer(plan, lambda one: one.bytes_per_step):
+        _add(busy, way, way.seconds + way.latency)
+    return max(busy.values(), default=0.0)
+
+
+def link_seconds(plan: Staged) -> dict[str, float]:
+    """Return for how many seconds of a step each link is occupied, by its name."""
+    busy: dict[str, float] = {}
+    for _, way in _by_transfer(plan, lambda one: one.bytes_per_microbatch):
+        _add(busy, way, way.seconds * plan.num_micro_batches)
+    for _, way in _by_transfer(plan, lambda one: one.bytes_per_step):
+        _add(busy, way, way.seconds)
+    return busy
+
+
+def _add(busy: dict[str, float], way: Way, seconds: float) -> None:
+    busy.update((link, busy.get(link, 0.0) + seconds) for link in way.links)
+
+
+def _by_transfer(
+    plan: Staged, size_of: Callable[[Transfer], int]
+) -> Iterator[tuple[Transfer, Way]]:
+    cluster, mesh_of = ClusterShape(**plan.cluster), plan.mesh_of
+    for one in plan.transfers:
+        size, ends = size_of(one), (one.src_stage, one.dst_stage)
+        if not size:
+            continue
+        src, dst = (plan.stages[s] for s in ends)
+        is_local = src.hosts == dst.hosts
+        seconds = formulas.transfer_seconds(
+            size,
+            parts=(src.logical_mesh[0], dst.logical_mesh[0]),
+            hosts=(len(src.hosts), len(dst.hosts)),
+            is_local=is_local,
+            cluster=cluster,
+        )
+        if is_local:
+            out, into = ([f"mesh {mesh_of[s]}"] for s in ends)
+        else:
+            out, into = ([f"host {host}" for host in stage.hosts] for stage in (src, dst))
+        links = *(f"from {end}" for end in out), *(f"to {end}" for end in into)
+        yield one, Way(links, float(seconds) - cluster.latency, cluster.latency)

@@ -1,0 +1,112 @@
+"""What ran on the devices, operation by operation, by JAX's profiler.
+
+Nothing has to be waited for, and what overlaps is seen to overlap. On CPU devices every operation
+is an event that names its program, its run and its device; of other devices none is read yet.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+_BEGIN = "launcher.begin"  # an event that tells the profiler's clock
+_OTHERS = "end: ", "ThreadpoolListener"  # most of the events, which are slow to look into
+_log = logging.getLogger(__name__)
+
+
+class Operation(NamedTuple):
+    """An operation of a compiled program, as it ran on one device.
+
+    Attributes:
+        name: its name in the compiled program.
+        start: when it began, in nanoseconds since the epoch.
+        end: when it had ended.
+    """
+
+    name: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class ProgramRun:
+    """A run of a compiled program on one device.
+
+    Attributes:
+        module: the name of the compiled program.
+        device: the device's position in `jax.devices()`.
+        operations: what ran, at least one operation.
+    """
+
+    module: str
+    device: int
+    operations: list[Operation]
+
+    @property
+    def start(self) -> int:
+        """When the first operation began."""
+        return min(operation.start for operation in self.operations)
+
+    @property
+    def end(self) -> int:
+        """When the last operation had ended."""
+        return max(operation.end for operation in self.operations)
+
+
+class DeviceProfile:
+    """A session of JAX's profiler, from its making to `stop`.
+
+    There can be one session in a process: while the user has another one, this one is empty.
+    """
+
+    def __init__(self) -> None:
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0
+        try:
+            folder = tempfile.TemporaryDirectory(prefix="launcher-profile-")
+            jax.profiler.start_trace(folder.name, profiler_options=options)
+            self._folder = folder
+        except (OSError, RuntimeError) as error:  # a full disk; another session
+            _log.warning(f"the timeline has no lanes of devices: {error}")
+        self._began = time.time_ns()
+        with jax.profiler.TraceAnnotation(_BEGIN):
+            pass
+
+    def stop(self) -> list[ProgramRun]:
+        """End the session and return the runs of all programs, in the order of their start."""
+        if self._folder is None:
+            return []
+        with self._folder as folder:
+            jax.profiler.stop_trace()
+            found = [run for path in Path(folder).rglob("*.xplane.pb") for run in self._read(path)]
+        return sorted(found, key=lambda run: run.start)
+
+    def _read(self, path: Path) -> list[ProgramRun]:
+        events = [
+            event
+            for plane in jax.profiler.ProfileData.from_file(str(path)).planes
+            for line in plane.lines
+            for event in line.events
+            if not event.name.startswith(_OTHERS)
+        ]
+        epoch = self._began - next(event.start_ns for event in events if event.name == _BEGIN)
+        number = {device: n for n, device in enumerate(jax.devices())}
+        device = {d.id: number[d] for d in jax.local_devices()}
+        found: dict[tuple[Any, ...], ProgramRun] = {}
+        for event in events:
+            stats = dict(event.stats)
+            if "hlo_op" not in stats or stats.get("device_ordinal") not in device:
+                continue
+            module, at = str(stats["hlo_module"]), device[stats["device_ordinal"]]
+            run = found.setdefault((module, stats.get("run_id"), at), ProgramRun(module, at, []))
+            start = int(epoch + event.start_ns)
+            end = start + int(event.duration_ns)
+            run.operations.append(Operation(str(stats["hlo_op"]), start, end))
+        return list(found.values())

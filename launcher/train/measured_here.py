@@ -1,0 +1,26 @@
+"""What a worker measures of its own process: when its metrics are there, and its peak memory."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+
+import jax
+
+
+def fetched_metrics(metrics: dict[str, jax.Array]) -> tuple[dict[str, float], float]:
+    """Wait for this process's metrics; return them, and `time.perf_counter()` at that time."""
+    here = {name: x.addressable_data(0) for name, x in metrics.items() if x.addressable_shards}
+    values = jax.device_get(here)
+    completed = time.perf_counter()
+    return {name: float(value) for name, value in values.items()}, completed
+
+
+def peak_memory_bytes() -> float:
+    """Return the peak memory of any one device; on CPU devices, that of the process."""
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    if all(stats):
+        return max(s["peak_bytes_in_use"] for s in stats)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
