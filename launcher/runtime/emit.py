@@ -169,13 +169,14 @@ class _Emitter:
         copies = {k: self.copies[v] for k, v in enumerate(segment.inputs) if v in self.copies}
 
         stacked = {k for k, v in enumerate(segment.outputs) if self.slots.is_stacked(v)}
+        own, rank = self.cut.slicing.own, self.rank  # not the emitter itself: it holds the programs
 
         def whole(*values: Any) -> tuple[Any, ...]:
             read = list(values)
             for k, (i, _) in copies.items():
                 read[k] = of_copies(layout, i, read[k])
-            own, found = self.cut.slicing.own, fun(*read)
-            return tuple(own(x, self.rank) if k in stacked else x for k, x in enumerate(found))
+            found = fun(*read)
+            return tuple(own(x, rank) if k in stacked else x for k, x in enumerate(found))
 
         self.programs[name] = whole
         inputs = [of_outer(v, mesh) for v in segment.inputs]
