@@ -87,9 +87,9 @@ class TracedStep(Interface):
         """The arguments and results of the whole step."""
         return self.of or self
 
-    @property
+    @functools.cached_property
     def operands(self) -> tuple[Var, ...]:
-        """The operands of the loss."""
+        """The operands of the loss, of which a large model has thousands."""
         return tuple(v for v in self.loss_equation.invars if is_var(v))  # as all of them are
 
     def loss(self, num_slices: int) -> Loss:
