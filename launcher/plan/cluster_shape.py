@@ -70,6 +70,11 @@ class ClusterShape:
         """Number of devices on all hosts."""
         return self.hosts * self.devices_per_host
 
+    @property
+    def shares_machine(self) -> bool:
+        """Whether its devices slow one another: see `schedule.shared_machine`."""
+        return self.effective_parallelism is not None and self.num_devices > 1
+
     def host_of(self, device: int) -> int:
         """Return the host of a device; devices are numbered host by host."""
         return device // self.devices_per_host

@@ -127,6 +127,7 @@ def plan_of_parts(step: TracedStep, plans: Sequence[Plan]) -> Plan:
         predicted_bubble_fraction=mean(p.predicted_bubble_fraction for p in plans),
         notes=(note, *dict.fromkeys(of_part for plan in plans for of_part in plan.notes)),
         further=tuple(further),
+        least_step_seconds=None,  # it was of the leading one
     )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from launcher.partition.partitioned import PartitionedStep
 from launcher.partition.sharding.layout import MODEL, ROWS
+from launcher.trace.errors import BatchError
 from launcher.trace.jaxpr import source_line
 from launcher.trace.leaf_names import leaf_names
 
@@ -36,3 +39,12 @@ def _gathered(cut: PartitionedStep) -> list[str]:
     if not whole:
         return []
     return [f"workers gather all rows of the batch's {', '.join(whole)}: the step reads them whole"]
+
+
+def refused_notes(refused: Mapping[int, BatchError]) -> tuple[str, ...]:
+    """Return what to say of numbers of slices of the batch that fell out of the search, if any."""
+    if not refused:
+        return ()
+    _, error = min(refused.items())
+    words = ", ".join(map(str, sorted(refused)))
+    return (f"not into {words} slices (microbatches × replicas): {error}",)

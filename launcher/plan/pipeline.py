@@ -63,7 +63,7 @@ def timeline(plan: Pipeline | Plan) -> list[TimedTask]:
             Kind.BACKWARD_WEIGHT: stage.backward_weight_seconds,
         }[task.kind]
 
-    if cluster.effective_parallelism is None or cluster.num_devices == 1:
+    if cluster.effective_parallelism is None or not cluster.shares_machine:
         return simulate(plan.tasks(), duration, transfer_ways(plan))
     shares = [stage.effective_parallelism or cluster.effective_parallelism for stage in plan.stages]
     machine = Shared(cluster.num_devices, [min(n, cluster.num_devices) for n in shares])

@@ -78,6 +78,8 @@ class Plan(Staged):
         workers: the processes that run it, of a run once they have started.
         reduction: how gradients are summed over the replicas.
         exchanges: what workers exchange through parameter servers, in order.
+        least_step_seconds: a lower bound on the predicted step of every plan that was searched
+            for; None where there is none.
     """
 
     method: str
@@ -104,6 +106,7 @@ class Plan(Staged):
     workers: tuple[WorkerInfo, ...] = ()
     reduction: Reduction = DEFAULT_REDUCTION
     exchanges: tuple[ServerExchange, ...] = ()
+    least_step_seconds: float | None = None
 
     @property
     def parts(self) -> tuple[Plan, ...]:

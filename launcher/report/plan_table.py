@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -38,9 +39,9 @@ def print_plan(console: Console, plan: Plan, tokens: int | None = None) -> None:
         console.print(words, soft_wrap=True)
     console.print(predictions(plan, tokens), soft_wrap=True)
     console.print(bottleneck(plan), soft_wrap=True)
-    for sums in (bucket_line(plan), server_line(plan)):
-        if sums:
-            console.print(sums, soft_wrap=True)
+    for line in (bucket_line(plan), server_line(plan), certificate(plan)):
+        if line:
+            console.print(line, soft_wrap=True)
     if plan.profiled:
         console.print("\nmeasured layers, in slices of so many rows:", soft_wrap=True)
         console.print(profile_table(plan))
@@ -68,6 +69,15 @@ def bottleneck(plan: Plan) -> str:
         f"bottleneck: stage{'s' if of[1:] else ''} {ranges_text(of)}, busy {share} of the step; "
         f"gradient sums and update {seconds_text(once)}"
     )
+
+
+def certificate(plan: Plan) -> str:
+    """Return how near the plan is to the best one, in one line; "" where that is not known."""
+    if plan.least_step_seconds is None:
+        return ""
+    short = plan.predicted_step_seconds / plan.least_step_seconds - 1
+    within = max(1, math.ceil(1000 * short - 1e-6)) / 1000
+    return f"within {within:.1%} of the best possible under this cost model"
 
 
 def bucket_line(plan: Plan) -> str:

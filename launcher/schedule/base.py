@@ -60,6 +60,21 @@ class Schedule(abc.ABC):
         most = self.in_flight(mesh, num_meshes, num_micro_batches, stages_per_mesh)
         return min(most, num_micro_batches * stages_per_mesh)
 
+    def hidden_forwards(self, behind: int, num_micro_batches: int) -> int:
+        """Return the forward passes that a mesh does while it waits for the first gradient.
+
+        They are those between the forward pass of the microbatch whose backward pass is its first,
+        and that backward pass: what the pipeline's first round trip hides.
+
+        Args:
+            behind: number of meshes after it.
+            num_micro_batches: number of microbatches.
+        """
+        tasks = self.tasks(behind + 1, num_micro_batches)[0]
+        back = next(i for i, task in enumerate(tasks) if task.kind is not Kind.FORWARD)
+        there = [t.microbatch for t in tasks[:back]].index(tasks[back].microbatch)
+        return back - there - 1
+
     def last_stage_alternates(self, num_micro_batches: int) -> bool:
         """Return whether each backward pass of the last stage directly follows its forward pass.
 

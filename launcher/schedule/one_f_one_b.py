@@ -34,6 +34,10 @@ class OneFOneB(Schedule):
         """Return the microbatches of the warm-up and one more."""
         return self.ahead * (num_meshes - mesh - 1) + 1
 
+    def hidden_forwards(self, behind: int, num_micro_batches: int) -> int:
+        """Return the microbatches of the warm-up."""
+        return min(self.ahead * behind, num_micro_batches - 1)
+
 
 class EagerOneFOneB(OneFOneB):
     """Run 1F1B twice as far ahead, by `2 (num_meshes - s) - 1` microbatches at most.

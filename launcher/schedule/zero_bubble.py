@@ -38,3 +38,7 @@ class ZeroBubble(Schedule):
     ) -> int:
         """Return one for each mesh, as the first of 1F1B has."""
         return num_meshes
+
+    def hidden_forwards(self, behind: int, num_micro_batches: int) -> int:
+        """Return the microbatches of the warm-up."""
+        return min(behind, num_micro_batches - 1)

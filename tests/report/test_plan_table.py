@@ -3,6 +3,8 @@
 import dataclasses
 import io
 
+import pytest
+
 from launcher.plan import local_shape
 from launcher.plan.plan import Plan, RunnerUp, StagePlan, Transfer
 from launcher.report.console import make_console
@@ -127,3 +129,13 @@ def test_runners_up_stand_beside_the_plan_slower_or_not():
 def test_tokens_are_told_where_samples_have_them():
     assert "84 samples/s, 10,778 tokens/s, " in predictions(make_plan(), 128)
     assert "tokens" not in predictions(make_plan())
+
+
+@pytest.mark.parametrize(
+    ("least", "words"),
+    [(0.381, "within 0.1% of"), (0.3806, "within 0.2% of"), (0.375, "within 1.6% of"), (None, "")],
+)
+def test_the_plan_says_how_near_it_is_to_the_best_possible(least, words):
+    text = text_of(dataclasses.replace(make_plan(), least_step_seconds=least))
+    assert words in text
+    assert ("best possible" in text) == bool(words)

@@ -8,6 +8,7 @@ import pytest
 from launcher.schedule import (
     SCHEDULES,
     Kind,
+    Schedule,
     ScheduleError,
     Task,
     Way,
@@ -19,6 +20,7 @@ from launcher.schedule import (
     max_in_flight,
     simulate,
     step_seconds,
+    training_schedules,
     validate_tasks,
 )
 
@@ -182,3 +184,16 @@ def test_the_checker_finds_every_fault(wrong):
     validate_tasks(wrong.name, schedule, 2, 4)
     with pytest.raises(ScheduleError, match=wrong.words):
         validate_tasks(wrong.name, wrong.change(schedule), 2, 4)
+
+
+@pytest.mark.parametrize("name", training_schedules(interleaves=False))
+def test_the_first_round_trip_hides_the_forward_passes_that_its_tasks_say(name):
+    schedule = SCHEDULES[name]
+    for behind, count in itertools.product(range(5), MICRO_BATCHES):
+        counted = Schedule.hidden_forwards(schedule, behind, count)
+        assert schedule.hidden_forwards(behind, count) == counted, (behind, count)
+        for earlier in range(3):
+            tasks = schedule.tasks(earlier + behind + 1, count)[earlier]
+            first = next(t for t in tasks if t.kind is not Kind.FORWARD)
+            at = tasks.index(first), tasks.index(Task(earlier, first.microbatch, Kind.FORWARD))
+            assert at[0] - at[1] - 1 == counted

@@ -7,8 +7,7 @@ which plans are worth building, also between schedules.
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -16,76 +15,11 @@ from launcher.partition.assignment import Assignment
 from launcher.plan.cost.mesh_memory import mesh_activation_bytes
 from launcher.plan.cost.stage_memory import Footprint
 from launcher.plan.cost.stage_seconds import links_of
-from launcher.plan.inter_op.problem import Problem, Wanted, spread_divisors
+from launcher.plan.inter_op.problem import Problem
 from launcher.plan.inter_op.stage_costs import Setting, StageCosts
 from launcher.plan.pipeline import Estimate, Pipeline, estimated
 from launcher.plan.stage_plan import StagePlan, Transfer
-from launcher.schedule import SCHEDULES, Kind, backward_follows
-
-_MOST_STAGES_A_MESH = 4
-
-
-def schedule_variants(
-    assignment: Assignment, problem: Problem, wanted: Wanted
-) -> Iterator[Assignment]:
-    """Yield an assignment, and the same under every other open schedule that can run it."""
-    yield assignment
-    if wanted.schedule is not None or len(assignment.layers) == 1:
-        return
-    others = [schedule for schedule in SCHEDULES.values() if schedule.improves_1f1b]
-    for schedule in others:
-        may_split = not schedule.splits_backward or set(assignment.remat) == {"none"}
-        if may_split and not schedule.interleaves:
-            yield dataclasses.replace(assignment, schedule=schedule.name)
-    for schedule in others:
-        if schedule.interleaves:
-            yield from _interleaved(assignment, problem, wanted, schedule.name)
-
-
-def recounted(assignment: Assignment, problem: Problem, wanted: Wanted) -> Iterator[Assignment]:
-    """Yield an assignment with other numbers of microbatches, where devices share a machine.
-
-    There the search's objective is no guide to their number, since a device works faster while
-    another waits, and only the simulated timeline accounts for that.
-    """
-    if problem.cluster.effective_parallelism is None or wanted.num_micro_batches is not None:
-        return
-    if not problem.sliced:
-        return
-    data = math.lcm(*(submesh.logical_mesh[0] for submesh in assignment.submeshes))
-    for count in spread_divisors(problem.batch_size, problem.batch_size):
-        if problem.batch_size % (count * data) == 0 and count != assignment.num_micro_batches:
-            yield dataclasses.replace(assignment, num_micro_batches=count)
-
-
-def _interleaved(
-    assignment: Assignment, problem: Problem, wanted: Wanted, schedule: str
-) -> Iterator[Assignment]:
-    """Yield assignments with several shorter stages on each of the submeshes.
-
-    There are none unless all submeshes are used alike.
-    """
-    count, groups = len(assignment.submeshes), problem.groups
-    shapes = {submesh.logical_mesh for submesh in assignment.submeshes}
-    alike = max(len(set(assignment.zero)), len(set(assignment.sequence))) <= 1
-    if len(shapes) > 1 or not alike or wanted.num_stages is not None:
-        return
-    # The last stage does both passes at once, and holds few microbatches.
-    (remat, *others) = set(assignment.remat[:-1])
-    for each in range(2, _MOST_STAGES_A_MESH + 1):
-        if others or len(groups) % (each * count):
-            continue
-        run = len(groups) // (each * count)
-        parts = [groups[at : at + run] for at in range(0, len(groups), run)]
-        yield dataclasses.replace(
-            assignment,
-            layers=tuple(tuple(layer for group in part for layer in group) for part in parts),
-            mesh_of=tuple(s % count for s in range(each * count)),
-            schedule=schedule,
-            remat=(*(remat,) * (each * count - 1), assignment.remat[-1]),
-            zero=assignment.zero[:1] * (each * count),
-            sequence=assignment.sequence[:1] * (each * count),
-        )
+from launcher.schedule import Kind, backward_follows
 
 
 def make_estimate(assignment: Assignment, problem: Problem) -> Estimate:

@@ -6,6 +6,7 @@ submeshes, logical meshes, ZeRO levels and rematerialisation. Pure.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -94,7 +95,8 @@ def best_of(
     """
     devices = problem.cluster.num_devices
     promising: list[tuple[float, int, Setting, Priced]] = []
-    for k, setting in enumerate(_settings(problem, wanted)):
+    schedule = wanted.schedule or DEFAULT_SCHEDULE
+    for k, setting in enumerate(settings(problem, wanted, schedule)):
         priced = price(problem.table, problem.cluster, setting, problem.sizes)
         least = sum(lower_bound(priced.candidates, devices))
         if np.isfinite(least):
@@ -114,35 +116,32 @@ def best_of(
             priced.candidates, devices, best=most, progress=inner, num_stages=wanted.num_stages
         )
         if best is not None:
-            candidate = _candidate(best, priced, setting, problem)
+            candidate = candidate_of(best, priced, setting, problem)
             same = candidate.assignment.layers, candidate.choices
             if same not in distinct or candidate.seconds < distinct[same].seconds:
                 distinct[same] = candidate
     return sorted(distinct.values(), key=lambda c: c.seconds)[:_MOST_FOUND]
 
 
-def _settings(problem: Problem, wanted: Wanted) -> Iterator[Setting]:
+def settings(problem: Problem, wanted: Wanted, schedule: str) -> Iterator[Setting]:
+    """Yield what may be fixed for one run of the stage search, under a schedule."""
     batch_size, devices = problem.batch_size, problem.cluster.num_devices
     asked, most = wanted.num_micro_batches, min(batch_size, _MOST_SLICES_TRIED)
     counts = [asked] if asked else spread_divisors(batch_size, most)
-    remats = (wanted.remat,) if wanted.remat else ("none", "full")
-    for count in counts:
-        if batch_size % count:
+    for count, replicas in itertools.product(counts, range(1, devices + 1)):
+        if batch_size % (count * replicas) or count * replicas in problem.refused:
             continue
-        for replicas in range(1, devices + 1):
-            if count * replicas in problem.refused or (count * replicas > 1 and not problem.sliced):
-                continue
-            if devices % replicas == 0 and batch_size % (count * replicas) == 0:
-                schedule = wanted.schedule or DEFAULT_SCHEDULE
-                yield Setting(
-                    num_micro_batches=count,
-                    batch_size=batch_size,
-                    replicas=replicas,
-                    schedule=schedule,
-                    remats=remats,
-                    memory_bytes=problem.memory_bytes,
-                    reduction=wanted.reduction,
-                )
+        if count * replicas > 1 and not problem.sliced:
+            continue
+        yield Setting(
+            num_micro_batches=count,
+            batch_size=batch_size,
+            replicas=replicas,
+            schedule=schedule,
+            remats=(wanted.remat,) if wanted.remat else ("none", "full"),
+            memory_bytes=problem.memory_bytes,
+            reduction=wanted.reduction,
+        )
 
 
 def spread_divisors(number: int, most: int) -> list[int]:
@@ -157,7 +156,10 @@ def spread_divisors(number: int, most: int) -> list[int]:
     return sorted({*nearest, divisors[-1]})
 
 
-def _candidate(found: BestStages, priced: Priced, setting: Setting, problem: Problem) -> Candidate:
+def candidate_of(
+    found: BestStages, priced: Priced, setting: Setting, problem: Problem
+) -> Candidate:
+    """Return stages that were found as an assignment."""
     count = len(found.stages)
     at = [(count - 1 - s, *stage) for s, stage in enumerate(found.stages)]
     choices = tuple(priced.choices[int(priced.chosen[i])] for i in at)

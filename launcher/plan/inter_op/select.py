@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from launcher.partition.assignment import Assignment
 from launcher.plan.build import PlanBuilder
 from launcher.plan.cluster_shape import ClusterShape
-from launcher.plan.errors import TooLargeError, UnmeasuredError
+from launcher.plan.errors import TooLargeError
 from launcher.plan.further import lead_of
 from launcher.plan.inter_op.auto import make_problem
-from launcher.plan.inter_op.estimate import make_estimate, recounted, schedule_variants
 from launcher.plan.inter_op.infeasible import nothing_fits
-from launcher.plan.inter_op.problem import Candidate, Problem, Wanted, best_of
+from launcher.plan.inter_op.problem import Problem, Wanted
+from launcher.plan.inter_op.search import Estimated, Found, find_plans, plans_on_one_machine
 from launcher.plan.links import link_seconds
+from launcher.plan.notes import refused_notes
 from launcher.plan.pipeline import Estimate
 from launcher.plan.plan import Plan, RunnerUp
 from launcher.plan.profile.measured_layers import MeasuredLayers
@@ -55,8 +56,7 @@ def search(
     Of a step with several losses it is the plan of the leading one (`plan.further`), which cuts the
     batch as all of them can be cut.
 
-    The search's objective is a closed form. The few best assignments, each under every schedule
-    that is left open, are estimated, so that the simulated timeline decides. The best of the
+    Assignments are estimated, so that the simulated timeline decides (`search`). The best of the
     estimates are built, until one fits the memory and no other promises to be faster.
 
     Args:
@@ -76,34 +76,64 @@ def search(
     refused: dict[int, BatchError] = {}
     builder = PlanBuilder(lead, cluster, measured, beside=step.parts)
     most = cluster.memory_bytes or math.inf
-    for _ in range(_SEARCHES):
-        found = best_of(problem, wanted, lambda share: progress(0.7 * share))
-        if not found and not built and not refused:
+    memory_searches = 0
+    while memory_searches < _SEARCHES:
+        found = _find(problem, wanted, lambda share: progress(0.8 * share))
+        estimates = found.ranked
+        if not estimates and not built and not refused:
             raise nothing_fits(problem, wanted)
-        if not found:
+        if not estimates:
             break
-        estimates = _estimates(found, problem, wanted)
-        progress(0.8)
-        tried, refused = _build(builder, estimates, most, lambda: progress(0.9))
-        built = tried or built
-        if problem.sliced and any(isinstance(error, JoinedError) for error in refused.values()):
+        tried, refusals = _build(builder, estimates, most, lambda: progress(0.9))
+        built, refused = tried or built, refused | refusals
+        if problem.sliced and any(isinstance(error, JoinedError) for error in refusals.values()):
             problem = dataclasses.replace(problem, sliced=False)
             continue
         if not tried:
-            problem = dataclasses.replace(problem, refused=problem.refused | refused.keys())
+            problem = dataclasses.replace(problem, refused=problem.refused | refusals.keys())
             continue
-        fitting = [pair for pair in built if pair[0].missing_bytes <= 0]
-        if fitting:
-            best, chosen = min(fitting, key=lambda pair: pair[0].predicted_step_seconds)
-            runners_up = _runners_up(best, chosen, built, estimates)
-            return dataclasses.replace(best, runners_up=runners_up), chosen[0]
+        if any(plan.missing_bytes <= 0 for plan, _ in built):
+            return _selected(built, found, refused)
         problem = _with_less_memory(problem, [plan for plan, _ in built])
+        memory_searches += 1
     if built:
         raise _too_large(built)
     raise next(iter(refused.values()))
 
 
-Estimated = tuple[Assignment, Estimate]
+def _find(problem: Problem, wanted: Wanted, progress: Callable[[float], None]) -> Found:
+    """Return the best plans by their simulated timelines; none where nothing fits.
+
+    Raises:
+        UnmeasuredError: the layers of none could be measured.
+    """
+    if problem.cluster.shares_machine:
+        found = plans_on_one_machine(problem, wanted, progress)
+    else:
+        found = find_plans(problem, wanted, progress)
+    if found.unmeasured and not found.estimates:
+        raise found.unmeasured[0]
+    return found
+
+
+def _selected(
+    built: Sequence[tuple[Plan, Estimated]], found: Found, refused: Mapping[int, BatchError]
+) -> tuple[Plan, Assignment]:
+    """Return the best of the plans that fit, with the next best ones, and its assignment.
+
+    What was only estimated is compared with the best one's estimate.
+    """
+    fitting = [pair for pair in built if pair[0].missing_bytes <= 0]
+    best, chosen = min(fitting, key=lambda pair: pair[0].predicted_step_seconds)
+    scale = best.predicted_step_seconds / chosen[1].predicted_step_seconds
+    least = found.least_seconds and found.least_seconds * scale
+    plan = dataclasses.replace(
+        best,
+        runners_up=_runners_up(best, chosen, built, found.ranked),
+        least_step_seconds=least and min(least, best.predicted_step_seconds),
+        notes=(*best.notes, *refused_notes(refused)),
+    )
+    return plan, chosen[0]
 
 
 def _build(
@@ -139,26 +169,6 @@ def _build(
             break
         attempt(estimate)
     return built, refused
-
-
-def _estimates(found: Sequence[Candidate], problem: Problem, wanted: Wanted) -> list[Estimated]:
-    """Return the estimates of what was found, best first by their simulated timelines."""
-    estimates, unmeasured = [], []
-    first, *others = (candidate.assignment for candidate in found)
-    counts = [first, *recounted(first, problem, wanted)]
-    more = [o for assignment in others for o in recounted(assignment, problem, wanted)]
-    varied = [o for one in (*counts, *others) for o in schedule_variants(one, problem, wanted)]
-    for assignment in dict.fromkeys((*varied, *more)):
-        try:
-            estimate = make_estimate(assignment, problem)
-        except UnmeasuredError as error:
-            unmeasured.append(error)
-            continue
-        if assignment == first or _most_bytes(estimate) <= (problem.memory_bytes or math.inf):
-            estimates.append((assignment, estimate))
-    if not estimates:
-        raise unmeasured[0]
-    return sorted(estimates, key=lambda estimate: estimate[1].predicted_step_seconds)
 
 
 def _expected_bytes(estimate: Estimated, built: Sequence[tuple[Plan, Estimated]]) -> float:
@@ -209,17 +219,18 @@ def _runners_up(
     built: Sequence[tuple[Plan, Estimated]],
     estimates: Sequence[Estimated],
 ) -> tuple[RunnerUp, ...]:
-    """Return the next best plans.
+    """Return the next best plans, of those that are the same in words the best.
 
     Those that were only estimated are compared with the best one's estimate.
     """
-    known = {id(estimate): plan for plan, estimate in built}
+    known = {estimate[0]: plan for plan, estimate in built}
     scale = best.predicted_step_seconds / chosen[1].predicted_step_seconds
-    found = []
+    words, found = {describe_plan(chosen[1])}, []
     for estimate in estimates:
-        plan = known.get(id(estimate))
-        if estimate is chosen:
+        plan = known.get(estimate[0])
+        if estimate[0] == chosen[0] or (describe_plan(estimate[1]) in words and not plan):
             continue
+        words.add(describe_plan(estimate[1]))
         seconds = (plan or estimate[1]).predicted_step_seconds * (1.0 if plan else scale)
         needed = _most_bytes(plan or estimate[1])
         if needed > (best.cluster["memory_bytes"] or math.inf):

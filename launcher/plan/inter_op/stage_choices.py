@@ -7,7 +7,7 @@ are chosen here, so that the stage search sees few prices. Pure.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,12 +40,15 @@ class Priced:
         choices: the choices.
         chosen: the choice of each candidate, as a position in `choices`.
         memory: the memory of each candidate.
+        device_seconds: `[first, end]`: the least time that a stage takes of its devices together in
+            a step, under any schedule that holds no fewer microbatches.
     """
 
     candidates: Candidates
     choices: tuple[StageChoice, ...]
     chosen: np.ndarray
     memory: np.ndarray
+    device_seconds: np.ndarray
 
 
 def submesh_sizes(cluster: ClusterShape) -> tuple[int, ...]:
@@ -63,29 +66,43 @@ def submesh_sizes(cluster: ClusterShape) -> tuple[int, ...]:
 
 
 def price(
-    table: CostTable, cluster: ClusterShape, setting: Setting, sizes: tuple[int, ...]
+    table: CostTable,
+    cluster: ClusterShape,
+    setting: Setting,
+    sizes: tuple[int, ...],
+    beaten: bool = False,
 ) -> Priced:
     """Price every stage of the table's layers.
 
     Of the ways to use a number of devices those are kept that no other beats both in seconds and in
     rest: which of them is best depends on the other stages. The first is the fastest.
+
+    Args:
+        table: the costs of the layers.
+        cluster: the devices.
+        setting: what is fixed.
+        sizes: the numbers of devices that a stage may have.
+        beaten: whether to keep all ways.
     """
     depth = min(table.num_layers, cluster.num_devices)
     choices: list[StageChoice] = []
-    fronts = [
-        front
-        for size in sizes
-        for front in _fronts(size, ways(table, cluster, setting, size, depth, choices))
-    ]
+    device_seconds = np.full((table.num_layers, table.num_layers + 1), np.inf)
+    fronts: list[tuple[int, Way]] = []
+    for size in sizes:
+        listed = list(ways(table, cluster, setting, size, depth, choices))
+        for way in listed:
+            np.minimum(device_seconds, size * way.pop("work").min(0), out=device_seconds)
+        fronts.extend((size, way) for way in (listed if beaten else _fronts(listed)))
     if not fronts:
         none = np.zeros((0, 0, 0, 0))
-        return Priced(Candidates((), none, none), (), none, none)
+        return Priced(Candidates((), none, none), (), none, none, device_seconds)
     stacked = {name: np.stack([front[name] for _, front in fronts], -1) for name in fronts[0][1]}
     found = Candidates(tuple(size for size, _ in fronts), stacked["seconds"], stacked["rest"])
-    return Priced(found, tuple(choices), stacked["chosen"].astype(np.int32), stacked["memory"])
+    chosen = stacked["chosen"].astype(np.int32)
+    return Priced(found, tuple(choices), chosen, stacked["memory"], device_seconds)
 
 
-Way = dict[str, np.ndarray]  # seconds, rest, memory and chosen, `[stages behind, first, end]`
+Way = dict[str, np.ndarray]  # seconds, rest, work, memory and chosen, `[stages behind, first, end]`
 
 
 def ways(
@@ -101,23 +118,23 @@ def ways(
     goes_back = schedule.last_stage_alternates(setting.num_micro_batches)
     for m_index, model in enumerate(table.model_sizes):
         data = size // model
-        if size % model or not _splits(setting, data):
+        if size % model or not splits(setting, data):
             continue
         stage = StageCosts(table, m_index, cluster, setting, data, goes_back)
         for zero, remat in itertools.product(ZERO_LEVELS, setting.remats):
             if zero and data == 1:
                 continue
-            one, other = stage.seconds(zero, remat)
+            one, other, work = stage.seconds(zero, remat, depth)
             needs = stage.memory(zero, remat, in_flight(setting, depth))
             lost = np.where(needs <= (setting.memory_bytes or np.inf), 0.0, np.inf)
             chosen = np.full(needs.shape, len(choices))
             choices.append(StageChoice((data, model), zero, remat, table.is_sequence(m_index)))
-            yield {"seconds": one + lost, "rest": other + lost, "memory": needs, "chosen": chosen}
+            timed = {"seconds": one + lost, "rest": other + lost, "work": work + lost}
+            yield {**timed, "memory": needs, "chosen": chosen}
 
 
-def _fronts(size: int, ways: Iterable[Way]) -> Iterator[tuple[int, Way]]:
+def _fronts(listed: Sequence[Way]) -> Iterator[Way]:
     """Yield the ways that no other beats, by growing seconds and falling rest."""
-    listed = list(ways)
     if not listed:
         return
     all_of = {name: np.stack([way[name] for way in listed]) for name in listed[0]}
@@ -126,11 +143,12 @@ def _fronts(size: int, ways: Iterable[Way]) -> Iterator[tuple[int, Way]]:
         tied = np.where(all_of["seconds"] <= fastest, all_of["rest"], np.inf)
         at = tied.argmin(0)[None]
         front = {name: np.take_along_axis(of, at, 0)[0] for name, of in all_of.items()}
-        yield size, front
+        yield front
         beaten = all_of["rest"] >= front["rest"][None]
         all_of["seconds"] = np.where(beaten, np.inf, all_of["seconds"])
 
 
-def _splits(setting: Setting, data: int) -> bool:
+def splits(setting: Setting, data: int) -> bool:
+    """Return whether a microbatch can be cut along so many devices, and they into the replicas."""
     rows = setting.batch_size // setting.num_micro_batches
     return data % setting.replicas == 0 and rows % data == 0

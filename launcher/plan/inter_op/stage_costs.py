@@ -124,19 +124,52 @@ class StageCosts:
         """Return the share of one slice of what is of the whole batch."""
         return np.asarray(self._of[name] / self._slices)
 
-    def seconds(self, zero: int, remat: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the seconds of the first microbatch with its transfers, and of everything else.
+    def seconds(self, zero: int, remat: str, depth: int) -> tuple[np.ndarray, ...]:
+        """Return the seconds of the first microbatch, of everything else, and of all work.
 
-        The transfers are those to the next stage and back from it. The other microbatches take as
-        long as the stage's devices work, or as long as it sends, whichever is more.
+        A pipeline takes no less than the sum of the first over its stages and the most of the
+        second. For the first microbatch goes through all stages and back; where a stage works on
+        others meanwhile (`Schedule.hidden_forwards`), that is not part of everything else, nor is
+        what it may do while the last gradient goes on. A stage takes as long as its devices work,
+        or as long as it sends, whichever is more.
+
+        Args:
+            zero: ZeRO level: 0, 2 or 3.
+            remat: name of the rematerialisation policy.
+            depth: the most stages of a pipeline.
+
+        Returns:
+            The seconds of one microbatch with its transfers to and from the next stage,
+            `[first, end]`; of everything else, `[stages behind, first, end]`; and those in which a
+            device works or is done once a step, `[first, end]`.
         """
-        passes = self.passes(zero, remat)
-        one, crossing = passes.forward + passes.backward, self._crossing_seconds()
-        latency = np.where(crossing > 0, self._cluster.latency, 0.0)
-        sends = crossing + crossing[0][:-1, None]  # forward at its end, back from its beginning
-        others = (self._setting.num_micro_batches - 1) * np.maximum(one, sends)
-        rest = others + self.once(zero, passes.backward)
-        return one + 2 * (crossing + latency) + self._valid, rest + self._valid
+        passes, others = self.passes(zero, remat), self._setting.num_micro_batches - 1
+        out, back = self._crossing_seconds()
+        latency = np.where(out > 0, self._cluster.latency, 0.0)
+        whole = passes.forward + passes.backward
+        once, work, sends = whole, others * whole, others * (out + back)
+        if self._schedule.splits_backward and not self._cluster.shares_machine:
+            once = np.where(self._is_first, whole, whole - passes.weight)
+            # Its own weights, and one more for each stage before, are left to do while the last
+            # gradient goes back there.
+            later = np.minimum(np.arange(self._table.num_layers), others)[:, None]
+            work = work - np.where(self._is_first, 0.0, later * passes.weight)
+        hidden = self._hidden(depth)[:, None, None]
+        rest = np.maximum(work - hidden * passes.forward, sends - hidden * out)
+        update = self.once(zero, passes.backward)
+        first = once + 2 * (out + latency)
+        every = whole * self._setting.num_micro_batches + update
+        return first + self._valid, rest + update + self._valid, every + self._valid
+
+    def _hidden(self, depth: int) -> np.ndarray:
+        """Return the forward passes that the first round trip hides, by the stages behind.
+
+        Devices that share a machine are faster while others wait: there nothing is a bound.
+        """
+        if self._cluster.shares_machine:
+            return np.zeros(1)
+        most = self._setting.num_micro_batches
+        return np.array([self._schedule.hidden_forwards(n, most) for n in range(depth)], float)
 
     def passes(self, zero: int, remat: str) -> PassSeconds:
         """Return the seconds of a microbatch's passes."""
@@ -270,14 +303,20 @@ class StageCosts:
         latency = self._cluster.latency
         return np.asarray(all_reduce_seconds(size, self._model, self._links.model, latency, count))
 
-    def _crossing_seconds(self) -> np.ndarray:
-        """Return for how long one microbatch occupies the link to the next stage, `[first, end]`.
+    def _crossing_seconds(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return for how long one microbatch occupies the links, `[first, end]`.
 
-        The next stage is taken to be like this one, and on the same host if both fit there.
+        They are those to the next stage, and those of its gradient to the one before. The other
+        stage is taken to be no slower than this one, and on the same host if both fit there.
         """
-        cluster, size, devices = self._cluster, self.sent(), self._data * self._model
+        cluster, devices = self._cluster, self._data * self._model
         hosts = -(-devices // cluster.devices_per_host)
         is_local = cluster.hosts == 1 or devices < cluster.devices_per_host
-        parts = self._data, self._data
-        once = transfer_seconds(size, parts, (hosts, hosts), is_local, cluster)
-        return np.asarray(once - cluster.latency)
+
+        def seconds(size: np.ndarray) -> np.ndarray:
+            parts = self._data, self._data
+            there = transfer_seconds(size, parts, (hosts, hosts), is_local, cluster)
+            return np.asarray(there - cluster.latency)
+
+        out = seconds(self.sent())
+        return out, np.broadcast_to(out[0][:-1, None], out.shape)

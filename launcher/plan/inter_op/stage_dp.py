@@ -9,6 +9,7 @@ part of the objective, and devices may stay idle. Pure numbers.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -60,11 +61,11 @@ def lower_bound(candidates: Candidates, num_devices: int) -> tuple[float, float]
     the stages to be anywhere in the pipeline. The devices' time is the sum of the rests over all
     devices of the stages, of which the busiest has at least its share.
     """
-    seconds, bound = candidates.seconds, _bounds(candidates)
+    seconds, bound = candidates.seconds, rests(candidates)
     if not seconds.size:
         return np.inf, np.inf
     device_seconds = (bound * np.array(candidates.sizes)).min(axis=(0, 3))
-    return _least_cover(seconds.min(axis=(0, 3))), _least_cover(device_seconds) / num_devices
+    return least_cover(seconds.min(axis=(0, 3))), least_cover(device_seconds) / num_devices
 
 
 def best_stages(
@@ -92,7 +93,7 @@ def best_stages(
     Returns:
         None if there are none, or none below `best`.
     """
-    seconds, bound = candidates.seconds, _bounds(candidates)
+    seconds, bound = candidates.seconds, rests(candidates)
     levels = np.unique(bound[np.isfinite(bound)])
     floor = lower_bound(candidates, num_devices)[1] * (1 - 1e-9)
     levels = levels[np.searchsorted(levels, floor) :]
@@ -101,11 +102,15 @@ def best_stages(
     found: BestStages | None = None
 
     def solved(k: int) -> float:
-        """Return the least sum under bound `k`; its stages may be the best so far."""
+        """Return the least sum under bound `k`, or less where it is of no use.
+
+        Its stages may be the best so far.
+        """
         nonlocal best, found
         allowed = np.where(bound <= levels[k], seconds, np.inf)
-        if not np.isfinite(_least_cover(allowed.min(axis=(0, 3)))):
-            return np.inf
+        least = least_cover(allowed.min(axis=(0, 3)))
+        if least + levels[0] >= best:
+            return least
         least, stages = _solve(allowed, candidates.sizes, num_devices, num_stages)
         if stages:
             at = [(len(stages) - 1 - s, *stage) for s, stage in enumerate(stages)]
@@ -133,12 +138,12 @@ def best_stages(
     return found
 
 
-def _bounds(candidates: Candidates) -> np.ndarray:
+def rests(candidates: Candidates) -> np.ndarray:
     """Return the rest of each possible stage."""
     return np.where(np.isfinite(candidates.seconds), candidates.rest, np.inf)
 
 
-def _least_cover(cost: np.ndarray) -> float:
+def least_cover(cost: np.ndarray) -> float:
     """Return the least sum of `[first, end]` costs of runs that cover all layers.
 
     It is infinite if none do.
@@ -159,16 +164,23 @@ def _solve(
     `f[s, l, d]` covers layers `l …` by `s` stages on exactly `d` devices.
     """
     most, count = seconds.shape[0], seconds.shape[1]
+    alike: dict[int, list[int]] = {}
+    for j in np.flatnonzero(np.isfinite(seconds).any(axis=(0, 1, 2))).tolist():
+        alike.setdefault(sizes[j], []).append(j)
+    unit = math.gcd(*alike)  # all devices are counted in it
+    num_devices //= max(unit, 1)
     f = np.full((most + 1, count + 1, num_devices + 1), np.inf)
     f[0, count, 0] = 0.0
     choice: list[np.ndarray] = []
     for s in range(1, most + 1):
         step_best = np.full((count + 1, num_devices + 1), np.inf)
         step_choice = np.zeros((count + 1, num_devices + 1), np.int32)
-        for j, size in enumerate(sizes):
+        for size, of_size in ((each // unit, of_size) for each, of_size in sorted(alike.items())):
             if size > num_devices:
                 continue
-            cost = seconds[s - 1, :, :, j]
+            among = seconds[s - 1][:, :, of_size]
+            j = np.array(of_size)[among.argmin(axis=2)]
+            cost = among.min(axis=2)
             if not np.isfinite(cost).any():
                 continue
             shifted = f[s - 1][:, : num_devices + 1 - size]
@@ -177,7 +189,8 @@ def _solve(
             least = np.take_along_axis(total, end[:, None, :], 1)[:, 0, :]
             better = least < step_best[:count, size:]
             step_best[:count, size:][better] = least[better]
-            step_choice[:count, size:][better] = (end * len(sizes) + j)[better]
+            chosen = end * len(sizes) + np.take_along_axis(j, end, 1)
+            step_choice[:count, size:][better] = chosen[better]
         f[s] = step_best
         choice.append(step_choice)
     finals = f[1:, 0, :]
@@ -192,5 +205,5 @@ def _solve(
     for s in range(int(at[0]) + 1, 0, -1):
         end, j = divmod(int(choice[s - 1][layer, devices]), len(sizes))
         stages.append((layer, end, j))
-        layer, devices = end, devices - sizes[j]
+        layer, devices = end, devices - sizes[j] // unit
     return value, stages

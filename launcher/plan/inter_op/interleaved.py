@@ -1,0 +1,168 @@
+"""Pipelines with several short stages on each of some equal submeshes, and what they take at least.
+
+The layers are cut into equal runs, which go round the submeshes in turn. Pure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+
+from launcher.partition.assignment import Assignment, Submesh
+from launcher.plan.inter_op.problem import Problem, Wanted
+from launcher.plan.inter_op.stage_choices import ZERO_LEVELS, splits
+from launcher.plan.inter_op.stage_costs import Setting, StageCosts
+from launcher.plan.inter_op.submeshes import place_submeshes
+from launcher.schedule import SCHEDULES
+
+_MOST_STAGES_A_MESH = 4
+
+Bounded = tuple[float, Assignment]
+
+
+def interleaved_plans(
+    problem: Problem, wanted: Wanted, setting: Setting, below: float
+) -> list[Bounded]:
+    """Return lower bounds on the step of interleaved pipelines, and these; the least first.
+
+    Those that are not below `below` seconds are left out.
+    """
+    if wanted.num_stages is not None or not problem.sliced:
+        return []
+    found, table = [], problem.table
+    for size, m_index in itertools.product(problem.sizes, range(len(table.model_sizes))):
+        cuts = list(_cuts(len(problem.groups), problem.cluster.num_devices // size))
+        data, rest = divmod(size, table.model_sizes[m_index])
+        if rest or not cuts or not splits(setting, data):
+            continue
+        costs = StageCosts(table, m_index, problem.cluster, setting, data, False)
+        for zero in ZERO_LEVELS if data > 1 else (0,):
+            bounds = _Bounds(costs, zero, setting)
+            for remats, (meshes, each) in itertools.product(bounds.remats, cuts):
+                seconds = bounds.least(remats, meshes, meshes * each)
+                if seconds < below:
+                    way = data, m_index, zero, remats
+                    found.append((seconds, _assignment(problem, setting, way, meshes, each)))
+    return sorted(found, key=lambda one: one[0])
+
+
+def _cuts(layers: int, most_meshes: int) -> Iterator[tuple[int, int]]:
+    """Yield numbers of submeshes, and of stages on each, that cut the layers into equal runs."""
+    for meshes in range(2, most_meshes + 1):
+        for each in range(2, _MOST_STAGES_A_MESH + 1):
+            if layers % (meshes * each) == 0:
+                yield meshes, each
+
+
+class _Bounds:
+    """What pipelines take at least whose stages use their devices in the same way."""
+
+    def __init__(self, costs: StageCosts, zero: int, setting: Setting) -> None:
+        self._count, self._schedule = setting.num_micro_batches, SCHEDULES[setting.schedule]
+        self._held, self._memory = costs.held(zero), setting.memory_bytes or np.inf
+        self._left = {remat: costs.working(remat)[0] for remat in setting.remats}
+        passes = {remat: costs.passes(zero, remat) for remat in setting.remats}
+        self._one = {r: np.asarray(of.forward + of.backward) for r, of in passes.items()}
+        self._once = {r: costs.once(zero, of.backward) for r, of in passes.items()}
+
+    @property
+    def remats(self) -> Iterator[tuple[str, str]]:
+        """The policies of all stages but the last, and of the last."""
+        return itertools.product(self._one, self._one)
+
+    def least(self, remats: tuple[str, str], meshes: int, stages: int) -> float:
+        """Return a lower bound on the seconds of a step of so many stages on so many meshes.
+
+        It is infinite where they cannot fit.
+
+        A mesh cannot begin before the first microbatch has come through the stages before its
+        first one, and the last microbatch has them to go back through when it is done.
+        """
+        each, last = (self._one[remat] for remat in remats)
+        ends = np.arange(stages + 1) * (len(each) // stages)
+        at = ends[:-1], ends[1:]
+        if not self._fits(at, remats[0], meshes):
+            return np.inf
+        one, once = each[at].copy(), self._once[remats[0]][at].copy()
+        one[-1], once[-1] = last[at][-1], self._once[remats[1]][at][-1]
+        before = np.cumsum(one)[:meshes] - one[:meshes]
+        by_mesh = one.reshape(-1, meshes).sum(0), once.reshape(-1, meshes).sum(0)
+        busy = before + self._count * by_mesh[0] + by_mesh[1]
+        return float(max(busy.max(), one.sum()))
+
+    def _fits(self, at: tuple[np.ndarray, np.ndarray], remat: str, meshes: int) -> bool:
+        """Return whether the stages may fit, of all meshes but the last.
+
+        At least the lightest activations are held of as many microbatches as are in flight.
+        """
+        held, left = (of[at].reshape(-1, meshes)[:, :-1] for of in (self._held, self._left[remat]))
+        in_flight = np.array(
+            [
+                self._schedule.in_flight_bound(mesh, meshes, self._count, len(held))
+                for mesh in range(meshes - 1)
+            ]
+        )
+        return bool((held.sum(0) + in_flight * left.min(0) <= self._memory).all())
+
+
+Way = tuple[int, int, int, tuple[str, str]]  # data axis, number of the model axis, zero, remats
+
+
+def _assignment(problem: Problem, setting: Setting, way: Way, meshes: int, each: int) -> Assignment:
+    data, m_index, zero, (remat, last) = way
+    model, stages = problem.table.model_sizes[m_index], meshes * each
+    return Assignment(
+        method="auto",
+        layers=_runs(problem.groups, stages),
+        submeshes=tuple(
+            Submesh(devices, (data, model))
+            for devices in place_submeshes([data * model] * meshes, problem.cluster)
+        ),
+        mesh_of=tuple(s % meshes for s in range(stages)),
+        num_micro_batches=setting.num_micro_batches,
+        schedule=setting.schedule,
+        remat=(*(remat,) * (stages - 1), last),
+        zero=(zero,) * stages,
+        sequence=(problem.table.is_sequence(m_index),) * stages,
+        reduction=setting.reduction,
+    )
+
+
+@functools.cache
+def _runs(groups: tuple[tuple[int, ...], ...], stages: int) -> tuple[tuple[int, ...], ...]:
+    """Return the layers of so many equal runs of groups."""
+    run = len(groups) // stages
+    parts = (groups[at : at + run] for at in range(0, len(groups), run))
+    return tuple(tuple(layer for group in part for layer in group) for part in parts)
+
+
+def interleaved_like(
+    assignment: Assignment, problem: Problem, wanted: Wanted, schedule: str
+) -> Iterator[Assignment]:
+    """Yield the interleaved pipelines on the submeshes of another one, used in the same way.
+
+    There are none unless all its submeshes are used alike.
+    """
+    count, groups = len(assignment.submeshes), problem.groups
+    shapes = {submesh.logical_mesh for submesh in assignment.submeshes}
+    alike = max(len(set(assignment.zero)), len(set(assignment.sequence))) <= 1
+    if len(shapes) > 1 or not alike or wanted.num_stages is not None:
+        return
+    # The last stage does both passes at once, and holds few microbatches.
+    (remat, *others) = set(assignment.remat[:-1])
+    for each in range(2, _MOST_STAGES_A_MESH + 1):
+        if others or len(groups) % (each * count):
+            continue
+        yield dataclasses.replace(
+            assignment,
+            layers=_runs(groups, each * count),
+            mesh_of=tuple(s % count for s in range(each * count)),
+            schedule=schedule,
+            remat=(*(remat,) * (each * count - 1), assignment.remat[-1]),
+            zero=assignment.zero[:1] * (each * count),
+            sequence=assignment.sequence[:1] * (each * count),
+        )

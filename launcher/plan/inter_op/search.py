@@ -1,0 +1,199 @@
+"""The search for the plan of the least simulated step, with a lower bound on that of any plan.
+
+Branch and bound over the numbers of microbatches and of common replicas, and the schedules. Of each
+the stage search gives the best stages by a closed form that no simulated timeline is below; then
+come the next best ones, as long as they promise more than the best timeline so far. Pure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from launcher.partition.assignment import Assignment
+from launcher.plan.errors import UnmeasuredError
+from launcher.plan.inter_op.estimate import make_estimate
+from launcher.plan.inter_op.interleaved import interleaved_plans
+from launcher.plan.inter_op.problem import (
+    Problem,
+    Progress,
+    Wanted,
+    best_of,
+    candidate_of,
+    settings,
+)
+from launcher.plan.inter_op.stage_choices import Priced, price
+from launcher.plan.inter_op.stage_costs import Setting
+from launcher.plan.inter_op.stage_dp import BestStages, best_stages, least_cover, lower_bound
+from launcher.plan.inter_op.stage_enumeration import enumeration_cells, stages_by_objective
+from launcher.plan.inter_op.variants import recounted, schedule_variants
+from launcher.plan.pipeline import Estimate
+from launcher.schedule import DEFAULT_SCHEDULE, SCHEDULES
+
+Estimated = tuple[Assignment, Estimate]
+Bounded = tuple[float, Assignment | None]  # neither this nor what comes later is below the seconds
+
+_GAP = 5e-4  # relative: a plan that is so near to its bound is not improved
+_FEWEST = 4  # plans to estimate, if there are so many: the best, and what it is better than
+_MOST_TASKS = 150_000  # of all simulated timelines, for what only may be better
+_MOST_EXPANDED = 1000  # beginnings of pipelines, of one number of microbatches and schedule
+_MOST_CELLS = 50_000_000  # of the tables that tell which are worth it: else the best stages alone
+
+
+@dataclass
+class Found:
+    """What a search has found so far.
+
+    Attributes:
+        problem: the problem.
+        estimates: the plans and their estimates.
+        large: those that were taken to fit and do not.
+        least_seconds: a lower bound on the step of every plan; None: not known.
+        unmeasured: why plans have no estimate.
+        tasks: how many tasks were simulated.
+    """
+
+    problem: Problem
+    estimates: dict[Assignment, Estimate] = field(default_factory=dict)
+    large: dict[Assignment, Estimate] = field(default_factory=dict)
+    least_seconds: float | None = None
+    unmeasured: list[UnmeasuredError] = field(default_factory=list)
+    tasks: int = 0
+
+    @property
+    def ranked(self) -> list[Estimated]:
+        """The plans, best first; if none fits, what was taken to."""
+        every = (self.estimates or self.large).items()
+        return sorted(every, key=lambda one: one[1].predicted_step_seconds)
+
+    @property
+    def best(self) -> float:
+        """The seconds of the best plan."""
+        every = (estimate.predicted_step_seconds for estimate in self.estimates.values())
+        return min(every, default=math.inf)
+
+    @property
+    def limit(self) -> float:
+        """The seconds from which on plans are of no interest."""
+        return self.best if len(self.estimates) >= _FEWEST else math.inf
+
+    def add(self, assignment: Assignment) -> None:
+        """Estimate a plan, and keep it if it fits."""
+        if assignment in self.estimates or assignment in self.large:
+            return
+        if assignment.slicing.num_slices in self.problem.refused:  # more replicas than were asked
+            return
+        self.tasks += 2 * len(assignment.layers) * assignment.num_micro_batches
+        try:
+            estimate = make_estimate(assignment, self.problem)
+        except UnmeasuredError as error:
+            self.unmeasured.append(error)
+            return
+        needed = max(stage.memory_bytes for stage in estimate.stages)
+        if needed <= (self.problem.memory_bytes or math.inf):
+            self.estimates[assignment] = estimate
+        elif not SCHEDULES[assignment.schedule].interleaves:  # whose memory is not searched by
+            self.large[assignment] = estimate
+
+
+def find_plans(problem: Problem, wanted: Wanted, progress: Progress = lambda share: None) -> Found:
+    """Return the best plans and a lower bound; no plans where nothing fits."""
+    found = Found(problem)
+    every = enumerate(_branches(problem, wanted, found))
+    branches = [(bound, k, branch) for k, (bound, branch) in every]
+    heapq.heapify(branches)
+    total = len(branches)
+    left: list[float] = []  # lower bounds on what was left out
+    while branches:
+        bound, k, branch = branches[0]
+        near = bound >= found.best * (1 - _GAP)
+        if near and bound >= found.limit * (1 - _GAP):
+            break
+        following = next(branch, None)
+        spent = bool(found.estimates) and (near or found.tasks > _MOST_TASKS)
+        if following is None or (spent and following[1]):
+            left.append(max(bound, following[0]) if following else bound)
+            heapq.heappop(branches)
+            progress(1 - len(branches) / total)
+            continue
+        heapq.heapreplace(branches, (max(bound, following[0]), k, branch))
+        if following[1]:
+            found.add(following[1])
+    left += [bound for bound, _, _ in branches[:1]]
+    found.least_seconds = min([found.best, *left])
+    return found
+
+
+def plans_on_one_machine(problem: Problem, wanted: Wanted, progress: Progress) -> Found:
+    """Return the best plans where devices share a machine, without a bound (`variants`)."""
+    found = Found(problem)
+    assignments = [candidate.assignment for candidate in best_of(problem, wanted, progress)]
+    for best in assignments[:1]:
+        more = recounted(best, problem, wanted)
+        assignments = [best, *more, *assignments[1:]]
+    for one in (v for given in assignments for v in schedule_variants(given, problem, wanted)):
+        found.add(one)
+    return found
+
+
+def _branches(
+    problem: Problem, wanted: Wanted, found: Found
+) -> Iterator[tuple[float, Iterator[Bounded]]]:
+    """Yield what there is to search, each with a lower bound."""
+    asked = wanted.schedule
+    others = [one for one in SCHEDULES.values() if one.improves_1f1b and not asked]
+    devices = problem.cluster.num_devices
+    for setting in settings(problem, wanted, asked or DEFAULT_SCHEDULE):
+        priced = price(problem.table, problem.cluster, setting, problem.sizes)
+        least = sum(lower_bound(priced.candidates, devices))
+        if math.isfinite(least):
+            yield least, _stages(problem, wanted, setting, priced, found)
+        least = least_cover(priced.device_seconds) / devices
+        for other in others if math.isfinite(least) else ():
+            under = dataclasses.replace(setting, schedule=other.name)
+            if other.interleaves:
+                yield least, _interleaved(problem, wanted, under, found)
+                continue
+            if other.splits_backward:  # it is for what is not computed again
+                under = dataclasses.replace(under, remats=tuple({"none"} & set(under.remats)))
+            yield least, _stages(problem, wanted, under, None, found)
+
+
+def _stages(
+    problem: Problem, wanted: Wanted, setting: Setting, priced: Priced | None, found: Found
+) -> Iterator[Bounded]:
+    """Yield plans by what they take at least, the best stages first."""
+    devices = problem.cluster.num_devices
+    if priced is None:
+        priced = price(problem.table, problem.cluster, setting, problem.sizes)
+        yield sum(lower_bound(priced.candidates, devices)), None
+    best = best_stages(priced.candidates, devices, found.limit, num_stages=wanted.num_stages)
+    if best is None:
+        yield math.inf, None
+        return
+    alike = setting.schedule != (wanted.schedule or DEFAULT_SCHEDULE)  # for one stage all are
+
+    def bounded(one: BestStages, priced: Priced) -> Bounded:
+        assignment = candidate_of(one, priced, setting, problem).assignment
+        return one.objective, None if alike and len(one.stages) == 1 else assignment
+
+    yield bounded(best, priced)
+    every = price(problem.table, problem.cluster, setting, problem.sizes, beaten=True)
+    if enumeration_cells(every.candidates, devices) > _MOST_CELLS:
+        yield best.objective, None
+        return
+    following = stages_by_objective(
+        every.candidates, devices, lambda: found.best, _MOST_EXPANDED, wanted.num_stages
+    )
+    for objective, one in following:
+        yield bounded(one, every) if one else (objective, None)
+
+
+def _interleaved(
+    problem: Problem, wanted: Wanted, setting: Setting, found: Found
+) -> Iterator[Bounded]:
+    yield from interleaved_plans(problem, wanted, setting, found.limit)
+    yield math.inf, None

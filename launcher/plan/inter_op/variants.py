@@ -1,0 +1,44 @@
+"""Plans that differ from one that was found in their schedule, or in their microbatches alone.
+
+They are tried where devices share a machine. There the search's objective is no guide to either,
+since a device works faster while another waits, and only the simulated timeline accounts for that.
+Pure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from launcher.partition.assignment import Assignment
+from launcher.plan.inter_op.interleaved import interleaved_like
+from launcher.plan.inter_op.problem import Problem, Wanted, spread_divisors
+from launcher.schedule import SCHEDULES
+
+
+def schedule_variants(
+    assignment: Assignment, problem: Problem, wanted: Wanted
+) -> Iterator[Assignment]:
+    """Yield an assignment, and the same under every other open schedule that can run it."""
+    yield assignment
+    if wanted.schedule is not None or len(assignment.layers) == 1:
+        return
+    others = [schedule for schedule in SCHEDULES.values() if schedule.improves_1f1b]
+    for schedule in others:
+        may_split = not schedule.splits_backward or set(assignment.remat) == {"none"}
+        if may_split and not schedule.interleaves:
+            yield dataclasses.replace(assignment, schedule=schedule.name)
+    for schedule in others:
+        if schedule.interleaves:
+            yield from interleaved_like(assignment, problem, wanted, schedule.name)
+
+
+def recounted(assignment: Assignment, problem: Problem, wanted: Wanted) -> Iterator[Assignment]:
+    """Yield an assignment with other numbers of microbatches."""
+    if wanted.num_micro_batches is not None or not problem.sliced:
+        return
+    data = math.lcm(*(submesh.logical_mesh[0] for submesh in assignment.submeshes))
+    for count in spread_divisors(problem.batch_size, problem.batch_size):
+        if problem.batch_size % (count * data) == 0 and count != assignment.num_micro_batches:
+            yield dataclasses.replace(assignment, num_micro_batches=count)

@@ -1,0 +1,148 @@
+"""The search finds what simulating every plan of its space finds, and proves how near it is."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from random_problems import random_problem
+
+from launcher.plan.inter_op.estimate import make_estimate
+from launcher.plan.inter_op.interleaved import interleaved_plans
+from launcher.plan.inter_op.problem import Wanted, candidate_of, settings
+from launcher.plan.inter_op.search import find_plans
+from launcher.plan.inter_op.stage_choices import price
+from launcher.plan.inter_op.stage_dp import BestStages, Candidates, objective
+from launcher.plan.inter_op.stage_enumeration import stages_by_objective
+
+SCHEDULES = "1f1b", "eager_1f1b", "zero_bubble"
+
+
+def small_problem(seed, most):
+    """A problem of at most so many pairs of layers and devices, and what is fixed."""
+    rng = np.random.default_rng(seed)
+    problem = random_problem(rng)
+    while len(problem.groups) * problem.cluster.num_devices > most:
+        problem = random_problem(rng)
+    return problem, Wanted(int(rng.choice([1, 2])) if rng.random() < 0.3 else None)
+
+
+def every_plan(problem, wanted):
+    """Yield every plan whose stages have submeshes of their own, with its bound and setting."""
+    devices = problem.cluster.num_devices
+    for schedule in SCHEDULES:
+        for setting in settings(problem, wanted, schedule):
+            if schedule == "zero_bubble":
+                setting = dataclasses.replace(setting, remats=("none",))
+            priced = price(problem.table, problem.cluster, setting, problem.sizes, beaten=True)
+            for stages in choices_of_stages(priced.candidates, devices):
+                at = [(len(stages) - 1 - s, *stage) for s, stage in enumerate(stages)]
+                costs = priced.candidates.seconds, priced.candidates.rest
+                bound = objective(*([float(of[i]) for i in at] for of in costs))
+                one = candidate_of(BestStages(stages, bound), priced, setting, problem)
+                yield bound, one.assignment, setting
+
+
+def choices_of_stages(candidates: Candidates, devices):
+    """Yield all stages that cover the layers and fit."""
+    if not candidates.sizes:
+        return
+    depth, layers = candidates.seconds.shape[:2]
+
+    def before(end, left, stages):
+        if end == 0:
+            yield stages
+        elif len(stages) < depth:
+            fits = np.isfinite(candidates.seconds[len(stages), :end, end])
+            for first, j in np.argwhere(fits).tolist():
+                if candidates.sizes[j] <= left:
+                    yield from before(first, left - candidates.sizes[j], ((first, end, j), *stages))
+
+    yield from before(layers, devices, ())
+
+
+def seconds_of(assignment, problem):
+    """Return its simulated step; infinite if it does not fit."""
+    estimate = make_estimate(assignment, problem)
+    needed = max(stage.memory_bytes for stage in estimate.stages)
+    return estimate.predicted_step_seconds if needed <= problem.memory_bytes else np.inf
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("seed", range(200))
+def test_the_best_plan_is_that_of_brute_force_and_the_bound_is_tight(seed):
+    problem, wanted = small_problem(seed, most=10)
+    found = find_plans(problem, wanted)
+    least = np.inf
+    for bound, assignment, _ in sorted(every_plan(problem, wanted), key=lambda one: one[0]):
+        if bound >= least:
+            break
+        least = min(least, seconds_of(assignment, problem))
+    for setting in settings(problem, wanted, "interleaved_1f1b"):
+        plans = interleaved_plans(problem, wanted, setting, np.inf)
+        least = min([least, *(seconds_of(assignment, problem) for _, assignment in plans)])
+    assert found.best == pytest.approx(least, rel=1e-3)
+    if np.isfinite(least):
+        assert 0.99 * least <= found.least_seconds <= least * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_plan_is_faster_than_its_bound(seed):
+    problem, wanted = small_problem(seed, most=12)
+    plans = list(itertools.islice(every_plan(problem, wanted), 0, None, 7))
+    for bound, assignment, setting in plans[:200]:
+        if assignment.num_replicas == setting.replicas:  # else another setting has it, too
+            seconds = make_estimate(assignment, problem).predicted_step_seconds
+            assert bound <= seconds * (1 + 1e-9), assignment
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_interleaved_plan_is_faster_than_its_bound(seed):
+    problem, wanted = small_problem(1000 + seed, most=40)
+    problem = dataclasses.replace(problem, memory_bytes=np.inf)
+    checked = 0
+    for setting in settings(problem, wanted, "interleaved_1f1b"):
+        for bound, assignment in interleaved_plans(problem, wanted, setting, np.inf)[:20]:
+            assert len(assignment.layers) > len(assignment.submeshes) > 1
+            if assignment.num_replicas == setting.replicas:
+                checked += 1
+                seconds = make_estimate(assignment, problem).predicted_step_seconds
+                assert bound <= seconds * (1 + 1e-9), assignment
+    layers, devices = len(problem.groups), problem.cluster.num_devices
+    assert checked or layers != 4 or devices == 1
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_stages_come_by_their_objective_and_none_is_left_out(seed):
+    rng = np.random.default_rng(seed)
+    layers, devices = int(rng.integers(1, 5)), int(rng.integers(1, 6))
+    sizes = tuple(rng.integers(1, devices + 1, rng.integers(1, 4)).tolist())
+    shape = (min(layers, devices), layers, layers + 1, len(sizes))
+    first, end = np.indices(shape[1:3])
+    seconds = rng.integers(1, 20, shape) / 4
+    seconds[:, end <= first] = np.inf
+    seconds[rng.random(shape) < 0.2] = np.inf
+    candidates = Candidates(sizes, seconds, np.where(np.isinf(seconds), np.inf, 3 * seconds))
+    num_stages = int(rng.integers(1, 4)) if rng.random() < 0.3 else None
+    *found, last = stages_by_objective(candidates, devices, lambda: np.inf, 10**6, num_stages)
+    assert last == (np.inf, None)
+    assert [value for value, _ in found] == sorted(one.objective for _, one in found)
+    want = list(choices_of_stages(candidates, devices))
+    assert sorted(one.stages for _, one in found) == sorted(
+        stages for stages in want if num_stages in (None, len(stages))
+    )
+    for value, one in found:
+        at = [(len(one.stages) - 1 - s, *stage) for s, stage in enumerate(one.stages)]
+        rest = candidates.rest
+        assert value == pytest.approx(objective([seconds[i] for i in at], [rest[i] for i in at]))
+
+
+def test_an_enumeration_that_gives_up_says_what_is_left():
+    seconds = np.full((3, 3, 4, 1), np.inf)
+    for first, end in itertools.combinations(range(4), 2):
+        seconds[:, first, end] = end - first
+    candidates = Candidates((1,), seconds, np.zeros_like(seconds))
+    *found, (left, none) = stages_by_objective(candidates, 3, lambda: np.inf, 3)
+    assert none is None
+    assert len(found) < 4
+    assert left == 3.0
