@@ -7,11 +7,18 @@ import logging
 from rich.console import Console
 
 from launcher.cluster.devices import find_devices
+from launcher.cluster.measure_links import measure_links
 from launcher.cluster.measure_servers import measure_servers
 from launcher.config.machines import Cluster
 from launcher.driver.cluster_from_config import pool_shape
 from launcher.plan import ClusterShape
-from launcher.plan.profile.calibration import StoreRates, keep_store_rates, measure
+from launcher.plan.profile.calibration import (
+    HostLinks,
+    StoreRates,
+    keep_host_links,
+    keep_store_rates,
+    measure,
+)
 from launcher.report.console import plain_table, status
 from launcher.report.text import seconds_text
 
@@ -21,7 +28,8 @@ _log = logging.getLogger(__name__)
 def calibrate(cluster: Cluster, console: Console) -> int:
     """Measure the devices, store the result and show it.
 
-    Of several hosts it also measures what sums through parameter servers cost.
+    Of several hosts it also measures what sums over them cost, by collectives and through parameter
+    servers.
 
     Returns:
         The exit code: 1 if the result could not be stored.
@@ -37,6 +45,11 @@ def calibrate(cluster: Cluster, console: Console) -> int:
     with status(console, "measuring the devices under full load"):
         calibration, path = measure(nominal)
     shape = calibration.applied(nominal)
+    if pool.hosts > 1:
+        with status(console, "measuring sums over the hosts"):
+            between = HostLinks(measure_links(pool))
+        path = keep_host_links(nominal, between) and path
+        shape = between.applied(shape)
     table = plain_table()
     for name in ("of each device", "measured", "nominal"):
         table.add_column(name, justify="right" if table.columns else "left", no_wrap=True)
@@ -61,6 +74,8 @@ def calibrate(cluster: Cluster, console: Console) -> int:
         ),
     ]
     if pool.hosts > 1:
+        rates_of_hosts = f"{shape.inter_host / 1e9:.3g} GB/s", f"{nominal.inter_host / 1e9:.3g}"
+        rows.insert(4, ("link between hosts", *rates_of_hosts))
         with status(console, "measuring sums through a parameter server"):
             rates = StoreRates(*measure_servers(pool))
         path = keep_store_rates(nominal, rates) and path

@@ -121,11 +121,19 @@ def main() -> None:
 
 
 def compare(args: argparse.Namespace) -> None:
+    from launcher.cluster.devices import emulated_pool
+    from launcher.cluster.measure_links import measure_links
+    from launcher.cluster.ray.environment import worker_environment
+    from launcher.config.machines import Emulated
     from launcher.plan import local_shape
-    from launcher.plan.profile.calibration import measure
+    from launcher.plan.profile.calibration import HostLinks, measure
 
-    nominal = local_shape(2, 2, "cpu")
-    shapes = {"nominal": nominal, "calibrated before": measure(nominal)[0].applied(nominal)}
+    nominal, pool = local_shape(2, 2, "cpu"), emulated_pool(Emulated(gpus=2, hosts=2))
+
+    def calibrated() -> Any:
+        return HostLinks(measure_links(pool)).applied(measure(nominal)[0].applied(nominal))
+
+    shapes = {"nominal": nominal, "calibrated before": calibrated()}
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -136,7 +144,7 @@ def compare(args: argparse.Namespace) -> None:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "XLA_FLAGS": "", "NPROC": "3"},
+            env=worker_environment(os.environ, pool, i),
         )
         for i in range(2)
     ]
@@ -156,7 +164,7 @@ def compare(args: argparse.Namespace) -> None:
     finally:
         for peer in peers:
             peer.kill()
-    shapes["calibrated after"] = measure(nominal)[0].applied(nominal)
+    shapes["calibrated after"] = calibrated()
     print(f"load {os.getloadavg()[0]:.1f}")
     for width in args.widths:
         show(width, found[width], shapes)

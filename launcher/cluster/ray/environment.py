@@ -11,6 +11,8 @@ from launcher.cluster.devices import DevicePool
 from launcher.cluster.ray import ray_compat
 from launcher.gpu_memory import gpu_memory_variables
 
+# An emulated device's arrays are fresh memory each time: pages of 2 MiB spare most of its faults.
+_HUGE_PAGES = "glibc.malloc.hugetlb=1"
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 
 
@@ -59,7 +61,7 @@ def worker_environment(
     # data that another process needs to join that collective would never be sent.
     threads = max(_num_cpus(), pool.devices_per_host + 1)
     return (
-        {"NPROC": str(threads)}
+        {"NPROC": str(threads), "GLIBC_TUNABLES": _HUGE_PAGES}
         | variables
         | {
             "CUDA_VISIBLE_DEVICES": "",

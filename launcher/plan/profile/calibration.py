@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,19 +67,48 @@ class Calibration:
         )
 
     def _link(self, shape: ClusterShape) -> tuple[float, float]:
-        """Return the latency and the bytes/s of a ring.
+        """Return the latency and the bytes/s of a ring inside a host."""
+        found = _ring_rates(self.all_reduce_seconds, shape.num_devices)
+        return found or (shape.latency, shape.intra_host)
 
-        They are those of the line through a short and a long all-reduce.
+
+@dataclass(frozen=True)
+class HostLinks:
+    """Measured sums over all devices of several hosts, whose processes are those of a run.
+
+    Attributes:
+        all_reduce_seconds: seconds by bytes.
+    """
+
+    all_reduce_seconds: dict[str, float]
+
+    def applied(self, shape: ClusterShape) -> ClusterShape:
+        """Return the shape with the hosts' links.
+
+        The latency inside a host stays what it is; with one device a host there is no other.
         """
-        if not self.all_reduce_seconds:
-            return shape.latency, shape.intra_host
-        count, steps = shape.num_devices, 2 * (shape.num_devices - 1)
-        (few, short), (many, long) = sorted((int(n), s) for n, s in self.all_reduce_seconds.items())
-        per_byte = (long - short) / (many - few)
-        if per_byte <= 0:  # noise: nothing can be said of the link
-            return shape.latency, shape.intra_host
-        latency = max(short / steps - few / count * per_byte * count / steps, _LEAST_LATENCY)
-        return latency, steps / count / per_byte
+        found = _ring_rates(self.all_reduce_seconds, shape.num_devices)
+        if found is None:
+            return shape
+        latency = found[0] if shape.devices_per_host == 1 else shape.latency
+        return dataclasses.replace(shape, inter_host=found[1], latency=latency)
+
+
+def _ring_rates(seconds: Mapping[str, float], count: int) -> tuple[float, float] | None:
+    """Return the latency and the bytes/s of a ring of `count` devices.
+
+    They are those of the line through a short and a long all-reduce; None if there were none, or
+    if noise hides what the bytes take.
+    """
+    if not seconds:
+        return None
+    steps = 2 * (count - 1)
+    (few, short), (many, long) = sorted((int(n), s) for n, s in seconds.items())
+    per_byte = (long - short) / (many - few)
+    if per_byte <= 0:
+        return None
+    latency = max((short - few * per_byte) / steps, _LEAST_LATENCY)
+    return latency, steps / count / per_byte
 
 
 @dataclass(frozen=True)
@@ -102,12 +132,20 @@ def keep_store_rates(shape: ClusterShape, rates: StoreRates) -> Path | None:
     Returns:
         The file that keeps them; None, after a warning, if it could not be written.
     """
-    path = _store_file(shape)
-    return path if cache.write(path, dataclasses.asdict(rates)) else None
+    return _keep(_hosts_file(shape, "store"), rates)
 
 
-def _store_file(shape: ClusterShape) -> Path:
-    return cache.cache_file("calibration", shape, f"-store-{shape.hosts}")
+def keep_host_links(shape: ClusterShape, links: HostLinks) -> Path | None:
+    """Keep what was measured with the workers of a shape, as `keep_store_rates` does."""
+    return _keep(_hosts_file(shape, "links"), links)
+
+
+def _keep(path: Path, measured: StoreRates | HostLinks) -> Path | None:
+    return path if cache.write(path, dataclasses.asdict(measured)) else None
+
+
+def _hosts_file(shape: ClusterShape, what: str) -> Path:
+    return cache.cache_file("calibration", shape, f"-{what}-{shape.hosts}")
 
 
 def calibrated(shape: ClusterShape) -> ClusterShape:
@@ -122,7 +160,6 @@ def calibrated(shape: ClusterShape) -> ClusterShape:
     path = cache.cache_file("calibration", shape)
     then = "python -m launcher task=calibrate measures again"
     found = cache.read_cached(path, lambda tree: _kept(tree).applied(shape), then)
-    store = cache.read_cached(_store_file(shape), _kept_rates, then) if shape.hosts > 1 else None
     if found is None and is_nominal(shape):
         warn_once(
             _log,
@@ -131,13 +168,23 @@ def calibrated(shape: ClusterShape) -> ClusterShape:
             "them there",
         )
     known = found or shape
-    return store.applied(known) if store else known
+    if shape.hosts == 1:
+        return known
+    store = cache.read_cached(_hosts_file(shape, "store"), _kept_rates, then)
+    links = cache.read_cached(_hosts_file(shape, "links"), _kept_links, then)
+    known = store.applied(known) if store else known
+    return links.applied(known) if links else known
 
 
 def _kept_rates(tree: dict[str, Any]) -> StoreRates:
     """Return the rates in a cache file; as `_kept`."""
     names = (field.name for field in dataclasses.fields(StoreRates))
     return StoreRates(**{name: cache.positive(tree[name]) for name in names})
+
+
+def _kept_links(tree: dict[str, Any]) -> HostLinks:
+    """Return the links in a cache file; as `_kept`."""
+    return HostLinks(_by_size(tree["all_reduce_seconds"]))
 
 
 def _kept(tree: dict[str, Any]) -> Calibration:

@@ -30,6 +30,12 @@ def test_cpu_workers_have_a_thread_more_than_devices():
     assert worker_environment({"NPROC": "2"}, CPUS, 0)["NPROC"] == "2"
 
 
+def test_cpu_workers_allocate_large_pages_unless_told_otherwise():
+    assert worker_environment({}, CPUS, 0)["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
+    assert worker_environment({"GLIBC_TUNABLES": "x"}, CPUS, 0)["GLIBC_TUNABLES"] == "x"
+    assert "GLIBC_TUNABLES" not in worker_environment({}, GPUS, 0)
+
+
 def test_gpu_workers_see_their_own_gpus_and_no_others():
     seen = [worker_environment({}, GPUS, host)["CUDA_VISIBLE_DEVICES"] for host in (0, 1)]
     assert seen == ["4,5", "GPU-a,GPU-b"]

@@ -11,7 +11,13 @@ import pytest
 from launcher.plan import PlanError, local_shape
 from launcher.plan.cost.formulas import all_reduce_seconds
 from launcher.plan.profile import cache, calibration
-from launcher.plan.profile.calibration import Calibration, calibrated, measure
+from launcher.plan.profile.calibration import (
+    Calibration,
+    HostLinks,
+    calibrated,
+    keep_host_links,
+    measure,
+)
 
 FOUND = Calibration(
     product_flops={"bfloat16": {"128": 1e9, "1024": 4e9}, "float32": {"128": 1e9, "1024": 2e9}},
@@ -52,6 +58,28 @@ def test_the_link_gives_back_the_all_reduces_it_was_measured_by() -> None:
     for size, seconds in FOUND.all_reduce_seconds.items():
         again = all_reduce_seconds(float(size), 4, shape.intra_host, shape.latency)
         assert math.isclose(again, seconds, rel_tol=0.01)
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_sums_over_hosts_give_their_link_which_the_next_plans_have(devices: int) -> None:
+    nominal = local_shape(devices, 2, "cpu")
+    measured = HostLinks({"4096": 1e-3, "16777216": 40e-3})
+    path = keep_host_links(nominal, measured)
+    assert path is not None
+    shape = calibrated(nominal)
+    for size, seconds in measured.all_reduce_seconds.items():
+        again = all_reduce_seconds(float(size), devices, shape.inter_host, shape.latency)
+        assert math.isclose(again, seconds, rel_tol=0.01) or devices == 4
+    assert shape.intra_host == nominal.intra_host
+    assert (shape.latency == nominal.latency) == (devices == 4)  # that inside a host
+    assert calibrated(local_shape(devices, 1, "cpu")) == local_shape(devices, 1, "cpu")
+    path.write_text('{"all_reduce_seconds": {"4096": "fast"}}')
+    assert calibrated(nominal) == nominal
+
+
+def test_links_that_noise_hides_stay_nominal() -> None:
+    nominal = local_shape(2, 2, "cpu")
+    assert HostLinks({"4096": 2e-3, "16777216": 1e-3}).applied(nominal) == nominal
 
 
 @pytest.mark.parametrize(

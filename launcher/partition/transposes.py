@@ -1,0 +1,78 @@
+"""Products that come out transposed, multiplied the other way round instead.
+
+The gradient of a weight is traced as `transpose(dot_general(cotangent, input))`. XLA multiplies
+`input` by `cotangent` instead, but not in products with batch dimensions, which those of a replica
+become (`runtime.stage_programs`): there the transposition is a pass over the whole gradient. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from launcher.trace.jaxpr import ClosedJaxpr, Equation, Jaxpr, Var, is_var
+
+
+def without_transposes(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Return the program with `transpose(a · b)` as `b · a`, inside loops and checkpoints, too."""
+    return ClosedJaxpr(_rewritten(closed.jaxpr), closed.consts)
+
+
+def _rewritten(jaxpr: Jaxpr) -> Jaxpr:
+    uses = Counter(v for eqn in jaxpr.eqns for v in eqn.invars if is_var(v))
+    uses.update(v for v in jaxpr.outvars if is_var(v))
+    products: dict[Var, int] = {}  # those that nothing has read, by their place
+    equations: list[Equation | None] = []
+    for eqn in jaxpr.eqns:
+        inner = {k: _within(value) for k, value in eqn.params.items() if _holds_programs(value)}
+        eqn = eqn.replace(params=eqn.params | inner) if inner else eqn
+        if eqn.primitive.name == "dot_general" and uses[eqn.outvars[0]] == 1:
+            products[eqn.outvars[0]] = len(equations)
+        elif eqn.primitive.name == "transpose" and eqn.invars[0] in products:
+            at = products[eqn.invars[0]]
+            product = equations[at]
+            assert product is not None
+            if _swaps(product, eqn.params["permutation"]):
+                equations[at] = None
+                eqn = _the_other_way(product, eqn)
+        equations.append(eqn)
+    return jaxpr.replace(eqns=[eqn for eqn in equations if eqn is not None])
+
+
+def _holds_programs(value: Any) -> bool:
+    """Return whether a parameter of an equation is a program, or several."""
+    if isinstance(value, tuple):
+        return any(isinstance(x, ClosedJaxpr | Jaxpr) for x in value)
+    return isinstance(value, ClosedJaxpr | Jaxpr)
+
+
+def _within(value: Any) -> Any:
+    """Return such a parameter with its programs rewritten."""
+    if isinstance(value, tuple):
+        return tuple(_within(x) if _holds_programs(x) else x for x in value)
+    return without_transposes(value) if isinstance(value, ClosedJaxpr) else _rewritten(value)
+
+
+def _swaps(product: Equation, permutation: Sequence[int]) -> bool:
+    """Return whether a permutation of a product's result puts its right operand's dimensions first.
+
+    The result has the batch dimensions, then what is left of the left operand, then of the right.
+    """
+    (contracted, _), (batch, _) = product.params["dimension_numbers"]
+    if product.params.get("out_sharding") is not None:
+        return False
+    first = len(batch)
+    left = product.invars[0].aval.ndim - first - len(contracted)
+    all_dims = range(len(permutation))
+    swapped = [*all_dims[:first], *all_dims[first + left :], *all_dims[first : first + left]]
+    return list(permutation) == swapped
+
+
+def _the_other_way(product: Equation, transpose: Equation) -> Equation:
+    """Return the product of the operands in the other order, in place of the transposed one."""
+    params = dict(product.params)
+    params["dimension_numbers"] = tuple((b, a) for a, b in params["dimension_numbers"])
+    if isinstance(precision := params["precision"], tuple):
+        params["precision"] = precision[::-1]
+    return product.replace(invars=product.invars[::-1], outvars=transpose.outvars, params=params)

@@ -1,0 +1,71 @@
+"""Products that come out transposed are multiplied the other way round, with the same result."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from launcher.partition.transposes import without_transposes
+from launcher.trace.jaxpr import jaxpr_as_fun, make_jaxpr
+
+# Of a product with the dimensions (batch, left, left, right): which permutations put `right` first.
+LEFT, RIGHT = jnp.zeros((2, 3, 4, 5)), jnp.zeros((2, 5, 6))
+
+
+def names(closed):
+    return [eqn.primitive.name for eqn in closed.jaxpr.eqns]
+
+
+def random_like(key, x):
+    return jax.random.normal(jax.random.key(key), x.shape)
+
+
+@pytest.mark.parametrize("permutation", [*itertools.permutations(range(4))][1:])
+def test_only_swapped_operands_are_folded_and_values_stay(permutation):
+    def fun(a, b):
+        product = lax.dot_general(a, b, (((3,), (1,)), ((0,), (0,))), precision=("high", "highest"))
+        return lax.transpose(product, permutation)
+
+    before = make_jaxpr(fun, LEFT, RIGHT)
+    after = without_transposes(before)
+    is_swap = permutation == (0, 3, 1, 2)
+    assert names(after) == (["dot_general"] if is_swap else ["dot_general", "transpose"])
+    if is_swap:
+        assert (
+            after.jaxpr.eqns[0].params["precision"]
+            == before.jaxpr.eqns[0].params["precision"][::-1]
+        )
+    values = random_like(0, LEFT), random_like(1, RIGHT)
+    (given,), (made,) = jaxpr_as_fun(before)(*values), jaxpr_as_fun(after)(*values)
+    assert given.shape == made.shape
+    np.testing.assert_allclose(given, made, rtol=1e-5, atol=1e-6)
+
+
+def test_a_product_that_is_read_twice_stays():
+    def fun(a, b):
+        product = a @ b
+        return product.T, product + 1
+
+    closed = make_jaxpr(fun, jnp.zeros((2, 3)), jnp.zeros((3, 4)))
+    assert names(without_transposes(closed)) == names(closed)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint])
+def test_gradients_of_weights_have_no_transpositions_in_loops_and_checkpoints_too(wrap):
+    def loss(w, x):
+        def body(x, w):
+            return jnp.tanh(x @ w), None
+
+        return lax.scan(wrap(body), x, w)[0].sum()
+
+    given = jnp.zeros((3, 8, 8)), jnp.zeros((4, 8))
+    closed = make_jaxpr(jax.grad(loss), *given)
+    after = without_transposes(closed)
+    assert " transpose[" in str(closed.jaxpr)
+    assert " transpose[" not in str(after.jaxpr)
+    values = [random_like(k, x) for k, x in enumerate(given)]
+    (before,), (made,) = jaxpr_as_fun(closed)(*values), jaxpr_as_fun(after)(*values)
+    np.testing.assert_allclose(before, made, rtol=1e-6, atol=1e-6)
