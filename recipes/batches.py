@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,11 +28,15 @@ def batches(
         seed: picks the order of each pass.
         gather: turns sample numbers, int64 [rows], into rows, one or more of a batch's.
     """
-    import grain  # here, not above: Grain imports JAX, and checking a dataset must not
 
-    # Grain derives the order of each pass from the seed and the number of the pass.
-    passes = grain.MapDataset.range(num_samples).seed(seed).shuffle().repeat().batch(batch_size)
-    return Batches(passes.__getitem__, gather)
+    @functools.cache
+    def passes() -> Any:
+        import grain  # here: checking a dataset must not import JAX, nor planning Grain and Orbax
+
+        # Grain derives the order of each pass from the seed and the number of the pass.
+        return grain.MapDataset.range(num_samples).seed(seed).shuffle().repeat().batch(batch_size)
+
+    return Batches(lambda k: passes()[k], gather)
 
 
 def held_out(num_samples: int, batch_size: int, gather: Callable[[np.ndarray], Batch]) -> Batches:

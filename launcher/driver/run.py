@@ -62,13 +62,14 @@ def run(config: Config, stop: Stop, rendezvous: Rendezvous | None = None) -> int
     def work() -> int:
         if config.task == "train":
             return _train(config, console, stop, rendezvous)
-        from launcher.driver.calibrate import calibrate
-        from launcher.driver.export import export
-
         with stop.interruptible():
             if config.task == "calibrate":
+                from launcher.driver.calibrate import calibrate
+
                 return calibrate(config.cluster, console)
             if config.task == "export":
+                from launcher.driver.export import export
+
                 return export(config, console)
             return _plan(config, console)
 
@@ -102,9 +103,9 @@ def guarded(work: Callable[[], int]) -> int:
 
 
 def _plan(config: Config, console: Console) -> int:
+    from launcher.driver.plan_files import write_plan
     from launcher.driver.prepare import prepare
     from launcher.driver.run_log import write_planned
-    from launcher.driver.training import write_plan
 
     ready = prepare(config, console, plan_only=True, finished=folder.check(config))
     with folder.claim(config) as home:

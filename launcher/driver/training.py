@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import time
 from collections.abc import Iterator
@@ -11,7 +10,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import replace
 from pathlib import Path
 
-import yaml
 from rich.console import Console
 
 from launcher.cluster.errors import ClusterError, WorkerError
@@ -21,9 +19,9 @@ from launcher.cluster.ray.private_ray import PrivateRay, start
 from launcher.cluster.ray.waiting import StartLimit
 from launcher.cluster.slurm.attempts import begin, finish
 from launcher.cluster.slurm.rendezvous import Rendezvous, reopened
-from launcher.config.compose import to_dict, to_written
+from launcher.config.compose import to_dict
 from launcher.config.errors import ConfigError
-from launcher.config.machines import Hosts, RayCluster, SlurmCluster, machines_of
+from launcher.config.machines import Hosts, RayCluster, machines_of
 from launcher.config.schema import Config
 from launcher.driver import folder
 from launcher.driver.failures import (
@@ -37,12 +35,13 @@ from launcher.driver.failures import (
 from launcher.driver.folder import LOCK, RunFolder
 from launcher.driver.folder_handle import LostFolderError
 from launcher.driver.loop import train
+from launcher.driver.plan_files import write_plan, write_plan_alone
 from launcher.driver.prepare import Prepared
 from launcher.driver.recorder import DivergedError
 from launcher.driver.run_log import RunLog
 from launcher.driver.saving import Saving, contents
 from launcher.driver.workers import Workers, create_everywhere
-from launcher.files import aside, write_whole
+from launcher.files import aside
 from launcher.log import lines_to
 from launcher.output import complain
 from launcher.plan import Plan
@@ -154,21 +153,6 @@ def _current_folder(home: RunFolder, config: Config, plan: Plan) -> Path:
     return path
 
 
-def write_plan(home: RunFolder, config: Config, plan: Plan) -> None:
-    """Write `config.yaml`, resolved except for environment variables, and `plan.json`."""
-    tree = to_written(replace(config, run=replace(config.run, id=home.id)))
-    tree["run"]["dir"] = config.run.dir  # resolved: a job's variables may differ
-    # Atomic, because another task of a Slurm job may be reading them.
-    cluster = config.cluster
-    private = isinstance(cluster, SlurmCluster) and bool(cluster.slurm.env)  # may be secrets
-    write_whole(home.path / "config.yaml", yaml.safe_dump(tree, sort_keys=False), private)
-    _write_plan(home, plan)
-
-
-def _write_plan(home: RunFolder, plan: Plan) -> None:
-    write_whole(home.path / "plan.json", json.dumps(plan.to_dict(), indent=2) + "\n")
-
-
 def _last_step(home: RunFolder) -> int:
     """Return the newest recorded step; after a crash it is later than the newest checkpoint."""
     records = read_metrics(home.path / METRICS)
@@ -266,7 +250,7 @@ class _Job:
                 self.run_log.compile_seconds = setup.result()
                 self._home.check()
                 infos = workers.infos(self._pool.devices_per_host)
-                _write_plan(self._home, replace(self._plan, workers=tuple(infos)))
+                write_plan_alone(self._home, replace(self._plan, workers=tuple(infos)))
                 if finished:
                     workers.submit("restore", self._checkpoints, finished).result()
                 else:

@@ -36,10 +36,10 @@ from launcher.config.schema import Config
 from launcher.driver import folder
 from launcher.driver.folder import RunFolder, delete_on_error
 from launcher.driver.make_folder import new_id
+from launcher.driver.plan_files import write_plan
 from launcher.driver.prepare import prepare
 from launcher.driver.private_files import private_files
 from launcher.driver.run import guarded
-from launcher.driver.training import write_plan
 from launcher.files import DamagedError, read_json, write_whole
 from launcher.log import lines_to
 from launcher.output import answer, complain

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 def shapes_of(batches: Callable[[int], Batch], batch_size: int) -> Any:
-    """Return the shapes of a full batch, a tree of `jax.ShapeDtypeStruct`, from as few rows."""
+    """Return the shapes of a full batch, a tree of `jax.ShapeDtypeStruct`, from one sample."""
     if not isinstance(batches, Batches):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batches(0))
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((batch_size, *x.shape[1:]), x.dtype),
-        batches.gather(batches.numbers(0)[:1]),
+        batches.gather(np.zeros(1, np.int64)),
     )
 
 

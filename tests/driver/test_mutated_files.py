@@ -19,7 +19,7 @@ from launcher.cluster.slurm.attempts import begin, finish
 from launcher.cluster.slurm.rendezvous import Rendezvous
 from launcher.config.compose import load
 from launcher.config.parallel import Replay
-from launcher.driver import folder, training
+from launcher.driver import folder, plan_files, training
 from launcher.driver.init_from import check_start, find_start
 from launcher.driver.plan_from_config import plan_of
 from launcher.driver.prepare import Prepared
@@ -65,7 +65,7 @@ class Doors:
 
     def _write(self):
         self.home.mkdir(parents=True)
-        training.write_plan(folder.RunFolder(self.home), self.config, self.plan)
+        plan_files.write_plan(folder.RunFolder(self.home), self.config, self.plan)
         params = {"w": jnp.ones(3)}
         for step in (3, 6):
             state = TrainState(jnp.int32(step), params, {}, jnp.zeros(2, jnp.uint32))

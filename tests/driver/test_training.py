@@ -12,7 +12,7 @@ from launcher.cluster.slurm.attempts import read_attempts
 from launcher.cluster.slurm.rendezvous import Rendezvous
 from launcher.config.compose import load, load_frozen, to_dict
 from launcher.config.machines import Emulated
-from launcher.driver import folder, run_log, training
+from launcher.driver import folder, plan_files, run_log, training
 from launcher.driver.failures import FailedError
 from launcher.driver.folder_handle import LostFolderError
 from launcher.driver.plan_from_config import plan_of
@@ -215,7 +215,7 @@ def test_settings_that_hold_values_of_the_jobs_environment_are_their_users_alone
     config = load(["model=mlp", "dataset=synthetic", *words])
     path = tmp_path / "config.yaml"
     path.touch(0o644)
-    training.write_plan(folder.RunFolder(tmp_path), config, plan)
+    plan_files.write_plan(folder.RunFolder(tmp_path), config, plan)
     assert ("s3cret" in path.read_text()) == ("s3cret" in env)
     assert (path.stat().st_mode & 0o077 == 0) == ("s3cret" in env)
 

@@ -52,6 +52,20 @@ def test_checking_imports_nothing_heavy(arguments: list[str], tmp_path: Path) ->
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.devices
+def test_planning_imports_nothing_that_only_training_needs(tmp_path: Path) -> None:
+    arguments = ["task=plan", "recipe=pipeshard_tutorial", "parallel=data"]
+    unneeded = "ray", "orbax", "tensorstore", "grain", "wandb"
+    program = (
+        f"import sys; from launcher.__main__ import main; main({arguments!r}); "
+        f"sys.exit(' '.join(name for name in {unneeded!r} if name in sys.modules) or None)"
+    )
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "predicted:" in result.stdout
+
+
 def test_help_shows_options_examples_and_exit_codes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
