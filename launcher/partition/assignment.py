@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ class Assignment:
         """Data-parallel replicas that all stages have in common."""
         return math.gcd(*(submesh.logical_mesh[0] for submesh in self.submeshes))
 
-    @property
+    @functools.cached_property
     def slicing(self) -> Slicing:
         """How the batch is cut."""
         return Slicing(self.num_micro_batches, self.num_replicas, self.reduction.workers)

@@ -54,14 +54,18 @@ def timeline(plan: Pipeline | Plan) -> list[TimedTask]:
     """Return the timeline of the step's pipeline as the planner expects it."""
     cluster = ClusterShape(**plan.cluster)
 
-    def duration(task: Task) -> float:
-        stage = plan.stages[task.stage]
-        return {
+    seconds = [
+        {
             Kind.FORWARD: stage.forward_seconds,
             Kind.BACKWARD: stage.backward_seconds,
             Kind.BACKWARD_INPUT: stage.backward_seconds - stage.backward_weight_seconds,
             Kind.BACKWARD_WEIGHT: stage.backward_weight_seconds,
-        }[task.kind]
+        }
+        for stage in plan.stages
+    ]
+
+    def duration(task: Task) -> float:
+        return seconds[task.stage][task.kind]
 
     if cluster.effective_parallelism is None or not cluster.shares_machine:
         return simulate(plan.tasks(), duration, transfer_ways(plan))

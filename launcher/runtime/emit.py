@@ -7,6 +7,7 @@ gets its work early enough.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,6 +100,15 @@ class _Emitter:
     summing: dict[str, tuple[Bucket, ...]] = field(default_factory=dict)
     copies: dict[Var, tuple[int, int]] = field(default_factory=dict)
     listed: list[Work] = field(default_factory=list)
+
+    @functools.cached_property
+    def makers(self) -> dict[Var, list[int]]:
+        """The meshes whose stages make each activation."""
+        found: dict[Var, list[int]] = {}
+        for graph in self.cut.stages:
+            for v in graph.activations_out:
+                found.setdefault(v, []).append(graph.mesh)
+        return found
 
     def emit(self) -> Emitted:
         slots = self.slots
@@ -272,7 +282,7 @@ class _Emitter:
             if name.kind == "activation":
                 meshes = dict.fromkeys(self.cut.stages[to].mesh for to in readers[name.of])
             elif name.kind == "cotangent":
-                meshes = {g.mesh: None for g in self.cut.stages if name.of[0] in g.activations_out}
+                meshes = dict.fromkeys(self.makers[name.of[0]])
             else:
                 continue
             for mesh in meshes:

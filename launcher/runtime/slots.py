@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from launcher.partition.joint_graph import Name
 from launcher.partition.partitioned import PartitionedStep
@@ -36,6 +36,7 @@ class Slots:
     batches: list[tuple[int, int, int | None]] = field(default_factory=list)
     _numbers: dict[Any, int] = field(default_factory=dict)
     _parts: dict[Var, tuple[str, int]] = field(default_factory=dict)
+    _specs: dict[tuple[Var, int], Spec] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for i, operand in enumerate(self.cut.update.operands):
@@ -68,8 +69,8 @@ class Slots:
         """Return the slot of a microbatch's number, which is a constant."""
         key = ("number", microbatch, mesh)
         if key not in self._numbers:
-            slot = self._slot(key, mesh, jax.ShapeDtypeStruct((), jnp.int32), ())
-            self.constants.append((jnp.int32(microbatch), slot))
+            slot = self._slot(key, mesh, jax.ShapeDtypeStruct((), np.int32), ())
+            self.constants.append((np.int32(microbatch), slot))
         return self._numbers[key]
 
     def of_stage(self, name: Name, graph: StageGraph, microbatch: int) -> int:
@@ -101,9 +102,13 @@ class Slots:
 
     def exchanged(self, name: Name, mesh: int, microbatch: int) -> int:
         """Return the slot of an activation or a cotangent on a mesh."""
+        key = name, microbatch, mesh
+        if key in self._numbers:
+            return self._numbers[key]
         var = name.of if name.kind == "activation" else name.of[0]
-        spec = self.cut.layouts[mesh].activation(var)
-        return self._per_replica((name, microbatch, mesh), mesh, var.aval, spec)
+        if (var, mesh) not in self._specs:
+            self._specs[var, mesh] = self.cut.layouts[mesh].activation(var)
+        return self._per_replica(key, mesh, var.aval, self._specs[var, mesh])
 
     def _part(self, name: Name, graph: StageGraph, microbatch: int) -> Var:
         """Return the variable that holds a stage's share of a result or a gradient.

@@ -60,8 +60,12 @@ def simulate_shared(
     """
     traffic = Traffic(ways, num_stages=len({task.stage for tasks in schedule for task in tasks}))
     position = [0] * len(schedule)
+    # Of each mesh's next task when its inputs are there, or a task that has to end before.
+    ready: list[float | Task | None] = [None] * len(schedule)
+    ended: set[Task] = set()
     running: dict[int, tuple[Task, float]] = {}  # by mesh, with when it started
     left: dict[int, float] = {}
+    least: dict[int, float] = {}  # what rounding leaves of it
     timed: list[TimedTask] = []
     now, total = 0.0, sum(map(len, schedule))
     while len(timed) < total:
@@ -69,15 +73,18 @@ def simulate_shared(
         for mesh, tasks in enumerate(schedule):
             if mesh in running or position[mesh] == len(tasks):
                 continue
-            task = tasks[position[mesh]]
-            ready = traffic.arrival(task)
-            if isinstance(ready, Task):
+            task, arrival = tasks[position[mesh]], ready[mesh]
+            if arrival is None or arrival in ended:
+                arrival = ready[mesh] = traffic.arrival(task)
+            if isinstance(arrival, Task):
                 continue
-            if ready <= now:
+            if arrival <= now:
                 running[mesh], left[mesh] = (task, now), duration(task)
+                least[mesh] = _DONE * max(left[mesh], 1e-12)
                 position[mesh] += 1
+                ready[mesh] = None
             else:
-                waiting.append(ready)
+                waiting.append(arrival)
         if not running and not waiting:
             raise ScheduleError("the schedule cannot be followed: every mesh waits for another")
         busy = sum(devices_of[mesh] for mesh in running)
@@ -88,8 +95,9 @@ def simulate_shared(
             over = now + left[mesh] / speed[mesh] <= until
             left[mesh] -= (until - now) * speed[mesh]
             task, start = running[mesh]
-            if over or left[mesh] <= _DONE * max(duration(task), 1e-12):
+            if over or left[mesh] <= least[mesh]:
                 traffic.send(task, until)
+                ended.add(task)
                 timed.append(TimedTask(task, mesh, start, until))
                 del running[mesh], left[mesh]
         now = until

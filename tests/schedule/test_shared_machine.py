@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from launcher.schedule import Kind, Shared, Way, make_tasks, simulate, simulate_shared, step_seconds
+from launcher.schedule.links import Traffic
 
 
 def seconds(task):
@@ -76,3 +77,18 @@ def test_a_mesh_never_does_two_things_and_keeps_its_order():
         timed = [t for t in found if t.mesh == mesh]
         assert [t.task for t in timed] == list(own)
         assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(timed))
+
+
+def test_a_mesh_asks_for_its_inputs_only_when_one_of_them_has_come(monkeypatch):
+    """So that the time of a simulation grows with its tasks, not with its meshes as well."""
+    asked = []
+    arrival = Traffic.arrival
+    monkeypatch.setattr(
+        Traffic, "arrival", lambda self, task: asked.append(task) or arrival(self, task)
+    )
+    tasks = make_tasks("1f1b", 16, 16, 32)
+    ways = {(a, b): Way((f"{a}",), 0.1) for a in range(16) for b in (a - 1, a + 1) if 0 <= b < 16}
+    simulate_shared(
+        tasks, lambda task: 1.0 + task.stage % 3, ways, [1] * 16, Shared(16, [2.0] * 16)
+    )
+    assert len(asked) <= 2 * sum(map(len, tasks))
