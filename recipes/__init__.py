@@ -67,11 +67,13 @@ class Batches:
         gather: makes the rows of these sample numbers, one or more of them in any order.
         num_rows: the rows of all batches together, of which the last may hold fewer than the
             others, and those after it none; None where there is no end to them.
+        a_sample: a sample number, whose row shows the shapes of all; None: the first of batch 0.
     """
 
     numbers: Callable[[int], np.ndarray]
     gather: Callable[[np.ndarray], Batch]
     num_rows: int | None = None
+    a_sample: int | None = None
 
     def __call__(self, k: int) -> Batch:
         """Return batch k."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -28,15 +29,27 @@ def batches(
         seed: picks the order of each pass.
         gather: turns sample numbers, int64 [rows], into rows, one or more of a batch's.
     """
+    return Batches(_Order(num_samples, batch_size, seed), gather, a_sample=0)
 
-    @functools.cache
-    def passes() -> Any:
+
+@dataclass(frozen=True)
+class _Order:
+    """The sample numbers of shuffled batches; called with k, it returns those of batch k."""
+
+    num_samples: int
+    batch_size: int
+    seed: int
+
+    def __call__(self, k: int) -> np.ndarray:
+        return cast(np.ndarray, self._passes[k])
+
+    @functools.cached_property
+    def _passes(self) -> Any:
         import grain  # here: checking a dataset must not import JAX, nor planning Grain and Orbax
 
         # Grain derives the order of each pass from the seed and the number of the pass.
-        return grain.MapDataset.range(num_samples).seed(seed).shuffle().repeat().batch(batch_size)
-
-    return Batches(lambda k: passes()[k], gather)
+        one = grain.MapDataset.range(self.num_samples).seed(self.seed).shuffle()
+        return one.repeat().batch(self.batch_size)
 
 
 def held_out(num_samples: int, batch_size: int, gather: Callable[[np.ndarray], Batch]) -> Batches:
@@ -52,7 +65,7 @@ def held_out(num_samples: int, batch_size: int, gather: Callable[[np.ndarray], B
     def numbers(k: int) -> np.ndarray:
         return shuffled(k)[: max(0, num_samples - k * batch_size)]
 
-    return Batches(numbers, gather, num_samples)
+    return Batches(numbers, gather, num_samples, a_sample=0)
 
 
 def next_token_batch(sequences: np.ndarray) -> Batch:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 
 import jax
@@ -23,6 +22,9 @@ _SIZES = {"cpu": (1 << 12, 1 << 24), "gpu": (1 << 16, 1 << 28)}  # bytes
 def measure_links(pool: DevicePool) -> dict[str, float]:
     """Return the seconds of an all-reduce over all devices of a pool's hosts, by its bytes.
 
+    They are those of the fastest round, so that other work on the machine counts little; a round
+    lasts as long as the worker that began it first waits.
+
     Raises:
         ClusterError: Ray or a process did not come up, or does not answer.
         WorkerError: a process died.
@@ -32,7 +34,7 @@ def measure_links(pool: DevicePool) -> dict[str, float]:
         group.join()
         found = group.gather(group.submit("measure", _SIZES[pool.kind]), starting=True)
     return {
-        str(size): statistics.median(one[k] for one in found)
+        str(size): min(max(of_round) for of_round in zip(*(of[k] for of in found), strict=True))
         for k, size in enumerate(_SIZES[pool.kind])
     }
 
@@ -40,8 +42,8 @@ def measure_links(pool: DevicePool) -> dict[str, float]:
 class LinkMeter(Peer):
     """A worker that sums arrays with the others, and keeps the time."""
 
-    def measure(self, sizes: tuple[int, ...]) -> list[float]:
-        """Return the seconds of the fastest sum of each size, so that other work counts little.
+    def measure(self, sizes: tuple[int, ...]) -> list[list[float]]:
+        """Return the seconds of each round's sum, for each size; the first, which compiles, is not.
 
         All workers call it together.
 
@@ -59,11 +61,11 @@ class LinkMeter(Peer):
         for size in sizes:
             shape = len(jax.devices()), size // 4
             x = jax.jit(lambda of=shape: jnp.ones(of), out_shardings=NamedSharding(mesh, each))()
+            jax.block_until_ready(summed(x))
             durations = []
             for _ in range(_ROUNDS):
-                jax.block_until_ready(x)
                 began = time.perf_counter()
                 jax.block_until_ready(summed(x))
                 durations.append(time.perf_counter() - began)
-            found.append(min(durations))
+            found.append(durations)
         return found

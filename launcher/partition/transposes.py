@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
+from jax.lax import DotAlgorithm
+
+from launcher.trace.bodies import bodies, replace_bodies
 from launcher.trace.jaxpr import ClosedJaxpr, Equation, Jaxpr, Var, is_var
 
 
@@ -25,33 +27,18 @@ def _rewritten(jaxpr: Jaxpr) -> Jaxpr:
     products: dict[Var, int] = {}  # those that nothing has read, by their place
     equations: list[Equation | None] = []
     for eqn in jaxpr.eqns:
-        inner = {k: _within(value) for k, value in eqn.params.items() if _holds_programs(value)}
-        eqn = eqn.replace(params=eqn.params | inner) if inner else eqn
+        if bodies(eqn) and eqn.primitive.name != "pallas_call":  # kernels stay as they are written
+            eqn = replace_bodies(eqn, _rewritten)
         if eqn.primitive.name == "dot_general" and uses[eqn.outvars[0]] == 1:
             products[eqn.outvars[0]] = len(equations)
-        elif eqn.primitive.name == "transpose" and eqn.invars[0] in products:
-            at = products[eqn.invars[0]]
-            product = equations[at]
-            assert product is not None
-            if _swaps(product, eqn.params["permutation"]):
+        elif eqn.primitive.name == "transpose" and is_var(of := eqn.invars[0]):
+            at = products.get(of)
+            product = None if at is None else equations[at]
+            if at is not None and product and _swaps(product, eqn.params["permutation"]):
                 equations[at] = None
                 eqn = _the_other_way(product, eqn)
         equations.append(eqn)
     return jaxpr.replace(eqns=[eqn for eqn in equations if eqn is not None])
-
-
-def _holds_programs(value: Any) -> bool:
-    """Return whether a parameter of an equation is a program, or several."""
-    if isinstance(value, tuple):
-        return any(isinstance(x, ClosedJaxpr | Jaxpr) for x in value)
-    return isinstance(value, ClosedJaxpr | Jaxpr)
-
-
-def _within(value: Any) -> Any:
-    """Return such a parameter with its programs rewritten."""
-    if isinstance(value, tuple):
-        return tuple(_within(x) if _holds_programs(x) else x for x in value)
-    return without_transposes(value) if isinstance(value, ClosedJaxpr) else _rewritten(value)
 
 
 def _swaps(product: Equation, permutation: Sequence[int]) -> bool:
@@ -61,6 +48,8 @@ def _swaps(product: Equation, permutation: Sequence[int]) -> bool:
     """
     (contracted, _), (batch, _) = product.params["dimension_numbers"]
     if product.params.get("out_sharding") is not None:
+        return False
+    if isinstance(product.params["precision"], DotAlgorithm):  # it may tell left from right
         return False
     first = len(batch)
     left = product.invars[0].aval.ndim - first - len(contracted)

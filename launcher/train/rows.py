@@ -25,9 +25,11 @@ def shapes_of(batches: Callable[[int], Batch], batch_size: int) -> Any:
     """Return the shapes of a full batch, a tree of `jax.ShapeDtypeStruct`, from one sample."""
     if not isinstance(batches, Batches):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batches(0))
+    sample = batches.a_sample
+    number = batches.numbers(0)[:1] if sample is None else np.array([sample], np.int64)
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((batch_size, *x.shape[1:]), x.dtype),
-        batches.gather(np.zeros(1, np.int64)),
+        batches.gather(number),
     )
 
 

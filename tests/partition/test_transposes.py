@@ -44,6 +44,16 @@ def test_only_swapped_operands_are_folded_and_values_stay(permutation):
     np.testing.assert_allclose(given, made, rtol=1e-5, atol=1e-6)
 
 
+def test_programs_that_are_no_bodies_and_literals_stay():
+    def fun(a, b):
+        return jnp.linalg.solve(a, b) * lax.transpose(2.0, ())
+
+    a, b = jnp.eye(3) * 2 + 0.1, jnp.ones(3)
+    closed = make_jaxpr(fun, a, b)
+    (made,) = jaxpr_as_fun(without_transposes(closed))(a, b)
+    np.testing.assert_allclose(made, fun(a, b), rtol=1e-6)
+
+
 def test_a_product_that_is_read_twice_stays():
     def fun(a, b):
         product = a @ b

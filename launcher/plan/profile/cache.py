@@ -93,6 +93,8 @@ def _warn_of_other_machines(path: Path) -> None:
     kind, own, end = path.name.partition(f"-{file_name(processor())}-")
     if own:
         for other in sorted(path.parent.glob(f"{kind}-*-{end}")):
+            if other.name.startswith(f"{kind}-{file_name(processor())}-"):
+                continue  # another measurement of this machine
             machine = other.name.removeprefix(f"{kind}-").removesuffix(f"-{end}")
             text = f"what was measured on another machine ({machine}) is ignored"
             warn_once(_log, f"{path.parent}: {text}")

@@ -27,6 +27,7 @@ from launcher.plan.profile import cache, measure_devices
 
 _TIME_OUT = 600.0  # seconds
 _LEAST_LATENCY = 1e-6
+_SIZES = 2  # of the sums that show a link's latency and its rate
 
 _log = logging.getLogger(__name__)
 
@@ -184,7 +185,10 @@ def _kept_rates(tree: dict[str, Any]) -> StoreRates:
 
 def _kept_links(tree: dict[str, Any]) -> HostLinks:
     """Return the links in a cache file; as `_kept`."""
-    return HostLinks(_by_size(tree["all_reduce_seconds"]))
+    found = _by_size(tree["all_reduce_seconds"])
+    if len(found) != _SIZES:
+        raise ValueError(f"sums of {len(found)} sizes")
+    return HostLinks(found)
 
 
 def _kept(tree: dict[str, Any]) -> Calibration:

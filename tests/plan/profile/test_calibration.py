@@ -73,8 +73,18 @@ def test_sums_over_hosts_give_their_link_which_the_next_plans_have(devices: int)
     assert shape.intra_host == nominal.intra_host
     assert (shape.latency == nominal.latency) == (devices == 4)  # that inside a host
     assert calibrated(local_shape(devices, 1, "cpu")) == local_shape(devices, 1, "cpu")
-    path.write_text('{"all_reduce_seconds": {"4096": "fast"}}')
-    assert calibrated(nominal) == nominal
+    for damaged in ({"4096": "fast"}, {"4096": 1e-3}, {"1": 1e-3, "2": 2e-3, "3": 3e-3}):
+        tree = {"versions": cache.versions(), "all_reduce_seconds": damaged}
+        path.write_text(json.dumps(tree))
+        assert calibrated(nominal) == nominal
+
+
+def test_links_of_this_machine_are_not_taken_for_another_ones(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    keep_host_links(local_shape(8, 4, "cpu"), HostLinks({"4096": 1e-3, "16777216": 40e-3}))
+    assert calibrated(local_shape(4, 1, "cpu")) == local_shape(4, 1, "cpu")
+    assert caplog.messages == []
 
 
 def test_links_that_noise_hides_stay_nominal() -> None:
