@@ -289,6 +289,16 @@ def here(tmp_path, monkeypatch):
 REFUSED = (("", "allow_modules"), ("local", "cluster.hosts"))
 
 
+def test_what_a_run_tells_depends_on_its_settings_alone(tmp_path, monkeypatch):
+    """Not on the time that it takes; and the run that is looked at comes to its last step."""
+    monkeypatch.chdir(tmp_path)
+    config = config_of({"train": {"steps": 4, "eval_every": 2}, "wandb": {"mode": "disabled"}})
+    first, metrics = told.run_told(config)
+    assert (first, metrics) == told.run_told(config)
+    assert ("step", 4, False, False) in first
+    assert metrics
+
+
 @pytest.mark.parametrize(
     ("option", "key", "probe"), PROBES, ids=[f"{option}.{key}" for option, key, _ in PROBES]
 )
