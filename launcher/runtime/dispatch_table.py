@@ -6,7 +6,7 @@ the call.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -93,7 +93,9 @@ def build_table(
     Raises:
         PlanError: the stages belong to several processes and there is no transport between them.
     """
-    entries, exchanges = _entries(emitted, placement, compiled, transport, servers, spans)
+    outlives = {slot for slot, _, _ in emitted.results}
+    outlives |= {slot for i, slot in emitted.arguments if not donated[i]}
+    entries, exchanges = _entries(emitted, placement, compiled, outlives, transport, servers, spans)
     _prove(entries, emitted, placement)
     if transport is not None:
         descriptions = [exchange.description for exchange in exchanges]
@@ -127,6 +129,7 @@ def _entries(
     emitted: Emitted,
     placement: Placement,
     compiled: Mapping[str, Any],
+    outlives: Set[int | None],
     transport: Transport | None,
     servers: Servers | None,
     spans: SpanRecorder,
@@ -156,7 +159,8 @@ def _entries(
             elif transport is None:
                 raise PlanError("stages of different processes need a transport to exchange arrays")
             else:  # made also for transfers elsewhere: all processes count the same keys
-                call = RemoteTransfer(avals, src, dst, transport, offset)
+                lasting = [slot in outlives for slot in x.inputs]
+                call = RemoteTransfer(avals, src, dst, transport, offset, lasting)
                 offset += call.num_keys
                 exchanges.append(call.exchange)
             if number in mine:

@@ -96,6 +96,7 @@ class RemoteTransfer:
         dst: the sharding of each array at the destination.
         transport: what moves arrays between processes.
         offset: the position of this transfer's first key among the keys of one call.
+        outlives: for each array, whether it is there after the step; by default all are.
 
     Attributes:
         exchange: what goes between processes; it must be opened before the first call.
@@ -109,8 +110,10 @@ class RemoteTransfer:
         dst: Sequence[NamedSharding],
         transport: Transport,
         offset: int,
+        outlives: Sequence[bool] | None = None,
     ) -> None:
-        self._legs = [_Leg(*parts) for parts in zip(avals, src, dst, strict=True)]
+        outlives = [True] * len(avals) if outlives is None else outlives
+        self._legs = [_Leg(*parts) for parts in zip(avals, src, dst, outlives, strict=True)]
         parcels = [(k, n, x) for k, leg in enumerate(self._legs) for n, x in leg.parcels()]
         self.exchange = transport.bind([parcel for _, _, parcel in parcels])
         self._offset = offset
@@ -141,8 +144,9 @@ class _Leg:
     Random keys travel as their data, which is sharded as they are: its last axis is not sharded.
     """
 
-    def __init__(self, aval: Any, src: NamedSharding, dst: NamedSharding) -> None:
+    def __init__(self, aval: Any, src: NamedSharding, dst: NamedSharding, outlives: bool) -> None:
         aval, self._impl = plain_aval(aval)
+        self._outlives = outlives
         self._aval, self._dst = aval, dst
         devices: list[jax.Device] = [*src.device_set, *dst.device_set]
         self._device = {d.id: d for d in devices}
@@ -167,12 +171,14 @@ class _Leg:
 
     def parcels(self) -> list[tuple[int, Parcel]]:
         """Return what goes from one process to another, with its position among the pieces."""
-        return [
-            (n, Parcel(self._device[p.src_device], to, p.shape, self._aval.dtype))
-            for n, p in enumerate(self._pieces)
-            if p.src_process != p.dst_process
-            for to in (self._first(p.dst_process, p.dst_box),)
-        ]
+        parcels = []
+        for n, p in enumerate(self._pieces):
+            if p.src_process != p.dst_process:
+                whole = p.box == p.src_box  # others are cut, which copies
+                src, dst = self._device[p.src_device], self._first(p.dst_process, p.dst_box)
+                parcel = Parcel(src, dst, p.shape, self._aval.dtype, self._outlives and whole)
+                parcels.append((n, parcel))
+        return parcels
 
     def cut(self, array: jax.Array | None) -> dict[int, jax.Array]:
         """Return the pieces that this process has, by their position among all pieces."""

@@ -25,12 +25,21 @@ from launcher.runtime.compat import agree
 
 @dataclass(frozen=True)
 class Parcel:
-    """An array that goes from one device to a device of another process."""
+    """An array that goes from one device to a device of another process.
+
+    Attributes:
+        src: the device that it comes from.
+        dst: the device that it goes to.
+        shape: its shape.
+        dtype: its dtype.
+        outlives: whether it is there after the step, so that the next one may donate it.
+    """
 
     src: jax.Device
     dst: jax.Device
     shape: tuple[int, ...]
     dtype: Any
+    outlives: bool = False
 
 
 Parts = dict[int, jax.Array]  # by the number of their parcel
@@ -209,6 +218,8 @@ class _Pulls:
         )
         me, numbered = jax.process_index(), list(enumerate(links.items()))
         self._out = [(key, found) for key, ((a, _), found) in numbered if a == me]
+        # An array is read when it is pulled, and a step may be called that donates it before that.
+        self._copied = {n for n, parcel in enumerate(parcels) if parcel.outlives}
         self._in = [
             (key, a, found, [_like(parcels[n]) for n in found])
             for key, ((a, b), found) in numbered
@@ -217,7 +228,8 @@ class _Pulls:
 
     def __call__(self, key: int, parts: Parts) -> Parts:
         for at, found in self._out:
-            self._transport.send(key + at, [parts[n] for n in found])
+            offered = [parts[n].copy() if n in self._copied else parts[n] for n in found]
+            self._transport.send(key + at, offered)
         arrived: Parts = {}
         for at, process, found, like in self._in:
             arrays = self._transport.recv(key + at, process, like)

@@ -8,6 +8,7 @@ import pickle
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import jax
@@ -179,6 +180,23 @@ def test_a_donated_array_says_so_when_it_is_used_again(train):
     for use in (np.asarray, lambda x: train(state, BATCHES[1]), lambda x: x.copy_to_host_async()):
         with pytest.raises(ConsumedError, match=r"float32\[8, 8\].*donated to an earlier call"):
             use(weight)
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_step_may_donate_what_a_slow_worker_has_yet_to_receive(train, slow):
+    state, _ = run(train, 1)
+    other = launcher.parallelize(evaluation(), method=train, donate_argnums=())
+    expected = float(other(state, BATCHES[0]))
+    process = psutil.Process(launcher.workers()[slow].process)
+    process.suspend()
+    try:
+        found = other(state, BATCHES[0])  # offers parameters to the worker that is stopped
+        _, loss = train(state, BATCHES[1])  # donates them
+        time.sleep(1)  # the other worker goes on as far as it can
+    finally:
+        process.resume()
+    assert float(found) == expected
+    assert_allclose(loss, serial(2)[1][1])
 
 
 def test_an_array_given_twice_is_not_consumed_twice(train):
