@@ -15,7 +15,6 @@ from launcher.partition.remat import POLICIES, Policy, is_checkpoint
 from launcher.partition.sharding.layout import Layout
 from launcher.partition.sharding.named_dims import Spec
 from launcher.partition.stages import StageGraph
-from launcher.partition.transposes import without_transposes
 from launcher.trace import Loss
 from launcher.trace.jaxpr import (
     Atom,
@@ -121,7 +120,6 @@ def trace_joint(
     closed = inline_calls(make_jaxpr(joint, *avals))
     if open_checkpoints:
         closed = opened(closed)
-    closed = without_transposes(closed)
     variables = dict(zip(inputs, closed.jaxpr.invars, strict=True))
     outputs = [*made, *(Name("grad", i) for i in grads)]
     outputs += [Name("cotangent", (v, graph.index)) for v in graph.active_in]

@@ -2,7 +2,9 @@
 
 The gradient of a weight is traced as `transpose(dot_general(cotangent, input))`. XLA multiplies
 `input` by `cotangent` instead, but not in products with batch dimensions, which those of a replica
-become (`runtime.stage_programs`): there the transposition is a pass over the whole gradient. Pure.
+become (`runtime.stage_programs`): there the transposition is a pass over the whole gradient. A
+product's left operand is copied unless it is contracted along its last dimension, so that they are
+swapped only where less is copied. Pure.
 """
 
 from __future__ import annotations
@@ -42,20 +44,24 @@ def _rewritten(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _swaps(product: Equation, permutation: Sequence[int]) -> bool:
-    """Return whether a permutation of a product's result puts its right operand's dimensions first.
+    """Return whether a permutation puts a product's right operand first, and a swap copies less.
 
     The result has the batch dimensions, then what is left of the left operand, then of the right.
     """
-    (contracted, _), (batch, _) = product.params["dimension_numbers"]
+    contracted, (batch, _) = product.params["dimension_numbers"]
     if product.params.get("out_sharding") is not None:
         return False
     if isinstance(product.params["precision"], DotAlgorithm):  # it may tell left from right
         return False
     first = len(batch)
-    left = product.invars[0].aval.ndim - first - len(contracted)
+    left = product.invars[0].aval.ndim - first - len(contracted[0])
     all_dims = range(len(permutation))
     swapped = [*all_dims[:first], *all_dims[first + left :], *all_dims[first : first + left]]
-    return list(permutation) == swapped
+    copies = [
+        0 if x.aval.ndim - 1 in dims else x.aval.size
+        for x, dims in zip(product.invars, contracted, strict=True)
+    ]
+    return list(permutation) == swapped and copies[1] <= copies[0] + product.outvars[0].aval.size
 
 
 def _the_other_way(product: Equation, transpose: Equation) -> Equation:

@@ -23,6 +23,7 @@ from launcher.partition.sharding.layout import DATA, Layout
 from launcher.partition.sharding.named_dims import Spec
 from launcher.partition.slicing import Slicing, accumulator_dtype
 from launcher.partition.task_programs import TaskProgram
+from launcher.partition.transposes import without_transposes
 from launcher.partition.update import Operand
 from launcher.runtime.collectives import constrained, copied, sum_buckets
 from launcher.runtime.partial_sums import emitted_locally
@@ -161,14 +162,19 @@ class _Maker:
         inputs = [*(n for n in one_slice.inputs if n.kind != "seed"), *held]
         outputs = [*(n for n in held if n in left), *(n for n in left if n not in held)]
 
+        replicated, closed = self.slicing.own_replicas > 1, one_slice.closed
+        if replicated:
+            closed = without_transposes(closed)
+        computed = dataclasses.replace(one_slice, closed=closed).fun
+
         def one(number: Any, *flat: Any) -> tuple[Any, ...]:
             values = dict(zip(inputs, flat, strict=False))
             parts = [self.part(n, values.get(n), number) for n in one_slice.inputs]
-            outs = zip(made, one_slice.fun(*parts), strict=True)
+            outs = zip(made, computed(*parts), strict=True)
             return tuple(self.widened(x) if n.kind in _SUMS else x for n, x in outs)
 
         fun, reads = one, len(inputs) - len(held)
-        if self.slicing.own_replicas > 1:
+        if replicated:
             axes = (None, *(self.replica_axis(n) for n in inputs[:reads]))
             replicas = self.slicing.own_replicas  # said: a stage may read nothing of the batch
             fun = jax.vmap(one, in_axes=axes, axis_size=replicas, spmd_axis_name=DATA)

@@ -54,6 +54,17 @@ def test_programs_that_are_no_bodies_and_literals_stay():
     np.testing.assert_allclose(made, fun(a, b), rtol=1e-6)
 
 
+@pytest.mark.parametrize(("tokens", "swaps"), [(64, True), (512, False)])
+def test_a_wide_operand_is_not_copied_to_save_a_small_transposition(tokens, swaps):
+    narrow, wide = jnp.zeros((tokens, 64)), jnp.zeros((tokens, 256))
+
+    def gradient(cotangent, x):  # of the second product of an MLP, both contracted over the tokens
+        return lax.dot_general(cotangent, x, (((0,), (0,)), ((), ()))).T
+
+    expected = ["dot_general"] if swaps else ["dot_general", "transpose"]
+    assert names(without_transposes(make_jaxpr(gradient, narrow, wide))) == expected
+
+
 def test_a_product_that_is_read_twice_stays():
     def fun(a, b):
         product = a @ b
