@@ -36,6 +36,7 @@ def stages_of_compilation(
     from launcher.partition.partitioned import partition
     from launcher.runtime.emit import emit
 
+    step = step.planned_as(plan.fingerprint)
     for number, (part, of_part) in enumerate(zip(step.parts, plan.parts, strict=True)):
         part, prefix = part.cut_at(of_part.layer_ends), f"loss_{number}_" if step.further else ""
         cut = partition(part, of_part.assignment)

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from launcher.api.array_like import ArrayLike
 from launcher.api.calls import Shards
 from launcher.api.own_copies import is_key
+from launcher.array_like import ArrayLike
 from launcher.cluster.ray import pickling
 from launcher.runtime.compat import accept_as_array
 

@@ -65,6 +65,8 @@ def plan_of(
     """
     if isinstance(parallel, Replay):
         return _replayed(parallel, step, cluster)
+    if isinstance(parallel, Pipelined):
+        step = step.opened
     if isinstance(parallel, Auto):
         if nothing_fits is None and parallel.allow_over_memory:
             nothing_fits = _as_allowed
@@ -179,6 +181,7 @@ def _replayed(parallel: Replay, step: TracedStep, cluster: ClusterShape) -> Plan
         plan = Plan.from_dict(tree)
     except ValueError as error:  # DamagedError and PlanError are one
         raise no_plan(path, str(error)) from error
+    step = step.planned_as(plan.fingerprint)
     if plan.fingerprint != step.fingerprint:
         raise another_program(path)
     check_replay_devices(path, tree, cluster.hosts, cluster.devices_per_host)

@@ -30,6 +30,7 @@ def make_forward_plan(step: TracedStep, like: Plan) -> Plan:
     Raises:
         PlanError: the two steps do not have the same layers.
     """
+    step = step.planned_as(like.fingerprint)
     if step.further:
         return plan_of_parts(step, [_make_forward_plan(part, like) for part in step.parts])
     return _make_forward_plan(step, like)

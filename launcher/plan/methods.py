@@ -87,7 +87,7 @@ class ThreeDParallel(Reducing):
         sizes = self.data, self.model, self.pipeline
         check_product("data × model × pipeline", sizes, cluster)
         option = UniformStageOption(self.pipeline, logical_mesh_shape=(self.data, self.model))
-        return _pipeline(self, step, cluster, "three_d", option)
+        return _pipeline(self, step.opened, cluster, "three_d", option)
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class PipeshardParallel(Reducing):
 
     def plan(self, step: TracedStep, cluster: ClusterShape) -> Plan:
         """See `Method.plan`."""
-        step = layer_option_of(self.layer_option).layered(step)
+        step = layer_option_of(self.layer_option).layered(step.opened)
         option = stage_option_of(self.stage_option)
         if isinstance(option, AutoStageOption):
             return auto_plan(
@@ -141,6 +141,7 @@ class Replay:
     def plan(self, step: TracedStep, cluster: ClusterShape) -> Plan:
         """See `Method.plan`; the runtime refuses the plan if `step` is another program."""
         del cluster
+        step = step.planned_as(self.found.fingerprint)
         if self.found.fingerprint == step.fingerprint:
             self.found.validate(step)
         return dataclasses.replace(self.found, workers=())

@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from launcher.runtime.transfer import boxes, is_here
+from launcher.stacked_array import with_rows
 
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35  # the last two are MurmurHash3's
 _PARTS, _LARGE = 8, 2**16
@@ -55,7 +56,7 @@ class Digester:
     """
 
     def __init__(self, like: Any, gathered: bool = False, rank: int | None = None) -> None:
-        leaves = jax.tree_util.tree_leaves_with_path(like)
+        leaves = jax.tree_util.tree_leaves_with_path(with_rows(like))
         where: dict[Mesh, list[int]] = {}
         for i, (_, leaf) in enumerate(leaves):
             if is_replicated(leaf, rank) and is_here(leaf.sharding):
@@ -77,7 +78,7 @@ class Digester:
 
     def start(self, tree: Any) -> list[jax.Array]:
         """Start to make the digests of a pytree like the one given before; wait for nothing."""
-        leaves = jax.tree.leaves(tree)
+        leaves = jax.tree.leaves(with_rows(tree))
         return [
             join(*(self._programs[i](leaves[i]) for i in places))
             for join, places in zip(self._joins, self._places, strict=True)

@@ -16,7 +16,7 @@ import numpy as np
 
 from launcher.plan import Plan, PlanError
 from launcher.runtime.batch_rows import rows_here
-from launcher.runtime.compat import is_nan_error, moves_are_guarded
+from launcher.runtime.compat import accept_as_array, is_nan_error, moves_are_guarded
 from launcher.runtime.compile import compile_programs
 from launcher.runtime.dispatch_table import Entry, build_table
 from launcher.runtime.emit import emit
@@ -29,6 +29,9 @@ from launcher.runtime.state import create_state
 from launcher.runtime.transfer import is_here, place_array
 from launcher.runtime.transport import Transport
 from launcher.spans import Span, SpanRecorder
+from launcher.stacked_array import StackedArray, StackedSharding, rows_in, stacked_in
+from launcher.trace.interface import Interface
+from launcher.trace.open_scans import Stacks
 from launcher.trace.step import TracedStep
 
 
@@ -59,6 +62,7 @@ def compile_step(
         PlanError: the plan is for another program, there are fewer devices than it needs, or other
             workers.
     """
+    step = step.planned_as(plan.fingerprint)
     if plan.fingerprint != step.fingerprint:
         raise PlanError(
             f"this plan was made for another program (fingerprint {plan.fingerprint}, this one is "
@@ -85,7 +89,8 @@ class Executable:
     Attributes:
         plan: the plan that it runs.
         compile_seconds: how long compilation took.
-        in_shardings: a pytree like the arguments: where each leaf lives; None for the batch.
+        in_shardings: a pytree like the arguments: where each leaf lives; None for the batch, and a
+            `StackedSharding` for one whose rows are apart.
         used: the argument leaves that a call reads or returns, but for the batch.
         spans: takes what `record` and the threads of the runtime record.
     """
@@ -102,6 +107,7 @@ class Executable:
         started = time.perf_counter()
         self.plan = plan
         self._interface = whole = step.whole
+        self._has_stacks, self._caller = step.stacks is not None, step.stacks or _unstacked(whole)
         self._transport, self._servers = transport, servers
         self.spans = spans
         emitted = emit(step, plan, servers.rank if servers else 0)
@@ -113,8 +119,11 @@ class Executable:
         )
         where = {i: self._placement.sharding(slot) for i, slot in emitted.arguments}
         flat = [where.get(i) for i in range(len(whole.in_avals))]
-        self.in_shardings = jax.tree.unflatten(whole.in_tree, flat)
-        self.used = frozenset(i for i, _, _ in self._table.arguments)
+        stacked = stacked_in(flat, self._caller.in_rows, StackedSharding)
+        self.in_shardings = jax.tree.unflatten(self._caller.in_tree, stacked)
+        used = {i for i, _, _ in self._table.arguments}
+        any_used = stacked_in([i in used for i in range(len(flat))], self._caller.in_rows, any)
+        self.used = frozenset(i for i, is_used in enumerate(any_used) if is_used)
         self.compile_seconds = time.perf_counter() - started
 
     def __call__(self, *args: Any) -> Any:
@@ -196,8 +205,9 @@ class Executable:
         The first run of a program opens connections and allocates; the next call has no such work.
         """
         leaves, tree = jax.tree.flatten(args)
-        for i, donated in enumerate(self._interface.donated):
-            leaves[i] = _copied(leaves[i]) if donated else leaves[i]
+        donated = stacked_in(self._interface.donated, self._caller.in_rows, any)
+        for i, is_donated in enumerate(donated):
+            leaves[i] = _copied(leaves[i]) if is_donated else leaves[i]
         results = jax.tree.leaves(self(*jax.tree.unflatten(tree, leaves)))
         jax.block_until_ready([array for array in results if array.addressable_shards])
 
@@ -244,17 +254,22 @@ class Executable:
             return self._servers.reserve()
         return self._transport.reserve(self._table.num_keys) if self._transport else 0
 
-    def _fill(self, args: tuple[Any, ...]) -> list[Any]:
+    def _leaves(self, args: tuple[Any, ...]) -> list[Any]:
+        """Return the leaves of a call's arguments, as the programs take them."""
         leaves, tree = jax.tree.flatten(args)
-        if tree != (in_tree := self._interface.in_tree):
+        if tree != (in_tree := self._caller.in_tree):
             raise TypeError(f"the step was compiled for arguments {in_tree}, not {tree}")
+        return rows_in(leaves, self._caller.in_rows) if self._has_stacks else leaves
+
+    def _fill(self, args: tuple[Any, ...]) -> list[Any]:
+        leaves = self._leaves(args)
         slots = self._table.slots.copy()
         moved = []
         for i, slot, sharding in self._table.arguments:
             leaf = leaves[i]
             if getattr(leaf, "sharding", None) == sharding:
                 if leaf.is_deleted():  # JAX would end the process
-                    raise _donated_before(args, i)
+                    raise _donated_before(self._interface, i)
                 slots[slot] = leaf
             else:
                 if isinstance(leaf, jax.core.Tracer):
@@ -284,11 +299,24 @@ class Executable:
         flat = [fixed[i] if s is None else slots[s] for i, s in enumerate(self._table.results)]
         for i in self._table.shared:
             flat[i] = flat[i].copy()
-        return jax.tree.unflatten(self._interface.out_tree, flat)
+        if self._has_stacks:
+            flat = stacked_in(flat, self._caller.out_rows)
+        return jax.tree.unflatten(self._caller.out_tree, flat)
+
+
+accept_as_array(StackedArray, lambda array: array.value)
+
+
+def _unstacked(whole: Interface) -> Stacks:
+    """Return the arguments and results of a step without scans that are open."""
+    counts = len(whole.in_avals), len(whole.outvars)
+    return Stacks(whole.in_tree, whole.out_tree, *((0,) * count for count in counts))
 
 
 def _copied(leaf: Any) -> Any:
     """Return an array whose parts in this process are copies."""
+    if isinstance(leaf, StackedArray):
+        return StackedArray([_copied(row) for row in leaf.rows])
     if not isinstance(leaf, jax.Array) or not leaf.addressable_shards:
         return leaf
     if leaf.is_fully_addressable:
@@ -297,8 +325,9 @@ def _copied(leaf: Any) -> Any:
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
 
 
-def _donated_before(args: tuple[Any, ...], leaf: int) -> ValueError:
-    path, _ = jax.tree_util.tree_leaves_with_path(args)[leaf]
+def _donated_before(whole: Interface, leaf: int) -> ValueError:
+    numbered = jax.tree.unflatten(whole.in_tree, range(len(whole.in_avals)))
+    path, _ = jax.tree_util.tree_leaves_with_path(numbered)[leaf]
     return ValueError(
         f"argument{jax.tree_util.keystr(path)} was donated to an earlier call, which used it up; "
         "give the one that the call returned, or leave the argument out of donate_argnums"

@@ -22,6 +22,7 @@ from launcher.runtime.digests import (
     to_words,
 )
 from launcher.runtime.transfer import boxes, is_here
+from launcher.stacked_array import with_rows, with_stacks
 
 
 class ReplicaError(RuntimeError):
@@ -110,7 +111,7 @@ def shared_copies(tree: Any, rank: int | None = None) -> Copies:
     """
     names: list[str] = []
     rows = [np.empty((0, 5), np.int64)]
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(with_rows(tree)):
         if not is_replicated(leaf, rank) or (rank is None and leaf.is_fully_addressable):
             continue
         tiles = boxes(leaf.shape, leaf.sharding)
@@ -138,17 +139,19 @@ def with_first_replicas(tree: Any, names: Collection[str]) -> Any:
         tree: the arrays.
         names: those that are to be made equal.
     """
-    return jax.tree_util.tree_map_with_path(
+    made = jax.tree_util.tree_map_with_path(
         lambda path, leaf: (
             _from_first(leaf) if leaf_name(path) in names and is_here(leaf.sharding) else leaf
         ),
-        tree,
+        with_rows(tree),
     )
+    return with_stacks(made, tree)
 
 
 def named_values(tree: Any, names: Sequence[str]) -> list[np.ndarray]:
     """Return arrays of a pytree, which lies here, on the host, by their names."""
-    found = {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    flat = jax.tree_util.tree_leaves_with_path(with_rows(tree))
+    found = {leaf_name(path): leaf for path, leaf in flat}
     return [np.asarray(found[name]) for name in names]
 
 
@@ -159,7 +162,7 @@ def with_values(tree: Any, values: Mapping[str, np.ndarray]) -> Any:
         name = leaf_name(path)
         return jax.device_put(values[name], leaf.sharding) if name in values else leaf
 
-    return jax.tree_util.tree_map_with_path(chosen, tree)
+    return with_stacks(jax.tree_util.tree_map_with_path(chosen, with_rows(tree)), tree)
 
 
 def _from_first(array: jax.Array) -> jax.Array:

@@ -11,7 +11,9 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from launcher.runtime.transfer import absent, is_here, place_array
-from launcher.trace.jaxpr import jaxpr_as_fun, make_jaxpr_and_shape
+from launcher.stacked_array import StackedSharding, stacked_in
+from launcher.trace.jaxpr import ClosedJaxpr, jaxpr_as_fun, make_jaxpr_and_shape
+from launcher.trace.open_scans import with_rows_apart
 
 
 def create_state(
@@ -24,7 +26,8 @@ def create_state(
     Args:
         init: the function that makes the state.
         args: its arguments, which every process has.
-        shardings: the sharding of each leaf, a pytree like the state.
+        shardings: the sharding of each leaf, a pytree like the state; a `StackedSharding` for one
+            whose rows are apart.
         meshes: the meshes that the leaves live on.
 
     Raises:
@@ -34,8 +37,9 @@ def create_state(
     expected: Any = jax.tree.structure(shardings)
     if expected != jax.tree.structure(shapes):
         raise TypeError("init does not return the structure that the step takes")
-    avals, tree = jax.tree.flatten(shapes)
-    wanted = jax.tree.leaves(shardings)
+    program, counts = _with_rows(program, jax.tree.leaves(shardings))
+    avals = [v.aval for v in program.jaxpr.outvars]
+    wanted = jax.tree.leaves(jax.tree.map(_rows_of, shardings))
     made = [None if is_here(s) else absent(a, s) for a, s in zip(avals, wanted, strict=True)]
 
     def on_mesh(mesh: Mesh) -> None:
@@ -55,4 +59,21 @@ def create_state(
 
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(on_mesh, meshes))
-    return jax.tree.unflatten(tree, made)
+    return jax.tree.unflatten(expected, stacked_in(made, counts))
+
+
+def _rows_of(sharding: Any) -> Any:
+    return sharding.rows if isinstance(sharding, StackedSharding) else sharding
+
+
+def _with_rows(
+    program: ClosedJaxpr, shardings: Sequence[Any]
+) -> tuple[ClosedJaxpr, tuple[int, ...]]:
+    """Return a program that returns the rows of results that are to lie apart, and their numbers.
+
+    A scan that makes such results is its iterations, so that a mesh only runs those of its rows.
+    """
+    counts = tuple(len(s.rows) if isinstance(s, StackedSharding) else 0 for s in shardings)
+    if not any(counts):
+        return program, counts
+    return with_rows_apart(program, counts), counts

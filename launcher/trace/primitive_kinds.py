@@ -69,6 +69,11 @@ REDUCTIONS = SEARCHES | frozenset((
     "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum",
     "reduce_xor",
 ))
+# What the parts of a reduction are combined by, as `jax.lax` calls it.
+FOLDS = {
+    "reduce_and": "bitwise_and", "reduce_max": "max", "reduce_min": "min",
+    "reduce_or": "bitwise_or", "reduce_prod": "mul", "reduce_sum": "add",
+}
 # A device that has shards of the operands computes a partial sum of the result.
 PARTIAL_SUMS = PRODUCTS | frozenset(("reduce_sum",))
 # Autodiff adds the parts of a gradient with these.
@@ -118,6 +123,9 @@ ROW_WISE = ELEMENTWISE | BARRIERS | UNSHARDED_ELEMENTWISE | RANDOM | frozenset((
 ))
 # Of each example alone, if the dimension of the examples stays as it is.
 KEEPS_ROWS = frozenset(("concatenate", "pad", "reshape", "slice"))
+
+# They run a body a known number of times.
+LOOPS = frozenset(("scan",))
 
 # Their derivative is zero everywhere.
 WITHOUT_GRADIENT = frozenset(("ceil", "floor", "round", "sign", "stop_gradient"))

@@ -37,6 +37,7 @@ from launcher.trace.jaxpr import (
 from launcher.trace.leaf_names import leaf_names
 from launcher.trace.losses import find_losses, refuse_side_effects, with_named_operands
 from launcher.trace.no_loss import no_loss, no_loss_equation
+from launcher.trace.open_scans import OPEN, Stacks, open_scans
 from launcher.trace.parts import Part, cut_at_losses, interfaces
 from launcher.trace.primitives import loss_p
 from launcher.trace.slices import Loss, Traces, resized, slice_loss
@@ -62,6 +63,7 @@ class TracedStep(Interface):
         layer_ends: where layers end instead of at the marks (`cut_at`); None: at the marks.
         further: the parts after the first.
         of: the arguments and results of the whole step, if it has several parts.
+        stacks: the arguments and results as the caller knows them, if scans are open.
     """
 
     constants: dict[Var, Any]
@@ -74,6 +76,7 @@ class TracedStep(Interface):
     layer_ends: LayerEnds | None = None
     further: tuple[TracedStep, ...] = ()
     of: Interface | None = None
+    stacks: Stacks | None = None
     # the memo of `loss`
     losses: dict[tuple[int, LayerEnds | None], Loss] = field(default_factory=dict, repr=False)
 
@@ -112,6 +115,18 @@ class TracedStep(Interface):
         if wanted not in self.losses:
             self.losses[wanted] = apply_layer_ends(self.losses[marked], self.layer_ends or ())
         return self.losses[wanted]
+
+    @functools.cached_property
+    def opened(self) -> TracedStep:
+        """The same step with a layer for each iteration of a scan over the parameters.
+
+        It is the step itself if there is none, or if they are open. See `open_scans`.
+        """
+        return self if self.stacks else open_scans(self) or self
+
+    def planned_as(self, fingerprint: str) -> TracedStep:
+        """The step of which a plan with this fingerprint is, as far as it is one of this step."""
+        return self.opened if fingerprint.endswith(OPEN) else self
 
     def cut_at(self, ends: LayerEnds | None) -> TracedStep:
         """The same step with layers that end elsewhere (`auto_layers`); None: at the marks."""

@@ -22,6 +22,7 @@ import numpy as np
 from launcher.api.ray_backend import RayBackend
 from launcher.api.remote_array import RemoteArray
 from launcher.api.session import current
+from launcher.stacked_array import spec_at
 from launcher.train import checkpoint
 from launcher.train.checkpoint.layout import CHECKSUMS, METADATA, is_step
 from launcher.train.checkpoint.shards import OwnedShards
@@ -285,7 +286,7 @@ def _spec(leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
     if not hasattr(leaf, "dtype"):
         leaf = np.asarray(leaf)
-    return jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype), sharding=sharding)
+    return spec_at(leaf, sharding)
 
 
 def _as_like(value: Any, like: Any) -> Any:

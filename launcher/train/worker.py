@@ -28,6 +28,7 @@ from launcher.runtime import (
     compile_step,
     named_values,
     shared_copies,
+    spec_at,
     with_first_replicas,
     with_values,
 )
@@ -296,11 +297,7 @@ class TrainWorker(Peer):
 
     def _placed(self) -> TrainState:
         """Return the state's shapes with their shardings."""
-        return jax.tree.map(
-            lambda leaf, to: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to),
-            self._program.state,
-            self._train.in_shardings[0],
-        )
+        return jax.tree.map(spec_at, self._program.state, self._train.in_shardings[0])
 
     def _feed(self, start: int) -> None:
         first, stop = start + self._passed_over, self._config.train.steps + self._passed_over

@@ -16,6 +16,7 @@ import numpy as np
 
 from launcher.files import DamagedError
 from launcher.npz import Header, read_arrays, read_headers, write_arrays
+from launcher.stacked_array import StackedArray
 from launcher.train.step import MODEL_PARTS
 
 _KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)  # each holds those before it
@@ -93,8 +94,16 @@ def _named(parts: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
         yield flat_name(path), array
 
 
-def _placed(values: Mapping[str, np.ndarray], path: Any, leaf: Any) -> jax.Array:
+def _placed(values: Mapping[str, np.ndarray], path: Any, leaf: Any) -> Any:
     value = values.get(flat_name(path))
+    if isinstance(leaf, StackedArray):
+        rows = [None] * len(leaf.rows) if value is None else value
+        return StackedArray([_at(*each) for each in zip(rows, leaf.rows, strict=True)])
+    return _at(value, leaf)
+
+
+def _at(value: np.ndarray | None, leaf: Any) -> jax.Array:
+    """Return an array where its shape `leaf` says, without parts if it has no value here."""
     if value is None:
         return jax.make_array_from_single_device_arrays(
             leaf.shape, leaf.sharding, [], dtype=leaf.dtype

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from launcher.files import DamagedError
+from launcher.stacked_array import StackedArray
 from launcher.train.checkpoint.flat import (
     can_take,
     flat_headers,
@@ -179,4 +180,6 @@ def _absent(leaf: Any) -> Any:
     """Return an array of which this process holds no part; None for a `PLACEHOLDER`."""
     if leaf is PLACEHOLDER:
         return None
+    if isinstance(leaf, StackedArray):
+        return StackedArray([_absent(row) for row in leaf.rows])
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [], dtype=leaf.dtype)

@@ -6,12 +6,14 @@ and no array is ever gathered.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
+
+from launcher.stacked_array import StackedArray
 
 Index = tuple[slice, ...]
 
@@ -63,12 +65,16 @@ def _owned_in(state: Any, on_host: Callable[[jax.Array], np.ndarray]) -> Any:
 
 
 def _own(array: Any) -> list[jax.Shard]:
+    if isinstance(array, StackedArray):
+        return [shard for row in array.rows for shard in _own(row)]
     if not isinstance(array, jax.Array):
         return []
     return [shard for shard in array.addressable_shards if shard.replica_id == 0]
 
 
 def _owned_shards(array: Any, on_host: Callable[[jax.Array], np.ndarray]) -> OwnedShards:
+    if isinstance(array, StackedArray):
+        return _of_rows([_owned_shards(row, on_host) for row in array.rows])
     if not isinstance(array, jax.Array):
         value = np.array(array)
         everywhere = tuple(slice(0, n) for n in value.shape)
@@ -76,6 +82,18 @@ def _owned_shards(array: Any, on_host: Callable[[jax.Array], np.ndarray]) -> Own
     shards = tuple((shard.index, on_host(shard.data)) for shard in _own(array))
     shard_shape = array.sharding.shard_shape(array.shape)
     return OwnedShards(array.shape, np.dtype(array.dtype), shard_shape, shards)
+
+
+def _of_rows(rows: Sequence[OwnedShards]) -> OwnedShards:
+    """Return the shards of an array whose rows along the first axis are these."""
+    first = rows[0]
+    shards = tuple(
+        ((slice(i, i + 1), *index), value[None])
+        for i, row in enumerate(rows)
+        for index, value in row.shards
+    )
+    shape, shard_shape = (len(rows), *first.shape), (1, *first.shard_shape)
+    return OwnedShards(shape, first.dtype, shard_shape, shards)
 
 
 def _copy_on_host(data: jax.Array) -> np.ndarray:
