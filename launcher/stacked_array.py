@@ -79,8 +79,8 @@ class StackedArray(ArrayLike):
         return sum(int(row.nbytes) for row in self.rows)
 
     @property
-    def sharding(self) -> StackedSharding:
-        """Where the rows lie."""
+    def where(self) -> StackedSharding:
+        """Where the rows lie. What is called `sharding` JAX takes for one of its own."""
         return StackedSharding(tuple(row.sharding for row in self.rows))
 
     @property
@@ -135,6 +135,21 @@ class StackedArray(ArrayLike):
         return f"StackedArray({self.dtype}{list(self.shape)})"
 
 
+def sharding_of(leaf: Any) -> Any:
+    """Return where an array lies, or is to lie."""
+    return leaf.where if isinstance(leaf, StackedArray) else leaf.sharding
+
+
+def rows_of(sharding: Any) -> tuple[Any, ...]:
+    """Return where each row lies of an array whose rows lie apart; of any other, nothing."""
+    return sharding.rows if isinstance(sharding, StackedSharding) else ()
+
+
+def num_rows(leaf: Any) -> int:
+    """Return how many rows of an array lie apart; 0 if it is whole."""
+    return len(leaf.rows) if isinstance(leaf, StackedArray) else 0
+
+
 def spec_at(leaf: Any, sharding: Any) -> Any:
     """Return the shape and dtype of an array where it is to lie, of one whose rows do as rows."""
     if isinstance(sharding, StackedSharding):
@@ -177,5 +192,5 @@ def with_rows(tree: Any) -> Any:
 def with_stacks(tree: Any, like: Any) -> Any:
     """Return a pytree in the structure of `like`, of which `with_rows` has been changed."""
     leaves, structure = jax.tree.flatten(like)
-    counts = [len(leaf.rows) if isinstance(leaf, StackedArray) else 0 for leaf in leaves]
+    counts = list(map(num_rows, leaves))
     return jax.tree.unflatten(structure, stacked_in(jax.tree.leaves(tree), counts))

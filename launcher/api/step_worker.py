@@ -7,6 +7,7 @@ calls `StepWorker.do`: each call is one message, and its result is plain data.
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,15 @@ from launcher.runtime import (
     move,
 )
 from launcher.spans import Span
+from launcher.stacked_array import (
+    StackedArray,
+    num_rows,
+    rows_in,
+    rows_of,
+    sharding_of,
+    stacked_in,
+    with_rows,
+)
 from launcher.trace import trace_step
 
 
@@ -181,9 +191,9 @@ class StepWorker(Peer):
                 raise TypeError(f"what it returned cannot be pickled: {error}") from None
 
     def _meant(self, leaf: Any) -> Any:
-        """Return what a leaf of a tree that has travelled stands for."""
+        """Return what a leaf of a tree that has travelled stands for; of rows apart, a tuple."""
         if isinstance(leaf, Held):
-            return self._arrays[leaf.number]
+            return with_rows(self._arrays[leaf.number])
         return jax.numpy.asarray(leaf.value) if isinstance(leaf, Given) else leaf
 
     def warm_up(self, call: Call, values: Sequence[Any]) -> None:
@@ -206,10 +216,7 @@ class StepWorker(Peer):
         """Return the shards of arrays that lie here, each in one process; of keys, the data."""
         if self._holds_copies:
             return [[] for _ in numbers]
-        found = [
-            [(_box(shard.index, array.shape), shard.data) for shard in _own(array)]
-            for array in map(_plain, map(self._arrays.__getitem__, numbers))
-        ]
+        found = [_shards(_plain(self._arrays[number])) for number in numbers]
         return list(jax.device_get(found))
 
     def wait(self, numbers: Sequence[int]) -> None:
@@ -253,7 +260,7 @@ class StepWorker(Peer):
 
     def placement(self, number: int) -> str:
         """Return in words where an array lies."""
-        return describe_sharding(self._arrays[number].sharding)
+        return describe_sharding(sharding_of(self._arrays[number]))
 
     def ask(self, number: int, attribute: str, *arguments: Any) -> Any:
         """Return an attribute of a compiled step here or, for a method, its result."""
@@ -274,13 +281,21 @@ class StepWorker(Peer):
         places = [
             i
             for i, (number, wanted) in enumerate(zip(numbers, where, strict=True))
-            if number >= 0 and wanted is not None and leaves[i].sharding != wanted
+            if number >= 0 and wanted is not None and sharding_of(leaves[i]) != wanted
         ]
         if places:
-            arrays = [leaves[i] for i in places]
+            counts = [num_rows(leaves[i]) for i in places]
+            if counts != [len(rows_of(where[i])) for i in places]:
+                raise NotImplementedError(
+                    "an array whose rows lie on the stages of their layers is taken whole by this "
+                    "step; let it run the layers by the same jax.lax.scan as the train step"
+                )
+            arrays = rows_in([leaves[i] for i in places], counts)
             avals = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
-            src, dst = [array.sharding for array in arrays], [where[i] for i in places]
-            for i, array in zip(places, move(arrays, avals, src, dst, transport), strict=True):
+            src = [array.sharding for array in arrays]
+            dst = [to for i in places for to in rows_of(where[i]) or (where[i],)]
+            moved = stacked_in(move(arrays, avals, src, dst, transport), counts)
+            for i, array in zip(places, moved, strict=True):
                 leaves[i] = array
 
     def _keep(self, first: int, results: Any) -> None:
@@ -292,6 +307,11 @@ def describe_sharding(sharding: Any) -> str:
 
     The devices are counted as in the plan.
     """
+    if rows := rows_of(sharding):
+        words = map(describe_sharding, rows)
+        groups = itertools.groupby(enumerate(words), key=lambda row: row[1])
+        parts = [(word, [i for i, _ in group]) for word, group in groups]
+        return "; ".join(f"rows {at[0]} to {at[-1]}: {word}" for word, at in parts)
     number = {device: i for i, device in enumerate(jax.devices())}
     devices = ", ".join(str(number[device]) for device in sharding.mesh.devices.flat)
     cuts = [
@@ -313,8 +333,13 @@ def _plain(array: jax.Array) -> jax.Array:
     return jax.random.key_data(array) if has_data else array
 
 
-def _own(array: jax.Array) -> list[Any]:
-    return [shard for shard in array.addressable_shards if shard.replica_id == 0]
+def _shards(array: Any) -> list[tuple[Box, Any]]:
+    """Return the shards of an array that this process is to send, and where they are in it."""
+    if isinstance(array, StackedArray):
+        found = [(i, shard) for i, row in enumerate(array.rows) for shard in _shards(row)]
+        return [(((i, i + 1), *box), data[None]) for i, (box, data) in found]
+    own = [shard for shard in array.addressable_shards if shard.replica_id == 0]
+    return [(_box(shard.index, array.shape), shard.data) for shard in own]
 
 
 def _box(index: Sequence[slice], shape: Sequence[int]) -> Box:

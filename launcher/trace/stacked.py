@@ -2,9 +2,9 @@
 
 A model that runs its blocks by `lax.scan` (Flax: `nn.scan`) stacks the parameters of all blocks
 along a first axis, and so does what the optimizer keeps for them. `Opener` rewrites a program in
-which such arrays are `LayerRows`, a value for each layer: what computes each row of the result from the
-same rows of the operands becomes an equation for each row, and a scan over rows its body, once for
-each. Where an equation needs an array whole, it is stacked again. Pure.
+which such arrays are `LayerRows`, a value for each layer: what computes each row of the result from
+the same rows of the operands becomes an equation for each row, and a scan over rows its body, once
+for each. Where an equation needs an array whole, it is stacked again. Pure.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ import numpy as np
 from launcher.api.ray_backend import RayBackend
 from launcher.api.remote_array import RemoteArray
 from launcher.api.session import current
-from launcher.stacked_array import spec_at
+from launcher.stacked_array import StackedArray, spec_at
 from launcher.train import checkpoint
 from launcher.train.checkpoint.layout import CHECKSUMS, METADATA, is_step
 from launcher.train.checkpoint.shards import OwnedShards
@@ -277,6 +277,8 @@ def _as_numpy(leaf: Any) -> np.ndarray:
 
 def _spec(leaf: Any) -> jax.ShapeDtypeStruct:
     """Return a leaf's shape and type as it is stored, and where it lies."""
+    if isinstance(leaf, StackedArray):
+        return spec_at(leaf, leaf.where)
     sharding = getattr(leaf, "sharding", None) if not isinstance(leaf, RemoteArray) else None
     if _is_key(leaf):
         keys = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)

@@ -16,7 +16,7 @@ import numpy as np
 
 from launcher.files import DamagedError
 from launcher.npz import Header, read_arrays, read_headers, write_arrays
-from launcher.stacked_array import StackedArray
+from launcher.stacked_array import StackedArray, sharding_of
 from launcher.train.step import MODEL_PARTS
 
 _KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)  # each holds those before it
@@ -56,7 +56,7 @@ def read_flat(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
             shardings.
     """
     leaves, tree = jax.tree_util.tree_flatten_with_path(like)
-    here = [flat_name(path) for path, leaf in leaves if leaf.sharding.addressable_devices]
+    here = [flat_name(path) for path, leaf in leaves if sharding_of(leaf).addressable_devices]
     values = read_arrays(path, here)
     return dict(jax.tree.unflatten(tree, [_placed(values, *leaf) for leaf in leaves]))
 

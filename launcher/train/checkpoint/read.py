@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from launcher.files import DamagedError
-from launcher.stacked_array import StackedArray
+from launcher.stacked_array import StackedArray, sharding_of
 from launcher.train.checkpoint.flat import (
     can_take,
     flat_headers,
@@ -173,7 +173,8 @@ def _read(path: Path, tree: Any) -> Any:
 def _is_here(leaf: Any) -> bool:
     if leaf is PLACEHOLDER:
         return False
-    return leaf.sharding is None or bool(leaf.sharding.addressable_devices)
+    where = sharding_of(leaf)
+    return where is None or bool(where.addressable_devices)
 
 
 def _absent(leaf: Any) -> Any:
