@@ -163,7 +163,7 @@ def rows_in(leaves: Sequence[Any], counts: Sequence[int]) -> list[Any]:
 
     Args:
         leaves: arrays.
-        counts: how many rows each has that come in its place; 0 where it stays.
+        counts: how many rows each has that come in its place; 0 where it stays as it is.
     """
     found: list[Any] = []
     for leaf, count in zip(leaves, counts, strict=True):
@@ -172,7 +172,7 @@ def rows_in(leaves: Sequence[Any], counts: Sequence[int]) -> list[Any]:
                 leaf.rows if isinstance(leaf, StackedArray) else [leaf[i] for i in range(count)]
             )
         else:
-            found.append(leaf.value if isinstance(leaf, StackedArray) else leaf)
+            found.append(leaf)
     return found
 
 

@@ -8,6 +8,7 @@ layer-norm statistics and loss are float32; `dtype` is the type of activations a
 
 from __future__ import annotations
 
+import functools
 from typing import Any, cast
 
 import flax.linen as nn
@@ -127,6 +128,7 @@ class GPT(nn.Module):
     mlp_ratio: int
     dropout: float
     tie_embeddings: bool
+    scan_layers: bool
     dtype: Any
 
     @nn.compact
@@ -148,17 +150,22 @@ class GPT(nn.Module):
 
         # The 2 * num_layers branches that are added to x keep its variance (GPT-2, section 2.3).
         output_scale = _INIT_SCALE / (2 * self.num_layers) ** 0.5
-        for index in range(self.num_layers):
-            if index > 0:
-                mark_pipeline_boundary()
-            x = Block(
-                self.num_heads,
-                self.mlp_ratio,
-                self.dropout,
-                output_scale,
-                self.dtype,
-                name=f"layers_{index}",
-            )(x, deterministic)
+        block = functools.partial(
+            Block, self.num_heads, self.mlp_ratio, self.dropout, output_scale, self.dtype
+        )
+        if self.scan_layers:
+            scanned = nn.scan(
+                lambda module, x: (module(x, deterministic), None),
+                variable_axes={"params": 0},
+                split_rngs={"params": True, "dropout": True},
+                length=self.num_layers,
+            )
+            x, _ = scanned(block(name="layers"), x)
+        else:
+            for index in range(self.num_layers):
+                if index > 0:
+                    mark_pipeline_boundary()
+                x = block(name=f"layers_{index}")(x, deterministic)
 
         x = nn.LayerNorm(epsilon=_EPSILON, dtype=self.dtype, name="final_layernorm")(x)
         if self.tie_embeddings:
@@ -186,6 +193,7 @@ def build(options: GPTOptions, precision: str) -> Model:
         mlp_ratio=options.mlp_ratio,
         dropout=options.dropout,
         tie_embeddings=options.tie_embeddings,
+        scan_layers=options.scan_layers,
         dtype=jnp.bfloat16 if precision == "bf16" else jnp.float32,
     )
 

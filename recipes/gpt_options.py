@@ -34,6 +34,7 @@ class GPTOptions(ModelOptions):
     mlp_ratio: int = number(4, minimum=1)
     dropout: float = number(0.0, minimum=0.0, maximum=1.0)
     tie_embeddings: bool = True
+    scan_layers: bool = False
 
     shorthands: ClassVar = {"size": ("sizes", *DIMENSIONS)}
 

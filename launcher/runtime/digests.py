@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from launcher.runtime.throttle import Throttle
 from launcher.runtime.transfer import boxes, is_here
 from launcher.stacked_array import with_rows
 
@@ -69,15 +70,24 @@ class Digester:
         with ThreadPoolExecutor() as pool:
             made = {kind: pool.submit(_program, kind) for kind in set(shapes.values())}
             joins = [pool.submit(_join, mesh, len(at), gathered) for mesh, at in where.items()]
-            self._programs = {i: made[shapes[i]].result() for i in order}
-            self._joins = [join.result() for join in joins]
+            throttle, mesh_of = Throttle(), {i: mesh for mesh, at in where.items() for i in at}
+            self._programs = {
+                i: throttle.wrap(made[shapes[i]].result(), mesh_of[i].local_devices) for i in order
+            }
+            self._joins = [
+                throttle.wrap(join.result(), mesh.local_devices)
+                for mesh, join in zip(where, joins, strict=True)
+            ]
         self._tables = [
             _table(mesh, [leaves[i][1] for i in places], order.index(places[0]), rank)
             for mesh, places in where.items()
         ]
 
     def start(self, tree: Any) -> list[jax.Array]:
-        """Start to make the digests of a pytree like the one given before; wait for nothing."""
+        """Start to make the digests of a pytree like the one given before.
+
+        On several CPU devices of this process it waits for the pytree (`Throttle`).
+        """
         leaves = jax.tree.leaves(with_rows(tree))
         return [
             join(*(self._programs[i](leaves[i]) for i in places))

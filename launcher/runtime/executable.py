@@ -274,7 +274,8 @@ class Executable:
             else:
                 if isinstance(leaf, jax.core.Tracer):
                     raise transformed_error()
-                moved.append((leaf, slot, sharding))
+                whole = leaf.value if isinstance(leaf, StackedArray) else leaf
+                moved.append((whole, slot, sharding))
         for i, slot, sharding, axis in self._table.batches:
             if isinstance(leaves[i], jax.core.Tracer):
                 raise transformed_error()

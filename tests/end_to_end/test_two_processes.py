@@ -155,3 +155,20 @@ def test_a_run_whose_replicas_part_ends_and_names_step_array_and_process(tmp_pat
     home = tmp_path / "outputs" / "faulty"
     assert summary(home)["exit_reason"].startswith(f"step {told[1]}: the replica of")
     assert not list((home / "checkpoints").glob(told[1]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scans", ["false", "true"])
+def test_replicas_of_stages_on_two_hosts_are_checked_at_each_step(
+    tmp_path: Path, scans: str
+) -> None:
+    """More digests than a device may have in flight, each of several devices, beside transfers."""
+    words = ("recipe=smoke", "model=gpt", "model.num_layers=4", f"model.scan_layers={scans}")
+    words += ("dataset=synthetic", "cluster=emulated", "cluster.hosts=2", "cluster.gpus=4")
+    words += ("parallel=three_d", "parallel.data=2", "parallel.model=1", "parallel.pipeline=2")
+    words += ("parallel.num_micro_batches=2", "optimizer.clip_norm=1", "train.eval_every=3")
+    words += ("train.steps=8", "train.check_replicas_every=1", "wandb.mode=disabled")
+    words += ("cluster.step_timeout=60", "cluster.max_restarts=0", "run.id=here")
+    code, _, err = Launcher(tmp_path, *words).end()
+    assert (code, err) == (0, "")
+    assert len(losses(tmp_path / "outputs" / "here")) == 8
