@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from launcher.plan import Plan as Plan
     from launcher.plan.methods import *  # noqa: F403
     from launcher.runtime import ReplicaError as ReplicaError
+    from launcher.stacked_array import StackedArray as StackedArray
     from launcher.trace.primitives import grad as grad
     from launcher.trace.primitives import mark_pipeline_boundary as mark_pipeline_boundary
     from launcher.trace.primitives import microbatched as microbatched
@@ -47,6 +48,7 @@ _HOMES = {
     "RemoteArray": "launcher.api.remote_array",
     "ReplicaError": "launcher.runtime",
     "RestoreError": "launcher.train.trees",
+    "StackedArray": "launcher.stacked_array",
     "WorkerError": "launcher.cluster.errors",
     "WorkerInfo": "launcher.worker_info",
     "check_replicas": "launcher.api.replicas",

@@ -90,6 +90,7 @@ class ParameterServer(Reducing):
             return dataclasses.replace(plan, notes=(_ONE_WORKER, *plan.notes))
         servers = self.servers or workers
         by = dataclasses.replace(self.reduction, workers=workers, servers=servers).checked()
+        step = _with_layers(self, step)
         assignment = _of_one_stage(self, step, "parameter_server", shape, by)
         try:
             return build_parts(step, assignment, cluster)
@@ -166,8 +167,14 @@ def _one_stage(
     logical_mesh: tuple[int, int],
     zero: int = 0,
 ) -> Plan:
+    step = _with_layers(of, step)
     assignment = _of_one_stage(of, step, method, logical_mesh, of.reduction, zero)
     return planned(step, assignment, cluster)
+
+
+def _with_layers(of: _OneStage, step: TracedStep) -> TracedStep:
+    """Return a step whose scans are open, if a layer at a time is to be computed again."""
+    return step if remat_of_stages(of.remat, 1) == ("none",) else step.opened
 
 
 def _of_one_stage(

@@ -57,7 +57,8 @@ def _axes(dim: Any) -> tuple[str, ...]:
 
 def _examples(names: Sequence[str]) -> str:
     """Return the last parts of the names; those that differ only in numbers are listed once."""
-    ends = list(dict.fromkeys(re.sub(r"\d+", "*", ".".join(n.split(".")[-2:])) for n in names))
+    kinds = [re.sub(r"\d+", "*", re.sub(r"\.\d+$", "", name)) for name in names]  # of any row
+    ends = list(dict.fromkeys(".".join(kind.split(".")[-2:]) for kind in kinds))
     listed = ", ".join(ends[:_NAMES])
     return listed if len(ends) <= _NAMES else f"{listed} and {len(ends) - _NAMES} more kinds"
 

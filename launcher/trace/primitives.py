@@ -49,7 +49,8 @@ def mark_pipeline_boundary() -> None:
     """End a pipeline layer here: what follows, up to the next mark, is the next layer.
 
     Call it in the forward pass between two blocks of the model, outside loops (`lax.scan`,
-    `while`) and outside `jax.checkpoint`. Without a pipeline it does nothing.
+    `while`) and outside `jax.checkpoint`. A scan over stacked parameters needs no marks: each
+    iteration is a layer. Without a pipeline it does nothing.
     """
     boundary_p.bind()
 

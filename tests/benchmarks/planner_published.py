@@ -80,6 +80,7 @@ def traced(size: str) -> TracedStep:
     """The train step of a GPT, with Adam."""
     said = yaml.safe_load((CONF / "model/gpt.yaml").read_text(encoding="utf-8"))
     fields = {**said["sizes"][size], "mlp_ratio": 4, "dropout": 0.0, "tie_embeddings": True}
+    fields["scan_layers"] = False
     model = build_model(types.SimpleNamespace(name="gpt", **fields), "bf16")
     optimizer = optax.adam(1e-4)
 

@@ -94,6 +94,7 @@ def probes():
     yield "gpt", "model.sizes", model(gpt, {"s": ROW | {"num_layers": 2}})
     values = {"vocab_size": 64, "sequence_length": 8, "num_layers": 2, "num_heads": 1}
     values |= {"hidden_size": 16, "mlp_ratio": 2, "dropout": 0.5, "tie_embeddings": False}
+    values |= {"scan_layers": True}
     for name, value in values.items():
         yield "gpt", f"model.{name}", model(gpt, value)
     for name, value in {"input_size": 8, "hidden_size": 8, "output_size": 4}.items():

@@ -44,7 +44,8 @@ def model_at_random(draw: random.Random) -> list[str]:
         return ["model=mlp", "dataset=synthetic", layers, hidden]
     words = ["model=gpt", f"dataset={draw.choice(['synthetic', 'stdlib_text'])}", layers, hidden]
     tied = f"model.tie_embeddings={draw.choice(['true', 'false'])}"
-    return [*words, tied, "model.num_heads=4", "model.sequence_length=16"]
+    scans = f"model.scan_layers={draw.choice(['true', 'false'])}"
+    return [*words, tied, scans, "model.num_heads=4", "model.sequence_length=16"]
 
 
 def optimizer_at_random(draw: random.Random) -> list[str]:

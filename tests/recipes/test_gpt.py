@@ -23,6 +23,7 @@ TINY = {
     "mlp_ratio": 4,
     "dropout": 0.0,
     "tie_embeddings": True,
+    "scan_layers": False,
 }
 
 
@@ -200,3 +201,26 @@ def test_dropout_needs_a_key_and_follows_it():
     assert loss(model) == loss(still) == loss(still, seed=1)
     assert loss(model, seed=1) == loss(model, seed=1)
     assert len({loss(model), loss(model, seed=1), loss(model, seed=2)}) == 3
+
+
+@pytest.mark.parametrize("tie_embeddings", [True, False])
+def test_scanned_layers_compute_what_layers_in_a_row_do(tie_embeddings):
+    changes = {"num_layers": 3, "tie_embeddings": tie_embeddings}
+    scanned, apart = build(scan_layers=True, **changes), build(**changes)
+    params, batch = dict(init(scanned)), random_batch()
+    stacked = params.pop("layers")
+    layers = {f"layers_{i}": jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(3)}
+    assert jax.tree.structure({**params, **layers}) == jax.tree.structure(init(apart))
+    expected = loss_of(apart, {**params, **layers}, batch)
+    assert loss_of(scanned, {**params, "layers": stacked}, batch) == pytest.approx(
+        expected, rel=1e-6
+    )
+
+
+def test_scanned_layers_start_apart_and_drop_out_apart():
+    model = build(scan_layers=True, num_layers=2, dropout=0.5)
+    params, batch = init(model), random_batch()
+    first, second = params["layers"]["self_attention"]["linear_qkv"]["kernel"]
+    assert (first != second).any()
+    losses = {float(loss_of(model, params, batch, jax.random.key(i))) for i in range(3)}
+    assert len(losses) == 3

@@ -59,7 +59,13 @@ def in_layers(layer, params, shape):
 def gpt():
     size = {"vocab_size": 256, "sequence_length": 128, "num_layers": LAYERS, "num_heads": 4}
     options = types.SimpleNamespace(
-        name="gpt", hidden_size=128, mlp_ratio=4, dropout=0.0, tie_embeddings=True, **size
+        name="gpt",
+        hidden_size=128,
+        mlp_ratio=4,
+        dropout=0.0,
+        tie_embeddings=True,
+        scan_layers=False,
+        **size,
     )
     model = build_model(options, "fp32")
     params = jax.eval_shape(model.init, jax.random.key(0))

@@ -17,6 +17,7 @@ import numpy as np
 from launcher.files import DamagedError
 from launcher.npz import Header, read_arrays, read_headers, write_arrays
 from launcher.stacked_array import StackedArray, sharding_of
+from launcher.train.checkpoint.layers import Source, names_of, sources
 from launcher.train.step import MODEL_PARTS
 
 _KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)  # each holds those before it
@@ -56,8 +57,13 @@ def read_flat(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
             shardings.
     """
     leaves, tree = jax.tree_util.tree_flatten_with_path(like)
-    here = [flat_name(path) for path, leaf in leaves if sharding_of(leaf).addressable_devices]
-    values = read_arrays(path, here)
+    shapes = {flat_name(where): tuple(leaf.shape) for where, leaf in leaves}
+    here = {flat_name(where) for where, leaf in leaves if sharding_of(leaf).addressable_devices}
+    stored = {name: tuple(one.shape) for name, one in flat_headers(path).items()}
+    found = {name: at for name, at in sources(shapes, stored).items() if name in here}
+    needed = dict.fromkeys(name for source in found.values() for name in names_of(source))
+    read = read_arrays(path, list(needed))
+    values = {name: _value(read, source) for name, source in found.items()}
     return dict(jax.tree.unflatten(tree, [_placed(values, *leaf) for leaf in leaves]))
 
 
@@ -92,6 +98,14 @@ def _named(parts: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
             floating = jnp.issubdtype(array.dtype, jnp.floating)
             array = array.astype(np.float32 if floating else np.int8)
         yield flat_name(path), array
+
+
+def _value(read: Mapping[str, np.ndarray], source: Source) -> np.ndarray:
+    if isinstance(source, str):
+        return read[source]
+    if isinstance(source[1], int):
+        return read[str(source[0])][source[1]]
+    return np.stack([read[name] for name in names_of(source)])
 
 
 def _placed(values: Mapping[str, np.ndarray], path: Any, leaf: Any) -> Any:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from launcher.files import DamagedError
 from launcher.stacked_array import StackedArray, sharding_of
@@ -21,6 +22,7 @@ from launcher.train.checkpoint.flat import (
     read_flat,
     write_flat,
 )
+from launcher.train.checkpoint.layers import Source, names_of, sources
 from launcher.train.checkpoint.layout import ARRAYS
 from launcher.train.checkpoint.orbax_compat import PLACEHOLDER, read_tree, stored_tree
 from launcher.train.checkpoint.write import stored_parts
@@ -63,12 +65,27 @@ def restore_parts(path: Path, like: Mapping[str, Any]) -> Any:
 
 
 def restore_model(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
-    """Read these parts of a checkpoint or of an `.npz` file, sharded as `like` says."""
+    """Read these parts of a checkpoint or of an `.npz` file, sharded as `like` says.
+
+    Layers may be stacked in one of them and apart in the other (`layers`).
+    """
     if path.is_file():
         return read_flat(path, like)
-    others = {name: tree for name, tree in _stored(path).items() if name not in like}
-    read = _read(path, {**jax.tree.map(lambda _: PLACEHOLDER, others), **like})
-    return {name: read[name] for name in like}
+    stored, wanted = _stored(path), _leaves(like)
+    found = sources(_shapes(wanted), _shapes(_leaves(stored)))
+    specs = _specs(wanted, found)
+    read = _read(
+        path,
+        jax.tree_util.tree_map_with_path(
+            lambda where, _: specs.get(flat_name(where), PLACEHOLDER), stored
+        ),
+    )
+    values = _leaves(read)
+    return dict(
+        jax.tree_util.tree_map_with_path(
+            lambda where, leaf: _assembled(leaf, found[flat_name(where)], values), dict(like)
+        )
+    )
 
 
 def stored_shapes(path: Path) -> dict[str, Any]:
@@ -91,14 +108,21 @@ def check_model(path: Path, like: Mapping[str, Any]) -> None:
         Mismatch: they differ, or it cannot be read.
     """
     stored, wanted = _stored_leaves(path), _leaves(like)
-    if missing := sorted(wanted.keys() - stored.keys()):
+    found = sources(_shapes(wanted), _shapes(stored))
+    if missing := sorted(wanted.keys() - found.keys()):
         raise Mismatch(f"it has no {_listed(missing)}, which the model has")
-    if further := sorted(stored.keys() - wanted.keys()):
+    used = {name for source in found.values() for name in names_of(source)}
+    if further := sorted(stored.keys() - used):
         raise Mismatch(f"it has {_listed(further)}, which the model has not")
     for name, leaf in wanted.items():
-        one = stored[name]
-        if tuple(one.shape) != leaf.shape:
-            raise Mismatch(f"{name} is {tuple(one.shape)} there and {leaf.shape} in the model")
+        one, source = stored[names_of(found[name])[0]], found[name]
+        shape = tuple(one.shape)
+        if not isinstance(source, str):
+            shape = shape[1:] if isinstance(source[1], int) else (len(source), *shape)
+        if shape != leaf.shape:
+            raise Mismatch(f"{name} is {shape} there and {leaf.shape} in the model")
+        if isinstance(source, tuple) and isinstance(source[1], int):
+            _check_all_rows(source[0], one.shape[0], found)
         if path.is_file() and not can_take(leaf.dtype, one.dtype):
             raise Mismatch(f"{name} is of type {one.dtype} there and {leaf.dtype} in the model")
 
@@ -138,6 +162,52 @@ def _stored_leaves(path: Path) -> dict[str, Any]:
             raise Mismatch(str(error)) from None
     tree = _stored(path)
     return _leaves({name: tree[name] for name in MODEL_PARTS if name in tree})
+
+
+def _check_all_rows(name: Any, count: int, found: Mapping[str, Source]) -> None:
+    """Raise Mismatch if the model has not a layer for each row of a stored array."""
+    rows = sum(source[0] == name for source in found.values() if not isinstance(source, str))
+    if rows != count:
+        raise Mismatch(f"{name} holds {count} layers there, and the model has {rows}")
+
+
+def _shapes(leaves: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(leaf.shape) for name, leaf in leaves.items()}
+
+
+def _specs(wanted: Mapping[str, Any], found: Mapping[str, Source]) -> dict[str, Any]:
+    """Return how each stored array is to be read, by its name."""
+    specs: dict[str, Any] = {}
+    apart: dict[str, dict[int, Any]] = {}
+    for name, leaf in wanted.items():
+        source = found[name]
+        if isinstance(source, str):
+            specs[source] = leaf
+        elif isinstance(source[1], int):
+            apart.setdefault(str(source[0]), {})[source[1]] = leaf
+        elif isinstance(leaf, StackedArray):
+            specs.update(zip(names_of(source), leaf.rows, strict=True))
+        elif _is_here(leaf):
+            row = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+            specs.update(dict.fromkeys(names_of(source), row))
+    for name, rows in apart.items():
+        specs[name] = StackedArray([rows[i] for i in sorted(rows)])
+    return specs
+
+
+def _assembled(leaf: Any, source: Source, values: Mapping[str, Any]) -> Any:
+    """Return an array as it is wanted, of what was read."""
+    if isinstance(source, str):
+        return values[source]
+    if isinstance(source[1], int):
+        return values[str(source[0])].rows[source[1]]
+    rows = [values.get(name) for name in names_of(source)]
+    if isinstance(leaf, StackedArray):
+        return StackedArray(rows)
+    if not _is_here(leaf):
+        return _absent(leaf)
+    value = np.stack([np.asarray(row) for row in rows])
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: value[index])
 
 
 def _listed(names: list[str]) -> str:
