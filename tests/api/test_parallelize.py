@@ -15,13 +15,12 @@ import numpy as np
 import pytest
 
 import launcher
-from launcher import log
+from launcher import log, measurements
 from launcher.api import session
 from launcher.api.session import SessionError
 from launcher.cluster.devices import DevicePool
 from launcher.cluster.errors import ClusterError
-from launcher.plan import PlanError, local_shape
-from launcher.plan.profile import cache
+from launcher.plan import PlanError
 from launcher.trace import TraceError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
@@ -243,7 +242,7 @@ def test_plans_rest_on_what_task_calibrate_measured(tmp_path, monkeypatch):
     pool = DevicePool("cpu", 2, 4, "CPU device", "")
     shapes = lambda: (session.LocalBackend().shape, session._shape_of(pool))  # noqa: E731
     assert not any(shape.flops == 4e9 for shape in shapes())
-    cache.write(cache.cache_file("calibration", local_shape(8, 1, "cpu")), found)
+    measurements.write(measurements.cache_file("calibration", "cpu", 8), found)
     assert all(shape.flops == 4e9 for shape in shapes())
 
 
