@@ -71,7 +71,7 @@ def plan_of(
         return _searched(parallel, step, cluster, progress, nothing_fits)
     assert isinstance(parallel, Planned)
     plan = _planned(parallel, step, cluster)
-    if parallel.cost == "model":
+    if parallel.cost != "profile":
         return plan
     step = step.cut_at(plan.layer_ends)
     sizes = sorted({stage.logical_mesh[1] for stage in plan.stages})

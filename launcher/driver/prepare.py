@@ -86,10 +86,17 @@ def prepare(
     return plan(config, console, trace(config, console, found), plan_only)
 
 
-def trace(config: Config, console: Console, found: Inputs) -> Traced:
-    """Read the data and trace the program; raise like `prepare`."""
+def trace(config: Config, console: Console, found: Inputs, measures: bool = False) -> Traced:
+    """Read the data and trace the program; raise like `prepare`.
+
+    Args:
+        config: checked settings.
+        console: where progress is shown.
+        found: what is here.
+        measures: whether to measure the devices if no calibration of them is kept.
+    """
     jax.config.update("jax_platforms", "cpu")  # the devices are for the workers
-    cluster = shape_of(config.cluster, found.pool)
+    cluster = shape_of(config, found.pool, console if measures else None)
     began = time.perf_counter()
     with status(console, "reading the data and tracing"):
         program = build_program(config)

@@ -25,7 +25,7 @@ def auto_plan(  # noqa: PLR0913 (the search's settings)
     num_micro_batches: int | None,
     schedule: str,
     remat: str | Sequence[str],
-    cost: str = "model",
+    cost: str = "measured",
     progress: Callable[[float], None] = lambda share: None,
     num_stages: int | None = None,
     reduction: Reduction = DEFAULT_REDUCTION,
@@ -62,7 +62,7 @@ def auto_plan(  # noqa: PLR0913 (the search's settings)
         num_stages=num_stages,
         reduction=reduction,
     )
-    if cost == "model":
+    if cost != "profile":
         return checked_fit(with_further(step, *search(step, cluster, wanted, progress)))
     measured = measure_layers(
         lead_of(step),
@@ -77,5 +77,5 @@ def auto_plan(  # noqa: PLR0913 (the search's settings)
 
 def check_cost(cost: str) -> None:
     """Raise PlanError if `cost` is unknown."""
-    if cost not in ("model", "profile"):
-        raise PlanError(f'cost={cost!r} is not "model" or "profile"')
+    if cost not in ("measured", "model", "profile"):
+        raise PlanError(f'cost={cost!r} is not "measured", "model" or "profile"')

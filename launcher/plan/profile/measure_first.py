@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Iterator
@@ -40,6 +41,7 @@ def measure_first(shape: ClusterShape) -> Calibration | None:
         return None if kept(shape, _AGAIN) is not None else _measured_now(shape)
 
 
+@functools.cache  # where it cannot be kept, it is measured once a process
 def _measured_now(shape: ClusterShape) -> Calibration | None:
     began = time.monotonic()
     try:

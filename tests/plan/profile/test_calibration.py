@@ -176,9 +176,12 @@ def test_devices_that_cannot_be_measured_are_one_message(
 
 @pytest.mark.devices
 @pytest.mark.slow
-def test_this_machine_is_measured_and_remembered(folder: Path) -> None:
+@pytest.mark.parametrize("quick", [True, False])
+def test_this_machine_is_measured_and_remembered(folder: Path, quick: bool) -> None:
     shape = local_shape(2, 1, "cpu")
-    found, path = measure(shape)
+    found, path = measure(shape, quick)
+    assert [*found.product_flops["float32"]] == (["512"] if quick else ["128", "256", "512"])
+    assert found.applied(shape).flops_fp32 == found.product_flops["float32"]["512"]
     assert path == kept(folder, 2)
     assert calibrated(shape) == found.applied(shape)
     assert 1 <= (found.effective_parallelism or 0) <= 2

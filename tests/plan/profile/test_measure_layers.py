@@ -290,7 +290,7 @@ def test_a_plan_is_made_of_what_could_be_measured() -> None:
 
 
 def test_an_unknown_cost_is_refused() -> None:
-    with pytest.raises(PlanError, match='cost=\'guess\' is not "model" or "profile"'):
+    with pytest.raises(PlanError, match='cost=\'guess\' is not "measured", "model" or "profile"'):
         PipeshardParallel(2, stage_option=AutoStageOption("guess")).plan(traced(), shape())
 
 
