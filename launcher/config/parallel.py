@@ -136,9 +136,15 @@ class Pipelined(Planned):
 
 @dataclass(frozen=True, kw_only=True)
 class Auto(Pipelined):
-    """The best plan that a search finds; `auto` and null are searched for."""
+    """The best plan that a search finds; `auto` and null are searched for.
+
+    Attributes:
+        try_: how many of the best plans are run for some steps, to go on with the fastest; None: as
+            many as pay, for a long run.
+    """
 
     method: str = "auto"
+    try_: int | None = automatic(minimum=0)
     num_stages: int | None = automatic()
     schedule: str = automatic_choice("auto", *training_schedules())
     remat: str = automatic_choice("auto", *_REMAT)
