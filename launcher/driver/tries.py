@@ -123,7 +123,7 @@ class Tries:
         plan, can_go_on, seconds, failure = self._plans[k], True, None, ""
         try:
             workers.submit("begin_trial", plan.to_dict()).result()
-            seconds = _step_seconds(workers)
+            seconds = timed_rounds(lambda steps: max(workers.submit("run_trial", steps).each()))
         except HungError as error:
             failure, can_go_on = str(error).splitlines()[0], False
         except WorkerError as error:  # the other workers may wait for the one that failed
@@ -148,12 +148,12 @@ class Tries:
         return chosen
 
 
-def _step_seconds(workers: Workers) -> float:
-    """Return the seconds of a step: of the fastest round, as other work counts little there."""
+def timed_rounds(timed: Callable[[int], float]) -> float:
+    """Return the seconds of a step: of the fastest round, as other work counts little there.
 
-    def timed(steps: int) -> float:
-        return max(workers.submit("run_trial", steps).each())
-
+    Args:
+        timed: runs so many steps and returns the seconds of one.
+    """
     timed(1)  # opens connections and allocates
     steps = min(max(1, int(_ROUND / timed(1))), _MOST_STEPS)
     return min(timed(steps) for _ in range(_ROUNDS))
