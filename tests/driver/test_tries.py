@@ -22,7 +22,7 @@ from launcher.plan import Plan, local_shape
 from launcher.plan.profile.trials import keep_trial, kept_trial, same_way, trial_of
 from launcher.report.console import make_console
 
-STEP = layered_step([(64, 64), (64, 64), (64, 256), (256, 64)], 32)
+STEP = layered_step([(512, 512)] * 4, 512)
 SHAPE = local_shape(4, 1, "cpu")
 PLANS = plans_of(Auto(), STEP, SHAPE, how_many=lambda best: 3)
 POOL = find_devices(Emulated(gpus=4))
