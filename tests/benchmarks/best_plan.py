@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import launcher
 
 DEVICES = 4
-SECONDS = 90.0  # of all rounds of a case
+SECONDS = 80.0  # of all rounds of a case
 MOST_ROUNDS = 40
 HAND: dict[str, tuple[int, dict[str, Any]]] = {  # number of devices, settings
     "one device": (1, {"method": "data"}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from launcher.partition.assignment import Assignment
@@ -25,8 +26,8 @@ def next_best(
 ) -> list[tuple[Plan, Assignment]]:
     """Return up to `count` other plans that fit, each with its assignment, best first.
 
-    No two are the same in words. Predictions err alike for plans with the same stages on the same
-    logical meshes, so the best of other kinds come before the next best of a kind.
+    No two are the same in words. Predictions err alike for plans with as many stages on as many
+    devices, so the best of other kinds come before the next best of a kind.
 
     Args:
         builder: builds plans.
@@ -66,6 +67,6 @@ def _by_kind(chosen: Estimated, ranked: Sequence[Estimated]) -> Iterator[Estimat
     yield from later
 
 
-def _kind(estimate: Estimated) -> tuple[tuple[int, int], ...]:
-    """Return the logical mesh of every stage."""
-    return tuple(stage.logical_mesh for stage in estimate[1].stages)
+def _kind(estimate: Estimated) -> tuple[int, ...]:
+    """Return the number of devices of every stage."""
+    return tuple(math.prod(stage.logical_mesh) for stage in estimate[1].stages)
