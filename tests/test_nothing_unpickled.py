@@ -10,9 +10,9 @@ import jax
 import pytest
 import yaml
 
+from launcher import measurements
 from launcher.__main__ import main
 from launcher.config.compose import load, load_frozen
-from launcher.plan.profile import cache
 from launcher.train import checkpoint
 from launcher.train.program import build_program
 
@@ -101,8 +101,8 @@ def test_nothing_is_unpickled_by_the_process_that_plans(
     config = load_frozen(Path("outputs/first/config.yaml"))
     assert yaml.safe_load(Path("outputs/first/config.yaml").read_text())["task"] == "plan"
 
-    cache.write(Path("times.json"), {"points": [1.0], "failure": ""})
-    assert cache.read_cached(Path("times.json"), dict) is not None
+    measurements.write(Path("times.json"), {"points": [1.0], "failure": ""})
+    assert measurements.read_cached(Path("times.json"), dict) is not None
 
     program = build_program(config)
     state = jax.jit(program.init)(program.seed)

@@ -245,7 +245,7 @@ class ParallelizedFunction:
             )
             if note := no_gradient_note(step):
                 warn_once(_log, f"{self.__name__}: {note}")
-            return _Variant(source, step, method.plan(step, self._backend.shape))
+            return _Variant(source, step, method.plan(step, self._backend.shape(method)))
 
     def _compiled(self, variant: _Variant) -> Executable | RemoteExecutable:
         if variant.executable is None:

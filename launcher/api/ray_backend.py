@@ -12,6 +12,7 @@ from launcher.api.calls import Call, Given, Held, StepProgram, UserCall
 from launcher.api.connection import Connection
 from launcher.api.messages import Messages, Reply
 from launcher.api.own_copies import Scope
+from launcher.api.planned_shape import planned_shape
 from launcher.api.remote_array import Fetch, RemoteArray, pickled, portable
 from launcher.api.settings import TRACE_SETTINGS
 from launcher.api.signature import Traceable
@@ -19,6 +20,7 @@ from launcher.cluster.errors import WorkerError
 from launcher.cluster.ray.worker import WorkerHandle
 from launcher.cluster.worker_group import WorkerGroup
 from launcher.plan import ClusterShape, Plan
+from launcher.plan.methods import Method
 from launcher.runtime import Copies, StageTimes, transformed_error
 from launcher.spans import Clock, Span
 from launcher.trace import TracedStep
@@ -35,25 +37,28 @@ class RayBackend:
 
     Args:
         group: the workers.
-        shape: see below.
+        nominal: the cluster, at nominal rates.
         serve: starts so many parameter servers for so many workers.
-
-    Attributes:
-        shape: the cluster, for the planner.
+        is_here: whether the workers are on this machine.
     """
 
     def __init__(
         self,
         group: WorkerGroup,
-        shape: ClusterShape,
+        nominal: ClusterShape,
         serve: Callable[[int, int], list[WorkerHandle]],
+        is_here: bool = False,
     ) -> None:
         known_to_flax()
-        self.shape = shape
+        self._nominal, self._is_here = nominal, is_here
         self._group, self._connection = group, Connection(group, serve)
         self._messages = Messages(group)
         self._next_number = 0
         self._wanted: list[RemoteArray] = []
+
+    def shape(self, method: Method | None = None) -> ClusterShape:
+        """Return the cluster that a method plans for; see `planned_shape`."""
+        return planned_shape(self._nominal, method, self._is_here)
 
     def send(self, method: str, *arguments: Any, shared: Any = None) -> list[Reply]:
         """Send a message; see `Messages.send`."""
@@ -145,7 +150,7 @@ class RayBackend:
     def workers(self) -> list[WorkerInfo]:
         """Return what is known of each worker, in the order of the hosts."""
         processes = self.answers(self._messages.send("process"))  # whether connected or not
-        return self._group.infos(processes, self.shape.devices_per_host)
+        return self._group.infos(processes, self._nominal.devices_per_host)
 
     def clocks(self) -> list[Clock]:
         """Return each worker's clock against this process's, once all messages are answered."""

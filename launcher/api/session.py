@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from launcher.api.own_copies import Scope, call_here
+from launcher.api.planned_shape import planned_shape
 from launcher.api.ray_backend import RayBackend
 from launcher.api.remote_array import RemoteArray
 from launcher.api.signature import Traceable
@@ -38,7 +39,7 @@ from launcher.cluster.worker_group import WorkerGroup
 from launcher.config.machines import Local
 from launcher.gpu_memory import JAX_MEMORY_SHARE, memory_share
 from launcher.plan import ClusterShape, Plan, local_shape
-from launcher.plan.profile.calibration import calibrated
+from launcher.plan.methods import Method
 from launcher.runtime import Executable, Transport, compile_step
 from launcher.trace import TracedStep
 from launcher.worker_info import WorkerInfo
@@ -65,9 +66,8 @@ class LocalBackend:
         """The devices."""
         return self.devices or tuple(jax.devices())
 
-    @property
-    def shape(self) -> ClusterShape:
-        """The cluster, for the planner, calibrated if a calibration exists."""
+    def shape(self, method: Method | None = None) -> ClusterShape:
+        """Return the cluster that a method plans for; see `planned_shape`."""
         devices = self.found
         kind = "cpu" if devices[0].platform == "cpu" else devices[0].device_kind
         hosts = len({d.process_index for d in devices})
@@ -75,7 +75,7 @@ class LocalBackend:
         nominal = local_shape(len(devices), hosts, kind, share)
         if hosts > 1:  # each makes the same plan, so not by what one machine alone has measured
             return nominal
-        shape = calibrated(nominal)  # whose memory is that of a worker
+        shape = planned_shape(nominal, method, is_here=True)  # whose memory is that of a worker
         stats = {} if kind == "cpu" else devices[0].memory_stats() or {}
         return dataclasses.replace(shape, memory_bytes=stats.get("bytes_limit", shape.memory_bytes))
 
@@ -271,7 +271,8 @@ def _workers(session: PrivateRay | AttachedRay, pool: DevicePool, step_timeout: 
             jax.config.update("jax_platforms", "cpu")  # the devices are for the workers
         workers, setting = session.spawn(StepWorker), "launcher.init(step_timeout=...)"
         group = WorkerGroup(workers, session.check, step_timeout, setting)
-        backend = RayBackend(group, _shape_of(pool), session.serve)
+        is_here = isinstance(session, PrivateRay)
+        backend = RayBackend(group, _shape_of(pool), session.serve, is_here)
         text = "this belongs to a session that launcher.shutdown() has ended"
         gone = SessionError(f"{text}; call launcher.init again and make it anew")
         undo.callback(backend.close, gone)
@@ -279,9 +280,7 @@ def _workers(session: PrivateRay | AttachedRay, pool: DevicePool, step_timeout: 
 
 
 def _shape_of(pool: DevicePool) -> ClusterShape:
-    kind = "cpu" if pool.kind == "cpu" else pool.device_name
-    share = memory_share(os.environ)
-    return calibrated(local_shape(pool.num_devices, pool.hosts, kind, share))
+    return local_shape(pool.num_devices, pool.hosts, pool.device_kind, memory_share(os.environ))
 
 
 def _private_pool(nodes: int, devices: int | None) -> DevicePool:

@@ -69,6 +69,11 @@ class DevicePool:
     gpu_ids: tuple[str, ...] = ()
 
     @property
+    def device_kind(self) -> str:
+        """The devices' kind, as the planner names it: "cpu", or the GPUs' model."""
+        return "cpu" if self.kind == "cpu" else self.device_name
+
+    @property
     def num_devices(self) -> int:
         """The number of devices of all hosts."""
         return self.hosts * self.devices_per_host

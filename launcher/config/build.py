@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from launcher.config.errors import ConfigError, closest, listed, shown
-from launcher.config.fields import LARGEST, Variants, settings_of
+from launcher.config.fields import LARGEST, Variants, key_of, settings_of
 from launcher.config.keys import setting_keys
 from launcher.config.schema import Config
 
@@ -54,7 +54,7 @@ def build(cls: type[T], tree: Any, key: str = "") -> T:
             [key],
         )
     hints = typing.get_type_hints(cls)
-    fields = {field.name: field for field in settings_of(cls)}
+    fields = {key_of(field): field for field in settings_of(cls)}
     for name, value in tree.items():
         if name not in fields and not _says_nothing(cls, key, name, value):
             raise _unknown(cls, key, str(name), value)
@@ -65,7 +65,8 @@ def build(cls: type[T], tree: Any, key: str = "") -> T:
             dotted = _join(key, name)
             raise ConfigError(f"{dotted} is not set", f"Give {dotted}=VALUE.", [dotted])
         if name in tree:
-            values[name] = _field_value(field, hints[name], tree[name], _join(key, name))
+            value = _field_value(field, hints[field.name], tree[name], _join(key, name))
+            values[field.name] = value
     return cls(**values)
 
 
@@ -255,8 +256,10 @@ def _unknown(cls: type, section: str, name: str, value: Any) -> ConfigError:
         clause = getattr(cls, "clause", "")
         belongs = f"It belongs to {choice}={listed(homes)}."
         return ConfigError(f"{problem}, {clause}" if clause else problem, belongs, [key])
-    here = closest(name, [field.name for field in settings_of(cls)])
-    beside = closest(name, [field.name for one in siblings.values() for field in settings_of(one)])
+    here = closest(name, [key_of(field) for field in settings_of(cls)])
+    beside = closest(
+        name, [key_of(field) for one in siblings.values() for field in settings_of(one)]
+    )
     top = section.partition(".")[0]
     elsewhere = [known for known in setting_keys() if known.partition(".")[0] != top]
     match = (
@@ -277,9 +280,9 @@ def _says_nothing(cls: type, section: str, name: Any, value: Any) -> bool:
     """Return whether a setting of another kind of the section leaves that at its default."""
     classes = _variants(cls, section).classes.values()
     fields = [field for one in classes for field in settings_of(one)]
-    automatic = {field.name for field in fields if "auto" in field.metadata}
+    automatic = {key_of(field) for field in fields if "auto" in field.metadata}
     if value is None:
-        return bool(automatic) and any(field.name == name for field in fields)
+        return bool(automatic) and any(key_of(field) == name for field in fields)
     return bool(value == "auto") and name in automatic
 
 
@@ -297,12 +300,12 @@ def _homes(siblings: Mapping[str, type], name: str) -> list[str]:
     return [
         option
         for option, one in siblings.items()
-        if any(field.name == name for field in settings_of(one))
+        if any(key_of(field) == name for field in settings_of(one))
     ]
 
 
 def _section_remedy(cls: type, section: str) -> str:
-    names = ", ".join(field.name for field in settings_of(cls))
+    names = ", ".join(key_of(field) for field in settings_of(cls))
     return f"{section or 'The top level'} has: {names}."
 
 

@@ -27,7 +27,7 @@ from launcher.config.check_environment import check_environment
 from launcher.config.checks import check
 from launcher.config.commands import COMMAND_LINE_ONLY, commands_in, not_allowed
 from launcher.config.errors import ConfigError
-from launcher.config.fields import Place
+from launcher.config.fields import Place, key_of
 from launcher.config.files import refuse_useless
 from launcher.config.folders import find_groups, search_folders
 from launcher.config.interpolation import noted, resolved, unresolved
@@ -160,6 +160,8 @@ def to_dict(config: Config) -> dict[str, Any]:
     """
     tree = dataclasses.asdict(config)
     del tree["from_environment"]
+    fields = dataclasses.fields(config.parallel)
+    tree["parallel"] = {key_of(field): tree["parallel"][field.name] for field in fields}
     return tree
 
 

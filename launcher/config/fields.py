@@ -57,6 +57,11 @@ def settings_of(cls: Any) -> list[Field[Any]]:
     return [found for found in fields(cls) if "internal" not in found.metadata]
 
 
+def key_of(found: Field[Any]) -> str:
+    """Returns the name of a setting; its field has `_` at the end where Python keeps the word."""
+    return found.name.rstrip("_")
+
+
 def variants(key: str, classes: Mapping[str, type]) -> Mapping[str, Any]:
     """Returns the metadata of a section of several kinds, which its setting `key` names."""
     return {"variants": Variants(key, classes)}

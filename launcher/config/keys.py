@@ -8,7 +8,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from launcher.config.fields import settings_of
+from launcher.config.fields import key_of, settings_of
 from launcher.config.schema import Config
 
 
@@ -16,7 +16,8 @@ def _leaves(cls: Any, section: str = "") -> Iterator[tuple[str, Any]]:
     """Yields the dotted name and the annotation of every setting below `cls`, of all variants."""
     hints = typing.get_type_hints(cls)
     for field in settings_of(cls):
-        key = f"{section}.{field.name}" if section else field.name
+        name = key_of(field)
+        key = f"{section}.{name}" if section else name
         if "variants" in field.metadata:
             for variant in field.metadata["variants"].classes.values():
                 yield from _leaves(variant, key)

@@ -57,14 +57,15 @@ class Planned(Parallel):
     Attributes:
         num_micro_batches: how many parts the global batch is cut into.
         remat: which activations are computed again for the backward pass.
-        cost: what predictions rest on.
+        cost: what predictions rest on: rates measured on the devices that are here, nominal rates,
+            or layers timed on these devices.
         bucket_bytes: the most bytes of gradients that one collective sums over the replicas.
         reduce_dtype: the type in which gradients cross.
     """
 
     num_micro_batches: int | None = automatic()
     remat: str = automatic_choice("none", *_REMAT)
-    cost: str = choice("model", "model", "profile")
+    cost: str = choice("measured", "measured", "model", "profile")
     bucket_bytes: int = number(25 << 20, minimum=0)
     reduce_dtype: str = choice("fp32", "fp32", "bf16")
 
@@ -135,9 +136,15 @@ class Pipelined(Planned):
 
 @dataclass(frozen=True, kw_only=True)
 class Auto(Pipelined):
-    """The best plan that a search finds; `auto` and null are searched for."""
+    """The best plan that a search finds; `auto` and null are searched for.
+
+    Attributes:
+        try_: how many of the best plans are run for some steps, to go on with the fastest; None: as
+            many as pay, for a long run.
+    """
 
     method: str = "auto"
+    try_: int | None = automatic(minimum=0)
     num_stages: int | None = automatic()
     schedule: str = automatic_choice("auto", *training_schedules())
     remat: str = automatic_choice("auto", *_REMAT)

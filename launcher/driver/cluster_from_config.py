@@ -2,34 +2,60 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
+from rich.console import Console
+
 from launcher.cluster.devices import DevicePool
-from launcher.config.machines import Cluster, Described
+from launcher.config.machines import Described
+from launcher.config.parallel import Planned
+from launcher.config.schema import Config
+from launcher.driver.calibrated_first import measures_first
 from launcher.gpu_memory import memory_share, usable_bytes
+from launcher.log import held_back
 from launcher.plan import ClusterShape, local_shape
-from launcher.plan.profile.calibration import calibrated
+from launcher.plan.cluster_shape import is_nominal
+from launcher.plan.profile.calibration import calibrated, kept
+from launcher.plan.profile.measure_first import measure_first
+from launcher.report.console import status
+
+_log = logging.getLogger(__name__)
 
 
-def shape_of(cluster: Cluster, pool: DevicePool | None) -> ClusterShape:
+def shape_of(config: Config, pool: DevicePool | None, console: Console | None) -> ClusterShape:
     """Return the shape to plan for: of the devices here, or of the described cluster.
 
-    Devices that were calibrated have their measured rates.
+    Devices that were calibrated have their measured rates, unless nominal ones are asked for.
 
     Args:
-        cluster: the settings.
+        config: the settings.
         pool: the devices here; None for a described cluster.
+        console: where it is shown that devices are measured of which no calibration is kept; None:
+            they are not measured.
     """
-    if pool is not None:
-        return calibrated(pool_shape(pool))
-    assert isinstance(cluster, Described)
-    return described_shape(cluster)
+    if pool is None:
+        assert isinstance(config.cluster, Described)
+        return described_shape(config.cluster)
+    nominal = pool_shape(pool)
+    if isinstance(config.parallel, Planned) and config.parallel.cost == "model":
+        return nominal
+    if not measures_first(config) or kept(nominal) is not None:
+        return calibrated(nominal)
+    if console is not None:
+        with held_back(), status(console, "measuring the devices, which are new here"):
+            return calibrated(nominal, measure_first(nominal))
+    if not is_nominal(nominal):  # else there is a warning that says more
+        _log.info(
+            "predictions rest on nominal rates: the first training here, or python -m launcher "
+            "task=calibrate, measures these devices"
+        )
+    return calibrated(nominal)
 
 
 def pool_shape(pool: DevicePool) -> ClusterShape:
     """Return the shape of devices that are here, at nominal rates."""
-    kind = "cpu" if pool.kind == "cpu" else pool.device_name
-    return local_shape(pool.num_devices, pool.hosts, kind, memory_share(os.environ))
+    return local_shape(pool.num_devices, pool.hosts, pool.device_kind, memory_share(os.environ))
 
 
 def described_shape(cluster: Described) -> ClusterShape:

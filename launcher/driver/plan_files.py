@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import yaml
 
 from launcher.config.compose import to_written
 from launcher.config.machines import SlurmCluster
 from launcher.config.schema import Config
-from launcher.driver.folder import RunFolder
-from launcher.files import write_whole
+from launcher.driver.folder import LOCK, RunFolder
+from launcher.driver.folder_handle import LostFolderError
+from launcher.files import aside, write_whole
+from launcher.output import complain
 from launcher.plan import Plan
 
 
@@ -29,3 +32,23 @@ def write_plan(home: RunFolder, config: Config, plan: Plan) -> None:
 def write_plan_alone(home: RunFolder, plan: Plan) -> None:
     """Write `plan.json`."""
     write_whole(home.path / "plan.json", json.dumps(plan.to_dict(), indent=2) + "\n")
+
+
+def current_folder(home: RunFolder, config: Config, plan: Plan) -> Path:
+    """Return the folder's present path; recreate a deleted folder from what this process knows.
+
+    Then at least the metrics survive a command that was meant for another folder.
+    """
+    if home.handle is None:
+        return home.path
+    try:
+        home.check()
+        return home.path
+    except LostFolderError:
+        if (path := home.handle.current_path()) is not None:
+            return path
+    path = home.path if not (home.path / LOCK).exists() else aside(home.path)  # another run's
+    path.mkdir(parents=True, exist_ok=True)
+    write_plan(replace(home, path=path), config, plan)
+    complain(f"settings, plan and metrics of the run are written again, to {path}")
+    return path

@@ -23,7 +23,7 @@ from launcher.config.parallel import (
 from launcher.driver.replay import another_program, check_replay_devices, no_plan, read_plan
 from launcher.partition.reduction import Reduction
 from launcher.plan import ClusterShape, Plan, PlanError
-from launcher.plan.auto_plan import auto_plan
+from launcher.plan.auto_plan import auto_plans
 from launcher.plan.build import build_plan, repriced
 from launcher.plan.errors import TooLargeError
 from launcher.plan.methods import (
@@ -48,7 +48,19 @@ def plan_of(
     progress: Callable[[float], None] = lambda share: None,
     nothing_fits: Callable[[str], None] | None = None,
 ) -> Plan:
-    """Return the plan that the settings ask for.
+    """Return the plan that the settings ask for; see `plans_of`."""
+    return plans_of(parallel, step, cluster, progress, nothing_fits)[0]
+
+
+def plans_of(
+    parallel: Parallel,
+    step: TracedStep,
+    cluster: ClusterShape,
+    progress: Callable[[float], None] = lambda share: None,
+    nothing_fits: Callable[[str], None] | None = None,
+    how_many: Callable[[Plan], int] = lambda best: 1,
+) -> list[Plan]:
+    """Return the plan that the settings ask for and, of a search, others that are worth trying.
 
     Args:
         parallel: the settings.
@@ -58,27 +70,28 @@ def plan_of(
         nothing_fits: called with the reason if no plan that a search finds fits the memory; the one
             that exceeds it least is then returned. None: that is an error, unless
             `parallel.allow_over_memory`.
+        how_many: returns how many plans a search returns, given the best.
 
     Raises:
         ConfigError: the plan to replay cannot be read, or is not one for this program and cluster.
         PlanError, BatchError: there is no such plan.
     """
     if isinstance(parallel, Replay):
-        return _replayed(parallel, step, cluster)
+        return [_replayed(parallel, step, cluster)]
     if isinstance(parallel, Pipelined):
         step = step.opened
     if isinstance(parallel, Auto):
         if nothing_fits is None and parallel.allow_over_memory:
             nothing_fits = _as_allowed
-        return _searched(parallel, step, cluster, progress, nothing_fits)
+        return _searched(parallel, step, cluster, progress, nothing_fits, how_many)
     assert isinstance(parallel, Planned)
     plan = _planned(parallel, step, cluster)
-    if parallel.cost == "model":
-        return plan
+    if parallel.cost != "profile":
+        return [plan]
     step = step.cut_at(plan.layer_ends)
     sizes = sorted({stage.logical_mesh[1] for stage in plan.stages})
     measured = measure_layers(step, cluster, sizes, plan.num_micro_batches, progress)
-    return repriced(step, plan, measured)
+    return [repriced(step, plan, measured)]
 
 
 def _as_allowed(why: str) -> None:
@@ -91,10 +104,11 @@ def _searched(
     cluster: ClusterShape,
     progress: Callable[[float], None],
     nothing_fits: Callable[[str], None] | None,
-) -> Plan:
+    how_many: Callable[[Plan], int],
+) -> list[Plan]:
     step = _layers(parallel, step, parallel.num_stages).layered(step)
     try:
-        return auto_plan(
+        return auto_plans(
             step,
             cluster,
             parallel.num_micro_batches,
@@ -104,12 +118,13 @@ def _searched(
             progress,
             parallel.num_stages,
             Reduction(parallel.bucket_bytes, parallel.reduce_dtype),
+            how_many,
         )
     except TooLargeError as error:
         if nothing_fits is None:
             raise
         nothing_fits(str(error))
-        return build_plan(step, error.assignment, cluster)
+        return [build_plan(step, error.assignment, cluster)]
 
 
 def _planned(parallel: Planned, step: TracedStep, cluster: ClusterShape) -> Plan:

@@ -16,7 +16,8 @@ from launcher.driver.check import Inputs, look
 from launcher.driver.cluster_from_config import shape_of
 from launcher.driver.fitting import too_large, what_fits
 from launcher.driver.init_from import check_start
-from launcher.driver.plan_from_config import plan_of
+from launcher.driver.plan_from_config import plans_of
+from launcher.driver.tries import known_fastest, plans_to_try
 from launcher.log import held_back
 from launcher.plan import ClusterShape, Plan, PlanError
 from launcher.report.console import progress_of, status
@@ -37,6 +38,7 @@ class Prepared:
         init_from: the checkpoint that the first parameters come from.
         eval_batches: the batches of an evaluation.
         problem: why the plan cannot be trained, if only a plan was asked for; else empty.
+        candidates: the plans to try before the training, this one first; empty if it is taken.
     """
 
     pool: DevicePool | None
@@ -45,6 +47,7 @@ class Prepared:
     init_from: Path | None = None
     eval_batches: int = 0
     problem: str = ""
+    candidates: tuple[Plan, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,10 +89,17 @@ def prepare(
     return plan(config, console, trace(config, console, found), plan_only)
 
 
-def trace(config: Config, console: Console, found: Inputs) -> Traced:
-    """Read the data and trace the program; raise like `prepare`."""
+def trace(config: Config, console: Console, found: Inputs, measures: bool = False) -> Traced:
+    """Read the data and trace the program; raise like `prepare`.
+
+    Args:
+        config: checked settings.
+        console: where progress is shown.
+        found: what is here.
+        measures: whether to measure the devices if no calibration of them is kept.
+    """
     jax.config.update("jax_platforms", "cpu")  # the devices are for the workers
-    cluster = shape_of(config.cluster, found.pool)
+    cluster = shape_of(config, found.pool, console if measures else None)
     began = time.perf_counter()
     with status(console, "reading the data and tracing"):
         program = build_program(config)
@@ -105,12 +115,24 @@ def plan(config: Config, console: Console, traced: Traced, plan_only: bool = Fal
     nothing_fits: list[str] = []
     on_nothing_fits = nothing_fits.append if plan_only else None
     with held_back(), progress_of(console, "planning") as progress:
-        chosen = plan_of(config.parallel, program.train, cluster, progress, on_nothing_fits)
+        plans = plans_of(
+            config.parallel,
+            program.train,
+            cluster,
+            progress,
+            on_nothing_fits,
+            plans_to_try(config, traced.found.pool),
+        )
+        known = known_fastest(config, plans)
+    chosen = known or plans[0]
+    candidates = () if known or plan_only or len(plans) == 1 else tuple(plans)
     seconds = traced.seconds + time.perf_counter() - began
     console.print(f"data: {program.dataset.describe}", soft_wrap=True)
     print_plan(console, chosen, getattr(config.model, "sequence_length", None))
     init_from, eval_batches = traced.found.init_from, program.eval_batches
-    ready = Prepared(traced.found.pool, chosen, seconds, init_from, eval_batches)
+    ready = Prepared(
+        traced.found.pool, chosen, seconds, init_from, eval_batches, candidates=candidates
+    )
     problem = too_large(chosen) or "".join(nothing_fits)
     if problem and config.parallel.allow_over_memory:
         _log.warning(f"{problem}; parallel.allow_over_memory=true")

@@ -25,6 +25,7 @@ from launcher.config.machines import RayCluster, machines_of
 from launcher.config.parallel import Planned
 from launcher.config.schema import Config, CustomDataset, CustomModel
 from launcher.driver import folder
+from launcher.driver.calibrated_first import is_kept, measures_first
 from launcher.driver.check import Inputs, look, os_error_text
 from launcher.driver.folder import RunFolder
 from launcher.log import lines_to
@@ -137,7 +138,7 @@ def _train(config: Config, console: Console, stop: Stop, rendezvous: Rendezvous 
             home = stack.enter_context(folder.claim(config))
         with folder.delete_on_error(home.created), ExitStack() as opening:
             session = None
-            if rendezvous is None and _can_start_early(config):
+            if rendezvous is None and _can_start_early(config, found):
                 with stop.heeded(say, _LEAVES):  # no process is left without an owner
                     session = opening.enter_context(_start_ray(config, home, found, stop))
                     stop.check()
@@ -164,7 +165,7 @@ def _trace_and_plan(
 
         if problem := why_not_kept():  # the workers' own warnings are only in their logs
             _log.warning(problem)
-        traced = trace(config, console, found)
+        traced = trace(config, console, found, measures=True)
     if session is not None:
         with stop.heeded(line_printer(console), _LEAVES):
             _start_workers(session, config, home)
@@ -172,7 +173,7 @@ def _trace_and_plan(
         return plan(config, console, traced)
 
 
-def _can_start_early(config: Config) -> bool:
+def _can_start_early(config: Config, found: Inputs) -> bool:
     """Return whether Ray and the workers can start while the run is traced and planned.
 
     That is worth it if tracing and planning can hardly fail after the checks, and if they measure
@@ -182,7 +183,9 @@ def _can_start_early(config: Config) -> bool:
         return False
     is_own = isinstance(config.model, CustomModel) or isinstance(config.dataset, CustomDataset)
     measures = isinstance(config.parallel, Planned) and config.parallel.cost == "profile"
-    return not is_own and not measures
+    if is_own or measures:
+        return False
+    return found.pool is None or not measures_first(config) or is_kept(found.pool)
 
 
 def _start_ray(config: Config, home: RunFolder, found: Inputs, stop: Stop) -> PrivateRay:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 
 from rich.console import Console
 
@@ -32,21 +31,21 @@ from launcher.driver.failures import (
     restart_text,
     run_with_restarts,
 )
-from launcher.driver.folder import LOCK, RunFolder
-from launcher.driver.folder_handle import LostFolderError
+from launcher.driver.folder import RunFolder
 from launcher.driver.loop import train
-from launcher.driver.plan_files import write_plan, write_plan_alone
+from launcher.driver.plan_files import current_folder, write_plan, write_plan_alone
 from launcher.driver.prepare import Prepared
 from launcher.driver.recorder import DivergedError
 from launcher.driver.run_log import RunLog
 from launcher.driver.saving import Saving, contents
-from launcher.driver.workers import Workers, create_everywhere
-from launcher.files import aside
+from launcher.driver.tries import Tries, knows_trials, of_run
+from launcher.driver.workers import Answers, Workers, create_everywhere
 from launcher.log import lines_to
 from launcher.output import complain
-from launcher.plan import Plan
+from launcher.plan import Plan, describe_plan
 from launcher.report.console import line_printer, status
 from launcher.report.jsonl import METRICS, read_metrics
+from launcher.report.plan_table import print_plan
 from launcher.report.text import shown_path
 from launcher.runtime import ReplicaError
 from launcher.stop import Stop
@@ -97,8 +96,10 @@ def train_in(
         with lines_to(complain):
             attempt = begin(home.path, rendezvous.allocation, last_step, home.finished_steps)
         home = replace(home, attempt=attempt.number)
+    if home.finished_steps and ready.candidates:  # it has chosen before
+        chosen = of_run(home.path, ready.candidates) or ready.plan
+        ready = replace(ready, plan=chosen, candidates=())
     job = _Job(home, config, ready, console, rendezvous, session)
-    recorder = job.run_log.recorder
     code, reason = 1, "failed"
     try:  # from here on the attempt's end is recorded, even on a full disk
         (home.path / "summary.json").unlink(missing_ok=True)
@@ -107,14 +108,14 @@ def train_in(
         job.train(stop)
         home.check()
         code, reason = 0, "done"
-        if stop.requested and recorder.finished_steps < config.train.steps:
+        if stop.requested and job.run_log.recorder.finished_steps < config.train.steps:
             code, reason = stop.ending
         return code
     except KeyboardInterrupt:
         code, reason = stop.ending
         # Fast: compares names and sizes only, and cleans nothing up.
         saved = checkpoint.newest(home.checkpoints, thorough=False).step or 0
-        if saved < recorder.finished_steps:
+        if saved < job.run_log.recorder.finished_steps:
             reason += f", not saved since step {saved}"
         raise
     except Exception as error:
@@ -122,35 +123,15 @@ def train_in(
         raise
     finally:
         try:
-            path = _current_folder(home, config, ready.plan)
+            path = current_folder(home, config, job.plan)
             if attempt is not None:
-                step = max(home.finished_steps, recorder.finished_steps)
+                step = max(home.finished_steps, job.run_log.recorder.finished_steps)
                 finish(path, attempt, code, reason, step)
             job.run_log.sum_up(reason, job.restarts, path)
         except OSError as error:  # on a full disk, report what ended the run, not this
             if code == 0:
                 raise
             complain(f"the end of the run is not recorded: {error}")
-
-
-def _current_folder(home: RunFolder, config: Config, plan: Plan) -> Path:
-    """Return the folder's present path; recreate a deleted folder from what this process knows.
-
-    Then at least the metrics survive a command that was meant for another folder.
-    """
-    if home.handle is None:
-        return home.path
-    try:
-        home.check()
-        return home.path
-    except LostFolderError:
-        if (path := home.handle.current_path()) is not None:
-            return path
-    path = home.path if not (home.path / LOCK).exists() else aside(home.path)  # another run's
-    path.mkdir(parents=True, exist_ok=True)
-    write_plan(replace(home, path=path), config, plan)
-    complain(f"settings, plan and metrics of the run are written again, to {path}")
-    return path
 
 
 def _last_step(home: RunFolder) -> int:
@@ -168,6 +149,7 @@ class _Job:
     """A run in progress, over all its attempts.
 
     Attributes:
+        plan: the run's plan; until several are tried, the best by its prediction.
         run_log: the record of all attempts.
         restarts: how many attempts came before this one.
     """
@@ -184,16 +166,23 @@ class _Job:
         self._home, self._config, self._console = home, config, console
         self._say = line_printer(console)
         assert ready.pool is not None, "nothing to train on"
-        self._rendezvous, self._pool, self._plan = rendezvous, ready.pool, ready.plan
-        self._session = session
-        allocation = rendezvous.allocation if rendezvous else None
-        self.run_log = RunLog(home, config, ready.plan, ready.plan_seconds, console, allocation)
+        self._rendezvous, self._pool, self._session = rendezvous, ready.pool, session
+        self._plan_seconds = ready.plan_seconds
+        plans = ready.candidates
+        self._tries = Tries(plans, console, knows_trials(config)) if plans else None
+        self._go_by(ready.plan)
         self.restarts = 0
         self._init_from = str(ready.init_from) if ready.init_from else None
         self._settings = replace(config.train, eval_batches=ready.eval_batches)
         # After a roll-back: its step and the index of the next batch.
         self._rolled_back: tuple[int, int] | None = None
         self._passed_over = 0  # the offset of a batch's index from its step's
+
+    def _go_by(self, plan: Plan) -> None:
+        """Take a plan; before a step is made, as the record begins anew."""
+        allocation = self._rendezvous.allocation if self._rendezvous else None
+        about = plan, self._plan_seconds, self._console, allocation
+        self.plan, self.run_log = plan, RunLog(self._home, self._config, *about)
 
     def train(self, stop: Stop) -> None:
         """Train to the end; after a failure that a restart may mend, resume from a checkpoint.
@@ -236,45 +225,66 @@ class _Job:
                     stop.check()
 
                 transport = cluster.transport if isinstance(cluster, Hosts) else "auto"
-                reduction = self._plan.reduction
+                reduction = self.plan.reduction
                 servers = session.serve(reduction.servers, reduction.workers)
                 timeout = cluster.step_timeout
-                workers = Workers(handles, self._plan, check, timeout, transport, servers)
+                workers = Workers(handles, self.plan, check, timeout, transport, servers)
                 workers.join()
             built = workers.submit("build", to_dict(self._config))
-            setup = workers.submit("setup", self._plan.to_dict())
-            with self._interruptible(stop):  # may wait for the network
-                self.run_log.open(finished)  # while the worker traces and compiles
-            with status(self._console, "compiling"):
-                built.result()
-                self.run_log.compile_seconds = setup.result()
-                self._home.check()
-                infos = workers.infos(self._pool.devices_per_host)
-                write_plan_alone(self._home, replace(self._plan, workers=tuple(infos)))
-                if finished:
-                    workers.submit("restore", self._checkpoints, finished).result()
-                else:
-                    create_everywhere(workers, self._init_from)
-                if self._passed_over:
-                    workers.submit("pass_over", self._passed_over, finished).result()
-            if dry_steps := self._config.train.dry_steps:
-                with status(self._console, "warming up"):
-                    for _ in range(dry_steps):
-                        workers.submit("dry_step", finished + 1).result()
-            timelines = self.run_log.recorder.timelines
-            if timelines and any(step > finished for step in timelines.steps):
-                timelines.begin(workers.clocks())
-            self.run_log.show(finished)
-            with stop.heeded(self._say, _SAVING, until="done"):
-                save = self._saving(workers)
-                try:
-                    train(self._settings, workers, self.run_log.recorder, stop, finished, save)
-                except (DivergedError, ReplicaError):
-                    with suppress(SaveError):
-                        save.finish(final=False)  # the save of an earlier step
-                    raise
-                with suppress(WorkerError, ClusterError):  # all is done and saved
-                    workers.submit("close").result()
+            if goes_on := self._tried(workers, built):
+                self._train_on(workers, built, finished, stop)
+        if not goes_on:  # a plan that was tried has ended the workers
+            self._attempt(stop)
+
+    def _tried(self, workers: Workers, built: Answers) -> bool:
+        """Try plans, if that is still to be done; return whether the workers can go on."""
+        if self._tries is None:
+            return True
+        built.result()
+        if not self._tries.run(workers):
+            return False
+        chosen = self._tries.choose()
+        if describe_plan(chosen) != describe_plan(self.plan):
+            print_plan(self._console, chosen)
+        self._go_by(chosen)
+        workers.plan, self._tries = self.plan, None
+        return True
+
+    def _train_on(self, workers: Workers, built: Answers, finished: int, stop: Stop) -> None:
+        """Train by the plan, save, and close the workers."""
+        setup = workers.submit("setup", self.plan.to_dict())
+        with self._interruptible(stop):  # may wait for the network
+            self.run_log.open(finished)  # while the worker traces and compiles
+        with status(self._console, "compiling"):
+            built.result()
+            self.run_log.compile_seconds = setup.result()
+            self._home.check()
+            infos = workers.infos(self._pool.devices_per_host)
+            write_plan_alone(self._home, replace(self.plan, workers=tuple(infos)))
+            if finished:
+                workers.submit("restore", self._checkpoints, finished).result()
+            else:
+                create_everywhere(workers, self._init_from)
+            if self._passed_over:
+                workers.submit("pass_over", self._passed_over, finished).result()
+        if dry_steps := self._config.train.dry_steps:
+            with status(self._console, "warming up"):
+                for _ in range(dry_steps):
+                    workers.submit("dry_step", finished + 1).result()
+        timelines = self.run_log.recorder.timelines
+        if timelines and any(step > finished for step in timelines.steps):
+            timelines.begin(workers.clocks())
+        self.run_log.show(finished)
+        with stop.heeded(self._say, _SAVING, until="done"):
+            save = self._saving(workers)
+            try:
+                train(self._settings, workers, self.run_log.recorder, stop, finished, save)
+            except (DivergedError, ReplicaError):
+                with suppress(SaveError):
+                    save.finish(final=False)  # the save of an earlier step
+                raise
+            with suppress(WorkerError, ClusterError):  # all is done and saved
+                workers.submit("close").result()
 
     def _start(self, stop: Stop) -> AbstractContextManager[PrivateRay | AttachedRay]:
         session, self._session = self._session, None
@@ -290,7 +300,7 @@ class _Job:
     def _diagnose(self, error: Exception) -> Failure | None:
         train, step = self._config.train, self.run_log.recorder.finished_steps
         rolls_back = train.non_finite == "rollback"
-        return failure_of(error, step, train.steps, self._plan, rolls_back)
+        return failure_of(error, step, train.steps, self.plan, rolls_back)
 
     def _prepare_restart(self, stop: Stop, failure: Failure, restart: Restart) -> None:
         self.restarts = restart.number
@@ -327,7 +337,7 @@ class _Job:
 
     def _saving(self, workers: Workers) -> Saving:
         describe = functools.partial(
-            contents, self._config, self._plan, passed_over=self._passed_over
+            contents, self._config, self.plan, passed_over=self._passed_over
         )
         settings, failures = self._config.train.checkpoint, self.run_log.failed_saves
         sync = self.run_log.sync

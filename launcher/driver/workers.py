@@ -50,6 +50,9 @@ class Workers:
         timeout: the seconds that an answer may take; `STARTING` times that before the first step's.
         transport: `cluster.transport`, how they exchange arrays.
         servers: the parameter servers, through which alone they exchange sums, if there are any.
+
+    Attributes:
+        plan: the run's plan.
     """
 
     def __init__(
@@ -62,9 +65,14 @@ class Workers:
         servers: Sequence[WorkerHandle] = (),
     ) -> None:
         self._group = WorkerGroup(handles, check, timeout, "cluster.step_timeout")
-        self._plan = plan
+        self.plan = plan
         self._transport, self._servers = transport, tuple(servers)
         self._trained = False
+
+    @property
+    def count(self) -> int:
+        """The number of workers."""
+        return len(self._group.handles)
 
     def join(self) -> None:
         """Form the process group, or connect the workers to the servers; call it first."""
@@ -99,7 +107,7 @@ class Workers:
         if not isinstance(answers[0], StepResult):
             return answers[0]
         self._trained = True
-        return merged(answers, self._plan)
+        return merged(answers, self.plan)
 
     def answers(self, futures: Sequence[Future]) -> list[Any]:
         """Return every worker's answer to a call; see `Answers.each`."""

@@ -6,11 +6,11 @@ Imports `partition` and below.
 from launcher.partition.errors import PlanError
 from launcher.plan.cluster_shape import ClusterShape, local_shape
 from launcher.plan.forward import make_forward_plan
-from launcher.plan.inter_op.select import describe_plan
 from launcher.plan.links import microbatch_transfer_seconds
 from launcher.plan.pipeline import measured_bubble, timeline
-from launcher.plan.plan import Plan
+from launcher.plan.plan import Plan, Trial
 from launcher.plan.stage_plan import ServerExchange, StagePlan, Transfer
+from launcher.plan.words import describe_plan
 
 __all__ = [
     "ClusterShape",
@@ -19,6 +19,7 @@ __all__ = [
     "ServerExchange",
     "StagePlan",
     "Transfer",
+    "Trial",
     "describe_plan",
     "local_shape",
     "make_forward_plan",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
+from launcher.partition.assignment import Assignment
 from launcher.partition.errors import PlanError
 from launcher.partition.reduction import DEFAULT_REDUCTION, Reduction
 from launcher.partition.remat import remat_of_stages
@@ -15,22 +17,25 @@ from launcher.plan.inter_op.select import search
 from launcher.plan.options import checked_micro_batches
 from launcher.plan.plan import Plan
 from launcher.plan.profile.measure_layers import measure_layers
+from launcher.plan.profile.measured_layers import MeasuredLayers
 from launcher.schedule import training_schedules
+from launcher.trace.errors import BatchError
 from launcher.trace.step import TracedStep
 
 
-def auto_plan(  # noqa: PLR0913 (the search's settings)
+def auto_plans(  # noqa: PLR0913 (the search's settings)
     step: TracedStep,
     cluster: ClusterShape,
     num_micro_batches: int | None,
     schedule: str,
     remat: str | Sequence[str],
-    cost: str = "model",
+    cost: str = "measured",
     progress: Callable[[float], None] = lambda share: None,
     num_stages: int | None = None,
     reduction: Reduction = DEFAULT_REDUCTION,
-) -> Plan:
-    """Return the best plan that the search finds.
+    how_many: Callable[[Plan], int] = lambda best: 1,
+) -> list[Plan]:
+    """Return the best plan that the search finds and, if asked for, others that are worth trying.
 
     Args:
         step: the traced train step, cut into layers.
@@ -42,6 +47,7 @@ def auto_plan(  # noqa: PLR0913 (the search's settings)
         progress: called with the share that is done, 0 … 1.
         num_stages: number of stages; None: as many as are best.
         reduction: how gradients are summed over the replicas.
+        how_many: returns how many plans to return, given the best.
 
     Raises:
         PlanError: the search does not know the schedule, policy or cost, or nothing fits.
@@ -62,20 +68,38 @@ def auto_plan(  # noqa: PLR0913 (the search's settings)
         num_stages=num_stages,
         reduction=reduction,
     )
-    if cost == "model":
-        return checked_fit(with_further(step, *search(step, cluster, wanted, progress)))
-    measured = measure_layers(
-        lead_of(step),
+    measured = None
+    if cost == "profile":
+        measured = measure_layers(
+            lead_of(step),
+            cluster,
+            model_sizes(cluster),
+            wanted.num_micro_batches,
+            lambda share: progress(0.9 * share),
+        )
+    done = 0.9 if measured else 0.0
+    found = search(
+        step,
         cluster,
-        model_sizes(cluster),
-        wanted.num_micro_batches,
-        lambda share: progress(0.9 * share),
+        wanted,
+        lambda share: progress(done + (1 - done) * share),
+        measured,
+        how_many,
     )
-    found = search(step, cluster, wanted, lambda share: progress(0.9 + 0.1 * share), measured)
-    return checked_fit(with_further(step, *found, measured))
+    best = checked_fit(with_further(step, *found[0], measured))
+    return [best, *_whole(step, found[1:], measured)]
+
+
+def _whole(
+    step: TracedStep, found: Sequence[tuple[Plan, Assignment]], measured: MeasuredLayers | None
+) -> Iterator[Plan]:
+    """Yield the plans of a whole step, but for those that its other losses cannot follow."""
+    for plan, assignment in found:
+        with suppress(PlanError, BatchError):
+            yield checked_fit(with_further(step, plan, assignment, measured))
 
 
 def check_cost(cost: str) -> None:
     """Raise PlanError if `cost` is unknown."""
-    if cost not in ("model", "profile"):
-        raise PlanError(f'cost={cost!r} is not "model" or "profile"')
+    if cost not in ("measured", "model", "profile"):
+        raise PlanError(f'cost={cost!r} is not "measured", "model" or "profile"')

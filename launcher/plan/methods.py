@@ -13,7 +13,7 @@ from typing import Protocol
 from launcher.partition.assignment import Assignment
 from launcher.partition.errors import PlanError
 from launcher.partition.remat import remat_of_stages
-from launcher.plan.auto_plan import auto_plan
+from launcher.plan.auto_plan import auto_plans
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.follow import Follow
 from launcher.plan.further import lead_of
@@ -118,7 +118,7 @@ class PipeshardParallel(Reducing):
         step = layer_option_of(self.layer_option).layered(step.opened)
         option = stage_option_of(self.stage_option)
         if isinstance(option, AutoStageOption):
-            return auto_plan(
+            return auto_plans(
                 step,
                 cluster,
                 self.num_micro_batches,
@@ -126,7 +126,7 @@ class PipeshardParallel(Reducing):
                 self.remat,
                 option.cost,
                 reduction=self.reduction,
-            )
+            )[0]
         if self.num_micro_batches is None:
             raise PlanError('num_micro_batches=None needs stage_option="auto", which chooses it')
         return _pipeline(self, step, cluster, "manual", option)

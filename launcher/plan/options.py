@@ -76,11 +76,13 @@ class AutoStageOption:
     """Stages, submeshes and shardings as the search finds them best (`plan.inter_op`).
 
     Attributes:
-        cost: where a layer's seconds come from: "model", its operations over the devices' rates; or
-            "profile", compiled and timed on this machine's devices (`plan.profile`).
+        cost: where a layer's seconds come from: "measured", its operations over the devices' rates,
+            which the first search measures in some seconds if they are this machine's CPU devices;
+            "model", over nominal rates, whatever was measured; or "profile", compiled and timed on
+            this machine's devices (`plan.profile`).
     """
 
-    cost: str = "model"
+    cost: str = "measured"
 
 
 @dataclass(frozen=True)

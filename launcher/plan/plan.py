@@ -39,6 +39,23 @@ class RunnerUp:
 
 
 @dataclass(frozen=True)
+class Trial:
+    """A plan that was run for some steps, to choose the fastest of several.
+
+    Attributes:
+        plan: the plan in words.
+        predicted_step_seconds: its predicted step.
+        measured_step_seconds: its step as it was measured; None: it failed.
+        failure: why it failed, if it did.
+    """
+
+    plan: str
+    predicted_step_seconds: float
+    measured_step_seconds: float | None
+    failure: str = ""
+
+
+@dataclass(frozen=True)
 class ProfiledLayers:
     """Measured seconds of layers that are the same program, with all devices at work.
 
@@ -80,6 +97,8 @@ class Plan(Staged):
         exchanges: what workers exchange through parameter servers, in order.
         least_step_seconds: a lower bound on the predicted step of every plan that was searched
             for; None where there is none.
+        tried: the plans of which this is the fastest as measured, in the order of their
+            predictions; empty if it was chosen by its prediction.
     """
 
     method: str
@@ -107,6 +126,7 @@ class Plan(Staged):
     reduction: Reduction = DEFAULT_REDUCTION
     exchanges: tuple[ServerExchange, ...] = ()
     least_step_seconds: float | None = None
+    tried: tuple[Trial, ...] = ()
 
     @property
     def parts(self) -> tuple[Plan, ...]:

@@ -42,6 +42,7 @@ from launcher.train.recordings import Recordings
 from launcher.train.rows import own_rows
 from launcher.train.step import TrainState
 from launcher.train.step_result import StepResult
+from launcher.train.trial import TriedPlan
 
 if TYPE_CHECKING:
     from recipes import Batch
@@ -73,6 +74,7 @@ class TrainWorker(Peer):
         self._built: Program | None = None
         self._sent: _Sent | None = None
         self._stages: StageTimes | None = None
+        self._trial: TriedPlan | None = None
         # A thread of its own, to note when a step completes while the next one is being sent.
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="fetcher")
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="saver")
@@ -118,6 +120,17 @@ class TrainWorker(Peer):
         if self._config.train.check_replicas_every:
             self._digester = Digester(self._placed(), rank=self._server_rank)
         return seconds
+
+    def begin_trial(self, plan: dict[str, Any] | None) -> None:
+        """Compile a plan and create a state, for `run_trial`; None: free those of the last one."""
+        self._trial = None
+        if plan is not None:
+            self._trial = TriedPlan(self._program, Plan.from_dict(plan), self._transport)
+
+    def run_trial(self, steps: int) -> float:
+        """Return the seconds of a step by the plan of `begin_trial`, over so many."""
+        assert self._trial is not None
+        return self._trial.run(steps)
 
     def create(self, init_from: str | None = None) -> Copies:
         """Create the first state, sharded; its model is from `init_from`, if given.

@@ -1,6 +1,7 @@
 """The public Python front: a step is parallelized, created in place, run, evaluated, replayed."""
 
 import dataclasses
+import functools
 import inspect
 import json
 import re
@@ -15,13 +16,13 @@ import numpy as np
 import pytest
 
 import launcher
-from launcher import log
+from launcher import log, measurements
 from launcher.api import session
+from launcher.api.planned_shape import planned_shape
 from launcher.api.session import SessionError
 from launcher.cluster.devices import DevicePool
 from launcher.cluster.errors import ClusterError
 from launcher.plan import PlanError, local_shape
-from launcher.plan.profile import cache
 from launcher.trace import TraceError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
@@ -241,10 +242,40 @@ def test_plans_rest_on_what_task_calibrate_measured(tmp_path, monkeypatch):
         "memory_bytes": None,
     }
     pool = DevicePool("cpu", 2, 4, "CPU device", "")
-    shapes = lambda: (session.LocalBackend().shape, session._shape_of(pool))  # noqa: E731
+    of_workers = lambda *cost: planned_shape(session._shape_of(pool), *cost, is_here=True)  # noqa: E731
+    shapes = lambda: (session.LocalBackend().shape(), of_workers(None))  # noqa: E731
     assert not any(shape.flops == 4e9 for shape in shapes())
-    cache.write(cache.cache_file("calibration", local_shape(8, 1, "cpu")), found)
+    measurements.write(measurements.cache_file("calibration", "cpu", 8), found)
     assert all(shape.flops == 4e9 for shape in shapes())
+    nominal = session._shape_of(pool)
+    without = launcher.PipeshardParallel(2, stage_option=launcher.AutoStageOption("model"))
+    assert of_workers(without) == nominal
+    assert session.LocalBackend().shape(without).flops == nominal.flops
+
+
+def test_a_search_measures_the_devices_first(tmp_path, monkeypatch):
+    """Those of this machine that no process holds, where the search is not told to plan without."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured = []
+    monkeypatch.setattr("launcher.api.planned_shape.measure_first", measured.append)
+
+    def plan(method, devices=None):
+        train = launcher.parallelize(step, method=method, devices=devices)
+        train.plan(jax.eval_shape(init, jax.random.key(0)), BATCHES[0])
+        found = [shape.num_devices for shape in measured]
+        measured.clear()
+        return found
+
+    search = functools.partial(launcher.PipeshardParallel, 2)
+    assert plan(search(stage_option="auto")) == [8]
+    assert plan(search(stage_option="auto"), jax.devices()[:2]) == [2]
+    assert plan(search(stage_option=launcher.AutoStageOption("model"))) == []
+    assert plan(search()) == []  # which chooses nothing by its predictions
+    assert plan(launcher.DataParallel()) == []
+    gpus = local_shape(2, 1, "NVIDIA H100 80GB HBM3")
+    planned_shape(gpus, search(stage_option="auto"), is_here=True)
+    planned_shape(local_shape(2, 1, "cpu"), search(stage_option="auto"), is_here=False)
+    assert measured == []
 
 
 @pytest.mark.parametrize(
@@ -264,16 +295,16 @@ def test_a_plan_fills_what_this_process_may_have(tmp_path, monkeypatch, stats, p
         )
         for process in range(processes)
     )
-    assert session.LocalBackend(gpus).shape.memory_bytes == gib << 30
+    assert session.LocalBackend(gpus).shape().memory_bytes == gib << 30
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
     if stats is None:
-        assert session.LocalBackend(gpus).shape.memory_bytes == 60 << 30
+        assert session.LocalBackend(gpus).shape().memory_bytes == 60 << 30
 
 
 def test_what_is_not_known_of_devices_is_told(caplog):
     log.warn_once.cache_clear()
     pool = DevicePool("gpu", 1, 2, "Tesla T4", "")
-    session._shape_of(pool)
+    planned_shape(session._shape_of(pool), None, is_here=True)
     [line] = caplog.messages
     assert re.search("memory of Tesla T4 are not known: .* task=calibrate", line)
 

@@ -22,9 +22,9 @@ import optax
 from planner_published import cluster_of, fits, restricted
 
 import launcher
-from launcher.plan import Plan
+from launcher.plan import Plan, describe_plan
 from launcher.plan.inter_op.problem import Wanted
-from launcher.plan.inter_op.select import best_plan, describe_plan
+from launcher.plan.inter_op.select import best_plan
 from launcher.plan.methods import Zero3Parallel
 from launcher.trace import TracedStep, trace_step
 

@@ -26,11 +26,11 @@ from launcher.config.compose import load
 from launcher.driver.cluster_from_config import described_shape
 from launcher.partition.assignment import Assignment, Submesh
 from launcher.partition.stages import group_layers
-from launcher.plan import ClusterShape, Plan
+from launcher.plan import ClusterShape, Plan, describe_plan
 from launcher.plan.build import build_plan
 from launcher.plan.inter_op.auto import make_problem
 from launcher.plan.inter_op.problem import Wanted, best_of
-from launcher.plan.inter_op.select import best_plan, describe_plan
+from launcher.plan.inter_op.select import best_plan
 from launcher.trace import TracedStep, trace_step
 from recipes import build_model
 

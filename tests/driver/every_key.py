@@ -36,6 +36,7 @@ from launcher.driver.folder import RunFolder
 from launcher.driver.init_from import find_start
 from launcher.driver.plan_from_config import plan_of
 from launcher.driver.prepare import Prepared
+from launcher.driver.tries import plans_to_try
 from launcher.plan import PlanError, local_shape
 from launcher.stop import Stop
 from launcher.submit import job, job_sweep
@@ -59,7 +60,8 @@ def plan_told(config: Config):
         plan = plan_of(config.parallel, STEP(), shape)
     except (ConfigError, PlanError) as error:
         return str(error)
-    return plan.to_dict() | {"runners_up": None}
+    tried = plans_to_try(config, find_devices(Emulated(gpus=4)))(plan)
+    return plan.to_dict() | {"runners_up": None, "tried": tried}
 
 
 def _batch(config: Config):

@@ -15,7 +15,7 @@ import pytest
 from launcher.config.build import build
 from launcher.config.compose import from_dict
 from launcher.config.errors import ConfigError
-from launcher.config.fields import settings_of
+from launcher.config.fields import key_of, settings_of
 from launcher.config.optimizers import OPTIMIZERS
 from launcher.config.parallel import METHODS
 from launcher.config.schema import Config
@@ -326,10 +326,10 @@ NEEDED = {"module": "mine.net", "path": "books", "plan": "plan.json"}
 )
 def test_an_option_takes_no_setting_of_another_but_a_null_of_parallel(section, option):
     key, classes = VARIANTS[section].key, VARIANTS[section].classes
-    own = {field.name for field in dataclasses.fields(classes[option])}
+    own = {key_of(field) for field in dataclasses.fields(classes[option])}
     base = {key: option} | {name: NEEDED[name] for name in own & NEEDED.keys()}
     for variant in classes.values():
-        for name in {field.name for field in dataclasses.fields(variant)} - own:
+        for name in {key_of(field) for field in dataclasses.fields(variant)} - own:
             for value in (1, None):
                 if section == "parallel" and value is None:
                     build(classes[option], base | {name: value}, section)
@@ -361,6 +361,7 @@ VALUES = {
     "model": [2, 1],
     "pipeline": [4, 1],
     "cost": ["profile"],
+    "try": [2],
     "bucket_bytes": [0],
     "reduce_dtype": ["bf16"],
     "plan": ["other.json"],
@@ -380,7 +381,7 @@ SAME = {
 
 def test_every_method_and_key_of_parallel_is_tried():
     assert set(BASES) == set(METHODS)
-    names = {field.name for method in METHODS.values() for field in dataclasses.fields(method)}
+    names = {key_of(field) for method in METHODS.values() for field in dataclasses.fields(method)}
     assert set(VALUES) == names - {"method", "allow_over_memory"}  # test_fitting.py shows the last
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from launcher import measurements
 from launcher.cluster.errors import RayEndedError
 from launcher.config.compose import load
 from launcher.driver import prepare, run, training
@@ -24,7 +25,7 @@ def driven(tmp_path, monkeypatch):
         done = []
 
         def stand_in(name, result=None):
-            def call(*arguments):
+            def call(*arguments, **named):
                 done.append(name)
                 if name in raising:
                     raise raising[name]() if callable(raising[name]) else raising[name]
@@ -64,6 +65,17 @@ def test_several_workers_meet_before_they_trace(driven):
 
 def test_nothing_comes_up_beside_a_plan_that_is_measured(driven):
     assert driven("parallel.cost=profile") == (0, "trace plan train")
+
+
+def test_nothing_comes_up_beside_a_first_calibration(driven, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert driven() == (0, "trace plan train")
+    early = 0, "start trace begin build plan train close"
+    assert driven("parallel.cost=model") == early
+    measurements.write(measurements.cache_file("calibration", "cpu", 2), {})
+    assert driven() == early
+    monkeypatch.setattr(measurements, "versions", lambda: {"jax": "another"})
+    assert driven() == (0, "trace plan train")
 
 
 def test_a_ray_that_does_not_come_up_is_for_the_run_to_tell(driven):

@@ -80,6 +80,19 @@ def test_ctrl_c_before_the_first_step_ends_the_run(
         assert not (run / "checkpoints").exists()
 
 
+def test_ctrl_c_while_the_devices_are_measured_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    running = Running(tmp_path, *WORDS)
+    running.press("measuring the devices")
+    code, out = running.end()
+    assert code == 130
+    assert "launcher: stopping" in out
+    assert not (tmp_path / "outputs" / "one").exists()
+    assert not [*(tmp_path / "cache" / "launcher" / "calibration").glob("*.json")]
+
+
 @pytest.mark.stress
 def test_a_run_that_is_interrupted_at_forty_moments_comes_to_the_same_losses(
     tmp_path: Path,

@@ -29,7 +29,7 @@ from launcher.plan.inter_op.stage_choices import Priced, price
 from launcher.plan.inter_op.stage_costs import Setting
 from launcher.plan.inter_op.stage_dp import BestStages, best_stages, least_cover, lower_bound
 from launcher.plan.inter_op.stage_enumeration import enumeration_cells, stages_by_objective
-from launcher.plan.inter_op.variants import recounted, schedule_variants
+from launcher.plan.inter_op.variants import on_few_devices, recounted, schedule_variants
 from launcher.plan.pipeline import Estimate
 from launcher.schedule import DEFAULT_SCHEDULE, SCHEDULES
 
@@ -135,6 +135,8 @@ def plans_on_one_machine(problem: Problem, wanted: Wanted, progress: Progress) -
         more = recounted(best, problem, wanted)
         assignments = [best, *more, *assignments[1:]]
     for one in (v for given in assignments for v in schedule_variants(given, problem, wanted)):
+        found.add(one)
+    for one in on_few_devices(problem, wanted):
         found.add(one)
     return found
 

@@ -11,6 +11,7 @@ from launcher.plan.build import PlanBuilder
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.errors import TooLargeError
 from launcher.plan.further import lead_of
+from launcher.plan.inter_op.alternatives import next_best
 from launcher.plan.inter_op.auto import make_problem
 from launcher.plan.inter_op.infeasible import nothing_fits
 from launcher.plan.inter_op.problem import Problem, Wanted
@@ -21,6 +22,7 @@ from launcher.plan.pipeline import Estimate
 from launcher.plan.plan import Plan, RunnerUp
 from launcher.plan.profile.measured_layers import MeasuredLayers
 from launcher.plan.stage_plan import Staged
+from launcher.plan.words import describe_plan
 from launcher.trace.errors import BatchError, JoinedError
 from launcher.trace.step import TracedStep
 
@@ -41,7 +43,7 @@ def best_plan(
     measured: MeasuredLayers | None = None,
 ) -> Plan:
     """Return the best plan; see `search`."""
-    return search(step, cluster, wanted, progress, measured)[0]
+    return search(step, cluster, wanted, progress, measured)[0][0]
 
 
 def search(
@@ -50,8 +52,11 @@ def search(
     wanted: Wanted,
     progress: Callable[[float], None] = lambda share: None,
     measured: MeasuredLayers | None = None,
-) -> tuple[Plan, Assignment]:
+    how_many: Callable[[Plan], int] = lambda best: 1,
+) -> list[tuple[Plan, Assignment]]:
     """Return the best plan, with the next best ones as its `runners_up`, and its assignment.
+
+    If more are asked for, plans follow that are worth trying beside it (`next_best`).
 
     Of a step with several losses it is the plan of the leading one (`plan.further`), which cuts the
     batch as all of them can be cut.
@@ -65,6 +70,7 @@ def search(
         wanted: what the user fixed.
         progress: called with the share that is done, 0 … 1.
         measured: the layers' measured seconds, instead of the cost model's.
+        how_many: returns how many plans to return, given the best.
 
     Raises:
         PlanError: nothing fits the devices' memory, or nothing that does could be measured.
@@ -93,7 +99,12 @@ def search(
             problem = dataclasses.replace(problem, refused=problem.refused | refusals.keys())
             continue
         if any(plan.missing_bytes <= 0 for plan, _ in built):
-            return _selected(built, found, refused)
+            best, chosen = _selected(built, found, refused)
+            more = how_many(best) - 1
+            return [
+                (best, chosen[0]),
+                *(next_best(builder, best, chosen, built, estimates, more) if more > 0 else ()),
+            ]
         problem = _with_less_memory(problem, [plan for plan, _ in built])
         memory_searches += 1
     if built:
@@ -118,8 +129,8 @@ def _find(problem: Problem, wanted: Wanted, progress: Callable[[float], None]) -
 
 def _selected(
     built: Sequence[tuple[Plan, Estimated]], found: Found, refused: Mapping[int, BatchError]
-) -> tuple[Plan, Assignment]:
-    """Return the best of the plans that fit, with the next best ones, and its assignment.
+) -> tuple[Plan, Estimated]:
+    """Return the best of the plans that fit, with the next best ones, and its estimate.
 
     What was only estimated is compared with the best one's estimate.
     """
@@ -133,7 +144,7 @@ def _selected(
         least_step_seconds=least and min(least, best.predicted_step_seconds),
         notes=(*best.notes, *refused_notes(refused)),
     )
-    return plan, chosen[0]
+    return plan, chosen
 
 
 def _build(
@@ -244,21 +255,6 @@ def _runners_up(
 
 def _most_bytes(plan: Staged) -> int:
     return max(stage.memory_bytes for stage in plan.stages)
-
-
-def describe_plan(plan: Staged) -> str:
-    """Return a plan in a few words: stages, meshes, microbatches, schedule, rematerialisation."""
-    shapes = list(dict.fromkeys(stage.logical_mesh for stage in plan.stages))
-    meshes = " and ".join(f"{data}x{model}" for data, model in shapes[:3])
-    remat = sorted({stage.remat for stage in plan.stages} - {"none"})
-    count = len(plan.stages)
-    parts = [
-        f"{count} stage{'s' if count > 1 else ''} of {meshes}{' …' if len(shapes) > 3 else ''}",
-        f"{plan.num_micro_batches} microbatch{'es' if plan.num_micro_batches > 1 else ''}",
-        plan.schedule,
-        *(f"remat {name}" for name in remat),
-    ]
-    return ", ".join(parts)
 
 
 def _why(plan: Plan | Estimate, best: Plan | Estimate) -> str:

@@ -11,10 +11,10 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from launcher.partition.assignment import Assignment
+from launcher.partition.assignment import Assignment, Submesh
 from launcher.plan.inter_op.interleaved import interleaved_like
 from launcher.plan.inter_op.problem import Problem, Wanted, spread_divisors
-from launcher.schedule import SCHEDULES
+from launcher.schedule import DEFAULT_SCHEDULE, SCHEDULES
 
 
 def schedule_variants(
@@ -32,6 +32,33 @@ def schedule_variants(
     for schedule in others:
         if schedule.interleaves:
             yield from interleaved_like(assignment, problem, wanted, schedule.name)
+
+
+def on_few_devices(problem: Problem, wanted: Wanted) -> Iterator[Assignment]:
+    """Yield the whole step on some of the devices, as replicas; the others idle.
+
+    Where devices share a machine, each is the faster for it.
+    """
+    count, remat = wanted.num_micro_batches or 1, wanted.remat or "none"
+    if wanted.num_stages not in (None, 1):
+        return
+    for size in problem.sizes:
+        slices = count * size
+        cuts = problem.batch_size % slices == 0 and (problem.sliced or slices == 1)
+        if size == problem.cluster.num_devices or not cuts or slices in problem.refused:
+            continue
+        yield Assignment(
+            method="auto",
+            layers=(tuple(layer for group in problem.groups for layer in group),),
+            submeshes=(Submesh(tuple(range(size)), (size, 1)),),
+            mesh_of=(0,),
+            num_micro_batches=count,
+            schedule=wanted.schedule or DEFAULT_SCHEDULE,
+            remat=(remat,),
+            zero=(0,),
+            sequence=(False,),
+            reduction=wanted.reduction,
+        )
 
 
 def recounted(assignment: Assignment, problem: Problem, wanted: Wanted) -> Iterator[Assignment]:

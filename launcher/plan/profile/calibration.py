@@ -1,7 +1,7 @@
 """Measured rates of this machine's devices, in place of nominal ones.
 
-`measure` measures them once, in a process of its own, and keeps them in the cache by the devices'
-kind and number; `calibrated` puts what is kept into a shape.
+`measure` measures them in a process of its own and keeps them in the cache by the devices' kind and
+number; `calibrated` puts what is kept into a shape.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher import follow
+from launcher import follow, measurements
 from launcher.gpu_memory import gpu_memory_variables
 from launcher.log import warn_once
 from launcher.partition.errors import PlanError
 from launcher.plan.cluster_shape import ClusterShape, is_nominal
-from launcher.plan.profile import cache, measure_devices
+from launcher.plan.profile import measure_devices
 
 _TIME_OUT = 600.0  # seconds
+_QUICK_TIME_OUT = 120.0  # seconds; a GPU takes long to start
+_BY_TASK = "python -m launcher task=calibrate measures again"
 _LEAST_LATENCY = 1e-6
 _SIZES = 2  # of the sums that show a link's latency and its rate
 
@@ -142,25 +144,30 @@ def keep_host_links(shape: ClusterShape, links: HostLinks) -> Path | None:
 
 
 def _keep(path: Path, measured: StoreRates | HostLinks) -> Path | None:
-    return path if cache.write(path, dataclasses.asdict(measured)) else None
+    return path if measurements.write(path, dataclasses.asdict(measured)) else None
 
 
 def _hosts_file(shape: ClusterShape, what: str) -> Path:
-    return cache.cache_file("calibration", shape, f"-{what}-{shape.hosts}")
+    return calibration_file(shape, f"-{what}-{shape.hosts}")
 
 
-def calibrated(shape: ClusterShape) -> ClusterShape:
-    """Return the shape with what was measured on such devices, if it was (`task=calibrate`).
+def calibration_file(shape: ClusterShape, what: str = "") -> Path:
+    """Return the file that keeps the calibration of such devices."""
+    return measurements.cache_file("calibration", shape.device_kind, shape.num_devices, what)
+
+
+def calibrated(shape: ClusterShape, measured: Calibration | None = None) -> ClusterShape:
+    """Return the shape with what was measured on such devices, if it was.
 
     A process is warned once of a calibration that is ignored, and of devices whose rates are
     unknown.
 
     Args:
         shape: the shape with nominal rates.
+        measured: the calibration, if it is not to be the one that is kept.
     """
-    path = cache.cache_file("calibration", shape)
-    then = "python -m launcher task=calibrate measures again"
-    found = cache.read_cached(path, lambda tree: _kept(tree).applied(shape), then)
+    calibration = measured or kept(shape)
+    found = calibration and calibration.applied(shape)
     if found is None and is_nominal(shape):
         warn_once(
             _log,
@@ -171,16 +178,32 @@ def calibrated(shape: ClusterShape) -> ClusterShape:
     known = found or shape
     if shape.hosts == 1:
         return known
-    store = cache.read_cached(_hosts_file(shape, "store"), _kept_rates, then)
-    links = cache.read_cached(_hosts_file(shape, "links"), _kept_links, then)
+    store = measurements.read_cached(_hosts_file(shape, "store"), _kept_rates, _BY_TASK)
+    links = measurements.read_cached(_hosts_file(shape, "links"), _kept_links, _BY_TASK)
     known = store.applied(known) if store else known
     return links.applied(known) if links else known
+
+
+def kept(shape: ClusterShape, then: str = _BY_TASK) -> Calibration | None:
+    """Return the calibration that is kept of such devices; None if there is none to use.
+
+    Args:
+        shape: the devices.
+        then: what happens where there is one that cannot be used, for the warning.
+    """
+
+    def made(tree: dict[str, Any]) -> Calibration:
+        calibration = _kept(tree)
+        calibration.applied(shape)  # may show that it is damaged, too
+        return calibration
+
+    return measurements.read_cached(calibration_file(shape), made, then)
 
 
 def _kept_rates(tree: dict[str, Any]) -> StoreRates:
     """Return the rates in a cache file; as `_kept`."""
     names = (field.name for field in dataclasses.fields(StoreRates))
-    return StoreRates(**{name: cache.positive(tree[name]) for name in names})
+    return StoreRates(**{name: measurements.positive(tree[name]) for name in names})
 
 
 def _kept_links(tree: dict[str, Any]) -> HostLinks:
@@ -194,28 +217,32 @@ def _kept_links(tree: dict[str, Any]) -> HostLinks:
 def _kept(tree: dict[str, Any]) -> Calibration:
     """Return the calibration in a cache file.
 
-    The file may hold anything; errors are those that `cache.read_cached` expects.
+    The file may hold anything; errors are those that `measurements.read_cached` expects.
     """
     products, memory = tree["product_flops"], tree["memory_bytes"]
     parallelism = tree["effective_parallelism"]
     return Calibration(
         product_flops={dtype: _by_size(products[dtype]) for dtype in ("bfloat16", "float32")},
-        memory_bandwidth=cache.positive(tree["memory_bandwidth"]),
+        memory_bandwidth=measurements.positive(tree["memory_bandwidth"]),
         effective_parallelism=None
         if parallelism is None
-        else cache.finite_number(parallelism, 1.0),
-        dispatch_overhead=cache.finite_number(tree["dispatch_overhead"]),
+        else measurements.finite_number(parallelism, 1.0),
+        dispatch_overhead=measurements.finite_number(tree["dispatch_overhead"]),
         all_reduce_seconds=_by_size(tree["all_reduce_seconds"]),
-        memory_bytes=None if memory is None else int(cache.positive(memory)),
+        memory_bytes=None if memory is None else int(measurements.positive(memory)),
     )
 
 
 def _by_size(tree: dict[str, Any]) -> dict[str, float]:
-    return {str(int(size)): cache.positive(value) for size, value in tree.items()}
+    return {str(int(size)): measurements.positive(value) for size, value in tree.items()}
 
 
-def measure(shape: ClusterShape) -> tuple[Calibration, Path | None]:
+def measure(shape: ClusterShape, quick: bool = False) -> tuple[Calibration, Path | None]:
     """Measure the devices that `shape` describes.
+
+    Args:
+        shape: the devices, at nominal rates.
+        quick: whether to take some seconds only, and so be less sure of the fastest ones.
 
     Returns:
         The figures, and the file that keeps them; None, after a warning, if it could not be
@@ -227,7 +254,9 @@ def measure(shape: ClusterShape) -> tuple[Calibration, Path | None]:
     request = {
         "platform": "cpu" if shape.device_kind == "cpu" else "cuda",
         "devices": shape.num_devices,
+        "quick": quick,
     }
+    time_out = _QUICK_TIME_OUT if quick else _TIME_OUT
     with tempfile.TemporaryDirectory(prefix="launcher-calibrate-") as folder:
         path = Path(folder) / "request.json"
         path.write_text(json.dumps(request))
@@ -236,21 +265,21 @@ def measure(shape: ClusterShape) -> tuple[Calibration, Path | None]:
                 [sys.executable, str(follow.__file__), str(measure_devices.__file__), str(path)],
                 capture_output=True,
                 text=True,
-                timeout=_TIME_OUT,
+                timeout=time_out,
                 check=True,
                 stdin=subprocess.DEVNULL,
                 env=os.environ | gpu_memory_variables(os.environ),
             )
         except subprocess.TimeoutExpired as error:
-            raise PlanError(f"the devices were not measured within {_TIME_OUT:g} s") from error
+            raise PlanError(f"the devices were not measured within {time_out:g} s") from error
         except subprocess.CalledProcessError as error:
             lines = (error.stderr or "").strip().splitlines() or [f"exit code {error.returncode}"]
             raise PlanError(f"the devices cannot be measured: {lines[-1]}") from error
     tree: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     about = {"device_kind": shape.device_kind, "devices": shape.num_devices}
-    path = cache.cache_file("calibration", shape)
-    kept = cache.write(path, {**about, **tree})
-    return Calibration(**tree), path if kept else None
+    path = calibration_file(shape)
+    is_kept = measurements.write(path, {**about, **tree})
+    return Calibration(**tree), path if is_kept else None
 
 
 def _largest(rates: dict[str, float]) -> float:

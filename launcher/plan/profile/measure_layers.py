@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher import follow
+from launcher import follow, measurements
 from launcher.partition.stages import StageGraph, cut_stages
 from launcher.plan.cluster_shape import ClusterShape
-from launcher.plan.profile import cache, measure_programs
+from launcher.plan.profile import measure_programs
 from launcher.plan.profile.layer_programs import LayerProgram, layer_program
 from launcher.plan.profile.measured_layers import MeasuredLayers, Timing
 from launcher.trace import Loss, TracedStep
@@ -129,8 +129,8 @@ def _slice_counts(batch_size: int, num_micro_batches: int | None, devices: int) 
 def _timing(candidate: _Candidate, cluster: ClusterShape, time_out: float) -> Timing:
     """Return a timing from the cache, or measure it and keep it there."""
     keys = "-".join(program.key for program in candidate.programs)
-    path = cache.cache_file("profile", cluster, f"-{keys}")
-    known = cache.read_cached(path, _kept)
+    path = measurements.cache_file("profile", cluster.device_kind, cluster.num_devices, f"-{keys}")
+    known = measurements.read_cached(path, _kept)
     if known is not None:
         return known
     try:
@@ -142,14 +142,18 @@ def _timing(candidate: _Candidate, cluster: ClusterShape, time_out: float) -> Ti
         "dispatch_overhead": timing.dispatch_overhead,
         "alone": timing.alone,
     }
-    cache.write(path, kept)
+    measurements.write(path, kept)
     return timing
 
 
 def _kept(tree: dict[str, Any]) -> Timing:
     """Return the timing in a cache file, which may hold anything."""
     points = tuple(
-        (int(cache.finite_number(rows, 1)), cache.positive(forward), cache.finite_number(backward))
+        (
+            int(measurements.finite_number(rows, 1)),
+            measurements.positive(forward),
+            measurements.finite_number(backward),
+        )
         for rows, forward, backward in tree["points"]
     )
     rows = [point[0] for point in points]
@@ -158,8 +162,8 @@ def _kept(tree: dict[str, Any]) -> Timing:
     alone = tree["alone"]
     return Timing(
         points,
-        cache.finite_number(tree["dispatch_overhead"]),
-        None if alone is None else cache.finite_number(alone),
+        measurements.finite_number(tree["dispatch_overhead"]),
+        None if alone is None else measurements.finite_number(alone),
     )
 
 

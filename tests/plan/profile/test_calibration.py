@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from launcher import measurements
 from launcher.plan import PlanError, local_shape
 from launcher.plan.cost.formulas import all_reduce_seconds
-from launcher.plan.profile import cache, calibration
+from launcher.plan.profile import calibration
 from launcher.plan.profile.calibration import (
     Calibration,
     HostLinks,
@@ -19,6 +20,7 @@ from launcher.plan.profile.calibration import (
     measure,
 )
 
+VERSIONS = measurements.versions()
 FOUND = Calibration(
     product_flops={"bfloat16": {"128": 1e9, "1024": 4e9}, "float32": {"128": 1e9, "1024": 2e9}},
     memory_bandwidth=3e9,
@@ -37,7 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def kept(folder: Path, devices: int) -> Path:
     """Where a calibration of this machine's CPU devices is kept."""
-    path = cache.cache_file("calibration", local_shape(devices, 1, "cpu"))
+    path = measurements.cache_file("calibration", "cpu", devices)
     assert path.parent == folder
     return path
 
@@ -77,7 +79,7 @@ def test_sums_over_hosts_give_their_link_which_the_next_plans_have(devices: int)
     assert (shape.latency == nominal.latency) == (devices == 4)  # that inside a host
     assert calibrated(local_shape(devices, 1, "cpu")) == local_shape(devices, 1, "cpu")
     for damaged in ({"4096": "fast"}, {"4096": 1e-3}, {"1": 1e-3, "2": 2e-3, "3": 3e-3}):
-        tree = {"versions": cache.versions(), "all_reduce_seconds": damaged}
+        tree = {"versions": VERSIONS, "all_reduce_seconds": damaged}
         path.write_text(json.dumps(tree))
         assert calibrated(nominal) == nominal
 
@@ -101,12 +103,18 @@ def test_links_that_noise_hides_stay_nominal() -> None:
         ("{", "is damaged: ignored"),
         (json.dumps({"versions": {"jax": "0.1"}}), "is of other versions (jax 0.1): ignored"),
         (
-            json.dumps({"versions": {k: v for k, v in cache.versions().items() if k != "format"}}),
+            json.dumps({"versions": {k: v for k, v in VERSIONS.items() if k != "format"}}),
             "is of other versions (an earlier format): ignored",
         ),
-        (json.dumps({"versions": cache.versions(), **vars(FOUND), "product_flops": 7}), "damaged"),
+        (
+            json.dumps({"versions": VERSIONS, **vars(FOUND), "product_flops": 7}),
+            "damaged",
+        ),
         *(
-            (json.dumps({"versions": cache.versions(), **vars(FOUND), **change}), "is damaged")
+            (
+                json.dumps({"versions": VERSIONS, **vars(FOUND), **change}),
+                "is damaged",
+            )
             for change in (
                 *({"memory_bandwidth": bad} for bad in (None, "x", -1.0, 0, math.nan, math.inf)),
                 {"product_flops": {"bfloat16": {"128": None}, "float32": {"128": 1e9}}},
@@ -131,7 +139,7 @@ def test_what_cannot_be_used_is_ignored_and_said(
 
 
 def test_other_devices_have_a_calibration_of_their_own(folder: Path) -> None:
-    cache.write(kept(folder, 4), vars(FOUND))
+    measurements.write(kept(folder, 4), vars(FOUND))
     assert calibrated(local_shape(4, 1, "cpu")).flops == 4e9
     assert calibrated(local_shape(2, 1, "cpu")) == local_shape(2, 1, "cpu")
 
@@ -142,15 +150,15 @@ def test_the_calibration_of_another_machine_is_not_taken_for_this_ones(
     """As where machines share a home: each keeps its own, and says what it ignores."""
     nominal = local_shape(4, 1, "cpu")
     with monkeypatch.context() as other:
-        other.setattr(cache, "processor", lambda: "Zeta 9000, 96 cores")
-        cache.write(kept(folder, 4), vars(FOUND))
+        other.setattr(measurements, "processor", lambda: "Zeta 9000, 96 cores")
+        measurements.write(kept(folder, 4), vars(FOUND))
         assert calibrated(nominal).flops == 4e9
     assert caplog.messages == []
     assert calibrated(nominal) == nominal
     assert caplog.messages == [
         f"{folder}: what was measured on another machine (Zeta_9000_96_cores) is ignored"
     ]
-    cache.write(kept(folder, 4), {**vars(FOUND), "memory_bandwidth": 1e9})
+    measurements.write(kept(folder, 4), {**vars(FOUND), "memory_bandwidth": 1e9})
     assert calibrated(nominal).memory_bandwidth == 1e9
     assert len(list(folder.iterdir())) == 2
 
@@ -168,9 +176,12 @@ def test_devices_that_cannot_be_measured_are_one_message(
 
 @pytest.mark.devices
 @pytest.mark.slow
-def test_this_machine_is_measured_and_remembered(folder: Path) -> None:
+@pytest.mark.parametrize("quick", [True, False])
+def test_this_machine_is_measured_and_remembered(folder: Path, quick: bool) -> None:
     shape = local_shape(2, 1, "cpu")
-    found, path = measure(shape)
+    found, path = measure(shape, quick)
+    assert [*found.product_flops["float32"]] == (["512"] if quick else ["128", "256", "512"])
+    assert found.applied(shape).flops_fp32 == found.product_flops["float32"]["512"]
     assert path == kept(folder, 2)
     assert calibrated(shape) == found.applied(shape)
     assert 1 <= (found.effective_parallelism or 0) <= 2

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import launcher
+from launcher import measurements
 from launcher.config.parallel import Data
 from launcher.driver.plan_from_config import plan_of
 from launcher.partition.stages import cut_stages
@@ -28,7 +29,6 @@ from launcher.plan.methods import (
     PipeshardParallel,
     ThreeDParallel,
 )
-from launcher.plan.profile import cache
 from launcher.plan.profile import measure_layers as profile
 from launcher.plan.profile.layer_programs import layer_program
 from launcher.plan.profile.measured_layers import MeasuredLayers, Timing
@@ -108,7 +108,7 @@ def test_a_cache_that_cannot_be_used_is_ignored_and_said(
     file.write_text(change(file.read_text()))
     profile.measure_layers(step, shape(1), (1,), 1)
     assert caplog.messages == [f"{file} {words}"]
-    assert json.loads(file.read_text())["versions"] == cache.versions()
+    assert json.loads(file.read_text())["versions"] == measurements.versions()
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_a_plan_is_made_of_what_could_be_measured() -> None:
 
 
 def test_an_unknown_cost_is_refused() -> None:
-    with pytest.raises(PlanError, match='cost=\'guess\' is not "model" or "profile"'):
+    with pytest.raises(PlanError, match='cost=\'guess\' is not "measured", "model" or "profile"'):
         PipeshardParallel(2, stage_option=AutoStageOption("guess")).plan(traced(), shape())
 
 
@@ -315,7 +315,7 @@ def test_what_failed_is_told_with_the_rest() -> None:
 
 def test_a_full_disk_costs_the_cache_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
-    cache.write(tmp_path / "file" / "x.json", {})
+    measurements.write(tmp_path / "file" / "x.json", {})
     [words] = caplog.messages
     assert words.endswith("cannot be written (Not a directory): the measurement is not kept")
     assert os.listdir(tmp_path) == ["file"]

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 from launcher.cache_folder import cache_folder, file_name, processor
 from launcher.files import DamagedError, make_private, read_json, write_whole
 from launcher.log import warn_once
-from launcher.plan.cluster_shape import ClusterShape
 
 T = TypeVar("T")
 
@@ -30,10 +29,10 @@ _FORMAT = "3"  # of what the figures mean; to be raised with it
 _log = logging.getLogger(__name__)
 
 
-def cache_file(folder: str, cluster: ClusterShape, what: str = "") -> Path:
-    """Return the file of one measurement of a cluster's devices."""
-    kind, end = file_name(cluster.device_kind), f"-{cluster.num_devices}{what}.json"
-    if cluster.device_kind == "cpu":
+def cache_file(folder: str, device_kind: str, num_devices: int, what: str = "") -> Path:
+    """Return the file of one measurement of devices."""
+    kind, end = file_name(device_kind), f"-{num_devices}{what}.json"
+    if device_kind == "cpu":
         kind += f"-{file_name(processor())}"
     return cache_folder() / folder / f"{kind}{end}"
 

@@ -1,0 +1,199 @@
+"""How much slower `auto`'s plan is than the best of ten plans by hand, on this machine's devices.
+
+    python tests/benchmarks/best_plan.py [gpt] [mlp] [convolution]
+
+A GPT, an MLP and a convolutional network on four emulated devices. Printed are the steps of the
+plans by hand, of `auto` by nominal rates (`parallel.cost=model`) and by rates that are measured
+first (`measured`), and of the fastest of the latter's best three as tried (`parallel.try=3`), each
+as its fastest step; all are run in turn, so that what else the machine does falls on all of them.
+Everything is measured anew: no cache is read.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import launcher
+
+DEVICES = 4
+SECONDS = 80.0  # of all rounds of a case
+MOST_ROUNDS = 40
+HAND: dict[str, tuple[int, dict[str, Any]]] = {  # number of devices, settings
+    "one device": (1, {"method": "data"}),
+    "data": (4, {"method": "data"}),
+    "data, 4 microbatches": (4, {"method": "data", "num_micro_batches": 4}),
+    "zero3": (4, {"method": "zero3"}),
+    "model 4": (4, {"method": "shard", "model": 4}),
+    "data 2, model 2": (4, {"method": "shard", "data": 2, "model": 2}),
+    "2 stages of 1, 4 microbatches": (
+        2,
+        {"method": "manual", "num_stages": 2, "num_micro_batches": 4},
+    ),
+    "2 stages of 2, 4 microbatches": (
+        4,
+        {"method": "manual", "num_stages": 2, "num_micro_batches": 4},
+    ),
+    "4 stages, 4 microbatches": (
+        4,
+        {"method": "manual", "num_stages": 4, "num_micro_batches": 4},
+    ),
+    "4 stages, 8 microbatches": (
+        4,
+        {"method": "manual", "num_stages": 4, "num_micro_batches": 8},
+    ),
+}
+
+
+def from_settings(*words: str) -> Any:
+    """The program of a run: its train step, first state and batch."""
+    from launcher.config.compose import load
+    from launcher.train.program import build_program
+
+    program = build_program(load(["train.eval_every=0", *words], []))
+    return SimpleNamespace(
+        step=program.train,
+        init=program.init,
+        arguments=(program.seed,),
+        batch=program.dataset.train(0),
+    )
+
+
+def convolution() -> Any:
+    """Four blocks of convolutions on images, trained by gradient descent."""
+    from launcher.trace import trace_step
+
+    channels, rows, size = (3, 32, 32, 64, 64), 32, 32
+
+    def init(seed: int) -> Any:
+        keys = jax.random.split(jax.random.key(seed), len(channels))
+        pairs = zip(keys, channels, channels[1:], strict=False)
+        kernels = [0.1 * jax.random.normal(key, (3, 3, i, o)) for key, i, o in pairs]
+        return [*kernels, 0.1 * jax.random.normal(keys[-1], (channels[-1], 10))]
+
+    def loss(weights: Any, batch: Any) -> Any:
+        x, labels = batch
+        for k, kernel in enumerate(weights[:-1]):
+            if k:
+                launcher.mark_pipeline_boundary()
+            dims = ("NHWC", "HWIO", "NHWC")
+            x = jax.nn.relu(
+                jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=dims)
+            )
+        logits = x.mean((1, 2)) @ weights[-1]
+        return -(jax.nn.log_softmax(logits) * jax.nn.one_hot(labels, 10)).sum(-1).mean()
+
+    def step(weights: Any, batch: Any) -> Any:
+        value, grads = launcher.value_and_grad(loss)(weights, batch)
+        return [w - 0.01 * g for w, g in zip(weights, grads, strict=True)], value
+
+    batch = jax.random.normal(jax.random.key(1), (rows, size, size, 3)), jnp.arange(rows) % 10
+    shapes = jax.eval_shape(init, 0), jax.eval_shape(lambda: batch)
+    traced = trace_step(step, shapes, batch_argnums=(1,), donate_argnums=(0,))
+    return SimpleNamespace(step=traced, init=init, arguments=(0,), batch=jax.device_get(batch))
+
+
+CASES: dict[str, Callable[[], Any]] = {
+    "gpt": from_settings,
+    "mlp": lambda: from_settings(
+        "model=mlp", "dataset=synthetic", "model.hidden_size=512", "train.global_batch_size=256"
+    ),
+    "convolution": convolution,
+}
+
+
+def runner(case: Any, plan: Any) -> Callable[[int], float]:
+    """A function that runs so many steps and returns the seconds of one."""
+    from launcher.runtime import compile_step
+
+    step = compile_step(case.step, plan, jax.devices())
+    held = [step.create(case.init, *case.arguments)]
+
+    def run(steps: int) -> float:
+        began = time.perf_counter()
+        for _ in range(steps):
+            held[0], metrics = step(held[0], case.batch)
+        jax.block_until_ready((held[0], metrics))
+        return (time.perf_counter() - began) / steps
+
+    run(1)
+    return run
+
+
+def tried(run: Callable[[int], float]) -> float:
+    """The seconds of a step as `parallel.try` measures them."""
+    from launcher.driver.tries import timed_rounds
+
+    return timed_rounds(run)
+
+
+def compare(name: str, shape: Any) -> None:
+    """Print one case."""
+    from launcher.config.build import build
+    from launcher.config.schema import Config
+    from launcher.driver.plan_from_config import plan_of, plans_of
+    from launcher.plan import PlanError, describe_plan, local_shape
+    from launcher.trace import TraceError
+
+    case = CASES[name]()
+
+    def parallel(**settings: Any) -> Any:
+        return build(Config, {"parallel": settings}).parallel
+
+    runs: dict[str, Callable[[int], float]] = {}
+    for words, (count, settings) in HAND.items():
+        try:
+            plan = plan_of(parallel(**settings), case.step, local_shape(count, 1, "cpu"))
+            runs[words] = runner(case, plan)
+        except (PlanError, TraceError) as error:
+            print(f"{name}: {words} cannot be: {str(error).splitlines()[0]}")
+    nominal = plan_of(parallel(method="auto"), case.step, local_shape(DEVICES, 1, "cpu"))
+    best = plans_of(parallel(method="auto"), case.step, shape, how_many=lambda best: 3)
+    found = [runner(case, plan) for plan in best]
+    seconds = [tried(run) for run in found]
+    fastest = seconds.index(min(seconds))
+    chosen = {
+        f"auto, nominal: {describe_plan(nominal)}": runner(case, nominal),
+        f"auto, measured: {describe_plan(best[0])}": found[0],
+        f"auto, tried: {describe_plan(best[fastest])}": found[fastest],
+    }
+    every = {**runs, **chosen}
+    began, rounds = time.perf_counter(), 0
+    least = dict.fromkeys(every, float("inf"))
+    while rounds < MOST_ROUNDS and (rounds < 3 or time.perf_counter() - began < SECONDS):
+        for words, run in every.items():
+            least[words] = min(least[words], run(2))
+        rounds += 1
+    by_hand = min(least[words] for words in runs)
+    for words, value in least.items():
+        print(f"{name:12} {words:75} {value * 1e3:8.2f} ms  {value / by_hand:.3f}")
+    print(f"{name}: {rounds} rounds, load {os.getloadavg()[0]:.1f}", flush=True)
+
+
+def main(names: list[str]) -> None:
+    """See the module."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    from launcher.plan import local_shape
+    from launcher.plan.profile.calibration import measure
+
+    nominal = local_shape(DEVICES, 1, "cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder
+        began = time.perf_counter()
+        shape = measure(nominal, quick=True)[0].applied(nominal)
+        print(f"measured in {time.perf_counter() - began:.1f} s: {shape}", flush=True)
+        for name in names or CASES:
+            compare(name, shape)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
