@@ -28,7 +28,11 @@ from launcher.plan.inter_op.problem import (
 from launcher.plan.inter_op.stage_choices import Priced, price
 from launcher.plan.inter_op.stage_costs import Setting
 from launcher.plan.inter_op.stage_dp import BestStages, best_stages, least_cover, lower_bound
-from launcher.plan.inter_op.stage_enumeration import enumeration_cells, stages_by_objective
+from launcher.plan.inter_op.stage_enumeration import (
+    Crossings,
+    enumeration_cells,
+    stages_by_objective,
+)
 from launcher.plan.inter_op.variants import recounted, schedule_variants
 from launcher.plan.pipeline import Estimate
 from launcher.schedule import DEFAULT_SCHEDULE, SCHEDULES
@@ -186,10 +190,26 @@ def _stages(
         yield best.objective, None
         return
     following = stages_by_objective(
-        every.candidates, devices, lambda: found.best, _MOST_EXPANDED, wanted.num_stages
+        every.candidates,
+        devices,
+        lambda: found.best,
+        _MOST_EXPANDED,
+        wanted.num_stages,
+        _crossings(problem, setting),
     )
     for objective, one in following:
         yield bounded(one, every) if one else (objective, None)
+
+
+def _crossings(problem: Problem, setting: Setting) -> Crossings | None:
+    """Return what crossing hosts costs, if there are several that stages can share."""
+    cluster, count = problem.cluster, setting.num_micro_batches
+    if cluster.hosts == 1 or cluster.devices_per_host == 1:
+        return None
+    sent = problem.table.of["sent_bytes"].min(0)[:-1] / count
+    return Crossings.of(
+        sent / cluster.inter_host, sent / cluster.intra_host, count - 1, cluster.devices_per_host
+    )
 
 
 def _interleaved(
