@@ -6,6 +6,7 @@ submeshes, logical meshes, ZeRO levels and rematerialisation. Pure.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -18,7 +19,7 @@ from launcher.partition.assignment import Assignment, Submesh
 from launcher.partition.reduction import DEFAULT_REDUCTION, Reduction
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.cost.formulas import Links
-from launcher.plan.inter_op.cost_table import CostTable
+from launcher.plan.inter_op.cost_table import PER_SAMPLE, CostTable
 from launcher.plan.inter_op.stage_choices import Priced, StageChoice, price
 from launcher.plan.inter_op.stage_costs import Setting, StageCosts
 from launcher.plan.inter_op.stage_dp import BestStages, best_stages, lower_bound
@@ -90,6 +91,15 @@ class Problem:
         return functools.cache(
             lambda m_index, *of: StageCosts(self.table, m_index, self.cluster, *of)
         )
+
+
+def of_batch(problem: Problem, size: int) -> Problem:
+    """Return the problem of a batch of another size: samples cost their share."""
+    share = size / problem.batch_size
+    rows = problem.table.of.items()
+    of = {name: row * share if name in PER_SAMPLE else row for name, row in rows}
+    table = dataclasses.replace(problem.table, of=of)
+    return dataclasses.replace(problem, table=table, batch_size=size)
 
 
 def best_of(

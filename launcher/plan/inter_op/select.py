@@ -12,6 +12,7 @@ from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.errors import TooLargeError
 from launcher.plan.further import lead_of
 from launcher.plan.inter_op.auto import make_problem
+from launcher.plan.inter_op.fewer_rows import fewer_rows_note
 from launcher.plan.inter_op.infeasible import nothing_fits
 from launcher.plan.inter_op.problem import Problem, Wanted
 from launcher.plan.inter_op.search import Estimated, Found, find_plans, plans_on_one_machine
@@ -93,7 +94,9 @@ def search(
             problem = dataclasses.replace(problem, refused=problem.refused | refusals.keys())
             continue
         if any(plan.missing_bytes <= 0 for plan, _ in built):
-            return _selected(built, found, refused)
+            best, chosen = _selected(built, found, refused)
+            rows = fewer_rows_note(problem, wanted, chosen[1])
+            return dataclasses.replace(best, notes=(*best.notes, *rows)), chosen[0]
         problem = _with_less_memory(problem, [plan for plan, _ in built])
         memory_searches += 1
     if built:
@@ -118,8 +121,8 @@ def _find(problem: Problem, wanted: Wanted, progress: Callable[[float], None]) -
 
 def _selected(
     built: Sequence[tuple[Plan, Estimated]], found: Found, refused: Mapping[int, BatchError]
-) -> tuple[Plan, Assignment]:
-    """Return the best of the plans that fit, with the next best ones, and its assignment.
+) -> tuple[Plan, Estimated]:
+    """Return the best of the plans that fit, with the next best ones, and its estimate.
 
     What was only estimated is compared with the best one's estimate.
     """
@@ -133,7 +136,7 @@ def _selected(
         least_step_seconds=least and min(least, best.predicted_step_seconds),
         notes=(*best.notes, *refused_notes(refused)),
     )
-    return plan, chosen[0]
+    return plan, chosen
 
 
 def _build(
