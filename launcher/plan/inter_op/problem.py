@@ -74,6 +74,7 @@ class Problem:
         memory_bytes: what a plan may use of a device's memory; None: no limit.
         sliced: whether the batch may be cut into microbatches and replicas at all.
         refused: the numbers of slices into which it may not.
+        unjoined: the costs of the step's own layers, where `table` is of groups of several.
     """
 
     table: CostTable
@@ -84,6 +85,7 @@ class Problem:
     memory_bytes: float | None
     sliced: bool = True
     refused: frozenset[int] = frozenset()
+    unjoined: CostTable | None = None
 
     @functools.cached_property
     def costs(self) -> Callable[[int, Setting, int, bool, Links], StageCosts]:
@@ -99,7 +101,7 @@ def of_batch(problem: Problem, size: int) -> Problem:
     rows = problem.table.of.items()
     of = {name: row * share if name in PER_SAMPLE else row for name, row in rows}
     table = dataclasses.replace(problem.table, of=of)
-    return dataclasses.replace(problem, table=table, batch_size=size)
+    return dataclasses.replace(problem, table=table, batch_size=size, unjoined=None)
 
 
 def best_of(

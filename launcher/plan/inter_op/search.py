@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from launcher.partition.assignment import Assignment
 from launcher.plan.errors import UnmeasuredError
+from launcher.plan.inter_op.boundaries import with_moved_boundaries
 from launcher.plan.inter_op.estimate import make_estimate
 from launcher.plan.inter_op.interleaved import interleaved_plans
 from launcher.plan.inter_op.problem import (
@@ -102,10 +103,21 @@ class Found:
         elif not SCHEDULES[assignment.schedule].interleaves:  # whose memory is not searched by
             self.large[assignment] = estimate
 
+    def move_boundaries(self) -> None:
+        """Add the best plan with its stages' ends between joined layers, if that is better."""
+        if self.estimates:
+            moved, estimate = with_moved_boundaries(*self.ranked[0], self.problem)
+            self.estimates[moved] = estimate
+
 
 def find_plans(problem: Problem, wanted: Wanted, progress: Progress = lambda share: None) -> Found:
     """Return the best plans and a lower bound; no plans where nothing fits."""
     found = Found(problem)
+    if problem.cluster.hosts > 1:
+        # Behind slow links the bounds show late that the other hosts are better left idle.
+        alone = find_plans(_on_one_host(problem), wanted)
+        for assignment, _ in alone.ranked[:1] if alone.estimates else ():
+            found.add(assignment)
     every = enumerate(_branches(problem, wanted, found))
     branches = [(bound, k, branch) for k, (bound, branch) in every]
     heapq.heapify(branches)
@@ -127,6 +139,7 @@ def find_plans(problem: Problem, wanted: Wanted, progress: Progress = lambda sha
         if following[1]:
             found.add(following[1])
     left += [bound for bound, _, _ in branches[:1]]
+    found.move_boundaries()
     found.least_seconds = min([found.best, *left])
     return found
 
@@ -140,6 +153,7 @@ def plans_on_one_machine(problem: Problem, wanted: Wanted, progress: Progress) -
         assignments = [best, *more, *assignments[1:]]
     for one in (v for given in assignments for v in schedule_variants(given, problem, wanted)):
         found.add(one)
+    found.move_boundaries()
     return found
 
 
@@ -199,6 +213,12 @@ def _stages(
     )
     for objective, one in following:
         yield bounded(one, every) if one else (objective, None)
+
+
+def _on_one_host(problem: Problem) -> Problem:
+    cluster = dataclasses.replace(problem.cluster, hosts=1)
+    sizes = tuple(size for size in problem.sizes if size <= cluster.devices_per_host)
+    return dataclasses.replace(problem, cluster=cluster, sizes=sizes, unjoined=None)
 
 
 def _crossings(problem: Problem, setting: Setting) -> Crossings | None:
