@@ -85,8 +85,13 @@ def network(seed):
     return middle_problem(np.random.default_rng(seed), (4, 8), most_devices=8)
 
 
+MINUTES = pytest.mark.stress  # since the bound is far below
+
+
 @pytest.mark.sampled(10)
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(n, marks=MINUTES) if n == 98 else n for n in range(200)]
+)
 def test_no_plan_is_below_the_bound_nor_faster_than_the_one_found(seed):
     """Of all divisors of the batch and all schedules; by 1 %."""
     problem = network(seed)
