@@ -1,5 +1,6 @@
 """Made-up search problems: layers with random costs on a few devices."""
 
+import dataclasses
 from dataclasses import fields
 
 import numpy as np
@@ -58,3 +59,70 @@ def random_problem(rng):
     batch = int(rng.choice([2, 4, 6]))
     table = CostTable(models, of, parameters, layers)
     return Problem(table, groups, batch, cluster, submesh_sizes(cluster), memory)
+
+
+def random_layers(rng, layers, hosts, each, batch):
+    """Layers as networks have them: alike or not, in memory that may be short, on any links.
+
+    Work, what is sent and parameters are of one order of magnitude, rates of links of several.
+    """
+    rates = {
+        "memory_bandwidth": 10 ** rng.uniform(1, 3),
+        "intra_host": 10 ** rng.uniform(1.5, 4),
+        "inter_host": 10 ** rng.uniform(0.5, 3),
+        "latency": 10 ** rng.uniform(-4, -1),
+        "dispatch_overhead": 10 ** rng.uniform(-4, -1),
+    }
+    models = tuple(n for n in range(1, each + 1) if each % n == 0)
+    spread = rng.choice([0.0, 0.2, 1.5])  # of the layers' sizes
+    scale = np.exp(rng.uniform(-spread, spread, (1, layers)))
+    cut = np.array(models)[:, None] ** rng.uniform(0.6, 1.0)
+
+    def amount(low, high, of=scale):
+        return rng.uniform(low, high) * of * np.ones((len(models), layers))
+
+    of = {f.name: np.zeros((len(models), layers)) for f in fields(LayerCost)}
+    work = amount(5, 20)
+    of |= {"work_seconds": work / cut, "back_seconds": 2 * work / cut}
+    of |= {"fixed_seconds": amount(0, 0.02) / cut, "fixed_back_seconds": amount(0, 0.02) / cut}
+    sent, left = np.floor(amount(5, 50, 1)), amount(20, 200) / cut
+    for name in ("input_bytes", "checkpoint_bytes", "sent_bytes"):
+        of[name] = sent * batch  # whole bytes in every slice
+    of |= {"residual_bytes": batch * left, "left_bytes": batch * (left + sent)}
+    for name in ("forward", "backward", "whole", "layer"):
+        of[f"{name}_peak_bytes"] = batch * left * rng.uniform(0.2, 1.5)
+    for name in ("forward", "backward"):
+        of[f"{name}_sums"] = np.where(np.array(models)[:, None] > 1, 2.0, 0.0) * np.ones(
+            (1, layers)
+        )
+        of[f"{name}_bytes"] = of[f"{name}_sums"] * sent * batch
+    of["repeated_bytes"][:] = 0.0
+    size = amount(20, 400)
+    parameters = tuple(
+        Parameters(
+            layers=(i,),
+            lengths=((840,),) * len(models),
+            of={
+                **dict.fromkeys(PARAMETER_FIELDS, size[:, i] / cut[:, 0]),
+                "parameters": np.full(len(models), 2.0),
+                "gradients": np.full(len(models), 2.0),
+                "optimizer_bytes": rng.choice([0, 2]) * size[:, i] / cut[:, 0],
+            },
+        )
+        for i in range(layers)
+    )
+    table = CostTable(models, of, parameters, layers)
+    cluster = dataclasses.replace(cluster_of(hosts, each), **rates)
+    state = float(sum(one.of["parameter_bytes"][0] * 4 for one in parameters))
+    least = state / cluster.num_devices + float(of["left_bytes"][0].sum()) / batch
+    memory = rng.choice([np.inf, least * rng.uniform(0.8, 2.0), least * rng.uniform(0.4, 1.0)])
+    groups = tuple((i,) for i in range(layers))
+    return Problem(table, groups, batch, cluster, submesh_sizes(cluster), float(memory))
+
+
+def middle_problem(rng, layers, most_devices):
+    """A problem of so many layers, and of up to so many devices."""
+    each = int(rng.choice([n for n in (1, 2, 3, 4, 8) if n <= most_devices]))
+    hosts = int(rng.integers(1, most_devices // each + 1))
+    batch = int(rng.choice([4, 6, 8, 12, 16, 24]))
+    return random_layers(rng, int(rng.integers(layers[0], layers[1] + 1)), hosts, each, batch)

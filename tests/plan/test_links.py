@@ -1,5 +1,6 @@
 """Links are resources: what crosses one waits for what crosses it, and takes its time."""
 
+import collections
 import itertools
 
 import jax
@@ -15,7 +16,15 @@ from launcher.plan.inter_op.select import best_plan
 from launcher.plan.links import link_seconds, once_seconds
 from launcher.plan.pipeline import Pipeline, estimated, timeline
 from launcher.plan.stage_plan import StagePlan, Transfer
-from launcher.schedule import Kind, Way, make_tasks, simulate, step_seconds, training_schedules
+from launcher.schedule import (
+    SCHEDULES,
+    Kind,
+    Way,
+    make_tasks,
+    simulate,
+    step_seconds,
+    training_schedules,
+)
 from launcher.trace import trace_step
 
 
@@ -60,24 +69,40 @@ def random_pipeline(rng):
     if rng.random() < 0.3:
         shared = {**vars(cluster), "effective_parallelism": float(rng.uniform(1, hosts * each))}
         cluster = ClusterShape(**shared)
-    size = int(rng.choice([n for n in (1, 2, 4) if n <= cluster.num_devices]))
-    count = int(rng.integers(1, cluster.num_devices // size + 1))
-    meshes = [tuple(range(s * size, (s + 1) * size)) for s in range(count)]
+    meshes, used = [], 0
+    while not meshes or (used < cluster.num_devices and rng.random() < 0.8):
+        size = int(rng.choice([n for n in (1, 2, 3, 4) if n <= cluster.num_devices - used]))
+        meshes.append(tuple(range(used, used + size)))
+        used += size
+    schedule = str(rng.choice(training_schedules()))
+    if len(meshes) > 1 and SCHEDULES[schedule].interleaves:
+        meshes *= int(rng.integers(1, 4))
     stages = []
     for s, devices in enumerate(meshes):
         forward, backward = rng.uniform(1e-3, 1.0, 2)
         seconds = forward, backward, backward * rng.uniform(0, 0.6)
         stages.append(stage_of(s, devices, each, seconds, once=rng.uniform(0, 0.1)))
-    pairs = [p for p in itertools.permutations(range(count), 2) if abs(p[0] - p[1]) == 1]
-    pairs += [p for p in itertools.permutations(range(count), 2) if rng.random() < 0.2]
+    every = itertools.permutations(range(len(meshes)), 2)
+    pairs = [(a, b) for a, b in every if abs(a - b) == 1 or rng.random() < 0.2]
     transfers = [
         Transfer(*pair, int(10 ** rng.uniform(3, 8)), int(rng.choice([0, 10 ** rng.uniform(3, 9)])))
-        for pair in dict.fromkeys(pairs)
+        for pair in pairs
+        if meshes[pair[0]] != meshes[pair[1]]
     ]
-    schedules = [name for name in training_schedules() if name != "interleaved_1f1b"]
-    return pipeline_of(
-        cluster, stages, transfers, int(rng.integers(1, 17)), str(rng.choice(schedules))
-    )
+    return pipeline_of(cluster, stages, transfers, int(rng.integers(1, 17)), schedule)
+
+
+def seconds_by_host(pipeline):
+    """What every host sends, and what it receives, at its link's rate: from bytes alone."""
+    busy = collections.Counter()
+    for one in pipeline.transfers:
+        size = one.bytes_per_microbatch * pipeline.num_micro_batches + one.bytes_per_step
+        ends = [pipeline.stages[s].hosts for s in (one.src_stage, one.dst_stage)]
+        if not set(ends[0]) & set(ends[1]):
+            for end, way in zip(ends, ("out", "into"), strict=True):
+                for host in end:
+                    busy[way, host] += size / len(end) / pipeline.cluster["inter_host"]
+    return busy
 
 
 @pytest.mark.parametrize("seeds", [range(n, n + 100) for n in range(0, 500, 100)])
@@ -86,12 +111,12 @@ def test_no_prediction_is_below_what_a_link_or_a_device_takes_alone(seeds):
         pipeline = random_pipeline(np.random.default_rng(seed))
         predicted = estimated(pipeline).predicted_step_seconds * (1 + 1e-9)
         assert predicted >= max(link_seconds(pipeline).values(), default=0.0), seed
+        assert predicted >= max(seconds_by_host(pipeline).values(), default=0.0), seed
         if pipeline.cluster["effective_parallelism"] is None:  # else one alone is faster
             busy = [pipeline.num_micro_batches * each for each in pipeline.mesh_seconds]
-            assert predicted >= max(
-                work + stage.update_seconds
-                for work, stage in zip(busy, pipeline.stages, strict=True)
-            ), seed
+            for mesh, stage in zip(pipeline.mesh_of, pipeline.stages, strict=True):
+                busy[mesh] += stage.update_seconds
+            assert predicted >= max(busy), seed
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager_1f1b", "zero_bubble"])

@@ -36,9 +36,16 @@ def make_problem(
     groups = group_layers(layer_flops(loss), min(loss.num_layers, most))
     # Of what is measured there is no cut along the sequence.
     table = cost_table(step, cluster, model_sizes(cluster), with_sequence=measured is None)
-    table = dataclasses.replace(table.grouped(groups), measured=measured)
-    sizes = submesh_sizes(cluster)
-    return Problem(table, groups, step.batch_size, cluster, sizes, cluster.memory_bytes)
+    table = dataclasses.replace(table, measured=measured)
+    return Problem(
+        table.grouped(groups),
+        groups,
+        step.batch_size,
+        cluster,
+        submesh_sizes(cluster),
+        cluster.memory_bytes,
+        unjoined=table if len(groups) < loss.num_layers else None,
+    )
 
 
 def model_sizes(cluster: ClusterShape) -> tuple[int, ...]:

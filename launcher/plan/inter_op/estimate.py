@@ -125,7 +125,7 @@ def _costs(assignment: Assignment, s: int, problem: Problem, goes_back: bool) ->
     )
     m_index = problem.table.index(model, assignment.sequence_of(s))
     links = links_of(submesh, problem.cluster)
-    return StageCosts(problem.table, m_index, problem.cluster, setting, data, goes_back, links)
+    return problem.costs(m_index, setting, data, goes_back, links)
 
 
 def _footprint(costs: StageCosts, at: tuple[int, int], remat: str, is_first: bool) -> Footprint:
@@ -164,7 +164,7 @@ def _stage(
         forward_seconds=float(np.asarray(passes.forward)[at]),
         backward_seconds=float(np.asarray(passes.backward)[at]),
         backward_weight_seconds=float(np.asarray(passes.weight)[at]),
-        update_seconds=float(costs.once(zero, passes.backward)[at]),
+        update_seconds=float(costs.once(zero, assignment.remat[s])[at]),
         memory_bytes=int(costs.held(zero)[at]),
         num_parameters=0,
         shardings={},

@@ -14,8 +14,14 @@ import numpy as np
 from launcher.partition.errors import PlanError
 from launcher.plan.cluster_shape import LOCAL, ClusterShape
 from launcher.plan.errors import TooLargeError
-from launcher.plan.inter_op.cost_table import PER_SAMPLE
-from launcher.plan.inter_op.problem import Candidate, Problem, Wanted, best_of, spread_divisors
+from launcher.plan.inter_op.problem import (
+    Candidate,
+    Problem,
+    Wanted,
+    best_of,
+    of_batch,
+    spread_divisors,
+)
 from launcher.plan.inter_op.stage_choices import submesh_sizes
 
 _MOST_MEMORY = 10000  # times what there is; beyond it any amount is tried
@@ -140,17 +146,9 @@ def _batch(problem: Problem, wanted: Wanted) -> str:
     for parts in spread_divisors(problem.batch_size, problem.batch_size)[1:]:
         size = problem.batch_size // parts
         # The table is of the whole batch: fewer samples cost their share.
-        if best_of(_of_batch(problem, size), wanted):
+        if best_of(of_batch(problem, size), wanted):
             return f"train.global_batch_size={size}"
     return ""
-
-
-def _of_batch(problem: Problem, size: int) -> Problem:
-    share = size / problem.batch_size
-    rows = problem.table.of.items()
-    of = {name: row * share if name in PER_SAMPLE else row for name, row in rows}
-    table = dataclasses.replace(problem.table, of=of)
-    return dataclasses.replace(problem, table=table, batch_size=size)
 
 
 def _devices(problem: Problem, wanted: Wanted) -> str:

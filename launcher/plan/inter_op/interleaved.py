@@ -67,7 +67,7 @@ class _Bounds:
         self._left = {remat: costs.working(remat)[0] for remat in setting.remats}
         passes = {remat: costs.passes(zero, remat) for remat in setting.remats}
         self._one = {r: np.asarray(of.forward + of.backward) for r, of in passes.items()}
-        self._once = {r: costs.once(zero, of.backward) for r, of in passes.items()}
+        self._once = {remat: costs.once(zero, remat) for remat in setting.remats}
 
     @property
     def remats(self) -> Iterator[tuple[str, str]]:

@@ -6,6 +6,8 @@ submeshes, logical meshes, ZeRO levels and rematerialisation. Pure.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -16,14 +18,16 @@ import numpy as np
 from launcher.partition.assignment import Assignment, Submesh
 from launcher.partition.reduction import DEFAULT_REDUCTION, Reduction
 from launcher.plan.cluster_shape import ClusterShape
-from launcher.plan.inter_op.cost_table import CostTable
+from launcher.plan.cost.formulas import Links
+from launcher.plan.inter_op.cost_table import PER_SAMPLE, CostTable
 from launcher.plan.inter_op.stage_choices import Priced, StageChoice, price
-from launcher.plan.inter_op.stage_costs import Setting
+from launcher.plan.inter_op.stage_costs import Setting, StageCosts
 from launcher.plan.inter_op.stage_dp import BestStages, best_stages, lower_bound
 from launcher.plan.inter_op.submeshes import place_submeshes
 from launcher.schedule import DEFAULT_SCHEDULE
 
 _MOST_SLICES_TRIED = 1024
+_MOST_DIVISORS = 20
 _MOST_FOUND = 4
 
 Progress = Callable[[float], None]
@@ -70,6 +74,7 @@ class Problem:
         memory_bytes: what a plan may use of a device's memory; None: no limit.
         sliced: whether the batch may be cut into microbatches and replicas at all.
         refused: the numbers of slices into which it may not.
+        unjoined: the costs of the step's own layers, where `table` is of groups of several.
     """
 
     table: CostTable
@@ -80,6 +85,23 @@ class Problem:
     memory_bytes: float | None
     sliced: bool = True
     refused: frozenset[int] = frozenset()
+    unjoined: CostTable | None = None
+
+    @functools.cached_property
+    def costs(self) -> Callable[[int, Setting, int, bool, Links], StageCosts]:
+        """The costs of the stages on one logical mesh, as `StageCosts` takes it, kept."""
+        return functools.cache(
+            lambda m_index, *of: StageCosts(self.table, m_index, self.cluster, *of)
+        )
+
+
+def of_batch(problem: Problem, size: int) -> Problem:
+    """Return the problem of a batch of another size: samples cost their share."""
+    share = size / problem.batch_size
+    rows = problem.table.of.items()
+    of = {name: row * share if name in PER_SAMPLE else row for name, row in rows}
+    table = dataclasses.replace(problem.table, of=of)
+    return dataclasses.replace(problem, table=table, batch_size=size, unjoined=None)
 
 
 def best_of(
@@ -145,13 +167,16 @@ def settings(problem: Problem, wanted: Wanted, schedule: str) -> Iterator[Settin
 
 
 def spread_divisors(number: int, most: int) -> list[int]:
-    """Return divisors of a number up to `most`, about as many as there are powers of two.
+    """Return the divisors of a number up to `most`.
 
-    They are those that are nearest to the powers of two, and the largest.
+    Of more than `_MOST_DIVISORS` they are those that are nearest to the powers of the root of two,
+    and the largest.
     """
     low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     divisors = sorted(n for n in {*low, *(number // n for n in low)} if n <= most)
-    powers = [2**k for k in range(divisors[-1].bit_length())]
+    if len(divisors) <= _MOST_DIVISORS:
+        return divisors
+    powers = [2 ** (k / 2) for k in range(2 * divisors[-1].bit_length())]
     nearest = {min(divisors, key=lambda n: max(n / power, power / n)) for power in powers}
     return sorted({*nearest, divisors[-1]})
 

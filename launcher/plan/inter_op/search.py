@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from launcher.partition.assignment import Assignment
 from launcher.plan.errors import UnmeasuredError
+from launcher.plan.inter_op.boundaries import with_moved_boundaries
 from launcher.plan.inter_op.estimate import make_estimate
 from launcher.plan.inter_op.interleaved import interleaved_plans
 from launcher.plan.inter_op.problem import (
@@ -28,7 +29,11 @@ from launcher.plan.inter_op.problem import (
 from launcher.plan.inter_op.stage_choices import Priced, price
 from launcher.plan.inter_op.stage_costs import Setting
 from launcher.plan.inter_op.stage_dp import BestStages, best_stages, least_cover, lower_bound
-from launcher.plan.inter_op.stage_enumeration import enumeration_cells, stages_by_objective
+from launcher.plan.inter_op.stage_enumeration import (
+    Crossings,
+    enumeration_cells,
+    stages_by_objective,
+)
 from launcher.plan.inter_op.variants import on_few_devices, recounted, schedule_variants
 from launcher.plan.pipeline import Estimate
 from launcher.schedule import DEFAULT_SCHEDULE, SCHEDULES
@@ -98,10 +103,21 @@ class Found:
         elif not SCHEDULES[assignment.schedule].interleaves:  # whose memory is not searched by
             self.large[assignment] = estimate
 
+    def move_boundaries(self) -> None:
+        """Add the best plan with its stages' ends between joined layers, if that is better."""
+        if self.estimates:
+            moved, estimate = with_moved_boundaries(*self.ranked[0], self.problem)
+            self.estimates[moved] = estimate
+
 
 def find_plans(problem: Problem, wanted: Wanted, progress: Progress = lambda share: None) -> Found:
     """Return the best plans and a lower bound; no plans where nothing fits."""
     found = Found(problem)
+    if problem.cluster.hosts > 1:
+        # Behind slow links the bounds show late that the other hosts are better left idle.
+        alone = find_plans(_on_one_host(problem), wanted)
+        for assignment, _ in alone.ranked[:1] if alone.estimates else ():
+            found.add(assignment)
     every = enumerate(_branches(problem, wanted, found))
     branches = [(bound, k, branch) for k, (bound, branch) in every]
     heapq.heapify(branches)
@@ -123,6 +139,7 @@ def find_plans(problem: Problem, wanted: Wanted, progress: Progress = lambda sha
         if following[1]:
             found.add(following[1])
     left += [bound for bound, _, _ in branches[:1]]
+    found.move_boundaries()
     found.least_seconds = min([found.best, *left])
     return found
 
@@ -138,6 +155,7 @@ def plans_on_one_machine(problem: Problem, wanted: Wanted, progress: Progress) -
         found.add(one)
     for one in on_few_devices(problem, wanted):
         found.add(one)
+    found.move_boundaries()
     return found
 
 
@@ -188,10 +206,32 @@ def _stages(
         yield best.objective, None
         return
     following = stages_by_objective(
-        every.candidates, devices, lambda: found.best, _MOST_EXPANDED, wanted.num_stages
+        every.candidates,
+        devices,
+        lambda: found.best,
+        _MOST_EXPANDED,
+        wanted.num_stages,
+        _crossings(problem, setting),
     )
     for objective, one in following:
         yield bounded(one, every) if one else (objective, None)
+
+
+def _on_one_host(problem: Problem) -> Problem:
+    cluster = dataclasses.replace(problem.cluster, hosts=1)
+    sizes = tuple(size for size in problem.sizes if size <= cluster.devices_per_host)
+    return dataclasses.replace(problem, cluster=cluster, sizes=sizes, unjoined=None)
+
+
+def _crossings(problem: Problem, setting: Setting) -> Crossings | None:
+    """Return what crossing hosts costs, if there are several that stages can share."""
+    cluster, count = problem.cluster, setting.num_micro_batches
+    if cluster.hosts == 1 or cluster.devices_per_host == 1:
+        return None
+    sent = problem.table.of["sent_bytes"].min(0)[:-1] / count
+    return Crossings.of(
+        sent / cluster.inter_host, sent / cluster.intra_host, count - 1, cluster.devices_per_host
+    )
 
 
 def _interleaved(

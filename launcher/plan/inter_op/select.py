@@ -13,6 +13,7 @@ from launcher.plan.errors import TooLargeError
 from launcher.plan.further import lead_of
 from launcher.plan.inter_op.alternatives import next_best
 from launcher.plan.inter_op.auto import make_problem
+from launcher.plan.inter_op.fewer_rows import fewer_rows_note
 from launcher.plan.inter_op.infeasible import nothing_fits
 from launcher.plan.inter_op.problem import Problem, Wanted
 from launcher.plan.inter_op.search import Estimated, Found, find_plans, plans_on_one_machine
@@ -100,6 +101,8 @@ def search(
             continue
         if any(plan.missing_bytes <= 0 for plan, _ in built):
             best, chosen = _selected(built, found, refused)
+            rows = fewer_rows_note(problem, wanted, chosen[1])
+            best = dataclasses.replace(best, notes=(*best.notes, *rows))
             more = how_many(best) - 1
             return [
                 (best, chosen[0]),

@@ -97,12 +97,15 @@ def price(
         none = np.zeros((0, 0, 0, 0))
         return Priced(Candidates((), none, none), (), none, none, device_seconds)
     stacked = {name: np.stack([front[name] for _, front in fronts], -1) for name in fronts[0][1]}
-    found = Candidates(tuple(size for size, _ in fronts), stacked["seconds"], stacked["rest"])
+    of_sizes = tuple(size for size, _ in fronts)
+    found = Candidates(of_sizes, stacked["seconds"], stacked["rest"], stacked["once"])
     chosen = stacked["chosen"].astype(np.int32)
     return Priced(found, tuple(choices), chosen, stacked["memory"], device_seconds)
 
 
-Way = dict[str, np.ndarray]  # seconds, rest, work, memory and chosen, `[stages behind, first, end]`
+Way = dict[
+    str, np.ndarray
+]  # seconds, rest, work, once, memory, chosen, `[stages behind, first, end]`
 
 
 def ways(
@@ -130,7 +133,8 @@ def ways(
             chosen = np.full(needs.shape, len(choices))
             choices.append(StageChoice((data, model), zero, remat, table.is_sequence(m_index)))
             timed = {"seconds": one + lost, "rest": other + lost, "work": work + lost}
-            yield {**timed, "memory": needs, "chosen": chosen}
+            once = np.broadcast_to(stage.once(zero, remat), needs.shape)
+            yield {**timed, "once": once, "memory": needs, "chosen": chosen}
 
 
 def _fronts(listed: Sequence[Way]) -> Iterator[Way]:

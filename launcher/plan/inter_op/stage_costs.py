@@ -6,7 +6,7 @@ Pure numbers.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -156,7 +156,7 @@ class StageCosts:
             work = work - np.where(self._is_first, 0.0, later * passes.weight)
         hidden = self._hidden(depth)[:, None, None]
         rest = np.maximum(work - hidden * passes.forward, sends - hidden * out)
-        update = self.once(zero, passes.backward)
+        update = self.once(zero, remat)
         first = once + 2 * (out + latency)
         every = whole * self._setting.num_micro_batches + update
         return first + self._valid, rest + update + self._valid, every + self._valid
@@ -171,8 +171,12 @@ class StageCosts:
         most = self._setting.num_micro_batches
         return np.array([self._schedule.hidden_forwards(n, most) for n in range(depth)], float)
 
-    def passes(self, zero: int, remat: str) -> PassSeconds:
-        """Return the seconds of a microbatch's passes."""
+    @functools.cached_property
+    def passes(self) -> Callable[[int, str], PassSeconds]:
+        """The seconds of a microbatch's passes, by ZeRO level and rematerialisation policy."""
+        return functools.cache(self._passes)
+
+    def _passes(self, zero: int, remat: str) -> PassSeconds:
         of = self._of
         rows = self._setting.batch_size / self._slices
         work, back = self._table.work_seconds(self._m_index, self._slices, rows)
@@ -208,6 +212,13 @@ class StageCosts:
 
     def held(self, zero: int) -> np.ndarray:
         """Return the bytes that a device holds all through the step."""
+        return self._held(zero)
+
+    @functools.cached_property
+    def _held(self) -> Callable[[int], np.ndarray]:
+        return functools.cache(self._held_bytes)
+
+    def _held_bytes(self, zero: int) -> np.ndarray:
         of, cut, data = self._of, self._sharded(zero), self._data
         parameters: Amount = of["parameter_bytes"]
         gradients: Amount = of["gradient_bytes"]
@@ -218,8 +229,12 @@ class StageCosts:
             gradients = sharded_bytes(gradients, cut["gradient_bytes"], data)
         return np.asarray(of["batch_bytes"] / data + parameters + optimizer + gradients)
 
-    def working(self, remat: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return what a forward pass leaves, and what either pass needs on top, in bytes."""
+    @functools.cached_property
+    def working(self) -> Callable[[str], tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """What a forward pass leaves, and what either pass needs on top, in bytes, by policy."""
+        return functools.cache(self._working)
+
+    def _working(self, remat: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         if remat == "none":
             whole, forward, backward = map(self._peak, ("whole", "forward", "backward"))
             left = self._a_slice("left_bytes")
@@ -246,15 +261,17 @@ class StageCosts:
         held = np.array(in_flight)[:, None, None]
         return np.asarray(self.held(zero) + activation_bytes(held, *self.working(remat)))
 
-    def once(self, zero: int, backward: Amount) -> np.ndarray:
-        """Return the seconds of what is done once a step.
+    @functools.cached_property
+    def once(self) -> Callable[[int, str], np.ndarray]:
+        """The seconds of what is done once a step, by ZeRO level and rematerialisation policy.
 
-        Gradients are summed over the replicas, and the update reads and writes the state.
-
-        Args:
-            zero: ZeRO level: 0, 2 or 3.
-            backward: seconds of the backward pass, beside which gradients are summed.
+        Gradients are summed over the replicas beside the backward pass, and the update reads and
+        writes the state.
         """
+        return functools.cache(self._once)
+
+    def _once(self, zero: int, remat: str) -> np.ndarray:
+        backward = self.passes(zero, remat).backward
         of, cut, replicas = self._of, self._sharded(zero), self._setting.replicas
         state = of["owned_bytes"] + of["optimizer_bytes"]
         sharded = cut["optimizer_bytes"] + (cut["owned_bytes"] if zero == 3 else 0.0)

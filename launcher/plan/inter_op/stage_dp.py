@@ -26,11 +26,14 @@ class Candidates:
             and its transfer to the next stage; infinite where it does not fit.
         rest: the same shape: what the stage does besides the first microbatch, in seconds: the
             other microbatches, and what is done once a step.
+        once: the same shape: the part of it that is done once a step, which no stage begins before
+            all are done with the microbatches; None: nothing is.
     """
 
     sizes: tuple[int, ...]
     seconds: np.ndarray
     rest: np.ndarray
+    once: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,50 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from launcher.plan.inter_op.stage_dp import BestStages, Candidates, rests
 
+_MOST_HOSTS_MORE = 2  # that are told apart, of those that the layers before may need
 _MOST_UNITS = 64  # in which devices are counted for what the layers before cost at least
+
+
+@dataclass(frozen=True, eq=False)
+class Crossings:
+    """What crossing from host to host costs beside what stages are priced at.
+
+    A stage of less than a host is priced as if the next one were on the same host. Of the stages
+    of less than a host no more stand on one than it has devices, so that there are some crossings.
+
+    Attributes:
+        devices_per_host: the devices of a host.
+        extra: `[crossings]`: seconds that the first microbatch takes more, at least.
+        rest: `[crossings]`: seconds in which a link is busy with the others, at least.
+    """
+
+    devices_per_host: int
+    extra: np.ndarray
+    rest: np.ndarray
+
+    @classmethod
+    def of(cls, sends: np.ndarray, local: np.ndarray, others: int, each: int) -> Crossings:
+        """Return the costs, the cheapest boundaries first.
+
+        Args:
+            sends: seconds of a microbatch between hosts, by the layer before.
+            local: the same inside a host, at most.
+            others: the number of microbatches but the first.
+            each: the devices of a host.
+        """
+        extra = np.cumsum(np.sort(np.maximum(2 * (sends - local), 0.0)))
+        never = [np.inf]  # there are no more boundaries
+        return cls(
+            each,
+            np.concatenate([[0.0], extra, never]),
+            np.concatenate([[0.0], others * np.sort(sends), never]),
+        )
 
 
 def enumeration_cells(candidates: Candidates, num_devices: int) -> int:
@@ -29,6 +67,7 @@ def stages_by_objective(
     below: Callable[[], float],
     most_expanded: int,
     num_stages: int | None = None,
+    crossings: Crossings | None = None,
 ) -> Iterator[tuple[float, BestStages | None]]:
     """Yield the choices of stages that cover all layers, by growing objective, which comes first.
 
@@ -40,21 +79,22 @@ def stages_by_objective(
         below: returns the objective to stay below, which may fall.
         most_expanded: after how many beginnings to give up.
         num_stages: how many stages; None: any number.
+        crossings: what crossing hosts costs, if there are several.
     """
-    seconds, rest = candidates.seconds, rests(candidates)
+    seconds = candidates.seconds
+    rest, once = _parted(candidates)
     sizes = np.array(candidates.sizes)
     depth, count = seconds.shape[:2]
-    unit = -(-num_devices // _MOST_UNITS)  # what is less is taken to need no devices
-    units = [int(size) // unit for size in sizes]
-    least_sum = _least(np.add, seconds, units, num_devices // unit)
-    least_rest = _least(np.maximum, rest, units, num_devices // unit)
+    before = _Before(candidates, num_devices, crossings)
     order = itertools.count()  # of two that promise the same, the newer one is nearer to its end
-    start: tuple[float, float, tuple[tuple[int, int, int], ...]] = (0.0, 0.0, ())
-    queue = [(float(least_sum[0, count, -1] + least_rest[0, count, -1]), 0, count, 0, start)]
+    start: tuple[float, float, float, tuple[tuple[int, int, int], ...]] = (0.0, 0.0, 0.0, ())
+    nothing = (np.zeros((1, 1)),) * 3
+    first_value = float(before.least(0, [count], nothing, np.zeros(1, int), ()).min())
+    queue = [(first_value, 0, count, 0, start)]
     for _ in range(most_expanded):
         if not queue or queue[0][0] >= below():
             break
-        value, _, end, used, (total, most, stages) = heapq.heappop(queue)
+        value, _, end, used, (total, most, done, stages) = heapq.heappop(queue)
         s = len(stages)
         if end == 0:
             if num_stages in (None, s):
@@ -63,16 +103,91 @@ def stages_by_objective(
         if s in (depth, num_stages):
             continue
         left = num_devices - used - sizes
-        one, other = seconds[s, :end, end], np.maximum(rest[s, :end, end], most)
-        after = np.maximum(left, 0) // unit
-        sums = total + one + least_sum[s + 1, :end][:, after]
-        values = sums + np.maximum(other, least_rest[s + 1, :end][:, after])
+        sums, other = total + seconds[s, :end, end], np.maximum(rest[s, :end, end], most)
+        there = sums, other, np.maximum(once[s, :end, end], done)
+        after = [sizes[j] for _, _, j in stages]
+        values = before.least(s + 1, slice(end), there, used + sizes, after, sizes)
         for first, j in np.argwhere((values < below()) & (left >= 0)):
-            child = float(total + one[first, j]), float(other[first, j])
+            total, most, done = (float(of[first, j]) for of in there)
             stage = int(first), end, int(j)
             entry = float(values[first, j]), -next(order), int(first), used + int(sizes[j])
-            heapq.heappush(queue, (*entry, (*child, (stage, *stages))))
+            heapq.heappush(queue, (*entry, (total, most, done, (stage, *stages))))
     yield (queue[0][0] if queue else np.inf), None
+
+
+def _parted(of: Candidates) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rest of each possible stage without what is done once a step, and that."""
+    rest = rests(of)
+    if of.once is None:
+        return rest, np.zeros_like(rest)
+    finite = np.isfinite(rest)
+    once = np.where(finite, of.once, np.inf)
+    return np.where(finite, rest - np.where(finite, once, 0.0), np.inf), once
+
+
+class _Before:
+    """What pipelines take at least, with the layers before the stages that are there."""
+
+    def __init__(self, of: Candidates, num_devices: int, crossings: Crossings | None) -> None:
+        self._unit = -(-num_devices // _MOST_UNITS)  # what is less is taken to need no devices
+        self._devices, self._crossings = num_devices, crossings
+        self._any = self._tables(of, of.sizes)
+        if crossings:
+            # Only stages of less than a host share one.
+            self._each = crossings.devices_per_host
+            self._sharing = self._tables(of, [n if n < self._each else 0 for n in of.sizes])
+
+    def _tables(self, of: Candidates, sizes: Sequence[int]) -> list[np.ndarray]:
+        units, most = [int(n) // self._unit for n in sizes], self._devices // self._unit
+        ways = zip((np.add, np.maximum, np.maximum), (of.seconds, *_parted(of)), strict=True)
+        return [_least(joined, cost, units, most) for joined, cost in ways]
+
+    def least(
+        self,
+        stages: int,
+        at: slice | list[int],
+        there: tuple[np.ndarray, np.ndarray, np.ndarray],
+        used: np.ndarray,
+        after: Sequence[int],
+        sizes: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """Return lower bounds on the objective, `[first, size]`.
+
+        Args:
+            stages: the stages that are there.
+            at: the layers `first`, before which others are to come.
+            there: of the stages that are there the sum of their seconds, the largest rest without
+                what is done once a step, and the most of that, `[first, size]`.
+            used: the devices that they have, `[size]`.
+            after: the devices of each of them but the first.
+            sizes: the devices of the first one, `[size]`.
+        """
+        total, rest, done = there
+
+        def looked_up(tables: list[np.ndarray], left: np.ndarray) -> list[np.ndarray]:
+            units = np.clip(left, 0, self._devices) // self._unit
+            return [table[stages, at][:, units] for table in tables]
+
+        sums, most, once = looked_up(self._any, self._devices - used)
+        if self._crossings is None:
+            return np.asarray(total + sums + np.maximum(rest, most) + np.maximum(done, once))
+        each, costs = self._each, self._crossings
+        sharing = np.zeros(len(used), int) if sizes is None else np.where(sizes < each, sizes, 0)
+        sharing = sharing + sum(n for n in after if n < each)
+        # The last stage sends nothing on.
+        last = after[-1] if after else (0 if sizes is None else sizes)
+        hosts, ends = -(-sharing // each), np.asarray(last < each) * 1
+        found = np.full(np.broadcast_shapes(total.shape, sums.shape), np.inf)
+        for more in range(_MOST_HOSTS_MORE + 1):
+            before = [sums, most, once]
+            if more < _MOST_HOSTS_MORE:  # else on any number of hosts
+                own = looked_up(self._sharing, (hosts + more) * each - sharing)
+                before = [np.maximum(*pair) for pair in zip(before, own, strict=True)]
+            crossed = np.clip(hosts + more - ends, 0, len(costs.extra) - 1)
+            busiest = np.maximum(np.maximum(rest, before[1]), costs.rest[crossed])
+            sent = total + before[0] + costs.extra[crossed]
+            np.minimum(found, sent + busiest + np.maximum(done, before[2]), out=found)
+        return found
 
 
 def _least(

@@ -89,7 +89,7 @@ def test_a_stage_over_hosts_costs_what_the_search_took_it_to_cost(mesh):
     passes = costs.passes(0, "none")
     assert stage.forward_seconds == pytest.approx(passes.forward[0, LAYERS], rel=1e-3)
     assert stage.backward_seconds == pytest.approx(passes.backward[0, LAYERS], rel=1e-3)
-    once = costs.once(0, passes.backward)
+    once = costs.once(0, "none")
     assert stage.update_seconds == pytest.approx(once[0, LAYERS], rel=1e-3)
 
 

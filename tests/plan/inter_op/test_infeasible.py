@@ -9,8 +9,8 @@ import pytest
 
 from launcher.plan import local_shape
 from launcher.plan.inter_op.cost_table import CostTable, LayerCost, Parameters
-from launcher.plan.inter_op.infeasible import _batch, _of_batch, nothing_fits
-from launcher.plan.inter_op.problem import Problem, Wanted, best_of
+from launcher.plan.inter_op.infeasible import _batch, nothing_fits
+from launcher.plan.inter_op.problem import Problem, Wanted, best_of, of_batch
 from launcher.plan.inter_op.stage_choices import submesh_sizes
 
 GIB = 2**30
@@ -53,7 +53,7 @@ def test_advice_that_is_followed_helps(memory):
         sizes = submesh_sizes(more)
         assert best_of(dataclasses.replace(problem, cluster=more, sizes=sizes), Wanted())
     if found := re.search(r"train.global_batch_size=(\d+)", advice):
-        assert best_of(_of_batch(problem, int(found[1])), Wanted())
+        assert best_of(of_batch(problem, int(found[1])), Wanted())
 
 
 @pytest.mark.parametrize(
@@ -105,5 +105,5 @@ def test_a_smaller_odd_batch_is_advised():
     problem, wanted = problem_of(4.0, residual=12.0, batch=81), Wanted(num_micro_batches=1)
     assert not best_of(problem, wanted)
     assert _batch(problem, wanted) == "train.global_batch_size=3"
-    assert best_of(_of_batch(problem, 3), wanted)
-    assert not best_of(_of_batch(problem, 9), wanted)
+    assert best_of(of_batch(problem, 3), wanted)
+    assert not best_of(of_batch(problem, 9), wanted)

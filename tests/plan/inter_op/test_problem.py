@@ -92,12 +92,18 @@ def test_every_found_plan_can_be_run(seed):
         (4096, 64, [1, 2, 4, 8, 16, 32, 64]),
         (81, 81, [1, 3, 9, 27, 81]),
         (97, 97, [1, 97]),
-        (1000, 1000, [1, 2, 4, 8, 20, 40, 50, 125, 250, 500, 1000]),
-        (5184, 1024, [1, 2, 4, 8, 16, 32, 64, 144, 288, 576, 864]),
+        (24, 24, [1, 2, 3, 4, 6, 8, 12, 24]),
+        (192, 192, [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 192]),
+        (1000, 1000, [1, 2, 4, 5, 8, 10, 20, 25, 40, 50, 100, 125, 200, 250, 500, 1000]),
+        (
+            5184,
+            1024,
+            [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 144, 192, 288, 324, 576, 648, 864],
+        ),
     ],
 )
 def test_numbers_of_microbatches_that_are_tried(batch, most, tried):
-    """Powers of two where the batch is one; else what lies near them."""
+    """All divisors; where there are many, what lies near the powers of the root of two."""
     assert spread_divisors(batch, most) == tried
 
 

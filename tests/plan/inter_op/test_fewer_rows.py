@@ -1,0 +1,71 @@
+"""A plan for a batch that few devices can share names the smaller batch that all can share."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import launcher
+from launcher.plan import local_shape
+from launcher.plan.inter_op.problem import Wanted
+from launcher.plan.inter_op.select import best_plan
+from launcher.trace import trace_step
+
+# Sums are cheap, but not free.
+CLUSTER = dataclasses.replace(
+    local_shape(4, 1, "cpu"),
+    effective_parallelism=None,
+    latency=1e-6,
+    intra_host=1e11,
+    dispatch_overhead=1e-6,
+)
+
+
+def plan_of(rows, cluster=CLUSTER, layers=2, wanted=Wanted()):  # noqa: B008 (frozen)
+    """A plan of a network that one device a stage cannot run at the same speed."""
+
+    def loss(params, x):
+        for i, w in enumerate(params):
+            if i:
+                launcher.mark_pipeline_boundary()
+            x = jnp.tanh(x @ w)
+        return (x**2).mean()
+
+    def train(params, x):
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, launcher.grad(loss)(params, x))
+
+    params = [jax.ShapeDtypeStruct((63, 63), jnp.float32)] * layers
+    batch = jax.ShapeDtypeStruct((rows, 15, 63), jnp.float32)
+    return best_plan(trace_step(train, (params, batch)), cluster, wanted)
+
+
+def noted(plan):
+    """The rows, milliseconds and share that a note names, if there is one."""
+    (*found,) = (note for note in plan.notes if note.startswith("a global batch"))
+    if not found:
+        return None
+    pattern = r"a global batch of (\d+) instead of (\d+) rows would take (\S+) ms a step "
+    pattern += r"\((\d+)% less per row\), since all 4 devices can share it"
+    few, many, seconds, share = re.fullmatch(pattern, found[0]).groups()
+    return int(few), int(many), float(seconds) / 1e3, int(share) / 100
+
+
+def test_a_prime_batch_is_told_what_one_row_less_would_save():
+    plan, smaller = plan_of(97), plan_of(96)
+    few, many, seconds, share = noted(plan)
+    assert (few, many) == (96, 97)
+    assert seconds == pytest.approx(smaller.predicted_step_seconds, rel=0.05)
+    assert seconds >= 0.995 * smaller.predicted_step_seconds  # no more is promised than is there
+    assert share == pytest.approx(
+        1 - (seconds / 96) / (plan.predicted_step_seconds / 97), abs=0.006
+    )
+    assert share > 0.1
+    assert noted(smaller) is None
+
+
+def test_nothing_is_said_where_little_would_be_saved():
+    one = dataclasses.replace(CLUSTER, hosts=1, devices_per_host=1)
+    assert noted(plan_of(97, one)) is None
+    assert noted(plan_of(7)) is None  # 4 are far fewer
