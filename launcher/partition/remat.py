@@ -52,7 +52,7 @@ def remat_of_stages(remat: str | Sequence[str], num_stages: int) -> tuple[str, .
 
 
 @dataclass(frozen=True, eq=False)
-class Segment:
+class RematSegment:
     """Consecutive equations of a stage's forward pass.
 
     Attributes:
@@ -65,7 +65,7 @@ class Segment:
     policy: Policy | None
 
 
-def segments(layers: Layers, remat: str) -> list[Segment]:
+def segments(layers: Layers, remat: str) -> list[RematSegment]:
     """Cut a stage's forward pass into what is computed again together, and what is not.
 
     Args:
@@ -73,16 +73,16 @@ def segments(layers: Layers, remat: str) -> list[Segment]:
         remat: the word.
     """
     name = parse_remat(remat)
-    found: list[Segment] = []
+    found: list[RematSegment] = []
     together: object = None  # what the equations of one segment have in common
     for i, equations in enumerate(layers):
         again = name.first is None or i < name.first
         policy = POLICIES[name.policy] if again else None
         for eqn in equations:
-            own = policy is not None and is_own(eqn)
+            own = policy is not None and is_own_checkpoint(eqn)
             key = None if policy is None or own else i // name.every
             if not found or key != together:
-                found.append(Segment([], None if own else policy))
+                found.append(RematSegment([], None if own else policy))
                 together = key
             found[-1].equations.append(eqn)
     return found
@@ -116,7 +116,7 @@ def recomputed(layers: Layers, remat: str) -> Recomputed:
             if policy and not keeps(policy, eqn):
                 again.append(eqn)
                 kept.update(_kept_inside(eqn, policy))
-            elif policy is None and is_own(eqn):
+            elif policy is None and is_own_checkpoint(eqn):
                 again.append(eqn)
                 kept.update(_kept_by_own(eqn))
     return Recomputed(again, frozenset(kept))
@@ -125,7 +125,8 @@ def recomputed(layers: Layers, remat: str) -> Recomputed:
 def own_layers(layers: Layers) -> int:
     """Return how many layers the model checkpoints itself: all of their products."""
     return sum(
-        any(map(is_own, layer)) and not matmul_flops(e for e in layer if not is_own(e))
+        any(map(is_own_checkpoint, layer))
+        and not matmul_flops(e for e in layer if not is_own_checkpoint(e))
         for layer in layers
     )
 
@@ -141,14 +142,14 @@ def is_checkpoint(eqn: Equation) -> bool:
     return "prevent_cse" in eqn.params
 
 
-def is_own(eqn: Equation) -> bool:
+def is_own_checkpoint(eqn: Equation) -> bool:
     """Whether an equation of the loss is, or holds, a `jax.checkpoint` that the user wrote.
 
     Functions with derivatives of their own compute again what these say.
     """
     if is_checkpoint(eqn):
         return True
-    return eqn.primitive.name not in CALLS_WITH_RULES and any(map(is_own, _inside(eqn)))
+    return eqn.primitive.name not in CALLS_WITH_RULES and any(map(is_own_checkpoint, _inside(eqn)))
 
 
 def _inside(eqn: Equation) -> Iterator[Equation]:
@@ -169,7 +170,7 @@ def _kept_by_own(eqn: Equation) -> Iterator[Equation]:
         )
         return
     for inner in _inside(eqn):
-        yield from _kept_by_own(inner) if is_own(inner) else _with_bodies(inner)
+        yield from _kept_by_own(inner) if is_own_checkpoint(inner) else _with_bodies(inner)
 
 
 def _with_bodies(eqn: Equation) -> Iterator[Equation]:

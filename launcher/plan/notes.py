@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from launcher.partition.partitioned import PartitionedStep
-from launcher.partition.remat import Segment, keeps, own_layers, segments
+from launcher.partition.remat import RematSegment, keeps, own_layers, segments
 from launcher.partition.sharding.layout import MODEL, ROWS
 from launcher.partition.stages import StageGraph
 from launcher.remat_name import parse_remat
@@ -50,7 +50,7 @@ def _without_effect(cut: PartitionedStep) -> list[str]:
 
 
 def _why_in_vain(
-    graph: StageGraph, ours: Sequence[Segment], remat: str, goes_back_at_once: bool
+    graph: StageGraph, ours: Sequence[RematSegment], remat: str, goes_back_at_once: bool
 ) -> str:
     """Return why a stage's rematerialisation changes nothing; "" if it does, or if there is none.
 
