@@ -207,13 +207,7 @@ def _check_bounds(metadata: Mapping[str, Any], value: Any, key: str) -> None:
         return
     if isinstance(value, str) and not value.strip():
         raise ConfigError(f"{key} is empty", "Give it a value, or leave it out.", [key])
-    choices = metadata.get("choices")
-    if choices and value not in choices:
-        raise ConfigError(
-            f"{key} must be one of {', '.join(choices)}, not {shown(value)}",
-            f"Did you mean {match}?" if (match := closest(str(value), choices)) else "",
-            [key],
-        )
+    _check_choice(metadata, value, key)
     if not isinstance(value, int | float):
         return
     minimum, maximum = metadata.get("minimum"), metadata.get("maximum")
@@ -227,6 +221,23 @@ def _check_bounds(metadata: Mapping[str, Any], value: Any, key: str) -> None:
         raise ConfigError(
             f"{key} must be at most {_plain(maximum)}, not {shown(value)}", keys=[key]
         )
+
+
+def _check_choice(metadata: Mapping[str, Any], value: Any, key: str) -> None:
+    """Raises ConfigError for what is none of the words that a field accepts."""
+    choices, parse = metadata.get("choices"), metadata.get("parse")
+    if not choices or value in choices:
+        return
+    if not parse or not re.search("[/:]", value):
+        raise ConfigError(
+            f"{key} must be one of {', '.join(choices)}, not {shown(value)}",
+            f"Did you mean {match}?" if (match := closest(str(value), choices)) else "",
+            [key],
+        )
+    try:
+        parse(value)
+    except ValueError as error:
+        raise ConfigError(f"{key}={error}", keys=[key]) from error
 
 
 def _check_line(value: str, key: str) -> None:

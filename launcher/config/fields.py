@@ -1,7 +1,8 @@
 """Fields of settings that say which values they take.
 
 A field's `metadata` may hold `choices` (the words it accepts), `minimum`/`maximum` (inclusive),
-`auto` (the word `auto`, or null, stands for the field's default) and `variants` (a section of
+`auto` (the word `auto`, or null, stands for the field's default), `parse` (a function that raises
+ValueError for what is none of `choices` and no form of one) and `variants` (a section of
 several kinds: its `Variants`). A field that is `internal` is no setting.
 
 A `Switch` says which settings have an effect only beside others.
@@ -82,6 +83,12 @@ def automatic(default: int | None = None, minimum: float = 1) -> Any:
     return field(default=default, metadata={"minimum": minimum, "maximum": None, "auto": True})
 
 
-def automatic_choice(default: str, *choices: str) -> Any:
-    """Makes a text field that accepts only `choices`, and `auto` or null for its default."""
-    return field(default=default, metadata={"choices": ("auto", *choices), "auto": True})
+def automatic_choice(
+    default: str, *choices: str, parse: Callable[[str], object] | None = None
+) -> Any:
+    """Makes a text field that accepts only `choices`, and `auto` or null for its default.
+
+    It also accepts what `parse` does, if given.
+    """
+    metadata = {"choices": ("auto", *choices), "auto": True, "parse": parse}
+    return field(default=default, metadata=metadata)

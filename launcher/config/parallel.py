@@ -11,19 +11,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from launcher.config.fields import automatic, automatic_choice, choice, number
+from launcher.remat_name import WORDS, parse_remat
 from launcher.schedule import DEFAULT_SCHEDULE, training_schedules
-
-_REMAT = (
-    "none",
-    "full",
-    "selective",
-    "checkpoint_dots",
-    "checkpoint_dots_with_no_batch_dims",
-    "dots_saveable",
-    "dots_with_no_batch_dims_saveable",
-    "everything_saveable",
-    "nothing_saveable",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +53,7 @@ class Planned(Parallel):
     """
 
     num_micro_batches: int | None = automatic()
-    remat: str = automatic_choice("none", *_REMAT)
+    remat: str = automatic_choice("none", *WORDS, parse=parse_remat)
     cost: str = choice("measured", "measured", "model", "profile")
     bucket_bytes: int = number(25 << 20, minimum=0)
     reduce_dtype: str = choice("fp32", "fp32", "bf16")
@@ -147,7 +136,7 @@ class Auto(Pipelined):
     try_: int | None = automatic(minimum=0)
     num_stages: int | None = automatic()
     schedule: str = automatic_choice("auto", *training_schedules())
-    remat: str = automatic_choice("auto", *_REMAT)
+    remat: str = automatic_choice("auto", *WORDS, parse=parse_remat)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from launcher.partition.remat import POLICIES, Policy, is_checkpoint
+from launcher.partition.remat import is_checkpoint, segments
 from launcher.partition.sharding.layout import Layout
 from launcher.partition.sharding.named_dims import Spec
 from launcher.partition.stages import StageGraph
@@ -86,14 +86,14 @@ def trace_joint(
         loss: the loss that it is a part of.
         grads: the operands whose gradients are wanted.
         varying: the operands that differ from slice to slice.
-        remat: what the pullback computes again, a name of `remat.POLICIES`.
+        remat: what the pullback computes again, a word of `remat_name`.
         open_checkpoints: whether a `jax.checkpoint` may be cut, too.
     """
     reads = {
         **{Name("operand", i): loss.invars[i] for i in graph.operands},
         **{Name("activation", v): v for v in graph.activations_in},
     }
-    forward = _by_layers(graph, list(reads.values()), POLICIES[remat])
+    forward = _in_segments(graph, list(reads.values()), remat)
     made = [Name("activation", v) for v in graph.activations_out]
     made += [Name("result", i) for i in graph.results]
     wrt = [Name("operand", i) for i in grads] + [Name("activation", v) for v in graph.active_in]
@@ -134,28 +134,30 @@ def trace_joint(
     )
 
 
-def _by_layers(
-    graph: StageGraph, reads: Sequence[Var], policy: Policy | None
-) -> Callable[..., list[Any]]:
+def _in_segments(graph: StageGraph, reads: Sequence[Var], remat: str) -> Callable[..., list[Any]]:
     """Return the stage's forward pass, a function of `reads` that returns `graph.outs`.
 
-    With a policy each layer is a `jax.checkpoint` (Chen et al. 2016, arXiv 1604.06174): the
-    backward pass holds the layers' inputs and, one layer after another, what one of them computes.
+    What is computed again together is a `jax.checkpoint` (Chen et al. 2016, arXiv 1604.06174): the
+    backward pass holds the inputs of these segments and, one after another, what one of them
+    computes. The user's own checkpoints stand between them, so that nothing runs a third time.
     """
-    if policy is None:
+    cut = segments(graph.layers, remat)
+    if all(segment.policy is None for segment in cut):
         return jaxpr_as_fun(program(list(reads), graph.equations, graph.outs))
-    layers: list[tuple[list[Var], list[Var], Callable[..., Any]]] = []
+    parts: list[tuple[list[Var], list[Var], Callable[..., Any]]] = []
     wanted = {v for v in graph.outs if is_var(v)}
-    for equations in reversed(graph.layers):
-        made = [v for eqn in equations for v in eqn.outvars if v in wanted]
-        given = free_vars(equations)
+    for segment in reversed(cut):
+        made = [v for eqn in segment.equations for v in eqn.outvars if v in wanted]
+        given = free_vars(segment.equations)
         wanted.update(given)
-        run = jaxpr_as_fun(program(given, equations, made))
-        layers.insert(0, (given, made, jax.checkpoint(run, policy=policy)))
+        run = jaxpr_as_fun(program(given, segment.equations, made))
+        if segment.policy is not None:
+            run = jax.checkpoint(run, policy=segment.policy)
+        parts.insert(0, (given, made, run))
 
     def forward(*values: Any) -> list[Any]:
         env = dict(zip(reads, values, strict=True))
-        for given, made, run in layers:
+        for given, made, run in parts:
             env.update(zip(made, run(*(env[v] for v in given)), strict=True))
         return [env[v] if is_var(v) else v.val for v in graph.outs]
 

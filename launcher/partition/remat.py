@@ -1,53 +1,48 @@
-"""Rematerialisation by name: what a backward pass computes again, a layer at a time.
+"""Rematerialisation: what a backward pass computes again, a layer or some at a time.
 
 `none` keeps all that is needed, `full` nothing but the layers' inputs, `selective` the results of
 products with weights, but not what attention computes inside (Korthikanti et al. 2022, arXiv
 2205.05198). The others are those policies of `jax.checkpoint_policies` that take no arguments.
+What the model checkpoints itself (`jax.checkpoint`, `nn.remat`) is done as it says, under any word.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from launcher.partition.errors import PlanError
-from launcher.trace.jaxpr import Equation
+from launcher.remat_name import WORDS, parse_remat
+from launcher.trace.cost import matmul_flops
+from launcher.trace.jaxpr import Equation, sub_jaxprs
+from launcher.trace.primitive_kinds import CALLS_WITH_RULES
 
 Policy = Callable[..., Any]  # (primitive, *operand avals, **parameters) -> whether to keep
+Layers = Sequence[Sequence[Equation]]
 
 POLICIES: dict[str, Policy | None] = {
     "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,
     "selective": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    **{
-        name: getattr(jax.checkpoint_policies, name)
-        for name in (
-            "checkpoint_dots",
-            "checkpoint_dots_with_no_batch_dims",
-            "dots_saveable",
-            "dots_with_no_batch_dims_saveable",
-            "everything_saveable",
-            "nothing_saveable",
-        )
-    },
+    **{name: getattr(jax.checkpoint_policies, name) for name in WORDS[3:]},
 }
 
 
 def remat_of_stages(remat: str | Sequence[str], num_stages: int) -> tuple[str, ...]:
-    """The name for each stage, from one for all or one for each.
+    """The word for each stage, from one for all or one for each.
 
     Raises:
-        PlanError: a name is unknown, or there are not as many as stages.
+        PlanError: a word is unknown, or there are not as many as stages.
     """
     names = (remat,) * num_stages if isinstance(remat, str) else tuple(remat)
     for name in names:
-        if name not in POLICIES:
-            near = difflib.get_close_matches(name, POLICIES, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise PlanError(f"parallel.remat={name} is not one of {', '.join(POLICIES)}{hint}")
+        try:
+            parse_remat(name)
+        except ValueError as error:
+            raise PlanError(f"parallel.remat={error}") from error
     if len(names) != num_stages:
         raise PlanError(
             f"parallel.remat lists {len(names)} names for {num_stages} stages; give one for each, "
@@ -56,17 +51,129 @@ def remat_of_stages(remat: str | Sequence[str], num_stages: int) -> tuple[str, .
     return names
 
 
-def recomputed(equations: Sequence[Equation], remat: str) -> list[Equation]:
-    """The equations of a stage's forward pass that its backward pass runs again."""
-    keep = POLICIES[remat]
-    return [] if keep is None else [e for e in equations if not keeps(keep, e)]
+@dataclass(frozen=True, eq=False)
+class RematSegment:
+    """Consecutive equations of a stage's forward pass.
+
+    Attributes:
+        equations: the equations.
+        policy: what of them is kept, the rest being computed again together; None: all that the
+            backward pass needs.
+    """
+
+    equations: list[Equation]
+    policy: Policy | None
+
+
+def segments(layers: Layers, remat: str) -> list[RematSegment]:
+    """Cut a stage's forward pass into what is computed again together, and what is not.
+
+    Args:
+        layers: the equations of each of its layers.
+        remat: the word.
+    """
+    name = parse_remat(remat)
+    found: list[RematSegment] = []
+    together: object = None  # what the equations of one segment have in common
+    for i, equations in enumerate(layers):
+        again = name.first is None or i < name.first
+        policy = POLICIES[name.policy] if again else None
+        for eqn in equations:
+            own = policy is not None and is_own_checkpoint(eqn)
+            key = None if policy is None or own else i // name.every
+            if not found or key != together:
+                found.append(RematSegment([], None if own else policy))
+                together = key
+            found[-1].equations.append(eqn)
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Recomputed:
+    """What a stage's backward pass computes again.
+
+    Attributes:
+        equations: the equations of its forward pass that run again, at least in part.
+        kept: those inside of them that do not.
+    """
+
+    equations: Sequence[Equation]
+    kept: frozenset[Equation]
+
+    @property
+    def matmul_flops(self) -> float:
+        """Operations of the matrix products and convolutions."""
+        return matmul_flops(self.equations, self.kept)
+
+
+def recomputed(layers: Layers, remat: str) -> Recomputed:
+    """Return what the backward pass of a stage of these layers computes again."""
+    again: list[Equation] = []
+    kept: set[Equation] = set()
+    for segment in segments(layers, remat):
+        policy = segment.policy
+        for eqn in segment.equations:
+            if policy and not keeps(policy, eqn):
+                again.append(eqn)
+                kept.update(_kept_inside(eqn, policy))
+            elif policy is None and is_own_checkpoint(eqn):
+                again.append(eqn)
+                kept.update(_kept_by_own(eqn))
+    return Recomputed(again, frozenset(kept))
+
+
+def own_layers(layers: Layers) -> int:
+    """Return how many layers the model checkpoints itself: all of their products."""
+    return sum(
+        any(map(is_own_checkpoint, layer))
+        and not matmul_flops(e for e in layer if not is_own_checkpoint(e))
+        for layer in layers
+    )
 
 
 def keeps(policy: Policy, eqn: Equation) -> bool:
     """Whether a policy keeps an equation's results."""
-    return bool(policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params))
+    said = policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
+    return bool(said) and type(said).__name__ != "RecomputeType"
 
 
 def is_checkpoint(eqn: Equation) -> bool:
     """Whether an equation is a `jax.checkpoint` that the user wrote, or its backward pass."""
     return "prevent_cse" in eqn.params
+
+
+def is_own_checkpoint(eqn: Equation) -> bool:
+    """Whether an equation of the loss is, or holds, a `jax.checkpoint` that the user wrote.
+
+    Functions with derivatives of their own compute again what these say.
+    """
+    if is_checkpoint(eqn):
+        return True
+    return eqn.primitive.name not in CALLS_WITH_RULES and any(map(is_own_checkpoint, _inside(eqn)))
+
+
+def _inside(eqn: Equation) -> Iterator[Equation]:
+    return (inner for jaxpr in sub_jaxprs(eqn) for inner in jaxpr.eqns)
+
+
+def _kept_inside(eqn: Equation, policy: Policy) -> Iterator[Equation]:
+    """Yield what a policy keeps of the bodies of an equation that runs again."""
+    for inner in _inside(eqn):
+        yield from _with_bodies(inner) if keeps(policy, inner) else _kept_inside(inner, policy)
+
+
+def _kept_by_own(eqn: Equation) -> Iterator[Equation]:
+    """Yield what does not run again of the bodies of an equation with a checkpoint in it."""
+    if is_checkpoint(eqn):
+        yield from _kept_inside(
+            eqn, eqn.params["policy"] or jax.checkpoint_policies.nothing_saveable
+        )
+        return
+    for inner in _inside(eqn):
+        yield from _kept_by_own(inner) if is_own_checkpoint(inner) else _with_bodies(inner)
+
+
+def _with_bodies(eqn: Equation) -> Iterator[Equation]:
+    yield eqn
+    for inner in _inside(eqn):
+        yield from _with_bodies(inner)

@@ -43,7 +43,7 @@ def trace_stage(
     Args:
         graph: the stage.
         loss: the loss that it is a part of.
-        remat: what the backward pass computes again, a name of `remat.POLICIES`.
+        remat: what the backward pass computes again, a word of `remat_name`.
         kinds: those that the schedule has.
         grads: the operands whose gradients are wanted; by default all.
         varying: the operands that differ from slice to slice; by default all but parameters.

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from launcher.partition.assignment import Assignment, Submesh
 from launcher.partition.errors import PlanError
-from launcher.partition.remat import POLICIES
 from launcher.partition.sharding.named_dims import Spec, axes
+from launcher.remat_name import parse_remat
 from launcher.schedule import SCHEDULES, Tasks
 from launcher.trace.leaf_names import leaf_names
 from launcher.trace.step import TracedStep
@@ -28,6 +28,7 @@ def validate(assignment: Assignment, step: TracedStep) -> Tasks:
     shapes = dict(zip(leaf_names(step), (v.aval.shape for v in step.invars), strict=True))
     for stage, mesh in enumerate(assignment.mesh_of):
         _check_stage(assignment, stage, assignment.submeshes[mesh], shapes)
+    _check_remat(assignment)
     _check_workers(assignment, step)
     step.loss(assignment.slicing.num_slices)
     return assignment.tasks()  # last: of as many microbatches as it is told
@@ -60,8 +61,6 @@ def _check_stage(
 ) -> None:
     if not assignment.layers[index] and any(assignment.layers):
         raise PlanError(f"stage {index} has no layers")
-    if (remat := assignment.remat[index]) not in POLICIES:
-        raise PlanError(f"stage {index}: remat {remat!r} is not one of {', '.join(POLICIES)}")
     shape = submesh.logical_mesh
     if len(shape) != 2 or min(shape) < 1 or math.prod(shape) != len(submesh.devices):
         raise PlanError(
@@ -70,6 +69,25 @@ def _check_stage(
     sizes = dict(zip(("data", "model"), shape, strict=True))
     for name, spec in (assignment.shardings_of(index) or {}).items():
         _check_spec(index, name, spec, shapes.get(name), sizes)
+
+
+def _check_remat(assignment: Assignment) -> None:
+    """Check the words for rematerialisation, and that stages have the layers that these ask for."""
+    for stage, name in enumerate(assignment.remat):
+        try:
+            parse_remat(name)
+        except ValueError as error:
+            raise PlanError(f"stage {stage}: remat {error}") from error
+    for name in dict.fromkeys(assignment.remat):
+        pairs = zip(assignment.remat, assignment.layers, strict=True)
+        most, wanted = max(len(of) for remat, of in pairs if remat == name), parse_remat(name)
+        if wanted.layers > max(most, 1):
+            sign = "/" if wanted.first is None else ":"
+            less = wanted.policy if most == 1 else f"{wanted.policy}{sign}{most}"
+            raise PlanError(
+                f"parallel.remat={name} asks for {wanted.layers} layers of a stage, and the "
+                f"largest has {most}; give at most {less}"
+            )
 
 
 def _check_workers(assignment: Assignment, step: TracedStep) -> None:

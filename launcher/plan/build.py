@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from launcher.partition.assignment import Assignment
 from launcher.partition.buckets import gradient_order
 from launcher.partition.partitioned import PartitionedStep, partition
-from launcher.partition.remat import recomputed
+from launcher.partition.remat import Recomputed, own_layers, recomputed
 from launcher.partition.sharding.layout import outer_dims
 from launcher.partition.sharding.named_dims import NamedDims, Spec
 from launcher.partition.stages import StageGraph
@@ -33,7 +33,7 @@ from launcher.plan.stage_plan import ServerExchange, StagePlan, Transfer
 from launcher.schedule import SCHEDULES, Kind
 from launcher.trace import Loss
 from launcher.trace.cost import matmul_flops
-from launcher.trace.jaxpr import Equation, nbytes
+from launcher.trace.jaxpr import nbytes
 from launcher.trace.leaf_names import operand_names
 from launcher.trace.step import TracedStep
 from launcher.trace.without_gradient import no_gradient_note
@@ -108,7 +108,7 @@ class PlanBuilder:
         trained, num_slices = bool(cut.loss.wrt), cut.slicing.num_slices
         flops = sum(matmul_flops(g.equations) for g in cut.stages) * num_slices
         flops *= 3 if trained else 1
-        flops_again = sum(matmul_flops(equations) for equations in again) * num_slices
+        flops_again = sum(of.matmul_flops for of in again) * num_slices
         with_remat = flops + (flops_again if trained else 0.0)
         pipeline = Pipeline(
             method=assignment.method,
@@ -166,7 +166,7 @@ class PlanBuilder:
     def _stages(
         self,
         cut: PartitionedStep,
-        again: Sequence[Sequence[Equation]],
+        again: Sequence[Recomputed],
         crossing: Sequence[ServerExchange],
     ) -> tuple[StagePlan, ...]:
         """Return the stages with their predicted times and memory."""
@@ -184,7 +184,7 @@ class PlanBuilder:
     def _seconds(
         self,
         cut: PartitionedStep,
-        again: Sequence[Sequence[Equation]],
+        again: Sequence[Recomputed],
         footprints: Mapping[int, Footprint],
         sums: Sequence[GradientSums],
     ) -> list[StageSeconds]:
@@ -258,6 +258,7 @@ class PlanBuilder:
             devices=submesh.devices,
             logical_mesh=submesh.logical_mesh,
             remat=assignment.remat[s],
+            own_checkpoints=own_layers(graph.layers) if cut.loss.wrt else 0,
             **vars(seconds) | vars(once) | {"collectives": seconds.collectives + once.collectives},
             buckets=sums.told(self._names),
             memory_bytes=peak,
@@ -280,9 +281,9 @@ def repriced(step: TracedStep, plan: Plan, measured: MeasuredLayers) -> Plan:
     return dataclasses.replace(built, runners_up=plan.runners_up)
 
 
-def _computed_again(cut: PartitionedStep) -> list[list[Equation]]:
-    """Return the equations that each stage's backward pass computes again."""
-    return [recomputed(g.equations, cut.assignment.remat[g.index]) for g in cut.stages]
+def _computed_again(cut: PartitionedStep) -> list[Recomputed]:
+    """Return what each stage's backward pass computes again."""
+    return [recomputed(g.layers, cut.assignment.remat[g.index]) for g in cut.stages]
 
 
 def _num_parameters(cut: PartitionedStep) -> list[int]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from launcher.partition.partitioned import PartitionedStep
+from launcher.partition.remat import RematSegment, keeps, own_layers, segments
 from launcher.partition.sharding.layout import MODEL, ROWS
+from launcher.partition.stages import StageGraph
+from launcher.remat_name import parse_remat
 from launcher.trace.errors import BatchError
 from launcher.trace.jaxpr import source_line
 from launcher.trace.leaf_names import leaf_names
@@ -14,8 +17,9 @@ from launcher.trace.leaf_names import leaf_names
 def plan_notes(cut: PartitionedStep, no_gradient: str | None) -> tuple[str, ...]:
     """Return notes on the plan.
 
-    They say what is computed on the whole batch, which parameters get no gradient, what workers
-    gather for it, and what every device of a submesh computes since no rule says how to cut it.
+    They say what is computed on the whole batch, which parameters get no gradient, which
+    rematerialisation saves nothing, what workers gather for it, and what every device of a submesh
+    computes since no rule says how to cut it.
     """
     shared = [layout for layout in cut.layouts if layout.sizes[MODEL] * layout.sizes[ROWS] > 1]
     unknown = {
@@ -27,7 +31,48 @@ def plan_notes(cut: PartitionedStep, no_gradient: str | None) -> tuple[str, ...]
     }
     loss = [f"loss: {cut.loss.meaning}"] if cut.loss.from_whole_batch else []
     in_vain = [no_gradient] if no_gradient else []
-    return (*loss, *in_vain, *_gathered(cut), *sorted(unknown))
+    return (*loss, *in_vain, *_without_effect(cut), *_gathered(cut), *sorted(unknown))
+
+
+def _without_effect(cut: PartitionedStep) -> list[str]:
+    """Return which stages' rematerialisation changes nothing, and why, in words."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for graph in cut.stages if cut.loss.wrt else ():
+        remat = cut.assignment.remat[graph.index]
+        ours = [one for one in segments(graph.layers, remat) if one.policy is not None]
+        if reason := _why_in_vain(graph, ours, remat, cut.goes_back_at_once(graph.index)):
+            found.setdefault((remat, reason), []).append(graph.index)
+    return [
+        f"remat={remat} saves nothing in stage{'s' if stages[1:] else ''} "
+        f"{', '.join(map(str, stages))}: {reason}"
+        for (remat, reason), stages in found.items()
+    ]
+
+
+def _why_in_vain(
+    graph: StageGraph, ours: Sequence[RematSegment], remat: str, goes_back_at_once: bool
+) -> str:
+    """Return why a stage's rematerialisation changes nothing; "" if it does, or if there is none.
+
+    Args:
+        graph: the stage.
+        ours: what it computes again together.
+        remat: the word for it.
+        goes_back_at_once: whether its backward pass directly follows its forward pass.
+    """
+    if parse_remat(remat).policy == "none":
+        return ""
+    if own_layers(graph.layers) == len(graph.layers):
+        return "the model checkpoints each of its layers itself"
+    every = ((one.policy, eqn) for one in ours for eqn in one.equations)
+    if all(keeps(policy, eqn) for policy, eqn in every if policy):
+        return "it keeps all that is computed"
+    if goes_back_at_once and len(ours) == 1 and len(graph.layers) == parse_remat(remat).layers:
+        return (
+            "its backward pass follows at once, and computes all of it again together; mark more "
+            "layers, or take fewer together"
+        )
+    return ""
 
 
 def _gathered(cut: PartitionedStep) -> list[str]:

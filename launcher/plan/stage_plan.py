@@ -65,8 +65,9 @@ class StagePlan:
         hosts: the hosts of the submesh, by their global numbers.
         devices: the devices of the submesh, by their global numbers.
         logical_mesh: the submesh's shape as (data, model).
-        remat: what the backward pass computes again: "none", "full", or everything but what a
-            policy of `jax.checkpoint_policies`, given by its name, keeps; layer by layer.
+        remat: what the backward pass computes again, a word of `remat_name`: "none", "full",
+            "selective", or everything but what a policy of `jax.checkpoint_policies` keeps, layer
+            by layer; "full/2" every two layers together, "full:2" the first two layers.
         forward_seconds: predicted forward pass of one microbatch.
         backward_seconds: predicted backward pass of one microbatch.
         backward_weight_seconds: the part of `backward_seconds` that may wait
@@ -82,6 +83,8 @@ class StagePlan:
         buckets: the gradients that are summed over the replicas together, in the order in which
             the backward pass makes them.
         exchange_seconds: predicted, of `update_seconds`, what goes through parameter servers.
+        own_checkpoints: number of the layers that the model checkpoints itself (`jax.checkpoint`,
+            `nn.remat`); `remat` is about the others.
         hidden_seconds: predicted, of the sums once a step, what runs under the last microbatch's
             backward pass; the rest is in `update_seconds`.
     """
@@ -103,6 +106,7 @@ class StagePlan:
     buckets: tuple[SummedTogether, ...] = ()
     hidden_seconds: float = 0.0
     exchange_seconds: float = 0.0
+    own_checkpoints: int = 0
 
 
 @dataclass(frozen=True)

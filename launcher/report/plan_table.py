@@ -22,6 +22,7 @@ from launcher.report.text import (
 
 if TYPE_CHECKING:
     from launcher.plan.plan import Plan
+    from launcher.plan.stage_plan import StagePlan
 
 
 def print_plan(console: Console, plan: Plan, tokens: int | None = None) -> None:
@@ -116,7 +117,7 @@ def server_line(plan: Plan) -> str:
 def headline(plan: Plan) -> str:
     """Return the plan in one line: method, stages, schedule, microbatches, devices."""
     hosts = {host for stage in plan.stages for host in stage.hosts}
-    remat = {stage.remat for stage in plan.stages}
+    remat = {remat_in_words(stage) for stage in plan.stages}
     parts = [
         f"plan: {plan.method}",
         _plural(len(plan.stages), "stage"),
@@ -128,13 +129,22 @@ def headline(plan: Plan) -> str:
     return f"{', '.join(parts)} ({plan.cluster['name']})"
 
 
+def remat_in_words(stage: StagePlan) -> str:
+    """Return what a stage's backward pass computes again: by the plan, by the model itself."""
+    own = stage.own_checkpoints
+    if own == len(stage.layers) and own:
+        return "the model's"
+    return f"{stage.remat}, {own} the model's" if own else stage.remat
+
+
 def plan_table(plan: Plan) -> Table:
     """Return the stages as a table that fits 80 columns.
 
     `submesh` is hosts × devices on each, `mesh` the logical mesh as data × model. Times are for one
     microbatch; `transfer` is the time to send its activations to a later stage, the slowest where
     there are several. `memory` is the peak of one device, with its share of the device's capacity
-    where that is known. `remat` has a column where the stages differ in it.
+    where that is known. `remat` has a column where the stages differ in it; layers
+    that the model checkpoints itself are counted there.
     """
     table = plain_table()
     capacity = plan.cluster.get("memory_bytes")
@@ -146,7 +156,7 @@ def plan_table(plan: Plan) -> Table:
         ],
         "mesh": ["x".join(map(str, stage.logical_mesh)) for stage in plan.stages],
         "params": [count_text(stage.num_parameters) for stage in plan.stages],
-        "remat": [stage.remat for stage in plan.stages],
+        "remat": [remat_in_words(stage) for stage in plan.stages],
         "forward": [seconds_text(stage.forward_seconds) for stage in plan.stages],
         "backward": [seconds_text(stage.backward_seconds) for stage in plan.stages],
         "transfer": [*_transfers(plan)],

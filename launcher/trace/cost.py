@@ -7,7 +7,7 @@ convolutions are counted from their shapes, everything else one operation an out
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from launcher.trace.bodies import total
 from launcher.trace.jaxpr import DropVar, Equation, is_var, nbytes
@@ -37,14 +37,21 @@ def program_flops(equations: Iterable[Equation]) -> float:
     return sum(flops(eqn) for eqn in equations)
 
 
-def matmul_flops(equations: Iterable[Equation]) -> float:
-    """Operations of the matrix products and convolutions alone: the model FLOPs that MFU counts."""
+def matmul_flops(equations: Iterable[Equation], skipped: Set[Equation] = frozenset()) -> float:
+    """Operations of the matrix products and convolutions alone: the model FLOPs that MFU counts.
+
+    Args:
+        equations: the equations.
+        skipped: those, also in bodies, that do not count.
+    """
     found = 0.0
     for eqn in equations:
+        if eqn in skipped:
+            continue
         if eqn.primitive.name in PRODUCTS:
             found += flops(eqn)
         else:
-            found += total(eqn, lambda jaxpr: matmul_flops(jaxpr.eqns)) or 0.0
+            found += total(eqn, lambda jaxpr: matmul_flops(jaxpr.eqns, skipped)) or 0.0
     return found
 
 

@@ -128,7 +128,7 @@ def plan_words(draw):
         "parallel.num_stages": [1, 2, 3, 9],
         "parallel.num_layers": [1, 2, 3, 50],
         "parallel.schedule": ["gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zero_bubble"],
-        "parallel.remat": ["none", "full", "dots_saveable"],
+        "parallel.remat": ["none", "full", "dots_saveable", "full/2", "selective:1", "full/9"],
         "parallel.data": [1, 2, 4],
         "parallel.model": [1, 2, 3],
         "parallel.pipeline": [1, 2],

@@ -356,7 +356,7 @@ VALUES = {
     "stages_per_mesh": [2],
     "num_micro_batches": [4],
     "schedule": ["gpipe", "zero_bubble"],
-    "remat": ["full"],
+    "remat": ["full", "selective", "full/2", "full:1"],
     "data": [2, 1],
     "model": [2, 1],
     "pipeline": [4, 1],

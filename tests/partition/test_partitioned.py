@@ -98,7 +98,7 @@ def test_a_plan_is_the_assignment_that_it_was_made_of():
         ({"layers": ((0,), (1,), (3,), (2,))}, "stages hold layers"),
         ({"mesh_of": (0, 1, 1, 0)}, "come round in turn"),
         ({"schedule": "2f2b"}, "2f2b"),
-        ({"remat": ("none", "some", "none", "none")}, "stage 1: remat 'some'"),
+        ({"remat": ("none", "some", "none", "none")}, "stage 1: remat some is not one of"),
         ({"submeshes": tuple(Submesh((i // 2,), (1, 1)) for i in range(4))}, "in two submeshes"),
         ({"shardings": ({"nobody": ()}, {}, {}, {})}, "no such argument"),
         ({"remat": ("none",)}, "not each of 4 stages"),

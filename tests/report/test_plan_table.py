@@ -102,6 +102,14 @@ def test_remat_is_told_once_where_all_stages_agree_and_by_stage_where_not():
     assert all(f"  {word}  " in mixed for word in ("remat", "full", "none"))
 
 
+def test_layers_that_the_model_checkpoints_itself_are_told():
+    assert "8 microbatches, remat the model's, " in text_of(make_plan(own_checkpoints=2))
+    plan = make_plan(2, remat="full/2")
+    first = dataclasses.replace(plan.stages[0], own_checkpoints=1)
+    mixed = text_of(dataclasses.replace(plan, stages=(first, plan.stages[1])))
+    assert all(f"  {word}  " in mixed for word in ("full/2, 1 the model's", "full/2"))
+
+
 def test_one_of_a_thing_is_not_called_several():
     plan = dataclasses.replace(make_plan(1, devices=(0,)), num_micro_batches=1, method="data")
     assert "plan: data, 1 stage, 1f1b, 1 microbatch, 1 device on 1 host (" in text_of(plan)

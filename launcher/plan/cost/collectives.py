@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import jax.numpy as jnp
 
+from launcher.partition.remat import Recomputed
 from launcher.partition.sharding.named_dims import (
     Holder,
     NamedDims,
@@ -29,7 +30,7 @@ from launcher.partition.sharding.spmd import Execution, cut_axes, execution
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.cost.formulas import all_reduce_seconds, gather_seconds
 from launcher.trace.cost import flops, moved_bytes
-from launcher.trace.jaxpr import Equation, Var, dependents, is_var, nbytes
+from launcher.trace.jaxpr import Equation, Var, dependents, free_vars, is_var, nbytes
 from launcher.trace.primitive_kinds import LENGTHENING, PRODUCTS, SEARCHES, SPREADING
 
 Flow = Callable[[Use, Var], bool]  # whether gradients flow to a value that an equation has
@@ -218,6 +219,23 @@ def loads(sharding: Sharding, flows: Flow) -> list[tuple[Use, Load]]:
         left = tuple(c for c in backward if c is not None)
         found.append((use, dataclasses.replace(one, backward=left)))
     return found
+
+
+def loads_again(
+    again: Recomputed, spec: Callable[[Var], Spec], sizes: Mapping[str, int], flows: Flow
+) -> list[tuple[Use, Load]]:
+    """Return the load of every equation that a backward pass computes again.
+
+    Args:
+        again: what it computes again.
+        spec: returns the spec of a value of the forward pass.
+        sizes: the devices along each mesh axis.
+        flows: as for `loads`.
+    """
+    inside = Sharding(NamedDims(again.equations), sizes)
+    for v in free_vars(again.equations):
+        inside.seed(v, spec(v))
+    return [(use, one) for use, one in loads(inside, flows) if use.eqn not in again.kept]
 
 
 SumKey = tuple[str | tuple[str, ...], Holder]

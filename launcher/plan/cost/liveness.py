@@ -11,7 +11,7 @@ routine computes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 
 from launcher.trace.jaxpr import Atom, Equation, Var, is_var
 from launcher.trace.primitive_kinds import CHEAP, COSTLY, FUSED, REDUCTIONS
@@ -100,34 +100,48 @@ def _kept(equations: Sequence[Equation], outs: Iterable[Atom]) -> set[Var]:
     """Return the values that are stored."""
     defined = {v for eqn in equations for v in eqn.outvars}
     kept = {v for v in outs if is_var(v) and v in defined}
-    uses: dict[Var, int] = {}
+    turned = {v for eqn in equations for v in _turned(eqn)}
     for eqn in equations:
         fuses = eqn.primitive.name in FUSED or eqn.primitive.name in REDUCTIONS
-        for v in {v for v in eqn.invars if is_var(v)}:
-            uses[v] = uses.get(v, 0) + 1
-            if not fuses and v in defined:
-                kept.add(v)
+        if not fuses:
+            kept.update(v for v in eqn.invars if is_var(v) and v in defined)
         if eqn.primitive.name not in FUSED:
             kept.update(eqn.outvars)
-    for eqn in equations:
-        if eqn.primitive.name in FUSED and uses.get(eqn.outvars[0], 0) > 1:
+    # Of each value what is stored that it is fused into: if that is one, it is computed once.
+    into: dict[Var, set[object]] = {v: set() for v in defined}
+    for eqn in reversed(equations):
+        if eqn.primitive.name in FUSED:
+            out = eqn.outvars[0]
             sources = {v for v in eqn.invars if is_var(v) and v.aval.size > 1}
-            grown = sum(v.aval.size for v in sources) < eqn.outvars[0].aval.size
-            if len(sources) > 1 or eqn.primitive.name in COSTLY or (sources and grown):
-                kept.update(eqn.outvars)
+            grown = sum(v.aval.size for v in sources) < out.aval.size
+            dear = len(sources) > 1 or eqn.primitive.name in COSTLY or (sources and grown)
+            if dear and len(into[out]) > 1:
+                kept.add(out)
+        for v in {v for v in eqn.invars if is_var(v) and v in defined}:
+            for out in eqn.outvars:
+                into[v] |= _stored(out, kept, turned) or into[out]
     return kept
+
+
+def _stored(v: Var, kept: Set[Var], turned: Set[Var]) -> set[object]:
+    """Return a value as it is stored, and its copy in another layout; empty if it is not stored."""
+    if v not in kept:
+        return set()
+    return {v, (v, "turned")} if v in turned else {v}
 
 
 def _turned(eqn: Equation) -> list[Var]:
     """Return the operands of a product that are copied first, since their layout does not suit it.
 
-    Batch dimensions have to come first, and in the first operand the contracted dimension last.
+    Batch dimensions have to come first, and in the first operand the contracted dimension last,
+    except of a matrix.
     """
     if eqn.primitive.name == "dot_general":
         (contracted, _), batch = eqn.params["dimension_numbers"]
         first = eqn.invars[0]
         turned = [v for v, d in zip(eqn.invars, batch, strict=True) if list(d) != [*range(len(d))]]
-        if contracted and len(first.aval.shape) - 1 not in contracted and first not in turned:
+        rank = len(first.aval.shape)
+        if contracted and rank > 2 and rank - 1 not in contracted and first not in turned:
             turned.append(first)
         return [v for v in turned if is_var(v)]
     if eqn.primitive.name == "conv_general_dilated":

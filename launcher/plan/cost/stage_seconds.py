@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launcher.partition.assignment import Submesh
+from launcher.partition.remat import Recomputed
 from launcher.partition.sharding.layout import DATA, MODEL, ROWS, Layout
 from launcher.partition.sharding.named_dims import parts
 from launcher.partition.stages import StageGraph
@@ -17,12 +18,13 @@ from launcher.plan.cost.collectives import (
     flow,
     is_active,
     loads,
+    loads_again,
     work_seconds,
 )
 from launcher.plan.cost.formulas import Links, PassParts, pass_seconds, ring_links
 from launcher.plan.stage_plan import Collectives
 from launcher.trace import Loss
-from launcher.trace.jaxpr import Equation, nbytes
+from launcher.trace.jaxpr import nbytes
 
 
 def links_of(submesh: Submesh, cluster: ClusterShape) -> Links:
@@ -47,7 +49,7 @@ def stage_seconds(
     layout: Layout,
     cluster: ClusterShape,
     links: Links,
-    again: Sequence[Equation],
+    again: Recomputed,
     as_one: bool,
     split: bool,
     sums_in_every: Sequence[Collective] = (),
@@ -61,7 +63,7 @@ def stage_seconds(
         layout: the specs on its submesh.
         cluster: the rates of the devices.
         links: the links of its submesh.
-        again: the equations that its backward pass computes again.
+        again: what its backward pass computes again.
         as_one: whether both passes are one program, which gathers what it needs once.
         split: whether the backward pass is two programs, of which the second may wait.
         sums_in_every: the collectives that sum gradients in every microbatch (ZeRO-3).
@@ -75,7 +77,7 @@ def stage_seconds(
     seeds |= {v: layout.activation(v) for v in graph.activations_in}
     flows = flow(graph.equations, [*(loss.invars[i] for i in graph.wrt), *graph.active_in])
     program = loads(layout.inside(graph.equations, seeds), flows)
-    repeated = [found for _, found in loads(layout.inside(again, seeds), flows)]
+    repeated = [found for _, found in loads_again(again, layout.activation, layout.sizes, flows)]
     forward = [c for _, found in program for c in found.forward]
     backward = [c for use, found in program if is_active(use, flows) for c in found.backward]
     if as_one:  # what the forward pass gathered is still there
