@@ -16,7 +16,8 @@ import numpy as np
 
 from launcher.plan import Plan, PlanError
 from launcher.runtime.batch_rows import rows_here
-from launcher.runtime.compat import accept_as_array, is_nan_error, moves_are_guarded
+from launcher.runtime.caller import Caller, copied
+from launcher.runtime.compat import is_nan_error, moves_are_guarded
 from launcher.runtime.compile import compile_programs
 from launcher.runtime.dispatch_table import Entry, build_table
 from launcher.runtime.emit import emit
@@ -29,9 +30,8 @@ from launcher.runtime.state import create_state
 from launcher.runtime.transfer import is_here, place_array
 from launcher.runtime.transport import Transport
 from launcher.spans import Span, SpanRecorder
-from launcher.stacked_array import StackedArray, StackedSharding, rows_in, stacked_in
+from launcher.stacked_array import StackedArray, StackedSharding
 from launcher.trace.interface import Interface
-from launcher.trace.open_scans import Stacks
 from launcher.trace.step import TracedStep
 
 
@@ -107,7 +107,7 @@ class Executable:
         started = time.perf_counter()
         self.plan = plan
         self._interface = whole = step.whole
-        self._has_stacks, self._caller = step.stacks is not None, step.stacks or _unstacked(whole)
+        self._caller = Caller(whole, step.stacks)
         self._transport, self._servers = transport, servers
         self.spans = spans
         emitted = emit(step, plan, servers.rank if servers else 0)
@@ -119,10 +119,10 @@ class Executable:
         )
         where = {i: self._placement.sharding(slot) for i, slot in emitted.arguments}
         flat = [where.get(i) for i in range(len(whole.in_avals))]
-        stacked = stacked_in(flat, self._caller.in_rows, StackedSharding)
-        self.in_shardings = jax.tree.unflatten(self._caller.in_tree, stacked)
+        stacked = self._caller.by_leaf(flat, StackedSharding)
+        self.in_shardings = self._caller.arguments(stacked)
         used = {i for i, _, _ in self._table.arguments}
-        any_used = stacked_in([i in used for i in range(len(flat))], self._caller.in_rows, any)
+        any_used = self._caller.by_leaf([i in used for i in range(len(flat))], any)
         self.used = frozenset(i for i, is_used in enumerate(any_used) if is_used)
         self.compile_seconds = time.perf_counter() - started
 
@@ -205,9 +205,9 @@ class Executable:
         The first run of a program opens connections and allocates; the next call has no such work.
         """
         leaves, tree = jax.tree.flatten(args)
-        donated = stacked_in(self._interface.donated, self._caller.in_rows, any)
+        donated = self._caller.by_leaf(self._interface.donated, any)
         for i, is_donated in enumerate(donated):
-            leaves[i] = _copied(leaves[i]) if is_donated else leaves[i]
+            leaves[i] = copied(leaves[i]) if is_donated else leaves[i]
         results = jax.tree.leaves(self(*jax.tree.unflatten(tree, leaves)))
         jax.block_until_ready([array for array in results if array.addressable_shards])
 
@@ -254,15 +254,8 @@ class Executable:
             return self._servers.reserve()
         return self._transport.reserve(self._table.num_keys) if self._transport else 0
 
-    def _leaves(self, args: tuple[Any, ...]) -> list[Any]:
-        """Return the leaves of a call's arguments, as the programs take them."""
-        leaves, tree = jax.tree.flatten(args)
-        if tree != (in_tree := self._caller.in_tree):
-            raise TypeError(f"the step was compiled for arguments {in_tree}, not {tree}")
-        return rows_in(leaves, self._caller.in_rows) if self._has_stacks else leaves
-
     def _fill(self, args: tuple[Any, ...]) -> list[Any]:
-        leaves = self._leaves(args)
+        leaves = self._caller.leaves(args)
         slots = self._table.slots.copy()
         moved = []
         for i, slot, sharding in self._table.arguments:
@@ -300,30 +293,7 @@ class Executable:
         flat = [fixed[i] if s is None else slots[s] for i, s in enumerate(self._table.results)]
         for i in self._table.shared:
             flat[i] = flat[i].copy()
-        if self._has_stacks:
-            flat = stacked_in(flat, self._caller.out_rows)
-        return jax.tree.unflatten(self._caller.out_tree, flat)
-
-
-accept_as_array(StackedArray, lambda array: array.value)
-
-
-def _unstacked(whole: Interface) -> Stacks:
-    """Return the arguments and results of a step without scans that are open."""
-    counts = len(whole.in_avals), len(whole.outvars)
-    return Stacks(whole.in_tree, whole.out_tree, *((0,) * count for count in counts))
-
-
-def _copied(leaf: Any) -> Any:
-    """Return an array whose parts in this process are copies."""
-    if isinstance(leaf, StackedArray):
-        return StackedArray([_copied(row) for row in leaf.rows])
-    if not isinstance(leaf, jax.Array) or not leaf.addressable_shards:
-        return leaf
-    if leaf.is_fully_addressable:
-        return leaf.copy()
-    shards = [shard.data.copy() for shard in leaf.addressable_shards]
-    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
+        return self._caller.results(flat)
 
 
 def _donated_before(whole: Interface, leaf: int) -> ValueError:

@@ -226,7 +226,7 @@ INVALID = {
     ),
     "a logical mesh of three": (edited((1, {"logical_mesh": (1, 2, 1)})), "stage 1: a logical"),
     "an unknown policy": (
-        edited((0, {"remat": "some"})), "stage 0: remat 'some' is not one of none, full"
+        edited((0, {"remat": "some"})), "stage 0: remat some is not one of none, full"
     ),
     "an unknown schedule": (edited(schedule="2f2b"), "schedule '2f2b' is not one of gpipe, 1f1b"),
     "no microbatch": (edited(num_micro_batches=0), "num_micro_batches=0 must be at least 1"),

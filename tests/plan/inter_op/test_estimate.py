@@ -135,7 +135,7 @@ def test_an_estimate_holds_as_much_as_the_schedule_does(gpt, schedule):
     assignment = assignment_of(problem, (1, 1), 4, schedule=schedule, num_micro_batches=8)
     want, estimate = build_plan(gpt, assignment, CLUSTER), make_estimate(assignment, problem)
     for stage, known in zip(estimate.stages, want.stages, strict=True):
-        assert stage.memory_bytes == pytest.approx(known.memory_bytes, rel=0.1)
+        assert stage.memory_bytes == pytest.approx(known.memory_bytes, rel=0.12)
 
 
 def test_short_stages_in_turn_are_found_where_the_bubble_is_large(step):
