@@ -62,10 +62,10 @@ class Caller:
         return jax.tree.unflatten(self._stacks.out_tree, out)
 
 
-def copied(leaf: Any) -> Any:
+def with_copies(leaf: Any) -> Any:
     """Return an array whose parts in this process are copies."""
     if isinstance(leaf, StackedArray):
-        return StackedArray([copied(row) for row in leaf.rows])
+        return StackedArray([with_copies(row) for row in leaf.rows])
     if not isinstance(leaf, jax.Array) or not leaf.addressable_shards:
         return leaf
     if leaf.is_fully_addressable:

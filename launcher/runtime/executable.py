@@ -16,7 +16,7 @@ import numpy as np
 
 from launcher.plan import Plan, PlanError
 from launcher.runtime.batch_rows import rows_here
-from launcher.runtime.caller import Caller, copied
+from launcher.runtime.caller import Caller, with_copies
 from launcher.runtime.compat import is_nan_error, moves_are_guarded
 from launcher.runtime.compile import compile_programs
 from launcher.runtime.dispatch_table import Entry, build_table
@@ -207,7 +207,7 @@ class Executable:
         leaves, tree = jax.tree.flatten(args)
         donated = self._caller.by_leaf(self._interface.donated, any)
         for i, is_donated in enumerate(donated):
-            leaves[i] = copied(leaves[i]) if is_donated else leaves[i]
+            leaves[i] = with_copies(leaves[i]) if is_donated else leaves[i]
         results = jax.tree.leaves(self(*jax.tree.unflatten(tree, leaves)))
         jax.block_until_ready([array for array in results if array.addressable_shards])
 
