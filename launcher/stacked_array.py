@@ -116,15 +116,28 @@ class StackedArray(ArrayLike):
         """Return a copy whose rows lie where these do."""
         return StackedArray([row.copy() for row in self.rows])
 
+    def devices(self) -> set[jax.Device]:
+        """Return the devices that any row lies on."""
+        return {device for row in self.rows for device in row.devices()}
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "sharding":
+            raise AttributeError(
+                "the rows of a StackedArray lie apart: .where.rows has the sharding of each, .rows "
+                "the rows"
+            )
+        return super().__getattr__(name)
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        del copy
+        if copy is False:
+            raise ValueError("the rows of a StackedArray lie apart, and are copied to be one array")
         return np.stack(jax.device_get(list(self.rows))).astype(dtype or self.dtype, copy=False)
 
     def __jax_array__(self) -> jax.Array:
         return self.value
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, int):
+        if isinstance(index, int) and not isinstance(index, bool):
             return self.rows[index]
         return self.value[index]
 

@@ -6,6 +6,7 @@ They differ where scans over parameters are open (`trace.open_scans`): the calle
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +30,11 @@ class Caller:
 
     def __init__(self, whole: Interface, stacks: Stacks | None) -> None:
         self._differs = stacks is not None
+        serialization = sys.modules.get("flax.serialization")  # a script's that has it writes these
+        if self._differs and serialization is not None:
+            serialization.register_serialization_state(
+                StackedArray, lambda array: array.value, lambda _, value: value, override=True
+            )
         counts = ((0,) * len(flat) for flat in (whole.in_avals, whole.outvars))
         self._stacks = stacks or Stacks(whole.in_tree, whole.out_tree, *counts)
 

@@ -232,16 +232,20 @@ def _stacked_operands(step: TracedStep) -> set[int]:
     jaxpr: Jaxpr = step.loss_equation.params["jaxpr"].jaxpr
     batch = {v for v, is_batch in zip(step.invars, step.batch, strict=True) if is_batch}
     varying = dependents(step.before, batch)
+    of_batch = [v for v, x in zip(jaxpr.invars, step.operands, strict=True) if x in varying]
+    inside = dependents(jaxpr.eqns, of_batch)
     makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     position = {v: i for i, v in enumerate(jaxpr.invars)}
     found = set()
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in LOOPS and may_open(eqn):
             first = eqn.params["num_consts"] + eqn.params["num_carry"]
+            if any(atom in inside for atom in eqn.invars[first:]):
+                continue  # a recurrent network's time steps, with parameters for each
             for atom in eqn.invars[first:]:
                 root = _root(atom, makers)
                 i = position.get(root, -1) if root is not None else -1
-                if i >= 0 and step.operands[i] not in varying:
+                if i >= 0:
                     found.add(i)
     return found
 

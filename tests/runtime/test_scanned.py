@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from flax import serialization
 
 import launcher
 from launcher import PipeshardParallel, UniformStageOption
@@ -111,6 +112,13 @@ def test_a_step_that_takes_a_stacked_array_whole_gets_it():
     whole = launcher.parallelize(other, method=launcher.DataParallel(), donate_argnums=())
     found = float(whole(state, BATCHES[0]))
     assert found == pytest.approx(float(jax.jit(other)(serial(1)[0], BATCHES[0])), rel=1e-4)
+
+
+def test_flax_serializes_a_state():
+    train = launcher.parallelize(step, method=stages(2))
+    state = train.create(init, jax.random.key(0), like=BATCHES[0])
+    found = serialization.from_bytes(state, serialization.to_bytes(state))
+    assert_allclose(found, state, rtol=0)
 
 
 def test_used_up_rows_are_said():
@@ -219,6 +227,9 @@ def test_a_stacked_array_is_an_array():
     assert array.dtype == jnp.float32
     assert len(array) == 4
     assert array[2] is rows[2]
+    assert array.devices() == set(jax.devices()[:4])
+    with pytest.raises(AttributeError, match=r"lie apart: \.where\.rows has the sharding of each"):
+        _ = array.sharding
     for found in (array, array + 0, array[:], jnp.asarray(array), jax.device_get(array)):
         np.testing.assert_array_equal(np.asarray(found), value)
     assert float(jax.jit(jnp.sum)(array)) == value.sum()

@@ -182,6 +182,13 @@ def test_scans_that_are_no_layers_stay():
 
     assert traced(over_time).opened.stacks is None
 
+    def numbered_times(params, x):  # with parameters of each time step
+        cell = lambda h, p: (jnp.tanh(h + p[0][:, None] * p[1]["b"]), None)  # noqa: E731
+        h, _ = lax.scan(cell, x, (x.repeat(2, 1).T[:LAYERS], params["blocks"]))
+        return (h**2).mean()
+
+    assert traced(numbered_times).opened.stacks is None
+
     def shared(params, x):  # the same parameters in each iteration
         x, _ = lax.scan(lambda h, _: (jnp.tanh(h @ params["head"]), None), x, None, length=3)
         return (x**2).mean()

@@ -29,7 +29,7 @@ def sources(wanted: Shapes, stored: Shapes) -> dict[str, Source]:
     for name, shape in wanted.items():
         if name in stored:
             found[name] = name
-        elif source := _rows(name, shape, stored) or _row(name, stored):
+        elif source := _rows(name, shape, stored) or _row(name, shape, stored):
             found[name] = source
     return found
 
@@ -62,13 +62,14 @@ def _with_numbers(name: str) -> Iterator[str]:
             yield ".".join([*parts[:i], f"{parts[i]}{mark}{{}}", *parts[i + 1 :]])
 
 
-def _row(name: str, stored: Shapes) -> tuple[str, int] | None:
+def _row(name: str, shape: tuple[int, ...], stored: Shapes) -> tuple[str, int] | None:
     """Return the stacked array of which an array is a row, and the row's number."""
     parts = name.split(".")
     for i in range(1, len(parts) - 1):
         if found := _NUMBERED.fullmatch(parts[i]):
             before = [found[1]] if found[1] else []
             stacked = ".".join([*parts[:i], *before, *parts[i + 1 :]])
-            if stacked in stored and int(found[2]) < (stored[stacked] or (0,))[0]:
+            count, *of_row = stored.get(stacked) or (0,)
+            if int(found[2]) < count and tuple(of_row) == shape:
                 return stacked, int(found[2])
     return None
