@@ -29,6 +29,7 @@ from launcher.trace.jaxpr import (
     program,
 )
 from launcher.trace.primitive_kinds import ELEMENTWISE, LOOPS
+from launcher.trace.primitives import boundary_p
 from launcher.trace.stacked import LayerRows, Opener, Value, by_rows, given_rows, may_open
 
 if TYPE_CHECKING:
@@ -227,9 +228,12 @@ def _interface(
 def _stacked_operands(step: TracedStep) -> set[int]:
     """Return the operands of the loss that scans take apart, a row an iteration.
 
-    They are parameters: floating, and not of the batch.
+    They are parameters: floating, and not of the batch. A loss with marks has none: its layers are
+    those that it says.
     """
     jaxpr: Jaxpr = step.loss_equation.params["jaxpr"].jaxpr
+    if any(eqn.primitive is boundary_p for eqn in jaxpr.eqns):
+        return set()  # layers end where the user says
     batch = {v for v, is_batch in zip(step.invars, step.batch, strict=True) if is_batch}
     varying = dependents(step.before, batch)
     of_batch = [v for v, x in zip(jaxpr.invars, step.operands, strict=True) if x in varying]

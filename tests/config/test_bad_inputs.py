@@ -20,7 +20,7 @@ import yaml
 
 from launcher.__main__ import main
 from launcher.config.commands import COMMAND_LINE_ONLY
-from launcher.config.fields import LARGEST, settings_of
+from launcher.config.fields import LARGEST, key_of, settings_of
 from launcher.config.schema import Config
 
 LOOKED_FOR = ("cluster.gpus=999", "model.module=no_such")
@@ -61,7 +61,7 @@ class Case(NamedTuple):
 def settings(cls: Any = Config, prefix: str = "", beside: Any = None) -> Iterator[Setting]:
     hints = typing.get_type_hints(cls)
     for field in settings_of(cls):
-        key, hint = f"{prefix}{field.name}", hints[field.name]
+        key, hint = f"{prefix}{key_of(field)}", hints[field.name]
         if "variants" in field.metadata:
             variants = field.metadata["variants"]
             for name, variant in variants.classes.items():

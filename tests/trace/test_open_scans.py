@@ -197,6 +197,16 @@ def test_scans_that_are_no_layers_stay():
     assert step.opened is step
 
 
+def test_marks_say_where_layers_end():
+    def marked(block, blocks, h):
+        launcher.mark_pipeline_boundary()
+        return plain(block, blocks, h)
+
+    step = traced(loss_of(marked))
+    assert step.opened is step
+    assert step.loss(2).num_layers == 2
+
+
 def test_an_evaluation_is_opened_alike():
     params, batch = params_of(), jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
     evaluate = trace_step(launcher.microbatched(loss_of()), (params, batch), donate_argnums=())

@@ -153,8 +153,9 @@ def plans_on_one_machine(problem: Problem, wanted: Wanted, progress: Progress) -
         assignments = [best, *more, *assignments[1:]]
     for one in (v for given in assignments for v in schedule_variants(given, problem, wanted)):
         found.add(one)
-    for one in on_few_devices(problem, wanted):
-        found.add(one)
+    if found.estimates:  # on fewer devices nothing fits that does not on all
+        for one in on_few_devices(problem, wanted):
+            found.add(one)
     found.move_boundaries()
     return found
 
