@@ -22,7 +22,7 @@ from launcher.partition.slicing import Slicing, accumulator_dtype
 from launcher.partition.stages import StageGraph
 from launcher.partition.update_placement import Placer, Segment, Send
 from launcher.trace import Loss, TracedStep
-from launcher.trace.jaxpr import Atom, Aval, Equation, Var, inline_calls, is_var, make_jaxpr
+from launcher.trace.jaxpr import Atom, Aval, Equation, Var, is_var, splice
 from launcher.trace.random_keys import fold_slices
 
 
@@ -316,16 +316,3 @@ def _export_results(step: TracedStep, outvars: Sequence[Atom], after: Placer) ->
         if is_var(atom := outvars[i]):
             after.export(atom, places[i])
     return tuple(places[i] for i in range(len(outvars)))
-
-
-def splice(fun: Callable[..., Any], operands: Sequence[Var]) -> tuple[list[Equation], list[Atom]]:
-    """Trace `fun` on values like `operands` and name its inputs so: its equations and results."""
-    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands]
-    closed = inline_calls(make_jaxpr(fun, *avals))
-    rename: dict[Any, Any] = dict(zip(closed.jaxpr.invars, operands, strict=True))
-
-    def read(atom: Atom) -> Atom:
-        return rename.get(atom, atom) if is_var(atom) else atom
-
-    equations = [e.replace(invars=[read(v) for v in e.invars]) for e in closed.jaxpr.eqns]
-    return equations, [read(v) for v in closed.jaxpr.outvars]

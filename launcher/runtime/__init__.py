@@ -20,7 +20,6 @@ from launcher.runtime.replicas import (
 from launcher.runtime.stage_times import StageTimes
 from launcher.runtime.transfer import move
 from launcher.runtime.transport import ProcessMismatchError, PullTransport, Transport, fail_together
-from launcher.stacked_array import StackedArray, spec_at
 
 __all__ = [
     "Copies",
@@ -32,7 +31,6 @@ __all__ = [
     "PullTransport",
     "ReplicaError",
     "Servers",
-    "StackedArray",
     "StageTimes",
     "Transport",
     "check_equal",
@@ -43,7 +41,6 @@ __all__ = [
     "named_values",
     "odd_replicas",
     "shared_copies",
-    "spec_at",
     "transformed_error",
     "why_not_kept",
     "with_first_replicas",

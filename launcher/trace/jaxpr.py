@@ -240,6 +240,19 @@ def nbytes(aval: Aval) -> int:
     return int(aval.size) * int(aval.dtype.itemsize)
 
 
+def splice(fun: Callable[..., Any], operands: Sequence[Atom]) -> tuple[list[Equation], list[Atom]]:
+    """Trace `fun` on values like `operands` and name its inputs so: its equations and results."""
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands]
+    closed = inline_calls(make_jaxpr(fun, *avals))
+    rename: dict[Any, Any] = dict(zip(closed.jaxpr.invars, operands, strict=True))
+
+    def read(atom: Atom) -> Atom:
+        return rename.get(atom, atom) if is_var(atom) else atom
+
+    equations = [e.replace(invars=[read(v) for v in e.invars]) for e in closed.jaxpr.eqns]
+    return equations, [read(v) for v in closed.jaxpr.outvars]
+
+
 _NOISE = re.compile(r"0x[0-9a-f]+|Var\(id=\d+\)")
 
 

@@ -25,6 +25,7 @@ from launcher.trace.jaxpr import (
     inline_calls,
     is_var,
     make_jaxpr,
+    splice,
 )
 from launcher.trace.primitive_kinds import ELEMENTWISE, FOLDS, LOOPS
 from launcher.trace.primitives import boundary_p
@@ -138,10 +139,9 @@ class Opener:
             return None
         if eqn.primitive.name in LOOPS:
             return self._iterations(eqn, operands) if may_open(eqn) else None
-        shapes = [x.aval.shape for x in operands]
-        if (
-            by_row := by_rows(eqn, [isinstance(x, LayerRows) for x in operands], shapes)
-        ) is not None:
+        are_rows = [isinstance(x, LayerRows) for x in operands]
+        by_row = by_rows(eqn, are_rows, [x.aval.shape for x in operands])
+        if by_row is not None:
             (out,) = eqn.outvars
             return [LayerRows(out.aval, functools.partial(self._row, eqn, operands, by_row))]
         return self._folded(eqn, operands[0])
@@ -216,15 +216,9 @@ class Opener:
 
     def _spliced(self, fun: Callable[..., list[Any]], operands: Sequence[Atom]) -> list[Atom]:
         """Add the equations of a function of these operands; return its results."""
-        avals = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in operands]
-        closed = inline_calls(make_jaxpr(fun, *avals))
-        env: dict[Var, Atom] = dict(zip(closed.jaxpr.invars, operands, strict=True))
-
-        def read(atom: Atom) -> Atom:
-            return env.get(atom, atom) if is_var(atom) else atom
-
-        self.equations += [e.replace(invars=[read(v) for v in e.invars]) for e in closed.jaxpr.eqns]
-        return [read(v) for v in closed.jaxpr.outvars]
+        equations, outs = splice(fun, operands)
+        self.equations += equations
+        return outs
 
 
 def may_open(eqn: Equation) -> bool:
@@ -257,7 +251,7 @@ def by_rows(
         return dict(params) if fits else None
     if len(shapes) != 1 or (is_rows[0] and shapes[0][0] != shape[0]):
         return None
-    if name in _BROADCASTS:
+    if name == "broadcast_in_dim":
         dims = tuple(params["broadcast_dimensions"])
         if is_rows[0] != (dims[:1] == (0,)):  # an array is repeated for each row, or spread in it
             return None
@@ -272,9 +266,6 @@ def by_rows(
     if "new_sizes" in params and params["dimensions"] is None:
         return {**params, "new_sizes": shape[1:]}
     return None
-
-
-_BROADCASTS = frozenset(("broadcast_in_dim",))
 
 
 def _mark() -> Equation:

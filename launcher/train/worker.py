@@ -28,11 +28,11 @@ from launcher.runtime import (
     compile_step,
     named_values,
     shared_copies,
-    spec_at,
     with_first_replicas,
     with_values,
 )
 from launcher.spans import SpanRecorder
+from launcher.stacked_array import spec_at
 from launcher.train import checkpoint
 from launcher.train.evaluation import Evaluator
 from launcher.train.feed import Feeder
