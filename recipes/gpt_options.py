@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
-from launcher.config.errors import ConfigError, advice
-from launcher.config.families import ModelOptions, register
-from launcher.config.fields import LARGEST, number
+from launcher.config.errors import ConfigError
+from launcher.config.families import register
+from launcher.config.fields import number
+from recipes.sizes import SizedOptions
 
 DIMENSIONS = ("vocab_size", "sequence_length", "num_layers", "num_heads", "hidden_size")
 
 
 @register
 @dataclass(frozen=True)
-class GPTOptions(ModelOptions):
+class GPTOptions(SizedOptions):
     """A decoder-only transformer. A size names a row of `sizes`; a field that is set beats it.
 
     Once a configuration is loaded every dimension is set and `sizes` is empty.
@@ -36,6 +36,7 @@ class GPTOptions(ModelOptions):
     tie_embeddings: bool = True
     scan_layers: bool = False
 
+    dimensions: ClassVar = DIMENSIONS
     shorthands: ClassVar = {"size": ("sizes", *DIMENSIONS)}
 
     @property
@@ -43,36 +44,6 @@ class GPTOptions(ModelOptions):
         """The number of pipeline layers: one more than the model's marks."""
         assert self.num_layers is not None, "the size has not been filled in"
         return self.num_layers
-
-    def filled(self) -> Self:
-        """Return the settings with every dimension set; one that was set stays.
-
-        Raises:
-            ConfigError: a size that `sizes` lacks, a row with a name that is no dimension, a
-                dimension that neither the user nor the size gives.
-        """
-        row = self._row()
-        filled: dict[str, Any] = {
-            name: value if (value := getattr(self, name)) is not None else row.get(name)
-            for name in DIMENSIONS
-        }
-        for name, value in filled.items():
-            if value is None:
-                raise ConfigError(
-                    f"model.{name} is not set",
-                    f"Choose a model.size, or give model.{name}=VALUE.",
-                )
-            if value < 1:
-                raise ConfigError(
-                    f"model.{name} must be at least 1, not {value}",
-                    keys=[f"model.sizes.{self.size}.{name}"],
-                )
-            if value > LARGEST:
-                raise ConfigError(
-                    f"model.{name} must be at most {LARGEST}, not {value}",
-                    keys=[f"model.sizes.{self.size}.{name}"],
-                )
-        return dataclasses.replace(self, sizes={}, **filled)
 
     def check(self) -> Iterator[ConfigError]:
         """Yield an error where the heads cannot be equal."""
@@ -83,23 +54,3 @@ class GPTOptions(ModelOptions):
                 "Make it a multiple.",
                 ["model.hidden_size", "model.num_heads"],
             )
-
-    def _row(self) -> dict[str, int]:
-        """Return the dimensions that the size gives."""
-        if self.size is None or not self.sizes:
-            return {}
-        if self.size not in self.sizes:
-            raise ConfigError(
-                f"There is no model.size={self.size}",
-                advice(self.size, list(self.sizes), "Sizes"),
-                ["model.size"],
-            )
-        row = self.sizes[self.size]
-        for name in row:
-            if name not in DIMENSIONS:
-                raise ConfigError(
-                    f"model.sizes.{self.size}.{name} is not a dimension",
-                    advice(name, DIMENSIONS),
-                    [f"model.sizes.{self.size}.{name}"],
-                )
-        return row

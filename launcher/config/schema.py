@@ -91,17 +91,20 @@ class Train:
     # What follows a loss or gradient that is not finite: the end | the state stays as it was | the
     # newest checkpoint, and from there other batches.
     non_finite: str = choice("stop", "stop", "skip", "rollback")
-    # A checkpoint, a run's folder or an .npz file: start from its model.
+    # A checkpoint, a run's folder, an .npz file or hf:<folder>: start from its model.
     init_from: str | None = None
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
 
 @dataclass(frozen=True)
 class Export:
-    """What `task=export` writes: the weights after `step` steps of the run, to the file `path`."""
+    """What `task=export` writes: the weights after `step` steps of the run, to `path`."""
 
     step: int | None = number(None, minimum=0)  # null: those of the newest checkpoint
-    path: str | None = None  # null: weights-<step>.npz in the run's folder
+    path: str | None = None  # null: weights-<step>.npz, or a folder hf-<step>, in the run's folder
+    # One .npz file, or a folder as Hugging Face's transformers reads it.
+    format: str = choice("npz", "npz", "hf")
+    dtype: str = choice("float32", "float32", "bfloat16")  # of the arrays, for hf
 
 
 @dataclass(frozen=True)

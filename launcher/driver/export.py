@@ -1,18 +1,25 @@
-"""`task=export`: write the weights of a run's checkpoint to one `.npz` file."""
+"""`task=export`: write the weights of a run's checkpoint for other programs.
+
+They go to one `.npz` file, or to a folder as Hugging Face's `transformers` reads it.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
+from launcher.config.compose import load_frozen
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.driver.private_files import private_files
+from launcher.files import DamagedError
 from launcher.report.console import status
 from launcher.train import checkpoint
+from recipes.hugging_face import Tensor, family_named
 
 _log = logging.getLogger(__name__)
 
@@ -21,17 +28,25 @@ def export(config: Config, console: Console) -> int:
     """Write the model of the run's newest checkpoint, or of `export.step`; return the exit code.
 
     Raises:
-        ConfigError: there is no such checkpoint, or the file cannot be made where it is wanted.
-        OSError: the file cannot be written.
+        ConfigError: there is no such checkpoint, its model has no such format, or what is to be
+            written cannot be made where it is wanted.
+        OSError: it cannot be written.
     """
     assert config.run.id is not None
     home = Path(config.run.dir, config.run.id)
     source = _checkpoint(config, home)
     target = _target(config, home, source)
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of what does not matter here
+    private = not config.run.shared
+    theirs = _theirs(home) if config.export.format == "hf" else None
     with private_files(config.run), status(console, f"writing {target}"):
         try:
-            count = checkpoint.export_model(source, target, private=not config.run.shared)
+            if theirs is None:
+                count = checkpoint.export_model(source, target, private=private)
+            else:
+                count = checkpoint.export_hugging_face(
+                    source, target, *theirs, dtype=config.export.dtype, private=private
+                )
         except checkpoint.Mismatch as error:
             raise _refused(config, f"cannot be exported: {source}: {error}") from None
     console.print(f"{count} arrays of {source} are in {target}", soft_wrap=True)
@@ -51,18 +66,41 @@ def _checkpoint(config: Config, home: Path) -> Path:
     return path
 
 
+def _theirs(home: Path) -> tuple[dict[str, Any], list[Tensor]]:
+    """Return what `config.json` is to say of a run's model, and its arrays.
+
+    Raises:
+        ConfigError: `transformers` has no such model.
+    """
+    options = load_frozen(home / "config.yaml").model
+    family = family_named(options.name)
+    try:
+        if family is None:
+            raise DamagedError(f"model={options.name} has no form there")
+        return family.config(options), list(family.tensors(options))
+    except DamagedError as error:
+        raise ConfigError(
+            f"export.format=hf is not for this run: {error}",
+            "Use export.format=npz.",
+            ["export.format"],
+        ) from None
+
+
 def _target(config: Config, home: Path, source: Path) -> Path:
-    """Return the file to write; refuse to write over another than the run's own."""
-    if config.export.path is None:
+    """Return the file or folder to write; refuse to write over another than the run's own file."""
+    is_folder = config.export.format == "hf"
+    if config.export.path is None and not is_folder:
         return home / f"weights-{source.name}.npz"
-    target = Path(config.export.path).expanduser()
+    named = config.export.path or str(home / f"hf-{source.name}")
+    target = Path(named).expanduser()
     if os.path.lexists(target):
-        problem, remedy = "is there already", "Name another file, or delete it first."
+        what = "folder" if is_folder else "file"
+        problem, remedy = "is there already", f"Name another {what}, or delete it first."
     elif not target.parent.is_dir():
         problem, remedy = f"cannot be made: {target.parent} is not a folder", "Make it first."
     else:
         return target
-    raise ConfigError(f"export.path={config.export.path} {problem}", remedy, ["export.path"])
+    raise ConfigError(f"export.path={named} {problem}", remedy, ["export.path"])
 
 
 def _refused(config: Config, problem: str) -> ConfigError:

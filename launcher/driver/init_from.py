@@ -9,7 +9,10 @@ from typing import Any
 
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
+from launcher.files import DamagedError
 from launcher.train import checkpoint
+from launcher.train.checkpoint.layout import METADATA
+from recipes.hugging_face import CONFIG, PREFIX, family_named, family_of, folder_of, read_config
 
 _KEY = "train.init_from"
 
@@ -43,19 +46,53 @@ def find_start(config: Config, finished: int, thorough: bool = True) -> Path | N
             f"{_KEY} is not used: run {config.run.id} resumes from its own step {finished}"
         )
         return None
+    folder = folder_of(named)
     try:
-        path, damaged = checkpoint.resolve(Path(named), thorough)
+        path, damaged = checkpoint.resolve(folder or Path(named), thorough)
+        if (path / CONFIG).exists():
+            _check_settings(config, named, path)
+        elif folder is not None:
+            raise checkpoint.InitError(f"has no {CONFIG}")
     except checkpoint.InitError as error:
         raise ConfigError(
             f"{_KEY}={named} {error}",
-            "Name a checkpoint (<run folder>/checkpoints/<step>), the folder of a run, or an .npz "
-            "file of arrays.",
+            "Name a checkpoint (<run folder>/checkpoints/<step>), the folder of a run, an .npz "
+            "file of arrays, or hf:<folder> for one that transformers has written.",
             [_KEY],
         ) from None
     for line in damaged:
         _log.warning(line)
     _log.info(f"parameters from {path}")
     return path.absolute()
+
+
+def _check_settings(config: Config, named: str, path: Path) -> None:
+    """Check that a model of Hugging Face's means what the settings say, shapes aside.
+
+    Raises:
+        ConfigError: it does not, or it is of another family.
+        InitError: its `config.json` cannot be used.
+    """
+    name = config.model.name
+    remedy = f"Take them from there: model={name} model.size={PREFIX}{path}."
+    try:
+        stored = read_config(path)
+        family = family_of(stored)
+        theirs = family.settings(stored)
+    except (DamagedError, KeyError, OSError) as error:
+        raise checkpoint.InitError(f"cannot be used: {CONFIG}: {error}") from None
+    if family is not family_named(name):
+        raise ConfigError(
+            f"{_KEY}={named} is a {stored['model_type']}, which model={name} is not",
+            f"Its arrays have other names than those of model={name}.",
+            [_KEY, "model.name"],
+        )
+    for key, value in theirs.items():
+        own = getattr(config.model, key)
+        if key != "sequence_length" and own != value:
+            raise ConfigError(
+                f"{_KEY}={named} has {key}={value}, and model.{key} is {own}", remedy, [_KEY]
+            )
 
 
 def check_start(named: str | None, path: Path, model: Mapping[str, Any]) -> None:
@@ -74,6 +111,6 @@ def check_start(named: str | None, path: Path, model: Mapping[str, Any]) -> None
     except checkpoint.Mismatch as error:
         raise ConfigError(
             f"{_KEY}={named} does not fit the model: {error}",
-            _ARRAYS_REMEDY if path.is_file() else _RUNS_REMEDY,
+            _RUNS_REMEDY if (path / METADATA).exists() else _ARRAYS_REMEDY,
             [_KEY],
         ) from None

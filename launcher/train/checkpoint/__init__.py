@@ -8,7 +8,7 @@ a checksum of every file, so that a damaged checkpoint is recognised.
 
 `shards` is a process's part of a state, `write` and `read` move it, `background` writes it without
 holding up training, `integrity` detects damage, `choose` picks the checkpoint to resume from, and
-`flat` is a model in one `.npz` file.
+`flat` is a model by flat names, `weights` and `hugging_face` the files of other programs.
 Modules that need JAX are imported on first use: settings and run folders are checked without it.
 """
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from launcher.train.checkpoint.read import (
         Mismatch,
         check_model,
+        export_hugging_face,
         export_model,
         restore,
         restore_model,
@@ -48,6 +49,7 @@ __all__ = [
     "clear_partial_saves",
     "copy_to_host",
     "damage",
+    "export_hugging_face",
     "export_model",
     "newest",
     "read_metadata",
@@ -68,6 +70,7 @@ _HOMES = {
     "Writers": "write",
     "check_model": "read",
     "copy_to_host": "shards",
+    "export_hugging_face": "read",
     "export_model": "read",
     "restore": "read",
     "restore_model": "read",

@@ -10,6 +10,7 @@ from launcher.npz import read_headers
 from launcher.train.checkpoint.account import Account, read_account
 from launcher.train.checkpoint.integrity import damage
 from launcher.train.checkpoint.layout import CHECKSUMS, METADATA, steps_in
+from recipes.hugging_face import CONFIG
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ def resolve(path: Path, thorough: bool = True) -> tuple[Path, tuple[str, ...]]:
 
     Args:
         path: a checkpoint, a folder of checkpoints or a run's folder, of which the newest intact
-            checkpoint is taken; or an `.npz` file, which is taken as it is.
+            checkpoint is taken; or an `.npz` file or a folder of Hugging Face's, which is taken as
+            it is.
         thorough: whether to read all files, see `damage`.
 
     Raises:
@@ -88,6 +90,8 @@ def _resolved(path: Path, thorough: bool) -> tuple[Path, tuple[str, ...]]:
             read_headers(path)
         except DamagedError as error:
             raise InitError(f"cannot be used: {error}") from None
+        return path, ()
+    if (path / CONFIG).exists():
         return path, ()
     if (path / CHECKSUMS).exists() or (path / METADATA).exists():
         if problem := damage(path, thorough):

@@ -1,12 +1,12 @@
-"""A model's arrays in one `.npz` file, by flat names such as `params.layers_0.kernel`.
+"""A model's arrays by flat names such as `params.layers_0.kernel`, from files and to one.
 
-Any program with NumPy writes and reads such a file. Types that NumPy lacks (bfloat16) stand there
-in the next wider one, which changes no value.
+Any program with NumPy reads the `.npz` file that is written. Types that NumPy lacks (bfloat16)
+stand there in the next wider one, which changes no value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from launcher.files import DamagedError
-from launcher.npz import Header, read_arrays, read_headers, write_arrays
+from launcher.npz import write_arrays
 from launcher.stacked_array import StackedArray, sharding_of
 from launcher.train.checkpoint.layers import Source, names_of, sources
-from launcher.train.step import MODEL_PARTS
+from launcher.train.checkpoint.weights import Arrays, Weights
 
 _KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)  # each holds those before it
 
@@ -26,15 +26,6 @@ _KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)  # each holds t
 def flat_name(path: Any) -> str:
     """Return the name of a leaf, of its path in a tree."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
-
-
-def flat_headers(path: Path) -> dict[str, Header]:
-    """Return the shapes and types of the model's arrays in a file, by their flat names.
-
-    Other arrays in it, such as a dataset's, are left alone. It raises the errors of `read_headers`.
-    """
-    headers = read_headers(path)
-    return {name: one for name, one in headers.items() if name.split(".")[0] in MODEL_PARTS}
 
 
 def can_take(wanted: Any, stored: np.dtype) -> bool:
@@ -46,25 +37,26 @@ def can_take(wanted: Any, stored: np.dtype) -> bool:
     return None not in ranks and ranks[0] <= ranks[1]  # type: ignore[operator]
 
 
-def read_flat(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a model's parts from a file, converted to the types of `like` and sharded as it says.
+def read_flat(weights: Weights, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Read a model's parts from files, converted to the types of `like` and sharded as it says.
 
-    Of arrays without a part on this process's devices nothing is read.
+    Of arrays without a part on this process's devices nothing is read, and the others are read one
+    after the other.
 
     Args:
-        path: the file.
+        weights: the files.
         like: the model's parts (`TrainState.model`), trees of `jax.ShapeDtypeStruct` with
             shardings.
     """
     leaves, tree = jax.tree_util.tree_flatten_with_path(like)
     shapes = {flat_name(where): tuple(leaf.shape) for where, leaf in leaves}
     here = {flat_name(where) for where, leaf in leaves if sharding_of(leaf).addressable_devices}
-    stored = {name: tuple(one.shape) for name, one in flat_headers(path).items()}
+    stored = {name: tuple(one.shape) for name, one in weights.headers().items()}
     found = {name: at for name, at in sources(shapes, stored).items() if name in here}
     needed = dict.fromkeys(name for source in found.values() for name in names_of(source))
-    read = read_arrays(path, list(needed))
-    values = {name: _value(read, source) for name, source in found.items()}
-    return dict(jax.tree.unflatten(tree, [_placed(values, *leaf) for leaf in leaves]))
+    with weights.opened(list(needed)) as read:
+        placed = [_placed(read, found.get(flat_name(where)), leaf) for where, leaf in leaves]
+    return dict(jax.tree.unflatten(tree, placed))
 
 
 def write_flat(path: Path, parts: Mapping[str, Any], private: bool) -> int:
@@ -100,20 +92,25 @@ def _named(parts: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
         yield flat_name(path), array
 
 
-def _value(read: Mapping[str, np.ndarray], source: Source) -> np.ndarray:
+def value_of(read: Arrays, source: Source) -> np.ndarray:
+    """Return an array, of where it is stored."""
     if isinstance(source, str):
-        return read[source]
+        return read(source)
     if isinstance(source[1], int):
-        return read[str(source[0])][source[1]]
-    return np.stack([read[name] for name in names_of(source)])
+        return read(str(source[0]))[source[1]]
+    return np.stack([read(name) for name in names_of(source)])
 
 
-def _placed(values: Mapping[str, np.ndarray], path: Any, leaf: Any) -> Any:
-    value = values.get(flat_name(path))
+def _placed(read: Arrays, source: Source | None, leaf: Any) -> Any:
     if isinstance(leaf, StackedArray):
-        rows = [None] * len(leaf.rows) if value is None else value
+        if source is None:
+            return StackedArray([_at(None, row) for row in leaf.rows])
+        if isinstance(source, tuple) and not isinstance(source[1], int):  # a layer at a time
+            rows: Iterable[np.ndarray] = (read(name) for name in names_of(source))
+        else:
+            rows = value_of(read, source)
         return StackedArray([_at(*each) for each in zip(rows, leaf.rows, strict=True)])
-    return _at(value, leaf)
+    return _at(None if source is None else value_of(read, source), leaf)
 
 
 def _at(value: np.ndarray | None, leaf: Any) -> jax.Array:

@@ -5,7 +5,7 @@ A damaged checkpoint must not get here: `choose` rejects it before.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,19 +14,17 @@ import jax
 import numpy as np
 
 from launcher.files import DamagedError
+from launcher.npz import Header
 from launcher.stacked_array import StackedArray, sharding_of
-from launcher.train.checkpoint.flat import (
-    can_take,
-    flat_headers,
-    flat_name,
-    read_flat,
-    write_flat,
-)
+from launcher.train.checkpoint.flat import can_take, flat_name, read_flat, value_of, write_flat
+from launcher.train.checkpoint.hugging_face import write_hugging_face
 from launcher.train.checkpoint.layers import Source, names_of, sources
 from launcher.train.checkpoint.layout import ARRAYS
 from launcher.train.checkpoint.orbax_compat import PLACEHOLDER, read_tree, stored_tree
+from launcher.train.checkpoint.weights import find_weights
 from launcher.train.checkpoint.write import stored_parts
 from launcher.train.step import MODEL_PARTS, TrainState
+from recipes.hugging_face import Tensor
 
 _MESSAGE_LIMIT = 200  # characters
 _MOST_NAMED = 5
@@ -65,12 +63,12 @@ def restore_parts(path: Path, like: Mapping[str, Any]) -> Any:
 
 
 def restore_model(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
-    """Read these parts of a checkpoint or of an `.npz` file, sharded as `like` says.
+    """Read these parts of a checkpoint, or of another program's files, sharded as `like` says.
 
     Layers may be stacked in one of them and apart in the other (`layers`).
     """
-    if path.is_file():
-        return read_flat(path, like)
+    if weights := find_weights(path):
+        return read_flat(weights, like)
     stored, wanted = _stored(path), _leaves(like)
     found = sources(_shapes(wanted), _shapes(_leaves(stored)))
     specs = _specs(wanted, found)
@@ -101,7 +99,7 @@ def check_model(path: Path, like: Mapping[str, Any]) -> None:
     """Check that what is stored of a model has the names and shapes of `like`; read no array.
 
     Args:
-        path: a checkpoint, or an `.npz` file.
+        path: a checkpoint, or files as `weights` reads them.
         like: the model's parts (`TrainState.model`), trees of `jax.ShapeDtypeStruct`.
 
     Raises:
@@ -123,7 +121,7 @@ def check_model(path: Path, like: Mapping[str, Any]) -> None:
             raise Mismatch(f"{name} is {shape} there and {leaf.shape} in the model")
         if isinstance(source, tuple) and isinstance(source[1], int):
             _check_all_rows(source[0], one.shape[0], found)
-        if path.is_file() and not can_take(leaf.dtype, one.dtype):
+        if isinstance(one, Header) and not can_take(leaf.dtype, one.dtype):
             raise Mismatch(f"{name} is of type {one.dtype} there and {leaf.dtype} in the model")
 
 
@@ -153,11 +151,49 @@ def export_model(path: Path, file: Path, private: bool) -> int:
         raise Mismatch(str(error)) from None
 
 
+def export_hugging_face(
+    path: Path,
+    folder: Path,
+    config: Mapping[str, Any],
+    tensors: Sequence[Tensor],
+    *,
+    dtype: str,
+    private: bool,
+) -> int:
+    """Write the model's arrays of a checkpoint to a folder, as `write_hugging_face` does.
+
+    Raises:
+        Mismatch: the checkpoint cannot be read, or lacks an array.
+        OSError: the folder cannot be written.
+    """
+    tree = _stored(path)
+    stored = _leaves({name: tree[name] for name in MODEL_PARTS if name in tree})
+    shapes = {f"params.{tensor.ours}": tensor.shape_here for tensor in tensors}
+    found = sources(shapes, _shapes(stored))
+    if missing := sorted(shapes.keys() - found.keys()):
+        raise Mismatch(f"it has no {_listed(missing)} of the shape that the settings give")
+
+    def arrays(names: Sequence[str]) -> Mapping[str, np.ndarray]:
+        needed = {one for name in names for one in names_of(found[name])}
+        specs = {n: jax.ShapeDtypeStruct(stored[n].shape, stored[n].dtype) for n in needed}
+        read = _leaves(
+            _read(
+                path,
+                jax.tree_util.tree_map_with_path(
+                    lambda where, _: specs.get(flat_name(where), PLACEHOLDER), tree
+                ),
+            )
+        )
+        return {name: value_of(read.__getitem__, found[name]) for name in names}
+
+    return write_hugging_face(folder, config, tensors, arrays, dtype, private)
+
+
 def _stored_leaves(path: Path) -> dict[str, Any]:
     """Return what describes each stored array of the model, by its flat name."""
-    if path.is_file():
+    if weights := find_weights(path):
         try:
-            return dict(flat_headers(path))
+            return dict(weights.headers())
         except DamagedError as error:
             raise Mismatch(str(error)) from None
     tree = _stored(path)

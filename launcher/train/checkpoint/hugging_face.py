@@ -1,0 +1,210 @@
+"""A model in a folder as Hugging Face `transformers` keeps it: `config.json` and `*.safetensors`.
+
+What the arrays are named there stands in a family's own module (`recipes.hugging_face`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from launcher.files import DamagedError, read_json, write_whole
+from launcher.npz import Header
+from recipes.hugging_face import CONFIG, Tensor, family_of, read_config
+
+_INDEX = "model.safetensors.index.json"
+_WHOLE = "model.safetensors"
+_LARGEST_FILE = 4 * 2**30  # bytes of arrays in a file that is written: they are read together
+_DTYPES = {"F64": "f8", "F32": "f4", "F16": "f2", "BF16": "bfloat16"}
+
+
+class HuggingFace:
+    """A folder with `config.json` and `*.safetensors`, as `transformers` writes it.
+
+    Args:
+        path: the folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def headers(self) -> dict[str, Header]:
+        """Return the shape and type of each array, by its flat name; of a further one, by its own.
+
+        Raises:
+            OSError: a file cannot be read.
+            DamagedError: the files are not those of `config.json`.
+        """
+        by_name = {tensor.theirs: tensor for tensor in self._tensors()}
+        found: dict[str, Header] = {}
+        files = self._files()
+        for file in dict.fromkeys(files.values()):
+            with _opened(file) as archive:
+                held = set(archive.keys())
+                for name in (name for name, one in files.items() if one == file):
+                    if name not in held:
+                        raise DamagedError(f"{file.name} lacks {name}, which {_INDEX} says it has")
+                    if not _is_dispensable(name, by_name):
+                        tensor = by_name.get(name)
+                        header = _header(archive.get_slice(name), name, tensor)
+                        found[f"params.{tensor.ours}" if tensor else name] = header
+        return found
+
+    @contextmanager
+    def opened(self, names: Sequence[str]) -> Iterator[Callable[[str], np.ndarray]]:
+        """Give a function that reads an array by its flat name; no two are held here at a time."""
+        del names
+        files = self._files()
+        tensors = {f"params.{tensor.ours}": tensor for tensor in self._tensors()}
+        with ExitStack() as stack:
+            archives: dict[Path, Any] = {}
+
+            def read(name: str) -> np.ndarray:
+                file = files[tensors[name].theirs]
+                if file not in archives:
+                    archives[file] = stack.enter_context(_opened(file))
+                return tensors[name].to_ours(archives[file].get_tensor(tensors[name].theirs))
+
+            yield read
+
+    def _tensors(self) -> Iterator[Tensor]:
+        config = read_config(self._path)
+        family = family_of(config)
+        yield from family.tensors(_options(family, config))
+
+    def _files(self) -> dict[str, Path]:
+        """Return the file of each array, by the array's name there."""
+        index = self._path / _INDEX
+        if not index.exists():
+            files = [self._path / _WHOLE]
+            if not files[0].exists():
+                raise DamagedError(f"it has a {CONFIG}, but no {_WHOLE} and no {_INDEX}")
+            with _opened(files[0]) as archive:
+                return dict.fromkeys(archive.keys(), files[0])
+        named = read_json(index)
+        if not isinstance(named, dict) or not isinstance(named.get("weight_map"), dict):
+            raise DamagedError(f"{_INDEX} has no weight_map")
+        found = {}
+        for name, file in named["weight_map"].items():
+            if not isinstance(file, str) or Path(file).name != file:
+                raise DamagedError(f"{_INDEX} names {file!r}, which is not a file beside it")
+            found[name] = self._path / file
+        return found
+
+
+def write_hugging_face(
+    folder: Path,
+    config: Mapping[str, Any],
+    tensors: Sequence[Tensor],
+    arrays: Callable[[Sequence[str]], Mapping[str, np.ndarray]],
+    dtype: str,
+    private: bool,
+    largest: int = _LARGEST_FILE,
+) -> int:
+    """Write a folder as `transformers` does, whole or not at all.
+
+    Args:
+        folder: the folder, which is not there yet.
+        config: the content of `config.json`.
+        tensors: the arrays.
+        arrays: reads arrays by their flat names; it is called for those of one file at a time.
+        dtype: the type of what is written, "float32" or "bfloat16".
+        private: whether only this user may read it; otherwise the umask decides.
+        largest: bytes of arrays in one file.
+
+    Returns:
+        The number of arrays.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    groups = list(_groups(tensors, _dtype(dtype).itemsize, largest))
+    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    partial.mkdir(mode=0o700 if private else 0o777)
+    try:
+        weight_map: dict[str, str] = {}
+        size = 0
+        for number, group in enumerate(groups, 1):
+            many = len(groups) > 1
+            file = f"model-{number:05}-of-{len(groups):05}.safetensors" if many else _WHOLE
+            read = arrays([f"params.{tensor.ours}" for tensor in group])
+            found = {
+                t.theirs: t.to_theirs(np.asarray(read[f"params.{t.ours}"])).astype(_dtype(dtype))
+                for t in group
+            }
+            size += sum(array.nbytes for array in found.values())
+            weight_map |= dict.fromkeys(found, file)
+            write_whole(partial / file, save(found, {"format": "pt"}), private)
+        if len(groups) > 1:
+            index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+            write_whole(partial / _INDEX, json.dumps(index, indent=2), private)
+        content = json.dumps({**config, "dtype": dtype, "torch_dtype": dtype}, indent=2)
+        write_whole(partial / CONFIG, content + "\n", private)
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return len(tensors)
+
+
+def _groups(tensors: Sequence[Tensor], width: int, largest: int) -> Iterator[list[Tensor]]:
+    """Yield the arrays of each file, in order."""
+    group: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        more = math.prod(tensor.shape) * width
+        if group and size + more > largest:
+            yield group
+            group, size = [], 0
+        group.append(tensor)
+        size += more
+    yield group
+
+
+def _options(family: Any, config: Mapping[str, Any]) -> Any:
+    """Return what `tensors` reads: the settings that `config.json` stands for."""
+    try:
+        return SimpleNamespace(**family.settings(config))
+    except KeyError as error:
+        raise DamagedError(f"{CONFIG} lacks {error}") from None
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="np") as archive:
+            yield archive
+    except SafetensorError as error:
+        raise DamagedError(f"{file.name} is no whole safetensors file ({error})") from None
+
+
+def _dtype(name: str) -> np.dtype:
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+def _header(kept: Any, name: str, tensor: Tensor | None) -> Header:
+    """Return the shape, as it is here, and the type of an array."""
+    shape, dtype = tuple(kept.get_shape()), kept.get_dtype()
+    if dtype not in _DTYPES:
+        raise DamagedError(f"{name} is of type {dtype}")
+    if tensor is not None and shape != tensor.shape:
+        raise DamagedError(f"{name} is {shape}, and {tensor.shape} by {CONFIG}")
+    return Header(tensor.shape_here if tensor else shape, _dtype(_DTYPES[dtype]))
+
+
+def _is_dispensable(name: str, known: Mapping[str, Tensor]) -> bool:
+    """Return whether an array is a buffer of older versions, or a tied one written twice."""
+    is_tied = name == "lm_head.weight" and name not in known
+    return is_tied or name.endswith((".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias"))

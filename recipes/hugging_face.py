@@ -1,0 +1,156 @@
+"""Models as Hugging Face `transformers` keeps them: names and shapes of arrays, `config.json`.
+
+A family that has them has a third module, `recipes/<name>_hf.py`, with
+
+- `MODEL_TYPES`: the `model_type`s of `config.json` that it reads;
+- `settings(config)`: the settings of the section `model` that a `config.json` stands for;
+- `config(options)`: the `config.json` of settings;
+- `tensors(options)`: a `Tensor` for each array.
+
+None of these modules imports JAX: settings are filled from `config.json`.
+"""
+
+from __future__ import annotations
+
+import math
+import pkgutil
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import recipes
+from launcher.config.errors import ConfigError
+from launcher.files import DamagedError, read_json
+
+CONFIG = "config.json"
+PREFIX = "hf:"  # of a path that is a folder of this kind
+_SUFFIX = "_hf"
+
+
+class Tensor(NamedTuple):
+    """An array there and here.
+
+    Attributes:
+        theirs: its name there.
+        ours: its name in the model's parameters, such as `layers_0.mlp.linear_up.kernel`.
+        split: its shape there with the axes that it has here apart, such as heads.
+        order: of each axis here, which one of `split` it is.
+        offset: what is to be added here: norms that are stored as their difference from 1.
+        joined: the axes of `split` that are one axis there, as the number of axes that each of its
+            axes is made of; empty: each is one.
+    """
+
+    theirs: str
+    ours: str
+    split: tuple[int, ...]
+    order: tuple[int, ...] = ()
+    offset: float = 0.0
+    joined: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape there."""
+        found, at = [], 0
+        for count in self.joined or (1,) * len(self.split):
+            found.append(math.prod(self.split[at : at + count]))
+            at += count
+        return tuple(found)
+
+    @property
+    def shape_here(self) -> tuple[int, ...]:
+        """Its shape here."""
+        return tuple(self.split[axis] for axis in self._order)
+
+    def to_ours(self, array: np.ndarray) -> np.ndarray:
+        """Return the array as it is here, of what it is there."""
+        array = array.reshape(self.split).transpose(self._order)
+        return array + np.asarray(self.offset, array.dtype) if self.offset else array
+
+    def to_theirs(self, array: np.ndarray) -> np.ndarray:
+        """Return the array as it is there, of what it is here."""
+        array = array - np.asarray(self.offset, array.dtype) if self.offset else array
+        return np.ascontiguousarray(array.transpose(np.argsort(self._order)).reshape(self.shape))
+
+    @property
+    def _order(self) -> tuple[int, ...]:
+        return self.order or tuple(range(len(self.split)))
+
+
+def folder_of(named: str) -> Path | None:
+    """Return the folder that `hf:<folder>` names; None of other words."""
+    return Path(named.removeprefix(PREFIX)).expanduser() if named.startswith(PREFIX) else None
+
+
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """Return what `config.json` in a folder holds.
+
+    Raises:
+        OSError: it cannot be read.
+        DamagedError: it is none.
+    """
+    found = read_json(folder / CONFIG)
+    if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
+        raise DamagedError(f"{CONFIG} names no model_type")
+    return found
+
+
+def family_of(config: Mapping[str, Any]) -> ModuleType:
+    """Return the module that reads models of this `config.json`.
+
+    Raises:
+        DamagedError: there is none.
+    """
+    known: dict[str, ModuleType] = {}
+    for module in _modules():
+        known.update(dict.fromkeys(module.MODEL_TYPES, module))
+    kind = config["model_type"]
+    if kind not in known:
+        raise DamagedError(f"model_type is {kind!r}; these are known: {', '.join(sorted(known))}")
+    return known[kind]
+
+
+def family_named(name: str) -> ModuleType | None:
+    """Return the module of a family by the name that `model.name` says; None if it has none."""
+    return next((m for m in _modules() if m.__name__ == f"recipes.{name}{_SUFFIX}"), None)
+
+
+def settings_of(named: str, name: str) -> dict[str, Any]:
+    """Return the settings of the model in a folder, for `model.size=hf:<folder>`.
+
+    Args:
+        named: the words, `hf:<folder>`.
+        name: the family, `model.name`.
+
+    Raises:
+        ConfigError: there is no such model, or it is of another family.
+    """
+    folder = folder_of(named)
+    assert folder is not None
+    try:
+        config = read_config(folder)
+        family = family_of(config)
+        if family is not family_named(name):
+            other = family.__name__.removeprefix("recipes.").removesuffix(_SUFFIX)
+            raise DamagedError(f"it is a model={other}, not a model={name}")
+        return dict(family.settings(config))
+    except OSError as error:
+        problem = f"{folder / CONFIG}: {error.strerror}"
+    except KeyError as error:
+        problem = f"{CONFIG} lacks {error}"
+    except DamagedError as error:
+        problem = str(error)
+    raise ConfigError(
+        f"model.size={named} cannot be used: {problem}",
+        f"Name a folder with a {CONFIG} and *.safetensors, as transformers writes it.",
+        ["model.size"],
+    )
+
+
+def _modules() -> Iterator[ModuleType]:
+    for module in pkgutil.iter_modules(recipes.__path__, "recipes."):
+        if module.name.endswith(_SUFFIX):
+            yield import_module(module.name)
