@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from launcher.cluster.errors import WorkerError as WorkerError
     from launcher.plan import Plan as Plan
     from launcher.plan.methods import *  # noqa: F403
+    from launcher.report.runs import runs as runs
     from launcher.runtime import ReplicaError as ReplicaError
     from launcher.stacked_array import StackedArray as StackedArray
     from launcher.trace.primitives import grad as grad
@@ -63,6 +64,7 @@ _HOMES = {
     "per_slice": "launcher.trace.primitives",
     "prefetch": "launcher.api.remote_array",
     "restore": "launcher.train.trees",
+    "runs": "launcher.report.runs",
     "save": "launcher.train.trees",
     "shutdown": "launcher.api.session",
     "value_and_grad": "launcher.trace.primitives",

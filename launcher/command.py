@@ -35,6 +35,7 @@ examples:
   launcher -m parallel.num_micro_batches=2,4          run both, then compare them
   launcher cluster=slurm cluster.hosts=2              submit to Slurm, on two nodes
   launcher --config-dir my_conf recipe=mine           use my_conf/recipe/mine.yaml
+  launcher runs                                       list the runs here; launcher runs --help
 """
 
 _EXIT_CODES = """
@@ -54,6 +55,11 @@ def run(argv: Sequence[str], stop: Stop) -> int:
         KeyboardInterrupt: a signal ended it; `stop` has the exit code.
     """
     try:
+        if argv and argv[0] == "runs":
+            from launcher.report.runs_command import main
+
+            with stop.interruptible():
+                return main(argv[1:])
         return _run(_parse(argv), stop)
     except ConfigError as error:
         return _refuse([str(error)])

@@ -46,14 +46,18 @@ class DamagedError(ValueError):
 
 
 def write_whole(
-    path: Path, content: str | bytes | Callable[[IO[bytes]], None], private: bool = False
+    path: Path,
+    content: str | bytes | Callable[[IO[bytes]], None],
+    private: bool = False,
+    durable: bool = True,
 ) -> None:
-    """Write a file whole or not at all, and wait until it is on the disk.
+    """Write a file whole or not at all.
 
     Args:
         path: the file.
         content: its content, text in UTF-8; or a function that writes it to the file.
         private: whether only this user may read it; otherwise the umask decides.
+        durable: whether to wait until it is on the disk.
 
     Raises:
         OSError: it cannot be written; the error names the file.
@@ -69,13 +73,15 @@ def write_whole(
                 else:
                     file.write(content.encode() if isinstance(content, str) else content)
                 file.flush()
-                os.fsync(descriptor)
+                if durable:
+                    os.fsync(descriptor)
             os.replace(partial, path)
         except BaseException:
             with suppress(OSError):
                 os.unlink(partial)
             raise
-        sync_folder(path.parent)
+        if durable:
+            sync_folder(path.parent)
     except OSError as error:
         raise named(error, path) from None
 

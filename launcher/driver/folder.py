@@ -22,6 +22,7 @@ from launcher.driver.folder_handle import FolderHandle, open_handle
 from launcher.driver.identity import check_same_run
 from launcher.driver.make_folder import check_folder, make_folder
 from launcher.driver.private_files import private_files
+from launcher.driver.status import Status
 from launcher.files import clear_partial, open_own, set_aside
 from launcher.train import checkpoint
 
@@ -40,6 +41,7 @@ class RunFolder:
         next_batch: the index of the next batch, as that checkpoint says.
         handle: the open folder, while this process has claimed it.
         created: the folders that this process made for it, innermost first; empty if it existed.
+        status: tells what the run is doing, while it trains.
     """
 
     path: Path
@@ -49,6 +51,7 @@ class RunFolder:
     next_batch: int = 0
     handle: FolderHandle | None = None
     created: tuple[Path, ...] = ()
+    status: Status | None = None
 
     @property
     def id(self) -> str:

@@ -48,6 +48,7 @@ class Recorder:
         performance: returns the `perf/...` metrics of a step that took so many seconds.
         skips: whether a step whose loss or gradient is not finite leaves the state unchanged.
         timelines: takes what workers record of steps; None: nothing is recorded.
+        made: takes the number and the metrics of every step, logged or not.
 
     Attributes:
         timelines: as given.
@@ -63,10 +64,11 @@ class Recorder:
         performance: Callable[[float], Metrics],
         skips: bool = False,
         timelines: Timelines | None = None,
+        made: Callable[[int, Metrics], None] | None = None,
     ) -> None:
         self.timelines = timelines
         self.spans = timelines.spans if timelines else SpanRecorder()
-        self._log = log
+        self._log, self._made = log, made
         self._skips = skips
         self._skipped_in_a_row = 0
         self._log_every = log_every
@@ -95,6 +97,8 @@ class Recorder:
             self.timelines.add(result.recordings)
         rates = self._performance(result.metrics["perf/step_seconds"])
         self._unlogged = result.step, {**result.metrics, **rates}
+        if self._made:
+            self._made(*self._unlogged)
         try:
             check_equal(result.copies, f"step {result.step}: ")
         except ReplicaError:

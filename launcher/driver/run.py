@@ -28,9 +28,10 @@ from launcher.driver import folder
 from launcher.driver.calibrated_first import is_kept, measures_first
 from launcher.driver.check import Inputs, look, os_error_text
 from launcher.driver.folder import RunFolder
+from launcher.driver.status import Status
 from launcher.log import lines_to
 from launcher.output import complain
-from launcher.report.console import line_printer, make_console
+from launcher.report.console import RunConsole, line_printer, make_console
 from launcher.stop import Stop
 from recipes import InputError
 
@@ -120,7 +121,7 @@ def _plan(config: Config, console: Console) -> int:
     return int(bool(ready.problem))
 
 
-def _train(config: Config, console: Console, stop: Stop, rendezvous: Rendezvous | None) -> int:
+def _train(config: Config, console: RunConsole, stop: Stop, rendezvous: Rendezvous | None) -> int:
     say, steps = line_printer(console), config.train.steps
     with stop.interruptible():
         finished = folder.check(config)
@@ -136,7 +137,11 @@ def _train(config: Config, console: Console, stop: Stop, rendezvous: Rendezvous 
     with ExitStack() as stack:
         with stop.heeded(say, until="now"):  # it reads checkpoints
             home = stack.enter_context(folder.claim(config))
+        allocation = rendezvous.allocation if rendezvous else None
+        told = Status(home.path, steps, allocation.job_id if allocation else None)
+        console.phases = (told.begin,)
         with folder.delete_on_error(home.created), ExitStack() as opening:
+            home = replace(home, status=opening.enter_context(told))
             session = None
             if rendezvous is None and _can_start_early(config, found):
                 with stop.heeded(say, _LEAVES):  # no process is left without an owner

@@ -24,7 +24,7 @@ from launcher.driver.folder import RunFolder
 from launcher.driver.loop import warm_up
 from launcher.driver.recorder import Recorder
 from launcher.driver.timelines import Timelines
-from launcher.plan import Plan, timeline
+from launcher.plan import Plan, describe_plan, timeline
 from launcher.report.console import ConsoleTracker
 from launcher.report.jsonl import METRICS, JsonlTracker, read_metrics
 from launcher.report.metrics import measured, performance
@@ -107,7 +107,10 @@ class RunLog:
             self._performance(),
             skips=config.train.non_finite == "skip",
             timelines=Timelines(home.path, config.report.timeline_steps or ()),
+            made=home.status.made if home.status else None,
         )
+        if home.status:
+            home.status.tell(plan=describe_plan(plan), step=home.finished_steps)
         self.recorder.begin(home.finished_steps)
 
     def open(self, finished_steps: int) -> None:
@@ -150,6 +153,8 @@ class RunLog:
         if self._shown:
             self._shown.finish({})
         self._shown = None
+        if self._home.status:
+            self._home.status.restart(finished_steps)
 
     def sync(self) -> None:
         """Wait until the metrics are on the disk: no checkpoint may be newer than they are.
@@ -185,6 +190,8 @@ class RunLog:
             restarts: number of restarts by this process.
             path: the run's folder, which may have been moved.
         """
+        if self._home.status:
+            self._home.status.end(reason)
         metrics = path / METRICS
         if self._metrics:
             self._metrics.move(metrics)

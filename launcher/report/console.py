@@ -44,15 +44,15 @@ ETA_WINDOW = 50  # logged steps that the time left is estimated from
 _UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
 
 
-def make_console(file: TextIO | None = None) -> Console:
+def make_console(file: TextIO | None = None) -> RunConsole:
     """Return a console on `file` (standard output by default).
 
     It is as wide as the terminal, or 100 columns off one.
     """
-    console = _Console(file=file, highlight=False, markup=False, emoji=False)
+    console = RunConsole(file=file, highlight=False, markup=False, emoji=False)
     if console.file.isatty():
         return console
-    return _Console(
+    return RunConsole(
         file=file,
         highlight=False,
         markup=False,
@@ -63,11 +63,16 @@ def make_console(file: TextIO | None = None) -> Console:
     )
 
 
-class _Console(Console):
-    """Falls silent where rich would end the run.
+class RunConsole(Console):
+    """A console that falls silent where rich would end the run.
 
     That is when nobody reads the output any more (`| head`), or the disk it goes to is full.
+
+    Attributes:
+        phases: is told each phase that `status` shows, when it begins.
     """
+
+    phases: tuple[Callable[[str], None], ...] = ()
 
     def _check_buffer(self) -> None:
         try:
@@ -78,6 +83,7 @@ class _Console(Console):
             self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
+        """Print nothing from now on."""
         self.quiet = True
         discard(1)
 
@@ -99,6 +105,8 @@ def status(console: Console, text: str) -> Iterator[None]:
     On a terminal a spinner with a running clock is shown while the block runs. One line remains,
     `<text> ... 3.2 s`; off a terminal it is all that is printed.
     """
+    for told in getattr(console, "phases", ()):
+        told(text)
     start = time.monotonic()
     ending = "failed after "
     if not console.is_interactive:

@@ -1,0 +1,145 @@
+"""`status.json`: what a run is doing right now, kept fresh in its folder by a thread of the driver.
+
+It never ends a run: a disk that does not take it is said once, and tried again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+
+from launcher.files import write_whole
+from launcher.report.jsonl import json_number
+from launcher.report.run_record import STATUS, ending_of
+from launcher.report.tracker import Metrics
+
+BEAT = 4.0  # seconds after which an unchanged status is written again: it shows that we live
+_SHORTEST = 1.0  # seconds from one writing to the next
+_WINDOW = 50  # steps that the time left is estimated from
+
+_log = logging.getLogger(__name__)
+
+
+class Status:
+    """Keeps `status.json` in a run's folder; a context, whose thread writes.
+
+    Args:
+        folder: the run's folder.
+        steps: the steps that the run is to make.
+        job_id: the Slurm job, if there is one.
+    """
+
+    def __init__(self, folder: Path, steps: int, job_id: str | None = None) -> None:
+        self._path = folder / STATUS
+        process = psutil.Process()
+        self._fields: dict[str, Any] = {
+            "run_id": folder.name,
+            "phase": "starting",
+            "step": 0,
+            "steps": steps,
+            "eta_seconds": None,
+            "loss": None,
+            "eval_loss": None,
+            "step_seconds": None,
+            "restarts": 0,
+            "plan": None,
+            "host": socket.gethostname(),
+            "pid": process.pid,
+            "process_started": process.create_time(),
+            "job_id": job_id,
+            "exit_reason": None,
+        }
+        self._made: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
+        self._lock = threading.Lock()
+        self._changed, self._over = threading.Event(), False
+        self._thread = threading.Thread(target=self._keep, name="status", daemon=True)
+        self._was_written = True
+
+    def __enter__(self) -> Self:
+        self._write()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        if error is not None and self._fields["exit_reason"] is None:
+            self.end("interrupted" if isinstance(error, KeyboardInterrupt) else _line(error))
+        self._over = True
+        self._changed.set()
+        self._thread.join()
+        if self._path.parent.is_dir():  # else it was deleted, or never kept
+            self._write()
+
+    def tell(self, **fields: Any) -> None:
+        """Change some of the fields, such as `phase`."""
+        with self._lock:
+            if any(self._fields[name] != value for name, value in fields.items()):
+                self._fields.update(fields)
+                self._changed.set()
+
+    def begin(self, phase: str) -> None:
+        """Say which phase begins: the first word of what the console says of it."""
+        self.tell(phase=phase.split()[0])
+
+    def made(self, step: int, metrics: Metrics) -> None:
+        """Take a step that is made."""
+        self._made.append((time.monotonic(), step))
+        (began, first), steps = self._made[0], self._fields["steps"]
+        each = (self._made[-1][0] - began) / (step - first) if step > first else None
+        evaluated = metrics.get("eval/loss")
+        self.tell(
+            phase="training",
+            step=step,
+            loss=_number(metrics.get("train/loss")),
+            step_seconds=_number(metrics.get("perf/step_seconds")),
+            eta_seconds=None if each is None else round(each * (steps - step), 1),
+            **({} if evaluated is None else {"eval_loss": _number(evaluated)}),
+        )
+
+    def restart(self, step: int) -> None:
+        """Say that another attempt begins after `step`."""
+        self._made.clear()
+        restarts = self._fields["restarts"] + 1
+        self.tell(phase="restarting", step=step, restarts=restarts, eta_seconds=None)
+
+    def end(self, reason: str) -> None:
+        """Say how the run has ended."""
+        self.tell(phase=ending_of(reason), exit_reason=reason, eta_seconds=None)
+
+    def _keep(self) -> None:
+        while not self._over:
+            self._changed.wait(BEAT)
+            if not self._over:
+                self._write()
+                time.sleep(_SHORTEST)  # a step may take a millisecond
+
+    def _write(self) -> None:
+        with self._lock:
+            self._changed.clear()
+            content: Mapping[str, Any] = {**self._fields, "updated_at": time.time()}
+        try:
+            write_whole(self._path, json.dumps(content, indent=1) + "\n", durable=False)
+            self._was_written = True
+        except OSError as error:
+            if self._was_written and not isinstance(error, FileNotFoundError):
+                _log.warning(f"{STATUS} is not written ({error.strerror}); the run goes on")
+            self._was_written = False
+
+
+def _number(value: float | None) -> float | None:
+    return None if value is None else json_number(value)
+
+
+def _line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

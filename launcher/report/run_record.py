@@ -1,0 +1,204 @@
+"""What is known of a run by its folder alone: read strictly, and only as far as it is needed.
+
+Folders may be damaged, half written, or another user's: their files are bounded in size, and what
+cannot be read is said in the record.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from launcher.files import DamagedError, parse_json, read_text
+
+STATUS, SUMMARY, NOTE = "status.json", "summary.json", "note.txt"
+FOLDERS = ("outputs", "multirun")  # where runs are by default; of a sweep, a level deeper
+ENDED = ("done", "planned", "failed", "interrupted", "preempted", "died")
+_LARGEST = 2**20  # bytes of a file that is read here
+_FRESH = 60.0  # seconds that a status of another host may be old while its run lives
+_LONGEST_NOTE = 500  # characters
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run as its folder tells it. None is not known.
+
+    Attributes:
+        id: its id, the folder's name.
+        folder: its folder.
+        state: a phase such as `training` while it runs; how it ended: `done`, `planned`, `failed`,
+            `interrupted`, `preempted`, or `died` where its process is gone without a word;
+            `submitted`, a batch job that has not begun; `unknown`.
+        step: number of finished steps.
+        steps: the steps that it is to make.
+        loss: the newest loss.
+        eval_loss: the newest one on held-out data.
+        step_seconds: of the newest step while it runs, afterwards the median.
+        predicted_step_seconds: the plan's.
+        eta_seconds: time left.
+        restarts: restarts after failures.
+        plan: the plan in words.
+        exit_reason: how it ended, in full.
+        host: where its driver runs or ran.
+        job_id: its Slurm job.
+        updated_at: when it last said something, in seconds since the epoch.
+        note: what a user noted of it.
+        problem: what of its folder cannot be read.
+    """
+
+    id: str
+    folder: Path
+    state: str = "unknown"
+    step: int | None = None
+    steps: int | None = None
+    loss: float | None = None
+    eval_loss: float | None = None
+    step_seconds: float | None = None
+    predicted_step_seconds: float | None = None
+    eta_seconds: float | None = None
+    restarts: int | None = None
+    plan: str | None = None
+    exit_reason: str | None = None
+    host: str | None = None
+    job_id: str | None = None
+    updated_at: float | None = None
+    note: str | None = None
+    problem: str | None = None
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it is under way."""
+        return self.state not in (*ENDED, "unknown", "submitted", "lost")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields by name, for JSON or a table."""
+        return {**dataclasses.asdict(self), "folder": str(self.folder)}
+
+
+def find_runs(roots: Sequence[Path]) -> Iterator[Path]:
+    """Yield the folders of runs below these folders, and below those of sweeps in them."""
+    for root in roots:
+        for folder in _folders(root):
+            if _is_run(folder):
+                yield folder
+            else:
+                yield from (inner for inner in _folders(folder) if _is_run(inner))
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Return what a run's folder tells."""
+    problems: list[str] = []
+    status, summary = (_read(folder / name, problems) for name in (STATUS, SUMMARY))
+    record = RunRecord(
+        id=folder.name,
+        folder=folder,
+        state=_state(folder, status, summary),
+        step=_of(int, summary.get("steps"), status.get("step")),
+        steps=_of(int, status.get("steps")),
+        loss=_of(float, summary.get("final_loss"), status.get("loss")),
+        eval_loss=_of(float, summary.get("eval_loss"), status.get("eval_loss")),
+        step_seconds=_of(float, summary.get("step_seconds_median"), status.get("step_seconds")),
+        predicted_step_seconds=_of(float, summary.get("predicted_step_seconds")),
+        eta_seconds=_of(float, status.get("eta_seconds")),
+        restarts=_of(int, summary.get("restarts"), status.get("restarts")),
+        plan=_of(str, status.get("plan")),
+        exit_reason=_of(str, summary.get("exit_reason"), status.get("exit_reason")),
+        host=_of(str, status.get("host")),
+        job_id=_of(str, status.get("job_id"), summary.get("job_id")),
+        updated_at=_of(float, status.get("updated_at")) or _modified(folder / SUMMARY),
+        note=read_note(folder),
+        problem=f"damaged: {'; '.join(problems)}" if problems else None,
+    )
+    if record.updated_at is None:
+        return dataclasses.replace(record, updated_at=_modified(folder))
+    return record
+
+
+def read_note(folder: Path) -> str | None:
+    """Return what a user noted of a run."""
+    try:
+        return read_text(folder / NOTE, _LARGEST)[:_LONGEST_NOTE].strip() or None
+    except (OSError, DamagedError):
+        return None
+
+
+def ending_of(reason: str) -> str:
+    """Return the state that an `exit_reason` stands for: a sentence says why a run has failed."""
+    word = reason.split(",")[0]
+    return word if word in ENDED else "failed"
+
+
+def _state(folder: Path, status: dict[str, Any], summary: dict[str, Any]) -> str:
+    phase = _of(str, status.get("phase"))
+    if phase is None:
+        reason = _of(str, summary.get("exit_reason"))
+        if reason is None:
+            return "submitted" if (folder / "job.json").exists() else "unknown"
+        return ending_of(reason)
+    if phase in ENDED:
+        return phase
+    if status.get("host") == socket.gethostname():
+        return phase if _lives(status.get("pid"), status.get("process_started")) else "died"
+    age = time.time() - (_of(float, status.get("updated_at")) or 0.0)
+    return phase if age < _FRESH else "lost"
+
+
+def _lives(pid: Any, started: Any) -> bool:
+    """Return whether a process is still the one that began then."""
+    if type(pid) is not int or not isinstance(started, int | float):
+        return False
+    try:
+        process = psutil.Process(pid)
+        return abs(process.create_time() - started) < 1 and process.status() != "zombie"
+    except (psutil.Error, ValueError, OverflowError):
+        return False
+
+
+def _read(path: Path, problems: list[str]) -> dict[str, Any]:
+    try:
+        found = parse_json(read_text(path, _LARGEST))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read ({error.strerror})")
+        return {}
+    except DamagedError as error:
+        problems.append(f"{path.name}: {error}")
+        return {}
+    if not isinstance(found, dict):
+        problems.append(f"{path.name} is no table")
+        return {}
+    return found
+
+
+def _of(kind: type, *values: Any) -> Any:
+    """Return the first value that is of a kind; a number is none of `bool`."""
+    kinds = (int, float) if kind is float else kind
+    return next((v for v in values if isinstance(v, kinds) and not isinstance(v, bool)), None)
+
+
+def _modified(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None
+
+
+def _folders(root: Path) -> list[Path]:
+    try:
+        with os.scandir(root) as entries:
+            return [Path(entry) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except OSError:
+        return []
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("config.yaml", STATUS, SUMMARY, "job.json"))
