@@ -183,7 +183,8 @@ class Executable:
         jax.block_until_ready([x for x in slots if x is not None and x.addressable_shards])
         if not self.spans.is_on:
             self.spans.start()
-        recording = StepRecording(self.spans, profiled)
+        with self.spans.span("recording", "begins"):
+            recording = StepRecording(self.spans, profiled)
         try:
             with jax.transfer_guard_device_to_device("allow"):
                 recording.run(self._table.entries, slots, self._first_key())
