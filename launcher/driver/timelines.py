@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,14 +25,21 @@ class Timelines:
     Args:
         folder: the run's folder.
         steps: the steps to record.
+        take: is given each step that is whole, and what each process recorded, on one clock.
 
     Attributes:
         steps: the steps to record.
         spans: takes what the driver does.
     """
 
-    def __init__(self, folder: Path, steps: Iterable[int]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        steps: Iterable[int],
+        take: Callable[[int, Sequence[ProcessSpans]], None] = lambda step, parts: None,
+    ) -> None:
         self.steps = frozenset(steps)
+        self._take = take
         self.spans = SpanRecorder()
         self._path = folder / FILE
         self._clocks: Sequence[Clock] = ()
@@ -65,9 +72,9 @@ class Timelines:
             for span in own
             if span.end > first and span.start < last
         ]
+        timeline = timeline.with_step(step, [ProcessSpans("driver", during, Clock()), *parts])
         try:
-            timeline.with_step(step, [ProcessSpans("driver", during, Clock()), *parts]).save(
-                self._path
-            )
+            timeline.save(self._path)
         except OSError as error:
             _log.warning(f"the timeline of step {step} cannot be written: {error}")
+        self._take(step, timeline.steps[step])

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from launcher.plan import Plan
 from launcher.report.accounting import (
     PARTS,
     Accounting,
@@ -24,6 +23,9 @@ from launcher.report.predicted_parts import forward_shares, predicted_seconds, u
 from launcher.report.step_parts import StepSeconds, measured_seconds
 from launcher.report.timeline import ProcessSpans
 from launcher.report.verdict import Judgement, judged
+
+if TYPE_CHECKING:
+    from launcher.plan.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -134,6 +134,7 @@ class Accounting:
         stages: each stage, if devices were recorded.
         links: each pair of meshes that exchange arrays, if devices were recorded.
         clock_uncertainty_seconds: by how much times of two processes may be off.
+        finished_steps: the steps that the run had finished.
         goodput: what the run's wall time went into.
     """
 
@@ -152,6 +153,7 @@ class Accounting:
     stages: tuple[StageAccount, ...] = ()
     links: tuple[LinkAccount, ...] = ()
     clock_uncertainty_seconds: float = 0.0
+    finished_steps: int = 0
     goodput: Goodput = field(default_factory=Goodput)
 
     def part(self, name: str) -> StepPart:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from launcher.plan import ClusterShape, Plan, timeline
-from launcher.plan.cost import formulas
-from launcher.plan.links import once_seconds
-from launcher.plan.stage_plan import StagePlan
 from launcher.report.accounting import StageRow
 from launcher.report.step_parts import StepSeconds
 from launcher.schedule import Kind, Task, TimedTask, dependencies
+
+if TYPE_CHECKING:
+    from launcher.plan.plan import Plan
+    from launcher.plan.stage_plan import StagePlan
 
 
 def predicted_seconds(plan: Plan) -> StepSeconds:
@@ -38,6 +39,9 @@ def update_shares(plan: Plan) -> dict[int, float]:
 
 def _add(found: StepSeconds, plan: Plan) -> None:
     """Add the parts of one loss's pipeline."""
+    from launcher.plan.links import once_seconds  # imports JAX, which is loaded by now
+    from launcher.plan.pipeline import timeline
+
     expected = timeline(plan)
     by_mesh: dict[int, list[TimedTask]] = defaultdict(list)
     for timed in expected:
@@ -139,6 +143,9 @@ def _collective_seconds(stage: StagePlan, plan: Plan) -> dict[str, float]:
 
     What runs hidden under a backward pass is not counted.
     """
+    from launcher.plan.cluster_shape import ClusterShape
+    from launcher.plan.cost import formulas
+
     cluster = ClusterShape(**plan.cluster)
     hosts = [cluster.host_of(device) for device in stage.devices]
     data, model = stage.logical_mesh

@@ -124,7 +124,7 @@ def _devices(part: ProcessSpans) -> list[_Device]:
 def _step(parts: Sequence[ProcessSpans], devices: Sequence[_Device]) -> _Step:
     spans = [(part.process, span) for part in parts for span in part.spans]
     ran = [span for device in devices for span in (*device.runs, *device.sums)]
-    began = [s.start for _, s in spans if s.kind == "data"] or [
+    began = [s.start for _, s in spans if s.lane == "data"] or [
         s.start for _, s in spans if s.kind == "dispatch"
     ]
     start, end = min([*began, *(s.start for s in ran)]), max(span.end for span in ran)
@@ -134,7 +134,7 @@ def _step(parts: Sequence[ProcessSpans], devices: Sequence[_Device]) -> _Step:
     recording = minus(minus(recording, busy), united(_times(transfers)))
     window = minus([(start, end)], recording)
     data: dict[str, Intervals] = {
-        part.process: overlap(united(_times(s for s in part.spans if s.kind == "data")), window)
+        part.process: overlap(united(_times(s for s in part.spans if s.lane == "data")), window)
         for part in parts
     }
     dispatched = {(process, s.name): s.end for process, s in spans if s.kind == "dispatch"}

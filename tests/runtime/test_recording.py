@@ -129,7 +129,7 @@ def test_beside_a_profiler_of_the_users_own_only_the_devices_are_missing(
     state = parallel.create(init, jax.random.key(0), like=BATCHES[0])
     with jax.profiler.trace(tmp_path):
         _, timeline = parallel.timeline(state, BATCHES[0])
-    assert {span.lane for span in timeline.spans()} == {"dispatch", "transfers"}
+    assert {span.lane for span in timeline.spans()} == {"dispatch", "recording", "transfers"}
     assert "the timeline has no lanes of devices" in caplog.text
 
 
