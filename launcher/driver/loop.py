@@ -50,8 +50,9 @@ def train(
         SaveError: a save failed, and that ends the run.
         WorkerError: and the other errors of `Workers.result`.
     """
-    recorded = recorder.timelines.steps if recorder.timelines else frozenset[int]()
-    profiled = profiled_step(settings.steps, finished, recorded)
+    lines, none = recorder.timelines, frozenset[int]()
+    recorded, traced = (lines.steps, lines.traced) if lines else (none, none)
+    profiled = profiled_step(settings.steps, finished, recorded | traced)
     cadence = Cadence(settings.checkpoint, clock())
     calls: Calls = deque()
     step = saved = finished
@@ -60,8 +61,9 @@ def train(
         step += 1
         if step in recorded:
             recorder.spans.start()
-        profile, record = step == profiled, step in recorded
-        calls.append(("training", workers.submit("step", step, profile, record)))
+        how = step == profiled, step in recorded
+        trace_in = str(lines.traces.absolute()) if lines and step in traced else None
+        calls.append(("training", workers.submit("step", step, *how, trace_in)))
         if is_evaluated(step, settings):
             for batch in range(num_batches):
                 calls.append(("evaluating", workers.submit("evaluate", batch)))

@@ -120,13 +120,14 @@ class RunLog:
         self.compile_seconds: float | None = None
         self.failed_saves: list[str] = []
         self.accounts = Accounts(home, config, plan, plan_seconds)
-        steps = config.report.timeline_steps or ()
+        report = config.report
+        steps, traced = report.timeline_steps or (), report.profiler_steps or ()
         self.recorder = Recorder(
             self._log,
             config.train.log_every,
             self._performance(),
             skips=config.train.non_finite == "skip",
-            timelines=Timelines(home.path, steps, self.accounts.record),
+            timelines=Timelines(home.path, steps, traced, self.accounts.record),
             wall=self.accounts.wall,
         )
         self.recorder.begin(home.finished_steps)
@@ -141,7 +142,8 @@ class RunLog:
         """
         path, first_step = self._home.path, finished_steps + 1
         self._warm_up.update(warm_up(finished_steps, self._config.train.dry_steps))
-        for step in self._config.report.timeline_steps or ():
+        timelines = self.recorder.timelines
+        for step in timelines.steps | timelines.traced if timelines else ():
             self._warm_up.update((step, step + 1))  # beside it, what was recorded is read
         if self._metrics:
             self._trackers.rewind(first_step)

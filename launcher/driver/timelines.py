@@ -14,6 +14,8 @@ from launcher.spans import Clock, SpanRecorder
 if TYPE_CHECKING:
     from launcher.train.recordings import Recording
 
+TRACES = "profile"
+
 _log = logging.getLogger(__name__)
 
 
@@ -25,10 +27,13 @@ class Timelines:
     Args:
         folder: the run's folder.
         steps: the steps to record.
+        traced: the steps of which JAX's profiler writes a trace.
         take: is given each step that is whole, and what each process recorded, on one clock.
 
     Attributes:
         steps: the steps to record.
+        traced: as given.
+        traces: the folder of the profiler's traces.
         spans: takes what the driver does.
     """
 
@@ -36,9 +41,11 @@ class Timelines:
         self,
         folder: Path,
         steps: Iterable[int],
+        traced: Iterable[int] = (),
         take: Callable[[int, Sequence[ProcessSpans]], None] = lambda step, parts: None,
     ) -> None:
-        self.steps = frozenset(steps)
+        self.steps, self.traced = frozenset(steps), frozenset(traced)
+        self.traces = folder / TRACES
         self._take = take
         self.spans = SpanRecorder()
         self._path = folder / FILE

@@ -38,7 +38,7 @@ from launcher.train.evaluation import Evaluator
 from launcher.train.feed import Feeder
 from launcher.train.measured_here import fetched_metrics, memory_bytes
 from launcher.train.program import Program, build_program
-from launcher.train.recordings import Recordings
+from launcher.train.recordings import Recordings, trace_folder
 from launcher.train.rows import own_rows
 from launcher.train.sent import Sent, stalled_seconds
 from launcher.train.step import TrainState
@@ -176,7 +176,9 @@ class TrainWorker(Peer):
         """
         self._train.warm_up(self._state, self._feeder.peek(step - 1 + self._passed_over))
 
-    def step(self, step: int, profile: bool = False, record: bool = False) -> StepResult | None:
+    def step(
+        self, step: int, profile: bool = False, record: bool = False, trace_in: str | None = None
+    ) -> StepResult | None:
         """Send a step to the devices and return the result of the one before.
 
         Args:
@@ -185,23 +187,27 @@ class TrainWorker(Peer):
                 its stage times.
             record: run the step alone, but as ever, and record it. A later result has what was
                 recorded.
+            trace_in: the folder to keep the trace of JAX's profiler in, if there is to be one.
 
         Returns:
             The result of the step before, or None if there is none outstanding.
         """
         if self._sent is None:
             self._completed = time.perf_counter()
-        result = self._finish() if profile or record else None
-        if record:
+        alone = record or trace_in is not None
+        result = self._finish() if profile or alone else None
+        if alone:
+            self._recordings.wait()  # there is one session of JAX's profiler at a time
             self._spans.start()
         with self._spans.span("data", f"batch of step {step}"):
             batch, waited = self._feeder.get(step - 1 + self._passed_over)
         stalled = stalled_seconds(waited, self._sent)
         if profile:
             (self._state, metrics), self._stages = self._train.profile(self._state, batch)
-        elif record:
-            (self._state, metrics), read = self._train.record(self._state, batch)
-            self._recordings.add(step, read)
+        elif alone:
+            keep = None if trace_in is None else trace_folder(trace_in, self._rank, step)
+            (self._state, metrics), read = self._train.record(self._state, batch, keep=keep)
+            self._recordings.add(step, read, hand_on=record)
         else:
             self._state, metrics = self._train(self._state, batch)
             result = self._finish()

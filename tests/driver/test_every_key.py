@@ -164,6 +164,7 @@ def probes():
     saved = merged(SHORT, {"train": {"checkpoint": {"every_steps": 2}}})
     yield "", "train.checkpoint.on_error", run(saved, "stop")
     yield "", "report.timeline_steps", run(SHORT, [2, 4])
+    yield "", "report.profiler_steps", run(SHORT, [2, 4])
     for name in ("project", "entity", "group", "name"):
         yield "", f"wandb.{name}", run(RECORDED, "x")
     yield "", "wandb.tags", run(RECORDED, ["x"])
@@ -300,7 +301,7 @@ def test_what_a_run_tells_depends_on_its_settings_alone(tmp_path, monkeypatch):
     config = config_of({"train": {"steps": 4, "eval_every": 2}, "wandb": {"mode": "disabled"}})
     first, metrics = told.run_told(config)
     assert (first, metrics) == told.run_told(config)
-    assert ("step", 4, False, False) in first
+    assert ("step", 4, False, False, None) in first
     assert metrics
 
 
