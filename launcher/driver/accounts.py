@@ -13,6 +13,7 @@ import psutil
 
 from launcher.config.schema import Config
 from launcher.driver.folder import RunFolder
+from launcher.driver.learned import learn
 from launcher.driver.wall_clock import WallClock, with_lost
 from launcher.plan import Plan
 from launcher.report.account import Known, account
@@ -38,7 +39,7 @@ class Accounts:
     """
 
     def __init__(self, home: RunFolder, config: Config, plan: Plan, plan_seconds: float) -> None:
-        self._folder, self._plan = home.path, plan
+        self._folder, self._config, self._plan = home.path, config, plan
         self._finished = home.finished_steps
         length = getattr(config.model, "sequence_length", None)
         samples = config.train.global_batch_size
@@ -93,6 +94,7 @@ class Accounts:
         found = self.result(folder, measured)
         if os.path.isdir(folder):
             found.save(folder)
+        learn(self._config, self._plan, found, self.wall.steps)
         return found
 
 

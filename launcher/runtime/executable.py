@@ -183,11 +183,12 @@ class Executable:
             The results, which are there, and a function that returns the spans: it may take a
                 second and be called in another thread, once.
         """
-        slots = self._fill(args)
-        jax.block_until_ready([x for x in slots if x is not None and x.addressable_shards])
         if not self.spans.is_on:
             self.spans.start()
-        with self.spans.span("recording", "begins"):
+        with self.spans.span("recording", "begins"):  # no part of the step
+            slots = self._fill(args)
+            there = [x for x in slots if x is not None and x.addressable_shards]
+            jax.block_until_ready(there)
             recording = StepRecording(self.spans, profiled, keep)
         try:
             with jax.transfer_guard_device_to_device("allow"):

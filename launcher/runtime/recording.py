@@ -160,8 +160,9 @@ class StepRecording:
         for place, sent in self._transfers.items():
             ready = max([sent.start, *(ends[k] for k in sent.reads if k in ends)])
             there, read = arrived.get(place), starts.get(self._reader.get(place, -1))
-            if there and read:  # a busy machine may wake the thread that waits late
-                there = min(there, read)
+            if read and sent.arrival:
+                # A busy machine may wake the thread that waits late, or when they are used up.
+                there = min(there or read, read)
             spans += _transfer_spans(sent, ready, there)
         return spans
 
