@@ -99,12 +99,14 @@ class Cluster:
         kind: which kind it is.
         gpus: the number of devices in total.
         hosts: the number of hosts.
+        price_per_device_hour: what a device costs an hour, in any currency; None: not known.
         clause: what the kind has no other settings for, for messages.
     """
 
     kind: str
     gpus: int | None = number(None, minimum=1)
     hosts: int = number(1, minimum=1)
+    price_per_device_hour: float | None = number(None, minimum=0.0)
     clause: ClassVar[str] = ""
 
     @property

@@ -117,11 +117,17 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Report:
-    """What a run reports beside its metrics: the steps whose timelines are recorded, from 1."""
+    """What a run reports beside its metrics: the steps that are recorded, from 1.
+
+    Of `timeline_steps` the timelines are kept, of `profiler_steps` the traces of JAX's profiler.
+    """
 
     # null, []: none
     timeline_steps: list[int] | None = field(
         default_factory=lambda: [3], metadata={"minimum": 1, "maximum": None}
+    )
+    profiler_steps: list[int] | None = field(
+        default_factory=list, metadata={"minimum": 1, "maximum": None}
     )
 
 

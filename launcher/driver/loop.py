@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Set
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from launcher.config.schema import Checkpoint, Train
 from launcher.driver.recorder import Recorder
@@ -14,6 +14,8 @@ from launcher.stop import Stop
 if TYPE_CHECKING:
     from launcher.driver.saving import Saving
     from launcher.driver.workers import Answers, Workers
+
+Calls: TypeAlias = "deque[tuple[str, Answers]]"  # with what each is part of: a phase of `Goodput`
 
 IN_FLIGHT = 2  # steps sent ahead of their results: the worker never waits for the driver
 
@@ -48,22 +50,26 @@ def train(
         SaveError: a save failed, and that ends the run.
         WorkerError: and the other errors of `Workers.result`.
     """
-    recorded = recorder.timelines.steps if recorder.timelines else frozenset[int]()
-    profiled = profiled_step(settings.steps, finished, recorded)
+    lines, none = recorder.timelines, frozenset[int]()
+    recorded, traced = (lines.steps, lines.traced) if lines else (none, none)
+    profiled = profiled_step(settings.steps, finished, recorded | traced)
     cadence = Cadence(settings.checkpoint, clock())
-    calls: deque[Answers] = deque()
+    calls: Calls = deque()
     step = saved = finished
     num_batches = settings.eval_batches or 0
     while step < settings.steps and not stop.requested:
         step += 1
         if step in recorded:
             recorder.spans.start()
-        calls.append(workers.submit("step", step, step == profiled, step in recorded))
+        how = step == profiled, step in recorded
+        trace_in = str(lines.traces.absolute()) if lines and step in traced else None
+        calls.append(("training", workers.submit("step", step, *how, trace_in)))
         if is_evaluated(step, settings):
-            calls += [workers.submit("evaluate", batch) for batch in range(num_batches)]
+            for batch in range(num_batches):
+                calls.append(("evaluating", workers.submit("evaluate", batch)))
         if step < settings.steps and cadence.is_due(step, clock()):
             _finish(workers, calls, recorder)  # a step that diverged must not be saved
-            calls.append(save(step))
+            calls.append(("saving", save(step)))
             saved = step
         while len(calls) >= IN_FLIGHT:
             _record_next(calls, recorder)
@@ -75,20 +81,23 @@ def train(
     if final and step != saved:
         save(step).result()
     save.finish(final)
+    recorder.wall.lap("saving")
 
 
-def _finish(workers: Workers, calls: deque[Answers], recorder: Recorder) -> None:
+def _finish(workers: Workers, calls: Calls, recorder: Recorder) -> None:
     """Wait for all calls that were sent, and record their results."""
-    calls.append(workers.submit("flush"))
+    calls.append(("training", workers.submit("flush")))
     while calls:
         _record_next(calls, recorder)
 
 
-def _record_next(calls: deque[Answers], recorder: Recorder) -> None:
+def _record_next(calls: Calls, recorder: Recorder) -> None:
     """Wait for the oldest call and record its result."""
+    phase, answers = calls.popleft()
     with recorder.spans.span("loop", "wait for the workers"):
-        result = calls.popleft().result()
+        result = answers.result()
     with recorder.spans.span("loop", "log"):
+        recorder.lap(phase, result)
         recorder.record(result)
 
 

@@ -16,6 +16,7 @@ from launcher.driver.check import Inputs, look
 from launcher.driver.cluster_from_config import shape_of
 from launcher.driver.fitting import too_large, what_fits
 from launcher.driver.init_from import check_start
+from launcher.driver.learned import as_learned
 from launcher.driver.plan_from_config import plans_of
 from launcher.driver.tries import known_fastest, plans_to_try
 from launcher.log import held_back
@@ -103,6 +104,7 @@ def trace(config: Config, console: Console, found: Inputs, measures: bool = Fals
     began = time.perf_counter()
     with status(console, "reading the data and tracing"):
         program = build_program(config)
+    cluster = as_learned(config, cluster, program.train)
     if found.init_from is not None:
         check_start(config.train.init_from, found.init_from, program.state.model)
     return Traced(found, cluster, program, time.perf_counter() - began)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from launcher.driver.wall_clock import WallClock
+from launcher.report.goodput import Goodput
 from launcher.report.tracker import Metrics
 from launcher.runtime import ReplicaError, check_equal
 from launcher.spans import SpanRecorder
@@ -49,9 +52,11 @@ class Recorder:
         skips: whether a step whose loss or gradient is not finite leaves the state unchanged.
         timelines: takes what workers record of steps; None: nothing is recorded.
         made: takes the number and the metrics of every step, logged or not.
+        wall: counts the run's wall time.
 
     Attributes:
         timelines: as given.
+        wall: counts the run's wall time.
         spans: takes what the driver does while a step is recorded.
         finished_steps: the newest finished step, 0 before the first.
         first_step_at: when the first step of this process completed, in seconds since the epoch.
@@ -65,10 +70,12 @@ class Recorder:
         skips: bool = False,
         timelines: Timelines | None = None,
         made: Callable[[int, Metrics], None] | None = None,
+        wall: WallClock | None = None,
     ) -> None:
         self.timelines = timelines
         self.spans = timelines.spans if timelines else SpanRecorder()
         self._log, self._made = log, made
+        self.wall = wall or WallClock(Goodput(), time.time())
         self._skips = skips
         self._skipped_in_a_row = 0
         self._log_every = log_every
@@ -114,6 +121,22 @@ class Recorder:
         if not self._skips or self._skipped_in_a_row > MOST_SKIPPED:
             raise DivergedError(key, value, result.step)
         _log.warning(f"step {result.step}: {key} is {value}, the update is skipped")
+
+    def lap(self, phase: str, result: StepResult | None = None) -> None:
+        """Count the wall time since the last lap.
+
+        Args:
+            phase: "training", "evaluating" or, for a save beside training, "saving".
+            result: that of the step that ended in it, if one did.
+        """
+        if phase == "saving":
+            self.wall.save()
+        elif result is None:
+            self.wall.lap(phase)
+        else:
+            if phase == "evaluating":
+                self.wall.lap(phase)
+            self.wall.step(result.step, result.metrics, evaluated=phase == "evaluating")
 
     def log_newest(self) -> None:
         """Log the newest step, unless it is logged already."""

@@ -112,7 +112,10 @@ def _plan(config: Config, console: Console) -> int:
     ready = prepare(config, console, plan_only=True, finished=folder.check(config))
     with folder.claim(config) as home:
         write_plan(home, config, ready.plan)
-        write_planned(home, ready.plan, ready.plan_seconds)
+        planned = write_planned(home, config, ready.plan, ready.plan_seconds)
+        if planned.predicted_cost is not None:
+            steps, cost = config.train.steps, planned.predicted_cost
+            console.print(f"{steps} steps: predicted cost {cost:,.2f}", soft_wrap=True)
         console.print(f"\nthe plan is in {home.path / 'plan.json'}", soft_wrap=True)
         picture = home.path / "plots" / "timeline.png"
         console.print(f"its timeline is in {picture}", soft_wrap=True)

@@ -20,11 +20,14 @@ from launcher.cluster.slurm.allocation import Allocation
 from launcher.cluster.slurm.script import SCRIPT
 from launcher.config.compose import redacted
 from launcher.config.schema import Config
+from launcher.driver.accounts import Accounts
 from launcher.driver.folder import RunFolder
 from launcher.driver.loop import warm_up
 from launcher.driver.recorder import Recorder
 from launcher.driver.timelines import Timelines
 from launcher.plan import Plan, describe_plan, timeline
+from launcher.report.accounting import Accounting
+from launcher.report.accounting_table import accounting_tables, in_summary, print_accounting
 from launcher.report.console import ConsoleTracker
 from launcher.report.jsonl import METRICS, JsonlTracker, read_metrics
 from launcher.report.metrics import measured, performance
@@ -38,11 +41,25 @@ from launcher.report.tracker import CompositeTracker, Metrics, Tracker
 from launcher.stop import ENDINGS
 
 
-def write_planned(home: RunFolder, plan: Plan, plan_seconds: float) -> None:
-    """Write the result of planning alone: the timeline's plot and the summary."""
+def write_planned(home: RunFolder, config: Config, plan: Plan, plan_seconds: float) -> Summary:
+    """Write the result of planning alone: the timeline's plot and the summary, which it returns."""
     draw_timeline(plan, home.path, home.id)
-    summary = Summary(home.id, "planned", **predicted(plan), plan_seconds=plan_seconds)
+    summary = Summary(
+        home.id,
+        "planned",
+        **predicted(plan),
+        plan_seconds=plan_seconds,
+        predicted_cost=predicted_cost(config, plan),
+    )
     write_summary(home.path, summary)
+    return summary
+
+
+def predicted_cost(config: Config, plan: Plan) -> float | None:
+    """Return what the run's steps cost by the plan, None where no price is given."""
+    price = config.cluster.price_per_device_hour
+    hours = plan.predicted_step_seconds * config.train.steps / 3600
+    return None if price is None else hours * plan.num_devices * price
 
 
 def draw_timeline(plan: Plan, folder: Path, run_id: str) -> Path:
@@ -80,6 +97,7 @@ class RunLog:
 
     Attributes:
         recorder: takes the steps' results from the loop.
+        accounts: where the time goes.
         compile_seconds: compile time of the newest attempt, None before.
         failed_saves: a line for each checkpoint that could not be saved.
     """
@@ -101,13 +119,17 @@ class RunLog:
         self._warm_up: set[int] = set()  # steps, of all attempts
         self.compile_seconds: float | None = None
         self.failed_saves: list[str] = []
+        self.accounts = Accounts(home, config, plan, plan_seconds)
+        report = config.report
+        steps, traced = report.timeline_steps or (), report.profiler_steps or ()
         self.recorder = Recorder(
             self._log,
             config.train.log_every,
             self._performance(),
             skips=config.train.non_finite == "skip",
-            timelines=Timelines(home.path, config.report.timeline_steps or ()),
+            timelines=Timelines(home.path, steps, traced, self.accounts.record),
             made=home.status.made if home.status else None,
+            wall=self.accounts.wall,
         )
         if home.status:
             home.status.tell(plan=describe_plan(plan), step=home.finished_steps)
@@ -123,7 +145,8 @@ class RunLog:
         """
         path, first_step = self._home.path, finished_steps + 1
         self._warm_up.update(warm_up(finished_steps, self._config.train.dry_steps))
-        for step in self._config.report.timeline_steps or ():
+        timelines = self.recorder.timelines
+        for step in timelines.steps | timelines.traced if timelines else ():
             self._warm_up.update((step, step + 1))  # beside it, what was recorded is read
         if self._metrics:
             self._trackers.rewind(first_step)
@@ -144,12 +167,14 @@ class RunLog:
 
     def show(self, finished_steps: int) -> None:
         """Show the steps of the attempt on the console from now on."""
+        self.accounts.started(self.compile_seconds)
         steps = self._config.train.steps
         self._shown = ConsoleTracker(self._console, steps, finished_steps + 1)
 
     def close(self, finished_steps: int) -> None:
         """End an attempt that failed; the next one begins after `finished_steps`."""
         self.recorder.begin(finished_steps)
+        self.accounts.wall.lose(finished_steps)
         if self._shown:
             self._shown.finish({})
         self._shown = None
@@ -165,6 +190,7 @@ class RunLog:
         self._home.check()
         if self._metrics:
             self._metrics.sync()
+        self.accounts.write(self.recorder.finished_steps)
 
     def _log(self, step: int, metrics: Metrics) -> None:
         self._home.check()
@@ -196,16 +222,19 @@ class RunLog:
         if self._metrics:
             self._metrics.move(metrics)
         records = self._metrics.records() if self._metrics else read_metrics(metrics)
-        summary = self._summary(reason, restarts, records)
+        summary, accounting = self._summary(reason, restarts, records, path)
         with ExitStack() as stack:  # each of these also where one before it fails
             resume_command = self._resume_command(reason)
             stack.callback(print_summary, self._console, path, summary, resume_command)
+            stack.callback(print_accounting, self._console, accounting)
             stack.callback(self._trackers.finish, summary.to_dict())
             write_summary(path, summary)
             pictures = self._draw(path, records)
             last = records[-1] if records else {}
             compared = beside_measured(self._plan, summary, last)
             self._trackers.table("plan/beside_measured", *compared)
+            for name, table in accounting_tables(accounting).items():
+                self._trackers.table(name, *table)
             for name, picture in pictures.items():
                 self._trackers.image(name, picture)
 
@@ -217,11 +246,15 @@ class RunLog:
             pictures["plots/loss"] = plot_loss(records, loss, self._home.id)
         return pictures
 
-    def _summary(self, reason: str, restarts: int, records: list[dict[str, Any]]) -> Summary:
+    def _summary(
+        self, reason: str, restarts: int, records: list[dict[str, Any]], path: Path
+    ) -> tuple[Summary, Accounting]:
         before = self._home.finished_steps
         plan, started = self._plan, psutil.Process().create_time()
         first_step_at = self.recorder.first_step_at
         allocation = self._allocation
+        found = measured(records, self._performance(), before, self._warm_up)
+        accounting = self.accounts.finish(path, self.recorder.finished_steps, found)
         summary = Summary(
             run_id=self._home.id,
             exit_reason=reason,
@@ -230,15 +263,18 @@ class RunLog:
             save_error=self.failed_saves[-1] if self.failed_saves else None,
             job_id=allocation.job_id if allocation else None,
             nodes=allocation.nodes if allocation else (),
-            **measured(records, self._performance(), before, self._warm_up),
+            **found,
+            **in_summary(accounting),
             **predicted(plan),
+            predicted_cost=predicted_cost(self._config, plan),
             plan_seconds=self._plan_seconds,
             compile_seconds=self.compile_seconds,
             time_to_first_step_seconds=first_step_at and first_step_at - started,
             total_seconds=time.time() - started,
         )
         fields = self._trackers.summary_fields()
-        return replace(summary, **{k: v for k, v in fields.items() if k in vars(summary)})
+        known = {k: v for k, v in fields.items() if k in vars(summary)}
+        return replace(summary, **known), accounting
 
     def _resume_command(self, reason: str) -> str | None:
         if not reason.startswith(tuple(word for _, word in ENDINGS.values())):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +13,8 @@ from launcher.spans import Clock, SpanRecorder
 
 if TYPE_CHECKING:
     from launcher.train.recordings import Recording
+
+TRACES = "profile"
 
 _log = logging.getLogger(__name__)
 
@@ -25,14 +27,26 @@ class Timelines:
     Args:
         folder: the run's folder.
         steps: the steps to record.
+        traced: the steps of which JAX's profiler writes a trace.
+        take: is given each step that is whole, and what each process recorded, on one clock.
 
     Attributes:
         steps: the steps to record.
+        traced: as given.
+        traces: the folder of the profiler's traces.
         spans: takes what the driver does.
     """
 
-    def __init__(self, folder: Path, steps: Iterable[int]) -> None:
-        self.steps = frozenset(steps)
+    def __init__(
+        self,
+        folder: Path,
+        steps: Iterable[int],
+        traced: Iterable[int] = (),
+        take: Callable[[int, Sequence[ProcessSpans]], None] = lambda step, parts: None,
+    ) -> None:
+        self.steps, self.traced = frozenset(steps), frozenset(traced)
+        self.traces = folder / TRACES
+        self._take = take
         self.spans = SpanRecorder()
         self._path = folder / FILE
         self._clocks: Sequence[Clock] = ()
@@ -65,9 +79,9 @@ class Timelines:
             for span in own
             if span.end > first and span.start < last
         ]
+        timeline = timeline.with_step(step, [ProcessSpans("driver", during, Clock()), *parts])
         try:
-            timeline.with_step(step, [ProcessSpans("driver", during, Clock()), *parts]).save(
-                self._path
-            )
+            timeline.save(self._path)
         except OSError as error:
             _log.warning(f"the timeline of step {step} cannot be written: {error}")
+        self._take(step, timeline.steps[step])

@@ -44,6 +44,8 @@ class ClusterShape:
             workers and servers at work, as those below.
         store_add: bytes/s of parts that a server gets and adds.
         store_get: bytes/s at which a worker gets sums and places them on its devices.
+        correction: how many times as long as at the devices' own rates a program took here before;
+            the rates above have it in (`plan.profile.outcomes`).
     """
 
     name: str
@@ -64,6 +66,7 @@ class ClusterShape:
     store_put: float = 1e9
     store_add: float = 1e9
     store_get: float = 1e9
+    correction: float = 1.0
 
     @property
     def num_devices(self) -> int:

@@ -85,4 +85,5 @@ def measured(
         "bubble_fraction": median(column("pipeline/bubble_fraction")),
         "skipped_steps": int(sum(column("train/skipped"))),
         "peak_memory_bytes": max(column("perf/peak_memory_bytes"), default=None),
+        "memory_bytes": (column("perf/memory_bytes") or [None])[-1],
     }

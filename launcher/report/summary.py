@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +41,18 @@ class Summary:
         exit_reason: `done`, `planned` (`task=plan`), `interrupted`, `preempted`, or a sentence that
             says what failed.
         steps: number of finished steps.
+        memory_bytes: memory in use after the newest step.
         peak_memory_of: `device`, or `process` where the devices are this CPU; the measured peak is
             then that of the whole process, while the predicted one counts arrays only.
         failed_saves: number of checkpoints that could not be saved.
         save_error: why the newest of `failed_saves` failed.
+        mfu_with_remat: model FLOPs utilisation that counts what is computed again, too.
+        goodput: the share of the run's wall time in which it trained, over all of its starts.
+        goodput_seconds: that wall time by what it went into: see `Goodput`.
+        cost: what the devices cost for it, where `cluster.price_per_device_hour` is set.
+        predicted_cost: what all steps cost, if each takes what was predicted.
+        accounting: measured minus predicted seconds of a step, of each of its parts.
+        differs: where the measured step differs from the predicted one by over 25 %: why.
         job_id: the id of the Slurm job, None outside of one.
         nodes: the nodes of the Slurm job.
     """
@@ -60,9 +68,11 @@ class Summary:
     samples_per_second: float | None = None
     tokens_per_second: float | None = None
     mfu: float | None = None
+    mfu_with_remat: float | None = None
     bubble_fraction: float | None = None
     predicted_bubble_fraction: float | None = None
     peak_memory_bytes: int | None = None
+    memory_bytes: int | None = None
     predicted_samples_per_second: float | None = None
     predicted_peak_memory_bytes: int | None = None
     peak_memory_of: str = "device"
@@ -71,6 +81,12 @@ class Summary:
     compile_seconds: float | None = None
     time_to_first_step_seconds: float | None = None
     total_seconds: float | None = None
+    goodput: float | None = None
+    goodput_seconds: dict[str, float] = field(default_factory=dict)
+    cost: float | None = None
+    predicted_cost: float | None = None
+    accounting: dict[str, float] = field(default_factory=dict)
+    differs: str = ""
     restarts: int = 0
     skipped_steps: int = 0
     failed_saves: int = 0
@@ -149,6 +165,14 @@ def _results(summary: Summary) -> list[tuple[str, str]]:
                 arrays = " of arrays" if summary.peak_memory_of == "process" else ""
                 size += f" (predicted {predicted}{arrays})"
         lines.append(("model", size))
+    if summary.goodput is not None:
+        lines.append(("goodput", _goodput(summary)))
+    return lines + _mishaps(summary)
+
+
+def _mishaps(summary: Summary) -> list[tuple[str, str]]:
+    """Return what went wrong on the way as (name, value) lines."""
+    lines = []
     if summary.restarts:
         lines.append(("restarts", str(summary.restarts)))
     if summary.skipped_steps:
@@ -184,6 +208,16 @@ def _beside_prediction(summary: Summary) -> str:
     if summary.predicted_step_seconds:
         text += f" (predicted {seconds_text(summary.predicted_step_seconds)})"
     return text
+
+
+def _goodput(summary: Summary) -> str:
+    spent = summary.goodput_seconds
+    wall = sum(spent.values())
+    rest = [(s, name) for name, s in spent.items() if name != "training" and s >= 0.01 * wall]
+    words = ", ".join(f"{name} {seconds_text(s)}" for s, name in sorted(rest, reverse=True))
+    text = f"{percent_text(summary.goodput)} of {clock_text(wall)} trained"
+    text += f" ({words})" if words else ""
+    return text if summary.cost is None else f"{text}; cost {summary.cost:,.2f}"
 
 
 def _throughput(summary: Summary) -> str:

@@ -31,6 +31,7 @@ SMALLEST_NUMBER = 4.0  # points
 MOST_NUMBERED_TASKS = 2000  # more numbers would be unreadable and slow to draw
 _HEIGHT = 0.86  # of a box, in rows
 _MARGIN = 1.5  # inches beside the axes
+_ARROW: dict[str, Any] = {"color": INK, "linewidth": 0.7, "marker": "o", "markersize": 2.5}
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,10 @@ def plot_timeline(
         below.set_xlim(0, total * factor)
     axes[-1].set_xlabel(f"{'' if measured else 'predicted '}time in the step ({unit})")
     figure.legend(
-        handles=_legend([box.kind for picture in pictures for box in picture.boxes]),
+        handles=_legend(
+            [box.kind for picture in pictures for box in picture.boxes],
+            any(picture.arrows for picture in pictures),
+        ),
         loc="outside lower center",
         ncols=8,
         frameon=False,
@@ -206,7 +210,8 @@ def _draw(axes: Axes, picture: Picture, factor: float, inches_per_second: float)
                 [box for box in boxes if box.number is not None], axes, factor, inches_per_second
             )
     for (src, start), (dst, end) in picture.arrows if is_fine else ():
-        axes.plot([start * factor, end * factor], [src, dst], color=INK, linewidth=0.7, zorder=4)
+        # A dot at the end, where the arrays are there.
+        axes.plot([start * factor, end * factor], [src, dst], markevery=[1], zorder=4, **_ARROW)
     axes.set_yticks(rows, picture.rows)
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)
@@ -239,14 +244,16 @@ def _colour(kind: str) -> str:
     return TASK_COLOURS.get(kind) or named.get(kind, OTHER_TASK)
 
 
-def _legend(kinds: Sequence[str]) -> list[Any]:
+def _legend(kinds: Sequence[str], transfers: bool) -> list[Any]:
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     sums_apart = "gradient sum" in kinds
     found = [
         Patch(color=_colour(kind), label=_label(kind, sums_apart)) for kind in dict.fromkeys(kinds)
     ]
-    return [*found, Patch(color=IDLE, label="idle (bubble)")]
+    found.append(Patch(color=IDLE, label="idle (bubble)"))
+    return [*found, *([Line2D([], [], label="transfer", **_ARROW)] if transfers else [])]
 
 
 def _label(kind: str, sums_apart: bool) -> str:

@@ -7,10 +7,11 @@ is an event that names its program, its run and its device; of other devices non
 from __future__ import annotations
 
 import logging
-import tempfile
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory as _Temporary
 from typing import Any, NamedTuple
 
 import jax
@@ -59,22 +60,41 @@ class ProgramRun:
         return max(operation.end for operation in self.operations)
 
 
+class _Kept(AbstractContextManager[str]):
+    """A folder that stays, with `TemporaryDirectory`'s interface."""
+
+    def __init__(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        self.name = str(path)
+
+    def __enter__(self) -> str:
+        return self.name
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
 class DeviceProfile:
     """A session of JAX's profiler, from its making to `stop`.
 
     There can be one session in a process: while the user has another one, this one is empty.
+
+    Args:
+        keep: the folder that the trace is kept in, for TensorBoard or Perfetto; None: it is read
+            and deleted.
     """
 
-    def __init__(self) -> None:
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+    def __init__(self, keep: Path | None = None) -> None:
+        self._folder: AbstractContextManager[str] | None = None
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0
         try:
-            folder = tempfile.TemporaryDirectory(prefix="launcher-profile-")
+            folder = _Kept(keep) if keep else _Temporary(prefix="launcher-profile-")
             jax.profiler.start_trace(folder.name, profiler_options=options)
             self._folder = folder
         except (OSError, RuntimeError) as error:  # a full disk; another session
-            _log.warning(f"the timeline has no lanes of devices: {error}")
+            lost = f"no trace is written to {keep}, and " if keep else ""
+            _log.warning(f"{lost}the timeline has no lanes of devices: {error}")
         self._began = time.time_ns()
         with jax.profiler.TraceAnnotation(_BEGIN):
             pass

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -167,23 +168,28 @@ class Executable:
         times = time_stages(self._table.entries, slots, key, self.plan)
         return self._results(slots), times
 
-    def record(self, *args: Any, profiled: bool = True) -> tuple[Any, Callable[[], list[Span]]]:
+    def record(
+        self, *args: Any, profiled: bool = True, keep: Path | None = None
+    ) -> tuple[Any, Callable[[], list[Span]]]:
         """Run one step and record when each of its parts ran; see `runtime.recording`.
 
         Args:
             *args: the arguments of a call. Donated ones are consumed.
             profiled: whether JAX's profiler is used. Without it the lanes of the devices are
                 missing.
+            keep: the folder that the profiler's trace is kept in, if it is.
 
         Returns:
             The results, which are there, and a function that returns the spans: it may take a
                 second and be called in another thread, once.
         """
-        slots = self._fill(args)
-        jax.block_until_ready([x for x in slots if x is not None and x.addressable_shards])
         if not self.spans.is_on:
             self.spans.start()
-        recording = StepRecording(self.spans, profiled)
+        with self.spans.span("recording", "begins"):  # no part of the step
+            slots = self._fill(args)
+            there = [x for x in slots if x is not None and x.addressable_shards]
+            jax.block_until_ready(there)
+            recording = StepRecording(self.spans, profiled, keep)
         try:
             with jax.transfer_guard_device_to_device("allow"):
                 recording.run(self._table.entries, slots, self._first_key())

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -61,14 +62,17 @@ class StepRecording:
     Args:
         recorder: takes the spans; it may have some already, and other threads may add to it.
         profiled: whether JAX's profiler is used. Without it the lanes of the devices are missing.
+        keep: the folder that the profiler's trace is kept in, if it is.
 
     Attributes:
         newest: the instruction that was sent off last.
     """
 
-    def __init__(self, recorder: SpanRecorder, profiled: bool = True) -> None:
+    def __init__(
+        self, recorder: SpanRecorder, profiled: bool = True, keep: Path | None = None
+    ) -> None:
         self._recorder = recorder
-        self._profile = DeviceProfile() if profiled else None
+        self._profile = DeviceProfile(keep) if profiled else None
         self._watchers = ThreadPoolExecutor(_MOST_WATCHERS, thread_name_prefix="watcher")
         self.newest: Instruction | None = None
         self._runs: dict[int, Run] = {}
@@ -87,11 +91,12 @@ class StepRecording:
                 continue
             arrays = [slots[i] for i in entry.inputs]
             self.newest = entry.instruction
-            start = time.time_ns()
-            results = entry.call(key, arrays) if entry.keyed else entry.call(*arrays)
+            start, name = time.time_ns(), _name(entry)
+            with jax.profiler.TraceAnnotation(name):  # in the profiler's own trace
+                results = entry.call(key, arrays) if entry.keyed else entry.call(*arrays)
             for i, value in zip(entry.outputs, results, strict=True):
                 slots[i] = value
-            self._recorder.add("dispatch", _name(entry), start, time.time_ns())
+            self._recorder.add("dispatch", name, start, time.time_ns())
             if isinstance(entry.instruction, Run):
                 self._runs[place] = entry.instruction
                 for i in entry.inputs:
@@ -155,8 +160,9 @@ class StepRecording:
         for place, sent in self._transfers.items():
             ready = max([sent.start, *(ends[k] for k in sent.reads if k in ends)])
             there, read = arrived.get(place), starts.get(self._reader.get(place, -1))
-            if there and read:  # a busy machine may wake the thread that waits late
-                there = min(there, read)
+            if read and sent.arrival:
+                # A busy machine may wake the thread that waits late, or when they are used up.
+                there = min(there or read, read)
             spans += _transfer_spans(sent, ready, there)
         return spans
 

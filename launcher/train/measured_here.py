@@ -1,4 +1,4 @@
-"""What a worker measures of its own process: when its metrics are there, and its peak memory."""
+"""What a worker measures of its own process: when its metrics are there, and its memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import time
 
 import jax
+import psutil
 
 
 def fetched_metrics(metrics: dict[str, jax.Array]) -> tuple[dict[str, float], float]:
@@ -17,10 +18,14 @@ def fetched_metrics(metrics: dict[str, jax.Array]) -> tuple[dict[str, float], fl
     return {name: float(value) for name, value in values.items()}, completed
 
 
-def peak_memory_bytes() -> float:
-    """Return the peak memory of any one device; on CPU devices, that of the process."""
+def memory_bytes() -> dict[str, float]:
+    """Return the memory in use, and its peak, of any one device; on CPUs, of the process."""
     stats = [device.memory_stats() for device in jax.local_devices()]
     if all(stats):
-        return max(s["peak_bytes_in_use"] for s in stats)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        now = max(s["bytes_in_use"] for s in stats)
+        peak = max(s["peak_bytes_in_use"] for s in stats)
+    else:
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        now = psutil.Process().memory_info().rss
+    return {"perf/memory_bytes": now, "perf/peak_memory_bytes": max(now, peak)}

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 
@@ -35,10 +36,18 @@ class Recordings:
     def __init__(self) -> None:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
         self._futures: list[Future[Recording]] = []
+        self._unasked: list[Future[Recording]] = []
 
-    def add(self, step: int, read: Callable[[], list[Span]]) -> None:
-        """Begin to read what was recorded of a step, by what `Executable.record` returned."""
-        self._futures.append(self._reader.submit(_recording, step, read))
+    def add(self, step: int, read: Callable[[], list[Span]], hand_on: bool = True) -> None:
+        """Begin to read what was recorded of a step, by what `Executable.record` returned.
+
+        Args:
+            step: the step.
+            read: returns the spans, and ends the profiler's session.
+            hand_on: whether `take` is to return it.
+        """
+        future = self._reader.submit(_recording, step, read)
+        (self._futures if hand_on else self._unasked).append(future)
 
     def take(self) -> tuple[Recording, ...]:
         """Return those that have been read, each once."""
@@ -48,11 +57,17 @@ class Recordings:
 
     def wait(self) -> None:
         """Wait until all have been read."""
-        wait(self._futures)
+        wait([*self._futures, *self._unasked])
+        self._unasked = []
 
     def close(self) -> None:
         """Stop the thread."""
         self._reader.shutdown()
+
+
+def trace_folder(folder: str, rank: int, step: int) -> Path:
+    """Return where a worker keeps the trace of a step, below the run's folder of traces."""
+    return Path(folder) / f"worker_{rank}" / f"step_{step}"
 
 
 def _recording(step: int, read: Callable[[], list[Span]]) -> Recording:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,26 +36,17 @@ from launcher.stacked_array import spec_at
 from launcher.train import checkpoint
 from launcher.train.evaluation import Evaluator
 from launcher.train.feed import Feeder
-from launcher.train.measured_here import fetched_metrics, peak_memory_bytes
+from launcher.train.measured_here import fetched_metrics, memory_bytes
 from launcher.train.program import Program, build_program
-from launcher.train.recordings import Recordings
+from launcher.train.recordings import Recordings, trace_folder
 from launcher.train.rows import own_rows
+from launcher.train.sent import Sent, stalled_seconds
 from launcher.train.step import TrainState
 from launcher.train.step_result import StepResult
 from launcher.train.trial import TriedPlan
 
 if TYPE_CHECKING:
     from recipes import Batch
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """A step that the devices are working on."""
-
-    step: int
-    outcome: Future[tuple[dict[str, float], float]]  # its metrics, and when it was complete
-    wait_seconds: float  # for its batch
-    digests: list[jax.Array]  # of its replicas, if they are checked
 
 
 class TrainWorker(Peer):
@@ -72,7 +63,7 @@ class TrainWorker(Peer):
     def __init__(self) -> None:
         super().__init__()
         self._built: Program | None = None
-        self._sent: _Sent | None = None
+        self._sent: Sent | None = None
         self._stages: StageTimes | None = None
         self._trial: TriedPlan | None = None
         # A thread of its own, to note when a step completes while the next one is being sent.
@@ -185,7 +176,9 @@ class TrainWorker(Peer):
         """
         self._train.warm_up(self._state, self._feeder.peek(step - 1 + self._passed_over))
 
-    def step(self, step: int, profile: bool = False, record: bool = False) -> StepResult | None:
+    def step(
+        self, step: int, profile: bool = False, record: bool = False, trace_in: str | None = None
+    ) -> StepResult | None:
         """Send a step to the devices and return the result of the one before.
 
         Args:
@@ -194,29 +187,35 @@ class TrainWorker(Peer):
                 its stage times.
             record: run the step alone, but as ever, and record it. A later result has what was
                 recorded.
+            trace_in: the folder to keep the trace of JAX's profiler in, if there is to be one.
 
         Returns:
             The result of the step before, or None if there is none outstanding.
         """
         if self._sent is None:
             self._completed = time.perf_counter()
-        result = self._finish() if profile or record else None
-        if record:
+        alone = record or trace_in is not None
+        result = self._finish() if profile or alone else None
+        if alone:
+            self._recordings.wait()  # there is one session of JAX's profiler at a time
             self._spans.start()
         with self._spans.span("data", f"batch of step {step}"):
             batch, waited = self._feeder.get(step - 1 + self._passed_over)
+        stalled = stalled_seconds(waited, self._sent)
         if profile:
             (self._state, metrics), self._stages = self._train.profile(self._state, batch)
-        elif record:
-            (self._state, metrics), read = self._train.record(self._state, batch)
-            self._recordings.add(step, read)
+        elif alone:
+            keep = None if trace_in is None else trace_folder(trace_in, self._rank, step)
+            (self._state, metrics), read = self._train.record(self._state, batch, keep=keep)
+            self._recordings.add(step, read, hand_on=record)
         else:
             self._state, metrics = self._train(self._state, batch)
             result = self._finish()
         every, digests = self._config.train.check_replicas_every, []
         if every and step % every == 0:
             digests = self._digester.start(self._state)
-        self._sent = _Sent(step, self._fetcher.submit(fetched_metrics, metrics), waited, digests)
+        outcome = self._fetcher.submit(fetched_metrics, metrics)
+        self._sent = Sent(step, outcome, waited, stalled, digests)
         return self._with_times(result)
 
     def flush(self) -> StepResult | None:
@@ -326,8 +325,9 @@ class TrainWorker(Peer):
         metrics = {f"train/{name}": value for name, value in values.items()}
         metrics |= {
             "perf/step_seconds": completed - before,
-            "perf/peak_memory_bytes": peak_memory_bytes(),
+            **memory_bytes(),
             "data/wait_seconds": sent.wait_seconds,
+            "data/stall_seconds": sent.stall_seconds,
         }
         completed_at = time.time() - (time.perf_counter() - completed)
         copies = (self._digester.finish(sent.digests),) if sent.digests else ()

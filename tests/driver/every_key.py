@@ -36,6 +36,7 @@ from launcher.driver.folder import RunFolder
 from launcher.driver.init_from import find_start
 from launcher.driver.plan_from_config import plan_of
 from launcher.driver.prepare import Prepared
+from launcher.driver.run_log import predicted_cost
 from launcher.driver.tries import plans_to_try
 from launcher.plan import PlanError, local_shape
 from launcher.stop import Stop
@@ -192,6 +193,11 @@ def run_told(config: Config, third: str = ""):
     metrics = home.path / "metrics.jsonl"
     told.append(re.sub(r"[\d.]+ m?s\b", "some time", file.getvalue()))
     return told, metrics.read_text() if metrics.exists() else ""
+
+
+def cost_told(config: Config):
+    """What the steps of a run cost by its plan."""
+    return predicted_cost(config, PLAN())
 
 
 def worker_told(config: Config):

@@ -177,6 +177,7 @@ def probes():
     saved = merged(SHORT, {"train": {"checkpoint": {"every_steps": 2}}})
     yield "", "train.checkpoint.on_error", run(saved, "stop")
     yield "", "report.timeline_steps", run(SHORT, [2, 4])
+    yield "", "report.profiler_steps", run(SHORT, [2, 4])
     for name in ("project", "entity", "group", "name"):
         yield "", f"wandb.{name}", run(RECORDED, "x")
     yield "", "wandb.tags", run(RECORDED, ["x"])
@@ -218,6 +219,10 @@ def cluster_probes():
     for option in ("emulated", "slurm", "ray"):
         two_hosts = merged(SHORT, {"cluster": {"kind": option, "gpus": 4, "hosts": 2}})
         yield option, "cluster.transport", Probe(told.run_told, two_hosts, "collective")
+    for option in ("local", "emulated", "slurm", "ray"):
+        priced = Probe(told.cost_told, {"cluster": {"kind": option}}, 2.5)
+        yield option, "cluster.price_per_device_hour", priced
+    yield "described", "cluster.price_per_device_hour", Probe(told.cost_told, DESCRIBED, 2.5)
     described = {"name": "x", "device.name": "H100", "device.peak_tflops": 50.0}
     described |= {"device.peak_tflops_fp32": 20.0, "device.sustained": 0.4}
     described |= {"device.memory_gib": 50.0, "device.memory_gb_per_second": 50.0}
@@ -312,7 +317,7 @@ def test_what_a_run_tells_depends_on_its_settings_alone(tmp_path, monkeypatch):
     config = config_of({"train": {"steps": 4, "eval_every": 2}, "wandb": {"mode": "disabled"}})
     first, metrics = told.run_told(config)
     assert (first, metrics) == told.run_told(config)
-    assert ("step", 4, False, False) in first
+    assert ("step", 4, False, False, None) in first
     assert metrics
 
 

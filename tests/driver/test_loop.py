@@ -3,6 +3,7 @@
 import functools
 import shutil
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -99,13 +100,13 @@ class Training:
         worker.restore(str(self.folder), finished) if finished else worker.create()
         self.handle = Handle(worker, plan)
         skips = config.train.non_finite == "skip"
-        recorder = Recorder(self._log, config.train.log_every, lambda seconds: {}, skips)
+        self.recorder = Recorder(self._log, config.train.log_every, lambda seconds: {}, skips)
         try:
             describe = functools.partial(contents, config, plan)
             settings = config.train.checkpoint
             saving = Saving(self.handle, self.folder, settings, describe, self.failures)
             with lines_to(self.say):
-                train(config.train, self.handle, recorder, self.stop, finished, saving)
+                train(config.train, self.handle, self.recorder, self.stop, finished, saving)
         finally:
             self.handle.close()
         return self
@@ -186,6 +187,22 @@ def test_steps_are_sent_ahead_of_their_results_but_not_far(undisturbed):
     # Two steps, and an evaluation, a call for each of its batches, where one is due.
     assert undisturbed.handle.most_outstanding == 2 + undisturbed.config.train.eval_batches
     assert undisturbed.handle.outstanding == 0
+
+
+def test_a_slow_disk_is_time_that_saves_hold_training_up(tmp_path, monkeypatch):
+    write = TrainWorker._write
+
+    def late(self, *given):
+        time.sleep(0.8)
+        write(self, *given)
+
+    monkeypatch.setattr(TrainWorker, "_write", late)
+    wall = Training(tmp_path, "train.checkpoint.every_steps=2").run().recorder.wall
+    assert wall.steps == 6
+    # The second save waits for the first; nothing waits for the third but the end of the run.
+    assert 0.3 < wall.held_up < wall.good.saving_seconds - 0.7
+    assert wall.good.training_seconds > 0
+    assert wall.good.evaluating_seconds > 0
 
 
 def test_the_last_state_is_saved(undisturbed):

@@ -166,3 +166,17 @@ def test_the_measured_step_is_drawn_below_the_predicted_one(tmp_path, monkeypatc
     assert titles[0].startswith("run, predicted: 125 ms" if measured else "run: 125 ms")
     assert [title.split(":")[0] for title in titles[1:]] == ["measured, step 3"] * len(measured)
     assert len({each.get_xlim() for each in axes}) == 1
+
+
+def test_the_legend_has_transfers_where_there_are_some(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(
+        "launcher.report.timeline_plot.save_figure", lambda figure, path: figures.append(figure)
+    )
+    timeline = simulate(SCHEDULES["gpipe"].tasks(2, 1), lambda task: 0.01)
+    ran = [device(mesh, mesh, mesh + 1, stage=mesh, microbatch=0) for mesh in (0, 1)]
+    sent = span("transfers", 1, 2, kind="transfer", **HALF)
+    for spans in (ran, [*ran, sent]):
+        plot_timeline(timeline, tmp_path / "t.png", "run", 0.125, {3: spans})
+    shown = [[text.get_text() for text in f.legends[0].get_texts()] for f in figures]
+    assert ["transfer" in names for names in shown] == [False, True]

@@ -129,7 +129,7 @@ def test_beside_a_profiler_of_the_users_own_only_the_devices_are_missing(
     state = parallel.create(init, jax.random.key(0), like=BATCHES[0])
     with jax.profiler.trace(tmp_path):
         _, timeline = parallel.timeline(state, BATCHES[0])
-    assert {span.lane for span in timeline.spans()} == {"dispatch", "transfers"}
+    assert {span.lane for span in timeline.spans()} == {"dispatch", "recording", "transfers"}
     assert "the timeline has no lanes of devices" in caplog.text
 
 
@@ -150,3 +150,23 @@ def test_a_profile_leaves_no_file(tmp_path, monkeypatch, runs):
         jax.block_until_ready(jax.jit(lambda x: x + 1)(1.0))
     profile.stop()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trace_that_is_kept_names_stages_and_microbatches_and_still_has_the_lanes(
+    parallel, tmp_path
+):
+    state = parallel.create(init, jax.random.key(0), like=BATCHES[0])
+    compiled = parallel.executable(state, BATCHES[0])
+    for session in (1, 2):  # one after the other
+        folder = tmp_path / f"step_{session}"
+        results, read = compiled.record(state, BATCHES[0], keep=folder)
+        state = results[0]
+        assert {span.lane for span in read()} >= {f"device {i}" for i in range(4)}
+        (trace,) = folder.rglob("*.xplane.pb")
+        names, modules = set(), set()
+        for plane in jax.profiler.ProfileData.from_file(str(trace)).planes:
+            for event in (event for line in plane.lines for event in line.events):
+                names.add(event.name)
+                modules.add(str(dict(event.stats).get("hlo_module")))
+        assert {f"stage 0 {kind} {k}" for kind in ("forward", "backward") for k in (0, 1)} <= names
+        assert any("stage.0.forward" in module for module in modules)

@@ -1,0 +1,42 @@
+"""A step that a worker has sent to its devices, and how long these waited for its batch."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import jax
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A step that the devices are working on.
+
+    Attributes:
+        step: its number.
+        outcome: its metrics, and `time.perf_counter()` when it was complete.
+        wait_seconds: the wait for its batch.
+        stall_seconds: of these, those in which no step was under way.
+        digests: of its replicas, if they are checked.
+    """
+
+    step: int
+    outcome: Future[tuple[dict[str, float], float]]
+    wait_seconds: float
+    stall_seconds: float
+    digests: list[jax.Array]
+
+
+def stalled_seconds(waited: float, before: Sent | None) -> float:
+    """Return for how much of the wait for a batch, which has just ended, no step was under way.
+
+    Args:
+        waited: the seconds of the wait.
+        before: the step that was sent before, if its result has not been fetched.
+    """
+    if before is None:
+        return waited
+    if not before.outcome.done():
+        return 0.0
+    return max(0.0, min(waited, time.perf_counter() - before.outcome.result()[1]))

@@ -1,0 +1,109 @@
+"""A plan and a recorded step side by side: both sides add up, and the figures agree."""
+
+import dataclasses
+import functools
+import sys
+from pathlib import Path
+
+import pytest
+from layered import layered_step
+
+import launcher
+from launcher.plan import local_shape
+from launcher.report.account import Known, account
+from launcher.report.accounting_table import accounting_tables, in_summary
+from launcher.report.goodput import Goodput
+from launcher.report.predicted_parts import predicted_seconds
+
+sys.path.insert(0, str(Path(__file__).parent))
+from events import lengths, pipeline_events
+
+SHAPES = ((64, 64),) * 8
+
+
+@functools.cache
+def plan_of(schedule="1f1b", stages=4, devices=4, **shape):
+    step = layered_step(SHAPES, 32, updated=range(8))
+    method = launcher.PipeshardParallel(
+        num_micro_batches=8,
+        schedule=schedule,
+        stage_option=launcher.UniformStageOption(stages),
+    )
+    return method.plan(step, local_shape(devices, 1, "cpu"))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager_1f1b", "zero_bubble"])
+@pytest.mark.parametrize("devices", [4, 8])
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_parts_of_a_plan_are_its_step(schedule, devices, shared):
+    plan = plan_of(schedule, devices=devices)
+    if not shared:
+        cluster = {**plan.cluster, "effective_parallelism": None}
+        plan = dataclasses.replace(plan, cluster=cluster)
+    found = predicted_seconds(plan)
+    step = plan.predicted_step_seconds
+    assert sum(found.parts.values()) == pytest.approx(step)
+    assert all(seconds >= -1e-12 for name, seconds in found.parts.items() if name != "residue")
+    if shared:  # else the step was predicted for another cluster
+        assert found.parts["residue"] == pytest.approx(0, abs=1e-9 * step)
+        for row in found.stages.values():
+            assert row.step_seconds == pytest.approx(step)
+    assert (found.parts["collectives"] > 0) == (devices == 8)
+    for stage, row in zip(plan.stages, found.stages.values(), strict=True):
+        if not shared:
+            assert row.forward_seconds == pytest.approx(8 * stage.forward_seconds)
+
+
+def recorded(plan):
+    return pipeline_events(plan.tasks(), lengths, lambda src, dst: 0.001, update=0.002)
+
+
+def test_the_figures_of_an_accounting_agree():
+    plan = plan_of()
+    known = Known(samples=32, tokens=320, saves_seconds=0.01, memory_peak=7)
+    found = account(plan, known, 3, recorded(plan), Goodput(training_seconds=1.0))
+    assert found.step == 3
+    assert sum(p.predicted_seconds for p in found.parts) == pytest.approx(
+        found.predicted_step_seconds
+    )
+    step = found.measured_step_seconds
+    assert sum(p.measured_seconds for p in found.parts) == pytest.approx(step)
+    assert found.samples_per_second == pytest.approx(32 / step)
+    assert found.tokens_per_second == pytest.approx(320 / step)
+    assert found.part("saves").measured_seconds == 0.01
+    for stage in found.stages:
+        assert stage.measured.step_seconds == pytest.approx(step, rel=0.05)
+    assert {(link.source, link.target) for link in found.links} == {
+        *(((s,), (s + 1,)) for s in range(3)),
+        *(((s + 1,), (s,)) for s in range(3)),
+    }
+    assert found.mfu is None  # a CPU has no datasheet
+    assert found.memory.peak == 7
+    assert found.sentence
+
+    tables = accounting_tables(found)
+    assert [*tables] == ["accounting", "measured_stages"]
+    assert all(len(row) == len(t.columns) for t in tables.values() for row in t.rows)
+    assert tables["accounting"].rows[-1][:3] == ["step", found.predicted_step_seconds, step]
+    assert in_summary(found)["differs"] == found.sentence
+
+
+def test_utilisation_counts_what_is_computed_again_only_where_it_is_said():
+    plan = plan_of()
+    plan = dataclasses.replace(
+        plan,
+        cluster={**plan.cluster, "peak_flops": 1e9},
+        predicted_tflops_per_device=1.0,
+        predicted_tflops_per_device_with_remat=1.25,
+    )
+    found = account(plan, Known(32), 3, recorded(plan))
+    expected = plan.flops_per_step / found.measured_step_seconds / plan.num_devices / 1e9
+    assert found.mfu == pytest.approx(expected)
+    assert found.mfu_with_remat == pytest.approx(1.25 * expected)
+
+
+def test_without_a_recorded_step_there_is_what_is_known():
+    found = account(plan_of(), Known(32, median_step_seconds=0.5))
+    assert (found.step, found.measured_step_seconds, found.samples_per_second) == (None, 0.5, 64.0)
+    assert found.parts == found.stages == ()
+    assert accounting_tables(found) == {}

@@ -1,0 +1,156 @@
+"""Where a recorded step's time went: sums that hold, schedules' bubbles, and culprits by name."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher.report.accounting import PARTS
+from launcher.report.intervals import length, minus, overlap, united
+from launcher.report.step_parts import measured_seconds
+from launcher.report.timeline import ProcessSpans
+from launcher.report.verdict import judged
+from launcher.schedule import SCHEDULES, Kind
+from launcher.spans import Clock, Span
+
+sys.path.insert(0, str(Path(__file__).parent))
+from events import MS, ORIGIN, lengths, pipeline_events
+
+
+def parts_of(events):
+    return measured_seconds(events, {}, {})
+
+
+def test_intervals_are_sets_of_moments():
+    a, b = united([(5, 9), (0, 2), (1, 3), (9, 9)]), [(2.0, 6.0), (8.0, 20.0)]
+    assert a == [(0, 3), (5, 9)]
+    assert minus(a, b) == [(0, 2.0), (6.0, 8.0)]
+    assert overlap(a, b) == [(2.0, 3), (5, 6.0), (8.0, 9)]
+    assert length(minus(a, b)) + length(overlap(a, b)) == length(a)
+
+
+BUBBLES = {
+    "gpipe": lambda s, m, v: (s - 1) / (m + s - 1),
+    "1f1b": lambda s, m, v: (s - 1) / (m + s - 1),
+    "eager_1f1b": lambda s, m, v: (s - 1) / (m + s - 1),
+    "interleaved_1f1b": lambda s, m, v: (s - 1) / (v * m + s - 1),
+    # ZB-H1: of each stage's wait only a third is left where F, B and W take the same time.
+    "zero_bubble": lambda s, m, v: (s - 1) / (3 * m + s - 1),
+    "forward": lambda s, m, v: (s - 1) / (v * m + s - 1),
+}
+
+
+@pytest.mark.parametrize(("meshes", "micro_batches"), [(2, 4), (4, 8), (4, 16)])
+@pytest.mark.parametrize("name", BUBBLES)
+def test_the_bubble_of_events_is_the_schedules(name, meshes, micro_batches):
+    each = 2 if SCHEDULES[name].interleaves else 1
+    tasks = SCHEDULES[name].tasks(meshes, micro_batches, each)
+    found = parts_of(pipeline_events(tasks, lengths))
+    analytic = BUBBLES[name](meshes, micro_batches, each)
+    assert found.parts["bubble"] / found.step_seconds == pytest.approx(analytic, rel=0.05)
+    assert sum(found.parts.values()) == pytest.approx(found.step_seconds)
+    assert len(found.stages) == meshes * each
+    for row in found.stages.values():
+        assert row.step_seconds == pytest.approx(found.step_seconds, rel=0.05)
+        assert row.forward_seconds == pytest.approx(0.010 * micro_batches)
+
+
+def test_a_link_is_waited_for_while_its_arrays_are_on_their_way():
+    tasks = SCHEDULES["gpipe"].tasks(2, 1)
+    found = parts_of(pipeline_events(tasks, lengths, lambda src, dst: 0.005))
+    assert found.waits == pytest.approx({(0, 1): 0.005, (1, 0): 0.005})
+    assert found.parts["transfers"] == pytest.approx(0.005)  # in the mean over both devices
+    assert found.parts["bubble"] == pytest.approx((0.010 + 0.005 + 0.030 + 0.005 + 0.020) / 2)
+
+
+def span(lane, start, end, kind="", name="a", **about):
+    return Span(lane, name, ORIGIN + start * MS, ORIGIN + end * MS, kind or lane, about)
+
+
+def run(start, end, kind="forward", name="a", **about):
+    return span("device 0", start, end, kind, name, mesh=0, program="p", stage=0, **about)
+
+
+def test_idle_moments_have_reasons_and_the_start_of_the_recording_is_no_part_of_the_step():
+    spans = (
+        span("data", 0, 10),
+        span("recording", 10, 110),
+        span("dispatch", 110, 114, name="a"),
+        run(114, 124),
+        span("dispatch", 120, 140, name="b"),
+        run(141, 151, "forward_backward", "b"),
+        span("device 0 collectives", 145, 147, "collective"),
+        span("device 0 gradient sums", 149, 156, "gradient sum"),
+    )
+    found = measured_seconds([ProcessSpans("worker 0", spans, Clock())], {0: 0.25}, {})
+    ms = {name: round(1e3 * seconds, 6) for name, seconds in found.parts.items()}
+    assert 1e3 * found.step_seconds == pytest.approx(56)
+    expected = {"compute": 18, "collectives": 7, "data": 10, "driver": 20, "residue": 1}
+    assert ms == dict.fromkeys(PARTS, 0.0) | expected
+    row = found.stages[0]
+    assert 1e3 * row.forward_seconds == pytest.approx(10 + 2.5)
+    assert 1e3 * row.update_seconds == pytest.approx(5)
+    assert measured_seconds([ProcessSpans("worker 0", spans[:3], Clock())], {}, {}) is None
+
+
+SLOW = 0.030  # seconds that each slow thing takes longer
+ONE, TWO = (lambda mesh: 0), (lambda mesh: mesh % 2)
+HALVES = lambda mesh: mesh // 2  # noqa: E731
+CASES = [
+    *(("stage 1", 2, process_of) for process_of in (ONE, TWO)),
+    *(("stage 0", 4, ONE), ("stage 2", 4, HALVES), ("stage 3", 4, HALVES)),
+    *(("link 0-1", 2, process_of) for process_of in (ONE, TWO)),
+    *(("link 1-2", 4, HALVES), ("link 2-3", 4, ONE)),
+    *(("data", 2, ONE), ("data", 2, TWO), ("data", 4, HALVES)),
+    *(("saves", 2, ONE), ("saves", 4, HALVES)),
+]
+
+
+@pytest.mark.parametrize(("culprit", "meshes", "process_of"), CASES)
+def test_what_is_slow_is_named(culprit, meshes, process_of):
+    what, _, which = culprit.partition(" ")
+    tasks = SCHEDULES["1f1b"].tasks(meshes, 8)
+
+    def seconds(task):
+        slow = what == "stage" and task.stage == int(which)
+        return lengths(task) + slow * SLOW * (2 if task.kind is Kind.BACKWARD else 1)
+
+    def transfer(src, dst):
+        ends = {str(src), str(dst)}
+        return 0.001 + SLOW * (what == "link" and ends == set(which.split("-")))
+
+    def data(process):  # of the first process alone, as the stage that reads is there
+        return 10 * SLOW if what == "data" and process == 0 else 0.0
+
+    about = {"process_of": process_of, "update": 0.005}
+    plain = parts_of(pipeline_events(tasks, lengths, lambda src, dst: 0.001, **about))
+    slow = parts_of(pipeline_events(tasks, seconds, transfer, data=data, **about))
+    if what == "saves":
+        slow.parts["saves"] += 10 * SLOW
+        slow.step_seconds += 10 * SLOW
+    stages_of = {mesh: [mesh] for mesh in range(meshes)}
+    assert judged(plain, plain, stages_of) == ("", "")
+    found = judged(plain, slow, stages_of)
+    assert found.culprit == culprit
+    named = {"link": f"the link between stage {which.replace('-', ' and stage ')}"}
+    assert named.get(what, f"the compute of {culprit}" if what == "stage" else what) in (
+        found.sentence
+    )
+    more = {name: slow.parts[name] - plain.parts[name] for name in PARTS}
+    difference = slow.step_seconds - plain.step_seconds
+    assert sum(more.values()) == pytest.approx(difference)
+    assert abs(more["residue"]) <= 0.1 * difference
+
+
+def test_stages_that_are_all_slow_are_the_devices():
+    tasks = SCHEDULES["1f1b"].tasks(4, 8)
+    plain = parts_of(pipeline_events(tasks, lengths))
+    slow = parts_of(pipeline_events(tasks, lambda task: 2 * lengths(task)))
+    stages_of = {mesh: [mesh] for mesh in range(4)}
+    found = judged(plain, slow, stages_of)
+    assert found.culprit == "compute"
+    assert "all stages, which takes 2.0 times what was predicted" in found.sentence
+    assert "task=calibrate" in found.sentence
+    fast = judged(slow, plain, stages_of)
+    assert fast.culprit == "compute"
+    assert "50.0% less than" in fast.sentence

@@ -1,0 +1,128 @@
+"""What really is slow in a step is what its accounting names; a recorded step follows its plan."""
+
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import launcher
+from launcher.config.compose import load, to_dict
+from launcher.driver.plan_from_config import plan_of
+from launcher.plan import local_shape
+from launcher.report.account import Known, account
+from launcher.report.timeline import ProcessSpans, Timeline
+from launcher.spans import Clock
+from launcher.train import worker as worker_module
+from launcher.train.worker import TrainWorker
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+WIDTH, BATCH = 64, np.ones((32, 64), np.float32)
+
+
+def turned(h, w):
+    """The layer's input, after more products than a program's price knows of."""
+
+    def body(carry):
+        k, y = carry
+        return k + 1, jnp.tanh(y @ w)
+
+    _, y = jax.lax.while_loop(lambda carry: carry[0] < 3000, body, (0, h))
+    return jax.lax.stop_gradient(y)
+
+
+def stepped(slow, layers):
+    def step(params, x):
+        def loss(params, x):
+            for i, w in enumerate(params):
+                if i:
+                    launcher.mark_pipeline_boundary()
+                more = turned(jax.lax.stop_gradient(x), jax.lax.stop_gradient(w))
+                x = jnp.tanh(x @ w) + (0 * more if i == slow else 0)
+            return (x**2).mean()
+
+        grads = launcher.grad(loss)(params, x)
+        return [w - 0.1 * g for w, g in zip(params, grads, strict=True)]
+
+    stages = launcher.UniformStageOption(layers)
+    method = launcher.PipeshardParallel(num_micro_batches=4, stage_option=stages)
+    return launcher.parallelize(step, method=method, devices=jax.devices()[:layers])
+
+
+def recorded(parallel, layers):
+    params = [np.eye(WIDTH, dtype=np.float32)] * layers
+    for _ in range(2):  # the first one warms up
+        params, timeline = parallel.timeline(params, BATCH)
+    return parallel.last_plan, timeline
+
+
+@pytest.mark.parametrize(("slow", "layers"), [(0, 2), (1, 2), (2, 4)])
+def test_a_stage_that_does_more_than_it_was_priced_for_is_named(slow, layers):
+    plan, timeline = recorded(stepped(slow, layers), layers)
+    found = account(plan, Known(32), 1, timeline.steps[1])
+    assert found.culprit == f"stage {slow}"
+    assert f"the compute of stage {slow}" in found.sentence
+    assert "parallel.cost=profile" in found.sentence
+    residue, difference = found.part("residue"), found.measured_step_seconds
+    difference -= found.predicted_step_seconds
+    assert abs(residue.measured_seconds - residue.predicted_seconds) <= 0.1 * difference
+
+
+def test_the_events_of_four_stages_are_in_the_order_of_1f1b():
+    plan, timeline = recorded(stepped(None, 4), 4)
+    assert plan.schedule == "1f1b"
+    for mesh, tasks in enumerate(plan.tasks()):
+        spans = [
+            span
+            for span in timeline.spans()
+            if span.lane == f"device {mesh}" and "microbatch" in span.about
+        ]
+        ran = [(span.about["stage"], span.about["microbatch"], span.kind) for span in spans]
+        if any(kind == "forward_backward" for *_, kind in ran):
+            assert ran == [(mesh, k, "forward_backward") for k in range(4)]
+        else:
+            assert ran == [(t.stage, t.microbatch, t.kind.value) for t in tasks]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_data_that_comes_late_is_named(monkeypatch, micro_batches):
+    def late(*given):
+        make = own_rows(*given)
+
+        def made(index):
+            time.sleep(1.0)
+            return make(index)
+
+        return made
+
+    own_rows = worker_module.own_rows
+    monkeypatch.setattr(worker_module, "own_rows", late)
+    config = load(
+        [
+            *("model=mlp", "dataset=synthetic", "model.hidden_size=16", "train.eval_every=0"),
+            *("parallel=manual", f"parallel.num_micro_batches={micro_batches}", "train.steps=4"),
+            f"parallel.num_stages={min(2, micro_batches)}",
+        ]
+    )
+    worker = TrainWorker()
+    worker.build(to_dict(config))
+    plan = plan_of(config.parallel, worker._program.train, local_shape(2, 1, "cpu"))
+    worker.setup(plan.to_dict())
+    worker.create()
+    for step in (1, 2, 3):
+        worker.step(step, record=step == 3)
+    result = worker.flush()
+    worker.close()
+    (spans,) = (one.spans for one in result.recordings)
+    timeline = Timeline().with_step(3, [ProcessSpans("worker 0", spans, Clock())])
+    found = account(plan, Known(32), 3, timeline.steps[3])
+    assert found.culprit == "data"
+    assert "devices wait for their batch" in found.sentence
+    assert found.part("data").measured_seconds > 0.5 * found.measured_step_seconds
+    # What no step hides is counted in every step, also in those that are not recorded.
+    assert result.metrics["data/stall_seconds"] <= result.metrics["data/wait_seconds"]
+    assert result.metrics["data/stall_seconds"] > 0.3
