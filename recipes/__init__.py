@@ -13,7 +13,7 @@ Importing this package imports neither JAX nor Grain.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from types import SimpleNamespace
@@ -172,7 +172,8 @@ def find_module(section: str, name: str) -> None:
 def _module(section: str, options: Any) -> ModuleType:
     """Return the module that builds what `options` describe."""
     if options.name == "custom":
-        return _users_own(section, options.module)
+        functions = ("build",) if section == "model" else ("build", "check")
+        return users_module(section, options.module, functions)
     known = find_models() if section == "model" else find_datasets()
     if options.name not in known:
         raise InputError(
@@ -181,20 +182,25 @@ def _module(section: str, options: Any) -> ModuleType:
     return import_module(builder_of(known[options.name]))
 
 
-def _users_own(section: str, name: str) -> ModuleType:
-    """Return the module `<section>.module`; whether it may be loaded has been decided before."""
+def users_module(section: str, name: str, functions: Sequence[str]) -> ModuleType:
+    """Return the module `<section>.module`, which has these functions.
+
+    Whether it may be loaded has been decided before.
+
+    Raises:
+        InputError: it is not there, or lacks a function.
+    """
     try:
         module = import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # the module is there, and lacks another
         raise _not_found(section, name) from None
-    for function in ("build",) if section == "model" else ("build", "check"):
+    for function in functions:
         if not callable(getattr(module, function, None)):
-            raise InputError(
-                f"{section}.module={name} has no function {function}; "
-                f"write one as recipes/{'mlp' if section == 'model' else 'synthetic'}.py does"
-            )
+            example = {"model": "mlp", "dataset": "synthetic"}.get(section)
+            remedy = f"write one as recipes/{example}.py does" if example else "write one"
+            raise InputError(f"{section}.module={name} has no function {function}; {remedy}")
     return module
 
 

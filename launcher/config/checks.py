@@ -22,6 +22,7 @@ from launcher.config.machines import (
     SlurmCluster,
     ray_address_problem,
 )
+from launcher.config.optimizers import CustomOptimizer, Scheduled
 from launcher.config.schema import Config, CustomDataset, CustomModel
 
 _LONGEST_NAME = 255  # bytes, of a folder
@@ -36,8 +37,9 @@ def check(config: Config) -> None:
 
 def _check_modules(config: Config) -> Iterator[ConfigError]:
     """Checks that the user allows the code that settings name: a file may come from anywhere."""
-    for key, section in (("model", config.model), ("dataset", config.dataset)):
-        if not isinstance(section, CustomModel | CustomDataset):
+    for key in ("model", "dataset", "optimizer"):
+        section = getattr(config, key)
+        if not isinstance(section, CustomModel | CustomDataset | CustomOptimizer):
             continue
         module = section.module
         if "name" in section.options:
@@ -88,6 +90,14 @@ def _check_recipe(config: Config) -> Iterator[ConfigError]:
 
 def _check_optimizer(config: Config) -> Iterator[ConfigError]:
     optimizer = config.optimizer
+    if optimizer.ema == 1:
+        yield ConfigError(
+            "optimizer.ema=1 would keep the first parameters for ever",
+            "Use a number below 1, such as 0.999.",
+            ["optimizer.ema"],
+        )
+    if not isinstance(optimizer, Scheduled):
+        return
     if optimizer.clip_norm == 0:
         yield ConfigError(
             "optimizer.clip_norm=0 would make every gradient zero",

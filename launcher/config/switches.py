@@ -24,6 +24,11 @@ def _is_slurm(config: Config) -> bool:
     return isinstance(config.cluster, SlurmCluster)
 
 
+def _decay(config: Config) -> str | None:
+    """Return how the learning rate decays; None: an optimizer of the user's own decides that."""
+    return getattr(config.optimizer, "decay", None)
+
+
 SWITCHES = (
     Switch(
         ("train.eval_batches",),
@@ -49,9 +54,30 @@ SWITCHES = (
     Switch(
         ("optimizer.final_learning_rate",),
         ("optimizer.decay",),
-        lambda c: c.optimizer.decay != "constant",
+        lambda c: _decay(c) != "constant",
         "optimizer.decay=constant ends at the rate where it begins",
         "use optimizer.decay=cosine or linear",
+    ),
+    Switch(
+        ("optimizer.decay_fraction",),
+        ("optimizer.decay",),
+        lambda c: _decay(c) in ("wsd", None),
+        "that is the decay of optimizer.decay=wsd",
+        "use that",
+    ),
+    Switch(
+        ("optimizer.restarts",),
+        ("optimizer.decay",),
+        lambda c: _decay(c) in ("cosine_restarts", None),
+        "there are restarts with optimizer.decay=cosine_restarts",
+        "use that",
+    ),
+    Switch(
+        ("optimizer.lora.alpha", "optimizer.lora.pattern"),
+        ("optimizer.lora.rank",),
+        lambda c: c.optimizer.lora.rank > 0,
+        "optimizer.lora.rank=0 makes no adapters",
+        "set optimizer.lora.rank",
     ),
     Switch(
         tuple(f"wandb.{name}" for name in ("project", "entity", "group", "name", "tags")),

@@ -42,10 +42,11 @@ from launcher.stop import Stop
 from launcher.submit import job, job_sweep
 from launcher.submit.job import submit
 from launcher.train import checkpoint, worker
-from launcher.train.optimizer import build_optimizer
+from launcher.train.lora import with_adapters
+from launcher.train.program import build_steps
 from launcher.train.step_result import StepResult
 from launcher.train.worker import TrainWorker
-from recipes import build_dataset, build_model
+from recipes import Model, build_dataset, build_model
 
 # Four layers, whose last two are heavier.
 SHAPES = (64, 64), (64, 64), (64, 256), (256, 64)
@@ -89,11 +90,18 @@ def data_told(config: Config):
 
 
 def optimizer_told(config: Config):
-    """What an update of a matrix and a vector computes."""
-    optimizer, _ = build_optimizer(config.optimizer, config.train.steps)
-    params = {"w": jnp.ones((4, 6)), "b": jnp.ones(3)}
-    state = jax.eval_shape(optimizer.init, params)
-    return str(jax.make_jaxpr(optimizer.update)(params, state, params))
+    """What a model with a matrix and a vector starts from, and what a step of it computes."""
+
+    def init(key):
+        return {"w": jnp.ones((4, 6)), "w_embedding": jnp.ones((4, 6)), "b": jnp.ones(6)}
+
+    def loss(params, batch, key):
+        return jnp.sum(batch @ (params["w"] + params["w_embedding"]) + params["b"]), {}
+
+    init, step = build_steps(config, with_adapters(Model(init, loss), config.optimizer.lora))
+    key = jax.random.key_data(jax.random.key(0))
+    state = jax.eval_shape(init, key)
+    return str(jax.make_jaxpr(init)(key)), str(jax.make_jaxpr(step)(state, jnp.ones((2, 4))))
 
 
 class FakeWorkers:

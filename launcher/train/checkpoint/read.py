@@ -16,13 +16,14 @@ import numpy as np
 from launcher.files import DamagedError
 from launcher.npz import Header
 from launcher.stacked_array import StackedArray, sharding_of
-from launcher.train.checkpoint.flat import can_take, flat_name, read_flat, value_of, write_flat
+from launcher.train.checkpoint.flat import can_take, read_flat, value_of, write_flat
 from launcher.train.checkpoint.hugging_face import write_hugging_face
 from launcher.train.checkpoint.layers import Source, names_of, sources
 from launcher.train.checkpoint.layout import ARRAYS
 from launcher.train.checkpoint.orbax_compat import PLACEHOLDER, read_tree, stored_tree
 from launcher.train.checkpoint.weights import find_weights
 from launcher.train.checkpoint.write import stored_parts
+from launcher.train.names import flat_name
 from launcher.train.step import MODEL_PARTS, TrainState
 from recipes.hugging_face import Tensor
 
