@@ -3,8 +3,8 @@
 A family that has them has a third module, `recipes/<name>_hf.py`, with
 
 - `MODEL_TYPES`: the `model_type`s of `config.json` that it reads;
-- `settings(config)`: the settings of the section `model` that a `config.json` stands for;
-- `config(options)`: the `config.json` of settings;
+- `options_of(config)`: the settings of the section `model` that a `config.json` stands for;
+- `config_of(options)`: the `config.json` of settings;
 - `tensors(options)`: a `Tensor` for each array.
 
 None of these modules imports JAX: settings are filled from `config.json`.
@@ -92,7 +92,10 @@ def read_config(folder: Path) -> Mapping[str, Any]:
         OSError: it cannot be read.
         DamagedError: it is none.
     """
-    found = read_json(folder / CONFIG)
+    try:
+        found = read_json(folder / CONFIG)
+    except DamagedError as error:
+        raise DamagedError(f"{CONFIG}: {error}") from None
     if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
         raise DamagedError(f"{CONFIG} names no model_type")
     return found
@@ -118,7 +121,7 @@ def family_named(name: str) -> ModuleType | None:
     return next((m for m in _modules() if m.__name__ == f"recipes.{name}{_SUFFIX}"), None)
 
 
-def settings_of(named: str, name: str) -> dict[str, Any]:
+def dimensions_in(named: str, name: str) -> dict[str, Any]:
     """Return the settings of the model in a folder, for `model.size=hf:<folder>`.
 
     Args:
@@ -136,7 +139,7 @@ def settings_of(named: str, name: str) -> dict[str, Any]:
         if family is not family_named(name):
             other = family.__name__.removeprefix("recipes.").removesuffix(_SUFFIX)
             raise DamagedError(f"it is a model={other}, not a model={name}")
-        return dict(family.settings(config))
+        return dict(family.options_of(config))
     except OSError as error:
         problem = f"{folder / CONFIG}: {error.strerror}"
     except KeyError as error:

@@ -27,7 +27,7 @@ _ARCHITECTURES = {
 }
 
 
-def settings(config: Mapping[str, Any]) -> dict[str, Any]:
+def options_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a model by its `config.json`.
 
     Raises:
@@ -85,7 +85,7 @@ def _rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def config(options: LlamaOptions) -> dict[str, Any]:
+def config_of(options: LlamaOptions) -> dict[str, Any]:
     """Return the `config.json` of a model.
 
     Raises:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 from launcher.config.errors import ConfigError, advice
 from launcher.config.families import ModelOptions
 from launcher.config.fields import LARGEST
-from recipes.hugging_face import PREFIX, settings_of
+from recipes.hugging_face import PREFIX, dimensions_in
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
@@ -66,7 +66,7 @@ class SizedOptions(ModelOptions):
         if self.size is None:
             return {}
         if self._from_files():
-            return settings_of(self.size, self.name)
+            return dimensions_in(self.size, self.name)
         if not self.sizes:
             return {}
         if self.size not in self.sizes:

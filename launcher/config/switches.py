@@ -94,6 +94,13 @@ SWITCHES = (
         "use that task",
     ),
     Switch(
+        ("export.dtype",),
+        ("export.format",),
+        lambda c: c.export.format == "hf",
+        "an .npz file keeps the types of the checkpoint",
+        "set export.format=hf",
+    ),
+    Switch(
         ("sweep",),
         ("task",),
         lambda c: c.task == "sweep_status",

@@ -77,7 +77,7 @@ def _theirs(home: Path) -> tuple[dict[str, Any], list[Tensor]]:
     try:
         if family is None:
             raise DamagedError(f"model={options.name} has no form there")
-        return family.config(options), list(family.tensors(options))
+        return family.config_of(options), list(family.tensors(options))
     except DamagedError as error:
         raise ConfigError(
             f"export.format=hf is not for this run: {error}",
@@ -96,7 +96,7 @@ def _target(config: Config, home: Path, source: Path) -> Path:
     if os.path.lexists(target):
         what = "folder" if is_folder else "file"
         problem, remedy = "is there already", f"Name another {what}, or delete it first."
-    elif not target.parent.is_dir():
+    elif config.export.path and not target.parent.is_dir():
         problem, remedy = f"cannot be made: {target.parent} is not a folder", "Make it first."
     else:
         return target

@@ -78,9 +78,10 @@ def _check_settings(config: Config, named: str, path: Path) -> None:
     try:
         stored = read_config(path)
         family = family_of(stored)
-        theirs = family.settings(stored)
+        theirs = family.options_of(stored)
     except (DamagedError, KeyError, OSError) as error:
-        raise checkpoint.InitError(f"cannot be used: {CONFIG}: {error}") from None
+        lacks = f"{CONFIG} lacks {error}" if isinstance(error, KeyError) else error
+        raise checkpoint.InitError(f"cannot be used: {lacks}") from None
     if family is not family_named(name):
         raise ConfigError(
             f"{_KEY}={named} is a {stored['model_type']}, which model={name} is not",

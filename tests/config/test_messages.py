@@ -31,13 +31,13 @@ COMMAND_LINES = [
     ),
     # Options and sizes that do not exist.
     ("model=gtp", f"There is no model=gtp {CLI}. Did you mean gpt?"),
-    ("model=resnet", f"There is no model=resnet {CLI}. Options of model: custom, gpt, mlp."),
-    ("model=null", f"There is no model=null {CLI}. Options of model: custom, gpt, mlp."),
+    ("model=resnet", f"There is no model=resnet {CLI}. Options of model: custom, gpt, llama, mlp."),
+    ("model=null", f"There is no model=null {CLI}. Options of model: custom, gpt, llama, mlp."),
     ("model.size=nan", f"There is no model.size=nan {CLI}. Did you mean nano?"),
     ("model.size=39", f"There is no model.size=39 {CLI}. Did you mean 39b?"),
     (
         "model.name=resnet",
-        f"model.name must be one of gpt, mlp, custom, not 'resnet' {CLI}. "
+        f"model.name must be one of gpt, llama, mlp, custom, not 'resnet' {CLI}. "
         "Choose one with model=OPTION.",
     ),
     # Wrong types.
@@ -104,7 +104,8 @@ COMMAND_LINES = [
     ),
     (
         "model=../model/gpt",
-        f"model=../model/gpt is not the name of one option {CLI}. model has: custom, gpt, mlp.",
+        f"model=../model/gpt is not the name of one option {CLI}. "
+        "model has: custom, gpt, llama, mlp.",
     ),
     # Code that no one has allowed.
     (

@@ -14,6 +14,7 @@ MLP = "model=mlp dataset=synthetic model.widths=[8,8]"
 # Of each switch what depends on it, said while it is off, and how the refusal begins.
 REFUSED = [
     ("train.eval_every=0 train.eval_batches=4", "train.eval_batches"),
+    ("task=export run.id=r export.dtype=bfloat16", "export.dtype"),
     ("train.eval_every=0 train.eval_batches=8", "train.eval_batches"),  # the default
     ("train.checkpoint.every_steps=5 train.checkpoint.keep=3", "train.checkpoint.keep"),
     ("train.checkpoint.on_error=stop", "train.checkpoint.on_error"),

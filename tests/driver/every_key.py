@@ -77,7 +77,8 @@ def model_told(config: Config):
     key = jax.random.key(0)
     params = jax.eval_shape(model.init, key)
     batch = _batch(config)[1]
-    return str(jax.make_jaxpr(model.init)(key)), str(jax.make_jaxpr(model.loss)(params, batch, key))
+    loss = jax.make_jaxpr(model.loss)(params, batch, key)
+    return str(jax.make_jaxpr(model.init)(key)), str(loss), str(loss.consts)
 
 
 def data_told(config: Config):
@@ -323,6 +324,12 @@ def export_told(config: Config):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "resolve", lambda path: (path / "checkpoints" / "5", ()))
         patch.setattr(checkpoint, "export_model", lambda *paths, private: told.append(paths))
+        patch.setattr("launcher.driver.export._theirs", lambda home: ({}, []))
+        patch.setattr(
+            checkpoint,
+            "export_hugging_face",
+            lambda *paths, dtype, private: told.append((paths, dtype)),
+        )
         export(config, console)
     return told
 

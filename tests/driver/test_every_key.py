@@ -25,6 +25,7 @@ import every_key as told
 
 ROW = {"vocab_size": 256, "sequence_length": 4, "num_layers": 1, "num_heads": 2, "hidden_size": 8}
 GPT = {"model": {"name": "gpt", "size": "s", "sizes": {"s": ROW, "t": ROW | {"num_layers": 2}}}}
+LLAMA = {"model": {"name": "llama", "size": "s", "sizes": {"s": ROW, "t": ROW | {"num_layers": 2}}}}
 MLP = {"model": {"name": "mlp", "hidden_size": 4, "input_size": 4, "output_size": 2}}
 MADE_UP = {"dataset": {"name": "synthetic", "num_samples": 64}}
 NET = {
@@ -101,6 +102,18 @@ def probes():
     values |= {"scan_layers": True}
     for name, value in values.items():
         yield "gpt", f"model.{name}", model(gpt, value)
+    llama = merged(LLAMA, MADE_UP)
+    yield "llama", "model.size", model(llama, "t")
+    yield "llama", "model.sizes", model(llama, {"s": ROW | {"num_layers": 2}})
+    values = {"vocab_size": 64, "sequence_length": 8, "num_layers": 2, "num_heads": 4}
+    values |= {"hidden_size": 16, "num_kv_heads": 1, "head_size": 8, "mlp_size": 5}
+    values |= {"activation": "gelu", "gated_mlp": False, "norm_epsilon": 0.1, "rope_base": 10.0}
+    values |= {"sliding_window": 2, "qkv_bias": True, "head_norm": True, "scan_layers": True}
+    values |= {"scale_embeddings": True, "tie_embeddings": True}
+    for name, value in values.items():
+        yield "llama", f"model.{name}", model(llama, value)
+    slow_turns = merged(llama, {"model": {"head_size": 64}})
+    yield "llama", "model.rope_factor", model(slow_turns, 8.0)
     for name, value in {"input_size": 8, "hidden_size": 8, "output_size": 4}.items():
         yield "mlp", f"model.{name}", model(merged(MLP, MADE_UP), value)
     yield "mlp", "model.num_layers", model(merged(MLP, MADE_UP), 2)
@@ -165,6 +178,9 @@ def probes():
     exported = functools.partial(Probe, told.export_told, {"run": {"id": "taken"}})
     yield "", "export.step", exported(3)
     yield "", "export.path", exported("weights.npz")
+    yield "", "export.format", exported("hf")
+    theirs = {"run": {"id": "taken"}, "export": {"format": "hf"}}
+    yield "", "export.dtype", Probe(told.export_told, theirs, "bfloat16")
     sweep = functools.partial(Probe, told.sweep_told)
     yield "", "sweep.dir", sweep({"sweep": {"dir": "multirun/s"}}, "multirun/none")
     yield "", "sweep.resubmit", sweep({"sweep": {"dir": "multirun/s"}}, True)

@@ -21,6 +21,7 @@ from launcher.config.compose import load, to_dict
 from launcher.config.folders import CONF, find_groups
 from launcher.train import checkpoint
 from launcher.train.program import build_program
+from recipes.llama_hf import config_of
 
 PAGES = read_pages()
 BY_NAME = {page.name: page for page in PAGES}
@@ -56,6 +57,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "my_pkg").mkdir()
     for name, (block,) in zip(MODULES, RECIPES_PAGE.programs, strict=True):
         (folder / "my_pkg" / f"{name}.py").write_text(block.text)
+    theirs = load(["model=llama", "dataset=synthetic"]).model
+    (folder / "my_llama").mkdir()
+    (folder / "my_llama" / "config.json").write_text(json.dumps(config_of(theirs)))
     subprocess.run([sys.executable, "my_pkg/arrays.py"], cwd=folder, check=True)
 
     program = build_program(load(["recipe=smoke"]))
@@ -89,8 +93,9 @@ def test_every_command_is_accepted(
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)  # as `python -m` does
     arguments = shlex.split(command)
-    if "task=sweep_status" in arguments:  # whose settings have no meaning for another task
-        assert load(arguments).task == "sweep_status"
+    others = [f"task={t}" for t in ("sweep_status", "export") if f"task={t}" in arguments]
+    if others:  # whose settings have no meaning for another task
+        assert f"task={load(arguments).task}" in others
         return
     assert main([*arguments, "task=check"]) == 0
     assert capsys.readouterr().err == ""

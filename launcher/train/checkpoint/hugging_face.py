@@ -176,7 +176,7 @@ def _groups(tensors: Sequence[Tensor], width: int, largest: int) -> Iterator[lis
 def _options(family: Any, config: Mapping[str, Any]) -> Any:
     """Return what `tensors` reads: the settings that `config.json` stands for."""
     try:
-        return SimpleNamespace(**family.settings(config))
+        return SimpleNamespace(**family.options_of(config))
     except KeyError as error:
         raise DamagedError(f"{CONFIG} lacks {error}") from None
 

@@ -1,0 +1,251 @@
+"""Weights between our models and Hugging Face's folders: equal logits, and what is refused."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import yaml
+from rich.console import Console
+from safetensors.numpy import load_file, save_file
+
+from launcher.config.compose import load, to_written
+from launcher.config.errors import ConfigError
+from launcher.driver.export import export
+from launcher.driver.init_from import check_start, find_start
+from launcher.testing import assert_allclose
+from launcher.train import checkpoint
+from launcher.train.checkpoint.hugging_face import write_hugging_face
+from launcher.train.step import TrainState
+from recipes import build_model
+from recipes.gpt import GPT
+from recipes.gpt_options import DIMENSIONS, GPTOptions
+from recipes.hugging_face import family_named
+from recipes.llama import Llama
+from recipes.llama_options import LlamaOptions
+
+sys.path.insert(0, str(Path(__file__).parent))
+import transformers_reference
+
+pytestmark = pytest.mark.devices
+
+SMALL = {"vocab_size": 64, "sequence_length": 16, "num_layers": 2, "num_heads": 4}
+SMALL |= {"hidden_size": 32, "size": None}
+SHARED = LlamaOptions(**SMALL, num_kv_heads=2, mlp_size=48).filled()
+KINDS = {
+    "llama": SHARED,
+    "llama, stretched": dataclasses.replace(SHARED, rope_factor=8.0, rope_base=5e5),
+    "llama, tied": dataclasses.replace(SHARED, tie_embeddings=True, num_kv_heads=4),
+    "mistral": dataclasses.replace(SHARED, sliding_window=5),
+    "qwen2": dataclasses.replace(SHARED, qkv_bias=True, norm_epsilon=1e-6),
+    "qwen3": dataclasses.replace(SHARED, head_norm=True, head_size=16),
+    "gemma": dataclasses.replace(
+        SHARED, scale_embeddings=True, activation="gelu", tie_embeddings=True, num_kv_heads=1
+    ),
+    "gpt2": GPTOptions(**SMALL).filled(),
+    "gpt2, untied": GPTOptions(**SMALL, tie_embeddings=False, mlp_ratio=2).filled(),
+}
+TOKENS = np.arange(24).reshape(2, 12) * 7 % 64
+
+
+def apply(options, params, tokens):
+    """Our logits."""
+    if isinstance(options, LlamaOptions):
+        return Llama(options, jnp.float32).apply({"params": params}, tokens)
+    fields = {name: getattr(options, name) for name in DIMENSIONS}
+    for name in ("mlp_ratio", "tie_embeddings", "scan_layers", "dropout"):
+        fields[name] = getattr(options, name)
+    return GPT(**fields, dtype=jnp.float32).apply({"params": params}, tokens, True)
+
+
+def random_params(options, seed=0):
+    """Parameters none of which is 0 or 1, and which matter."""
+    shapes = jax.eval_shape(build_model(options, "fp32").init, jax.random.key(0))
+    leaves, tree = jax.tree.flatten(shapes)
+    rng = np.random.default_rng(seed)
+    drawn = [rng.normal(0.5 if x.ndim == 1 else 0, 0.3, x.shape).astype("f4") for x in leaves]
+    return jax.tree.unflatten(tree, drawn)
+
+
+def flat(params):
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    name = jax.tree_util.keystr
+    return {f"params.{name(p, simple=True, separator='.')}": x for p, x in leaves}
+
+
+def write(options, params, folder, dtype="float32", **more):
+    family, arrays = family_named(options.name), flat(params)
+    return write_hugging_face(
+        folder, family.config_of(options), list(family.tensors(options)),
+        lambda names: {name: arrays[name] for name in names}, dtype, private=False, **more,
+    )  # fmt: skip
+
+
+def read(options, folder):
+    shapes = jax.eval_shape(build_model(options, "fp32").init, jax.random.key(0))
+    where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes)
+    check_start(f"hf:{folder}", folder, {"params": like})
+    return checkpoint.restore_model(folder, {"params": like})["params"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_transformers_and_arrays_come_back(kind, tmp_path):
+    options, folder = KINDS[kind], tmp_path / "theirs"
+    params = random_params(options)
+    count = write(options, params, folder)
+    assert count == len(flat(params))
+    expected = transformers_reference.logits(folder, TOKENS)
+    assert np.abs(expected).max() > 1
+    assert_allclose(apply(options, params, TOKENS), expected, rtol=1e-5, atol=1e-5)
+    for name, array in flat(read(options, folder)).items():
+        tolerance = {"rtol": 0, "atol": 1e-7 if kind == "gemma" else 0}  # norms less 1
+        np.testing.assert_allclose(array, flat(params)[name], **tolerance)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_settings_come_from_its_config(kind, tmp_path):
+    options = KINDS[kind]
+    write(options, random_params(options), tmp_path / "theirs")
+    name = options.name
+    words = ["model=" + name, f"model.size=hf:{tmp_path}/theirs", "dataset=synthetic"]
+    if name == "gpt":  # these are no part of a GPT's size; a weight that has another is refused
+        words += [f"model.{key}={getattr(options, key)}" for key in ("mlp_ratio", "tie_embeddings")]
+    found = load(words, []).model
+    assert dataclasses.replace(found, size=None) == options
+
+
+def test_several_files_are_one_model(tmp_path):
+    options = KINDS["llama"]
+    params = random_params(options)
+    write(options, params, tmp_path / "whole")
+    write(options, params, tmp_path / "parts", largest=16_000)
+    files = sorted((tmp_path / "parts").glob("*.safetensors"))
+    assert len(files) > 2
+    index = json.loads((tmp_path / "parts" / "model.safetensors.index.json").read_text())
+    assert {file.name for file in files} == set(index["weight_map"].values())
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in jax.tree.leaves(params))
+    for one, other in zip(*(jax.tree.leaves(read(options, tmp_path / f))
+                            for f in ("whole", "parts")), strict=True):  # fmt: skip
+        np.testing.assert_array_equal(one, other)
+
+
+def test_bfloat16_is_written_and_read(tmp_path):
+    options = KINDS["llama"]
+    params = random_params(options)
+    write(options, params, tmp_path / "theirs", dtype="bfloat16")
+    found = read(options, tmp_path / "theirs")
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(params), strict=True):
+        assert one.dtype == jnp.float32
+        np.testing.assert_array_equal(one, other.astype(jnp.bfloat16).astype("f4"))
+
+
+def test_scanned_layers_start_from_the_same_files(tmp_path):
+    options = KINDS["llama"]
+    params = random_params(options)
+    write(options, params, tmp_path / "theirs")
+    scanned = dataclasses.replace(options, scan_layers=True)
+    found = read(scanned, tmp_path / "theirs")
+    assert_allclose(apply(scanned, found, TOKENS), apply(options, params, TOKENS), rtol=1e-6)
+
+
+def changed(folder, change):
+    """Rewrite the arrays of a folder."""
+    arrays = load_file(folder / "model.safetensors")
+    change(arrays)
+    save_file(arrays, folder / "model.safetensors")
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda a: a.pop(Q), "it has no params.layers_1.self_attention.linear_q.kernel"),
+        (lambda a: a.update(extra=a[Q]), "it has extra, which the model has not"),
+        (lambda a: a.update({Q: a[Q][:-1]}), f"{Q} is (31, 32), and (32, 32) by config.json"),
+        (lambda a: a.update({Q: a[Q].astype("i4")}), f"{Q} is of type I32"),
+    ],
+    ids=["missing", "extra", "shape", "type"],
+)
+def test_an_array_that_is_not_as_it_should_be_is_named(change, words, tmp_path):
+    write(KINDS["llama"], random_params(KINDS["llama"]), tmp_path / "theirs")
+    changed(tmp_path / "theirs", change)
+    with pytest.raises(ConfigError) as refused:
+        read(KINDS["llama"], tmp_path / "theirs")
+    assert words in str(refused.value)
+    assert f"train.init_from=hf:{tmp_path}/theirs does not fit the model" in str(refused.value)
+
+
+def settings(folder, *words):
+    return load(
+        ["model=llama", f"model.size=hf:{folder}", f"train.init_from=hf:{folder}",
+         "dataset=synthetic", *words], []
+    )  # fmt: skip
+
+
+def test_settings_that_give_the_same_shapes_another_meaning_are_refused(tmp_path):
+    write(KINDS["llama"], random_params(KINDS["llama"]), tmp_path / "theirs")
+    assert find_start(settings(tmp_path / "theirs"), 0) == tmp_path / "theirs"
+    with pytest.raises(ConfigError) as refused:
+        find_start(settings(tmp_path / "theirs", "model.rope_base=500"), 0)
+    assert "has rope_base=10000.0, and model.rope_base is 500.0" in str(refused.value)
+    assert f"model.size=hf:{tmp_path}/theirs" in str(refused.value)
+    with pytest.raises(ConfigError, match=r"is a llama, which model=gpt is not"):
+        find_start(load([f"train.init_from=hf:{tmp_path}/theirs"], []), 0)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "config.json: No such file or directory"),
+        ("{", "config.json: it is not JSON"),
+        ("{}", "config.json names no model_type"),
+        ('{"model_type": "mamba"}', "model_type is 'mamba'; these are known: gemma, gpt2, llama"),
+        ('{"model_type": "gpt2"}', "it is a model=gpt, not a model=llama"),
+        ('{"model_type": "llama"}', "config.json lacks 'vocab_size'"),
+        ('{"model_type": "llama", "mlp_bias": true}', "mlp_bias=true is not built"),
+        (
+            '{"model_type": "llama", "rope_scaling": {"rope_type": "yarn"}}',
+            "the rotary positions 'yarn' are not built",
+        ),
+    ],
+)
+def test_a_config_that_cannot_be_used_is_refused(content, words, tmp_path):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError) as refused:
+        load(["model=llama", f"model.size=hf:{tmp_path}", "dataset=synthetic"], [])
+    assert f"model.size=hf:{tmp_path} cannot be used: " in str(refused.value)
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_a_run_is_exported_as_transformers_reads_it(scan_layers, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = dataclasses.replace(KINDS["qwen3"], scan_layers=scan_layers)
+    params = random_params(options)
+    home = tmp_path / "outputs" / "mine"
+    state = TrainState(jnp.int32(3), params, {"mu": params}, jnp.zeros(2, jnp.uint32))
+    checkpoint.save(home / "checkpoints", 3, checkpoint.copy_to_host(state), {})
+    words = [f"model.{key}={value}" for key, value in dataclasses.asdict(options).items()
+             if key not in ("name", "size", "sizes")]  # fmt: skip
+    run = load(["model=llama", "model.size=null", "dataset=synthetic", "run.id=mine", *words], [])
+    (home / "config.yaml").write_text(yaml.safe_dump(to_written(run)))
+    asked = load(["task=export", "run.id=mine", "export.format=hf"], [])
+    assert export(asked, Console(quiet=True)) == 0
+    expected = transformers_reference.logits(home / "hf-3", TOKENS)
+    assert_allclose(apply(options, params, TOKENS), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ConfigError, match="is there already"):
+        export(asked, Console(quiet=True))
+
+
+def test_what_transformers_lacks_is_refused(tmp_path):
+    options = dataclasses.replace(KINDS["llama"], gated_mlp=False)
+    with pytest.raises(ValueError, match="no Llama whose MLP is not gated"):
+        write(options, random_params(options), tmp_path / "theirs")

@@ -1,0 +1,180 @@
+"""`recipes/llama.py`: layers, loss, positions, windows, shared heads, and that it learns."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from launcher.config.compose import load
+from launcher.config.errors import ConfigError
+from recipes import build_model
+from recipes.llama import Llama, rotary_frequencies, rotate
+from recipes.llama_options import LlamaOptions
+
+pytestmark = pytest.mark.devices
+TINY = LlamaOptions(
+    size=None, vocab_size=256, sequence_length=16, num_layers=3, num_heads=4, num_kv_heads=2,
+    hidden_size=32,
+).filled()  # fmt: skip
+
+
+def build(precision="fp32", **changes):
+    return build_model(dataclasses.replace(TINY, **changes), precision)
+
+
+def random_batch(rows=4, length=16, vocabulary=256):
+    tokens = np.random.default_rng(0).integers(vocabulary, size=(rows, length + 1))
+    return {"tokens": tokens[:, :-1].astype(np.int32), "targets": tokens[:, 1:].astype(np.int32)}
+
+
+def init(model):
+    return jax.jit(model.init)(jax.random.key(0))
+
+
+def logits_of(tokens, **changes):
+    options = dataclasses.replace(TINY, **changes)
+    params = init(build_model(options, "fp32"))
+    return np.asarray(Llama(options, jnp.float32).apply({"params": params}, tokens))
+
+
+def test_each_block_is_a_pipeline_layer_and_one_array_crosses_each_boundary():
+    model = build()
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    jaxpr = jax.make_jaxpr(lambda p, b: model.loss(p, b, None))(params, random_batch())
+    made_in, crossing, layer = {}, {}, 0
+    for equation in jaxpr.eqns:
+        layer += equation.primitive.name == "pipeline_boundary"
+        for variable in equation.invars:
+            source = made_in.get(id(variable), layer)
+            if source != layer:
+                crossing.setdefault((source, layer), set()).add(id(variable))
+        made_in.update({id(variable): layer for variable in equation.outvars})
+    assert {ends: len(variables) for ends, variables in crossing.items()} == {(0, 1): 1, (1, 2): 1}
+
+
+@pytest.mark.parametrize("tie_embeddings", [True, False])
+def test_an_untrained_model_knows_nothing_and_learns(tie_embeddings):
+    model, optimizer = build(tie_embeddings=tie_embeddings), optax.adam(1e-2)
+    params, batch = init(model), random_batch()
+    state, losses = optimizer.init(params), []
+
+    @jax.jit
+    def step(params, state):
+        (loss, _), grads = jax.value_and_grad(model.loss, has_aux=True)(params, batch, None)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    for _ in range(20):
+        params, state, loss = step(params, state)
+        losses.append(float(loss))
+    assert losses[0] == pytest.approx(math.log(256), abs=0.05)
+    assert losses[-1] < losses[0] - 1
+
+
+@pytest.mark.parametrize("window", [0, 3])
+def test_a_token_reaches_later_logits_only_as_far_as_the_layers_windows(window):
+    tokens = random_batch()["tokens"]
+    changed = tokens.copy()
+    changed[:, 4] = (changed[:, 4] + 1) % 256
+    before, after = (logits_of(t, sliding_window=window) for t in (tokens, changed))
+    differs = np.abs(before - after).max((0, 2)) > 0
+    reach = 4 + TINY.num_layers * (window - 1) + 1 if window else 16
+    np.testing.assert_array_equal(np.flatnonzero(differs), np.arange(4, reach))
+
+
+def test_scores_of_rotated_heads_depend_on_distances_alone():
+    frequencies = rotary_frequencies(8, 100.0)
+    query, key = np.random.default_rng(0).normal(size=(2, 1, 1, 1, 8)).astype("f4")
+
+    def score(i, j):
+        turned = [rotate(x, jnp.array([at]), frequencies) for x, at in ((query, i), (key, j))]
+        return float((turned[0] * turned[1]).sum())
+
+    assert score(7, 4) == pytest.approx(score(13, 10), rel=1e-5)
+    assert score(7, 4) != pytest.approx(score(9, 1), rel=1e-2)
+    assert score(5, 5) == pytest.approx(float((query * key).sum()), rel=1e-5)
+
+
+def test_shared_keys_are_those_of_heads_with_equal_ones():
+    tokens = random_batch()["tokens"]
+    params = init(build())
+    apart = jax.tree.map(jnp.asarray, params)
+    for i in range(TINY.num_layers):
+        for name in ("linear_k", "linear_v"):
+            dense = apart[f"layers_{i}"]["self_attention"][name]
+            dense["kernel"] = jnp.repeat(dense["kernel"], 2, axis=1)
+    wide = dataclasses.replace(TINY, num_kv_heads=4)
+    shared, own = (
+        Llama(options, jnp.float32).apply({"params": p}, tokens)
+        for options, p in ((TINY, params), (wide, apart))
+    )
+    np.testing.assert_allclose(shared, own, rtol=1e-5, atol=1e-6)
+
+
+def test_bf16_products_keep_parameters_and_loss_in_fp32():
+    model, batch = build("bf16"), random_batch()
+    params = init(model)
+    both = jax.value_and_grad(model.loss, has_aux=True)
+    (loss, _), grads = jax.eval_shape(both, params, batch, None)
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves([params, loss, grads])} == {"float32"}
+    full = float(build().loss(params, batch, None)[0])
+    assert float(model.loss(params, batch, None)[0]) == pytest.approx(full, abs=0.02)
+
+
+def test_scanned_layers_compute_what_layers_in_a_row_do():
+    params, batch = dict(init(build(scan_layers=True))), random_batch()
+    stacked = params.pop("layers")
+    layers = {f"layers_{i}": jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(3)}
+    found = build(scan_layers=True).loss({**params, "layers": stacked}, batch, None)[0]
+    assert float(found) == pytest.approx(
+        float(build().loss({**params, **layers}, batch, None)[0]), rel=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model.num_kv_heads=3"], "model.num_heads=4 cannot share model.num_kv_heads=3 heads"),
+        (["model.head_size=7"], "model.head_size=7 is odd"),
+        (["+model.sizes.nano.gated_mlp=3"], "model.sizes.nano.gated_mlp must be true or false"),
+        (["+model.sizes.nano.rope_base=x"], "model.sizes.nano.rope_base must be a number, not 'x'"),
+        (["+model.sizes.nano.activation=tanh"], "model.activation must be one of silu, gelu"),
+        (["model.size=llama3_8"], "There is no model.size=llama3_8"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(words, message):
+    with pytest.raises(ConfigError) as refused:
+        load(["model=llama", "dataset=synthetic", *words], [])
+    assert message in str(refused.value)
+
+
+def test_a_size_is_filled_and_a_setting_beats_it():
+    found = load(["model=llama", "model.size=qwen3_8b", "model.num_layers=2",
+                  "dataset=synthetic"], []).model  # fmt: skip
+    assert (found.num_layers, found.head_size, found.head_norm) == (2, 128, True)
+    assert (found.tie_embeddings, found.rope_factor, found.mlp_size) == (False, 1.0, 12288)
+
+
+# In billions, as their publishers count them.
+PUBLISHED = {
+    "llama2_7b": 6.74, "llama2_13b": 13.02, "llama2_70b": 68.98, "llama3_1b": 1.24,
+    "llama3_3b": 3.21, "llama3_8b": 8.03, "llama3_70b": 70.55, "llama3_405b": 405.85,
+    "qwen2.5_0.5b": 0.494, "qwen2.5_1.5b": 1.54, "qwen2.5_3b": 3.09, "qwen2.5_7b": 7.62,
+    "qwen2.5_14b": 14.77, "qwen2.5_32b": 32.76, "qwen2.5_72b": 72.71, "qwen3_0.6b": 0.596,
+    "qwen3_1.7b": 1.72, "qwen3_4b": 4.02, "qwen3_8b": 8.19, "qwen3_14b": 14.77,
+    "qwen3_32b": 32.76, "mistral_7b": 7.24, "gemma_2b": 2.51, "gemma_7b": 8.54,
+    "mpt_7b": 6.65, "mpt_30b": 29.96,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_sizes_have_the_published_number_of_parameters(size):
+    words = ["model=llama", f"model.size={size}", "dataset=synthetic", "model.scan_layers=true"]
+    model = build_model(load(words, []).model, "bf16")
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+    assert count / 1e9 == pytest.approx(PUBLISHED[size], rel=0.02)
