@@ -101,6 +101,7 @@ class Export:
     """What `task=export` writes: the weights after `step` steps of the run, to `path`."""
 
     step: int | None = number(None, minimum=0)  # null: those of the newest checkpoint
+    ema: bool = False  # the averages that optimizer.ema keeps, in place of the parameters
     path: str | None = None  # null: weights-<step>.npz, or a folder hf-<step>, in the run's folder
     # One .npz file, or a folder as Hugging Face's transformers reads it.
     format: str = choice("npz", "npz", "hf")

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from launcher.config.compose import load_frozen
 from launcher.config.errors import ConfigError
+from launcher.config.optimizers import Lora
 from launcher.config.schema import Config
 from launcher.driver.private_files import private_files
 from launcher.files import DamagedError
@@ -41,11 +42,14 @@ def export(config: Config, console: Console) -> int:
     theirs = _theirs(home) if config.export.format == "hf" else None
     with private_files(config.run), status(console, f"writing {target}"):
         try:
+            settings = home / "config.yaml"
+            lora = load_frozen(settings).optimizer.lora if settings.exists() else Lora()
+            model = checkpoint.FinishedModel(source, lora, config.export.ema)
             if theirs is None:
-                count = checkpoint.export_model(source, target, private=private)
+                count = checkpoint.export_model(model, target, private=private)
             else:
                 count = checkpoint.export_hugging_face(
-                    source, target, *theirs, dtype=config.export.dtype, private=private
+                    model, target, *theirs, dtype=config.export.dtype, private=private
                 )
         except checkpoint.Mismatch as error:
             raise _refused(config, f"cannot be exported: {source}: {error}") from None

@@ -323,6 +323,7 @@ def export_told(config: Config):
     told, console = [], Console(file=io.StringIO())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "resolve", lambda path: (path / "checkpoints" / "5", ()))
+        patch.setattr(checkpoint, "FinishedModel", lambda path, lora, ema: (path, lora, ema))
         patch.setattr(checkpoint, "export_model", lambda *paths, private: told.append(paths))
         patch.setattr("launcher.driver.export._theirs", lambda home: ({}, []))
         patch.setattr(

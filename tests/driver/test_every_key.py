@@ -177,6 +177,7 @@ def probes():
     yield "", "wandb.mode", run(RECORDED, "disabled")
     exported = functools.partial(Probe, told.export_told, {"run": {"id": "taken"}})
     yield "", "export.step", exported(3)
+    yield "", "export.ema", exported(True)
     yield "", "export.path", exported("weights.npz")
     yield "", "export.format", exported("hf")
     theirs = {"run": {"id": "taken"}, "export": {"format": "hf"}}

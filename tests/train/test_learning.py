@@ -8,15 +8,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
+from rich.console import Console
 
-from launcher.config.compose import load
+from launcher.config.compose import load, to_dict
+from launcher.driver.export import export
 from launcher.driver.plan_from_config import plan_of
 from launcher.plan import local_shape
 from launcher.runtime import compile_step
 from launcher.train.lora import merge, with_adapters, without_adapters
 from launcher.train.matrices import matrix_axes
+from launcher.train.names import flat_name
 from launcher.train.program import build_program, build_steps
 from launcher.train.step import init_state, make_train_step
+from launcher.train.worker import TrainWorker
 from recipes import InputError, build_model
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -246,3 +251,58 @@ def test_a_state_with_frozen_parameters_is_saved_and_resumed(way, tmp_path):
     trainee.worker.restore(str(tmp_path), 2)
     assert trainee._losses(3, 4) == losses
     trainee.worker.close()
+
+
+def test_adapters_are_merged_at_export_and_begin_anew_on_a_stored_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = [*GPT, *WAYS["lora"], *PLANS["manual"], "cluster.gpus=2"]
+    trainee = Trainee(words, model=())
+    (tmp_path / "outputs/mine/checkpoints").mkdir(parents=True)
+    trainee.create_and_save("outputs/mine/checkpoints")
+    (tmp_path / "outputs/mine/config.yaml").write_text(yaml.safe_dump(to_dict(load(words))))
+    for name, more in {"plain": [], "average": ["export.ema=true"]}.items():
+        asked = [f"export.path={name}.npz", "task=export", "run.id=mine", *more]
+        export(load(asked), Console(quiet=True))
+    trainee.worker.restore("outputs/mine/checkpoints", 2)
+    state, lora = trainee.worker._state, load(words).optimizer.lora
+    state = jax.tree.map(np.asarray, state)
+    for name, params in {"plain": state.params, "average": state.averaged["params"]}.items():
+        with np.load(f"{name}.npz") as stored:
+            for path, want in jax.tree_util.tree_leaves_with_path(merge(params, lora)):
+                np.testing.assert_allclose(stored[f"params.{flat_name(path)}"], want, atol=1e-6)
+        assert not [key for key in stored.files if "lora" in key]
+    trainee.worker.create("plain.npz")
+    begun = jax.tree.map(np.asarray, trainee.worker._state)
+    jax.tree.map(
+        np.testing.assert_array_equal, begun.averaged["params"]["lora"], begun.params["lora"]
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
+        without_adapters(begun.params),
+        merge(state.params, lora),
+    )
+    trainee.worker.close()
+
+
+@pytest.mark.parametrize("method", ["manual", "zero3"])
+def test_an_evaluation_is_of_the_averages(method):
+    evaluated = [word for word in GPT if not word.startswith("train.eval")]
+    words = [*evaluated, "train.eval_every=1", "train.eval_batches=1", *WAYS["ema"], *PLANS[method]]
+    config = load([*words, "cluster.gpus=2"])
+    worker = TrainWorker()
+    worker.build(to_dict(config))
+    program = worker._program
+    worker.setup(plan_of(config.parallel, program.train, local_shape(2, 1, "cpu")).to_dict())
+    worker.create()
+    worker.step(1)
+    worker.step(2)
+    got = worker.evaluate(0).metrics["eval/loss"]
+    state = jax.tree.map(np.asarray, worker._state)
+    model = build_model(config.model, "fp32")
+    losses = [
+        float(model.loss(p, program.dataset.validation(0), None)[0])
+        for p in (state.averaged["params"], state.params)
+    ]
+    assert got == pytest.approx(losses[0], abs=1e-5)
+    assert abs(losses[0] - losses[1]) > 1e-3
+    worker.close()
