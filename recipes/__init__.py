@@ -148,11 +148,11 @@ def check_dataset(options: Any, model_options: Any, *, validation: bool) -> None
     module.check(_fields(options), _fields(model_options), validation)
 
 
-def find_module(section: str, name: str) -> None:
-    """Check that the module `<section>.module`, a user's own, is there; runs nothing of it.
+def find_module(key: str, name: str) -> None:
+    """Check that a user's own module is there; runs nothing of it.
 
     Args:
-        section: "model" or "dataset".
+        key: the setting that names it, such as "model.module".
         name: the module's name.
 
     Raises:
@@ -165,7 +165,7 @@ def find_module(section: str, name: str) -> None:
         specs = (find(above, path) for find in finders if find)
         spec = next((spec for spec in specs if spec), None)
         if spec is None:
-            raise _not_found(section, name)
+            raise _not_found(key, name)
         path = spec.submodule_search_locations or []
 
 
@@ -173,7 +173,7 @@ def _module(section: str, options: Any) -> ModuleType:
     """Return the module that builds what `options` describe."""
     if options.name == "custom":
         functions = ("build",) if section == "model" else ("build", "check")
-        return users_module(section, options.module, functions)
+        return users_module(f"{section}.module", options.module, functions)
     known = find_models() if section == "model" else find_datasets()
     if options.name not in known:
         raise InputError(
@@ -182,8 +182,8 @@ def _module(section: str, options: Any) -> ModuleType:
     return import_module(builder_of(known[options.name]))
 
 
-def users_module(section: str, name: str, functions: Sequence[str]) -> ModuleType:
-    """Return the module `<section>.module`, which has these functions.
+def users_module(key: str, name: str, functions: Sequence[str]) -> ModuleType:
+    """Return a user's own module, which the setting `key` names, and which has these functions.
 
     Whether it may be loaded has been decided before.
 
@@ -195,19 +195,17 @@ def users_module(section: str, name: str, functions: Sequence[str]) -> ModuleTyp
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # the module is there, and lacks another
-        raise _not_found(section, name) from None
+        raise _not_found(key, name) from None
     for function in functions:
         if not callable(getattr(module, function, None)):
-            example = {"model": "mlp", "dataset": "synthetic"}.get(section)
+            example = {"model": "mlp", "dataset": "synthetic"}.get(key.split(".")[0])
             remedy = f"write one as recipes/{example}.py does" if example else "write one"
-            raise InputError(f"{section}.module={name} has no function {function}; {remedy}")
+            raise InputError(f"{key}={name} has no function {function}; {remedy}")
     return module
 
 
-def _not_found(section: str, name: str) -> InputError:
-    return InputError(
-        f"{section}.module={name} is not found; install it, or put its folder on PYTHONPATH"
-    )
+def _not_found(key: str, name: str) -> InputError:
+    return InputError(f"{key}={name} is not found; install it, or put its folder on PYTHONPATH")
 
 
 def _fields(options: Any) -> Any:

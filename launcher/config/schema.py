@@ -93,6 +93,8 @@ class Train:
     non_finite: str = choice("stop", "stop", "skip", "rollback")
     # A checkpoint, a run's folder, an .npz file or hf:<folder>: start from its model.
     init_from: str | None = None
+    keep_best: str | None = None  # a metric of evaluations, such as eval_loss: its best state stays
+    stop_early: int = number(0, minimum=0)  # after so many evaluations that are no better; 0: never
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
 
@@ -101,6 +103,7 @@ class Export:
     """What `task=export` writes: the weights after `step` steps of the run, to `path`."""
 
     step: int | None = number(None, minimum=0)  # null: those of the newest checkpoint
+    best: bool = False  # those that train.keep_best has kept
     ema: bool = False  # the averages that optimizer.ema keeps, in place of the parameters
     path: str | None = None  # null: weights-<step>.npz, or a folder hf-<step>, in the run's folder
     # One .npz file, or a folder as Hugging Face's transformers reads it.
@@ -159,6 +162,7 @@ class Config:
     )
     allow_modules: list[str] = field(default_factory=list)
     allow_commands: bool = False
+    hooks: list[str] = field(default_factory=list)
     run: Run = field(default_factory=Run)
     model: ModelOptions = field(default_factory=MODELS["gpt"], metadata=variants("name", MODELS))
     dataset: DatasetOptions = field(

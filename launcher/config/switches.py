@@ -31,7 +31,7 @@ def _decay(config: Config) -> str | None:
 
 SWITCHES = (
     Switch(
-        ("train.eval_batches",),
+        ("train.eval_batches", "train.keep_best", "train.stop_early"),
         ("train.eval_every",),
         lambda c: c.train.eval_every > 0,
         "train.eval_every=0 never evaluates",

@@ -60,6 +60,10 @@ def export(config: Config, console: Console) -> int:
 def _checkpoint(config: Config, home: Path) -> Path:
     """Return the checkpoint to export, which is intact."""
     step = config.export.step
+    if config.export.best:
+        step = checkpoint.best_step(home / "checkpoints")
+        if step is None:
+            raise _refused(config, "has no best checkpoint, as train.keep_best makes one")
     named = home if step is None else home / "checkpoints" / str(step)
     try:
         path, damaged = checkpoint.resolve(named)

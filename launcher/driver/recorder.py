@@ -12,6 +12,8 @@ from launcher.runtime import ReplicaError, check_equal
 from launcher.spans import SpanRecorder
 
 if TYPE_CHECKING:
+    from launcher.driver.best import Best
+    from launcher.driver.hooks import Hooks
     from launcher.driver.timelines import Timelines
     from launcher.train.step_result import StepResult
 
@@ -48,9 +50,12 @@ class Recorder:
         performance: returns the `perf/...` metrics of a step that took so many seconds.
         skips: whether a step whose loss or gradient is not finite leaves the state unchanged.
         timelines: takes what workers record of steps; None: nothing is recorded.
+        best: follows the evaluations; None: nothing depends on them.
+        hooks: are told of each step.
 
     Attributes:
         timelines: as given.
+        best: as given.
         spans: takes what the driver does while a step is recorded.
         finished_steps: the newest finished step, 0 before the first.
         first_step_at: when the first step of this process completed, in seconds since the epoch.
@@ -63,7 +68,10 @@ class Recorder:
         performance: Callable[[float], Metrics],
         skips: bool = False,
         timelines: Timelines | None = None,
+        best: Best | None = None,
+        hooks: Hooks | None = None,
     ) -> None:
+        self.best, self._hooks = best, hooks
         self.timelines = timelines
         self.spans = timelines.spans if timelines else SpanRecorder()
         self._log = log
@@ -105,11 +113,20 @@ class Recorder:
             self.log_newest()
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if bad else 0
         if not bad:
+            self._tell(result, rates)
             return
         key, value = bad[0], result.metrics[bad[0]]
         if not self._skips or self._skipped_in_a_row > MOST_SKIPPED:
             raise DivergedError(key, value, result.step)
         _log.warning(f"step {result.step}: {key} is {value}, the update is skipped")
+        self._tell(result, rates)
+
+    def _tell(self, result: StepResult, rates: Metrics) -> None:
+        metrics = {**result.metrics, **rates}
+        if self.best:
+            self.best.add(result.step, metrics)
+        if self._hooks:
+            self._hooks.stepped(result, metrics)
 
     def log_newest(self) -> None:
         """Log the newest step, unless it is logged already."""

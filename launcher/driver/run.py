@@ -28,6 +28,7 @@ from launcher.driver import folder
 from launcher.driver.calibrated_first import is_kept, measures_first
 from launcher.driver.check import Inputs, look, os_error_text
 from launcher.driver.folder import RunFolder
+from launcher.driver.hooks import HookError, Hooks
 from launcher.log import lines_to
 from launcher.output import complain
 from launcher.report.console import line_printer, make_console
@@ -95,7 +96,7 @@ def guarded(work: Callable[[], int]) -> int:
         from launcher.runtime import ReplicaError
         from launcher.trace import TraceError
 
-        known = TraceError | PlanError | DivergedError | FailedError | ReplicaError
+        known = TraceError | PlanError | DivergedError | FailedError | ReplicaError | HookError
         if not isinstance(error, known):
             raise
         message, code = str(error), 2 if isinstance(error, TraceError | PlanError) else 1
@@ -123,6 +124,7 @@ def _plan(config: Config, console: Console) -> int:
 def _train(config: Config, console: Console, stop: Stop, rendezvous: Rendezvous | None) -> int:
     say, steps = line_printer(console), config.train.steps
     with stop.interruptible():
+        Hooks(config.hooks)  # what is wrong with them is said at once
         finished = folder.check(config)
         found = look(config, finished) if finished < steps else None
     if found is None:

@@ -91,7 +91,7 @@ def _users_own(
 ) -> tuple[optax.GradientTransformation, Schedule]:
     """Return what the module `optimizer.module` builds."""
     key = f"optimizer.module={options.module}"
-    module = users_module("optimizer", options.module, ("build",))
+    module = users_module("optimizer.module", options.module, ("build",))
     made = module.build(SimpleNamespace(**options.options), total_steps)
     is_pair = isinstance(made, tuple) and len(made) == 2 and callable(made[1])
     if not is_pair or not all(callable(getattr(made[0], n, None)) for n in ("init", "update")):

@@ -138,10 +138,10 @@ class FakeWorkers:
         if method == "saved":
             return "the disk is full."
         if method == "evaluate":
-            return StepResult(100, _metrics() | {"eval/loss": 1.0}, 0.0)
+            return StepResult(self._newest, _metrics() | {"eval/loss": 1.0}, 0.0)
         if method != "step":
             return None
-        step = arguments[0]
+        step = self._newest = arguments[0]
         if step == 3 and self._third == "hangs":
             raise HungError("no answer", {})
         diverges = step == 3 and self._third == "diverges"
@@ -322,6 +322,7 @@ def export_told(config: Config):
     """Which checkpoint is written to which file."""
     told, console = [], Console(file=io.StringIO())
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "best_step", lambda folder: 7)
         patch.setattr(checkpoint, "resolve", lambda path: (path / "checkpoints" / "5", ()))
         patch.setattr(checkpoint, "FinishedModel", lambda path, lora, ema: (path, lora, ema))
         patch.setattr(checkpoint, "export_model", lambda *paths, private: told.append(paths))

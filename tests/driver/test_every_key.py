@@ -164,6 +164,10 @@ def probes():
         diverges = functools.partial(told.run_told, third="diverges")
         yield "", "train.non_finite", Probe(diverges, SHORT, value)
     yield "", "train.init_from", taken("nowhere")
+    often = merged(SHORT, {"train": {"eval_every": 1}})
+    yield "", "train.keep_best", run(often, "eval_loss")
+    yield "", "train.stop_early", run(often, 1)
+    yield "", "hooks", run(merged(SHORT, {"allow_modules": ["mine"]}), ["mine.hook"])
     yield "", "train.checkpoint.at_end", run(SHORT, False)
     yield "", "train.checkpoint.every_steps", run(SHORT, 2)
     yield "", "train.checkpoint.every_minutes", run(SHORT, 1e-9)
@@ -177,6 +181,7 @@ def probes():
     yield "", "wandb.mode", run(RECORDED, "disabled")
     exported = functools.partial(Probe, told.export_told, {"run": {"id": "taken"}})
     yield "", "export.step", exported(3)
+    yield "", "export.best", exported(True)
     yield "", "export.ema", exported(True)
     yield "", "export.path", exported("weights.npz")
     yield "", "export.format", exported("hf")
@@ -319,6 +324,7 @@ def here(tmp_path, monkeypatch):
         "def build(options, steps): return optax.NAME(options.rate), lambda count: options.rate\n"
     )
     files |= {"optimizer": optimizer.replace("NAME", "sgd")}
+    files |= {"hook": "import sys\ndef on_step(*given): print(given, file=sys.stderr)\n"}
     files |= {"other_optimizer": optimizer.replace("NAME", "adam")}
     for name, text in files.items():
         (tmp_path / "mine" / f"{name}.py").write_text(text)

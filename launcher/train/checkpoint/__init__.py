@@ -19,7 +19,12 @@ from typing import TYPE_CHECKING, Any
 from launcher.train.checkpoint.account import Account
 from launcher.train.checkpoint.choose import InitError, NewestIntact, newest, resolve
 from launcher.train.checkpoint.integrity import damage
-from launcher.train.checkpoint.layout import clear_partial_saves, read_metadata
+from launcher.train.checkpoint.layout import (
+    best_step,
+    clear_partial_saves,
+    read_metadata,
+    write_best,
+)
 
 if TYPE_CHECKING:
     from launcher.train.checkpoint.background import Background
@@ -50,6 +55,7 @@ __all__ = [
     "NewestIntact",
     "SaveError",
     "Writers",
+    "best_step",
     "check_model",
     "clear_partial_saves",
     "copy_to_host",
@@ -65,6 +71,7 @@ __all__ = [
     "save",
     "save_parts",
     "stored_shapes",
+    "write_best",
 ]
 
 _HOMES = {
