@@ -217,10 +217,18 @@ def _check_task(config: Config) -> Iterator[ConfigError]:
             "Use cluster=slurm.",
             ["task", "cluster.kind"],
         )
-    if config.task == "export" and config.run.id is None:
+    if config.task in ("export", "generate") and config.run.id is None:
         yield ConfigError(
-            "task=export does not say which run", "Give run.id=VALUE.", ["task", "run.id"]
+            f"task={config.task} does not say which run", "Give run.id=VALUE.", ["task", "run.id"]
         )
+    for section in ("export", "generate"):
+        asked = getattr(config, section)
+        if asked.best and asked.step is not None:
+            yield ConfigError(
+                f"{section}.best=true and {section}.step={asked.step} name two checkpoints",
+                "Leave one of them out.",
+                [f"{section}.best", f"{section}.step"],
+            )
     if config.task == "sweep_status" and config.sweep.dir is None:
         yield ConfigError(
             "task=sweep_status does not say which sweep",

@@ -112,6 +112,22 @@ class Export:
 
 
 @dataclass(frozen=True)
+class Generate:
+    """What `task=generate` goes on with, by the weights after `step` steps of the run, and how."""
+
+    step: int | None = number(None, minimum=0)  # null: those of the newest checkpoint
+    best: bool = False  # those that train.keep_best has kept
+    ema: bool = False  # the averages that optimizer.ema keeps, in place of the parameters
+    prompt: str = "import "
+    prompts: str | None = None  # a file with a prompt a line, in place of `prompt`
+    max_new_tokens: int = number(200, minimum=1)
+    temperature: float = number(0.8, minimum=0.0)  # 0: always the likeliest
+    top_k: int = number(0, minimum=0)  # 0: of all tokens
+    top_p: float = number(1.0, minimum=0.0, maximum=1.0)
+    seed: int = number(0, minimum=0, maximum=2**32 - 1)
+
+
+@dataclass(frozen=True)
 class Sweep:
     """The sweep that `task=sweep_status` shows, by its folder, and whether it may submit again."""
 
@@ -158,7 +174,17 @@ class Config:
     """
 
     task: str = choice(
-        *("train", "train", "plan", "check", "calibrate", "export", "submit", "sweep_status")
+        *(
+            "train",
+            "train",
+            "plan",
+            "check",
+            "calibrate",
+            "export",
+            "generate",
+            "submit",
+            "sweep_status",
+        )
     )
     allow_modules: list[str] = field(default_factory=list)
     allow_commands: bool = False
@@ -175,6 +201,7 @@ class Config:
     report: Report = field(default_factory=Report)
     wandb: Wandb = field(default_factory=Wandb)
     export: Export = field(default_factory=Export)
+    generate: Generate = field(default_factory=Generate)
     sweep: Sweep = field(default_factory=Sweep)
     from_environment: FromEnvironment = field(
         default_factory=dict, compare=False, repr=False, metadata={"internal": True}

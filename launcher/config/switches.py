@@ -101,6 +101,27 @@ SWITCHES = (
         "set export.format=hf",
     ),
     Switch(
+        ("generate",),
+        ("task",),
+        lambda c: c.task == "generate",
+        "that is for task=generate",
+        "use that task",
+    ),
+    Switch(
+        ("generate.prompt",),
+        ("generate.prompts",),
+        lambda c: c.generate.prompts is None,
+        "generate.prompts names a file of them",
+        "leave that out",
+    ),
+    Switch(
+        ("generate.top_k", "generate.top_p", "generate.seed"),
+        ("generate.temperature",),
+        lambda c: c.generate.temperature > 0,
+        "generate.temperature=0 always takes the likeliest token",
+        "set generate.temperature",
+    ),
+    Switch(
         ("sweep",),
         ("task",),
         lambda c: c.task == "sweep_status",

@@ -17,12 +17,11 @@ from launcher.config.errors import ConfigError
 from launcher.config.optimizers import Lora
 from launcher.config.schema import Config
 from launcher.driver.private_files import private_files
+from launcher.driver.stored_model import refused, stored_model
 from launcher.files import DamagedError
 from launcher.report.console import status
 from launcher.train import checkpoint
 from recipes.hugging_face import Tensor, family_named
-
-_log = logging.getLogger(__name__)
 
 
 def export(config: Config, console: Console) -> int:
@@ -33,9 +32,8 @@ def export(config: Config, console: Console) -> int:
             written cannot be made where it is wanted.
         OSError: it cannot be written.
     """
-    assert config.run.id is not None
-    home = Path(config.run.dir, config.run.id)
-    source = _checkpoint(config, home)
+    asked = config.export
+    source, home = stored_model(config, asked.step, asked.best, "export")
     target = _target(config, home, source)
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of what does not matter here
     private = not config.run.shared
@@ -52,26 +50,10 @@ def export(config: Config, console: Console) -> int:
                     model, target, *theirs, dtype=config.export.dtype, private=private
                 )
         except checkpoint.Mismatch as error:
-            raise _refused(config, f"cannot be exported: {source}: {error}") from None
+            problem = f"cannot be exported: {source}: {error}"
+            raise refused(config, problem, "export") from None
     console.print(f"{count} arrays of {source} are in {target}", soft_wrap=True)
     return 0
-
-
-def _checkpoint(config: Config, home: Path) -> Path:
-    """Return the checkpoint to export, which is intact."""
-    step = config.export.step
-    if config.export.best:
-        step = checkpoint.best_step(home / "checkpoints")
-        if step is None:
-            raise _refused(config, "has no best checkpoint, as train.keep_best makes one")
-    named = home if step is None else home / "checkpoints" / str(step)
-    try:
-        path, damaged = checkpoint.resolve(named)
-    except checkpoint.InitError as error:
-        raise _refused(config, f"cannot be exported: {named} {error}") from None
-    for line in damaged:
-        _log.warning(line)
-    return path
 
 
 def _theirs(home: Path) -> tuple[dict[str, Any], list[Tensor]]:
@@ -109,11 +91,3 @@ def _target(config: Config, home: Path, source: Path) -> Path:
     else:
         return target
     raise ConfigError(f"export.path={named} {problem}", remedy, ["export.path"])
-
-
-def _refused(config: Config, problem: str) -> ConfigError:
-    return ConfigError(
-        f"run.id={config.run.id} {problem}",
-        "Check run.id, run.dir and export.step.",
-        ["run.id", "run.dir", "export.step"],
-    )

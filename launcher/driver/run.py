@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 def run(config: Config, stop: Stop, rendezvous: Rendezvous | None = None) -> int:
-    """Do `config.task`, "train", "plan", "calibrate" or "export"; report errors on standard error.
+    """Do `config.task`, one that needs JAX; report errors on standard error.
 
     Call it in the main thread, once per process.
 
@@ -73,6 +73,10 @@ def run(config: Config, stop: Stop, rendezvous: Rendezvous | None = None) -> int
                 from launcher.driver.export import export
 
                 return export(config, console)
+            if config.task == "generate":
+                from launcher.driver.generate import generate_text
+
+                return generate_text(config, console)
             return _plan(config, console)
 
     with lines_to(line_printer(console)):

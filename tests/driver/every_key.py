@@ -28,7 +28,7 @@ from launcher.config.errors import ConfigError
 from launcher.config.machines import Described, Emulated
 from launcher.config.parallel import Data
 from launcher.config.schema import Config
-from launcher.driver import check, folder, training
+from launcher.driver import check, folder, generate, training
 from launcher.driver.cluster_from_config import described_shape
 from launcher.driver.export import export
 from launcher.driver.failures import run_with_restarts
@@ -312,7 +312,8 @@ def task_told(config: Config):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("launcher.config.compose.load", lambda *_: config)
         patch.setattr("launcher.command._check", lambda *_: called.append("check"))
-        for name in ("run._train", "run._plan", "calibrate.calibrate", "export.export"):
+        tasks = "run._train", "run._plan", "calibrate.calibrate", "export.export"
+        for name in (*tasks, "generate.generate_text"):
             patch.setattr(f"launcher.driver.{name}", lambda *_, name=name: called.append(name))
         command.run([], Stop())
     return called
@@ -333,6 +334,26 @@ def export_told(config: Config):
             lambda *paths, dtype, private: told.append((paths, dtype)),
         )
         export(config, console)
+    return told
+
+
+def generate_told(config: Config):
+    """By which checkpoint which text is gone on with, and how."""
+    told, home = [], (Path("here"), Path("home"))
+    settings = SimpleNamespace(
+        dataset=SimpleNamespace(name="text"),
+        model=SimpleNamespace(vocab_size=256),
+        train=SimpleNamespace(precision="fp32"),
+        optimizer=SimpleNamespace(lora=None),
+    )
+    whole = SimpleNamespace(whole=lambda: {"params": {}})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generate, "stored_model", lambda _, *which: told.append(which) or home)
+        patch.setattr(generate, "load_frozen", lambda path: settings)
+        patch.setattr(generate, "build_decoder", lambda *_: None)
+        patch.setattr(checkpoint, "FinishedModel", lambda *which: told.append(which) or whole)
+        patch.setattr(generate, "generate", lambda *given: told.append(given) or iter([]))
+        generate.generate_text(config, Console(file=io.StringIO()))
     return told
 
 

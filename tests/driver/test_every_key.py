@@ -142,7 +142,7 @@ def probes():
     yield "custom", "dataset.options", data(merged(NET, DATA), {"width": 8})
 
     yield from optimizer_probes()
-    for value in ("check", "plan", "calibrate", "export"):
+    for value in ("check", "plan", "calibrate", "export", "generate"):
         yield "", "task", Probe(told.task_told, {"run": {"id": "taken"}}, value)
     yield "", "allow_modules", model(merged(NET, DATA), [])
     run = functools.partial(Probe, told.run_told)
@@ -187,6 +187,10 @@ def probes():
     yield "", "export.format", exported("hf")
     theirs = {"run": {"id": "taken"}, "export": {"format": "hf"}}
     yield "", "export.dtype", Probe(told.export_told, theirs, "bfloat16")
+    values = {"step": 3, "best": True, "ema": True, "prompt": "x", "prompts": "data.txt"}
+    values |= {"max_new_tokens": 7, "temperature": 0.5, "top_k": 3, "top_p": 0.5, "seed": 1}
+    for name, value in values.items():
+        yield "", f"generate.{name}", Probe(told.generate_told, {"run": {"id": "taken"}}, value)
     sweep = functools.partial(Probe, told.sweep_told)
     yield "", "sweep.dir", sweep({"sweep": {"dir": "multirun/s"}}, "multirun/none")
     yield "", "sweep.resubmit", sweep({"sweep": {"dir": "multirun/s"}}, True)
@@ -291,6 +295,7 @@ def test_every_key_has_a_probe():
 def here(tmp_path, monkeypatch):
     """An empty folder with some text and a user's own modules."""
     for name, text in {
+        "data.txt": "a prompt",
         "books/a.txt": "abcde",
         "books/b.md": "fghij",
         "more/c.txt": "klmno",
