@@ -75,13 +75,13 @@ def merge(params: Any, options: Lora) -> Any:
     adapters = dict(_pairs(params[ADAPTERS]))
     return map_named(
         lambda name, kernel: (
-            merged(kernel, *adapters[name], options) if name in adapters else kernel
+            adapted_kernel(kernel, *adapters[name], options) if name in adapters else kernel
         ),
         without_adapters(params),
     )
 
 
-def merged(kernel: Any, a: Any, b: Any, options: Lora) -> Any:
+def adapted_kernel(kernel: Any, a: Any, b: Any, options: Lora) -> Any:
     """Return a kernel with its adapter added, of NumPy's or of JAX's arrays.
 
     Args:
@@ -119,7 +119,7 @@ def _summed_at_first_use(
         for kernel in [v for v in eqn.invars if is_var(v) and v in waiting]:
             if (name := waiting.pop(kernel, None)) is None:  # read twice by one equation
                 continue
-            add = functools.partial(merged, options=options)
+            add = functools.partial(adapted_kernel, options=options)
             new, (sums[kernel],) = splice(add, (kernel, *matrices[name]))
             equations += new
         operands = [sums.get(v, v) if is_var(v) else v for v in eqn.invars]

@@ -32,15 +32,15 @@ def map_named(fun: Callable[..., Any], tree: Any, *others: Any) -> Any:
     )
 
 
-def split(params: Any, picks: Picks) -> tuple[Any, Any]:
+def split_named(params: Any, picks: Picks) -> tuple[Any, Any]:
     """Return two trees, of the leaves that are picked and of the others; None stands for a leaf."""
     picked = map_named(lambda name, leaf: leaf if picks(name) else None, params)
     others = map_named(lambda name, leaf: None if picks(name) else leaf, params)
     return picked, others
 
 
-def joined(one: Any, other: Any) -> Any:
-    """Return the tree of which `split` made two."""
+def rejoined(one: Any, other: Any) -> Any:
+    """Return the tree of which `split_named` made two."""
     return jax.tree.map(
         lambda a, b: b if a is None else a, one, other, is_leaf=lambda leaf: leaf is None
     )

@@ -15,7 +15,7 @@ import optax
 
 import launcher
 from launcher.train.checked_model import Metrics, checked_loss, init_model
-from launcher.train.names import Picks, joined, split
+from launcher.train.names import Picks, rejoined, split_named
 from launcher.train.optimizer import Schedule, count_updates
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class TrainState:
         """`model`, with the average of the parameters where one is kept."""
         if self.ema is None:
             return self.model
-        return {**self.model, "params": joined(self.ema, self.params)}
+        return {**self.model, "params": rejoined(self.ema, self.params)}
 
     @property
     def model(self) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def init_state(
     """
     init_key, step_key = jax.random.split(jax.random.wrap_key_data(key_data))
     params, model_state = init_model(model, init_key)
-    learning = split(params, learns)[0] if learns else params
+    learning = split_named(params, learns)[0] if learns else params
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
@@ -118,11 +118,11 @@ def make_train_step(
     model_loss = checked_loss(model)
 
     def loss_of(learning: Any, fixed: Any, *rest: Any) -> Any:
-        return model_loss(joined(learning, fixed) if learns else learning, *rest)
+        return model_loss(rejoined(learning, fixed) if learns else learning, *rest)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-        learning, fixed = split(state.params, learns) if learns else (state.params, None)
+        learning, fixed = split_named(state.params, learns) if learns else (state.params, None)
         value_and_grad = launcher.value_and_grad(loss_of, has_aux=True)
         out, grads = value_and_grad(learning, fixed, state.model_state, batch, key)
         loss, (extra, model_state) = out
@@ -148,7 +148,7 @@ def make_train_step(
             "grad_norm": norm,
             "learning_rate": jnp.asarray(schedule(updates_done), jnp.float32),
         }
-        params = joined(params, fixed) if learns else params
+        params = rejoined(params, fixed) if learns else params
         parts = params, opt_state, state.key, model_state, average
         return TrainState(state.step + 1, *parts), metrics
 

@@ -16,13 +16,13 @@ from launcher.train.checkpoint.hugging_face import write_hugging_face
 from launcher.train.checkpoint.layers import names_of, sources
 from launcher.train.checkpoint.read import (
     Mismatch,
+    first_of,
+    leaf_shapes,
     leaves_of,
-    listed,
     read_named,
-    shapes_of,
     stored_tree_of,
 )
-from launcher.train.lora import ADAPTERS, merged, without_adapters
+from launcher.train.lora import ADAPTERS, adapted_kernel, without_adapters
 from launcher.train.names import flat_name
 from launcher.train.step import MODEL_PARTS
 from recipes.hugging_face import Tensor
@@ -55,7 +55,7 @@ class FinishedModel:
         self._ema = ema
         self.tree = {name: tree[name] for name in MODEL_PARTS if name in tree}
         self.tree["params"] = without_adapters(self.tree["params"])
-        self.shapes = shapes_of(leaves_of(self.tree))
+        self.shapes = leaf_shapes(leaves_of(self.tree))
 
     def read(self, names: Iterable[str]) -> dict[str, np.ndarray]:
         """Read some arrays by their flat names, and no others."""
@@ -66,7 +66,7 @@ class FinishedModel:
         found = read_named(self._path, needed)
         arrays = {name: np.asarray(found[where]) for name, where in kernels.items()}
         for name, (a, b) in adapters.items():
-            arrays[name] = merged(arrays[name], found[a], found[b], self._lora)
+            arrays[name] = adapted_kernel(arrays[name], found[a], found[b], self._lora)
         return arrays
 
     def whole(self) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def export_hugging_face(
     shapes = {f"params.{tensor.ours}": tensor.shape_here for tensor in tensors}
     found = sources(shapes, model.shapes)
     if missing := sorted(shapes.keys() - found.keys()):
-        raise Mismatch(f"it has no {listed(missing)} of the shape that the settings give")
+        raise Mismatch(f"it has no {first_of(missing)} of the shape that the settings give")
 
     def arrays(names: Sequence[str]) -> Mapping[str, np.ndarray]:
         read = model.read({one for name in names for one in names_of(found[name])})

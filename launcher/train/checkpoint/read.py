@@ -69,7 +69,7 @@ def restore_model(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
     if weights := find_weights(path):
         return read_flat(weights, like)
     stored, wanted = stored_tree_of(path), leaves_of(like)
-    found = sources(shapes_of(wanted), shapes_of(leaves_of(stored)))
+    found = sources(leaf_shapes(wanted), leaf_shapes(leaves_of(stored)))
     specs = _specs(wanted, found)
     read = _read(
         path,
@@ -105,12 +105,12 @@ def check_model(path: Path, like: Mapping[str, Any]) -> None:
         Mismatch: they differ, or it cannot be read.
     """
     stored, wanted = _stored_leaves(path), leaves_of(like)
-    found = sources(shapes_of(wanted), shapes_of(stored))
+    found = sources(leaf_shapes(wanted), leaf_shapes(stored))
     if missing := sorted(wanted.keys() - found.keys()):
-        raise Mismatch(f"it has no {listed(missing)}, which the model has")
+        raise Mismatch(f"it has no {first_of(missing)}, which the model has")
     used = {name for source in found.values() for name in names_of(source)}
     if further := sorted(stored.keys() - used):
-        raise Mismatch(f"it has {listed(further)}, which the model has not")
+        raise Mismatch(f"it has {first_of(further)}, which the model has not")
     for name, leaf in wanted.items():
         one, source = stored[names_of(found[name])[0]], found[name]
         shape = tuple(one.shape)
@@ -155,7 +155,7 @@ def _check_all_rows(name: Any, count: int, found: Mapping[str, Source]) -> None:
         raise Mismatch(f"{name} holds {count} layers there, and the model has {rows}")
 
 
-def shapes_of(leaves: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def leaf_shapes(leaves: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the shape of each leaf."""
     return {name: tuple(leaf.shape) for name, leaf in leaves.items()}
 
@@ -195,7 +195,7 @@ def _assembled(leaf: Any, source: Source, values: Mapping[str, Any]) -> Any:
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: value[index])
 
 
-def listed(names: list[str]) -> str:
+def first_of(names: list[str]) -> str:
     """Return the first of these names, and how many more there are."""
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return ", ".join(names[:_MOST_NAMED]) + more
