@@ -13,7 +13,7 @@ Importing this package imports neither JAX nor Grain.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from types import SimpleNamespace
@@ -148,11 +148,11 @@ def check_dataset(options: Any, model_options: Any, *, validation: bool) -> None
     module.check(_fields(options), _fields(model_options), validation)
 
 
-def find_module(section: str, name: str) -> None:
-    """Check that the module `<section>.module`, a user's own, is there; runs nothing of it.
+def find_module(key: str, name: str) -> None:
+    """Check that a user's own module is there; runs nothing of it.
 
     Args:
-        section: "model" or "dataset".
+        key: the setting that names it, such as "model.module".
         name: the module's name.
 
     Raises:
@@ -165,14 +165,15 @@ def find_module(section: str, name: str) -> None:
         specs = (find(above, path) for find in finders if find)
         spec = next((spec for spec in specs if spec), None)
         if spec is None:
-            raise _not_found(section, name)
+            raise _not_found(key, name)
         path = spec.submodule_search_locations or []
 
 
 def _module(section: str, options: Any) -> ModuleType:
     """Return the module that builds what `options` describe."""
     if options.name == "custom":
-        return _users_own(section, options.module)
+        functions = ("build",) if section == "model" else ("build", "check")
+        return users_module(f"{section}.module", options.module, functions)
     known = find_models() if section == "model" else find_datasets()
     if options.name not in known:
         raise InputError(
@@ -181,27 +182,30 @@ def _module(section: str, options: Any) -> ModuleType:
     return import_module(builder_of(known[options.name]))
 
 
-def _users_own(section: str, name: str) -> ModuleType:
-    """Return the module `<section>.module`; whether it may be loaded has been decided before."""
+def users_module(key: str, name: str, functions: Sequence[str]) -> ModuleType:
+    """Return a user's own module, which the setting `key` names, and which has these functions.
+
+    Whether it may be loaded has been decided before.
+
+    Raises:
+        InputError: it is not there, or lacks a function.
+    """
     try:
         module = import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # the module is there, and lacks another
-        raise _not_found(section, name) from None
-    for function in ("build",) if section == "model" else ("build", "check"):
+        raise _not_found(key, name) from None
+    for function in functions:
         if not callable(getattr(module, function, None)):
-            raise InputError(
-                f"{section}.module={name} has no function {function}; "
-                f"write one as recipes/{'mlp' if section == 'model' else 'synthetic'}.py does"
-            )
+            example = {"model": "mlp", "dataset": "synthetic"}.get(key.split(".")[0])
+            remedy = f"write one as recipes/{example}.py does" if example else "write one"
+            raise InputError(f"{key}={name} has no function {function}; {remedy}")
     return module
 
 
-def _not_found(section: str, name: str) -> InputError:
-    return InputError(
-        f"{section}.module={name} is not found; install it, or put its folder on PYTHONPATH"
-    )
+def _not_found(key: str, name: str) -> InputError:
+    return InputError(f"{key}={name} is not found; install it, or put its folder on PYTHONPATH")
 
 
 def _fields(options: Any) -> Any:

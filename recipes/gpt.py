@@ -21,7 +21,7 @@ from recipes import Model
 from recipes.gpt_options import DIMENSIONS, GPTOptions
 
 _INIT_SCALE = 0.02
-_EPSILON = 1e-5
+EPSILON = 1e-5
 
 
 class Attention(nn.Module):
@@ -102,7 +102,7 @@ class Block(nn.Module):
         """Map float [batch, length, hidden] to the same; without dropout if `deterministic`."""
 
         def norm(name: str) -> nn.LayerNorm:
-            return nn.LayerNorm(epsilon=_EPSILON, dtype=self.dtype, name=name)
+            return nn.LayerNorm(epsilon=EPSILON, dtype=self.dtype, name=name)
 
         attention = Attention(
             self.num_heads, self.dropout, self.output_scale, self.dtype, name="self_attention"
@@ -167,7 +167,7 @@ class GPT(nn.Module):
                     mark_pipeline_boundary()
                 x = block(name=f"layers_{index}")(x, deterministic)
 
-        x = nn.LayerNorm(epsilon=_EPSILON, dtype=self.dtype, name="final_layernorm")(x)
+        x = nn.LayerNorm(epsilon=EPSILON, dtype=self.dtype, name="final_layernorm")(x)
         if self.tie_embeddings:
             return words.attend(x)
         return nn.Dense(

@@ -22,6 +22,7 @@ from launcher.config.machines import (
     SlurmCluster,
     ray_address_problem,
 )
+from launcher.config.optimizers import CustomOptimizer, Scheduled
 from launcher.config.schema import Config, CustomDataset, CustomModel
 
 _LONGEST_NAME = 255  # bytes, of a folder
@@ -36,27 +37,30 @@ def check(config: Config) -> None:
 
 def _check_modules(config: Config) -> Iterator[ConfigError]:
     """Checks that the user allows the code that settings name: a file may come from anywhere."""
-    for key, section in (("model", config.model), ("dataset", config.dataset)):
-        if not isinstance(section, CustomModel | CustomDataset):
+    named = [("hooks", module) for module in config.hooks]
+    for key in ("model", "dataset", "optimizer"):
+        section = getattr(config, key)
+        if not isinstance(section, CustomModel | CustomDataset | CustomOptimizer):
             continue
-        module = section.module
+        named.append((f"{key}.module", section.module))
         if "name" in section.options:
             yield ConfigError(
                 f"{key}.options.name is no option: there {key}.module stands",
                 "Give it another name.",
                 [f"{key}.options.name"],
             )
+    for key, module in named:
         if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", module):
             yield ConfigError(
-                f"{key}.module={module!r} is not the name of a module",
+                f"{key}={module!r} is not the name of a module",
                 "Write it as import does, such as my_pkg.models.",
-                [f"{key}.module"],
+                [key],
             )
         if not any(f"{module}.".startswith(f"{allowed}.") for allowed in config.allow_modules):
             yield ConfigError(
-                f"{key}.module={module} is code that this run is not allowed to load",
+                f"{key}={module} is code that this run is not allowed to load",
                 f"If you trust it, add allow_modules=[{module}] on the command line.",
-                [f"{key}.module"],
+                [key],
             )
 
 
@@ -88,6 +92,14 @@ def _check_recipe(config: Config) -> Iterator[ConfigError]:
 
 def _check_optimizer(config: Config) -> Iterator[ConfigError]:
     optimizer = config.optimizer
+    if optimizer.ema == 1:
+        yield ConfigError(
+            "optimizer.ema=1 would keep the first parameters for ever",
+            "Use a number below 1, such as 0.999.",
+            ["optimizer.ema"],
+        )
+    if not isinstance(optimizer, Scheduled):
+        return
     if optimizer.clip_norm == 0:
         yield ConfigError(
             "optimizer.clip_norm=0 would make every gradient zero",
@@ -100,6 +112,16 @@ def _check_optimizer(config: Config) -> Iterator[ConfigError]:
             f"optimizer.learning_rate={optimizer.learning_rate:g}",
             "The rate decays from the second to the first.",
             ["optimizer.final_learning_rate", "optimizer.learning_rate"],
+        )
+
+
+def _check_best(config: Config) -> Iterator[ConfigError]:
+    metric = config.train.keep_best
+    if metric is not None and not metric.startswith("eval_"):
+        yield ConfigError(
+            f"train.keep_best={metric} is no metric of an evaluation",
+            "Name one as eval_loss, with eval_ before its name.",
+            ["train.keep_best"],
         )
 
 
@@ -195,10 +217,18 @@ def _check_task(config: Config) -> Iterator[ConfigError]:
             "Use cluster=slurm.",
             ["task", "cluster.kind"],
         )
-    if config.task == "export" and config.run.id is None:
+    if config.task in ("export", "generate") and config.run.id is None:
         yield ConfigError(
-            "task=export does not say which run", "Give run.id=VALUE.", ["task", "run.id"]
+            f"task={config.task} does not say which run", "Give run.id=VALUE.", ["task", "run.id"]
         )
+    for section in ("export", "generate"):
+        asked = getattr(config, section)
+        if asked.best and asked.step is not None:
+            yield ConfigError(
+                f"{section}.best=true and {section}.step={asked.step} name two checkpoints",
+                "Leave one of them out.",
+                [f"{section}.best", f"{section}.step"],
+            )
     if config.task == "sweep_status" and config.sweep.dir is None:
         yield ConfigError(
             "task=sweep_status does not say which sweep",
@@ -216,6 +246,6 @@ def _check_task(config: Config) -> Iterator[ConfigError]:
 
 _RULES = (
     *(_check_modules, _check_run, _check_recipe, _check_optimizer),
-    *(_check_rollback, _check_cluster, _check_ray, _check_described, _check_task),
+    *(_check_best, _check_rollback, _check_cluster, _check_ray, _check_described, _check_task),
     *(check_slurm, check_parallel),
 )

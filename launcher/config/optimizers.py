@@ -7,57 +7,113 @@ with the name of Optax's transformation and the settings that become its argumen
     optimizer("rmsprop", "scale_by_rms", eps=1e-8)
 
 What Optax has by another name or in several parts is a function in `launcher.train.optimizer`.
+
+Patterns are those of the shell (`*` stands for anything, dots included) for a parameter's name in
+the model, such as `layers_0.mlp.linear_fc1.kernel`.
 """
 
 from __future__ import annotations
 
-from dataclasses import Field, dataclass, fields, make_dataclass
+from dataclasses import Field, dataclass, field, fields, make_dataclass
 from typing import Any, ClassVar
 
 from launcher.config.fields import choice, number
 
 
 @dataclass(frozen=True)
+class Group:
+    """What is otherwise for the parameters of a pattern; null: as for the others."""
+
+    pattern: str
+    learning_rate: float | None = number(None, minimum=0.0)
+    weight_decay: float | None = number(None, minimum=0.0)
+    frozen: bool = False
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters: what they are added to, of which rank, and by which factor."""
+
+    rank: int = number(0, minimum=0)  # 0: none
+    alpha: float = number(16.0, minimum=0.0)  # they are added times alpha / rank
+    pattern: str = "*.linear_*.kernel"
+
+
+@dataclass(frozen=True)
 class Optimizer:
-    """What every optimizer obeys: its learning-rate schedule, weight decay and clipping.
+    """What every optimizer obeys: which parameters learn, and their average.
+
+    Attributes:
+        train_only: the pattern of the parameters that learn; null: all.
+        ema: the decay of an exponential moving average of the parameters; null: none is kept.
+    """
+
+    name: str
+    train_only: str | None = None
+    ema: float | None = number(None, minimum=0.0, maximum=1.0)
+    lora: Lora = field(default_factory=Lora)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CustomOptimizer(Optimizer):
+    """An optimizer of the user's own: a module with `build(options, steps)`, and its options.
+
+    `build` returns an Optax transformation, whose updates are added to the parameters, and the
+    schedule, a function from the number of updates to the learning rate, which is logged.
+    """
+
+    name: str = "custom"
+    module: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Scheduled(Optimizer):
+    """What every optimizer of ours obeys: its schedule, weight decay, clipping and groups.
 
     Attributes:
         scaling: the name of the transformation of gradients that makes it this optimizer.
     """
 
-    name: str
     learning_rate: float = number(3e-3, minimum=0.0)
     warmup_steps: int = number(20, minimum=0)
-    decay: str = choice("cosine", "constant", "cosine", "linear")
+    decay: str = choice("cosine", "constant", "cosine", "linear", "wsd", "cosine_restarts")
+    decay_fraction: float = number(0.2, minimum=0.0, maximum=1.0)
+    restarts: int = number(1, minimum=1)
     final_learning_rate: float = number(0.0, minimum=0.0)
     weight_decay: float = number(0.0, minimum=0.0)
     clip_norm: float | None = number(1.0, minimum=0.0)
+    groups: list[Group] = field(default_factory=list)
     scaling: ClassVar[str]
 
     @property
     def arguments(self) -> dict[str, Any]:
         """The settings of this optimizer alone, which its transformation takes."""
-        common = {field.name for field in fields(Optimizer)}
+        common = {field.name for field in fields(Scheduled)}
         return {name: value for name, value in vars(self).items() if name not in common}
 
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {}
 
 
-def optimizer(name: str, scaling: str, **settings: Any) -> type[Optimizer]:
+def optimizer(name: str, scaling: str, **settings: Any) -> type[Scheduled]:
     """Makes the class of an optimizer, and makes it known by its name.
 
     Args:
         name: what the settings call it.
         scaling: a function of Optax or of `launcher.train.optimizer`.
-        settings: numbers by name, as defaults or as `fields.number`: other defaults of what every
-            optimizer obeys, and the arguments of `scaling`.
+        settings: numbers by name, as defaults or as `fields.number`, or a list of text: other
+            defaults of what every optimizer obeys, and the arguments of `scaling`.
     """
-    made: list[tuple[str, type, Any]] = [("name", str, name)]
+    made: list[tuple[str, Any, Any]] = [("name", str, name)]
     for key, value in settings.items():
-        made.append((key, float, value if isinstance(value, Field) else number(value, minimum=0.0)))
+        if isinstance(value, list):
+            made.append((key, list[str], field(default_factory=value.copy)))
+        else:
+            is_field = isinstance(value, Field)
+            made.append((key, float, value if is_field else number(value, minimum=0.0)))
     namespace = {"scaling": scaling, "__module__": __name__}
-    cls = make_dataclass(name, made, bases=(Optimizer,), frozen=True, namespace=namespace)
+    cls = make_dataclass(name, made, bases=(Scheduled,), frozen=True, namespace=namespace)
     OPTIMIZERS[name] = cls
     globals()[name] = cls  # where pickle finds it
     return cls
@@ -76,3 +132,14 @@ optimizer(
     "lion", "scale_by_lion", learning_rate=3e-4, weight_decay=0.1, b1=_share(0.9), b2=_share(0.99)
 )
 optimizer("adafactor", "scale_by_adafactor")
+optimizer(
+    "muon",
+    "scale_by_muon",
+    weight_decay=0.1,
+    momentum=_share(0.95),
+    adam=["*embedding*", "*output_layer*"],
+    b1=_share(0.9),
+    b2=_share(0.95),
+    eps=1e-8,
+)
+OPTIMIZERS["custom"] = CustomOptimizer

@@ -196,4 +196,5 @@ def _plain(value: Any) -> str:
 def _decays_over(settings: Mapping[str, Any]) -> int:
     """Returns the number of steps that the learning rate's decay is computed from."""
     optimizer, steps = settings["optimizer"], settings["train"]["steps"]
-    return 0 if optimizer["decay"] == "constant" else max(1, steps - optimizer["warmup_steps"])
+    is_constant = optimizer.get("decay") == "constant"  # one of the user's own has no such setting
+    return 0 if is_constant else max(1, steps - optimizer.get("warmup_steps", 0))

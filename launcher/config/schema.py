@@ -93,6 +93,8 @@ class Train:
     non_finite: str = choice("stop", "stop", "skip", "rollback")
     # A checkpoint, a run's folder, an .npz file or hf:<folder>: start from its model.
     init_from: str | None = None
+    keep_best: str | None = None  # a metric of evaluations, such as eval_loss: its best state stays
+    stop_early: int = number(0, minimum=0)  # after so many evaluations that are no better; 0: never
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
 
@@ -101,10 +103,28 @@ class Export:
     """What `task=export` writes: the weights after `step` steps of the run, to `path`."""
 
     step: int | None = number(None, minimum=0)  # null: those of the newest checkpoint
+    best: bool = False  # those that train.keep_best has kept
+    ema: bool = False  # the averages that optimizer.ema keeps, in place of the parameters
     path: str | None = None  # null: weights-<step>.npz, or a folder hf-<step>, in the run's folder
     # One .npz file, or a folder as Hugging Face's transformers reads it.
     format: str = choice("npz", "npz", "hf")
     dtype: str = choice("float32", "float32", "bfloat16")  # of the arrays, for hf
+
+
+@dataclass(frozen=True)
+class Generate:
+    """What `task=generate` goes on with, by the weights after `step` steps of the run, and how."""
+
+    step: int | None = number(None, minimum=0)  # null: those of the newest checkpoint
+    best: bool = False  # those that train.keep_best has kept
+    ema: bool = False  # the averages that optimizer.ema keeps, in place of the parameters
+    prompt: str = "import "
+    prompts: str | None = None  # a file with a prompt a line, in place of `prompt`
+    max_new_tokens: int = number(200, minimum=1)
+    temperature: float = number(0.8, minimum=0.0)  # 0: always the likeliest
+    top_k: int = number(0, minimum=0)  # 0: of all tokens
+    top_p: float = number(1.0, minimum=0.0, maximum=1.0)
+    seed: int = number(0, minimum=0, maximum=2**32 - 1)
 
 
 @dataclass(frozen=True)
@@ -160,10 +180,21 @@ class Config:
     """
 
     task: str = choice(
-        *("train", "train", "plan", "check", "calibrate", "export", "submit", "sweep_status")
+        *(
+            "train",
+            "train",
+            "plan",
+            "check",
+            "calibrate",
+            "export",
+            "generate",
+            "submit",
+            "sweep_status",
+        )
     )
     allow_modules: list[str] = field(default_factory=list)
     allow_commands: bool = False
+    hooks: list[str] = field(default_factory=list)
     run: Run = field(default_factory=Run)
     model: ModelOptions = field(default_factory=MODELS["gpt"], metadata=variants("name", MODELS))
     dataset: DatasetOptions = field(
@@ -176,6 +207,7 @@ class Config:
     report: Report = field(default_factory=Report)
     wandb: Wandb = field(default_factory=Wandb)
     export: Export = field(default_factory=Export)
+    generate: Generate = field(default_factory=Generate)
     sweep: Sweep = field(default_factory=Sweep)
     from_environment: FromEnvironment = field(
         default_factory=dict, compare=False, repr=False, metadata={"internal": True}

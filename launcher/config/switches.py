@@ -24,9 +24,14 @@ def _is_slurm(config: Config) -> bool:
     return isinstance(config.cluster, SlurmCluster)
 
 
+def _decay(config: Config) -> str | None:
+    """Return how the learning rate decays; None: an optimizer of the user's own decides that."""
+    return getattr(config.optimizer, "decay", None)
+
+
 SWITCHES = (
     Switch(
-        ("train.eval_batches",),
+        ("train.eval_batches", "train.keep_best", "train.stop_early"),
         ("train.eval_every",),
         lambda c: c.train.eval_every > 0,
         "train.eval_every=0 never evaluates",
@@ -49,9 +54,30 @@ SWITCHES = (
     Switch(
         ("optimizer.final_learning_rate",),
         ("optimizer.decay",),
-        lambda c: c.optimizer.decay != "constant",
+        lambda c: _decay(c) != "constant",
         "optimizer.decay=constant ends at the rate where it begins",
         "use optimizer.decay=cosine or linear",
+    ),
+    Switch(
+        ("optimizer.decay_fraction",),
+        ("optimizer.decay",),
+        lambda c: _decay(c) in ("wsd", None),
+        "that is the decay of optimizer.decay=wsd",
+        "use that",
+    ),
+    Switch(
+        ("optimizer.restarts",),
+        ("optimizer.decay",),
+        lambda c: _decay(c) in ("cosine_restarts", None),
+        "there are restarts with optimizer.decay=cosine_restarts",
+        "use that",
+    ),
+    Switch(
+        ("optimizer.lora.alpha", "optimizer.lora.pattern"),
+        ("optimizer.lora.rank",),
+        lambda c: c.optimizer.lora.rank > 0,
+        "optimizer.lora.rank=0 makes no adapters",
+        "set optimizer.lora.rank",
     ),
     Switch(
         tuple(f"wandb.{name}" for name in ("project", "entity", "group", "name", "tags")),
@@ -73,6 +99,27 @@ SWITCHES = (
         lambda c: c.export.format == "hf",
         "an .npz file keeps the types of the checkpoint",
         "set export.format=hf",
+    ),
+    Switch(
+        ("generate",),
+        ("task",),
+        lambda c: c.task == "generate",
+        "that is for task=generate",
+        "use that task",
+    ),
+    Switch(
+        ("generate.prompt",),
+        ("generate.prompts",),
+        lambda c: c.generate.prompts is None,
+        "generate.prompts names a file of them",
+        "leave that out",
+    ),
+    Switch(
+        ("generate.top_k", "generate.top_p", "generate.seed"),
+        ("generate.temperature",),
+        lambda c: c.generate.temperature > 0,
+        "generate.temperature=0 always takes the likeliest token",
+        "set generate.temperature",
     ),
     Switch(
         ("sweep",),

@@ -19,6 +19,7 @@ from launcher.cluster.slurm.allocation import find_allocation
 from launcher.config.check_parallel import check_parallel
 from launcher.config.errors import ConfigError
 from launcher.config.machines import Described, RayCluster, SlurmCluster
+from launcher.config.optimizers import CustomOptimizer
 from launcher.config.parallel import Replay
 from launcher.config.schema import Config, CustomDataset, CustomModel
 from launcher.driver import folder
@@ -102,7 +103,11 @@ def _lines(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
         yield f"run {config.run.id} is complete, {finished} of {config.train.steps} steps"
     for section, options in (("model", config.model), ("dataset", config.dataset)):
         if isinstance(options, CustomModel | CustomDataset):
-            find_module(section, options.module)
+            find_module(f"{section}.module", options.module)
+    if isinstance(config.optimizer, CustomOptimizer):
+        find_module("optimizer.module", config.optimizer.module)
+    for hook in config.hooks:
+        find_module("hooks", hook)
     if not isinstance(config.dataset, CustomDataset):
         check_dataset(config.dataset, config.model, validation=config.train.eval_every > 0)
     with lines_to(said.append):

@@ -14,14 +14,14 @@ from rich.console import Console
 
 from launcher.config.compose import load_frozen
 from launcher.config.errors import ConfigError
+from launcher.config.optimizers import Lora
 from launcher.config.schema import Config
 from launcher.driver.private_files import private_files
+from launcher.driver.stored_model import refused, stored_model
 from launcher.files import DamagedError
 from launcher.report.console import status
 from launcher.train import checkpoint
 from recipes.hugging_face import Tensor, family_named
-
-_log = logging.getLogger(__name__)
 
 
 def export(config: Config, console: Console) -> int:
@@ -32,38 +32,28 @@ def export(config: Config, console: Console) -> int:
             written cannot be made where it is wanted.
         OSError: it cannot be written.
     """
-    assert config.run.id is not None
-    home = Path(config.run.dir, config.run.id)
-    source = _checkpoint(config, home)
+    asked = config.export
+    source, home = stored_model(config, asked.step, asked.best, "export")
     target = _target(config, home, source)
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of what does not matter here
     private = not config.run.shared
     theirs = _theirs(home) if config.export.format == "hf" else None
     with private_files(config.run), status(console, f"writing {target}"):
         try:
+            settings = home / "config.yaml"
+            lora = load_frozen(settings).optimizer.lora if settings.exists() else Lora()
+            model = checkpoint.FinishedModel(source, lora, config.export.ema)
             if theirs is None:
-                count = checkpoint.export_model(source, target, private=private)
+                count = checkpoint.export_model(model, target, private=private)
             else:
                 count = checkpoint.export_hugging_face(
-                    source, target, *theirs, dtype=config.export.dtype, private=private
+                    model, target, *theirs, dtype=config.export.dtype, private=private
                 )
         except checkpoint.Mismatch as error:
-            raise _refused(config, f"cannot be exported: {source}: {error}") from None
+            problem = f"cannot be exported: {source}: {error}"
+            raise refused(config, problem, "export") from None
     console.print(f"{count} arrays of {source} are in {target}", soft_wrap=True)
     return 0
-
-
-def _checkpoint(config: Config, home: Path) -> Path:
-    """Return the checkpoint to export, which is intact."""
-    step = config.export.step
-    named = home if step is None else home / "checkpoints" / str(step)
-    try:
-        path, damaged = checkpoint.resolve(named)
-    except checkpoint.InitError as error:
-        raise _refused(config, f"cannot be exported: {named} {error}") from None
-    for line in damaged:
-        _log.warning(line)
-    return path
 
 
 def _theirs(home: Path) -> tuple[dict[str, Any], list[Tensor]]:
@@ -101,11 +91,3 @@ def _target(config: Config, home: Path, source: Path) -> Path:
     else:
         return target
     raise ConfigError(f"export.path={named} {problem}", remedy, ["export.path"])
-
-
-def _refused(config: Config, problem: str) -> ConfigError:
-    return ConfigError(
-        f"run.id={config.run.id} {problem}",
-        "Check run.id, run.dir and export.step.",
-        ["run.id", "run.dir", "export.step"],
-    )

@@ -33,7 +33,7 @@ def train(
 
     Saves go on in the background while training continues; all are complete on return. The last
     step is saved if it is due like any other, if `settings.checkpoint.at_end` is set, or if a
-    signal ends the run, provided that a step was made.
+    signal ends the run, provided that a step was made. So is one whose evaluation is the best.
 
     Args:
         settings: the section `train`, with the number of batches of an evaluation.
@@ -56,8 +56,8 @@ def train(
     cadence = Cadence(settings.checkpoint, clock())
     calls: Calls = deque()
     step = saved = finished
-    num_batches = settings.eval_batches or 0
-    while step < settings.steps and not stop.requested:
+    num_batches, best = settings.eval_batches or 0, recorder.best
+    while step < settings.steps and not stop.requested and not (best and best.reason):
         step += 1
         if step in recorded:
             recorder.spans.start()
@@ -67,7 +67,10 @@ def train(
         if is_evaluated(step, settings):
             for batch in range(num_batches):
                 calls.append(("evaluating", workers.submit("evaluate", batch)))
-        if step < settings.steps and cadence.is_due(step, clock()):
+            if best and best.follows:
+                _finish(workers, calls, recorder)
+        is_best = bool(best and best.is_to_keep(step))
+        if step < settings.steps and (cadence.is_due(step, clock()) or is_best):
             _finish(workers, calls, recorder)  # a step that diverged must not be saved
             calls.append(("saving", save(step)))
             saved = step
@@ -77,7 +80,8 @@ def train(
     recorder.log_newest()
     at_end = settings.checkpoint.at_end or stop.requested
     # The last step may be due like any other; nothing has to overlap with its save.
-    final = step > finished and bool(at_end or cadence.is_due(step, clock()))
+    is_best = bool(best and best.is_to_keep(step))
+    final = step > finished and bool(at_end or cadence.is_due(step, clock()) or is_best)
     if final and step != saved:
         save(step).result()
     save.finish(final)

@@ -24,6 +24,7 @@ from launcher.plan import ClusterShape, Plan, PlanError
 from launcher.report.console import progress_of, status
 from launcher.report.plan_table import print_plan
 from launcher.train.program import Program, build_program
+from launcher.train.start import stored_part
 
 _log = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ def trace(config: Config, console: Console, found: Inputs, measures: bool = Fals
         program = build_program(config)
     cluster = as_learned(config, cluster, program.train)
     if found.init_from is not None:
-        check_start(config.train.init_from, found.init_from, program.state.model)
+        check_start(config.train.init_from, found.init_from, stored_part(program.state.model))
     return Traced(found, cluster, program, time.perf_counter() - began)
 
 

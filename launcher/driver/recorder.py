@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from launcher.driver.wall_clock import WallClock
@@ -15,6 +16,9 @@ from launcher.runtime import ReplicaError, check_equal
 from launcher.spans import SpanRecorder
 
 if TYPE_CHECKING:
+    from launcher.driver.best import Best
+    from launcher.driver.hooks import Hooks
+    from launcher.driver.status import Status
     from launcher.driver.timelines import Timelines
     from launcher.train.step_result import StepResult
 
@@ -42,6 +46,30 @@ class DivergedError(Exception):
         self.step = step
 
 
+@dataclass(frozen=True)
+class Followers:
+    """What is told of every step that goes on the record.
+
+    Attributes:
+        best: follows the evaluations.
+        hooks: the user's.
+        status: tells others what the run is doing.
+    """
+
+    best: Best | None = None
+    hooks: Hooks | None = None
+    status: Status | None = None
+
+    def tell(self, result: StepResult, metrics: Metrics) -> None:
+        """Tell of a step and its metrics."""
+        if self.status:
+            self.status.made(result.step, metrics)
+        if self.best:
+            self.best.add(result.step, metrics)
+        if self.hooks:
+            self.hooks.stepped(result, metrics)
+
+
 class Recorder:
     """Logs every `log_every`-th step, the last one, and those that are out of the ordinary.
 
@@ -51,8 +79,8 @@ class Recorder:
         performance: returns the `perf/...` metrics of a step that took so many seconds.
         skips: whether a step whose loss or gradient is not finite leaves the state unchanged.
         timelines: takes what workers record of steps; None: nothing is recorded.
-        made: takes the number and the metrics of every step, logged or not.
         wall: counts the run's wall time.
+        followers: are told of every step, logged or not.
 
     Attributes:
         timelines: as given.
@@ -69,12 +97,13 @@ class Recorder:
         performance: Callable[[float], Metrics],
         skips: bool = False,
         timelines: Timelines | None = None,
-        made: Callable[[int, Metrics], None] | None = None,
         wall: WallClock | None = None,
+        followers: Followers | None = None,
     ) -> None:
+        self._followers = followers or Followers()
         self.timelines = timelines
         self.spans = timelines.spans if timelines else SpanRecorder()
-        self._log, self._made = log, made
+        self._log = log
         self.wall = wall or WallClock(Goodput(), time.time())
         self._skips = skips
         self._skipped_in_a_row = 0
@@ -104,8 +133,6 @@ class Recorder:
             self.timelines.add(result.recordings)
         rates = self._performance(result.metrics["perf/step_seconds"])
         self._unlogged = result.step, {**result.metrics, **rates}
-        if self._made:
-            self._made(*self._unlogged)
         try:
             check_equal(result.copies, f"step {result.step}: ")
         except ReplicaError:
@@ -116,11 +143,18 @@ class Recorder:
             self.log_newest()
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if bad else 0
         if not bad:
+            self._followers.tell(result, {**result.metrics, **rates})
             return
         key, value = bad[0], result.metrics[bad[0]]
         if not self._skips or self._skipped_in_a_row > MOST_SKIPPED:
             raise DivergedError(key, value, result.step)
         _log.warning(f"step {result.step}: {key} is {value}, the update is skipped")
+        self._followers.tell(result, {**result.metrics, **rates})
+
+    @property
+    def best(self) -> Best | None:
+        """What follows the evaluations; None: nothing depends on them."""
+        return self._followers.best
 
     def lap(self, phase: str, result: StepResult | None = None) -> None:
         """Count the wall time since the last lap.

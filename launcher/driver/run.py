@@ -28,6 +28,7 @@ from launcher.driver import folder
 from launcher.driver.calibrated_first import is_kept, measures_first
 from launcher.driver.check import Inputs, look, os_error_text
 from launcher.driver.folder import RunFolder
+from launcher.driver.hooks import HookError, Hooks
 from launcher.driver.status import Status
 from launcher.log import lines_to
 from launcher.output import complain
@@ -44,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 def run(config: Config, stop: Stop, rendezvous: Rendezvous | None = None) -> int:
-    """Do `config.task`, "train", "plan", "calibrate" or "export"; report errors on standard error.
+    """Do `config.task`, one that needs JAX; report errors on standard error.
 
     Call it in the main thread, once per process.
 
@@ -73,6 +74,10 @@ def run(config: Config, stop: Stop, rendezvous: Rendezvous | None = None) -> int
                 from launcher.driver.export import export
 
                 return export(config, console)
+            if config.task == "generate":
+                from launcher.driver.generate import generate_text
+
+                return generate_text(config, console)
             return _plan(config, console)
 
     with lines_to(line_printer(console)):
@@ -96,7 +101,7 @@ def guarded(work: Callable[[], int]) -> int:
         from launcher.runtime import ReplicaError
         from launcher.trace import TraceError
 
-        known = TraceError | PlanError | DivergedError | FailedError | ReplicaError
+        known = TraceError | PlanError | DivergedError | FailedError | ReplicaError | HookError
         if not isinstance(error, known):
             raise
         message, code = str(error), 2 if isinstance(error, TraceError | PlanError) else 1
@@ -127,6 +132,7 @@ def _plan(config: Config, console: Console) -> int:
 def _train(config: Config, console: RunConsole, stop: Stop, rendezvous: Rendezvous | None) -> int:
     say, steps = line_printer(console), config.train.steps
     with stop.interruptible():
+        Hooks(config.hooks)  # what is wrong with them is said at once
         finished = folder.check(config)
         found = look(config, finished) if finished < steps else None
     if found is None:

@@ -21,9 +21,11 @@ from launcher.cluster.slurm.script import SCRIPT
 from launcher.config.compose import redacted
 from launcher.config.schema import Config
 from launcher.driver.accounts import Accounts
+from launcher.driver.best import Best
 from launcher.driver.folder import RunFolder
+from launcher.driver.hooks import Hooks
 from launcher.driver.loop import warm_up
-from launcher.driver.recorder import Recorder
+from launcher.driver.recorder import Followers, Recorder
 from launcher.driver.timelines import Timelines
 from launcher.plan import Plan, describe_plan, timeline
 from launcher.report.accounting import Accounting
@@ -39,6 +41,7 @@ from launcher.report.timeline import FILE, read_timeline
 from launcher.report.timeline_plot import plot_timeline
 from launcher.report.tracker import CompositeTracker, Metrics, Tracker
 from launcher.stop import ENDINGS
+from launcher.train import checkpoint
 
 
 def write_planned(home: RunFolder, config: Config, plan: Plan, plan_seconds: float) -> Summary:
@@ -100,6 +103,8 @@ class RunLog:
         accounts: where the time goes.
         compile_seconds: compile time of the newest attempt, None before.
         failed_saves: a line for each checkpoint that could not be saved.
+        hooks: the run's hooks.
+        best: follows its evaluations.
     """
 
     def __init__(
@@ -122,18 +127,32 @@ class RunLog:
         self.accounts = Accounts(home, config, plan, plan_seconds)
         report = config.report
         steps, traced = report.timeline_steps or (), report.profiler_steps or ()
+        self.hooks, self.best = Hooks(config.hooks), Best(config.train)
         self.recorder = Recorder(
             self._log,
             config.train.log_every,
             self._performance(),
             skips=config.train.non_finite == "skip",
             timelines=Timelines(home.path, steps, traced, self.accounts.record),
-            made=home.status.made if home.status else None,
             wall=self.accounts.wall,
+            followers=Followers(self.best, self.hooks, home.status),
         )
         if home.status:
             home.status.tell(plan=describe_plan(plan), step=home.finished_steps)
-        self.recorder.begin(home.finished_steps)
+        self._begin(home.finished_steps)
+
+    def _begin(self, finished_steps: int) -> None:
+        """Let the record go on after `finished_steps`."""
+        self.recorder.begin(finished_steps)
+        records = read_metrics(self._home.path / METRICS) if finished_steps else []
+        self.best.begin(record for record in records if record["step"] <= finished_steps)
+
+    def saved(self, step: int) -> None:
+        """Note that the state after `step` is saved: whether it is the best, and for the hooks."""
+        if self.best.is_to_keep(step):
+            folder = self._home.checkpoints
+            checkpoint.write_best(folder, step, self.best.metric, self.best.value)
+        self.hooks.saved(step, self._home.checkpoints / str(step))
 
     def open(self, finished_steps: int) -> None:
         """Prepare for an attempt that begins after `finished_steps`; later steps are logged again.
@@ -173,7 +192,7 @@ class RunLog:
 
     def close(self, finished_steps: int) -> None:
         """End an attempt that failed; the next one begins after `finished_steps`."""
-        self.recorder.begin(finished_steps)
+        self._begin(finished_steps)
         self.accounts.wall.lose(finished_steps)
         if self._shown:
             self._shown.finish({})

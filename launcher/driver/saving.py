@@ -62,6 +62,7 @@ class Saving:
         describe: returns the metadata of the state after so many steps.
         failures: the messages of all failed saves; new ones are appended.
         sync: forces the metrics of the steps before to the disk.
+        saved: is told of each step whose state is saved.
     """
 
     def __init__(
@@ -72,7 +73,9 @@ class Saving:
         describe: Callable[[int], dict[str, Any]],
         failures: list[str],
         sync: Callable[[], None] = lambda: None,
+        saved: Callable[[int], None] = lambda step: None,
     ) -> None:
+        self._saved, self._step = saved, 0
         self._workers, self._folder, self._settings = workers, folder.absolute(), settings
         self._describe, self._failures, self._sync = describe, failures, sync
 
@@ -88,7 +91,7 @@ class Saving:
         """
         self.finish(final=False)
         self._sync()
-        token = secrets.token_hex(4)
+        token, self._step = secrets.token_hex(4), step
         return self._workers.submit("save", str(self._folder), step, self._describe(step), token)
 
     def finish(self, final: bool) -> None:
@@ -111,7 +114,10 @@ class Saving:
                 message = f"a save to {self._folder} takes longer than {_LIMIT_SECONDS:g} s"
                 raise HungError(f"{message}: check the disk", {})
         problem = self._workers.submit("saved").result()
+        step, self._step = self._step, 0
         if problem is None:
+            if step:
+                self._saved(step)
             return
         clear_partial_saves(
             self._folder

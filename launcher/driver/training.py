@@ -110,6 +110,7 @@ def train_in(
         code, reason = 0, "done"
         if stop.requested and job.run_log.recorder.finished_steps < config.train.steps:
             code, reason = stop.ending
+        reason = job.run_log.best.reason or reason
         return code
     except KeyboardInterrupt:
         code, reason = stop.ending
@@ -340,5 +341,5 @@ class _Job:
             contents, self._config, self.plan, passed_over=self._passed_over
         )
         settings, failures = self._config.train.checkpoint, self.run_log.failed_saves
-        sync = self.run_log.sync
-        return Saving(workers, self._home.checkpoints, settings, describe, failures, sync)
+        folder, log = self._home.checkpoints, self.run_log
+        return Saving(workers, folder, settings, describe, failures, log.sync, log.saved)

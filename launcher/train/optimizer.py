@@ -1,17 +1,25 @@
 """Builds an Optax transformation and its learning-rate schedule from the `optimizer` section.
 
-Every optimizer is the same chain of Optax's parts: clip, scale, decay, learning rate.
+Every optimizer of ours is the same chain of Optax's parts: clip, scale, decay, learning rate. The
+last two may differ from one group of parameters to the next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from launcher.config.optimizers import Optimizer
+from launcher.config.optimizers import CustomOptimizer, Group, Optimizer, Scheduled
+from launcher.train.lora import ADAPTERS
+from launcher.train.muon import scale_by_muon_or_adam
+from launcher.train.names import Picks, check_pattern, map_named, matches
+from recipes import InputError, users_module
 
 Schedule = Callable[[Any], jax.Array]
 
@@ -24,37 +32,151 @@ def build_optimizer(
     Gradients are clipped to the global norm `clip_norm` (None: no clipping). Weight decay is
     decoupled and scaled by the learning rate (Loshchilov & Hutter, 2019, "Decoupled Weight Decay
     Regularization") for every optimizer. It leaves out parameters of fewer than two dimensions:
-    biases and the scales of norms.
+    biases and the scales of norms. Parameters of a group have its rate and decay; its schedule has
+    the same form.
 
     Returns:
         The transformation, whose state is a plain Optax pytree, and the schedule: a function from
             the number of finished steps to the learning rate of the next one.
     """
+    if isinstance(options, CustomOptimizer):
+        return _users_own(options, total_steps)
+    assert isinstance(options, Scheduled)
     schedule = build_schedule(options, total_steps)
     scaling = _SCALINGS.get(options.scaling) or getattr(optax, options.scaling)
-    parts = [scaling(**options.arguments), optax.scale_by_learning_rate(schedule)]
-    if options.weight_decay:
-        parts.insert(1, optax.add_decayed_weights(options.weight_decay, mask=_matrices))
+    parts = [scaling(**options.arguments), _scale_by_rates(options, schedule, total_steps)]
+    if options.weight_decay or any(group.weight_decay for group in options.groups):
+        parts.insert(1, _decayed(options))
     if options.clip_norm is not None:
         parts.insert(0, optax.clip_by_global_norm(options.clip_norm))
     return optax.chain(*parts), schedule
 
 
-def count_updates(opt_state: Any) -> jax.Array:
-    """Return the number of updates, int32 [], in a state of a `build_optimizer` optimizer."""
+def learning(options: Optimizer) -> Picks | None:
+    """Return which parameters learn, by their names; None: all do.
+
+    The others have no gradient and no optimizer state.
+    """
+    groups = options.groups if isinstance(options, Scheduled) else []
+    frozen = [group for group in groups if group.frozen]
+    if options.train_only is None and not frozen and not options.lora.rank:
+        return None
+    is_asked = matches(options.train_only or "*")
+
+    def learns(name: str) -> bool:
+        if name.startswith(f"{ADAPTERS}.") and options.lora.rank:
+            return True
+        group = _group_of(groups, name)
+        if (group and group.frozen) or (options.lora.rank and options.train_only is None):
+            return False
+        return is_asked(name)
+
+    return learns
+
+
+def check_patterns(options: Optimizer, params: Any) -> None:
+    """Raise InputError if a pattern fits no parameter, or if none learns."""
+    groups = options.groups if isinstance(options, Scheduled) else []
+    for number, group in enumerate(groups):
+        check_pattern(f"optimizer.groups[{number}].pattern", group.pattern, params)
+    if options.train_only is not None:
+        check_pattern("optimizer.train_only", options.train_only, params)
+    learns = learning(options)
+    if learns and not any(jax.tree.leaves(map_named(lambda name, _: learns(name), params))):
+        raise InputError("optimizer.groups freezes all parameters; leave one to learn")
+
+
+def _users_own(
+    options: CustomOptimizer, total_steps: int
+) -> tuple[optax.GradientTransformation, Schedule]:
+    """Return what the module `optimizer.module` builds."""
+    key = f"optimizer.module={options.module}"
+    module = users_module("optimizer.module", options.module, ("build",))
+    made = module.build(SimpleNamespace(**options.options), total_steps)
+    is_pair = isinstance(made, tuple) and len(made) == 2 and callable(made[1])
+    if not is_pair or not all(callable(getattr(made[0], n, None)) for n in ("init", "update")):
+        raise InputError(
+            f"{key}: build must return (transformation, schedule), an Optax transformation and a "
+            "function from the number of updates to the learning rate"
+        )
+    return made
+
+
+def _group_of(groups: list[Group], name: str) -> Group | None:
+    return next((group for group in groups if matches(group.pattern)(name)), None)
+
+
+def _decayed(options: Scheduled) -> optax.GradientTransformation:
+    """Add to each update its parameter times the weight decay of its group."""
+
+    def add(name: str, update: jax.Array, param: jax.Array) -> jax.Array:
+        group, rate = _group_of(options.groups, name), options.weight_decay
+        if group and group.weight_decay is not None:
+            rate = group.weight_decay
+        return update + rate * param if param.ndim >= 2 and rate else update
+
+    return optax.stateless(lambda updates, params: map_named(add, updates, params))
+
+
+def _scale_by_rates(
+    options: Scheduled, schedule: Schedule, total_steps: int
+) -> optax.GradientTransformation:
+    """Scale each update by minus the learning rate of its group."""
+    schedules: dict[float | None, Schedule] = {None: schedule}
+    share = options.final_learning_rate / (options.learning_rate or 1.0)
+    for group in options.groups:
+        peak = group.learning_rate
+        if peak is not None:
+            own = replace(options, learning_rate=peak, final_learning_rate=peak * share)
+            schedules[peak] = build_schedule(own, total_steps)
+
+    def init(params: Any) -> optax.ScaleByScheduleState:
+        del params
+        return optax.ScaleByScheduleState(count=jnp.zeros([], jnp.int32))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del params
+        rates = {peak: -1 * one(state.count) for peak, one in schedules.items()}
+
+        def scaled(name: str, leaf: jax.Array) -> jax.Array:
+            group = _group_of(options.groups, name)
+            rate = rates[group.learning_rate if group else None]
+            return jnp.asarray(rate, leaf.dtype) * leaf
+
+        count = optax.safe_increment(state.count)
+        return map_named(scaled, updates), optax.ScaleByScheduleState(count=count)
+
+    return optax.GradientTransformation(init, update)
+
+
+def count_updates(opt_state: Any) -> jax.Array | None:
+    """Return the number of updates, int32 [], in a state of a `build_optimizer` optimizer.
+
+    It is None if an optimizer of the user's own does not count them by an Optax schedule.
+    """
     schedules = (part for part in opt_state if isinstance(part, optax.ScaleByScheduleState))
-    return next(schedules).count
+    found = next(schedules, None)
+    return None if found is None else found.count
 
 
-def build_schedule(options: Optimizer, total_steps: int) -> Schedule:
+def build_schedule(options: Scheduled, total_steps: int) -> Schedule:
     """Build a linear warm-up to `learning_rate` and the decay to `final_learning_rate`.
 
     With w warm-up steps, step k (from 0) of the first w has learning rate `learning_rate * (k + 1)
     / (w + 1)`: no step is wasted on a rate of zero. The decay ends after `total_steps`; `constant`
-    stays at `learning_rate`.
+    stays at `learning_rate`. `wsd` does so, too, until the last `decay_fraction` of all steps, in
+    which it falls linearly (Hu et al., 2024, "MiniCPM"). `cosine_restarts` jumps back to the peak
+    `restarts` times, after equal parts (Loshchilov & Hutter, 2017, "SGDR").
     """
     peak, final, warmup = options.learning_rate, options.final_learning_rate, options.warmup_steps
-    shape = _DECAYS[options.decay](max(1, total_steps - warmup))
+    steps = max(1, total_steps - warmup)
+    if options.decay == "wsd":
+        falling = max(1, min(steps, round(options.decay_fraction * total_steps)))
+        shape = optax.linear_schedule(1.0, 0.0, falling, steps - falling)
+    elif options.decay == "cosine_restarts":
+        shape = _restarted_cosine(steps, options.restarts + 1)
+    else:
+        shape = _DECAYS[options.decay](steps)
     rise = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
 
     def decay(count: Any) -> Any:
@@ -69,6 +191,14 @@ _DECAYS: dict[str, Callable[[int], Schedule]] = {
     "cosine": lambda steps: optax.cosine_decay_schedule(1.0, steps),
     "linear": lambda steps: optax.linear_schedule(1.0, 0.0, steps),
 }
+
+
+def _restarted_cosine(steps: int, parts: int) -> Schedule:
+    """Return cosines from 1 to 0, one after the other; the last one stays at 0."""
+    ends = [steps * part // parts for part in range(1, parts + 1)]
+    lengths = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+    cosines = [optax.cosine_decay_schedule(1.0, max(1, length)) for length in lengths]
+    return optax.join_schedules(cosines, ends[:-1])
 
 
 def _scale_by_momentum(momentum: float) -> optax.GradientTransformation:
@@ -88,9 +218,5 @@ def _scale_by_adafactor() -> optax.GradientTransformation:
 _SCALINGS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "scale_by_momentum": _scale_by_momentum,
     "scale_by_adafactor": _scale_by_adafactor,
+    "scale_by_muon": scale_by_muon_or_adam,
 }
-
-
-def _matrices(params: Any) -> Any:
-    """Return which parameters decay: a pytree of booleans like `params`."""
-    return jax.tree.map(lambda leaf: leaf.ndim >= 2, params)

@@ -16,13 +16,14 @@ import numpy as np
 
 from launcher.config.schema import Config
 from launcher.trace import TracedStep, trace_step
-from launcher.train.optimizer import build_optimizer
+from launcher.train.lora import with_adapters
+from launcher.train.optimizer import build_optimizer, check_patterns, learning
 from launcher.train.rows import shapes_of
 from launcher.train.step import TrainState, init_state, make_eval_step, make_train_step
 from recipes import Batches, InputError, build_dataset, build_model
 
 if TYPE_CHECKING:
-    from recipes import Dataset
+    from recipes import Dataset, Model
 
 
 @dataclass(frozen=True)
@@ -66,20 +67,35 @@ def build_program(config: Config) -> Program:
             f"{config.dataset.name} holds nothing out for that; have its build return validation "
             "batches, or set train.eval_every=0"
         )
-    model = build_model(config.model, config.train.precision)
-    optimizer, schedule = build_optimizer(config.optimizer, config.train.steps)
-
-    init = functools.partial(init_state, model, optimizer)
+    model = with_adapters(build_model(config.model, config.train.precision), config.optimizer.lora)
+    init, step = build_steps(config, model)
     seed = np.asarray(jax.random.key_data(jax.random.key(config.run.seed)))
     state = jax.eval_shape(init, seed)
+    check_patterns(config.optimizer, state.params)
     batch = shapes_of(dataset.train, batch_size)
-    skips = config.train.non_finite == "skip"
-    train = trace_step(make_train_step(model, optimizer, schedule, skips), (state, batch))
+    train = trace_step(step, (state, batch))
     evaluate = None
     if config.train.eval_every:
         evaluate = trace_step(make_eval_step(model), (state.model, batch), donate_argnums=())
     count = _eval_batches(config, dataset)
     return Program(dataset, init, seed, state, batch, train, evaluate, count)
+
+
+def build_steps(
+    config: Config, model: Model
+) -> tuple[Callable[[jax.Array], TrainState], Callable[[TrainState, Any], Any]]:
+    """Return what makes the first state of a model, and its train step.
+
+    Args:
+        config: the settings.
+        model: the model, with the adapters that they ask for.
+    """
+    options = config.optimizer
+    optimizer, schedule = build_optimizer(options, config.train.steps)
+    learns, averages = learning(options), options.ema is not None
+    init = functools.partial(init_state, model, optimizer, learns=learns, averages=averages)
+    skips = config.train.non_finite == "skip"
+    return init, make_train_step(model, optimizer, schedule, skips, learns, options.ema)
 
 
 def _eval_batches(config: Config, dataset: Dataset) -> int:

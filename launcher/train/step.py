@@ -15,6 +15,7 @@ import optax
 
 import launcher
 from launcher.train.checked_model import Metrics, checked_loss, init_model
+from launcher.train.names import Picks, rejoined, split_named
 from launcher.train.optimizer import Schedule, count_updates
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class TrainState:
         key: `jax.random.key_data` of the run's random key, uint32. It holds the bits and not a
             typed key, so that every leaf is a plain array to store and to move.
         model_state: the model's state (`recipes.Model.has_state`); None if it has none.
+        ema: an exponential moving average of the parameters that learn, None in the place of the
+            others; None if none is kept.
     """
 
     step: jax.Array
@@ -42,6 +45,14 @@ class TrainState:
     opt_state: Any
     key: jax.Array
     model_state: Any = None
+    ema: Any = None
+
+    @property
+    def averaged(self) -> dict[str, Any]:
+        """`model`, with the average of the parameters where one is kept."""
+        if self.ema is None:
+            return self.model
+        return {**self.model, "params": rejoined(self.ema, self.params)}
 
     @property
     def model(self) -> dict[str, Any]:
@@ -51,17 +62,31 @@ class TrainState:
 
 
 def init_state(
-    model: Model, optimizer: optax.GradientTransformation, key_data: jax.Array
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    key_data: jax.Array,
+    learns: Picks | None = None,
+    averages: bool = False,
 ) -> TrainState:
-    """Return the state before the first step; `key_data` is uint32, from `jax.random.key_data`."""
+    """Return the state before the first step.
+
+    Args:
+        model: the model.
+        optimizer: the optimizer.
+        key_data: uint32, from `jax.random.key_data`.
+        learns: which parameters learn; None: all.
+        averages: whether an average of the parameters is kept.
+    """
     init_key, step_key = jax.random.split(jax.random.wrap_key_data(key_data))
     params, model_state = init_model(model, init_key)
+    learning = split_named(params, learns)[0] if learns else params
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
-        opt_state=optimizer.init(params),
+        opt_state=optimizer.init(learning),
         key=jax.random.key_data(step_key),
         model_state=model_state,
+        ema=jax.tree.map(jnp.copy, learning) if averages else None,
     )
 
 
@@ -70,6 +95,8 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     schedule: Schedule,
     skip_non_finite: bool = False,
+    learns: Picks | None = None,
+    ema: float | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Return a function `(state, batch) -> (state, metrics)`.
 
@@ -85,32 +112,45 @@ def make_train_step(
             parameters, the model's state and the optimizer's state unchanged, its count of updates
             included: the next step then has the learning rate of this one. `metrics` then also
             holds `skipped`, 0 or 1.
+        learns: which parameters learn; None: all. The others have no gradient.
+        ema: the decay of an average of the parameters; None: none is kept.
     """
+    model_loss = checked_loss(model)
+
+    def loss_of(learning: Any, fixed: Any, *rest: Any) -> Any:
+        return model_loss(rejoined(learning, fixed) if learns else learning, *rest)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-        value_and_grad = launcher.value_and_grad(checked_loss(model), has_aux=True)
-        out, grads = value_and_grad(state.params, state.model_state, batch, key)
+        learning, fixed = split_named(state.params, learns) if learns else (state.params, None)
+        value_and_grad = launcher.value_and_grad(loss_of, has_aux=True)
+        out, grads = value_and_grad(learning, fixed, state.model_state, batch, key)
         loss, (extra, model_state) = out
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        updates, opt_state = optimizer.update(grads, state.opt_state, learning)
+        params = optax.apply_updates(learning, updates)
+        average = state.ema
+        if ema is not None:
+            average = jax.tree.map(lambda old, x: ema * old + (1 - ema) * x, state.ema, params)
         norm, updates_done = optax.tree.norm(grads), state.step
         if skip_non_finite:
             finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-            new = params, opt_state, model_state
-            before = state.params, state.opt_state, state.model_state
-            params, opt_state, model_state = jax.tree.map(
+            new = params, opt_state, model_state, average
+            before = learning, state.opt_state, state.model_state, state.ema
+            params, opt_state, model_state, average = jax.tree.map(
                 lambda new, old: jnp.where(finite, new, old), new, before
             )
             extra = {**extra, "skipped": 1.0 - finite.astype(jnp.float32)}
-            updates_done = count_updates(state.opt_state)
+            counted = count_updates(state.opt_state)
+            updates_done = state.step if counted is None else counted
         metrics = {
             **extra,
             "loss": loss,
             "grad_norm": norm,
             "learning_rate": jnp.asarray(schedule(updates_done), jnp.float32),
         }
-        return TrainState(state.step + 1, params, opt_state, state.key, model_state), metrics
+        params = rejoined(params, fixed) if learns else params
+        parts = params, opt_state, state.key, model_state, average
+        return TrainState(state.step + 1, *parts), metrics
 
     return train_step
 

@@ -41,6 +41,7 @@ from launcher.train.program import Program, build_program
 from launcher.train.recordings import Recordings, trace_folder
 from launcher.train.rows import own_rows
 from launcher.train.sent import Sent, stalled_seconds
+from launcher.train.start import averaged_model, with_stored_model
 from launcher.train.step import TrainState
 from launcher.train.step_result import StepResult
 from launcher.train.trial import TriedPlan
@@ -59,6 +60,7 @@ class TrainWorker(Peer):
     _config: Config
     _state: TrainState
     _feeder: Feeder[Batch]
+    _evaluated: dict[str, Any]  # the model, during an evaluation
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,10 +134,7 @@ class TrainWorker(Peer):
         """
         self._state = self._train.create(self._program.init, self._program.seed)
         if init_from is not None:
-            like = self._placed().model
-            nothing: dict[str, Any] = dict.fromkeys(like)
-            self._state = replace(self._state, **nothing)  # free their memory first
-            self._state = replace(self._state, **checkpoint.restore_model(Path(init_from), like))
+            self._state = with_stored_model(self._state, self._placed(), Path(init_from))
         self._feed(start=0)
         return shared_copies(self._state, self._server_rank)
 
@@ -242,9 +241,11 @@ class TrainWorker(Peer):
         """
         if batch == 0:
             self._before_evaluation = self.flush()
-        means = self._evaluator.run(self._state.model, batch)
+            self._evaluated = averaged_model(self._state, self._placed())
+        means = self._evaluator.run(self._evaluated, batch)
         if means is None:
             return None
+        self._evaluated = {}
         assert self._before_evaluation is not None
         named = {f"eval/{name}": value for name, value in means.items()}
         return replace(self._before_evaluation, metrics=self._before_evaluation.metrics | named)

@@ -32,7 +32,7 @@ RUBBISH = (
 OPTIONS = {
     "model": ["gpt", "mlp", "custom", "gtp"],
     "dataset": ["stdlib_text", "text", "synthetic", "custom"],
-    "optimizer": ["adamw", "adam", "sgd", "lion", "adafactor"],
+    "optimizer": ["adamw", "adam", "sgd", "lion", "adafactor", "muon"],
     "parallel": [
         "auto",
         "manual",

@@ -100,7 +100,7 @@ COMMAND_LINES = [
     (
         "optimizer=[adam,sgd]",
         f"optimizer=[adam,sgd] is not the name of one option {CLI}. "
-        "optimizer has: adafactor, adam, adamw, lion, sgd.",
+        "optimizer has: adafactor, adam, adamw, custom, lion, muon, sgd.",
     ),
     (
         "model=../model/gpt",
@@ -164,12 +164,12 @@ COMMAND_LINES = [
     (  # Said with the value that another optimizer has by default.
         "optimizer=sgd optimizer.b1=0.9",
         f"optimizer.b1 is not a setting of optimizer=sgd {CLI}. "
-        "It belongs to optimizer=adamw, adam or lion.",
+        "It belongs to optimizer=adamw, adam, lion or muon.",
     ),
     (  # Only in `parallel` does null say nothing.
         "optimizer=sgd optimizer.b1=null",
         f"optimizer.b1 is not a setting of optimizer=sgd {CLI}. "
-        "It belongs to optimizer=adamw, adam or lion.",
+        "It belongs to optimizer=adamw, adam, lion or muon.",
     ),
     (
         "model=mlp model.dropout=null",
@@ -178,7 +178,7 @@ COMMAND_LINES = [
     (
         "optimizer.momentum=0.5",
         f"optimizer.momentum is not a setting of optimizer=adamw {CLI}. "
-        "It belongs to optimizer=sgd.",
+        "It belongs to optimizer=sgd or muon.",
     ),
     (
         "parallel=data parallel.schedule=1f1b",

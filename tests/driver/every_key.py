@@ -28,7 +28,7 @@ from launcher.config.errors import ConfigError
 from launcher.config.machines import Described, Emulated
 from launcher.config.parallel import Data
 from launcher.config.schema import Config
-from launcher.driver import check, folder, training
+from launcher.driver import check, folder, generate, training
 from launcher.driver.cluster_from_config import described_shape
 from launcher.driver.export import export
 from launcher.driver.failures import run_with_restarts
@@ -43,10 +43,11 @@ from launcher.stop import Stop
 from launcher.submit import job, job_sweep
 from launcher.submit.job import submit
 from launcher.train import checkpoint, worker
-from launcher.train.optimizer import build_optimizer
+from launcher.train.lora import with_adapters
+from launcher.train.program import build_steps
 from launcher.train.step_result import StepResult
 from launcher.train.worker import TrainWorker
-from recipes import build_dataset, build_model
+from recipes import Model, build_dataset, build_model
 
 # Four layers, whose last two are heavier.
 SHAPES = (64, 64), (64, 64), (64, 256), (256, 64)
@@ -91,11 +92,18 @@ def data_told(config: Config):
 
 
 def optimizer_told(config: Config):
-    """What an update of a matrix and a vector computes."""
-    optimizer, _ = build_optimizer(config.optimizer, config.train.steps)
-    params = {"w": jnp.ones((4, 6)), "b": jnp.ones(3)}
-    state = jax.eval_shape(optimizer.init, params)
-    return str(jax.make_jaxpr(optimizer.update)(params, state, params))
+    """What a model with a matrix and a vector starts from, and what a step of it computes."""
+
+    def init(key):
+        return {"w": jnp.ones((4, 6)), "w_embedding": jnp.ones((4, 6)), "b": jnp.ones(6)}
+
+    def loss(params, batch, key):
+        return jnp.sum(batch @ (params["w"] + params["w_embedding"]) + params["b"]), {}
+
+    init, step = build_steps(config, with_adapters(Model(init, loss), config.optimizer.lora))
+    key = jax.random.key_data(jax.random.key(0))
+    state = jax.eval_shape(init, key)
+    return str(jax.make_jaxpr(init)(key)), str(jax.make_jaxpr(step)(state, jnp.ones((2, 4))))
 
 
 class FakeWorkers:
@@ -131,10 +139,10 @@ class FakeWorkers:
         if method == "saved":
             return "the disk is full."
         if method == "evaluate":
-            return StepResult(100, _metrics() | {"eval/loss": 1.0}, 0.0)
+            return StepResult(self._newest, _metrics() | {"eval/loss": 1.0}, 0.0)
         if method != "step":
             return None
-        step = arguments[0]
+        step = self._newest = arguments[0]
         if step == 3 and self._third == "hangs":
             raise HungError("no answer", {})
         diverges = step == 3 and self._third == "diverges"
@@ -310,7 +318,8 @@ def task_told(config: Config):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("launcher.config.compose.load", lambda *_: config)
         patch.setattr("launcher.command._check", lambda *_: called.append("check"))
-        for name in ("run._train", "run._plan", "calibrate.calibrate", "export.export"):
+        tasks = "run._train", "run._plan", "calibrate.calibrate", "export.export"
+        for name in (*tasks, "generate.generate_text"):
             patch.setattr(f"launcher.driver.{name}", lambda *_, name=name: called.append(name))
         command.run([], Stop())
     return called
@@ -320,7 +329,9 @@ def export_told(config: Config):
     """Which checkpoint is written to which file."""
     told, console = [], Console(file=io.StringIO())
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "best_step", lambda folder: 7)
         patch.setattr(checkpoint, "resolve", lambda path: (path / "checkpoints" / "5", ()))
+        patch.setattr(checkpoint, "FinishedModel", lambda path, lora, ema: (path, lora, ema))
         patch.setattr(checkpoint, "export_model", lambda *paths, private: told.append(paths))
         patch.setattr("launcher.driver.export._theirs", lambda home: ({}, []))
         patch.setattr(
@@ -329,6 +340,26 @@ def export_told(config: Config):
             lambda *paths, dtype, private: told.append((paths, dtype)),
         )
         export(config, console)
+    return told
+
+
+def generate_told(config: Config):
+    """By which checkpoint which text is gone on with, and how."""
+    told, home = [], (Path("here"), Path("home"))
+    settings = SimpleNamespace(
+        dataset=SimpleNamespace(name="text"),
+        model=SimpleNamespace(vocab_size=256),
+        train=SimpleNamespace(precision="fp32"),
+        optimizer=SimpleNamespace(lora=None),
+    )
+    whole = SimpleNamespace(whole=lambda: {"params": {}})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generate, "stored_model", lambda _, *which: told.append(which) or home)
+        patch.setattr(generate, "load_frozen", lambda path: settings)
+        patch.setattr(generate, "build_decoder", lambda *_: None)
+        patch.setattr(checkpoint, "FinishedModel", lambda *which: told.append(which) or whole)
+        patch.setattr(generate, "generate", lambda *given: told.append(given) or iter([]))
+        generate.generate_text(config, Console(file=io.StringIO()))
     return told
 
 

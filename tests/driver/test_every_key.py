@@ -38,6 +38,10 @@ DATA = {
 }
 ARRAYS = {"dataset": {"name": "arrays", "path": "data.npz"}}
 TEXT = {"dataset": {"name": "text", "path": "books"}}
+CUSTOM_OPTIMIZER = {
+    "optimizer": {"name": "custom", "module": "mine.optimizer", "options": {"rate": 0.1}},
+    "allow_modules": ["mine"],
+}
 SHORT = {"train": {"steps": 4, "eval_every": 2, "eval_batches": 1}, "wandb": {"mode": "disabled"}}
 RECORDED = {"train": {"steps": 1, "eval_every": 0}, "wandb": {"mode": "offline"}}
 SLURM = {"cluster": {"kind": "slurm", "gpus": 4, "hosts": 2}, "run": {"id": "r"}}
@@ -137,18 +141,8 @@ def probes():
     yield "custom", "dataset.module", data(merged(NET, DATA), "mine.other_data")
     yield "custom", "dataset.options", data(merged(NET, DATA), {"width": 8})
 
-    for name, optimizer in OPTIMIZERS.items():
-        base = {"optimizer": {"name": name, "decay": "linear"}, "train": {"steps": 40}}
-        for field in dataclasses.fields(optimizer):
-            value = {"decay": "constant", "warmup_steps": 2, "clip_norm": 0.1}.get(field.name, 0.05)
-            value = 1e-4 if field.name == "final_learning_rate" else value
-            if field.name != "name":
-                shown = base
-                if field.name in ("decay", "final_learning_rate"):
-                    shown = merged(base, {"optimizer": {"warmup_steps": 0}})
-                yield name, f"optimizer.{field.name}", Probe(told.optimizer_told, shown, value)
-
-    for value in ("check", "plan", "calibrate", "export"):
+    yield from optimizer_probes()
+    for value in ("check", "plan", "calibrate", "export", "generate"):
         yield "", "task", Probe(told.task_told, {"run": {"id": "taken"}}, value)
     yield "", "allow_modules", model(merged(NET, DATA), [])
     run = functools.partial(Probe, told.run_told)
@@ -170,6 +164,10 @@ def probes():
         diverges = functools.partial(told.run_told, third="diverges")
         yield "", "train.non_finite", Probe(diverges, SHORT, value)
     yield "", "train.init_from", taken("nowhere")
+    often = merged(SHORT, {"train": {"eval_every": 1}})
+    yield "", "train.keep_best", run(often, "eval_loss")
+    yield "", "train.stop_early", run(often, 1)
+    yield "", "hooks", run(merged(SHORT, {"allow_modules": ["mine"]}), ["mine.hook"])
     yield "", "train.checkpoint.at_end", run(SHORT, False)
     yield "", "train.checkpoint.every_steps", run(SHORT, 2)
     yield "", "train.checkpoint.every_minutes", run(SHORT, 1e-9)
@@ -184,14 +182,43 @@ def probes():
     yield "", "wandb.mode", run(RECORDED, "disabled")
     exported = functools.partial(Probe, told.export_told, {"run": {"id": "taken"}})
     yield "", "export.step", exported(3)
+    yield "", "export.best", exported(True)
+    yield "", "export.ema", exported(True)
     yield "", "export.path", exported("weights.npz")
     yield "", "export.format", exported("hf")
     theirs = {"run": {"id": "taken"}, "export": {"format": "hf"}}
     yield "", "export.dtype", Probe(told.export_told, theirs, "bfloat16")
+    values = {"step": 3, "best": True, "ema": True, "prompt": "x", "prompts": "data.txt"}
+    values |= {"max_new_tokens": 7, "temperature": 0.5, "top_k": 3, "top_p": 0.5, "seed": 1}
+    for name, value in values.items():
+        yield "", f"generate.{name}", Probe(told.generate_told, {"run": {"id": "taken"}}, value)
     sweep = functools.partial(Probe, told.sweep_told)
     yield "", "sweep.dir", sweep({"sweep": {"dir": "multirun/s"}}, "multirun/none")
     yield "", "sweep.resubmit", sweep({"sweep": {"dir": "multirun/s"}}, True)
     yield from cluster_probes()
+
+
+def optimizer_probes():
+    told_of = functools.partial(Probe, told.optimizer_told)
+    values = {"decay": "constant", "warmup_steps": 2, "clip_norm": 0.1, "restarts": 3}
+    values |= {"final_learning_rate": 1e-4, "train_only": "w", "adam": ["w"]}
+    values |= {"groups": [{"pattern": "w", "frozen": True}]}
+    values |= {"module": "mine.other_optimizer", "options": {"rate": 0.5}}
+    without_warm_up = {"warmup_steps": 0}
+    beside = dict.fromkeys(("decay", "final_learning_rate"), without_warm_up)
+    beside["decay_fraction"] = {"decay": "wsd"}
+    beside["restarts"] = {"decay": "cosine_restarts"}
+    for name, optimizer in OPTIMIZERS.items():
+        base = {"optimizer": {"name": name, "decay": "linear"}, "train": {"steps": 40}}
+        if name == "custom":
+            base = CUSTOM_OPTIMIZER
+        for field in dataclasses.fields(optimizer):
+            if field.name not in ("name", "lora"):
+                shown = merged(base, {"optimizer": beside.get(field.name, {})})
+                yield name, f"optimizer.{field.name}", told_of(shown, values.get(field.name, 0.05))
+        adapted = merged(base, {"optimizer": {"lora": {"rank": 2, "pattern": "w*"}}})
+        for key, value in {"rank": 1, "alpha": 8.0, "pattern": "w"}.items():
+            yield name, f"optimizer.lora.{key}", told_of(adapted, value)
 
 
 def cluster_probes():
@@ -273,6 +300,7 @@ def test_every_key_has_a_probe():
 def here(tmp_path, monkeypatch):
     """An empty folder with some text and a user's own modules."""
     for name, text in {
+        "data.txt": "a prompt",
         "books/a.txt": "abcde",
         "books/b.md": "fghij",
         "more/c.txt": "klmno",
@@ -301,6 +329,13 @@ def here(tmp_path, monkeypatch):
     )
     files = {"net": net.replace("FACTOR", ""), "other_net": net.replace("FACTOR", "* 2")}
     files |= {"data": data.replace("FILL", "1"), "other_data": data.replace("FILL", "2")}
+    optimizer = (
+        "import optax\n"
+        "def build(options, steps): return optax.NAME(options.rate), lambda count: options.rate\n"
+    )
+    files |= {"optimizer": optimizer.replace("NAME", "sgd")}
+    files |= {"hook": "import sys\ndef on_step(*given): print(given, file=sys.stderr)\n"}
+    files |= {"other_optimizer": optimizer.replace("NAME", "adam")}
     for name, text in files.items():
         (tmp_path / "mine" / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)

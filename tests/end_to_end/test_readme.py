@@ -98,7 +98,8 @@ def test_every_command_is_accepted(
         action, *_ = [*runs_command.read_words(arguments[1:]).names, "list"]
         assert f"runs {action}" in runs_command.HELP or action == "list"
         return
-    others = [f"task={t}" for t in ("sweep_status", "export") if f"task={t}" in arguments]
+    tasks = "sweep_status", "export", "generate"
+    others = [f"task={task}" for task in tasks if f"task={task}" in arguments]
     if others:  # whose settings have no meaning for another task
         assert f"task={load(arguments).task}" in others
         return

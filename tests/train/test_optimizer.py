@@ -13,7 +13,7 @@ from launcher.config.errors import ConfigError
 from launcher.config.optimizers import OPTIMIZERS, AdamW, optimizer
 from launcher.train.optimizer import build_optimizer, build_schedule
 
-NAMES = tuple(OPTIMIZERS)
+NAMES = tuple(name for name in OPTIMIZERS if name != "custom")
 PARAMS = {"kernel": jnp.array([[1.0, -2.0], [3.0, 0.5]]), "bias": jnp.array([1.0, -1.0])}
 GRADS = {"kernel": jnp.array([[0.5, -0.25], [2.0, 1.0]]), "bias": jnp.array([-3.0, 0.1])}
 
@@ -149,3 +149,19 @@ def test_an_optimizer_is_a_line_and_a_file(tmp_path):
             load([*words, "optimizer.momentum=0.5"], [str(tmp_path)])
     finally:
         del OPTIMIZERS["rmsprop"]
+
+
+def test_warm_up_stable_decay():
+    opts = AdamW(learning_rate=1.0, warmup_steps=4, decay="wsd", decay_fraction=0.25)
+    schedule = build_schedule(opts, total_steps=40)
+    assert [float(schedule(k)) for k in (4, 20, 30)] == [1.0, 1.0, 1.0]
+    assert float(schedule(35)) == pytest.approx(0.5)
+    assert float(schedule(40)) == pytest.approx(0.0)
+
+
+def test_cosine_restarts_jump_back_to_the_peak():
+    opts = AdamW(learning_rate=1.0, warmup_steps=0, decay="cosine_restarts", restarts=1)
+    schedule = build_schedule(opts, total_steps=40)
+    assert [float(schedule(k)) for k in (0, 10, 20, 30)] == pytest.approx([1.0, 0.5, 1.0, 0.5])
+    assert float(schedule(40)) == pytest.approx(0.0)
+    assert float(schedule(19)) < 0.01

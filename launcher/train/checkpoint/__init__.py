@@ -8,7 +8,8 @@ a checksum of every file, so that a damaged checkpoint is recognised.
 
 `shards` is a process's part of a state, `write` and `read` move it, `background` writes it without
 holding up training, `integrity` detects damage, `choose` picks the checkpoint to resume from, and
-`flat` is a model by flat names, `weights` and `hugging_face` the files of other programs.
+`finished` is the model for other programs, `flat` one by flat names, `weights` and `hugging_face`
+the files of other programs.
 Modules that need JAX are imported on first use: settings and run folders are checked without it.
 """
 
@@ -18,16 +19,24 @@ from typing import TYPE_CHECKING, Any
 from launcher.train.checkpoint.account import Account
 from launcher.train.checkpoint.choose import InitError, NewestIntact, newest, resolve
 from launcher.train.checkpoint.integrity import damage
-from launcher.train.checkpoint.layout import clear_partial_saves, read_metadata
+from launcher.train.checkpoint.layout import (
+    best_step,
+    clear_partial_saves,
+    read_metadata,
+    write_best,
+)
 
 if TYPE_CHECKING:
     from launcher.train.checkpoint.background import Background
+    from launcher.train.checkpoint.finished import (
+        FinishedModel,
+        export_hugging_face,
+        export_model,
+    )
     from launcher.train.checkpoint.orbax_compat import PLACEHOLDER
     from launcher.train.checkpoint.read import (
         Mismatch,
         check_model,
-        export_hugging_face,
-        export_model,
         restore,
         restore_model,
         restore_parts,
@@ -40,11 +49,13 @@ __all__ = [
     "PLACEHOLDER",
     "Account",
     "Background",
+    "FinishedModel",
     "InitError",
     "Mismatch",
     "NewestIntact",
     "SaveError",
     "Writers",
+    "best_step",
     "check_model",
     "clear_partial_saves",
     "copy_to_host",
@@ -60,6 +71,7 @@ __all__ = [
     "save",
     "save_parts",
     "stored_shapes",
+    "write_best",
 ]
 
 _HOMES = {
@@ -70,8 +82,9 @@ _HOMES = {
     "Writers": "write",
     "check_model": "read",
     "copy_to_host": "shards",
-    "export_hugging_face": "read",
-    "export_model": "read",
+    "FinishedModel": "finished",
+    "export_hugging_face": "finished",
+    "export_model": "finished",
     "restore": "read",
     "restore_model": "read",
     "restore_parts": "read",

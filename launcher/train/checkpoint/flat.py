@@ -19,13 +19,9 @@ from launcher.npz import write_arrays
 from launcher.stacked_array import StackedArray, sharding_of
 from launcher.train.checkpoint.layers import Source, names_of, sources
 from launcher.train.checkpoint.weights import Arrays, Weights
+from launcher.train.names import flat_name
 
 _KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)  # each holds those before it
-
-
-def flat_name(path: Any) -> str:
-    """Return the name of a leaf, of its path in a tree."""
-    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def can_take(wanted: Any, stored: np.dtype) -> bool:

@@ -6,6 +6,7 @@
       default/                          the arrays, in Orbax's format
     checkpoints/50.partial-<token>/     one that is being written, or never was finished
     checkpoints/30.damaged/             one that was set aside
+    checkpoints/best.json               which one had the best evaluation, if that is asked for
 
 Whatever else somebody puts there is left alone.
 """
@@ -13,15 +14,17 @@ Whatever else somebody puts there is left alone.
 from __future__ import annotations
 
 import functools
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
-from launcher.files import read_json
+from launcher.files import read_json, write_whole
 
 CHECKSUMS = "checksums.json"
 METADATA = "_CHECKPOINT_METADATA"
 ARRAYS = "default"
+BEST = "best.json"
 _PARTIAL = ".partial-"
 
 
@@ -54,13 +57,30 @@ def read_metadata(folder: Path, step: int) -> dict[str, Any]:
     return metadata
 
 
+def write_best(folder: Path, step: int, metric: str, value: float) -> None:
+    """Note which checkpoint of a folder has the best evaluation."""
+    content = {"step": step, "metric": metric, "value": value}
+    write_whole(folder / BEST, json.dumps(content) + "\n")
+
+
+def best_step(folder: Path) -> int | None:
+    """Return the step of the checkpoint with the best evaluation; None where none is noted."""
+    try:
+        step = read_json(folder / BEST)["step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return step if isinstance(step, int) else None
+
+
 def stays(folder: Path, step: int) -> bool:
-    """Return whether `folder/<step>` must never be deleted.
+    """Return whether `folder/<step>` must never be deleted, as long as it is the best.
 
     That holds for the multiples of `every_steps` as it was set when the checkpoint was saved,
     whatever a later start sets; and for a checkpoint whose setting cannot be read.
     """
     path = folder / str(step) / METADATA
+    if step == best_step(folder):
+        return True
     try:
         every = _every_steps(path, path.stat().st_mtime_ns)
         return every > 0 and step % every == 0

@@ -5,7 +5,7 @@ A damaged checkpoint must not get here: `choose` rejects it before.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,14 @@ import numpy as np
 from launcher.files import DamagedError
 from launcher.npz import Header
 from launcher.stacked_array import StackedArray, sharding_of
-from launcher.train.checkpoint.flat import can_take, flat_name, read_flat, value_of, write_flat
-from launcher.train.checkpoint.hugging_face import write_hugging_face
+from launcher.train.checkpoint.flat import can_take, read_flat
 from launcher.train.checkpoint.layers import Source, names_of, sources
 from launcher.train.checkpoint.layout import ARRAYS
 from launcher.train.checkpoint.orbax_compat import PLACEHOLDER, read_tree, stored_tree
 from launcher.train.checkpoint.weights import find_weights
 from launcher.train.checkpoint.write import stored_parts
+from launcher.train.names import flat_name
 from launcher.train.step import MODEL_PARTS, TrainState
-from recipes.hugging_face import Tensor
 
 _MESSAGE_LIMIT = 200  # characters
 _MOST_NAMED = 5
@@ -69,8 +68,8 @@ def restore_model(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
     """
     if weights := find_weights(path):
         return read_flat(weights, like)
-    stored, wanted = _stored(path), _leaves(like)
-    found = sources(_shapes(wanted), _shapes(_leaves(stored)))
+    stored, wanted = stored_tree_of(path), leaves_of(like)
+    found = sources(leaf_shapes(wanted), leaf_shapes(leaves_of(stored)))
     specs = _specs(wanted, found)
     read = _read(
         path,
@@ -78,7 +77,7 @@ def restore_model(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
             lambda where, _: specs.get(flat_name(where), PLACEHOLDER), stored
         ),
     )
-    values = _leaves(read)
+    values = leaves_of(read)
     return dict(
         jax.tree_util.tree_map_with_path(
             lambda where, leaf: _assembled(leaf, found[flat_name(where)], values), dict(like)
@@ -92,7 +91,7 @@ def stored_shapes(path: Path) -> dict[str, Any]:
     Raises:
         Mismatch: Orbax cannot read it.
     """
-    return _leaves(_stored(path))
+    return leaves_of(stored_tree_of(path))
 
 
 def check_model(path: Path, like: Mapping[str, Any]) -> None:
@@ -105,13 +104,13 @@ def check_model(path: Path, like: Mapping[str, Any]) -> None:
     Raises:
         Mismatch: they differ, or it cannot be read.
     """
-    stored, wanted = _stored_leaves(path), _leaves(like)
-    found = sources(_shapes(wanted), _shapes(stored))
+    stored, wanted = _stored_leaves(path), leaves_of(like)
+    found = sources(leaf_shapes(wanted), leaf_shapes(stored))
     if missing := sorted(wanted.keys() - found.keys()):
-        raise Mismatch(f"it has no {_listed(missing)}, which the model has")
+        raise Mismatch(f"it has no {first_of(missing)}, which the model has")
     used = {name for source in found.values() for name in names_of(source)}
     if further := sorted(stored.keys() - used):
-        raise Mismatch(f"it has {_listed(further)}, which the model has not")
+        raise Mismatch(f"it has {first_of(further)}, which the model has not")
     for name, leaf in wanted.items():
         one, source = stored[names_of(found[name])[0]], found[name]
         shape = tuple(one.shape)
@@ -125,68 +124,17 @@ def check_model(path: Path, like: Mapping[str, Any]) -> None:
             raise Mismatch(f"{name} is of type {one.dtype} there and {leaf.dtype} in the model")
 
 
-def export_model(path: Path, file: Path, private: bool) -> int:
-    """Write the model's arrays of a checkpoint to an `.npz` file, by flat names.
+def read_named(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
+    """Read some arrays of the checkpoint `path`, by their flat names, and no others."""
+    tree = stored_tree_of(path)
+    wanted = set(names)
 
-    Args:
-        path: the checkpoint.
-        file: the file to write.
-        private: whether only this user may read it; otherwise the umask decides.
+    def spec(where: Any, leaf: Any) -> Any:
+        is_wanted = flat_name(where) in wanted
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_wanted else PLACEHOLDER
 
-    Returns:
-        The number of arrays.
-
-    Raises:
-        Mismatch: the checkpoint cannot be read, or its arrays cannot be named.
-        OSError: the file cannot be written; the error names it.
-    """
-    tree = _stored(path)
-    model = {name: tree[name] for name in MODEL_PARTS if name in tree}
-    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), model)
-    others = {name: part for name, part in tree.items() if name not in model}
-    read = _read(path, {**jax.tree.map(lambda _: PLACEHOLDER, others), **like})
-    try:
-        return write_flat(file, {name: read[name] for name in model}, private)
-    except DamagedError as error:
-        raise Mismatch(str(error)) from None
-
-
-def export_hugging_face(
-    path: Path,
-    folder: Path,
-    config: Mapping[str, Any],
-    tensors: Sequence[Tensor],
-    *,
-    dtype: str,
-    private: bool,
-) -> int:
-    """Write the model's arrays of a checkpoint to a folder, as `write_hugging_face` does.
-
-    Raises:
-        Mismatch: the checkpoint cannot be read, or lacks an array.
-        OSError: the folder cannot be written.
-    """
-    tree = _stored(path)
-    stored = _leaves({name: tree[name] for name in MODEL_PARTS if name in tree})
-    shapes = {f"params.{tensor.ours}": tensor.shape_here for tensor in tensors}
-    found = sources(shapes, _shapes(stored))
-    if missing := sorted(shapes.keys() - found.keys()):
-        raise Mismatch(f"it has no {_listed(missing)} of the shape that the settings give")
-
-    def arrays(names: Sequence[str]) -> Mapping[str, np.ndarray]:
-        needed = {one for name in names for one in names_of(found[name])}
-        specs = {n: jax.ShapeDtypeStruct(stored[n].shape, stored[n].dtype) for n in needed}
-        read = _leaves(
-            _read(
-                path,
-                jax.tree_util.tree_map_with_path(
-                    lambda where, _: specs.get(flat_name(where), PLACEHOLDER), tree
-                ),
-            )
-        )
-        return {name: value_of(read.__getitem__, found[name]) for name in names}
-
-    return write_hugging_face(folder, config, tensors, arrays, dtype, private)
+    read = leaves_of(_read(path, jax.tree_util.tree_map_with_path(spec, tree)))
+    return {name: read[name] for name in wanted}
 
 
 def _stored_leaves(path: Path) -> dict[str, Any]:
@@ -196,8 +144,8 @@ def _stored_leaves(path: Path) -> dict[str, Any]:
             return dict(weights.headers())
         except DamagedError as error:
             raise Mismatch(str(error)) from None
-    tree = _stored(path)
-    return _leaves({name: tree[name] for name in MODEL_PARTS if name in tree})
+    tree = stored_tree_of(path)
+    return leaves_of({name: tree[name] for name in MODEL_PARTS if name in tree})
 
 
 def _check_all_rows(name: Any, count: int, found: Mapping[str, Source]) -> None:
@@ -207,7 +155,8 @@ def _check_all_rows(name: Any, count: int, found: Mapping[str, Source]) -> None:
         raise Mismatch(f"{name} holds {count} layers there, and the model has {rows}")
 
 
-def _shapes(leaves: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def leaf_shapes(leaves: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each leaf."""
     return {name: tuple(leaf.shape) for name, leaf in leaves.items()}
 
 
@@ -246,12 +195,13 @@ def _assembled(leaf: Any, source: Source, values: Mapping[str, Any]) -> Any:
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: value[index])
 
 
-def _listed(names: list[str]) -> str:
+def first_of(names: list[str]) -> str:
+    """Return the first of these names, and how many more there are."""
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return ", ".join(names[:_MOST_NAMED]) + more
 
 
-def _stored(path: Path) -> Any:
+def stored_tree_of(path: Path) -> Any:
     """Return Orbax's metadata of the arrays as a tree; raise Mismatch if it cannot be read."""
     try:
         return stored_tree(path.absolute() / ARRAYS)
@@ -260,7 +210,7 @@ def _stored(path: Path) -> Any:
         raise Mismatch(f"Orbax cannot read it ({type(error).__name__}: {message})") from None
 
 
-def _leaves(parts: Mapping[str, Any]) -> dict[str, Any]:
+def leaves_of(parts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the leaves of a model's parts by their flat names."""
     flat = jax.tree_util.tree_flatten_with_path(parts)[0]
     return dict(sorted((flat_name(path), leaf) for path, leaf in flat))

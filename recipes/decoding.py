@@ -1,0 +1,226 @@
+"""Text from a language model on one device: reading with a cache, sampling, tokens and text.
+
+A family that can go on with a text has, beside `<name>.py`, a module `<name>_decoder.py` with
+`build_decoder(options, precision) -> Decoder`.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from launcher.config.families import builder_of
+from recipes import InputError
+
+
+class Tokenizer(Protocol):
+    """Turns text into tokens and back."""
+
+    vocab_size: int
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens; what is no text stands as U+FFFD."""
+
+
+class ByteTokenizer:
+    """A token a byte of UTF-8."""
+
+    vocab_size = 256
+
+    def encode(self, text: str) -> list[int]:
+        """Return the bytes of a text."""
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of bytes; a token that is no byte stands as U+FFFD, too."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        pieces = [decoder.decode(bytes([t])) if t < self.vocab_size else "\ufffd" for t in tokens]
+        return "".join(pieces) + decoder.decode(b"", final=True)
+
+
+class Decoder(NamedTuple):
+    """A language model that reads a text piece by piece, as two pure functions.
+
+    Attributes:
+        cache: takes a number of rows and returns a cache that knows no text.
+        read: takes the parameters, a cache, tokens (int32 [batch, length]), the position of each
+            row's first one (int32 [batch]) and the place in `tokens` of its last one (int32
+            [batch]); returns the logits of the token after that, float32 [batch, vocab_size], and
+            the cache. What follows a row's last token is read over by the next call.
+        length: the longest text.
+    """
+
+    cache: Callable[[int], Any]
+    read: Callable[..., tuple[jax.Array, Any]]
+    length: int
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn.
+
+    Attributes:
+        temperature: divides the logits; 0: the likeliest token is taken.
+        top_k: draws from so many of the likeliest alone; 0: from all.
+        top_p: draws from the likeliest alone whose probabilities add up to this.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+def build_decoder(options: Any, precision: str) -> Decoder:
+    """Return the decoder of the model that `options` describe.
+
+    Raises:
+        InputError: the family has none.
+    """
+    name = f"{builder_of(type(options))}_decoder"
+    if not name.startswith("recipes.") or find_spec(name) is None:
+        raise InputError(
+            f"model.name={options.name} cannot go on with a text: it has no decoder; "
+            "model=gpt and model=llama have one"
+        )
+    decoder: Decoder = import_module(name).build_decoder(options, precision)
+    return decoder
+
+
+def draw(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
+    """Return a token for each row, int32 [batch].
+
+    (Holtzman et al., 2020, "The Curious Case of Neural Text Degeneration": `top_p`.)
+
+    Args:
+        logits: float32 [batch, vocab_size].
+        key: a random key.
+        sampling: how to draw.
+    """
+    if sampling.temperature == 0:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    logits = logits / sampling.temperature
+    ordered = jnp.sort(logits, axis=-1)[:, ::-1]
+    if sampling.top_k:
+        lowest = ordered[:, min(sampling.top_k, logits.shape[-1]) - 1, None]
+        logits = jnp.where(logits < lowest, -jnp.inf, logits)
+        ordered = jnp.where(ordered < lowest, -jnp.inf, ordered)
+    if sampling.top_p < 1:
+        shares = jax.nn.softmax(ordered, axis=-1)
+        before = jnp.cumsum(shares, axis=-1) - shares  # of all that are likelier
+        kept = jnp.sum(before < sampling.top_p, axis=-1)
+        lowest = jnp.take_along_axis(ordered, jnp.maximum(kept, 1)[:, None] - 1, axis=-1)
+        logits = jnp.where(logits < lowest, -jnp.inf, logits)
+    return jax.random.categorical(key, logits).astype(jnp.int32)
+
+
+def generate(
+    decoder: Decoder,
+    params: Any,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
+    seed: int = 0,
+) -> Iterator[np.ndarray]:
+    """Yield the next token of each prompt, int32 [batch], so many times.
+
+    All rows are read together. Where a text becomes longer than the model can read, it goes on from
+    the newer half of that.
+
+    Args:
+        decoder: the model.
+        params: its parameters.
+        prompts: the tokens of each prompt, at least one.
+        max_new_tokens: how many tokens to yield.
+        sampling: how to draw them.
+        seed: of the random numbers.
+    """
+    half = max(decoder.length // 2, 1)
+
+    @jax.jit
+    def read(params: Any, cache: Any, tokens: Any, start: Any, last: Any, key: Any) -> Any:
+        logits, cache = decoder.read(params, cache, tokens, start, last)
+        return draw(logits, key, sampling), cache
+
+    key = jax.random.key(seed)
+    texts = [list(prompt)[-decoder.length :] for prompt in prompts]
+    cache, lengths = None, np.zeros(len(texts), np.int32)
+    for number in range(max_new_tokens):
+        own = jax.random.fold_in(key, number)
+        if cache is None or max(lengths) >= decoder.length:
+            if cache is not None:
+                texts = [text[-half:] for text in texts]
+            cache, lengths = decoder.cache(len(texts)), np.array([len(t) for t in texts], np.int32)
+            tokens = np.zeros((len(texts), max(lengths)), np.int32)
+            for row, text in zip(tokens, texts, strict=True):
+                row[: len(text)] = text
+            new, cache = read(params, cache, tokens, np.zeros_like(lengths), lengths - 1, own)
+        else:
+            tokens = np.array([text[-1:] for text in texts], np.int32)
+            new, cache = read(params, cache, tokens, lengths, np.zeros_like(lengths), own)
+            lengths = lengths + 1
+        drawn = np.asarray(new)
+        for text, token in zip(texts, drawn, strict=True):
+            text.append(int(token))
+        yield drawn
+
+
+def visible(start: jax.Array, length: int, longest: int, window: int = 0) -> jax.Array:
+    """Return which cached positions a token sees, bool [batch, 1, length, longest].
+
+    Args:
+        start: the position of each row's first token, int32 [batch].
+        length: the number of tokens.
+        longest: the number of positions of the cache.
+        window: how many positions it sees at most, its own included; 0: all before it.
+    """
+    own = (start[:, None] + jnp.arange(length))[:, None, :, None]
+    others = jnp.arange(longest)
+    seen = others <= own
+    return seen & (own - others < window) if window else seen
+
+
+def remembered(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+    """Return a cache with new keys or values, [batch, longest, heads, size], from `start` on."""
+    rows = jnp.arange(new.shape[0])[:, None]
+    places = start[:, None] + jnp.arange(new.shape[1])
+    return cache.at[rows, places].set(new.astype(cache.dtype), mode="drop")
+
+
+def attend(query: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array) -> jax.Array:
+    """Return what attention mixes, [batch, length, heads, size]; heads may share keys and values.
+
+    Args:
+        query: [batch, length, heads, size].
+        keys: [batch, longest, kv_heads, size].
+        values: as `keys`.
+        seen: of `visible`.
+    """
+    shared = query.shape[2] // keys.shape[2]
+    keys, values = (jnp.repeat(x, shared, axis=2) for x in (keys, values))
+    scores = jnp.einsum("bqnh,bknh->bnqk", query * query.shape[-1] ** -0.5, keys)
+    scores = jnp.where(seen, scores.astype(jnp.float32), -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
+    return jnp.einsum("bnqk,bknh->bqnh", weights, values)
+
+
+def layers_of(params: Any, count: int) -> list[Any]:
+    """Return the parameters of each block, whether they are stacked or apart."""
+    if "layers" in params:
+        return [jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]) for i in range(count)]
+    return [params[f"layers_{i}"] for i in range(count)]
+
+
+def last_of(x: jax.Array, last: jax.Array) -> jax.Array:
+    """Return the entry of each row at its last token, [batch, 1, hidden]."""
+    return jnp.take_along_axis(x, last[:, None, None], axis=1)

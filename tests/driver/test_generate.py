@@ -1,0 +1,113 @@
+"""`task=generate`: whatever plan has trained a model, the text is that of a plain loop."""
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import yaml
+from rich.console import Console
+
+from launcher.config.compose import load, to_dict
+from launcher.config.errors import ConfigError
+from launcher.driver.generate import generate_text
+from recipes.gpt import GPT
+from recipes.gpt_options import DIMENSIONS
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
+from checkpoint_peer import Trainee
+
+GPT_WORDS = (
+    *(
+        "model=gpt",
+        "dataset=text",
+        f"dataset.path={__file__}",
+        "model.hidden_size=16",
+        "model.num_layers=2",
+    ),
+    *("model.num_heads=2", "model.sequence_length=64", "train.global_batch_size=8"),
+    *("optimizer.learning_rate=3e-2", "train.eval_every=0", "cluster=emulated"),
+)
+PLANS = {
+    "one": ["parallel=data", "cluster.gpus=1"],
+    "two_stages": ["parallel=manual", "parallel.num_stages=2", "cluster.gpus=2"],
+    "zero3": ["parallel=zero3", "cluster.gpus=4"],
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run by each plan, and its parameters in this process."""
+    folder = tmp_path_factory.mktemp("runs")
+    params = {}
+    for name, words in PLANS.items():
+        trainee = Trainee([*GPT_WORDS, *words], model=())
+        home = folder / "outputs" / name
+        (home / "checkpoints").mkdir(parents=True)
+        trainee.create_and_save(str(home / "checkpoints"))
+        settings = load([*GPT_WORDS, *words, f"run.id={name}"])
+        (home / "config.yaml").write_text(yaml.safe_dump(to_dict(settings)))
+        trainee.worker.restore(str(home / "checkpoints"), 2)
+        params[name] = jax.tree.map(np.asarray, trainee.worker._state.params)
+        trainee.worker.close()
+    return folder, params
+
+
+def generated(capsys, *words):
+    capsys.readouterr()
+    assert generate_text(load(["task=generate", *words]), Console(quiet=True)) == 0
+    return capsys.readouterr().out
+
+
+def test_greedy_text_is_that_of_a_plain_loop_under_every_plan(runs, monkeypatch, capsys):
+    folder, params = runs
+    monkeypatch.chdir(folder)
+    options = load(GPT_WORDS).model
+    names = (*DIMENSIONS, "mlp_ratio", "dropout", "tie_embeddings", "scan_layers")
+    module = GPT(**{n: getattr(options, n) for n in names}, dtype=jnp.float32)
+    forward = jax.jit(lambda p, tokens: module.apply({"params": p}, tokens, deterministic=True))
+    told = {}
+    for name in PLANS:
+        text = list(b"def ")
+        for _ in range(20):
+            padded = jnp.array([text + [0] * (64 - len(text))])  # what follows changes nothing
+            text.append(int(jnp.argmax(forward(params[name], padded)[0, len(text) - 1])))
+        asked = "generate.prompt='def '", "generate.max_new_tokens=20", "generate.temperature=0"
+        told[name] = generated(capsys, f"run.id={name}", *asked)
+        assert told[name] == bytes(text).decode("utf-8", "replace") + "\n"
+    assert len(set(told.values())) == 1
+
+
+def test_prompts_of_a_file_are_read_together(runs, monkeypatch, capsys):
+    monkeypatch.chdir(runs[0])
+    Path("prompts.txt").write_text("def f\nimport os\n")
+    words = "run.id=one", "generate.max_new_tokens=5", "generate.temperature=0"
+    both = generated(capsys, *words, "generate.prompts=prompts.txt")
+    alone = [generated(capsys, *words, f"generate.prompt={p}") for p in ("def f", "import os")]
+    assert both == "\n".join(alone) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run.id=none"], "run.id=none cannot be used: outputs/none does not exist"),
+        (["run.id=one", "generate.best=true"], "run.id=one has no best checkpoint"),
+        (["run.id=one", "generate.ema=true"], "it holds no averages"),
+        (["run.id=one", "generate.prompts=no.txt"], "generate.prompts=no.txt is not a file"),
+    ],
+)
+def test_what_cannot_be_generated_is_one_line(runs, words, said, monkeypatch):
+    monkeypatch.chdir(runs[0])
+    with pytest.raises(ConfigError, match=said):
+        generate_text(load(["task=generate", *words]), Console(quiet=True))
+
+
+def test_a_task_without_a_run_and_settings_without_an_effect_are_refused():
+    with pytest.raises(ConfigError, match="task=generate does not say which run"):
+        load(["task=generate"])
+    with pytest.raises(ConfigError, match=r"generate.prompt has no effect: that is for task=gen"):
+        load(["generate.prompt=x"])
+    with pytest.raises(ConfigError, match=r"generate.top_p has no effect: generate.temperature=0"):
+        load(["task=generate", "run.id=x", "generate.temperature=0", "generate.top_p=0.5"])

@@ -1,0 +1,146 @@
+"""Decoders with a cache against the whole model; sampling; tokens and text."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from recipes import InputError, build_model
+from recipes.decoding import ByteTokenizer, Sampling, build_decoder, draw, generate
+from recipes.gpt import GPT
+from recipes.gpt_options import DIMENSIONS, GPTOptions
+from recipes.llama import Llama
+from recipes.llama_options import LlamaOptions
+from recipes.mlp_options import MLPOptions
+
+SMALL = {"vocab_size": 40, "sequence_length": 16, "num_layers": 2, "num_heads": 4}
+SMALL |= {"hidden_size": 16}
+MODELS = {
+    "gpt": GPTOptions(**SMALL),
+    "gpt_untied_scan": GPTOptions(**SMALL, tie_embeddings=False, scan_layers=True),
+    "llama": LlamaOptions(**SMALL, num_kv_heads=2).filled(),
+    "qwen": LlamaOptions(**SMALL, head_norm=True, qkv_bias=True, tie_embeddings=True).filled(),
+    "mistral": LlamaOptions(**SMALL, sliding_window=3, scan_layers=True).filled(),
+    "gemma": LlamaOptions(**SMALL, scale_embeddings=True, activation="gelu").filled(),
+}
+FAST = "gpt", "llama", "mistral"
+PROMPTS = [[1, 2, 3], [7, 8, 9, 10, 11], [39]]
+
+
+def whole(options, params):
+    """The logits of all tokens of a text, without a cache."""
+    if options.name == "llama":
+        module, more = Llama(options, jnp.float32), {}
+    else:
+        names = (*DIMENSIONS, "mlp_ratio", "dropout", "tie_embeddings", "scan_layers")
+        module = GPT(**{n: getattr(options, n) for n in names}, dtype=jnp.float32)
+        more = {"deterministic": True}
+    forward = jax.jit(lambda tokens: module.apply({"params": params}, tokens, **more)[0])
+
+    def logits(text):
+        """What stands behind a token changes nothing for it: one program for all lengths."""
+        padded = [*text, *[0] * (options.sequence_length - len(text))]
+        return forward(jnp.array([padded]))[: len(text)]
+
+    return logits
+
+
+def trained(options):
+    """Parameters that make no token likely by chance alone."""
+    params = jax.jit(build_model(options, "fp32").init)(jax.random.key(0))
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda x: x + 0.2 * rng.normal(size=x.shape).astype(np.float32), params)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
+)
+def test_greedy_tokens_are_those_of_the_whole_model(name):
+    options = MODELS[name]
+    params = trained(options)
+    logits = whole(options, params)
+    texts = [list(prompt) for prompt in PROMPTS]
+    for text in texts:
+        for _ in range(10):
+            text.append(int(jnp.argmax(logits(text)[-1])))
+    decoder = build_decoder(options, "fp32")
+    greedy = Sampling(temperature=0)
+    together = np.array(list(generate(decoder, params, PROMPTS, 10, greedy))).T.tolist()
+    assert together == [text[-10:] for text in texts]
+    assert len({tuple(row) for row in together}) > 1
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_a_decoder_reads_as_the_model_does_in_bf16(name):
+    options = MODELS[name]
+    params = trained(options)
+    decoder = build_decoder(options, "bf16")
+    places = jnp.array([0]), jnp.array([2])
+    read, _ = jax.jit(decoder.read)(params, decoder.cache(1), jnp.array([[1, 2, 3]]), *places)
+    want = whole(options, params)([1, 2, 3])[-1]
+    assert read.dtype == jnp.float32
+    np.testing.assert_allclose(read[0], want, atol=0.1 * float(jnp.max(jnp.abs(want))))
+
+
+def test_a_text_that_outgrows_the_model_goes_on_from_its_newer_half():
+    options = MODELS["gpt"]
+    params = trained(options)
+    logits = whole(options, params)
+    (tokens,) = np.array(
+        list(generate(build_decoder(options, "fp32"), params, [[5] * 10], 20, Sampling(0)))
+    ).T.tolist()
+    window = [5] * 10
+    for token in tokens:
+        if len(window) > 16:
+            window = window[-8:]
+        assert token == int(jnp.argmax(logits(window)[-1]))
+        window.append(token)
+
+
+LOGITS = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]]))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "drawn"),
+    [
+        (Sampling(), {0, 1, 2, 3}),
+        (Sampling(0.0), {0}),
+        (Sampling(top_k=2), {0, 1}),
+        (Sampling(top_p=0.6), {0, 1}),
+        (Sampling(top_p=0.0), {0}),
+        (Sampling(top_k=3, top_p=0.99), {0, 1, 2}),
+        (Sampling(0.01), {0}),
+    ],
+)
+def test_tokens_are_drawn_as_asked(sampling, drawn):
+    keys = jax.random.split(jax.random.key(0), 400)
+    tokens = jax.vmap(lambda key: draw(LOGITS, key, sampling)[0])(keys)
+    assert set(tokens.tolist()) == drawn
+    if sampling == Sampling():
+        np.testing.assert_allclose(jnp.mean(tokens == 0), 0.5, atol=0.08)
+
+
+def test_the_same_seed_draws_the_same():
+    options = MODELS["gpt"]
+    params, decoder = trained(options), build_decoder(options, "fp32")
+
+    def told(seed):
+        return np.array(list(generate(decoder, params, PROMPTS, 8, Sampling(), seed))).tolist()
+
+    assert told(1) == told(1) != told(2)
+
+
+def test_bytes_are_text_and_half_a_character_is_none():
+    tokens = ByteTokenizer().encode("a–b")
+    assert tokens == [97, 226, 128, 147, 98]
+    assert ByteTokenizer().decode(tokens) == "a–b"
+    assert ByteTokenizer().decode(tokens[:3]) == "a\ufffd"
+    assert ByteTokenizer().decode([97, 300]) == "a\ufffd"
+
+
+def test_a_family_without_a_decoder_is_refused():
+    with pytest.raises(InputError, match=r"model\.name=mlp cannot go on with a text"):
+        build_decoder(MLPOptions(), "fp32")
+    assert dataclasses.is_dataclass(MLPOptions)
