@@ -112,7 +112,7 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
     if arguments.version:
         return answer(f"launcher {_version()}")
     # Imports are deferred here and below: Hydra's takes a tenth of a second, JAX's two.
-    from launcher.config.compose import load, load_frozen, load_points
+    from launcher.config.compose import load, load_frozen
     from launcher.config.machines import SlurmCluster
 
     if arguments.frozen and (arguments.multirun or arguments.config_dir):
@@ -122,21 +122,9 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
     if arguments.multirun and arguments.cfg:
         raise ConfigError("--cfg shows the settings of one run", "Leave out -m.")
     if arguments.multirun:
-        points, wrong = load_points(arguments.overrides, arguments.config_dir)
-        if points and all(point.config.task == "check" for point in points):
-            from launcher.submit.local_sweep import check_sweep
+        from launcher.submit.sweep import run_sweep
 
-            return check_sweep(points, wrong)
-        if wrong:
-            return _refuse(f"{label}: {error}" for label, error in wrong.items())
-        if any(isinstance(point.config.cluster, SlurmCluster) for point in points):
-            from launcher.submit.job_sweep import submit_sweep
-
-            with stop.interruptible():
-                return submit_sweep(points, stop)
-        from launcher.submit.local_sweep import run_sweep
-
-        return run_sweep(points, arguments.config_dir)
+        return run_sweep(arguments.overrides, arguments.config_dir, stop)
 
     if arguments.frozen:
         config = load_frozen(Path(arguments.frozen), arguments.overrides)

@@ -37,14 +37,13 @@ from launcher.config.origin import ON_COMMAND_LINE, Origin, Source, short
 from launcher.config.overrides import (
     COMMAND_LINE,
     for_hydra,
-    labels,
     parse,
     refuse_sweeps,
-    sweep_points,
 )
 from launcher.config.replayed import with_runs_settings
 from launcher.config.schema import Config
 from launcher.config.search_path import searching
+from launcher.config.sweeper import Asked
 from launcher.config.switches import check_switches
 from launcher.config.translate import PRIMARY, translated
 from launcher.files import DamagedError
@@ -94,24 +93,25 @@ def load(argv_overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> Conf
 
 
 def load_points(
-    argv_overrides: Sequence[str], config_dirs: Sequence[str] = ()
+    asked: Sequence[Asked], config_dirs: Sequence[str] = ()
 ) -> tuple[list[Point], dict[str, ConfigError]]:
     """Returns the runs of a sweep, and by their labels the errors of those that are wrong.
 
-    Arguments are those of `load`.
+    Args:
+        asked: the points that a sweeper asks for.
+        config_dirs: as of `load`.
 
-    Raises ConfigError where the sweep, or each of its runs in the same way, is wrong.
+    Raises ConfigError where there are several points, and all are wrong in the same way.
     """
     folders = search_folders(config_dirs)
-    with searching(folders) as loader:
-        points = sweep_points(parse(argv_overrides, loader))
     made: list[Point] = []
     wrong: dict[str, ConfigError] = {}
-    for point, label in zip(points, labels(points), strict=True):
+    for one in asked:
         try:
-            made.append(Point(point, label, _load(parse(point), folders)))
+            config = _load(parse(one.overrides), folders, in_sweep=True)
+            made.append(Point(one.overrides, one.label, config))
         except ConfigError as error:
-            wrong[label] = error
+            wrong[one.label] = error
     if not made and len({str(error) for error in wrong.values()}) == 1:
         raise next(iter(wrong.values()))
     return made, wrong
@@ -201,7 +201,7 @@ def from_dict(tree: Mapping[str, Any], texts: Mapping[Place, str] | None = None)
     return config
 
 
-def _load(overrides: Sequence[Override], folders: Sequence[Path]) -> Config:
+def _load(overrides: Sequence[Override], folders: Sequence[Path], in_sweep: bool = False) -> Config:
     groups = find_groups(folders)
     said = [for_hydra(override, groups, find_groups(folders[-1:])) for override in overrides]
     said += _NO_OTHER_FOLDERS, *_NOTHING_OF_HYDRA
@@ -224,7 +224,7 @@ def _load(overrides: Sequence[Override], folders: Sequence[Path]) -> Config:
         for command in () if config.allow_commands else commands_in(config):
             if origin.rank(command) != ON_COMMAND_LINE:
                 raise not_allowed(command)
-        check_switches(config, origin)
+        check_switches(config, origin, in_sweep)
         return config
     except ConfigError as raised:
         error = raised
