@@ -93,6 +93,19 @@ class _PointError(Exception):
     """What a sweeper finds in place of the objective of a point that failed."""
 
 
+class _Failed(JobReturn):
+    """A point without an objective: Hydra's own would print a line of its own."""
+
+    @property
+    def return_value(self) -> Any:
+        """Raise what the point failed of."""
+        raise _PointError
+
+    @return_value.setter
+    def return_value(self, value: Any) -> None:
+        del value
+
+
 class PointLauncher(Launcher):
     """Hands the points that a sweeper asks for to a function of ours."""
 
@@ -155,8 +168,8 @@ def sweep(
                 if raised:
                     raise
                 raise SweeperError(f"{type(error).__name__}: {error}") from error
-        for file in Path(scratch).iterdir():
-            shutil.copy(file, results() / file.name)
+        for file in set(Path(scratch).iterdir()) - {Path(scratch, "multirun.yaml")}:
+            shutil.copy(file, results() / file.name)  # what it found, without Hydra's own settings
 
 
 def _settings(
@@ -244,8 +257,10 @@ def _point(overrides: Sequence[Override], job: Sequence[str]) -> tuple[str, ...]
 
 
 def _returned(outcome: Outcome) -> JobReturn:
-    returned = JobReturn(status=JobStatus.FAILED if outcome.problem else JobStatus.COMPLETED)
-    returned.return_value = _PointError(outcome.problem) if outcome.problem else outcome.value
+    if outcome.problem:
+        return _Failed(status=JobStatus.FAILED)
+    returned = JobReturn(status=JobStatus.COMPLETED)
+    returned.return_value = outcome.value
     return returned
 
 

@@ -30,7 +30,7 @@ from launcher.report.console import make_console
 from launcher.report.jsonl import METRICS, read_metrics
 from launcher.report.sweep import is_done, print_comparison
 from launcher.report.sweep_results import Row, objective_of, result_of, write_results
-from launcher.submit.points import DONE, FAILED, RUNNING, STOPPED, Noted, Points, opened
+from launcher.submit.points import DONE, FAILED, RUNNING, STOPPED, Noted, Points, digest, opened
 from launcher.submit.processes import STOPS, Job, SignalRelay
 from launcher.submit.slots import find_slots
 from launcher.submit.stop_early import Curve, is_hopeless
@@ -88,37 +88,39 @@ class LocalSweep:
                 other settings.
         """
         by_label = {point.label: point for point in points}
-        for label, error in wrong.items():
-            complain(f"{label}: {error}")
-        claimed: dict[str, Noted] = {}
+        claimed = []
         for one in batch.points:
-            if one.label in by_label:
-                config = by_label[one.label].config
-                claimed[one.label] = self._points.claim(one.swept, config, self._batches, self._id)
+            point = by_label.get(one.label)
+            settings = digest(point.config) if point else ""
+            claimed.append(self._points.claim(one.swept, settings, self._batches, self._id))
+            if point is None:
+                complain(f"{one.label}: {wrong[one.label]}")
+                self._points.note(replace(claimed[-1], state=FAILED))
         self._batches += 1
         todo = [
-            (noted, by_label[label])
-            for label, noted in claimed.items()
-            if noted.state == RUNNING and noted.same_as is None and not self._found_done(noted)
+            (noted, by_label[noted.label])
+            for noted in claimed
+            if noted.label in by_label
+            and noted.state == RUNNING
+            and noted.same_as is None
+            and not self._found_done(noted)
         ]
         if todo:
             self._run(todo, batch.total)
-        outcomes = []
-        for one in batch.points:
-            if one.label in wrong:
-                outcomes.append(Outcome(problem=str(wrong[one.label])))
-                continue
-            noted = self._points[claimed[one.label].number]
-            if noted.same_as is not None:
-                twin = self._points[noted.same_as]
-                noted = replace(noted, state=twin.state, value=twin.value)
-                self._points.note(noted)
-            problem = "" if noted.value is not None else f"{noted.label} {noted.state}"
-            outcomes.append(Outcome(noted.value, problem))
-            if noted.state == FAILED:
-                self._failed.add(noted.number)
+        outcomes = [self._outcome(noted.number) for noted in claimed]
         self.write()
         return outcomes
+
+    def _outcome(self, number: int) -> Outcome:
+        noted = self._points[number]
+        if noted.same_as is not None:
+            twin = self._points[noted.same_as]
+            noted = replace(noted, state=twin.state, value=twin.value)
+            self._points.note(noted)
+        if noted.state == FAILED:
+            self._failed.add(number)
+        problem = "" if noted.value is not None else f"{noted.label} has no objective"
+        return Outcome(noted.value, problem)
 
     def _found_done(self, noted: Noted) -> bool:
         """Return whether a run has ended well that the sweep, cut off, has not noted."""

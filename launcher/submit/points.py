@@ -32,7 +32,7 @@ class Noted:
         number: its place among the sweep's points.
         batch: how many batches the sweeper had asked for before.
         swept: the settings that the sweeper chose.
-        settings: a digest of all its settings.
+        settings: a digest of all its settings; "" if they are wrong.
         run: the id of its run.
         same_as: the number of an earlier point with the same settings, whose run it shares.
         state: `running` (or cut off), `done`, `failed` or `stopped early`.
@@ -74,20 +74,25 @@ class Points:
     def __getitem__(self, number: int) -> Noted:
         return self._all[number]
 
-    def claim(self, swept: Sequence[str], config: Config, batch: int, sweep_id: str) -> Noted:
+    def claim(self, swept: Sequence[str], settings: str, batch: int, sweep_id: str) -> Noted:
         """Return the point that the sweeper asks for, as it was noted or new.
 
         A point that failed is to be run again only if the sweeper has asked for none after it:
         otherwise it would not ask for these again.
 
+        Args:
+            swept: the settings that the sweeper chose.
+            settings: the digest of all settings, "" if they are wrong.
+            batch: how many batches the sweeper has asked for before.
+            sweep_id: the sweep's id.
+
         Raises:
             ConfigError: it was noted with other settings.
         """
-        settings = digest(config)
         for point in self._all:
             if point.number in self._claimed or point.swept != tuple(swept):
                 continue
-            if point.settings != settings:
+            if settings != point.settings != "":
                 raise ConfigError(
                     f"{point.label} has run in this sweep with other settings: {self._path}",
                     "Choose another run.id for a sweep of these.",
@@ -99,7 +104,7 @@ class Points:
             return point
         number = len(self._all)
         same = (one for one in self._all if one.settings == settings and one.same_as is None)
-        twin = next(same, None)
+        twin = next(same, None) if settings else None
         point = Noted(
             number=number,
             batch=batch,
