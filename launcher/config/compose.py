@@ -50,7 +50,7 @@ from launcher.files import DamagedError
 
 # A user's `config.yaml` may name packages to Hydra as further folders; Hydra imports them before
 # anybody has looked at the file. What is said here comes first.
-_NO_OTHER_FOLDERS = "hydra.searchpath=[]"
+NO_OTHER_FOLDERS = "hydra.searchpath=[]"
 # What Hydra itself would do with a run, by groups of its own: more to read and merge than ours.
 _NOTHING_OF_HYDRA = tuple(
     f"~hydra/{group}"
@@ -86,6 +86,13 @@ def load(argv_overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> Conf
     Raises:
         ConfigError: anything wrong with a setting, a name, a file or a folder of settings.
     """
+    return load_with_origin(argv_overrides, config_dirs)[0]
+
+
+def load_with_origin(
+    argv_overrides: Sequence[str], config_dirs: Sequence[str] = ()
+) -> tuple[Config, Origin]:
+    """Returns `load`, and where each setting was said."""
     folders = search_folders(config_dirs)
     overrides = parse(argv_overrides)
     refuse_sweeps(overrides)
@@ -108,7 +115,7 @@ def load_points(
     wrong: dict[str, ConfigError] = {}
     for one in asked:
         try:
-            config = _load(parse(one.overrides), folders, in_sweep=True)
+            config, _ = _load(parse(one.overrides), folders, in_sweep=True)
             made.append(Point(one.overrides, one.label, config))
         except ConfigError as error:
             wrong[one.label] = error
@@ -201,10 +208,12 @@ def from_dict(tree: Mapping[str, Any], texts: Mapping[Place, str] | None = None)
     return config
 
 
-def _load(overrides: Sequence[Override], folders: Sequence[Path], in_sweep: bool = False) -> Config:
+def _load(
+    overrides: Sequence[Override], folders: Sequence[Path], in_sweep: bool = False
+) -> tuple[Config, Origin]:
     groups = find_groups(folders)
     said = [for_hydra(override, groups, find_groups(folders[-1:])) for override in overrides]
-    said += _NO_OTHER_FOLDERS, *_NOTHING_OF_HYDRA
+    said += NO_OTHER_FOLDERS, *_NOTHING_OF_HYDRA
     allowed = _allowed(overrides)
     sources: list[Source] = []
     try:
@@ -225,7 +234,7 @@ def _load(overrides: Sequence[Override], folders: Sequence[Path], in_sweep: bool
             if origin.rank(command) != ON_COMMAND_LINE:
                 raise not_allowed(command)
         check_switches(config, origin, in_sweep)
-        return config
+        return config, origin
     except ConfigError as raised:
         error = raised
     except Exception as raised:  # of a file that is no settings Hydra says so by an assertion, too

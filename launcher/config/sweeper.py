@@ -123,6 +123,12 @@ class PointLauncher(Launcher):
         return self._run(job_overrides)
 
 
+def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return what a command line says to us, and what to Hydra's sweeper."""
+    of_sweeper = [text for text in arguments if _OF_SWEEPER.match(text)]
+    return [text for text in arguments if text not in of_sweeper], of_sweeper
+
+
 def sweep(
     arguments: Sequence[str], config_dirs: Sequence[str], run: Run, results: Callable[[], Path]
 ) -> None:
@@ -139,9 +145,9 @@ def sweep(
         SweeperError: the sweeper failed.
         Exception: whatever `run` raises.
     """
-    of_sweeper = [text for text in arguments if _OF_SWEEPER.match(text)]
+    ours, of_sweeper = split(arguments)
     with searching(search_folders(config_dirs)) as loader, tempfile.TemporaryDirectory() as scratch:
-        overrides = parse([text for text in arguments if text not in of_sweeper], loader)
+        overrides = parse(ours, loader)
         node = _settings(of_sweeper, overrides, loader, Path(scratch))
         learns = not node.hydra.sweeper._target_.endswith(".BasicSweeper")
         swept = [one for one in overrides if one.is_sweep_override()]

@@ -15,8 +15,10 @@ from launcher.files import write_whole
 from launcher.report.plots import EVAL, INK, TRAIN, canvas, save_figure
 from launcher.report.sweep import read_summary
 
+PREDICTED, MEASURED = "predicted step time (s)", "measured step time (s)"
 TABLE, PICTURE = "sweep.csv", "plots/sweep.png"
-_MOST_PANELS = 4
+_MOST_PANELS = 6
+_MOST_TICKS = 8
 _RESULTS = (
     *("final_loss", "eval_loss", "step_seconds", "predicted_step_seconds", "samples_per_second"),
     *("peak_memory_bytes", "predicted_peak_memory_bytes"),
@@ -52,12 +54,13 @@ def _result(summary: Mapping[str, Any], name: str) -> float | None:
     return value if type(value) in (int, float) else None
 
 
-def write_results(folder: Path, rows: Sequence[Row]) -> None:
+def write_results(folder: Path, rows: Sequence[Row], objective: str) -> None:
     """Write the table and the picture of a sweep into its folder.
 
     Args:
         folder: the sweep's folder, with the runs' folders in it.
         rows: its points.
+        objective: the name of their objective.
     """
     swept = [dict(text.partition("=")[::2] for text in row.swept) for row in rows]
     keys = list(dict.fromkeys(key.lstrip("+") for one in swept for key in one))
@@ -71,29 +74,33 @@ def write_results(folder: Path, rows: Sequence[Row]) -> None:
         settings = [value.get(key) for key in keys]
         table.writerow([row.number, row.run, row.state, *settings, row.value, *results])
     write_whole(folder / TABLE, text.getvalue())
-    _draw(folder / PICTURE, keys[:_MOST_PANELS], values, rows, found)
+    drawn: dict[str, list[float | None]] = {
+        PREDICTED: [_result(one, "predicted_step_seconds") for one in found],
+        MEASURED: [_result(one, "step_seconds") for one in found],
+    }
+    if not objective.endswith("step_seconds"):
+        drawn[objective] = [row.value for row in rows]
+    _draw(folder / PICTURE, keys, values, drawn)
 
 
 def _draw(
     path: Path,
     keys: Sequence[str],
     values: Sequence[Mapping[str, str]],
-    rows: Sequence[Row],
-    found: Sequence[Mapping[str, Any]],
+    results: Mapping[str, Sequence[float | None]],
 ) -> None:
-    """Draw a panel a swept setting: step times if known, measured beside predicted, or objectives.
+    """Draw what came of the points against each swept setting; nothing of less than two results.
 
-    Nothing is drawn of a sweep with no two results.
+    Args:
+        path: the picture.
+        keys: the swept settings.
+        values: what each point sets.
+        results: by name, what came of each point. Step times, predicted and measured, share axes.
     """
-    results: dict[str, list[float | None]] = {
-        "predicted step time (s)": [_result(one, "predicted_step_seconds") for one in found],
-        "measured step time (s)": [_result(one, "step_seconds") for one in found],
-        "objective": [row.value for row in rows],
-    }
-    shown = {name for name, one in results.items() if sum(v is not None for v in one) > 1}
-    times = sorted(shown - {"objective"}, reverse=True)
-    panels = [(key, names) for key in keys for names in (["objective"], times) if names]
-    panels = [(key, names) for key, names in panels if set(names) <= shown]
+    shown = [name for name, found in results.items() if sum(v is not None for v in found) > 1]
+    times = [name for name in shown if name in (PREDICTED, MEASURED)]
+    others = [[name] for name in shown if name not in times]
+    panels = [(key, names) for key in keys for names in (*others, times) if names][:_MOST_PANELS]
     if not panels:
         return
     figure, axes = canvas(8.0, 2.8 * len(panels), [1.0] * len(panels))
@@ -101,6 +108,7 @@ def _draw(
         _panel(place, [value.get(key) for value in values], {name: results[name] for name in names})
         place.set_xlabel(key)
         place.set_ylabel(names[0] if len(names) == 1 else "step time (s)")
+        place.margins(y=0.15)
     save_figure(figure, path)
 
 
@@ -111,10 +119,10 @@ def _panel(
     is_scale = all(number is not None for number in numbers)
     words = list(dict.fromkeys(str(text) for text in settings))
     places = numbers if is_scale else [words.index(str(text)) for text in settings]
-    colours = {"measured step time (s)": EVAL}
+    colours = {MEASURED: EVAL}
     for name, values in results.items():
         known = [(x, y) for x, y in zip(places, values, strict=True) if y is not None]
-        hollow = "none" if name.startswith("measured") else None
+        hollow = "none" if name == MEASURED else None
         axes.scatter(
             *zip(*known, strict=True),
             s=42,
@@ -124,8 +132,11 @@ def _panel(
         )
     if not is_scale:
         axes.set_xticks(range(len(words)), words)
-    elif all(x and x > 0 for x in numbers) and max(numbers) > 30 * min(numbers):  # type: ignore[type-var, operator]
+    elif all(x and x > 0 for x in numbers) and max(numbers) >= 8 * min(numbers):  # type: ignore[type-var, operator]
         axes.set_xscale("log")
+        if len(set(numbers)) <= _MOST_TICKS:
+            axes.set_xticks(numbers, settings)
+            axes.minorticks_off()
     if len(results) > 1:
         axes.legend(frameon=False, labelcolor=INK)
     axes.grid(color="#E6E6E6", linewidth=0.8)

@@ -172,7 +172,7 @@ class LocalSweep:
 
     def write(self) -> None:
         """Write `sweep.csv` and the picture."""
-        write_results(self.folder, [_row(noted) for noted in self._points])
+        write_results(self.folder, [_row(noted) for noted in self._points], self._objective)
 
     def close(self) -> int:
         """Print a comparison, and return the exit code.

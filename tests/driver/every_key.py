@@ -38,12 +38,12 @@ from launcher.driver.plan_from_config import plan_of
 from launcher.driver.prepare import Prepared
 from launcher.driver.tries import plans_to_try
 from launcher.plan import PlanError, local_shape
-from launcher.stop import Stop
 from launcher.report.sweep_results import objective_of
+from launcher.stop import Stop
 from launcher.submit import job, job_sweep
+from launcher.submit.job import submit
 from launcher.submit.slots import find_slots
 from launcher.submit.stop_early import LEAST_OTHERS, is_hopeless
-from launcher.submit.job import submit
 from launcher.train import checkpoint, worker
 from launcher.train.optimizer import build_optimizer
 from launcher.train.step_result import StepResult

@@ -66,7 +66,7 @@ def test_other_settings_a_second_sweep_and_damage_are_refused(tmp_path: Path) ->
         '{"points": 3}',
     ):
         (tmp_path / FILE).write_text(damaged)
-        with pytest.raises(ConfigError, match="sweep.json is damaged: "):
+        with pytest.raises(ConfigError, match=r"sweep\.json is damaged: "):
             read_points(tmp_path)
 
 
