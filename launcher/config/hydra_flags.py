@@ -104,7 +104,9 @@ def complete(commands: Sequence[str]) -> None:
     line = os.environ.get("COMP_LINE", "")
     if command == "query" and not line:
         raise ConfigError("-sc query is for a shell, which sets COMP_LINE", "Use -sc install.")
-    os.environ["COMP_LINE"], config_dirs = _typed(line)
+    typed, config_dirs = _typed(line)
+    if command == "query":
+        os.environ["COMP_LINE"] = typed  # whence Hydra's plug-ins take it
     try:
         with _hydra(search_folders(config_dirs)) as hydra:
             hydra.shell_completion(PRIMARY, list(commands))

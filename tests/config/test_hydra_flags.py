@@ -91,7 +91,7 @@ def test_hydra_help_names_its_flags_and_groups(capfd: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (("--info", "all", "train.stepz=3"), "There is no setting train.stepz"),
+        (("--info", "all", "train.stepz=3"), "train.stepz is not a setting"),
         (("--cfg", "hydra", "train.steps=0"), "train.steps must be at least 1"),
         (("--cfg", "hydra", "-p", "hydra.nothing"), "--package hydra.nothing is not a section"),
         (("--resolve",), "--resolve and --sources say how --cfg shows settings"),
@@ -148,6 +148,7 @@ def test_a_shell_is_told_how_to_complete_and_how_to_forget(
     assert function in shown(capfd, "-sc", f"uninstall={shell}")
 
 
+@pytest.mark.devices
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
 def test_bash_completes(tmp_path: Path) -> None:
     program = tmp_path / "launcher"
