@@ -34,6 +34,7 @@ examples:
   launcher task=check recipe=smoke                    check the settings, do nothing else
   launcher --cfg job model.size=125m                  print the settings that result
   launcher -m parallel.num_micro_batches=2,4          run both, then compare them
+  launcher -m 'run.seed=range(0,4)' sweep.jobs=2      run all of these, two at a time
   launcher cluster=slurm cluster.hosts=2              submit to Slurm, on two nodes
   launcher --config-dir my_conf recipe=mine           use my_conf/recipe/mine.yaml
 """
