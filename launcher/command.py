@@ -18,6 +18,7 @@ from launcher.output import answer, complain
 from launcher.stop import Stop
 
 if TYPE_CHECKING:
+    from launcher.config.origin import Origin
     from launcher.config.parallel import Parallel
     from launcher.config.schema import Config
 
@@ -33,6 +34,7 @@ examples:
   launcher task=check recipe=smoke                    check the settings, do nothing else
   launcher --cfg job model.size=125m                  print the settings that result
   launcher -m parallel.num_micro_batches=2,4          run both, then compare them
+  launcher -m 'run.seed=range(0,4)' sweep.jobs=2      run all of these, two at a time
   launcher cluster=slurm cluster.hosts=2              submit to Slurm, on two nodes
   launcher --config-dir my_conf recipe=mine           use my_conf/recipe/mine.yaml
   launcher runs                                       list the runs here; launcher runs --help
@@ -92,8 +94,24 @@ def _parser() -> argparse.ArgumentParser:
     flag = parser.add_argument
     flag("-h", "--help", action="store_true", help="show this help and the options of each group")
     flag("--version", action="store_true", help="show the version")
-    flag("-c", "--cfg", choices=["job"], help="print the settings that result, and stop")
+    flag(
+        "-c",
+        "--cfg",
+        choices=["job", "hydra", "all"],
+        help="print the settings that result (job), Hydra's own, or both, and stop",
+    )
     flag("-p", "--package", metavar="SECTION", help="with --cfg: only this section")
+    flag("--resolve", action="store_true", help="with --cfg: with values of the environment")
+    flag("--sources", action="store_true", help="with --cfg job: and where each was said")
+    infos = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
+    flag("-i", "--info", nargs="?", const="all", choices=infos, help="print how settings come")
+    flag("--hydra-help", action="store_true", help="show Hydra's help")
+    flag(
+        "-sc",
+        "--shell-completion",
+        action="store_true",
+        help='tab completion for bash, zsh or fish: eval "$(launcher -sc install=bash)"',
+    )
     flag("-m", "--multirun", action="store_true", help="run every combination of the values")
     flag("--frozen", metavar="FILE", help="take all settings from a run's own config.yaml")
     flag(
@@ -118,38 +136,30 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
     if arguments.version:
         return answer(f"launcher {_version()}")
     # Imports are deferred here and below: Hydra's takes a tenth of a second, JAX's two.
-    from launcher.config.compose import load, load_frozen, load_points
+    if arguments.hydra_help or arguments.shell_completion or arguments.info:
+        return _for_hydra(arguments)
+    from launcher.config.compose import load, load_frozen
     from launcher.config.machines import SlurmCluster
 
     if arguments.frozen and (arguments.multirun or arguments.config_dir):
         raise ConfigError("--frozen is one run's settings", "Leave out -m and --config-dir.")
+    if (arguments.resolve or arguments.sources) and not arguments.cfg:
+        raise ConfigError("--resolve and --sources say how --cfg shows settings", "Add --cfg job.")
     if arguments.package and not arguments.cfg:
         raise ConfigError("--package selects a part of what --cfg shows", "Add --cfg job.")
     if arguments.multirun and arguments.cfg:
         raise ConfigError("--cfg shows the settings of one run", "Leave out -m.")
     if arguments.multirun:
-        points, wrong = load_points(arguments.overrides, arguments.config_dir)
-        if points and all(point.config.task == "check" for point in points):
-            from launcher.submit.local_sweep import check_sweep
+        from launcher.submit.sweep import run_sweep
 
-            return check_sweep(points, wrong)
-        if wrong:
-            return _refuse(f"{label}: {error}" for label, error in wrong.items())
-        if any(isinstance(point.config.cluster, SlurmCluster) for point in points):
-            from launcher.submit.job_sweep import submit_sweep
+        return run_sweep(arguments.overrides, arguments.config_dir, stop)
 
-            with stop.interruptible():
-                return submit_sweep(points, stop)
-        from launcher.submit.local_sweep import run_sweep
-
-        return run_sweep(points, arguments.config_dir)
-
+    if arguments.cfg:
+        return _show(arguments)
     if arguments.frozen:
         config = load_frozen(Path(arguments.frozen), arguments.overrides)
     else:
         config = load(arguments.overrides, arguments.config_dir)
-    if arguments.cfg:
-        return answer(_settings(config, arguments.package), end="")
     if config.task == "check":
         return _check(config)
     if config.task == "sweep_status":
@@ -209,18 +219,60 @@ def _version() -> str:
         return "(a checkout that is not installed)"
 
 
-def _settings(config: Config, package: str | None) -> str:
+def _for_hydra(arguments: argparse.Namespace) -> int:
+    """Answer a flag of Hydra's that shows settings or completes words."""
+    from launcher.config import hydra_flags
+
+    if arguments.multirun or arguments.cfg or arguments.frozen:
+        raise ConfigError("--info, --hydra-help and -sc stand alone", "Leave the other flags out.")
+    if arguments.hydra_help:
+        hydra_flags.print_hydra_help()
+    elif arguments.shell_completion:
+        hydra_flags.complete(arguments.overrides)
+    else:
+        hydra_flags.print_info(arguments.info, arguments.overrides, arguments.config_dir)
+    return 0
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    """Print settings, or one section of them, as YAML."""
+    from launcher.config.compose import load_frozen, load_with_origin
+    from launcher.config.hydra_flags import print_hydras_settings
+    from launcher.config.sweeper import split
+
+    said, package = arguments.overrides, arguments.package
+    is_hydras = arguments.cfg == "hydra" or (package or "").partition(".")[0] == "hydra"
+    if (arguments.frozen or arguments.sources) and arguments.cfg != "job":
+        raise ConfigError("--frozen and --sources are for --cfg job", "Use that.")
+    if not is_hydras:
+        origin = None
+        if arguments.frozen:
+            config = load_frozen(Path(arguments.frozen), said)
+        else:
+            ours = split(said)[0] if arguments.cfg == "all" else said
+            config, origin = load_with_origin(ours, arguments.config_dir)
+        answer(_settings(config, arguments, origin), end="")
+    if is_hydras or (arguments.cfg == "all" and package is None):
+        print_hydras_settings(said, arguments.config_dir, package, arguments.resolve)
+    return 0
+
+
+def _settings(config: Config, arguments: argparse.Namespace, origin: Origin | None) -> str:
     """Return the settings, or one section of them, as YAML."""
     import yaml
 
-    from launcher.config.compose import to_written
+    from launcher.config.annotated import annotated
+    from launcher.config.compose import to_dict, to_written
 
-    tree = to_written(config)
+    package = arguments.package
+    tree = to_dict(config) if arguments.resolve else to_written(config)
     for name in package.split(".") if package else ():
         if not isinstance(tree, dict) or name not in tree:
             remedy = advice(name, list(tree)) if isinstance(tree, dict) else "It is a value."
             raise ConfigError(f"--package {package} is not a section", remedy)
         tree = tree[name]
+    if arguments.sources and origin is not None and isinstance(tree, dict):
+        return annotated(tree, origin, package or "")
     return yaml.safe_dump(tree, sort_keys=False)
 
 

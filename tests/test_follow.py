@@ -17,10 +17,10 @@ sys.stdin.read()
 """
 STARTS_A_RUN = """
 import sys
-from launcher.submit.local_sweep import SignalRelay
+from launcher.submit.processes import Job, SignalRelay
 run = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
 with SignalRelay() as relay:
-    relay.run([sys.executable, "-c", run])
+    relay.run([Job([sys.executable, "-c", run])], [{}], lambda n: None, lambda n, code: None)
 """
 
 

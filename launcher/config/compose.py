@@ -37,21 +37,20 @@ from launcher.config.origin import ON_COMMAND_LINE, Origin, Source, short
 from launcher.config.overrides import (
     COMMAND_LINE,
     for_hydra,
-    labels,
     parse,
     refuse_sweeps,
-    sweep_points,
 )
 from launcher.config.replayed import with_runs_settings
 from launcher.config.schema import Config
 from launcher.config.search_path import searching
+from launcher.config.sweeper import Asked
 from launcher.config.switches import check_switches
 from launcher.config.translate import PRIMARY, translated
 from launcher.files import DamagedError
 
 # A user's `config.yaml` may name packages to Hydra as further folders; Hydra imports them before
 # anybody has looked at the file. What is said here comes first.
-_NO_OTHER_FOLDERS = "hydra.searchpath=[]"
+NO_OTHER_FOLDERS = "hydra.searchpath=[]"
 # What Hydra itself would do with a run, by groups of its own: more to read and merge than ours.
 _NOTHING_OF_HYDRA = tuple(
     f"~hydra/{group}"
@@ -87,6 +86,13 @@ def load(argv_overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> Conf
     Raises:
         ConfigError: anything wrong with a setting, a name, a file or a folder of settings.
     """
+    return load_with_origin(argv_overrides, config_dirs)[0]
+
+
+def load_with_origin(
+    argv_overrides: Sequence[str], config_dirs: Sequence[str] = ()
+) -> tuple[Config, Origin]:
+    """Returns `load`, and where each setting was said."""
     folders = search_folders(config_dirs)
     overrides = parse(argv_overrides)
     refuse_sweeps(overrides)
@@ -94,24 +100,25 @@ def load(argv_overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> Conf
 
 
 def load_points(
-    argv_overrides: Sequence[str], config_dirs: Sequence[str] = ()
+    asked: Sequence[Asked], config_dirs: Sequence[str] = ()
 ) -> tuple[list[Point], dict[str, ConfigError]]:
     """Returns the runs of a sweep, and by their labels the errors of those that are wrong.
 
-    Arguments are those of `load`.
+    Args:
+        asked: the points that a sweeper asks for.
+        config_dirs: as of `load`.
 
-    Raises ConfigError where the sweep, or each of its runs in the same way, is wrong.
+    Raises ConfigError where there are several points, and all are wrong in the same way.
     """
     folders = search_folders(config_dirs)
-    with searching(folders) as loader:
-        points = sweep_points(parse(argv_overrides, loader))
     made: list[Point] = []
     wrong: dict[str, ConfigError] = {}
-    for point, label in zip(points, labels(points), strict=True):
+    for one in asked:
         try:
-            made.append(Point(point, label, _load(parse(point), folders)))
+            config, _ = _load(parse(one.overrides), folders, in_sweep=True)
+            made.append(Point(one.overrides, one.label, config))
         except ConfigError as error:
-            wrong[label] = error
+            wrong[one.label] = error
     if not made and len({str(error) for error in wrong.values()}) == 1:
         raise next(iter(wrong.values()))
     return made, wrong
@@ -201,10 +208,12 @@ def from_dict(tree: Mapping[str, Any], texts: Mapping[Place, str] | None = None)
     return config
 
 
-def _load(overrides: Sequence[Override], folders: Sequence[Path]) -> Config:
+def _load(
+    overrides: Sequence[Override], folders: Sequence[Path], in_sweep: bool = False
+) -> tuple[Config, Origin]:
     groups = find_groups(folders)
     said = [for_hydra(override, groups, find_groups(folders[-1:])) for override in overrides]
-    said += _NO_OTHER_FOLDERS, *_NOTHING_OF_HYDRA
+    said += NO_OTHER_FOLDERS, *_NOTHING_OF_HYDRA
     allowed = _allowed(overrides)
     sources: list[Source] = []
     try:
@@ -224,8 +233,8 @@ def _load(overrides: Sequence[Override], folders: Sequence[Path]) -> Config:
         for command in () if config.allow_commands else commands_in(config):
             if origin.rank(command) != ON_COMMAND_LINE:
                 raise not_allowed(command)
-        check_switches(config, origin)
-        return config
+        check_switches(config, origin, in_sweep)
+        return config, origin
     except ConfigError as raised:
         error = raised
     except Exception as raised:  # of a file that is no settings Hydra says so by an assertion, too

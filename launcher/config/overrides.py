@@ -7,14 +7,13 @@ key that the schema lacks is refused afterwards however it was written.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Collection, Mapping, Sequence
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import OverrideParseException
 
 from launcher.config.bounded import is_too_deep
 from launcher.config.errors import ConfigError, shown
@@ -137,33 +136,3 @@ def refuse_sweeps(overrides: Sequence[Override]) -> None:
                 f"Add -m to run each of them, or write {override.key_or_group}=[…] for a list.",
                 where=COMMAND_LINE,
             )
-
-
-def sweep_points(overrides: Sequence[Override]) -> list[tuple[str, ...]]:
-    """Returns the override texts of every run of a sweep: the product of the swept values.
-
-    The last swept setting changes fastest. A setting that is not swept is part of every point.
-    """
-    axes = []
-    for override in overrides:
-        if not override.is_sweep_override():
-            axes.append([override.input_line or ""])
-            continue
-        try:
-            values = list(override.sweep_string_iterator())
-        except HydraException:
-            raise ConfigError(
-                f"{override.input_line} cannot be listed value by value",
-                "Write the values with commas, range(start,stop,step) or choice(a,b).",
-                where=COMMAND_LINE,
-            ) from None
-        axes.append([f"{override.get_key_element()}={value}" for value in values])
-    return list(itertools.product(*axes))
-
-
-def labels(points: Sequence[tuple[str, ...]]) -> list[str]:
-    """Returns what sets each point apart from the others."""
-    shared = set.intersection(*map(set, points))
-    return [
-        " ".join(text for text in point if text not in shared) or "the only run" for point in points
-    ]

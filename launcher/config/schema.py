@@ -127,12 +127,34 @@ class Generate:
     seed: int = number(0, minimum=0, maximum=2**32 - 1)
 
 
+# Results of a run by which a sweep may be steered, as `summary.json` names them, and in short.
+OBJECTIVES = (
+    *("eval_loss", "final_loss", "step_seconds", "predicted_step_seconds", "samples_per_second"),
+    *("tokens_per_second", "mfu", "predicted_samples_per_second", "peak_memory_bytes"),
+    *("predicted_peak_memory_bytes", "predicted_bubble_fraction", "bubble_fraction"),
+    *("compile_seconds", "plan_seconds", "time_to_first_step_seconds", "total_seconds"),
+)
+MAXIMIZED = ("samples_per_second", "tokens_per_second", "predicted_samples_per_second", "mfu")
+
+
 @dataclass(frozen=True)
 class Sweep:
-    """The sweep that `task=sweep_status` shows, by its folder, and whether it may submit again."""
+    """A sweep.
+
+    Attributes:
+        dir: the folder of the sweep that `task=sweep_status` shows.
+        resubmit: whether that submits runs again that failed.
+        objective: the result that a sweeper is told of each run; None: the evaluation loss, the
+            final loss of runs that evaluate nothing, the predicted step time of plans.
+        jobs: how many runs go on at a time.
+        stop_early: when a run is ended whose objective falls behind the others'.
+    """
 
     dir: str | None = None
     resubmit: bool = False
+    objective: str | None = field(default=None, metadata={"choices": OBJECTIVES})
+    jobs: int = number(1, minimum=1, maximum=256)
+    stop_early: str = choice("never", "never", "median")
 
 
 @dataclass(frozen=True)

@@ -58,13 +58,18 @@ class _UserFolders(SearchPathPlugin):
 
 @contextmanager
 def searching(folders: Sequence[Path]) -> Iterator[ConfigLoader]:
-    """Has `hydra.compose` read `folders` inside, the last of which is the project's."""
+    """Has `hydra.compose` read `folders` inside, the last of which is the project's.
+
+    A sweeper composes nothing while its points are composed, so one may stand inside another.
+    """
     *users, own = folders
     Plugins.instance().register(_UserFolders)
     Plugins.instance().register(_Bounded)
     token = _user_folders.set(tuple(users))
+    outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
     try:
         with initialize_config_dir(str(own), job_name="launcher", version_base="1.3"):
             yield GlobalHydra.instance().config_loader()
     finally:
+        GlobalHydra.instance().hydra = outer
         _user_folders.reset(token)

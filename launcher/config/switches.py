@@ -122,7 +122,7 @@ SWITCHES = (
         "set generate.temperature",
     ),
     Switch(
-        ("sweep",),
+        ("sweep.dir", "sweep.resubmit"),
         ("task",),
         lambda c: c.task == "sweep_status",
         "that is for task=sweep_status",
@@ -152,8 +152,17 @@ SWITCHES = (
 )
 
 
-def check_switches(config: Config, origin: Origin) -> None:
+# What only a sweep heeds: a file may say it all the same, for its settings serve single runs, too.
+_OF_SWEEPS = ("sweep.objective", "sweep.jobs", "sweep.stop_early")
+
+
+def check_switches(config: Config, origin: Origin, in_sweep: bool = False) -> None:
     """Raises ConfigError for the first setting that was said and has no effect."""
+    for key in () if in_sweep else _OF_SWEEPS:
+        if origin.rank(key) == ON_COMMAND_LINE:
+            raise ConfigError(
+                f"{key} has no effect: this is one run", "Leave it out, or add -m.", [key]
+            )
     for switch in (*SWITCHES, *config.model.switches, *config.dataset.switches):
         if switch.is_on(config):
             continue

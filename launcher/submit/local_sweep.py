@@ -1,77 +1,309 @@
-"""Runs the points of a sweep one after another, each in a launcher process and folder of its own.
+"""Runs the points of a sweep, each in a launcher process and folder of its own.
 
 There is a process for each run, because JAX, Ray and the GPUs' memory belong to a process for its
-life.
+life. The compilation cache is the user's, so runs share it; each starts a Ray of its own.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-import signal
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
 
 from launcher.config.compose import Point
 from launcher.config.errors import ConfigError
 from launcher.config.machines import SlurmCluster, slurm_of
 from launcher.config.overrides import written
-from launcher.config.schema import Config, Run
+from launcher.config.schema import MAXIMIZED, Config, Run
+from launcher.config.sweeper import Batch, Outcome
 from launcher.driver.check import check
-from launcher.follow import follow
+from launcher.driver.private_files import private_files
+from launcher.files import make_private
 from launcher.output import answer, complain
 from launcher.report.console import make_console
-from launcher.report.sweep import print_comparison
+from launcher.report.jsonl import METRICS, read_metrics
+from launcher.report.sweep import is_done, print_comparison
+from launcher.report.sweep_results import Row, objective_of, result_of, write_results
+from launcher.submit.points import DONE, FAILED, RUNNING, STOPPED, Noted, Points, digest, opened
+from launcher.submit.processes import STOPS, Job, SignalRelay
+from launcher.submit.slots import find_slots
+from launcher.submit.stop_early import Curve, is_hopeless
 
 _FOLDER = "multirun"  # unless run.dir says otherwise
+_WATCH_SECONDS = 1.0
 
-# For each signal to the sweep: the signal that its run gets, and the sweep's exit code.
-_STOPS = {
-    signal.SIGINT: (signal.SIGINT, 130),
-    signal.SIGTERM: (signal.SIGTERM, 75),
-    signal.SIGHUP: (signal.SIGTERM, 75),  # the terminal is gone
-    signal.SIGUSR1: (signal.SIGTERM, 75),
-    signal.SIGUSR2: (signal.SIGTERM, 75),
+# Of an objective that a run can be judged by before its end, the metric that is logged.
+_LOGGED = {
+    "eval_loss": "eval/loss",
+    "final_loss": "train/loss",
+    "step_seconds": "perf/step_seconds",
+    "samples_per_second": "perf/samples_per_second",
+    "tokens_per_second": "perf/tokens_per_second",
+    "mfu": "perf/mfu",
 }
 
 
-def run_sweep(points: Sequence[Point], config_dirs: Sequence[str]) -> int:
-    """Run every point in `<multirun>/<sweep id>/<sweep id>-<n>` and print a comparison.
+class StoppedError(Exception):
+    """A signal stopped the sweep."""
 
-    A run that fails does not stop the others. A signal stops the current run, which saves its
-    state, and the sweep with it.
 
-    Args:
-        points: the runs, whose settings are consistent.
-        config_dirs: the values of `--config-dir`.
+class LocalSweep:
+    """Runs the batches of points that a sweeper asks for in `<multirun>/<sweep id>`.
 
-    Returns:
-        The exit code: 0 if all runs ended well, 130 or 75 if a signal stopped the sweep, otherwise
-            1.
+    A run that fails does not stop the others. A signal stops the runs in progress, which save their
+    state, and the sweep with them.
+
+    Attributes:
+        folder: the sweep's folder.
     """
+
+    def __init__(
+        self, sweep_id: str, folder: Path, points: Points, relay: SignalRelay, dirs: Sequence[str]
+    ) -> None:
+        self.folder = folder
+        self._id, self._points, self._relay, self._dirs = sweep_id, points, relay, dirs
+        self._batches = 0
+        self._objective = ""
+        self._failed: set[int] = set()
+
+    def run(
+        self, batch: Batch, points: Sequence[Point], wrong: Mapping[str, ConfigError]
+    ) -> list[Outcome]:
+        """Run a batch of points; those that are done already are not run again.
+
+        Args:
+            batch: the points.
+            points: those of them whose settings are right.
+            wrong: the errors of the others, by label.
+
+        Raises:
+            StoppedError: a signal came.
+            ConfigError: there are not devices for so many runs at a time, or a point has run with
+                other settings.
+        """
+        by_label = {point.label: point for point in points}
+        claimed = []
+        for one in batch.points:
+            point = by_label.get(one.label)
+            settings = digest(point.config) if point else ""
+            claimed.append(self._points.claim(one.swept, settings, self._batches, self._id))
+            if point is None:
+                complain(f"{one.label}: {wrong[one.label]}")
+                self._points.note(replace(claimed[-1], state=FAILED))
+        self._batches += 1
+        todo = [
+            (noted, by_label[noted.label])
+            for noted in claimed
+            if noted.label in by_label
+            and noted.state == RUNNING
+            and noted.same_as is None
+            and not self._found_done(noted)
+        ]
+        if todo:
+            self._run(todo, batch.total)
+        outcomes = [self._outcome(noted.number) for noted in claimed]
+        self.write()
+        return outcomes
+
+    def _outcome(self, number: int) -> Outcome:
+        noted = self._points[number]
+        if noted.same_as is not None:
+            twin = self._points[noted.same_as]
+            noted = replace(noted, state=twin.state, value=twin.value)
+            self._points.note(noted)
+        if noted.state == FAILED:
+            self._failed.add(number)
+        problem = "" if noted.value is not None else f"{noted.label} has no objective"
+        return Outcome(noted.value, problem)
+
+    def _found_done(self, noted: Noted) -> bool:
+        """Return whether a run has ended well that the sweep, cut off, has not noted."""
+        if not is_done(self.folder / noted.run):
+            return False
+        value = result_of(self.folder / noted.run, self._objective)
+        self._points.note(replace(noted, state=DONE, value=value))
+        return True
+
+    def _run(self, todo: Sequence[tuple[Noted, Point]], total: int) -> None:
+        slots = find_slots([point.config for _, point in todo], os.environ)
+        objective = objective_of(todo[0][1].config)
+        side_by_side = len(slots) > 1
+        logs = self.folder / "logs"
+        if side_by_side:
+            logs.mkdir(exist_ok=True)
+        jobs = [
+            Job(
+                _command(point, self._dirs, self.folder, noted.run, self._id),
+                logs / f"{noted.run}.txt" if side_by_side else None,
+            )
+            for noted, point in todo
+        ]
+        watch = _Watch(self.folder, [point.config for _, point in todo], [n for n, _ in todo])
+
+        def began(n: int) -> None:
+            noted = todo[n][0]
+            answer(f"[{noted.number + 1}/{max(total, noted.number + 1)}] {noted.label}")
+            watch.running.add(n)
+
+        def ended(n: int, code: int) -> None:
+            noted = todo[n][0]
+            watch.running.discard(n)
+            if self._relay.received is not None and code:
+                return  # to go on with
+            state = STOPPED if n in watch.stopped and code else FAILED if code else DONE
+            value = None if state == FAILED else result_of(self.folder / noted.run, objective)
+            self._points.note(replace(noted, state=state, value=value))
+            if state == FAILED:
+                where = f"; its output: {jobs[n].output}" if side_by_side else ""
+                complain(f"{noted.label} ended with exit code {code}{where}")
+            elif side_by_side or state == STOPPED:
+                shown = "" if value is None else f", {objective}={value:.6g}"
+                answer(f"[{noted.number + 1}/{total}] {noted.label}: {state}{shown}")
+
+        self._relay.run(jobs, slots, began, ended, lambda: watch.hopeless(self._points))
+        if self._relay.received is not None:
+            raise StoppedError
+
+    def write(self) -> None:
+        """Write `sweep.csv` and the picture."""
+        write_results(self.folder, [_row(noted) for noted in self._points], self._objective)
+
+    def close(self) -> int:
+        """Print a comparison, and return the exit code.
+
+        0 if all runs ended well, 130 or 75 if a signal stopped the sweep, otherwise 1.
+        """
+        self.write()
+        runs = [noted for noted in self._points if noted.same_as is None]
+        existing = [self.folder / noted.run for noted in runs]
+        existing = [path for path in existing if path.is_dir()]
+        if existing:
+            stopped = {noted.run for noted in runs if noted.state == STOPPED}
+            print_comparison(make_console(), existing, stopped=stopped)
+        if self._relay.received is not None:
+            return STOPS[self._relay.received][1]
+        return int(bool(self._failed))
+
+
+class _Watch:
+    """Finds the runs in progress that `sweep.stop_early` is to end.
+
+    Attributes:
+        running: the runs in progress, by their places.
+        stopped: those that it has named.
+    """
+
+    def __init__(self, folder: Path, configs: Sequence[Config], noted: Sequence[Noted]) -> None:
+        self.running: set[int] = set()
+        self.stopped: set[int] = set()
+        self._folder, self._configs, self._noted = folder, configs, noted
+        self._next = 0.0
+        self._is_on = any(config.sweep.stop_early != "never" for config in configs)
+
+    def hopeless(self, points: Points) -> list[int]:
+        """Return the runs to be ended now."""
+        if not self._is_on or time.monotonic() < self._next:
+            return []
+        self._next = time.monotonic() + _WATCH_SECONDS
+        objective = objective_of(self._configs[0])
+        curves = {
+            noted.run: _curve(self._folder / noted.run, objective)
+            for noted in points
+            if noted.state != FAILED and noted.same_as is None
+        }
+        found = [
+            n
+            for n in sorted(self.running - self.stopped)
+            if is_hopeless(
+                curves[run := self._noted[n].run],
+                [curve for other, curve in curves.items() if other != run],
+                self._configs[n].train.steps,
+            )
+        ]
+        self.stopped.update(found)
+        return found
+
+
+def _curve(run: Path, objective: str) -> Curve:
+    key, sign = _LOGGED[objective], -1.0 if objective in MAXIMIZED else 1.0
+    records = read_metrics(run / METRICS)
+    return [(r["step"], sign * r[key]) for r in records if r.get(key) is not None]
+
+
+def _row(noted: Noted) -> Row:
+    return Row(noted.number, noted.run, noted.swept, noted.state, noted.value)
+
+
+@contextmanager
+def local_sweep(points: Sequence[Point], config_dirs: Sequence[str]) -> Iterator[LocalSweep]:
+    """Open the sweep of these points, its first ones, and hear signals.
+
+    Raises:
+        ConfigError: the sweep is running, is to be fresh and is not, or cannot be made.
+    """
+    config = points[0].config
+    for point in points:
+        _check_objective(point.config)
+    find_slots([point.config for point in points], os.environ)
     sweep_id, folder = place_sweep(points)
-    run_dirs: list[Path] = []
-    failed = False
-    with SignalRelay() as relay:
-        for number, point in enumerate(points):
-            run_id = f"{sweep_id}-{number}"
-            answer(f"[{number + 1}/{len(points)}] {point.label}")
-            code = relay.run(_command(point, config_dirs, folder, run_id, sweep_id))
-            run_dirs.append(folder / run_id)
-            if relay.received is not None:
-                break
-            if code:
-                failed = True
-                complain(f"{point.label} ended with exit code {code}")
-    existing = [path for path in run_dirs if path.is_dir()]
-    if existing:
-        print_comparison(make_console(), existing)
-    return int(failed) if relay.received is None else _STOPS[relay.received][1]
+    _make(folder, config.run)
+    with private_files(config.run), opened(folder) as noted, SignalRelay() as relay:
+        swept = LocalSweep(sweep_id, folder, noted, relay, config_dirs)
+        swept._objective = objective_of(config)
+        yield swept
+
+
+def _make(folder: Path, run: Run) -> None:
+    """Make the sweep's folder; only its user may read it, unless the runs are shared.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    try:
+        if run.shared:
+            folder.mkdir(parents=True, exist_ok=True)
+        elif not folder.is_dir():
+            make_private(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"The sweep's folder {folder} cannot be made: {error.strerror}",
+            "Set run.dir to a folder that you may write.",
+            ["run.dir"],
+        ) from None
+
+
+def _check_objective(config: Config) -> None:
+    """Check that the runs will have the result that `sweep.objective` names.
+
+    Raises:
+        ConfigError: they will not.
+    """
+    objective, planned = objective_of(config), config.task == "plan"
+    if planned and not objective.startswith(("predicted_", "plan_")):
+        raise ConfigError(
+            f"sweep.objective={objective} is measured, but task=plan runs nothing",
+            "Use predicted_step_seconds, or another task.",
+            ["sweep.objective"],
+        )
+    if objective == "eval_loss" and not planned and not config.train.eval_every:
+        raise ConfigError(
+            "sweep.objective=eval_loss, but train.eval_every=0 never evaluates",
+            "Set train.eval_every, or sweep.objective=final_loss.",
+            ["sweep.objective", "train.eval_every"],
+        )
+    if config.sweep.stop_early != "never" and (planned or objective not in _LOGGED):
+        raise ConfigError(
+            f"sweep.stop_early={config.sweep.stop_early} needs an objective that is logged while a "
+            f"run goes on, and {objective} is not",
+            f"Use one of {', '.join(_LOGGED)}, or leave sweep.stop_early out.",
+            ["sweep.stop_early", "sweep.objective"],
+        )
 
 
 def place_sweep(points: Sequence[Point]) -> tuple[str, Path]:
@@ -171,48 +403,8 @@ def _command(
     command = [sys.executable, "-m", "launcher"]
     for config_dir in config_dirs:
         command += ["--config-dir", config_dir]
-    command += point.overrides
+    command += [text for text in point.overrides if not text.lstrip("+").startswith("sweep.")]
     command += [f"run.dir={written(str(folder))}", f"run.id={written(run_id)}"]
     if point.config.wandb.group is None and point.config.wandb.mode != "disabled":
         command += [f"wandb.group={written(sweep_id)}"]
     return command
-
-
-class SignalRelay:
-    """Runs one process at a time and passes the signals of `_STOPS` on to it.
-
-    The process has a process group of its own, so that Ctrl-C in a terminal reaches it once, from
-    here, and not twice.
-
-    Attributes:
-        received: the first signal that came, or None.
-    """
-
-    def __init__(self) -> None:
-        self.received: signal.Signals | None = None
-        self._child: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> SignalRelay:
-        heeded = [s for s in _STOPS if signal.getsignal(s) is not signal.SIG_IGN]  # as by nohup
-        self._previous = {signum: signal.signal(signum, self._handle) for signum in heeded}
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for signum, handler in self._previous.items():
-            signal.signal(signum, handler)
-
-    def run(self, command: Sequence[str]) -> int:
-        """Run `command` to its end and return its exit code."""
-        with subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=follow
-        ) as self._child:
-            if self.received is not None:  # it came while the process was being made
-                self._child.send_signal(_STOPS[self.received][0])
-            return self._child.wait()
-
-    def _handle(self, signum: int, frame: FrameType | None) -> None:
-        del frame
-        received = signal.Signals(signum)
-        self.received = self.received or received
-        if self._child is not None:
-            self._child.send_signal(_STOPS[received][0])

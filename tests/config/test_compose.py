@@ -11,7 +11,8 @@ import pytest
 from launcher.__main__ import main
 from launcher.command import _EXAMPLES
 from launcher.config.build import build
-from launcher.config.compose import from_dict, load, load_points, to_dict
+from launcher.config.compose import Point, from_dict, load, load_points, to_dict
+from launcher.config.errors import ConfigError
 from launcher.config.families import find_datasets
 from launcher.config.folders import CONF
 from launcher.config.keys import setting_keys
@@ -20,6 +21,7 @@ from launcher.config.optimizers import OPTIMIZERS
 from launcher.config.overrides import written
 from launcher.config.parallel import METHODS, Manual, Replay, Zero3
 from launcher.config.schema import Config
+from launcher.config.sweeper import Batch, Outcome, sweep
 from launcher.driver.cluster_from_config import described_shape
 from launcher.plan import local_shape
 from recipes.gpt_options import GPTOptions
@@ -229,7 +231,7 @@ def test_an_option_on_the_command_line_beats_the_kind_that_a_recipe_names(
 def test_what_says_nothing_may_stand_beside_any_method() -> None:
     """In a sweep over methods, say."""
     words = ["parallel.num_stages=null", "parallel.schedule=auto", "parallel.data=null"]
-    points, wrong = load_points(["parallel=auto,manual,zero2,three_d", *words])
+    points, wrong = points_of(["parallel=auto,manual,zero2,three_d", *words])
     assert not wrong
     assert [point.config.parallel.method for point in points] == [
         "auto", "manual", "zero2", "three_d",
@@ -312,8 +314,21 @@ def test_a_dataset_of_the_users_own(tmp_path: Path) -> None:
     assert load(["dataset=books"], [str(tmp_path)]).dataset == Text(path="/data/books")
 
 
+def points_of(arguments: list[str]) -> tuple[list[Point], dict[str, ConfigError]]:
+    """The points of a sweep, by Hydra's own sweeper."""
+    batches: list[Batch] = []
+
+    def run(batch: Batch) -> list[Outcome]:
+        batches.append(batch)
+        return [Outcome(0.0) for _ in batch.points]
+
+    sweep(arguments, (), run, lambda: Path("/nowhere"))
+    (batch,) = batches
+    return load_points(batch.points)
+
+
 def test_sweep_points_are_the_product_in_order() -> None:
-    points, _ = load_points(["train.steps=1,2", "model.num_layers=range(4,6)", "run.seed=3"])
+    points, _ = points_of(["train.steps=1,2", "model.num_layers=range(4,6)", "run.seed=3"])
     assert [point.overrides for point in points] == [
         ("train.steps=1", "model.num_layers=4", "run.seed=3"),
         ("train.steps=1", "model.num_layers=5", "run.seed=3"),
@@ -324,7 +339,7 @@ def test_sweep_points_are_the_product_in_order() -> None:
 
 
 def test_a_sweep_over_the_options_of_a_group() -> None:
-    points, _ = load_points(["optimizer=glob(ada*)"])
+    points, _ = points_of(["optimizer=glob(ada*)"])
     assert [point.config.optimizer.name for point in points] == ["adafactor", "adam", "adamw"]
 
 

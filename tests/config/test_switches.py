@@ -34,6 +34,9 @@ REFUSED = [
     ("export.path=x.npz", "export.path"),
     ("sweep.dir=multirun/x", "sweep.dir"),
     ("sweep.resubmit=true", "sweep.resubmit"),
+    ("sweep.jobs=2", "sweep.jobs"),
+    ("sweep.objective=mfu", "sweep.objective"),
+    ("sweep.stop_early=median", "sweep.stop_early"),
     (
         "cluster=a100_8 cluster.links.inter_host_gb_per_second=3",
         "cluster.links.inter_host_gb_per_second",

@@ -39,9 +39,12 @@ from launcher.driver.prepare import Prepared
 from launcher.driver.run_log import predicted_cost
 from launcher.driver.tries import plans_to_try
 from launcher.plan import PlanError, local_shape
+from launcher.report.sweep_results import objective_of
 from launcher.stop import Stop
 from launcher.submit import job, job_sweep
 from launcher.submit.job import submit
+from launcher.submit.slots import find_slots
+from launcher.submit.stop_early import LEAST_OTHERS, is_hopeless
 from launcher.train import checkpoint, worker
 from launcher.train.lora import with_adapters
 from launcher.train.program import build_steps
@@ -377,3 +380,12 @@ def sweep_told(config: Config):
         except ConfigError as error:
             told.append(str(error))
     return told, file.getvalue()
+
+
+def swept_told(config: Config):
+    """What a sweep of these settings would run at a time, by what, and when it would end a run."""
+    kept = [(step, 1.0) for step in range(1, 11)]
+    running = [(step, 2.0) for step in range(1, 11)]
+    others = [kept] * LEAST_OTHERS
+    stops = config.sweep.stop_early == "median" and is_hopeless(running, others, 10)
+    return len(find_slots([config], {})), objective_of(config), stops

@@ -195,6 +195,10 @@ def probes():
     sweep = functools.partial(Probe, told.sweep_told)
     yield "", "sweep.dir", sweep({"sweep": {"dir": "multirun/s"}}, "multirun/none")
     yield "", "sweep.resubmit", sweep({"sweep": {"dir": "multirun/s"}}, True)
+    swept = functools.partial(Probe, told.swept_told, SHORT)
+    yield "", "sweep.jobs", swept(3)
+    yield "", "sweep.objective", swept("mfu")
+    yield "", "sweep.stop_early", swept("median")
     yield from cluster_probes()
 
 

@@ -1,22 +1,40 @@
-"""Sweeps: a process and a folder a run, failures kept apart, signals handed on, one table."""
+"""Sweeps: a process and a folder a run, failures kept apart, signals handed on, one table.
 
+Where nothing of a run matters but its end, a small program stands in for the launcher.
+"""
+
+import csv
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 
+from launcher.submit.points import read_points
+
 SWEEP = '''
 import sys
+from launcher.__main__ import main
 from launcher.submit import local_sweep
-from launcher.config.compose import Point
-from launcher.config.schema import Config
 
-run = """
+def command(point, dirs, folder, run_id, sweep_id):
+    return [sys.executable, "-c", RUN, str(folder / run_id), *point.overrides]
+
+local_sweep._command = command
+RUN = """
+{run}
+"""
+sys.exit(main(sys.argv[1:]))
+'''
+
+# A run that waits for a signal, and one that ends and says what its objective is.
+WAITS = """
 import os, signal, sys
 def stop(*_):
     os.write(1, b'state saved' + bytes([10]))
@@ -25,29 +43,180 @@ signal.signal(signal.{wanted}, stop)
 print('ready', flush=True)
 signal.pause()
 """
-local_sweep._command = lambda *_: [sys.executable, "-c", run]
-local_sweep.answer = lambda text: print(text, flush=True)
-points = [Point((f"train.steps={n}",), f"train.steps={n}", Config()) for n in (3, 4)]
-sys.exit(local_sweep.run_sweep(points, []))
-'''
+ENDS = """
+import json, os, pathlib, sys, time
+home, settings = pathlib.Path(sys.argv[1]), dict(one.split("=", 1) for one in sys.argv[2:])
+home.mkdir(exist_ok=True)
+with open(home.parent / "begun", "a") as file:
+    file.write(home.name + chr(10))
+time.sleep(0.05)
+rate = float(settings["optimizer.learning_rate"])
+result = {"run_id": home.name, "exit_reason": "done", "final_loss": (rate - 0.3) ** 2}
+(home / "summary.json").write_text(json.dumps(result))
+"""
+SETTINGS = ("recipe=smoke", "train.eval_every=0", "run.id=s")
 
 
-def test_a_signal_ends_the_run_in_progress_and_the_sweep_in_good_order(tmp_path: Path) -> None:
-    for sent, wanted, code in (
+def start(run: str, *words: str, cwd: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", SWEEP.replace("{run}", run), "-m", *SETTINGS, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=cwd,
+    )
+
+
+def finished(process: subprocess.Popen[str]) -> str:
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    return out
+
+
+def table(folder: Path) -> list[dict[str, str]]:
+    with open(folder / "sweep.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def wait_for(condition, seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("sent", "wanted", "code"),
+    [
         (signal.SIGINT, "SIGINT", 130),
         (signal.SIGTERM, "SIGTERM", 75),
         (signal.SIGUSR1, "SIGTERM", 75),
-    ):
-        program = SWEEP.replace("{wanted}", wanted)
-        with subprocess.Popen(
-            [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=tmp_path
-        ) as sweep:
-            assert sweep.stdout is not None
-            assert sweep.stdout.readline() == "[1/2] train.steps=3\n"
-            assert sweep.stdout.readline() == "ready\n"
-            os.kill(sweep.pid, sent)
-            assert sweep.stdout.read() == "state saved\n"  # and no other run
+    ],
+)
+def test_a_signal_ends_the_run_in_progress_and_the_sweep_in_good_order(
+    sent: signal.Signals, wanted: str, code: int, tmp_path: Path
+) -> None:
+    with start(WAITS.replace("{wanted}", wanted), "train.steps=3,4", cwd=tmp_path) as sweep:
+        assert sweep.stdout is not None
+        assert sweep.stdout.readline() == "[1/2] train.steps=3\n"
+        assert sweep.stdout.readline() == "ready\n"
+        os.kill(sweep.pid, sent)
+        assert sweep.stdout.read() == "state saved\n"  # and no other run
+    assert sweep.returncode == code
+
+
+def test_an_optuna_sweep_that_is_stopped_again_and_again_goes_on(tmp_path: Path) -> None:
+    words = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=8", "sweep.jobs=2")
+    words = (*words, "optimizer.learning_rate=interval(0.01,1.0)")
+    folder = tmp_path / "multirun" / "s"
+    slow = ENDS.replace("time.sleep(0.05)", "time.sleep(60 if home.name > 's-3' else 0.05)")
+    begun = folder / "begun"
+    for sent, code, count in ((signal.SIGKILL, -9, 6), (signal.SIGINT, 130, 8)):
+        sweep = start(slow, *words, cwd=tmp_path)
+        wait_for(lambda n=count: begun.exists() and len(begun.read_text().split()) == n)
+        sweep.send_signal(sent)
+        sweep.communicate(timeout=60)
         assert sweep.returncode == code
+        states = {point.run: point.state for point in read_points(folder)}
+        cut_off = {"s-4": "running", "s-5": "running"}
+        assert states == {f"s-{n}": "done" for n in range(4)} | cut_off
+    finished(start(ENDS, *words, cwd=tmp_path))
+    begun_after = begun.read_text().split()[8:]
+    assert sorted(begun_after) == ["s-4", "s-5", "s-6", "s-7"]  # and nothing that was done
+    rows = table(folder)
+    assert [(row["run"], row["state"]) for row in rows] == [(f"s-{n}", "done") for n in range(8)]
+    assert len({row["optimizer.learning_rate"] for row in rows}) == 8
+    best = min(rows, key=lambda row: float(row["objective"]))
+    found = yaml.safe_load((folder / "optimization_results.yaml").read_text())
+    assert found["best_params"] == {
+        "optimizer.learning_rate": float(best["optimizer.learning_rate"])
+    }
+
+
+def test_a_sweep_grows_and_what_failed_is_run_again(tmp_path: Path) -> None:
+    fails = "import sys; sys.exit(3 if 'optimizer.learning_rate=0.2' in sys.argv else 0)"
+    rates = "optimizer.learning_rate=0.1,0.2"
+    folder = tmp_path / "multirun" / "s"
+    sweep = start(ENDS + fails, rates, cwd=tmp_path)
+    out, err = sweep.communicate(timeout=120)
+    assert (sweep.returncode, err) == (
+        1,
+        "launcher: optimizer.learning_rate=0.2 ended with exit code 3\n",
+    )
+    out = finished(start(ENDS, f"{rates},0.4", cwd=tmp_path))
+    assert re.findall(r"^\[.*", out, re.MULTILINE) == ["[3/3] optimizer.learning_rate=0.4"]
+    assert [row["state"] for row in table(folder)] == ["done"] * 3
+    other = start(ENDS, rates, "train.log_every=2", cwd=tmp_path)
+    assert "has run in this sweep with other settings" in other.communicate(timeout=60)[1]
+    assert other.returncode == 2
+
+
+def test_a_hopeless_run_is_stopped_early(tmp_path: Path) -> None:
+    run = """
+import json, pathlib, signal, sys, time
+home, rate = pathlib.Path(sys.argv[1]), float(sys.argv[-3].partition("=")[2])
+home.mkdir()
+def end(reason, code):
+    result = {"run_id": home.name, "exit_reason": reason, "final_loss": rate}
+    (home / "summary.json").write_text(json.dumps(result))
+    sys.exit(code)
+signal.signal(signal.SIGTERM, lambda *_: end("preempted", 75))
+with open(home / "metrics.jsonl", "w") as file:
+    for step in range(1, 4):
+        print(json.dumps({"step": step, "train/loss": rate}), file=file, flush=True)
+if rate == 0.9:
+    time.sleep(300)
+end("done", 0)
+"""
+    rates = "optimizer.learning_rate=0.1,0.2,0.3,0.9,0.4"
+    out = finished(start(run, rates, "train.steps=4", "sweep.stop_early=median", cwd=tmp_path))
+    assert "[4/5] optimizer.learning_rate=0.9: stopped early, final_loss=0.9\n" in out
+    rows = table(tmp_path / "multirun" / "s")
+    assert [row["state"] for row in rows] == ["done", "done", "done", "stopped early", "done"]
+    assert re.search(r"^3 .* stopped early$", out, re.MULTILINE)
+    out = finished(start(run, rates, "train.steps=4", "sweep.stop_early=median", cwd=tmp_path))
+    assert not re.findall(r"^\[", out, re.MULTILINE)  # nothing is run again
+
+
+def test_an_objective_that_no_run_will_have_is_refused(tmp_path: Path) -> None:
+    for words, error in (
+        (("task=plan", "sweep.objective=mfu"), "sweep.objective=mfu is measured, but task=plan "),
+        (("sweep.objective=eval_loss",), "sweep.objective=eval_loss, but train.eval_every=0 "),
+        (("sweep.objective=mfu_",), "sweep.objective must be one of eval_loss, "),
+        (
+            ("sweep.objective=plan_seconds", "sweep.stop_early=median"),
+            "sweep.stop_early=median needs an objective that is logged ",
+        ),
+    ):
+        sweep = start(ENDS, *words, "train.steps=1,2", cwd=tmp_path)
+        assert f"launcher: {error}" in sweep.communicate(timeout=60)[1]
+        assert sweep.returncode == 2
+    assert list(tmp_path.iterdir()) == []  # nothing was made
+
+
+@pytest.mark.slow
+def test_optuna_finds_the_best_number_of_microbatches(tmp_path: Path) -> None:
+    command = [
+        *(sys.executable, "-m", "launcher", "-m", "run.id=best", "task=plan"),
+        *("cluster=p3_16xlarge", "cluster.gpus=4", "model.size=nano", "parallel=manual"),
+        *("parallel.num_stages=4", "parallel.num_micro_batches=choice(2,8,32)"),
+        *("hydra/sweeper=optuna", "hydra.sweeper.n_trials=8", "sweep.jobs=2"),
+    ]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    folder = tmp_path / "multirun" / "best"
+    rows = table(folder)
+    steps = {}
+    for row in rows:
+        plan = json.loads((folder / row["run"] / "plan.json").read_text())
+        assert plan["num_micro_batches"] == int(row["parallel.num_micro_batches"])
+        steps[plan["num_micro_batches"]] = plan["predicted_step_seconds"]
+    assert len(rows) == 8
+    assert len({row["run"] for row in rows}) == len(steps) == 3  # each was planned once
+    found = yaml.safe_load((folder / "optimization_results.yaml").read_text())
+    assert found["best_params"] == {"parallel.num_micro_batches": 8}
+    assert steps[8] == min(steps.values()) == found["best_value"]
+    assert (folder / "plots" / "sweep.png").stat().st_size > 5000
 
 
 @pytest.mark.slow
@@ -68,7 +237,7 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     assert "launcher: dataset.path=missing.txt ended with exit code 2\n" in result.stderr
     assert "Traceback" not in result.stderr
     runs = tmp_path / "multirun" / "jack"
-    assert [path.name for path in runs.iterdir()] == ["jack-1"]
+    assert [path.name for path in runs.glob("jack-*")] == ["jack-1"]
     settings = yaml.safe_load((runs / "jack-1" / "config.yaml").read_text())
     assert settings["wandb"]["group"] == "jack"
     assert settings["run"]["id"] == "jack-1"

@@ -1,0 +1,137 @@
+"""Answers Hydra's own flags: `--info`, `--cfg hydra`, `--hydra-help`, and tab completion.
+
+Hydra's code answers, given our folders of settings. Its entry point is not called: it ends with
+code 1 for a wrong setting, where a wrong setting ends with 2 here, and composes without the schema.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
+
+from launcher.config.compose import NO_OTHER_FOLDERS, load
+from launcher.config.errors import ConfigError
+from launcher.config.folders import find_groups, search_folders
+from launcher.config.overrides import for_hydra, parse
+from launcher.config.search_path import searching
+from launcher.config.sweeper import PointLauncher, split
+from launcher.config.translate import PRIMARY
+
+INFOS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+SHELLS = ("bash", "zsh", "fish")
+
+
+@contextmanager
+def _hydra(folders: Sequence[Path]) -> Iterator[Hydra]:
+    with searching(folders):
+        Plugins.instance().register(PointLauncher)
+        sys.argv[0] = "launcher"  # Hydra names the program by it, as it is not under `python -m`
+        hydra = GlobalHydra.instance().hydra
+        assert hydra is not None
+        yield hydra
+
+
+def _checked(arguments: Sequence[str], config_dirs: Sequence[str]) -> list[str]:
+    """Return the command line as Hydra is to see it; raise ConfigError if a setting is wrong."""
+    ours, of_sweeper = split(arguments)
+    load(ours, config_dirs)
+    folders = search_folders(config_dirs)
+    groups, own = find_groups(folders), find_groups(folders[-1:])
+    said = [for_hydra(override, groups, own) for override in parse(ours)]
+    return [*said, *of_sweeper, NO_OTHER_FOLDERS]
+
+
+def print_info(info: str, arguments: Sequence[str], config_dirs: Sequence[str]) -> None:
+    """Print what `--info` asks for, one of `INFOS`.
+
+    Raises:
+        ConfigError: a setting is wrong.
+    """
+    said = _checked(arguments, config_dirs)
+    with _hydra(search_folders(config_dirs)) as hydra:
+        hydra.show_info(info, PRIMARY, said)
+
+
+def print_hydras_settings(
+    arguments: Sequence[str], config_dirs: Sequence[str], package: str | None, resolve: bool
+) -> None:
+    """Print Hydra's own settings, or the section `package` of them.
+
+    Raises:
+        ConfigError: a setting is wrong, or there is no such section.
+    """
+    said = _checked(arguments, config_dirs)
+    with _hydra(search_folders(config_dirs)) as hydra:
+        try:
+            hydra.show_cfg(PRIMARY, said, "hydra", package, resolve)
+        except SystemExit:  # it has said that there is no such section
+            raise ConfigError(f"--package {package} is not a section of Hydra's settings") from None
+
+
+def print_hydra_help() -> None:
+    """Print Hydra's help: its flags and groups."""
+    with _hydra(search_folders(())) as hydra:
+        hydra.hydra_help(None, get_args_parser(), Namespace(overrides=[]))
+
+
+def complete(commands: Sequence[str]) -> None:
+    """Do what `-sc install=SHELL`, `uninstall=SHELL` or `query=SHELL` asks for.
+
+    `query` prints what may follow the line in the variable `COMP_LINE`.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    asked = [tuple(text.split("=", 1)) for text in commands]
+    known = ("install", "uninstall", "query")
+    if len(asked) != 1 or len(asked[0]) != 2 or asked[0][0] not in known:
+        raise ConfigError(
+            "-sc takes one of install=SHELL, uninstall=SHELL and query=SHELL",
+            'In bash: eval "$(launcher -sc install=bash)".',
+        )
+    [(command, shell)] = asked
+    if shell not in SHELLS:
+        raise ConfigError(f"-sc {command}={shell}: no such shell", f"Use {', '.join(SHELLS)}.")
+    line = os.environ.get("COMP_LINE", "")
+    if command == "query" and not line:
+        raise ConfigError("-sc query is for a shell, which sets COMP_LINE", "Use -sc install.")
+    typed, config_dirs = _typed(line)
+    if command == "query":
+        os.environ["COMP_LINE"] = typed  # whence Hydra's plug-ins take it
+    try:
+        with _hydra(search_folders(config_dirs)) as hydra:
+            hydra.shell_completion(PRIMARY, list(commands))
+    except (SystemExit, Exception):
+        if command != "query":
+            raise
+        # A line that is not yet right has no completion: a message would end up in the line.
+
+
+def _typed(line: str) -> tuple[str, list[str]]:
+    """Return a line that is being typed without flags, and its values of `--config-dir`.
+
+    Hydra reads no settings behind a flag.
+    """
+    kept: list[str] = []
+    folders: list[str] = []
+    before = ""
+    for word in line.split():
+        if before in ("-cd", "--config-dir"):
+            folders.append(word)
+        elif word.startswith("--config-dir="):
+            folders.append(word.partition("=")[2])
+        elif not word.startswith("-"):
+            kept.append(word)
+        before = word
+    is_new_word = line.endswith(" ") or before.startswith("-")
+    text = " ".join(kept) + (" " if is_new_word else "")
+    return text, [folder for folder in folders if Path(folder).is_dir()]

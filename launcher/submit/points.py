@@ -1,0 +1,184 @@
+"""What points a sweep has and what came of them: `sweep.json` in the sweep's folder.
+
+A sweep that goes on runs its sweeper from the start. Points that are done are answered from here,
+so a sweeper that learns is where it was; nothing of the sweeper itself is kept.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from launcher.config.compose import to_written
+from launcher.config.errors import ConfigError
+from launcher.config.schema import Config
+from launcher.files import DamagedError, read_json, write_whole
+from launcher.reading import read
+
+FILE = "sweep.json"
+RUNNING, DONE, FAILED, STOPPED = "running", "done", "failed", "stopped early"
+
+
+@dataclass(frozen=True)
+class Noted:
+    """A point.
+
+    Attributes:
+        number: its place among the sweep's points.
+        batch: how many batches the sweeper had asked for before.
+        swept: the settings that the sweeper chose.
+        settings: a digest of all its settings; "" if they are wrong.
+        run: the id of its run.
+        same_as: the number of an earlier point with the same settings, whose run it shares.
+        state: `running` (or cut off), `done`, `failed` or `stopped early`.
+        value: its objective.
+    """
+
+    number: int
+    batch: int
+    swept: tuple[str, ...]
+    settings: str
+    run: str
+    same_as: int | None = None
+    state: str = RUNNING
+    value: float | None = None
+
+    @property
+    def label(self) -> str:
+        """Return what sets the point apart from the others."""
+        return " ".join(self.swept) or "the only run"
+
+
+@dataclass(frozen=True)
+class _File:
+    points: tuple[Noted, ...]
+
+
+class Points:
+    """The points of a sweep, in the order in which they were first asked for."""
+
+    def __init__(self, folder: Path, noted: Sequence[Noted] = ()) -> None:
+        self._path = folder / FILE
+        self._all = list(noted)
+        self._last_batch = max((point.batch for point in noted), default=-1)
+        self._claimed: list[int] = []
+
+    def __iter__(self) -> Iterator[Noted]:
+        return iter(self._all)
+
+    def __getitem__(self, number: int) -> Noted:
+        return self._all[number]
+
+    def claim(self, swept: Sequence[str], settings: str, batch: int, sweep_id: str) -> Noted:
+        """Return the point that the sweeper asks for, as it was noted or new.
+
+        A point that failed is to be run again only if the sweeper has asked for none after it:
+        otherwise it would not ask for these again.
+
+        Args:
+            swept: the settings that the sweeper chose.
+            settings: the digest of all settings, "" if they are wrong.
+            batch: how many batches the sweeper has asked for before.
+            sweep_id: the sweep's id.
+
+        Raises:
+            ConfigError: it was noted with other settings.
+        """
+        for point in self._all:
+            if point.number in self._claimed or point.swept != tuple(swept):
+                continue
+            if settings != point.settings != "":
+                raise ConfigError(
+                    f"{point.label} has run in this sweep with other settings: {self._path}",
+                    "Choose another run.id for a sweep of these.",
+                    ["run.id"],
+                )
+            if point.state == FAILED and point.batch == self._last_batch:
+                point = replace(point, state=RUNNING)
+            self._claimed.append(point.number)
+            return point
+        number = len(self._all)
+        same = (one for one in self._all if one.settings == settings and one.same_as is None)
+        twin = next(same, None) if settings else None
+        point = Noted(
+            number=number,
+            batch=batch,
+            swept=tuple(swept),
+            settings=settings,
+            run=twin.run if twin else f"{sweep_id}-{number}",
+            same_as=twin.number if twin else None,
+        )
+        self._claimed.append(number)
+        self._all.append(point)
+        self.write()
+        return point
+
+    def note(self, point: Noted) -> None:
+        """Write down what is known of a point now."""
+        self._all[point.number] = point
+        self.write()
+
+    def write(self) -> None:
+        """Write all points, whole or not at all."""
+        text = json.dumps(asdict(_File(tuple(self._all))), indent=1, allow_nan=False)
+        write_whole(self._path, text + "\n")
+
+
+@contextmanager
+def opened(folder: Path) -> Iterator[Points]:
+    """Give the points of the sweep in a folder that exists, to this process alone.
+
+    Raises:
+        ConfigError: the sweep is running, or its file is damaged.
+    """
+    with open(folder / "lock", "wb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"run.id={folder.name} is a sweep that is running right now, in {folder}",
+                "Wait for it to end, or choose another run.id.",
+                ["run.id"],
+            ) from None
+        yield Points(folder, read_points(folder))
+
+
+def read_points(folder: Path) -> tuple[Noted, ...]:
+    """Return the points that `sweep.json` holds; none where there is no such file.
+
+    Raises:
+        ConfigError: it is damaged.
+    """
+    try:
+        points = read(_File, read_json(folder / FILE)).points
+        if any(point.number != place for place, point in enumerate(points)):
+            raise DamagedError("its points are not numbered 0, 1, …")
+        for point in points:
+            same = point.same_as
+            if Path(point.run).name != point.run or point.run in ("", ".."):
+                raise DamagedError(f"run is {point.run!r}, not a folder's name")
+            if same is not None and not 0 <= same < point.number:
+                raise DamagedError(f"same_as is {same}, not an earlier point")
+        return points
+    except FileNotFoundError:
+        return ()
+    except ValueError as error:
+        raise ConfigError(
+            f"{folder / FILE} is damaged: {error}",
+            "Choose another run.id, or delete that file to run all points again.",
+            ["run.id"],
+        ) from None
+
+
+def digest(config: Config) -> str:
+    """Return a digest of the settings that decide what comes of a run."""
+    tree = to_written(config)
+    del tree["sweep"], tree["wandb"]
+    for name in ("id", "dir", "resume", "shared"):
+        del tree["run"][name]
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,111 @@
+"""Starts what `-m` asks for: a check of all points, jobs on Slurm, or runs on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from launcher.config.compose import Point, load_points
+from launcher.config.errors import ConfigError
+from launcher.config.machines import SlurmCluster
+from launcher.config.sweeper import Batch, Outcome, SweeperError, sweep
+from launcher.output import complain
+from launcher.stop import Stop
+from launcher.submit.local_sweep import LocalSweep, StoppedError, check_sweep, local_sweep
+
+
+class _EndedError(Exception):
+    """The sweep is over before its sweeper knows any outcome.
+
+    Attributes:
+        code: the exit code.
+    """
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+
+def run_sweep(arguments: Sequence[str], config_dirs: Sequence[str], stop: Stop) -> int:
+    """Run the sweep of a command line and return the exit code.
+
+    Args:
+        arguments: settings and options, swept ones among them, and those of Hydra's sweeper.
+        config_dirs: the values of `--config-dir`.
+        stop: ends a submission.
+
+    Raises:
+        ConfigError: a setting is wrong.
+        KeyboardInterrupt: a signal ended a submission; `stop` has the exit code.
+    """
+    with ExitStack() as stack:
+        one = _Sweep(config_dirs, stop, stack)
+        try:
+            sweep(arguments, config_dirs, one.run, one.results)
+        except _EndedError as ended:
+            return ended.code
+        except StoppedError:
+            pass
+        except SweeperError as error:
+            if one.local is None:
+                raise ConfigError(f"Hydra's sweeper cannot begin: {error}") from None
+            if one.is_any_done:
+                complain(f"Hydra's sweeper failed: {error}")
+                one.local.close()
+                return 1
+        assert one.local is not None
+        return one.local.close()
+
+
+class _Sweep:
+    """Takes the batches of a sweeper.
+
+    Attributes:
+        local: the sweep on this machine, from its first batch on.
+        is_any_done: whether any point has an objective.
+    """
+
+    def __init__(self, config_dirs: Sequence[str], stop: Stop, stack: ExitStack) -> None:
+        self.local: LocalSweep | None = None
+        self.is_any_done = False
+        self._dirs, self._stop, self._stack = config_dirs, stop, stack
+
+    def run(self, batch: Batch) -> Sequence[Outcome]:
+        """Run the points of a batch, of the first one only if it may begin."""
+        if self.local is None:
+            points, wrong = load_points(batch.points, self._dirs)
+            self._begin(batch, points, wrong)
+            self.local = self._stack.enter_context(local_sweep(points, self._dirs))
+        else:
+            try:
+                points, wrong = load_points(batch.points, self._dirs)
+            except ConfigError as error:  # all of them, in the same way
+                points, wrong = [], {one.label: error for one in batch.points}
+        outcomes = self.local.run(batch, points, wrong)
+        self.is_any_done |= any(not outcome.problem for outcome in outcomes)
+        return outcomes
+
+    def results(self) -> Path:
+        """Return the folder for what the sweeper itself writes."""
+        assert self.local is not None
+        return self.local.folder
+
+    def _begin(self, batch: Batch, points: Sequence[Point], wrong: dict[str, ConfigError]) -> None:
+        """Raise for a sweep that does not run here, or may not begin."""
+        if points and all(point.config.task == "check" for point in points):
+            raise _EndedError(check_sweep(points, wrong))
+        if wrong and not (batch.learns and points):
+            for label, error in wrong.items():
+                complain(f"{label}: {error}")
+            raise _EndedError(2)
+        if any(isinstance(point.config.cluster, SlurmCluster) for point in points):
+            if batch.learns:
+                raise ConfigError(
+                    "A sweeper that learns waits for its runs, but nothing waits for jobs on Slurm",
+                    "Leave hydra/sweeper out, or start the sweep in a job, with cluster=local.",
+                    ["cluster.kind"],
+                )
+            from launcher.submit.job_sweep import submit_sweep
+
+            with self._stop.interruptible():
+                raise _EndedError(submit_sweep(points, self._stop))

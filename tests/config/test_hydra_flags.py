@@ -1,0 +1,173 @@
+"""Hydra's flags: what is shown, where it was said, and what a shell offers to complete."""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launcher.__main__ import main
+from launcher.config.compose import load, to_written
+from launcher.config.folders import CONF
+from launcher.config.hydra_flags import INFOS
+
+
+@pytest.fixture(autouse=True)
+def _as_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["launcher"])
+
+
+def shown(capfd: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(words) == 0
+    return capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("info", "line"),
+    [
+        ("searchpath", f"| main     | file://{CONF}"),
+        ("defaults", "| recipe/smoke "),
+        ("defaults-tree", "    recipe: smoke"),
+        ("plugins", "\t\tPointLauncher"),
+        ("config", "  num_micro_batches: 2"),
+        ("all", "Hydra 1."),
+    ],
+)
+def test_info(info: str, line: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert info in INFOS
+    words = ["recipe=smoke", "parallel.num_micro_batches=2"]
+    assert f"\n{line}" in "\n" + shown(capfd, "--info", info, *words)
+
+
+def test_the_folder_of_the_user_is_searched_first(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = shown(capfd, "--info", "searchpath", "--config-dir", str(tmp_path))
+    assert out.index(str(tmp_path)) < out.index(str(CONF))
+
+
+def test_every_setting_says_who_said_it(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("recipe=smoke", "train.log_every=2", "wandb.tags=[a,b]")
+    out = shown(capsys, "--cfg", "job", "--sources", *words)
+    assert yaml.safe_load(out) == to_written(load(words))
+    said = {line.partition(":")[0].strip(): line.partition("# ")[2] for line in out.splitlines()}
+    assert said["log_every"] == said["tags"] == "on the command line"
+    assert said["eval_every"].rpartition("/")[2].startswith("smoke.yaml:")
+    assert said["check_replicas_every"].rpartition("/")[2].startswith("config.yaml:")
+    part = shown(capsys, "--cfg", "job", "--sources", "-p", "train.checkpoint")
+    assert set(yaml.safe_load(part)) == {
+        "at_end",
+        "every_steps",
+        "every_minutes",
+        "keep",
+        "on_error",
+    }
+
+
+def test_hydras_settings_beside_ours(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = shown(capsys, "--cfg", "hydra", "-p", "hydra.sweeper", "hydra/sweeper=optuna")
+    assert yaml.safe_load(out)["n_trials"] == 20
+    both = yaml.safe_load(shown(capsys, "--cfg", "all", "recipe=smoke"))
+    assert both.pop("hydra")["job"]["name"] == "launcher"
+    assert both == to_written(load(["recipe=smoke"]))
+    monkeypatch.setenv("BOOKS", "/data/books")
+    words = ("--cfg", "job", "-p", "dataset", "dataset=text", "dataset.path=${oc.env:BOOKS}")
+    assert yaml.safe_load(shown(capsys, *words))["path"] == "${oc.env:BOOKS}"
+    assert yaml.safe_load(shown(capsys, *words, "--resolve"))["path"] == "/data/books"
+
+
+def test_hydra_help_names_its_flags_and_groups(capfd: pytest.CaptureFixture[str]) -> None:
+    out = shown(capfd, "--hydra-help")
+    assert 'eval "$(launcher -sc install=bash)"' in out
+    assert "hydra/sweeper: basic, optuna" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (("--info", "all", "train.stepz=3"), "train.stepz is not a setting"),
+        (("--cfg", "hydra", "train.steps=0"), "train.steps must be at least 1"),
+        (("--cfg", "hydra", "-p", "hydra.nothing"), "--package hydra.nothing is not a section"),
+        (("--resolve",), "--resolve and --sources say how --cfg shows settings"),
+        (("--info", "all", "-m"), "--info, --hydra-help and -sc stand alone"),
+        (("-sc", "install=tcsh"), "-sc install=tcsh: no such shell. Use bash, zsh, fish."),
+        (("-sc", "install"), "-sc takes one of install=SHELL, uninstall=SHELL"),
+        (("-sc", "query=bash"), "-sc query is for a shell, which sets COMP_LINE"),
+    ],
+)
+def test_what_is_wrong_ends_with_two(
+    words: tuple[str, ...], error: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert f"launcher: {error}" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("launcher paral", {"parallel=", "parallel."}),
+        ("launcher model=mlp optimizer=ada", {f"optimizer={name}" for name in ("adam", "adamw")}),
+        ("launcher -m train.st", {"train.steps="}),
+        ("launcher cluster=slurm cluster.slurm.par", {"cluster.slurm.partition="}),
+        ("launcher recipe=smoke --config-dir {mine} recipe=mi", {"recipe=mine"}),
+        ("launcher train.steps=nonsense=1 trai", set()),
+    ],
+)
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_what_a_shell_is_offered(
+    shell: str,
+    line: str,
+    offered: set[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text("# @package _global_\ntrain: {steps: 3}\n")
+    monkeypatch.setenv("COMP_LINE", line.format(mine=tmp_path))
+    found = set(shown(capfd, "-sc", f"query={shell}").split())
+    assert found >= offered
+    assert offered or not found
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_is_told_how_to_complete_and_how_to_forget(
+    shell: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    function = f"hydra_{'fish' if shell == 'fish' else 'bash'}_completion"
+    installs = shown(capfd, "-sc", f"install={shell}")
+    assert function in installs
+    assert "launcher" in installs.splitlines()[-1] or "-c launcher" in installs
+    assert function in shown(capfd, "-sc", f"uninstall={shell}")
+
+
+@pytest.mark.devices
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+def test_bash_completes(tmp_path: Path) -> None:
+    program = tmp_path / "launcher"
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m launcher "$@"\n')
+    program.chmod(0o755)
+    script = """
+eval "$(launcher -sc install=bash)"
+complete -p launcher
+COMP_LINE="launcher model=ml" COMP_POINT=17 COMP_WORDS=(launcher model=ml) COMP_CWORD=1
+hydra_bash_completion
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+    result = subprocess.run(
+        ["bash", "--norc", "-c", script],
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    registered, *offered = result.stdout.split("\n")
+    assert registered.endswith("-F hydra_bash_completion launcher"), result.stderr
+    assert [one for one in offered if one] == ["model=mlp"]
