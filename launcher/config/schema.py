@@ -114,7 +114,13 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Report:
-    """What a run reports beside its metrics: the steps whose timelines are recorded, from 1."""
+    """What a run reports beside its metrics, and where.
+
+    `trackers` names those of ours (wandb, tensorboard, mlflow) and classes of the user's, such as
+    my_pkg.MyTracker; `timeline_steps` the steps whose timelines are recorded, from 1.
+    """
+
+    trackers: list[str] | None = field(default_factory=lambda: ["wandb"])  # null, []: none
 
     # null, []: none
     timeline_steps: list[int] | None = field(

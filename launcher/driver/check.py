@@ -25,6 +25,7 @@ from launcher.driver import folder
 from launcher.driver.init_from import find_start
 from launcher.driver.replay import check_program, check_replay_devices, read_plan
 from launcher.log import lines_to
+from launcher.report.chosen import check_libraries, openers
 from recipes import InputError, check_dataset, find_module
 
 _log = logging.getLogger(__name__)
@@ -74,6 +75,9 @@ def look(config: Config, finished: int, plan_only: bool = False) -> Inputs:
         recipes.InputError: the data does not fit the model.
         OSError: a file cannot be read.
     """
+    check_libraries(config.report.trackers or ())
+    if not plan_only:
+        openers(config.report.trackers or ())  # a class of the user's is imported
     check_dataset(config.dataset, config.model, validation=config.train.eval_every > 0)
     pool = find_pool(config, plan_only)
     return Inputs(pool, find_start(config, finished))
@@ -103,6 +107,7 @@ def _lines(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
     for section, options in (("model", config.model), ("dataset", config.dataset)):
         if isinstance(options, CustomModel | CustomDataset):
             find_module(section, options.module)
+    check_libraries(config.report.trackers or ())
     if not isinstance(config.dataset, CustomDataset):
         check_dataset(config.dataset, config.model, validation=config.train.eval_every > 0)
     with lines_to(said.append):

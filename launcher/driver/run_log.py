@@ -30,6 +30,7 @@ from launcher.driver.timelines import Timelines
 from launcher.plan import Plan
 from launcher.report.accounting import Accounting
 from launcher.report.accounting_table import accounting_tables, in_summary, print_accounting
+from launcher.report.chosen import openers
 from launcher.report.console import ConsoleTracker
 from launcher.report.jsonl import METRICS, JsonlTracker, read_metrics
 from launcher.report.metrics import measured, performance
@@ -134,7 +135,8 @@ class RunLog:
         # Nothing in `wandb` may be a secret, and its tracker obeys the values.
         config = redacted(self._config) | {"wandb": dataclasses.asdict(self._config.wandb)}
         run = TrackedRun(self._home.id, path, config)
-        self._registered = open_trackers(run)
+        chosen = openers(self._config.report.trackers or ())
+        self._registered = open_trackers(run, chosen)
         for name, table in plan_tables(self._plan).items():
             self._trackers.table(name, *table)
 

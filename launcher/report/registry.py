@@ -39,6 +39,7 @@ _AnyOpener = TypeVar("_AnyOpener", bound=Opener)
 _log = logging.getLogger(__name__)
 
 TRACKERS: dict[str, Opener] = {}
+NONE_CHOSEN: Mapping[str, Opener] = {}
 SUMMARY_FIELDS = ("wandb_url", "wandb_sync_command")  # what a tracker may say in the summary
 
 
@@ -60,10 +61,17 @@ def register(name: str) -> Callable[[_AnyOpener], _AnyOpener]:
     return decorate
 
 
-def open_trackers(run: TrackedRun) -> tuple[Tracker, ...]:
-    """Open every registered tracker for a run; one that cannot be opened is reported."""
+def open_trackers(
+    run: TrackedRun, chosen: Mapping[str, Opener] = NONE_CHOSEN
+) -> tuple[Tracker, ...]:
+    """Open trackers for a run; one that cannot be opened is reported.
+
+    Args:
+        run: the run.
+        chosen: those that its settings choose, by name; those that are registered follow them.
+    """
     opened = []
-    for name, opener in TRACKERS.items():
+    for name, opener in {**chosen, **TRACKERS}.items():
         try:
             tracker = opener(run)
         except Exception as error:

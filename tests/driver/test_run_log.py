@@ -273,7 +273,7 @@ class Mine(launcher.report.Tracker):
 def test_the_module_of_a_users_model_may_register_one(tmp_path, monkeypatch):
     (tmp_path / "net_with_tracker.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("launcher.report.registry.TRACKERS", {**TRACKERS})
+    monkeypatch.setattr("launcher.report.registry.TRACKERS", {})
     fields = "{input_size: 4, widths: [4], output_size: 2, output_relu: false}"
     words = ["model=custom", "model.module=net_with_tracker", f"model.options={fields}"]
     build_program(load([*words, "dataset=synthetic", "allow_modules=[net_with_tracker]"]))

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from launcher.report import TRACKERS, TrackedRun, Tracker, register
+from launcher.report import TrackedRun, Tracker, register
 from launcher.report.registry import open_trackers
 from launcher.report.tracker import CompositeTracker
 
@@ -89,10 +89,6 @@ def registry(monkeypatch):
 @pytest.fixture
 def run(tmp_path):
     return TrackedRun("mine", tmp_path, {})
-
-
-def test_weights_and_biases_is_registered():
-    assert [*TRACKERS] == ["wandb"]
 
 
 def test_registered_trackers_are_opened_in_order_and_may_decline(registry, run, caplog):
