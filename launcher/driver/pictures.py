@@ -10,6 +10,7 @@ from launcher.plan import Plan, timeline
 from launcher.report import accounting
 from launcher.report.memory_plot import plot_memory
 from launcher.report.plots import plot_loss
+from launcher.report.summary import REPORT
 from launcher.report.timeline import FILE, read_timeline
 from launcher.report.timeline_plot import plot_timeline
 
@@ -19,7 +20,7 @@ ARTIFACTS = {
     "config": "config.yaml",
     "timeline": FILE,
     "accounting": accounting.FILE,
-    "report": "report.html",
+    "report": REPORT,
     "profile": "profile",
 }
 

@@ -26,6 +26,7 @@ from launcher.driver.folder import RunFolder
 from launcher.driver.loop import warm_up
 from launcher.driver.pictures import ARTIFACTS, draw, draw_timeline
 from launcher.driver.recorder import FINITE, Recorder
+from launcher.driver.report_file import write_report
 from launcher.driver.timelines import Timelines
 from launcher.plan import Plan
 from launcher.report.accounting import Accounting
@@ -52,6 +53,7 @@ def write_planned(home: RunFolder, config: Config, plan: Plan, plan_seconds: flo
         predicted_cost=predicted_cost(config, plan),
     )
     write_summary(home.path, summary)
+    write_report(home.path, summary, plan, redacted(config))
     return summary
 
 
@@ -104,6 +106,7 @@ class RunLog:
         self._warm_up: set[int] = set()  # steps, of all attempts
         self.compile_seconds: float | None = None
         self.failed_saves: list[str] = []
+        self._restarts: list[str] = []
         self.accounts = Accounts(home, config, plan, plan_seconds)
         steps = config.report.timeline_steps or ()
         self.recorder = Recorder(
@@ -159,6 +162,7 @@ class RunLog:
             finished_steps: the step that the checkpoint holds.
             why: what failed, and what follows, for the trackers' alert.
         """
+        self._restarts.append(why)
         self._trackers.alert(f"{self._home.id}: restart", why)
         self.recorder.begin(finished_steps)
         self.accounts.wall.lose(finished_steps)
@@ -222,6 +226,9 @@ class RunLog:
             stack.callback(print_accounting, self._console, accounting)
             stack.callback(self._trackers.finish, summary.to_dict())
             write_summary(path, summary)
+            settings = redacted(self._config)
+            about = self._plan, settings, records, accounting, self._restarts
+            write_report(path, summary, *about)
             pictures = draw(path, self._plan, records, summary.peak_memory_bytes)
             last = records[-1] if records else {}
             compared = beside_measured(self._plan, summary, last)
