@@ -26,7 +26,7 @@ from launcher.driver.check import check
 from launcher.follow import follow
 from launcher.output import answer, complain
 from launcher.report.console import make_console
-from launcher.report.sweep import print_comparison
+from launcher.report.sweep import print_comparison, report_sweep
 
 _FOLDER = "multirun"  # unless run.dir says otherwise
 
@@ -71,6 +71,7 @@ def run_sweep(points: Sequence[Point], config_dirs: Sequence[str]) -> int:
     existing = [path for path in run_dirs if path.is_dir()]
     if existing:
         print_comparison(make_console(), existing)
+        report_sweep(make_console(), folder, existing)
     return int(failed) if relay.received is None else _STOPS[relay.received][1]
 
 

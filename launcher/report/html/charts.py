@@ -60,7 +60,7 @@ class Series:
         css: the class that colours it.
         points: (x, y); others than finite numbers are left out.
         is_joined: whether a line joins them.
-        best: the x of the best point.
+        best: the y of the best points.
     """
 
     name: str
@@ -121,7 +121,7 @@ def chart(
                     across(x),
                     down(y),
                     f"{one.name}, {x_name} {named(x)}: {shown(y)}",
-                    one.best is not None and x == one.best,
+                    one.best is not None and y == one.best,
                 )
                 for x, y in thinned(points)
             ),

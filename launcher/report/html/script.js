@@ -13,7 +13,7 @@
     let until = -Infinity;
     for (const mark of canvas.querySelectorAll(".ruler span")) {
       const at = mark.offsetLeft;
-      if (at < until) mark.style.display = "none";
+      if (at < until || at + mark.offsetWidth > canvas.clientWidth) mark.style.display = "none";
       else until = at + mark.offsetWidth + 8;
     }
   };
