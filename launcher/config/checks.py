@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from launcher.config.check_parallel import check_parallel
 from launcher.config.check_slurm import check_slurm
+from launcher.config.check_trackers import check_trackers
 from launcher.config.errors import ConfigError
 from launcher.config.machines import (
     Described,
@@ -247,5 +248,5 @@ def _check_task(config: Config) -> Iterator[ConfigError]:
 _RULES = (
     *(_check_modules, _check_run, _check_recipe, _check_optimizer),
     *(_check_best, _check_rollback, _check_cluster, _check_ray, _check_described, _check_task),
-    *(check_slurm, check_parallel),
+    *(check_slurm, check_parallel, check_trackers),
 )

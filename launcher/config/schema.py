@@ -159,10 +159,14 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Report:
-    """What a run reports beside its metrics: the steps that are recorded, from 1.
+    """What a run reports beside its metrics, and where; the steps count from 1.
 
-    Of `timeline_steps` the timelines are kept, of `profiler_steps` the traces of JAX's profiler.
+    `trackers` names those of ours (wandb, tensorboard, mlflow) and classes of the user's, such as
+    my_pkg.MyTracker. Of `timeline_steps` the timelines are kept, of `profiler_steps` the traces of
+    JAX's profiler.
     """
+
+    trackers: list[str] | None = field(default_factory=lambda: ["wandb"])  # null, []: none
 
     # null, []: none
     timeline_steps: list[int] | None = field(

@@ -87,6 +87,13 @@ SWITCHES = (
         "use another wandb.mode",
     ),
     Switch(
+        tuple(f"wandb.{name}" for name in ("mode", "project", "entity", "group", "name", "tags")),
+        ("report.trackers",),
+        lambda c: "wandb" in (c.report.trackers or ()),
+        "report.trackers does not name wandb",
+        "add it there",
+    ),
+    Switch(
         ("export",),
         ("task",),
         lambda c: c.task == "export",

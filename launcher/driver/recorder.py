@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from launcher.train.step_result import StepResult
 
 
-_FINITE = ("train/loss", "train/grad_norm")
+FINITE = ("train/loss", "train/grad_norm")
 MOST_SKIPPED = 10  # consecutive steps; a run that skips more no longer learns
 
 _log = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ class Recorder:
         except ReplicaError:
             self.log_newest()
             raise
-        bad = [key for key in _FINITE if not math.isfinite(result.metrics[key])]
+        bad = [key for key in FINITE if not math.isfinite(result.metrics[key])]
         if bad or result.step % self._log_every == 0 or "eval/loss" in result.metrics:
             self.log_newest()
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if bad else 0

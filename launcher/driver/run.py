@@ -33,6 +33,7 @@ from launcher.driver.status import Status
 from launcher.log import lines_to
 from launcher.output import complain
 from launcher.report.console import RunConsole, line_printer, make_console
+from launcher.report.summary import REPORT
 from launcher.stop import Stop
 from recipes import InputError
 
@@ -124,6 +125,7 @@ def _plan(config: Config, console: Console) -> int:
         console.print(f"\nthe plan is in {home.path / 'plan.json'}", soft_wrap=True)
         picture = home.path / "plots" / "timeline.png"
         console.print(f"its timeline is in {picture}", soft_wrap=True)
+        console.print(f"its report is in {home.path / REPORT}", soft_wrap=True)
     if ready.problem:
         complain(ready.problem)
     return int(bool(ready.problem))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import shlex
 import sys
 import time
@@ -25,20 +26,20 @@ from launcher.driver.best import Best
 from launcher.driver.folder import RunFolder
 from launcher.driver.hooks import Hooks
 from launcher.driver.loop import warm_up
-from launcher.driver.recorder import Followers, Recorder
+from launcher.driver.pictures import ARTIFACTS, draw, draw_timeline
+from launcher.driver.recorder import FINITE, Followers, Recorder
+from launcher.driver.report_file import write_report
 from launcher.driver.timelines import Timelines
-from launcher.plan import Plan, describe_plan, timeline
+from launcher.plan import Plan, describe_plan
 from launcher.report.accounting import Accounting
 from launcher.report.accounting_table import accounting_tables, in_summary, print_accounting
+from launcher.report.chosen import openers
 from launcher.report.console import ConsoleTracker
 from launcher.report.jsonl import METRICS, JsonlTracker, read_metrics
 from launcher.report.metrics import measured, performance
 from launcher.report.plan_record import beside_measured, plan_tables, predicted_memory
-from launcher.report.plots import plot_loss
 from launcher.report.registry import TrackedRun, open_trackers
 from launcher.report.summary import Summary, print_summary, write_summary
-from launcher.report.timeline import FILE, read_timeline
-from launcher.report.timeline_plot import plot_timeline
 from launcher.report.tracker import CompositeTracker, Metrics, Tracker
 from launcher.stop import ENDINGS
 from launcher.train import checkpoint
@@ -55,6 +56,7 @@ def write_planned(home: RunFolder, config: Config, plan: Plan, plan_seconds: flo
         predicted_cost=predicted_cost(config, plan),
     )
     write_summary(home.path, summary)
+    write_report(home.path, summary, plan, redacted(config))
     return summary
 
 
@@ -63,21 +65,6 @@ def predicted_cost(config: Config, plan: Plan) -> float | None:
     price = config.cluster.price_per_device_hour
     hours = plan.predicted_step_seconds * config.train.steps / 3600
     return None if price is None else hours * plan.num_devices * price
-
-
-def draw_timeline(plan: Plan, folder: Path, run_id: str) -> Path:
-    """Draw the plan's predicted step into the run's folder; return the plot's path.
-
-    Below it is the recorded step, the last one, if there is one.
-    """
-    path, recorded = folder / "plots" / "timeline.png", read_timeline(folder / FILE)
-    return plot_timeline(
-        timeline(plan),
-        path,
-        run_id,
-        plan.predicted_step_seconds,
-        {step: recorded.spans(step) for step in recorded.steps},
-    )
 
 
 def predicted(plan: Plan) -> dict[str, Any]:
@@ -124,6 +111,7 @@ class RunLog:
         self._warm_up: set[int] = set()  # steps, of all attempts
         self.compile_seconds: float | None = None
         self.failed_saves: list[str] = []
+        self._restarts: list[str] = []
         self.accounts = Accounts(home, config, plan, plan_seconds)
         report = config.report
         steps, traced = report.timeline_steps or (), report.profiler_steps or ()
@@ -174,7 +162,8 @@ class RunLog:
         # Nothing in `wandb` may be a secret, and its tracker obeys the values.
         config = redacted(self._config) | {"wandb": dataclasses.asdict(self._config.wandb)}
         run = TrackedRun(self._home.id, path, config)
-        self._registered = open_trackers(run)
+        chosen = openers(self._config.report.trackers or ())
+        self._registered = open_trackers(run, chosen)
         for name, table in plan_tables(self._plan).items():
             self._trackers.table(name, *table)
 
@@ -190,8 +179,15 @@ class RunLog:
         steps = self._config.train.steps
         self._shown = ConsoleTracker(self._console, steps, finished_steps + 1)
 
-    def close(self, finished_steps: int) -> None:
-        """End an attempt that failed; the next one begins after `finished_steps`."""
+    def close(self, finished_steps: int, why: str) -> None:
+        """End an attempt that failed; the next one begins after `finished_steps`.
+
+        Args:
+            finished_steps: the step that the checkpoint holds.
+            why: what failed, and what follows, for the trackers' alert.
+        """
+        self._restarts.append(why)
+        self._trackers.alert(f"{self._home.id}: restart", why)
         self._begin(finished_steps)
         self.accounts.wall.lose(finished_steps)
         if self._shown:
@@ -213,15 +209,25 @@ class RunLog:
 
     def _log(self, step: int, metrics: Metrics) -> None:
         self._home.check()
+        if tokens := self._tokens():
+            metrics = {**metrics, "perf/tokens": step * tokens}
         self._trackers.log(step, metrics)
+        for key in FINITE:
+            if not math.isfinite(metrics.get(key) or 0.0):
+                title = f"{self._home.id}: {key} is not finite at step {step}"
+                self._trackers.alert(title, f"train.non_finite={self._config.train.non_finite}")
+                break
+
+    def _tokens(self) -> int | None:
+        """Return the tokens of a batch, None where samples have none."""
+        length = getattr(self._config.model, "sequence_length", None)
+        return length and self._config.train.global_batch_size * length
 
     def _performance(self) -> Callable[[float], Metrics]:
-        samples = self._config.train.global_batch_size
-        length = getattr(self._config.model, "sequence_length", None)
         return functools.partial(
             performance,
-            samples=samples,
-            tokens=length and samples * length,
+            samples=self._config.train.global_batch_size,
+            tokens=self._tokens(),
             flops=self._plan.flops_per_step,
             devices=self._plan.num_devices,
             peak_flops=self._plan.cluster["peak_flops"],
@@ -248,7 +254,10 @@ class RunLog:
             stack.callback(print_accounting, self._console, accounting)
             stack.callback(self._trackers.finish, summary.to_dict())
             write_summary(path, summary)
-            pictures = self._draw(path, records)
+            settings = redacted(self._config)
+            about = self._plan, settings, records, accounting, self._restarts
+            write_report(path, summary, *about)
+            pictures = draw(path, self._plan, records, summary.peak_memory_bytes)
             last = records[-1] if records else {}
             compared = beside_measured(self._plan, summary, last)
             self._trackers.table("plan/beside_measured", *compared)
@@ -256,14 +265,9 @@ class RunLog:
                 self._trackers.table(name, *table)
             for name, picture in pictures.items():
                 self._trackers.image(name, picture)
-
-    def _draw(self, path: Path, records: list[dict[str, Any]]) -> dict[str, Path]:
-        """Draw the run's pictures into its folder; return their paths by name."""
-        pictures = {"plots/timeline": draw_timeline(self._plan, path, self._home.id)}
-        if records:
-            loss = path / "plots" / "loss.png"
-            pictures["plots/loss"] = plot_loss(records, loss, self._home.id)
-        return pictures
+            for name, file in ARTIFACTS.items():
+                if (path / file).exists():
+                    self._trackers.artifact(name, path / file)
 
     def _summary(
         self, reason: str, restarts: int, records: list[dict[str, Any]], path: Path

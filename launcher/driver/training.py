@@ -315,8 +315,9 @@ class _Job:
         finished = self._home.finished_steps
         if failure.passes_over:
             self._rolled_back = finished, failure.step + self._passed_over
-        self.run_log.close(finished)
-        complain(restart_text(failure, restart, limit, finished))
+        text = restart_text(failure, restart, limit, finished)
+        self.run_log.close(finished, text)
+        complain(text)
 
     def _stored_position(self) -> int:
         """Return the index of the next batch after the newest checkpoint or a roll-back to it."""

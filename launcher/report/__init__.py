@@ -3,14 +3,13 @@
 Reports read plans and settings and write files and text. They start nothing and import neither JAX
 nor Ray.
 
-To record runs elsewhere, write a `Tracker` and register it by `@register`, in any module of yours
-that is imported before the run starts.
+To record runs elsewhere, write a `Tracker`. `report.trackers=[my_pkg.MyTracker]` opens it for one
+run; if it is registered by `@register`, in a module of yours that is imported before the run
+starts, it is opened for every run.
 """
 
 from launcher.report.registry import TRACKERS, TrackedRun, register
 from launcher.report.tracker import Metrics, Tracker
 from launcher.report.wandb_tracker import open_wandb
-
-register("wandb")(open_wandb)
 
 __all__ = ["TRACKERS", "Metrics", "TrackedRun", "Tracker", "open_wandb", "register"]

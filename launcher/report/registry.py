@@ -1,7 +1,8 @@
 """The registry of trackers that record a run beside its folder and the console.
 
-Each is opened once a run, in the order of registration. None of them can end a run: one that fails
-is reported once and left out from then on. A tracker's warnings to the user go to a logger below
+Each is opened once a run, in the order of registration, and called on a thread of its own. None of
+them can end a run or hold it up: one that fails is reported once and left out from then on, one
+that is slow gets what its queue holds. A tracker's warnings to the user go to a logger below
 `launcher`.
 """
 
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from launcher.report.queued import QueuedTracker
 from launcher.report.tracker import Metrics, Tracker
 
 
@@ -37,6 +39,7 @@ _AnyOpener = TypeVar("_AnyOpener", bound=Opener)
 _log = logging.getLogger(__name__)
 
 TRACKERS: dict[str, Opener] = {}
+NONE_CHOSEN: Mapping[str, Opener] = {}
 SUMMARY_FIELDS = ("wandb_url", "wandb_sync_command")  # what a tracker may say in the summary
 
 
@@ -58,17 +61,24 @@ def register(name: str) -> Callable[[_AnyOpener], _AnyOpener]:
     return decorate
 
 
-def open_trackers(run: TrackedRun) -> tuple[Tracker, ...]:
-    """Open every registered tracker for a run; one that cannot be opened is reported."""
+def open_trackers(
+    run: TrackedRun, chosen: Mapping[str, Opener] = NONE_CHOSEN
+) -> tuple[Tracker, ...]:
+    """Open trackers for a run; one that cannot be opened is reported.
+
+    Args:
+        run: the run.
+        chosen: those that its settings choose, by name; those that are registered follow them.
+    """
     opened = []
-    for name, opener in TRACKERS.items():
+    for name, opener in {**chosen, **TRACKERS}.items():
         try:
             tracker = opener(run)
         except Exception as error:
             _log.warning(f"{name}: {first_line(error)}; the run is not recorded there")
             continue
         if tracker is not None:
-            opened.append(GuardedTracker(name, tracker))
+            opened.append(QueuedTracker(name, GuardedTracker(name, tracker)))
     return tuple(opened)
 
 
@@ -102,6 +112,14 @@ class GuardedTracker(Tracker):
         """Record a picture, unless the tracker has failed."""
         self._attempt(lambda: self._tracker.image(name, path))
 
+    def artifact(self, name: str, path: Path) -> None:
+        """Record a file or a folder, unless the tracker has failed."""
+        self._attempt(lambda: self._tracker.artifact(name, path))
+
+    def alert(self, title: str, text: str) -> None:
+        """Tell of something, unless the tracker has failed."""
+        self._attempt(lambda: self._tracker.alert(title, text))
+
     def summary_fields(self) -> Mapping[str, Any]:
         """Return the tracker's fields, also after a failure: part of the run is recorded."""
         try:
@@ -120,15 +138,15 @@ class GuardedTracker(Tracker):
             return
         try:
             action()
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # wandb passes its service's end on as an exit
             self._fail(error)
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         if not self._failed:
             _log.warning(f"{self._name}: {first_line(error)}; the run is no longer recorded there")
         self._failed = True
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type's name where it has none."""
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -26,6 +26,7 @@ from launcher.report.text import (
 )
 
 FILE_NAME = "summary.json"
+REPORT = "report.html"
 _MEMORY_OF = {"device": "on a device", "process": "in a process, JAX and its programs included"}
 
 
@@ -190,6 +191,8 @@ def _whereabouts(
     lines = [("run folder", folder)]
     if (run_dir / METRICS).exists():
         lines.append(("metrics", os.path.join(folder, METRICS)))
+    if (run_dir / REPORT).exists():
+        lines.append(("report", os.path.join(folder, REPORT)))
     if pictures := ", ".join(sorted(path.name for path in run_dir.glob("plots/*.png"))):
         lines.append(("plots", f"{os.path.join(folder, 'plots')} ({pictures})"))
     if any((run_dir / "checkpoints").glob("*")):

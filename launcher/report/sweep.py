@@ -15,8 +15,9 @@ from rich.console import Console
 from rich.text import Text
 
 from launcher.config.bounded import tree_of
-from launcher.files import DamagedError, read_json
-from launcher.report.summary import FILE_NAME
+from launcher.files import DamagedError, read_json, write_whole
+from launcher.report.html.sweep_page import SweepPoint, sweep_report
+from launcher.report.summary import FILE_NAME, REPORT
 from launcher.report.tables import Column, side_by_side
 from launcher.report.text import bytes_text, loss_text, percent_text, seconds_text, shown_path
 
@@ -106,6 +107,35 @@ def print_comparison(
     for name, (_, reason) in zip(names, endings, strict=True):
         if reason:
             console.print(f"{name}: {reason}", soft_wrap=True)
+
+
+def report_sweep(
+    console: Console, folder: Path, run_dirs: Sequence[str | os.PathLike[str]]
+) -> None:
+    """Write `report.html` of a sweep into its folder, and say where it is or why it is not.
+
+    Args:
+        console: the console to print to.
+        folder: the sweep's folder.
+        run_dirs: the runs' folders.
+    """
+    folders = [Path(run_dir) for run_dir in run_dirs]
+    settings = [_settings(one) for one in folders]
+    keys = _differing(settings)
+    prefix = _common_prefix(folders) if folders else ""
+    points = [
+        SweepPoint(
+            one.name.removeprefix(prefix), {key: said.get(key) for key in keys}, read_summary(one)
+        )
+        for one, said in zip(folders, settings, strict=True)
+    ]
+    path = folder / REPORT
+    try:
+        write_whole(path, sweep_report(folder.name, points).encode())
+    except OSError as error:
+        console.print(f"{path} cannot be written: {error.strerror}", soft_wrap=True)
+    else:
+        console.print(f"report  {shown_path(path)}", soft_wrap=True)
 
 
 def _setting_columns(settings: Sequence[Mapping[str, Any]]) -> list[Column]:

@@ -20,6 +20,7 @@ METRIC_KEYS = (
     "perf/step_seconds",
     "perf/samples_per_second",
     "perf/tokens_per_second",
+    "perf/tokens",
     "perf/mfu",
     "perf/peak_memory_bytes",
     "data/wait_seconds",
@@ -51,8 +52,17 @@ class Tracker:
     def image(self, name: str, path: Path) -> None:
         """Record a PNG file, after the last step."""
 
+    def artifact(self, name: str, path: Path) -> None:
+        """Record a file or a folder of the run under a name such as "plan", after the last step."""
+
+    def alert(self, title: str, text: str) -> None:
+        """Tell the user at once of what is out of the ordinary: a restart, a loss that is nan."""
+
     def summary_fields(self) -> Mapping[str, Any]:
-        """Return the fields of `Summary` that only this tracker knows, such as its URL."""
+        """Return the fields of `Summary` that only this tracker knows, such as its URL.
+
+        It is asked when it is opened.
+        """
         return {}
 
     def finish(self, summary: Mapping[str, Any]) -> None:
@@ -88,6 +98,16 @@ class CompositeTracker(Tracker):
         """Record a picture with every tracker."""
         for tracker in self.trackers:
             tracker.image(name, path)
+
+    def artifact(self, name: str, path: Path) -> None:
+        """Record a file or a folder with every tracker."""
+        for tracker in self.trackers:
+            tracker.artifact(name, path)
+
+    def alert(self, title: str, text: str) -> None:
+        """Tell of something by every tracker."""
+        for tracker in self.trackers:
+            tracker.alert(title, text)
 
     def summary_fields(self) -> dict[str, Any]:
         """Return the fields of all trackers together."""

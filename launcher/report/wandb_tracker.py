@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Mode = Literal["online", "offline"]
 ONLINE_TIMEOUT = 10  # seconds that connecting to the server may delay the start of a run
+AXES = ("step", "perf/tokens")  # what charts may be drawn against; the first one unless asked
 UPLOAD_TIMEOUT = 60  # seconds that the last uploads may delay its end; the rest stays on disk
 
 _log = logging.getLogger(__name__)
@@ -106,10 +107,18 @@ class WandbTracker(Tracker):
             settings=wandb.Settings(
                 silent=True,
                 console="off",
+                # The command line and the repository are no business of theirs: a word of it may
+                # be a secret. What the run was told is in its config.
+                x_disable_meta=True,
+                disable_git=True,
+                save_code=False,
                 init_timeout=ONLINE_TIMEOUT,
                 finish_timeout=UPLOAD_TIMEOUT,
             ),
         )
+        for axis in AXES:
+            self._run.define_metric(axis)
+        self._run.define_metric("*", step_metric="step")
         self._newest = 0
         self.url: str | None = None
         self.sync_command: str | None = None
@@ -141,6 +150,26 @@ class WandbTracker(Tracker):
             import wandb
 
             run.log({name: wandb.Image(str(path))}, commit=False)
+
+    def artifact(self, name: str, path: Path) -> None:
+        """Record a file or a folder as `<run id>-<name>`, by its place in the run's folder.
+
+        Nothing is copied: an offline run is uploaded from where it lies.
+        """
+        with self._recording() as run:
+            import wandb
+
+            found = wandb.Artifact(f"{run.id}-{name}", type=name)
+            if path.is_dir():
+                found.add_dir(str(path), policy="immutable")
+            else:
+                found.add_file(str(path), policy="immutable")
+            run.log_artifact(found)
+
+    def alert(self, title: str, text: str) -> None:
+        """Send an alert, which wandb passes on by mail or to Slack as the user has set it up."""
+        with self._recording() as run:
+            run.alert(title, text, level="WARN", wait_duration=0)
 
     def summary_fields(self) -> dict[str, str | None]:
         """Return where the run is to be seen, or how to upload it."""

@@ -30,7 +30,7 @@ from launcher.driver.private_files import OTHERS, private_files
 from launcher.driver.run import guarded
 from launcher.output import answer, complain
 from launcher.report.console import make_console
-from launcher.report.sweep import is_done, print_comparison
+from launcher.report.sweep import is_done, print_comparison, report_sweep
 from launcher.stop import Stop
 from launcher.submit.job import (
     JOB_FILE,
@@ -137,6 +137,7 @@ def _status(sweep: Sweep, stop: Stop) -> int:
             state = "SUBMITTED"
         shown.append(f"{job.job_id} {state}")
     print_comparison(make_console(), homes, shown)
+    report_sweep(make_console(), homes[0].parent, homes)
     return 0
 
 

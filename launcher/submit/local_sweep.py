@@ -28,7 +28,7 @@ from launcher.files import make_private
 from launcher.output import answer, complain
 from launcher.report.console import make_console
 from launcher.report.jsonl import METRICS, read_metrics
-from launcher.report.sweep import is_done, print_comparison
+from launcher.report.sweep import is_done, print_comparison, report_sweep
 from launcher.report.sweep_results import Row, objective_of, result_of, write_results
 from launcher.submit.points import DONE, FAILED, RUNNING, STOPPED, Noted, Points, digest, opened
 from launcher.submit.processes import STOPS, Job, SignalRelay
@@ -186,6 +186,7 @@ class LocalSweep:
         if existing:
             stopped = {noted.run for noted in runs if noted.state == STOPPED}
             print_comparison(make_console(), existing, stopped=stopped)
+            report_sweep(make_console(), self.folder, existing)
         if self._relay.received is not None:
             return STOPS[self._relay.received][1]
         return int(bool(self._failed))

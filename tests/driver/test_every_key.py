@@ -176,6 +176,7 @@ def probes():
     yield "", "train.checkpoint.on_error", run(saved, "stop")
     yield "", "report.timeline_steps", run(SHORT, [2, 4])
     yield "", "report.profiler_steps", run(SHORT, [2, 4])
+    yield "", "report.trackers", run(RECORDED, [])
     for name in ("project", "entity", "group", "name"):
         yield "", f"wandb.{name}", run(RECORDED, "x")
     yield "", "wandb.tags", run(RECORDED, ["x"])

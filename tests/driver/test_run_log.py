@@ -46,7 +46,7 @@ def run_through(home, plan, *words, reason="done"):
     log = RunLog(home, config, plan, 0.25, make_console(), None)
     for finished, steps in ((0, (1, 2, 3, 4)), (2, (3, 4, 5))):
         if finished:
-            log.close(finished)
+            log.close(finished, "worker 0 died")
         log.open(finished)
         log.show(finished)
         for step in steps:
@@ -59,7 +59,7 @@ class FakeRun:
     """What stands in for wandb's run: it keeps what it is given, an event a thing."""
 
     def __init__(self, **given):
-        self.given, self.events = given, []
+        self.given, self.events, self.id = given, [], given["id"]
         self.url = "https://wandb.example/mine"
         self.summary = SimpleNamespace(update=lambda values: self.add("summary", values))
 
@@ -77,6 +77,15 @@ class FakeRun:
                 numbers[name] = value
         if numbers:
             self.add("log", step, numbers)
+
+    def define_metric(self, name, step_metric=None):
+        self.add("axis", name, step_metric)
+
+    def log_artifact(self, artifact):
+        self.add("artifact", artifact.type, artifact.name)
+
+    def alert(self, title, text, level, wait_duration):
+        self.add("alert", title, text)
 
     def finish(self, exit_code):
         self.add("finish", exit_code)
@@ -105,24 +114,29 @@ def test_weights_and_biases_gets_tables_steps_once_pictures_and_the_summary(home
     assert run.given["dir"] == home.path
     names = [(kind, name) for kind, name, *_ in run.events]
     assert names == [
+        *(("axis", name) for name in ("step", "perf/tokens", "*")),
         ("table", "plan/stages"),
         ("table", "plan/shardings"),
-        *(("log", step) for step in (1, 2, 3, 4, 5)),
+        *(("log", step) for step in (1, 2, 3, 4)),
+        ("alert", "mine: restart"),
+        ("log", 5),
         ("table", "plan/beside_measured"),
         ("image", "plots/timeline"),
+        ("image", "plots/memory"),
         ("image", "plots/loss"),
+        ("artifact", "accounting"),
         ("summary", run.events[-2][1]),
         ("finish", 0),
     ]
     assert {event[-1] for event in run.events if event[0] in ("table", "image")} == {False}
     assert {event[2] for event in run.events if event[0] == "image"} == {"png"}
-    assert run.events[0][2][:3] == ["stage", "layers", "hosts"]
-    assert run.events[0][3][0][:3] == [0, "0-3", 1]
-    *_, columns, rows, _ = run.events[7]
+    assert run.events[3][2][:3] == ["stage", "layers", "hosts"]
+    assert run.events[3][3][0][:3] == [0, "0-3", 1]
+    *_, columns, rows, _ = run.events[11]
     assert columns == ["what", "predicted", "measured", "off"]
     assert rows[0][:3] == ["step_seconds", plan.predicted_step_seconds, 0.5]
     samples = load(WORDS).train.global_batch_size
-    assert run.events[3] == (
+    assert run.events[6] == (
         "log",
         2,
         {
@@ -155,7 +169,7 @@ def test_a_recording_that_fails_is_said_once_and_ends_no_run(home, plan, recorde
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FakeRun, "log", log)
         summary = run_through(home, plan, "wandb.mode=offline")
-    assert [event[:2] for event in recorded[0].events[2:]] == [("log", 1)]
+    assert [event[:2] for event in recorded[0].events[5:]] == [("log", 1)]
     assert said == ["wandb: the service is gone; the run is no longer recorded there"]
     assert (summary["exit_reason"], summary["steps"]) == ("done", 5)
     assert summary["wandb_sync_command"]  # what was recorded before can be uploaded
@@ -201,6 +215,7 @@ def test_a_tracker_of_ones_own_is_a_class_and_a_line(home, plan, monkeypatch):
     folder = home.path / "csv"
     assert sorted(path.name for path in folder.iterdir()) == [
         "loss.png",
+        "memory.png",
         "metrics.csv",
         "plan.beside_measured.csv",
         "plan.shardings.csv",
@@ -258,9 +273,9 @@ class Mine(launcher.report.Tracker):
 def test_the_module_of_a_users_model_may_register_one(tmp_path, monkeypatch):
     (tmp_path / "net_with_tracker.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("launcher.report.registry.TRACKERS", {**TRACKERS})
+    monkeypatch.setattr("launcher.report.registry.TRACKERS", {})
     fields = "{input_size: 4, widths: [4], output_size: 2, output_relu: false}"
     words = ["model=custom", "model.module=net_with_tracker", f"model.options={fields}"]
     build_program(load([*words, "dataset=synthetic", "allow_modules=[net_with_tracker]"]))
     run = TrackedRun("r", tmp_path, {"wandb": {"mode": "disabled"}})
-    assert [type(tracker).__name__ for tracker in open_trackers(run)] == ["GuardedTracker"]
+    assert [type(tracker).__name__ for tracker in open_trackers(run)] == ["QueuedTracker"]

@@ -1,0 +1,61 @@
+"""The pictures of a run, drawn into its folder, and the files of it that trackers record."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from launcher.plan import Plan, timeline
+from launcher.report import accounting
+from launcher.report.memory_plot import plot_memory
+from launcher.report.plots import plot_loss
+from launcher.report.summary import REPORT
+from launcher.report.timeline import FILE, read_timeline
+from launcher.report.timeline_plot import plot_timeline
+
+# What trackers record of a run's folder, by name.
+ARTIFACTS = {
+    "plan": "plan.json",
+    "config": "config.yaml",
+    "timeline": FILE,
+    "accounting": accounting.FILE,
+    "report": REPORT,
+    "profile": "profile",
+}
+
+
+def draw_timeline(plan: Plan, folder: Path, run_id: str) -> Path:
+    """Draw the plan's predicted step into the run's folder; return the plot's path.
+
+    Below it is the recorded step, the last one, if there is one.
+    """
+    path, recorded = folder / "plots" / "timeline.png", read_timeline(folder / FILE)
+    return plot_timeline(
+        timeline(plan),
+        path,
+        run_id,
+        plan.predicted_step_seconds,
+        {step: recorded.spans(step) for step in recorded.steps},
+    )
+
+
+def draw(
+    folder: Path, plan: Plan, records: Sequence[dict[str, Any]], peak: int | None
+) -> dict[str, Path]:
+    """Draw a run's pictures into its folder; return their paths by name.
+
+    Args:
+        folder: the run's folder.
+        plan: its plan.
+        records: its logged steps.
+        peak: the measured peak of memory in bytes, None where it is unknown.
+    """
+    run_id, plots = folder.name, folder / "plots"
+    pictures = {
+        "plots/timeline": draw_timeline(plan, folder, run_id),
+        "plots/memory": plot_memory(plan, peak, plots / "memory.png", run_id),
+    }
+    if records:
+        pictures["plots/loss"] = plot_loss(records, plots / "loss.png", run_id)
+    return pictures

@@ -1,0 +1,60 @@
+"""The trackers that `report.trackers` names: ours, and the user's by the names of their classes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+
+from launcher.config.errors import ConfigError
+from launcher.report.mlflow_tracker import MlflowTracker
+from launcher.report.registry import Opener
+from launcher.report.tensorboard_tracker import TensorBoardTracker
+from launcher.report.wandb_tracker import open_wandb
+
+OURS: dict[str, Opener] = {
+    "wandb": open_wandb,
+    "tensorboard": TensorBoardTracker,
+    "mlflow": MlflowTracker,
+}
+# The modules that an extra of this package brings, by the tracker, which is the extra's name, too.
+_NEEDS = {"tensorboard": ("tensorboardX",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
+
+
+def check_libraries(names: Sequence[str]) -> None:
+    """Check that the libraries of trackers are here.
+
+    Raises:
+        ConfigError: one is missing; it names the extra that brings it.
+    """
+    for name in names:
+        for module in _NEEDS.get(name, ()):
+            if find_spec(module) is None:
+                raise ConfigError(
+                    f"report.trackers names {name}, and its library {module} is not installed",
+                    f"Install it with: pip install 'launcher[{name}]'.",
+                    ["report.trackers"],
+                )
+
+
+def openers(names: Sequence[str]) -> dict[str, Opener]:
+    """Return what opens each tracker, by its name; a user's class is imported.
+
+    Raises:
+        ConfigError: there is no such class, or its module cannot be imported.
+    """
+    return {name: OURS[name] if name in OURS else _own(name) for name in names}
+
+
+def _own(name: str) -> Opener:
+    module, _, last = name.rpartition(".")
+    try:
+        found = getattr(import_module(module), last)
+        if not callable(found):
+            raise TypeError(f"{last} is no class or function")
+    except Exception as error:
+        problem = f"report.trackers names {name}, which cannot be loaded: {error}"
+        raise ConfigError(
+            problem, "It is a class that takes a TrackedRun.", ["report.trackers"]
+        ) from error
+    return found
