@@ -238,7 +238,7 @@ def _show(arguments: argparse.Namespace) -> int:
     """Print settings, or one section of them, as YAML."""
     from launcher.config.compose import load_frozen, load_with_origin
     from launcher.config.hydra_flags import print_hydras_settings
-    from launcher.config.sweeper import split
+    from launcher.config.sweeper import split_arguments
 
     said, package = arguments.overrides, arguments.package
     is_hydras = arguments.cfg == "hydra" or (package or "").partition(".")[0] == "hydra"
@@ -249,7 +249,7 @@ def _show(arguments: argparse.Namespace) -> int:
         if arguments.frozen:
             config = load_frozen(Path(arguments.frozen), said)
         else:
-            ours = split(said)[0] if arguments.cfg == "all" else said
+            ours = split_arguments(said)[0] if arguments.cfg == "all" else said
             config, origin = load_with_origin(ours, arguments.config_dir)
         answer(_settings(config, arguments, origin), end="")
     if is_hydras or (arguments.cfg == "all" and package is None):

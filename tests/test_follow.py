@@ -17,10 +17,11 @@ sys.stdin.read()
 """
 STARTS_A_RUN = """
 import sys
-from launcher.submit.processes import Job, SignalRelay
+from launcher.submit.processes import PointProcess, SignalRelay
 run = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
 with SignalRelay() as relay:
-    relay.run([Job([sys.executable, "-c", run])], [{}], lambda n: None, lambda n, code: None)
+    one = PointProcess([sys.executable, "-c", run])
+    relay.run([one], [{}], lambda n: None, lambda n, code: None)
 """
 
 

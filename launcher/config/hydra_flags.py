@@ -23,7 +23,7 @@ from launcher.config.errors import ConfigError
 from launcher.config.folders import find_groups, search_folders
 from launcher.config.overrides import for_hydra, parse
 from launcher.config.search_path import searching
-from launcher.config.sweeper import PointLauncher, split
+from launcher.config.sweeper import PointLauncher, split_arguments
 from launcher.config.translate import PRIMARY
 
 INFOS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
@@ -42,7 +42,7 @@ def _hydra(folders: Sequence[Path]) -> Iterator[Hydra]:
 
 def _checked(arguments: Sequence[str], config_dirs: Sequence[str]) -> list[str]:
     """Return the command line as Hydra is to see it; raise ConfigError if a setting is wrong."""
-    ours, of_sweeper = split(arguments)
+    ours, of_sweeper = split_arguments(arguments)
     load(ours, config_dirs)
     folders = search_folders(config_dirs)
     groups, own = find_groups(folders), find_groups(folders[-1:])

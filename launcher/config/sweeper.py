@@ -123,13 +123,13 @@ class PointLauncher(Launcher):
         return self._run(job_overrides)
 
 
-def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return what a command line says to us, and what to Hydra's sweeper."""
     of_sweeper = [text for text in arguments if _OF_SWEEPER.match(text)]
     return [text for text in arguments if text not in of_sweeper], of_sweeper
 
 
-def sweep(
+def run_sweeper(
     arguments: Sequence[str], config_dirs: Sequence[str], run: Run, results: Callable[[], Path]
 ) -> None:
     """Have Hydra's sweeper ask for points until it has enough.
@@ -145,7 +145,7 @@ def sweep(
         SweeperError: the sweeper failed.
         Exception: whatever `run` raises.
     """
-    ours, of_sweeper = split(arguments)
+    ours, of_sweeper = split_arguments(arguments)
     with searching(search_folders(config_dirs)) as loader, tempfile.TemporaryDirectory() as scratch:
         overrides = parse(ours, loader)
         node = _settings(of_sweeper, overrides, loader, Path(scratch))

@@ -46,7 +46,7 @@ from launcher.submit.job import (
     variables,
     write_script,
 )
-from launcher.submit.local_sweep import check_jobs, members, place_sweep
+from launcher.submit.placing import check_jobs, members, place_sweep
 
 
 def submit_sweep(points: Sequence[Point], stop: Stop) -> int:

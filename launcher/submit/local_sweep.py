@@ -7,22 +7,18 @@ life. The compilation cache is the user's, so runs share it; each starts a Ray o
 from __future__ import annotations
 
 import os
-import secrets
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 from launcher.config.compose import Point
 from launcher.config.errors import ConfigError
-from launcher.config.machines import SlurmCluster, slurm_of
 from launcher.config.overrides import written
 from launcher.config.schema import MAXIMIZED, Config, Run
 from launcher.config.sweeper import Batch, Outcome
-from launcher.driver.check import check
 from launcher.driver.private_files import private_files
 from launcher.files import make_private
 from launcher.output import answer, complain
@@ -30,12 +26,21 @@ from launcher.report.console import make_console
 from launcher.report.jsonl import METRICS, read_metrics
 from launcher.report.sweep import is_done, print_comparison, report_sweep
 from launcher.report.sweep_results import Row, objective_of, result_of, write_results
-from launcher.submit.points import DONE, FAILED, RUNNING, STOPPED, Noted, Points, digest, opened
-from launcher.submit.processes import STOPS, Job, SignalRelay
+from launcher.submit.placing import place_sweep
+from launcher.submit.points import (
+    DONE,
+    FAILED,
+    RUNNING,
+    STOPPED,
+    PointNote,
+    Points,
+    open_points,
+    settings_digest,
+)
+from launcher.submit.processes import STOPS, PointProcess, SignalRelay
 from launcher.submit.slots import find_slots
 from launcher.submit.stop_early import Curve, is_hopeless
 
-_FOLDER = "multirun"  # unless run.dir says otherwise
 _WATCH_SECONDS = 1.0
 
 # Of an objective that a run can be judged by before its end, the metric that is logged.
@@ -91,7 +96,7 @@ class LocalSweep:
         claimed = []
         for one in batch.points:
             point = by_label.get(one.label)
-            settings = digest(point.config) if point else ""
+            settings = settings_digest(point.config) if point else ""
             claimed.append(self._points.claim(one.swept, settings, self._batches, self._id))
             if point is None:
                 complain(f"{one.label}: {wrong[one.label]}")
@@ -122,7 +127,7 @@ class LocalSweep:
         problem = "" if noted.value is not None else f"{noted.label} has no objective"
         return Outcome(noted.value, problem)
 
-    def _found_done(self, noted: Noted) -> bool:
+    def _found_done(self, noted: PointNote) -> bool:
         """Return whether a run has ended well that the sweep, cut off, has not noted."""
         if not is_done(self.folder / noted.run):
             return False
@@ -130,7 +135,7 @@ class LocalSweep:
         self._points.note(replace(noted, state=DONE, value=value))
         return True
 
-    def _run(self, todo: Sequence[tuple[Noted, Point]], total: int) -> None:
+    def _run(self, todo: Sequence[tuple[PointNote, Point]], total: int) -> None:
         slots = find_slots([point.config for _, point in todo], os.environ)
         objective = objective_of(todo[0][1].config)
         side_by_side = len(slots) > 1
@@ -138,7 +143,7 @@ class LocalSweep:
         if side_by_side:
             logs.mkdir(exist_ok=True)
         jobs = [
-            Job(
+            PointProcess(
                 _command(point, self._dirs, self.folder, noted.run, self._id),
                 logs / f"{noted.run}.txt" if side_by_side else None,
             )
@@ -200,7 +205,7 @@ class _Watch:
         stopped: those that it has named.
     """
 
-    def __init__(self, folder: Path, configs: Sequence[Config], noted: Sequence[Noted]) -> None:
+    def __init__(self, folder: Path, configs: Sequence[Config], noted: Sequence[PointNote]) -> None:
         self.running: set[int] = set()
         self.stopped: set[int] = set()
         self._folder, self._configs, self._noted = folder, configs, noted
@@ -237,7 +242,7 @@ def _curve(run: Path, objective: str) -> Curve:
     return [(r["step"], sign * r[key]) for r in records if r.get(key) is not None]
 
 
-def _row(noted: Noted) -> Row:
+def _row(noted: PointNote) -> Row:
     return Row(noted.number, noted.run, noted.swept, noted.state, noted.value)
 
 
@@ -254,7 +259,7 @@ def local_sweep(points: Sequence[Point], config_dirs: Sequence[str]) -> Iterator
     find_slots([point.config for point in points], os.environ)
     sweep_id, folder = place_sweep(points)
     _make(folder, config.run)
-    with private_files(config.run), opened(folder) as noted, SignalRelay() as relay:
+    with private_files(config.run), open_points(folder) as noted, SignalRelay() as relay:
         swept = LocalSweep(sweep_id, folder, noted, relay, config_dirs)
         swept._objective = objective_of(config)
         yield swept
@@ -305,97 +310,6 @@ def _check_objective(config: Config) -> None:
             f"Use one of {', '.join(_LOGGED)}, or leave sweep.stop_early out.",
             ["sweep.stop_early", "sweep.objective"],
         )
-
-
-def place_sweep(points: Sequence[Point]) -> tuple[str, Path]:
-    """Return the sweep's id and folder, from run.id and run.dir if they are set.
-
-    Raises:
-        ConfigError: run.id or run.dir is swept.
-    """
-    runs = {(point.config.run.id, point.config.run.dir) for point in points}
-    if len(runs) > 1:
-        raise ConfigError(
-            "run.id and run.dir cannot be swept",
-            "In a sweep run.id names the whole sweep; its runs are <run.id>-0, -1, ….",
-        )
-    [(run_id, run_dir)] = runs
-    sweep_id = run_id or f"sweep-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-    return sweep_id, Path(_FOLDER if run_dir == Run().dir else run_dir) / sweep_id
-
-
-def members(points: Sequence[Point], sweep_id: str, folder: Path) -> list[Config]:
-    """Return the settings of the runs of a sweep, each with a folder of its own."""
-    return [
-        replace(
-            point.config,
-            run=replace(point.config.run, id=f"{sweep_id}-{number}", dir=str(folder)),
-            wandb=replace(point.config.wandb, group=point.config.wandb.group or sweep_id),
-        )
-        for number, point in enumerate(points)
-    ]
-
-
-def check_jobs(configs: Sequence[Config]) -> None:
-    """Check that the runs of a sweep can be submitted to Slurm together.
-
-    Raises:
-        ConfigError: they cannot.
-    """
-    if any(not isinstance(config.cluster, SlurmCluster) for config in configs):
-        raise ConfigError(
-            "cluster is swept, and some of its options are not slurm",
-            "Submit those runs in a sweep of their own.",
-            ["cluster.kind"],
-        )
-    if any(slurm_of(config.cluster).wait for config in configs):
-        raise ConfigError(
-            "cluster.slurm.wait=true follows one run, but this is a sweep",
-            "Leave it out; task=sweep_status shows how they are doing.",
-            ["cluster.slurm.wait"],
-        )
-    is_array = slurm_of(configs[0].cluster).array is not None
-    # An array has one script with one command line.
-    if is_array and any(config.allow_modules != configs[0].allow_modules for config in configs):
-        raise ConfigError(
-            "The runs of a job array cannot be allowed different modules",
-            "Allow every run all of them, or set cluster.slurm.array=null for a job each.",
-            ["allow_modules", "cluster.slurm.array"],
-        )
-    if is_array and any(config.cluster != configs[0].cluster for config in configs):
-        raise ConfigError(
-            "The runs of a job array cannot have different settings of the cluster",
-            "Set cluster.slurm.array=null for a job each.",
-            ["cluster.slurm.array"],
-        )
-
-
-def check_sweep(points: Sequence[Point], wrong: Mapping[str, ConfigError]) -> int:
-    """Check every run of a sweep as `task=check` does, and print all problems.
-
-    Args:
-        points: the runs whose settings could be composed.
-        wrong: the errors of the others, by label.
-
-    Returns:
-        The exit code, 2 if any setting is wrong.
-    """
-    configs = members(points, *place_sweep(points))
-    if any(isinstance(config.cluster, SlurmCluster) for config in configs):
-        check_jobs(configs)
-    verdicts = [check(config, os.environ) for config in configs]
-    problems = {label: str(error) for label, error in wrong.items()}
-    problems |= {
-        point.label: verdict.problem
-        for point, verdict in zip(points, verdicts, strict=True)
-        if verdict.problem
-    }
-    for label, problem in problems.items():
-        complain(f"{label}: {problem}")
-    if problems:
-        return max([2 for _ in wrong] + [verdict.code for verdict in verdicts])
-    lines = dict.fromkeys(line for verdict in verdicts for line in verdict.lines)
-    return answer("\n".join([f"The settings of all {len(points)} runs are fine.", *lines]))
 
 
 def _command(

@@ -25,7 +25,7 @@ RUNNING, DONE, FAILED, STOPPED = "running", "done", "failed", "stopped early"
 
 
 @dataclass(frozen=True)
-class Noted:
+class PointNote:
     """A point.
 
     Attributes:
@@ -56,25 +56,25 @@ class Noted:
 
 @dataclass(frozen=True)
 class _File:
-    points: tuple[Noted, ...]
+    points: tuple[PointNote, ...]
 
 
 class Points:
     """The points of a sweep, in the order in which they were first asked for."""
 
-    def __init__(self, folder: Path, noted: Sequence[Noted] = ()) -> None:
+    def __init__(self, folder: Path, noted: Sequence[PointNote] = ()) -> None:
         self._path = folder / FILE
         self._all = list(noted)
         self._last_batch = max((point.batch for point in noted), default=-1)
         self._claimed: list[int] = []
 
-    def __iter__(self) -> Iterator[Noted]:
+    def __iter__(self) -> Iterator[PointNote]:
         return iter(self._all)
 
-    def __getitem__(self, number: int) -> Noted:
+    def __getitem__(self, number: int) -> PointNote:
         return self._all[number]
 
-    def claim(self, swept: Sequence[str], settings: str, batch: int, sweep_id: str) -> Noted:
+    def claim(self, swept: Sequence[str], settings: str, batch: int, sweep_id: str) -> PointNote:
         """Return the point that the sweeper asks for, as it was noted or new.
 
         A point that failed is to be run again only if the sweeper has asked for none after it:
@@ -105,7 +105,7 @@ class Points:
         number = len(self._all)
         same = (one for one in self._all if one.settings == settings and one.same_as is None)
         twin = next(same, None) if settings else None
-        point = Noted(
+        point = PointNote(
             number=number,
             batch=batch,
             swept=tuple(swept),
@@ -118,7 +118,7 @@ class Points:
         self.write()
         return point
 
-    def note(self, point: Noted) -> None:
+    def note(self, point: PointNote) -> None:
         """Write down what is known of a point now."""
         self._all[point.number] = point
         self.write()
@@ -130,7 +130,7 @@ class Points:
 
 
 @contextmanager
-def opened(folder: Path) -> Iterator[Points]:
+def open_points(folder: Path) -> Iterator[Points]:
     """Give the points of the sweep in a folder that exists, to this process alone.
 
     Raises:
@@ -148,7 +148,7 @@ def opened(folder: Path) -> Iterator[Points]:
         yield Points(folder, read_points(folder))
 
 
-def read_points(folder: Path) -> tuple[Noted, ...]:
+def read_points(folder: Path) -> tuple[PointNote, ...]:
     """Return the points that `sweep.json` holds; none where there is no such file.
 
     Raises:
@@ -175,7 +175,7 @@ def read_points(folder: Path) -> tuple[Noted, ...]:
         ) from None
 
 
-def digest(config: Config) -> str:
+def settings_digest(config: Config) -> str:
     """Return a digest of the settings that decide what comes of a run."""
     tree = to_written(config)
     del tree["sweep"], tree["wandb"]

@@ -27,7 +27,7 @@ STOPS = {
 
 
 @dataclass(frozen=True)
-class Job:
+class PointProcess:
     """A process to run: its command, and the file for its output, or None for the terminal."""
 
     command: Sequence[str]
@@ -59,7 +59,7 @@ class SignalRelay:
 
     def run(
         self,
-        jobs: Sequence[Job],
+        jobs: Sequence[PointProcess],
         slots: Sequence[Mapping[str, str]],
         began: Callable[[int], None],
         ended: Callable[[int, int], None],
@@ -97,7 +97,7 @@ class SignalRelay:
                 if number in self._running:
                     self._running[number].send_signal(signal.SIGTERM)
 
-    def _start(self, number: int, job: Job, variables: Mapping[str, str]) -> None:
+    def _start(self, number: int, job: PointProcess, variables: Mapping[str, str]) -> None:
         with open(job.output, "ab") if job.output else nullcontext() as output:
             self._running[number] = subprocess.Popen(
                 job.command,

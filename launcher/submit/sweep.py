@@ -9,10 +9,11 @@ from pathlib import Path
 from launcher.config.compose import Point, load_points
 from launcher.config.errors import ConfigError
 from launcher.config.machines import SlurmCluster
-from launcher.config.sweeper import Batch, Outcome, SweeperError, sweep
+from launcher.config.sweeper import Batch, Outcome, SweeperError, run_sweeper
 from launcher.output import complain
 from launcher.stop import Stop
-from launcher.submit.local_sweep import LocalSweep, StoppedError, check_sweep, local_sweep
+from launcher.submit.local_sweep import LocalSweep, StoppedError, local_sweep
+from launcher.submit.placing import check_sweep
 
 
 class _EndedError(Exception):
@@ -41,7 +42,7 @@ def run_sweep(arguments: Sequence[str], config_dirs: Sequence[str], stop: Stop) 
     with ExitStack() as stack:
         one = _Sweep(config_dirs, stop, stack)
         try:
-            sweep(arguments, config_dirs, one.run, one.results)
+            run_sweeper(arguments, config_dirs, one.run, one.results)
         except _EndedError as ended:
             return ended.code
         except StoppedError:

@@ -21,7 +21,7 @@ from launcher.config.optimizers import OPTIMIZERS
 from launcher.config.overrides import written
 from launcher.config.parallel import METHODS, Manual, Replay, Zero3
 from launcher.config.schema import Config
-from launcher.config.sweeper import Batch, Outcome, sweep
+from launcher.config.sweeper import Batch, Outcome, run_sweeper
 from launcher.driver.cluster_from_config import described_shape
 from launcher.plan import local_shape
 from recipes.gpt_options import GPTOptions
@@ -322,7 +322,7 @@ def points_of(arguments: list[str]) -> tuple[list[Point], dict[str, ConfigError]
         batches.append(batch)
         return [Outcome(0.0) for _ in batch.points]
 
-    sweep(arguments, (), run, lambda: Path("/nowhere"))
+    run_sweeper(arguments, (), run, lambda: Path("/nowhere"))
     (batch,) = batches
     return load_points(batch.points)
 

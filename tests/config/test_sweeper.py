@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from launcher.config.errors import ConfigError
-from launcher.config.sweeper import Batch, Outcome, SweeperError, sweep
+from launcher.config.sweeper import Batch, Outcome, SweeperError, run_sweeper
 
 OPTUNA = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=6")
 
@@ -26,7 +26,7 @@ def swept(*arguments, objective=lambda values: 0.0, folder=Path("/nowhere")):
                 outcomes.append(Outcome(problem=str(error)))
         return outcomes
 
-    sweep(arguments, (), run, lambda: folder)
+    run_sweeper(arguments, (), run, lambda: folder)
     return asked
 
 
