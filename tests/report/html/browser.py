@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.request import urlopen
 
