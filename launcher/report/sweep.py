@@ -16,7 +16,7 @@ from rich.text import Text
 
 from launcher.config.bounded import tree_of
 from launcher.files import DamagedError, read_json, write_whole
-from launcher.report.html.sweep_page import SweepPoint, sweep_report
+from launcher.report.html.sweep_page import SweptRun, sweep_report
 from launcher.report.summary import FILE_NAME, REPORT
 from launcher.report.tables import Column, side_by_side
 from launcher.report.text import bytes_text, loss_text, percent_text, seconds_text, shown_path
@@ -124,7 +124,7 @@ def report_sweep(
     keys = _differing(settings)
     prefix = _common_prefix(folders) if folders else ""
     points = [
-        SweepPoint(
+        SweptRun(
             one.name.removeprefix(prefix), {key: said.get(key) for key in keys}, read_summary(one)
         )
         for one, said in zip(folders, settings, strict=True)

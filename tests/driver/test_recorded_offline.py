@@ -135,6 +135,7 @@ def test_files_of_the_run_are_artifacts_and_lie_where_they_were(recorded):
         "config": ["config.yaml"],
         "timeline": ["timeline.json"],
         "accounting": ["accounting.json"],
+        "report": ["report.html"],
         "profile": ["worker_0.xplane.pb"],
     }
     assert {name for name, (kind, _) in run.artifacts.items() if kind in own} == {

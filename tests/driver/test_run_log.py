@@ -125,6 +125,7 @@ def test_weights_and_biases_gets_tables_steps_once_pictures_and_the_summary(home
         ("image", "plots/memory"),
         ("image", "plots/loss"),
         ("artifact", "accounting"),
+        ("artifact", "report"),
         ("summary", run.events[-2][1]),
         ("finish", 0),
     ]

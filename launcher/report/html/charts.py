@@ -77,6 +77,7 @@ def chart(
     shown: Callable[[float], str],
     x_labels: Sequence[str] | None = None,
     from_zero: bool = False,
+    binary: bool = False,
 ) -> Chart | None:
     """Return a chart of several series, None where none has a point.
 
@@ -87,6 +88,7 @@ def chart(
         shown: writes a value.
         x_labels: the names of x = 0, 1, …, if x is no number.
         from_zero: whether the axis begins at 0.
+        binary: whether marks lie at multiples of powers of two, as for bytes.
     """
     kept = [(one, _finite(one.points)) for one in series]
     kept = [(one, points) for one, points in kept if points]
@@ -94,7 +96,7 @@ def chart(
         return None
     xs = [x for _, points in kept for x, _ in points]
     ys = [y for _, points in kept for _, y in points]
-    y_ticks = ticks(0.0 if from_zero else min(ys), max(ys))
+    y_ticks = ticks(0.0 if from_zero else min(ys), max(ys), binary=binary)
     low, high = y_ticks[0], y_ticks[-1]
     left, right = min(xs), max(xs)
     if x_labels:
@@ -137,11 +139,11 @@ def chart(
         x_name,
         lines,
         tuple(Mark(across(t), named(t)) for t in numbers),
-        tuple(Mark(down(t), short(shown(t))) for t in y_ticks),
+        tuple(Mark(down(t), without_zeros(shown(t))) for t in y_ticks),
     )
 
 
-def short(text: str) -> str:
+def without_zeros(text: str) -> str:
     """Return a number, and its unit, without zeros at its end: "2.50 s" is "2.5 s"."""
     number, blank, unit = text.partition(" ")
     if "." in number and "e" not in number:
@@ -162,11 +164,13 @@ def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return found if found[-1] == points[-1] else [*found, points[-1]]
 
 
-def ticks(low: float, high: float, most: int = 5) -> list[float]:
+def ticks(low: float, high: float, most: int = 5, binary: bool = False) -> list[float]:
     """Return round numbers at equal distances, from one not above `low` to one not below `high`."""
     span = (high - low) or abs(high) or 1.0
     power = 10.0 ** math.floor(math.log10(span / most))
     step = next(s * power for s in _STEPS if span / (s * power) <= most)
+    if binary:
+        step = 2.0 ** math.ceil(math.log2(span / most))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     if first == last:
         last += 1

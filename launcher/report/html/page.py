@@ -26,6 +26,6 @@ def _environment() -> Environment:
     return environment
 
 
-def render(template: str, content: Mapping[str, Any]) -> str:
+def page_from(template: str, content: Mapping[str, Any]) -> str:
     """Return the page that a template of this folder makes of its content."""
     return _environment().get_template(template).render(**content)

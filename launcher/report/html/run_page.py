@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from launcher.report.accounting import Accounting
 from launcher.report.goodput import PHASES
 from launcher.report.html.charts import Chart, chart, metric
-from launcher.report.html.page import render
+from launcher.report.html.page import page_from
 from launcher.report.html.timelines import legend, together
 from launcher.report.plan_record import beside_measured, plan_tables
 from launcher.report.summary import Summary
@@ -116,7 +116,7 @@ def run_report(found: Reported) -> str:
         "restarts": found.restarts,
         "settings": [(key, _setting(value)) for key, value in _flat(found.config)],
     }
-    return render("run.html.jinja", content)
+    return page_from("run.html.jinja", content)
 
 
 def _cards(summary: Summary) -> Iterator[Card]:

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.report.html.charts import Chart, Series, chart
-from launcher.report.html.page import render
+from launcher.report.html.page import page_from
 from launcher.report.text import bytes_text, loss_text, seconds_text
 
 _MEASURED, _PREDICTED = "first", "hollow"
 
 
 @dataclass(frozen=True)
-class SweepPoint:
+class SweptRun:
     """A run of a sweep.
 
     Attributes:
@@ -39,7 +39,7 @@ class SweepPoint:
         return measured if measured is not None else self.summary.get("predicted_step_seconds")
 
 
-def sweep_report(name: str, points: Sequence[SweepPoint]) -> str:
+def sweep_report(name: str, points: Sequence[SweptRun]) -> str:
     """Return the page that compares the runs of a sweep; the fastest step is marked."""
     done = [point for point in points if point.is_done and point.seconds is not None]
     best = min(done, key=lambda point: point.seconds or 0.0, default=None)
@@ -52,10 +52,10 @@ def sweep_report(name: str, points: Sequence[SweepPoint]) -> str:
         "done": len(done),
         "charts": [one for key in keys for one in _charts(key, points, best)],
     }
-    return render("sweep.html.jinja", content)
+    return page_from("sweep.html.jinja", content)
 
 
-def _row(point: SweepPoint, keys: Sequence[str], is_best: bool) -> dict[str, Any]:
+def _row(point: SweptRun, keys: Sequence[str], is_best: bool) -> dict[str, Any]:
     found = point.summary
     return {
         "name": point.name,
@@ -74,7 +74,7 @@ def _row(point: SweepPoint, keys: Sequence[str], is_best: bool) -> dict[str, Any
     }
 
 
-def _charts(key: str, points: Sequence[SweepPoint], best: SweepPoint | None) -> list[Chart]:
+def _charts(key: str, points: Sequence[SweptRun], best: SweptRun | None) -> list[Chart]:
     """Return step time and memory against one setting, whose values stand in their order."""
     values = {_text(point.settings.get(key)): point.settings.get(key) for point in points}
     labels = sorted(values, key=lambda text: _order(values[text]))
@@ -90,13 +90,15 @@ def _charts(key: str, points: Sequence[SweepPoint], best: SweepPoint | None) -> 
         is_best = at is not None and css == _MEASURED and field == "step_seconds_median"
         return Series(name, css, known, False, float(at) if is_best and at is not None else None)
 
-    def drawn(title: str, measured: str, predicted: str, shown: Any) -> Chart | None:
+    def drawn(
+        title: str, measured: str, predicted: str, shown: Any, binary: bool = False
+    ) -> Chart | None:
         both = [series(predicted, "predicted", _PREDICTED), series(measured, "measured", _MEASURED)]
-        return chart(title, key, both, shown, labels, from_zero=True)
+        return chart(title, key, both, shown, labels, from_zero=True, binary=binary)
 
     found = [
         drawn("step time", "step_seconds_median", "predicted_step_seconds", seconds_text),
-        drawn("memory", "peak_memory_bytes", "predicted_peak_memory_bytes", bytes_text),
+        drawn("memory", "peak_memory_bytes", "predicted_peak_memory_bytes", bytes_text, True),
     ]
     return [one for one in found if one]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launcher.report.html.charts import Mark, short, ticks
+from launcher.report.html.charts import Mark, ticks, without_zeros
 from launcher.report.text import seconds_text
 from launcher.report.timeline_plot import Box, Picture
 
@@ -105,7 +105,7 @@ def together(pictures: Sequence[Picture]) -> tuple[list[Lanes], list[Mark]]:
     if total <= 0:
         return [], []
     marks = [
-        Mark(round(t / total * 100, 3), short(seconds_text(t)))
+        Mark(round(t / total * 100, 3), without_zeros(seconds_text(t)))
         for t in ticks(0.0, total, 8)
         if t <= total
     ]

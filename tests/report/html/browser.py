@@ -7,14 +7,12 @@ import shutil
 import subprocess
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.request import urlopen
 
-import websocket
-
-FOUND = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
+_NAMES = ("chromium", "chromium-browser", "google-chrome")
+FOUND = next(filter(None, map(shutil.which, _NAMES)), None) if find_spec("websocket") else None
 
 
 class Browser:
@@ -31,6 +29,8 @@ class Browser:
             stderr=subprocess.DEVNULL,
             env={**os.environ, "HOME": self._home.name},
         )
+        import websocket
+
         port_file, deadline = Path(self._home.name, "DevToolsActivePort"), time.monotonic() + 60
         while not (port_file.exists() and port_file.read_text().strip()):
             assert time.monotonic() < deadline, "the browser does not start"

@@ -156,7 +156,7 @@ def test_a_run_without_steps_timeline_or_accounting_has_a_report(plan):
     assert "<h2>Timeline" not in run_report(replace(bare, timeline=()))
 
 
-needs_browser = pytest.mark.skipif(browser.FOUND is None, reason="no browser is here")
+needs_browser = pytest.mark.skipif(not browser.FOUND, reason="no browser is here")
 
 
 @pytest.fixture(scope="module")

@@ -72,7 +72,7 @@ def test_step_time_and_memory_stand_against_what_was_swept_in_its_order(swept):
     ]
 
 
-@pytest.mark.skipif(browser.FOUND is None, reason="no browser is here")
+@pytest.mark.skipif(not browser.FOUND, reason="no browser is here")
 @pytest.mark.devices
 def test_a_browser_opens_it_without_an_error_and_without_a_request(swept):
     chromium = browser.Browser()
