@@ -9,7 +9,7 @@ from launcher.config.errors import ConfigError
 from launcher.config.families import DatasetOptions, ModelOptions, register
 from launcher.config.fields import Switch, choice, number
 
-_IS_PACKED = Switch(
+IS_PACKED = Switch(
     ("dataset.end_token",),
     ("dataset.packing",),
     lambda config: config.dataset.packing == "documents",
@@ -46,7 +46,7 @@ class Tokens(TokenRows):
     validation_fraction: float = number(0.05, minimum=0.0, maximum=0.9)
 
     switches = (
-        _IS_PACKED,
+        IS_PACKED,
         Switch(
             ("dataset.validation_fraction",),
             ("dataset.validation_path",),

@@ -108,6 +108,21 @@ class Export:
 
 
 @dataclass(frozen=True)
+class Prepare:
+    """How `task=prepare_data` works: in how many processes."""
+
+    processes: int | None = number(None, minimum=1)  # null: one a core
+
+
+@dataclass(frozen=True)
+class Tokenize:
+    """The tokenizer that `task=tokenize` trains on the dataset's documents: its size and file."""
+
+    vocab_size: int = number(32_000, minimum=257)
+    path: str = "tokenizer.json"
+
+
+@dataclass(frozen=True)
 class Sweep:
     """The sweep that `task=sweep_status` shows, by its folder, and whether it may submit again."""
 
@@ -154,7 +169,8 @@ class Config:
     """
 
     task: str = choice(
-        *("train", "train", "plan", "check", "calibrate", "export", "submit", "sweep_status")
+        *("train", "train", "plan", "check", "calibrate", "export", "submit", "sweep_status"),
+        *("prepare_data", "tokenize"),
     )
     allow_modules: list[str] = field(default_factory=list)
     allow_commands: bool = False
@@ -170,6 +186,8 @@ class Config:
     report: Report = field(default_factory=Report)
     wandb: Wandb = field(default_factory=Wandb)
     export: Export = field(default_factory=Export)
+    prepare: Prepare = field(default_factory=Prepare)
+    tokenize: Tokenize = field(default_factory=Tokenize)
     sweep: Sweep = field(default_factory=Sweep)
     from_environment: FromEnvironment = field(
         default_factory=dict, compare=False, repr=False, metadata={"internal": True}

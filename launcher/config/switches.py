@@ -68,6 +68,20 @@ SWITCHES = (
         "use that task",
     ),
     Switch(
+        ("prepare",),
+        ("task",),
+        lambda c: c.task == "prepare_data",
+        "that is for task=prepare_data",
+        "use that task",
+    ),
+    Switch(
+        ("tokenize",),
+        ("task",),
+        lambda c: c.task == "tokenize",
+        "that is for task=tokenize",
+        "use that task",
+    ),
+    Switch(
         ("sweep",),
         ("task",),
         lambda c: c.task == "sweep_status",

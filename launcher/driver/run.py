@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 def run(config: Config, stop: Stop, rendezvous: Rendezvous | None = None) -> int:
-    """Do `config.task`, "train", "plan", "calibrate" or "export"; report errors on standard error.
+    """Do `config.task`, one that runs here; report errors on standard error.
 
     Call it in the main thread, once per process.
 
@@ -72,6 +72,12 @@ def run(config: Config, stop: Stop, rendezvous: Rendezvous | None = None) -> int
                 from launcher.driver.export import export
 
                 return export(config, console)
+            if config.task in ("prepare_data", "tokenize"):
+                from launcher.driver.prepare_data import prepare_data, tokenize
+
+                return (prepare_data if config.task == "prepare_data" else tokenize)(
+                    config, console
+                )
             return _plan(config, console)
 
     with lines_to(line_printer(console)):

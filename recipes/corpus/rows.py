@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -75,6 +75,10 @@ class RowMaker:
         if self.packed or self.masked:
             batch["weights"] = weights.astype(np.float32)
         return batch
+
+    def with_weights(self) -> RowMaker:
+        """Return the same, whose rows have weights even if all tokens are to be learned."""
+        return replace(self, masked=True)
 
     def _check(self, tokens: np.ndarray, starts: list[int]) -> None:
         bad = (tokens < 0) | (tokens >= self.vocab_size)

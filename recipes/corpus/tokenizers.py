@@ -16,24 +16,21 @@ BYTES = "bytes"
 _END_OF_BYTES = 256
 # Special tokens that end a document, where a tokenizer's folder names none.
 _ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|im_end|>")
-# tiktoken's files hold the ranks alone; which pattern cuts the text shows in their number.
-_RANKS = {50256: "r50k_base", 100256: "cl100k_base", 199998: "o200k_base"}
+# tiktoken's files hold ranks alone. Their number shows which pattern cuts the text, and which token
+# <|endoftext|> is.
+_RANKS = {50256: ("r50k", 50256), 100256: ("cl100k", 100257), 199998: ("o200k", 199999)}
+_WORD = r"[^\r\n\p{L}\p{N}]?"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _CUTS = {
-    "r50k_base": r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s""",
-    "cl100k_base": (
-        r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"""
-        r"""|\s++$|\s*[\r\n]|\s+(?!\S)|\s"""
+    "r50k": (r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"),
+    "cl100k": (
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
+        r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
     ),
-    "o200k_base": "|".join(
-        [
-            r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?""",  # noqa: E501
-            r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?""",  # noqa: E501
-            r"""\p{N}{1,3}""",
-            r""" ?[^\s\p{L}\p{N}]+[\r\n/]*""",
-            r"""\s*[\r\n]+""",
-            r"""\s+(?!\S)""",
-            r"""\s+""",
-        ]
+    "o200k": (
+        f"{_WORD}{_UPPER}*{_LOWER}+{_SHORT}|{_WORD}{_UPPER}+{_LOWER}*{_SHORT}"
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
 }
 
@@ -95,8 +92,8 @@ def _file(name: str) -> Path:
         path = path / "tokenizer.json"
     if not path.is_file():
         raise InputError(
-            f"dataset.tokenizer={name}: {path} does not exist; name a tokenizer.json, a folder with "
-            "one, a .tiktoken file, or bytes"
+            f"dataset.tokenizer={name}: {path} does not exist; name a tokenizer.json, a folder "
+            "with one, a .tiktoken file, or bytes"
         )
     return path
 
@@ -161,10 +158,10 @@ def _tiktoken(path: Path) -> Tokenizer:
         ) from None
     lines = (line.split() for line in path.read_bytes().splitlines() if line)
     ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
-    end = len(ranks)
+    cut, end = _RANKS.get(len(ranks), ("cl100k", len(ranks)))
     found = tiktoken.Encoding(
         path.stem,
-        pat_str=_CUTS[_RANKS.get(end, "cl100k_base")],
+        pat_str=_CUTS[cut],
         mergeable_ranks=ranks,
         special_tokens={"<|endoftext|>": end},
     )
