@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from recipes import InputError
 
-PIECE = 2**26  # bytes of source that are read as one
+PIECE = 2**24  # bytes of source that are read as one
 SUFFIXES = {
     "text": (".txt",),
     "jsonl": (".jsonl", ".json", ".ndjson"),
