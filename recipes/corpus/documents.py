@@ -246,9 +246,9 @@ def _arrow(module: str) -> Any:
 
 
 def stamp_of(path: str | Path) -> str:
-    """Return what tells that a file has changed: its size and its time."""
+    """Return what tells that a file has changed: its name, size and time, wherever it lies."""
     status = os.stat(path)
-    return f"{path} {status.st_size} {status.st_mtime_ns}"
+    return f"{Path(path).name} {status.st_size} {status.st_mtime_ns}"
 
 
 _READERS: dict[str, Callable[[Piece, str], Iterator[Found]]] = {

@@ -98,7 +98,7 @@ def prepare_corpus(
     tokenizer, source, settings = load_tokenizer(work.tokenizer), work.source(), work.settings()
     groups = pieces_of(find_sources(work.path, work.pattern, work.format), work.format)
     keys = {
-        f"{index:05}": _digest([settings, [[stamp_of(p.path), *p] for p in group]])
+        f"{index:05}": _digest([settings, [[stamp_of(p.path), p.start, p.stop] for p in group]])
         for index, group in enumerate(groups)
     }
     work.folder.mkdir(parents=True, exist_ok=True)

@@ -21,6 +21,8 @@ from launcher.config.compose import load, to_dict
 from launcher.config.folders import CONF, find_groups
 from launcher.train import checkpoint
 from launcher.train.program import build_program
+from recipes.corpus.prepare import Preparation, prepare_corpus
+from recipes.corpus.train_tokenizer import train_tokenizer
 
 PAGES = read_pages()
 BY_NAME = {page.name: page for page in PAGES}
@@ -37,7 +39,7 @@ PROGRAMS = [
     if page.name != RECIPES_PAGE.name  # whose blocks are modules: see test_own_code.py, and below
 ]
 # Of recipes/README.md, in order.
-MODULES = "arrays", "net", "normed", "nnx_net", "data", "net_options", "data_options"
+MODULES = "talks", "arrays", "net", "normed", "nnx_net", "data", "net_options", "data_options"
 END = "\0\n"  # printed between the blocks of a program
 
 
@@ -56,7 +58,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "my_pkg").mkdir()
     for name, (block,) in zip(MODULES, RECIPES_PAGE.programs, strict=True):
         (folder / "my_pkg" / f"{name}.py").write_text(block.text)
-    subprocess.run([sys.executable, "my_pkg/arrays.py"], cwd=folder, check=True)
+    for module in ("arrays", "talks"):
+        subprocess.run([sys.executable, f"my_pkg/{module}.py"], cwd=folder, check=True)
+    work = ("jsonl", "text", str(folder / "tokenizer.json"), None, "refuse")
+    talks = Preparation(
+        str(folder / "talks.jsonl"), None, *work, str(folder / "talks.jsonl.tokens")
+    )
+    train_tokenizer(talks, 300, folder / "tokenizer.json")
+    prepare_corpus(talks, 1)
 
     program = build_program(load(["recipe=smoke"]))
     state = checkpoint.copy_to_host(jax.jit(program.init)(program.seed))
@@ -89,9 +98,10 @@ def test_every_command_is_accepted(
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)  # as `python -m` does
     arguments = shlex.split(command)
-    if "task=sweep_status" in arguments:  # whose settings have no meaning for another task
-        assert load(arguments).task == "sweep_status"
-        return
+    for task in ("sweep_status", "prepare_data", "tokenize"):
+        if f"task={task}" in arguments:  # whose settings have no meaning for another task
+            assert load(arguments).task == task
+            return
     assert main([*arguments, "task=check"]) == 0
     assert capsys.readouterr().err == ""
 
