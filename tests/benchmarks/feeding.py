@@ -17,7 +17,10 @@ import jax
 import numpy as np
 
 from launcher.config.compose import load
+from launcher.train.optimizer import build_optimizer
 from launcher.train.program import build_program
+from launcher.train.step import make_train_step
+from recipes import build_model
 
 
 def main() -> None:
@@ -33,14 +36,17 @@ def main() -> None:
         for packing in ("stream", "documents"):
             end = ["dataset.end_token=0"] if packing == "documents" else []
             words = ["dataset=tokens", f"dataset.path={path}", f"dataset.packing={packing}", *end]
-            program = build_program(load([*words, "train.eval_every=0"]))
+            config = load([*words, "train.eval_every=0"])
+            program = build_program(config)
             batches = program.dataset.train
             batches(0)
             began = time.process_time()
             for k in range(args.batches):
                 batch = batches(k)
             fed = (time.process_time() - began) / args.batches
-            step = jax.jit(program.train.fun)
+            model = build_model(config.model, config.train.precision)
+            optimizer, schedule = build_optimizer(config.optimizer, config.train.steps)
+            step = jax.jit(make_train_step(model, optimizer, schedule, False))
             state = jax.jit(program.init)(program.seed)
             jax.block_until_ready(step(state, batch))
             began = time.process_time()
