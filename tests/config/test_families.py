@@ -16,7 +16,7 @@ from launcher.config.families import (
 def test_families_are_found_by_the_names_of_their_modules() -> None:
     assert list(find_models()) == ["gpt", "mlp"]
     assert list(find_datasets()) == [
-        *("arrays", "documents", "mixture", "stdlib_text", "synthetic", "text", "tokens")
+        *("arrays", "digits", "documents", "mixture", "stdlib_text", "synthetic", "text", "tokens")
     ]
 
 

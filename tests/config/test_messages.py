@@ -634,7 +634,7 @@ FILES = [
         "path: /data\n",
         "dataset=mine",
         "dataset.name is not set. It says which kind of dataset this is: "
-        "arrays, documents, mixture, stdlib_text, synthetic, text, tokens, custom.",
+        "arrays, digits, documents, mixture, stdlib_text, synthetic, text, tokens, custom.",
     ),
 ]
 

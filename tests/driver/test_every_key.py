@@ -195,6 +195,8 @@ def token_probes(data):
         yield name, "dataset.packing", made("stream")
         yield name, "dataset.end_token", made(8)
         yield name, "dataset.validation_fraction", made(0.5)
+    digits = {"dataset": {"name": "digits"}, "model": {"input_size": 64, "output_size": 10}}
+    yield "digits", "dataset.validation_fraction", data(merged(MLP, digits), 0.5)
     documents = merged(GPT, DOCUMENTS, {"model": {"vocab_size": 257}})
     others = {
         "bad": {"path": "bad.jsonl"},
