@@ -24,7 +24,7 @@ SUFFIXES = {
 }
 
 
-class Piece(NamedTuple):
+class SourcePiece(NamedTuple):
     """A part of one file.
 
     Attributes:
@@ -40,7 +40,7 @@ class Piece(NamedTuple):
     size: int
 
 
-class Found(NamedTuple):
+class FoundDocument(NamedTuple):
     """One document, or why there is none.
 
     Attributes:
@@ -66,7 +66,7 @@ class Reading:
     format: str
     field: str
 
-    def documents(self, piece: Piece) -> Iterator[Found]:
+    def documents(self, piece: SourcePiece) -> Iterator[FoundDocument]:
         """Yield the documents of a piece, bad ones too.
 
         Raises:
@@ -103,9 +103,9 @@ def find_sources(path: str, pattern: str | None, format: str) -> list[Path]:
     return sorted(paths)
 
 
-def pieces_of(paths: list[Path], format: str, size: int = PIECE) -> list[list[Piece]]:
+def pieces_of(paths: list[Path], format: str, size: int = PIECE) -> list[list[SourcePiece]]:
     """Return groups of pieces of about `size` bytes, in the order of the files."""
-    groups: list[list[Piece]] = [[]]
+    groups: list[list[SourcePiece]] = [[]]
     for path in paths:
         for piece in _cut(path, format, size):
             if groups[-1] and sum(one.size for one in groups[-1]) + piece.size > size:
@@ -114,12 +114,12 @@ def pieces_of(paths: list[Path], format: str, size: int = PIECE) -> list[list[Pi
     return groups
 
 
-def _cut(path: Path, format: str, size: int) -> Iterator[Piece]:
+def _cut(path: Path, format: str, size: int) -> Iterator[SourcePiece]:
     whole = path.stat().st_size
     if format == "jsonl":
         for start in range(0, max(whole, 1), size):
             stop = min(start + size, whole)
-            yield Piece(str(path), start, stop, stop - start)
+            yield SourcePiece(str(path), start, stop, stop - start)
         return
     count = 1
     if format == "parquet":
@@ -128,26 +128,28 @@ def _cut(path: Path, format: str, size: int) -> Iterator[Piece]:
         except (OSError, ValueError):
             count = 0  # damaged: said when it is read
     if count <= 1:
-        yield Piece(str(path), 0, -1, whole)
+        yield SourcePiece(str(path), 0, -1, whole)
         return
     for group in range(count):
-        yield Piece(str(path), group, group + 1, whole // count)
+        yield SourcePiece(str(path), group, group + 1, whole // count)
 
 
-def _text(piece: Piece, field: str) -> Iterator[Found]:
+def _text(piece: SourcePiece, field: str) -> Iterator[FoundDocument]:
     content = Path(piece.path).read_bytes()
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
-        yield Found(None, f"byte {error.start:,}", "it is no UTF-8")
+        yield FoundDocument(None, f"byte {error.start:,}", "it is no UTF-8")
         return
-    yield Found(text, "the file") if text else Found(None, "the file", "it is empty")
+    yield (
+        FoundDocument(text, "the file") if text else FoundDocument(None, "the file", "it is empty")
+    )
 
 
-def _jsonl(piece: Piece, field: str) -> Iterator[Found]:
+def _jsonl(piece: SourcePiece, field: str) -> Iterator[FoundDocument]:
     with open(piece.path, "rb") as file:
         if piece.start == piece.stop:
-            yield Found(None, "the file", "it is empty")
+            yield FoundDocument(None, "the file", "it is empty")
         if piece.start:  # a line belongs to the piece in which it begins
             file.seek(piece.start - 1)
             file.readline()
@@ -158,9 +160,9 @@ def _jsonl(piece: Piece, field: str) -> Iterator[Found]:
             try:
                 value = _row(json.loads(line), field)
             except ValueError as error:
-                yield Found(None, f"line {_line(piece.path, start)}", str(error))
+                yield FoundDocument(None, f"line {_line(piece.path, start)}", str(error))
                 continue
-            yield Found(value, f"byte {start:,}")
+            yield FoundDocument(value, f"byte {start:,}")
 
 
 def _row(row: Any, field: str) -> Any:
@@ -189,7 +191,7 @@ def _line(path: str, offset: int) -> int:
     return count
 
 
-def _parquet(piece: Piece, field: str) -> Iterator[Found]:
+def _parquet(piece: SourcePiece, field: str) -> Iterator[FoundDocument]:
     parquet = _arrow("pyarrow.parquet")
     try:
         file = parquet.ParquetFile(piece.path)
@@ -201,10 +203,10 @@ def _parquet(piece: Piece, field: str) -> Iterator[Found]:
         batches = file.iter_batches(1024, row_groups=list(groups), columns=[field])
         yield from _rows((batch.column(0) for batch in batches), field, first)
     except (OSError, ValueError) as error:  # pyarrow's errors are one or the other
-        yield Found(None, "the file", " ".join(str(error).split()))
+        yield FoundDocument(None, "the file", " ".join(str(error).split()))
 
 
-def _arrow_file(piece: Piece, field: str) -> Iterator[Found]:
+def _arrow_file(piece: SourcePiece, field: str) -> Iterator[FoundDocument]:
     ipc, arrow = _arrow("pyarrow.ipc"), _arrow("pyarrow")
     try:
         with arrow.memory_map(piece.path) as source:
@@ -221,15 +223,19 @@ def _arrow_file(piece: Piece, field: str) -> Iterator[Found]:
             index = names.index(field)
             yield from _rows((batch.column(index) for batch in batches), field, 0)
     except (OSError, ValueError) as error:
-        yield Found(None, "the file", " ".join(str(error).split()))
+        yield FoundDocument(None, "the file", " ".join(str(error).split()))
 
 
-def _rows(columns: Iterator[Any], field: str, row: int) -> Iterator[Found]:
+def _rows(columns: Iterator[Any], field: str, row: int) -> Iterator[FoundDocument]:
     for column in columns:
         for value in column.to_pylist():
             problem = _problem(value)
             place = f"row {row:,}"
-            yield Found(None, place, f"{field!r} {problem}") if problem else Found(value, place)
+            yield (
+                FoundDocument(None, place, f"{field!r} {problem}")
+                if problem
+                else FoundDocument(value, place)
+            )
             row += 1
 
 
@@ -251,7 +257,7 @@ def stamp_of(path: str | Path) -> str:
     return f"{Path(path).name} {status.st_size} {status.st_mtime_ns}"
 
 
-_READERS: dict[str, Callable[[Piece, str], Iterator[Found]]] = {
+_READERS: dict[str, Callable[[SourcePiece, str], Iterator[FoundDocument]]] = {
     "text": _text,
     "jsonl": _jsonl,
     "parquet": _parquet,

@@ -27,7 +27,14 @@ import numpy as np
 from launcher.files import write_whole
 from recipes import InputError
 from recipes.corpus.chat import Encoded, chat_encoder
-from recipes.corpus.documents import Found, Piece, Reading, find_sources, pieces_of, stamp_of
+from recipes.corpus.documents import (
+    FoundDocument,
+    Reading,
+    SourcePiece,
+    find_sources,
+    pieces_of,
+    stamp_of,
+)
 from recipes.corpus.meta import META, CorpusMeta, TokenPart, read_meta, write_meta
 from recipes.corpus.tokenizers import Tokenizer, load_tokenizer, tokenizer_fingerprint
 
@@ -200,7 +207,7 @@ def _encoder(name: str, template: str | None) -> tuple[Tokenizer, Callable[[Any]
     return tokenizer, chat
 
 
-def _make(work: Preparation, name: str, key: str, group: Sequence[Piece]) -> TokenPart:
+def _make(work: Preparation, name: str, key: str, group: Sequence[SourcePiece]) -> TokenPart:
     """Write the files of one part."""
     tokenizer, _ = _encoder(work.tokenizer, work.chat_template)
     dtype, base = _dtype(tokenizer), work.folder / name
@@ -247,12 +254,12 @@ class _Bad:
 
 
 def _encoded(
-    work: Preparation, piece: Piece, bad: _Bad
+    work: Preparation, piece: SourcePiece, bad: _Bad
 ) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
     """Yield the tokens of each document, and for conversations which are to be learned."""
     tokenizer, chat = _encoder(work.tokenizer, work.chat_template)
     end = np.array([] if tokenizer.end_token is None else [tokenizer.end_token], np.int64)
-    waiting: list[Found] = []
+    waiting: list[FoundDocument] = []
 
     def flush() -> Iterator[tuple[np.ndarray, None]]:
         made = tokenizer.encode([one.value for one in waiting])
