@@ -4,8 +4,8 @@ A family is two modules, found by their names. `<name>_options.py` defines its s
 dataclass; it is imported to check them, so it imports neither JAX nor Grain. `<name>.py` builds
 what they describe: a model's has `build(options, precision) -> Model`, a dataset's has
 `check(options, model_options, validation)` and `build(options, model_options, global_batch_size,
-seed) -> Dataset`. A module of the user's own is named by the setting `model.module` or
-`dataset.module` and has the same functions.
+seed) -> Dataset`, and `fingerprint(options) -> str` where its content may change. A module of the
+user's own is named by the setting `model.module` or `dataset.module` and has the same functions.
 
 Importing this package imports neither JAX nor Grain.
 """
@@ -146,6 +146,24 @@ def check_dataset(options: Any, model_options: Any, *, validation: bool) -> None
     """
     module = _module("dataset", options)
     module.check(_fields(options), _fields(model_options), validation)
+
+
+def fingerprint_dataset(options: Any) -> str:
+    """Return a digest of the data's content; "" for data that has none, or does not tell.
+
+    Imports neither JAX nor Grain, and no module of the user's.
+
+    Args:
+        options: the settings of the section `dataset`.
+
+    Raises:
+        InputError: the data cannot be used.
+        OSError: a file cannot be read.
+    """
+    if options.name == "custom":
+        return ""
+    fingerprint = getattr(_module("dataset", options), "fingerprint", None)
+    return fingerprint(options) if fingerprint else ""
 
 
 def find_module(key: str, name: str) -> None:

@@ -13,6 +13,7 @@ from launcher.npz import Header, read_arrays, read_headers
 from recipes import Batches, Dataset, InputError
 from recipes.arrays_options import Arrays
 from recipes.batches import batches, held_out
+from recipes.corpus.fingerprint import fingerprint_of
 
 if TYPE_CHECKING:
     from recipes import Batch
@@ -88,6 +89,12 @@ def build(options: Arrays, model_options: Any, global_batch_size: int, seed: int
         validation=validation if count else None,
         describe=_describe(options, split),
     )
+
+
+def fingerprint(options: Arrays) -> str:
+    """Return a digest of the file, from samples of it."""
+    _headers(options.path)  # refuses what cannot be used
+    return fingerprint_of([Path(options.path).expanduser()])
 
 
 def _find(options: Arrays, model_options: Any) -> _Split:

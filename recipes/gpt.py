@@ -14,11 +14,11 @@ from typing import Any, cast
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import optax
 
 from launcher import mark_pipeline_boundary
 from recipes import Model
 from recipes.gpt_options import DIMENSIONS, GPTOptions
+from recipes.next_token import Packed, next_token_loss, packing_of, same_document
 
 _INIT_SCALE = 0.02
 EPSILON = 1e-5
@@ -33,7 +33,7 @@ class Attention(nn.Module):
     dtype: Any
 
     @nn.compact
-    def __call__(self, x: jax.Array, deterministic: bool) -> jax.Array:
+    def __call__(self, x: jax.Array, deterministic: bool, packed: Packed = None) -> jax.Array:
         """Map float [batch, length, hidden] to the same; without dropout if `deterministic`."""
         length, hidden = x.shape[-2:]
         head_size = hidden // self.num_heads
@@ -49,7 +49,10 @@ class Attention(nn.Module):
         # Made here, in each block, so that no block waits for an array of another one.
         rows = jax.lax.broadcasted_iota(jnp.int32, (length, length), 0)
         columns = jax.lax.broadcasted_iota(jnp.int32, (length, length), 1)
-        scores = jnp.where(columns <= rows, scores.astype(jnp.float32), -jnp.inf)
+        seen = columns <= rows
+        if packed:
+            seen = seen & same_document(packed[0])
+        scores = jnp.where(seen, scores.astype(jnp.float32), -jnp.inf)
         weights = jax.nn.softmax(scores, axis=-1).astype(self.dtype)
         weights = nn.Dropout(self.dropout)(weights, deterministic)
 
@@ -98,7 +101,7 @@ class Block(nn.Module):
     dtype: Any
 
     @nn.compact
-    def __call__(self, x: jax.Array, deterministic: bool) -> jax.Array:
+    def __call__(self, x: jax.Array, deterministic: bool, packed: Packed = None) -> jax.Array:
         """Map float [batch, length, hidden] to the same; without dropout if `deterministic`."""
 
         def norm(name: str) -> nn.LayerNorm:
@@ -109,7 +112,7 @@ class Block(nn.Module):
         )
         mlp = FeedForward(self.mlp_ratio, self.output_scale, self.dtype, name="mlp")
         drop = nn.Dropout(self.dropout)
-        x = x + drop(attention(norm("input_layernorm")(x), deterministic), deterministic)
+        x = x + drop(attention(norm("input_layernorm")(x), deterministic, packed), deterministic)
         return x + drop(mlp(norm("pre_mlp_layernorm")(x)), deterministic)
 
 
@@ -132,8 +135,14 @@ class GPT(nn.Module):
     dtype: Any
 
     @nn.compact
-    def __call__(self, tokens: jax.Array, deterministic: bool) -> jax.Array:
-        """Map tokens, int32 [batch, length], to logits, `dtype` [batch, length, vocab_size]."""
+    def __call__(self, tokens: jax.Array, deterministic: bool, packed: Packed = None) -> jax.Array:
+        """Map tokens, int32 [batch, length], to logits, `dtype` [batch, length, vocab_size].
+
+        Args:
+            tokens: the tokens.
+            deterministic: whether nothing is dropped.
+            packed: of rows that hold several documents, each token's document and its place there.
+        """
         normal = nn.initializers.normal(_INIT_SCALE)
         words = nn.Embed(
             self.vocab_size,
@@ -145,7 +154,8 @@ class GPT(nn.Module):
         positions = self.param(
             "position_embeddings", normal, (self.sequence_length, self.hidden_size)
         )
-        x = words(tokens) + positions[: tokens.shape[1]].astype(self.dtype)
+        places = positions[packed[1]] if packed else positions[: tokens.shape[1]]
+        x = words(tokens) + places.astype(self.dtype)
         x = nn.Dropout(self.dropout)(x, deterministic)
 
         # The 2 * num_layers branches that are added to x keep its variance (GPT-2, section 2.3).
@@ -155,7 +165,7 @@ class GPT(nn.Module):
         )
         if self.scan_layers:
             scanned = nn.scan(
-                lambda module, x: (module(x, deterministic), None),
+                lambda module, x: (module(x, deterministic, packed), None),
                 variable_axes={"params": 0},
                 split_rngs={"params": True, "dropout": True},
                 length=self.num_layers,
@@ -165,7 +175,7 @@ class GPT(nn.Module):
             for index in range(self.num_layers):
                 if index > 0:
                     mark_pipeline_boundary()
-                x = block(name=f"layers_{index}")(x, deterministic)
+                x = block(name=f"layers_{index}")(x, deterministic, packed)
 
         x = nn.LayerNorm(epsilon=EPSILON, dtype=self.dtype, name="final_layernorm")(x)
         if self.tie_embeddings:
@@ -182,7 +192,9 @@ class GPT(nn.Module):
 def build(options: GPTOptions, precision: str) -> Model:
     """Return a GPT whose loss is the mean cross-entropy of the next token.
 
-    A batch holds `tokens` and `targets`, int32 [batch, sequence_length].
+    A batch holds `tokens` and `targets`, int32 [batch, sequence_length]; with `segments` and
+    `positions`, attention keeps within documents, and with `weights` the mean is weighted
+    (`next_token_loss`).
 
     Args:
         options: the dimensions, all of them set.
@@ -207,11 +219,9 @@ def build(options: GPTOptions, precision: str) -> Model:
             {"params": params},
             batch["tokens"],
             deterministic=key is None,
+            packed=packing_of(batch),
             rngs=None if key is None else {"dropout": key},
         )
-        losses = optax.softmax_cross_entropy_with_integer_labels(
-            cast(jax.Array, logits).astype(jnp.float32), batch["targets"]
-        )
-        return jnp.mean(losses), {}
+        return next_token_loss(cast(jax.Array, logits), batch)
 
     return Model(init, loss)

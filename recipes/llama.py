@@ -17,11 +17,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from launcher import mark_pipeline_boundary
 from recipes import Model
 from recipes.llama_options import LlamaOptions
+from recipes.next_token import Packed, next_token_loss, packing_of, same_document
 
 _INIT_SCALE = 0.02
 # Llama 3.1's stretching: wavelengths up to a quarter of the first training's length stay, those
@@ -66,8 +66,8 @@ class Attention(nn.Module):
     dtype: Any
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Map float [batch, length, hidden] to the same."""
+    def __call__(self, x: jax.Array, packed: Packed = None) -> jax.Array:
+        """Map float [batch, length, hidden] to the same; a `packed` batch by its documents."""
         options = self.options
 
         def heads(count: int | None, name: str) -> jax.Array:
@@ -88,7 +88,7 @@ class Attention(nn.Module):
             )
             query, key = norm(name="q_norm")(query), norm(name="k_norm")(key)
         # Made here, in each block, so that no block waits for an array of another one.
-        positions = jax.lax.iota(jnp.int32, x.shape[1])
+        positions = packed[1] if packed else jax.lax.iota(jnp.int32, x.shape[1])
         frequencies = rotary_frequencies(
             cast(int, options.head_size),
             cast(float, options.rope_base),
@@ -98,6 +98,7 @@ class Attention(nn.Module):
             rotate(query, positions, frequencies),
             rotate(key, positions, frequencies),
             value,
+            mask=same_document(packed[0]) if packed else None,
             is_causal=True,
             local_window_size=(options.sliding_window - 1, 0) if options.sliding_window else None,
         )
@@ -148,7 +149,7 @@ class Block(nn.Module):
     dtype: Any
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, packed: Packed = None) -> jax.Array:
         """Map float [batch, length, hidden] to the same."""
         epsilon = cast(float, self.options.norm_epsilon)
 
@@ -156,7 +157,7 @@ class Block(nn.Module):
             return nn.RMSNorm(epsilon=epsilon, dtype=self.dtype, name=name)
 
         shared = (self.options, self.output_scale, self.dtype)
-        x = x + Attention(*shared, name="self_attention")(norm("input_layernorm")(x))
+        x = x + Attention(*shared, name="self_attention")(norm("input_layernorm")(x), packed)
         return x + FeedForward(*shared, name="mlp")(norm("pre_mlp_layernorm")(x))
 
 
@@ -171,8 +172,13 @@ class Llama(nn.Module):
     dtype: Any
 
     @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Map tokens, int32 [batch, length], to logits, `dtype` [batch, length, vocab_size]."""
+    def __call__(self, tokens: jax.Array, packed: Packed = None) -> jax.Array:
+        """Map tokens, int32 [batch, length], to logits, `dtype` [batch, length, vocab_size].
+
+        Args:
+            tokens: the tokens.
+            packed: of rows that hold several documents, each token's document and its place there.
+        """
         options = self.options
         num_layers, hidden = cast(int, options.num_layers), cast(int, options.hidden_size)
         normal = nn.initializers.normal(_INIT_SCALE)
@@ -191,7 +197,7 @@ class Llama(nn.Module):
         block = functools.partial(Block, options, _INIT_SCALE / (2 * num_layers) ** 0.5, self.dtype)
         if options.scan_layers:
             scanned = nn.scan(
-                lambda module, x: (module(x), None),
+                lambda module, x: (module(x, packed), None),
                 variable_axes={"params": 0},
                 split_rngs={"params": True},
                 length=num_layers,
@@ -201,7 +207,7 @@ class Llama(nn.Module):
             for index in range(num_layers):
                 if index > 0:
                     mark_pipeline_boundary()
-                x = block(name=f"layers_{index}")(x)
+                x = block(name=f"layers_{index}")(x, packed)
 
         epsilon = cast(float, options.norm_epsilon)
         x = nn.RMSNorm(epsilon=epsilon, dtype=self.dtype, name="final_layernorm")(x)
@@ -219,7 +225,9 @@ class Llama(nn.Module):
 def build(options: LlamaOptions, precision: str) -> Model:
     """Return a Llama whose loss is the mean cross-entropy of the next token.
 
-    A batch holds `tokens` and `targets`, int32 [batch, sequence_length].
+    A batch holds `tokens` and `targets`, int32 [batch, sequence_length]; with `segments` and
+    `positions`, attention keeps within documents, and with `weights` the mean is weighted
+    (`next_token_loss`).
 
     Args:
         options: the settings, all of them set.
@@ -234,10 +242,7 @@ def build(options: LlamaOptions, precision: str) -> Model:
         params: Any, batch: Any, key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         del key  # nothing is random
-        logits = cast(jax.Array, llama.apply({"params": params}, batch["tokens"]))
-        losses = optax.softmax_cross_entropy_with_integer_labels(
-            logits.astype(jnp.float32), batch["targets"]
-        )
-        return jnp.mean(losses), {}
+        logits = llama.apply({"params": params}, batch["tokens"], packing_of(batch))
+        return next_token_loss(cast(jax.Array, logits), batch)
 
     return Model(init, loss)

@@ -13,6 +13,7 @@ import numpy as np
 
 from recipes import Dataset, InputError
 from recipes.batches import batches, held_out, next_token_batch
+from recipes.corpus.fingerprint import fingerprint_of
 from recipes.files import FileSlice, find_stdlib, find_text, split, stdlib_folder, total_size
 from recipes.text_options import VOCABULARY, StdlibText, Text
 
@@ -75,6 +76,15 @@ def build(
         validation=validation,
         describe=_describe(text),
     )
+
+
+def fingerprint(options: StdlibText | Text) -> str:
+    """Return a digest of the text, from samples of its files."""
+    if isinstance(options, Text):
+        pieces = find_text(options.path, options.pattern)
+    else:
+        pieces = find_stdlib()
+    return fingerprint_of([piece.path for piece in pieces])
 
 
 def _find(options: Any, model_options: Any) -> _Text:

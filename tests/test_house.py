@@ -19,7 +19,18 @@ SOURCES = {
 
 # The doors of a recipe, a program, a registry and a room; a setting and what it stands for; what is
 # done to a state and, from Python, to a tree.
-SHARED_NAMES = {"Replay", "Run", "build", "check", "main", "register", "restore", "run", "save"}
+SHARED_NAMES = {
+    "Replay",
+    "Run",
+    "build",
+    "check",
+    "fingerprint",
+    "main",
+    "register",
+    "restore",
+    "run",
+    "save",
+}
 
 
 def public_names(tree: ast.Module) -> list[str]:

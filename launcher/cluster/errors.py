@@ -42,6 +42,11 @@ class HungError(ClusterError):
         self.workers = workers
 
 
+_OF_INPUT = (
+    "InputError"  # of a file that cannot be used: its line says all, where it was raised nothing
+)
+
+
 class WorkerError(Exception):
     """An error raised when a worker process died, or for an exception raised inside it.
 
@@ -101,6 +106,8 @@ class WorkerError(Exception):
 
     def __str__(self) -> str:
         parts = [self.summary]
+        if self.error_type == _OF_INPUT:
+            return parts[0]
         if self.traceback_text:
             parts.append(self.traceback_text.rstrip())
         if self.log_tail:

@@ -112,6 +112,21 @@ class Export:
 
 
 @dataclass(frozen=True)
+class Prepare:
+    """How `task=prepare_data` works: in how many processes."""
+
+    processes: int | None = number(None, minimum=1)  # null: one a core
+
+
+@dataclass(frozen=True)
+class Tokenize:
+    """The tokenizer that `task=tokenize` trains on the dataset's documents: its size and file."""
+
+    vocab_size: int = number(32_000, minimum=257)
+    path: str = "tokenizer.json"
+
+
+@dataclass(frozen=True)
 class Generate:
     """What `task=generate` goes on with, by the weights after `step` steps of the run, and how."""
 
@@ -206,17 +221,8 @@ class Config:
     """
 
     task: str = choice(
-        *(
-            "train",
-            "train",
-            "plan",
-            "check",
-            "calibrate",
-            "export",
-            "generate",
-            "submit",
-            "sweep_status",
-        )
+        *("train", "train", "plan", "check", "calibrate", "export", "generate", "submit"),
+        *("sweep_status", "prepare_data", "tokenize"),
     )
     allow_modules: list[str] = field(default_factory=list)
     allow_commands: bool = False
@@ -234,6 +240,8 @@ class Config:
     wandb: Wandb = field(default_factory=Wandb)
     export: Export = field(default_factory=Export)
     generate: Generate = field(default_factory=Generate)
+    prepare: Prepare = field(default_factory=Prepare)
+    tokenize: Tokenize = field(default_factory=Tokenize)
     sweep: Sweep = field(default_factory=Sweep)
     from_environment: FromEnvironment = field(
         default_factory=dict, compare=False, repr=False, metadata={"internal": True}

@@ -129,6 +129,20 @@ SWITCHES = (
         "set generate.temperature",
     ),
     Switch(
+        ("prepare",),
+        ("task",),
+        lambda c: c.task == "prepare_data",
+        "that is for task=prepare_data",
+        "use that task",
+    ),
+    Switch(
+        ("tokenize",),
+        ("task",),
+        lambda c: c.task == "tokenize",
+        "that is for task=tokenize",
+        "use that task",
+    ),
+    Switch(
         ("sweep.dir", "sweep.resubmit"),
         ("task",),
         lambda c: c.task == "sweep_status",

@@ -21,6 +21,7 @@ from launcher.config.errors import ConfigError, shown
 from launcher.config.interpolation import dotted, unresolved
 from launcher.config.schema import Config
 from launcher.train.checkpoint import Account
+from recipes import fingerprint_dataset
 
 _FIXED = (
     "model",
@@ -52,7 +53,8 @@ def check_same_run(path: Path, step: int, stored: Account, config: Config) -> No
         config: the settings now.
 
     Raises:
-        ConfigError: a setting that must not change has changed.
+        ConfigError: a setting that must not change has changed, or the data has.
+        recipes.InputError: the data cannot be used.
     """
     before, now = _flat(stored.config), _flat(to_dict(config))
     for key in filter(_is_fixed, sorted(before.keys() | now.keys())):
@@ -68,6 +70,13 @@ def check_same_run(path: Path, step: int, stored: Account, config: Config) -> No
                 "Set it back to resume that run, or choose another run.id.",
                 [key],
             )
+    if stored.data and stored.data != fingerprint_dataset(config.dataset):
+        raise ConfigError(
+            f"the data of dataset={config.dataset.name} has changed since run.id={path.name} "
+            f"reached step {step}: its files hold something else",
+            "Put the files back to resume that run, or choose another run.id.",
+            ["run.id"],
+        )
 
 
 def _is_fixed(key: str) -> bool:

@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 def run(config: Config, stop: Stop, rendezvous: Rendezvous | None = None) -> int:
-    """Do `config.task`, one that needs JAX; report errors on standard error.
+    """Do `config.task`, one that runs here; report errors on standard error.
 
     Call it in the main thread, once per process.
 
@@ -79,6 +79,12 @@ def run(config: Config, stop: Stop, rendezvous: Rendezvous | None = None) -> int
                 from launcher.driver.generate import generate_text
 
                 return generate_text(config, console)
+            if config.task in ("prepare_data", "tokenize"):
+                from launcher.driver.prepare_data import prepare_data, tokenize
+
+                return (prepare_data if config.task == "prepare_data" else tokenize)(
+                    config, console
+                )
             return _plan(config, console)
 
     with lines_to(line_printer(console)):

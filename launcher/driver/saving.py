@@ -25,7 +25,9 @@ _LIMIT_SECONDS = 7200.0  # for one save; `write` waits 1800 s for each process's
 _log = logging.getLogger(__name__)
 
 
-def contents(config: Config, plan: Plan, step: int, passed_over: int = 0) -> dict[str, Any]:
+def contents(
+    config: Config, plan: Plan, step: int, passed_over: int = 0, data: str = ""
+) -> dict[str, Any]:
     """Return the JSON-able metadata of the checkpoint after `step` steps.
 
     Args:
@@ -34,6 +36,7 @@ def contents(config: Config, plan: Plan, step: int, passed_over: int = 0) -> dic
         step: the number of finished steps.
         passed_over: how many batches no step has taken, because they led to values that are not
             finite.
+        data: the fingerprint of the dataset's content.
     """
     settings = redacted(config)
     settings["run"]["id"] = config.run.id  # resolved, even if it comes from a variable
@@ -44,7 +47,7 @@ def contents(config: Config, plan: Plan, step: int, passed_over: int = 0) -> dic
         "config": settings,
         "fingerprints": fingerprints(config),
         "plan": plan.to_dict(),
-        "data": {"next_batch": step + passed_over},
+        "data": {"next_batch": step + passed_over, "fingerprint": data},
         "metrics": {"next_step": step + 1},
     }
 

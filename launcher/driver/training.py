@@ -52,6 +52,7 @@ from launcher.stop import Stop
 from launcher.train import checkpoint
 from launcher.train.checkpoint import SaveError
 from launcher.train.worker import TrainWorker
+from recipes import fingerprint_dataset
 
 
 def train_in(
@@ -338,8 +339,9 @@ class _Job:
         return str(self._home.checkpoints.absolute())
 
     def _saving(self, workers: Workers) -> Saving:
+        data, passed = fingerprint_dataset(self._config.dataset), self._passed_over
         describe = functools.partial(
-            contents, self._config, self.plan, passed_over=self._passed_over
+            contents, self._config, self.plan, passed_over=passed, data=data
         )
         settings, failures = self._config.train.checkpoint, self.run_log.failed_saves
         folder, log = self._home.checkpoints, self.run_log

@@ -15,7 +15,9 @@ from launcher.config.families import (
 
 def test_families_are_found_by_the_names_of_their_modules() -> None:
     assert list(find_models()) == ["gpt", "llama", "mlp"]
-    assert list(find_datasets()) == ["arrays", "stdlib_text", "synthetic", "text"]
+    assert list(find_datasets()) == [
+        *("arrays", "digits", "documents", "mixture", "stdlib_text", "synthetic", "text", "tokens")
+    ]
 
 
 @pytest.mark.parametrize(("base", "name"), [(ModelOptions, "gpt"), (DatasetOptions, "text")])

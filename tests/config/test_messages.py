@@ -27,7 +27,7 @@ COMMAND_LINES = [
     (
         "dataset.path=/data",
         f"dataset.path is not a setting of dataset=stdlib_text {CLI}. It belongs to "
-        "dataset=arrays or text.",
+        "dataset=arrays, documents, text or tokens.",
     ),
     # Options and sizes that do not exist.
     ("model=gtp", f"There is no model=gtp {CLI}. Did you mean gpt?"),
@@ -635,7 +635,7 @@ FILES = [
         "path: /data\n",
         "dataset=mine",
         "dataset.name is not set. It says which kind of dataset this is: "
-        "arrays, stdlib_text, synthetic, text, custom.",
+        "arrays, digits, documents, mixture, stdlib_text, synthetic, text, tokens, custom.",
     ),
 ]
 

@@ -32,6 +32,13 @@ REFUSED = [
     ),
     ("export.step=3", "export.step"),
     ("export.path=x.npz", "export.path"),
+    ("prepare.processes=3", "prepare.processes"),
+    ("tokenize.vocab_size=300", "tokenize.vocab_size"),
+    ("dataset=tokens dataset.path=a.bin dataset.end_token=3", "dataset.end_token"),
+    (
+        "dataset=tokens dataset.path=a dataset.validation_path=b dataset.validation_fraction=0.1",
+        "dataset.validation_fraction",
+    ),
     ("sweep.dir=multirun/x", "sweep.dir"),
     ("sweep.resubmit=true", "sweep.resubmit"),
     ("sweep.jobs=2", "sweep.jobs"),

@@ -28,7 +28,7 @@ from launcher.config.errors import ConfigError
 from launcher.config.machines import Described, Emulated
 from launcher.config.parallel import Data
 from launcher.config.schema import Config
-from launcher.driver import check, folder, generate, training
+from launcher.driver import check, folder, generate, prepare_data, training
 from launcher.driver.cluster_from_config import described_shape
 from launcher.driver.export import export
 from launcher.driver.failures import run_with_restarts
@@ -50,11 +50,14 @@ from launcher.train.lora import with_adapters
 from launcher.train.program import build_steps
 from launcher.train.step_result import StepResult
 from launcher.train.worker import TrainWorker
-from recipes import Model, build_dataset, build_model
+from recipes import InputError, Model, build_dataset, build_model
+from recipes.corpus.prepare import prepare_corpus
+from recipes.documents import preparation
 
 # Four layers, whose last two are heavier.
 SHAPES = (64, 64), (64, 64), (64, 256), (256, 64)
 STEP = functools.cache(lambda: layered_step(SHAPES, 32))
+META = SimpleNamespace(parts=(), skipped=0, documents=1, tokens=1, vocab_size=257)
 PLAN = functools.cache(lambda: plan_of(Data(), STEP(), local_shape(4, 1, "cpu")))
 
 
@@ -92,6 +95,31 @@ def data_told(config: Config):
         return {k: (v.shape, hashlib.sha256(v.tobytes()).hexdigest()) for k, v in batch.items()}
 
     return dataset.describe, digest(batch), dataset.validation and digest(dataset.validation(0))
+
+
+def documents_told(config: Config):
+    """What preparing says or writes, and the batches of it."""
+    try:
+        meta = prepare_corpus(preparation(config.dataset), 1)
+        return config.dataset.folder, meta, data_told(config)
+    except InputError as error:
+        return str(error)
+
+
+def prepared_told(config: Config):
+    """What a task for documents hands on."""
+    told, console = [], Console(file=io.StringIO())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "recipes.corpus.prepare.prepare_corpus", lambda *given: told.append(given[1]) or META
+        )
+        patch.setattr(
+            "recipes.corpus.train_tokenizer.train_tokenizer",
+            lambda *given: told.append(given[1:]) or 1,
+        )
+        work = prepare_data.prepare_data if config.task == "prepare_data" else prepare_data.tokenize
+        work(config, console)
+    return told
 
 
 def optimizer_told(config: Config):
@@ -322,7 +350,8 @@ def task_told(config: Config):
         patch.setattr("launcher.config.compose.load", lambda *_: config)
         patch.setattr("launcher.command._check", lambda *_: called.append("check"))
         tasks = "run._train", "run._plan", "calibrate.calibrate", "export.export"
-        for name in (*tasks, "generate.generate_text"):
+        others = "generate.generate_text", "prepare_data.prepare_data", "prepare_data.tokenize"
+        for name in (*tasks, *others):
             patch.setattr(f"launcher.driver.{name}", lambda *_, name=name: called.append(name))
         command.run([], Stop())
     return called

@@ -5,6 +5,7 @@ A new setting needs a line in `PROBES` here, or a rule that refuses it (`config.
 
 import dataclasses
 import functools
+import json
 import sys
 import typing
 from pathlib import Path
@@ -42,6 +43,11 @@ CUSTOM_OPTIMIZER = {
     "optimizer": {"name": "custom", "module": "mine.optimizer", "options": {"rate": 0.1}},
     "allow_modules": ["mine"],
 }
+TOKENS = {"dataset": {"name": "tokens", "path": "a.bin", "packing": "documents", "end_token": 7}}
+PARTS = {"a": {"path": "a.bin"}, "b": {"path": "b.bin"}}
+MIXTURE = {"dataset": TOKENS["dataset"] | {"name": "mixture", "parts": PARTS}}
+del MIXTURE["dataset"]["path"]
+DOCUMENTS = {"dataset": {"name": "documents", "path": "lines.jsonl", "tokens": "prepared"}}
 SHORT = {"train": {"steps": 4, "eval_every": 2, "eval_batches": 1}, "wandb": {"mode": "disabled"}}
 RECORDED = {"train": {"steps": 1, "eval_every": 0}, "wandb": {"mode": "offline"}}
 SLURM = {"cluster": {"kind": "slurm", "gpus": 4, "hosts": 2}, "run": {"id": "r"}}
@@ -138,11 +144,13 @@ def probes():
     yield "arrays", "dataset.validation_fraction", data(arrays, 0.5)
     yield "synthetic", "dataset.num_samples", data(merged(MLP, MADE_UP), 128)
     yield "synthetic", "dataset.targets", data(merged(MLP, MADE_UP), "linear")
+    yield from token_probes(data)
     yield "custom", "dataset.module", data(merged(NET, DATA), "mine.other_data")
     yield "custom", "dataset.options", data(merged(NET, DATA), {"width": 8})
 
     yield from optimizer_probes()
-    for value in ("check", "plan", "calibrate", "export", "generate"):
+    tasks = "check", "plan", "calibrate", "export", "generate", "prepare_data", "tokenize"
+    for value in tasks:
         yield "", "task", Probe(told.task_told, {"run": {"id": "taken"}}, value)
     yield "", "allow_modules", model(merged(NET, DATA), [])
     run = functools.partial(Probe, told.run_told)
@@ -224,6 +232,38 @@ def optimizer_probes():
         adapted = merged(base, {"optimizer": {"lora": {"rank": 2, "pattern": "w*"}}})
         for key, value in {"rank": 1, "alpha": 8.0, "pattern": "w"}.items():
             yield name, f"optimizer.lora.{key}", told_of(adapted, value)
+
+
+def token_probes(data):
+    """Those of datasets of tokens, and of the tasks that make them."""
+    tokens, mixture = (functools.partial(data, merged(GPT, base)) for base in (TOKENS, MIXTURE))
+    yield "tokens", "dataset.path", tokens("b.bin")
+    yield "tokens", "dataset.validation_path", tokens("b.bin")
+    yield "mixture", "dataset.parts", mixture({"a": {"path": "a.bin", "weight": 5}})
+    for name, made in {"tokens": tokens, "mixture": mixture}.items():
+        yield name, "dataset.dtype", made("uint32")
+        yield name, "dataset.packing", made("stream")
+        yield name, "dataset.end_token", made(8)
+        yield name, "dataset.validation_fraction", made(0.5)
+    digits = {"dataset": {"name": "digits"}, "model": {"input_size": 64, "output_size": 10}}
+    yield "digits", "dataset.validation_fraction", data(merged(MLP, digits), 0.5)
+    documents = merged(GPT, DOCUMENTS, {"model": {"vocab_size": 257}})
+    others = {
+        "bad": {"path": "bad.jsonl"},
+        "chat_template": {"field": "messages", "chat_template": "chatml"},
+        "pattern": {"path": "books", "format": "text"},
+    }
+    values = {"path": "other.jsonl", "pattern": "*.md", "format": "text", "field": "body"}
+    values |= {"tokenizer": "none.json", "chat_template": "plain", "bad": "skip", "tokens": "x"}
+    values |= {"packing": "documents", "validation_fraction": 0.5}
+    for name, value in values.items():
+        base = merged(documents, {"dataset": others.get(name, {})})
+        yield "documents", f"dataset.{name}", Probe(told.documents_told, base, value)
+    prepared = functools.partial(Probe, told.prepared_told)
+    yield "", "prepare.processes", prepared(merged(documents, {"task": "prepare_data"}), 7)
+    tokenizing = merged(documents, {"task": "tokenize"})
+    yield "", "tokenize.vocab_size", prepared(tokenizing, 300)
+    yield "", "tokenize.path", prepared(tokenizing, "other.json")
 
 
 def cluster_probes():
@@ -315,6 +355,13 @@ def here(tmp_path, monkeypatch):
     for name, first in {"data.npz": 0, "more.npz": 1}.items():
         rows = np.arange(first, first + 80.0).reshape(20, 4)
         np.savez(tmp_path / name, x=rows, y=rows[:, :2])
+    for name, first in {"a.bin": 0, "b.bin": 100}.items():
+        # Tokens of 16 bits, or half as many of 32.
+        np.arange(first, first + 120, dtype=np.uint32).tofile(tmp_path / name)
+    talk = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "bye " * 9}]
+    for name, text in {"lines.jsonl": "abc", "other.jsonl": "xyz", "bad.jsonl": "abc"}.items():
+        row = json.dumps({"text": f"{text} " * 9, "body": text * 20, "messages": talk})
+        (tmp_path / name).write_text(f"{row}\n" * 20 + "{\n" * (name == "bad.jsonl"))
     (tmp_path / "mine").mkdir()
     net = (
         "import jax, jax.numpy as jnp\n"

@@ -22,6 +22,8 @@ from launcher.config.folders import CONF, find_groups
 from launcher.report import runs_command
 from launcher.train import checkpoint
 from launcher.train.program import build_program
+from recipes.corpus.prepare import Preparation, prepare_corpus
+from recipes.corpus.train_tokenizer import train_tokenizer
 from recipes.llama_hf import config_of
 
 PAGES = read_pages()
@@ -39,7 +41,7 @@ PROGRAMS = [
     if page.name != RECIPES_PAGE.name  # whose blocks are modules: see test_own_code.py, and below
 ]
 # Of recipes/README.md, in order.
-MODULES = "arrays", "net", "normed", "nnx_net", "data", "net_options", "data_options"
+MODULES = "talks", "arrays", "net", "normed", "nnx_net", "data", "net_options", "data_options"
 END = "\0\n"  # printed between the blocks of a program
 
 
@@ -61,7 +63,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     theirs = load(["model=llama", "dataset=synthetic"]).model
     (folder / "my_llama").mkdir()
     (folder / "my_llama" / "config.json").write_text(json.dumps(config_of(theirs)))
-    subprocess.run([sys.executable, "my_pkg/arrays.py"], cwd=folder, check=True)
+    for module in ("arrays", "talks"):
+        subprocess.run([sys.executable, f"my_pkg/{module}.py"], cwd=folder, check=True)
+    work = ("jsonl", "text", str(folder / "tokenizer.json"), None, "refuse")
+    talks = Preparation(
+        str(folder / "talks.jsonl"), None, *work, str(folder / "talks.jsonl.tokens")
+    )
+    train_tokenizer(talks, 300, folder / "tokenizer.json")
+    prepare_corpus(talks, 1)
 
     program = build_program(load(["recipe=smoke"]))
     state = checkpoint.copy_to_host(jax.jit(program.init)(program.seed))
@@ -98,11 +107,10 @@ def test_every_command_is_accepted(
         action, *_ = [*runs_command.read_words(arguments[1:]).names, "list"]
         assert f"runs {action}" in runs_command.HELP or action == "list"
         return
-    tasks = "sweep_status", "export", "generate"
-    others = [f"task={task}" for task in tasks if f"task={task}" in arguments]
-    if others:  # whose settings have no meaning for another task
-        assert f"task={load(arguments).task}" in others
-        return
+    for task in ("sweep_status", "export", "generate", "evaluate", "prepare_data", "tokenize"):
+        if f"task={task}" in arguments:  # whose settings have no meaning for another task
+            assert load(arguments).task == task
+            return
     assert main([*arguments, "task=check"]) == 0
     assert capsys.readouterr().err == ""
 

@@ -22,12 +22,14 @@ class Account:
         config: that run's settings.
         fingerprints: a fingerprint of each setting that came from the environment, by its key.
         next_batch: the index of the next batch, from 0.
+        data: the fingerprint of the dataset's content; "" where it has none.
     """
 
     run_id: str
     config: dict[str, Any]
     fingerprints: dict[str, str]
     next_batch: int
+    data: str = ""
 
 
 def read_account(folder: Path, step: int) -> Account:
@@ -40,9 +42,10 @@ def read_account(folder: Path, step: int) -> Account:
     try:
         metadata = read_metadata(folder, step)
         config, next_batch = metadata["config"], metadata["data"]["next_batch"]
+        data = metadata["data"].get("fingerprint", "")
         prints = metadata.get("fingerprints", {})
         next_step, run_id = metadata["metrics"]["next_step"], config["run"]["id"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise DamagedError(f"{METADATA} is not a run's") from None
     if not isinstance(config, dict) or not isinstance(run_id, str):
         raise DamagedError(f"{METADATA} names no run")
@@ -52,4 +55,6 @@ def read_account(folder: Path, step: int) -> Account:
         raise DamagedError(f"{METADATA} goes on at step {next_step!r}, not {step + 1}")
     if type(next_batch) is not int or next_batch < step:
         raise DamagedError(f"{METADATA} goes on at batch {next_batch!r}, after {step} steps")
-    return Account(run_id, config, prints, next_batch)
+    if not isinstance(data, str):
+        raise DamagedError(f"{METADATA} holds no fingerprint of its data")
+    return Account(run_id, config, prints, next_batch, data)

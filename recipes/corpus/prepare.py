@@ -1,0 +1,332 @@
+"""Turn a corpus into a folder of token files, in parallel; a killed run goes on where it was.
+
+The folder holds, for each part of the source: `<part>.bin`, its tokens; `<part>.ends`, where its
+documents end; `<part>.mask` of conversations; and `<part>.json`, which is written last and says
+what the part was made of. `meta.json` is written when all parts are there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from launcher.files import write_whole
+from recipes import InputError
+from recipes.corpus.chat import Encoded, chat_encoder
+from recipes.corpus.documents import (
+    FoundDocument,
+    Reading,
+    SourcePiece,
+    find_sources,
+    pieces_of,
+    stamp_of,
+)
+from recipes.corpus.meta import META, CorpusMeta, TokenPart, read_meta, write_meta
+from recipes.corpus.tokenizers import Tokenizer, load_tokenizer, tokenizer_fingerprint
+
+_AT_ONCE = 256  # documents that are tokenised in one call
+_ENDINGS = (".bin", ".ends", ".mask", ".json")
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What is to be prepared.
+
+    Attributes:
+        path: the source: a file, a folder or a glob.
+        pattern: which files of a folder; None: those with an ending of the format.
+        format: text, jsonl, parquet or arrow.
+        field: the name of the text, or of the messages, in a row.
+        tokenizer: a tokenizer's file or folder, or bytes.
+        chat_template: how messages become text; None: as the tokenizer says.
+        bad: what follows a bad document: refuse or skip.
+        tokens: the folder to write.
+    """
+
+    path: str
+    pattern: str | None
+    format: str
+    field: str
+    tokenizer: str
+    chat_template: str | None
+    bad: str
+    tokens: str
+
+    @property
+    def folder(self) -> Path:
+        """The folder to write."""
+        return Path(self.tokens).expanduser()
+
+    def settings(self) -> str:
+        """Return a digest of how documents are read and tokenised, but for the source's files."""
+        template = self.chat_template
+        if template is not None and Path(template).expanduser().is_file():
+            template = Path(template).expanduser().read_text()
+        return _digest(
+            [
+                *(self.format, self.field, template, self.bad),
+                tokenizer_fingerprint(self.tokenizer),
+            ]
+        )
+
+    def source(self) -> str:
+        """Return a digest of the source files' names, sizes and times; raises InputError."""
+        return _digest([stamp_of(p) for p in find_sources(self.path, self.pattern, self.format)])
+
+
+def prepare_corpus(
+    work: Preparation, processes: int, progress: Callable[[float], None] = lambda share: None
+) -> CorpusMeta:
+    """Write the folder of token files, or what is missing of it, and return what it holds.
+
+    Args:
+        work: what is to be prepared.
+        processes: how many processes read and tokenise; 1: this one alone.
+        progress: takes the share done, 0 to 1.
+
+    Raises:
+        InputError: the source or tokenizer cannot be used, or a document is bad.
+        OSError: a file cannot be read or written.
+    """
+    tokenizer, source, settings = load_tokenizer(work.tokenizer), work.source(), work.settings()
+    groups = pieces_of(find_sources(work.path, work.pattern, work.format), work.format)
+    keys = {
+        f"{index:05}": _digest([settings, [[stamp_of(p.path), p.start, p.stop] for p in group]])
+        for index, group in enumerate(groups)
+    }
+    work.folder.mkdir(parents=True, exist_ok=True)
+    with _locked(work):
+        done = {name: part for name, key in keys.items() if (part := _finished(work, name, key))}
+        if len(done) == len(keys) and (meta := up_to_date(work)):
+            return meta
+        (work.folder / META).unlink(missing_ok=True)  # no mixture of old and new is ever complete
+        sizes = {name: sum(p.size for p in group) for name, group in zip(keys, groups, strict=True)}
+        todo = {
+            name: (work, name, keys[name], tuple(group))
+            for name, group in zip(keys, groups, strict=True)
+            if name not in done
+        }
+        for part in _made(todo, processes):
+            done[part.name] = part
+            progress(sum(sizes[name] for name in done) / max(1, sum(sizes.values())))
+        parts = tuple(done[name] for name in keys)
+        _delete_others(work.folder, keys)
+        meta = _meta(work, tokenizer, parts, source, settings)
+        if not meta.tokens:
+            (bad,) = [part.first_bad for part in parts if part.first_bad][:1] or [""]
+            raise InputError(f"dataset.path={work.path} holds no document{bad and f' ({bad})'}")
+        write_meta(work.folder, meta)
+        return meta
+
+
+def up_to_date(work: Preparation) -> CorpusMeta | None:
+    """Return what the folder holds if it was made of this very source and settings, else None.
+
+    Raises:
+        InputError: the folder is damaged, or the source or tokenizer cannot be used.
+    """
+    if not (work.folder / META).is_file():
+        return None
+    meta = read_meta(work.folder, f"dataset.tokens={work.tokens}")
+    same = meta.source == work.source() and meta.settings == work.settings()
+    return meta if same else None
+
+
+def _meta(
+    work: Preparation,
+    tokenizer: Tokenizer,
+    parts: tuple[TokenPart, ...],
+    source: str,
+    settings: str,
+) -> CorpusMeta:
+    return CorpusMeta(
+        tokenizer=work.tokenizer,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        end_token=tokenizer.end_token,
+        dtype=_dtype(tokenizer),
+        masked=any((work.folder / f"{part.name}.mask").is_file() for part in parts),
+        source=source,
+        settings=settings,
+        parts=parts,
+        fingerprint=_digest([_dtype(tokenizer).name, *[part.digest for part in parts]]),
+    )
+
+
+def _made(todo: dict[str, Any], processes: int) -> Iterator[TokenPart]:
+    """Yield the parts as they are made."""
+    if processes == 1 or len(todo) <= 1:
+        yield from (_make(*given) for given in todo.values())
+        return
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(min(processes, len(todo)), context, _begin)
+    try:
+        for future in as_completed([pool.submit(_make, *given) for given in todo.values()]):
+            yield future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin() -> None:
+    """Prepare a process of the pool: Ctrl-C is the parent's, and its end is ours."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+@functools.lru_cache(1)
+def _encoder(name: str, template: str | None) -> tuple[Tokenizer, Callable[[Any], Encoded]]:
+    tokenizer = load_tokenizer(name)
+    made: list[Callable[[Any], Encoded]] = []
+
+    def chat(messages: Any) -> Encoded:
+        made[:] = made or [chat_encoder(tokenizer, template)]
+        return made[0](messages)
+
+    return tokenizer, chat
+
+
+def _make(work: Preparation, name: str, key: str, group: Sequence[SourcePiece]) -> TokenPart:
+    """Write the files of one part."""
+    tokenizer, _ = _encoder(work.tokenizer, work.chat_template)
+    dtype, base = _dtype(tokenizer), work.folder / name
+    digest, ends, count, bad = hashlib.sha256(), [], 0, _Bad(work)
+    masks: list[np.ndarray] = []
+    is_masked = False
+    partial = base.with_suffix(".partial")
+    with open(partial, "wb") as file:
+        for piece in group:
+            for tokens, learned in _encoded(work, piece, bad):
+                content = tokens.astype(dtype).tobytes()
+                file.write(content)
+                digest.update(content)
+                count += len(tokens)
+                ends.append(count)
+                is_masked = is_masked or learned is not None
+                masks.append(np.ones(len(tokens), np.uint8) if learned is None else learned)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, base.with_suffix(".bin"))
+    write_whole(base.with_suffix(".ends"), np.array(ends, np.int64).tobytes())
+    base.with_suffix(".mask").unlink(missing_ok=True)
+    if is_masked:
+        mask = np.concatenate(masks).astype(np.uint8).tobytes()
+        digest.update(mask)
+        write_whole(base.with_suffix(".mask"), mask)
+    part = TokenPart(name, key, count, len(ends), bad.count, bad.first, digest.hexdigest())
+    write_whole(base.with_suffix(".json"), json.dumps(asdict(part)))
+    return part
+
+
+class _Bad:
+    """What follows bad documents, and how many there were."""
+
+    def __init__(self, work: Preparation) -> None:
+        self._work, self.count, self.first = work, 0, ""
+
+    def __call__(self, path: str, place: str, why: str) -> None:
+        where = f"{path}, {place}: {why}" if place != "the file" else f"{path}: {why}"
+        if self._work.bad == "refuse":
+            raise InputError(f"{where}; mend it, or leave bad documents out with dataset.bad=skip")
+        self.count += 1
+        self.first = self.first or where
+
+
+def _encoded(
+    work: Preparation, piece: SourcePiece, bad: _Bad
+) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+    """Yield the tokens of each document, and for conversations which are to be learned."""
+    tokenizer, chat = _encoder(work.tokenizer, work.chat_template)
+    end = np.array([] if tokenizer.end_token is None else [tokenizer.end_token], np.int64)
+    waiting: list[FoundDocument] = []
+
+    def flush() -> Iterator[tuple[np.ndarray, None]]:
+        made = tokenizer.encode([one.value for one in waiting])
+        for one, tokens in zip(waiting, made, strict=True):
+            if len(tokens):
+                yield np.concatenate([tokens, end]), None
+            else:
+                bad(piece.path, one.place, "it has no token")
+        waiting.clear()
+
+    for found in Reading(work.format, work.field).documents(piece):
+        if found.value is None:
+            bad(piece.path, found.place, found.why)
+        elif isinstance(found.value, str):
+            waiting.append(found)
+            if len(waiting) == _AT_ONCE:
+                yield from flush()
+        else:
+            yield from flush()
+            try:
+                tokens, learned = chat(found.value)
+            except InputError:
+                raise
+            except ValueError as error:
+                bad(piece.path, found.place, str(error))
+                continue
+            # The end of the last answer is to be learned as well.
+            last = np.full(len(end), learned[-1])
+            yield np.concatenate([tokens, end]), np.concatenate([learned, last])
+    yield from flush()
+
+
+def _dtype(tokenizer: Tokenizer) -> np.dtype:
+    return np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
+
+
+def _finished(work: Preparation, name: str, key: str) -> TokenPart | None:
+    """Return a part that is there already, made of the same."""
+    base = work.folder / name
+    try:
+        part = TokenPart(**json.loads(base.with_suffix(".json").read_text()))
+        size = base.with_suffix(".ends").stat().st_size
+        bytes_each = base.with_suffix(".bin").stat().st_size / max(part.tokens, 1)
+    except (OSError, ValueError, TypeError):
+        return None
+    is_whole = size == 8 * part.documents and (bytes_each in (2, 4) or not part.tokens)
+    return part if part.key == key and is_whole else None
+
+
+def _delete_others(folder: Path, names: Any) -> None:
+    """Delete the parts of a source that has become smaller."""
+    for path in folder.iterdir():
+        if path.suffix in _ENDINGS and path.name != META and path.stem not in names:
+            path.unlink()
+
+
+@contextmanager
+def _locked(work: Preparation) -> Iterator[None]:
+    with open(work.folder / ".lock", "wb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(
+                f"dataset.tokens={work.tokens} is being written right now; wait for that to end"
+            ) from None
+        yield
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:32]

@@ -1,0 +1,178 @@
+"""Tokenizers by what `dataset.tokenizer` names: Hugging Face's, tiktoken's, or bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from recipes import InputError
+
+BYTES = "bytes"
+_END_OF_BYTES = 256
+# Special tokens that end a document, where a tokenizer's folder names none.
+_ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|im_end|>")
+# tiktoken's files hold ranks alone. Their number shows which pattern cuts the text, and which token
+# <|endoftext|> is.
+_RANKS = {50256: ("r50k", 50256), 100256: ("cl100k", 100257), 199998: ("o200k", 199999)}
+_WORD = r"[^\r\n\p{L}\p{N}]?"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_CUTS = {
+    "r50k": (r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"),
+    "cl100k": (
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
+        r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+    ),
+    "o200k": (
+        f"{_WORD}{_UPPER}*{_LOWER}+{_SHORT}|{_WORD}{_UPPER}+{_LOWER}*{_SHORT}"
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+}
+
+
+class Tokenizer(NamedTuple):
+    """What turns text into tokens and back.
+
+    Attributes:
+        encode: texts to tokens, an integer array each, without tokens at either end.
+        decode: tokens to text.
+        vocab_size: all tokens are smaller.
+        end_token: what is put behind each document; None: nothing.
+        fingerprint: a digest of what it is made of.
+        chat_template: how messages become text, in Jinja; None: it has none.
+        special: special tokens by their roles, such as `bos_token`, for that template.
+    """
+
+    encode: Callable[[Sequence[str]], list[np.ndarray]]
+    decode: Callable[[Sequence[int]], str]
+    vocab_size: int
+    end_token: int | None
+    fingerprint: str
+    chat_template: str | None = None
+    special: dict[str, str] = {}  # noqa: RUF012 (never changed)
+
+
+def tokenizer_fingerprint(name: str) -> str:
+    """Return a digest of the tokenizer that `name` names, by its file and without loading it."""
+    if name == BYTES:
+        return BYTES
+    return hashlib.sha256(_file(name).read_bytes()).hexdigest()[:32]
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """Return the tokenizer that `name` names.
+
+    Args:
+        name: `bytes`; a `tokenizer.json`, or a folder with one; or a `.tiktoken` file.
+
+    Raises:
+        InputError: there is none, or it cannot be read.
+    """
+    if name == BYTES:
+        return _bytes()
+    path = _file(name)
+    try:
+        return _tiktoken(path) if path.suffix == ".tiktoken" else _hugging_face(path)
+    except InputError:
+        raise
+    except Exception as error:  # what the libraries raise is of no class of theirs
+        raise InputError(
+            f"dataset.tokenizer={name}: {path} cannot be read ({error}); name another"
+        ) from None
+
+
+def _file(name: str) -> Path:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    if not path.is_file():
+        raise InputError(
+            f"dataset.tokenizer={name}: {path} does not exist; name a tokenizer.json, a folder "
+            "with one, a .tiktoken file, or bytes"
+        )
+    return path
+
+
+def _bytes() -> Tokenizer:
+    def encode(texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(errors="replace"), np.uint8) for text in texts]
+
+    def decode(tokens: Sequence[int]) -> str:
+        return bytes(token for token in tokens if token < _END_OF_BYTES).decode(errors="replace")
+
+    return Tokenizer(encode, decode, _END_OF_BYTES + 1, _END_OF_BYTES, BYTES)
+
+
+def _hugging_face(path: Path) -> Tokenizer:
+    import tokenizers  # here: checking settings must not load it
+
+    found = tokenizers.Tokenizer.from_file(str(path))
+    found.no_padding()
+    found.no_truncation()
+    settings = _settings(path.parent)
+    special = {
+        key: value["content"] if isinstance(value, dict) else value
+        for key, value in settings.items()
+        if key.endswith("_token") and isinstance(value, str | dict)
+    }
+    ends = [special["eos_token"]] if "eos_token" in special else _ENDS
+    numbers = [found.token_to_id(end) for end in ends]
+    template = path.parent / "chat_template.jinja"
+    chat = template.read_text() if template.is_file() else settings.get("chat_template")
+
+    def encode(texts: Sequence[str]) -> list[np.ndarray]:
+        made = found.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(one.ids, np.int64) for one in made]
+
+    vocabulary = found.get_vocab(with_added_tokens=True)
+    return Tokenizer(
+        encode,
+        lambda tokens: found.decode([int(token) for token in tokens], skip_special_tokens=False),
+        max(vocabulary.values(), default=-1) + 1,
+        next((number for number in numbers if number is not None), None),
+        tokenizer_fingerprint(str(path)),
+        chat if isinstance(chat, str) else None,
+        special,
+    )
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text()) if file.is_file() else {}
+    return settings if isinstance(settings, dict) else {}
+
+
+def _tiktoken(path: Path) -> Tokenizer:
+    import base64
+
+    try:
+        import tiktoken
+    except ImportError:
+        raise InputError(
+            f"dataset.tokenizer={path} needs the package tiktoken; pip install 'launcher[data]'"
+        ) from None
+    lines = (line.split() for line in path.read_bytes().splitlines() if line)
+    ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
+    cut, end = _RANKS.get(len(ranks), ("cl100k", len(ranks)))
+    found = tiktoken.Encoding(
+        path.stem,
+        pat_str=_CUTS[cut],
+        mergeable_ranks=ranks,
+        special_tokens={"<|endoftext|>": end},
+    )
+
+    def encode(texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.array(found.encode_ordinary(text), np.int64) for text in texts]
+
+    return Tokenizer(
+        encode,
+        lambda tokens: found.decode([int(token) for token in tokens]),
+        found.n_vocab,
+        end,
+        tokenizer_fingerprint(str(path)),
+    )

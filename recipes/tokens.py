@@ -1,0 +1,150 @@
+"""Tokens on disk: a corpus that `task=prepare_data` wrote, or `.bin` and `.npy` files."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+from recipes import Batches, Dataset, InputError
+from recipes.batches import batches, held_out
+from recipes.corpus.files import Corpus, Stream, find_corpus
+from recipes.corpus.fingerprint import fingerprint_of
+from recipes.corpus.rows import RowMaker, rows_between
+from recipes.tokens_options import Tokens
+
+
+class TokenRanges(NamedTuple):
+    """Which tokens are for training and which are held out, a corpus and a range for each."""
+
+    train: Corpus
+    train_stop: int
+    validation: Corpus
+    validation_start: int
+
+
+def check(options: Tokens, model_options: Any, validation: bool) -> None:
+    """Refuse token files that cannot be used, by their names, sizes and headers.
+
+    Args:
+        options: the dataset's settings.
+        model_options: the model's settings.
+        validation: whether the run evaluates.
+
+    Raises:
+        InputError: the files do not fit the model, hold too little, or cannot be read.
+    """
+    ranges = find_ranges(options, model_options)
+    length = model_options.sequence_length
+    held = rows_between(ranges.validation_start, ranges.validation.count, length)
+    if validation and not held:
+        raise InputError(
+            f"dataset.validation_fraction={options.validation_fraction} of {ranges.train.source} "
+            f"holds out no row of {length} + 1 tokens to evaluate on; raise it, name held-out "
+            "tokens with dataset.validation_path, or set train.eval_every=0"
+        )
+
+
+def build(options: Tokens, model_options: Any, global_batch_size: int, seed: int) -> Dataset:
+    """Return batches as `RowMaker` makes them, of `model_options.sequence_length` tokens a row.
+
+    Args:
+        options: the dataset's settings.
+        model_options: the model's settings.
+        global_batch_size: the samples of a batch.
+        seed: picks the order of the training data.
+    """
+    ranges = find_ranges(options, model_options)
+    makers = row_makers(options, model_options, ranges)
+    length = model_options.sequence_length
+    count = rows_between(0, ranges.train_stop, length)
+    held = rows_between(ranges.validation_start, ranges.validation.count, length)
+    validation: Batches | None = held_out(held, global_batch_size, makers[1]) if held else None
+    return Dataset(
+        train=batches(count, global_batch_size, seed, makers[0]),
+        validation=validation,
+        describe=_describe(ranges, count, held),
+    )
+
+
+def fingerprint(options: Tokens) -> str:
+    """Return a digest of the tokens, from the folder's own or from samples of the files."""
+    corpora = [find_corpus(options.path, options.dtype)]
+    if options.validation_path is not None:
+        corpora.append(find_corpus(options.validation_path, options.dtype))
+    return " ".join(
+        corpus.meta.fingerprint
+        if corpus.meta is not None
+        else fingerprint_of([file.path for file in corpus.files])
+        for corpus in corpora
+    )
+
+
+def find_ranges(options: Tokens, model_options: Any) -> TokenRanges:
+    """Find the files and split their tokens; raises InputError where they do not fit the model."""
+    if not hasattr(model_options, "vocab_size") or not hasattr(model_options, "sequence_length"):
+        raise InputError(
+            f"dataset.name={options.name} holds tokens, which model.name={model_options.name} "
+            "does not take; choose model=gpt or dataset=synthetic"
+        )
+    corpus = find_corpus(options.path, options.dtype)
+    _check_fit(corpus, options, model_options)
+    if options.validation_path is not None:
+        held = find_corpus(options.validation_path, options.dtype, "dataset.validation_path")
+        _check_fit(held, options, model_options)
+        ranges = TokenRanges(corpus, corpus.count, held, 0)
+    else:
+        stop = corpus.count - int(options.validation_fraction * corpus.count)
+        ranges = TokenRanges(corpus, stop, corpus, stop)
+    length = model_options.sequence_length
+    if not rows_between(0, ranges.train_stop, length):
+        raise InputError(
+            f"{corpus.source} holds {ranges.train_stop:,} tokens for training, less than one row "
+            f"of {length} + 1 tokens; give more, or lower model.sequence_length"
+        )
+    return ranges
+
+
+def row_makers(
+    options: Tokens, model_options: Any, ranges: TokenRanges
+) -> tuple[RowMaker, RowMaker]:
+    """Return what makes rows for training and what makes held-out ones."""
+    corpora = (ranges.train, ranges.validation)
+    masked = any(corpus.meta is not None and corpus.meta.masked for corpus in corpora)
+    train, held = (
+        functools.partial(
+            RowMaker,
+            Stream(corpus.files),
+            model_options.sequence_length,
+            vocab_size=model_options.vocab_size,
+            packed=options.packing == "documents",
+            masked=masked,
+            end_token=options.end_token,
+        )
+        for corpus in corpora
+    )
+    return train(first=0), held(first=ranges.validation_start)
+
+
+def _check_fit(corpus: Corpus, options: Tokens, model_options: Any) -> None:
+    meta = corpus.meta
+    if meta is not None and meta.vocab_size > model_options.vocab_size:
+        raise InputError(
+            f"{corpus.source} was made by a tokenizer of {meta.vocab_size:,} tokens "
+            f"({meta.tokenizer}), more than model.vocab_size={model_options.vocab_size}; "
+            f"set model.vocab_size={meta.vocab_size} or more"
+        )
+    if meta is None and options.packing == "documents" and options.end_token is None:
+        raise InputError(
+            f"{corpus.source} does not say where documents end; set dataset.end_token (GPT-2's is "
+            "50256), or prepare the corpus with task=prepare_data"
+        )
+
+
+def _describe(ranges: TokenRanges, count: int, held: int) -> str:
+    corpus = ranges.train
+    files, end = len(corpus.files), f"{held:,} rows held out for validation"
+    told = f", {corpus.meta.documents:,} documents" if corpus.meta is not None else ""
+    return (
+        f"{corpus.source}: {files} file{'s' if files > 1 else ''}, {corpus.count:,} tokens{told}; "
+        f"{count:,} rows, {end if held else 'none held out'}"
+    )

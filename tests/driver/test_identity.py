@@ -1,0 +1,46 @@
+"""`launcher/driver/identity.py`: a run does not go on with other data."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from launcher.config.compose import from_dict, to_dict
+from launcher.config.errors import ConfigError
+from launcher.driver.identity import check_same_run
+from launcher.train.checkpoint import Account
+from recipes import fingerprint_dataset
+
+ROW = {"vocab_size": 256, "sequence_length": 4, "num_layers": 1, "num_heads": 2, "hidden_size": 8}
+
+
+def config_of(**dataset):
+    return from_dict({"model": {"name": "gpt", "size": None, **ROW}, "dataset": dataset})
+
+
+def test_a_run_does_not_go_on_with_other_data(tmp_path):
+    path = tmp_path / "tokens.bin"
+    tokens = np.arange(10**6, dtype=np.uint16)
+    tokens.tofile(path)
+    config = config_of(name="tokens", path=str(path))
+    stored = Account("mine", to_dict(config), {}, 7, fingerprint_dataset(config.dataset))
+    check_same_run(Path("outputs/mine"), 7, stored, config)
+    tokens[-3] += 1
+    tokens.tofile(path)
+    with pytest.raises(ConfigError) as error:
+        check_same_run(Path("outputs/mine"), 7, stored, config)
+    assert str(error.value) == (
+        "the data of dataset=tokens has changed since run.id=mine reached step 7: its files hold "
+        "something else. Put the files back to resume that run, or choose another run.id."
+    )
+
+
+def test_a_checkpoint_that_says_nothing_of_its_data_is_taken(tmp_path):
+    (tmp_path / "a.txt").write_text("abc")
+    config = config_of(name="text", path=str(tmp_path))
+    check_same_run(Path("outputs/mine"), 7, Account("mine", to_dict(config), {}, 7), config)
+    assert fingerprint_dataset(config.dataset)
+
+
+def test_the_fingerprint_of_data_without_content_is_empty():
+    assert fingerprint_dataset(config_of(name="synthetic").dataset) == ""

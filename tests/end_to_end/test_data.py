@@ -1,0 +1,93 @@
+"""Token datasets in whole runs: resumed on other hosts, with other data, larger than memory."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from recipes.corpus.prepare import Preparation, prepare_corpus
+
+sys.path.insert(0, str(Path(__file__).parent))
+from launched import Launcher, losses
+
+TINY = (
+    "model.vocab_size=257",
+    "model.num_layers=2",
+    "model.num_heads=2",
+    "model.hidden_size=16",
+    "model.sequence_length=16",
+    "train.global_batch_size=8",
+    "train.eval_every=0",
+    "optimizer.warmup_steps=0",
+    "optimizer.decay=constant",
+    "cluster=emulated",
+    "wandb.mode=disabled",
+    "report.timeline_steps=[]",
+)
+PLAN = ("parallel=data", "cluster.gpus=2")
+
+
+def launched(folder: Path, *words: str) -> tuple[int, str]:
+    code, _, err = Launcher(folder, *TINY, *words).end()
+    return code, err
+
+
+@pytest.mark.slow
+def test_a_packed_mixture_resumes_on_other_hosts_and_not_with_other_data(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for name in ("a", "b"):
+        texts = ["".join(rng.choice(list("abc "), 1 + rng.integers(40))) for _ in range(60)]
+        pq.write_table(pa.table({"text": texts}), tmp_path / f"{name}.parquet")
+        source, out = str(tmp_path / f"{name}.parquet"), str(tmp_path / name)
+        given = ("parquet", "text", "bytes", None, "refuse", out)
+        prepare_corpus(Preparation(source, None, *given), 1)
+    parts = "dataset.parts={a: {path: a, weight: 2}, b: {path: b}}"
+    data = ("dataset=mixture", parts, "dataset.packing=documents", *PLAN)
+    for number, (steps, hosts) in enumerate([(8, 1), (3, 1), (5, 2), (8, 1)]):
+        run = "undisturbed" if number == 0 else "resumed"
+        words = (f"run.id={run}", f"train.steps={steps}", f"cluster.hosts={hosts}")
+        code, err = launched(tmp_path, *data, *words)
+        assert code == 0, err
+    wanted, resumed = (losses(tmp_path / "outputs" / run) for run in ("undisturbed", "resumed"))
+    assert len(wanted) == 8
+    np.testing.assert_allclose(resumed, wanted, rtol=1e-5)
+    assert len(set(wanted)) == 8
+
+    tokens = bytearray((tmp_path / "a" / "00000.bin").read_bytes())
+    (tmp_path / "a.parquet").unlink()
+    pq.write_table(pa.table({"text": ["another text"] * 40}), tmp_path / "a.parquet")
+    given = ("parquet", "text", "bytes", None, "refuse", str(tmp_path / "a"))
+    prepare_corpus(Preparation(str(tmp_path / "a.parquet"), None, *given), 1)
+    assert (tmp_path / "a" / "00000.bin").read_bytes() != tokens
+    code, err = launched(tmp_path, *data, "run.id=resumed", "train.steps=9")
+    assert code == 2
+    assert "the data of dataset=mixture has changed since run.id=resumed reached step 8" in err
+
+
+@pytest.mark.slow
+def test_a_bad_token_ends_a_run_with_its_file_and_position_and_no_traceback(tmp_path: Path) -> None:
+    tokens = np.zeros(1000, np.uint16)
+    tokens[500] = 300
+    tokens.tofile(tmp_path / "a.bin")
+    words = ("dataset=tokens", "dataset.path=a.bin", "train.steps=30", *PLAN)
+    code, err = launched(tmp_path, *words)
+    assert code == 1
+    assert "a.bin: token 500 is 300, which is none of model.vocab_size=257" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.stress
+def test_ten_gigabytes_train_in_two_of_memory(tmp_path: Path) -> None:
+    """The file has holes, which read as tokens 0; each row is somewhere else in it."""
+    with open(tmp_path / "a.bin", "wb") as file:
+        file.truncate(10 * 2**30)
+    words = ("dataset=tokens", "dataset.path=a.bin", "train.steps=50", "run.id=large", *PLAN)
+    code, err = launched(tmp_path, *words, "train.global_batch_size=512")
+    assert code == 0, err
+    rows = (tmp_path / "outputs" / "large" / "metrics.jsonl").read_text().splitlines()
+    peak = max(json.loads(row)["perf/peak_memory_bytes"] for row in rows)
+    assert peak < 2 * 2**30

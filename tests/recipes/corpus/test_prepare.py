@@ -1,0 +1,233 @@
+"""`recipes/corpus/prepare.py`: what is written, going on, and bad documents by file and place."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from recipes import InputError
+from recipes.corpus import documents
+from recipes.corpus.files import Stream, find_corpus
+from recipes.corpus.prepare import Preparation, prepare_corpus, up_to_date
+from recipes.corpus.tokenizers import load_tokenizer
+
+TEXTS = [f"document {i} " * (1 + i % 5) for i in range(40)]
+
+
+def work(path, tokens, **changes):
+    given = {"pattern": None, "format": "jsonl", "field": "text", "tokenizer": "bytes"}
+    given |= {"chat_template": None, "bad": "refuse", "path": str(path), "tokens": str(tokens)}
+    return Preparation(**given | changes)
+
+
+def lines(path, texts, field="text"):
+    path.write_text("".join(json.dumps({field: text}) + "\n" for text in texts))
+    return path
+
+
+def texts_in(folder):
+    """The documents in a folder of tokens, by its index."""
+    corpus = find_corpus(str(folder))
+    decode, stream = load_tokenizer("bytes").decode, Stream(corpus.files)
+    tokens = stream.tokens(0, corpus.count)
+    begins = np.flatnonzero(stream.begins(0, tokens, None))
+    return [decode(part.tolist()) for part in np.split(tokens, begins[1:])]
+
+
+def written(folder):
+    return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.suffix != ".lock"}
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(documents.pieces_of, "__defaults__", (300,))
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet", "arrow", "stream", "text"])
+def test_every_format_gives_its_documents_in_order(tmp_path, small_pieces, format):
+    source = tmp_path / "source"
+    source.mkdir()
+    half = len(TEXTS) // 2
+    for name, texts in {"a": TEXTS[:half], "b": TEXTS[half:]}.items():
+        table = pa.table({"other": list(range(half)), "text": texts})
+        if format == "jsonl":
+            lines(source / f"{name}.jsonl", texts)
+        elif format == "parquet":
+            pq.write_table(table, source / f"{name}.parquet", row_group_size=7)
+        elif format == "text":
+            for index, text in enumerate(texts):
+                (source / f"{name}{index:02}.txt").write_text(text)
+        else:
+            new = pa.ipc.new_stream if format == "stream" else pa.ipc.new_file
+            with new(source / f"{name}.arrow", table.schema) as writer:
+                writer.write_table(table, max_chunksize=7)
+    named = "arrow" if format == "stream" else format
+    meta = prepare_corpus(work(source, tmp_path / "out", format=named), 1)
+    assert texts_in(tmp_path / "out") == TEXTS
+    assert (meta.documents, meta.skipped, meta.vocab_size) == (len(TEXTS), 0, 257)
+    assert meta.tokens == sum(map(len, TEXTS)) + len(TEXTS)
+    assert meta.dtype == np.uint16
+    assert len(meta.parts) > 1
+
+
+@pytest.mark.devices
+def test_processes_write_what_one_writes(tmp_path, small_pieces):
+    source = lines(tmp_path / "a.jsonl", TEXTS)
+    prepare_corpus(work(source, tmp_path / "one"), 1)
+    prepare_corpus(work(source, tmp_path / "two"), 2)
+    assert written(tmp_path / "one") == written(tmp_path / "two")
+
+
+def test_it_goes_on_and_makes_again_only_what_changed(tmp_path, small_pieces):
+    sources = tmp_path / "s"
+    sources.mkdir()
+    for name in "abc":
+        lines(sources / f"{name}.jsonl", [f"{name} {text}" for text in TEXTS[:5]])
+    given = work(sources, tmp_path / "out")
+    prepare_corpus(given, 1)
+    whole = written(tmp_path / "out")
+    (tmp_path / "out" / "meta.json").unlink()
+    (tmp_path / "out" / "00001.json").unlink()  # as a killed run leaves it
+    kept = (tmp_path / "out" / "00000.bin").stat().st_mtime_ns
+    prepare_corpus(given, 1)
+    assert written(tmp_path / "out") == whole
+    assert (tmp_path / "out" / "00000.bin").stat().st_mtime_ns == kept
+    assert up_to_date(given)
+    lines(sources / "c.jsonl", ["other"])
+    assert up_to_date(given) is None
+    assert up_to_date(replace(given, field="x")) is None
+    prepare_corpus(given, 1)
+    assert texts_in(tmp_path / "out")[-1] == "other"
+    assert (tmp_path / "out" / "00000.bin").stat().st_mtime_ns == kept
+    (sources / "b.jsonl").unlink()
+    prepare_corpus(given, 1)
+    assert len(texts_in(tmp_path / "out")) == 6
+    assert {p.stem for p in (tmp_path / "out").glob("*.bin")} == {
+        part.name for part in find_corpus(str(tmp_path / "out")).meta.parts
+    }
+
+
+@pytest.mark.devices
+def test_a_killed_run_leaves_no_processes_and_goes_on(tmp_path):
+    sources = tmp_path / "s"
+    sources.mkdir()
+    for index in range(12):
+        lines(sources / f"{index:02}.jsonl", TEXTS * 300)
+    given = tuple(vars(work(sources, tmp_path / "out")).values())
+    code = (
+        "import sys\nfrom recipes.corpus import documents\n"
+        "from recipes.corpus.prepare import Preparation, prepare_corpus\n"
+        "documents.pieces_of.__defaults__ = (10**5,)\n"
+        "if __name__ == '__main__':\n"
+        f"    prepare_corpus(Preparation(*{given!r}), 2)\n"
+    )
+    script = tmp_path / "prepare.py"
+    script.write_text(code)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    running = subprocess.Popen([sys.executable, script], env=environment)
+    children = set()
+    while not list((tmp_path / "out").glob("*.json")):
+        time.sleep(0.01)
+        children |= {
+            int(pid)
+            for task in Path(f"/proc/{running.pid}/task").glob("*/children")
+            for pid in task.read_text().split()
+        }
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    assert children
+    assert not (tmp_path / "out" / "meta.json").exists()
+    for _ in range(500):
+        if not any(is_alive(pid) for pid in children):
+            break
+        time.sleep(0.02)
+    assert not any(is_alive(pid) for pid in children)
+    subprocess.run([sys.executable, script], env=environment, check=True)
+    assert texts_in(tmp_path / "out") == TEXTS * 300 * 12
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def bad_sources(folder):
+    """Bad files, by name: how they are written and read, and what is said of them."""
+    table = pa.table({"text": ["fine", "", None]})
+    pq.write_table(pa.table({"text": [1, 2]}), folder / "numbers.parquet")
+    pq.write_table(table, folder / "empty_row.parquet")
+    pq.write_table(pa.table({"text": TEXTS}), folder / "cut.parquet")
+    (folder / "cut.parquet").write_bytes((folder / "cut.parquet").read_bytes()[:-20])
+    (folder / "empty.jsonl").touch()
+    (folder / "bad.jsonl").write_text(
+        '{"text": "a"}\n\n{"text": "b"\n{"text": ""}\n{"body": "c"}\n7\n'
+    )
+    (folder / "latin.txt").write_bytes(b"caf\xe9")
+    (folder / "zero.txt").touch()
+    return {
+        "numbers.parquet": "row 0: 'text' is of type int, neither text nor a list of messages",
+        "empty_row.parquet": "row 1: 'text' is empty",
+        "cut.parquet": "Parquet magic bytes not found in footer",
+        "empty.jsonl": "the file is empty",
+        "bad.jsonl": "line 3: ",
+        "latin.txt": "byte 3: it is no UTF-8",
+        "zero.txt": "it is empty",
+    }
+
+
+def test_bad_documents_are_refused_by_file_and_place_or_skipped_and_counted(tmp_path):
+    wanted = bad_sources(tmp_path)
+    fine = lines(tmp_path / "fine.jsonl", ["fine"])
+    for name, text in wanted.items():
+        format = {".txt": "text"}.get(Path(name).suffix, Path(name).suffix[1:])
+        given = work(tmp_path / name, tmp_path / f"{name}.out", format=format)
+        with pytest.raises(InputError) as error:
+            prepare_corpus(given, 1)
+        said = str(error.value)
+        assert str(tmp_path / name) in said, said
+        assert text.removeprefix("the file ") in said, said
+        assert said.endswith("mend it, or leave bad documents out with dataset.bad=skip")
+        assert "\n" not in said
+        assert not (tmp_path / f"{name}.out" / "meta.json").exists()
+    both = tmp_path / "both"
+    both.mkdir()
+    for name in ("bad.jsonl", "fine.jsonl"):
+        (both / name).write_bytes((tmp_path / name).read_bytes())
+    meta = prepare_corpus(work(both, tmp_path / "skipped", bad="skip"), 1)
+    assert (meta.documents, meta.skipped) == (2, 4)
+    assert meta.parts[0].first_bad.startswith(f"{both}/bad.jsonl, line 3: ")
+    assert texts_in(tmp_path / "skipped") == ["a", "fine"]
+    with pytest.raises(InputError, match=r"holds no document \(.*empty\.jsonl: it is empty\)"):
+        prepare_corpus(work(tmp_path / "empty.jsonl", tmp_path / "o", bad="skip"), 1)
+    assert fine.exists()
+
+
+def test_lines_are_counted_also_in_later_pieces(tmp_path, small_pieces):
+    source = lines(tmp_path / "a.jsonl", TEXTS)
+    source.write_text(source.read_text() + "[]\n")
+    with pytest.raises(InputError, match=rf"a\.jsonl, line {len(TEXTS) + 1}: it is no table"):
+        prepare_corpus(work(source, tmp_path / "out"), 1)
+
+
+def test_a_missing_source_column_or_tokenizer_is_named(tmp_path):
+    with pytest.raises(InputError, match="does not exist; name a file, a folder or a glob"):
+        prepare_corpus(work(tmp_path / "none", tmp_path / "out"), 1)
+    with pytest.raises(InputError, match=r"holds no file that fits \*\.jsonl or"):
+        prepare_corpus(work(tmp_path, tmp_path / "out"), 1)
+    pq.write_table(pa.table({"body": TEXTS}), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match="it has no column 'text', it has body"):
+        prepare_corpus(work(tmp_path, tmp_path / "out", format="parquet"), 1)
+    lines(tmp_path / "a.jsonl", TEXTS)
+    with pytest.raises(InputError, match=r"dataset\.tokenizer=x: x does not exist; name a token"):
+        prepare_corpus(work(tmp_path, tmp_path / "out", tokenizer="x"), 1)

@@ -1,0 +1,131 @@
+"""`recipes/corpus/tokenizers.py`, `train_tokenizer.py` and `chat.py`."""
+
+import base64
+import json
+
+import numpy as np
+import pytest
+import tiktoken
+
+from recipes import InputError
+from recipes.corpus.chat import chat_encoder
+from recipes.corpus.files import Stream, find_corpus
+from recipes.corpus.prepare import Preparation, prepare_corpus
+from recipes.corpus.rows import RowMaker
+from recipes.corpus.tokenizers import load_tokenizer, tokenizer_fingerprint
+from recipes.corpus.train_tokenizer import train_tokenizer
+
+TEXT = "Hello world, it's 12345 o'clock — naïve Ωμέγα\n\n  def f(x):  return x"
+TALK = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "hello"},
+    {"role": "user", "content": "and?"},
+    {"role": "assistant", "content": "bye"},
+    {"role": "user", "content": "ok"},
+]
+
+
+@pytest.fixture
+def trained(tmp_path):
+    source = tmp_path / "source.jsonl"
+    source.write_text("".join(json.dumps({"text": TEXT[i:] * 3}) + "\n" for i in range(20)))
+    work = Preparation(str(source), None, "jsonl", "text", "bytes", None, "refuse", "unused")
+    size = train_tokenizer(work, 300, tmp_path / "tokenizer.json")
+    assert size == 300
+    return tmp_path / "tokenizer.json"
+
+
+@pytest.mark.parametrize("kind", ["bytes", "file", "folder", "tiktoken"])
+def test_every_tokenizer_gives_the_text_back(trained, kind):
+    path = trained
+    if kind == "tiktoken":
+        path = trained.with_name("small.tiktoken")
+        tokens = [bytes([i]) for i in range(256)] + [b"He", b"ll", b"Hell"]
+        path.write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % i for i, t in enumerate(tokens)))
+    name = {"bytes": "bytes", "folder": str(trained.parent)}.get(kind, str(path))
+    tokenizer = load_tokenizer(name)
+    encoded = tokenizer.encode([TEXT, "x"])
+    assert tokenizer.decode(encoded[0]) == TEXT
+    assert len(encoded[1]) == 1
+    assert max(encoded[0]) < tokenizer.vocab_size
+    assert tokenizer.end_token in {"bytes": [256], "tiktoken": [259]}.get(kind, [0])
+    assert tokenizer.fingerprint == tokenizer_fingerprint(name)
+    if kind != "bytes":
+        assert len(encoded[0]) < len(TEXT.encode())
+
+
+def test_tiktokens_patterns_are_its_own():
+    import inspect
+
+    from tiktoken_ext import openai_public
+
+    from recipes.corpus import tokenizers
+
+    assert tokenizers._CUTS["r50k"] == openai_public.r50k_pat_str
+    assert tokenizers._CUTS["cl100k"] in inspect.getsource(openai_public.cl100k_base)
+    ours = tiktoken.Encoding(
+        "x",
+        pat_str=tokenizers._CUTS["o200k"],
+        mergeable_ranks={bytes([i]): i for i in range(256)},
+        special_tokens={},
+    )
+    assert ours.decode(ours.encode(TEXT)) == TEXT
+
+
+def test_a_folders_special_tokens_and_template_are_taken(trained):
+    settings = {"eos_token": {"content": "H"}, "bos_token": "<s>", "chat_template": "x"}
+    (trained.parent / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = load_tokenizer(str(trained.parent))
+    assert tokenizer.decode([tokenizer.end_token]) == "H"
+    assert tokenizer.special == {"eos_token": "H", "bos_token": "<s>"}
+    assert tokenizer.chat_template == "x"
+    (trained.parent / "chat_template.jinja").write_text("y")
+    assert load_tokenizer(str(trained)).chat_template == "y"
+
+
+def test_a_damaged_tokenizer_is_named(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_text("{}")
+    with pytest.raises(InputError, match=r"dataset\.tokenizer=.*tokenizer\.json cannot be read"):
+        load_tokenizer(str(path))
+
+
+@pytest.mark.parametrize("template", ["chatml", "plain"])
+def test_answers_alone_are_learned(template):
+    tokenizer = load_tokenizer("bytes")
+    tokens, learned = chat_encoder(tokenizer, template)(TALK)
+    end = "<|im_end|>\n" if template == "chatml" else "\n"
+    assert tokenizer.decode(tokens[learned]) == f"hello{end}bye{end}"
+    if template == "plain":
+        assert tokenizer.decode(tokens) == (
+            "user: hi\nassistant: hello\nuser: and?\nassistant: bye\nuser: ok\n"
+        )
+
+
+def test_bad_conversations_and_templates_are_refused(tmp_path):
+    encode = chat_encoder(load_tokenizer("bytes"), "plain")
+    with pytest.raises(ValueError, match="no role and content"):
+        encode([{"role": "user"}])
+    with pytest.raises(ValueError, match="no message is the assistant's"):
+        encode(TALK[:1])
+    with pytest.raises(InputError, match="the tokenizer brings no chat template; name a file"):
+        chat_encoder(load_tokenizer("bytes"), None)
+    with pytest.raises(InputError, match=r"chat_template=none: there is none such; name a file"):
+        chat_encoder(load_tokenizer("bytes"), "none")
+    file = tmp_path / "t.jinja"
+    file.write_text("{{ messages | length }}")
+    with pytest.raises(ValueError, match="changes what was said before an answer"):
+        chat_encoder(load_tokenizer("bytes"), str(file))(TALK)
+
+
+def test_a_prepared_conversation_weighs_its_answers_alone(tmp_path):
+    source = tmp_path / "a.jsonl"
+    source.write_text(json.dumps({"messages": TALK}) + "\n")
+    out = str(tmp_path / "out")
+    work = Preparation(str(source), None, "jsonl", "messages", "bytes", "plain", "refuse", out)
+    assert prepare_corpus(work, 1).masked
+    corpus = find_corpus(out)
+    maker = RowMaker(Stream(corpus.files), corpus.count - 1, 0, 257, masked=True)
+    batch = maker(np.array([0]))
+    learned = batch["targets"][0][batch["weights"][0] == 1]
+    assert load_tokenizer("bytes").decode(learned) == "hello\nbye\n"

@@ -1,0 +1,83 @@
+"""Packed rows in the models: a document's loss is what it is alone in a row."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import launcher
+from recipes import build_model
+from recipes.gpt_options import GPTOptions
+from recipes.llama_options import LlamaOptions
+
+SHAPE = {"vocab_size": 32, "num_layers": 2, "num_heads": 2, "hidden_size": 16}
+LENGTHS = (5, 3, 4)
+
+
+def options_of(family, scan):
+    if family == "gpt":
+        sizes = SHAPE | {"sequence_length": 12}
+        return GPTOptions(size=None, **sizes, scan_layers=scan).filled()
+    return LlamaOptions(**SHAPE, sequence_length=12, scan_layers=scan).filled()
+
+
+def packed(rng, rows=1):
+    one = {
+        "segments": np.repeat(np.arange(len(LENGTHS)), LENGTHS),
+        "positions": np.concatenate([np.arange(n) for n in LENGTHS]),
+    }
+    ends = np.cumsum(LENGTHS)[:-1] - 1
+    weights = np.ones(sum(LENGTHS), np.float32)
+    weights[ends] = 0
+    one["weights"] = weights
+    batch = {
+        k: jnp.asarray(np.tile(v, (rows, 1)), jnp.float32 if k == "weights" else jnp.int32)
+        for k, v in one.items()
+    }
+    batch |= {
+        name: jnp.asarray(rng.integers(32, size=(rows, sum(LENGTHS))), jnp.int32)
+        for name in ("tokens", "targets")
+    }
+    return batch
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_a_documents_loss_is_what_it_is_alone(family, scan):
+    model = build_model(options_of(family, scan), "fp32")
+    params = model.init(jax.random.key(0))
+    batch = packed(np.random.default_rng(0))
+    loss, metrics = jax.jit(lambda p, b: model.loss(p, b, None))(params, batch)
+    assert float(metrics["weight"]) == sum(LENGTHS) - len(LENGTHS) + 1
+    total, start = 0.0, 0
+    for index, length in enumerate(LENGTHS):
+        counted = (
+            length if index == len(LENGTHS) - 1 else length - 1
+        )  # the last target is another's
+        alone = {k: batch[k][:, start : start + length] for k in ("tokens", "targets", "weights")}
+        total += float(model.loss(params, alone, None)[0]) * counted
+        start += length
+    np.testing.assert_allclose(float(loss), total / float(metrics["weight"]), rtol=1e-6)
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_packed_rows_train_the_same_in_a_pipeline_of_microbatches(family):
+    """The rows' weights differ: the mean is over all of the batch, not over microbatches."""
+    model = build_model(options_of(family, False), "fp32")
+    batch = packed(np.random.default_rng(1), rows=4)
+    batch["weights"] = batch["weights"].at[0].set(0.0)
+    params = model.init(jax.random.key(0))
+
+    def step(params, batch):
+        (loss, _), grads = launcher.value_and_grad(model.loss, has_aux=True)(params, batch, None)
+        return jax.tree.map(lambda w, g: w - g, params, grads), loss
+
+    method = launcher.PipeshardParallel(2, stage_option=launcher.UniformStageOption(2))
+    parallel = launcher.parallelize(
+        step, method=method, batch_argnums=(1,), donate_argnums=(), devices=jax.devices()[:2]
+    )
+    (new, loss), (wanted, alone) = parallel(params, batch), jax.jit(step)(params, batch)
+    np.testing.assert_allclose(loss, alone, rtol=1e-5)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), new, wanted)

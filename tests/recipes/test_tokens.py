@@ -1,0 +1,168 @@
+"""`recipes/tokens.py`: rows of token files, packing, exact resume and the text of every refusal."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from launcher.train.rows import own_rows, shapes_of
+from recipes import InputError, build_dataset, check_dataset
+from recipes.tokens_options import Tokens
+
+LENGTH = 4
+
+
+def model(**changes):
+    return SimpleNamespace(
+        **{"name": "gpt", "vocab_size": 1000, "sequence_length": LENGTH, **changes}
+    )
+
+
+def refusal(options, model_options=None, validation=False):
+    with pytest.raises(InputError) as error:
+        check_dataset(options, model_options or model(), validation=validation)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def written(path, tokens, dtype="uint16"):
+    np.asarray(tokens, dtype).tofile(path)
+    return path
+
+
+def rows_of(batches, number):
+    return sorted(
+        (*tokens, targets[-1])
+        for k in range(number)
+        for batch in [batches(k)]
+        for tokens, targets in zip(batch["tokens"].tolist(), batch["targets"].tolist(), strict=True)
+    )
+
+
+def test_rows_lie_one_behind_the_other_also_across_files(tmp_path):
+    for index, (start, stop) in enumerate([(0, 7), (7, 8), (8, 23)]):
+        written(tmp_path / f"{index}.bin", np.arange(start, stop))
+    options = Tokens(path=str(tmp_path / "*.bin"), validation_fraction=0.0)
+    dataset = build_dataset(options, model(), 5, seed=0)
+    # 23 tokens hold five rows of 4 + 1 that share one; the rest is left out.
+    assert rows_of(dataset.train, 1) == [tuple(range(k, k + 5)) for k in range(0, 20, 4)]
+    assert set(dataset.train(0)) == {"tokens", "targets"}
+    assert dataset.train(0)["tokens"].dtype == np.int32
+    assert dataset.validation is None
+    assert dataset.describe == (
+        f"dataset.path={tmp_path}/*.bin: 3 files, 23 tokens; 5 rows, none held out"
+    )
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "int64", ">u4"])
+def test_npy_files_say_their_type(tmp_path, dtype):
+    np.save(tmp_path / "a.npy", np.arange(900, 921).astype(dtype))
+    dataset = build_dataset(Tokens(path=str(tmp_path), validation_fraction=0.0), model(), 5, 0)
+    assert rows_of(dataset.train, 1) == [tuple(range(k, k + 5)) for k in range(900, 920, 4)]
+
+
+def test_the_last_tokens_are_held_out_or_another_file(tmp_path):
+    train, val = written(tmp_path / "t.bin", np.arange(100)), written(tmp_path / "v.bin", [7] * 9)
+    dataset = build_dataset(Tokens(path=str(train), validation_fraction=0.2), model(), 4, 0)
+    assert max(max(row) for row in rows_of(dataset.train, 10)) < 80
+    assert min(min(row) for row in rows_of(dataset.validation, 1)) >= 80
+    options = Tokens(path=str(train), validation_path=str(val))
+    assert rows_of(build_dataset(options, model(), 4, 0).validation, 1) == [(7,) * 5] * 2
+
+
+def test_batches_are_pure_and_processes_make_their_own_rows(tmp_path):
+    path = written(tmp_path / "a.bin", np.arange(161))
+    options = Tokens(path=str(path), validation_fraction=0.0)
+    one = build_dataset(options, model(), 8, seed=1).train
+    other = build_dataset(options, model(), 8, seed=1).train
+    shapes = shapes_of(other, 8)
+    parts = [own_rows(other, shapes, np.arange(4)), own_rows(other, shapes, np.arange(4, 8))]
+    for k in (13, 2, 7):  # 40 rows: also beyond the first pass
+        halves = [part(k) for part in parts]
+        for name, array in one(k).items():
+            np.testing.assert_array_equal(array, halves[0][name] + halves[1][name])
+
+
+def test_packed_rows_keep_documents_apart(tmp_path):
+    path = written(tmp_path / "a.bin", [1, 2, 9, 3, 9, 4, 5, 6, 7])
+    options = Tokens(path=str(path), packing="documents", end_token=9, validation_fraction=0.0)
+    batch = build_dataset(options, model(sequence_length=8), 1, 0).train(0)
+    assert {name: array[0].tolist() for name, array in batch.items()} == {
+        "tokens": [1, 2, 9, 3, 9, 4, 5, 6],
+        "targets": [2, 9, 3, 9, 4, 5, 6, 7],
+        "segments": [1, 1, 1, 2, 2, 3, 3, 3],
+        "positions": [0, 1, 2, 0, 1, 0, 1, 2],
+        "weights": [1, 1, 0, 1, 0, 1, 1, 1],
+    }
+    assert {array.dtype.name for array in batch.values()} == {"int32", "float32"}
+
+
+def test_a_token_out_of_the_vocabulary_is_named_with_file_and_position(tmp_path):
+    written(tmp_path / "a.bin", np.arange(10))
+    written(tmp_path / "b.bin", [*range(10), 1000, 0])
+    batches = build_dataset(Tokens(path=str(tmp_path)), model(), 5, 0).train
+    with pytest.raises(InputError) as error:
+        batches(0)
+    assert str(error.value) == (
+        f"{tmp_path / 'b.bin'}: token 10 is 1000, which is none of model.vocab_size=1000; "
+        "enlarge that, or check dataset.dtype and the file"
+    )
+
+
+def test_a_file_that_is_cut_short_while_it_is_read_is_named(tmp_path):
+    path = written(tmp_path / "a.bin", np.arange(21))
+    batches = build_dataset(Tokens(path=str(path), validation_fraction=0.0), model(), 5, 0).train
+    written(path, np.arange(9))
+    with pytest.raises(InputError, match=r"a\.bin ends before token .*: it was cut short"):
+        batches(0)
+
+
+def test_refuses_files_that_hold_no_tokens(tmp_path):
+    path = tmp_path / "none.bin"
+    remedy = "name a folder that task=prepare_data wrote, or .bin or .npy files of tokens"
+    assert refusal(Tokens(path=str(path))) == f"dataset.path={path} names no file; {remedy}"
+    assert refusal(Tokens(path=str(tmp_path))) == (
+        f"dataset.path={tmp_path} holds no .bin or .npy file; {remedy}"
+    )
+    path.touch()
+    assert refusal(Tokens(path=str(path))) == (
+        f"dataset.path={path} holds no tokens ({path} is empty); {remedy}"
+    )
+    path.write_bytes(b"123")
+    assert refusal(Tokens(path=str(path))) == (
+        f"dataset.path={path}: {path} holds 3 bytes, which is no whole number of uint16 tokens; "
+        "it was cut short, or dataset.dtype is another"
+    )
+    other = tmp_path / "a.npy"
+    np.save(other, np.zeros(30))
+    assert refusal(Tokens(path=str(other))) == (
+        f"dataset.path={other}: {other} holds float64 [30]; tokens are integers in one dimension"
+    )
+    np.save(other, np.zeros(30, np.uint16))
+    assert "not dataset.dtype=uint32" in refusal(Tokens(path=str(other), dtype="uint32"))
+    other.write_bytes(other.read_bytes()[:-1])
+    assert "is cut short: 187 bytes for 30 tokens of uint16" in refusal(Tokens(path=str(other)))
+    other.write_bytes(b"nothing")
+    assert "is no .npy file" in refusal(Tokens(path=str(other)))
+
+
+def test_refuses_what_does_not_fit_the_model_or_holds_too_little(tmp_path):
+    path = written(tmp_path / "a.bin", range(20))
+    whole = Tokens(path=str(path), validation_fraction=0.1)
+    assert refusal(whole, SimpleNamespace(name="mlp")) == (
+        "dataset.name=tokens holds tokens, which model.name=mlp does not take; choose model=gpt or "
+        "dataset=synthetic"
+    )
+    assert refusal(whole, model(sequence_length=20)) == (
+        f"dataset.path={path} holds 18 tokens for training, less than one row of 20 + 1 tokens; "
+        "give more, or lower model.sequence_length"
+    )
+    assert refusal(whole, validation=True) == (
+        f"dataset.validation_fraction=0.1 of dataset.path={path} holds out no row of 4 + 1 tokens "
+        "to evaluate on; raise it, name held-out tokens with dataset.validation_path, or set "
+        "train.eval_every=0"
+    )
+    assert refusal(Tokens(path=str(path), packing="documents")) == (
+        f"dataset.path={path} does not say where documents end; set dataset.end_token (GPT-2's is "
+        "50256), or prepare the corpus with task=prepare_data"
+    )
