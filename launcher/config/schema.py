@@ -128,6 +128,17 @@ class Generate:
 
 
 @dataclass(frozen=True)
+class Evaluate:
+    """What `task=evaluate` evaluates: the weights after `step` steps of the run, on how much."""
+
+    step: int | None = number(None, minimum=0)  # null: those of the newest checkpoint
+    best: bool = False  # those that train.keep_best has kept
+    ema: bool = False  # the averages that optimizer.ema keeps, in place of the parameters
+    batches: int | None = number(None, minimum=1)  # null: all that is held out
+    path: str | None = None  # null: evaluation-<step>.json in the run's folder
+
+
+@dataclass(frozen=True)
 class Sweep:
     """The sweep that `task=sweep_status` shows, by its folder, and whether it may submit again."""
 
@@ -182,6 +193,7 @@ class Config:
             "calibrate",
             "export",
             "generate",
+            "evaluate",
             "submit",
             "sweep_status",
         )
@@ -201,6 +213,7 @@ class Config:
     report: Report = field(default_factory=Report)
     wandb: Wandb = field(default_factory=Wandb)
     export: Export = field(default_factory=Export)
+    evaluate: Evaluate = field(default_factory=Evaluate)
     generate: Generate = field(default_factory=Generate)
     sweep: Sweep = field(default_factory=Sweep)
     from_environment: FromEnvironment = field(

@@ -77,6 +77,10 @@ def run(config: Config, stop: Stop, rendezvous: Rendezvous | None = None) -> int
                 from launcher.driver.generate import generate_text
 
                 return generate_text(config, console)
+            if config.task == "evaluate":
+                from launcher.driver.evaluate import evaluate
+
+                return evaluate(config, console)
             return _plan(config, console)
 
     with lines_to(line_printer(console)):

@@ -94,7 +94,9 @@ def test_every_command_is_accepted(
     monkeypatch.syspath_prepend(folder)  # as `python -m` does
     arguments = shlex.split(command)
     others = [
-        f"task={t}" for t in ("sweep_status", "export", "generate") if f"task={t}" in arguments
+        f"task={t}"
+        for t in ("sweep_status", "export", "generate", "evaluate")
+        if f"task={t}" in arguments
     ]
     if others:  # whose settings have no meaning for another task
         assert f"task={load(arguments).task}" in others
