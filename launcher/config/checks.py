@@ -218,11 +218,11 @@ def _check_task(config: Config) -> Iterator[ConfigError]:
             "Use cluster=slurm.",
             ["task", "cluster.kind"],
         )
-    if config.task in ("export", "generate") and config.run.id is None:
+    if config.task in ("export", "generate", "evaluate") and config.run.id is None:
         yield ConfigError(
             f"task={config.task} does not say which run", "Give run.id=VALUE.", ["task", "run.id"]
         )
-    for section in ("export", "generate"):
+    for section in ("export", "generate", "evaluate"):
         asked = getattr(config, section)
         if asked.best and asked.step is not None:
             yield ConfigError(

@@ -36,16 +36,20 @@ _HERE = (Local, Emulated)  # clusters that can be taken over: the others mean mo
 def with_runs_settings(
     tree: Tree, sources: Sequence[Source], overrides: Sequence[Override]
 ) -> Tree:
-    """Returns `tree` with what makes its program from the run whose plan it replays.
+    """Returns `tree` with what makes its program from the run whose plan it replays or evaluates.
 
     That is the model, the data and more, as far as neither the command line nor a recipe says a
     word of it. `tree` is not yet resolved.
     """
-    parallel = tree.get("parallel")
-    if not isinstance(parallel, dict) or METHODS.get(str(parallel.get("method"))) is not Replay:
-        return tree
+    parallel, plan = tree.get("parallel"), None
     with bounded():
-        plan = OmegaConf.select(OmegaConf.create(tree), "parallel.plan")
+        if tree.get("task") == "evaluate":
+            run_of = [
+                OmegaConf.select(OmegaConf.create(tree), f"run.{key}") for key in ("dir", "id")
+            ]
+            plan = Path(*map(str, run_of)) / "plan.json" if None not in run_of else None
+        elif isinstance(parallel, dict) and METHODS.get(str(parallel.get("method"))) is Replay:
+            plan = OmegaConf.select(OmegaConf.create(tree), "parallel.plan")
     if plan is None:
         return tree
     run = settings_beside(str(plan))

@@ -153,6 +153,17 @@ MAXIMIZED = ("samples_per_second", "tokens_per_second", "predicted_samples_per_s
 
 
 @dataclass(frozen=True)
+class Evaluate:
+    """What `task=evaluate` evaluates: the weights after `step` steps of the run, on how much."""
+
+    step: int | None = number(None, minimum=0)  # null: those of the newest checkpoint
+    best: bool = False  # those that train.keep_best has kept
+    ema: bool = False  # the averages that optimizer.ema keeps, in place of the parameters
+    batches: int | None = number(None, minimum=1)  # null: all that is held out
+    path: str | None = None  # null: evaluation-<step>.json in the run's folder
+
+
+@dataclass(frozen=True)
 class Sweep:
     """A sweep.
 
@@ -221,8 +232,8 @@ class Config:
     """
 
     task: str = choice(
-        *("train", "train", "plan", "check", "calibrate", "export", "generate", "submit"),
-        *("sweep_status", "prepare_data", "tokenize"),
+        *("train", "train", "plan", "check", "calibrate", "export", "generate", "evaluate"),
+        *("submit", "sweep_status", "prepare_data", "tokenize"),
     )
     allow_modules: list[str] = field(default_factory=list)
     allow_commands: bool = False
@@ -239,6 +250,7 @@ class Config:
     report: Report = field(default_factory=Report)
     wandb: Wandb = field(default_factory=Wandb)
     export: Export = field(default_factory=Export)
+    evaluate: Evaluate = field(default_factory=Evaluate)
     generate: Generate = field(default_factory=Generate)
     prepare: Prepare = field(default_factory=Prepare)
     tokenize: Tokenize = field(default_factory=Tokenize)

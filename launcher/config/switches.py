@@ -108,6 +108,13 @@ SWITCHES = (
         "set export.format=hf",
     ),
     Switch(
+        ("evaluate",),
+        ("task",),
+        lambda c: c.task == "evaluate",
+        "that is for task=evaluate",
+        "use that task",
+    ),
+    Switch(
         ("generate",),
         ("task",),
         lambda c: c.task == "generate",

@@ -30,7 +30,6 @@ from recipes.decoding import (
 )
 
 _LARGEST = 2**20  # bytes of a file of prompts
-_log = logging.getLogger(__name__)
 
 
 def generate_text(config: Config, console: Console) -> int:
@@ -46,6 +45,7 @@ def generate_text(config: Config, console: Console) -> int:
     asked = config.generate
     source, home = stored_model(config, asked.step, asked.best, "generate")
     settings = load_frozen(home / "config.yaml")
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of what does not matter here
     tokenizer = tokenizer_of(settings)
     texts = _prompts(config)
     prompts = [_encoded(tokenizer, text, settings) for text in texts]

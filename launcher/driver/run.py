@@ -85,6 +85,10 @@ def run(config: Config, stop: Stop, rendezvous: Rendezvous | None = None) -> int
                 return (prepare_data if config.task == "prepare_data" else tokenize)(
                     config, console
                 )
+            if config.task == "evaluate":
+                from launcher.driver.evaluate import evaluate
+
+                return evaluate(config, console)
             return _plan(config, console)
 
     with lines_to(line_printer(console)):

@@ -28,7 +28,7 @@ from launcher.config.errors import ConfigError
 from launcher.config.machines import Described, Emulated
 from launcher.config.parallel import Data
 from launcher.config.schema import Config
-from launcher.driver import check, folder, generate, prepare_data, training
+from launcher.driver import check, evaluate, folder, generate, prepare_data, training
 from launcher.driver.cluster_from_config import described_shape
 from launcher.driver.export import export
 from launcher.driver.failures import run_with_restarts
@@ -351,7 +351,7 @@ def task_told(config: Config):
         patch.setattr("launcher.command._check", lambda *_: called.append("check"))
         tasks = "run._train", "run._plan", "calibrate.calibrate", "export.export"
         others = "generate.generate_text", "prepare_data.prepare_data", "prepare_data.tokenize"
-        for name in (*tasks, *others):
+        for name in (*tasks, *others, "evaluate.evaluate"):
             patch.setattr(f"launcher.driver.{name}", lambda *_, name=name: called.append(name))
         command.run([], Stop())
     return called
@@ -372,6 +372,25 @@ def export_told(config: Config):
             lambda *paths, dtype, private: told.append((paths, dtype)),
         )
         export(config, console)
+    return told
+
+
+def evaluate_told(config: Config):
+    """Which checkpoint is evaluated on how much, and where that is written."""
+    told, home = [], (Path("here"), Path("home"))
+    found = SimpleNamespace(whole=dict)
+    frozen = SimpleNamespace(optimizer=SimpleNamespace(lora=None), model=config.model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate, "stored_model", lambda _, *which: told.append(which) or home)
+        patch.setattr(evaluate, "load_frozen", lambda path: frozen)
+        patch.setattr(checkpoint, "FinishedModel", lambda *which: told.append(which) or found)
+        patch.setattr(
+            evaluate,
+            "means",
+            lambda config, *_: told.append(config.evaluate.batches) or {"loss": 1.0},
+        )
+        patch.setattr(evaluate, "write_whole", lambda path, *_: told.append(path))
+        evaluate.evaluate(config, Console(file=io.StringIO()))
     return told
 
 

@@ -150,7 +150,7 @@ def probes():
 
     yield from optimizer_probes()
     tasks = "check", "plan", "calibrate", "export", "generate", "prepare_data", "tokenize"
-    for value in tasks:
+    for value in (*tasks, "evaluate"):
         yield "", "task", Probe(told.task_told, {"run": {"id": "taken"}}, value)
     yield "", "allow_modules", model(merged(NET, DATA), [])
     run = functools.partial(Probe, told.run_told)
@@ -201,6 +201,8 @@ def probes():
     values |= {"max_new_tokens": 7, "temperature": 0.5, "top_k": 3, "top_p": 0.5, "seed": 1}
     for name, value in values.items():
         yield "", f"generate.{name}", Probe(told.generate_told, {"run": {"id": "taken"}}, value)
+    for name, value in {"step": 3, "best": True, "ema": True, "batches": 2, "path": "x"}.items():
+        yield "", f"evaluate.{name}", Probe(told.evaluate_told, {"run": {"id": "taken"}}, value)
     sweep = functools.partial(Probe, told.sweep_told)
     yield "", "sweep.dir", sweep({"sweep": {"dir": "multirun/s"}}, "multirun/none")
     yield "", "sweep.resubmit", sweep({"sweep": {"dir": "multirun/s"}}, True)

@@ -1,5 +1,6 @@
 """`task=generate`: whatever plan has trained a model, the text is that of a plain loop."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -12,7 +13,10 @@ from rich.console import Console
 
 from launcher.config.compose import load, to_dict
 from launcher.config.errors import ConfigError
+from launcher.driver.evaluate import evaluate
 from launcher.driver.generate import generate_text
+from launcher.report.console import make_console
+from recipes import build_dataset, build_model
 from recipes.gpt import GPT
 from recipes.gpt_options import DIMENSIONS
 
@@ -111,3 +115,27 @@ def test_a_task_without_a_run_and_settings_without_an_effect_are_refused():
         load(["generate.prompt=x"])
     with pytest.raises(ConfigError, match=r"generate.top_p has no effect: generate.temperature=0"):
         load(["task=generate", "run.id=x", "generate.temperature=0", "generate.top_p=0.5"])
+
+
+def test_an_evaluation_is_the_mean_over_what_is_held_out(runs, monkeypatch, capsys):
+    folder, params = runs
+    monkeypatch.chdir(folder)
+    words = "task=evaluate", "run.id=two_stages"
+    assert evaluate(load(words), make_console()) == 0
+    config = load(words)
+    assert (config.model, config.dataset) == (load(GPT_WORDS).model, load(GPT_WORDS).dataset)
+    dataset = build_dataset(config.dataset, config.model, 1000, 0)
+    model = build_model(config.model, "fp32")
+    loss = float(jax.jit(model.loss)(params["two_stages"], dataset.validation(0), None)[0])
+    told = json.loads((folder / "outputs/two_stages/evaluation-2.json").read_text())
+    assert told["loss"] == pytest.approx(loss, rel=1e-5)
+    assert told["perplexity"] == pytest.approx(np.exp(loss), rel=1e-5)
+    assert told["bits_per_byte"] == pytest.approx(loss / np.log(2), rel=1e-5)
+    assert told["rows"] == dataset.validation.num_rows
+    assert f"{told['loss']:.6g}" in capsys.readouterr().out
+    (folder / "other.txt").write_text("import os\n" * 2000)
+    other = load([*words, "dataset.path=other.txt", "evaluate.path=other.json"])
+    assert evaluate(other, make_console()) == 0
+    assert json.loads(Path("other.json").read_text())["loss"] != told["loss"]
+    with pytest.raises(ConfigError, match=r"the model are not those of run\.id=two_stages"):
+        evaluate(load([*words, "model.num_heads=4"]), make_console())
