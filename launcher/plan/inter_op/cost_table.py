@@ -203,7 +203,12 @@ class CostTable:
         found.update((name, largest(rows[name])) for name in _LARGEST)
         return found
 
-    def peak_bytes(self, m_index: int, name: str, slices: int | None) -> np.ndarray:
+    @functools.cached_property
+    def peak_bytes(self) -> Callable[[int, str, int | None], np.ndarray]:
+        """The peak temporaries of task programs: see `_peak_bytes`."""
+        return functools.cache(self._peak_bytes)
+
+    def _peak_bytes(self, m_index: int, name: str, slices: int | None) -> np.ndarray:
         """Return the peak temporaries of a task program, `[first, end]`.
 
         Its layers run in turn. Each leaves to the others what the backward pass needs, or finds

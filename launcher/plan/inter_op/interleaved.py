@@ -17,7 +17,7 @@ from launcher.plan.inter_op.problem import Problem, Wanted
 from launcher.plan.inter_op.stage_choices import ZERO_LEVELS, splits
 from launcher.plan.inter_op.stage_costs import Setting, StageCosts
 from launcher.plan.inter_op.submeshes import place_submeshes
-from launcher.schedule import SCHEDULES
+from launcher.schedule import SCHEDULES, Schedule
 
 _MOST_STAGES_A_MESH = 4
 
@@ -100,13 +100,15 @@ class _Bounds:
         At least the lightest activations are held of as many microbatches as are in flight.
         """
         held, left = (of[at].reshape(-1, meshes)[:, :-1] for of in (self._held, self._left[remat]))
-        in_flight = np.array(
-            [
-                self._schedule.in_flight_bound(mesh, meshes, self._count, len(held))
-                for mesh in range(meshes - 1)
-            ]
-        )
+        in_flight = _in_flight(self._schedule, meshes, self._count, len(held))
         return bool((held.sum(0) + in_flight * left.min(0) <= self._memory).all())
+
+
+@functools.lru_cache(maxsize=1024)
+def _in_flight(schedule: Schedule, meshes: int, count: int, each: int) -> np.ndarray:
+    """Return the microbatches in flight on every mesh but the last, of so many stages on each."""
+    bound = schedule.in_flight_bound
+    return np.array([bound(mesh, meshes, count, each) for mesh in range(meshes - 1)])
 
 
 Way = tuple[int, int, int, tuple[str, str]]  # data axis, number of the model axis, zero, remats

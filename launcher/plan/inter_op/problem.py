@@ -116,16 +116,16 @@ def best_of(
     as if everything were.
     """
     devices = problem.cluster.num_devices
-    promising: list[tuple[float, int, Setting, Priced]] = []
+    promising: list[tuple[float, int, Setting]] = []
     schedule = wanted.schedule or DEFAULT_SCHEDULE
     for k, setting in enumerate(settings(problem, wanted, schedule)):
-        priced = price(problem.table, problem.cluster, setting, problem.sizes)
-        least = sum(lower_bound(priced.candidates, devices))
+        outline = price(problem.table, problem.cluster, setting, problem.sizes, anywhere=True)
+        least = sum(lower_bound(outline.candidates, devices))
         if np.isfinite(least):
-            promising.append((least, k, setting, priced))
+            promising.append((least, k, setting))
     promising.sort(key=lambda one: one[:2])
     distinct: dict[object, Candidate] = {}
-    for k, (least, _, setting, priced) in enumerate(promising):
+    for k, (least, _, setting) in enumerate(promising):
         ranked = sorted(candidate.seconds for candidate in distinct.values())
         most = ranked[_MOST_FOUND - 1] if len(ranked) >= _MOST_FOUND else np.inf
         if least >= most:
@@ -134,6 +134,7 @@ def best_of(
         def inner(share: float, k: int = k) -> None:
             progress((k + share) / len(promising))
 
+        priced = price(problem.table, problem.cluster, setting, problem.sizes)
         best = best_stages(
             priced.candidates, devices, best=most, progress=inner, num_stages=wanted.num_stages
         )

@@ -168,11 +168,11 @@ def _branches(
     others = [one for one in SCHEDULES.values() if one.improves_1f1b and not asked]
     devices = problem.cluster.num_devices
     for setting in settings(problem, wanted, asked or DEFAULT_SCHEDULE):
-        priced = price(problem.table, problem.cluster, setting, problem.sizes)
-        least = sum(lower_bound(priced.candidates, devices))
+        outline = price(problem.table, problem.cluster, setting, problem.sizes, anywhere=True)
+        least = sum(lower_bound(outline.candidates, devices))
         if math.isfinite(least):
-            yield least, _stages(problem, wanted, setting, priced, found)
-        least = least_cover(priced.device_seconds) / devices
+            yield least, _stages(problem, wanted, setting, found)
+        least = least_cover(outline.device_seconds) / devices
         for other in others if math.isfinite(least) else ():
             under = dataclasses.replace(setting, schedule=other.name)
             if other.interleaves:
@@ -180,17 +180,14 @@ def _branches(
                 continue
             if other.splits_backward:  # it is for what is not computed again
                 under = dataclasses.replace(under, remats=tuple({"none"} & set(under.remats)))
-            yield least, _stages(problem, wanted, under, None, found)
+            yield least, _stages(problem, wanted, under, found)
 
 
-def _stages(
-    problem: Problem, wanted: Wanted, setting: Setting, priced: Priced | None, found: Found
-) -> Iterator[Bounded]:
+def _stages(problem: Problem, wanted: Wanted, setting: Setting, found: Found) -> Iterator[Bounded]:
     """Yield plans by what they take at least, the best stages first."""
     devices = problem.cluster.num_devices
-    if priced is None:
-        priced = price(problem.table, problem.cluster, setting, problem.sizes)
-        yield sum(lower_bound(priced.candidates, devices)), None
+    priced = price(problem.table, problem.cluster, setting, problem.sizes)
+    yield sum(lower_bound(priced.candidates, devices)), None
     best = best_stages(priced.candidates, devices, found.limit, num_stages=wanted.num_stages)
     if best is None:
         yield math.inf, None

@@ -14,7 +14,7 @@ import numpy as np
 
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.inter_op.cost_table import CostTable
-from launcher.plan.inter_op.stage_costs import Setting, StageCosts, in_flight
+from launcher.plan.inter_op.stage_costs import Setting, StageCosts, hidden_forwards, in_flight
 from launcher.plan.inter_op.stage_dp import Candidates
 from launcher.schedule import SCHEDULES
 
@@ -71,6 +71,7 @@ def price(
     setting: Setting,
     sizes: tuple[int, ...],
     beaten: bool = False,
+    anywhere: bool = False,
 ) -> Priced:
     """Price every stage of the table's layers.
 
@@ -83,16 +84,18 @@ def price(
         setting: what is fixed.
         sizes: the numbers of devices that a stage may have.
         beaten: whether to keep all ways.
+        anywhere: whether only to bound the prices, by what a stage costs at least wherever it is:
+            as if one number of stages were behind it. It takes a fraction of the time.
     """
     depth = min(table.num_layers, cluster.num_devices)
     choices: list[StageChoice] = []
     device_seconds = np.full((table.num_layers, table.num_layers + 1), np.inf)
     fronts: list[tuple[int, Way]] = []
     for size in sizes:
-        listed = list(ways(table, cluster, setting, size, depth, choices))
+        listed = list(ways(table, cluster, setting, size, depth, choices, anywhere))
         for way in listed:
             np.minimum(device_seconds, size * way.pop("work").min(0), out=device_seconds)
-        fronts.extend((size, way) for way in (listed if beaten else _fronts(listed)))
+        fronts.extend((size, way) for way in (listed if beaten or anywhere else _fronts(listed)))
     if not fronts:
         none = np.zeros((0, 0, 0, 0))
         return Priced(Candidates((), none, none), (), none, none, device_seconds)
@@ -115,10 +118,17 @@ def ways(
     size: int,
     depth: int,
     choices: list[StageChoice],
+    anywhere: bool = False,
 ) -> Iterator[Way]:
-    """Yield every use of `size` devices, infinite where it does not fit; extend `choices`."""
+    """Yield every use of `size` devices, infinite where it does not fit; extend `choices`.
+
+    With `anywhere` they are the least of any number of stages behind, and such is the only one.
+    """
     schedule = SCHEDULES[setting.schedule]
     goes_back = schedule.last_stage_alternates(setting.num_micro_batches)
+    hidden, held = hidden_forwards(setting, depth, cluster), in_flight(setting, depth)
+    if anywhere:
+        hidden, held = [max(hidden)], [min(held)]
     for m_index, model in enumerate(table.model_sizes):
         data = size // model
         if size % model or not splits(setting, data):
@@ -127,8 +137,8 @@ def ways(
         for zero, remat in itertools.product(ZERO_LEVELS, setting.remats):
             if zero and data == 1:
                 continue
-            one, other, work = stage.seconds(zero, remat, depth)
-            needs = stage.memory(zero, remat, in_flight(setting, depth))
+            one, other, work = stage.seconds(zero, remat, hidden)
+            needs = stage.memory(zero, remat, held)
             lost = np.where(needs <= (setting.memory_bytes or np.inf), 0.0, np.inf)
             chosen = np.full(needs.shape, len(choices))
             choices.append(StageChoice((data, model), zero, remat, table.is_sequence(m_index)))

@@ -68,6 +68,17 @@ def in_flight(setting: Setting, depth: int) -> list[int]:
     return [schedule.in_flight_bound(0, behind + 1, most) for behind in range(depth)]
 
 
+def hidden_forwards(setting: Setting, depth: int, cluster: ClusterShape) -> list[int]:
+    """Return the forward passes that the first round trip hides, by the number of stages behind.
+
+    Devices that share a machine are faster while others wait: there nothing is a bound.
+    """
+    if cluster.shares_machine:
+        return [0] * depth
+    schedule, most = SCHEDULES[setting.schedule], setting.num_micro_batches
+    return [schedule.hidden_forwards(behind, most) for behind in range(depth)]
+
+
 @functools.cache
 def links_within(data: int, model: int, cluster: ClusterShape) -> Links:
     """Return the links of a submesh that takes the devices in order, from the first of a host."""
@@ -124,7 +135,7 @@ class StageCosts:
         """Return the share of one slice of what is of the whole batch."""
         return np.asarray(self._of[name] / self._slices)
 
-    def seconds(self, zero: int, remat: str, depth: int) -> tuple[np.ndarray, ...]:
+    def seconds(self, zero: int, remat: str, hidden: Sequence[int]) -> tuple[np.ndarray, ...]:
         """Return the seconds of the first microbatch, of everything else, and of all work.
 
         A pipeline takes no less than the sum of the first over its stages and the most of the
@@ -136,7 +147,7 @@ class StageCosts:
         Args:
             zero: ZeRO level: 0, 2 or 3.
             remat: name of the rematerialisation policy.
-            depth: the most stages of a pipeline.
+            hidden: the forward passes that the first round trip hides, by the stages behind.
 
         Returns:
             The seconds of one microbatch with its transfers to and from the next stage,
@@ -154,22 +165,12 @@ class StageCosts:
             # gradient goes back there.
             later = np.minimum(np.arange(self._table.num_layers), others)[:, None]
             work = work - np.where(self._is_first, 0.0, later * passes.weight)
-        hidden = self._hidden(depth)[:, None, None]
-        rest = np.maximum(work - hidden * passes.forward, sends - hidden * out)
+        done = np.array(hidden, float)[:, None, None]
+        rest = np.maximum(work - done * passes.forward, sends - done * out)
         update = self.once(zero, remat)
         first = once + 2 * (out + latency)
         every = whole * self._setting.num_micro_batches + update
         return first + self._valid, rest + update + self._valid, every + self._valid
-
-    def _hidden(self, depth: int) -> np.ndarray:
-        """Return the forward passes that the first round trip hides, by the stages behind.
-
-        Devices that share a machine are faster while others wait: there nothing is a bound.
-        """
-        if self._cluster.shares_machine:
-            return np.zeros(1)
-        most = self._setting.num_micro_batches
-        return np.array([self._schedule.hidden_forwards(n, most) for n in range(depth)], float)
 
     @functools.cached_property
     def passes(self) -> Callable[[int, str], PassSeconds]:
