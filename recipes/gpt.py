@@ -162,10 +162,21 @@ class GPT(nn.Module):
             )
             x, _ = scanned(block(name="layers"), x)
         else:
+            # Blocks that only compute are traced once for all; others write, or draw numbers.
+            writes = any(map(self.is_mutable_collection, ("params", "intermediates")))
+            alike = not writes and (deterministic or not self.dropout)
+            run = jax.jit(
+                lambda params, x: block(parent=None).apply({"params": params}, x, deterministic)
+            )
             for index in range(self.num_layers):
                 if index > 0:
                     mark_pipeline_boundary()
-                x = block(name=f"layers_{index}")(x, deterministic)
+                name = f"layers_{index}"
+                if alike:
+                    with jax.named_scope(name):
+                        x = run(self.variables["params"][name], x)
+                else:
+                    x = block(name=name)(x, deterministic)
 
         x = nn.LayerNorm(epsilon=_EPSILON, dtype=self.dtype, name="final_layernorm")(x)
         if self.tie_embeddings:

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from launcher.trace.jaxpr import inline_calls
 from recipes import build_model
 from recipes.gpt import GPT
 
@@ -169,7 +170,7 @@ def test_bf16_computes_in_bf16_and_keeps_parameters_and_loss_in_fp32():
     full = loss_of(build(), params, batch)
     assert float(loss_of(model, params, batch)) == pytest.approx(float(full), abs=0.02)
 
-    equations = jax.make_jaxpr(model.loss)(params, batch, None).eqns
+    equations = inline_calls(jax.make_jaxpr(model.loss)(params, batch, None)).eqns
     products = [e for e in equations if e.primitive.name == "dot_general"]
     assert dtypes_of([v.aval for e in products for v in [*e.invars, *e.outvars]]) == {"bfloat16"}
     exponentials = [e for e in equations if e.primitive.name == "exp"]
@@ -223,3 +224,15 @@ def test_scanned_layers_start_apart_and_drop_out_apart():
     assert (first != second).any()
     losses = {float(loss_of(model, params, batch, jax.random.key(i))) for i in range(3)}
     assert len(losses) == 3
+
+
+def test_equal_blocks_are_traced_once():
+    model, batch = build(), random_batch()
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    blocks = [
+        eqn.params["jaxpr"]
+        for eqn in jax.make_jaxpr(model.loss)(params, batch, None).eqns
+        if "layers_" in str(eqn.source_info.name_stack)
+    ]
+    assert len(blocks) == TINY["num_layers"]
+    assert len(set(map(id, blocks))) == 1

@@ -26,7 +26,7 @@ from launcher.plan.inter_op.problem import (
     candidate_of,
     settings,
 )
-from launcher.plan.inter_op.stage_choices import Priced, price
+from launcher.plan.inter_op.stage_choices import Outline, Priced, outline, price
 from launcher.plan.inter_op.stage_costs import Setting
 from launcher.plan.inter_op.stage_dp import BestStages, best_stages, least_cover, lower_bound
 from launcher.plan.inter_op.stage_enumeration import (
@@ -168,11 +168,11 @@ def _branches(
     others = [one for one in SCHEDULES.values() if one.improves_1f1b and not asked]
     devices = problem.cluster.num_devices
     for setting in settings(problem, wanted, asked or DEFAULT_SCHEDULE):
-        outline = price(problem.table, problem.cluster, setting, problem.sizes, anywhere=True)
-        least = sum(lower_bound(outline.candidates, devices))
+        known = outline(problem.table, problem.cluster, setting, problem.sizes)
+        least = sum(lower_bound(known.candidates, devices))
         if math.isfinite(least):
-            yield least, _stages(problem, wanted, setting, found)
-        least = least_cover(outline.device_seconds) / devices
+            yield least, _stages(problem, wanted, setting, known, found)
+        least = least_cover(known.device_seconds) / devices
         for other in others if math.isfinite(least) else ():
             under = dataclasses.replace(setting, schedule=other.name)
             if other.interleaves:
@@ -180,13 +180,19 @@ def _branches(
                 continue
             if other.splits_backward:  # it is for what is not computed again
                 under = dataclasses.replace(under, remats=tuple({"none"} & set(under.remats)))
-            yield least, _stages(problem, wanted, under, found)
+            yield least, _stages(problem, wanted, under, None, found)
 
 
-def _stages(problem: Problem, wanted: Wanted, setting: Setting, found: Found) -> Iterator[Bounded]:
+def _stages(
+    problem: Problem, wanted: Wanted, setting: Setting, known: Outline | None, found: Found
+) -> Iterator[Bounded]:
     """Yield plans by what they take at least, the best stages first."""
-    devices = problem.cluster.num_devices
-    priced = price(problem.table, problem.cluster, setting, problem.sizes)
+    devices, of = problem.cluster.num_devices, (problem.table, problem.cluster, setting)
+    if known is None:
+        known = outline(*of, problem.sizes)
+        yield sum(lower_bound(known.candidates, devices)), None
+    useful = known.useful(devices, found.limit)
+    priced = price(*of, problem.sizes, useful=useful)
     yield sum(lower_bound(priced.candidates, devices)), None
     best = best_stages(priced.candidates, devices, found.limit, num_stages=wanted.num_stages)
     if best is None:
@@ -199,7 +205,8 @@ def _stages(problem: Problem, wanted: Wanted, setting: Setting, found: Found) ->
         return one.objective, None if alike and len(one.stages) == 1 else assignment
 
     yield bounded(best, priced)
-    every = price(problem.table, problem.cluster, setting, problem.sizes, beaten=True)
+    useful = known.useful(devices, found.best)
+    every = price(*of, problem.sizes, beaten=True, useful=useful)
     if enumeration_cells(every.candidates, devices) > _MOST_CELLS:
         yield best.objective, None
         return

@@ -15,10 +15,11 @@ import numpy as np
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.inter_op.cost_table import CostTable
 from launcher.plan.inter_op.stage_costs import Setting, StageCosts, hidden_forwards, in_flight
-from launcher.plan.inter_op.stage_dp import Candidates
+from launcher.plan.inter_op.stage_dp import Candidates, rests, with_others
 from launcher.schedule import SCHEDULES
 
 ZERO_LEVELS = (0, 2, 3)
+_ROUNDING = 1e-9  # relative, of sums in another order
 
 
 @dataclass(frozen=True)
@@ -40,15 +41,12 @@ class Priced:
         choices: the choices.
         chosen: the choice of each candidate, as a position in `choices`.
         memory: the memory of each candidate.
-        device_seconds: `[first, end]`: the least time that a stage takes of its devices together in
-            a step, under any schedule that holds no fewer microbatches.
     """
 
     candidates: Candidates
     choices: tuple[StageChoice, ...]
     chosen: np.ndarray
     memory: np.ndarray
-    device_seconds: np.ndarray
 
 
 def submesh_sizes(cluster: ClusterShape) -> tuple[int, ...]:
@@ -65,13 +63,57 @@ def submesh_sizes(cluster: ClusterShape) -> tuple[int, ...]:
     return tuple(sorted({*within, *(each * n for n in counts)}))
 
 
+@dataclass(frozen=True, eq=False)
+class Outline:
+    """What each stage costs at least, wherever in a pipeline it is.
+
+    Attributes:
+        candidates: the costs as if one number of stages were behind it, of every way to use devices
+            in the order of `ways`.
+        device_seconds: `[first, end]`: the least time that a stage takes of its devices together in
+            a step, under any schedule that holds no fewer microbatches.
+    """
+
+    candidates: Candidates
+    device_seconds: np.ndarray
+
+    def useful(self, num_devices: int, limit: float) -> np.ndarray:
+        """Return which stages may be part of a plan below `limit` seconds, `[first, end, way]`."""
+        of = self.candidates
+        if not of.seconds.size:
+            return np.zeros((0, 0, 0), bool)
+        seconds, rest = of.seconds[0], rests(of)[0]
+        taken = rest * np.array(of.sizes)
+        least = with_others(seconds) + np.maximum(rest, with_others(taken) / num_devices)
+        return np.asarray(least < limit * (1 + _ROUNDING))
+
+
+def outline(
+    table: CostTable, cluster: ClusterShape, setting: Setting, sizes: tuple[int, ...]
+) -> Outline:
+    """Return the least prices of every stage of the table's layers, in a fraction of the time."""
+    depth = min(table.num_layers, cluster.num_devices)
+    device_seconds = np.full((table.num_layers, table.num_layers + 1), np.inf)
+    choices: list[StageChoice] = []
+    listed: list[tuple[int, Way]] = []
+    for size in sizes:
+        for way in ways(table, cluster, setting, size, depth, choices, anywhere=True):
+            np.minimum(device_seconds, size * way["work"][0], out=device_seconds)
+            listed.append((size, way))
+    if not listed:
+        none = np.zeros((0, 0, 0, 0))
+        return Outline(Candidates((), none, none), device_seconds)
+    seconds, rest = (np.stack([way[of] for _, way in listed], -1) for of in ("seconds", "rest"))
+    return Outline(Candidates(tuple(size for size, _ in listed), seconds, rest), device_seconds)
+
+
 def price(
     table: CostTable,
     cluster: ClusterShape,
     setting: Setting,
     sizes: tuple[int, ...],
     beaten: bool = False,
-    anywhere: bool = False,
+    useful: np.ndarray | None = None,
 ) -> Priced:
     """Price every stage of the table's layers.
 
@@ -84,26 +126,24 @@ def price(
         setting: what is fixed.
         sizes: the numbers of devices that a stage may have.
         beaten: whether to keep all ways.
-        anywhere: whether only to bound the prices, by what a stage costs at least wherever it is:
-            as if one number of stages were behind it. It takes a fraction of the time.
+        useful: which stages to price, `[first, end, way]` in the order of `ways`; None: all.
     """
     depth = min(table.num_layers, cluster.num_devices)
     choices: list[StageChoice] = []
-    device_seconds = np.full((table.num_layers, table.num_layers + 1), np.inf)
     fronts: list[tuple[int, Way]] = []
     for size in sizes:
-        listed = list(ways(table, cluster, setting, size, depth, choices, anywhere))
+        listed = list(ways(table, cluster, setting, size, depth, choices, useful=useful))
         for way in listed:
-            np.minimum(device_seconds, size * way.pop("work").min(0), out=device_seconds)
-        fronts.extend((size, way) for way in (listed if beaten or anywhere else _fronts(listed)))
+            del way["work"]
+        fronts.extend((size, way) for way in (listed if beaten else _fronts(listed)))
     if not fronts:
         none = np.zeros((0, 0, 0, 0))
-        return Priced(Candidates((), none, none), (), none, none, device_seconds)
+        return Priced(Candidates((), none, none), (), none, none)
     stacked = {name: np.stack([front[name] for _, front in fronts], -1) for name in fronts[0][1]}
     of_sizes = tuple(size for size, _ in fronts)
     found = Candidates(of_sizes, stacked["seconds"], stacked["rest"], stacked["once"])
     chosen = stacked["chosen"].astype(np.int32)
-    return Priced(found, tuple(choices), chosen, stacked["memory"], device_seconds)
+    return Priced(found, tuple(choices), chosen, stacked["memory"])
 
 
 Way = dict[
@@ -119,10 +159,13 @@ def ways(
     depth: int,
     choices: list[StageChoice],
     anywhere: bool = False,
+    useful: np.ndarray | None = None,
 ) -> Iterator[Way]:
     """Yield every use of `size` devices, infinite where it does not fit; extend `choices`.
 
-    With `anywhere` they are the least of any number of stages behind, and such is the only one.
+    With `anywhere` they are the least of any number of stages behind, and such is the only one. Of
+    what is not `useful` (`[first, end, way]`, by the position in `choices`) all is infinite, and a
+    way of which nothing is useful is left out.
     """
     schedule = SCHEDULES[setting.schedule]
     goes_back = schedule.last_stage_alternates(setting.num_micro_batches)
@@ -137,11 +180,17 @@ def ways(
         for zero, remat in itertools.product(ZERO_LEVELS, setting.remats):
             if zero and data == 1:
                 continue
+            at = len(choices)
+            choices.append(StageChoice((data, model), zero, remat, table.is_sequence(m_index)))
+            lost: np.ndarray | float = 0.0
+            if useful is not None:
+                if not useful[:, :, at].any():
+                    continue
+                lost = np.where(useful[:, :, at], 0.0, np.inf)
             one, other, work = stage.seconds(zero, remat, hidden)
             needs = stage.memory(zero, remat, held)
-            lost = np.where(needs <= (setting.memory_bytes or np.inf), 0.0, np.inf)
-            chosen = np.full(needs.shape, len(choices))
-            choices.append(StageChoice((data, model), zero, remat, table.is_sequence(m_index)))
+            lost = lost + np.where(needs <= (setting.memory_bytes or np.inf), 0.0, np.inf)
+            chosen = np.full(needs.shape, at)
             timed = {"seconds": one + lost, "rest": other + lost, "work": work + lost}
             once = np.broadcast_to(stage.once(zero, remat), needs.shape)
             yield {**timed, "once": once, "memory": needs, "chosen": chosen}
