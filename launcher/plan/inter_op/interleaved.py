@@ -25,17 +25,25 @@ Bounded = tuple[float, Assignment]
 
 
 def interleaved_plans(
-    problem: Problem, wanted: Wanted, setting: Setting, below: float
+    problem: Problem, wanted: Wanted, setting: Setting, below: float, device_seconds: float = 0.0
 ) -> list[Bounded]:
     """Return lower bounds on the step of interleaved pipelines, and these; the least first.
 
     Those that are not below `below` seconds are left out.
+
+    Args:
+        problem: the problem.
+        wanted: what is fixed by the user.
+        setting: what is fixed here.
+        below: the seconds to stay below.
+        device_seconds: the least time that all layers take of the devices together.
     """
     if wanted.num_stages is not None or not problem.sliced:
         return []
     found, table = [], problem.table
     for size, m_index in itertools.product(problem.sizes, range(len(table.model_sizes))):
-        cuts = list(_cuts(len(problem.groups), problem.cluster.num_devices // size))
+        every = _cuts(len(problem.groups), problem.cluster.num_devices // size)
+        cuts = [of for of in every if device_seconds < below * size * of[0]]
         data, rest = divmod(size, table.model_sizes[m_index])
         if rest or not cuts or not splits(setting, data):
             continue

@@ -19,7 +19,8 @@ from launcher.partition.assignment import Assignment, Submesh
 from launcher.partition.reduction import DEFAULT_REDUCTION, Reduction
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.cost.formulas import Links
-from launcher.plan.inter_op.cost_table import PER_SAMPLE, CostTable
+from launcher.plan.inter_op.cost_table import CostTable
+from launcher.plan.inter_op.layer_cost import PER_SAMPLE
 from launcher.plan.inter_op.stage_choices import Outline, Priced, StageChoice, outline, price
 from launcher.plan.inter_op.stage_costs import Setting, StageCosts
 from launcher.plan.inter_op.stage_dp import BestStages, best_stages, lower_bound

@@ -172,11 +172,12 @@ def _branches(
         least = sum(lower_bound(known.candidates, devices))
         if math.isfinite(least):
             yield least, _stages(problem, wanted, setting, known, found)
-        least = least_cover(known.device_seconds) / devices
+        taken = least_cover(known.device_seconds)
+        least = taken / devices
         for other in others if math.isfinite(least) else ():
             under = dataclasses.replace(setting, schedule=other.name)
             if other.interleaves:
-                yield least, _interleaved(problem, wanted, under, found)
+                yield least, _interleaved(problem, wanted, under, taken, found)
                 continue
             if other.splits_backward:  # it is for what is not computed again
                 under = dataclasses.replace(under, remats=tuple({"none"} & set(under.remats)))
@@ -240,7 +241,7 @@ def _crossings(problem: Problem, setting: Setting) -> Crossings | None:
 
 
 def _interleaved(
-    problem: Problem, wanted: Wanted, setting: Setting, found: Found
+    problem: Problem, wanted: Wanted, setting: Setting, device_seconds: float, found: Found
 ) -> Iterator[Bounded]:
-    yield from interleaved_plans(problem, wanted, setting, found.limit)
+    yield from interleaved_plans(problem, wanted, setting, found.limit, device_seconds)
     yield math.inf, None

@@ -14,7 +14,8 @@ import numpy as np
 
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.inter_op.cost_table import CostTable
-from launcher.plan.inter_op.stage_costs import Setting, StageCosts, hidden_forwards, in_flight
+from launcher.plan.inter_op.many_stage_costs import ManyStageCosts
+from launcher.plan.inter_op.stage_costs import Setting, StageCosts
 from launcher.plan.inter_op.stage_dp import Candidates, rests, with_others
 from launcher.schedule import SCHEDULES
 
@@ -63,6 +64,27 @@ def submesh_sizes(cluster: ClusterShape) -> tuple[int, ...]:
     return tuple(sorted({*within, *(each * n for n in counts)}))
 
 
+def in_flight(setting: Setting, depth: int) -> list[int]:
+    """Return the microbatches whose activations a stage holds, by the number of stages behind it.
+
+    The stage is taken to be the first, which gives a lower bound, since the number of all stages is
+    not known here.
+    """
+    schedule, most = SCHEDULES[setting.schedule], setting.num_micro_batches
+    return [schedule.in_flight_bound(0, behind + 1, most) for behind in range(depth)]
+
+
+def hidden_forwards(setting: Setting, depth: int, cluster: ClusterShape) -> list[int]:
+    """Return the forward passes that the first round trip hides, by the number of stages behind.
+
+    Devices that share a machine are faster while others wait: there nothing is a bound.
+    """
+    if cluster.shares_machine:
+        return [0] * depth
+    schedule, most = SCHEDULES[setting.schedule], setting.num_micro_batches
+    return [schedule.hidden_forwards(behind, most) for behind in range(depth)]
+
+
 @dataclass(frozen=True, eq=False)
 class Outline:
     """What each stage costs at least, wherever in a pipeline it is.
@@ -92,19 +114,37 @@ def outline(
     table: CostTable, cluster: ClusterShape, setting: Setting, sizes: tuple[int, ...]
 ) -> Outline:
     """Return the least prices of every stage of the table's layers, in a fraction of the time."""
-    depth = min(table.num_layers, cluster.num_devices)
-    device_seconds = np.full((table.num_layers, table.num_layers + 1), np.inf)
-    choices: list[StageChoice] = []
-    listed: list[tuple[int, Way]] = []
-    for size in sizes:
-        for way in ways(table, cluster, setting, size, depth, choices, anywhere=True):
-            np.minimum(device_seconds, size * way["work"][0], out=device_seconds)
-            listed.append((size, way))
-    if not listed:
+    depth, shape = min(table.num_layers, cluster.num_devices), table.num_layers
+    hidden, held = hidden_forwards(setting, depth, cluster), in_flight(setting, depth)
+    meshes = [
+        (m_index, size // model)
+        for size in sizes
+        for m_index, model in enumerate(table.model_sizes)
+        if size % model == 0 and splits(setting, size // model)
+    ]
+    if not meshes:
         none = np.zeros((0, 0, 0, 0))
-        return Outline(Candidates((), none, none), device_seconds)
-    seconds, rest = (np.stack([way[of] for _, way in listed], -1) for of in ("seconds", "rest"))
-    return Outline(Candidates(tuple(size for size, _ in listed), seconds, rest), device_seconds)
+        return Outline(Candidates((), none, none), np.full((shape, shape + 1), np.inf))
+    goes_back = SCHEDULES[setting.schedule].last_stage_alternates(setting.num_micro_batches)
+    stages = ManyStageCosts(table, meshes, cluster, setting, goes_back)
+    found: list[tuple[np.ndarray, ...]] = []
+    for zero, remat in itertools.product(ZERO_LEVELS, setting.remats):
+        needs = stages.memory(zero, remat, [min(held)])
+        lost = np.where(needs <= (setting.memory_bytes or np.inf), 0.0, np.inf)
+        found.append(tuple(one + lost for one in stages.seconds(zero, remat, [max(hidden)])))
+    # By the mesh first, as `ways` has them, and without ZeRO levels of one replica.
+    kept = [
+        (k, way)
+        for k, (_, data) in enumerate(meshes)
+        for way in range(len(found))
+        if data > 1 or way < len(setting.remats)
+    ]
+    at = tuple(way for _, way in kept), tuple(k for k, _ in kept)
+    seconds, rest, work = (np.stack(of)[at] for of in zip(*found, strict=True))
+    counts = tuple(table.model_sizes[meshes[k][0]] * meshes[k][1] for k, _ in kept)
+    device_seconds = (work * np.array(counts)[:, None, None]).min(0)
+    laid = (np.moveaxis(of, 0, -1)[None] for of in (seconds, rest))
+    return Outline(Candidates(counts, *laid), device_seconds)
 
 
 def price(
@@ -133,8 +173,6 @@ def price(
     fronts: list[tuple[int, Way]] = []
     for size in sizes:
         listed = list(ways(table, cluster, setting, size, depth, choices, useful=useful))
-        for way in listed:
-            del way["work"]
         fronts.extend((size, way) for way in (listed if beaten else _fronts(listed)))
     if not fronts:
         none = np.zeros((0, 0, 0, 0))
@@ -146,9 +184,7 @@ def price(
     return Priced(found, tuple(choices), chosen, stacked["memory"])
 
 
-Way = dict[
-    str, np.ndarray
-]  # seconds, rest, work, once, memory, chosen, `[stages behind, first, end]`
+Way = dict[str, np.ndarray]  # seconds, rest, once, memory, chosen, `[stages behind, first, end]`
 
 
 def ways(
@@ -158,20 +194,16 @@ def ways(
     size: int,
     depth: int,
     choices: list[StageChoice],
-    anywhere: bool = False,
     useful: np.ndarray | None = None,
 ) -> Iterator[Way]:
     """Yield every use of `size` devices, infinite where it does not fit; extend `choices`.
 
-    With `anywhere` they are the least of any number of stages behind, and such is the only one. Of
-    what is not `useful` (`[first, end, way]`, by the position in `choices`) all is infinite, and a
-    way of which nothing is useful is left out.
+    Of what is not `useful` (`[first, end, way]`, by the position in `choices`) all is infinite, and
+    a way of which nothing is useful is left out.
     """
     schedule = SCHEDULES[setting.schedule]
     goes_back = schedule.last_stage_alternates(setting.num_micro_batches)
     hidden, held = hidden_forwards(setting, depth, cluster), in_flight(setting, depth)
-    if anywhere:
-        hidden, held = [max(hidden)], [min(held)]
     for m_index, model in enumerate(table.model_sizes):
         data = size // model
         if size % model or not splits(setting, data):
@@ -187,11 +219,11 @@ def ways(
                 if not useful[:, :, at].any():
                     continue
                 lost = np.where(useful[:, :, at], 0.0, np.inf)
-            one, other, work = stage.seconds(zero, remat, hidden)
+            one, other, _ = stage.seconds(zero, remat, hidden)
             needs = stage.memory(zero, remat, held)
             lost = lost + np.where(needs <= (setting.memory_bytes or np.inf), 0.0, np.inf)
             chosen = np.full(needs.shape, at)
-            timed = {"seconds": one + lost, "rest": other + lost, "work": work + lost}
+            timed = {"seconds": one + lost, "rest": other + lost}
             once = np.broadcast_to(stage.once(zero, remat), needs.shape)
             yield {**timed, "once": once, "memory": needs, "chosen": chosen}
 
