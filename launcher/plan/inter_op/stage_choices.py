@@ -92,11 +92,13 @@ class Outline:
     Attributes:
         candidates: the costs as if one number of stages were behind it, of every way to use devices
             in the order of `ways`.
+        choices: the choice behind each.
         device_seconds: `[first, end]`: the least time that a stage takes of its devices together in
             a step, under any schedule that holds no fewer microbatches.
     """
 
     candidates: Candidates
+    choices: tuple[StageChoice, ...]
     device_seconds: np.ndarray
 
     def useful(self, num_devices: int, limit: float) -> np.ndarray:
@@ -124,7 +126,7 @@ def outline(
     ]
     if not meshes:
         none = np.zeros((0, 0, 0, 0))
-        return Outline(Candidates((), none, none), np.full((shape, shape + 1), np.inf))
+        return Outline(Candidates((), none, none), (), np.full((shape, shape + 1), np.inf))
     goes_back = SCHEDULES[setting.schedule].last_stage_alternates(setting.num_micro_batches)
     stages = ManyStageCosts(table, meshes, cluster, setting, goes_back)
     found: list[tuple[np.ndarray, ...]] = []
@@ -144,7 +146,10 @@ def outline(
     counts = tuple(table.model_sizes[meshes[k][0]] * meshes[k][1] for k, _ in kept)
     device_seconds = (work * np.array(counts)[:, None, None]).min(0)
     laid = (np.moveaxis(of, 0, -1)[None] for of in (seconds, rest))
-    return Outline(Candidates(counts, *laid), device_seconds)
+    uses = list(itertools.product(ZERO_LEVELS, setting.remats))
+    axes = [(data, table.model_sizes[m], table.is_sequence(m)) for m, data in meshes]
+    choices = [StageChoice(axes[k][:2], *uses[way], axes[k][2]) for k, way in kept]
+    return Outline(Candidates(counts, *laid), tuple(choices), device_seconds)
 
 
 def price(
