@@ -5,6 +5,7 @@ A Ctrl-C cannot be answered before these imports are done, so there are few of t
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments; None takes those of this process, which then has nothing else to do.
     """
+    if argv is None:
+        gc.set_threshold(50_000)  # imports, tracing and planning make millions of objects that stay
     with Stop() as stop:
         try:
             from launcher.command import run

@@ -9,9 +9,9 @@ from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.inter_op.cost_table import (
     PARAMETER_FIELDS,
     CostTable,
-    LayerCost,
     Parameters,
 )
+from launcher.plan.inter_op.layer_cost import LayerCost
 from launcher.plan.inter_op.problem import Problem
 from launcher.plan.inter_op.stage_choices import submesh_sizes
 

@@ -262,6 +262,8 @@ def _gradient(
     if not by_mesh:
         _, equations = _join(whole, lambda: jnp.zeros(whole.aval.shape, whole.aval.dtype), ())
         return (), [], equations
+    if len(by_mesh) == 1 and [v.aval.dtype for v in by_mesh[0]] == [whole.aval.dtype]:
+        return (whole,), [], []  # in most models all are so: nothing to trace
     if len(by_mesh) == 1:
         made, equations = _join(whole, of_mesh, by_mesh[0])
         return made, [], equations

@@ -112,6 +112,7 @@ def save_figure(figure: Figure, path: Path) -> Path:
     """Write a figure as a PNG file, whose folder is created; return `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     picture = io.BytesIO()
-    figure.savefig(picture, dpi=150, format="png")
+    # Of flat colours, which are small anyway; best compression takes most of the time.
+    figure.savefig(picture, dpi=150, format="png", pil_kwargs={"compress_level": 1})
     write_whole(path, picture.getvalue())
     return path

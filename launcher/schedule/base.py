@@ -8,6 +8,7 @@ compares its name.
 from __future__ import annotations
 
 import abc
+import functools
 from typing import ClassVar
 
 from launcher.schedule.tasks import Kind, ScheduleError, Tasks, backward_follows
@@ -80,7 +81,7 @@ class Schedule(abc.ABC):
 
         Both are one program then.
         """
-        return backward_follows(self.tasks(1, num_micro_batches)[0], 0)
+        return _alternates(self, num_micro_batches)
 
 
 SCHEDULES: dict[str, Schedule] = {}
@@ -111,4 +112,14 @@ def make_tasks(name: str, num_stages: int, num_meshes: int, num_micro_batches: i
     stages_per_mesh, rest = divmod(num_stages, num_meshes)
     if rest or (stages_per_mesh > 1 and not schedule.interleaves):
         raise ScheduleError(f"{name} cannot run {num_stages} stages on {num_meshes} meshes")
-    return schedule.tasks(num_meshes, num_micro_batches, stages_per_mesh)
+    return _tasks(schedule, num_meshes, num_micro_batches, stages_per_mesh)
+
+
+@functools.lru_cache(maxsize=8)
+def _tasks(schedule: Schedule, num_meshes: int, num_micro_batches: int, per_mesh: int) -> Tasks:
+    return schedule.tasks(num_meshes, num_micro_batches, per_mesh)
+
+
+@functools.lru_cache(maxsize=1024)
+def _alternates(schedule: Schedule, num_micro_batches: int) -> bool:
+    return backward_follows(schedule.tasks(1, num_micro_batches)[0], 0)

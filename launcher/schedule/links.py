@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -40,13 +41,14 @@ class Traffic:
     ways: Ways
     num_stages: int
     _free: dict[str, float] = field(default_factory=dict)
-    _there: dict[tuple[Task, int], float] = field(default_factory=dict)
-    _readers: dict[tuple[int, bool], list[int]] = field(default_factory=dict)
+    # of each stage: when it has the results of a task
+    _there: defaultdict[int, dict[Task, float]] = field(default_factory=lambda: defaultdict(dict))
+    _readers: dict[tuple[int, bool], list[tuple[int, Way]]] = field(default_factory=dict)
     _sources: dict[tuple[int, bool], list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for src, dst in sorted(self.ways, key=lambda way: (way[0], abs(way[1] - way[0]))):
-            self._readers.setdefault((src, src < dst), []).append(dst)
+            self._readers.setdefault((src, src < dst), []).append((dst, self.ways[src, dst]))
             if abs(dst - src) > 1:
                 self._sources.setdefault((dst, src < dst), []).append(src)
 
@@ -55,30 +57,38 @@ class Traffic:
 
         It goes to the nearest stage first.
         """
-        self._there[task, task.stage] = now
-        if task.kind is Kind.BACKWARD_WEIGHT:
+        stage, _, kind = task
+        self._there[stage][task] = now
+        if kind is Kind.BACKWARD_WEIGHT:
             return
-        for dst in self._readers.get((task.stage, task.kind is Kind.FORWARD), ()):
-            way = self.ways[task.stage, dst]
-            start = max((now, *(self._free.get(link, 0.0) for link in way.links)))
-            self._free.update(dict.fromkeys(way.links, start + way.seconds))
-            self._there[task, dst] = start + way.seconds + way.latency
+        free = self._free
+        for dst, way in self._readers.get((stage, kind is Kind.FORWARD), ()):
+            start = now
+            for link in way.links:
+                start = max(start, free.get(link, 0.0))
+            end = start + way.seconds
+            for link in way.links:
+                free[link] = end
+            self._there[dst][task] = end + way.latency
 
     def arrival(self, task: Task) -> float | Task:
         """Return when all that a task needs is there, or a task that has to end before."""
-        latest = 0.0
+        latest, own = 0.0, self._there[task.stage]
         for need in self._needs(task):
-            there = self._there.get((need, task.stage))
+            there = own.get(need)
             if there is None:
-                there = self._there.get((need, need.stage))
-            if there is None:
-                return need
-            latest = max(latest, there)
+                there = self._there[need.stage].get(need)
+                if there is None:
+                    return need
+            if there > latest:
+                latest = there
         return latest
 
     def _needs(self, task: Task) -> tuple[Task, ...]:
         """Return the tasks whose results a task may need, those of stages further away included."""
         near = dependencies(task, self.num_stages)
+        if not self._sources:
+            return near
         far = self._sources.get((task.stage, task.kind is Kind.FORWARD), ())
         if not far or task.kind is Kind.BACKWARD_WEIGHT:
             return near

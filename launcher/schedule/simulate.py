@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from launcher.schedule.links import NO_WAYS, Traffic, Ways
 from launcher.schedule.tasks import ScheduleError, Task, Tasks
 
 
-@dataclass(frozen=True)
-class TimedTask:
+class TimedTask(NamedTuple):
     """A task with its mesh and its start and end, in seconds from the step's beginning."""
 
     task: Task

@@ -29,6 +29,8 @@ class Kind(enum.Enum):
     BACKWARD_INPUT = "backward_input"
     BACKWARD_WEIGHT = "backward_weight"
 
+    __hash__ = object.__hash__  # Enum's own is Python code, and tasks are looked up all the time
+
 
 class Task(NamedTuple):
     """One stage's work on one microbatch."""

@@ -9,6 +9,7 @@ element-wise (`primitive_kinds`) has no factors: it is replicated.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -97,16 +98,24 @@ def _along(*names: str) -> Callable[[Equation], tuple[Factor, ...]]:
         for name in names:
             value = eqn.params[name]
             whole.update(value if isinstance(value, (tuple, list)) else (value,))
-        rank = len(eqn.outvars[0].aval.shape)
-        ins = [i for i, v in enumerate(eqn.invars) if len(v.aval.shape) == rank]
-        outs = range(len(eqn.outvars))
-        return tuple(
-            Factor(tuple((i, d) for i in ins), tuple((j, d) for j in outs))
-            for d in range(rank)
-            if d not in whole
-        )
+        ranks = tuple(len(v.aval.shape) for v in eqn.invars)
+        return _alike(ranks, len(eqn.outvars[0].aval.shape), len(eqn.outvars), frozenset(whole))
 
     return rule
+
+
+@functools.lru_cache(maxsize=1024)
+def _alike(
+    ranks: tuple[int, ...], rank: int, num_results: int, whole: frozenset[int]
+) -> tuple[Factor, ...]:
+    """Return the factors of operands and results of that rank, but for the dimensions `whole`."""
+    ins = [i for i, of in enumerate(ranks) if of == rank]
+    outs = range(num_results)
+    return tuple(
+        Factor(tuple((i, d) for i in ins), tuple((j, d) for j in outs))
+        for d in range(rank)
+        if d not in whole
+    )
 
 
 _elementwise = _along()  # single numbers beside arrays do not matter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,7 +15,12 @@ if TYPE_CHECKING:
 
 def leaf_names(step: Interface) -> tuple[str, ...]:
     """A name for every argument leaf: its argument's number and its path, joined by dots."""
-    numbered = jax.tree.unflatten(step.in_tree, range(len(step.in_avals)))
+    return _names(step.in_tree)
+
+
+@functools.lru_cache(maxsize=8)
+def _names(tree: jax.tree_util.PyTreeDef) -> tuple[str, ...]:
+    numbered = jax.tree.unflatten(tree, range(tree.num_leaves))
     leaves, _ = jax.tree_util.tree_flatten_with_path(numbered)
     return tuple(jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves)
 

@@ -226,7 +226,8 @@ def _check_one_row(
     whole, own, more, fewer = (e.params["jaxpr"].jaxpr for e in (traces.whole, part, large, small))
     live = {id(e) for jaxpr in (whole, own) for e in needed(jaxpr.eqns, jaxpr.outvars)}
     rest = [e for i, e in enumerate(whole.eqns) if i not in same]
-    rest += [e for j, e in enumerate(own.eqns) if j not in set(same.values())]
+    matched = set(same.values())
+    rest += [e for j, e in enumerate(own.eqns) if j not in matched]
     if any(id(e) in live and e.primitive.name not in SAME_ELEMENTS for e in rest):
         raise unlike_program(part)
     for i, j in same.items():

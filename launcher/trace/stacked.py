@@ -125,9 +125,13 @@ class Opener:
             return value
         assert is_var(value)  # a literal is a single number
 
+        template = make_jaxpr(
+            lambda x: [jax.lax.index_in_dim(x, 0, axis=0, keepdims=False)],
+            jax.ShapeDtypeStruct(value.aval.shape, value.aval.dtype),
+        ).jaxpr
+
         def cut(i: int) -> Atom:
-            take = functools.partial(jax.lax.index_in_dim, index=i, axis=0, keepdims=False)
-            (row,) = self._spliced(lambda x: [take(x)], [value])
+            (row,) = self._body(template, [value], lambda params: _from_row(params, i))
             return row
 
         return self._cut.setdefault(value, LayerRows(value.aval, cut))
@@ -173,10 +177,9 @@ class Opener:
                 self.equations.append(eqn.replace(invars=[row], outvars=[part], params=params))
             parts = [*made]
 
-        def folded(x: Any, y: Any) -> list[Any]:
-            return [getattr(jax.lax, fold)(x, y)]
-
-        return [functools.reduce(lambda x, y: self._spliced(folded, [x, y])[0], parts)]
+        of_row = jax.ShapeDtypeStruct(out.aval.shape, out.aval.dtype)
+        folded = make_jaxpr(lambda x, y: [getattr(jax.lax, fold)(x, y)], of_row, of_row).jaxpr
+        return [functools.reduce(lambda x, y: self._body(folded, [x, y])[0], parts)]
 
     def _iterations(self, eqn: Equation, operands: Sequence[Value]) -> list[Value]:
         """Add the body of a scan once for each iteration."""
@@ -201,8 +204,13 @@ class Opener:
             results.append(LayerRows(v.aval, rows.__getitem__))
         return results
 
-    def _body(self, jaxpr: Any, operands: Sequence[Atom]) -> list[Atom]:
-        """Add a copy of a body; return its results."""
+    def _body(
+        self,
+        jaxpr: Any,
+        operands: Sequence[Atom],
+        changed: Callable[[Mapping[str, Any]], dict[str, Any]] = dict,
+    ) -> list[Atom]:
+        """Add a copy of a body, its equations' parameters changed; return its results."""
         env: dict[Var, Atom] = dict(zip(jaxpr.invars, operands, strict=True))
 
         def read(atom: Atom) -> Atom:
@@ -210,7 +218,9 @@ class Opener:
 
         for eqn in jaxpr.eqns:
             outs = [v if isinstance(v, DropVar) else Var(v.aval) for v in eqn.outvars]
-            self.equations.append(eqn.replace(invars=[read(v) for v in eqn.invars], outvars=outs))
+            reads = [read(v) for v in eqn.invars]
+            params = changed(eqn.params)
+            self.equations.append(eqn.replace(invars=reads, outvars=outs, params=params))
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
@@ -266,6 +276,16 @@ def by_rows(
     if "new_sizes" in params and params["dimensions"] is None:
         return {**params, "new_sizes": shape[1:]}
     return None
+
+
+def _from_row(params: Mapping[str, Any], i: int) -> dict[str, Any]:
+    """Return the parameters of an equation that cuts out row `i`, given those for row 0."""
+    if "start_indices" not in params:
+        return dict(params)
+    starts, limits = (
+        (i + k, *params[of][1:]) for k, of in enumerate(("start_indices", "limit_indices"))
+    )
+    return {**params, "start_indices": starts, "limit_indices": limits}
 
 
 def _mark() -> Equation:

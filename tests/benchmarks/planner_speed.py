@@ -1,9 +1,9 @@
 """How long planning takes from the command, imports and tracing included.
 
     python tests/benchmarks/planner_speed.py            # some minutes
-    python tests/benchmarks/planner_speed.py --known    # the three known cases alone
+    python tests/benchmarks/planner_speed.py --known    # the four known cases alone
 
-Prints wall and CPU seconds of `python -m launcher task=plan …` for three known cases, and how they
+Prints wall and CPU seconds of `python -m launcher task=plan …` for four known cases, and how they
 grow with the number of identical blocks and of devices.
 """
 
@@ -27,10 +27,19 @@ GPT = [
     "dataset=synthetic",
     "parallel=auto",
 ]
+GPT_175B = [
+    "model.scan_layers=true",
+    "model.num_layers=96",
+    "model.hidden_size=12288",
+    "model.num_heads=96",
+    "model.sequence_length=2048",
+    "model.vocab_size=51200",
+]
 KNOWN = {
-    "MLP tutorial, 8 devices": (["recipe=pipeshard_tutorial", "parallel=auto"], 6.0),
-    "GPT-39B, 64 devices": ([*GPT, "model.size=39b", "cluster=p3_16xlarge_x8"], 30.0),
-    "GPT-76B, 1024 devices": ([*GPT, "model.size=76b", "cluster=h100_8_x128"], 120.0),
+    "MLP tutorial, 8 devices": (["recipe=pipeshard_tutorial", "parallel=auto"], 3.0),
+    "GPT-39B, 64 devices": ([*GPT, "model.size=39b", "cluster=p3_16xlarge_x8"], 8.0),
+    "GPT-76B, 1024 devices": ([*GPT, "model.size=76b", "cluster=h100_8_x128"], 12.0),
+    "GPT-175B scanned, 1024": ([*GPT, *GPT_175B, "cluster=h100_8_x128"], 12.0),
 }
 BLOCKS = (12, 24, 48, 96)
 HOSTS = (1, 2, 4, 8, 16)
@@ -58,7 +67,7 @@ def planned(arguments: list[str]) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--known", action="store_true", help="only the three known cases")
+    parser.add_argument("--known", action="store_true", help="only the four known cases")
     args = parser.parse_args()
     for name, (arguments, most) in KNOWN.items():
         wall, cpu = planned(arguments)

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from launcher.trace.jaxpr import inline_calls
 from recipes import build_model
 from recipes.gpt import GPT
 
@@ -169,7 +170,7 @@ def test_bf16_computes_in_bf16_and_keeps_parameters_and_loss_in_fp32():
     full = loss_of(build(), params, batch)
     assert float(loss_of(model, params, batch)) == pytest.approx(float(full), abs=0.02)
 
-    equations = jax.make_jaxpr(model.loss)(params, batch, None).eqns
+    equations = inline_calls(jax.make_jaxpr(model.loss)(params, batch, None)).eqns
     products = [e for e in equations if e.primitive.name == "dot_general"]
     assert dtypes_of([v.aval for e in products for v in [*e.invars, *e.outvars]]) == {"bfloat16"}
     exponentials = [e for e in equations if e.primitive.name == "exp"]

@@ -126,15 +126,20 @@ class NamedDims:
             found = factors(eqn)
             self.uses.append(Use(eqn, scope, times, found))
             for factor in found or ():
-                sides = (factor.operands, eqn.invars), (factor.results, eqn.outvars)
-                places = [(side[i], d) for members, side in sides for i, d in members]
-                nodes = [
-                    self._node(atom, scope) + d
-                    for atom, d in places
-                    if is_var(atom) and atom.aval.shape[d] != 1  # else it is stretched, not cut
-                ]
-                for node in nodes[1:]:
-                    self._union(nodes[0], node)
+                known = -1
+                for members, side in (
+                    (factor.operands, eqn.invars),
+                    (factor.results, eqn.outvars),
+                ):
+                    for i, d in members:
+                        atom = side[i]
+                        if not is_var(atom) or atom.aval.shape[d] == 1:  # stretched, not cut
+                            continue
+                        node = self._node(atom, scope) + d
+                        if known < 0:
+                            known = node
+                        else:
+                            self._union(known, node)
 
     def _enter(self, eqn: Equation, scope: int, times: int, body: Body) -> None:
         self._scopes += 1

@@ -31,9 +31,10 @@ def with_moved_boundaries(
     whole = dataclasses.replace(problem, table=problem.unjoined, groups=layers, unjoined=None)
     left = _MOST_TASKS // (2 * len(assignment.layers) * assignment.num_micro_batches)
     moving = True
+    moves: Iterator[Assignment] = itertools.chain([_evened(assignment)], _moves(assignment))
     while moving:
         moving = False
-        for moved in itertools.islice(_moves(assignment), max(left, 0)):
+        for moved in itertools.islice(moves, max(left, 0)):
             left -= 1
             try:
                 other = make_estimate(moved, whole)
@@ -44,8 +45,18 @@ def with_moved_boundaries(
             if needed > (problem.memory_bytes or math.inf) or other.predicted_step_seconds > most:
                 continue
             assignment, estimate, moving = moved, other, True
+            moves = _moves(assignment)
             break
     return assignment, estimate
+
+
+def _evened(assignment: Assignment) -> Assignment:
+    """Return the assignment with stages of as equal numbers of layers as can be."""
+    stages = len(assignment.layers)
+    every = [layer for layers in assignment.layers for layer in layers]
+    ends = [round(len(every) * s / stages) for s in range(stages + 1)]
+    layers = tuple(tuple(every[first:end]) for first, end in itertools.pairwise(ends))
+    return dataclasses.replace(assignment, layers=layers)
 
 
 def _moves(assignment: Assignment) -> Iterator[Assignment]:

@@ -13,85 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from launcher.plan.cost.formulas import peak_in_turn
+from launcher.plan.inter_op.layer_cost import LARGEST
 from launcher.plan.profile.measured_layers import MeasuredLayers
-
-
-@dataclass(frozen=True)
-class LayerCost:
-    """Cost of one layer on `m` devices of a model axis, for the whole batch, on one of them.
-
-    Attributes:
-        work_seconds: seconds of the forward pass without communication.
-        fixed_seconds: what every slice takes beside, however few rows it has: to compute something
-            of parameters alone.
-        back_seconds: the same as `work_seconds` of the backward pass.
-        fixed_back_seconds: the same as `fixed_seconds` of the backward pass.
-        forward_bytes: bytes all-reduced along the model axis in the forward pass; what is gathered
-            or scattered counts half.
-        backward_bytes: the same in the backward pass.
-        fixed_backward_bytes: the same of every slice, however few rows it has: of parameters.
-        repeated_bytes: the same of what the backward pass gathers as the forward pass did.
-        forward_sums: number of all-reduces of `forward_bytes`.
-        backward_sums: number of all-reduces of the backward pass.
-        repeated_sums: number of all-reduces of `repeated_bytes`.
-        residual_bytes: what the forward pass computes and leaves for the backward pass.
-        left_bytes: `residual_bytes` and the activations that both passes read.
-        forward_peak_bytes: most that the forward pass needs on top of what was there; see
-            `cost.stage_memory.Temporaries`.
-        forward_early_bytes: the part of it that is there as it begins.
-        backward_peak_bytes: most that the backward pass needs on top of what was there.
-        backward_early_bytes: what it holds when it reads the first gradient.
-        whole_peak_bytes: most that both passes need as one program.
-        whole_early_bytes: what that holds when it reads the first gradient.
-        fixed_forward_peak_bytes: the part of `forward_peak_bytes` that every slice needs, however
-            few rows it has; and so on.
-        input_bytes: bytes of the activations that the layer reads.
-        checkpoint_bytes: the same; of several layers, of all of them.
-        layer_peak_bytes: `whole_peak_bytes`; of several layers, the most of any; and so on.
-        sent_bytes: bytes of the activations that cross to the next layer, unsharded.
-        batch_bytes: bytes of the leaves of the batch that the layer reads.
-    """
-
-    work_seconds: float
-    fixed_seconds: float
-    back_seconds: float
-    fixed_back_seconds: float
-    forward_bytes: float
-    backward_bytes: float
-    fixed_backward_bytes: float
-    repeated_bytes: float
-    forward_sums: float
-    backward_sums: float
-    repeated_sums: float
-    residual_bytes: float
-    left_bytes: float
-    forward_peak_bytes: float
-    forward_early_bytes: float
-    backward_peak_bytes: float
-    backward_early_bytes: float
-    whole_peak_bytes: float
-    whole_early_bytes: float
-    fixed_forward_peak_bytes: float
-    fixed_forward_early_bytes: float
-    fixed_backward_peak_bytes: float
-    fixed_backward_early_bytes: float
-    fixed_whole_peak_bytes: float
-    fixed_whole_early_bytes: float
-    input_bytes: float
-    checkpoint_bytes: float
-    layer_peak_bytes: float
-    fixed_layer_peak_bytes: float
-    fixed_layer_early_bytes: float
-    sent_bytes: float
-    batch_bytes: float
-
-
-_LARGEST = "layer_peak_bytes", "fixed_layer_peak_bytes", "fixed_layer_early_bytes"
-PER_SAMPLE = tuple(
-    f.name
-    for f in dataclasses.fields(LayerCost)
-    if not f.name.startswith("fixed") and not f.name.endswith("sums")
-)
 
 
 @dataclass(frozen=True)
@@ -193,6 +116,11 @@ class CostTable:
             self._layer_spans(k) | self.parameter_spans(k, 1) for k in range(len(self.model_sizes))
         )
 
+    @functools.cached_property
+    def stacked_spans(self) -> dict[str, np.ndarray]:
+        """The same by the field, `[model axis, first, end]`."""
+        return {name: np.stack([of[name] for of in self.spans]) for name in self.spans[0]}
+
     def _layer_spans(self, m_index: int) -> dict[str, np.ndarray]:
         rows = {name: row[m_index] for name, row in self.of.items()}
         found = {name: sums(row) for name, row in rows.items()}
@@ -200,10 +128,15 @@ class CostTable:
         found["input_bytes"] = np.repeat(rows["input_bytes"][:, None], count + 1, 1)
         sent = np.concatenate([[0.0], rows["sent_bytes"][:-1], [0.0]])
         found["sent_bytes"] = np.repeat(sent[None, :], count, 0)
-        found.update((name, largest(rows[name])) for name in _LARGEST)
+        found.update((name, largest(rows[name])) for name in LARGEST)
         return found
 
-    def peak_bytes(self, m_index: int, name: str, slices: int | None) -> np.ndarray:
+    @functools.cached_property
+    def peak_bytes(self) -> Callable[[int, str, int | None], np.ndarray]:
+        """The peak temporaries of task programs: see `_peak_bytes`."""
+        return functools.cache(self._peak_bytes)
+
+    def _peak_bytes(self, m_index: int, name: str, slices: int | None) -> np.ndarray:
         """Return the peak temporaries of a task program, `[first, end]`.
 
         Its layers run in turn. Each leaves to the others what the backward pass needs, or finds

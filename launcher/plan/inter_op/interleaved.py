@@ -17,7 +17,7 @@ from launcher.plan.inter_op.problem import Problem, Wanted
 from launcher.plan.inter_op.stage_choices import ZERO_LEVELS, splits
 from launcher.plan.inter_op.stage_costs import Setting, StageCosts
 from launcher.plan.inter_op.submeshes import place_submeshes
-from launcher.schedule import SCHEDULES
+from launcher.schedule import SCHEDULES, Schedule
 
 _MOST_STAGES_A_MESH = 4
 
@@ -25,17 +25,25 @@ Bounded = tuple[float, Assignment]
 
 
 def interleaved_plans(
-    problem: Problem, wanted: Wanted, setting: Setting, below: float
+    problem: Problem, wanted: Wanted, setting: Setting, below: float, device_seconds: float = 0.0
 ) -> list[Bounded]:
     """Return lower bounds on the step of interleaved pipelines, and these; the least first.
 
     Those that are not below `below` seconds are left out.
+
+    Args:
+        problem: the problem.
+        wanted: what is fixed by the user.
+        setting: what is fixed here.
+        below: the seconds to stay below.
+        device_seconds: the least time that all layers take of the devices together.
     """
     if wanted.num_stages is not None or not problem.sliced:
         return []
     found, table = [], problem.table
     for size, m_index in itertools.product(problem.sizes, range(len(table.model_sizes))):
-        cuts = list(_cuts(len(problem.groups), problem.cluster.num_devices // size))
+        every = _cuts(len(problem.groups), problem.cluster.num_devices // size)
+        cuts = [of for of in every if device_seconds < below * size * of[0]]
         data, rest = divmod(size, table.model_sizes[m_index])
         if rest or not cuts or not splits(setting, data):
             continue
@@ -100,13 +108,15 @@ class _Bounds:
         At least the lightest activations are held of as many microbatches as are in flight.
         """
         held, left = (of[at].reshape(-1, meshes)[:, :-1] for of in (self._held, self._left[remat]))
-        in_flight = np.array(
-            [
-                self._schedule.in_flight_bound(mesh, meshes, self._count, len(held))
-                for mesh in range(meshes - 1)
-            ]
-        )
+        in_flight = _in_flight(self._schedule, meshes, self._count, len(held))
         return bool((held.sum(0) + in_flight * left.min(0) <= self._memory).all())
+
+
+@functools.lru_cache(maxsize=1024)
+def _in_flight(schedule: Schedule, meshes: int, count: int, each: int) -> np.ndarray:
+    """Return the microbatches in flight on every mesh but the last, of so many stages on each."""
+    bound = schedule.in_flight_bound
+    return np.array([bound(mesh, meshes, count, each) for mesh in range(meshes - 1)])
 
 
 Way = tuple[int, int, int, tuple[str, str]]  # data axis, number of the model axis, zero, remats

@@ -30,11 +30,11 @@ from launcher.plan.cost.collectives import (
 from launcher.plan.cost.stage_memory import Temporaries, left_bytes, temporaries
 from launcher.plan.inter_op.cost_table import (
     CostTable,
-    LayerCost,
     ParameterCost,
     Parameters,
     joined,
 )
+from launcher.plan.inter_op.layer_cost import LayerCost
 from launcher.plan.intra_op.sequence_parallel import sequence_class, sequence_sharding
 from launcher.plan.intra_op.stage_shardings import model_sharding
 from launcher.schedule import Kind

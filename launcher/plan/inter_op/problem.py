@@ -19,8 +19,9 @@ from launcher.partition.assignment import Assignment, Submesh
 from launcher.partition.reduction import DEFAULT_REDUCTION, Reduction
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.cost.formulas import Links
-from launcher.plan.inter_op.cost_table import PER_SAMPLE, CostTable
-from launcher.plan.inter_op.stage_choices import Priced, StageChoice, price
+from launcher.plan.inter_op.cost_table import CostTable
+from launcher.plan.inter_op.layer_cost import PER_SAMPLE
+from launcher.plan.inter_op.stage_choices import Outline, Priced, StageChoice, outline, price
 from launcher.plan.inter_op.stage_costs import Setting, StageCosts
 from launcher.plan.inter_op.stage_dp import BestStages, best_stages, lower_bound
 from launcher.plan.inter_op.submeshes import place_submeshes
@@ -116,16 +117,16 @@ def best_of(
     as if everything were.
     """
     devices = problem.cluster.num_devices
-    promising: list[tuple[float, int, Setting, Priced]] = []
+    promising: list[tuple[float, int, Setting, Outline]] = []
     schedule = wanted.schedule or DEFAULT_SCHEDULE
     for k, setting in enumerate(settings(problem, wanted, schedule)):
-        priced = price(problem.table, problem.cluster, setting, problem.sizes)
-        least = sum(lower_bound(priced.candidates, devices))
+        known = outline(problem.table, problem.cluster, setting, problem.sizes)
+        least = sum(lower_bound(known.candidates, devices))
         if np.isfinite(least):
-            promising.append((least, k, setting, priced))
+            promising.append((least, k, setting, known))
     promising.sort(key=lambda one: one[:2])
     distinct: dict[object, Candidate] = {}
-    for k, (least, _, setting, priced) in enumerate(promising):
+    for k, (least, _, setting, known) in enumerate(promising):
         ranked = sorted(candidate.seconds for candidate in distinct.values())
         most = ranked[_MOST_FOUND - 1] if len(ranked) >= _MOST_FOUND else np.inf
         if least >= most:
@@ -134,6 +135,8 @@ def best_of(
         def inner(share: float, k: int = k) -> None:
             progress((k + share) / len(promising))
 
+        useful = known.useful(devices, most)
+        priced = price(problem.table, problem.cluster, setting, problem.sizes, useful=useful)
         best = best_stages(
             priced.candidates, devices, best=most, progress=inner, num_stages=wanted.num_stages
         )

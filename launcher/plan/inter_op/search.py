@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from launcher.partition.assignment import Assignment
 from launcher.plan.errors import UnmeasuredError
 from launcher.plan.inter_op.boundaries import with_moved_boundaries
+from launcher.plan.inter_op.equal_stages import EqualStages, assignment_of, equal_stages
 from launcher.plan.inter_op.estimate import make_estimate
 from launcher.plan.inter_op.interleaved import interleaved_plans
 from launcher.plan.inter_op.problem import (
@@ -26,7 +27,7 @@ from launcher.plan.inter_op.problem import (
     candidate_of,
     settings,
 )
-from launcher.plan.inter_op.stage_choices import Priced, price
+from launcher.plan.inter_op.stage_choices import Outline, Priced, outline, price
 from launcher.plan.inter_op.stage_costs import Setting
 from launcher.plan.inter_op.stage_dp import BestStages, best_stages, least_cover, lower_bound
 from launcher.plan.inter_op.stage_enumeration import (
@@ -44,6 +45,8 @@ Bounded = tuple[float, Assignment | None]  # neither this nor what comes later i
 _GAP = 5e-4  # relative: a plan that is so near to its bound is not improved
 _FEWEST = 4  # plans to estimate, if there are so many: the best, and what it is better than
 _MOST_TASKS = 150_000  # of all simulated timelines, for what only may be better
+_MOST_EQUAL = 24  # plans of equal stages that are estimated first
+_MOST_EXTRA_TASKS = 20_000  # of their timelines; and of other numbers of microbatches
 _MOST_EXPANDED = 1000  # beginnings of pipelines, of one number of microbatches and schedule
 _MOST_CELLS = 50_000_000  # of the tables that tell which are worth it: else the best stages alone
 
@@ -59,6 +62,7 @@ class Found:
         least_seconds: a lower bound on the step of every plan; None: not known.
         unmeasured: why plans have no estimate.
         tasks: how many tasks were simulated.
+        equal: pipelines of equal stages on whole hosts.
     """
 
     problem: Problem
@@ -67,6 +71,7 @@ class Found:
     least_seconds: float | None = None
     unmeasured: list[UnmeasuredError] = field(default_factory=list)
     tasks: int = 0
+    equal: list[EqualStages] = field(default_factory=list)
 
     @property
     def ranked(self) -> list[Estimated]:
@@ -103,6 +108,28 @@ class Found:
         elif not SCHEDULES[assignment.schedule].interleaves:  # whose memory is not searched by
             self.large[assignment] = estimate
 
+    def add_equal_stages(self, wanted: Wanted) -> None:
+        """Add the best pipelines of equal stages on whole hosts, under every schedule."""
+        most, enough = self.tasks + _MOST_EXTRA_TASKS, len(self.estimates) + _MOST_EQUAL
+        for one in sorted(self.equal, key=lambda one: one.seconds):
+            if self.tasks >= most or len(self.estimates) >= enough:
+                break
+            if wanted.num_stages in (None, one.num_stages):
+                given = assignment_of(one, self.problem)
+                for plan in schedule_variants(given, self.problem, wanted):
+                    self.add(plan)
+        self.tasks = most - _MOST_EXTRA_TASKS  # they take nothing from what proves the bound
+
+    def recount(self, wanted: Wanted) -> None:
+        """Add the best plan with other numbers of microbatches, the nearest first."""
+        most = self.tasks + _MOST_EXTRA_TASKS
+        for given, _ in self.ranked[:1] if self.estimates else ():
+            others = recounted(given, self.problem, wanted)
+            count = given.num_micro_batches
+            for one in sorted(others, key=lambda o: abs(math.log(o.num_micro_batches / count))):
+                if self.tasks < most:
+                    self.add(one)
+
     def move_boundaries(self) -> None:
         """Add the best plan with its stages' ends between joined layers, if that is better."""
         if self.estimates:
@@ -120,6 +147,7 @@ def find_plans(problem: Problem, wanted: Wanted, progress: Progress = lambda sha
             found.add(assignment)
     every = enumerate(_branches(problem, wanted, found))
     branches = [(bound, k, branch) for k, (bound, branch) in every]
+    found.add_equal_stages(wanted)
     heapq.heapify(branches)
     total = len(branches)
     left: list[float] = []  # lower bounds on what was left out
@@ -139,6 +167,7 @@ def find_plans(problem: Problem, wanted: Wanted, progress: Progress = lambda sha
         if following[1]:
             found.add(following[1])
     left += [bound for bound, _, _ in branches[:1]]
+    found.recount(wanted)
     found.move_boundaries()
     found.least_seconds = min([found.best, *left])
     return found
@@ -168,15 +197,18 @@ def _branches(
     others = [one for one in SCHEDULES.values() if one.improves_1f1b and not asked]
     devices = problem.cluster.num_devices
     for setting in settings(problem, wanted, asked or DEFAULT_SCHEDULE):
-        priced = price(problem.table, problem.cluster, setting, problem.sizes)
-        least = sum(lower_bound(priced.candidates, devices))
+        known = outline(problem.table, problem.cluster, setting, problem.sizes)
+        least = sum(lower_bound(known.candidates, devices))
+        if problem.cluster.hosts > 1:
+            found.equal += equal_stages(problem, setting, known)
         if math.isfinite(least):
-            yield least, _stages(problem, wanted, setting, priced, found)
-        least = least_cover(priced.device_seconds) / devices
+            yield least, _stages(problem, wanted, setting, known, found)
+        taken = least_cover(known.device_seconds)
+        least = taken / devices
         for other in others if math.isfinite(least) else ():
             under = dataclasses.replace(setting, schedule=other.name)
             if other.interleaves:
-                yield least, _interleaved(problem, wanted, under, found)
+                yield least, _interleaved(problem, wanted, under, taken, found)
                 continue
             if other.splits_backward:  # it is for what is not computed again
                 under = dataclasses.replace(under, remats=tuple({"none"} & set(under.remats)))
@@ -184,13 +216,16 @@ def _branches(
 
 
 def _stages(
-    problem: Problem, wanted: Wanted, setting: Setting, priced: Priced | None, found: Found
+    problem: Problem, wanted: Wanted, setting: Setting, known: Outline | None, found: Found
 ) -> Iterator[Bounded]:
     """Yield plans by what they take at least, the best stages first."""
-    devices = problem.cluster.num_devices
-    if priced is None:
-        priced = price(problem.table, problem.cluster, setting, problem.sizes)
-        yield sum(lower_bound(priced.candidates, devices)), None
+    devices, of = problem.cluster.num_devices, (problem.table, problem.cluster, setting)
+    if known is None:
+        known = outline(*of, problem.sizes)
+        yield sum(lower_bound(known.candidates, devices)), None
+    useful = known.useful(devices, found.limit)
+    priced = price(*of, problem.sizes, useful=useful)
+    yield sum(lower_bound(priced.candidates, devices)), None
     best = best_stages(priced.candidates, devices, found.limit, num_stages=wanted.num_stages)
     if best is None:
         yield math.inf, None
@@ -202,7 +237,8 @@ def _stages(
         return one.objective, None if alike and len(one.stages) == 1 else assignment
 
     yield bounded(best, priced)
-    every = price(problem.table, problem.cluster, setting, problem.sizes, beaten=True)
+    useful = known.useful(devices, found.best)
+    every = price(*of, problem.sizes, beaten=True, useful=useful)
     if enumeration_cells(every.candidates, devices) > _MOST_CELLS:
         yield best.objective, None
         return
@@ -236,7 +272,7 @@ def _crossings(problem: Problem, setting: Setting) -> Crossings | None:
 
 
 def _interleaved(
-    problem: Problem, wanted: Wanted, setting: Setting, found: Found
+    problem: Problem, wanted: Wanted, setting: Setting, device_seconds: float, found: Found
 ) -> Iterator[Bounded]:
-    yield from interleaved_plans(problem, wanted, setting, found.limit)
+    yield from interleaved_plans(problem, wanted, setting, found.limit, device_seconds)
     yield math.inf, None

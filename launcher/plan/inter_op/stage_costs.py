@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +29,6 @@ from launcher.plan.cost.formulas import (
     pass_seconds,
     ring_links,
     sharded_bytes,
-    transfer_seconds,
     update_seconds,
 )
 from launcher.plan.inter_op.cost_table import PARAMETER_FIELDS, CostTable
@@ -58,16 +58,6 @@ class Setting:
     reduction: Reduction = DEFAULT_REDUCTION
 
 
-def in_flight(setting: Setting, depth: int) -> list[int]:
-    """Return the microbatches whose activations a stage holds, by the number of stages behind it.
-
-    The stage is taken to be the first, which gives a lower bound, since the number of all stages is
-    not known here.
-    """
-    schedule, most = SCHEDULES[setting.schedule], setting.num_micro_batches
-    return [schedule.in_flight_bound(0, behind + 1, most) for behind in range(depth)]
-
-
 @functools.cache
 def links_within(data: int, model: int, cluster: ClusterShape) -> Links:
     """Return the links of a submesh that takes the devices in order, from the first of a host."""
@@ -77,6 +67,13 @@ def links_within(data: int, model: int, cluster: ClusterShape) -> Links:
 
 class StageCosts:
     """Costs of all stages on one logical mesh: arrays `[first, end]`, in seconds and bytes."""
+
+    # Numbers; of several meshes (`ManyStageCosts`) arrays.
+    _data: Any
+    _model: Any
+    _slices: Any
+    _rings: tuple[Any, Any]  # bytes/s along model and along data
+    _of: Mapping[str, np.ndarray]
 
     def __init__(
         self,
@@ -100,13 +97,20 @@ class StageCosts:
                 pass.
             links: the links of the submesh; by default those of `links_within`.
         """
-        self._cluster, self._setting = cluster, setting
-        self._table, self._m_index = table, m_index
+        self._share(table, cluster, setting, back_at_once)
+        self._m_index = m_index
         self._data, self._model = data, table.model_sizes[m_index]
-        self._links = links or links_within(data, self._model, cluster)
-        self._schedule = SCHEDULES[setting.schedule]
+        links = links or links_within(data, self._model, cluster)
+        self._rings = links.model, links.data
         self._slices = setting.num_micro_batches * data
         self._of = table.spans[m_index]
+
+    def _share(
+        self, table: CostTable, cluster: ClusterShape, setting: Setting, back_at_once: bool
+    ) -> None:
+        """Keep what does not depend on the logical mesh."""
+        self._cluster, self._setting, self._table = cluster, setting, table
+        self._schedule = SCHEDULES[setting.schedule]
         first, end = np.arange(table.num_layers)[:, None], np.arange(table.num_layers + 1)[None]
         self._valid = np.where(first < end, 0.0, np.inf)
         self._is_first = np.broadcast_to(first == 0, self._valid.shape)
@@ -124,7 +128,7 @@ class StageCosts:
         """Return the share of one slice of what is of the whole batch."""
         return np.asarray(self._of[name] / self._slices)
 
-    def seconds(self, zero: int, remat: str, depth: int) -> tuple[np.ndarray, ...]:
+    def seconds(self, zero: int, remat: str, hidden: Sequence[int]) -> tuple[np.ndarray, ...]:
         """Return the seconds of the first microbatch, of everything else, and of all work.
 
         A pipeline takes no less than the sum of the first over its stages and the most of the
@@ -136,7 +140,7 @@ class StageCosts:
         Args:
             zero: ZeRO level: 0, 2 or 3.
             remat: name of the rematerialisation policy.
-            depth: the most stages of a pipeline.
+            hidden: the forward passes that the first round trip hides, by the stages behind.
 
         Returns:
             The seconds of one microbatch with its transfers to and from the next stage,
@@ -154,22 +158,12 @@ class StageCosts:
             # gradient goes back there.
             later = np.minimum(np.arange(self._table.num_layers), others)[:, None]
             work = work - np.where(self._is_first, 0.0, later * passes.weight)
-        hidden = self._hidden(depth)[:, None, None]
-        rest = np.maximum(work - hidden * passes.forward, sends - hidden * out)
+        done = np.array(hidden, float)[:, None, None]
+        rest = np.maximum(work - done * passes.forward, sends - done * out)
         update = self.once(zero, remat)
         first = once + 2 * (out + latency)
         every = whole * self._setting.num_micro_batches + update
         return first + self._valid, rest + update + self._valid, every + self._valid
-
-    def _hidden(self, depth: int) -> np.ndarray:
-        """Return the forward passes that the first round trip hides, by the stages behind.
-
-        Devices that share a machine are faster while others wait: there nothing is a bound.
-        """
-        if self._cluster.shares_machine:
-            return np.zeros(1)
-        most = self._setting.num_micro_batches
-        return np.array([self._schedule.hidden_forwards(n, most) for n in range(depth)], float)
 
     @functools.cached_property
     def passes(self) -> Callable[[int, str], PassSeconds]:
@@ -178,8 +172,7 @@ class StageCosts:
 
     def _passes(self, zero: int, remat: str) -> PassSeconds:
         of = self._of
-        rows = self._setting.batch_size / self._slices
-        work, back = self._table.work_seconds(self._m_index, self._slices, rows)
+        work, back = self._work()
         sums = self._along_model(self._a_slice("forward_bytes"), of["forward_sums"])
         sums_back = self._along_model(
             self._a_slice("backward_bytes") + of["fixed_backward_bytes"], of["backward_sums"]
@@ -190,10 +183,10 @@ class StageCosts:
         again = np.zeros_like(work)
         if remat != "none":
             again, sums_back = work, sums_back + sums
-        if (rows_axis := self._data // self._setting.replicas) > 1:  # in every microbatch
-            sums_back = sums_back + all_reduce_seconds(
-                of["parameter_bytes"], rows_axis, *self._ring, of["parameters"]
-            )
+        rows_axis = self._data // self._setting.replicas  # if there is one, in every microbatch
+        sums_back = sums_back + all_reduce_seconds(
+            of["parameter_bytes"], rows_axis, *self._ring, of["parameters"]
+        )
         cut = self._sharded(zero if zero == 3 else 0)
         scattered = self._buckets(cut["gradient_bytes"], cut["gradients"])
         crossing = self._crossing(cut["gradient_bytes"])
@@ -203,8 +196,18 @@ class StageCosts:
         splits = self._schedule.splits_backward
         return pass_seconds(parts, self._cluster.dispatch_overhead, as_one, self._is_first, splits)
 
+    def _work(self) -> tuple[np.ndarray, np.ndarray]:
+        rows = self._setting.batch_size / self._slices
+        return self._table.work_seconds(self._m_index, self._slices, rows)
+
     def _peak(self, name: str) -> np.ndarray:
         return self._table.peak_bytes(self._m_index, name, self._slices)
+
+    def _layer_peak(self) -> np.ndarray:
+        return self._table.layer_peak_bytes(self._m_index, self._slices)
+
+    def _divisible(self) -> Mapping[str, np.ndarray]:
+        return self._table.parameter_spans(self._m_index, self._data)
 
     def sent(self) -> np.ndarray:
         """Return the bytes of one microbatch to the next stage."""
@@ -240,7 +243,7 @@ class StageCosts:
             left = self._a_slice("left_bytes")
         else:  # the layers' inputs are left, and one layer at a time is computed again
             left = self._a_slice("checkpoint_bytes")
-            backward = self._table.layer_peak_bytes(self._m_index, self._slices)
+            backward = self._layer_peak()
             whole, forward = left + backward, left
         # One program of both passes leaves what the second part of a backward pass in two needs.
         as_one, kept = self._as_one(remat), left if self._schedule.splits_backward else 0.0
@@ -304,7 +307,7 @@ class StageCosts:
     @property
     def _ring(self) -> tuple[float, float]:
         """Bytes/s and latency of the rings along data."""
-        return self._links.data, self._cluster.latency
+        return self._rings[1], self._cluster.latency
 
     def _sharded(self, zero: int) -> Mapping[str, np.ndarray]:
         """Return what is sharded along data at a ZeRO level, by the fields of `ParameterCost`.
@@ -312,13 +315,13 @@ class StageCosts:
         Level 2 follows the optimizer's state: without any, it is the same as level 0.
         """
         if zero == 3 or (zero == 2 and self._table.has_optimizer):
-            return self._table.parameter_spans(self._m_index, self._data)
+            return self._divisible()
         return dict.fromkeys(PARAMETER_FIELDS, np.zeros(self._valid.shape))
 
     def _along_model(self, size: np.ndarray, count: np.ndarray) -> np.ndarray:
         """Return the seconds to all-reduce so many arrays along the model axis."""
         latency = self._cluster.latency
-        return np.asarray(all_reduce_seconds(size, self._model, self._links.model, latency, count))
+        return np.asarray(all_reduce_seconds(size, self._model, self._rings[0], latency, count))
 
     def _crossing_seconds(self) -> tuple[np.ndarray, np.ndarray]:
         """Return for how long one microbatch occupies the links, `[first, end]`.
@@ -326,14 +329,22 @@ class StageCosts:
         They are those to the next stage, and those of its gradient to the one before. The other
         stage is taken to be no slower than this one, and on the same host if both fit there.
         """
+        out = np.asarray(self.sent() / self._bandwidth / self._senders)
+        return out, np.broadcast_to(out[..., 0, :-1, None], out.shape)
+
+    @property
+    def _bandwidth(self) -> Any:
+        """Bytes/s of a link to the next stage."""
+        return self._cluster.intra_host if self._is_local else self._cluster.inter_host
+
+    @property
+    def _senders(self) -> Any:
+        """The links to the next stage."""
+        devices = self._data * self._model
+        hosts = -(-devices // self._cluster.devices_per_host)
+        return self._data if self._is_local else min(self._data, hosts)
+
+    @property
+    def _is_local(self) -> bool:
         cluster, devices = self._cluster, self._data * self._model
-        hosts = -(-devices // cluster.devices_per_host)
-        is_local = cluster.hosts == 1 or devices < cluster.devices_per_host
-
-        def seconds(size: np.ndarray) -> np.ndarray:
-            parts = self._data, self._data
-            there = transfer_seconds(size, parts, (hosts, hosts), is_local, cluster)
-            return np.asarray(there - cluster.latency)
-
-        out = seconds(self.sent())
-        return out, np.broadcast_to(out[0][:-1, None], out.shape)
+        return cluster.hosts == 1 or devices < cluster.devices_per_host

@@ -151,12 +151,32 @@ def least_cover(cost: np.ndarray) -> float:
 
     It is infinite if none do.
     """
+    return float(_covers_from(cost)[0])
+
+
+def with_others(cost: np.ndarray) -> np.ndarray:
+    """Return the least sum of costs of runs that cover all layers, by one of them.
+
+    Args:
+        cost: `[first, end, way]`.
+    """
+    cheapest = cost.min(2)
+    after = _covers_from(cheapest)
+    # The same from the other side: layers and the ends of runs counted from the last.
+    before = _covers_from(
+        np.pad(cheapest, ((0, 1), (0, 0)), constant_values=np.inf).T[::-1, ::-1][:-1]
+    )
+    return np.asarray(before[::-1][:-1, None, None] + cost + after[None, :, None])
+
+
+def _covers_from(cost: np.ndarray) -> np.ndarray:
+    """Return the least sum of `[first, end]` costs of runs that cover the layers from each on."""
     count = len(cost)
     least = np.full(count + 1, np.inf)
     least[count] = 0.0
     for first in reversed(range(count)):
         least[first] = (cost[first] + least).min()
-    return float(least[0])
+    return least
 
 
 def _solve(

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from launcher.plan import local_shape
-from launcher.plan.inter_op.cost_table import CostTable, LayerCost, Parameters
+from launcher.plan.inter_op.cost_table import CostTable, Parameters
 from launcher.plan.inter_op.infeasible import _batch, nothing_fits
+from launcher.plan.inter_op.layer_cost import LayerCost
 from launcher.plan.inter_op.problem import Problem, Wanted, best_of, of_batch
 from launcher.plan.inter_op.stage_choices import submesh_sizes
 

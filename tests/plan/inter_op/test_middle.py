@@ -160,8 +160,12 @@ def runs(plan, problem):
     return not (splits and set(plan.remat) != {"none"})
 
 
-MISSED = pytest.mark.xfail(reason="up to 8 % are lost; not understood", strict=False)
-SEEDS = [pytest.param(n, marks=MISSED) if n in (1, 5, 11) else n for n in range(50)]
+MISSED = pytest.mark.xfail(
+    reason="2 % are lost: behind slow links the closed form says little of stages of less than a "
+    "host, and the timelines are spent before equal ones of whole hosts with rematerialisation",
+    strict=False,
+)
+SEEDS = [pytest.param(n, marks=MISSED) if n == 1 else n for n in range(50)]
 
 
 @pytest.mark.sampled(50, rest="stress")
