@@ -31,6 +31,7 @@ class Attention(nn.Module):
     dropout: float
     output_scale: float
     dtype: Any
+    fused: bool = False  # by cuDNN's kernel, which takes no dropout
 
     @nn.compact
     def __call__(self, x: jax.Array, deterministic: bool) -> jax.Array:
@@ -45,15 +46,19 @@ class Attention(nn.Module):
         )(x)
         query, key, value = (qkv[..., part, :, :] for part in range(3))
 
-        scores = jnp.einsum("bqnh,bknh->bnqk", query * head_size**-0.5, key)
-        # Made here, in each block, so that no block waits for an array of another one.
-        rows = jax.lax.broadcasted_iota(jnp.int32, (length, length), 0)
-        columns = jax.lax.broadcasted_iota(jnp.int32, (length, length), 1)
-        scores = jnp.where(columns <= rows, scores.astype(jnp.float32), -jnp.inf)
-        weights = jax.nn.softmax(scores, axis=-1).astype(self.dtype)
-        weights = nn.Dropout(self.dropout)(weights, deterministic)
-
-        mixed = jnp.einsum("bnqk,bknh->bqnh", weights, value)
+        if self.fused:
+            mixed = jax.nn.dot_product_attention(
+                query, key, value, is_causal=True, implementation="cudnn"
+            )
+        else:
+            scores = jnp.einsum("bqnh,bknh->bnqk", query * head_size**-0.5, key)
+            # Made here, in each block, so that no block waits for an array of another one.
+            rows = jax.lax.broadcasted_iota(jnp.int32, (length, length), 0)
+            columns = jax.lax.broadcasted_iota(jnp.int32, (length, length), 1)
+            scores = jnp.where(columns <= rows, scores.astype(jnp.float32), -jnp.inf)
+            weights = jax.nn.softmax(scores, axis=-1).astype(self.dtype)
+            weights = nn.Dropout(self.dropout)(weights, deterministic)
+            mixed = jnp.einsum("bnqk,bknh->bqnh", weights, value)
         return nn.DenseGeneral(
             hidden,
             axis=(-2, -1),
@@ -96,6 +101,7 @@ class Block(nn.Module):
     dropout: float
     output_scale: float
     dtype: Any
+    fused: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array, deterministic: bool) -> jax.Array:
@@ -105,7 +111,12 @@ class Block(nn.Module):
             return nn.LayerNorm(epsilon=_EPSILON, dtype=self.dtype, name=name)
 
         attention = Attention(
-            self.num_heads, self.dropout, self.output_scale, self.dtype, name="self_attention"
+            self.num_heads,
+            self.dropout,
+            self.output_scale,
+            self.dtype,
+            self.fused,
+            name="self_attention",
         )
         mlp = FeedForward(self.mlp_ratio, self.output_scale, self.dtype, name="mlp")
         drop = nn.Dropout(self.dropout)
@@ -130,6 +141,7 @@ class GPT(nn.Module):
     tie_embeddings: bool
     scan_layers: bool
     dtype: Any
+    fused_attention: bool = False
 
     @nn.compact
     def __call__(self, tokens: jax.Array, deterministic: bool) -> jax.Array:
@@ -151,7 +163,13 @@ class GPT(nn.Module):
         # The 2 * num_layers branches that are added to x keep its variance (GPT-2, section 2.3).
         output_scale = _INIT_SCALE / (2 * self.num_layers) ** 0.5
         block = functools.partial(
-            Block, self.num_heads, self.mlp_ratio, self.dropout, output_scale, self.dtype
+            Block,
+            self.num_heads,
+            self.mlp_ratio,
+            self.dropout,
+            output_scale,
+            self.dtype,
+            self.fused_attention,
         )
         if self.scan_layers:
             scanned = nn.scan(
@@ -195,6 +213,7 @@ def build(options: GPTOptions, precision: str) -> Model:
         tie_embeddings=options.tie_embeddings,
         scan_layers=options.scan_layers,
         dtype=jnp.bfloat16 if precision == "bf16" else jnp.float32,
+        fused_attention=options.attention == "cudnn",
     )
 
     def init(key: jax.Array) -> Any:

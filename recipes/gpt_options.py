@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from launcher.config.errors import ConfigError
 from launcher.config.families import register
-from launcher.config.fields import number
+from launcher.config.fields import choice, number
 from recipes.sizes import SizedOptions
 
 DIMENSIONS = ("vocab_size", "sequence_length", "num_layers", "num_heads", "hidden_size")
@@ -35,6 +35,7 @@ class GPTOptions(SizedOptions):
     dropout: float = number(0.0, minimum=0.0, maximum=1.0)
     tie_embeddings: bool = True
     scan_layers: bool = False
+    attention: str = choice("auto", "auto", "xla", "cudnn")
 
     dimensions: ClassVar = DIMENSIONS
     shorthands: ClassVar = {"size": ("sizes", *DIMENSIONS)}

@@ -100,6 +100,7 @@ class Attention(nn.Module):
             value,
             is_causal=True,
             local_window_size=(options.sliding_window - 1, 0) if options.sliding_window else None,
+            implementation="cudnn" if options.attention == "cudnn" else "xla",
         )
         return nn.DenseGeneral(
             x.shape[-1],

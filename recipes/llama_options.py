@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from launcher.config.errors import ConfigError
 from launcher.config.families import register
-from launcher.config.fields import number
+from launcher.config.fields import choice, number
 from recipes.sizes import SizedOptions
 
 _DIMENSIONS = ("vocab_size", "sequence_length", "num_layers", "num_heads", "hidden_size")
@@ -61,6 +61,7 @@ class LlamaOptions(SizedOptions):
     scale_embeddings: bool | None = None
     tie_embeddings: bool | None = None
     scan_layers: bool = False
+    attention: str = choice("auto", "auto", "xla", "cudnn")
 
     dimensions: ClassVar = _DIMENSIONS
     features: ClassVar = _FEATURES

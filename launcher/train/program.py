@@ -16,6 +16,7 @@ import numpy as np
 
 from launcher.config.schema import Config
 from launcher.trace import TracedStep, trace_step
+from launcher.trace.cudnn import described_cudnn
 from launcher.train.optimizer import build_optimizer
 from launcher.train.rows import shapes_of
 from launcher.train.step import TrainState, init_state, make_eval_step, make_train_step
@@ -50,8 +51,12 @@ class Program:
     eval_batches: int
 
 
-def build_program(config: Config) -> Program:
+def build_program(config: Config, device_kind: str = "cpu") -> Program:
     """Build the model, the optimizer and the data, and trace both steps; compute nothing.
+
+    Args:
+        config: the settings.
+        device_kind: the devices that it is for, as JAX names them.
 
     Raises:
         recipes.InputError: the model or the data cannot be built.
@@ -66,10 +71,10 @@ def build_program(config: Config) -> Program:
             f"{config.dataset.name} holds nothing out for that; have its build return validation "
             "batches, or set train.eval_every=0"
         )
-    model = build_model(config.model, config.train.precision)
+    model = build_model(config.model, config.train.precision, device_kind)
     optimizer, schedule = build_optimizer(config.optimizer, config.train.steps)
 
-    init = functools.partial(init_state, model, optimizer)
+    init = described_cudnn()(functools.partial(init_state, model, optimizer))
     seed = np.asarray(jax.random.key_data(jax.random.key(config.run.seed)))
     state = jax.eval_shape(init, seed)
     batch = shapes_of(dataset.train, batch_size)

@@ -41,6 +41,7 @@ from launcher.plan import PlanError, local_shape
 from launcher.stop import Stop
 from launcher.submit import job, job_sweep
 from launcher.submit.job import submit
+from launcher.trace.cudnn import described_cudnn
 from launcher.train import checkpoint, worker
 from launcher.train.optimizer import build_optimizer
 from launcher.train.step_result import StepResult
@@ -74,10 +75,11 @@ def _batch(config: Config):
 def model_told(config: Config):
     model = build_model(config.model, config.train.precision)
     key = jax.random.key(0)
-    params = jax.eval_shape(model.init, key)
     batch = _batch(config)[1]
-    loss = jax.make_jaxpr(model.loss)(params, batch, key)
-    return str(jax.make_jaxpr(model.init)(key)), str(loss), str(loss.consts)
+    with described_cudnn():
+        params = jax.eval_shape(model.init, key)
+        init, loss = jax.make_jaxpr(model.init)(key), jax.make_jaxpr(model.loss)(params, batch, key)
+    return str(init), str(loss), str(loss.consts)
 
 
 def data_told(config: Config):

@@ -110,6 +110,11 @@ def probes():
         yield "llama", f"model.{name}", model(llama, value)
     slow_turns = merged(llama, {"model": {"head_size": 64}})
     yield "llama", "model.rope_factor", model(slow_turns, 8.0)
+    in_16_bits = merged(gpt, {"model": {"num_heads": 1}, "train": {"precision": "bf16"}})
+    yield "gpt", "model.attention", model(in_16_bits, "cudnn")
+    in_16_bits = merged(in_16_bits, LLAMA)
+    in_16_bits = merged(in_16_bits, {"model": {"num_heads": 1, "num_kv_heads": 1}})
+    yield "llama", "model.attention", model(in_16_bits, "cudnn")
     for name, value in {"input_size": 8, "hidden_size": 8, "output_size": 4}.items():
         yield "mlp", f"model.{name}", model(merged(MLP, MADE_UP), value)
     yield "mlp", "model.num_layers", model(merged(MLP, MADE_UP), 2)

@@ -24,6 +24,7 @@ TINY = {
     "dropout": 0.0,
     "tie_embeddings": True,
     "scan_layers": False,
+    "attention": "xla",
 }
 
 
@@ -47,7 +48,7 @@ def loss_of(model, params, batch, key=None):
 
 
 def make_gpt(dtype=jnp.float32):
-    dimensions = {key: value for key, value in TINY.items() if key != "name"}
+    dimensions = {key: value for key, value in TINY.items() if key not in ("name", "attention")}
     return GPT(**dimensions, dtype=dtype)
 
 

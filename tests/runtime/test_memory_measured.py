@@ -65,6 +65,7 @@ def gpt():
         dropout=0.0,
         tie_embeddings=True,
         scan_layers=False,
+        attention="xla",
         **size,
     )
     model = build_model(options, "fp32")
