@@ -14,11 +14,11 @@ from typing import Any, cast
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import optax
 
 from launcher import mark_pipeline_boundary
 from recipes import Model
 from recipes.gpt_options import DIMENSIONS, GPTOptions
+from recipes.losses import output_matrix, token_losses
 
 _INIT_SCALE = 0.02
 _EPSILON = 1e-5
@@ -144,8 +144,13 @@ class GPT(nn.Module):
     fused_attention: bool = False
 
     @nn.compact
-    def __call__(self, tokens: jax.Array, deterministic: bool) -> jax.Array:
-        """Map tokens, int32 [batch, length], to logits, `dtype` [batch, length, vocab_size]."""
+    def __call__(
+        self, tokens: jax.Array, deterministic: bool, with_logits: bool = True
+    ) -> jax.Array:
+        """Map tokens, int32 [batch, length], to logits, `dtype` [batch, length, vocab_size].
+
+        Without logits, to the last hidden values, `dtype` [batch, length, hidden_size].
+        """
         normal = nn.initializers.normal(_INIT_SCALE)
         words = nn.Embed(
             self.vocab_size,
@@ -186,6 +191,8 @@ class GPT(nn.Module):
                 x = block(name=f"layers_{index}")(x, deterministic)
 
         x = nn.LayerNorm(epsilon=_EPSILON, dtype=self.dtype, name="final_layernorm")(x)
+        if not with_logits:
+            return x
         if self.tie_embeddings:
             return words.attend(x)
         return nn.Dense(
@@ -222,14 +229,19 @@ def build(options: GPTOptions, precision: str) -> Model:
     def loss(
         params: Any, batch: Any, key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        logits = gpt.apply(
+        hidden = gpt.apply(
             {"params": params},
             batch["tokens"],
             deterministic=key is None,
+            with_logits=False,
             rngs=None if key is None else {"dropout": key},
         )
-        losses = optax.softmax_cross_entropy_with_integer_labels(
-            cast(jax.Array, logits).astype(jnp.float32), batch["targets"]
+        losses = token_losses(
+            cast(jax.Array, hidden),
+            output_matrix(params),
+            batch["targets"],
+            gpt.dtype,
+            options.loss_chunks,
         )
         return jnp.mean(losses), {}
 

@@ -17,11 +17,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from launcher import mark_pipeline_boundary
 from recipes import Model
 from recipes.llama_options import LlamaOptions
+from recipes.losses import output_matrix, token_losses
 
 _INIT_SCALE = 0.02
 # Llama 3.1's stretching: wavelengths up to a quarter of the first training's length stay, those
@@ -172,8 +172,11 @@ class Llama(nn.Module):
     dtype: Any
 
     @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Map tokens, int32 [batch, length], to logits, `dtype` [batch, length, vocab_size]."""
+    def __call__(self, tokens: jax.Array, with_logits: bool = True) -> jax.Array:
+        """Map tokens, int32 [batch, length], to logits, `dtype` [batch, length, vocab_size].
+
+        Without logits, to the last hidden values, `dtype` [batch, length, hidden_size].
+        """
         options = self.options
         num_layers, hidden = cast(int, options.num_layers), cast(int, options.hidden_size)
         normal = nn.initializers.normal(_INIT_SCALE)
@@ -206,6 +209,8 @@ class Llama(nn.Module):
 
         epsilon = cast(float, options.norm_epsilon)
         x = nn.RMSNorm(epsilon=epsilon, dtype=self.dtype, name="final_layernorm")(x)
+        if not with_logits:
+            return x
         if options.tie_embeddings:
             return words.attend(x)
         return nn.Dense(
@@ -235,9 +240,13 @@ def build(options: LlamaOptions, precision: str) -> Model:
         params: Any, batch: Any, key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         del key  # nothing is random
-        logits = cast(jax.Array, llama.apply({"params": params}, batch["tokens"]))
-        losses = optax.softmax_cross_entropy_with_integer_labels(
-            logits.astype(jnp.float32), batch["targets"]
+        hidden = llama.apply({"params": params}, batch["tokens"], with_logits=False)
+        losses = token_losses(
+            cast(jax.Array, hidden),
+            output_matrix(params),
+            batch["targets"],
+            llama.dtype,
+            options.loss_chunks,
         )
         return jnp.mean(losses), {}
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from launcher.config.errors import ConfigError
 from launcher.config.families import register
 from launcher.config.fields import choice, number
-from recipes.sizes import SizedOptions
+from recipes.sizes import SizedOptions, uneven_chunks
 
 _DIMENSIONS = ("vocab_size", "sequence_length", "num_layers", "num_heads", "hidden_size")
 _FEATURES = {
@@ -61,6 +61,7 @@ class LlamaOptions(SizedOptions):
     scale_embeddings: bool | None = None
     tie_embeddings: bool | None = None
     scan_layers: bool = False
+    loss_chunks: int = number(1, minimum=1)
     attention: str = choice("auto", "auto", "xla", "cudnn")
 
     dimensions: ClassVar = _DIMENSIONS
@@ -90,6 +91,7 @@ class LlamaOptions(SizedOptions):
 
     def check(self) -> Iterator[ConfigError]:
         """Yield an error where heads cannot share keys, or a head's halves cannot be rotated."""
+        yield from uneven_chunks(self.sequence_length, self.loss_chunks)
         if self.num_heads and self.num_kv_heads and self.num_heads % self.num_kv_heads:
             yield ConfigError(
                 f"model.num_heads={self.num_heads} cannot share "

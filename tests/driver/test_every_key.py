@@ -95,7 +95,7 @@ def probes():
     yield "gpt", "model.sizes", model(gpt, {"s": ROW | {"num_layers": 2}})
     values = {"vocab_size": 64, "sequence_length": 8, "num_layers": 2, "num_heads": 1}
     values |= {"hidden_size": 16, "mlp_ratio": 2, "dropout": 0.5, "tie_embeddings": False}
-    values |= {"scan_layers": True}
+    values |= {"scan_layers": True, "loss_chunks": 2}
     for name, value in values.items():
         yield "gpt", f"model.{name}", model(gpt, value)
     llama = merged(LLAMA, MADE_UP)
@@ -105,7 +105,7 @@ def probes():
     values |= {"hidden_size": 16, "num_kv_heads": 1, "head_size": 8, "mlp_size": 5}
     values |= {"activation": "gelu", "gated_mlp": False, "norm_epsilon": 0.1, "rope_base": 10.0}
     values |= {"sliding_window": 2, "qkv_bias": True, "head_norm": True, "scan_layers": True}
-    values |= {"scale_embeddings": True, "tie_embeddings": True}
+    values |= {"scale_embeddings": True, "tie_embeddings": True, "loss_chunks": 2}
     for name, value in values.items():
         yield "llama", f"model.{name}", model(llama, value)
     slow_turns = merged(llama, {"model": {"head_size": 64}})

@@ -66,6 +66,7 @@ def gpt():
         tie_embeddings=True,
         scan_layers=False,
         attention="xla",
+        loss_chunks=1,
         **size,
     )
     model = build_model(options, "fp32")
