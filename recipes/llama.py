@@ -23,11 +23,11 @@ from recipes import Model
 from recipes.llama_options import LlamaOptions
 from recipes.losses import output_matrix, token_losses
 
-_INIT_SCALE = 0.02
+INIT_SCALE = 0.02
 # Llama 3.1's stretching: wavelengths up to a quarter of the first training's length stay, those
 # beyond all of it are stretched, and those between by something between.
 _LOW, _HIGH, _ORIGINAL_LENGTH = 1.0, 4.0, 8192
-_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {"silu": nn.silu, "gelu": nn.gelu}
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {"silu": nn.silu, "gelu": nn.gelu}
 
 
 def rotary_frequencies(head_size: int, base: float, factor: float = 1.0) -> np.ndarray:
@@ -74,7 +74,7 @@ class Attention(nn.Module):
             return nn.DenseGeneral(
                 (cast(int, count), cast(int, options.head_size)),
                 use_bias=bool(options.qkv_bias),
-                kernel_init=nn.initializers.normal(_INIT_SCALE),
+                kernel_init=nn.initializers.normal(INIT_SCALE),
                 dtype=self.dtype,
                 name=name,
             )(x)
@@ -123,7 +123,7 @@ class FeedForward(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map float [batch, length, hidden] to the same."""
 
-        def dense(size: int | None, name: str, scale: float = _INIT_SCALE) -> nn.Dense:
+        def dense(size: int | None, name: str, scale: float = INIT_SCALE) -> nn.Dense:
             return nn.Dense(
                 cast(int, size),
                 use_bias=False,
@@ -133,7 +133,7 @@ class FeedForward(nn.Module):
             )
 
         width = self.options.mlp_size
-        activation = _ACTIVATIONS[cast(str, self.options.activation)]
+        activation = ACTIVATIONS[cast(str, self.options.activation)]
         if self.options.gated_mlp:
             inner = activation(dense(width, "linear_gate")(x)) * dense(width, "linear_up")(x)
         else:
@@ -179,7 +179,7 @@ class Llama(nn.Module):
         """
         options = self.options
         num_layers, hidden = cast(int, options.num_layers), cast(int, options.hidden_size)
-        normal = nn.initializers.normal(_INIT_SCALE)
+        normal = nn.initializers.normal(INIT_SCALE)
         words = nn.Embed(
             cast(int, options.vocab_size),
             hidden,
@@ -192,7 +192,7 @@ class Llama(nn.Module):
             x = x * jnp.asarray(hidden**0.5, self.dtype)
 
         # The 2 * num_layers branches that are added to x keep its variance (GPT-2, section 2.3).
-        block = functools.partial(Block, options, _INIT_SCALE / (2 * num_layers) ** 0.5, self.dtype)
+        block = functools.partial(Block, options, INIT_SCALE / (2 * num_layers) ** 0.5, self.dtype)
         if options.scan_layers:
             scanned = nn.scan(
                 lambda module, x: (module(x), None),

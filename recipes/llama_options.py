@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from launcher.config.errors import ConfigError
 from launcher.config.families import register
@@ -64,9 +64,11 @@ class LlamaOptions(SizedOptions):
     loss_chunks: int = number(1, minimum=1)
     attention: str = choice("auto", "auto", "xla", "cudnn")
 
-    dimensions: ClassVar = _DIMENSIONS
-    features: ClassVar = _FEATURES
-    shorthands: ClassVar = {"size": ("sizes", *_DIMENSIONS, *_FEATURES)}
+    dimensions: ClassVar[tuple[str, ...]] = _DIMENSIONS
+    features: ClassVar[Mapping[str, Any]] = _FEATURES
+    shorthands: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "size": ("sizes", *_DIMENSIONS, *_FEATURES)
+    }
 
     @property
     def layers(self) -> int:
@@ -74,7 +76,7 @@ class LlamaOptions(SizedOptions):
         assert self.num_layers is not None, "the size has not been filled in"
         return self.num_layers
 
-    def filled(self) -> LlamaOptions:
+    def filled(self) -> Self:
         """Return the settings with all of a size's set, also those that follow from others."""
         import dataclasses
 
