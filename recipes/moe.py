@@ -165,6 +165,8 @@ class MoE(nn.Module):
             vocab_size, hidden, embedding_init=normal, dtype=self.dtype, name="word_embeddings"
         )
         x, losses = words(tokens), jnp.zeros(2)
+        if options.scale_embeddings:
+            x = x * jnp.asarray(hidden**0.5, self.dtype)
         scale = INIT_SCALE / (2 * num_layers) ** 0.5
         block = functools.partial(Block, options, scale, self.dtype)
         if options.scan_layers:

@@ -43,6 +43,7 @@ from launcher.submit import job, job_sweep
 from launcher.submit.job import submit
 from launcher.trace.cudnn import described_cudnn
 from launcher.train import checkpoint, worker
+from launcher.train.checked_model import checked_loss, init_model
 from launcher.train.optimizer import build_optimizer
 from launcher.train.step_result import StepResult
 from launcher.train.worker import TrainWorker
@@ -77,8 +78,9 @@ def model_told(config: Config):
     key = jax.random.key(0)
     batch = _batch(config)[1]
     with described_cudnn():
-        params = jax.eval_shape(model.init, key)
-        init, loss = jax.make_jaxpr(model.init)(key), jax.make_jaxpr(model.loss)(params, batch, key)
+        params, state = jax.eval_shape(functools.partial(init_model, model), key)
+        init = jax.make_jaxpr(model.init)(key)
+        loss = jax.make_jaxpr(checked_loss(model))(params, state, batch, key)
     return str(init), str(loss), str(loss.consts)
 
 
