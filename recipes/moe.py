@@ -33,7 +33,7 @@ def capacity(options: MoEOptions) -> int:
     return min(most, cast(int, options.group_size))
 
 
-def route(probabilities: jax.Array, chosen: int, places: int) -> tuple[jax.Array, jax.Array]:
+def route_tokens(probabilities: jax.Array, chosen: int, places: int) -> tuple[jax.Array, jax.Array]:
     """Return each token's weights at experts and their places, and its share of each expert.
 
     Args:
@@ -83,7 +83,7 @@ class Experts(nn.Module):
         logits = gate(groups.astype(jnp.float32))
         probabilities = jax.nn.softmax(logits)
         places = capacity(options)
-        weights, picks = route(probabilities, chosen, places)
+        weights, picks = route_tokens(probabilities, chosen, places)
         balance = experts / chosen * (picks.mean(-2) * probabilities.mean(-2)).sum(-1).mean()
         z = jnp.square(jax.nn.logsumexp(logits, axis=-1)).mean()
 

@@ -124,7 +124,8 @@ def test_it_trains_as_on_one_device(name, method):
     jax.tree.map(close, got, want)
 
 
-@pytest.mark.parametrize("name", [n for n in TINY if n not in ("llama", "moe_dropless")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in TINY if n not in ("llama", "moe_dropless", DEEP)])
 def test_its_loss_falls_on_made_up_data(name):
     options = options_of(name)
     model = build_model(options, "fp32")

@@ -10,7 +10,7 @@ import pytest
 from launcher.config.compose import from_dict
 from launcher.config.errors import ConfigError
 from recipes import build_model
-from recipes.moe import route
+from recipes.moe import route_tokens
 from recipes.moe_options import MoEOptions
 
 OPTIONS = MoEOptions(
@@ -49,7 +49,7 @@ def by_hand(probabilities, chosen, places):
 @pytest.mark.parametrize("chosen", [1, 2, 3])
 def test_first_choices_come_first_and_what_is_beyond_the_capacity_is_dropped(chosen, places):
     given = probabilities()
-    weights, picks = route(given, chosen, places)
+    weights, picks = route_tokens(given, chosen, places)
     want = [by_hand(np.array(group), chosen, places) for group in given]
     np.testing.assert_allclose(weights, want, rtol=1e-5, atol=1e-6)
     assert (weights > 0).sum(1).max() <= 1  # a place is one token's
@@ -58,8 +58,8 @@ def test_first_choices_come_first_and_what_is_beyond_the_capacity_is_dropped(cho
 
 def test_with_places_for_all_nothing_is_dropped():
     given = probabilities()
-    placed, _ = route(given, 2, given.shape[1])
-    free, _ = route(given, 2, 0)
+    placed, _ = route_tokens(given, 2, given.shape[1])
+    free, _ = route_tokens(given, 2, 0)
     np.testing.assert_allclose(placed.sum(-1), free, rtol=1e-6)
     np.testing.assert_allclose(free.sum(-1), 1, rtol=1e-6)
 
