@@ -100,18 +100,23 @@ class Dataset(NamedTuple):
     describe: str
 
 
-def build_model(options: Any, precision: str) -> Model:
+def build_model(options: Any, precision: str, device_kind: str = "cpu") -> Model:
     """Return the model that `options.name` names.
 
     Args:
         options: the settings of the section `model`.
         precision: the type of activations and matrix products, "fp32" or "bf16"; parameters and
             loss are float32 either way.
+        device_kind: the devices that it is for, as JAX names them.
 
     Raises:
-        InputError: there is no such model, or no such module of the user's.
+        InputError: there is no such model, or no such module of the user's, or it asks for what the
+            devices do not have.
     """
-    return _module("model", options).build(_fields(options), precision)
+    from recipes.attention import with_attention  # which imports this module
+
+    chosen = with_attention(options, precision, device_kind)
+    return _module("model", options).build(_fields(chosen), precision)
 
 
 def build_dataset(options: Any, model_options: Any, global_batch_size: int, seed: int) -> Dataset:

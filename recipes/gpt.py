@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from launcher import mark_pipeline_boundary
 from recipes import Model
 from recipes.gpt_options import DIMENSIONS, GPTOptions
+from recipes.losses import output_matrix, token_losses
 from recipes.next_token import Packed, next_token_loss, packing_of, same_document
 
 _INIT_SCALE = 0.02
@@ -31,6 +32,7 @@ class Attention(nn.Module):
     dropout: float
     output_scale: float
     dtype: Any
+    fused: bool = False  # by cuDNN's kernel, which takes no dropout
 
     @nn.compact
     def __call__(self, x: jax.Array, deterministic: bool, packed: Packed = None) -> jax.Array:
@@ -45,18 +47,22 @@ class Attention(nn.Module):
         )(x)
         query, key, value = (qkv[..., part, :, :] for part in range(3))
 
-        scores = jnp.einsum("bqnh,bknh->bnqk", query * head_size**-0.5, key)
-        # Made here, in each block, so that no block waits for an array of another one.
-        rows = jax.lax.broadcasted_iota(jnp.int32, (length, length), 0)
-        columns = jax.lax.broadcasted_iota(jnp.int32, (length, length), 1)
-        seen = columns <= rows
-        if packed:
-            seen = seen & same_document(packed[0])
-        scores = jnp.where(seen, scores.astype(jnp.float32), -jnp.inf)
-        weights = jax.nn.softmax(scores, axis=-1).astype(self.dtype)
-        weights = nn.Dropout(self.dropout)(weights, deterministic)
-
-        mixed = jnp.einsum("bnqk,bknh->bqnh", weights, value)
+        if self.fused and packed is None:
+            mixed = jax.nn.dot_product_attention(
+                query, key, value, is_causal=True, implementation="cudnn"
+            )
+        else:
+            scores = jnp.einsum("bqnh,bknh->bnqk", query * head_size**-0.5, key)
+            # Made here, in each block, so that no block waits for an array of another one.
+            rows = jax.lax.broadcasted_iota(jnp.int32, (length, length), 0)
+            columns = jax.lax.broadcasted_iota(jnp.int32, (length, length), 1)
+            seen = columns <= rows
+            if packed:
+                seen = seen & same_document(packed[0])
+            scores = jnp.where(seen, scores.astype(jnp.float32), -jnp.inf)
+            weights = jax.nn.softmax(scores, axis=-1).astype(self.dtype)
+            weights = nn.Dropout(self.dropout)(weights, deterministic)
+            mixed = jnp.einsum("bnqk,bknh->bqnh", weights, value)
         return nn.DenseGeneral(
             hidden,
             axis=(-2, -1),
@@ -99,6 +105,7 @@ class Block(nn.Module):
     dropout: float
     output_scale: float
     dtype: Any
+    fused: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array, deterministic: bool, packed: Packed = None) -> jax.Array:
@@ -108,7 +115,12 @@ class Block(nn.Module):
             return nn.LayerNorm(epsilon=EPSILON, dtype=self.dtype, name=name)
 
         attention = Attention(
-            self.num_heads, self.dropout, self.output_scale, self.dtype, name="self_attention"
+            self.num_heads,
+            self.dropout,
+            self.output_scale,
+            self.dtype,
+            self.fused,
+            name="self_attention",
         )
         mlp = FeedForward(self.mlp_ratio, self.output_scale, self.dtype, name="mlp")
         drop = nn.Dropout(self.dropout)
@@ -133,15 +145,23 @@ class GPT(nn.Module):
     tie_embeddings: bool
     scan_layers: bool
     dtype: Any
+    fused_attention: bool = False
 
     @nn.compact
-    def __call__(self, tokens: jax.Array, deterministic: bool, packed: Packed = None) -> jax.Array:
+    def __call__(
+        self,
+        tokens: jax.Array,
+        deterministic: bool,
+        packed: Packed = None,
+        with_logits: bool = True,
+    ) -> jax.Array:
         """Map tokens, int32 [batch, length], to logits, `dtype` [batch, length, vocab_size].
 
         Args:
             tokens: the tokens.
             deterministic: whether nothing is dropped.
             packed: of rows that hold several documents, each token's document and its place there.
+            with_logits: False: return the last hidden values, `dtype` [batch, length, hidden_size].
         """
         normal = nn.initializers.normal(_INIT_SCALE)
         words = nn.Embed(
@@ -161,7 +181,13 @@ class GPT(nn.Module):
         # The 2 * num_layers branches that are added to x keep its variance (GPT-2, section 2.3).
         output_scale = _INIT_SCALE / (2 * self.num_layers) ** 0.5
         block = functools.partial(
-            Block, self.num_heads, self.mlp_ratio, self.dropout, output_scale, self.dtype
+            Block,
+            self.num_heads,
+            self.mlp_ratio,
+            self.dropout,
+            output_scale,
+            self.dtype,
+            self.fused_attention,
         )
         if self.scan_layers:
             scanned = nn.scan(
@@ -178,6 +204,8 @@ class GPT(nn.Module):
                 x = block(name=f"layers_{index}")(x, deterministic, packed)
 
         x = nn.LayerNorm(epsilon=EPSILON, dtype=self.dtype, name="final_layernorm")(x)
+        if not with_logits:
+            return x
         if self.tie_embeddings:
             return words.attend(x)
         return nn.Dense(
@@ -207,6 +235,7 @@ def build(options: GPTOptions, precision: str) -> Model:
         tie_embeddings=options.tie_embeddings,
         scan_layers=options.scan_layers,
         dtype=jnp.bfloat16 if precision == "bf16" else jnp.float32,
+        fused_attention=options.attention == "cudnn",
     )
 
     def init(key: jax.Array) -> Any:
@@ -215,13 +244,21 @@ def build(options: GPTOptions, precision: str) -> Model:
     def loss(
         params: Any, batch: Any, key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        logits = gpt.apply(
+        hidden = gpt.apply(
             {"params": params},
             batch["tokens"],
             deterministic=key is None,
             packed=packing_of(batch),
+            with_logits=False,
             rngs=None if key is None else {"dropout": key},
         )
-        return next_token_loss(cast(jax.Array, logits), batch)
+        losses = token_losses(
+            cast(jax.Array, hidden),
+            output_matrix(params),
+            batch["targets"],
+            gpt.dtype,
+            options.loss_chunks,
+        )
+        return next_token_loss(losses, batch)
 
     return Model(init, loss)

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from launcher.config.errors import ConfigError
 from launcher.config.families import register
-from launcher.config.fields import number
-from recipes.sizes import SizedOptions
+from launcher.config.fields import choice, number
+from recipes.sizes import SizedOptions, uneven_chunks
 
 DIMENSIONS = ("vocab_size", "sequence_length", "num_layers", "num_heads", "hidden_size")
 
@@ -35,6 +35,8 @@ class GPTOptions(SizedOptions):
     dropout: float = number(0.0, minimum=0.0, maximum=1.0)
     tie_embeddings: bool = True
     scan_layers: bool = False
+    loss_chunks: int = number(1, minimum=1)
+    attention: str = choice("auto", "auto", "xla", "cudnn")
 
     dimensions: ClassVar = DIMENSIONS
     shorthands: ClassVar = {"size": ("sizes", *DIMENSIONS)}
@@ -47,6 +49,7 @@ class GPTOptions(SizedOptions):
 
     def check(self) -> Iterator[ConfigError]:
         """Yield an error where the heads cannot be equal."""
+        yield from uneven_chunks(self.sequence_length, self.loss_chunks)
         if self.hidden_size and self.num_heads and self.hidden_size % self.num_heads:
             yield ConfigError(
                 f"model.hidden_size={self.hidden_size} cannot be cut into "

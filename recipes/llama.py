@@ -21,13 +21,14 @@ import numpy as np
 from launcher import mark_pipeline_boundary
 from recipes import Model
 from recipes.llama_options import LlamaOptions
+from recipes.losses import output_matrix, token_losses
 from recipes.next_token import Packed, next_token_loss, packing_of, same_document
 
-_INIT_SCALE = 0.02
+INIT_SCALE = 0.02
 # Llama 3.1's stretching: wavelengths up to a quarter of the first training's length stay, those
 # beyond all of it are stretched, and those between by something between.
 _LOW, _HIGH, _ORIGINAL_LENGTH = 1.0, 4.0, 8192
-_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {"silu": nn.silu, "gelu": nn.gelu}
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {"silu": nn.silu, "gelu": nn.gelu}
 
 
 def rotary_frequencies(head_size: int, base: float, factor: float = 1.0) -> np.ndarray:
@@ -74,7 +75,7 @@ class Attention(nn.Module):
             return nn.DenseGeneral(
                 (cast(int, count), cast(int, options.head_size)),
                 use_bias=bool(options.qkv_bias),
-                kernel_init=nn.initializers.normal(_INIT_SCALE),
+                kernel_init=nn.initializers.normal(INIT_SCALE),
                 dtype=self.dtype,
                 name=name,
             )(x)
@@ -101,6 +102,7 @@ class Attention(nn.Module):
             mask=same_document(packed[0]) if packed else None,
             is_causal=True,
             local_window_size=(options.sliding_window - 1, 0) if options.sliding_window else None,
+            implementation="cudnn" if options.attention == "cudnn" and not packed else "xla",
         )
         return nn.DenseGeneral(
             x.shape[-1],
@@ -123,7 +125,7 @@ class FeedForward(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map float [batch, length, hidden] to the same."""
 
-        def dense(size: int | None, name: str, scale: float = _INIT_SCALE) -> nn.Dense:
+        def dense(size: int | None, name: str, scale: float = INIT_SCALE) -> nn.Dense:
             return nn.Dense(
                 cast(int, size),
                 use_bias=False,
@@ -133,7 +135,7 @@ class FeedForward(nn.Module):
             )
 
         width = self.options.mlp_size
-        activation = _ACTIVATIONS[cast(str, self.options.activation)]
+        activation = ACTIVATIONS[cast(str, self.options.activation)]
         if self.options.gated_mlp:
             inner = activation(dense(width, "linear_gate")(x)) * dense(width, "linear_up")(x)
         else:
@@ -172,16 +174,19 @@ class Llama(nn.Module):
     dtype: Any
 
     @nn.compact
-    def __call__(self, tokens: jax.Array, packed: Packed = None) -> jax.Array:
+    def __call__(
+        self, tokens: jax.Array, packed: Packed = None, with_logits: bool = True
+    ) -> jax.Array:
         """Map tokens, int32 [batch, length], to logits, `dtype` [batch, length, vocab_size].
 
         Args:
             tokens: the tokens.
             packed: of rows that hold several documents, each token's document and its place there.
+            with_logits: False: return the last hidden values, `dtype` [batch, length, hidden_size].
         """
         options = self.options
         num_layers, hidden = cast(int, options.num_layers), cast(int, options.hidden_size)
-        normal = nn.initializers.normal(_INIT_SCALE)
+        normal = nn.initializers.normal(INIT_SCALE)
         words = nn.Embed(
             cast(int, options.vocab_size),
             hidden,
@@ -194,7 +199,7 @@ class Llama(nn.Module):
             x = x * jnp.asarray(hidden**0.5, self.dtype)
 
         # The 2 * num_layers branches that are added to x keep its variance (GPT-2, section 2.3).
-        block = functools.partial(Block, options, _INIT_SCALE / (2 * num_layers) ** 0.5, self.dtype)
+        block = functools.partial(Block, options, INIT_SCALE / (2 * num_layers) ** 0.5, self.dtype)
         if options.scan_layers:
             scanned = nn.scan(
                 lambda module, x: (module(x, packed), None),
@@ -211,6 +216,8 @@ class Llama(nn.Module):
 
         epsilon = cast(float, options.norm_epsilon)
         x = nn.RMSNorm(epsilon=epsilon, dtype=self.dtype, name="final_layernorm")(x)
+        if not with_logits:
+            return x
         if options.tie_embeddings:
             return words.attend(x)
         return nn.Dense(
@@ -242,7 +249,16 @@ def build(options: LlamaOptions, precision: str) -> Model:
         params: Any, batch: Any, key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         del key  # nothing is random
-        logits = llama.apply({"params": params}, batch["tokens"], packing_of(batch))
-        return next_token_loss(cast(jax.Array, logits), batch)
+        hidden = llama.apply(
+            {"params": params}, batch["tokens"], packing_of(batch), with_logits=False
+        )
+        losses = token_losses(
+            cast(jax.Array, hidden),
+            output_matrix(params),
+            batch["targets"],
+            llama.dtype,
+            options.loss_chunks,
+        )
+        return next_token_loss(losses, batch)
 
     return Model(init, loss)

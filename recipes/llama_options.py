@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from launcher.config.errors import ConfigError
 from launcher.config.families import register
-from launcher.config.fields import number
-from recipes.sizes import SizedOptions
+from launcher.config.fields import choice, number
+from recipes.sizes import SizedOptions, uneven_chunks
 
 _DIMENSIONS = ("vocab_size", "sequence_length", "num_layers", "num_heads", "hidden_size")
 _FEATURES = {
@@ -61,10 +61,14 @@ class LlamaOptions(SizedOptions):
     scale_embeddings: bool | None = None
     tie_embeddings: bool | None = None
     scan_layers: bool = False
+    loss_chunks: int = number(1, minimum=1)
+    attention: str = choice("auto", "auto", "xla", "cudnn")
 
-    dimensions: ClassVar = _DIMENSIONS
-    features: ClassVar = _FEATURES
-    shorthands: ClassVar = {"size": ("sizes", *_DIMENSIONS, *_FEATURES)}
+    dimensions: ClassVar[tuple[str, ...]] = _DIMENSIONS
+    features: ClassVar[Mapping[str, Any]] = _FEATURES
+    shorthands: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "size": ("sizes", *_DIMENSIONS, *_FEATURES)
+    }
 
     @property
     def layers(self) -> int:
@@ -72,7 +76,7 @@ class LlamaOptions(SizedOptions):
         assert self.num_layers is not None, "the size has not been filled in"
         return self.num_layers
 
-    def filled(self) -> LlamaOptions:
+    def filled(self) -> Self:
         """Return the settings with all of a size's set, also those that follow from others."""
         import dataclasses
 
@@ -89,6 +93,7 @@ class LlamaOptions(SizedOptions):
 
     def check(self) -> Iterator[ConfigError]:
         """Yield an error where heads cannot share keys, or a head's halves cannot be rotated."""
+        yield from uneven_chunks(self.sequence_length, self.loss_chunks)
         if self.num_heads and self.num_kv_heads and self.num_heads % self.num_kv_heads:
             yield ConfigError(
                 f"model.num_heads={self.num_heads} cannot share "

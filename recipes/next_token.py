@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 # Of rows that hold several documents: `segments` and `positions`, int32 [batch, length] each.
 Packed = tuple[jax.Array, jax.Array] | None
@@ -17,18 +16,14 @@ def packing_of(batch: Any) -> Packed:
     return (batch["segments"], batch["positions"]) if "segments" in batch else None
 
 
-def next_token_loss(logits: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Return the mean cross-entropy of the targets, and the metrics beside it.
+def next_token_loss(losses: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Return the mean of the tokens' losses, and the metrics beside it.
 
     Args:
-        logits: float [batch, length, vocab_size].
-        batch: holds `targets`, int32 [batch, length]; and `weights`, float32 [batch, length], where
-            some of them count less: the mean is then over all weights, and their sum is the metric
-            `weight`.
+        losses: float32 [batch, length].
+        batch: holds `weights`, float32 [batch, length], where some of them count less: the mean is
+            then over all weights, and their sum is the metric `weight`.
     """
-    losses = optax.softmax_cross_entropy_with_integer_labels(
-        logits.astype(jnp.float32), batch["targets"]
-    )
     if "weights" not in batch:
         return jnp.mean(losses), {}
     weight = jnp.sum(batch["weights"])

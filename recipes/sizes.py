@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self
 
 from launcher.config.errors import ConfigError, advice
@@ -107,3 +107,14 @@ class SizedOptions(ModelOptions):
                 f"model.{name} must be one of {', '.join(bounds['choices'])}, not {value}",
                 keys=[key],
             )
+
+
+def uneven_chunks(sequence_length: int | None, chunks: int) -> Iterator[ConfigError]:
+    """Yield an error where positions cannot be cut into equal chunks for the loss."""
+    if sequence_length and sequence_length % chunks:
+        yield ConfigError(
+            f"model.sequence_length={sequence_length} cannot be cut into "
+            f"model.loss_chunks={chunks} equal parts",
+            "Choose a divisor.",
+            ["model.loss_chunks", "model.sequence_length"],
+        )

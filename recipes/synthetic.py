@@ -14,6 +14,7 @@ import numpy as np
 from recipes import Dataset, InputError
 from recipes.batches import batches, held_out, next_token_batch
 from recipes.synthetic_options import Synthetic
+from recipes.synthetic_samples import masked, pictures
 
 if TYPE_CHECKING:
     from recipes import Batch
@@ -37,7 +38,10 @@ def check(options: Synthetic, model_options: Any, validation: bool) -> None:
     Raises:
         InputError: the model takes neither tokens nor vectors, or too many of them.
     """
-    is_text = _kind(model_options) == "tokens"
+    kind = _kind(model_options)
+    if kind == "pictures":
+        return
+    is_text = kind == "tokens"
     name, table = ("vocab_size", _SUCCESSORS) if is_text else ("input_size", _TEACHER_SIZE)
     if not is_text and options.targets == "linear":
         table = model_options.output_size
@@ -55,7 +59,9 @@ def build(options: Synthetic, model_options: Any, global_batch_size: int, seed: 
     For a model of tokens: `tokens` and `targets`, int32 [global_batch_size, sequence_length], from
     a random Markov chain. For one of vectors: `x`, float32 [global_batch_size, input_size], and
     `y`, float32 [global_batch_size, output_size]: from a random network with one hidden layer,
-    `W x + b` with noise, or noise alone, as `options.targets` says.
+    `W x + b` with noise, or noise alone, as `options.targets` says. For one of masked tokens
+    (`mask_every`) also `weights`, for one of pictures (`image_size`, `channels`) `image`, float32
+    [global_batch_size, image_size, image_size, channels], and `label`: see `synthetic_samples`.
 
     Args:
         options: the dataset's settings.
@@ -74,17 +80,24 @@ def build(options: Synthetic, model_options: Any, global_batch_size: int, seed: 
 
 
 def _gatherer(options: Synthetic, model_options: Any) -> Callable[[np.ndarray], Batch]:
-    if _kind(model_options) == "tokens":
-        return _markov_chain(model_options)
+    kind = _kind(model_options)
+    if kind == "tokens":
+        texts = _markov_chain(model_options)
+        is_masked = hasattr(model_options, "mask_every")
+        return masked(model_options, texts) if is_masked else texts
+    if kind == "pictures":
+        return pictures(model_options)
     return _vectors(model_options, _TARGETS[options.targets](model_options))
 
 
 def _kind(model_options: Any) -> str:
-    """Return "tokens" or "vectors", which a model takes as its options tell."""
+    """Return "tokens", "vectors" or "pictures", which a model takes as its options tell."""
     if hasattr(model_options, "vocab_size") and hasattr(model_options, "sequence_length"):
         return "tokens"
     if hasattr(model_options, "input_size") and hasattr(model_options, "output_size"):
         return "vectors"
+    if hasattr(model_options, "image_size") and hasattr(model_options, "channels"):
+        return "pictures"
     raise InputError(
         f"dataset.name=synthetic makes no samples for model.name={model_options.name}; "
         "choose another dataset"

@@ -23,8 +23,8 @@ class Synthetic(DatasetOptions):
         Switch(
             ("dataset.targets",),
             ("model.name",),
-            lambda config: not hasattr(config.model, "vocab_size"),
-            "the model takes tokens, whose targets are the next ones",
+            lambda config: not any(hasattr(config.model, n) for n in ("vocab_size", "image_size")),
+            "the model takes tokens or pictures, which tell their targets",
             "choose a model of vectors, such as model=mlp",
         ),
     )

@@ -24,7 +24,6 @@ SHARED_NAMES = {
     "Run",
     "build",
     "check",
-    "fingerprint",
     "main",
     "register",
     "restore",

@@ -40,7 +40,7 @@ def draw_timeline(plan: Plan, folder: Path, run_id: str) -> Path:
     )
 
 
-def draw(
+def draw_pictures(
     folder: Path, plan: Plan, records: Sequence[dict[str, Any]], peak: int | None
 ) -> dict[str, Path]:
     """Draw a run's pictures into its folder; return their paths by name.

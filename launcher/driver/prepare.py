@@ -104,7 +104,7 @@ def trace(config: Config, console: Console, found: Inputs, measures: bool = Fals
     cluster = shape_of(config, found.pool, console if measures else None)
     began = time.perf_counter()
     with status(console, "reading the data and tracing"):
-        program = build_program(config)
+        program = build_program(config, cluster.device_kind)
     cluster = as_learned(config, cluster, program.train)
     if found.init_from is not None:
         check_start(config.train.init_from, found.init_from, stored_part(program.state.model))

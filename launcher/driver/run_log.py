@@ -26,7 +26,7 @@ from launcher.driver.best import Best
 from launcher.driver.folder import RunFolder
 from launcher.driver.hooks import Hooks
 from launcher.driver.loop import warm_up
-from launcher.driver.pictures import ARTIFACTS, draw, draw_timeline
+from launcher.driver.pictures import ARTIFACTS, draw_pictures, draw_timeline
 from launcher.driver.recorder import FINITE, Followers, Recorder
 from launcher.driver.report_file import write_report
 from launcher.driver.timelines import Timelines
@@ -257,7 +257,7 @@ class RunLog:
             settings = redacted(self._config)
             about = self._plan, settings, records, accounting, self._restarts
             write_report(path, summary, *about)
-            pictures = draw(path, self._plan, records, summary.peak_memory_bytes)
+            pictures = draw_pictures(path, self._plan, records, summary.peak_memory_bytes)
             last = records[-1] if records else {}
             compared = beside_measured(self._plan, summary, last)
             self._trackers.table("plan/beside_measured", *compared)

@@ -10,8 +10,9 @@ import math
 from collections.abc import Iterable, Set
 
 from launcher.trace.bodies import total
+from launcher.trace.cudnn import attended_pairs, attention_sizes
 from launcher.trace.jaxpr import DropVar, Equation, is_var, nbytes
-from launcher.trace.primitive_kinds import PRODUCTS
+from launcher.trace.primitive_kinds import ATTENTION_PRODUCTS, PRODUCTS
 
 
 def flops(eqn: Equation) -> float:
@@ -26,10 +27,22 @@ def flops(eqn: Equation) -> float:
         out_features = eqn.params["dimension_numbers"].rhs_spec[0]
         per_output: float = math.prod(kernel) / kernel[out_features]
         return 2.0 * per_output * eqn.outvars[0].aval.size
+    if name in ATTENTION_PRODUCTS:
+        (batch, length, heads, size), keys = attention_sizes(eqn)
+        pairs = attended_pairs(eqn.params, length, keys)
+        return 2.0 * ATTENTION_PRODUCTS[name] * batch * heads * size * pairs
     inside = total(eqn, lambda jaxpr: program_flops(jaxpr.eqns))
     if inside is not None:
         return inside
     return float(sum(v.aval.size for v in eqn.outvars if hasattr(v.aval, "size")))
+
+
+def backward_share(eqn: Equation) -> float:
+    """Return the work of an equation's gradient over its own: two products for each of its own.
+
+    Fused attention's computes the scores again: five for two.
+    """
+    return 2.5 if eqn.primitive.name in ATTENTION_PRODUCTS else 2.0
 
 
 def program_flops(equations: Iterable[Equation]) -> float:

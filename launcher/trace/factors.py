@@ -13,8 +13,9 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from launcher.trace.cudnn import attention_places
 from launcher.trace.jaxpr import Equation
-from launcher.trace.primitive_kinds import BARRIERS, ELEMENTWISE
+from launcher.trace.primitive_kinds import ATTENTION_PRODUCTS, BARRIERS, ELEMENTWISE
 
 Place = tuple[int, int]  # (operand or result, its dimension)
 
@@ -42,6 +43,8 @@ def factors(eqn: Equation) -> tuple[Factor, ...] | None:
     if name in BARRIERS:
         ranks = [v.aval.ndim for v in eqn.invars]
         return tuple(Factor(((i, d),), ((i, d),)) for i, n in enumerate(ranks) for d in range(n))
+    if name in ATTENTION_PRODUCTS:
+        return tuple(Factor(*places) for places in attention_places(eqn))
     rule = _RULES.get(name) or (_reduced if name.startswith("reduce_") else None)
     return None if rule is None else rule(eqn)
 

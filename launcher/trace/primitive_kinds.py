@@ -60,8 +60,15 @@ FUSED = (ELEMENTWISE - _BY_LOOP) | _LAYOUT | BARRIERS | frozenset(("iota", "pad"
 # barrier is there to prevent just that.
 CHEAP = FUSED - BARRIERS
 
+# Attention in one kernel, which holds no scores of pairs: how many products it is made of. Its
+# gradient's kernel computes the scores again.
+ATTENTION_PRODUCTS = {
+    "dot_product_attention_fwd": 2, "dot_product_attention_fwd_wrapper": 2,
+    "dot_product_attention_bwd": 5, "dot_product_attention_bwd_wrapper": 5,
+}
+_CONTRACTIONS = frozenset(("dot_general", "conv_general_dilated"))
 # Matrix products and convolutions: the FLOPs that MFU counts.
-PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
+PRODUCTS = _CONTRACTIONS | frozenset(ATTENTION_PRODUCTS)
 # They find the place of the largest or smallest element.
 SEARCHES = frozenset(("argmax", "argmin"))
 # They combine the elements along some dimensions into one.
@@ -75,7 +82,7 @@ FOLDS = {
     "reduce_or": "bitwise_or", "reduce_prod": "mul", "reduce_sum": "add",
 }
 # A device that has shards of the operands computes a partial sum of the result.
-PARTIAL_SUMS = PRODUCTS | frozenset(("reduce_sum",))
+PARTIAL_SUMS = _CONTRACTIONS | frozenset(("reduce_sum",))
 # Autodiff adds the parts of a gradient with these.
 GRADIENT_SUMS = frozenset(("add_any",))
 # An operand is used for many elements of the result: its gradient is a sum over them.

@@ -20,6 +20,7 @@ import jax
 from launcher.trace.arguments import Arguments, aliases, batch_size, read_arguments
 from launcher.trace.auto_layers import LayerEnds, apply_layer_ends
 from launcher.trace.conditionals import split_conditionals
+from launcher.trace.cudnn import described_cudnn
 from launcher.trace.errors import BatchError, TraceError
 from launcher.trace.interface import Interface
 from launcher.trace.jaxpr import (
@@ -167,7 +168,8 @@ def trace_step(
         def of_arrays(*values: Any) -> Any:
             return fun(*arguments.with_static(values))
 
-        closed, out = make_jaxpr_and_shape(of_arrays, *shapes)
+        with described_cudnn():
+            closed, out = make_jaxpr_and_shape(of_arrays, *shapes)
         return inline_calls(closed), out
 
     with listing_losses() as reached:

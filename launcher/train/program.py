@@ -16,6 +16,7 @@ import numpy as np
 
 from launcher.config.schema import Config
 from launcher.trace import TracedStep, trace_step
+from launcher.trace.cudnn import described_cudnn
 from launcher.train.lora import with_adapters
 from launcher.train.optimizer import build_optimizer, check_patterns, learning
 from launcher.train.rows import shapes_of
@@ -51,8 +52,12 @@ class Program:
     eval_batches: int
 
 
-def build_program(config: Config) -> Program:
+def build_program(config: Config, device_kind: str = "cpu") -> Program:
     """Build the model, the optimizer and the data, and trace both steps; compute nothing.
+
+    Args:
+        config: the settings.
+        device_kind: the devices that it is for, as JAX names them.
 
     Raises:
         recipes.InputError: the model or the data cannot be built.
@@ -67,8 +72,10 @@ def build_program(config: Config) -> Program:
             f"{config.dataset.name} holds nothing out for that; have its build return validation "
             "batches, or set train.eval_every=0"
         )
-    model = with_adapters(build_model(config.model, config.train.precision), config.optimizer.lora)
+    model = build_model(config.model, config.train.precision, device_kind)
+    model = with_adapters(model, config.optimizer.lora)
     init, step = build_steps(config, model)
+    init = described_cudnn()(init)
     seed = np.asarray(jax.random.key_data(jax.random.key(config.run.seed)))
     state = jax.eval_shape(init, seed)
     check_patterns(config.optimizer, state.params)

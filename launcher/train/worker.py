@@ -83,7 +83,7 @@ class TrainWorker(Peer):
         """Build and trace the program; a second call does nothing."""
         if self._built is None:
             self._config = from_dict(config)
-            self._built = build_program(self._config)
+            self._built = build_program(self._config, jax.devices()[0].device_kind)
 
     def setup(self, plan: dict[str, Any]) -> float:
         """Compile the steps of a plan, given as `Plan.to_dict()`, ahead of time.

@@ -104,7 +104,8 @@ def wrong_values() -> Iterator[Case]:
             yield Case(key, value, key, {k: v for k, v in beside.items() if k != key})
         if "choices" in metadata:
             right = metadata["choices"][-1]
-            yield Case(key, right[:-1] + "X", right, beside)
+            wrong = right[:-1] + "X" if isinstance(right, str) else right + 1
+            yield Case(key, wrong, str(right), beside)
         if (minimum := metadata.get("minimum")) is not None:
             below = int(minimum) - 1 if kind in (int, list) else minimum - 1e-3
             value = [below] if kind is list else below

@@ -14,7 +14,9 @@ from launcher.config.families import (
 
 
 def test_families_are_found_by_the_names_of_their_modules() -> None:
-    assert list(find_models()) == ["gpt", "llama", "mlp"]
+    assert list(find_models()) == [
+        *("bert", "gpt", "llama", "mlp", "moe", "resnet", "toy", "unet", "vit", "wide_resnet")
+    ]
     assert list(find_datasets()) == [
         *("arrays", "digits", "documents", "mixture", "stdlib_text", "synthetic", "text", "tokens")
     ]

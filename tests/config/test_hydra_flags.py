@@ -1,10 +1,12 @@
 """Hydra's flags: what is shown, where it was said, and what a shell offers to complete."""
 
+import logging
 import os
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,18 @@ from launcher.config.hydra_flags import INFOS
 @pytest.fixture(autouse=True)
 def _as_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["launcher"])
+
+
+@pytest.fixture(autouse=True)
+def _logging_stays() -> Iterator[None]:
+    """Hydra sets logging up for its flags, in a process that then has nothing else to do."""
+    loggers = [logging.getLogger(name) for name in (None, "hydra")]
+    kept = [(logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
+    yield
+    for logger, (handlers, level, propagate) in zip(loggers, kept, strict=True):
+        logger.handlers[:] = handlers
+        logger.setLevel(level)
+        logger.propagate = propagate
 
 
 def shown(capfd: pytest.CaptureFixture[str], *words: str) -> str:
@@ -82,8 +96,10 @@ def test_hydras_settings_beside_ours(
     assert yaml.safe_load(shown(capsys, *words, "--resolve"))["path"] == "/data/books"
 
 
-def test_hydra_help_names_its_flags_and_groups(capfd: pytest.CaptureFixture[str]) -> None:
-    out = shown(capfd, "--hydra-help")
+@pytest.mark.devices  # a process, as Hydra sets up logging for its help, and so closes handlers
+def test_hydra_help_names_its_flags_and_groups() -> None:
+    command = [sys.executable, "-m", "launcher", "--hydra-help"]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert 'eval "$(launcher -sc install=bash)"' in out
     assert "hydra/sweeper: basic, optuna" in out
 

@@ -9,6 +9,7 @@ from launcher.config import compose
 from launcher.config.folders import CONF
 
 CLI = "(on the command line)"
+MODELS = "bert, custom, gpt, llama, mlp, moe, resnet, toy, unet, vit, wide_resnet"
 MOST = 2**31 - 1
 
 COMMAND_LINES = [
@@ -31,13 +32,14 @@ COMMAND_LINES = [
     ),
     # Options and sizes that do not exist.
     ("model=gtp", f"There is no model=gtp {CLI}. Did you mean gpt?"),
-    ("model=resnet", f"There is no model=resnet {CLI}. Options of model: custom, gpt, llama, mlp."),
-    ("model=null", f"There is no model=null {CLI}. Options of model: custom, gpt, llama, mlp."),
+    ("model=xlstm", f"There is no model=xlstm {CLI}. Options of model: {MODELS}."),
+    ("model=null", f"There is no model=null {CLI}. Options of model: {MODELS}."),
     ("model.size=nan", f"There is no model.size=nan {CLI}. Did you mean nano?"),
     ("model.size=39", f"There is no model.size=39 {CLI}. Did you mean 39b?"),
     (
-        "model.name=resnet",
-        f"model.name must be one of gpt, llama, mlp, custom, not 'resnet' {CLI}. "
+        "model.name=mamba",
+        "model.name must be one of bert, gpt, llama, mlp, moe, resnet, toy, unet, vit, "
+        f"wide_resnet, custom, not 'mamba' {CLI}. "
         "Choose one with model=OPTION.",
     ),
     # Wrong types.
@@ -104,8 +106,7 @@ COMMAND_LINES = [
     ),
     (
         "model=../model/gpt",
-        f"model=../model/gpt is not the name of one option {CLI}. "
-        "model has: custom, gpt, llama, mlp.",
+        f"model=../model/gpt is not the name of one option {CLI}. model has: {MODELS}.",
     ),
     # Code that no one has allowed.
     (

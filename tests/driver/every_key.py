@@ -45,7 +45,9 @@ from launcher.submit import job, job_sweep
 from launcher.submit.job import submit
 from launcher.submit.slots import find_slots
 from launcher.submit.stop_early import LEAST_OTHERS, is_hopeless
+from launcher.trace.cudnn import described_cudnn
 from launcher.train import checkpoint, worker
+from launcher.train.checked_model import checked_loss, init_model
 from launcher.train.lora import with_adapters
 from launcher.train.program import build_steps
 from launcher.train.step_result import StepResult
@@ -82,10 +84,12 @@ def _batch(config: Config):
 def model_told(config: Config):
     model = build_model(config.model, config.train.precision)
     key = jax.random.key(0)
-    params = jax.eval_shape(model.init, key)
     batch = _batch(config)[1]
-    loss = jax.make_jaxpr(model.loss)(params, batch, key)
-    return str(jax.make_jaxpr(model.init)(key)), str(loss), str(loss.consts)
+    with described_cudnn():
+        params, state = jax.eval_shape(functools.partial(init_model, model), key)
+        init = jax.make_jaxpr(model.init)(key)
+        loss = jax.make_jaxpr(checked_loss(model))(params, state, batch, key)
+    return str(init), str(loss), str(loss.consts)
 
 
 def data_told(config: Config):

@@ -13,11 +13,15 @@ def test_an_unknown_name_gets_the_known_ones():
     odd = SimpleNamespace(name="gtp")
     with pytest.raises(recipes.InputError) as error:
         recipes.build_model(odd, "fp32")
-    assert str(error.value) == "model.name=gtp is not known; choose one of gpt, llama, mlp"
+    assert str(error.value) == (
+        "model.name=gtp is not known; choose one of bert, gpt, llama, mlp, moe, resnet, toy, unet, "
+        "vit, wide_resnet"
+    )
     with pytest.raises(recipes.InputError) as error:
         recipes.build_dataset(odd, odd, 8, 0)
     assert str(error.value) == (
-        "dataset.name=gtp is not known; choose one of arrays, stdlib_text, synthetic, text"
+        "dataset.name=gtp is not known; choose one of arrays, digits, documents, mixture, "
+        "stdlib_text, synthetic, text, tokens"
     )
 
 

@@ -25,6 +25,8 @@ TINY = {
     "dropout": 0.0,
     "tie_embeddings": True,
     "scan_layers": False,
+    "attention": "xla",
+    "loss_chunks": 1,
 }
 
 
@@ -48,8 +50,8 @@ def loss_of(model, params, batch, key=None):
 
 
 def make_gpt(dtype=jnp.float32):
-    dimensions = {key: value for key, value in TINY.items() if key != "name"}
-    return GPT(**dimensions, dtype=dtype)
+    others = ("name", "attention", "loss_chunks")
+    return GPT(**{key: TINY[key] for key in TINY if key not in others}, dtype=dtype)
 
 
 @jax.jit

@@ -65,6 +65,8 @@ def gpt():
         dropout=0.0,
         tie_embeddings=True,
         scan_layers=False,
+        attention="xla",
+        loss_chunks=1,
         **size,
     )
     model = build_model(options, "fp32")

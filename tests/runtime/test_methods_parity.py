@@ -27,6 +27,7 @@ SLOW = {
     *(("gpt_tied", name) for name in ("zero3, remat", "3d, zero bubble")),
     ("gpt_untied", "2+4, zero3"),
     *(("mlp", name) for name in ("4 stages", "1+3, whole")),
+    *(("gpt_chunks", name) for name in ("3d", "zero3, 1")),
 }
 FAST = {
     ("mlp", "data, 2"),
@@ -47,6 +48,7 @@ FAST = {
         for pair in [
             *itertools.product(("mlp", "gpt_tied"), METHODS),
             *itertools.product(("gpt_untied",), UNTIED),
+            *itertools.product(("gpt_chunks",), ("3d", "zero3, 1", "2+4, zero3")),
         ]
         for by_hand in [pytest.mark.slow if pair in SLOW else pytest.mark.stress]
     ],

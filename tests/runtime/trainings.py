@@ -27,6 +27,7 @@ RECIPES = {
     "mlp": MLPOptions(input_size=8, hidden_size=16, output_size=4, num_layers=4),
     "gpt_tied": GPTOptions(**_GPT, tie_embeddings=True),
     "gpt_untied": GPTOptions(**_GPT, tie_embeddings=False),
+    "gpt_chunks": GPTOptions(**_GPT, tie_embeddings=True, loss_chunks=2),
     "gpt_short": GPTOptions(**_GPT | {"num_layers": 2}, tie_embeddings=False),
 }
 OPTIMIZER = optax.chain(

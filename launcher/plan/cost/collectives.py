@@ -29,7 +29,7 @@ from launcher.partition.sharding.named_dims import (
 from launcher.partition.sharding.spmd import Execution, cut_axes, execution
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.cost.formulas import all_reduce_seconds, gather_seconds
-from launcher.trace.cost import flops, moved_bytes
+from launcher.trace.cost import backward_share, flops, moved_bytes
 from launcher.trace.jaxpr import Equation, Var, dependents, free_vars, is_var, nbytes
 from launcher.trace.primitive_kinds import LENGTHENING, PRODUCTS, SEARCHES, SPREADING
 
@@ -83,6 +83,7 @@ class Load:
         product_flops_fp32: operations of matrix products in 32 bits.
         other_flops: operations of everything else.
         moved_bytes: bytes that everything else moves.
+        backward_share: the backward pass's work over the forward pass's.
         forward: collectives of the forward pass.
         backward: collectives of the backward pass.
     """
@@ -91,6 +92,7 @@ class Load:
     product_flops_fp32: float
     other_flops: float
     moved_bytes: float
+    backward_share: float
     forward: tuple[Collective, ...]
     backward: tuple[Collective, ...]
 
@@ -139,6 +141,7 @@ def equation_load(use: Use, sharding: Sharding, flows: Flow) -> Load:
         work if single else 0.0,
         0.0 if product else work,
         0.0 if product else moved_bytes(eqn) * use.times / share,
+        backward_share(eqn),
         tuple(forward),
         tuple(backward),
     )
@@ -291,11 +294,14 @@ def forward_seconds(
 def backward_seconds(
     found: Load, sizes: Mapping[str, int], cluster: ClusterShape, link: float
 ) -> float:
-    """Return the seconds of one slice's backward pass.
+    """Return the seconds of one slice's backward pass: its work and its own collectives."""
+    crossing = crossing_seconds(found.backward, sizes, cluster, link)
+    return backward_work_seconds(found, cluster) + crossing
 
-    These are twice the forward pass's work, and its own collectives.
-    """
-    return 2 * work_seconds(found, cluster) + crossing_seconds(found.backward, sizes, cluster, link)
+
+def backward_work_seconds(found: Load, cluster: ClusterShape) -> float:
+    """Return the seconds of the backward pass without its collectives."""
+    return found.backward_share * work_seconds(found, cluster)
 
 
 def work_seconds(found: Load, cluster: ClusterShape) -> float:

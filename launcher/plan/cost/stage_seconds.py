@@ -15,6 +15,7 @@ from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.cost import formulas
 from launcher.plan.cost.collectives import (
     Collective,
+    backward_work_seconds,
     flow,
     is_active,
     loads,
@@ -85,7 +86,8 @@ def stage_seconds(
     backward += [c for found in repeated for c in found.forward]
     gathers = _gathers(graph, loss, layout)
     work = sum(work_seconds(found, cluster) for _, found in program)
-    own = sum(2 * work_seconds(found, cluster) for use, found in program if is_active(use, flows))
+    active = [found for use, found in program if is_active(use, flows)]
+    own = sum(backward_work_seconds(found, cluster) for found in active)
     more = sum(work_seconds(found, cluster) for found in repeated)
     summed, summed_back = forward, backward
     if measured:  # on meshes without replicas, whose sums along the model axis are in it

@@ -21,6 +21,7 @@ from launcher.partition.stages import StageGraph, cut_stages
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.cost.collectives import (
     Collective,
+    backward_work_seconds,
     dependence,
     flow,
     is_active,
@@ -153,7 +154,7 @@ def _solve(
         fixed = not is_active(use, varying)
         work[fixed] += work_seconds(found, cluster)
         if is_active(use, flows):
-            back[fixed] += 2 * work_seconds(found, cluster)
+            back[fixed] += backward_work_seconds(found, cluster)
         forward += [(use, c) for c in found.forward]
         backward += [(use, c) for c in found.backward if is_active(use, flows)]
     repeated = [(use, c) for use, c in backward if c.again]

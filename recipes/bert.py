@@ -1,0 +1,91 @@
+"""BERT on one device: an encoder that fills in masked tokens.
+
+(Devlin et al., 2019, "BERT: Pre-training of Deep Bidirectional Transformers".) Of its two losses
+it has the masked one, as RoBERTa has it; sentences have no kinds. Parameters, norms, softmax and
+loss are float32; `dtype` is the type of activations and matrix products.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+from launcher import mark_pipeline_boundary
+from recipes import Model
+from recipes.bert_options import BERTOptions
+from recipes.encoder import INIT_SCALE, EncoderBlock
+
+_EPSILON = 1e-12
+
+
+class BERT(nn.Module):
+    """An encoder of tokens; each block is one pipeline layer."""
+
+    options: BERTOptions
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Map tokens, int32 [batch, length], to logits, `dtype` [batch, length, vocab_size]."""
+        options, normal = self.options, nn.initializers.normal(INIT_SCALE)
+        hidden, vocab_size = cast(int, options.hidden_size), cast(int, options.vocab_size)
+        words = nn.Embed(
+            vocab_size, hidden, embedding_init=normal, dtype=self.dtype, name="word_embeddings"
+        )
+        shape = cast(int, options.sequence_length), hidden
+        positions = self.param("position_embeddings", normal, shape)
+
+        def norm(name: str) -> nn.LayerNorm:
+            return nn.LayerNorm(epsilon=_EPSILON, dtype=self.dtype, name=name)
+
+        x = words(tokens) + positions[: tokens.shape[1]].astype(self.dtype)
+        x = norm("embedding_layernorm")(x)
+        for index in range(cast(int, options.num_layers)):
+            if index > 0:
+                mark_pipeline_boundary()
+            x = EncoderBlock(
+                cast(int, options.num_heads),
+                options.mlp_ratio * hidden,
+                _EPSILON,
+                False,
+                options.attention,
+                self.dtype,
+                name=f"layers_{index}",
+            )(x)
+        x = nn.Dense(hidden, kernel_init=normal, dtype=self.dtype, name="head_dense")(x)
+        x = norm("head_layernorm")(nn.gelu(x))
+        bias = self.param("head_bias", nn.initializers.zeros, (vocab_size,))
+        return words.attend(x) + bias.astype(self.dtype)
+
+
+def build(options: BERTOptions, precision: str) -> Model:
+    """Return a BERT; its loss is the mean cross-entropy of the tokens that are masked.
+
+    A batch holds `tokens`, `targets`, int32 [batch, sequence_length], and `weights`, float32 of the
+    same shape: 1 where a token counts. As many count in each row.
+
+    Args:
+        options: the dimensions, all of them set.
+        precision: "fp32" or "bf16".
+    """
+    bert = BERT(options, jnp.bfloat16 if precision == "bf16" else jnp.float32)
+
+    def init(key: jax.Array) -> Any:
+        return bert.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+
+    def loss(
+        params: Any, batch: Any, key: jax.Array | None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        del key  # nothing is random
+        logits = cast(jax.Array, bert.apply({"params": params}, batch["tokens"]))
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            logits.astype(jnp.float32), batch["targets"]
+        )
+        of_row = (losses * batch["weights"]).sum(-1) / batch["weights"].sum(-1)
+        return jnp.mean(of_row), {}
+
+    return Model(init, loss)

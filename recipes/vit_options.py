@@ -1,0 +1,58 @@
+"""The settings of a Vision Transformer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from launcher.config.errors import ConfigError
+from launcher.config.families import register
+from launcher.config.fields import choice, number
+from recipes.sizes import SizedOptions
+
+_DIMENSIONS = ("num_layers", "num_heads", "hidden_size", "patch_size", "image_size", "num_classes")
+_FEATURES = {"channels": 3}
+
+
+@register
+@dataclass(frozen=True)
+class ViTOptions(SizedOptions):
+    """An encoder of pictures. A size names a row of `sizes`; a field that is set beats it."""
+
+    name: str = "vit"
+    size: str | None = "nano"
+    sizes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    image_size: int | None = number(None, minimum=1)
+    channels: int | None = number(None, minimum=1)
+    num_classes: int | None = number(None, minimum=2)
+    patch_size: int | None = number(None, minimum=1)
+    num_layers: int | None = number(None, minimum=1, maximum=1000)
+    num_heads: int | None = number(None, minimum=1)
+    hidden_size: int | None = number(None, minimum=1)
+    mlp_ratio: int = number(4, minimum=1)
+    attention: str = choice("auto", "auto", "xla", "cudnn")
+
+    dimensions: ClassVar[tuple[str, ...]] = _DIMENSIONS
+    features: ClassVar = _FEATURES
+    shorthands: ClassVar = {"size": ("sizes", *_DIMENSIONS, *_FEATURES)}
+
+    @property
+    def layers(self) -> int:
+        """The number of pipeline layers: one more than the model's marks."""
+        assert self.num_layers is not None, "the size has not been filled in"
+        return self.num_layers
+
+    def check(self) -> Iterator[ConfigError]:
+        """Yield an error where heads or patches cannot be equal."""
+        for whole, part, what in (
+            ("hidden_size", "num_heads", "heads"),
+            ("image_size", "patch_size", "patches"),
+        ):
+            a, b = getattr(self, whole), getattr(self, part)
+            if a and b and a % b:
+                yield ConfigError(
+                    f"model.{whole}={a} cannot be cut into equal {what} by model.{part}={b}",
+                    "Make it a multiple.",
+                    [f"model.{whole}", f"model.{part}"],
+                )

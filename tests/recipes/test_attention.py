@@ -1,0 +1,89 @@
+"""Which models take cuDNN's attention, and on which devices."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from launcher.config.compose import load
+from launcher.driver.cluster_from_config import described_shape
+from launcher.driver.plan_from_config import plan_of
+from launcher.trace.cudnn import described_cudnn
+from launcher.train.program import build_program
+from recipes import InputError, build_model
+from recipes.attention import with_attention
+from recipes.gpt_options import GPTOptions
+from recipes.llama_options import LlamaOptions
+
+SIZES = {
+    "vocab_size": 32, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "sequence_length": 16,
+}  # fmt: skip
+OPTIONS = {
+    "gpt": GPTOptions(**SIZES),
+    "llama": LlamaOptions(**SIZES, num_kv_heads=2).filled(),
+}
+HAVE_IT = (
+    "NVIDIA H100 80GB HBM3",
+    "A100-SXM4-80GB",
+    "NVIDIA A10G",
+    "B200-SXM-180GB",
+    "GH200-HBM3-96GB",
+)
+LACK_IT = ("cpu", "V100-SXM2-16GB", "Tesla T4", "AMD Instinct MI300X")
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_auto_takes_it_where_the_devices_have_it(name):
+    chosen = {k: with_attention(OPTIONS[name], "bf16", k).attention for k in HAVE_IT + LACK_IT}
+    assert chosen == dict.fromkeys(HAVE_IT, "cudnn") | dict.fromkeys(LACK_IT, "xla")
+
+
+@pytest.mark.parametrize(
+    ("changes", "precision"),
+    [({}, "fp32"), ({"dropout": 0.1}, "bf16"), ({"hidden_size": 36}, "bf16")],
+    ids=["fp32", "dropout", "head"],
+)
+def test_auto_leaves_it_where_the_model_cannot_use_it(changes, precision):
+    options = dataclasses.replace(OPTIONS["gpt"], **changes)
+    assert with_attention(options, precision, HAVE_IT[0]).attention == "xla"
+    asked = dataclasses.replace(options, attention="cudnn")
+    with pytest.raises(InputError, match=r"model.attention=cudnn .*(bf16|dropout|heads)"):
+        build_model(asked, precision, HAVE_IT[0])
+
+
+def test_what_the_devices_lack_is_named():
+    asked = dataclasses.replace(OPTIONS["gpt"], attention="cudnn")
+    with pytest.raises(InputError, match="V100-SXM2-16GB"):
+        build_model(asked, "bf16", "V100-SXM2-16GB")
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_model_computes_the_same_by_both(name):
+    """On CPUs, to what 16 bits tell apart."""
+    tokens = np.random.default_rng(0).integers(32, size=(4, 17)).astype(np.int32)
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+    def trained(attention):
+        options = dataclasses.replace(OPTIONS[name], attention=attention)
+        model = build_model(options, "bf16")
+        with described_cudnn():
+            params = jax.jit(model.init)(jax.random.key(0))
+            both = jax.value_and_grad(model.loss, has_aux=True)
+            return jax.jit(both)(params, batch, None)
+
+    ((got, _), slopes), ((want, _), expected) = trained("cudnn"), trained("xla")
+    assert float(got) == pytest.approx(float(want), abs=1e-2)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-2), slopes, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["model=llama model.size=llama3_1b", "model=gpt model.size=1.3b"])
+def test_a_billion_parameters_at_8192_tokens_use_a_third_of_eight_h100(model):
+    words = f"{model} model.sequence_length=8192 train.precision=bf16 cluster=h100_8"
+    config = load([*words.split(), "dataset=synthetic", "task=plan"])
+    cluster = described_shape(config.cluster)
+
+    program = build_program(config, cluster.device_kind)
+    plan = plan_of(config.parallel, program.train, cluster)
+    assert plan.predicted_tflops_per_device * 1e12 / cluster.peak_flops >= 0.35

@@ -1,0 +1,65 @@
+"""The loss of tokens in chunks."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from launcher.config.compose import from_dict
+from launcher.config.errors import ConfigError
+from recipes import build_model
+from recipes.gpt_options import GPTOptions
+from recipes.llama_options import LlamaOptions
+from recipes.losses import token_losses
+
+SIZES = {
+    "vocab_size": 2048, "hidden_size": 16, "num_layers": 1, "num_heads": 2, "sequence_length": 64,
+}  # fmt: skip
+OPTIONS = {
+    "gpt_tied": GPTOptions(**SIZES),
+    "gpt_untied": GPTOptions(**SIZES, tie_embeddings=False),
+    "llama": LlamaOptions(**SIZES).filled(),
+}
+
+
+def with_gradient(options):
+    """The compiled loss and gradient, and their arguments."""
+    model = build_model(options, "fp32")
+    params = jax.jit(model.init)(jax.random.key(0))
+    tokens = np.random.default_rng(0).integers(2048, size=(8, 65)).astype(np.int32)
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    both = jax.jit(lambda p, b: jax.value_and_grad(model.loss, has_aux=True)(p, b, None))
+    return both.lower(params, batch).compile(), params, batch
+
+
+@pytest.mark.devices(1)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_chunks_give_the_plain_loss_and_its_gradient_in_less_memory(name):
+    plain, params, batch = with_gradient(OPTIONS[name])
+    chunked, *_ = with_gradient(dataclasses.replace(OPTIONS[name], loss_chunks=8))
+    ((want, _), slopes), ((got, _), found) = plain(params, batch), chunked(params, batch)
+    assert float(got) == pytest.approx(float(want), rel=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), found, slopes)
+    used = [c.memory_analysis().temp_size_in_bytes for c in (chunked, plain)]
+    assert used[0] < used[1] / 2
+
+
+def test_in_16_bits_the_gradient_is_added_up_in_32():
+    hidden = jax.random.normal(jax.random.key(0), (4, 64, 16), jnp.bfloat16)
+    matrix = jax.random.normal(jax.random.key(1), (16, 2048))
+    targets = jnp.zeros((4, 64), jnp.int32)
+
+    def slope(chunks):
+        return jax.grad(lambda m: token_losses(hidden, m, targets, jnp.bfloat16, chunks).sum())(
+            matrix
+        )
+
+    np.testing.assert_allclose(slope(16), slope(1), rtol=2e-2, atol=2e-2)
+    assert slope(16).dtype == jnp.float32
+
+
+def test_chunks_that_are_not_equal_are_refused():
+    with pytest.raises(ConfigError, match=r"model.loss_chunks=3"):
+        from_dict({"model": {"name": "gpt", **SIZES, "loss_chunks": 3}})
