@@ -6,6 +6,7 @@ code 1 for a wrong setting, where a wrong setting ends with 2 here, and composes
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from argparse import Namespace
@@ -32,6 +33,17 @@ SHELLS = ("bash", "zsh", "fish")
 
 @contextmanager
 def _hydra(folders: Sequence[Path]) -> Iterator[Hydra]:
+    """Give Hydra, which sees these folders; logging, which it sets up, is put back."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        yield from _seeing(folders)
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+
+
+def _seeing(folders: Sequence[Path]) -> Iterator[Hydra]:
     with searching(folders):
         Plugins.instance().register(PointLauncher)
         sys.argv[0] = "launcher"  # Hydra names the program by it, as it is not under `python -m`

@@ -1,12 +1,10 @@
 """Hydra's flags: what is shown, where it was said, and what a shell offers to complete."""
 
-import logging
 import os
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,18 +19,6 @@ from launcher.config.hydra_flags import INFOS
 @pytest.fixture(autouse=True)
 def _as_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["launcher"])
-
-
-@pytest.fixture(autouse=True)
-def _logging_stays() -> Iterator[None]:
-    """Hydra sets logging up for its flags, in a process that then has nothing else to do."""
-    loggers = [logging.getLogger(name) for name in (None, "hydra")]
-    kept = [(logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
-    yield
-    for logger, (handlers, level, propagate) in zip(loggers, kept, strict=True):
-        logger.handlers[:] = handlers
-        logger.setLevel(level)
-        logger.propagate = propagate
 
 
 def shown(capfd: pytest.CaptureFixture[str], *words: str) -> str:

@@ -74,8 +74,9 @@ def test_help_shows_options_examples_and_exit_codes(
     assert main(["--help", "--config-dir", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     for line in (
-        "  model      custom | gpt | mine | mlp",
-        "  optimizer  adafactor | adam | adamw | lion | sgd",
+        "  model      bert | custom | gpt | llama | mine | mlp | moe | resnet | toy | unet | vit | "
+        "wide_resnet",
+        "  optimizer  adafactor | adam | adamw | custom | lion | muon | sgd",
         "  launcher -m parallel.num_micro_batches=2,4          run both, then compare them",
         "  2    a setting is wrong: nothing was trained",
     ):

@@ -209,7 +209,7 @@ def test_planning_starts_nothing_and_writes_the_plan(folder: Path, capsys, monke
     assert main([*TINY_GPT, "task=plan", "cluster.hosts=2"]) == 0
     (run,) = (folder / "outputs").glob("gpt-*")
     assert sorted(path.name for path in run.iterdir()) == [
-        *(".lock", "config.yaml", "plan.json", "plots", "summary.json")
+        *(".lock", "config.yaml", "plan.json", "plots", "report.html", "summary.json")
     ]
     plan = json.loads((run / "plan.json").read_text())
     assert [stage["hosts"] for stage in plan["stages"]] == [[0], [1]]
