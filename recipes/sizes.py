@@ -103,10 +103,8 @@ class SizedOptions(ModelOptions):
         if is_number and value > most:
             raise ConfigError(f"model.{name} must be at most {most}, not {value}", keys=[key])
         if "choices" in bounds and value not in bounds["choices"]:
-            raise ConfigError(
-                f"model.{name} must be one of {', '.join(bounds['choices'])}, not {value}",
-                keys=[key],
-            )
+            words = ", ".join(map(str, bounds["choices"]))
+            raise ConfigError(f"model.{name} must be one of {words}, not {value}", keys=[key])
 
 
 def uneven_chunks(sequence_length: int | None, chunks: int) -> Iterator[ConfigError]:

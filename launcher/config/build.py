@@ -229,9 +229,10 @@ def _check_choice(metadata: Mapping[str, Any], value: Any, key: str) -> None:
     if not choices or value in choices:
         return
     if not parse or not re.search("[/:]", value):
+        words = [str(choice) for choice in choices]
         raise ConfigError(
-            f"{key} must be one of {', '.join(choices)}, not {shown(value)}",
-            f"Did you mean {match}?" if (match := closest(str(value), choices)) else "",
+            f"{key} must be one of {', '.join(words)}, not {shown(value)}",
+            f"Did you mean {match}?" if (match := closest(str(value), words)) else "",
             [key],
         )
     try:

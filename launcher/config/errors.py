@@ -44,7 +44,8 @@ class ConfigError(Exception):
 def closest(word: str, options: Iterable[str]) -> str | None:
     """Returns the option that `word` was most likely meant to be; None if nothing is near."""
     folded = {option.casefold(): option for option in options}
-    matches = difflib.get_close_matches(word.casefold(), folded, n=1)
+    swapped = [option for option in folded if sorted(option) == sorted(word.casefold())]
+    matches = swapped or difflib.get_close_matches(word.casefold(), folded, n=1)
     return folded[matches[0]] if matches else None
 
 

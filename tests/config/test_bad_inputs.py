@@ -58,6 +58,9 @@ class Case(NamedTuple):
         return tree
 
 
+NEEDED = {"parts": {"a": {"path": "x"}}}  # of what has to be said, and is no text
+
+
 def settings(cls: Any = Config, prefix: str = "", beside: Any = None) -> Iterator[Setting]:
     hints = typing.get_type_hints(cls)
     for field in settings_of(cls):
@@ -66,7 +69,10 @@ def settings(cls: Any = Config, prefix: str = "", beside: Any = None) -> Iterato
             variants = field.metadata["variants"]
             for name, variant in variants.classes.items():
                 needed = [f.name for f in fields(variant) if f.default is f.default_factory]
-                said = {f"{key}.{variants.key}": name, **{f"{key}.{word}": "x" for word in needed}}
+                said = {
+                    f"{key}.{variants.key}": name,
+                    **{f"{key}.{word}": NEEDED.get(word, "x") for word in needed},
+                }
                 if name == "mlp":
                     said["dataset.name"] = "synthetic"
                 yield from settings(variant, f"{key}.", said)
@@ -110,7 +116,7 @@ def wrong_values() -> Iterator[Case]:
             below = int(minimum) - 1 if kind in (int, list) else minimum - 1e-3
             value = [below] if kind is list else below
             yield Case(key, value, f"{key} must be at least", beside)
-        if kind in (int, float):
+        if kind in (int, float) and "choices" not in metadata:
             maximum = metadata.get("maximum") or (LARGEST if kind is int else 3e38)
             above = maximum + 1 if kind is int else max(maximum + 1e-3, maximum * 1.1)
             yield Case(key, above, f"{key} must be at most", beside)

@@ -62,7 +62,7 @@ COMMAND_LINES = [
         "train=3",
         f"train must be a section of settings, not 3 {CLI}. train has: steps, global_batch_size, "
         "precision, dry_steps, log_every, eval_every, eval_batches, check_replicas_every, "
-        "non_finite, init_from, checkpoint.",
+        "non_finite, init_from, keep_best, stop_early, checkpoint.",
     ),
     # Bad choices and values out of bounds.
     (
@@ -174,7 +174,7 @@ COMMAND_LINES = [
     ),
     (
         "model=mlp model.dropout=null",
-        f"model.dropout is not a setting of model=mlp {CLI}. It belongs to model=gpt.",
+        f"model.dropout is not a setting of model=mlp {CLI}. It belongs to model=gpt or toy.",
     ),
     (
         "optimizer.momentum=0.5",
@@ -440,7 +440,7 @@ COMMAND_LINES = [
         "-m parallel.num_micro_batches=2,5",
         "parallel.num_micro_batches=5: train.global_batch_size=32 cannot be cut into "
         "parallel.num_micro_batches=5 equal microbatches (train.global_batch_size in "
-        f"{CONF}/config.yaml:34, parallel.num_micro_batches on the command line). "
+        f"{CONF}/config.yaml:38, parallel.num_micro_batches on the command line). "
         "Use train.global_batch_size=30 or 35.",
     ),
 ]
