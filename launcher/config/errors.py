@@ -44,8 +44,9 @@ class ConfigError(Exception):
 def closest(word: str, options: Iterable[str]) -> str | None:
     """Returns the option that `word` was most likely meant to be; None if nothing is near."""
     folded = {option.casefold(): option for option in options}
-    swapped = [option for option in folded if sorted(option) == sorted(word.casefold())]
-    matches = swapped or difflib.get_close_matches(word.casefold(), folded, n=1)
+    text = word.casefold()
+    swapped = {f"{text[:i]}{text[i + 1 : i + 2]}{text[i]}{text[i + 2 :]}" for i in range(len(text))}
+    matches = [*swapped & folded.keys()] or difflib.get_close_matches(text, folded, n=1)
     return folded[matches[0]] if matches else None
 
 
