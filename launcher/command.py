@@ -240,7 +240,7 @@ def _show(arguments: argparse.Namespace) -> int:
     from launcher.config.hydra_flags import print_hydras_settings
     from launcher.config.sweeper import split_arguments
 
-    said, package = arguments.overrides, arguments.package
+    said, package, code = arguments.overrides, arguments.package, 0
     is_hydras = arguments.cfg == "hydra" or (package or "").partition(".")[0] == "hydra"
     if (arguments.frozen or arguments.sources) and arguments.cfg != "job":
         raise ConfigError("--frozen and --sources are for --cfg job", "Use that.")
@@ -251,10 +251,10 @@ def _show(arguments: argparse.Namespace) -> int:
         else:
             ours = split_arguments(said)[0] if arguments.cfg == "all" else said
             config, origin = load_with_origin(ours, arguments.config_dir)
-        answer(_settings(config, arguments, origin), end="")
+        code = answer(_settings(config, arguments, origin), end="")
     if is_hydras or (arguments.cfg == "all" and package is None):
         print_hydras_settings(said, arguments.config_dir, package, arguments.resolve)
-    return 0
+    return code
 
 
 def _settings(config: Config, arguments: argparse.Namespace, origin: Origin | None) -> str:

@@ -160,7 +160,7 @@ SEEDS = [
 def test_every_door_answers_in_words(seeds, doors, monkeypatch, capsys):
     monkeypatch.setattr(training._Job, "_attempt", attempt)
     monkeypatch.setattr("launcher.driver.pictures.plot_timeline", lambda *_: None)
-    monkeypatch.setattr("launcher.driver.run_log.plot_loss", lambda *_: None)
+    monkeypatch.setattr("launcher.driver.pictures.plot_loss", lambda *_: None)
     monkeypatch.setattr("launcher.train.checkpoint.write._LIMIT_SECONDS", 0.0)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
