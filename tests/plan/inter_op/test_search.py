@@ -75,7 +75,7 @@ def test_the_best_plan_is_that_of_brute_force_and_the_bound_is_tight(seed):
     for setting in settings(problem, wanted, "interleaved_1f1b"):
         plans = interleaved_plans(problem, wanted, setting, np.inf)
         least = min([least, *(seconds_of(assignment, problem) for _, assignment in plans)])
-    # It may be better: even cuts of interleaved pipelines, and more counts, are not enumerated here.
+    # It may be better: even cuts of interleaved pipelines and more counts are not enumerated here.
     assert found.best <= least * (1 + 1e-3)
     least = min(least, found.best)
     if np.isfinite(least):
