@@ -44,7 +44,7 @@ class Accounts:
         length = getattr(config.model, "sequence_length", None)
         samples = config.train.global_batch_size
         self._known = Known(samples, length and samples * length)
-        self._recorded: tuple[int, Sequence[ProcessSpans]] | None = None
+        self._recorded: tuple[int | None, Sequence[ProcessSpans]] | None = None
         self.wall = WallClock(
             _before(home, config, plan.num_devices), psutil.Process().create_time()
         )
@@ -76,7 +76,9 @@ class Accounts:
             folder: the run's folder.
             measured: the fields of the summary that were measured.
         """
-        step, parts = self._recorded or _newest(folder)
+        if self._recorded is None:  # read once: this is called before each save
+            self._recorded = _newest(folder)
+        step, parts = self._recorded
         known = replace(
             self._known,
             median_step_seconds=measured.get("step_seconds_median"),

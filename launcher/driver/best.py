@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from launcher.config.schema import Train
+from launcher.report.run_record import STOPPED_EARLY
 from recipes import InputError
 
 _ANY = "eval/loss"  # of every evaluation
@@ -69,7 +70,7 @@ class Best:
             self._since += 1
         if self._patience and self._since >= self._patience:
             self.reason = (
-                f"stopped early: {self._setting} is no better than the {self.value:.6g} of step "
+                f"{STOPPED_EARLY}: {self._setting} is no better than the {self.value:.6g} of step "
                 f"{self.step} after {self._since} further evaluations"
             )
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.report.registry import TrackedRun
+from launcher.report.run_record import ended_well
 from launcher.report.tracker import Metrics, Tracker
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class MlflowTracker(Tracker):
         if summary:
             client.log_text(run, json.dumps(summary, indent=2, default=str), "summary.json")
             client.set_tag(run, "exit_reason", str(summary.get("exit_reason"))[:_LONGEST_PARAM])
-        is_done = summary.get("exit_reason", "done") == "done"
+        is_done = ended_well(summary.get("exit_reason", "done"))
         client.set_terminated(run, "FINISHED" if is_done else "FAILED")
 
     def _log_file(self, path: Path, folder: str) -> None:

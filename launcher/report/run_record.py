@@ -22,6 +22,7 @@ from launcher.files import DamagedError, parse_json, read_text
 STATUS, SUMMARY, NOTE = "status.json", "summary.json", "note.txt"
 FOLDERS = ("outputs", "multirun")  # where runs are by default; of a sweep, a level deeper
 ENDED = ("done", "planned", "failed", "interrupted", "preempted", "died")
+STOPPED_EARLY = "stopped early"  # before a colon, and why
 _LARGEST = 2**20  # bytes of a file that is read here
 _FRESH = 60.0  # seconds that a status of another host may be old while its run lives
 _LONGEST_NOTE = 500  # characters
@@ -131,9 +132,19 @@ def read_note(folder: Path) -> str | None:
 
 
 def ending_of(reason: str) -> str:
-    """Return the state that an `exit_reason` stands for: a sentence says why a run has failed."""
+    """Return the state that an `exit_reason` stands for.
+
+    A sentence says why a run has failed, or that `train.stop_early` has ended it, as it was to do.
+    """
+    if reason.startswith(f"{STOPPED_EARLY}:"):
+        return "done"
     word = reason.split(",")[0]
     return word if word in ENDED else "failed"
+
+
+def ended_well(reason: str | None) -> bool:
+    """Return whether a run of this `exit_reason` has done what it was to do."""
+    return reason is not None and ending_of(reason) in ("done", "planned")
 
 
 def _state(folder: Path, status: dict[str, Any], summary: dict[str, Any]) -> str:

@@ -21,13 +21,13 @@ from rich.live import Live
 from rich.text import Text
 
 from launcher.config.errors import ConfigError, advice
-from launcher.files import DamagedError, parse_json, read_text, write_whole
+from launcher.files import write_whole
 from launcher.output import answer
 from launcher.report.console import make_console
-from launcher.report.run_record import FOLDERS, NOTE, SUMMARY, RunRecord, read_run
+from launcher.report.run_record import FOLDERS, NOTE, RunRecord, read_run
 from launcher.report.runs import one_run, read_runs, runs_named, runs_of
 from launcher.report.summary import Summary
-from launcher.report.sweep import print_comparison
+from launcher.report.sweep import print_comparison, read_summary
 from launcher.report.tables import Column, side_by_side
 from launcher.report.text import clock_text, loss_text, seconds_text, shown_path
 
@@ -171,7 +171,7 @@ def _best(roots: Sequence[Path], names: Sequence[str], as_json: bool) -> int:
         raise ConfigError(f"by={by} is no number of summary.json", advice(by, fields))
     rows = []
     for record in read_runs(roots):
-        value = _summary_of(record.folder).get(by)
+        value = read_summary(record.folder).get(by)
         if record.state == "done" and isinstance(value, int | float):
             rows.append((value, record))
     rows.sort(key=lambda row: -row[0] if by in _HIGHER_IS_BETTER else row[0])
@@ -182,14 +182,6 @@ def _best(roots: Sequence[Path], names: Sequence[str], as_json: bool) -> int:
     width = max(len(record.id) for _, record in rows)
     lines = [f"{record.id:<{width}}  {value:.6g}  {record.plan or ''}" for value, record in rows]
     return answer("\n".join([f"{'run':<{width}}  {by}", *(line.rstrip() for line in lines)]))
-
-
-def _summary_of(folder: Path) -> dict[str, Any]:
-    try:
-        found = parse_json(read_text(folder / SUMMARY))
-    except (OSError, DamagedError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _compare(roots: Sequence[Path], names: Sequence[str]) -> int:

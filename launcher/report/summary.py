@@ -14,6 +14,7 @@ from rich.text import Text
 
 from launcher.files import write_whole
 from launcher.report.jsonl import METRICS, json_number
+from launcher.report.run_record import ended_well
 from launcher.report.text import (
     bytes_text,
     clock_text,
@@ -130,7 +131,7 @@ def print_summary(
         summary: the summary of the run.
         resume_command: the command that resumes the run, where there is one.
     """
-    done = summary.exit_reason == "done"
+    done = ended_well(summary.exit_reason)
     ending = f"{summary.steps} steps"
     if summary.total_seconds is not None:
         ending += f" in {clock_text(summary.total_seconds)}"

@@ -17,6 +17,7 @@ from rich.text import Text
 from launcher.config.bounded import tree_of
 from launcher.files import DamagedError, read_json, write_whole
 from launcher.report.html.sweep_page import SweptRun, sweep_report
+from launcher.report.run_record import STOPPED_EARLY, ended_well
 from launcher.report.summary import FILE_NAME, REPORT
 from launcher.report.tables import Column, side_by_side
 from launcher.report.text import bytes_text, loss_text, percent_text, seconds_text, shown_path
@@ -86,7 +87,7 @@ def print_comparison(
     names = [folder.name.removeprefix(prefix) for folder in folders]
     endings = [_ending(found) if found or jobs is None else (UNSET, "") for found in summaries]
     endings = [
-        ("stopped early", "") if folder.name in stopped else ending
+        (STOPPED_EARLY, "") if folder.name in stopped else ending
         for folder, ending in zip(folders, endings, strict=True)
     ]
     ended = [
@@ -189,11 +190,13 @@ def _ending(summary: Mapping[str, Any]) -> tuple[str, str]:
     if not summary:
         return "not finished", f"there is no whole {FILE_NAME}"
     reason = summary["exit_reason"]
+    if reason.startswith(f"{STOPPED_EARLY}:"):
+        return STOPPED_EARLY, ""
     return ("failed", reason) if " " in reason else (reason, "")
 
 
 def _is_done(summary: Mapping[str, Any]) -> bool:
-    return summary.get("exit_reason") in ("done", "planned")
+    return ended_well(summary.get("exit_reason"))
 
 
 def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from launcher.config.schema import Wandb
 from launcher.report.registry import TrackedRun, first_line
+from launcher.report.run_record import ended_well
 from launcher.report.tracker import Metrics, Tracker
 
 if TYPE_CHECKING:
@@ -183,7 +184,7 @@ class WandbTracker(Tracker):
         if self._run is None:
             return
         known = {key: value for key, value in summary.items() if value is not None}
-        failed = summary.get("exit_reason", "done") != "done"
+        failed = not ended_well(summary.get("exit_reason", "done"))
         with self._recording() as run:
             run.summary.update(known)
             run.finish(exit_code=int(failed))

@@ -15,7 +15,7 @@ import launcher
 from launcher.command import run as command
 from launcher.config.errors import ConfigError
 from launcher.driver.status import Status
-from launcher.report.run_record import read_run
+from launcher.report.run_record import ended_well, read_run
 from launcher.report.runs_command import main
 from launcher.stop import Stop
 
@@ -129,6 +129,18 @@ def test_names_may_be_shortened_while_they_are_clear(here, capsys):
         main(["compar"])
     with pytest.raises(ConfigError, match="unrecognized arguments: --jsn"):
         main(["--jsn"])
+
+
+def test_a_run_that_stopped_early_as_it_was_to_has_ended_well(here, capsys):
+    reason = "stopped early: eval_loss is no better than the 2 of step 2"
+    told(make("one", exit_reason=reason, eval_loss=2.0), phase="done")
+    assert main(["watch", "one"]) == 0
+    capsys.readouterr()
+    assert [row[0] for row in lines(capsys, "best")] == ["run", "one"]
+    assert ended_well(reason)
+    assert not ended_well("it failed: badly")
+    rows = lines(capsys, "compare", "one", make("two").name)
+    assert next(row[-2:] for row in rows if row[0] == "one") == ["stopped", "early"]
 
 
 def test_the_best_comes_first_by_any_number_of_the_summary(here, capsys):

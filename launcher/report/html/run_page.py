@@ -12,6 +12,7 @@ from launcher.report.html.charts import Chart, chart, metric
 from launcher.report.html.page import page_from
 from launcher.report.html.timelines import legend, together
 from launcher.report.plan_record import beside_measured, plan_tables
+from launcher.report.run_record import ended_well
 from launcher.report.summary import Summary
 from launcher.report.text import (
     bytes_text,
@@ -98,7 +99,7 @@ def run_report(found: Reported) -> str:
     content = {
         "title": summary.run_id,
         "summary": summary,
-        "is_done": summary.exit_reason in ("done", "planned"),
+        "is_done": ended_well(summary.exit_reason),
         "cards": list(_cards(summary)),
         "promises": list(_promises(found)),
         "sentence": found.accounting.sentence if found.accounting else "",

@@ -8,6 +8,7 @@ from typing import Any
 
 from launcher.report.html.charts import Chart, Series, chart
 from launcher.report.html.page import page_from
+from launcher.report.run_record import ended_well
 from launcher.report.text import bytes_text, loss_text, seconds_text
 
 _MEASURED, _PREDICTED = "first", "hollow"
@@ -30,7 +31,7 @@ class SweptRun:
     @property
     def is_done(self) -> bool:
         """Whether it ended well."""
-        return self.summary.get("exit_reason") in ("done", "planned")
+        return ended_well(self.summary.get("exit_reason"))
 
     @property
     def seconds(self) -> float | None:
