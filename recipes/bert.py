@@ -7,6 +7,7 @@ loss are float32; `dtype` is the type of activations and matrix products.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, cast
 
 import flax.linen as nn
@@ -14,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from launcher import mark_pipeline_boundary
 from recipes import Model
 from recipes.bert_options import BERTOptions
+from recipes.blocks import blocks_in_a_row
 from recipes.encoder import INIT_SCALE, EncoderBlock
 
 _EPSILON = 1e-12
@@ -44,18 +45,16 @@ class BERT(nn.Module):
 
         x = words(tokens) + positions[: tokens.shape[1]].astype(self.dtype)
         x = norm("embedding_layernorm")(x)
-        for index in range(cast(int, options.num_layers)):
-            if index > 0:
-                mark_pipeline_boundary()
-            x = EncoderBlock(
-                cast(int, options.num_heads),
-                options.mlp_ratio * hidden,
-                _EPSILON,
-                False,
-                options.attention,
-                self.dtype,
-                name=f"layers_{index}",
-            )(x)
+        block = functools.partial(
+            EncoderBlock,
+            cast(int, options.num_heads),
+            options.mlp_ratio * hidden,
+            _EPSILON,
+            False,
+            options.attention,
+            self.dtype,
+        )
+        x = blocks_in_a_row(self, block, cast(int, options.num_layers), x)
         x = nn.Dense(hidden, kernel_init=normal, dtype=self.dtype, name="head_dense")(x)
         x = norm("head_layernorm")(nn.gelu(x))
         bias = self.param("head_bias", nn.initializers.zeros, (vocab_size,))

@@ -15,8 +15,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from launcher import mark_pipeline_boundary
 from recipes import Model
+from recipes.blocks import blocks_in_a_row
 from recipes.gpt_options import DIMENSIONS, GPTOptions
 from recipes.losses import output_matrix, token_losses
 from recipes.next_token import Packed, next_token_loss, packing_of, same_document
@@ -198,10 +198,15 @@ class GPT(nn.Module):
             )
             x, _ = scanned(block(name="layers"), x)
         else:
-            for index in range(self.num_layers):
-                if index > 0:
-                    mark_pipeline_boundary()
-                x = block(name=f"layers_{index}")(x, deterministic, packed)
+            x = blocks_in_a_row(
+                self,
+                block,
+                self.num_layers,
+                x,
+                packed,
+                call=lambda module, x, packed: module(x, deterministic, packed),
+                draws=not deterministic and self.dropout > 0,
+            )
 
         x = nn.LayerNorm(epsilon=EPSILON, dtype=self.dtype, name="final_layernorm")(x)
         if not with_logits:

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from launcher import mark_pipeline_boundary
 from recipes import Model
+from recipes.blocks import blocks_in_a_row
 from recipes.llama_options import LlamaOptions
 from recipes.losses import output_matrix, token_losses
 from recipes.next_token import Packed, next_token_loss, packing_of, same_document
@@ -209,10 +209,7 @@ class Llama(nn.Module):
             )
             x, _ = scanned(block(name="layers"), x)
         else:
-            for index in range(num_layers):
-                if index > 0:
-                    mark_pipeline_boundary()
-                x = block(name=f"layers_{index}")(x, packed)
+            x = blocks_in_a_row(self, block, num_layers, x, packed)
 
         epsilon = cast(float, options.norm_epsilon)
         x = nn.RMSNorm(epsilon=epsilon, dtype=self.dtype, name="final_layernorm")(x)

@@ -7,14 +7,15 @@ activations and matrix products.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, cast
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from launcher import mark_pipeline_boundary
 from recipes import Model
+from recipes.blocks import blocks_in_a_row
 from recipes.encoder import INIT_SCALE, EncoderBlock
 from recipes.images import classification
 from recipes.vit_options import ViTOptions
@@ -43,18 +44,16 @@ class ViT(nn.Module):
         )
         positions = self.param("position_embeddings", normal, (1, x.shape[1], hidden))
         x = x + positions.astype(self.dtype)
-        for index in range(cast(int, options.num_layers)):
-            if index > 0:
-                mark_pipeline_boundary()
-            x = EncoderBlock(
-                cast(int, options.num_heads),
-                options.mlp_ratio * hidden,
-                _EPSILON,
-                True,
-                options.attention,
-                self.dtype,
-                name=f"layers_{index}",
-            )(x)
+        block = functools.partial(
+            EncoderBlock,
+            cast(int, options.num_heads),
+            options.mlp_ratio * hidden,
+            _EPSILON,
+            True,
+            options.attention,
+            self.dtype,
+        )
+        x = blocks_in_a_row(self, block, cast(int, options.num_layers), x)
         x = nn.LayerNorm(epsilon=_EPSILON, dtype=self.dtype, name="final_layernorm")(x[:, 0])
         return nn.Dense(
             cast(int, options.num_classes),

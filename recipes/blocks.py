@@ -1,0 +1,61 @@
+"""Equal blocks in a row, each a pipeline layer, traced once for all of them.
+
+Tracing a block takes as long as computing its shapes in Python; a model has dozens that differ in
+nothing but their parameters. JAX keeps the program of a jitted function, so that a loss of 96
+blocks is traced in about the time of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+
+from launcher import mark_pipeline_boundary
+
+
+def blocks_in_a_row(
+    parent: nn.Module,
+    make: Callable[..., nn.Module],
+    count: int,
+    x: jax.Array,
+    *arrays: Any,
+    call: Callable[..., Any] = lambda module, *given: module(*given),
+    draws: bool = False,
+) -> Any:
+    """Apply `count` blocks, the submodules `layers_0` … of `parent`, with a mark between any two.
+
+    Args:
+        parent: the module in whose compact method this is called.
+        make: returns a block, given `name` or `parent`.
+        count: the number of blocks.
+        x: what the first block is given; each other one is given the result of that before.
+        arrays: what each of them is given besides, pytrees of arrays.
+        call: called with a block, its input and `arrays`; returns its result. By default it is
+            called as it is.
+        draws: whether blocks draw random numbers, which each draws of its own.
+    """
+    # While parameters or intermediate values are written, each block is itself.
+    writes = any(map(parent.is_mutable_collection, ("params", "intermediates")))
+    kept = None if writes or draws else jax.jit(_function(make, call))
+    for index in range(count):
+        if index > 0:
+            mark_pipeline_boundary()
+        name = f"layers_{index}"
+        if kept is None:
+            x = call(make(name=name), x, *arrays)
+        else:
+            with jax.named_scope(name):
+                x = kept(parent.variables["params"][name], x, *arrays)
+    return x
+
+
+def _function(make: Callable[..., nn.Module], call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a block as a function of its parameters, its input and the other arrays."""
+
+    def block(params: Any, *given: Any) -> Any:
+        return nn.apply(call, make(parent=None))({"params": params}, *given)
+
+    return block

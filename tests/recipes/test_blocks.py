@@ -1,0 +1,72 @@
+"""Equal blocks are traced once, and their program is that of blocks that are traced one by one."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from launcher.trace.cudnn import described_cudnn
+from launcher.trace.jaxpr import inline_calls, structure_text
+from recipes import blocks, build_model
+from recipes.bert_options import BERTOptions
+from recipes.gpt_options import GPTOptions
+from recipes.llama_options import LlamaOptions
+from recipes.vit_options import ViTOptions
+
+LAYERS, ROWS, LENGTH = 3, 2, 8
+SHAPE = {"num_layers": LAYERS, "num_heads": 2, "hidden_size": 16}
+TEXT = SHAPE | {"vocab_size": 32, "sequence_length": LENGTH}
+
+
+def texts(*names):
+    floats = ("weights",)
+    return {
+        name: jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.float32 if name in floats else jnp.int32)
+        for name in ("tokens", "targets", *names)
+    }
+
+
+PICTURES = {
+    "image": jax.ShapeDtypeStruct((ROWS, 8, 8, 2), jnp.float32),
+    "label": jax.ShapeDtypeStruct((ROWS,), jnp.int32),
+}
+CASES = {
+    "gpt": (GPTOptions(size=None, **TEXT), texts()),
+    "gpt, packed": (GPTOptions(size=None, **TEXT), texts("segments", "positions", "weights")),
+    "gpt, fused": (GPTOptions(size=None, attention="cudnn", **TEXT), texts()),
+    "llama": (LlamaOptions(**TEXT), texts()),
+    "llama, packed": (LlamaOptions(**TEXT), texts("segments", "positions", "weights")),
+    "bert": (BERTOptions(size=None, **TEXT), texts("weights")),
+    "vit": (
+        ViTOptions(size=None, **SHAPE, image_size=8, channels=2, num_classes=4, patch_size=4),
+        PICTURES,
+    ),
+}
+
+
+def program_of(options, batch, key=None):
+    model = build_model(options.filled(), "bf16")
+    with described_cudnn():
+        params = jax.eval_shape(model.init, jax.random.key(0))
+        return jax.make_jaxpr(model.loss)(params, batch, key)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_are_traced_once_and_are_the_same_program(name, monkeypatch):
+    options, batch = CASES[name]
+    program = program_of(options, batch)
+    bodies = [e.params["jaxpr"] for e in program.eqns if e.params.get("name") == "block"]
+    assert len(bodies) == LAYERS
+    assert len(set(map(id, bodies))) == 1
+    monkeypatch.setattr(blocks.jax, "jit", lambda fun: fun)
+    one_by_one = program_of(options, batch)
+    assert structure_text(inline_calls(program).jaxpr) == structure_text(
+        inline_calls(one_by_one).jaxpr
+    )
+
+
+def test_blocks_that_draw_numbers_draw_different_ones():
+    options = GPTOptions(size=None, dropout=0.5, **TEXT)
+    program = inline_calls(program_of(options, texts(), jax.random.key(0)))
+    folds = [e for e in program.eqns if e.primitive.name == "random_fold_in"]
+    numbers = {str(e.invars[1]) for e in folds}
+    assert len(numbers) == len(folds) == 1 + 3 * LAYERS
