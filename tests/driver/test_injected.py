@@ -49,9 +49,7 @@ class Accounted(Training):
         assert found.step == RECORDED
         step, predicted = found.measured_step_seconds, found.predicted_step_seconds
         assert sum(part.measured_seconds for part in found.parts) == pytest.approx(step)
-        assert found.samples_per_second == pytest.approx(
-            self.config.train.global_batch_size / step
-        )
+        assert found.samples_per_second == pytest.approx(self.config.train.global_batch_size / step)
         for stage in found.stages:
             assert stage.measured.step_seconds == pytest.approx(step, rel=0.05)
         residue = found.part("residue")

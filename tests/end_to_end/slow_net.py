@@ -1,7 +1,10 @@
 """A user's model of two layers, in whose processes one thing is slow: `options.slow` says which."""
 
+import os
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +15,7 @@ from launcher.train import worker
 from launcher.train.checkpoint import Background
 from recipes import Model
 
+AHEAD = 500_000_000  # ns
 TURNS = 4000  # of a slow stage, whose price is that of one or two
 TRANSFER_SECONDS, SAVE_SECONDS, DATA_SECONDS = 0.1, 1.0, 1.0
 
@@ -84,4 +88,13 @@ def _slow_data():
     worker.own_rows = late
 
 
-_SLOW = {"link": _slow_link, "save": _slow_saves, "data": _slow_data}
+def _clock_ahead():
+    """The clock of one worker is ahead: of the first that finds no mark of another."""
+    if not sys.argv[0].endswith("default_worker.py"):  # this is the driver
+        return
+    with suppress(FileExistsError), open(os.environ["SLOW_NET_MARK"], "x"):
+        now = time.time_ns
+        time.time_ns = lambda: now() + AHEAD
+
+
+_SLOW = {"link": _slow_link, "save": _slow_saves, "data": _slow_data, "clock": _clock_ahead}

@@ -52,9 +52,7 @@ def stepped(layers, slow=None, schedule="1f1b"):
         return [w - 0.1 * g for w, g in zip(params, grads, strict=True)]
 
     stages = launcher.UniformStageOption(layers)
-    method = launcher.PipeshardParallel(
-        num_micro_batches=4, stage_option=stages, schedule=schedule
-    )
+    method = launcher.PipeshardParallel(num_micro_batches=4, stage_option=stages, schedule=schedule)
     return launcher.parallelize(step, method=method, devices=jax.devices()[:layers])
 
 
