@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from launcher.plan.plan import Plan
 
 
+_NS = 1e9
+
+
 @dataclass(frozen=True)
 class Known:
     """What a run knows beside its plan and a recorded step.
@@ -88,6 +91,8 @@ def account(
             peak_flops=plan.cluster["peak_flops"],
         )
     mfu = rates.get("perf/mfu")
+    clocks = [part.clock for part in parts] if measured else []
+    ahead = [clock.offset for clock in clocks]
     return dataclasses.replace(
         found,
         step=step if measured else None,
@@ -98,9 +103,8 @@ def account(
         mfu=mfu,
         mfu_with_remat=None if mfu is None else mfu * again,
         memory=Memory(known.memory_now, known.memory_peak, predicted_memory(plan)),
-        clock_uncertainty_seconds=sum(sorted(part.clock.uncertainty for part in parts)[-2:]) / 1e9
-        if measured
-        else 0.0,
+        clock_skew_seconds=(max(ahead, default=0) - min(ahead, default=0)) / _NS,
+        clock_uncertainty_seconds=sum(sorted(clock.uncertainty for clock in clocks)[-2:]) / _NS,
         goodput=good,
     )
 

@@ -133,6 +133,7 @@ class Accounting:
         parts: each of `PARTS`, if devices were recorded. The sum of each side is its step.
         stages: each stage, if devices were recorded.
         links: each pair of meshes that exchange arrays, if devices were recorded.
+        clock_skew_seconds: how far the clocks of two processes were apart, which is corrected for.
         clock_uncertainty_seconds: by how much times of two processes may be off.
         finished_steps: the steps that the run had finished.
         goodput: what the run's wall time went into.
@@ -152,6 +153,7 @@ class Accounting:
     parts: tuple[StepPart, ...] = ()
     stages: tuple[StageAccount, ...] = ()
     links: tuple[LinkAccount, ...] = ()
+    clock_skew_seconds: float = 0.0
     clock_uncertainty_seconds: float = 0.0
     finished_steps: int = 0
     goodput: Goodput = field(default_factory=Goodput)

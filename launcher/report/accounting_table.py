@@ -66,7 +66,8 @@ def in_summary(accounting: Accounting) -> dict[str, Any]:
 def print_accounting(console: Console, accounting: Accounting) -> None:
     """Print where a step's time went, and why, if it is not what was predicted.
 
-    Parts that are no share of the step have no line; without a recorded step nothing is printed.
+    Parts that are no share of the step have no line, nor has a difference of clocks that is within
+    their uncertainty; without a recorded step nothing is printed.
     """
     if not accounting.parts:
         return
@@ -82,3 +83,10 @@ def print_accounting(console: Console, accounting: Accounting) -> None:
     console.print(table)
     if accounting.sentence:
         console.print(accounting.sentence, soft_wrap=True)
+    skew, uncertainty = accounting.clock_skew_seconds, accounting.clock_uncertainty_seconds
+    if skew > uncertainty:
+        console.print(
+            f"The processes' clocks were {seconds_text(skew)} apart, which is corrected for; times "
+            f"of two processes may be off by {seconds_text(uncertainty)}.",
+            soft_wrap=True,
+        )

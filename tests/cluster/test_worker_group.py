@@ -67,3 +67,20 @@ def test_the_one_that_stopped_is_examined_though_it_answered_before(workers, mon
         for line in lines
     )
     assert raised.value.workers == {w.host: w.whereabouts for w in workers}
+
+
+def test_clocks_are_read_in_the_middle_of_round_trips(monkeypatch):
+    """A clock that is ahead by two seconds, of a worker that takes its time to answer."""
+    monkeypatch.setattr(worker_group, "gather", lambda futures, watch, servers: futures)
+
+    def submit(method):
+        assert method == "clock"
+        time.sleep(0.005)
+        read = time.time_ns()
+        time.sleep(0.005)
+        return read + 2_000_000_000
+
+    handle = SimpleNamespace(name="worker_0", host=0, submit=submit)
+    (clock,) = WorkerGroup([handle], lambda: None, 10.0, "cluster.step_timeout").clocks()
+    assert clock.uncertainty >= 5_000_000
+    assert abs(clock.offset - 2_000_000_000) <= clock.uncertainty

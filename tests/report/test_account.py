@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import io
 import sys
 from pathlib import Path
 
@@ -11,9 +12,12 @@ from layered import layered_step
 import launcher
 from launcher.plan import local_shape
 from launcher.report.account import Known, account
-from launcher.report.accounting_table import accounting_tables, in_summary
+from launcher.report.accounting_table import accounting_tables, in_summary, print_accounting
+from launcher.report.console import make_console
 from launcher.report.goodput import Goodput
 from launcher.report.predicted_parts import predicted_seconds
+from launcher.report.timeline import ProcessSpans
+from launcher.spans import Clock
 
 sys.path.insert(0, str(Path(__file__).parent))
 from events import lengths, pipeline_events
@@ -48,10 +52,22 @@ def test_the_parts_of_a_plan_are_its_step(schedule, devices, shared):
         assert found.parts["residue"] == pytest.approx(0, abs=1e-9 * step)
         for row in found.stages.values():
             assert row.step_seconds == pytest.approx(step)
+            assert row.others_seconds == pytest.approx(0)
     assert (found.parts["collectives"] > 0) == (devices == 8)
     for stage, row in zip(plan.stages, found.stages.values(), strict=True):
         if not shared:
             assert row.forward_seconds == pytest.approx(8 * stage.forward_seconds)
+
+
+def test_stages_on_the_same_devices_have_each_others_time_in_their_rows():
+    plan = plan_of("interleaved_1f1b", devices=2)
+    assert tuple(plan.mesh_of) == (0, 1, 0, 1)
+    rows = predicted_seconds(plan).stages
+    for stage, mesh in enumerate(plan.mesh_of):
+        assert rows[stage].step_seconds == pytest.approx(plan.predicted_step_seconds)
+        beside = [s for s, of in enumerate(plan.mesh_of) if of == mesh and s != stage]
+        others = sum(rows[s].busy_seconds for s in beside)
+        assert rows[stage].others_seconds == pytest.approx(others)
 
 
 def recorded(plan):
@@ -60,7 +76,7 @@ def recorded(plan):
 
 def test_the_figures_of_an_accounting_agree():
     plan = plan_of()
-    known = Known(samples=32, tokens=320, saves_seconds=0.01, memory_peak=7)
+    known = Known(samples=32, tokens=320, saves_seconds=0.1, memory_peak=7)
     found = account(plan, known, 3, recorded(plan), Goodput(training_seconds=1.0))
     assert found.step == 3
     assert sum(p.predicted_seconds for p in found.parts) == pytest.approx(
@@ -70,7 +86,7 @@ def test_the_figures_of_an_accounting_agree():
     assert sum(p.measured_seconds for p in found.parts) == pytest.approx(step)
     assert found.samples_per_second == pytest.approx(32 / step)
     assert found.tokens_per_second == pytest.approx(320 / step)
-    assert found.part("saves").measured_seconds == 0.01
+    assert found.part("saves").measured_seconds == 0.1
     for stage in found.stages:
         assert stage.measured.step_seconds == pytest.approx(step, rel=0.05)
     assert {(link.source, link.target) for link in found.links} == {
@@ -86,6 +102,29 @@ def test_the_figures_of_an_accounting_agree():
     assert all(len(row) == len(t.columns) for t in tables.values() for row in t.rows)
     assert tables["accounting"].rows[-1][:3] == ["step", found.predicted_step_seconds, step]
     assert in_summary(found)["differs"] == found.sentence
+
+
+def test_how_far_clocks_are_apart_is_said():
+    plan = plan_of()
+    events = pipeline_events(
+        plan.tasks(), lengths, lambda src, dst: 0.001, process_of=lambda mesh: mesh // 2
+    )
+    assert account(plan, Known(32), 3, events).clock_skew_seconds == 0.0
+    clocks = Clock(2_000_000, 40_000), Clock(-3_000_000, 60_000)
+    there = [ProcessSpans(e.process, e.spans, c) for e, c in zip(events, clocks, strict=True)]
+    found = account(plan, Known(32), 3, [*there, ProcessSpans("driver", (), Clock())])
+    assert found.clock_skew_seconds == pytest.approx(0.005)
+    assert found.clock_uncertainty_seconds == pytest.approx(0.0001)
+    console = make_console(io.StringIO())
+    print_accounting(console, found)
+    assert (
+        "The processes' clocks were 5.00 ms apart, which is corrected for; times of two processes "
+        "may be off by 0.10 ms.\n"
+    ) in console.file.getvalue()
+    alone = account(plan, Known(32), 3, recorded(plan))
+    console = make_console(io.StringIO())
+    print_accounting(console, alone)
+    assert "clocks" not in console.file.getvalue()
 
 
 def test_utilisation_counts_what_is_computed_again_only_where_it_is_said():

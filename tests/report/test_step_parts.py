@@ -90,6 +90,9 @@ def test_idle_moments_have_reasons_and_the_start_of_the_recording_is_no_part_of_
     row = found.stages[0]
     assert 1e3 * row.forward_seconds == pytest.approx(10 + 2.5)
     assert 1e3 * row.update_seconds == pytest.approx(5)
+    assert 1e3 * row.idle_seconds == pytest.approx(10 + 20 + 1)
+    assert row.others_seconds == pytest.approx(0)
+    assert row.step_seconds == pytest.approx(found.step_seconds)
     assert measured_seconds([ProcessSpans("worker 0", spans[:3], Clock())], {}, {}) is None
 
 

@@ -15,13 +15,14 @@ from launcher.driver.plan_from_config import plan_of
 from launcher.plan import local_shape
 from launcher.report.account import Known, account
 from launcher.report.timeline import ProcessSpans, Timeline
+from launcher.runtime import dispatch_table
 from launcher.spans import Clock
 from launcher.train import worker as worker_module
 from launcher.train.worker import TrainWorker
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-WIDTH, BATCH = 64, np.ones((32, 64), np.float32)
+WIDTH, SLEEP = 64, 0.05  # seconds that a slow link takes for a transfer
 
 
 def turned(h, w):
@@ -35,7 +36,9 @@ def turned(h, w):
     return jax.lax.stop_gradient(y)
 
 
-def stepped(slow, layers):
+def stepped(layers, slow=None, schedule="1f1b"):
+    """A step in as many stages as layers, of which one may be slow."""
+
     def step(params, x):
         def loss(params, x):
             for i, w in enumerate(params):
@@ -49,31 +52,76 @@ def stepped(slow, layers):
         return [w - 0.1 * g for w, g in zip(params, grads, strict=True)]
 
     stages = launcher.UniformStageOption(layers)
-    method = launcher.PipeshardParallel(num_micro_batches=4, stage_option=stages)
+    method = launcher.PipeshardParallel(num_micro_batches=4, stage_option=stages, schedule=schedule)
     return launcher.parallelize(step, method=method, devices=jax.devices()[:layers])
 
 
-def recorded(parallel, layers):
-    params = [np.eye(WIDTH, dtype=np.float32)] * layers
+def recorded(parallel, layers, width=WIDTH):
+    params = [np.eye(width, dtype=np.float32)] * layers
     for _ in range(2):  # the first one warms up
-        params, timeline = parallel.timeline(params, BATCH)
+        params, timeline = parallel.timeline(params, np.ones((32, width), np.float32))
     return parallel.last_plan, timeline
 
 
-@pytest.mark.parametrize(("slow", "layers"), [(0, 2), (1, 2), (2, 4)])
-def test_a_stage_that_does_more_than_it_was_priced_for_is_named(slow, layers):
-    plan, timeline = recorded(stepped(slow, layers), layers)
+def assert_named(culprit, plan, timeline):
     found = account(plan, Known(32), 1, timeline.steps[1])
-    assert found.culprit == f"stage {slow}"
-    assert f"the compute of stage {slow}" in found.sentence
-    assert "parallel.cost=profile" in found.sentence
+    assert found.culprit == culprit, found.parts
     residue, difference = found.part("residue"), found.measured_step_seconds
     difference -= found.predicted_step_seconds
     assert abs(residue.measured_seconds - residue.predicted_seconds) <= 0.1 * difference
+    for stage in found.stages:
+        assert stage.measured.step_seconds == pytest.approx(found.measured_step_seconds, rel=0.05)
+    return found.sentence
+
+
+STAGES = [(0, 2, "1f1b", 64), (1, 2, "gpipe", 96), (2, 4, "zero_bubble", 64)]
+
+
+@pytest.mark.parametrize(("slow", "layers", "schedule", "width"), STAGES)
+def test_a_stage_that_does_more_than_it_was_priced_for_is_named(slow, layers, schedule, width):
+    found = recorded(stepped(layers, slow, schedule), layers, width)
+    sentence = assert_named(f"stage {slow}", *found)
+    assert f"the compute of stage {slow}" in sentence
+    assert "parallel.cost=profile" in sentence
+
+
+def slow_link(between):
+    """What makes transfers between two devices, both ways, with a slow wire between these two: a
+    device of its own, which holds what passes for `SLEEP` seconds and one transfer at a time."""
+    wire, make = jax.devices()[-1], dispatch_table.local_transfer
+
+    def held(*arrays):
+        time.sleep(SLEEP)
+        return arrays
+
+    @jax.jit
+    def pass_on(*arrays):
+        like = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
+        return jax.pure_callback(held, like, *arrays)
+
+    def slowed(avals, src, dst):
+        put, ends = make(avals, src, dst), {d.id for x in (src[0], dst[0]) for d in x.device_set}
+        if ends != between:
+            return put
+        return lambda *arrays: put(*pass_on(*jax.device_put(arrays, wire)))
+
+    return slowed
+
+
+LINKS = [(0, 2, "gpipe", 96), (1, 4, "1f1b", 64), (2, 4, "zero_bubble", 64)]
+
+
+@pytest.mark.parametrize(("after", "layers", "schedule", "width"), LINKS)
+def test_a_link_that_is_slow_is_named(monkeypatch, after, layers, schedule, width):
+    monkeypatch.setattr(dispatch_table, "local_transfer", slow_link({after, after + 1}))
+    found = recorded(stepped(layers, schedule=schedule), layers, width)
+    sentence = assert_named(f"link {after}-{after + 1}", *found)
+    assert f"the link between stage {after} and stage {after + 1}" in sentence
+    assert "task=calibrate" in sentence
 
 
 def test_the_events_of_four_stages_are_in_the_order_of_1f1b():
-    plan, timeline = recorded(stepped(None, 4), 4)
+    plan, timeline = recorded(stepped(4), 4)
     assert plan.schedule == "1f1b"
     for mesh, tasks in enumerate(plan.tasks()):
         spans = [

@@ -1,0 +1,113 @@
+"""A training in this process: the loop, with a real worker whose calls run in a thread."""
+
+import functools
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+from launcher.config.compose import load, to_dict
+from launcher.driver.loop import train
+from launcher.driver.plan_from_config import plan_of
+from launcher.driver.recorder import Recorder
+from launcher.driver.saving import Saving, contents
+from launcher.driver.workers import merged
+from launcher.log import lines_to
+from launcher.plan import local_shape
+from launcher.stop import Stop
+from launcher.train import checkpoint
+from launcher.train.program import build_program
+from launcher.train.step_result import StepResult
+from launcher.train.worker import TrainWorker
+
+WORDS = (
+    "model=mlp",
+    "dataset=synthetic",
+    "model.hidden_size=16",
+    "train.steps=6",
+    "train.global_batch_size=8",
+    "train.eval_every=3",
+    "train.eval_batches=2",
+    "optimizer.warmup_steps=2",
+    "parallel=manual",
+    "parallel.num_micro_batches=2",
+    "parallel.num_stages=2",
+)
+
+
+class Handle:
+    """A worker's calls, one at a time in a thread; counts those whose results nobody has asked."""
+
+    def __init__(self, worker, plan):
+        self._worker = worker
+        self.plan = plan
+        self._thread = ThreadPoolExecutor(1)
+        self.outstanding = self.most_outstanding = 0
+
+    def submit(self, method, *arguments):
+        self.outstanding += 1
+        self.most_outstanding = max(self.most_outstanding, self.outstanding)
+        future = self._thread.submit(getattr(self._worker, method), *arguments)
+        return Asked(self, future)
+
+    def close(self):
+        self._worker.close()
+        self._thread.shutdown()
+
+
+class Asked:
+    def __init__(self, handle, future):
+        self._handle = handle
+        self._future = future
+
+    def result(self):
+        self._handle.outstanding -= 1
+        answer = self._future.result(60)
+        return merged([answer], self._handle.plan) if isinstance(answer, StepResult) else answer
+
+    def each(self):
+        return [self.result()]
+
+
+class Training:
+    """Runs `loop.train` on a fresh worker, in `folder`, from its newest checkpoint."""
+
+    def __init__(self, folder, *words, stop_after=None):
+        self.config = load([*WORDS, *words])
+        self.folder = folder
+        self.lines, self.said, self.failures = [], [], []
+        self.say = self.said.append
+        self.stop = Stop()
+        self.stop_after = stop_after
+
+    def run(self):
+        config, finished = self.config, checkpoint.newest(self.folder).step or 0
+        shape = local_shape(config.cluster.gpus or 2, 1, "cpu")
+        plan = plan_of(config.parallel, build_program(config).train, shape)
+        worker = TrainWorker()
+        worker.build(to_dict(config))
+        worker.setup(plan.to_dict())
+        worker.restore(str(self.folder), finished) if finished else worker.create()
+        self.handle = Handle(worker, plan)
+        self.recorder = self.recorder_of(plan)
+        try:
+            describe = functools.partial(contents, config, plan)
+            settings = config.train.checkpoint
+            saving = Saving(self.handle, self.folder, settings, describe, self.failures)
+            with lines_to(self.say):
+                train(config.train, self.handle, self.recorder, self.stop, finished, saving)
+        finally:
+            self.handle.close()
+        return self
+
+    def recorder_of(self, plan):
+        settings = self.config.train
+        return Recorder(
+            self._log, settings.log_every, lambda seconds: {}, settings.non_finite == "skip"
+        )
+
+    def _log(self, step, metrics):
+        self.lines.append({"step": step, **metrics})
+        if step == self.stop_after:
+            self.stop.requested = signal.SIGINT
+
+    def losses(self):
+        return [line["train/loss"] for line in self.lines]
