@@ -17,7 +17,7 @@ from rich.console import Console
 
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
-from launcher.driver.stored_model import refused, settings_of, stored_model
+from launcher.driver.stored_model import refused, run_settings, stored_model
 from launcher.files import write_whole
 from launcher.report.console import status
 from launcher.train import checkpoint
@@ -38,7 +38,7 @@ def evaluate(config: Config, console: Console) -> int:
     asked = config.evaluate
     source, home = stored_model(config, asked.step, asked.best, "evaluate")
     check_model_is_theirs(config, home)
-    lora = settings_of(config, home).optimizer.lora
+    lora = run_settings(config, home).optimizer.lora
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of what does not matter here
     size = config.train.global_batch_size
     dataset = build_dataset(config.dataset, config.model, size, config.run.seed)
@@ -114,7 +114,7 @@ def _derived(config: Config, loss: float) -> dict[str, float]:
 
 def check_model_is_theirs(config: Config, home: Path) -> None:
     """Raise ConfigError if the settings say another model than the run's."""
-    theirs = settings_of(config, home).model
+    theirs = run_settings(config, home).model
     if theirs != config.model:
         raise ConfigError(
             f"the settings of the model are not those of run.id={config.run.id}",

@@ -16,7 +16,7 @@ from launcher.config.errors import ConfigError
 from launcher.config.optimizers import Lora
 from launcher.config.schema import Config
 from launcher.driver.private_files import private_files
-from launcher.driver.stored_model import refused, settings_of, stored_model
+from launcher.driver.stored_model import refused, run_settings, stored_model
 from launcher.files import DamagedError
 from launcher.report.console import status
 from launcher.train import checkpoint
@@ -40,7 +40,7 @@ def export(config: Config, console: Console) -> int:
     with private_files(config.run), status(console, f"writing {target}"):
         try:
             is_there = (home / "config.yaml").exists()
-            lora = settings_of(config, home).optimizer.lora if is_there else Lora()
+            lora = run_settings(config, home).optimizer.lora if is_there else Lora()
             model = checkpoint.FinishedModel(source, lora, config.export.ema)
             if theirs is None:
                 count = checkpoint.export_model(model, target, private=private)
@@ -61,7 +61,7 @@ def _theirs(config: Config, home: Path) -> tuple[dict[str, Any], list[Tensor]]:
     Raises:
         ConfigError: `transformers` has no such model.
     """
-    options = settings_of(config, home).model
+    options = run_settings(config, home).model
     family = family_named(options.name)
     try:
         if family is None:

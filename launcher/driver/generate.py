@@ -16,7 +16,7 @@ from rich.console import Console
 
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
-from launcher.driver.stored_model import settings_of, stored_model
+from launcher.driver.stored_model import run_settings, stored_model
 from launcher.output import answer
 from launcher.report.console import status
 from launcher.train import checkpoint
@@ -44,7 +44,7 @@ def generate_text(config: Config, console: Console) -> int:
     """
     asked = config.generate
     source, home = stored_model(config, asked.step, asked.best, "generate")
-    settings = settings_of(config, home)
+    settings = run_settings(config, home)
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of what does not matter here
     tokenizer = tokenizer_of(settings)
     texts = _prompts(config)

@@ -42,7 +42,7 @@ def stored_model(config: Config, step: int | None, best: bool, section: str) -> 
     return path, home
 
 
-def settings_of(config: Config, home: Path) -> Config:
+def run_settings(config: Config, home: Path) -> Config:
     """Return the settings of the run in the folder `home`, which are read here, and not run.
 
     Modules that they name may be loaded if this task's command line allows them.

@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     name = folder.absolute().name
     lines = [f"{folder}/ holds {name}:"]
     lines += [f"  {path}" for path in files]
-    lines += ["", "to train it:", f"  cd {shlex.quote(str(folder))}", f"  {command(name)}"]
+    lines += ["", "to train it:", f"  cd {shlex.quote(str(folder))}", f"  {training_command(name)}"]
     return answer("\n".join(lines))
 
 
@@ -60,7 +60,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"launcher new: {message}", "Write launcher new my_project.")
 
 
-def command(name: str) -> str:
+def training_command(name: str) -> str:
     """Return the command that trains a project, for its own folder."""
     return f"python -m launcher --config-dir conf recipe={name} 'allow_modules=[{name}]'"
 

@@ -18,7 +18,7 @@ import pytest
 from launcher.__main__ import main
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
-from launcher.project.new import command, project_files, write_project
+from launcher.project.new import project_files, training_command, write_project
 from recipes import build_dataset, build_model
 from recipes.decoding import Sampling, build_decoder, generate
 
@@ -50,7 +50,7 @@ def test_it_says_what_it_wrote_and_the_command(
     there = sorted(str(p.relative_to("sums")) for p in Path("sums").rglob("*") if p.is_file())
     assert there == sorted(project_files("sums"))
     assert all(f"  {path}\n" in said for path in there)
-    assert said.endswith(f"  cd sums\n  {command('sums')}\n")
+    assert said.endswith(f"  cd sums\n  {training_command('sums')}\n")
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_every_command_of_its_page_is_accepted(project: Path, capsys) -> None:
     page = (project / "README.md").read_text()
     (line,) = re.findall(r"^python -m launcher .*$", page, re.MULTILINE)
     shared = words_of(line)[:-1]
-    assert shared == words_of(command("sums"))
+    assert shared == words_of(training_command("sums"))
     rows = re.findall(r"^\| `([\w.]+=[^`]*)` \|", page, re.MULTILINE)
     assert len(rows) == 7
     for row in rows:
@@ -134,7 +134,9 @@ def test_every_command_of_its_page_is_accepted(project: Path, capsys) -> None:
 
 
 def test_its_model_reads_and_writes(project: Path) -> None:
-    config = load([*words_of(command("sums"))[2:], *SMALL, "train.global_batch_size=8"], ["conf"])
+    config = load(
+        [*words_of(training_command("sums"))[2:], *SMALL, "train.global_batch_size=8"], ["conf"]
+    )
     batch = build_dataset(config.dataset, config.model, 8, 0).train(0)
     assert bytes(batch["tokens"][0]).count(b"+") >= 2
     model = build_model(config.model, "fp32")
@@ -161,7 +163,7 @@ def test_it_trains_evaluates_and_writes_in_a_process(project: Path) -> None:
 
     def launched(*words: str) -> str:
         environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-        ran = [sys.executable, "-m", "launcher", *words_of(command("sums")), *words]
+        ran = [sys.executable, "-m", "launcher", *words_of(training_command("sums")), *words]
         done = subprocess.run(
             ran, cwd=project, env=environ, capture_output=True, text=True, timeout=300
         )
