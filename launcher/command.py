@@ -38,6 +38,7 @@ examples:
   launcher cluster=slurm cluster.hosts=2              submit to Slurm, on two nodes
   launcher --config-dir my_conf recipe=mine           use my_conf/recipe/mine.yaml
   launcher runs                                       list the runs here; launcher runs --help
+  launcher new my_project                             write a model, a dataset and settings of yours
 """
 
 _EXIT_CODES = """
@@ -62,6 +63,10 @@ def run(argv: Sequence[str], stop: Stop) -> int:
 
             with stop.interruptible():
                 return main(argv[1:])
+        if argv and argv[0] == "new":
+            from launcher.project import main as write_new
+
+            return write_new(argv[1:])
         return _run(_parse(argv), stop)
     except ConfigError as error:
         return _refuse([str(error)])

@@ -12,6 +12,7 @@ Importing this package imports neither JAX nor Grain.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -203,6 +204,25 @@ def _module(section: str, options: Any) -> ModuleType:
             f"{section}.name={options.name} is not known; choose one of {', '.join(known)}"
         )
     return import_module(builder_of(known[options.name]))
+
+
+def users_function(section: str, options: Any, name: str) -> Callable[..., Any] | None:
+    """Return a further function of a user's own model or dataset, which has its options already.
+
+    None if its module has no such function, or it is none of the user's.
+
+    Args:
+        section: "model" or "dataset".
+        options: the settings of that section.
+        name: the function's.
+
+    Raises:
+        InputError: there is no such module.
+    """
+    if options.name != "custom":
+        return None
+    found = getattr(_module(section, options), name, None)
+    return functools.partial(found, _fields(options)) if callable(found) else None
 
 
 def users_module(key: str, name: str, functions: Sequence[str]) -> ModuleType:

@@ -1,12 +1,14 @@
 """Text from a language model on one device: reading with a cache, sampling, tokens and text.
 
 A family that can go on with a text has, beside `<name>.py`, a module `<name>_decoder.py` with
-`build_decoder(options, precision) -> Decoder`.
+`build_decoder(options, precision) -> Decoder`. A user's own model has that function in its module,
+and a dataset of text `tokenizer(options) -> Tokenizer` in its own.
 """
 
 from __future__ import annotations
 
 import codecs
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -18,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from launcher.config.families import builder_of
-from recipes import InputError
+from recipes import InputError, users_function
 
 
 class Tokenizer(Protocol):
@@ -87,14 +89,46 @@ def build_decoder(options: Any, precision: str) -> Decoder:
     Raises:
         InputError: the family has none.
     """
-    name = f"{builder_of(type(options))}_decoder"
-    if not name.startswith("recipes.") or find_spec(name) is None:
-        raise InputError(
-            f"model.name={options.name} cannot go on with a text: it has no decoder; "
-            "model=gpt and model=llama have one"
-        )
-    decoder: Decoder = import_module(name).build_decoder(options, precision)
+    if options.name == "custom":
+        build = users_function("model", options, "build_decoder")
+        if build is None:
+            raise InputError(
+                f"model.module={options.module} cannot go on with a text: it has no function "
+                "build_decoder; write one, of recipes.decoding.without_cache"
+            )
+    else:
+        name = f"{builder_of(type(options))}_decoder"
+        if find_spec(name) is None:
+            raise InputError(
+                f"model.name={options.name} cannot go on with a text: it has no decoder; "
+                "model=gpt and model=llama have one"
+            )
+        build = functools.partial(import_module(name).build_decoder, options)
+    decoder: Decoder = build(precision)
     return decoder
+
+
+def without_cache(logits: Callable[[Any, jax.Array], jax.Array], length: int) -> Decoder:
+    """Return the decoder of a model that reads the whole text anew for each token.
+
+    Args:
+        logits: takes the parameters and tokens, int32 [batch, length]; returns the logits of the
+            token after each, [batch, length, vocab_size], none of which depends on later tokens.
+        length: the longest text.
+    """
+
+    def cache(batch: int) -> jax.Array:
+        return jnp.zeros((batch, length), jnp.int32)
+
+    def read(
+        params: Any, cache: jax.Array, tokens: jax.Array, start: jax.Array, last: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        rows = jnp.arange(tokens.shape[0])[:, None]
+        places = start[:, None] + jnp.arange(tokens.shape[1])
+        text = cache.at[rows, places].set(tokens, mode="drop")
+        return logits(params, text)[rows[:, 0], start + last].astype(jnp.float32), text
+
+    return Decoder(cache, read, length)
 
 
 def draw(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:

@@ -34,7 +34,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 HERE = Path(__file__).parent
 PURE = (
-    *("config", "partition", "plan", "recipes", "report", "schedule", "trace"),
+    *("config", "partition", "plan", "project", "recipes", "report", "schedule", "trace"),
     "test_files.py",
 )
 ON_DEMAND = "slow", "stress", "slurm", "gpu"  # run where `-m` names them

@@ -15,10 +15,9 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from launcher.config.compose import load_frozen
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
-from launcher.driver.stored_model import refused, stored_model
+from launcher.driver.stored_model import refused, run_settings, stored_model
 from launcher.files import write_whole
 from launcher.report.console import status
 from launcher.train import checkpoint
@@ -39,7 +38,7 @@ def evaluate(config: Config, console: Console) -> int:
     asked = config.evaluate
     source, home = stored_model(config, asked.step, asked.best, "evaluate")
     check_model_is_theirs(config, home)
-    lora = load_frozen(home / "config.yaml").optimizer.lora
+    lora = run_settings(config, home).optimizer.lora
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of what does not matter here
     size = config.train.global_batch_size
     dataset = build_dataset(config.dataset, config.model, size, config.run.seed)
@@ -76,12 +75,16 @@ def means(config: Config, dataset: Dataset, model: dict[str, Any]) -> dict[str, 
     named = f"dataset.name={config.dataset.name}"
     if batches is None:
         raise InputError(f"{named} holds nothing out to evaluate on; raise its validation_fraction")
-    if most is None and not (isinstance(batches, Batches) and batches.num_rows is not None):
+    there = batches.num_rows if isinstance(batches, Batches) else None
+    if there is not None:
+        all_batches = -(-there // config.train.global_batch_size)
+        most = all_batches if most is None else min(most, all_batches)
+    if most is None:
         raise InputError(f"{named} does not say how much it holds out; set evaluate.batches")
     step = jax.jit(make_eval_step(build_model(config.model, config.train.precision)))
     sums: dict[str, list[tuple[float, float]]] = {}
     rows = number = 0
-    while most is None or number < most:
+    while number < most:
         batch = batches(number)
         count = len(next(iter(batch.values())))
         if count == 0:
@@ -111,7 +114,7 @@ def _derived(config: Config, loss: float) -> dict[str, float]:
 
 def check_model_is_theirs(config: Config, home: Path) -> None:
     """Raise ConfigError if the settings say another model than the run's."""
-    theirs = load_frozen(home / "config.yaml").model
+    theirs = run_settings(config, home).model
     if theirs != config.model:
         raise ConfigError(
             f"the settings of the model are not those of run.id={config.run.id}",

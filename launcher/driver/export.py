@@ -12,12 +12,11 @@ from typing import Any
 
 from rich.console import Console
 
-from launcher.config.compose import load_frozen
 from launcher.config.errors import ConfigError
 from launcher.config.optimizers import Lora
 from launcher.config.schema import Config
 from launcher.driver.private_files import private_files
-from launcher.driver.stored_model import refused, stored_model
+from launcher.driver.stored_model import refused, run_settings, stored_model
 from launcher.files import DamagedError
 from launcher.report.console import status
 from launcher.train import checkpoint
@@ -37,11 +36,11 @@ def export(config: Config, console: Console) -> int:
     target = _target(config, home, source)
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of what does not matter here
     private = not config.run.shared
-    theirs = _theirs(home) if config.export.format == "hf" else None
+    theirs = _theirs(config, home) if config.export.format == "hf" else None
     with private_files(config.run), status(console, f"writing {target}"):
         try:
-            settings = home / "config.yaml"
-            lora = load_frozen(settings).optimizer.lora if settings.exists() else Lora()
+            is_there = (home / "config.yaml").exists()
+            lora = run_settings(config, home).optimizer.lora if is_there else Lora()
             model = checkpoint.FinishedModel(source, lora, config.export.ema)
             if theirs is None:
                 count = checkpoint.export_model(model, target, private=private)
@@ -56,13 +55,13 @@ def export(config: Config, console: Console) -> int:
     return 0
 
 
-def _theirs(home: Path) -> tuple[dict[str, Any], list[Tensor]]:
+def _theirs(config: Config, home: Path) -> tuple[dict[str, Any], list[Tensor]]:
     """Return what `config.json` is to say of a run's model, and its arrays.
 
     Raises:
         ConfigError: `transformers` has no such model.
     """
-    options = load_frozen(home / "config.yaml").model
+    options = run_settings(config, home).model
     family = family_named(options.name)
     try:
         if family is None:

@@ -14,13 +14,13 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from launcher.config.compose import load_frozen
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
-from launcher.driver.stored_model import stored_model
+from launcher.driver.stored_model import run_settings, stored_model
 from launcher.output import answer
 from launcher.report.console import status
 from launcher.train import checkpoint
+from recipes import users_function
 from recipes.decoding import (
     ByteTokenizer,
     Sampling,
@@ -44,7 +44,7 @@ def generate_text(config: Config, console: Console) -> int:
     """
     asked = config.generate
     source, home = stored_model(config, asked.step, asked.best, "generate")
-    settings = load_frozen(home / "config.yaml")
+    settings = run_settings(config, home)
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of what does not matter here
     tokenizer = tokenizer_of(settings)
     texts = _prompts(config)
@@ -75,11 +75,15 @@ def tokenizer_of(settings: Config) -> Tokenizer:
     Raises:
         ConfigError: its data is no text.
     """
+    if own := users_function("dataset", settings.dataset, "tokenizer"):
+        made: Tokenizer = own()
+        return made
     if settings.dataset.name not in ("text", "stdlib_text"):
         raise ConfigError(
             f"run.id={settings.run.id} has learned from dataset={settings.dataset.name}, which is "
             "no text to go on with",
-            "Name a run with dataset=stdlib_text or text.",
+            "Name a run with dataset=stdlib_text or text; the module of a dataset of your own says "
+            "by tokenizer(options) how it makes tokens.",
             ["run.id"],
         )
     return ByteTokenizer()

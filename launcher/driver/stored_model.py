@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from launcher.config.compose import load_frozen
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.train import checkpoint
@@ -39,6 +40,18 @@ def stored_model(config: Config, step: int | None, best: bool, section: str) -> 
     for line in damaged:
         _log.warning(line)
     return path, home
+
+
+def run_settings(config: Config, home: Path) -> Config:
+    """Return the settings of the run in the folder `home`, which are read here, and not run.
+
+    Modules that they name may be loaded if this task's command line allows them.
+
+    Raises:
+        ConfigError: they cannot be read, or name a module that is not allowed.
+    """
+    allowed = f"allow_modules=[{','.join(config.allow_modules)}]"
+    return load_frozen(home / "config.yaml", [allowed, "allow_commands=true"])
 
 
 def refused(config: Config, problem: str, section: str) -> ConfigError:

@@ -19,6 +19,7 @@ from launcher import debug
 from launcher.__main__ import main
 from launcher.config.compose import load, to_dict
 from launcher.config.folders import CONF, find_groups
+from launcher.project.new import write_project
 from launcher.report import runs_command
 from launcher.train import checkpoint
 from launcher.train.program import build_program
@@ -98,11 +99,18 @@ def test_what_is_tested_is_found() -> None:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_is_accepted(
-    command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)  # as `python -m` does
     arguments = shlex.split(command)
+    if arguments[:1] == ["new"]:
+        assert write_project(tmp_path / arguments[1])
+        return
     if arguments[:1] == ["runs"]:
         action, *_ = [*runs_command.read_words(arguments[1:]).names, "list"]
         assert f"runs {action}" in runs_command.HELP or action == "list"

@@ -1,0 +1,5 @@
+"""Projects: a folder with a model, a dataset and settings to begin from."""
+
+from launcher.project.new import main
+
+__all__ = ["main"]
