@@ -19,9 +19,10 @@ from launcher.driver.export import export
 from launcher.driver.init_from import check_start, find_start
 from launcher.testing import assert_allclose
 from launcher.train import checkpoint
-from launcher.train.checkpoint.hugging_face import write_hugging_face
+from launcher.train.checkpoint.hugging_face import Folder, write_hugging_face
 from launcher.train.step import TrainState
 from recipes import build_model
+from recipes.corpus.tokenizer_files import tokenizer_files
 from recipes.gpt import GPT
 from recipes.gpt_options import DIMENSIONS, GPTOptions
 from recipes.hugging_face import family_named
@@ -80,7 +81,7 @@ def flat(params):
 def write(options, params, folder, dtype="float32", **more):
     family, arrays = family_named(options.name), flat(params)
     return write_hugging_face(
-        folder, family.config_of(options), list(family.tensors(options)),
+        folder, Folder(family.config_of(options), list(family.tensors(options))),
         lambda names: {name: arrays[name] for name in names}, dtype, private=False, **more,
     )  # fmt: skip
 
@@ -235,12 +236,19 @@ def test_a_run_is_exported_as_transformers_reads_it(scan_layers, tmp_path, monke
     checkpoint.save(home / "checkpoints", 3, checkpoint.copy_to_host(state), {})
     words = [f"model.{key}={value}" for key, value in dataclasses.asdict(options).items()
              if key not in ("name", "size", "sizes")]  # fmt: skip
-    run = load(["model=llama", "model.size=null", "dataset=synthetic", "run.id=mine", *words], [])
+    theirs = tmp_path / "theirs"  # where the run started; it names the tokenizer
+    theirs.mkdir()
+    (theirs / "tokenizer.json").write_bytes(tokenizer_files("bytes").files["tokenizer.json"])
+    words += ["dataset=synthetic", "run.id=mine", f"train.init_from=hf:{theirs}"]
+    run = load(["model=llama", "model.size=null", *words], [])
     (home / "config.yaml").write_text(yaml.safe_dump(to_written(run)))
     asked = load(["task=export", "run.id=mine", "export.format=hf"], [])
     assert export(asked, Console(quiet=True)) == 0
     expected = transformers_reference.logits(home / "hf-3", TOKENS)
     assert_allclose(apply(options, params, TOKENS), expected, rtol=1e-5, atol=1e-5)
+    assert json.loads((home / "hf-3" / "config.json").read_text())["eos_token_id"] == 256
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (home / "hf-3" / name).is_file()
     with pytest.raises(ConfigError, match="is there already"):
         export(asked, Console(quiet=True))
 

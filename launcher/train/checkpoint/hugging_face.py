@@ -12,8 +12,8 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -104,10 +104,23 @@ class HuggingFace:
         return found
 
 
+class Folder(NamedTuple):
+    """What a folder for `transformers` is to hold, the arrays' values apart.
+
+    Attributes:
+        config: the content of `config.json`.
+        tensors: the arrays.
+        files: further files, such as a tokenizer's, by their names.
+    """
+
+    config: Mapping[str, Any]
+    tensors: Sequence[Tensor]
+    files: Mapping[str, bytes] = MappingProxyType({})
+
+
 def write_hugging_face(
-    folder: Path,
-    config: Mapping[str, Any],
-    tensors: Sequence[Tensor],
+    target: Path,
+    folder: Folder,
     arrays: Callable[[Sequence[str]], Mapping[str, np.ndarray]],
     dtype: str,
     private: bool,
@@ -116,9 +129,8 @@ def write_hugging_face(
     """Write a folder as `transformers` does, whole or not at all.
 
     Args:
-        folder: the folder, which is not there yet.
-        config: the content of `config.json`.
-        tensors: the arrays.
+        target: the folder to write, which is not there yet.
+        folder: what it is to hold.
         arrays: reads arrays by their flat names; it is called for those of one file at a time.
         dtype: the type of what is written, "float32" or "bfloat16".
         private: whether only this user may read it; otherwise the umask decides.
@@ -130,8 +142,8 @@ def write_hugging_face(
     Raises:
         OSError: it cannot be written.
     """
-    groups = list(_groups(tensors, _dtype(dtype).itemsize, largest))
-    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    groups = list(_groups(folder.tensors, _dtype(dtype).itemsize, largest))
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     partial.mkdir(mode=0o700 if private else 0o777)
     try:
         weight_map: dict[str, str] = {}
@@ -150,13 +162,15 @@ def write_hugging_face(
         if len(groups) > 1:
             index = {"metadata": {"total_size": size}, "weight_map": weight_map}
             write_whole(partial / _INDEX, json.dumps(index, indent=2), private)
-        content = json.dumps({**config, "dtype": dtype, "torch_dtype": dtype}, indent=2)
+        content = json.dumps({**folder.config, "dtype": dtype, "torch_dtype": dtype}, indent=2)
         write_whole(partial / CONFIG, content + "\n", private)
-        partial.rename(folder)
+        for file, held in folder.files.items():
+            write_whole(partial / file, held, private)
+        partial.rename(target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return len(tensors)
+    return len(folder.tensors)
 
 
 def _groups(tensors: Sequence[Tensor], width: int, largest: int) -> Iterator[list[Tensor]]:
