@@ -1,8 +1,8 @@
 """BERT on one device: an encoder that fills in masked tokens.
 
 (Devlin et al., 2019, "BERT: Pre-training of Deep Bidirectional Transformers".) Of its two losses
-it has the masked one, as RoBERTa has it; sentences have no kinds. Parameters, norms, softmax and
-loss are float32; `dtype` is the type of activations and matrix products.
+it has the masked one, as RoBERTa has it; all sentences are of one kind. Parameters, norms, softmax
+and loss are float32; `dtype` is the type of activations and matrix products.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import optax
 from recipes import Model
 from recipes.bert_options import BERTOptions
 from recipes.blocks import blocks_in_a_row
-from recipes.encoder import INIT_SCALE, EncoderBlock
+from recipes.encoder import INIT_SCALE, EncoderBlock, gelu
 
 _EPSILON = 1e-12
 
@@ -39,11 +39,12 @@ class BERT(nn.Module):
         )
         shape = cast(int, options.sequence_length), hidden
         positions = self.param("position_embeddings", normal, shape)
+        kinds = self.param("kind_embeddings", normal, (2, hidden))  # all tokens are of the first
 
         def norm(name: str) -> nn.LayerNorm:
             return nn.LayerNorm(epsilon=_EPSILON, dtype=self.dtype, name=name)
 
-        x = words(tokens) + positions[: tokens.shape[1]].astype(self.dtype)
+        x = words(tokens) + (positions[: tokens.shape[1]] + kinds[0]).astype(self.dtype)
         x = norm("embedding_layernorm")(x)
         block = functools.partial(
             EncoderBlock,
@@ -56,7 +57,7 @@ class BERT(nn.Module):
         )
         x = blocks_in_a_row(self, block, cast(int, options.num_layers), x)
         x = nn.Dense(hidden, kernel_init=normal, dtype=self.dtype, name="head_dense")(x)
-        x = norm("head_layernorm")(nn.gelu(x))
+        x = norm("head_layernorm")(gelu(x))
         bias = self.param("head_bias", nn.initializers.zeros, (vocab_size,))
         return words.attend(x) + bias.astype(self.dtype)
 

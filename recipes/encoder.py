@@ -10,6 +10,11 @@ import jax
 INIT_SCALE = 0.02
 
 
+def gelu(x: jax.Array) -> jax.Array:
+    """Map by GELU itself, as BERT's and ViT's published weights mean it, not its approximation."""
+    return nn.gelu(x, approximate=False)
+
+
 class EncoderBlock(nn.Module):
     """Attention and an MLP with GELU.
 
@@ -61,5 +66,5 @@ class EncoderBlock(nn.Module):
         normal, hidden = nn.initializers.normal(INIT_SCALE), x.shape[-1]
         inner = nn.Dense(self.mlp_size, kernel_init=normal, dtype=self.dtype, name="linear_fc1")(x)
         return nn.Dense(hidden, kernel_init=normal, dtype=self.dtype, name="linear_fc2")(
-            nn.gelu(inner)
+            gelu(inner)
         )

@@ -5,7 +5,12 @@ A family that has them has a third module, `recipes/<name>_hf.py`, with
 - `MODEL_TYPES`: the `model_type`s of `config.json` that it reads;
 - `options_of(config)`: the settings of the section `model` that a `config.json` stands for;
 - `config_of(options)`: the `config.json` of settings;
-- `tensors(options)`: a `Tensor` for each array.
+- `tensors(options)`: a `Tensor` for each array there.
+
+It may have
+
+- `CHOICES`: settings that `options_of` returns and a run may choose otherwise for the same weights;
+- `current_name(name)`: the name that an array of older files has today, or None if none is read.
 
 None of these modules imports JAX: settings are filled from `config.json`.
 """
@@ -42,6 +47,9 @@ class Tensor(NamedTuple):
         offset: what is to be added here: norms that are stored as their difference from 1.
         joined: the axes of `split` that are one axis there, as the number of axes that each of its
             axes is made of; empty: each is one.
+        part: of an array here that is several there, such as the kernels of all experts: the axis
+            that they are stacked along, which one this is, and how many there are. `split` and
+            `order` are those of one.
     """
 
     theirs: str
@@ -50,6 +58,7 @@ class Tensor(NamedTuple):
     order: tuple[int, ...] = ()
     offset: float = 0.0
     joined: tuple[int, ...] = ()
+    part: tuple[int, int, int] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -62,16 +71,22 @@ class Tensor(NamedTuple):
 
     @property
     def shape_here(self) -> tuple[int, ...]:
-        """Its shape here."""
-        return tuple(self.split[axis] for axis in self._order)
+        """The shape of the array here, or of that which it is a part of."""
+        own = [self.split[axis] for axis in self._order]
+        if self.part is not None:
+            axis, _, count = self.part
+            own.insert(axis, count)
+        return tuple(own)
 
     def to_ours(self, array: np.ndarray) -> np.ndarray:
-        """Return the array as it is here, of what it is there."""
+        """Return the array, or the part, as it is here, of what it is there."""
         array = array.reshape(self.split).transpose(self._order)
         return array + np.asarray(self.offset, array.dtype) if self.offset else array
 
     def to_theirs(self, array: np.ndarray) -> np.ndarray:
-        """Return the array as it is there, of what it is here."""
+        """Return the array as it is there, of the whole one that is here."""
+        if self.part is not None:
+            array = array.take(self.part[1], self.part[0])
         array = array - np.asarray(self.offset, array.dtype) if self.offset else array
         return np.ascontiguousarray(array.transpose(np.argsort(self._order)).reshape(self.shape))
 

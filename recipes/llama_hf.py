@@ -35,7 +35,7 @@ def options_of(config: Mapping[str, Any]) -> dict[str, Any]:
         KeyError: it lacks what is needed.
     """
     kind = config["model_type"]
-    rope = _rope_of(config)
+    rope = rope_of(config)
     if config.get("attention_bias") and kind != "qwen2":
         raise DamagedError("attention_bias=true puts a bias on the output of attention, too")
     if config.get("mlp_bias"):
@@ -69,7 +69,7 @@ def options_of(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
+def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a `config.json` says of rotary positions; it has done so in two forms."""
     found = {"rope_theta": config.get("rope_theta", 10000.0)}
     for name in ("rope_scaling", "rope_parameters"):
@@ -85,6 +85,19 @@ def _rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def rope_settings(options: LlamaOptions) -> dict[str, Any]:
+    """Return what a `config.json` says of rotary positions, in both forms."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": options.rope_base}
+    if options.rope_factor == 1.0:
+        return {"rope_theta": options.rope_base, "rope_parameters": rope}
+    scaling = {**_ROPE, "factor": options.rope_factor}
+    return {
+        "rope_theta": options.rope_base,
+        "rope_parameters": rope | scaling,
+        "rope_scaling": scaling,
+    }
+
+
 def config_of(options: LlamaOptions) -> dict[str, Any]:
     """Return the `config.json` of a model.
 
@@ -92,9 +105,6 @@ def config_of(options: LlamaOptions) -> dict[str, Any]:
         DamagedError: `transformers` has no such model.
     """
     kind = _kind(options)
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": options.rope_base}
-    if options.rope_factor != 1.0:
-        rope |= {**_ROPE, "factor": options.rope_factor}
     found: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[kind]],
         "model_type": kind,
@@ -108,14 +118,11 @@ def config_of(options: LlamaOptions) -> dict[str, Any]:
         "intermediate_size": options.mlp_size,
         "hidden_act": "silu" if options.activation == "silu" else "gelu_pytorch_tanh",
         "rms_norm_eps": options.norm_epsilon,
-        "rope_theta": options.rope_base,
-        "rope_parameters": rope,
+        **rope_settings(options),
         "tie_word_embeddings": options.tie_embeddings,
         "attention_bias": False,
         "attention_dropout": 0.0,
     }
-    if options.rope_factor != 1.0:
-        found["rope_scaling"] = {name: v for name, v in rope.items() if name != "rope_theta"}
     if kind == "gemma":
         found["hidden_activation"] = "gelu_pytorch_tanh"
     if kind == "mistral":
@@ -162,7 +169,15 @@ def tensors(options: LlamaOptions) -> Iterator[Tensor]:
 
 def _block(options: LlamaOptions, hidden: int, offset: float) -> Iterator[Tensor]:
     """Yield the arrays of a block, by their names in it."""
-    size, width = options.head_size or 0, options.mlp_size or 0
+    yield from attention_and_norms(options, hidden, offset)
+    yield from feed_forward("mlp", "mlp", hidden, options.mlp_size or 0)
+
+
+def attention_and_norms(
+    options: LlamaOptions, hidden: int, offset: float = 0.0
+) -> Iterator[Tensor]:
+    """Yield the arrays of a block but for those of its MLP."""
+    size = options.head_size or 0
     heads, shared = options.num_heads or 0, options.num_kv_heads or 0
     for name, count in (("q", heads), ("k", shared), ("v", shared)):
         theirs, ours = f"self_attn.{name}_proj", f"self_attention.linear_{name}"
@@ -176,11 +191,15 @@ def _block(options: LlamaOptions, hidden: int, offset: float) -> Iterator[Tensor
     split = (hidden, heads, size)
     theirs, ours = "self_attn.o_proj.weight", "self_attention.linear_proj.kernel"
     yield Tensor(theirs, ours, split, (1, 2, 0), joined=(1, 2))
-    for name in ("gate", "up", "down"):
-        shape = (hidden, width) if name == "down" else (width, hidden)
-        yield Tensor(f"mlp.{name}_proj.weight", f"mlp.linear_{name}.kernel", shape, (1, 0))
     for theirs, ours in (
         ("input_layernorm", "input_layernorm"),
         ("post_attention_layernorm", "pre_mlp_layernorm"),
     ):
         yield Tensor(f"{theirs}.weight", f"{ours}.scale", (hidden,), offset=offset)
+
+
+def feed_forward(theirs: str, ours: str, hidden: int, width: int) -> Iterator[Tensor]:
+    """Yield the arrays of a gated MLP."""
+    for name in ("gate", "up", "down"):
+        shape = (hidden, width) if name == "down" else (width, hidden)
+        yield Tensor(f"{theirs}.{name}_proj.weight", f"{ours}.linear_{name}.kernel", shape, (1, 0))

@@ -8,19 +8,20 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from launcher.config.errors import ConfigError
 from launcher.config.optimizers import Lora
 from launcher.config.schema import Config
+from launcher.driver.export_tokenizer import exported_tokenizer
 from launcher.driver.private_files import private_files
 from launcher.driver.stored_model import refused, run_settings, stored_model
 from launcher.files import DamagedError
 from launcher.report.console import status
 from launcher.train import checkpoint
-from recipes.hugging_face import Tensor, family_named
+from launcher.train.checkpoint.hugging_face import Folder
+from recipes.hugging_face import family_named
 
 
 def export(config: Config, console: Console) -> int:
@@ -46,7 +47,7 @@ def export(config: Config, console: Console) -> int:
                 count = checkpoint.export_model(model, target, private=private)
             else:
                 count = checkpoint.export_hugging_face(
-                    model, target, *theirs, dtype=config.export.dtype, private=private
+                    model, target, theirs, dtype=config.export.dtype, private=private
                 )
         except checkpoint.Mismatch as error:
             problem = f"cannot be exported: {source}: {error}"
@@ -55,24 +56,27 @@ def export(config: Config, console: Console) -> int:
     return 0
 
 
-def _theirs(config: Config, home: Path) -> tuple[dict[str, Any], list[Tensor]]:
-    """Return what `config.json` is to say of a run's model, and its arrays.
+def _theirs(config: Config, home: Path) -> Folder:
+    """Return what a folder of a run's model is to hold.
 
     Raises:
         ConfigError: `transformers` has no such model.
     """
-    options = run_settings(config, home).model
+    settings = run_settings(config, home)
+    options = settings.model
     family = family_named(options.name)
     try:
         if family is None:
             raise DamagedError(f"model={options.name} has no form there")
-        return family.config_of(options), list(family.tensors(options))
+        config, tensors = family.config_of(options), list(family.tensors(options))
     except DamagedError as error:
         raise ConfigError(
             f"export.format=hf is not for this run: {error}",
             "Use export.format=npz.",
             ["export.format"],
         ) from None
+    tokenizer = exported_tokenizer(settings)
+    return Folder({**config, **tokenizer.special}, tensors, tokenizer.files)
 
 
 def _target(config: Config, home: Path, source: Path) -> Path:

@@ -88,9 +88,10 @@ def _check_settings(config: Config, named: str, path: Path) -> None:
             f"Its arrays have other names than those of model={name}.",
             [_KEY, "model.name"],
         )
+    free = {"sequence_length", *getattr(family, "CHOICES", ())}
     for key, value in theirs.items():
         own = getattr(config.model, key)
-        if key != "sequence_length" and own != value:
+        if key not in free and own != value:
             raise ConfigError(
                 f"{_KEY}={named} has {key}={value}, and model.{key} is {own}", remedy, [_KEY]
             )

@@ -19,14 +19,20 @@ from launcher.driver.export import export
 from launcher.driver.init_from import check_start, find_start
 from launcher.testing import assert_allclose
 from launcher.train import checkpoint
-from launcher.train.checkpoint.hugging_face import write_hugging_face
+from launcher.train.checkpoint.hugging_face import Folder, write_hugging_face
 from launcher.train.step import TrainState
 from recipes import build_model
+from recipes.bert import BERT
+from recipes.bert_options import BERTOptions
+from recipes.corpus.tokenizer_files import tokenizer_files
 from recipes.gpt import GPT
 from recipes.gpt_options import DIMENSIONS, GPTOptions
 from recipes.hugging_face import family_named
 from recipes.llama import Llama
 from recipes.llama_options import LlamaOptions
+from recipes.losses import output_matrix
+from recipes.moe import MoE
+from recipes.moe_options import MoEOptions
 
 sys.path.insert(0, str(Path(__file__).parent))
 import transformers_reference
@@ -46,14 +52,35 @@ KINDS = {
     "gemma": dataclasses.replace(
         SHARED, scale_embeddings=True, activation="gelu", tie_embeddings=True, num_kv_heads=1
     ),
+    "mixtral": MoEOptions(
+        **SMALL, num_kv_heads=2, mlp_size=48, num_experts=4, sliding_window=5
+    ).filled(),
+    "qwen3_moe": MoEOptions(
+        **SMALL,
+        num_kv_heads=2,
+        mlp_size=48,
+        num_experts=4,
+        head_norm=True,
+        expert_size=24,
+        expert_every=2,
+        experts_per_token=3,
+    ).filled(),
+    "bert": BERTOptions(**SMALL),
     "gpt2": GPTOptions(**SMALL).filled(),
     "gpt2, untied": GPTOptions(**SMALL, tie_embeddings=False, mlp_ratio=2).filled(),
 }
+for name in ("mixtral", "qwen3_moe"):  # which drop no token
+    KINDS[name] = dataclasses.replace(KINDS[name], capacity_factor=0.0)
 TOKENS = np.arange(24).reshape(2, 12) * 7 % 64
 
 
 def apply(options, params, tokens):
     """Our logits."""
+    if isinstance(options, BERTOptions):
+        return BERT(options, jnp.float32).apply({"params": params}, tokens)
+    if isinstance(options, MoEOptions):
+        hidden, _ = MoE(options, jnp.float32).apply({"params": params}, tokens)
+        return hidden @ output_matrix(params)
     if isinstance(options, LlamaOptions):
         return Llama(options, jnp.float32).apply({"params": params}, tokens)
     fields = {name: getattr(options, name) for name in DIMENSIONS}
@@ -80,7 +107,7 @@ def flat(params):
 def write(options, params, folder, dtype="float32", **more):
     family, arrays = family_named(options.name), flat(params)
     return write_hugging_face(
-        folder, family.config_of(options), list(family.tensors(options)),
+        folder, Folder(family.config_of(options), list(family.tensors(options))),
         lambda names: {name: arrays[name] for name in names}, dtype, private=False, **more,
     )  # fmt: skip
 
@@ -98,7 +125,7 @@ def test_logits_are_those_of_transformers_and_arrays_come_back(kind, tmp_path):
     options, folder = KINDS[kind], tmp_path / "theirs"
     params = random_params(options)
     count = write(options, params, folder)
-    assert count == len(flat(params))
+    assert count == len(list(family_named(options.name).tensors(options))) >= len(flat(params))
     expected = transformers_reference.logits(folder, TOKENS)
     assert np.abs(expected).max() > 1
     assert_allclose(apply(options, params, TOKENS), expected, rtol=1e-5, atol=1e-5)
@@ -182,6 +209,87 @@ def test_an_array_that_is_not_as_it_should_be_is_named(change, words, tmp_path):
     assert f"train.init_from=hf:{tmp_path}/theirs does not fit the model" in str(refused.value)
 
 
+EXPERT = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+KEY = "bert.encoder.layer.0.attention.self.key.bias"
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "words"),
+    [
+        ("mixtral", lambda a: a.pop(EXPERT), f"it has no {EXPERT}"),
+        ("mixtral", lambda a: a.update({EXPERT: a[EXPERT].T.copy()}), f"{EXPERT} is (32, 48), and"),
+        (
+            "mixtral",
+            lambda a: a.update({EXPERT.replace(".2.", ".4."): a[EXPERT]}),
+            f"it has {EXPERT.replace('.2.', '.4.')}, which the model has not",
+        ),
+        ("bert", lambda a: a.pop(KEY), f"it has no {KEY}"),
+    ],
+    ids=["missing", "shape", "extra", "missing of three"],
+)
+def test_one_of_several_arrays_that_are_one_here_is_named(kind, change, words, tmp_path):
+    write(KINDS[kind], random_params(KINDS[kind]), tmp_path / "theirs")
+    changed(tmp_path / "theirs", change)
+    with pytest.raises(ConfigError) as refused:
+        read(KINDS[kind], tmp_path / "theirs")
+    assert words in str(refused.value)
+
+
+def test_bert_is_read_from_older_files(tmp_path):
+    options, folder = KINDS["bert"], tmp_path / "theirs"
+    params = random_params(options)
+    write(options, params, folder)
+
+    def older(arrays):
+        for name in [name for name in arrays if "LayerNorm" in name]:
+            words = name.replace("weight", "gamma").replace("Norm.bias", "Norm.beta")
+            arrays[words] = arrays.pop(name)
+        words = arrays["bert.embeddings.word_embeddings.weight"]
+        arrays["cls.predictions.decoder.weight"] = words.copy()
+        arrays["bert.pooler.dense.weight"] = np.zeros((32, 32), "f4")
+        arrays["cls.seq_relationship.bias"] = np.zeros(2, "f4")
+
+    changed(folder, older)
+    for one, other in zip(*map(jax.tree.leaves, (read(options, folder), params)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_weights_may_be_used_with_another_capacity(tmp_path):
+    write(KINDS["mixtral"], random_params(KINDS["mixtral"]), tmp_path / "theirs")
+    words = [f"model.size=hf:{tmp_path}/theirs", f"train.init_from=hf:{tmp_path}/theirs"]
+    words += ["model=moe", "dataset=synthetic", "model.capacity_factor=1.5"]
+    assert find_start(load(words), 0) == tmp_path / "theirs"
+    with pytest.raises(ConfigError, match=r"has experts_per_token=2, and model\.experts"):
+        find_start(load([*words, "model.experts_per_token=1"]), 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "words"),
+    [
+        ("mixtral", {"norm_topk_prob": False, "model_type": "qwen3_moe"}, "norm_topk_prob=false"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers is not built"),
+        ("mixtral", {"hidden_act": "relu"}, "the activation 'relu' is not built"),
+        ("bert", {"hidden_act": "gelu_new"}, "hidden_act=gelu_new is not built"),
+        ("bert", {"intermediate_size": 50}, "intermediate_size=50 is no multiple of hidden_size"),
+    ],
+)
+def test_what_these_families_cannot_express_is_refused(kind, change, words, tmp_path):
+    family = family_named(KINDS[kind].name)
+    content = family.config_of(KINDS[kind]) | change
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=words):
+        load([f"model={KINDS[kind].name}", f"model.size=hf:{tmp_path}", "dataset=synthetic"])
+
+
+@pytest.mark.parametrize(
+    "change", [{"activation": "gelu"}, {"shared_size": 8}, {"qkv_bias": True}, {"expert_every": 2}]
+)
+def test_experts_that_transformers_lacks_are_refused(change, tmp_path):
+    options = dataclasses.replace(KINDS["mixtral"], **change)
+    with pytest.raises(ValueError, match="transformers has no .* with model." + next(iter(change))):
+        write(options, random_params(options), tmp_path / "theirs")
+
+
 def settings(folder, *words):
     return load(
         ["model=llama", f"model.size=hf:{folder}", f"train.init_from=hf:{folder}",
@@ -206,7 +314,7 @@ def test_settings_that_give_the_same_shapes_another_meaning_are_refused(tmp_path
         (None, "config.json: No such file or directory"),
         ("{", "config.json: it is not JSON"),
         ("{}", "config.json names no model_type"),
-        ('{"model_type": "mamba"}', "model_type is 'mamba'; these are known: gemma, gpt2, llama"),
+        ('{"model_type": "mamba"}', "model_type is 'mamba'; these are known: bert, gemma, gpt2"),
         ('{"model_type": "gpt2"}', "it is a model=gpt, not a model=llama"),
         ('{"model_type": "llama"}', "config.json lacks 'vocab_size'"),
         ('{"model_type": "llama", "mlp_bias": true}', "mlp_bias=true is not built"),
@@ -235,12 +343,19 @@ def test_a_run_is_exported_as_transformers_reads_it(scan_layers, tmp_path, monke
     checkpoint.save(home / "checkpoints", 3, checkpoint.copy_to_host(state), {})
     words = [f"model.{key}={value}" for key, value in dataclasses.asdict(options).items()
              if key not in ("name", "size", "sizes")]  # fmt: skip
-    run = load(["model=llama", "model.size=null", "dataset=synthetic", "run.id=mine", *words], [])
+    theirs = tmp_path / "theirs"  # where the run started; it names the tokenizer
+    theirs.mkdir()
+    (theirs / "tokenizer.json").write_bytes(tokenizer_files("bytes").files["tokenizer.json"])
+    words += ["dataset=synthetic", "run.id=mine", f"train.init_from=hf:{theirs}"]
+    run = load(["model=llama", "model.size=null", *words], [])
     (home / "config.yaml").write_text(yaml.safe_dump(to_written(run)))
     asked = load(["task=export", "run.id=mine", "export.format=hf"], [])
     assert export(asked, Console(quiet=True)) == 0
     expected = transformers_reference.logits(home / "hf-3", TOKENS)
     assert_allclose(apply(options, params, TOKENS), expected, rtol=1e-5, atol=1e-5)
+    assert json.loads((home / "hf-3" / "config.json").read_text())["eos_token_id"] == 256
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (home / "hf-3" / name).is_file()
     with pytest.raises(ConfigError, match="is there already"):
         export(asked, Console(quiet=True))
 

@@ -24,7 +24,8 @@ def test_logits_are_the_same_both_ways(kind, tmp_path):
     torch, transformers = (pytest.importorskip(name) for name in ("torch", "transformers"))
 
     def theirs(folder):
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        loader = "AutoModelForMaskedLM" if kind == "bert" else "AutoModelForCausalLM"
+        model = getattr(transformers, loader).from_pretrained(folder, dtype=torch.float32)
         with torch.no_grad():
             return model, model(torch.tensor(TOKENS)).logits.numpy()
 

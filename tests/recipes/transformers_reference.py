@@ -4,6 +4,7 @@ Written from the models' papers; `test_transformers.py` compares it with `transf
 """
 
 import json
+import math
 
 import numpy as np
 from safetensors.numpy import load_file
@@ -21,7 +22,8 @@ def read(folder):
 def logits(folder, tokens):
     """The logits, float64 [batch, length, vocabulary], of tokens [batch, length]."""
     config, arrays = read(folder)
-    return (gpt2 if config["model_type"] == "gpt2" else llama)(config, arrays, tokens)
+    model = {"gpt2": gpt2, "bert": bert}.get(config["model_type"], llama)
+    return model(config, arrays, tokens)
 
 
 def softmax(x):
@@ -84,19 +86,82 @@ def llama(config, arrays, tokens):
         y = norm(x, f"{at}.input_layernorm")
         counts = ("q", heads), ("k", shared), ("v", shared)
         q, k, v = (projected(y, f"{at}.self_attn.{name}", count) for name, count in counts)
-        if kind == "qwen3":
+        if kind in ("qwen3", "qwen3_moe"):
             q, k = norm(q, f"{at}.self_attn.q_norm"), norm(k, f"{at}.self_attn.k_norm")
         k, v = (part.repeat(heads // shared, 1) for part in (turned(k), v))
-        window = config.get("sliding_window") if kind == "mistral" else None
+        window = config.get("sliding_window") if kind in ("mistral", "mixtral") else None
         mixed = attention(turned(q), k, v, window).transpose(0, 2, 1, 3)
         x = x + mixed.reshape(batch, length, -1) @ arrays[f"{at}.self_attn.o_proj.weight"].T
         y = norm(x, f"{at}.post_attention_layernorm")
-        gate = y @ arrays[f"{at}.mlp.gate_proj.weight"].T
-        gate = gelu(gate) if kind == "gemma" else gate / (1 + np.exp(-gate))
-        y = gate * (y @ arrays[f"{at}.mlp.up_proj.weight"].T)
-        x = x + y @ arrays[f"{at}.mlp.down_proj.weight"].T
+        if f"{at}.mlp.up_proj.weight" in arrays:
+            names = [f"{at}.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
+            x = x + gated(y, *(arrays[name].T for name in names), kind == "gemma")
+        else:
+            x = x + experts(config, arrays, at, y)
     head = arrays.get("lm_head.weight", arrays["model.embed_tokens.weight"])
     return norm(x, "model.norm") @ head.T
+
+
+def gated(x, gate, up, down, is_gelu=False):
+    inner = x @ gate
+    return ((gelu(inner) if is_gelu else inner / (1 + np.exp(-inner))) * (x @ up)) @ down
+
+
+def experts(config, arrays, at, x):
+    """Each token's best experts, one token after the other."""
+    mixtral = config["model_type"] == "mixtral"
+    at += ".block_sparse_moe" if mixtral else ".mlp"
+    names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    routed = softmax(x @ arrays[f"{at}.gate.weight"].T)
+    out = np.zeros_like(x)
+    for where in np.ndindex(*x.shape[:-1]):
+        best = np.argsort(-routed[where])[: config["num_experts_per_tok"]]
+        for expert in best:
+            kernels = (arrays[f"{at}.experts.{expert}.{name}.weight"].T for name in names)
+            out[where] += (
+                routed[where][expert] / routed[where][best].sum() * gated(x[where], *kernels)
+            )
+    return out
+
+
+def bert(config, arrays, tokens):
+    batch, length = tokens.shape
+    heads = config["num_attention_heads"]
+    erf = np.vectorize(math.erf)
+
+    def exact_gelu(x):
+        return 0.5 * x * (1 + erf(x / 2**0.5))
+
+    def norm(x, name):
+        x = x - x.mean(-1, keepdims=True)
+        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + config["layer_norm_eps"])
+        return x * arrays[f"{name}.weight"] + arrays[f"{name}.bias"]
+
+    def dense(x, name):
+        return x @ arrays[f"{name}.weight"].T + arrays[f"{name}.bias"]
+
+    at = "bert.embeddings"
+    x = arrays[f"{at}.word_embeddings.weight"][tokens]
+    x = x + arrays[f"{at}.position_embeddings.weight"][:length]
+    x = norm(x + arrays[f"{at}.token_type_embeddings.weight"][0], f"{at}.LayerNorm")
+    for i in range(config["num_hidden_layers"]):
+        at = f"bert.encoder.layer.{i}"
+        q, k, v = (
+            dense(x, f"{at}.attention.self.{name}")
+            .reshape(batch, length, heads, -1)
+            .transpose(0, 2, 1, 3)
+            for name in ("query", "key", "value")
+        )
+        mixed = softmax(q @ k.swapaxes(-1, -2) / q.shape[-1] ** 0.5) @ v
+        mixed = mixed.transpose(0, 2, 1, 3).reshape(batch, length, -1)
+        x = norm(
+            x + dense(mixed, f"{at}.attention.output.dense"), f"{at}.attention.output.LayerNorm"
+        )
+        inner = exact_gelu(dense(x, f"{at}.intermediate.dense"))
+        x = norm(x + dense(inner, f"{at}.output.dense"), f"{at}.output.LayerNorm")
+    at = "cls.predictions"
+    x = norm(exact_gelu(dense(x, f"{at}.transform.dense")), f"{at}.transform.LayerNorm")
+    return x @ arrays["bert.embeddings.word_embeddings.weight"].T + arrays[f"{at}.bias"]
 
 
 def gpt2(config, arrays, tokens):

@@ -12,7 +12,7 @@ import numpy as np
 from launcher.config.optimizers import Lora
 from launcher.files import DamagedError
 from launcher.train.checkpoint.flat import value_of, write_flat
-from launcher.train.checkpoint.hugging_face import write_hugging_face
+from launcher.train.checkpoint.hugging_face import Folder, write_hugging_face
 from launcher.train.checkpoint.layers import names_of, sources
 from launcher.train.checkpoint.read import (
     Mismatch,
@@ -25,7 +25,6 @@ from launcher.train.checkpoint.read import (
 from launcher.train.lora import ADAPTERS, adapted_kernel, without_adapters
 from launcher.train.names import flat_name
 from launcher.train.step import MODEL_PARTS
-from recipes.hugging_face import Tensor
 
 
 class FinishedModel:
@@ -113,20 +112,19 @@ def export_model(model: FinishedModel, file: Path, private: bool) -> int:
 
 def export_hugging_face(
     model: FinishedModel,
-    folder: Path,
-    config: Mapping[str, Any],
-    tensors: Sequence[Tensor],
+    target: Path,
+    folder: Folder,
     *,
     dtype: str,
     private: bool,
 ) -> int:
-    """Write a model's arrays to a folder, as `write_hugging_face` does.
+    """Write a model's arrays to the folder `target`, as `write_hugging_face` does.
 
     Raises:
         Mismatch: the checkpoint lacks an array.
         OSError: the folder cannot be written.
     """
-    shapes = {f"params.{tensor.ours}": tensor.shape_here for tensor in tensors}
+    shapes = {f"params.{tensor.ours}": tensor.shape_here for tensor in folder.tensors}
     found = sources(shapes, model.shapes)
     if missing := sorted(shapes.keys() - found.keys()):
         raise Mismatch(f"it has no {first_of(missing)} of the shape that the settings give")
@@ -135,4 +133,4 @@ def export_hugging_face(
         read = model.read({one for name in names for one in names_of(found[name])})
         return {name: value_of(read.__getitem__, found[name]) for name in names}
 
-    return write_hugging_face(folder, config, tensors, arrays, dtype, private)
+    return write_hugging_face(target, folder, arrays, dtype, private)

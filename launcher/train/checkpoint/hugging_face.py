@@ -12,8 +12,8 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -47,42 +47,68 @@ class HuggingFace:
             OSError: a file cannot be read.
             DamagedError: the files are not those of `config.json`.
         """
-        by_name = {tensor.theirs: tensor for tensor in self._tensors()}
+        tensors = self._tensors()
+        by_name = {tensor.theirs: tensor for tensor in tensors}
         found: dict[str, Header] = {}
-        files = self._files()
-        for file in dict.fromkeys(files.values()):
+        kept = self._kept()
+        for file in dict.fromkeys(file for file, _ in kept.values()):
             with _opened(file) as archive:
                 held = set(archive.keys())
-                for name in (name for name, one in files.items() if one == file):
-                    if name not in held:
-                        raise DamagedError(f"{file.name} lacks {name}, which {_INDEX} says it has")
+                for name, (_, stored) in kept.items():
+                    if kept[name][0] != file:
+                        continue
+                    if stored not in held:
+                        raise DamagedError(
+                            f"{file.name} lacks {stored}, which {_INDEX} says it has"
+                        )
                     if not _is_dispensable(name, by_name):
                         tensor = by_name.get(name)
-                        header = _header(archive.get_slice(name), name, tensor)
+                        header = _header(archive.get_slice(stored), name, tensor)
                         found[f"params.{tensor.ours}" if tensor else name] = header
+        for tensor in tensors:  # where one of several is missing, the others do not show it
+            if tensor.part and tensor.theirs not in kept and f"params.{tensor.ours}" in found:
+                raise DamagedError(f"it has no {tensor.theirs}")
         return found
 
     @contextmanager
     def opened(self, names: Sequence[str]) -> Iterator[Callable[[str], np.ndarray]]:
         """Give a function that reads an array by its flat name; no two are held here at a time."""
         del names
-        files = self._files()
-        tensors = {f"params.{tensor.ours}": tensor for tensor in self._tensors()}
+        kept = self._kept()
+        tensors: dict[str, list[Tensor]] = {}
+        for tensor in self._tensors():
+            tensors.setdefault(f"params.{tensor.ours}", []).append(tensor)
         with ExitStack() as stack:
             archives: dict[Path, Any] = {}
 
-            def read(name: str) -> np.ndarray:
-                file = files[tensors[name].theirs]
+            def read_one(tensor: Tensor) -> np.ndarray:
+                file, stored = kept[tensor.theirs]
                 if file not in archives:
                     archives[file] = stack.enter_context(_opened(file))
-                return tensors[name].to_ours(archives[file].get_tensor(tensors[name].theirs))
+                return tensor.to_ours(archives[file].get_tensor(stored))
+
+            def read(name: str) -> np.ndarray:
+                first, *_ = tensors[name]
+                if first.part is None:
+                    return read_one(first)
+                return np.stack([read_one(one) for one in tensors[name]], first.part[0])
 
             yield read
 
-    def _tensors(self) -> Iterator[Tensor]:
+    def _tensors(self) -> list[Tensor]:
         config = read_config(self._path)
         family = family_of(config)
-        yield from family.tensors(_options(family, config))
+        return list(family.tensors(_options(family, config)))
+
+    def _kept(self) -> dict[str, tuple[Path, str]]:
+        """Return the file of each array, and its name in it, by the name that it has today."""
+        family = family_of(read_config(self._path))
+        current: Callable[[str], str | None] = getattr(family, "current_name", lambda name: name)
+        found = {}
+        for stored, file in self._files().items():
+            if (name := current(stored)) is not None:
+                found[name] = file, stored
+        return found
 
     def _files(self) -> dict[str, Path]:
         """Return the file of each array, by the array's name there."""
@@ -104,10 +130,23 @@ class HuggingFace:
         return found
 
 
+class Folder(NamedTuple):
+    """What a folder for `transformers` is to hold, the arrays' values apart.
+
+    Attributes:
+        config: the content of `config.json`.
+        tensors: the arrays.
+        files: further files, such as a tokenizer's, by their names.
+    """
+
+    config: Mapping[str, Any]
+    tensors: Sequence[Tensor]
+    files: Mapping[str, bytes] = MappingProxyType({})
+
+
 def write_hugging_face(
-    folder: Path,
-    config: Mapping[str, Any],
-    tensors: Sequence[Tensor],
+    target: Path,
+    folder: Folder,
     arrays: Callable[[Sequence[str]], Mapping[str, np.ndarray]],
     dtype: str,
     private: bool,
@@ -116,9 +155,8 @@ def write_hugging_face(
     """Write a folder as `transformers` does, whole or not at all.
 
     Args:
-        folder: the folder, which is not there yet.
-        config: the content of `config.json`.
-        tensors: the arrays.
+        target: the folder to write, which is not there yet.
+        folder: what it is to hold.
         arrays: reads arrays by their flat names; it is called for those of one file at a time.
         dtype: the type of what is written, "float32" or "bfloat16".
         private: whether only this user may read it; otherwise the umask decides.
@@ -130,8 +168,8 @@ def write_hugging_face(
     Raises:
         OSError: it cannot be written.
     """
-    groups = list(_groups(tensors, _dtype(dtype).itemsize, largest))
-    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    groups = list(_groups(folder.tensors, _dtype(dtype).itemsize, largest))
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     partial.mkdir(mode=0o700 if private else 0o777)
     try:
         weight_map: dict[str, str] = {}
@@ -139,7 +177,7 @@ def write_hugging_face(
         for number, group in enumerate(groups, 1):
             many = len(groups) > 1
             file = f"model-{number:05}-of-{len(groups):05}.safetensors" if many else _WHOLE
-            read = arrays([f"params.{tensor.ours}" for tensor in group])
+            read = arrays(list(dict.fromkeys(f"params.{tensor.ours}" for tensor in group)))
             found = {
                 t.theirs: t.to_theirs(np.asarray(read[f"params.{t.ours}"])).astype(_dtype(dtype))
                 for t in group
@@ -150,13 +188,15 @@ def write_hugging_face(
         if len(groups) > 1:
             index = {"metadata": {"total_size": size}, "weight_map": weight_map}
             write_whole(partial / _INDEX, json.dumps(index, indent=2), private)
-        content = json.dumps({**config, "dtype": dtype, "torch_dtype": dtype}, indent=2)
+        content = json.dumps({**folder.config, "dtype": dtype, "torch_dtype": dtype}, indent=2)
         write_whole(partial / CONFIG, content + "\n", private)
-        partial.rename(folder)
+        for file, held in folder.files.items():
+            write_whole(partial / file, held, private)
+        partial.rename(target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return len(tensors)
+    return len(folder.tensors)
 
 
 def _groups(tensors: Sequence[Tensor], width: int, largest: int) -> Iterator[list[Tensor]]:
