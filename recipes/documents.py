@@ -6,6 +6,7 @@ from typing import Any
 
 from recipes import Dataset, InputError, tokens
 from recipes.corpus.prepare import Preparation, up_to_date
+from recipes.corpus.tokenizers import Tokenizer, load_tokenizer
 from recipes.documents_options import Documents
 from recipes.tokens_options import Tokens
 
@@ -48,6 +49,11 @@ def build(options: Documents, model_options: Any, global_batch_size: int, seed: 
 def fingerprint(options: Documents) -> str:
     """Return a digest of the tokens."""
     return tokens.fingerprint(_tokens(options))
+
+
+def tokenizer(options: Documents) -> Tokenizer:
+    """Return the tokenizer that the settings name."""
+    return load_tokenizer(options.tokenizer)
 
 
 def preparation(options: Documents) -> Preparation:

@@ -10,6 +10,7 @@ from recipes.batches import batches, held_out
 from recipes.corpus.files import Corpus, Stream, find_corpus
 from recipes.corpus.fingerprint import fingerprint_of
 from recipes.corpus.rows import RowMaker, rows_between
+from recipes.corpus.tokenizers import Tokenizer, load_tokenizer
 from recipes.tokens_options import Tokens
 
 
@@ -77,6 +78,23 @@ def fingerprint(options: Tokens) -> str:
         else fingerprint_of([file.path for file in corpus.files])
         for corpus in corpora
     )
+
+
+def tokenizer(options: Tokens) -> Tokenizer:
+    """Return the tokenizer that the folder names; raises InputError where it names none."""
+    meta = find_corpus(options.path, options.dtype).meta
+    if meta is None:
+        raise InputError(
+            f"dataset.path={options.path} does not say by which tokenizer its tokens were made; "
+            "prepare the corpus with task=prepare_data"
+        )
+    made = load_tokenizer(meta.tokenizer)
+    if made.fingerprint != meta.tokenizer_fingerprint:
+        raise InputError(
+            f"dataset.path={options.path} was made by another tokenizer than the one that "
+            f"{meta.tokenizer} is now; put the file back"
+        )
+    return made
 
 
 def find_ranges(options: Tokens, model_options: Any) -> TokenRanges:

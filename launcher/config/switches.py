@@ -115,14 +115,14 @@ SWITCHES = (
         "use that task",
     ),
     Switch(
-        ("generate",),
+        ("generate", "prompt"),
         ("task",),
         lambda c: c.task == "generate",
         "that is for task=generate",
         "use that task",
     ),
     Switch(
-        ("generate.prompt",),
+        ("prompt",),
         ("generate.prompts",),
         lambda c: c.generate.prompts is None,
         "generate.prompts names a file of them",

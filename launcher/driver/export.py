@@ -68,7 +68,7 @@ def _theirs(config: Config, home: Path) -> Folder:
     try:
         if family is None:
             raise DamagedError(f"model={options.name} has no form there")
-        config, tensors = family.config_of(options), list(family.tensors(options))
+        described, tensors = family.config_of(options), list(family.tensors(options))
     except DamagedError as error:
         raise ConfigError(
             f"export.format=hf is not for this run: {error}",
@@ -76,7 +76,7 @@ def _theirs(config: Config, home: Path) -> Folder:
             ["export.format"],
         ) from None
     tokenizer = exported_tokenizer(settings)
-    return Folder({**config, **tokenizer.special}, tensors, tokenizer.files)
+    return Folder({**described, **tokenizer.special}, tensors, tokenizer.files)
 
 
 def _target(config: Config, home: Path, source: Path) -> Path:

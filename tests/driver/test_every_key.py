@@ -282,10 +282,11 @@ def probes():
     yield "", "export.format", exported("hf")
     theirs = {"run": {"id": "taken"}, "export": {"format": "hf"}}
     yield "", "export.dtype", Probe(told.export_told, theirs, "bfloat16")
-    values = {"step": 3, "best": True, "ema": True, "prompt": "x", "prompts": "data.txt"}
+    values = {"step": 3, "best": True, "ema": True, "prompts": "data.txt"}
     values |= {"max_new_tokens": 7, "temperature": 0.5, "top_k": 3, "top_p": 0.5, "seed": 1}
     for name, value in values.items():
         yield "", f"generate.{name}", Probe(told.generate_told, {"run": {"id": "taken"}}, value)
+    yield "", "prompt", Probe(told.generate_told, {"run": {"id": "taken"}}, "x")
     for name, value in {"step": 3, "best": True, "ema": True, "batches": 2, "path": "x"}.items():
         yield "", f"evaluate.{name}", Probe(told.evaluate_told, {"run": {"id": "taken"}}, value)
     sweep = functools.partial(Probe, told.sweep_told)
