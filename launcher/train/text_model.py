@@ -19,7 +19,7 @@ from launcher.stacked_array import StackedArray
 from launcher.train.checkpoint import FinishedModel
 from launcher.train.names import flat_name
 from launcher.train.text_layout import TextLayout
-from recipes.decoding import Generator, DecodingPlaces, Sampling, build_decoder
+from recipes.decoding import DecodingPlaces, Generator, Sampling, build_decoder
 
 _AT_ONCE = 2**30  # bytes of arrays that are read together
 
