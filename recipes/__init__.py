@@ -5,8 +5,10 @@ dataclass; it is imported to check them, so it imports neither JAX nor Grain. `<
 what they describe: a model's has `build(options, precision) -> Model`, a dataset's has
 `check(options, model_options, validation)` and `build(options, model_options, global_batch_size,
 seed) -> Dataset`, `fingerprint(options) -> str` where its content may change, and
-`tokenizer(options) -> Tokenizer` where it is text. A module of the user's own is named by the
-setting `model.module` or `dataset.module` and has the same functions.
+`tokenizer(options) -> Tokenizer` where it is text; `is_prepared(options) -> bool` and
+`prepare(options, processes, progress) -> str` where something is made of the data once. A module of
+the user's own is named by the setting `model.module` or `dataset.module` and has the same
+functions.
 
 Importing this package imports neither JAX nor Grain.
 """
@@ -173,6 +175,42 @@ def fingerprint_dataset(options: Any) -> str:
         return ""
     fingerprint = getattr(_module("dataset", options), "fingerprint", None)
     return fingerprint(options) if fingerprint else ""
+
+
+def needs_preparing(options: Any) -> bool:
+    """Return whether `prepare_dataset` has something to do before a training.
+
+    Args:
+        options: the settings of the section `dataset`.
+
+    Raises:
+        InputError: the data cannot be used.
+        OSError: a file cannot be read.
+    """
+    found = getattr(_module("dataset", options), "is_prepared", None)
+    return found is not None and not found(_fields(options))
+
+
+def prepare_dataset(options: Any, processes: int, progress: Callable[[float], None]) -> str | None:
+    """Make of the data what a training needs, such as tokens, or what is missing of it.
+
+    Args:
+        options: the settings of the section `dataset`.
+        processes: how many processes may work.
+        progress: takes the share done, 0 to 1.
+
+    Returns:
+        What there is now, in a line or two; None: nothing is ever made of this data.
+
+    Raises:
+        InputError: the data cannot be used.
+        OSError: a file cannot be read or written.
+    """
+    found = getattr(_module("dataset", options), "prepare", None)
+    if found is None:
+        return None
+    made: str = found(_fields(options), processes, progress)
+    return made
 
 
 def tokenizer_of(options: Any) -> Tokenizer:

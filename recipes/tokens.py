@@ -143,14 +143,27 @@ def row_makers(
     return train(first=0), held(first=ranges.validation_start)
 
 
+def check_vocabulary(source: str, vocab_size: int, model_options: Any) -> None:
+    """Raise InputError if a model takes no tokens, or not as many as there are.
+
+    Args:
+        source: what has so many tokens, in words.
+        vocab_size: how many.
+        model_options: the model's settings.
+    """
+    wanted = getattr(model_options, "vocab_size", None)
+    if wanted is not None and vocab_size > wanted:
+        raise InputError(
+            f"{source} has {vocab_size:,} tokens, more than model.vocab_size={wanted}; set "
+            f"model.vocab_size={vocab_size} or more"
+        )
+
+
 def _check_fit(corpus: Corpus, options: Tokens, model_options: Any) -> None:
     meta = corpus.meta
-    if meta is not None and meta.vocab_size > model_options.vocab_size:
-        raise InputError(
-            f"{corpus.source} was made by a tokenizer of {meta.vocab_size:,} tokens "
-            f"({meta.tokenizer}), more than model.vocab_size={model_options.vocab_size}; "
-            f"set model.vocab_size={meta.vocab_size} or more"
-        )
+    if meta is not None:
+        made = f"{corpus.source}, made by {meta.tokenizer},"
+        check_vocabulary(made, meta.vocab_size, model_options)
     if meta is None and options.packing == "documents" and options.end_token is None:
         raise InputError(
             f"{corpus.source} does not say where documents end; set dataset.end_token (GPT-2's is "

@@ -138,8 +138,8 @@ SWITCHES = (
     Switch(
         ("prepare",),
         ("task",),
-        lambda c: c.task == "prepare_data",
-        "that is for task=prepare_data",
+        lambda c: c.task in ("prepare_data", "train"),
+        "that is for task=prepare_data, and for a training, which prepares its data first",
         "use that task",
     ),
     Switch(

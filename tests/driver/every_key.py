@@ -13,9 +13,11 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import wandb
 from layered import layered_step
+from PIL import Image
 from rich.console import Console
 
 from launcher import command
@@ -110,6 +112,22 @@ def data_told(config: Config):
     return dataset.describe, digest(batch), dataset.validation and digest(dataset.validation(0))
 
 
+def pictures_told(config: Config):
+    """The batches of an album, or what is wrong with it."""
+    rng = np.random.default_rng(0)
+    for name in ("album", "other_album", "bad_album"):
+        for label in ("a", "b"):
+            Path(name, label).mkdir(parents=True, exist_ok=True)
+            for i in range(4):
+                points = rng.integers(256, size=(12, 16), dtype=np.uint8)
+                Image.fromarray(points).save(Path(name, label, f"{i}.png"))
+    Path("bad_album/a/0.png").write_bytes(b"none")
+    try:
+        return data_told(config)
+    except InputError as error:
+        return str(error)
+
+
 def documents_told(config: Config):
     """What preparing says or writes, and the batches of it."""
     try:
@@ -124,7 +142,7 @@ def prepared_told(config: Config):
     told, console = [], Console(file=io.StringIO())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "recipes.corpus.prepare.prepare_corpus", lambda *given: told.append(given[1]) or META
+            "recipes.documents.prepare_corpus", lambda *given: told.append(given[1]) or META
         )
         patch.setattr(
             "recipes.corpus.train_tokenizer.train_tokenizer",

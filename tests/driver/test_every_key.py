@@ -347,6 +347,19 @@ def token_probes(data):
     for name, value in values.items():
         base = merged(documents, {"dataset": others.get(name, {})})
         yield "documents", f"dataset.{name}", Probe(told.documents_told, base, value)
+    vit = FAMILIES["vit"][0]
+    pictures = {
+        "dataset": {"name": "pictures", "path": "album", "validation_fraction": 0.3},
+        "model": {"name": "vit", "size": "s", "sizes": {"s": vit}},
+        "train": {"global_batch_size": 12},
+    }
+    values = {"path": "other_album", "format": "tar", "fit": "pad", "smallest_crop": 0.3}
+    values |= {"flip": True, "mean": 0.5, "std": 2.0, "validation_path": "other_album"}
+    values |= {"validation_fraction": 0.5}
+    for name, value in values.items():
+        yield "pictures", f"dataset.{name}", Probe(told.pictures_told, pictures, value)
+    spoilt = merged(pictures, {"dataset": {"path": "bad_album"}})
+    yield "pictures", "dataset.bad", Probe(told.pictures_told, spoilt, "skip")
     prepared = functools.partial(Probe, told.prepared_told)
     yield "", "prepare.processes", prepared(merged(documents, {"task": "prepare_data"}), 7)
     tokenizing = merged(documents, {"task": "tokenize"})
