@@ -1,147 +1,215 @@
-"""What recording costs a step: recorded steps beside plain ones, each alone, in turns.
+"""What reporting costs a step: steps with all of it beside plain ones, in pairs, in random order.
 
-    python tests/benchmarks/timeline_cost.py [--rounds 20] [SETTING …]
+    python tests/benchmarks/timeline_cost.py [--pairs 200] [--recorded 10] [SETTING …]
 
-The default model in two stages of two devices, four microbatches, or what the settings say. A plain
-step is waited for, as a recorded one is. "recorded" has all but JAX's profiler, "with the profiler"
-all; reading what was recorded comes after the step, beside the next one, and is given apart. On a
-busy machine the share of processor time tells more.
+The default model in two stages of two devices, four microbatches, or what the settings say. A
+reported step is logged by all that a run has: console, `metrics.jsonl`, Weights & Biases (offline),
+`status.json` (at most once a second, as in a run) and the accounting's clock; its pair is the same
+step without. In a run that is done by the driver, beside the next step; here it is waited for, with
+what the trackers' threads do, so nothing of it is hidden, and none of it falls on a plain step.
 
-    python tests/benchmarks/timeline_cost.py --blocks 10
+Of the pairs' ratios the median is given, with its 95 % confidence interval by the bootstrap; first
+of processor time, which tells more on a busy machine. As the devices are idle while a step is
+reported, its processor time is also given by itself, which is far more exact than the ratio.
 
-instead compares blocks of 20 steps with all reporting (one step is recorded, its trace is kept, and
-the accounting is written) with plain ones, in turns: processor time of the median step, and of all.
+A recorded step (`report.timeline_steps`; one a run by default) is compared in the same way, and
+what reading it takes is given apart: in a run that is beside the next steps, once.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
+import math
 import os
+import random
 import statistics
 import tempfile
+import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 DEVICES = 4
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
 
 import jax  # noqa: E402
+import numpy as np  # noqa: E402
+import psutil  # noqa: E402
 
 from launcher.config.compose import load, to_dict  # noqa: E402
+from launcher.driver.folder import RunFolder  # noqa: E402
+from launcher.driver.plan_files import write_plan  # noqa: E402
 from launcher.driver.plan_from_config import plan_of  # noqa: E402
+from launcher.driver.run_log import RunLog  # noqa: E402
+from launcher.driver.status import Status  # noqa: E402
 from launcher.plan import local_shape  # noqa: E402
-from launcher.report.account import Known, account  # noqa: E402
-from launcher.report.timeline import ProcessSpans, Timeline  # noqa: E402
+from launcher.report.console import make_console  # noqa: E402
+from launcher.report.queued import QueuedTracker  # noqa: E402
+from launcher.report.timeline import ProcessSpans  # noqa: E402
 from launcher.spans import Clock  # noqa: E402
-from launcher.train.recordings import Recordings, trace_folder  # noqa: E402
+from launcher.train.measured_here import fetched_metrics, memory_bytes  # noqa: E402
+from launcher.train.step_result import StepResult  # noqa: E402
 from launcher.train.worker import TrainWorker  # noqa: E402
 
 SETTINGS = (
-    *("train.steps=100000", "train.eval_every=0", "cluster=emulated", f"cluster.gpus={DEVICES}"),
+    *("train.steps=100000", "train.eval_every=0", "train.log_every=1", "wandb.mode=offline"),
+    *("cluster=emulated", f"cluster.gpus={DEVICES}", "run.id=cost"),
     *("parallel=manual", "parallel.num_stages=2", "parallel.num_micro_batches=4"),
 )
-STEPS, RECORDED = 20, 4  # of a block
-KINDS = {"plain": None, "recorded": False, "with the profiler": True}
+STATUS_SECONDS = 1.0  # from one writing of a run's status to the next
+RESAMPLED = 10_000
+WARM_UP = 3  # pairs
 
 
-class Timed:
+class Cost(NamedTuple):
+    """Seconds of a step: of the clock, of the processor, and what of these reporting took."""
+
+    wall: float
+    used: float
+    reporting: float = 0.0
+
+
+class Trained:
     """A compiled step, its state, and a batch."""
 
-    def __init__(self, settings: list[str]) -> None:
-        config = load([*SETTINGS, *settings])
+    def __init__(self, settings: Sequence[str]) -> None:
+        self.config = load([*SETTINGS, *settings])
         self.worker = TrainWorker()
-        self.worker.build(to_dict(config))
-        plan = plan_of(config.parallel, self.worker._program.train, local_shape(DEVICES, 1, "cpu"))
-        self.worker.setup(plan.to_dict())
-        self.plan = plan
+        self.worker.build(to_dict(self.config))
+        train = self.worker._program.train
+        self.plan = plan_of(self.config.parallel, train, local_shape(DEVICES, 1, "cpu"))
+        self.worker.setup(self.plan.to_dict())
         self.worker.create()
         self.run, self.state = self.worker._train, self.worker._state
         self.batch = self.worker._feeder.get(0)[0]
+        self.made = 0
 
-    def step(self, profiled: bool | None) -> tuple[float, float, float]:
-        """Seconds of a step, the processor's, and those of reading it."""
+    def step(self, report: Callable[[StepResult], None] | None = None) -> Cost:
+        """Make a step, and report it if there is something that reports."""
         began, used = time.perf_counter(), time.process_time()
-        if profiled is None:
-            results, read = self.run(self.state, self.batch), list
-            jax.block_until_ready(results)
-        else:
-            results, read = self.run.record(self.state, self.batch, profiled=profiled)
-        elapsed, used = time.perf_counter() - began, time.process_time() - used
-        self.state = results[0]
-        began = time.perf_counter()
-        read()
-        return elapsed, used, time.perf_counter() - began
+        self.state, metrics = self.run(self.state, self.batch)
+        jax.block_until_ready(self.state)
+        values, _ = fetched_metrics(metrics)
+        self.made += 1
+        reporting = 0.0
+        if report:
+            before = time.process_time()
+            found = {f"train/{name}": value for name, value in values.items()} | memory_bytes()
+            found |= {"perf/step_seconds": time.perf_counter() - began, "data/stall_seconds": 0.0}
+            report(StepResult(self.made, found, time.time()))
+            reporting = time.process_time() - before
+        return Cost(time.perf_counter() - began, time.process_time() - used, reporting)
 
-    def block(self, folder: Path | None) -> list[float]:
-        """Processor seconds of a block's steps, with all reporting if there is a folder for it."""
-        recordings, seconds = Recordings(), []
-        for step in range(STEPS):
-            used = time.process_time()
-            if folder and step == RECORDED:
-                kept = trace_folder(str(folder), 0, step)
-                results, read = self.run.record(self.state, self.batch, keep=kept)
-                recordings.add(step, read)
-            else:
-                results = self.run(self.state, self.batch)
-                jax.block_until_ready(results)
-            self.state = results[0]
-            for found in recordings.take():
-                parts = [ProcessSpans("worker 0", found.spans, Clock())]
-                timeline = Timeline().with_step(step, parts)
-                timeline.save(folder / "timeline.json")
-                account(self.plan, Known(32), step, timeline.steps[step]).save(folder)
-            seconds.append(time.process_time() - used)
-        recordings.wait()
-        recordings.close()
-        return seconds
+    def record(self, profiled: bool) -> tuple[Cost, list[Any], float]:
+        """Record a step; return its cost, its spans, and the processor seconds of reading it."""
+        began, used = time.perf_counter(), time.process_time()
+        (self.state, metrics), read = self.run.record(self.state, self.batch, profiled=profiled)
+        fetched_metrics(metrics)
+        cost = Cost(time.perf_counter() - began, time.process_time() - used)
+        used = time.process_time()
+        return cost, read(), time.process_time() - used
 
 
-def blocks(timed: Timed, count: int) -> None:
-    """Compare blocks of steps, in turns; the first pair warms up."""
-    pairs = []
-    for number in range(count + 1):
-        with tempfile.TemporaryDirectory() as folder:
-            order = [None, Path(folder)] if number % 2 else [Path(folder), None]
-            found = {bool(each): timed.block(each) for each in order}
-        if number:
-            pairs.append((found[True], found[False]))
-    middle = [statistics.median(a) / statistics.median(b) - 1 for a, b in pairs]
-    whole = [sum(a) / sum(b) - 1 for a, b in pairs]
-    print(f"load {os.getloadavg()[0]:.1f}; {count} pairs of {STEPS} steps, one of them recorded")
-    for name, ratios in (("median step", middle), ("all steps", whole)):
-        low, high = min(ratios), max(ratios)
-        print(f"{name:12} {statistics.median(ratios):+6.1%} ({low:+.1%} to {high:+.1%})")
+class Reporting:
+    """All that a run reports by, in a folder of its own."""
+
+    def __init__(self, folder: Path, trained: Trained) -> None:
+        home = RunFolder(folder, status=Status(folder, trained.config.train.steps))
+        write_plan(home, trained.config, trained.plan)
+        console = make_console(io.StringIO())
+        self.log = RunLog(home, trained.config, trained.plan, 0.0, console, None)
+        self.log.open(0)
+        self.log.show(0)
+        self._status, self._written = home.status, 0.0
+
+    def step(self, result: StepResult) -> None:
+        """Report a step, and wait until all is done."""
+        self.log.recorder.lap("training", result)
+        self.log.recorder.record(result)
+        if time.monotonic() - self._written > STATUS_SECONDS:
+            self._written = time.monotonic()
+            self._status._write()
+        for tracker in self.log._registered:
+            assert isinstance(tracker, QueuedTracker)
+            done = threading.Event()
+            tracker._put(done.set)
+            done.wait()
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """Return the median of ratios and its 95 % confidence interval, by the bootstrap."""
+    logs = np.log(np.asarray(ratios))
+    drawn = np.random.default_rng(0).choice(logs, (RESAMPLED, len(logs)))
+    low, high = np.quantile(np.median(drawn, axis=1), [0.025, 0.975])
+    return tuple(math.expm1(x) for x in (float(np.median(logs)), float(low), float(high)))
+
+
+def more(name: str, ratios: Sequence[float]) -> str:
+    middle, low, high = interval(ratios)
+    return f"{name} {middle:+.2%} (95 %: {low:+.2%} to {high:+.2%})"
+
+
+def compare(pairs: Sequence[tuple[Cost, Cost]]) -> str:
+    """Return by how much the first of each pair is more than the second."""
+    used = more("processor time", [a.used / b.used for a, b in pairs])
+    return f"{used}; {more('wall', [a.wall / b.wall for a, b in pairs])}"
+
+
+def in_pairs(first: Callable[[], Any], second: Callable[[], Any], count: int) -> list[Any]:
+    """Call two functions so often, in turns, each pair in random order; the first pairs warm up."""
+    drawn, pairs = random.Random(0), []
+    for number in range(count + WARM_UP):
+        order = [0, 1] if drawn.random() < 0.5 else [1, 0]
+        pair = {which: (first, second)[which]() for which in order}
+        if number >= WARM_UP:
+            pairs.append((pair[0], pair[1]))
+    return pairs
+
+
+def children_seconds() -> float:
+    """Return the processor seconds of the processes that this one has started."""
+    times = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
+    return sum(each.user + each.system for each in times)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--pairs", type=int, default=200)
+    parser.add_argument("--recorded", type=int, default=10)
     parser.add_argument("settings", nargs="*")
-    parser.add_argument("--blocks", type=int, default=0)
     args = parser.parse_args()
-    timed = Timed(args.settings)
-    if args.blocks:
-        blocks(timed, args.blocks)
-        timed.worker.close()
-        return
-    found: dict[str, list[tuple[float, float, float]]] = {kind: [] for kind in KINDS}
-    for number in range(args.rounds + 1):
-        order = list(KINDS)[number % 3 :] + list(KINDS)[: number % 3]
-        for kind in order:
-            times = timed.step(KINDS[kind])
-            if number:  # the first round warms up
-                found[kind].append(times)
-    timed.worker.close()
-    print(f"load {os.getloadavg()[0]:.1f}")
-    for kind, times in found.items():
-        pairs = list(zip(times, found["plain"], strict=True))
-        elapsed, used = (statistics.median(a[i] / b[i] - 1 for a, b in pairs) for i in range(2))
-        step, _, reading = (1e3 * statistics.median(each) for each in zip(*times, strict=True))
-        print(
-            f"{kind:18} {step:7.1f} ms a step {elapsed:+6.1%}, of processor time {used:+6.1%}; "
-            f"read in {reading:.0f} ms"
-        )
+    trained = Trained(args.settings)
+    with tempfile.TemporaryDirectory() as folder:
+        reporting = Reporting(Path(folder), trained)
+        before = children_seconds()
+        pairs = in_pairs(lambda: trained.step(reporting.step), trained.step, args.pairs)
+        beside = (children_seconds() - before) / (args.pairs + WARM_UP)
+        plain = statistics.median(b.used for _, b in pairs)
+        wall = statistics.median(b.wall for _, b in pairs)
+        own = [a.reporting for a, _ in pairs]
+        print(f"load {os.getloadavg()[0]:.1f}; {args.pairs} pairs of steps", end="; ")
+        print(f"a plain one takes {wall * 1e3:.1f} ms, {plain * 1e3:.1f} ms of processor time")
+        print(f"with all reporting: {compare(pairs)}")
+        exact = more("", [1 + seconds / plain for seconds in own]).strip()
+        print(f"reporting itself: {statistics.median(own) * 1e3:.2f} ms a step, {exact};", end=" ")
+        print(f"the trackers' processes {beside * 1e3:.2f} ms a step, {beside / plain:+.2%}")
+        for name, profiled in (("without the profiler", False), ("with it", True)):
+            if not args.recorded:
+                break
+            found = in_pairs(lambda p=profiled: trained.record(p), trained.step, args.recorded)
+            read = statistics.median(seconds for (_, _, seconds), _ in found)
+            print(f"a recorded step, {name}: {compare([(a, b) for (a, *_), b in found])}", end="; ")
+            print(f"read once in {read:.2f} s of processor time")
+            if profiled:
+                _, spans, _ = found[-1][0]
+                used = time.process_time()
+                reporting.log.accounts.record(3, [ProcessSpans("worker 0", spans, Clock())])
+                print(f"accounted for in {time.process_time() - used:.2f} s of processor time")
+        reporting.log._trackers.finish({})
+    trained.worker.close()
 
 
 if __name__ == "__main__":
