@@ -23,9 +23,9 @@ from launcher.trace.jaxpr import (
     is_var,
     needed,
     program,
-    structure_text,
 )
 from launcher.trace.layers import ANY_LAYER
+from launcher.trace.structure_text import structure_text
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,6 +29,9 @@ Ways = Mapping[tuple[int, int], Way]  # by (source, destination) stage
 NO_WAYS: Ways = MappingProxyType({})
 
 
+_Times = dict[int, float]  # by microbatch
+
+
 @dataclass
 class Traffic:
     """The transfers of a schedule that is run on paper, in the order in which they are sent.
@@ -41,10 +44,17 @@ class Traffic:
     ways: Ways
     num_stages: int
     _free: dict[str, float] = field(default_factory=dict)
-    # of each stage: when it has the results of a task
-    _there: defaultdict[int, dict[Task, float]] = field(default_factory=lambda: defaultdict(dict))
+    # of a stage and a kind of task: when it has made its results
+    _made: defaultdict[tuple[int, Kind], _Times] = field(default_factory=lambda: defaultdict(dict))
+    # of a stage, another one and a kind of task: when the results of the latter are at the former
+    _come: defaultdict[tuple[int, int, Kind], _Times] = field(
+        default_factory=lambda: defaultdict(dict)
+    )
     _readers: dict[tuple[int, bool], list[tuple[int, Way]]] = field(default_factory=dict)
     _sources: dict[tuple[int, bool], list[int]] = field(default_factory=dict)
+    _needed: dict[tuple[int, Kind], list[tuple[int, Kind, _Times, _Times]]] = field(
+        default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         for src, dst in sorted(self.ways, key=lambda way: (way[0], abs(way[1] - way[0]))):
@@ -57,39 +67,46 @@ class Traffic:
 
         It goes to the nearest stage first.
         """
-        stage, _, kind = task
-        self._there[stage][task] = now
+        stage, microbatch, kind = task
+        self._made[stage, kind][microbatch] = now
         if kind is Kind.BACKWARD_WEIGHT:
             return
         free = self._free
         for dst, way in self._readers.get((stage, kind is Kind.FORWARD), ()):
             start = now
             for link in way.links:
-                start = max(start, free.get(link, 0.0))
+                busy = free.get(link, 0.0)
+                if busy > start:
+                    start = busy
             end = start + way.seconds
             for link in way.links:
                 free[link] = end
-            self._there[dst][task] = end + way.latency
+            self._come[dst, stage, kind][microbatch] = end + way.latency
 
     def arrival(self, task: Task) -> float | Task:
         """Return when all that a task needs is there, or a task that has to end before."""
-        latest, own = 0.0, self._there[task.stage]
-        for need in self._needs(task):
-            there = own.get(need)
+        stage, microbatch, kind = task
+        needed = self._needed.get((stage, kind))
+        if needed is None:
+            needed = self._needed[stage, kind] = self._needs(stage, kind)
+        latest = 0.0
+        for src, of, come, made in needed:
+            there = come.get(microbatch)
             if there is None:
-                there = self._there[need.stage].get(need)
+                there = made.get(microbatch)
                 if there is None:
-                    return need
+                    return Task(src, microbatch, of)
             if there > latest:
                 latest = there
         return latest
 
-    def _needs(self, task: Task) -> tuple[Task, ...]:
-        """Return the tasks whose results a task may need, those of stages further away included."""
-        near = dependencies(task, self.num_stages)
-        if not self._sources:
-            return near
-        far = self._sources.get((task.stage, task.kind is Kind.FORWARD), ())
-        if not far or task.kind is Kind.BACKWARD_WEIGHT:
-            return near
-        return (*near, *(Task(src, task.microbatch, task.kind) for src in far))
+    def _needs(self, stage: int, kind: Kind) -> list[tuple[int, Kind, _Times, _Times]]:
+        """Return the tasks whose results a task may need, those of stages further away included.
+
+        They are the stage and kind of each, when its results are here, and when they are made.
+        """
+        needs = [(src, of) for src, _, of in dependencies(Task(stage, 0, kind), self.num_stages)]
+        if kind is not Kind.BACKWARD_WEIGHT:
+            far = self._sources.get((stage, kind is Kind.FORWARD), ())
+            needs += [(src, kind) for src in far]
+        return [(src, of, self._come[stage, src, of], self._made[src, of]) for src, of in needs]

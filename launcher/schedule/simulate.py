@@ -38,34 +38,38 @@ def simulate(
     traffic = Traffic(ways, num_stages=len({task.stage for tasks in schedule for task in tasks}))
     free = [0.0] * len(schedule)
     position = [0] * len(schedule)
+    counts = [len(tasks) for tasks in schedule]
     waiting: dict[Task, list[int]] = {}  # meshes whose next task needs this one
     events: list[tuple[float, bool, int]] = []  # a heap: (when, whether a task starts, -mesh)
     timed: list[TimedTask] = []
+    arrival, send, push, pop = traffic.arrival, traffic.send, heapq.heappush, heapq.heappop
 
     def look(mesh: int) -> None:
         """See whether the mesh's next task can be given a start."""
-        if position[mesh] == len(schedule[mesh]):
+        at = position[mesh]
+        if at == counts[mesh]:
             return
-        ready = traffic.arrival(schedule[mesh][position[mesh]])
+        ready = arrival(schedule[mesh][at])
         if isinstance(ready, Task):
             waiting.setdefault(ready, []).append(mesh)
         else:
-            heapq.heappush(events, (max(ready, free[mesh]), True, -mesh))
+            push(events, (max(ready, free[mesh]), True, -mesh))
 
     for mesh in range(len(schedule)):
         look(mesh)
     while events:
-        now, starts, later = heapq.heappop(events)
+        now, starts, later = pop(events)
         mesh = -later
         task = schedule[mesh][position[mesh]]
         if starts:
-            free[mesh] = now + duration(task)
-            timed.append(TimedTask(task, mesh, now, free[mesh]))
-            heapq.heappush(events, (free[mesh], False, -mesh))
+            end = free[mesh] = now + duration(task)
+            timed.append(TimedTask(task, mesh, now, end))
+            push(events, (end, False, -mesh))
             continue
         position[mesh] += 1
-        traffic.send(task, now)
-        for other in (mesh, *waiting.pop(task, ())):
+        send(task, now)
+        look(mesh)
+        for other in waiting.pop(task, ()):
             look(other)
     if len(timed) < sum(map(len, schedule)):
         raise ScheduleError("the schedule cannot be followed: every mesh waits for another")

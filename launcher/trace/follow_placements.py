@@ -24,7 +24,6 @@ from launcher.trace.jaxpr import (
     Literal,
     Var,
     source_line,
-    structure_text,
     sub_jaxprs,
 )
 from launcher.trace.pairs import Pair, Placed, differ
@@ -41,6 +40,7 @@ from launcher.trace.placements import (
 )
 from launcher.trace.primitive_kinds import CALLS
 from launcher.trace.primitives import is_per_slice
+from launcher.trace.structure_text import structure_text
 
 # Called with each pair of equations and what became of it; may return something else.
 Visit = Callable[[Pair, list[Placement], Placed], Placed]

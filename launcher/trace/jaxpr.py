@@ -7,8 +7,7 @@ so that a release of JAX that moves a name touches one module.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import jax
@@ -251,43 +250,3 @@ def splice(fun: Callable[..., Any], operands: Sequence[Atom]) -> tuple[list[Equa
 
     equations = [e.replace(invars=[read(v) for v in e.invars]) for e in closed.jaxpr.eqns]
     return equations, [read(v) for v in closed.jaxpr.outvars]
-
-
-_NOISE = re.compile(r"0x[0-9a-f]+|Var\(id=\d+\)")
-
-
-def structure_text(jaxpr: Jaxpr, extra: Mapping[str, Any] | None = None) -> str:
-    """The program as text, the same in every process: no addresses, no source lines.
-
-    JAX's own text takes many times as long.
-    """
-    text = "\n".join(_lines(jaxpr))
-    return _NOISE.sub("", f"{text}{sorted((extra or {}).items())}")
-
-
-def _lines(jaxpr: Jaxpr) -> Iterator[str]:
-    names: dict[Var, str] = {}
-
-    def defined(v: Var) -> str:
-        names[v] = f"v{len(names)}"
-        return f"{names[v]}:{v.aval}"
-
-    def read(atom: Atom) -> str:
-        return names[atom] if is_var(atom) else f"{atom.val!r}:{atom.aval}"
-
-    yield " ".join(map(defined, (*jaxpr.constvars, *jaxpr.invars)))
-    for eqn in jaxpr.eqns:
-        params = ",".join(f"{key}={_value(eqn.params[key])}" for key in sorted(eqn.params))
-        operands, results = " ".join(map(read, eqn.invars)), " ".join(map(defined, eqn.outvars))
-        yield f"{results}={eqn.primitive.name}[{params}] {operands}"
-    yield " ".join(map(read, jaxpr.outvars))
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, ClosedJaxpr):
-        return f"{_value(value.jaxpr)}{[getattr(x, 'aval', x) for x in value.consts]}"
-    if isinstance(value, Jaxpr):
-        return "{" + ";".join(_lines(value)) + "}"
-    if isinstance(value, (tuple, list)):
-        return "(" + ",".join(map(_value, value)) + ")"
-    return str(value)

@@ -33,7 +33,6 @@ from launcher.trace.jaxpr import (
     make_jaxpr,
     make_jaxpr_and_shape,
     needed,
-    structure_text,
 )
 from launcher.trace.leaf_names import leaf_names
 from launcher.trace.losses import find_losses, refuse_side_effects, with_named_operands
@@ -44,6 +43,7 @@ from launcher.trace.primitives import loss_p
 from launcher.trace.slices import Loss, Traces, resized, slice_loss
 from launcher.trace.split_loss import SplitLoss, split_loss
 from launcher.trace.stop_at_loss import LossReachedError, listing_losses, stopping_at_loss
+from launcher.trace.structure_text import structure_text
 
 
 @dataclass(frozen=True, eq=False)

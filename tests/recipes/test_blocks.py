@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from launcher.trace.cudnn import described_cudnn
-from launcher.trace.jaxpr import inline_calls, structure_text
+from launcher.trace.jaxpr import inline_calls
+from launcher.trace.structure_text import structure_text
 from recipes import blocks, build_model
 from recipes.bert_options import BERTOptions
 from recipes.gpt_options import GPTOptions

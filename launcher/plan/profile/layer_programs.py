@@ -28,7 +28,8 @@ from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.intra_op.stage_shardings import model_sharding
 from launcher.schedule import Kind
 from launcher.trace import Loss, TracedStep
-from launcher.trace.jaxpr import program, structure_text
+from launcher.trace.jaxpr import program
+from launcher.trace.structure_text import structure_text
 
 COPIES = "copies"
 
