@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator
 
 from launcher.partition.assignment import Assignment
-from launcher.plan.errors import UnmeasuredError
-from launcher.plan.inter_op.estimate import make_estimate
+from launcher.plan.inter_op.climb import climbed
 from launcher.plan.inter_op.problem import Problem
 from launcher.plan.pipeline import Estimate
-
-_MOST_TASKS = 60_000  # of all simulated timelines
-_LEAST_GAIN = 1e-4  # of the step, for a move to be made
 
 
 def with_moved_boundaries(
@@ -29,25 +24,7 @@ def with_moved_boundaries(
         return assignment, estimate
     layers = tuple((i,) for i in range(problem.unjoined.num_layers))
     whole = dataclasses.replace(problem, table=problem.unjoined, groups=layers, unjoined=None)
-    left = _MOST_TASKS // (2 * len(assignment.layers) * assignment.num_micro_batches)
-    moving = True
-    moves: Iterator[Assignment] = itertools.chain([_evened(assignment)], _moves(assignment))
-    while moving:
-        moving = False
-        for moved in itertools.islice(moves, max(left, 0)):
-            left -= 1
-            try:
-                other = make_estimate(moved, whole)
-            except UnmeasuredError:
-                continue
-            needed = max(stage.memory_bytes for stage in other.stages)
-            most = (1 - _LEAST_GAIN) * estimate.predicted_step_seconds
-            if needed > (problem.memory_bytes or math.inf) or other.predicted_step_seconds > most:
-                continue
-            assignment, estimate, moving = moved, other, True
-            moves = _moves(assignment)
-            break
-    return assignment, estimate
+    return climbed(assignment, estimate, whole, _moves, [_evened(assignment)])
 
 
 def _evened(assignment: Assignment) -> Assignment:

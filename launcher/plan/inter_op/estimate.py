@@ -23,7 +23,12 @@ from launcher.schedule import Kind, backward_follows
 
 
 def make_estimate(assignment: Assignment, problem: Problem) -> Estimate:
-    """Return the estimate of an assignment's plan.
+    """Return the estimate of an assignment's plan; raises as `make_pipeline` does."""
+    return estimated(make_pipeline(assignment, problem))
+
+
+def make_pipeline(assignment: Assignment, problem: Problem) -> Pipeline:
+    """Return what the estimate of an assignment's plan is simulated from, its memory included.
 
     Raises:
         UnmeasuredError: one of its layers could not be measured.
@@ -47,19 +52,17 @@ def make_estimate(assignment: Assignment, problem: Problem) -> Estimate:
         int(always + mesh_activation_bytes(footprints, of_mesh))
         for always, of_mesh in zip(held, tasks, strict=True)
     ]
-    return estimated(
-        Pipeline(
-            method=assignment.method,
-            schedule=assignment.schedule,
-            num_micro_batches=assignment.num_micro_batches,
-            stages=tuple(
-                dataclasses.replace(stage, memory_bytes=peaks[mesh])
-                for stage, mesh in zip(stages, assignment.mesh_of, strict=True)
-            ),
-            transfers=_transfers(crossing, _shared_bytes(assignment, first, problem)),
-            cluster=vars(problem.cluster).copy(),
-            reduction=assignment.reduction,
-        )
+    return Pipeline(
+        method=assignment.method,
+        schedule=assignment.schedule,
+        num_micro_batches=assignment.num_micro_batches,
+        stages=tuple(
+            dataclasses.replace(stage, memory_bytes=peaks[mesh])
+            for stage, mesh in zip(stages, assignment.mesh_of, strict=True)
+        ),
+        transfers=_transfers(crossing, _shared_bytes(assignment, first, problem)),
+        cluster=vars(problem.cluster).copy(),
+        reduction=assignment.reduction,
     )
 
 

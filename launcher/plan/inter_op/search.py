@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from launcher.partition.assignment import Assignment
 from launcher.plan.errors import UnmeasuredError
 from launcher.plan.inter_op.boundaries import with_moved_boundaries
+from launcher.plan.inter_op.climb import climbed, with_less_again
 from launcher.plan.inter_op.equal_stages import EqualStages, assignment_of, equal_stages
 from launcher.plan.inter_op.estimate import make_estimate
 from launcher.plan.inter_op.interleaved import interleaved_plans
@@ -47,6 +48,7 @@ _FEWEST = 4  # plans to estimate, if there are so many: the best, and what it is
 _MOST_TASKS = 150_000  # of all simulated timelines, for what only may be better
 _MOST_EQUAL = 24  # plans of equal stages that are estimated first
 _MOST_EXTRA_TASKS = 20_000  # of their timelines; and of other numbers of microbatches
+_MOST_WORSE = 2  # numbers of microbatches in a row that are no better, and no further one is tried
 _MOST_EXPANDED = 1000  # beginnings of pipelines, of one number of microbatches and schedule
 _MOST_CELLS = 50_000_000  # of the tables that tell which are worth it: else the best stages alone
 
@@ -90,6 +92,11 @@ class Found:
         """The seconds from which on plans are of no interest."""
         return self.best if len(self.estimates) >= _FEWEST else math.inf
 
+    def seconds_of(self, assignment: Assignment) -> float:
+        """Return the seconds of a plan; infinite if it does not fit or was not estimated."""
+        known = self.estimates.get(assignment)
+        return known.predicted_step_seconds if known else math.inf
+
     def add(self, assignment: Assignment) -> None:
         """Estimate a plan, and keep it if it fits."""
         if assignment in self.estimates or assignment in self.large:
@@ -121,17 +128,43 @@ class Found:
         self.tasks = most - _MOST_EXTRA_TASKS  # they take nothing from what proves the bound
 
     def recount(self, wanted: Wanted) -> None:
-        """Add the best plan with other numbers of microbatches, the nearest first."""
-        most = self.tasks + _MOST_EXTRA_TASKS
-        for given, _ in self.ranked[:1] if self.estimates else ():
-            others = recounted(given, self.problem, wanted)
+        """Add the best plan with more and with fewer microbatches, as long as it gets faster."""
+        before, most = self.tasks, self.tasks + _MOST_EXTRA_TASKS
+        for given, estimate in self.ranked[:1] if self.estimates else ():
             count = given.num_micro_batches
-            for one in sorted(others, key=lambda o: abs(math.log(o.num_micro_batches / count))):
-                if self.tasks < most:
+            others = sorted(
+                recounted(given, self.problem, wanted), key=lambda one: one.num_micro_batches
+            )
+            for side in (
+                [one for one in others if one.num_micro_batches > count],
+                [one for one in reversed(others) if one.num_micro_batches < count],
+            ):
+                least, worse = estimate.predicted_step_seconds, 0
+                for one in side:
+                    if worse == _MOST_WORSE or self.tasks >= most:
+                        break
                     self.add(one)
+                    seconds = self.seconds_of(one)
+                    least, worse = min(least, seconds), worse + 1 if seconds >= least else 0
+        self.tasks = before
 
-    def move_boundaries(self) -> None:
-        """Add the best plan with its stages' ends between joined layers, if that is better."""
+    def reschedule(self, wanted: Wanted) -> None:
+        """Add the best plan under every other schedule."""
+        before = self.tasks
+        for given, _ in self.ranked[:1] if self.estimates else ():
+            if len(given.layers) == len(given.submeshes):  # else only one schedule runs them
+                for plan in schedule_variants(given, self.problem, wanted):
+                    self.add(plan)
+        self.tasks = before
+
+    def climb(self, wanted: Wanted) -> None:
+        """Add the best plan with fewer stages that compute again, and other ends of its stages.
+
+        They may end between joined layers.
+        """
+        if self.estimates and wanted.remat is None:
+            better, estimate = climbed(*self.ranked[0], self.problem, with_less_again)
+            self.estimates[better] = estimate
         if self.estimates:
             moved, estimate = with_moved_boundaries(*self.ranked[0], self.problem)
             self.estimates[moved] = estimate
@@ -148,6 +181,7 @@ def find_plans(problem: Problem, wanted: Wanted, progress: Progress = lambda sha
     every = enumerate(_branches(problem, wanted, found))
     branches = [(bound, k, branch) for k, (bound, branch) in every]
     found.add_equal_stages(wanted)
+    found.recount(wanted)
     heapq.heapify(branches)
     total = len(branches)
     left: list[float] = []  # lower bounds on what was left out
@@ -168,7 +202,8 @@ def find_plans(problem: Problem, wanted: Wanted, progress: Progress = lambda sha
             found.add(following[1])
     left += [bound for bound, _, _ in branches[:1]]
     found.recount(wanted)
-    found.move_boundaries()
+    found.reschedule(wanted)
+    found.climb(wanted)
     found.least_seconds = min([found.best, *left])
     return found
 
@@ -185,7 +220,7 @@ def plans_on_one_machine(problem: Problem, wanted: Wanted, progress: Progress) -
     if found.estimates:  # on fewer devices nothing fits that does not on all
         for one in on_few_devices(problem, wanted):
             found.add(one)
-    found.move_boundaries()
+    found.climb(wanted)
     return found
 
 
