@@ -10,7 +10,7 @@ from rich.console import Console
 
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
-from launcher.report.console import progress_of, status
+from launcher.report.console import status
 
 if TYPE_CHECKING:
     from recipes.documents_options import Documents
@@ -29,7 +29,7 @@ def prepare_data(config: Config, console: Console) -> int:
 
     options = _documents(config)
     processes = config.prepare.processes or len(os.sched_getaffinity(0))
-    with progress_of(console, f"tokenising {options.path}") as progress:
+    with status(console, f"tokenising {options.path}") as progress:
         meta = prepare_corpus(preparation(options), processes, progress)
     bad = next((part.first_bad for part in meta.parts if part.first_bad), "")
     if meta.skipped:
