@@ -4,8 +4,11 @@ A family is two modules, found by their names. `<name>_options.py` defines its s
 dataclass; it is imported to check them, so it imports neither JAX nor Grain. `<name>.py` builds
 what they describe: a model's has `build(options, precision) -> Model`, a dataset's has
 `check(options, model_options, validation)` and `build(options, model_options, global_batch_size,
-seed) -> Dataset`, and `fingerprint(options) -> str` where its content may change. A module of the
-user's own is named by the setting `model.module` or `dataset.module` and has the same functions.
+seed) -> Dataset`, `fingerprint(options) -> str` where its content may change, and
+`tokenizer(options) -> Tokenizer` where it is text; `is_prepared(options) -> bool` and
+`prepare(options, processes, progress) -> str` where something is made of the data once. A module of
+the user's own is named by the setting `model.module` or `dataset.module` and has the same
+functions.
 
 Importing this package imports neither JAX nor Grain.
 """
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 
     import jax
     import numpy as np
+
+    from recipes.corpus.tokenizers import Tokenizer
 
     Batch = dict[str, np.ndarray]
 
@@ -170,6 +175,63 @@ def fingerprint_dataset(options: Any) -> str:
         return ""
     fingerprint = getattr(_module("dataset", options), "fingerprint", None)
     return fingerprint(options) if fingerprint else ""
+
+
+def needs_preparing(options: Any) -> bool:
+    """Return whether `prepare_dataset` has something to do before a training.
+
+    Args:
+        options: the settings of the section `dataset`.
+
+    Raises:
+        InputError: the data cannot be used.
+        OSError: a file cannot be read.
+    """
+    found = getattr(_module("dataset", options), "is_prepared", None)
+    return found is not None and not found(_fields(options))
+
+
+def prepare_dataset(options: Any, processes: int, progress: Callable[[float], None]) -> str | None:
+    """Make of the data what a training needs, such as tokens, or what is missing of it.
+
+    Args:
+        options: the settings of the section `dataset`.
+        processes: how many processes may work.
+        progress: takes the share done, 0 to 1.
+
+    Returns:
+        What there is now, in a line or two; None: nothing is ever made of this data.
+
+    Raises:
+        InputError: the data cannot be used.
+        OSError: a file cannot be read or written.
+    """
+    found = getattr(_module("dataset", options), "prepare", None)
+    if found is None:
+        return None
+    made: str = found(_fields(options), processes, progress)
+    return made
+
+
+def tokenizer_of(options: Any) -> Tokenizer:
+    """Return what turns text into the tokens of a dataset, and back.
+
+    Its module has `tokenizer(options)`, one of the user's own, too, where that is so.
+
+    Args:
+        options: the settings of the section `dataset`.
+
+    Raises:
+        InputError: its data is no text, or does not say by which tokenizer it was made.
+    """
+    found = getattr(_module("dataset", options), "tokenizer", None)
+    if found is None:
+        raise InputError(
+            f"dataset.name={options.name} is no text to go on with; name a run that has learned "
+            "from text or tokens"
+        )
+    made: Tokenizer = found(_fields(options))
+    return made
 
 
 def find_module(key: str, name: str) -> None:

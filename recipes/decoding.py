@@ -1,4 +1,4 @@
-"""Text from a language model on one device: reading with a cache, sampling, tokens and text.
+"""Text from a language model: reading with a cache, and sampling.
 
 A family that can go on with a text has, beside `<name>.py`, a module `<name>_decoder.py` with
 `build_decoder(options, precision) -> Decoder`. A user's own model has that function in its module,
@@ -7,13 +7,12 @@ and a dataset of text `tokenizer(options) -> Tokenizer` in its own.
 
 from __future__ import annotations
 
-import codecs
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,34 +20,6 @@ import numpy as np
 
 from launcher.config.families import builder_of
 from recipes import InputError, users_function
-
-
-class Tokenizer(Protocol):
-    """Turns text into tokens and back."""
-
-    vocab_size: int
-
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text."""
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens; what is no text stands as U+FFFD."""
-
-
-class ByteTokenizer:
-    """A token a byte of UTF-8."""
-
-    vocab_size = 256
-
-    def encode(self, text: str) -> list[int]:
-        """Return the bytes of a text."""
-        return list(text.encode())
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of bytes; a token that is no byte stands as U+FFFD, too."""
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        pieces = [decoder.decode(bytes([t])) if t < self.vocab_size else "\ufffd" for t in tokens]
-        return "".join(pieces) + decoder.decode(b"", final=True)
 
 
 class Decoder(NamedTuple):
@@ -158,55 +129,90 @@ def draw(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
     return jax.random.categorical(key, logits).astype(jnp.int32)
 
 
-def generate(
-    decoder: Decoder,
-    params: Any,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    sampling: Sampling,
-    seed: int = 0,
-) -> Iterator[np.ndarray]:
-    """Yield the next token of each prompt, int32 [batch], so many times.
+class Places(NamedTuple):
+    """Where the arrays of a generation lie.
 
-    All rows are read together. Where a text becomes longer than the model can read, it goes on from
-    the newer half of that.
+    Attributes:
+        whole: the sharding of what all devices have.
+        cache: returns the sharding of an array of the cache, of its shape.
+    """
+
+    whole: Any
+    cache: Callable[[tuple[int, ...]], Any]
+
+
+class Generator:
+    """Goes on with texts; its programs are compiled at first use and stay.
 
     Args:
         decoder: the model.
-        params: its parameters.
-        prompts: the tokens of each prompt, at least one.
-        max_new_tokens: how many tokens to yield.
-        sampling: how to draw them.
-        seed: of the random numbers.
+        sampling: how to draw tokens.
+        places: where arrays lie; None: where the parameters do, on one device.
     """
-    half = max(decoder.length // 2, 1)
 
-    @jax.jit
-    def read(params: Any, cache: Any, tokens: Any, start: Any, last: Any, key: Any) -> Any:
-        logits, cache = decoder.read(params, cache, tokens, start, last)
-        return draw(logits, key, sampling), cache
+    def __init__(self, decoder: Decoder, sampling: Sampling, places: Places | None = None) -> None:
+        self._decoder, self._sampling, self._places = decoder, sampling, places
+        self._read: dict[int, Any] = {}  # by the number of rows
 
-    key = jax.random.key(seed)
-    texts = [list(prompt)[-decoder.length :] for prompt in prompts]
-    cache, lengths = None, np.zeros(len(texts), np.int32)
-    for number in range(max_new_tokens):
-        own = jax.random.fold_in(key, number)
-        if cache is None or max(lengths) >= decoder.length:
-            if cache is not None:
-                texts = [text[-half:] for text in texts]
-            cache, lengths = decoder.cache(len(texts)), np.array([len(t) for t in texts], np.int32)
-            tokens = np.zeros((len(texts), max(lengths)), np.int32)
-            for row, text in zip(tokens, texts, strict=True):
-                row[: len(text)] = text
-            new, cache = read(params, cache, tokens, np.zeros_like(lengths), lengths - 1, own)
-        else:
-            tokens = np.array([text[-1:] for text in texts], np.int32)
-            new, cache = read(params, cache, tokens, lengths, np.zeros_like(lengths), own)
-            lengths = lengths + 1
-        drawn = np.asarray(new)
-        for text, token in zip(texts, drawn, strict=True):
-            text.append(int(token))
-        yield drawn
+    def __call__(
+        self, params: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int = 0
+    ) -> Iterator[np.ndarray]:
+        """Yield the next token of each prompt, int32 [batch], so many times.
+
+        All rows are read together. Where a text becomes longer than the model can read, it goes on
+        from the newer half of that.
+
+        Args:
+            params: the model's parameters.
+            prompts: the tokens of each prompt, at least one.
+            max_new_tokens: how many tokens to yield.
+            seed: of the random numbers.
+        """
+        longest = self._decoder.length
+        half = max(longest // 2, 1)
+        texts = [list(prompt)[-longest:] for prompt in prompts]
+        empty, read = self._programs(len(texts))
+        cache, lengths = None, np.zeros(len(texts), np.int32)
+        for number in range(max_new_tokens):
+            own = np.array([seed, number], np.uint32)
+            if cache is None or max(lengths) >= longest:
+                if cache is not None:
+                    texts = [text[-half:] for text in texts]
+                cache, lengths = empty(), np.array([len(t) for t in texts], np.int32)
+                tokens = np.zeros((len(texts), max(lengths)), np.int32)
+                for row, text in zip(tokens, texts, strict=True):
+                    row[: len(text)] = text
+                new, cache = read(params, cache, tokens, np.zeros_like(lengths), lengths - 1, own)
+            else:
+                tokens = np.array([text[-1:] for text in texts], np.int32)
+                new, cache = read(params, cache, tokens, lengths, np.zeros_like(lengths), own)
+                lengths = lengths + 1
+            drawn = np.asarray(new)
+            for text, token in zip(texts, drawn, strict=True):
+                text.append(int(token))
+            yield drawn
+
+    def _programs(self, rows: int) -> tuple[Any, Any]:
+        """Return what makes an empty cache, and what reads tokens and draws the next."""
+        if rows in self._read:
+            return self._read[rows]
+        decoder, sampling = self._decoder, self._sampling
+
+        def read(params: Any, cache: Any, tokens: Any, start: Any, last: Any, own: Any) -> Any:
+            logits, cache = decoder.read(params, cache, tokens, start, last)
+            key = jax.random.fold_in(jax.random.key(own[0]), own[1])
+            return draw(logits, key, sampling), cache
+
+        at: dict[str, Any] = {}
+        of_cache: dict[str, Any] = {}
+        if (places := self._places) is not None:
+            shapes = jax.eval_shape(lambda: decoder.cache(rows))
+            where = jax.tree.map(lambda leaf: places.cache(leaf.shape), shapes)
+            at = {"out_shardings": (places.whole, where)}
+            of_cache = {"out_shardings": where}
+        empty = jax.jit(lambda: decoder.cache(rows), **of_cache)
+        self._read[rows] = empty, jax.jit(read, donate_argnums=1, **at)
+        return self._read[rows]
 
 
 def visible(start: jax.Array, length: int, longest: int, window: int = 0) -> jax.Array:

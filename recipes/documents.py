@@ -1,17 +1,22 @@
-"""Documents that `task=prepare_data` has tokenised: rows of the tokens it wrote."""
+"""Documents, tokenised once before the training: rows of their tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from recipes import Dataset, InputError, tokens
-from recipes.corpus.prepare import Preparation, up_to_date
+from recipes.corpus.documents import find_sources
+from recipes.corpus.prepare import Preparation, prepare_corpus, up_to_date
+from recipes.corpus.tokenizers import Tokenizer, load_tokenizer
 from recipes.documents_options import Documents
 from recipes.tokens_options import Tokens
 
 
 def check(options: Documents, model_options: Any, validation: bool) -> None:
-    """Refuse documents that are not tokenised, or tokens that cannot be used.
+    """Refuse documents that cannot be tokenised, or tokens that cannot be used.
+
+    Documents that are still to be tokenised, which a training does first, are only looked for.
 
     Args:
         options: the dataset's settings.
@@ -19,18 +24,39 @@ def check(options: Documents, model_options: Any, validation: bool) -> None:
         validation: whether the run evaluates.
 
     Raises:
-        InputError: the tokens are not there, are those of another source or tokenizer, or do not
-            fit the model.
+        InputError: there are no documents, or no such tokenizer; or the tokens do not fit the
+            model.
     """
     work = preparation(options)
-    if up_to_date(work) is None:
-        there = work.folder.is_dir()
-        what = "are those of another source or other settings" if there else "are not made yet"
-        raise InputError(
-            f"the tokens of dataset.path={options.path} {what} ({options.folder}); run this "
-            "command with task=prepare_data first"
-        )
-    tokens.check(_tokens(options), model_options, validation)
+    if up_to_date(work) is not None:
+        tokens.check(_tokens(options), model_options, validation)
+        return
+    find_sources(work.path, work.pattern, work.format)
+    tokens.check_vocabulary(
+        f"dataset.tokenizer={options.tokenizer}",
+        load_tokenizer(options.tokenizer).vocab_size,
+        model_options,
+    )
+
+
+def is_prepared(options: Documents) -> bool:
+    """Return whether the tokens are there, made of these very documents by these settings."""
+    return up_to_date(preparation(options)) is not None
+
+
+def prepare(options: Documents, processes: int, progress: Callable[[float], None]) -> str:
+    """Tokenise the documents, or what is missing of them; see `prepare_corpus`.
+
+    Returns:
+        What there is now, in a line, and in another what was left out.
+    """
+    meta = prepare_corpus(preparation(options), processes, progress)
+    bad = next((part.first_bad for part in meta.parts if part.first_bad), "")
+    left_out = f"{meta.skipped:,} bad documents were left out, first {bad}\n"
+    return (
+        f"{left_out if meta.skipped else ''}{meta.documents:,} documents, {meta.tokens:,} tokens "
+        f"of {meta.vocab_size:,} are in {options.folder}"
+    )
 
 
 def build(options: Documents, model_options: Any, global_batch_size: int, seed: int) -> Dataset:
@@ -41,13 +67,29 @@ def build(options: Documents, model_options: Any, global_batch_size: int, seed: 
         model_options: the model's settings.
         global_batch_size: the samples of a batch.
         seed: picks the order of the training data.
+
+    Raises:
+        InputError: the tokens are not there, or are those of another source or tokenizer.
     """
+    work = preparation(options)
+    if up_to_date(work) is None:
+        there = work.folder.is_dir()
+        what = "are those of another source or other settings" if there else "are not made yet"
+        raise InputError(
+            f"the tokens of dataset.path={options.path} {what} ({options.folder}); run this "
+            "command with task=prepare_data first"
+        )
     return tokens.build(_tokens(options), model_options, global_batch_size, seed)
 
 
 def fingerprint(options: Documents) -> str:
     """Return a digest of the tokens."""
     return tokens.fingerprint(_tokens(options))
+
+
+def tokenizer(options: Documents) -> Tokenizer:
+    """Return the tokenizer that the settings name."""
+    return load_tokenizer(options.tokenizer)
 
 
 def preparation(options: Documents) -> Preparation:

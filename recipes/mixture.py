@@ -13,6 +13,7 @@ import numpy as np
 from recipes import Batches, Dataset, InputError, tokens
 from recipes.batches import held_out
 from recipes.corpus.rows import Gather, RowMaker, rows_between
+from recipes.corpus.tokenizers import Tokenizer
 from recipes.mixture_options import Mixture
 from recipes.tokens_options import Tokens
 
@@ -83,6 +84,14 @@ def build(options: Mixture, model_options: Any, global_batch_size: int, seed: in
 def fingerprint(options: Mixture) -> str:
     """Return a digest of the tokens of all parts."""
     return " ".join(tokens.fingerprint(_tokens(options, part)) for part in options.parts.values())
+
+
+def tokenizer(options: Mixture) -> Tokenizer:
+    """Return the tokenizer of all parts; raises InputError where they have not the same."""
+    found = [tokens.tokenizer(_tokens(options, part)) for part in options.parts.values()]
+    if len({one.fingerprint for one in found}) > 1:
+        raise InputError("dataset.parts were made by different tokenizers; prepare them by one")
+    return found[0]
 
 
 @dataclass(frozen=True)

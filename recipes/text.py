@@ -14,6 +14,7 @@ import numpy as np
 from recipes import Dataset, InputError
 from recipes.batches import batches, held_out, next_token_batch
 from recipes.corpus.fingerprint import fingerprint_of
+from recipes.corpus.tokenizers import Tokenizer, plain_bytes
 from recipes.files import FileSlice, find_stdlib, find_text, split, stdlib_folder, total_size
 from recipes.text_options import VOCABULARY, StdlibText, Text
 
@@ -76,6 +77,11 @@ def build(
         validation=validation,
         describe=_describe(text),
     )
+
+
+def tokenizer(options: StdlibText | Text) -> Tokenizer:
+    """Return bytes as tokens."""
+    return plain_bytes()
 
 
 def fingerprint(options: StdlibText | Text) -> str:

@@ -10,6 +10,7 @@ from recipes.batches import batches, held_out
 from recipes.corpus.files import Corpus, Stream, find_corpus
 from recipes.corpus.fingerprint import fingerprint_of
 from recipes.corpus.rows import RowMaker, rows_between
+from recipes.corpus.tokenizers import Tokenizer, load_tokenizer
 from recipes.tokens_options import Tokens
 
 
@@ -79,6 +80,23 @@ def fingerprint(options: Tokens) -> str:
     )
 
 
+def tokenizer(options: Tokens) -> Tokenizer:
+    """Return the tokenizer that the folder names; raises InputError where it names none."""
+    meta = find_corpus(options.path, options.dtype).meta
+    if meta is None:
+        raise InputError(
+            f"dataset.path={options.path} does not say by which tokenizer its tokens were made; "
+            "prepare the corpus with task=prepare_data"
+        )
+    made = load_tokenizer(meta.tokenizer)
+    if made.fingerprint != meta.tokenizer_fingerprint:
+        raise InputError(
+            f"dataset.path={options.path} was made by another tokenizer than the one that "
+            f"{meta.tokenizer} is now; put the file back"
+        )
+    return made
+
+
 def find_ranges(options: Tokens, model_options: Any) -> TokenRanges:
     """Find the files and split their tokens; raises InputError where they do not fit the model."""
     if not hasattr(model_options, "vocab_size") or not hasattr(model_options, "sequence_length"):
@@ -125,14 +143,27 @@ def row_makers(
     return train(first=0), held(first=ranges.validation_start)
 
 
+def check_vocabulary(source: str, vocab_size: int, model_options: Any) -> None:
+    """Raise InputError if a model takes no tokens, or not as many as there are.
+
+    Args:
+        source: what has so many tokens, in words.
+        vocab_size: how many.
+        model_options: the model's settings.
+    """
+    wanted = getattr(model_options, "vocab_size", None)
+    if wanted is not None and vocab_size > wanted:
+        raise InputError(
+            f"{source} has {vocab_size:,} tokens, more than model.vocab_size={wanted}; set "
+            f"model.vocab_size={vocab_size} or more"
+        )
+
+
 def _check_fit(corpus: Corpus, options: Tokens, model_options: Any) -> None:
     meta = corpus.meta
-    if meta is not None and meta.vocab_size > model_options.vocab_size:
-        raise InputError(
-            f"{corpus.source} was made by a tokenizer of {meta.vocab_size:,} tokens "
-            f"({meta.tokenizer}), more than model.vocab_size={model_options.vocab_size}; "
-            f"set model.vocab_size={meta.vocab_size} or more"
-        )
+    if meta is not None:
+        made = f"{corpus.source}, made by {meta.tokenizer},"
+        check_vocabulary(made, meta.vocab_size, model_options)
     if meta is None and options.packing == "documents" and options.end_token is None:
         raise InputError(
             f"{corpus.source} does not say where documents end; set dataset.end_token (GPT-2's is "

@@ -76,6 +76,8 @@ def _field_value(field: dataclasses.Field[Any], hint: Any, value: Any, key: str)
         return build(_variant(variants, value, key), value, key)
     if field.metadata.get("auto") and value in ("auto", None):
         return field.default
+    if field.metadata.get("one_or_several") and isinstance(value, str):
+        value = [value]
     converted = _convert(hint, value, key)
     _check_bounds(field.metadata, converted, key)
     return converted

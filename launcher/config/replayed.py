@@ -36,14 +36,14 @@ _HERE = (Local, Emulated)  # clusters that can be taken over: the others mean mo
 def with_runs_settings(
     tree: Tree, sources: Sequence[Source], overrides: Sequence[Override]
 ) -> Tree:
-    """Returns `tree` with what makes its program from the run whose plan it replays or evaluates.
+    """Returns `tree` with what makes its program from the run that it is about.
 
     That is the model, the data and more, as far as neither the command line nor a recipe says a
     word of it. `tree` is not yet resolved.
     """
     parallel, plan = tree.get("parallel"), None
     with bounded():
-        if tree.get("task") == "evaluate":
+        if tree.get("task") in ("evaluate", "generate"):
             run_of = [
                 OmegaConf.select(OmegaConf.create(tree), f"run.{key}") for key in ("dir", "id")
             ]

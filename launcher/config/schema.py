@@ -133,7 +133,6 @@ class Generate:
     step: int | None = number(None, minimum=0)  # null: those of the newest checkpoint
     best: bool = False  # those that train.keep_best has kept
     ema: bool = False  # the averages that optimizer.ema keeps, in place of the parameters
-    prompt: str = "import "
     prompts: str | None = None  # a file with a prompt a line, in place of `prompt`
     max_new_tokens: int = number(200, minimum=1)
     temperature: float = number(0.8, minimum=0.0)  # 0: always the likeliest
@@ -238,6 +237,7 @@ class Config:
     allow_modules: list[str] = field(default_factory=list)
     allow_commands: bool = False
     hooks: list[str] = field(default_factory=list)
+    prompt: list[str] | None = field(default=None, metadata={"one_or_several": True})
     run: Run = field(default_factory=Run)
     model: ModelOptions = field(default_factory=MODELS["gpt"], metadata=variants("name", MODELS))
     dataset: DatasetOptions = field(

@@ -115,14 +115,14 @@ SWITCHES = (
         "use that task",
     ),
     Switch(
-        ("generate",),
+        ("generate", "prompt"),
         ("task",),
         lambda c: c.task == "generate",
         "that is for task=generate",
         "use that task",
     ),
     Switch(
-        ("generate.prompt",),
+        ("prompt",),
         ("generate.prompts",),
         lambda c: c.generate.prompts is None,
         "generate.prompts names a file of them",
@@ -138,8 +138,8 @@ SWITCHES = (
     Switch(
         ("prepare",),
         ("task",),
-        lambda c: c.task == "prepare_data",
-        "that is for task=prepare_data",
+        lambda c: c.task in ("prepare_data", "train"),
+        "that is for task=prepare_data, and for a training, which prepares its data first",
         "use that task",
     ),
     Switch(

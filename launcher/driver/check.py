@@ -27,7 +27,7 @@ from launcher.driver.init_from import find_start
 from launcher.driver.replay import check_program, check_replay_devices, read_plan
 from launcher.log import lines_to
 from launcher.report.chosen import check_libraries, openers
-from recipes import InputError, check_dataset, find_module
+from recipes import InputError, check_dataset, find_module, needs_preparing
 
 _log = logging.getLogger(__name__)
 
@@ -174,6 +174,8 @@ def _not_checked(config: Config, goes_on: bool, environ: Mapping[str, str]) -> I
     ]
     if custom:
         yield f"the contents of {' and '.join(dict.fromkeys(o.module for o in custom))}"
+    elif needs_preparing(config.dataset):
+        yield "what the training first makes of its data (task=prepare_data does that alone)"
     if goes_on:
         yield "the arrays of the checkpoint"
     if isinstance(config.cluster, Described):

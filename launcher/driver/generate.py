@@ -1,33 +1,23 @@
-"""`task=generate`: go on with texts, by the model of a run's checkpoint.
-
-The model is read onto one device of this process, whatever plan has trained it.
-"""
+"""`task=generate`: go on with texts, by a run's checkpoint, under the run's own plan."""
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
 from rich.console import Console
 
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.driver.stored_model import run_settings, stored_model
+from launcher.driver.text_tokens import stored_plan, tokens_of
 from launcher.output import answer
-from launcher.report.console import status
 from launcher.train import checkpoint
-from recipes import users_function
-from recipes.decoding import (
-    ByteTokenizer,
-    Sampling,
-    Tokenizer,
-    build_decoder,
-    generate,
-)
+from recipes import tokenizer_of
+from recipes.corpus.tokenizers import Tokenizer
 
 _LARGEST = 2**20  # bytes of a file of prompts
 
@@ -35,58 +25,49 @@ _LARGEST = 2**20  # bytes of a file of prompts
 def generate_text(config: Config, console: Console) -> int:
     """Print how the model goes on with the prompts; return the exit code.
 
-    A single prompt's text is printed as it is made.
+    A single prompt's text is printed as it is made, several when all of them are. A text ends with
+    the token that ends a document.
 
     Raises:
         ConfigError: there is no such checkpoint, or the prompts cannot be used.
-        InputError: the model has no decoder.
+        InputError: the model has no decoder, or its data is no text.
         OSError: a file cannot be read.
     """
     asked = config.generate
     source, home = stored_model(config, asked.step, asked.best, "generate")
     settings = run_settings(config, home)
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of what does not matter here
-    tokenizer = tokenizer_of(settings)
-    texts = _prompts(config)
+    tokenizer = tokenizer_of(settings.dataset)
+    texts = _prompts(config, tokenizer)
     prompts = [_encoded(tokenizer, text, settings) for text in texts]
-    decoder = build_decoder(settings.model, settings.train.precision)
-    with status(console, f"reading {source}"):
-        try:
-            model = checkpoint.FinishedModel(source, settings.optimizer.lora, asked.ema).whole()
-        except checkpoint.Mismatch as error:
-            raise ConfigError(
-                f"run.id={config.run.id} cannot generate: {source}: {error}", "", ["run.id"]
-            ) from None
-    params = jax.device_put(model["params"], jax.local_devices()[0])
-    sampling = Sampling(asked.temperature, asked.top_k, asked.top_p)
-    tokens = generate(decoder, params, prompts, asked.max_new_tokens, sampling, asked.seed)
-    if len(texts) == 1:
-        return _stream(texts[0], tokenizer, (int(row[0]) for row in tokens))
-    rows = np.array(list(tokens)).T
-    for text, row in zip(texts, rows, strict=True):
-        if code := answer(f"{text}{tokenizer.decode(row.tolist())}\n"):
-            return code
+    tokens = tokens_of(config, settings, source, stored_plan(home), prompts, console)
+    try:
+        rows = _ended(tokens, tokenizer.end_token)
+        if len(texts) == 1:
+            return _stream(texts[0], tokenizer, (row[0] for row in rows))
+        columns = zip(*list(rows), strict=True)
+        for text, column in zip(texts, columns, strict=True):
+            made = itertools.takewhile(lambda token: token != tokenizer.end_token, column)
+            if code := answer(f"{text}{tokenizer.decode(list(made))}\n"):
+                return code
+    except checkpoint.Mismatch as error:
+        raise ConfigError(
+            f"run.id={config.run.id} cannot generate: {source}: {error}", "", ["run.id"]
+        ) from None
     return 0
 
 
-def tokenizer_of(settings: Config) -> Tokenizer:
-    """Return what makes tokens of a run's texts.
-
-    Raises:
-        ConfigError: its data is no text.
-    """
-    if own := users_function("dataset", settings.dataset, "tokenizer"):
-        made: Tokenizer = own()
-        return made
-    if settings.dataset.name not in ("text", "stdlib_text"):
-        raise ConfigError(
-            f"run.id={settings.run.id} has learned from dataset={settings.dataset.name}, which is "
-            "no text to go on with",
-            "Name a run with dataset=stdlib_text or text; the module of a dataset of your own says "
-            "by tokenizer(options) how it makes tokens.",
-            ["run.id"],
-        )
-    return ByteTokenizer()
+def _ended(tokens: Iterable[list[int]], end_token: int | None) -> Iterator[list[int]]:
+    """Yield tokens, those of all prompts, until all texts have ended."""
+    open_rows: set[int] | None = None
+    for row in tokens:
+        open_rows = set(range(len(row))) if open_rows is None else open_rows
+        open_rows -= {index for index, token in enumerate(row) if token == end_token}
+        if not open_rows and len(row) == 1:
+            return
+        yield row
+        if not open_rows:
+            return
 
 
 def _stream(prompt: str, tokenizer: Tokenizer, tokens: Iterable[int]) -> int:
@@ -104,35 +85,38 @@ def _stream(prompt: str, tokenizer: Tokenizer, tokens: Iterable[int]) -> int:
     return code or answer(rest)
 
 
-def _prompts(config: Config) -> list[str]:
-    asked = config.generate
-    if asked.prompts is None:
-        return [asked.prompt]
-    path = Path(asked.prompts).expanduser()
-    if not path.is_file() or path.stat().st_size > _LARGEST:
-        what = "is not a file" if not path.is_file() else f"has more than {_LARGEST:,} bytes"
+def _prompts(config: Config, tokenizer: Tokenizer) -> list[str]:
+    """Return the texts to go on with; "" is the beginning of a document."""
+    path = config.generate.prompts
+    if path is None:
+        return config.prompt or ["import " if tokenizer.end_token is None else ""]
+    file = Path(path).expanduser()
+    if not file.is_file() or file.stat().st_size > _LARGEST:
+        what = "is not a file" if not file.is_file() else f"has more than {_LARGEST:,} bytes"
         raise ConfigError(
-            f"generate.prompts={asked.prompts} {what}",
+            f"generate.prompts={path} {what}",
             "Name a text file with a prompt a line.",
             ["generate.prompts"],
         )
-    lines = [line for line in path.read_text("utf-8", "replace").splitlines() if line]
+    lines = [line for line in file.read_text("utf-8", "replace").splitlines() if line]
     if not lines:
         raise ConfigError(
-            f"generate.prompts={asked.prompts} holds no prompt",
-            "Write one a line.",
-            ["generate.prompts"],
+            f"generate.prompts={path} holds no prompt", "Write one a line.", ["generate.prompts"]
         )
     return lines
 
 
 def _encoded(tokenizer: Tokenizer, text: str, settings: Config) -> Sequence[int]:
     vocabulary: Any = getattr(settings.model, "vocab_size", None)
-    tokens = tokenizer.encode(text)
-    if vocabulary and tokens and max(tokens) >= vocabulary:
+    tokens: list[int] = tokenizer.encode([text])[0].tolist()
+    if not tokens and tokenizer.end_token is not None:
+        tokens = [tokenizer.end_token]
+    if not tokens:
+        raise ConfigError("prompt holds an empty text", "Write what it begins with.", ["prompt"])
+    if vocabulary and max(tokens) >= vocabulary:
         raise ConfigError(
-            f"generate.prompt has the token {max(tokens)}, and the model knows {vocabulary}",
-            "Name the run's own tokenizer.",
-            ["generate.prompt"],
+            f"prompt has the token {max(tokens)}, and the model knows {vocabulary}",
+            "The run's tokenizer makes more tokens than its model takes.",
+            ["prompt"],
         )
     return tokens

@@ -1,4 +1,4 @@
-"""`task=prepare_data` and `task=tokenize`: tokens, and a tokenizer, of the user's documents."""
+"""`task=prepare_data`, which a training begins with where needed, and `task=tokenize`."""
 
 from __future__ import annotations
 
@@ -11,35 +11,45 @@ from rich.console import Console
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.report.console import status
+from recipes import needs_preparing, prepare_dataset
 
 if TYPE_CHECKING:
     from recipes.documents_options import Documents
 
 
 def prepare_data(config: Config, console: Console) -> int:
-    """Tokenise the documents of `dataset`, or what is missing of them; return the exit code.
+    """Make of the data what a training needs, or what is missing of it; return the exit code.
 
     Raises:
-        ConfigError: the dataset has no documents.
-        recipes.InputError: they, or the tokenizer, cannot be used.
+        ConfigError: nothing is ever made of this data.
+        recipes.InputError: it, or the tokenizer, cannot be used.
         OSError: a file cannot be read or written.
     """
-    from recipes.corpus.prepare import prepare_corpus
-    from recipes.documents import preparation
-
-    options = _documents(config)
-    processes = config.prepare.processes or len(os.sched_getaffinity(0))
-    with status(console, f"tokenising {options.path}") as progress:
-        meta = prepare_corpus(preparation(options), processes, progress)
-    bad = next((part.first_bad for part in meta.parts if part.first_bad), "")
-    if meta.skipped:
-        console.print(f"{meta.skipped:,} bad documents were left out, first {bad}", soft_wrap=True)
-    console.print(
-        f"{meta.documents:,} documents, {meta.tokens:,} tokens of {meta.vocab_size:,} are in "
-        f"{options.folder}",
-        soft_wrap=True,
-    )
+    if not prepare_here(config, console):
+        raise ConfigError(
+            f"task={config.task} is for documents and pictures, and of dataset="
+            f"{config.dataset.name} nothing is made",
+            "Use dataset=jsonl, parquet, arrow, documents, pictures or webdataset.",
+            ["task", "dataset.name"],
+        )
     return 0
+
+
+def prepare_first(config: Config, console: Console) -> None:
+    """Prepare the data of a training, where that has not been done; raises as `prepare_data`."""
+    if needs_preparing(config.dataset):
+        prepare_here(config, console)
+
+
+def prepare_here(config: Config, console: Console) -> bool:
+    """Prepare the data, and say what there is now; return whether there is anything to prepare."""
+    source = getattr(config.dataset, "path", config.dataset.name)
+    processes = config.prepare.processes or len(os.sched_getaffinity(0))
+    with status(console, f"preparing {source}") as progress:
+        made = prepare_dataset(config.dataset, processes, progress)
+    for line in (made or "").splitlines():
+        console.print(line, soft_wrap=True)
+    return made is not None
 
 
 def tokenize(config: Config, console: Console) -> int:

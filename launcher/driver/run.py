@@ -29,6 +29,7 @@ from launcher.driver.calibrated_first import is_kept, measures_first
 from launcher.driver.check import Inputs, look, os_error_text
 from launcher.driver.folder import RunFolder
 from launcher.driver.hooks import HookError, Hooks
+from launcher.driver.prepare_data import prepare_first
 from launcher.driver.status import Status
 from launcher.log import lines_to
 from launcher.output import complain
@@ -146,6 +147,8 @@ def _train(config: Config, console: RunConsole, stop: Stop, rendezvous: Rendezvo
     with stop.interruptible():
         Hooks(config.hooks)  # what is wrong with them is said at once
         finished = folder.check(config)
+        if finished < steps:
+            prepare_first(config, console)
         found = look(config, finished) if finished < steps else None
     if found is None:
         _log.info(

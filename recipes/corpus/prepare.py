@@ -11,6 +11,7 @@ import fcntl
 import functools
 import hashlib
 import json
+import logging
 import multiprocessing
 import os
 import signal
@@ -37,6 +38,8 @@ from recipes.corpus.documents import (
 )
 from recipes.corpus.meta import META, CorpusMeta, TokenPart, read_meta, write_meta
 from recipes.corpus.tokenizers import Tokenizer, load_tokenizer, tokenizer_fingerprint
+
+_log = logging.getLogger(__name__)
 
 _AT_ONCE = 256  # documents that are tokenised in one call
 _ENDINGS = (".bin", ".ends", ".mask", ".json")
@@ -322,9 +325,8 @@ def _locked(work: Preparation) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise InputError(
-                f"dataset.tokens={work.tokens} is being written right now; wait for that to end"
-            ) from None
+            _log.info(f"{work.tokens} is being written by another process; waiting for that")
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,7 +41,7 @@ class Tokenizer(NamedTuple):
 
     Attributes:
         encode: texts to tokens, an integer array each, without tokens at either end.
-        decode: tokens to text.
+        decode: tokens to text; what is none stands as U+FFFD.
         vocab_size: all tokens are smaller.
         end_token: what is put behind each document; None: nothing.
         fingerprint: a digest of what it is made of.
@@ -62,6 +63,11 @@ def tokenizer_fingerprint(name: str) -> str:
     if name == BYTES:
         return BYTES
     return hashlib.sha256(_file(name).read_bytes()).hexdigest()[:32]
+
+
+def plain_bytes() -> Tokenizer:
+    """Return what text read as bytes has for a tokenizer: nothing ends a document."""
+    return _bytes()._replace(vocab_size=_END_OF_BYTES, end_token=None)
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -103,7 +109,13 @@ def _bytes() -> Tokenizer:
         return [np.frombuffer(text.encode(errors="replace"), np.uint8) for text in texts]
 
     def decode(tokens: Sequence[int]) -> str:
-        return bytes(token for token in tokens if token < _END_OF_BYTES).decode(errors="replace")
+        runs = itertools.groupby(tokens, lambda token: token < _END_OF_BYTES)
+        return "".join(
+            bytes(run).decode(errors="replace")
+            if is_text
+            else "\ufffd" * sum(token != _END_OF_BYTES for token in run)
+            for is_text, run in runs
+        )
 
     return Tokenizer(encode, decode, _END_OF_BYTES + 1, _END_OF_BYTES, BYTES)
 

@@ -103,13 +103,13 @@ def test_the_defaults_of_yaml_and_schema_agree() -> None:
     assert dataclasses.replace(composed, model=model) == build(Config, {})
     assert load(["model=mlp", "dataset=synthetic"]).model == MLPOptions()
     for name, family in find_datasets().items():
-        needs_path = name in ("arrays", "documents", "text", "tokens")
+        needs_path = name in ("arrays", "documents", "pictures", "text", "tokens")
         needed = ["dataset.path=/data"] if needs_path else []
         given = dict(word.removeprefix("dataset.").split("=") for word in needed)
         if name == "mixture":
             needed, given = ["dataset.parts={a: {path: a}}"], {"parts": {"a": {"path": "a"}}}
-        if name == "digits":
-            needed = ["model=mlp"]
+        if name in ("digits", "pictures"):
+            needed.append("model=mlp" if name == "digits" else "model=vit")
         assert load([f"dataset={name}", *needed]).dataset == family(**given)
     for name, optimizer in OPTIMIZERS.items():
         if name != "custom":  # whose module has no default

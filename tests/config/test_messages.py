@@ -28,7 +28,7 @@ COMMAND_LINES = [
     (
         "dataset.path=/data",
         f"dataset.path is not a setting of dataset=stdlib_text {CLI}. It belongs to "
-        "dataset=arrays, documents, text or tokens.",
+        "dataset=arrays, documents, pictures, text or tokens.",
     ),
     # Options and sizes that do not exist.
     ("model=gtp", f"There is no model=gtp {CLI}. Did you mean gpt?"),
@@ -636,7 +636,8 @@ FILES = [
         "path: /data\n",
         "dataset=mine",
         "dataset.name is not set. It says which kind of dataset this is: "
-        "arrays, digits, documents, mixture, stdlib_text, synthetic, text, tokens, custom.",
+        "arrays, digits, documents, mixture, pictures, stdlib_text, synthetic, text, tokens, "
+        "custom.",
     ),
 ]
 

@@ -13,9 +13,11 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import wandb
 from layered import layered_step
+from PIL import Image
 from rich.console import Console
 
 from launcher import command
@@ -28,7 +30,15 @@ from launcher.config.errors import ConfigError
 from launcher.config.machines import Described, Emulated
 from launcher.config.parallel import Data
 from launcher.config.schema import Config
-from launcher.driver import check, evaluate, folder, generate, prepare_data, training
+from launcher.driver import (
+    check,
+    evaluate,
+    folder,
+    generate,
+    prepare_data,
+    text_tokens,
+    training,
+)
 from launcher.driver.cluster_from_config import described_shape
 from launcher.driver.export import export
 from launcher.driver.failures import run_with_restarts
@@ -46,7 +56,7 @@ from launcher.submit.job import submit
 from launcher.submit.slots import find_slots
 from launcher.submit.stop_early import LEAST_OTHERS, is_hopeless
 from launcher.trace.cudnn import described_cudnn
-from launcher.train import checkpoint, worker
+from launcher.train import checkpoint, text_worker, worker
 from launcher.train.checked_model import checked_loss, init_model
 from launcher.train.lora import with_adapters
 from launcher.train.program import build_steps
@@ -54,6 +64,7 @@ from launcher.train.step_result import StepResult
 from launcher.train.worker import TrainWorker
 from recipes import InputError, Model, build_dataset, build_model
 from recipes.corpus.prepare import prepare_corpus
+from recipes.corpus.tokenizers import plain_bytes
 from recipes.documents import preparation
 
 # Four layers, whose last two are heavier.
@@ -101,6 +112,22 @@ def data_told(config: Config):
     return dataset.describe, digest(batch), dataset.validation and digest(dataset.validation(0))
 
 
+def pictures_told(config: Config):
+    """The batches of an album, or what is wrong with it."""
+    rng = np.random.default_rng(0)
+    for name in ("album", "other_album", "bad_album"):
+        for label in ("a", "b"):
+            Path(name, label).mkdir(parents=True, exist_ok=True)
+            for i in range(4):
+                points = rng.integers(256, size=(12, 16), dtype=np.uint8)
+                Image.fromarray(points).save(Path(name, label, f"{i}.png"))
+    Path("bad_album/a/0.png").write_bytes(b"none")
+    try:
+        return data_told(config)
+    except InputError as error:
+        return str(error)
+
+
 def documents_told(config: Config):
     """What preparing says or writes, and the batches of it."""
     try:
@@ -115,7 +142,7 @@ def prepared_told(config: Config):
     told, console = [], Console(file=io.StringIO())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "recipes.corpus.prepare.prepare_corpus", lambda *given: told.append(given[1]) or META
+            "recipes.documents.prepare_corpus", lambda *given: told.append(given[1]) or META
         )
         patch.setattr(
             "recipes.corpus.train_tokenizer.train_tokenizer",
@@ -401,19 +428,28 @@ def evaluate_told(config: Config):
 def generate_told(config: Config):
     """By which checkpoint which text is gone on with, and how."""
     told, home = [], (Path("here"), Path("home"))
-    settings = SimpleNamespace(
-        dataset=SimpleNamespace(name="text"),
-        model=SimpleNamespace(vocab_size=256),
-        train=SimpleNamespace(precision="fp32"),
-        optimizer=SimpleNamespace(lora=None),
-    )
-    whole = SimpleNamespace(whole=lambda: {"params": {}})
+    stored = SimpleNamespace(shapes={"params.w": (2,)})
+
+    class Model:
+        def __init__(self, settings, layout, sampling, devices):
+            told.append(sampling)
+
+        def load(self, model):
+            return {}
+
+        def generate(self, params, *given):
+            told.append(given)
+            return iter([])
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generate, "stored_model", lambda _, *which: told.append(which) or home)
-        patch.setattr(generate, "load_frozen", lambda path: settings)
-        patch.setattr(generate, "build_decoder", lambda *_: None)
-        patch.setattr(checkpoint, "FinishedModel", lambda *which: told.append(which) or whole)
-        patch.setattr(generate, "generate", lambda *given: told.append(given) or iter([]))
+        patch.setattr(generate, "load_frozen", lambda path: config)
+        patch.setattr(generate, "tokenizer_of", lambda options: plain_bytes())
+        for module in (text_tokens, text_worker):
+            found = lambda *which: told.append(which) or stored  # noqa: E731
+            patch.setattr(module, "FinishedModel", found)
+        patch.setattr(text_tokens, "find_devices", lambda _: SimpleNamespace(num_devices=1))
+        patch.setattr(text_worker, "TextModel", Model)
         generate.generate_text(config, Console(file=io.StringIO()))
     return told
 

@@ -282,10 +282,11 @@ def probes():
     yield "", "export.format", exported("hf")
     theirs = {"run": {"id": "taken"}, "export": {"format": "hf"}}
     yield "", "export.dtype", Probe(told.export_told, theirs, "bfloat16")
-    values = {"step": 3, "best": True, "ema": True, "prompt": "x", "prompts": "data.txt"}
+    values = {"step": 3, "best": True, "ema": True, "prompts": "data.txt"}
     values |= {"max_new_tokens": 7, "temperature": 0.5, "top_k": 3, "top_p": 0.5, "seed": 1}
     for name, value in values.items():
         yield "", f"generate.{name}", Probe(told.generate_told, {"run": {"id": "taken"}}, value)
+    yield "", "prompt", Probe(told.generate_told, {"run": {"id": "taken"}}, "x")
     for name, value in {"step": 3, "best": True, "ema": True, "batches": 2, "path": "x"}.items():
         yield "", f"evaluate.{name}", Probe(told.evaluate_told, {"run": {"id": "taken"}}, value)
     sweep = functools.partial(Probe, told.sweep_told)
@@ -346,6 +347,19 @@ def token_probes(data):
     for name, value in values.items():
         base = merged(documents, {"dataset": others.get(name, {})})
         yield "documents", f"dataset.{name}", Probe(told.documents_told, base, value)
+    vit = FAMILIES["vit"][0]
+    pictures = {
+        "dataset": {"name": "pictures", "path": "album", "validation_fraction": 0.3},
+        "model": {"name": "vit", "size": "s", "sizes": {"s": vit}},
+        "train": {"global_batch_size": 12},
+    }
+    values = {"path": "other_album", "format": "tar", "fit": "pad", "smallest_crop": 0.3}
+    values |= {"flip": True, "mean": 0.5, "std": 2.0, "validation_path": "other_album"}
+    values |= {"validation_fraction": 0.5}
+    for name, value in values.items():
+        yield "pictures", f"dataset.{name}", Probe(told.pictures_told, pictures, value)
+    spoilt = merged(pictures, {"dataset": {"path": "bad_album"}})
+    yield "pictures", "dataset.bad", Probe(told.pictures_told, spoilt, "skip")
     prepared = functools.partial(Probe, told.prepared_told)
     yield "", "prepare.processes", prepared(merged(documents, {"task": "prepare_data"}), 7)
     tokenizing = merged(documents, {"task": "tokenize"})

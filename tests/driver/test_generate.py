@@ -15,8 +15,13 @@ from launcher.config.compose import load, to_dict
 from launcher.config.errors import ConfigError
 from launcher.driver.evaluate import evaluate
 from launcher.driver.generate import generate_text
+from launcher.driver.text_tokens import stored_plan
 from launcher.report.console import make_console
+from launcher.train import checkpoint
+from launcher.train.text_layout import layout_of
+from launcher.train.text_model import TextModel
 from recipes import build_dataset, build_model
+from recipes.decoding import Sampling
 from recipes.gpt import GPT
 from recipes.gpt_options import DIMENSIONS
 
@@ -38,7 +43,13 @@ PLANS = {
     "one": ["parallel=data", "cluster.gpus=1"],
     "two_stages": ["parallel=manual", "parallel.num_stages=2", "cluster.gpus=2"],
     "zero3": ["parallel=zero3", "cluster.gpus=4"],
+    "shard": ["parallel=shard", "cluster.gpus=2"],
+    "three_d": ["parallel=three_d", "cluster.gpus=4"],
 }
+# How many devices the model then lies on, and at most which share of it on each.
+SPREAD = {"one": (1, 1), "two_stages": (2, 0.55), "zero3": (4, 0.3), "shard": (2, 0.8)}
+SPREAD |= {"three_d": (4, 0.3)}
+GREEDY = "generate.temperature=0", "generate.max_new_tokens=20"
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +64,8 @@ def runs(tmp_path_factory):
         trainee.create_and_save(str(home / "checkpoints"))
         settings = load([*GPT_WORDS, *words, f"run.id={name}"])
         (home / "config.yaml").write_text(yaml.safe_dump(to_dict(settings)))
+        plan = trainee.worker._train.plan.to_dict()
+        (home / "plan.json").write_text(json.dumps(plan))
         trainee.worker.restore(str(home / "checkpoints"), 2)
         params[name] = jax.tree.map(np.asarray, trainee.worker._state.params)
         trainee.worker.close()
@@ -65,23 +78,70 @@ def generated(capsys, *words):
     return capsys.readouterr().out
 
 
-def test_greedy_text_is_that_of_a_plain_loop_under_every_plan(runs, monkeypatch, capsys):
-    folder, params = runs
-    monkeypatch.chdir(folder)
+def plain_loop(params, prompt, count):
+    """The text that the whole model goes on with, one token after another, on one device."""
     options = load(GPT_WORDS).model
     names = (*DIMENSIONS, "mlp_ratio", "dropout", "tie_embeddings", "scan_layers")
     module = GPT(**{n: getattr(options, n) for n in names}, dtype=jnp.float32)
     forward = jax.jit(lambda p, tokens: module.apply({"params": p}, tokens, deterministic=True))
-    told = {}
-    for name in PLANS:
-        text = list(b"def ")
-        for _ in range(20):
-            padded = jnp.array([text + [0] * (64 - len(text))])  # what follows changes nothing
-            text.append(int(jnp.argmax(forward(params[name], padded)[0, len(text) - 1])))
-        asked = "generate.prompt='def '", "generate.max_new_tokens=20", "generate.temperature=0"
-        told[name] = generated(capsys, f"run.id={name}", *asked)
-        assert told[name] == bytes(text).decode("utf-8", "replace") + "\n"
-    assert len(set(told.values())) == 1
+    text = list(prompt)
+    for _ in range(count):
+        padded = jnp.array([text + [0] * (64 - len(text))])  # what follows changes nothing
+        text.append(int(jnp.argmax(forward(params, padded)[0, len(text) - 1])))
+    return text
+
+
+def spread(folder, name):
+    """A run's model as its plan puts it on this process's devices, and its parameters there."""
+    home = folder / "outputs" / name
+    settings = load([*GPT_WORDS, *PLANS[name]])
+    stored = checkpoint.FinishedModel(home / "checkpoints" / "2", settings.optimizer.lora)
+    layout = layout_of(stored_plan(home), stored.shapes, 8)
+    model = TextModel(settings, layout, Sampling(temperature=0), jax.devices())
+    return model, model.load(stored), layout
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_greedy_tokens_are_those_of_a_plain_loop_under_every_plan(runs, name):
+    folder, params = runs
+    model, placed, layout = spread(folder, name)
+    prompts = [list(b"def "), list(b"x")]
+    made = np.array(list(model.generate(placed, prompts, 20))).T.tolist()
+    assert [p + m for p, m in zip(prompts, made, strict=True)] == [
+        plain_loop(params[name], prompt, 20) for prompt in prompts
+    ]
+    leaves = jax.tree.leaves(placed)
+    first = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
+    count, share = SPREAD[name]
+    assert layout.num_devices == count
+    assert first <= share * sum(leaf.nbytes for leaf in leaves)
+
+
+def test_parameters_of_a_training_are_placed_as_those_of_its_checkpoint(runs):
+    folder, params = runs
+    model, placed, _ = spread(folder, "two_stages")
+    ours = model.place(jax.tree.map(jnp.asarray, params["two_stages"]))
+    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(placed), strict=True):
+        assert one.sharding == other.sharding
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_text_is_printed_under_the_runs_own_settings(runs, monkeypatch, capsys):
+    folder, params = runs
+    monkeypatch.chdir(folder)
+    told = generated(capsys, "run.id=one", "prompt='def '", *GREEDY)
+    assert told == bytes(plain_loop(params["one"], b"def ", 20)).decode("utf-8", "replace") + "\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_workers_generate_together(runs, monkeypatch, capsys, hosts):
+    folder, params = runs
+    monkeypatch.chdir(folder)
+    words = "run.id=two_stages", f"cluster.hosts={hosts}", "cluster.gpus=2", "prompt='def '"
+    told = generated(capsys, *words, *GREEDY)
+    text = bytes(plain_loop(params["two_stages"], b"def ", 20))
+    assert told == text.decode("utf-8", "replace") + "\n"
 
 
 def test_prompts_of_a_file_are_read_together(runs, monkeypatch, capsys):
@@ -89,8 +149,9 @@ def test_prompts_of_a_file_are_read_together(runs, monkeypatch, capsys):
     Path("prompts.txt").write_text("def f\nimport os\n")
     words = "run.id=one", "generate.max_new_tokens=5", "generate.temperature=0"
     both = generated(capsys, *words, "generate.prompts=prompts.txt")
-    alone = [generated(capsys, *words, f"generate.prompt={p}") for p in ("def f", "import os")]
+    alone = [generated(capsys, *words, f"prompt={p}") for p in ("def f", "import os")]
     assert both == "\n".join(alone) + "\n"
+    assert generated(capsys, *words, "prompt=[def f,import os]") == both
 
 
 @pytest.mark.parametrize(
@@ -111,8 +172,8 @@ def test_what_cannot_be_generated_is_one_line(runs, words, said, monkeypatch):
 def test_a_task_without_a_run_and_settings_without_an_effect_are_refused():
     with pytest.raises(ConfigError, match="task=generate does not say which run"):
         load(["task=generate"])
-    with pytest.raises(ConfigError, match=r"generate.prompt has no effect: that is for task=gen"):
-        load(["generate.prompt=x"])
+    with pytest.raises(ConfigError, match=r"prompt has no effect: that is for task=gen"):
+        load(["prompt=x"])
     with pytest.raises(ConfigError, match=r"generate.top_p has no effect: generate.temperature=0"):
         load(["task=generate", "run.id=x", "generate.temperature=0", "generate.top_p=0.5"])
 

@@ -42,7 +42,10 @@ PROGRAMS = [
     if page.name != RECIPES_PAGE.name  # whose blocks are modules: see test_own_code.py, and below
 ]
 # Of recipes/README.md, in order.
-MODULES = "talks", "arrays", "net", "normed", "nnx_net", "data", "net_options", "data_options"
+MODULES = (
+    *("talks", "shapes", "arrays", "net", "normed", "nnx_net", "data"),
+    *("net_options", "data_options"),
+)
 END = "\0\n"  # printed between the blocks of a program
 
 
@@ -64,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     theirs = load(["model=llama", "dataset=synthetic"]).model
     (folder / "my_llama").mkdir()
     (folder / "my_llama" / "config.json").write_text(json.dumps(config_of(theirs)))
-    for module in ("arrays", "talks"):
+    for module in ("arrays", "shapes", "talks"):
         subprocess.run([sys.executable, f"my_pkg/{module}.py"], cwd=folder, check=True)
     work = ("jsonl", "text", str(folder / "tokenizer.json"), None, "refuse")
     talks = Preparation(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from recipes import InputError, build_model
-from recipes.decoding import ByteTokenizer, Sampling, build_decoder, draw, generate
+from recipes.decoding import Generator, Sampling, build_decoder, draw
 from recipes.gpt import GPT
 from recipes.gpt_options import DIMENSIONS, GPTOptions
 from recipes.llama import Llama
@@ -67,7 +67,7 @@ def test_greedy_tokens_are_those_of_the_whole_model(name):
             text.append(int(jnp.argmax(logits(text)[-1])))
     decoder = build_decoder(options, "fp32")
     greedy = Sampling(temperature=0)
-    together = np.array(list(generate(decoder, params, PROMPTS, 10, greedy))).T.tolist()
+    together = np.array(list(Generator(decoder, greedy)(params, PROMPTS, 10))).T.tolist()
     assert together == [text[-10:] for text in texts]
     assert len({tuple(row) for row in together}) > 1
 
@@ -89,7 +89,7 @@ def test_a_text_that_outgrows_the_model_goes_on_from_its_newer_half():
     params = trained(options)
     logits = whole(options, params)
     (tokens,) = np.array(
-        list(generate(build_decoder(options, "fp32"), params, [[5] * 10], 20, Sampling(0)))
+        list(Generator(build_decoder(options, "fp32"), Sampling(0))(params, [[5] * 10], 20))
     ).T.tolist()
     window = [5] * 10
     for token in tokens:
@@ -127,17 +127,9 @@ def test_the_same_seed_draws_the_same():
     params, decoder = trained(options), build_decoder(options, "fp32")
 
     def told(seed):
-        return np.array(list(generate(decoder, params, PROMPTS, 8, Sampling(), seed))).tolist()
+        return np.array(list(Generator(decoder, Sampling())(params, PROMPTS, 8, seed))).tolist()
 
     assert told(1) == told(1) != told(2)
-
-
-def test_bytes_are_text_and_half_a_character_is_none():
-    tokens = ByteTokenizer().encode("a–b")
-    assert tokens == [97, 226, 128, 147, 98]
-    assert ByteTokenizer().decode(tokens) == "a–b"
-    assert ByteTokenizer().decode(tokens[:3]) == "a\ufffd"
-    assert ByteTokenizer().decode([97, 300]) == "a\ufffd"
 
 
 def test_a_family_without_a_decoder_is_refused():

@@ -127,7 +127,7 @@ def test_a_tokenizer_of_another_vocabulary_is_refused(prepared):
     path = prepared.parts["a"]["path"]
     meta = json.loads(Path(path, "meta.json").read_text())
     assert str(error.value) == (
-        f"dataset.parts.a.path={path} was made by a tokenizer of {meta['vocab_size']} tokens "
-        f"({meta['tokenizer']}), more than model.vocab_size=300; "
+        f"dataset.parts.a.path={path}, made by {meta['tokenizer']}, has {meta['vocab_size']} "
+        "tokens, more than model.vocab_size=300; "
         f"set model.vocab_size={meta['vocab_size']} or more"
     )

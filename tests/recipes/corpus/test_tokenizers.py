@@ -54,6 +54,15 @@ def test_every_tokenizer_gives_the_text_back(trained, kind):
         assert len(encoded[0]) < len(TEXT.encode())
 
 
+def test_bytes_are_text_and_half_a_character_is_none():
+    encode, decode, *_ = load_tokenizer("bytes")
+    tokens = encode(["a–b"])[0].tolist()
+    assert tokens == [97, 226, 128, 147, 98]
+    assert decode(tokens) == "a–b"
+    assert decode(tokens[:3]) == "a\ufffd"
+    assert decode([97, 300, 98, 256]) == "a\ufffdb"
+
+
 def test_tiktokens_patterns_are_its_own():
     import inspect
 

@@ -1,0 +1,270 @@
+"""`recipes/pictures.py`: folders, lists, tar and .npz files; bad ones; the same rows everywhere."""
+
+import io
+import os
+import tarfile
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from launcher.train.rows import own_rows, shapes_of
+from recipes import (
+    InputError,
+    build_dataset,
+    check_dataset,
+    fingerprint_dataset,
+    needs_preparing,
+    prepare_dataset,
+)
+from recipes.picture_files import index as index_module
+from recipes.picture_files.decode import Fitting
+from recipes.pictures_options import Pictures
+
+VIT = SimpleNamespace(name="vit", image_size=8, channels=3, num_classes=3)
+UNET = SimpleNamespace(name="unet", image_size=8, channels=3)
+CLASSES = "bird", "cat", "dog"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+def png(number, size=(8, 8)):
+    """A picture of one colour, which is its number."""
+    file = io.BytesIO()
+    Image.new("RGB", size, (number, 2 * number, 0)).save(file, "PNG")
+    return file.getvalue()
+
+
+def made_by(format, root, count=30):
+    """Pictures 0 … count - 1, of which each third is of a class; the path to name."""
+    if format == "folder":
+        for i in range(count):
+            (root / CLASSES[i % 3]).mkdir(exist_ok=True, parents=True)
+            (root / CLASSES[i % 3] / f"{i:03}.png").write_bytes(png(i))
+        return root
+    root.mkdir()
+    if format == "list":
+        lines = []
+        for i in range(count):
+            (root / f"{i:03}.png").write_bytes(png(i))
+            lines.append(f"{i:03}.png,{CLASSES[i % 3]}")
+        (root / "all.csv").write_text("\n".join(["file_name,label", *lines]) + "\n")
+        return root / "all.csv"
+    if format == "npz":
+        images = np.stack([np.asarray(Image.open(io.BytesIO(png(i)))) for i in range(count)])
+        for name, part in {"a": slice(0, 11), "b": slice(11, count)}.items():
+            np.savez(root / f"{name}.npz", image=images[part], label=np.arange(count)[part] % 3)
+        return root
+    for name, part in {"a": range(11), "b": range(11, count)}.items():
+        with tarfile.open(root / f"{name}.tar", "w") as archive:
+            for i in part:
+                words = {f"{i:03}.png": png(i), f"{i:03}.cls": str(i % 3).encode()}
+                if format == "tar_folders":
+                    words = {f"./{CLASSES[i % 3]}/{i:03}.png": png(i)}
+                for member, content in words.items():
+                    info = tarfile.TarInfo(member)
+                    info.size = len(content)
+                    archive.addfile(info, io.BytesIO(content))
+    return f"{root}/*.tar"
+
+
+def options(path, format="folder", **changes):
+    of = {"list": "folder", "tar_folders": "tar"}.get(format, format)
+    return Pictures(path=str(path), format=of, **changes)
+
+
+def numbers_in(batch):
+    return np.rint(batch["image"][:, 0, 0, 0] * 255).astype(int)
+
+
+@pytest.mark.parametrize("format", ["folder", "list", "tar", "tar_folders", "npz"])
+def test_every_format_gives_its_pictures_and_classes(tmp_path, format):
+    path = made_by(format, tmp_path / "data")
+    given = options(path, format, validation_fraction=0.2)
+    check_dataset(given, VIT, validation=True)
+    dataset = build_dataset(given, VIT, 6, 0)
+    train = [dataset.train(k) for k in range(4)]
+    held = [dataset.validation(k) for k in range(1)]
+    assert dataset.validation.num_rows == 6
+    for batch in (*train, *held):
+        assert (batch["image"].shape, batch["image"].dtype) == ((6, 8, 8, 3), np.float32)
+        assert batch["label"].dtype == np.int32
+        np.testing.assert_array_equal(batch["label"], numbers_in(batch) % 3)
+        np.testing.assert_allclose(batch["image"][..., 1], 2 * batch["image"][..., 0], rtol=1e-6)
+    seen = np.concatenate([numbers_in(batch) for batch in (*train, *held)])
+    assert sorted(seen) == list(range(30))
+    assert "24 pictures of 3 classes, 6 held out" in dataset.describe
+
+
+def test_a_batch_is_the_same_in_whole_and_by_rows_and_after_a_resume(tmp_path):
+    path = made_by("tar", tmp_path / "data")
+    given = options(path, "tar", smallest_crop=0.3, flip=True)
+    whole = build_dataset(given, VIT, 8, 3).train
+    shapes = shapes_of(whole, 8)
+    wanted = [whole(k) for k in range(9)]
+    again = build_dataset(given, VIT, 8, 3).train  # as another process, which begins later
+    for k in (8, 5, 2):
+        np.testing.assert_array_equal(again(k)["image"], wanted[k]["image"])
+        parts = [own_rows(again, shapes, np.arange(a, a + 2))(k) for a in range(0, 8, 2)]
+        for name in ("image", "label"):
+            summed = sum(part[name] for part in parts)
+            np.testing.assert_array_equal(summed, wanted[k][name])
+
+
+def test_random_parts_are_drawn_anew_in_each_pass(tmp_path):
+    root = tmp_path / "data"
+    root.mkdir()
+    rng = np.random.default_rng(0)
+    Image.fromarray(rng.integers(256, size=(20, 30, 3), dtype=np.uint8)).save(root / "a.png")
+    plain, drawn = (
+        build_dataset(options(root, validation_fraction=0.0, **changes), UNET, 1, 0).train
+        for changes in ({}, {"smallest_crop": 0.3, "flip": True})
+    )
+    np.testing.assert_array_equal(plain(0)["image"], plain(1)["image"])
+    made = {drawn(k)["image"].tobytes() for k in range(6)}
+    assert len(made) == 6
+    np.testing.assert_array_equal(drawn(4)["image"], drawn(4)["image"])
+    assert "label" not in plain(0)
+
+
+def test_pictures_are_cropped_padded_or_stretched_and_normalised():
+    left, right = Image.new("RGB", (8, 8), "white"), Image.new("RGB", (8, 8), "black")
+    wide = Image.new("RGB", (16, 8))
+    wide.paste(left, (0, 0))
+    wide.paste(right, (8, 0))
+    crop, pad, stretch = (
+        Fitting(8, 1, fit, mean=0.5, std=0.5).array(wide, None)[..., 0]
+        for fit in ("crop", "pad", "stretch")
+    )
+    assert crop[:, :3].min() == 1
+    assert crop[:, 5:].max() == -1
+    assert pad[0].max() == pad[7].max() == -1  # the bars
+    assert pad[3, :3].min() == 1
+    assert stretch[0, 0] == stretch[7, 0] == 1
+    assert Fitting(4, 4, "crop").array(left, None).shape == (4, 4, 4)
+    mirrored = Fitting(8, 3, "stretch", flip=True)
+    found = {mirrored.array(wide, np.random.default_rng(i))[0, 0, 0] for i in range(8)}
+    assert found == {0, 1}
+
+
+def spoil(format, path):
+    """Make picture 4 of a source bad; what is said of it."""
+    if format == "folder":
+        file = path / "cat" / "004.png"
+        file.write_bytes(png(4)[:40])
+        return str(file), "004.png: "
+    if format == "list":
+        (path.parent / "004.png").unlink()
+        return f"{path}, line 6", "004.png: no such file or directory"
+    file = str(path).replace("*", "a")
+    with open(file, "r+b") as archive:
+        content = archive.read()
+        at = content.index(png(4))
+        archive.seek(at + 20)
+        archive.write(bytes(30))
+    return f"{file}, 004.png", ": "
+
+
+@pytest.mark.parametrize("format", ["folder", "list", "tar"])
+def test_a_bad_picture_is_refused_by_file_and_place_or_skipped_and_counted(tmp_path, format):
+    path = made_by(format, tmp_path / "data")
+    place, why = spoil(format, path)
+    given = options(path, format, validation_fraction=0.0)
+
+    def read_all():
+        train = build_dataset(given, VIT, 10, 0).train
+        for k in range(3):
+            train(k)
+
+    with pytest.raises(InputError) as error:
+        read_all()
+    said = str(error.value)
+    assert place in said
+    assert why in said
+    assert said.endswith("mend it, or leave bad pictures out with dataset.bad=skip")
+    given = options(path, format, validation_fraction=0.0, bad="skip")
+    assert needs_preparing(given)
+    line = prepare_dataset(given, 1, lambda share: None)
+    assert f"29 pictures are in {path} (1 bad ones are left out, first {place}" in line
+    assert not needs_preparing(given)
+    dataset = build_dataset(given, VIT, 29, 0)
+    assert sorted(numbers_in(dataset.train(0))) == [i for i in range(30) if i != 4]
+    assert "29 pictures of 3 classes (1 bad ones are left out" in dataset.describe
+
+
+def test_what_is_wrong_in_tar_and_npz_files_is_named(tmp_path):
+    path = made_by("tar", tmp_path / "data")
+    whole = (tmp_path / "data" / "a.tar").read_bytes()
+    cut = whole[: whole.index(png(10)) + 20]
+    (tmp_path / "data" / "a.tar").write_bytes(cut)
+    with pytest.raises(InputError, match=r"a\.tar, 010\.png: it is cut short: [\d,]+ bytes of"):
+        build_dataset(options(path, "tar"), VIT, 4, 0)
+    (tmp_path / "data" / "a.tar").write_bytes(b"no tar file" * 100)
+    with pytest.raises(InputError, match=r"a\.tar: it is no whole plain tar file"):
+        build_dataset(options(path, "tar"), VIT, 4, 0)
+    with tarfile.open(tmp_path / "data" / "a.tar", "w") as archive:
+        info = tarfile.TarInfo("7.cls")
+        info.size = 1
+        archive.addfile(info, io.BytesIO(b"1"))
+    with pytest.raises(InputError, match=r"a\.tar, 7: it has no picture"):
+        build_dataset(options(path, "tar"), VIT, 4, 0)
+    np.savez(tmp_path / "x.npz", image=np.zeros((3, 4, 4, 3)), label=np.arange(3))
+    with pytest.raises(InputError, match=r"x\.npz: 'image' is float64 \[3, 4, 4, 3\], and pict"):
+        build_dataset(options(tmp_path / "x.npz", "npz"), VIT, 4, 0)
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "text"),
+    [
+        (SimpleNamespace(name="mlp", input_size=4), {}, "model.name=mlp does not take pictures"),
+        (SimpleNamespace(**{**vars(VIT), "channels": 2}), {}, "takes 2 channels"),
+        (SimpleNamespace(**{**vars(VIT), "num_classes": 2}), {}, "set model.num_classes=3"),
+        (VIT, {"path": "none"}, "dataset.path=none is neither a folder of pictures nor"),
+        (VIT, {"path": "none", "format": "tar"}, r"dataset.path=none names no file \*\.tar"),
+        (VIT, {"validation_fraction": 0.0}, "holds out no picture to evaluate on"),
+        (VIT, {"validation_path": "other"}, "has the class 'fish', which"),
+        (VIT, {"path": "flat"}, "has no class, and model.name=vit learns classes"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path, monkeypatch, model, words, text):
+    monkeypatch.chdir(tmp_path)
+    made_by("folder", tmp_path / "data")
+    for folder in ("other/fish", "flat"):
+        os.makedirs(folder)
+        (tmp_path / folder / "a.png").write_bytes(png(1))
+    with pytest.raises(InputError, match=text):
+        check_dataset(Pictures(**{"path": "data"} | words), model, validation=True)
+
+
+def test_an_index_is_made_once_and_again_when_files_change(tmp_path, monkeypatch):
+    path, scans = made_by("tar", tmp_path / "data"), []
+    scanned = index_module.scanned
+    monkeypatch.setattr(index_module, "scanned", lambda *given: scans.append(1) or scanned(*given))
+    given = options(path, "tar")
+    assert needs_preparing(given)
+    for _ in range(3):
+        build_dataset(given, VIT, 4, 0)
+    assert len(scans) == 2  # files, once
+    made_by("tar", tmp_path / "more", 12)
+    os.replace(tmp_path / "more" / "b.tar", tmp_path / "data" / "b.tar")
+    assert needs_preparing(given)
+    assert "12 pictures" in prepare_dataset(given, 1, lambda share: None)
+    assert len(scans) == 4
+
+
+@pytest.mark.parametrize("format", ["folder", "tar", "npz"])
+def test_the_fingerprint_is_of_the_content_wherever_it_lies(tmp_path, format):
+    first = fingerprint_dataset(options(made_by(format, tmp_path / "a"), format))
+    assert first == fingerprint_dataset(options(made_by(format, tmp_path / "b"), format))
+    path = made_by(format, tmp_path / "c")
+    if format == "folder":
+        (path / "cat" / "004.png").write_bytes(png(4, (8, 9)))  # in place: no folder changes
+    elif format == "tar":
+        spoil("tar", path)
+    else:
+        np.savez(path / "a.npz", image=np.ones((11, 8, 8, 3), np.uint8), label=np.arange(11) % 3)
+    assert fingerprint_dataset(options(path, format)) != first
