@@ -18,7 +18,7 @@ from launcher.plan import ClusterShape, local_shape
 from launcher.plan.cluster_shape import is_nominal
 from launcher.plan.profile.calibration import calibrated, kept
 from launcher.plan.profile.measure_first import measure_first
-from launcher.report.console import status
+from launcher.report.console import Phase, status
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +43,10 @@ def shape_of(config: Config, pool: DevicePool | None, console: Console | None) -
     if not measures_first(config) or kept(nominal) is not None:
         return calibrated(nominal)
     if console is not None:
-        with held_back(), status(console, "measuring the devices, which are new here"):
+        with (
+            held_back(),
+            status(console, "measuring the devices, which are new here", Phase.MEASURING),
+        ):
             return calibrated(nominal, measure_first(nominal))
     if not is_nominal(nominal):  # else there is a warning that says more
         _log.info(

@@ -21,7 +21,7 @@ from launcher.driver.plan_from_config import plans_of
 from launcher.driver.tries import known_fastest, plans_to_try
 from launcher.log import held_back
 from launcher.plan import ClusterShape, Plan, PlanError
-from launcher.report.console import progress_of, status
+from launcher.report.console import Phase, status
 from launcher.report.plan_table import print_plan
 from launcher.train.program import Program, build_program
 from launcher.train.start import stored_part
@@ -103,7 +103,7 @@ def trace(config: Config, console: Console, found: Inputs, measures: bool = Fals
     jax.config.update("jax_platforms", "cpu")  # the devices are for the workers
     cluster = shape_of(config, found.pool, console if measures else None)
     began = time.perf_counter()
-    with status(console, "reading the data and tracing"):
+    with status(console, "reading the data and tracing", Phase.READING):
         program = build_program(config, cluster.device_kind)
     cluster = as_learned(config, cluster, program.train)
     if found.init_from is not None:
@@ -117,7 +117,7 @@ def plan(config: Config, console: Console, traced: Traced, plan_only: bool = Fal
     began = time.perf_counter()
     nothing_fits: list[str] = []
     on_nothing_fits = nothing_fits.append if plan_only else None
-    with held_back(), progress_of(console, "planning") as progress:
+    with held_back(), status(console, "planning", Phase.PLANNING) as progress:
         plans = plans_of(
             config.parallel,
             program.train,
@@ -145,7 +145,7 @@ def plan(config: Config, console: Console, traced: Traced, plan_only: bool = Fal
         if nothing_fits:
             (problem,) = nothing_fits
         else:
-            with status(console, "looking for what would fit"):
+            with status(console, "looking for what would fit", Phase.PLANNING):
                 problem = f"{problem}. {what_fits(config.parallel, program.train, cluster, chosen)}"
         if not plan_only:
             raise PlanError(problem)

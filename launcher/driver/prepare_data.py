@@ -10,7 +10,7 @@ from rich.console import Console
 
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
-from launcher.report.console import progress_of, status
+from launcher.report.console import status
 from recipes import needs_preparing, prepare_dataset
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def prepare_here(config: Config, console: Console) -> bool:
     """Prepare the data, and say what there is now; return whether there is anything to prepare."""
     source = getattr(config.dataset, "path", config.dataset.name)
     processes = config.prepare.processes or len(os.sched_getaffinity(0))
-    with progress_of(console, f"preparing {source}") as progress:
+    with status(console, f"preparing {source}") as progress:
         made = prepare_dataset(config.dataset, processes, progress)
     for line in (made or "").splitlines():
         console.print(line, soft_wrap=True)

@@ -163,7 +163,7 @@ def _train(config: Config, console: RunConsole, stop: Stop, rendezvous: Rendezvo
             home = stack.enter_context(folder.claim(config))
         allocation = rendezvous.allocation if rendezvous else None
         told = Status(home.path, steps, allocation.job_id if allocation else None)
-        console.phases = (told.begin,)
+        console.phases = (told.phase,)
         with folder.delete_on_error(home.created), ExitStack() as opening:
             home = replace(home, status=opening.enter_context(told))
             session = None

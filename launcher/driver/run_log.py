@@ -34,11 +34,11 @@ from launcher.plan import Plan, describe_plan
 from launcher.report.accounting import Accounting
 from launcher.report.accounting_table import accounting_tables, in_summary, print_accounting
 from launcher.report.chosen import openers
-from launcher.report.console import ConsoleTracker
 from launcher.report.jsonl import METRICS, JsonlTracker, read_metrics
 from launcher.report.metrics import measured, performance
 from launcher.report.plan_record import beside_measured, plan_tables, predicted_memory
 from launcher.report.registry import TrackedRun, open_trackers
+from launcher.report.step_lines import ConsoleTracker
 from launcher.report.summary import Summary, print_summary, write_summary
 from launcher.report.tracker import CompositeTracker, Metrics, Tracker
 from launcher.stop import ENDINGS

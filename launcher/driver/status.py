@@ -19,6 +19,7 @@ from typing import Any, Self
 import psutil
 
 from launcher.files import write_whole
+from launcher.report.console import Phase
 from launcher.report.jsonl import json_number
 from launcher.report.run_record import STATUS, ending_of
 from launcher.report.tracker import Metrics
@@ -44,7 +45,9 @@ class Status:
         process = psutil.Process()
         self._fields: dict[str, Any] = {
             "run_id": folder.name,
-            "phase": "starting",
+            "phase": str(Phase.STARTING),
+            "phase_done": None,
+            "phase_total": None,
             "step": 0,
             "steps": steps,
             "eta_seconds": None,
@@ -88,9 +91,9 @@ class Status:
                 self._fields.update(fields)
                 self._changed.set()
 
-    def begin(self, phase: str) -> None:
-        """Say which phase begins: the first word of what the console says of it."""
-        self.tell(phase=phase.split()[0])
+    def phase(self, phase: Phase, done: float | None = None, total: float | None = None) -> None:
+        """Say which phase it is, and how much of it is done, of how much; None: not known."""
+        self.tell(phase=str(phase), phase_done=done, phase_total=total)
 
     def made(self, step: int, metrics: Metrics) -> None:
         """Take a step that is made."""
@@ -99,7 +102,7 @@ class Status:
         each = (self._made[-1][0] - began) / (step - first) if step > first else None
         evaluated = metrics.get("eval/loss")
         self.tell(
-            phase="training",
+            **_phase(Phase.TRAINING),
             step=step,
             loss=_number(metrics.get("train/loss")),
             step_seconds=_number(metrics.get("perf/step_seconds")),
@@ -111,11 +114,11 @@ class Status:
         """Say that another attempt begins after `step`."""
         self._made.clear()
         restarts = self._fields["restarts"] + 1
-        self.tell(phase="restarting", step=step, restarts=restarts, eta_seconds=None)
+        self.tell(**_phase(Phase.RESTARTING), step=step, restarts=restarts, eta_seconds=None)
 
     def end(self, reason: str) -> None:
         """Say how the run has ended."""
-        self.tell(phase=ending_of(reason), exit_reason=reason, eta_seconds=None)
+        self.tell(**_phase(ending_of(reason)), exit_reason=reason, eta_seconds=None)
 
     def _keep(self) -> None:
         while not self._over:
@@ -135,6 +138,10 @@ class Status:
             if self._was_written and not isinstance(error, FileNotFoundError):
                 _log.warning(f"{STATUS} is not written ({error.strerror}); the run goes on")
             self._was_written = False
+
+
+def _phase(phase: str) -> dict[str, Any]:
+    return {"phase": str(phase), "phase_done": None, "phase_total": None}
 
 
 def _number(value: float | None) -> float | None:

@@ -39,11 +39,11 @@ from launcher.driver.recorder import DivergedError
 from launcher.driver.run_log import RunLog
 from launcher.driver.saving import Saving, contents
 from launcher.driver.tries import Tries, knows_trials, of_run
-from launcher.driver.workers import Answers, Workers, create_everywhere
+from launcher.driver.workers import Answers, Workers, compile_everywhere, create_everywhere
 from launcher.log import lines_to
 from launcher.output import complain
 from launcher.plan import Plan, describe_plan
-from launcher.report.console import line_printer, status
+from launcher.report.console import Phase, line_printer, status
 from launcher.report.jsonl import METRICS, read_metrics
 from launcher.report.plan_table import print_plan
 from launcher.report.text import shown_path
@@ -217,7 +217,7 @@ class _Job:
             path = shown_path(self._home.checkpoints / str(finished))
             _log.info(f"resuming run {self._home.id} at step {finished} from {path}")
         with ExitStack() as stack:
-            with status(self._console, "starting Ray and the workers"):
+            with status(self._console, "starting Ray and the workers", Phase.STARTING):
                 session = stack.enter_context(self._start(stop))
                 cluster = machines_of(self._config.cluster)
                 handles = session.spawn(TrainWorker)
@@ -254,12 +254,12 @@ class _Job:
 
     def _train_on(self, workers: Workers, built: Answers, finished: int, stop: Stop) -> None:
         """Train by the plan, save, and close the workers."""
-        setup = workers.submit("setup", self.plan.to_dict())
+        begun = workers.submit("begin_setup", self.plan.to_dict())
         with self._interruptible(stop):  # may wait for the network
             self.run_log.open(finished)  # while the worker traces and compiles
-        with status(self._console, "compiling"):
+        with status(self._console, "compiling", Phase.COMPILING) as advance:
             built.result()
-            self.run_log.compile_seconds = setup.result()
+            self.run_log.compile_seconds = compile_everywhere(workers, begun, advance)
             self._home.check()
             infos = workers.infos(self._pool.devices_per_host)
             write_plan_alone(self._home, replace(self.plan, workers=tuple(infos)))
@@ -270,7 +270,7 @@ class _Job:
             if self._passed_over:
                 workers.submit("pass_over", self._passed_over, finished).result()
         if dry_steps := self._config.train.dry_steps:
-            with status(self._console, "warming up"):
+            with status(self._console, "warming up", Phase.WARMING_UP):
                 for _ in range(dry_steps):
                     workers.submit("dry_step", finished + 1).result()
         timelines = self.run_log.recorder.timelines

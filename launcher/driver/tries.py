@@ -18,7 +18,7 @@ from launcher.driver.workers import Workers
 from launcher.files import DamagedError, read_json
 from launcher.plan import Plan, PlanError, Trial, describe_plan
 from launcher.plan.profile.trials import fastest, keep_trial, kept_trial, same_way, trial_of
-from launcher.report.console import plain_table, status
+from launcher.report.console import Phase, plain_table, status
 from launcher.report.text import seconds_text
 
 _PLANS = 3
@@ -112,7 +112,7 @@ class Tries:
             RayEndedError: Ray ended.
         """
         left = [k for k in range(len(self._plans)) if k not in self._trials]
-        with status(self._console, f"trying {len(left)} plans"):
+        with status(self._console, f"trying {len(left)} plans", Phase.TRYING):
             for k in left:
                 if not self._try(k, workers):
                     return False

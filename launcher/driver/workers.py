@@ -114,6 +114,23 @@ class Workers:
         return self._group.gather(futures, starting=not self._trained)
 
 
+def compile_everywhere(workers: Workers, begun: Answers, advance: Callable[..., None]) -> float:
+    """Wait until the workers have compiled all programs; return the seconds that it took the first.
+
+    Args:
+        workers: the workers.
+        begun: their answers to `begin_setup`.
+        advance: is told how many programs are compiled, of how many, over all workers.
+    """
+    totals = begun.each()
+    done = [0] * len(totals)
+    while unfinished := [d for d, total in zip(done, totals, strict=True) if d < total]:
+        advance(sum(done), sum(totals), "programs")
+        done = workers.submit("compiled", min(unfinished)).each()
+    seconds: float = workers.submit("setup", workers.plan.to_dict()).result()
+    return seconds
+
+
 def create_everywhere(workers: Workers, init_from: str | None) -> None:
     """Have the workers create the first state, the same in all of them.
 

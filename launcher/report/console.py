@@ -9,19 +9,18 @@ from __future__ import annotations
 import errno
 import functools
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from typing import Any, TextIO
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import Any, Self, TextIO, TypeAlias
 
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     SpinnerColumn,
-    TaskProgressColumn,
+    Task,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -30,15 +29,10 @@ from rich.table import Table
 from rich.text import Text
 
 from launcher.output import discard
-from launcher.report.text import clock_text, loss_text, rate_text, seconds_text
-from launcher.report.tracker import Metrics, Tracker
+from launcher.report.text import clock_text, seconds_text
 
 PLAIN_WIDTH = 100
-LINES_ON_TERMINAL = 10  # the lines that stay above the live display, besides evaluations
-LINES_ON_PIPE = 50
-LONGEST_SILENCE = 60.0  # seconds without a line on a pipe, however long the run is
-ETA_WINDOW = 50  # logged steps that the time left is estimated from
-
+SILENCE = 30.0  # seconds without a line of a phase on a pipe
 
 # Of a disk behind standard output (full, over quota, broken) or a closed terminal (EIO).
 _UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
@@ -69,10 +63,20 @@ class RunConsole(Console):
     That is when nobody reads the output any more (`| head`), or the disk it goes to is full.
 
     Attributes:
-        phases: is told each phase that `status` shows, when it begins.
+        phases: is told of each phase that `status` shows, how much of it is done, and of how much;
+            None, None: it begins.
+        open_line: the text of a phase whose line is begun and not ended, off a terminal.
     """
 
-    phases: tuple[Callable[[str], None], ...] = ()
+    phases: tuple[Callable[[Phase, float | None, float | None], None], ...] = ()
+    open_line: str = ""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print as rich does, on a line of its own."""
+        if self.open_line:
+            self.open_line = ""
+            super().print()
+        super().print(*objects, **options)
 
     def _check_buffer(self) -> None:
         try:
@@ -98,185 +102,133 @@ def plain_table() -> Table:
     return Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
 
 
-@contextmanager
-def status(console: Console, text: str) -> Iterator[None]:
-    """Show that a phase is under way, and in the end how long it took.
+class Phase(StrEnum):
+    """What a run is doing until it ends: `phase` in its `status.json`."""
 
-    On a terminal a spinner with a running clock is shown while the block runs. One line remains,
-    `<text> ... 3.2 s`; off a terminal it is all that is printed.
-    """
-    for told in getattr(console, "phases", ()):
-        told(text)
-    start = time.monotonic()
-    ending = "failed after "
-    if not console.is_interactive:
-        console.print(f"{text} ... ", end="", soft_wrap=True)
-    try:
-        with _spinner(console, text):
-            yield
-        ending = ""
-    finally:
-        ending += seconds_text(time.monotonic() - start)
-        if console.is_interactive:
-            console.print(Text(f"{text} ... ").append(ending, style="dim"), soft_wrap=True)
-        else:
-            console.print(ending)
+    STARTING = "starting"
+    READING = "reading"
+    MEASURING = "measuring"
+    PLANNING = "planning"
+    TRYING = "trying"
+    COMPILING = "compiling"
+    WARMING_UP = "warming_up"
+    TRAINING = "training"
+    RESTARTING = "restarting"
+
+
+# Takes how much of a phase is done, and of how much: by default a share, 0 to 1.
+Advance: TypeAlias = Callable[..., None]
 
 
 @contextmanager
-def progress_of(console: Console, text: str) -> Iterator[Callable[[float], None]]:
-    """Show how far a phase has come.
+def status(console: Console, text: str, phase: Phase | None = None) -> Iterator[Advance]:
+    """Show that a phase is under way and how far it has come, and in the end how long it took.
 
-    On a terminal a bar with the time left is shown while the block runs. One line remains,
-    `<text> ... 3.2 s`; off a terminal it is all that is printed.
-
-    Yields:
-        A function that takes the share done, 0 to 1.
-    """
-    with status(console, text) if not console.is_interactive else nullcontext():
-        start = time.monotonic()
-        bar = Progress(
-            TextColumn(text),
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_interactive,
-        )
-        with bar:
-            task = bar.add_task(text, total=1.0)
-            yield lambda share: bar.update(task, completed=share)
-        if console.is_interactive:
-            taken = seconds_text(time.monotonic() - start)
-            console.print(Text(f"{text} ... ").append(taken, style="dim"), soft_wrap=True)
-
-
-def _spinner(console: Console, text: str) -> Progress:
-    shape = "dots" if console.encoding.startswith("utf") else "line"
-    progress = Progress(
-        SpinnerColumn(shape),
-        TextColumn("{task.description}", markup=False),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_interactive,
-    )
-    progress.add_task(text, total=None)
-    return progress
-
-
-class ConsoleTracker(Tracker):
-    """Shows steps as they are logged.
-
-    On a terminal a bar and the newest figures are kept up to date while the run lasts. Permanent
-    lines are printed for the first and the last step, for each evaluation, and at round step
-    numbers: about ten a run on a terminal; off one about fifty, and at least one a minute.
+    On a terminal there is a line with a running clock while the block runs, and a bar with the time
+    left where it tells how far it has come. One line remains, `<text> ... 3.2 s`; off a terminal it
+    is all that is printed, but for a line every half minute.
 
     Args:
-        console: the console to print to.
-        steps: the step at which training ends.
-        first_step: the first step of this process, more than 1 where a run is resumed.
-        clock: a monotonic clock in seconds, for the time left.
+        console: the console.
+        text: what is done.
+        phase: what the run's `status.json` says meanwhile.
+
+    Yields:
+        `advance(share)`, or `advance(done, total, "programs")`.
     """
+    told = getattr(console, "phases", ()) if phase else ()
+    for tell in told:
+        tell(phase, None, None)
+    kind = _Bar if console.is_interactive else _PlainLines
+    with kind(console, text) as shown:
 
-    def __init__(
-        self,
-        console: Console,
-        steps: int,
-        first_step: int = 1,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._console = console
-        self._steps = steps
-        self._clock = clock
-        self._recent: deque[tuple[float, int]] = deque(maxlen=ETA_WINDOW)
-        self._unprinted: str | None = None  # the newest line, where it has not been printed
-        self._printed: tuple[float, int] | None = None  # when the last line was, and its step
-        self._live = _LiveDisplay(console, steps, first_step) if console.is_interactive else None
-        self._interval = round_up(steps / (LINES_ON_TERMINAL if self._live else LINES_ON_PIPE))
+        def advance(done: float, total: float = 1.0, unit: str = "") -> None:
+            for tell in told:
+                tell(phase, done, total)
+            shown.advance(done, total, unit)
 
-    def log(self, step: int, metrics: Metrics) -> None:
-        """Update the live display, and print a line where one is due."""
-        now = self._clock()
-        self._recent.append((now, step))
-        figures, left = figures_text(metrics), self._time_left()
-        self._unprinted = f"step {step:>{len(str(self._steps))}}/{self._steps}  {figures}"
-        if self._live:
-            self._live.update(step, figures, left)
-        elif left:
-            self._unprinted += f"  {left}"
-        if self._is_milestone(now, step) or metrics.get("eval/loss") is not None:
-            self._print_newest()
-            self._printed = (now, step)
-
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """Remove the live display and print the newest step, unless it has been printed."""
-        if self._live:
-            self._live.stop()
-        self._print_newest()
-
-    def _print_newest(self) -> None:
-        if self._unprinted:
-            self._console.print(self._unprinted, soft_wrap=True)
-        self._unprinted = None
-
-    def _is_milestone(self, now: float, step: int) -> bool:
-        if self._printed is None or step >= self._steps:
-            return True
-        then, printed_step = self._printed
-        if not self._live and now - then >= LONGEST_SILENCE:
-            return True
-        return step // self._interval > printed_step // self._interval
-
-    def _time_left(self) -> str:
-        (start, first), (now, step) = self._recent[0], self._recent[-1]
-        if not first < step < self._steps:
-            return ""
-        return f"{clock_text((now - start) / (step - first) * (self._steps - step))} left"
+        yield advance
 
 
-def figures_text(metrics: Metrics) -> str:
-    """Return the newest figures in one line: loss, throughput, step time, evaluation."""
-    parts = [f"loss {loss_text(metrics.get('train/loss')):<6}"]
-    for unit in ("tokens", "samples"):
-        if (rate := metrics.get(f"perf/{unit}_per_second")) is not None:
-            parts.append(rate_text(rate, unit))
-            break
-    if (seconds := metrics.get("perf/step_seconds")) is not None:
-        parts.append(f"{seconds_text(seconds)}/step")
-    if (evaluation := metrics.get("eval/loss")) is not None:
-        parts.append(f"eval {loss_text(evaluation)}")
-    return "  ".join(parts)
+class _PlainLines:
+    """A phase off a terminal: `<text> ... 3.2 s`, and in between a line every half minute."""
+
+    def __init__(self, console: Console, text: str) -> None:
+        self._console, self._text = console, text
+
+    def __enter__(self) -> Self:
+        self._began = self._said = time.monotonic()
+        self._console.print(f"{self._text} ... ", end="", soft_wrap=True)
+        if isinstance(self._console, RunConsole):
+            self._console.open_line = self._text
+        return self
+
+    def advance(self, done: float, total: float, unit: str) -> None:
+        now = time.monotonic()
+        if now - self._said < SILENCE or not 0 < done < total:
+            return
+        self._said, taken = now, now - self._began
+        left = clock_text(taken / done * (total - done))
+        far = f"{done:g} of {total:g} {unit}" if unit else f"{done / total:.0%}"
+        line = f"{self._text}: {far} in {clock_text(taken)}, about {left} left"
+        self._console.print(line, soft_wrap=True)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        taken = seconds_text(time.monotonic() - self._began)
+        ending = f"failed after {taken}" if kind else taken
+        if isinstance(self._console, RunConsole):
+            if self._console.open_line != self._text:  # something else was printed
+                ending = f"{self._text} ... {ending}"
+            self._console.open_line = ""
+        self._console.print(ending, soft_wrap=True)
 
 
-def round_up(interval: float) -> int:
-    """Return the smallest of 1, 2, 5, 10, 20, 50, ... that is at least `interval`."""
-    power = 1
-    while power * 5 < interval:
-        power *= 10
-    return next(power * digit for digit in (1, 2, 5) if power * digit >= interval)
+class _Bar:
+    """A phase on a terminal: a line that changes while it lasts, and then one that stays."""
 
-
-class _LiveDisplay:
-    """A progress bar and, below it, the newest figures; `stop` removes both."""
-
-    def __init__(self, console: Console, steps: int, first_step: int) -> None:
-        self._bar = Progress(
-            TextColumn("training"),
-            BarColumn(None),
-            MofNCompleteColumn(),
-            TextColumn("{task.description}"),
+    def __init__(self, console: Console, text: str) -> None:
+        self._console, self._text, self._unit = console, text, ""
+        shape = "dots" if console.encoding.startswith("utf") else "line"
+        self._progress = Progress(
+            SpinnerColumn(shape),
+            TextColumn("{task.description}", markup=False),
+            TimeElapsedColumn(),
+            _Known(BarColumn(20)),
+            _Known(TimeRemainingColumn()),
             console=console,
+            transient=True,
         )
-        self._task = self._bar.add_task("", total=steps, completed=first_step - 1)
-        waiting = Text("waiting for the first step", style="dim")
-        self._live = Live(Group(self._bar, waiting), console=console, transient=True)
-        self._live.start()
+        self._task = self._progress.add_task(text, total=None)
 
-    def update(self, step: int, figures: str, left: str) -> None:
-        self._bar.update(self._task, completed=step, description=left)
-        self._live.update(Group(self._bar, Text(figures, style="cyan", no_wrap=True)))
+    def __enter__(self) -> Self:
+        self._began = time.monotonic()
+        self._progress.start()
+        return self
 
-    def stop(self) -> None:
-        self._live.stop()
+    def advance(self, done: float, total: float, unit: str) -> None:
+        text = self._text
+        if unit:
+            self._unit, text = f" {total:g} {unit}", f"{text} {done:g} of {total:g} {unit}"
+        # Shares come by the thousand; what is counted takes seconds each.
+        self._progress.update(
+            self._task, completed=done, total=total, description=text, refresh=bool(unit)
+        )
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._progress.stop()
+        taken = seconds_text(time.monotonic() - self._began)
+        ending = f"failed after {taken}" if kind else taken
+        line = Text(f"{self._text}{self._unit} ... ").append(ending, style="dim")
+        self._console.print(line, soft_wrap=True)
+
+
+class _Known(ProgressColumn):
+    """A column that is empty until it is known how much there is to do."""
+
+    def __init__(self, column: ProgressColumn) -> None:
+        super().__init__()
+        self._column = column
+
+    def render(self, task: Task) -> RenderableType:
+        """Return the column of a phase that tells how far it has come."""
+        return Text("") if task.total is None else self._column(task)

@@ -38,6 +38,8 @@ class RunRecord:
         state: a phase such as `training` while it runs; how it ended: `done`, `planned`, `failed`,
             `interrupted`, `preempted`, or `died` where its process is gone without a word;
             `submitted`, a batch job that has not begun; `unknown`.
+        phase_done: how much of that phase is done, where it tells.
+        phase_total: of how much: programs that are compiled, or 1.
         step: number of finished steps.
         steps: the steps that it is to make.
         loss: the newest loss.
@@ -58,6 +60,8 @@ class RunRecord:
     id: str
     folder: Path
     state: str = "unknown"
+    phase_done: float | None = None
+    phase_total: float | None = None
     step: int | None = None
     steps: int | None = None
     loss: float | None = None
@@ -102,6 +106,8 @@ def read_run(folder: Path) -> RunRecord:
         id=folder.name,
         folder=folder,
         state=_state(folder, status, summary),
+        phase_done=_of(float, status.get("phase_done")),
+        phase_total=_of(float, status.get("phase_total")),
         step=_of(int, summary.get("steps"), status.get("step")),
         steps=_of(int, status.get("steps")),
         loss=_of(float, summary.get("final_loss"), status.get("loss")),

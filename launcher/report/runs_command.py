@@ -264,7 +264,11 @@ def _watch(record: RunRecord) -> int:
 
 def _line(record: RunRecord) -> str:
     """Return a run's state in a line."""
-    parts = [record.id, record.state, f"step {_steps(record)}"]
+    done, total = record.phase_done, record.phase_total
+    far = "" if done is None or not total else f" {done:g} of {total:g}"
+    if far and total == 1.0 and done is not None:  # a share
+        far = f" {done:.0%}"
+    parts = [record.id, f"{record.state}{far}", f"step {_steps(record)}"]
     if record.loss is not None:
         parts.append(f"loss {loss_text(record.loss)}")
     if record.eval_loss is not None:

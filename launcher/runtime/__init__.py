@@ -3,9 +3,10 @@
 Imports `plan`, by its door, and below.
 """
 
+from launcher.runtime.compile_step import StepCompilation, compile_step, wait_for_more
 from launcher.runtime.digests import Copies, Digester
 from launcher.runtime.exchange import ExchangeSpec, Servers
-from launcher.runtime.executable import Executable, compile_step, transformed_error
+from launcher.runtime.executable import Executable, Ways, transformed_error
 from launcher.runtime.kept import keep_compiled, why_not_kept
 from launcher.runtime.permute import PermuteTransport
 from launcher.runtime.replicas import (
@@ -32,7 +33,9 @@ __all__ = [
     "ReplicaError",
     "Servers",
     "StageTimes",
+    "StepCompilation",
     "Transport",
+    "Ways",
     "check_equal",
     "compile_step",
     "fail_together",
@@ -42,6 +45,7 @@ __all__ = [
     "odd_replicas",
     "shared_copies",
     "transformed_error",
+    "wait_for_more",
     "why_not_kept",
     "with_first_replicas",
     "with_values",

@@ -21,31 +21,58 @@ from launcher.runtime.placement import Placement
 
 def compile_programs(emitted: Emitted, placement: Placement) -> dict[str, Any]:
     """Compile the programs that this process runs; return them by name."""
-    first: dict[str, Run] = {}
-    for x in emitted.instructions:
-        if isinstance(x, Run) and placement.runs_here(x.mesh):
-            first.setdefault(x.program, x)
-    # What another process may not have pulled yet must not be written over.
-    offered = {
-        slot
-        for x in emitted.instructions
-        if isinstance(x, Send) and not placement.is_local(x)
-        for slot in x.inputs
-    }
-    alike: dict[Any, list[_Program]] = {}
-    for name, run in first.items():
-        program = _lower(name, run, emitted, placement, offered)
-        alike.setdefault(program.kind(), []).append(program)
-    distinct = {(kind, x.placed): x for kind, group in alike.items() for x in group}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        first_of_each = pool.map(
-            lambda group: compiled(group[0].lowered, group[0].options), alike.values()
+        return Compilation(emitted, placement, pool).result()
+
+
+class Compilation:
+    """The programs that this process runs, on their way: all are lowered, and compiled by a pool.
+
+    Args:
+        emitted: the step's programs and instructions.
+        placement: the devices of its meshes.
+        pool: compiles them.
+
+    Attributes:
+        programs: the compilation of each distinct program.
+    """
+
+    def __init__(
+        self, emitted: Emitted, placement: Placement, pool: concurrent.futures.Executor
+    ) -> None:
+        self._pool = pool
+        first: dict[str, Run] = {}
+        for x in emitted.instructions:
+            if isinstance(x, Run) and placement.runs_here(x.mesh):
+                first.setdefault(x.program, x)
+        # What another process may not have pulled yet must not be written over.
+        offered = {
+            slot
+            for x in emitted.instructions
+            if isinstance(x, Send) and not placement.is_local(x)
+            for slot in x.inputs
+        }
+        self._names = tuple(first)
+        self._alike: dict[Any, list[_Program]] = {}
+        for name, run in first.items():
+            program = _lower(name, run, emitted, placement, offered)
+            self._alike.setdefault(program.kind(), []).append(program)
+        self.programs = [
+            pool.submit(compiled, group[0].lowered, group[0].options)
+            for group in self._alike.values()
+        ]
+
+    def result(self) -> dict[str, Any]:
+        """Wait for all programs and return them by name."""
+        alike = self._alike
+        distinct = {(kind, x.placed): x for kind, group in alike.items() for x in group}
+        firsts = {kind: each.result() for kind, each in zip(alike, self.programs, strict=True)}
+        made = self._pool.map(
+            lambda at: _made(distinct[at], alike[at[0]][0], *firsts[at[0]]), distinct
         )
-        firsts = dict(zip(alike, first_of_each, strict=True))
-        made = pool.map(lambda at: _made(distinct[at], alike[at[0]][0], *firsts[at[0]]), distinct)
         found = dict(zip(distinct, made, strict=True))
-    by_name = {x.name: found[kind, x.placed] for kind, group in alike.items() for x in group}
-    return {name: by_name[name] for name in first}
+        by_name = {x.name: found[kind, x.placed] for kind, group in alike.items() for x in group}
+        return {name: by_name[name] for name in self._names}
 
 
 @dataclass(frozen=True)

@@ -7,24 +7,22 @@ on its stage's devices.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from launcher.plan import Plan, PlanError
+from launcher.plan import Plan
 from launcher.runtime.batch_rows import rows_here
 from launcher.runtime.caller import Caller, with_copies
 from launcher.runtime.compat import is_nan_error, moves_are_guarded
-from launcher.runtime.compile import compile_programs
 from launcher.runtime.dispatch_table import Entry, build_table
-from launcher.runtime.emit import emit
+from launcher.runtime.emitted import Emitted
 from launcher.runtime.exchange import Servers
 from launcher.runtime.instructions import Instruction, Run
-from launcher.runtime.placement import make_placement
+from launcher.runtime.placement import Placement
 from launcher.runtime.recording import StepRecording
 from launcher.runtime.stage_times import StageTimes, time_stages
 from launcher.runtime.state import create_state
@@ -36,56 +34,24 @@ from launcher.trace.interface import Interface
 from launcher.trace.step import TracedStep
 
 
-def compile_step(
-    step: TracedStep,
-    plan: Plan,
-    devices: Sequence[jax.Device],
-    transport: Transport | None = None,
-    servers: Servers | None = None,
-    spans: SpanRecorder | None = None,
-) -> Executable:
-    """Compile a traced step for a plan.
+class Ways(NamedTuple):
+    """What a step's instructions go by, beside its programs."""
 
-    If the devices belong to several processes, every process compiles the same steps in the same
-    order, and each builds only the programs of its own stages. By a plan with parameter servers,
-    each worker compiles its own share of the replicas.
-
-    Args:
-        step: the traced step, on the whole batch.
-        plan: the plan to run it by.
-        devices: the devices, numbered as the plan numbers them; by a plan with parameter servers,
-            this worker's own.
-        transport: what moves arrays between processes.
-        servers: the parameter servers, for a plan with some.
-        spans: takes what runs while it records; by default one of the executable's own.
-
-    Raises:
-        PlanError: the plan is for another program, there are fewer devices than it needs, or other
-            workers.
-    """
-    step = step.planned_as(plan.fingerprint)
-    if plan.fingerprint != step.fingerprint:
-        raise PlanError(
-            f"this plan was made for another program (fingerprint {plan.fingerprint}, this one is "
-            f"{step.fingerprint}); plan again"
-        )
-    if len(plan.parts) != len(step.parts):
-        counts = f"{len(plan.parts)} of {len(step.parts)}"
-        raise PlanError(f"this plan is for {counts} losses of the step; plan again")
-    workers = plan.reduction.workers
-    if (servers.count if servers else 1) != workers:
-        there = f"{servers.count} workers are" if servers else "this process alone is"
-        raise PlanError(f"the plan is for {workers} workers with parameter servers; {there} here")
-    needed = plan.num_devices // workers
-    if len(devices) < needed:
-        raise PlanError(f"the plan needs {needed} devices; here are {len(devices)}")
-    with jax.transfer_guard("allow"):  # of the programs' constants
-        cut = step.cut_at(plan.layer_ends)
-        return Executable(cut, plan, devices, transport, servers, spans or SpanRecorder())
+    transport: Transport | None
+    servers: Servers | None
+    spans: SpanRecorder
 
 
 class Executable:
     """A compiled step, called like the step that was traced. See `compile_step`.
+
+    Args:
+        step: the step, cut as the plan says.
+        plan: the plan.
+        emitted: its programs and instructions.
+        placement: the devices of its meshes.
+        programs: the compiled programs, by name.
+        ways: what moves arrays between processes, the parameter servers, and what is recorded.
 
     Attributes:
         plan: the plan that it runs.
@@ -100,32 +66,25 @@ class Executable:
         self,
         step: TracedStep,
         plan: Plan,
-        devices: Sequence[jax.Device],
-        transport: Transport | None,
-        servers: Servers | None,
-        spans: SpanRecorder,
+        emitted: Emitted,
+        placement: Placement,
+        programs: dict[str, Any],
+        ways: Ways,
     ) -> None:
-        started = time.perf_counter()
-        self.plan = plan
+        self.plan, self.compile_seconds = plan, 0.0
         self._interface = whole = step.whole
         self._caller = Caller(whole, step.stacks)
-        self._transport, self._servers = transport, servers
-        self.spans = spans
-        emitted = emit(step, plan, servers.rank if servers else 0)
+        self._transport, self._servers, self.spans = ways
         self._slicing, self._rank = emitted.slicing, emitted.rank
-        self._placement = make_placement(plan, devices, emitted.slots)
-        self._compiled = compile_programs(emitted, self._placement)
-        self._table = build_table(
-            emitted, self._placement, self._compiled, whole.donated, transport, servers, spans
-        )
-        where = {i: self._placement.sharding(slot) for i, slot in emitted.arguments}
+        self._placement, self._compiled = placement, programs
+        self._table = build_table(emitted, placement, programs, whole.donated, *ways)
+        where = {i: placement.sharding(slot) for i, slot in emitted.arguments}
         flat = [where.get(i) for i in range(len(whole.in_avals))]
         stacked = self._caller.by_leaf(flat, StackedSharding)
         self.in_shardings = self._caller.arguments(stacked)
         used = {i for i, _, _ in self._table.arguments}
         any_used = self._caller.by_leaf([i in used for i in range(len(flat))], any)
         self.used = frozenset(i for i, is_used in enumerate(any_used) if is_used)
-        self.compile_seconds = time.perf_counter() - started
 
     def __call__(self, *args: Any) -> Any:
         """Run one step and return without waiting for it. Donated arguments are consumed.

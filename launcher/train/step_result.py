@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from launcher.runtime import Copies
+from launcher.runtime import Copies, StageTimes
 from launcher.schedule import Task
 from launcher.train.recordings import Recording
 
@@ -29,3 +29,10 @@ class StepResult:
     task_seconds: dict[Task, float] = field(default_factory=dict)
     copies: tuple[Copies, ...] = ()
     recordings: tuple[Recording, ...] = ()
+
+
+def with_stage_times(result: StepResult, times: StageTimes) -> StepResult:
+    """Return a result with what a profiled step took, stage by stage and task by task."""
+    busy = enumerate(times.stage_seconds)
+    stages = {f"pipeline/stage_{i}_seconds": seconds for i, seconds in busy}
+    return replace(result, metrics=result.metrics | stages, task_seconds=times.task_seconds)

@@ -20,12 +20,12 @@ from launcher.cluster.process_group import Peer
 from launcher.cluster.ray.worker_actor import Outcome
 from launcher.config.compose import from_dict
 from launcher.config.schema import Config
-from launcher.plan import Plan, make_forward_plan
+from launcher.plan import Plan
 from launcher.runtime import (
     Copies,
     Digester,
     StageTimes,
-    compile_step,
+    Ways,
     named_values,
     shared_copies,
     with_first_replicas,
@@ -34,6 +34,7 @@ from launcher.runtime import (
 from launcher.spans import SpanRecorder
 from launcher.stacked_array import spec_at
 from launcher.train import checkpoint
+from launcher.train.compiling import Compiling
 from launcher.train.evaluation import Evaluator
 from launcher.train.feed import Feeder
 from launcher.train.measured_here import fetched_metrics, memory_bytes
@@ -43,7 +44,7 @@ from launcher.train.rows import own_rows
 from launcher.train.sent import Sent, stalled_seconds
 from launcher.train.start import averaged_model, with_stored_model
 from launcher.train.step import TrainState
-from launcher.train.step_result import StepResult
+from launcher.train.step_result import StepResult, with_stage_times
 from launcher.train.trial import TriedPlan
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class TrainWorker(Peer):
         self._sent: Sent | None = None
         self._stages: StageTimes | None = None
         self._trial: TriedPlan | None = None
+        self._compiling: Compiling | None = None
         # A thread of its own, to note when a step completes while the next one is being sent.
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="fetcher")
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="saver")
@@ -85,31 +87,37 @@ class TrainWorker(Peer):
             self._config = from_dict(config)
             self._built = build_program(self._config, jax.devices()[0].device_kind)
 
-    def setup(self, plan: dict[str, Any]) -> float:
-        """Compile the steps of a plan, given as `Plan.to_dict()`, ahead of time.
+    def begin_setup(self, plan: dict[str, Any]) -> int:
+        """Begin to compile the steps of a plan, given as `Plan.to_dict()`, ahead of time.
 
         Returns:
-            The seconds that compiling took.
+            The number of distinct programs.
 
         Raises:
             PlanError: the program differs from the one that was planned, because the code or a
                 library has another version than in the driver.
         """
+        ways = Ways(self._transport, self._servers, self._spans)
+        self._compiling = Compiling(self._program, Plan.from_dict(plan), ways)
+        return self._compiling.programs
+
+    def compiled(self, seen: int) -> int:
+        """Wait until more than `seen` programs are compiled, or all; return how many are."""
+        assert self._compiling is not None
+        return self._compiling.wait(seen)
+
+    def setup(self, plan: dict[str, Any]) -> float:
+        """Finish, or do all of, what `begin_setup` begins; return the seconds that it took."""
         settings = self._config.train.checkpoint
         saves = not self._servers or self._rank == 0
         if saves and (settings.every_steps or settings.every_minutes):  # during training
             self._background = checkpoint.Background()
-        program = self._program
-        train_plan = Plan.from_dict(plan)
-        devices = jax.devices()
-        ways: Any = {"transport": self._transport, "servers": self._servers}
-        self._train = compile_step(program.train, train_plan, devices, spans=self._spans, **ways)
-        seconds = self._train.compile_seconds
-        if program.evaluate:
-            evaluate_plan = make_forward_plan(program.evaluate, like=train_plan)
-            evaluate = compile_step(program.evaluate, evaluate_plan, devices, **ways)
-            self._evaluator = Evaluator(evaluate, program)
-            seconds += evaluate.compile_seconds
+        if self._compiling is None:
+            self.begin_setup(plan)
+        assert self._compiling is not None
+        (self._train, evaluate, seconds), self._compiling = self._compiling.result(), None
+        if evaluate:
+            self._evaluator = Evaluator(evaluate, self._program)
         if self._config.train.check_replicas_every:
             self._digester = Digester(self._placed(), rank=self._server_rank)
         return seconds
@@ -339,10 +347,4 @@ class TrainWorker(Peer):
         if result is None:
             return None
         result = replace(result, recordings=self._recordings.take())
-        if self._stages is None:
-            return result
-        busy = enumerate(self._stages.stage_seconds)
-        times = {f"pipeline/stage_{i}_seconds": seconds for i, seconds in busy}
-        return replace(
-            result, metrics=result.metrics | times, task_seconds=self._stages.task_seconds
-        )
+        return result if self._stages is None else with_stage_times(result, self._stages)

@@ -6,10 +6,13 @@ import re
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
-from launcher.report.console import ConsoleTracker, make_console, round_up, status
+from launcher.report import console as console_module
+from launcher.report.console import Phase, make_console, status
+from launcher.report.step_lines import ConsoleTracker, round_up
 
 ESCAPE = "\x1b"
 
@@ -118,6 +121,52 @@ def test_a_phase_that_fails_says_so_and_passes_the_error_on():
     assert re.fullmatch(r"compiling \.\.\. failed after [\d.]+ m?s\n", file.getvalue())
 
 
+def test_a_long_phase_says_now_and_then_how_far_it_is(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(console_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    file = io.StringIO()
+    with status(make_console(file), "compiling") as advance:
+        for done in range(9):
+            now[0] = done * 16.0
+            advance(done, 8, "programs")
+    assert file.getvalue().splitlines() == [
+        "compiling ... ",
+        "compiling: 2 of 8 programs in 0:32, about 1:36 left",
+        "compiling: 4 of 8 programs in 1:04, about 1:04 left",
+        "compiling: 6 of 8 programs in 1:36, about 0:32 left",
+        "compiling ... 2:08",
+    ]
+
+
+def test_what_is_said_during_a_phase_has_lines_of_its_own():
+    file = io.StringIO()
+    console = make_console(file)
+    with status(console, "starting"):
+        console.print("still waiting")
+        with status(console, "measuring"):
+            pass
+    lines = file.getvalue().splitlines()
+    assert lines[:2] == ["starting ... ", "still waiting"]
+    assert [line.partition(" ... ")[0] for line in lines[2:]] == ["measuring", "starting"]
+
+
+def test_a_runs_console_hears_of_each_phase():
+    heard, console = [], make_console(io.StringIO())
+    console.phases = (lambda *how_far: heard.append(how_far),)
+    with status(console, "compiling all of it", Phase.COMPILING) as advance:
+        advance(1, 4, "programs")
+    with status(console, "planning", Phase.PLANNING) as advance:
+        advance(0.5)
+    with status(console, "of no run"):
+        pass
+    assert heard == [
+        ("compiling", None, None),
+        ("compiling", 1, 4),
+        ("planning", None, None),
+        ("planning", 0.5, 1.0),
+    ]
+
+
 def test_intervals_are_round():
     numbers = [0.02, 1, 1.2, 4, 5, 6, 20, 21, 99, 501]
     assert [round_up(n) for n in numbers] == [1, 1, 2, 5, 5, 10, 20, 50, 100, 1000]
@@ -125,7 +174,8 @@ def test_intervals_are_round():
 
 PRINTS = """
 import sys
-from launcher.report.console import ConsoleTracker, make_console, status
+from launcher.report.console import make_console, status
+from launcher.report.step_lines import ConsoleTracker
 console = make_console()
 with status(console, "compiling"):
     pass
@@ -207,3 +257,33 @@ def test_no_color_is_obeyed(terminal, monkeypatch):
 def test_a_terminal_that_cannot_move_its_cursor_gets_plain_lines(terminal, monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     assert ESCAPE not in terminal(train_on)
+
+
+def compile_on(console):
+    heard = []
+    console.phases = (lambda *how_far: heard.append(how_far),)
+    with status(console, "compiling", Phase.COMPILING) as advance:
+        for done in range(13):
+            advance(done, 12, "programs")
+            console.print(f"{done}")  # draws what is below it anew
+    assert len(heard) == 14
+    train_on(console)
+
+
+SEQUENCES = re.compile(r"\x1b\[[?\d;]*[a-zA-Z]")
+
+
+def test_a_terminal_shows_which_program_is_compiled(terminal):
+    text = SEQUENCES.sub("", terminal(compile_on)).replace("\r", "")
+    assert "compiling 3 of 12 programs" in text
+    assert re.search(r"^compiling 12 programs \.\.\. [\d.]+ m?s$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("columns", [20, 40, 80])
+def test_what_changes_fits_a_narrow_terminal(terminal, monkeypatch, columns):
+    """A line that wraps would not be taken back; those that stay may wrap."""
+    monkeypatch.setenv("COLUMNS", f"{columns}")
+    drawn = re.split(r"[\r\n]+", SEQUENCES.sub("", terminal(compile_on)))
+    stays = re.compile(r"step +\d+/|compiling (12 programs )?\.\.\.")
+    assert [line for line in drawn if len(line) > columns and not stays.match(line)] == []
+    assert any(len(line) == columns for line in drawn)

@@ -15,8 +15,9 @@ import launcher
 from launcher.command import run as command
 from launcher.config.errors import ConfigError
 from launcher.driver.status import Status
+from launcher.report.console import Phase
 from launcher.report.run_record import ended_well, read_run
-from launcher.report.runs_command import main
+from launcher.report.runs_command import _line, main
 from launcher.stop import Stop
 
 
@@ -105,12 +106,14 @@ def test_a_process_that_is_gone_has_died(here):
 def test_a_launcher_that_is_killed_has_died(here):
     text = (
         "import sys, time; from pathlib import Path; from launcher.driver.status import Status\n"
-        "with Status(Path('r'), 9) as s: s.begin('compiling'); print(flush=True); time.sleep(99)"
+        "from launcher.report.console import Phase\n"
+        "with Status(Path('r'), 9) as s: s.phase(Phase.COMPILING); print(flush=1); time.sleep(99)"
     )
     Path("r").mkdir()
     with subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE) as process:
         process.stdout.readline()
         while read_run(Path("r")).state != "compiling":
+            assert process.poll() is None
             time.sleep(0.01)
         process.kill()
     assert read_run(Path("r")).state == "died"
@@ -236,13 +239,30 @@ def test_a_status_tells_each_step_and_the_end(here):
     Path("r").mkdir()
     with Status(Path("r"), 10) as status:
         assert read_run(Path("r")).state == "starting"
-        status.begin("compiling the programs")
+        status.phase(Phase.COMPILING, 3, 12)
+        while (found := read_run(Path("r"))).state != "compiling":
+            time.sleep(0.01)
+        assert (found.phase_done, found.phase_total) == (3, 12)
         status.made(1, {"train/loss": 3.0, "perf/step_seconds": 0.5, "eval/loss": 2.0})
         status.made(2, {"train/loss": float("nan"), "perf/step_seconds": 0.5})
         status.end("interrupted, not saved since step 0")
     found = read_run(Path("r"))
     assert (found.state, found.step, found.loss, found.eval_loss) == ("interrupted", 2, None, 2.0)
     assert found.exit_reason == "interrupted, not saved since step 0"
+
+
+@pytest.mark.parametrize(
+    ("about", "said"),
+    [
+        ({"phase": "compiling", "phase_done": 3, "phase_total": 12}, "one  compiling 3 of 12  "),
+        ({"phase": "planning", "phase_done": 0.25, "phase_total": 1.0}, "one  planning 25%  "),
+        ({"phase": "training", "phase_done": None, "phase_total": None}, "one  training  step"),
+    ],
+)
+def test_a_watched_run_tells_how_far_its_phase_is(here, about, said):
+    folder = make("one")
+    told(folder, **about)
+    assert _line(read_run(folder)).startswith(said)
 
 
 def test_a_status_names_the_error_that_ended_the_run(here):
@@ -260,7 +280,7 @@ def test_a_status_that_cannot_be_written_ends_nothing(here, monkeypatch, caplog)
 
     monkeypatch.setattr("launcher.driver.status.write_whole", full)
     with Status(Path("r"), 10) as status:
-        status.begin("training")
+        status.phase(Phase.TRAINING)
         status.end("done")
     assert [r.getMessage() for r in caplog.records] == [
         "status.json is not written (No space left on device); the run goes on"

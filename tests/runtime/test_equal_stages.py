@@ -1,5 +1,7 @@
 """Stages that are equal are compiled once, and each runs on devices of its own."""
 
+from concurrent.futures import Future, ThreadPoolExecutor
+
 import jax
 import numpy as np
 import pytest
@@ -7,7 +9,8 @@ import pytest
 import launcher
 from launcher.plan import local_shape
 from launcher.plan.methods import PipeshardParallel, UniformStageOption
-from launcher.runtime import compile_step
+from launcher.runtime import StepCompilation, Ways, compile_step, wait_for_more
+from launcher.spans import SpanRecorder
 from launcher.trace import trace_step
 from recipes import build_model
 from recipes.mlp_options import MLPOptions
@@ -63,6 +66,11 @@ def test_equal_stages_are_compiled_once(traced, monkeypatch, num_devices):
     assert set(memory) == set(texts)
     assert memory["stage.1.backward"] == memory["stage.2.backward"] > 0
     assert compiles == len(texts) - 4  # the update of an inner stage is its twin's, too
+    ways = Ways(None, None, SpanRecorder())
+    with ThreadPoolExecutor(1) as pool:
+        begun = StepCompilation(traced, executable.plan, jax.devices(), ways, pool)
+        assert len(begun.programs) == compiles  # known before any of them is compiled
+        assert begun.result().hlo_text().keys() == texts.keys()
 
     state, losses = trained(executable)
     with monkeypatch.context() as patch:
@@ -75,3 +83,15 @@ def test_equal_stages_are_compiled_once(traced, monkeypatch, num_devices):
     jax.tree.map(lambda a, b: np.testing.assert_equal(a.sharding, b.sharding), state, expected)
     _, plain = jax.jit(step)(MODEL.init(jax.random.key(0)), BATCH)
     np.testing.assert_allclose(losses[0], plain, rtol=1e-5)
+
+
+def test_each_compilation_is_reported_as_it_is_done():
+    programs = [Future() for _ in range(3)]
+    programs[1].set_result(None)
+    assert wait_for_more(programs, 0) == 1
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait_for_more, programs, 1)
+        programs[0].set_exception(ValueError())  # it is over; who asks for its result is told
+        assert waiting.result(timeout=60) == 2
+    programs[2].set_result(None)
+    assert wait_for_more(programs, 3) == 3
