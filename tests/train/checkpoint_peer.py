@@ -97,6 +97,10 @@ def joined():
 if __name__ == "__main__":
     given = json.load(sys.stdin)
     trainee = Trainee(given["words"], joined(), given.get("model", MLP))
-    told = [getattr(trainee, job)(*arguments) for job, *arguments in given["jobs"]]
+    told = []
+    for number, (job, *arguments) in enumerate(given["jobs"]):
+        told.append(getattr(trainee, job)(*arguments))
+        # A checkpoint is there once the first process has it from all.
+        distributed.global_state.client.wait_at_barrier(f"job_{number}", 120_000)
     print(json.dumps(told), flush=True)
     trainee.worker.close()
