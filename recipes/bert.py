@@ -13,12 +13,12 @@ from typing import Any, cast
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import optax
 
 from recipes import Model
 from recipes.bert_options import BERTOptions
 from recipes.blocks import blocks_in_a_row
 from recipes.encoder import INIT_SCALE, EncoderBlock, gelu
+from recipes.losses import mean_of, scores_of
 
 _EPSILON = 1e-12
 
@@ -66,7 +66,7 @@ def build(options: BERTOptions, precision: str) -> Model:
     """Return a BERT; its loss is the mean cross-entropy of the tokens that are masked.
 
     A batch holds `tokens`, `targets`, int32 [batch, sequence_length], and `weights`, float32 of the
-    same shape: 1 where a token counts. As many count in each row.
+    same shape: 1 where a token counts. The mean is over all that count in the batch.
 
     Args:
         options: the dimensions, all of them set.
@@ -80,12 +80,7 @@ def build(options: BERTOptions, precision: str) -> Model:
     def loss(
         params: Any, batch: Any, key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        del key  # nothing is random
         logits = cast(jax.Array, bert.apply({"params": params}, batch["tokens"]))
-        losses = optax.softmax_cross_entropy_with_integer_labels(
-            logits.astype(jnp.float32), batch["targets"]
-        )
-        of_row = (losses * batch["weights"]).sum(-1) / batch["weights"].sum(-1)
-        return jnp.mean(of_row), {}
+        return mean_of(scores_of(logits, batch["targets"], evaluates=key is None), batch)
 
     return Model(init, loss)

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from recipes import Model
 from recipes.blocks import blocks_in_a_row
 from recipes.gpt_options import DIMENSIONS, GPTOptions
-from recipes.losses import output_matrix, token_losses
-from recipes.next_token import Packed, next_token_loss, packing_of, same_document
+from recipes.losses import next_token_loss
+from recipes.packing import Packed, packing_of, same_document
 
 _INIT_SCALE = 0.02
 EPSILON = 1e-5
@@ -226,8 +226,7 @@ def build(options: GPTOptions, precision: str) -> Model:
     """Return a GPT whose loss is the mean cross-entropy of the next token.
 
     A batch holds `tokens` and `targets`, int32 [batch, sequence_length]; with `segments` and
-    `positions`, attention keeps within documents, and with `weights` the mean is weighted
-    (`next_token_loss`).
+    `positions`, attention keeps within documents, and with `weights` the mean is weighted.
 
     Args:
         options: the dimensions, all of them set.
@@ -257,13 +256,7 @@ def build(options: GPTOptions, precision: str) -> Model:
             with_logits=False,
             rngs=None if key is None else {"dropout": key},
         )
-        losses = token_losses(
-            cast(jax.Array, hidden),
-            output_matrix(params),
-            batch["targets"],
-            gpt.dtype,
-            options.loss_chunks,
-        )
-        return next_token_loss(losses, batch)
+        last, chunks = cast(jax.Array, hidden), options.loss_chunks
+        return next_token_loss(last, params, batch, gpt.dtype, chunks, evaluates=key is None)
 
     return Model(init, loss)

@@ -38,6 +38,7 @@ class GPTOptions(SizedOptions):
     loss_chunks: int = number(1, minimum=1)
     attention: str = choice("auto", "auto", "xla", "cudnn")
 
+    keeps_documents: ClassVar[bool] = True
     dimensions: ClassVar = DIMENSIONS
     shorthands: ClassVar = {"size": ("sizes", *DIMENSIONS)}
 

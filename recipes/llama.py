@@ -21,8 +21,8 @@ import numpy as np
 from recipes import Model
 from recipes.blocks import blocks_in_a_row
 from recipes.llama_options import LlamaOptions
-from recipes.losses import output_matrix, token_losses
-from recipes.next_token import Packed, next_token_loss, packing_of, same_document
+from recipes.losses import next_token_loss
+from recipes.packing import Packed, packing_of, same_document
 
 INIT_SCALE = 0.02
 # Llama 3.1's stretching: wavelengths up to a quarter of the first training's length stay, those
@@ -230,8 +230,7 @@ def build(options: LlamaOptions, precision: str) -> Model:
     """Return a Llama whose loss is the mean cross-entropy of the next token.
 
     A batch holds `tokens` and `targets`, int32 [batch, sequence_length]; with `segments` and
-    `positions`, attention keeps within documents, and with `weights` the mean is weighted
-    (`next_token_loss`).
+    `positions`, attention keeps within documents, and with `weights` the mean is weighted.
 
     Args:
         options: the settings, all of them set.
@@ -245,17 +244,10 @@ def build(options: LlamaOptions, precision: str) -> Model:
     def loss(
         params: Any, batch: Any, key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        del key  # nothing is random
         hidden = llama.apply(
             {"params": params}, batch["tokens"], packing_of(batch), with_logits=False
         )
-        losses = token_losses(
-            cast(jax.Array, hidden),
-            output_matrix(params),
-            batch["targets"],
-            llama.dtype,
-            options.loss_chunks,
-        )
-        return next_token_loss(losses, batch)
+        last, chunks = cast(jax.Array, hidden), options.loss_chunks
+        return next_token_loss(last, params, batch, llama.dtype, chunks, evaluates=key is None)
 
     return Model(init, loss)

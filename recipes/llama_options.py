@@ -64,6 +64,7 @@ class LlamaOptions(SizedOptions):
     loss_chunks: int = number(1, minimum=1)
     attention: str = choice("auto", "auto", "xla", "cudnn")
 
+    keeps_documents: ClassVar[bool] = True
     dimensions: ClassVar[tuple[str, ...]] = _DIMENSIONS
     features: ClassVar[Mapping[str, Any]] = _FEATURES
     shorthands: ClassVar[Mapping[str, tuple[str, ...]]] = {

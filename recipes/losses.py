@@ -1,4 +1,4 @@
-"""The cross-entropy of tokens from the last hidden values, a chunk of the positions at a time."""
+"""The losses of models of tokens: a cross-entropy each, and the mean over those that count."""
 
 from __future__ import annotations
 
@@ -8,6 +8,25 @@ import jax
 import jax.numpy as jnp
 import optax
 
+Scores = dict[str, jax.Array]  # of each token, float32 [batch, length]
+
+
+def next_token_loss(
+    hidden: jax.Array, params: Any, batch: Any, dtype: Any, chunks: int, evaluates: bool
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Return the mean loss of a language model, and the metrics beside it.
+
+    Args:
+        hidden: the last hidden values, float [batch, length, hidden_size].
+        params: the model's; their output layer or embedding maps them to logits.
+        batch: as `mean_of` takes it, with `targets`, int32 [batch, length].
+        dtype: the type of the product with the output layer.
+        chunks: as `scores_in_chunks` takes it.
+        evaluates: whether the accuracy is a metric.
+    """
+    matrix, targets = output_matrix(params), batch["targets"]
+    return mean_of(scores_in_chunks(hidden, matrix, targets, dtype, chunks, evaluates), batch)
+
 
 def output_matrix(params: Any) -> jax.Array:
     """Return what maps hidden values to logits: the output layer, or the embedding, transposed."""
@@ -16,10 +35,52 @@ def output_matrix(params: Any) -> jax.Array:
     return cast(jax.Array, params["word_embeddings"]["embedding"].T)
 
 
-def token_losses(
-    hidden: jax.Array, matrix: jax.Array, targets: jax.Array, dtype: Any, chunks: int = 1
-) -> jax.Array:
-    """Return the cross-entropy of each token, float32 [batch, length].
+def mean_of(scores: Scores, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Return the mean of the tokens' losses, and the metrics beside it.
+
+    Args:
+        scores: `loss`, and what else is to be a metric.
+        batch: holds `weights`, float32 [batch, length], where some tokens count less: a mean is
+            then over all weights, and their sum is the metric `weight`.
+    """
+    if "weights" not in batch:
+        means = {name: jnp.mean(each) for name, each in scores.items()}
+    else:
+        weights = batch["weights"]
+        weight = jnp.sum(weights)
+        means = {
+            name: jnp.sum(each * weights) / jnp.maximum(weight, 1.0)
+            for name, each in scores.items()
+        }
+        means["weight"] = weight
+    return means.pop("loss"), means
+
+
+def scores_of(logits: jax.Array, targets: jax.Array, evaluates: bool) -> Scores:
+    """Return of each token its cross-entropy, and whether its target is the likeliest.
+
+    Args:
+        logits: float [batch, length, vocab_size].
+        targets: int32 [batch, length].
+        evaluates: False: leave the second out, `accuracy`, 0 or 1.
+    """
+    logits = logits.astype(jnp.float32)
+    scores = {"loss": optax.softmax_cross_entropy_with_integer_labels(logits, targets)}
+    if evaluates:  # by the largest logit, which the loss needs, too
+        own = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        scores["accuracy"] = (own >= logits.max(-1)).astype(jnp.float32)
+    return scores
+
+
+def scores_in_chunks(
+    hidden: jax.Array,
+    matrix: jax.Array,
+    targets: jax.Array,
+    dtype: Any,
+    chunks: int = 1,
+    evaluates: bool = False,
+) -> Scores:
+    """Return the scores of tokens by their last hidden values.
 
     With several chunks the logits of one are held at a time: the backward pass computes them again,
     and adds up the matrix' gradient in its own type.
@@ -30,14 +91,12 @@ def token_losses(
         targets: int32 [batch, length].
         dtype: the type of the product.
         chunks: into how many parts the positions are cut, a divisor of length.
+        evaluates: as in `scores_of`.
     """
 
-    def of_chunk(hidden: jax.Array, targets: jax.Array) -> jax.Array:
+    def of_chunk(hidden: jax.Array, targets: jax.Array) -> Scores:
         logits = jnp.dot(hidden.astype(dtype), matrix.astype(dtype))
-        return cast(
-            jax.Array,
-            optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets),
-        )
+        return scores_of(logits, targets, evaluates)
 
     if chunks == 1:
         return of_chunk(hidden, targets)
@@ -47,7 +106,7 @@ def token_losses(
         return jnp.moveaxis(cut, 1, 0)
 
     again = jax.checkpoint(of_chunk)
-    _, losses = jax.lax.scan(
+    _, scores = jax.lax.scan(
         lambda carry, chunk: (carry, again(*chunk)), None, (in_chunks(hidden), in_chunks(targets))
     )
-    return jnp.moveaxis(losses, 0, 1).reshape(targets.shape)
+    return {name: jnp.moveaxis(x, 0, 1).reshape(targets.shape) for name, x in scores.items()}

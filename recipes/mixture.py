@@ -12,8 +12,9 @@ import numpy as np
 
 from recipes import Batches, Dataset, InputError, tokens
 from recipes.batches import held_out
-from recipes.corpus.rows import Gather, RowMaker, rows_between
+from recipes.corpus.rows import RowMaker, rows_between
 from recipes.corpus.tokenizers import Tokenizer
+from recipes.masking import Gather, as_the_model_takes
 from recipes.mixture_options import Mixture
 from recipes.tokens_options import Tokens
 
@@ -64,18 +65,18 @@ def build(options: Mixture, model_options: Any, global_batch_size: int, seed: in
         seed,
     )
     held = [part.held for part in parts]
-    gather = _gather([part.makers[1] for part in parts], held)
+    gather = as_the_model_takes(model_options, _gather([part.makers[1] for part in parts], held))
+    train = as_the_model_takes(
+        model_options,
+        _gather([part.makers[0] for part in parts], [part.train for part in parts]),
+    )
     total = sum(part.weight for part in parts)
     shares = ", ".join(
         f"{part.name} {part.weight / total:.0%} of {part.train:,} rows" for part in parts
     )
     end = f"{sum(held):,} rows held out for validation" if any(held) else "none held out"
     return Dataset(
-        train=Batches(
-            numbers,
-            _gather([part.makers[0] for part in parts], [part.train for part in parts]),
-            a_sample=0,
-        ),
+        train=Batches(numbers, train, a_sample=0),
         validation=held_out(sum(held), global_batch_size, gather) if any(held) else None,
         describe=f"a mixture: {shares}; {end}",
     )

@@ -21,8 +21,9 @@ import jax.numpy as jnp
 from launcher import mark_pipeline_boundary
 from recipes import Model
 from recipes.llama import ACTIVATIONS, INIT_SCALE, Attention, FeedForward
-from recipes.losses import output_matrix, token_losses
+from recipes.losses import next_token_loss
 from recipes.moe_options import MoEOptions
+from recipes.packing import Packed, packing_of
 
 
 def capacity(options: MoEOptions) -> int:
@@ -128,7 +129,9 @@ class Block(nn.Module):
     has_experts: bool
 
     @nn.compact
-    def __call__(self, x: jax.Array, losses: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def __call__(
+        self, x: jax.Array, losses: jax.Array, packed: Packed = None
+    ) -> tuple[jax.Array, jax.Array]:
         """Map float [batch, length, hidden] to the same; add the losses of routing."""
         epsilon = cast(float, self.options.norm_epsilon)
 
@@ -136,7 +139,7 @@ class Block(nn.Module):
             return nn.RMSNorm(epsilon=epsilon, dtype=self.dtype, name=name)
 
         shared = (self.options, self.output_scale, self.dtype)
-        x = x + Attention(*shared, name="self_attention")(norm("input_layernorm")(x))
+        x = x + Attention(*shared, name="self_attention")(norm("input_layernorm")(x), packed)
         inner = norm("pre_mlp_layernorm")(x)
         if not self.has_experts:
             return x + FeedForward(*shared, name="mlp")(inner), losses
@@ -151,7 +154,7 @@ class MoE(nn.Module):
     dtype: Any
 
     @nn.compact
-    def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, tokens: jax.Array, packed: Packed = None) -> tuple[jax.Array, jax.Array]:
         """Map tokens, int32 [batch, length], to the last hidden values and the routing's losses.
 
         These are float [batch, length, hidden_size] and float32 [2]: the means over the layers of
@@ -171,7 +174,7 @@ class MoE(nn.Module):
         block = functools.partial(Block, options, scale, self.dtype)
         if options.scan_layers:
             scanned = nn.scan(
-                lambda module, carry: (module(*carry), None),
+                lambda module, carry: (module(*carry, packed), None),
                 variable_axes={"params": 0},
                 split_rngs={"params": True},
                 length=num_layers,
@@ -182,7 +185,7 @@ class MoE(nn.Module):
                 if index > 0:
                     mark_pipeline_boundary()
                 has_experts = index % every == every - 1
-                x, losses = block(has_experts, name=f"layers_{index}")(x, losses)
+                x, losses = block(has_experts, name=f"layers_{index}")(x, losses, packed)
         epsilon = cast(float, options.norm_epsilon)
         x = nn.RMSNorm(epsilon=epsilon, dtype=self.dtype, name="final_layernorm")(x)
         if not options.tie_embeddings and self.is_initializing():
@@ -193,7 +196,8 @@ class MoE(nn.Module):
 def build(options: MoEOptions, precision: str) -> Model:
     """Return a mixture of experts; its loss is the next token's cross-entropy and the routing's.
 
-    A batch holds `tokens` and `targets`, int32 [batch, sequence_length].
+    A batch is Llama's, with its documents and weights. Tokens of a group share the experts'
+    capacity, also those of several documents.
 
     Args:
         options: the settings, all of them set.
@@ -207,14 +211,14 @@ def build(options: MoEOptions, precision: str) -> Model:
     def loss(
         params: Any, batch: Any, key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        found = moe.apply({"params": params}, batch["tokens"])
+        found = moe.apply({"params": params}, batch["tokens"], packing_of(batch))
         hidden, (balance, z) = cast(tuple[jax.Array, jax.Array], found)
-        losses = token_losses(
-            hidden, output_matrix(params), batch["targets"], moe.dtype, options.loss_chunks
+        evaluates = key is None  # which compares models by what they predict
+        value, metrics = next_token_loss(
+            hidden, params, batch, moe.dtype, options.loss_chunks, evaluates
         )
-        value = jnp.mean(losses)
-        metrics = {"cross_entropy": value, "balance_loss": balance, "router_z_loss": z}
-        if key is None:  # an evaluation compares models by what they predict
+        metrics |= {"cross_entropy": value, "balance_loss": balance, "router_z_loss": z}
+        if evaluates:
             return value, metrics
         return value + options.balance_loss * balance + options.router_z_loss * z, metrics
 

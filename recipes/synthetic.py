@@ -13,8 +13,9 @@ import numpy as np
 
 from recipes import Dataset, InputError
 from recipes.batches import batches, held_out, next_token_batch
+from recipes.masking import as_the_model_takes
 from recipes.synthetic_options import Synthetic
-from recipes.synthetic_samples import masked, pictures
+from recipes.synthetic_samples import pictures
 
 if TYPE_CHECKING:
     from recipes import Batch
@@ -60,8 +61,9 @@ def build(options: Synthetic, model_options: Any, global_batch_size: int, seed: 
     a random Markov chain. For one of vectors: `x`, float32 [global_batch_size, input_size], and
     `y`, float32 [global_batch_size, output_size]: from a random network with one hidden layer,
     `W x + b` with noise, or noise alone, as `options.targets` says. For one of masked tokens
-    (`mask_every`) also `weights`, for one of pictures (`image_size`, `channels`) `image`, float32
-    [global_batch_size, image_size, image_size, channels], and `label`: see `synthetic_samples`.
+    (`mask_every`) also `weights`: see `masking`. For one of pictures (`image_size`, `channels`)
+    `image`, float32 [global_batch_size, image_size, image_size, channels], and `label`: see
+    `synthetic_samples`.
 
     Args:
         options: the dataset's settings.
@@ -82,9 +84,7 @@ def build(options: Synthetic, model_options: Any, global_batch_size: int, seed: 
 def _gatherer(options: Synthetic, model_options: Any) -> Callable[[np.ndarray], Batch]:
     kind = _kind(model_options)
     if kind == "tokens":
-        texts = _markov_chain(model_options)
-        is_masked = hasattr(model_options, "mask_every")
-        return masked(model_options, texts) if is_masked else texts
+        return as_the_model_takes(model_options, _markov_chain(model_options))
     if kind == "pictures":
         return pictures(model_options)
     return _vectors(model_options, _TARGETS[options.targets](model_options))

@@ -1,37 +1,17 @@
-"""Made-up pictures and masked texts: sample i is a pure function of i."""
+"""Made-up pictures: sample i is a pure function of i."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from recipes.masking import Gather
+
 if TYPE_CHECKING:
     from recipes import Batch
 
-Gather = Callable[[np.ndarray], "Batch"]
-
 _NOISE = 0.3  # of pictures, beside patterns of deviation 1
-
-
-def masked(model: Any, texts: Gather) -> Gather:
-    """Return texts of which one token in `mask_every` is masked, at places of the sample's own.
-
-    The mask is the last token of the vocabulary. As many are masked in each row.
-    """
-    length, count = model.sequence_length, max(model.sequence_length // model.mask_every, 1)
-
-    def gather(which: np.ndarray) -> Batch:
-        targets = texts(which)["tokens"]
-        weights = np.zeros(targets.shape, np.float32)
-        for row, sample in enumerate(which):
-            places = np.random.default_rng([2, sample]).permutation(length)[:count]
-            weights[row, places] = 1
-        tokens = np.where(weights > 0, model.vocab_size - 1, targets).astype(np.int32)
-        return {"tokens": tokens, "targets": targets, "weights": weights}
-
-    return gather
 
 
 def pictures(model: Any) -> Gather:

@@ -6,8 +6,8 @@ the next, so that every byte but the first is predicted once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,10 +16,8 @@ from recipes.batches import batches, held_out, next_token_batch
 from recipes.corpus.fingerprint import fingerprint_of
 from recipes.corpus.tokenizers import Tokenizer, plain_bytes
 from recipes.files import FileSlice, find_stdlib, find_text, split, stdlib_folder, total_size
+from recipes.masking import Gather, as_the_model_takes
 from recipes.text_options import VOCABULARY, StdlibText, Text
-
-if TYPE_CHECKING:
-    from recipes import Batch
 
 
 class _Text(NamedTuple):
@@ -66,12 +64,11 @@ def build(
         seed: picks the order of the training data.
     """
     text = _find(options, model_options)
-    length = model_options.sequence_length
     validation = None
     if text.validation:
-        count, gather = _sequences(text.validation, length)
+        count, gather = _sequences(text.validation, model_options)
         validation = held_out(count, global_batch_size, gather)
-    count, gather = _sequences(text.train, length)
+    count, gather = _sequences(text.train, model_options)
     return Dataset(
         train=batches(count, global_batch_size, seed, gather),
         validation=validation,
@@ -125,12 +122,12 @@ def _find(options: Any, model_options: Any) -> _Text:
     return text
 
 
-def _sequences(
-    pieces: Sequence[FileSlice], length: int
-) -> tuple[int, Callable[[np.ndarray], Batch]]:
+def _sequences(pieces: Sequence[FileSlice], model: Any) -> tuple[int, Gather]:
     """Return how many sequences the text holds, and what makes a batch of some of them."""
+    length = model.sequence_length
     windows = np.lib.stride_tricks.sliding_window_view(_read(pieces), length + 1)[::length]
-    return len(windows), lambda which: next_token_batch(windows[which])
+    texts = as_the_model_takes(model, lambda which: next_token_batch(windows[which]))
+    return len(windows), texts
 
 
 def _read(pieces: Sequence[FileSlice]) -> np.ndarray:

@@ -11,6 +11,7 @@ from recipes.corpus.files import Corpus, Stream, find_corpus
 from recipes.corpus.fingerprint import fingerprint_of
 from recipes.corpus.rows import RowMaker, rows_between
 from recipes.corpus.tokenizers import Tokenizer, load_tokenizer
+from recipes.masking import as_the_model_takes
 from recipes.tokens_options import Tokens
 
 
@@ -55,7 +56,10 @@ def build(options: Tokens, model_options: Any, global_batch_size: int, seed: int
         seed: picks the order of the training data.
     """
     ranges = find_ranges(options, model_options)
-    makers = row_makers(options, model_options, ranges)
+    makers = [
+        as_the_model_takes(model_options, maker)
+        for maker in row_makers(options, model_options, ranges)
+    ]
     length = model_options.sequence_length
     count = rows_between(0, ranges.train_stop, length)
     held = rows_between(ranges.validation_start, ranges.validation.count, length)

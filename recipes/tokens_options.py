@@ -21,6 +21,8 @@ IS_PACKED = Switch(
 class TokenRows(DatasetOptions):
     """Rows of tokens: what they ask of a model."""
 
+    packing: str
+
     def check(self, model: ModelOptions) -> Iterator[ConfigError]:
         """Yield an error for a model that takes vectors, or one that attends across documents."""
         if getattr(model, "vocab_size", None) is None and hasattr(model, "input_size"):
@@ -29,6 +31,13 @@ class TokenRows(DatasetOptions):
                 "it takes vectors, not tokens",
                 "Use dataset=synthetic or model=gpt.",
                 ["model.name", "dataset.name"],
+            )
+        elif self.packing == "documents" and not model.keeps_documents:
+            yield ConfigError(
+                f"model={model.name} attends to all of a row, also where "
+                "dataset.packing=documents packs several documents into one",
+                "Use dataset.packing=stream, or model=gpt, llama or moe.",
+                ["dataset.packing", "model.name"],
             )
 
 

@@ -31,10 +31,12 @@ class ModelOptions:
         name: the family's name, a field with a default: what `model.name` says.
         switches: settings that have an effect only beside others.
         shorthands: settings that stand for others, such as a size, each with those others.
+        keeps_documents: whether its attention keeps within the documents of a packed row.
     """
 
     name: str
     switches: ClassVar[tuple[Switch, ...]] = ()
+    keeps_documents: ClassVar[bool] = False
     shorthands: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     @property

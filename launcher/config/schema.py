@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from launcher.config.families import DatasetOptions, ModelOptions, find_datasets, find_models
 from launcher.config.fields import FromEnvironment, choice, number, variants
@@ -44,6 +44,8 @@ class CustomModel(ModelOptions):
     name: str = "custom"
     module: str
     options: dict[str, Any] = field(default_factory=dict)
+
+    keeps_documents: ClassVar[bool] = True  # it is given them
 
     @property
     def sequence_length(self) -> int | None:

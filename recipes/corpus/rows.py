@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -95,7 +94,3 @@ class RowMaker:
 def rows_between(first: int, stop: int, length: int) -> int:
     """Return how many rows of `length` + 1 tokens, sharing one, the tokens from `first` on hold."""
     return max(0, (stop - first - 1) // length)
-
-
-# From sample numbers to their rows.
-Gather = Callable[[np.ndarray], "Batch"]

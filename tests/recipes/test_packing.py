@@ -7,18 +7,27 @@ import pytest
 
 import launcher
 from recipes import build_model
+from recipes.bert_options import BERTOptions
 from recipes.gpt_options import GPTOptions
 from recipes.llama_options import LlamaOptions
+from recipes.moe_options import MoEOptions
 
-SHAPE = {"vocab_size": 32, "num_layers": 2, "num_heads": 2, "hidden_size": 16}
+SHAPE = {
+    "vocab_size": 32, "num_layers": 2, "num_heads": 2, "hidden_size": 16, "sequence_length": 12,
+}  # fmt: skip
 LENGTHS = (5, 3, 4)
+EXPERTS = {"num_experts": 4, "mlp_size": 8, "capacity_factor": 0.0, "group_size": 1}
 
 
-def options_of(family, scan):
-    if family == "gpt":
-        sizes = SHAPE | {"sequence_length": 12}
-        return GPTOptions(size=None, **sizes, scan_layers=scan).filled()
-    return LlamaOptions(**SHAPE, sequence_length=12, scan_layers=scan).filled()
+def options_of(family, scan=False):
+    match family:
+        case "gpt":
+            return GPTOptions(size=None, **SHAPE, scan_layers=scan).filled()
+        case "llama":
+            return LlamaOptions(**SHAPE, scan_layers=scan).filled()
+        case "moe":
+            return MoEOptions(**SHAPE, **EXPERTS, scan_layers=scan).filled()
+    return BERTOptions(**SHAPE).filled()
 
 
 def packed(rng, rows=1):
@@ -43,7 +52,7 @@ def packed(rng, rows=1):
 
 @pytest.mark.devices
 @pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize("family", ["gpt", "llama", "moe"])
 def test_a_documents_loss_is_what_it_is_alone(family, scan):
     model = build_model(options_of(family, scan), "fp32")
     params = model.init(jax.random.key(0))
@@ -62,10 +71,13 @@ def test_a_documents_loss_is_what_it_is_alone(family, scan):
 
 
 @pytest.mark.devices
-@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "bert", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gpt", "moe"))],
+)
 def test_packed_rows_train_the_same_in_a_pipeline_of_microbatches(family):
     """The rows' weights differ: the mean is over all of the batch, not over microbatches."""
-    model = build_model(options_of(family, False), "fp32")
+    model = build_model(options_of(family), "fp32")
     batch = packed(np.random.default_rng(1), rows=4)
     batch["weights"] = batch["weights"].at[0].set(0.0)
     params = model.init(jax.random.key(0))

@@ -5,8 +5,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from launcher.config.compose import load
+from launcher.config.errors import ConfigError
 from launcher.train.rows import own_rows, shapes_of
 from recipes import InputError, build_dataset, check_dataset
+from recipes.mixture_options import Mixture
+from recipes.text_options import Text
 from recipes.tokens_options import Tokens
 
 LENGTH = 4
@@ -165,4 +169,40 @@ def test_refuses_what_does_not_fit_the_model_or_holds_too_little(tmp_path):
     assert refusal(Tokens(path=str(path), packing="documents")) == (
         f"dataset.path={path} does not say where documents end; set dataset.end_token (GPT-2's is "
         "50256), or prepare the corpus with task=prepare_data"
+    )
+
+
+def test_a_model_that_fills_in_gets_rows_of_which_some_tokens_are_masked(tmp_path):
+    tokens = np.arange(1, 61)
+    path = written(tmp_path / "a.bin", tokens)
+    fills_in = model(sequence_length=12, mask_every=4)
+    for options in (
+        Tokens(path=str(path), validation_fraction=0.3),
+        Mixture(parts={"a": {"path": str(path)}}, validation_fraction=0.3),
+    ):
+        dataset = build_dataset(options, fills_in, 2, seed=0)
+        for batch in (dataset.train(0), dataset.validation(0)):
+            is_masked = batch["weights"] > 0
+            assert (is_masked.sum(-1) == 3).all()
+            assert (batch["tokens"][is_masked] == 999).all()
+            np.testing.assert_array_equal(batch["tokens"][~is_masked], batch["targets"][~is_masked])
+            assert (np.diff(batch["targets"]) == 1).all()
+    text = tmp_path / "a.txt"
+    text.write_bytes(bytes(range(1, 61)))
+    batch = build_dataset(Text(path=str(text)), fills_in, 2, seed=0).train(0)
+    assert (batch["weights"].sum(-1) == 3).all()
+
+
+def test_packing_is_refused_for_a_model_that_attends_to_all_of_a_row(tmp_path):
+    path = written(tmp_path / "a.bin", range(60))
+    words = [
+        *("model=bert", "dataset=tokens", f"dataset.path={path}", "dataset.end_token=0"),
+        "dataset.packing=documents",
+    ]
+    with pytest.raises(ConfigError) as error:
+        load(words)
+    assert str(error.value) == (
+        "model=bert attends to all of a row, also where dataset.packing=documents packs several "
+        "documents into one (on the command line). Use dataset.packing=stream, or model=gpt, llama "
+        "or moe."
     )

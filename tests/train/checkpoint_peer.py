@@ -2,7 +2,8 @@
 
     python checkpoint_peer.py INDEX COUNT COORDINATOR DEVICES
 
-reads `words` (settings) and `jobs` as JSON from standard input and prints what the jobs told.
+reads `words` (settings), `model` and `jobs` as JSON from standard input and prints what the jobs
+told.
 `test_checkpoint_plans` starts it, and does the same jobs in its own process.
 """
 
@@ -47,6 +48,11 @@ class Trainee:
         self.worker.build(to_dict(config))
         self.worker.setup(plan.to_dict())
 
+    def slices(self):
+        """Into how many slices the plan cuts the batch."""
+        plan = self.worker._train.plan
+        return plan.num_micro_batches * plan.num_replicas
+
     def create_and_save(self, folder):
         """Two steps, a save of the state, two steps more: their losses."""
         self.worker.create()
@@ -90,7 +96,11 @@ def joined():
 
 if __name__ == "__main__":
     given = json.load(sys.stdin)
-    trainee = Trainee(given["words"], joined())
-    told = [getattr(trainee, job)(*arguments) for job, *arguments in given["jobs"]]
+    trainee = Trainee(given["words"], joined(), given.get("model", MLP))
+    told = []
+    for number, (job, *arguments) in enumerate(given["jobs"]):
+        told.append(getattr(trainee, job)(*arguments))
+        # A checkpoint is there once the first process has it from all.
+        distributed.global_state.client.wait_at_barrier(f"job_{number}", 120_000)
     print(json.dumps(told), flush=True)
     trainee.worker.close()

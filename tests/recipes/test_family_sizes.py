@@ -1,0 +1,61 @@
+"""A size of a family has the parameters of its name."""
+
+import math
+
+import jax
+import pytest
+
+from launcher.config.compose import load
+from recipes import build_model
+
+SIZES = {  # parameters in thousand millions where the name does not say it
+    "bert": {"base": 0.110, "large": 0.335},  # Devlin et al. (2019): 110 M, 340 M with its pooler
+    "vit": {"small": 0.0221, "base": 0.0866, "large": 0.3044},
+    "resnet": {
+        "resnet18": 0.0117, "resnet34": 0.0218, "resnet50": 0.0256, "resnet101": 0.0445,
+        "resnet152": 0.0602,
+    },
+    "wide_resnet": dict.fromkeys(("250m", "500m", "1b", "2b", "4b", "6.8b", "13b")),
+    "gpt": dict.fromkeys(
+        ("125m", "350m", "760m", "1.3b", "2.6b", "6.7b", "15b", "39b", "76b")
+    ),
+    "moe": dict.fromkeys(("380m", "690m", "1.3b", "2.4b", "10b", "27b", "70b"))
+    | {"mixtral_8x7b": 46.7, "qwen3_30b_a3b": 30.5, "qwen3_235b_a22b": 235.1},
+    "llama": {  # as their publishers count
+        "llama2_7b": 6.74, "llama2_13b": 13.0, "llama2_70b": 69.0, "llama3_1b": 1.24,
+        "llama3_3b": 3.21, "llama3_8b": 8.03, "llama3_70b": 70.6, "llama3_405b": 405.9,
+        "qwen2.5_0.5b": 0.494, "qwen2.5_7b": 7.62, "qwen2.5_72b": 72.7, "qwen3_0.6b": 0.596,
+        "qwen3_8b": 8.19, "qwen3_32b": 32.8, "mistral_7b": 7.24, "gemma_2b": 2.51,
+        "gemma_7b": 8.54, "mpt_7b": 6.65, "mpt_30b": 29.95,
+    },
+}  # fmt: skip
+
+
+def named(size):
+    """The parameters that a name says, and half a unit of its last digit."""
+    number, unit = size[:-1], {"m": 1e-3, "b": 1.0}[size[-1]]
+    digits = len(number.partition(".")[2])
+    return float(number) * unit, 0.5 * 10.0**-digits * unit
+
+
+def count(family, size, words):
+    """Thousand millions of parameters; of a deep model by two depths, since layers are alike."""
+    options = load([f"model={family}", f"model.size={size}", *words, "dataset=synthetic"]).model
+    model = build_model(options, "fp32")
+    made = jax.eval_shape(model.init, jax.random.key(0))
+    params = made[0] if model.has_state else made
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)) / 1e9
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize(("family", "size"), [(f, s) for f, sizes in SIZES.items() for s in sizes])
+def test_a_size_has_the_parameters_of_its_name(family, size):
+    said = SIZES[family][size]
+    want, slack = (said, 0.0) if said else named(size)
+    if family in ("resnet", "wide_resnet"):
+        found = count(family, size, [])
+    else:  # layers, or pairs of them, are alike: two shallow ones tell
+        layers = load([f"model={family}", f"model.size={size}", "dataset=synthetic"]).model.layers
+        few, more = (count(family, size, [f"model.num_layers={n}"]) for n in (2, 4))
+        found = few + (more - few) / 2 * (layers - 2)
+    assert abs(found - want) <= max(0.02 * want, slack)
