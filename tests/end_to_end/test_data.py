@@ -1,13 +1,16 @@
-"""Token datasets in whole runs: resumed on other hosts, with other data, larger than memory."""
+"""Datasets in whole runs: resumed on other hosts, with other data, larger than memory."""
 
+import io
 import json
 import sys
+import tarfile
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from recipes.corpus.prepare import Preparation, prepare_corpus
 
@@ -91,3 +94,62 @@ def test_ten_gigabytes_train_in_two_of_memory(tmp_path: Path) -> None:
     rows = (tmp_path / "outputs" / "large" / "metrics.jsonl").read_text().splitlines()
     peak = max(json.loads(row)["perf/peak_memory_bytes"] for row in rows)
     assert peak < 2 * 2**30
+
+
+@pytest.mark.slow
+def test_a_training_on_documents_prepares_them_and_its_model_speaks(tmp_path: Path) -> None:
+    rows = [json.dumps({"text": f"number {i} comes before {i + 1}"}) for i in range(200)]
+    (tmp_path / "a.jsonl").write_text("\n".join(rows) + "\n")
+    words = ("dataset=jsonl", "dataset.path=a.jsonl", "run.id=r", *PLAN)
+    code, out, err = Launcher(tmp_path, *TINY, *words, "train.steps=2").end()
+    assert code == 0, err
+    assert "200 documents, " in out
+    assert "of 257 are in a.jsonl.tokens" in out
+    asked = ("prompt=[number,one]", "generate.max_new_tokens=5", "generate.temperature=0")
+    code, out, err = Launcher(tmp_path, "task=generate", "run.id=r", *asked).end()
+    assert code == 0, err
+    assert "\nnumber" in out
+    assert "\none" in out
+
+    (tmp_path / "a.jsonl").write_text("\n".join(reversed(rows)) + "\n")
+    code, _, err = Launcher(tmp_path, *TINY, *words, "train.steps=3").end()
+    assert code == 2
+    assert "the data of dataset=documents has changed since run.id=r reached step 2" in err
+
+
+@pytest.mark.slow
+def test_pictures_train_resume_on_other_hosts_and_not_with_other_data(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    files = {}
+    for i in range(40):
+        stream = io.BytesIO()
+        points = rng.integers(256, size=(9, 12, 3), dtype=np.uint8)
+        Image.fromarray(points).save(stream, "PNG")
+        files[f"{'ab'[i % 2]}/{i:02}.png"] = stream.getvalue()
+    write_pictures(tmp_path / "a.tar", files)
+    words = ("model=vit", "model.image_size=8", "model.patch_size=4", "model.num_layers=2")
+    words += ("model.num_heads=2", "model.hidden_size=8", "model.num_classes=2")
+    words += ("dataset=webdataset", "dataset.path=a.tar", "dataset.smallest_crop=0.5", *PLAN)
+    words += tuple(word for word in TINY if not word.startswith("model."))
+    for number, (steps, hosts) in enumerate([(4, 1), (2, 1), (4, 2)]):
+        run = "undisturbed" if number == 0 else "resumed"
+        of_run = (f"run.id={run}", f"train.steps={steps}", f"cluster.hosts={hosts}")
+        code, _, err = Launcher(tmp_path, *words, *of_run).end()
+        assert code == 0, err
+    wanted, resumed = (losses(tmp_path / "outputs" / run) for run in ("undisturbed", "resumed"))
+    assert len(wanted) == 4
+    np.testing.assert_allclose(resumed, wanted, rtol=1e-5)
+
+    files["a/00.png"] = files["b/01.png"]
+    write_pictures(tmp_path / "a.tar", files)
+    code, _, err = Launcher(tmp_path, *words, "run.id=resumed", "train.steps=5").end()
+    assert code == 2
+    assert "the data of dataset=pictures has changed since run.id=resumed reached step 4" in err
+
+
+def write_pictures(path: Path, files: dict[str, bytes]) -> None:
+    with tarfile.open(path, "w") as archive:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
