@@ -223,20 +223,48 @@ def _number(boxes: Sequence[Box], axes: Axes, factor: float, inches_per_second: 
     """Write each microbatch's number into its box, all in one size, where there is room."""
     longest = max((len(str(box.number)) for box in boxes), default=1)
     points = [(b.end - b.start) * inches_per_second * 72 / (0.75 * longest) for b in boxes]
-    fitting = [size for size in points if size >= SMALLEST_NUMBER]
-    for box, size in zip(boxes, points, strict=True):
-        if size < SMALLEST_NUMBER:
-            continue
-        axes.text(
-            (box.start + box.end) / 2 * factor,
-            box.row,
-            str(box.number),
-            ha="center",
-            va="center",
-            fontsize=min(9.0, *fitting),
-            color=INK,
-            zorder=5,
-        )
+    fitting = [
+        (box, size) for box, size in zip(boxes, points, strict=True) if size >= SMALLEST_NUMBER
+    ]
+    if fitting:
+        places = [((box.start + box.end) / 2 * factor, box.row) for box, _ in fitting]
+        size = min(9.0, *(size for _, size in fitting))
+        _write([str(box.number) for box, _ in fitting], places, size, axes)
+
+
+def _write(
+    numbers: Sequence[str], places: Sequence[tuple[float, float]], size: float, axes: Axes
+) -> None:
+    """Write numbers at their places, all as one collection: as texts they take a millisecond each.
+
+    Args:
+        numbers: the numbers.
+        places: the middle of each, in the units of the axes.
+        size: of the font, in points.
+        axes: where they are written.
+    """
+    from matplotlib.collections import PathCollection
+    from matplotlib.path import Path as Outline
+    from matplotlib.textpath import TextPath
+    from matplotlib.transforms import Affine2D
+
+    def centred(number: str) -> Outline:
+        drawn = TextPath((0, 0), number, size=size)
+        return Outline(drawn.vertices - drawn.get_extents().get_points().mean(0), drawn.codes)
+
+    outlines = {number: centred(number) for number in dict.fromkeys(numbers)}
+    points = Affine2D().scale(1 / 72) + axes.figure.dpi_scale_trans
+    written = PathCollection(
+        [outlines[number] for number in numbers],
+        offsets=places,
+        offset_transform=axes.transData,
+        facecolor=INK,
+        linewidth=0,
+        zorder=5,
+        label="numbers",
+    )
+    written.set_transform(points)
+    axes.add_collection(written, autolim=False)
 
 
 def _colour(kind: str) -> str:

@@ -60,9 +60,27 @@ def test_tasks_too_narrow_for_a_number_cost_the_others_none(tmp_path, drawn):
     [axes] = drawn[0].axes
     wide = [timed for timed in timeline if timed.end > timed.start]
     assert len(wide) < len(timeline)
-    assert sorted(text.get_text() for text in axes.texts) == sorted(
-        str(timed.task.microbatch) for timed in wide
-    )
+    written = numbers_of(axes)
+    assert all(len(one.get_paths()) == len(one.get_offsets()) for one in written)
+    places = sorted(tuple(place) for one in written for place in one.get_offsets())
+    expected = sorted(((timed.start + timed.end) / 2, timed.mesh) for timed in wide)
+    assert np.array(places) == pytest.approx(np.array(expected))
+
+
+def numbers_of(axes):
+    return [one for one in axes.collections if one.get_label() == "numbers"]
+
+
+def test_numbers_are_their_microbatches(tmp_path, drawn):
+    timeline = simulate(SCHEDULES["gpipe"].tasks(1, 12), lambda task: 1.0)
+    plot_timeline(timeline, tmp_path / "timeline.png")
+    [axes] = drawn[0].axes
+    forward, _ = numbers_of(axes)
+    widths = [path.get_extents().width for path in forward.get_paths()]
+    at = [start for start, _ in forward.get_offsets()]
+    by_time = [width for _, width in sorted(zip(at, widths, strict=True))]
+    assert max(by_time[:10]) < min(by_time[10:])  # one digit, then two
+    assert by_time[1] == min(by_time)  # a one is the narrowest
 
 
 def test_the_pictures_step_time_is_the_consoles(tmp_path, drawn):
