@@ -43,6 +43,13 @@ class ViTOptions(SizedOptions):
         assert self.num_layers is not None, "the size has not been filled in"
         return self.num_layers
 
+    @property
+    def attention_length(self) -> int:
+        """The positions that see one another: the patches, and one for the class."""
+        assert self.image_size is not None, "the size has not been filled in"
+        assert self.patch_size is not None, "the size has not been filled in"
+        return (self.image_size // self.patch_size) ** 2 + 1
+
     def check(self) -> Iterator[ConfigError]:
         """Yield an error where heads or patches cannot be equal."""
         for whole, part, what in (

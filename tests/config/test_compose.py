@@ -13,7 +13,7 @@ from launcher.command import _EXAMPLES
 from launcher.config.build import build
 from launcher.config.compose import Point, from_dict, load, load_points, to_dict
 from launcher.config.errors import ConfigError
-from launcher.config.families import find_datasets
+from launcher.config.families import find_datasets, find_models
 from launcher.config.folders import CONF
 from launcher.config.keys import setting_keys
 from launcher.config.machines import CLUSTERS
@@ -25,6 +25,7 @@ from launcher.config.sweeper import Batch, Outcome, run_sweeper
 from launcher.driver.cluster_from_config import described_shape
 from launcher.plan import local_shape
 from recipes.gpt_options import GPTOptions
+from recipes.llama_hf import config_of
 from recipes.mlp_options import MLPOptions
 from recipes.text_options import StdlibText, Text
 
@@ -35,13 +36,37 @@ OPTIONS = [file for file in FILES if file not in DEVICES]
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("file", OPTIONS, ids=lambda file: str(file.relative_to(CONF)))
-def test_every_file_composes_by_the_command_in_it(file: Path) -> None:
+def test_every_file_composes_by_the_command_in_it(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    theirs = config_of(load(["model=llama", "dataset=synthetic"]).model)  # type: ignore[arg-type]
+    (tmp_path / "my_llama").mkdir()
+    (tmp_path / "my_llama" / "config.json").write_text(json.dumps(theirs))
     found = re.findall(r"^#   python -m launcher(.*)$", file.read_text(), re.MULTILINE)
     commands = [shlex.split(command) for command in found]
     choice = {f"{file.parent.name}={file.stem}"} if file.parent != CONF else set()
     assert any(choice <= set(words) for words in commands)
     for words in commands:
-        load(words)
+        load([word.partition(",")[0] for word in words if word != "-m"])  # of a sweep one point
+
+
+RECIPES = sorted((CONF / "recipe").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+def test_a_recipe_says_what_it_is_and_what_to_expect(file: Path) -> None:
+    head, _, settings = file.read_text().partition("\ndefaults:\n")
+    assert settings
+    assert re.match(r"# @package _global_\n# [A-Z]", head)
+    assert "\n#\n# Expect " in head
+
+
+def test_each_family_has_a_recipe_for_eight_gpus_or_for_a_laptop() -> None:
+    named = {name for file in RECIPES for name in re.findall(r"/model: (\w+)", file.read_text())}
+    assert named == set(find_models())
+    for family in set(find_models()) - {"mlp", "toy"}:  # which no such machine is worth
+        assert (CONF / "recipe" / f"{family}_8gpus.yaml") in RECIPES
 
 
 @pytest.mark.parametrize("file", DEVICES, ids=lambda file: file.stem)

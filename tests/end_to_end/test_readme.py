@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -64,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "my_pkg").mkdir()
     for name, (block,) in zip(MODULES, RECIPES_PAGE.programs, strict=True):
         (folder / "my_pkg" / f"{name}.py").write_text(block.text)
-    theirs = load(["model=llama", "dataset=synthetic"]).model
+    theirs = load(["model=llama", "dataset=synthetic", "model.vocab_size=300"]).model
     (folder / "my_llama").mkdir()
     (folder / "my_llama" / "config.json").write_text(json.dumps(config_of(theirs)))
     for module in ("arrays", "shapes", "talks"):
@@ -75,6 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     train_tokenizer(talks, 300, folder / "tokenizer.json")
     prepare_corpus(talks, 1)
+    shutil.copy(folder / "tokenizer.json", folder / "my_llama")
 
     program = build_program(load(["recipe=smoke"]))
     state = checkpoint.copy_to_host(jax.jit(program.init)(program.seed))

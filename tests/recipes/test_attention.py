@@ -15,6 +15,7 @@ from recipes import InputError, build_model
 from recipes.attention import with_attention
 from recipes.gpt_options import GPTOptions
 from recipes.llama_options import LlamaOptions
+from recipes.vit_options import ViTOptions
 
 SIZES = {
     "vocab_size": 32, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "sequence_length": 16,
@@ -41,15 +42,31 @@ def test_auto_takes_it_where_the_devices_have_it(name):
 
 @pytest.mark.parametrize(
     ("changes", "precision"),
-    [({}, "fp32"), ({"dropout": 0.1}, "bf16"), ({"hidden_size": 36}, "bf16")],
-    ids=["fp32", "dropout", "head"],
+    [
+        ({}, "fp32"),
+        ({"dropout": 0.1}, "bf16"),
+        ({"hidden_size": 36}, "bf16"),
+        ({"sequence_length": 15}, "bf16"),
+    ],
+    ids=["fp32", "dropout", "head", "odd length"],
 )
 def test_auto_leaves_it_where_the_model_cannot_use_it(changes, precision):
     options = dataclasses.replace(OPTIONS["gpt"], **changes)
     assert with_attention(options, precision, HAVE_IT[0]).attention == "xla"
     asked = dataclasses.replace(options, attention="cudnn")
-    with pytest.raises(InputError, match=r"model.attention=cudnn .*(bf16|dropout|heads)"):
+    with pytest.raises(
+        InputError,
+        match=r"model.attention=cudnn .*(bf16|dropout|heads|an even number of positions, not 15)",
+    ):
         build_model(asked, precision, HAVE_IT[0])
+
+
+def test_a_vision_transformer_whose_positions_are_odd_is_left_to_xla():
+    sizes = {"num_classes": 4, "num_layers": 2, "num_heads": 4, "hidden_size": 32}
+    even, odd = (ViTOptions(size=None, patch_size=4, image_size=n, channels=3, **sizes)
+                 for n in (20, 16))  # fmt: skip
+    chosen = [with_attention(one, "bf16", HAVE_IT[0]).attention for one in (even, odd)]
+    assert chosen == ["cudnn", "xla"]
 
 
 def test_what_the_devices_lack_is_named():
