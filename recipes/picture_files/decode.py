@@ -58,7 +58,7 @@ class Fitting:
         """Return a picture as float32 [size, size, channels].
 
         Args:
-            picture: as `opened` returns it.
+            picture: as `open_picture` returns it.
             rng: draws a part, and whether it is mirrored; None: neither is done.
         """
         from PIL import Image, ImageOps
@@ -89,7 +89,7 @@ def check_pillow() -> None:
         raise InputError("dataset=pictures needs Pillow; pip install 'launcher[data]'")
 
 
-def opened(file: str, start: int, size: int, format: str) -> Image.Image:
+def open_picture(file: str, start: int, size: int, format: str) -> Image.Image:
     """Return a picture, of which a file's content may still be undecoded.
 
     Args:
