@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any
+from typing import Any, cast
 
 from recipes import InputError
 
@@ -58,6 +58,6 @@ def _unfit(options: Any, precision: str) -> str:
             "model.num_heads or model.hidden_size"
         )
     length = getattr(options, "attention_length", None) or getattr(options, "sequence_length", 0)
-    if length % 2:  # JAX's training rule refuses it
+    if cast(int, length) % 2:  # JAX's training rule refuses it
         return f"takes an even number of positions, not {length}"
     return ""
