@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -100,7 +101,21 @@ def model_told(config: Config):
         params, state = jax.eval_shape(functools.partial(init_model, model), key)
         init = jax.make_jaxpr(model.init)(key)
         loss = jax.make_jaxpr(checked_loss(model))(params, state, batch, key)
-    return str(init), str(loss), str(loss.consts)
+    return str(init), str(loss), _arrays_in(loss)
+
+
+def _arrays_in(closed) -> list[str]:
+    """The arrays that a program holds, those of programs inside it, too, which no text shows."""
+    found = [str(one) for one in closed.consts]
+    for eqn in closed.jaxpr.eqns:
+        found += [str(one.val) for one in eqn.invars if isinstance(one, jax.extend.core.Literal)]
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_program):
+            found += _arrays_in(inner) if _is_program(inner) else []
+    return found
+
+
+def _is_program(value) -> bool:
+    return isinstance(value, jax.extend.core.ClosedJaxpr)
 
 
 def data_told(config: Config):
