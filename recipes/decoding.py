@@ -95,7 +95,7 @@ def draw(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
     return jax.random.categorical(key, logits).astype(jnp.int32)
 
 
-class Places(NamedTuple):
+class TextPlaces(NamedTuple):
     """Where the arrays of a generation lie.
 
     Attributes:
@@ -116,7 +116,9 @@ class Generator:
         places: where arrays lie; None: where the parameters do, on one device.
     """
 
-    def __init__(self, decoder: Decoder, sampling: Sampling, places: Places | None = None) -> None:
+    def __init__(
+        self, decoder: Decoder, sampling: Sampling, places: TextPlaces | None = None
+    ) -> None:
         self._decoder, self._sampling, self._places = decoder, sampling, places
         self._read: dict[int, Any] = {}  # by the number of rows
 

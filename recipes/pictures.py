@@ -18,7 +18,7 @@ from recipes.picture_files.decode import (
     Fitting,
     check_pillow,
     decoded,
-    opened,
+    open_picture,
 )
 from recipes.picture_files.index import (
     PictureIndex,
@@ -26,7 +26,7 @@ from recipes.picture_files.index import (
     index_fingerprint,
     kept_index,
     load_index,
-    refused,
+    refused_picture,
 )
 from recipes.picture_files.scan import source_files
 from recipes.pictures_options import Pictures
@@ -190,9 +190,9 @@ class _Rows:
         file = index.files[index.file[number]]
         where = int(index.start[number]), int(index.size[number])
         try:
-            return decoded(opened(file, *where, self.format), self.fitting, rng)
+            return decoded(open_picture(file, *where, self.format), self.fitting, rng)
         except BadPictureError as error:
-            raise refused(f"{index.place(number)}: {error}") from None
+            raise refused_picture(f"{index.place(number)}: {error}") from None
 
 
 def _sources(options: Pictures) -> list[PictureSource]:

@@ -25,6 +25,7 @@ SHARED_NAMES = {
     "build",
     "check",
     "main",
+    "prepare",
     "register",
     "restore",
     "run",

@@ -58,7 +58,7 @@ class Fitting:
         """Return a picture as float32 [size, size, channels].
 
         Args:
-            picture: as `opened` returns it.
+            picture: as `open_picture` returns it.
             rng: draws a part, and whether it is mirrored; None: neither is done.
         """
         from PIL import Image, ImageOps
@@ -89,7 +89,7 @@ def check_pillow() -> None:
         raise InputError("dataset=pictures needs Pillow; pip install 'launcher[data]'")
 
 
-def opened(file: str, start: int, size: int, format: str) -> Image.Image:
+def open_picture(file: str, start: int, size: int, format: str) -> Image.Image:
     """Return a picture, of which a file's content may still be undecoded.
 
     Args:
@@ -106,9 +106,9 @@ def opened(file: str, start: int, size: int, format: str) -> Image.Image:
     try:
         if format == "npz":
             return Image.fromarray(_rows(file)[start].squeeze())
-        with open(file, "rb") as opened_file:
-            opened_file.seek(start)
-            content = opened_file.read(size)
+        with open(file, "rb") as stream:
+            stream.seek(start)
+            content = stream.read(size)
         if len(content) < size:
             raise BadPictureError(f"{len(content):,} bytes of {size:,} are there")
         return Image.open(io.BytesIO(content))

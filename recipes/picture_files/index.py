@@ -23,7 +23,7 @@ from launcher.files import DamagedError
 from launcher.npz import read_arrays, write_arrays
 from recipes import InputError
 from recipes.corpus.fingerprint import fingerprint_of
-from recipes.picture_files.decode import BadPictureError, check_whole, opened
+from recipes.picture_files.decode import BadPictureError, check_whole, open_picture
 from recipes.picture_files.scan import FoundPicture, scanned, source_files
 
 _FORMAT = 1
@@ -106,7 +106,7 @@ def load_index(source: PictureSource, progress: Progress = lambda share: None) -
         progress((number + 1) / len(files) / 2)
     good, bad = [one for one in found if not one.why], [one for one in found if one.why]
     if source.bad == "refuse" and bad:
-        raise refused(f"{bad[0].place}: {bad[0].why}")
+        raise refused_picture(f"{bad[0].place}: {bad[0].why}")
     if source.bad == "skip":
         good, damaged = _whole(good, source.format, progress)
         bad += damaged
@@ -132,7 +132,7 @@ def kept_index(source: PictureSource) -> PictureIndex | None:
         return None
 
 
-def refused(what: str) -> InputError:
+def refused_picture(what: str) -> InputError:
     """Return the error for a bad picture."""
     return InputError(f"{what}; mend it, or leave bad pictures out with dataset.bad=skip")
 
@@ -179,7 +179,7 @@ def _whole(
 
     def reason(one: FoundPicture) -> str:
         try:
-            check_whole(opened(one.file, one.start, one.size, format))
+            check_whole(open_picture(one.file, one.start, one.size, format))
         except BadPictureError as error:
             return str(error)
         return ""
