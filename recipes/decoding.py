@@ -129,7 +129,7 @@ def draw(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
     return jax.random.categorical(key, logits).astype(jnp.int32)
 
 
-class DecodingPlaces(NamedTuple):
+class TextPlaces(NamedTuple):
     """Where the arrays of a generation lie.
 
     Attributes:
@@ -151,7 +151,7 @@ class Generator:
     """
 
     def __init__(
-        self, decoder: Decoder, sampling: Sampling, places: DecodingPlaces | None = None
+        self, decoder: Decoder, sampling: Sampling, places: TextPlaces | None = None
     ) -> None:
         self._decoder, self._sampling, self._places = decoder, sampling, places
         self._read: dict[int, Any] = {}  # by the number of rows

@@ -23,10 +23,10 @@ from recipes.picture_files.decode import (
 from recipes.picture_files.index import (
     PictureIndex,
     PictureSource,
-    bad_picture,
     index_fingerprint,
     kept_index,
     load_index,
+    refused_picture,
 )
 from recipes.picture_files.scan import source_files
 from recipes.pictures_options import Pictures
@@ -192,7 +192,7 @@ class _Rows:
         try:
             return decoded(open_picture(file, *where, self.format), self.fitting, rng)
         except BadPictureError as error:
-            raise bad_picture(f"{index.place(number)}: {error}") from None
+            raise refused_picture(f"{index.place(number)}: {error}") from None
 
 
 def _sources(options: Pictures) -> list[PictureSource]:

@@ -8,6 +8,7 @@ where it is needed, while Ray starts.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -62,7 +63,8 @@ def run(config: Config, stop: Stop, rendezvous: Rendezvous | None = None) -> int
     Raises:
         KeyboardInterrupt: a signal ended it; `stop` knows which.
     """
-    console = make_console()
+    # The answer of a generation is the text alone.
+    console = make_console(sys.stderr if config.task == "generate" else None)
 
     def work() -> int:
         if config.task == "train":

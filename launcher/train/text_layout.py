@@ -88,7 +88,7 @@ def _spread(shape: Shape, sizes: Mapping[str, int], dims: Sequence[int]) -> Spec
         if dim is not None:
             left[dim] //= size
             found[dim] = (*found[dim], axis)
-    return tuple(names or None for names in found)
+    return tuple(names[0] if len(names) == 1 else names or None for names in found)
 
 
 def _prime_factors(number: int) -> list[int]:

@@ -19,7 +19,7 @@ from launcher.stacked_array import StackedArray
 from launcher.train.checkpoint import FinishedModel
 from launcher.train.names import flat_name
 from launcher.train.text_layout import TextLayout
-from recipes.decoding import DecodingPlaces, Generator, Sampling, build_decoder
+from recipes.decoding import Generator, Sampling, TextPlaces, build_decoder
 
 _AT_ONCE = 2**30  # bytes of arrays that are read together
 
@@ -49,7 +49,7 @@ class TextModel:
         self._mesh = Mesh(here.reshape(tuple(layout.sizes.values())), tuple(layout.sizes))
         self._layout = layout
         whole = NamedSharding(self._mesh, PartitionSpec())
-        places = DecodingPlaces(whole, lambda shape: self._at(layout.of_cache(shape)))
+        places = TextPlaces(whole, lambda shape: self._at(layout.of_cache(shape)))
         self._generator = Generator(decoder, sampling, places)
 
     def load(self, model: FinishedModel) -> Any:

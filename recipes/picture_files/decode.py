@@ -95,7 +95,7 @@ def open_picture(file: str, start: int, size: int, format: str) -> Image.Image:
     Args:
         file: its file.
         start: where it begins: a byte, or of `.npz` files a row.
-        size: its bytes.
+        size: its bytes; what is a file of its own may have become longer or shorter.
         format: folder, tar or npz.
 
     Raises:
@@ -106,10 +106,10 @@ def open_picture(file: str, start: int, size: int, format: str) -> Image.Image:
     try:
         if format == "npz":
             return Image.fromarray(_rows(file)[start].squeeze())
-        with open(file, "rb") as opened_file:
-            opened_file.seek(start)
-            content = opened_file.read(size)
-        if len(content) < size:
+        with open(file, "rb") as stream:
+            stream.seek(start)
+            content = stream.read() if format == "folder" else stream.read(size)
+        if format != "folder" and len(content) < size:
             raise BadPictureError(f"{len(content):,} bytes of {size:,} are there")
         return Image.open(io.BytesIO(content))
     except BadPictureError:

@@ -106,7 +106,7 @@ def load_index(source: PictureSource, progress: Progress = lambda share: None) -
         progress((number + 1) / len(files) / 2)
     good, bad = [one for one in found if not one.why], [one for one in found if one.why]
     if source.bad == "refuse" and bad:
-        raise bad_picture(f"{bad[0].place}: {bad[0].why}")
+        raise refused_picture(f"{bad[0].place}: {bad[0].why}")
     if source.bad == "skip":
         good, damaged = _whole(good, source.format, progress)
         bad += damaged
@@ -132,7 +132,7 @@ def kept_index(source: PictureSource) -> PictureIndex | None:
         return None
 
 
-def bad_picture(what: str) -> InputError:
+def refused_picture(what: str) -> InputError:
     """Return the error for a bad picture."""
     return InputError(f"{what}; mend it, or leave bad pictures out with dataset.bad=skip")
 

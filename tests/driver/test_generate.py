@@ -49,17 +49,20 @@ PLANS = {
 # How many devices the model then lies on, and at most which share of it on each.
 SPREAD = {"one": (1, 1), "two_stages": (2, 0.55), "zero3": (4, 0.3), "shard": (2, 0.8)}
 SPREAD |= {"three_d": (4, 0.3)}
+FAST = "one", "two_stages", "zero3"
 GREEDY = "generate.temperature=0", "generate.max_new_tokens=20"
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """A run by each plan, and its parameters in this process."""
-    folder = tmp_path_factory.mktemp("runs")
-    params = {}
-    for name, words in PLANS.items():
+class Runs(dict):
+    """The parameters, in this process, of a run by each plan; made when they are asked for."""
+
+    def __init__(self, folder):
+        self._folder = folder
+
+    def __missing__(self, name):
+        words = PLANS[name]
         trainee = Trainee([*GPT_WORDS, *words], model=())
-        home = folder / "outputs" / name
+        home = self._folder / "outputs" / name
         (home / "checkpoints").mkdir(parents=True)
         trainee.create_and_save(str(home / "checkpoints"))
         settings = load([*GPT_WORDS, *words, f"run.id={name}"])
@@ -67,8 +70,17 @@ def runs(tmp_path_factory):
         plan = trainee.worker._train.plan.to_dict()
         (home / "plan.json").write_text(json.dumps(plan))
         trainee.worker.restore(str(home / "checkpoints"), 2)
-        params[name] = jax.tree.map(np.asarray, trainee.worker._state.params)
+        self[name] = jax.tree.map(np.asarray, trainee.worker._state.params)
         trainee.worker.close()
+        return self[name]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder of runs, and their parameters; the run `one` is there."""
+    folder = tmp_path_factory.mktemp("runs")
+    params = Runs(folder)
+    assert params["one"]
     return folder, params
 
 
@@ -101,9 +113,12 @@ def spread(folder, name):
     return model, model.load(stored), layout
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in PLANS]
+)
 def test_greedy_tokens_are_those_of_a_plain_loop_under_every_plan(runs, name):
     folder, params = runs
+    assert params[name]
     model, placed, layout = spread(folder, name)
     prompts = [list(b"def "), list(b"x")]
     made = np.array(list(model.generate(placed, prompts, 20))).T.tolist()
@@ -119,6 +134,7 @@ def test_greedy_tokens_are_those_of_a_plain_loop_under_every_plan(runs, name):
 
 def test_parameters_of_a_training_are_placed_as_those_of_its_checkpoint(runs):
     folder, params = runs
+    assert params["two_stages"]
     model, placed, _ = spread(folder, "two_stages")
     ours = model.place(jax.tree.map(jnp.asarray, params["two_stages"]))
     for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(placed), strict=True):
@@ -134,11 +150,11 @@ def test_a_text_is_printed_under_the_runs_own_settings(runs, monkeypatch, capsys
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hosts", [1, 2])
-def test_workers_generate_together(runs, monkeypatch, capsys, hosts):
+def test_workers_generate_together(runs, monkeypatch, capsys):
     folder, params = runs
+    assert params["two_stages"]
     monkeypatch.chdir(folder)
-    words = "run.id=two_stages", f"cluster.hosts={hosts}", "cluster.gpus=2", "prompt='def '"
+    words = "run.id=two_stages", "cluster.hosts=2", "cluster.gpus=2", "prompt='def '"
     told = generated(capsys, *words, *GREEDY)
     text = bytes(plain_loop(params["two_stages"], b"def ", 20))
     assert told == text.decode("utf-8", "replace") + "\n"
@@ -180,6 +196,7 @@ def test_a_task_without_a_run_and_settings_without_an_effect_are_refused():
 
 def test_an_evaluation_is_the_mean_over_what_is_held_out(runs, monkeypatch, capsys):
     folder, params = runs
+    assert params["two_stages"]
     monkeypatch.chdir(folder)
     words = "task=evaluate", "run.id=two_stages"
     assert evaluate(load(words), make_console()) == 0

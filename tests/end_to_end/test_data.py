@@ -108,7 +108,7 @@ def test_a_training_on_documents_prepares_them_and_its_model_speaks(tmp_path: Pa
     asked = ("prompt=[number,one]", "generate.max_new_tokens=5", "generate.temperature=0")
     code, out, err = Launcher(tmp_path, "task=generate", "run.id=r", *asked).end()
     assert code == 0, err
-    assert "\nnumber" in out
+    assert out.startswith("number")
     assert "\none" in out
 
     (tmp_path / "a.jsonl").write_text("\n".join(reversed(rows)) + "\n")
@@ -117,7 +117,7 @@ def test_a_training_on_documents_prepares_them_and_its_model_speaks(tmp_path: Pa
     assert "the data of dataset=documents has changed since run.id=r reached step 2" in err
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 def test_pictures_train_resume_on_other_hosts_and_not_with_other_data(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     files = {}

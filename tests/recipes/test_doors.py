@@ -21,7 +21,7 @@ def test_an_unknown_name_gets_the_known_ones():
         recipes.build_dataset(odd, odd, 8, 0)
     assert str(error.value) == (
         "dataset.name=gtp is not known; choose one of arrays, digits, documents, mixture, "
-        "stdlib_text, synthetic, text, tokens"
+        "pictures, stdlib_text, synthetic, text, tokens"
     )
 
 

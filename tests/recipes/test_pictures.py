@@ -256,6 +256,14 @@ def test_an_index_is_made_once_and_again_when_files_change(tmp_path, monkeypatch
     assert len(scans) == 4
 
 
+def test_a_picture_that_is_replaced_in_place_is_read_as_it_is(tmp_path):
+    path = made_by("folder", tmp_path / "data", 3)
+    given = options(path, validation_fraction=0.0)
+    for size in ((8, 8), (9, 40), (8, 8)):
+        (path / "cat" / "001.png").write_bytes(png(1, size))
+        assert sorted(numbers_in(build_dataset(given, VIT, 3, 0).train(0))) == [0, 1, 2]
+
+
 @pytest.mark.parametrize("format", ["folder", "tar", "npz"])
 def test_the_fingerprint_is_of_the_content_wherever_it_lies(tmp_path, format):
     first = fingerprint_dataset(options(made_by(format, tmp_path / "a"), format))

@@ -12,7 +12,7 @@ import os
 import sys
 
 if __name__ == "__main__":
-    INDEX, COUNT, DEVICES = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[4])
+    DEVICES = int(sys.argv[4])
     os.environ["NPROC"] = str(DEVICES + 2)  # threads, see launcher.cluster.ray.environment
     os.environ["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={DEVICES}"
 
@@ -85,12 +85,12 @@ class Trainee:
 
 
 def joined():
-    """A worker that has met the others."""
-    worker = TrainWorker()
+    """A worker that has met the others, by the words of the command line."""
+    worker, index, count = TrainWorker(), int(sys.argv[1]), int(sys.argv[2])
     store = lambda: distributed.global_state.client  # noqa: E731
-    address = worker.join(sys.argv[3], COUNT, INDEX, "127.0.0.1", "pull")
-    store().key_value_set(f"address_{INDEX}", address)
-    worker.connect([store().blocking_key_value_get(f"address_{i}", 60_000) for i in range(COUNT)])
+    address = worker.join(sys.argv[3], count, index, "127.0.0.1", "pull")
+    store().key_value_set(f"address_{index}", address)
+    worker.connect([store().blocking_key_value_get(f"address_{i}", 60_000) for i in range(count)])
     return worker
 
 

@@ -1,11 +1,13 @@
 """`recipes/corpus/prepare.py`: what is written, going on, and bad documents by file and place."""
 
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -231,3 +233,21 @@ def test_a_missing_source_column_or_tokenizer_is_named(tmp_path):
     lines(tmp_path / "a.jsonl", TEXTS)
     with pytest.raises(InputError, match=r"dataset\.tokenizer=x: x does not exist; name a token"):
         prepare_corpus(work(tmp_path, tmp_path / "out", tokenizer="x"), 1)
+
+
+def test_two_that_need_the_same_tokens_make_them_once(tmp_path, caplog):
+    source = lines(tmp_path / "a.jsonl", TEXTS)
+    given = work(source, tmp_path / "out")
+    prepare_corpus(given, 1)
+    made = (tmp_path / "out" / "meta.json").stat().st_mtime_ns
+    caplog.set_level("INFO")
+    with open(tmp_path / "out" / ".lock", "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process is at it
+        with ThreadPoolExecutor(1) as pool:
+            second = pool.submit(prepare_corpus, given, 1)
+            while "waiting for that" not in caplog.text:
+                time.sleep(0.01)
+            assert not second.done()
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            assert second.result().documents == len(TEXTS)
+    assert (tmp_path / "out" / "meta.json").stat().st_mtime_ns == made

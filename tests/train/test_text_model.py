@@ -1,0 +1,112 @@
+"""`launcher/train/text_layout.py` and `text_model.py`: where a model that speaks lies."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from launcher.config.compose import load
+from launcher.train.names import flat_name
+from launcher.train.program import build_program
+from launcher.train.text_layout import TextLayout, layout_of
+from launcher.train.text_model import TextModel, everywhere
+from recipes.decoding import Sampling
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "runtime")]
+from launch import together  # noqa: E402
+
+GPT = (
+    *("model=gpt", "model.vocab_size=40", "model.num_layers=2", "model.num_heads=2"),
+    *("model.hidden_size=8", "model.sequence_length=16"),
+)
+SHAPES = {"params.w": (6, 8), "params.b": (8,), "params.odd": (3, 5)}
+
+
+def stage(devices, mesh, **shardings):
+    return SimpleNamespace(
+        devices=devices,
+        logical_mesh=mesh,
+        shardings={f"0.params.{name}": spec for name, spec in shardings.items()},
+    )
+
+
+def plan_of(*stages):
+    meshes = tuple(dict.fromkeys(one.devices for one in stages))
+    return SimpleNamespace(
+        stages=stages,
+        all_stages=stages,
+        all_meshes=meshes,
+        num_devices=sum(map(len, meshes)),
+        num_replicas=min(one.logical_mesh[0] for one in stages),
+    )
+
+
+def test_a_plan_of_one_mesh_says_where_its_model_lies():
+    four = (0, 1, 2, 3)
+    shard = plan_of(stage(four, (2, 2), w=(None, "model"), b=("model",)))
+    specs = {"params.w": (None, "model"), "params.b": ("model",), "params.odd": (None, None)}
+    assert layout_of(shard, SHAPES, 4) == TextLayout({"model": 2}, specs)
+    zero = plan_of(stage(four, (4, 1), w=(None, "data"), b=("data",)))
+    assert layout_of(zero, SHAPES, 4).sizes == {"data": 4}
+    data = plan_of(stage(four, (4, 1), w=(None, None)))
+    assert layout_of(data, SHAPES, 4).num_devices == 1
+    assert layout_of(shard, SHAPES, 1).num_devices == 1  # fewer than the plan needs
+
+
+def test_stages_are_cut_over_the_devices_of_all():
+    stages = plan_of(stage((0, 1, 2, 3), (4, 1)), stage((4, 5), (2, 1)))
+    layout = layout_of(stages, SHAPES, 8)
+    assert list(layout.sizes.values()) == [3, 2]
+    assert layout.specs == {
+        "params.w": ("part_0", "part_1"),
+        "params.b": ("part_1",),
+        "params.odd": ("part_0", None),
+    }
+    assert layout_of(stages, SHAPES, 2).sizes == {"part_0": 2}
+    assert layout_of(None, SHAPES, 4).num_devices == 4  # a plan of another version
+    assert layout.of_cache((5, 16, 6, 7)) == (None, None, ("part_0", "part_1"), None)
+    assert layout.of_cache((6, 16, 1, 7)) == (("part_0", "part_1"), None, None, None)
+    assert layout.of_cache((5, 5)) == (None, None)
+
+
+@pytest.mark.devices
+def test_arrays_are_the_same_everywhere():
+    values = np.array([-0.0, np.nan, 1e-40, 3.5], np.float32)
+    assert everywhere(jax.numpy.asarray(values)).tobytes() == values.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("words", "share"),
+    [
+        pytest.param(
+            ["parallel=manual", "parallel.num_stages=2", "cluster.gpus=2"],
+            0.55,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(["parallel=zero3", "cluster.gpus=4"], 0.3, marks=pytest.mark.stress),
+    ],
+    ids=["stages", "zero3"],
+)
+def test_processes_of_a_training_speak_as_one_device_does(words, share):
+    prompts = [[1, 2, 3], [7]]
+    text = ["dataset=synthetic", "train.eval_every=0", "train.global_batch_size=8"]
+    given = {"words": [*words, "cluster.hosts=2"], "model": GPT, "prompts": prompts}
+    devices = 1 if "cluster.gpus=2" in words else 2
+    told = [
+        json.loads(answer)
+        for answer in together(HERE / "text_peer.py", 2, devices, given=json.dumps(given))
+    ]
+    config = load([*GPT, *text, "cluster=emulated", "cluster.gpus=1"])
+    program = build_program(config)
+    params = jax.jit(program.init)(program.seed).params
+    names = [flat_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    layout = TextLayout({}, {f"params.{name}": () for name in names})
+    model = TextModel(config, layout, Sampling(temperature=0), jax.devices())
+    wanted = [row.tolist() for row in model.generate(model.place(params), prompts, 8)]
+    assert [tokens for tokens, _ in told] == [wanted] * 2
+    assert all(of_device <= share for _, of_device in told)
