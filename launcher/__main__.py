@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 os._exit(code)
         if argv is None:
             stop.over(code)
+            gc.freeze()  # at its exit Python would look once more through all that is there
     return code
 
 

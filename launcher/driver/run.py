@@ -7,6 +7,7 @@ where it is needed, while Ray starts.
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 from collections.abc import Callable
@@ -128,6 +129,7 @@ def _plan(config: Config, console: Console) -> int:
     from launcher.driver.prepare import prepare
     from launcher.driver.run_log import write_planned
 
+    gc.freeze()  # what is imported stays: no collection need look through it
     ready = prepare(config, console, plan_only=True, finished=folder.check(config))
     with folder.claim(config) as home:
         write_plan(home, config, ready.plan)

@@ -94,13 +94,13 @@ class PlanBuilder:
         step, cluster, measured = self._step, self._cluster, self._measured
         for part in self._beside:
             part.loss(assignment.slicing.num_slices)
-        chosen = StageShardings(step, assignment, cluster, self._outer_dims)
+        chosen = StageShardings(step, assignment, cluster, self.outer_dims)
 
         def choose(loss: Loss, graph: StageGraph) -> dict[str, Spec]:
             devices = assignment.submeshes[graph.mesh].devices
             return {**chosen(loss, graph), **(kept or {}).get(devices, {})}
 
-        cut = partition(step, assignment, choose, self._outer_dims)
+        cut = partition(step, assignment, choose, self.outer_dims)
         again = _computed_again(cut)
         sums = [self._programs(cut, graph.index)[1] for graph in cut.stages]
         crossing = server_exchanges(cut, [bucket for of in sums for bucket in of.once])
@@ -147,7 +147,8 @@ class PlanBuilder:
         return no_gradient_note(self._step)
 
     @functools.cached_property
-    def _outer_dims(self) -> NamedDims:
+    def outer_dims(self) -> NamedDims:
+        """The named dimensions outside of the loss."""
         return outer_dims(self._step)
 
     def _programs(self, cut: PartitionedStep, stage: int) -> tuple[Footprint, GradientSums]:

@@ -7,6 +7,7 @@ slice, and followed like any other program. Pure.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -71,27 +72,72 @@ class _Call:
     results: Sequence[int]
     outs: Sequence[Placement]
 
-    def derivative(self, eqn: Equation, derive: Derive, of: Sequence[Atom]) -> Jaxpr:
-        """Return the program of a derivative: its inputs are the operands, then values like `of`.
+    def derivatives(self, derive: Derive) -> tuple[Jaxpr, Jaxpr]:
+        """Return the programs of a derivative on the whole batch and on a slice."""
+        ways = derive, tuple(self.moving), tuple(self.results)
+        whole, part = (_Function(eqn) for eqn in (self.pair.whole, self.pair.part))
+        return _derivative(whole, *ways), _derivative(part, *ways)
 
-        Args:
-            eqn: the call, on the whole batch or on a slice.
-            derive: makes the derivatives of a function and its arguments from those values.
-            of: the results or operands whose derivatives come in.
-        """
-        names = [Var(v.aval) for v in eqn.invars]  # an operand may be given twice
-        outs = [eqn.outvars[j] for j in self.results]
-        fun = jaxpr_as_fun(program(names, [eqn.replace(invars=names)], outs))
 
-        def derived(operands: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-            def of_moving(*moved: Any) -> list[Any]:
-                full = dict(enumerate(operands)) | dict(zip(self.moving, moved, strict=True))
-                return list(fun(*full.values()))
+@dataclass(frozen=True, eq=False)
+class _Function:
+    """A function with a rule of its own: equal for calls of the same one with alike arrays.
 
-            return list(derive(of_moving, [operands[i] for i in self.moving], list(values)))
+    Equal layers of a model call the same one.
+    """
 
-        closed = make_jaxpr(derived, [v.aval for v in eqn.invars], [v.aval for v in of])
-        return inline_calls(closed).jaxpr
+    eqn: Equation
+
+    @functools.cached_property
+    def _key(self) -> tuple[Any, ...]:
+        params = tuple((key, id(self.eqn.params[key])) for key in sorted(self.eqn.params))
+        return params, *(v.aval for v in (*self.eqn.invars, *self.eqn.outvars))
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Function) and self._key == other._key
+
+
+@functools.lru_cache(maxsize=16)
+def _derivative(
+    function: _Function, derive: Derive, moving: tuple[int, ...], results: tuple[int, ...]
+) -> Jaxpr:
+    """Return the program of a derivative.
+
+    Its inputs are the operands, then the tangents of those that move, or the cotangents of the
+    results.
+
+    Args:
+        function: the function, on the whole batch or on a slice.
+        derive: `_tangents` or `_cotangents`.
+        moving: the operands that have derivatives.
+        results: the results that have.
+    """
+    eqn = function.eqn
+    names = [Var(v.aval) for v in eqn.invars]  # an operand may be given twice
+    outs = [eqn.outvars[j] for j in results]
+    fun = jaxpr_as_fun(program(names, [eqn.replace(invars=names)], outs))
+
+    def derived(operands: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        def of_moving(*moved: Any) -> list[Any]:
+            full = dict(enumerate(operands)) | dict(zip(moving, moved, strict=True))
+            return list(fun(*full.values()))
+
+        return list(derive(of_moving, [operands[i] for i in moving], list(values)))
+
+    of = [eqn.invars[i] for i in moving] if derive is _tangents else outs
+    closed = make_jaxpr(derived, [v.aval for v in eqn.invars], [v.aval for v in of])
+    return inline_calls(closed).jaxpr
+
+
+def _tangents(fun: Callable[..., list[Any]], at: list[Any], rates: list[Any]) -> Any:
+    return jax.jvp(fun, at, rates)[1]
+
+
+def _cotangents(fun: Callable[..., list[Any]], at: list[Any], seeds: list[Any]) -> Any:
+    return jax.vjp(fun, *at)[1](seeds)
 
 
 def follow_rule(
@@ -118,13 +164,9 @@ def follow_rule(
 
 def _keeps_tangents(call: _Call, follow: Follow) -> bool:
     """Follow tangents: a result's has the placement of the result, as an operand's has its own."""
-
-    def rule(eqn: Equation) -> Jaxpr:
-        moving = [eqn.invars[i] for i in call.moving]
-        return call.derivative(eqn, lambda fun, at, rates: jax.jvp(fun, at, rates)[1], moving)
-
+    whole, part = call.derivatives(_tangents)
     rates = [_without_zero(call.given[i]) for i in call.moving]
-    found = follow(rule(call.pair.whole), rule(call.pair.part), [*call.given, *rates])
+    found = follow(whole, part, [*call.given, *rates])
     if found is None or found.changed:
         return False
     pairs = zip(found.outs, call.outs, strict=True)
@@ -133,14 +175,9 @@ def _keeps_tangents(call: _Call, follow: Follow) -> bool:
 
 def _keeps_cotangents(call: _Call, follow: Follow) -> bool:
     """Follow cotangents: a row's is the row's own, and those of what is shared are added up."""
-
-    def rule(eqn: Equation) -> Jaxpr:
-        results = [eqn.outvars[j] for j in call.results]
-        return call.derivative(eqn, lambda fun, at, seeds: jax.vjp(fun, *at)[1](seeds), results)
-
     pair, given = call.pair, call.given
     seeds = [_of_seed(p, pair) for p in call.outs]
-    whole, part = rule(pair.whole), rule(pair.part)
+    whole, part = call.derivatives(_cotangents)
     found = follow(whole, part, [*given, *seeds])
     if found is None:
         return False

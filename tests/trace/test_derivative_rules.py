@@ -220,3 +220,24 @@ def test_one_slice_takes_any_rule():
         return launcher.grad(mean_through(centred))(params, batch)
 
     assert trace_step(step, (PARAMS, BATCH)).loss(1).num_slices == 1
+
+
+@pytest.mark.parametrize("layers", [2, 6])
+def test_the_rule_of_equal_layers_is_traced_once(layers):
+    traced = []
+
+    def backward(x, g):
+        traced.append(x.shape)
+        return 0.5 * g
+
+    layer = jax.jit(with_backward(jnp.tanh, backward))
+
+    def loss(params, x):
+        x = x @ params["a"]
+        for _ in range(layers):
+            x = layer(x)
+        return jnp.mean(x**2)
+
+    step = trace_step(launcher.value_and_grad(loss), (PARAMS, BATCH["x"]))
+    step.loss(2)
+    assert traced == [(ROWS, 6), (ROWS // 2, 6)]

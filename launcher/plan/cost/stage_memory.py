@@ -5,6 +5,7 @@ The task programs are those that the runtime will run, cut out of the same joint
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
@@ -49,12 +50,41 @@ class Temporaries:
     fixed_early: float
 
 
+class Stored:
+    """What a task program stores, and its values under any sharding."""
+
+    def __init__(self, one: TaskProgram) -> None:
+        self._given, self.jaxpr = one.closed.jaxpr.invars, opened(one.closed).jaxpr
+        inputs = self.jaxpr.invars[len(one.constants) :]  # its variables are others
+        self.inputs: dict[Var, Name] = dict(zip(inputs, one.inputs, strict=True))
+        outs = list(zip(one.outputs, self.jaxpr.outvars, strict=True))
+        summed = [v for name, v in outs if name.kind in ("grad", "result")]
+        held = [v for name, v in outs if name.kind not in ("grad", "result")]
+        self.liveness = Liveness(self.jaxpr.eqns, held, summed)
+
+    @functools.cached_property
+    def _dims(self) -> NamedDims:
+        return NamedDims(self.jaxpr.eqns)
+
+    def sizes(self, sharding: Sharding) -> Size:
+        """Return the bytes of its values where `sharding` cuts those of the joint graph."""
+        inside = Sharding(self._dims if sharding.axis_of else NamedDims(()), sharding.sizes)
+        for v, known in zip(self.jaxpr.invars, self._given, strict=True):
+            inside.seed(v, sharding.spec(known))
+        return _sizes(inside)
+
+
+def stored_in(of: StagePrograms) -> dict[Kind, Stored]:
+    """Return what each of the task programs stores."""
+    return {kind: Stored(one) for kind, one in of.programs.items()}
+
+
 def footprint(of: StagePrograms, sharding: Sharding) -> Footprint:
     """Return the memory of the task programs where `sharding` cuts the joint graph's values."""
     size, working = _sizes(sharding), {}
-    for k, (kind, one) in enumerate(of.programs.items()):
-        program, inside, _ = _liveness(one, sharding)
-        working[kind] = _SLACK * (_arriving(of, k, size) + program.peak(inside))
+    for k, (kind, one) in enumerate(stored_in(of).items()):
+        peak = one.liveness.peak(one.sizes(sharding))
+        working[kind] = _SLACK * (_arriving(of, k, size) + peak)
     return Footprint(left_bytes(of, sharding), working)
 
 
@@ -64,11 +94,18 @@ def left_bytes(of: StagePrograms, sharding: Sharding) -> dict[Kind, float]:
     return {kind: held[k + 1] - held[k] for k, kind in enumerate(of.programs)}
 
 
-def temporaries(of: StagePrograms, sharding: Sharding) -> dict[Kind, Temporaries]:
+def temporaries(
+    of: StagePrograms, sharding: Sharding, stored: Mapping[Kind, Stored]
+) -> dict[Kind, Temporaries]:
     """Return the temporaries of the task programs of a layer, in parts that add up for a stage.
 
     As large with any number of rows is taken to be what has the lengths of a parameter, in any
     order, or as many elements and not the rows first: its copies and its gradient.
+
+    Args:
+        of: the task programs.
+        sharding: of the joint graph's values.
+        stored: what each of them stores (`stored_in`), which is the same under any sharding.
     """
     slices, sizes = of.joint.slices, _sizes(sharding)
     whole = [
@@ -77,8 +114,8 @@ def temporaries(of: StagePrograms, sharding: Sharding) -> dict[Kind, Temporaries
     elements, lengths = {aval.size for aval in whole}, {_lengths(aval) for aval in whole}
     rows = {v.aval.shape[:1] for v in slices}
     found = {}
-    for k, (kind, one) in enumerate(of.programs.items()):
-        program, size, names = _liveness(one, sharding)
+    for k, (kind, one) in enumerate(stored.items()):
+        program, size, names = one.liveness, one.sizes(sharding), one.inputs
         late = [v for v, name in names.items() if name.kind in ("cotangent", "seed")]
         first = next(_dependent(program.equations, late), 0)
 
@@ -121,23 +158,6 @@ def _sizes(sharding: Sharding) -> Size:
         return known[v]
 
     return size
-
-
-def _liveness(one: TaskProgram, sharding: Sharding) -> tuple[Liveness, Size, dict[Var, Name]]:
-    """Return what a task program stores, the bytes of its values, and its inputs by name."""
-    jaxpr = opened(one.closed).jaxpr  # its variables are others
-    inside = Sharding(NamedDims(jaxpr.eqns if sharding.axis_of else ()), sharding.sizes)
-    for v, known in zip(jaxpr.invars, one.closed.jaxpr.invars, strict=True):
-        inside.seed(v, sharding.spec(known))
-    outs = list(zip(one.outputs, jaxpr.outvars, strict=True))
-    summed = [v for name, v in outs if name.kind in ("grad", "result")]
-    held = [v for name, v in outs if name.kind not in ("grad", "result")]
-    inputs = jaxpr.invars[len(one.constants) :]
-    return (
-        Liveness(jaxpr.eqns, held, summed),
-        _sizes(inside),
-        dict(zip(inputs, one.inputs, strict=True)),
-    )
 
 
 def _held(joint: JointGraph, passes: list[TaskProgram], size: Size) -> list[float]:

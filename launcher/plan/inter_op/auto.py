@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from launcher.partition.sharding.named_dims import NamedDims
 from launcher.partition.stages import group_layers, layer_flops
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.inter_op.layer_costs import cost_table
@@ -21,6 +22,7 @@ def make_problem(
     cluster: ClusterShape,
     measured: MeasuredLayers | None = None,
     num_stages: int | None = None,
+    outer: NamedDims | None = None,
 ) -> Problem:
     """Return the search problem of a traced step on a cluster.
 
@@ -29,13 +31,14 @@ def make_problem(
         cluster: the devices to plan for.
         measured: the layers' measured seconds, instead of the cost model's.
         num_stages: the number of stages that is asked for, if any.
+        outer: the named dimensions outside of the loss, if they are known.
     """
     cluster = measured.shape(cluster) if measured else cluster
     loss = step.loss(1)
     most = max(_MOST_LAYERS, num_stages or 1)
     groups = group_layers(layer_flops(loss), min(loss.num_layers, most))
     # Of what is measured there is no cut along the sequence.
-    table = cost_table(step, cluster, model_sizes(cluster), with_sequence=measured is None)
+    table = cost_table(step, cluster, model_sizes(cluster), measured is None, outer)
     table = dataclasses.replace(table, measured=measured)
     return Problem(
         table.grouped(groups),

@@ -28,7 +28,13 @@ from launcher.plan.cost.collectives import (
     loads,
     work_seconds,
 )
-from launcher.plan.cost.stage_memory import Temporaries, left_bytes, temporaries
+from launcher.plan.cost.stage_memory import (
+    Stored,
+    Temporaries,
+    left_bytes,
+    stored_in,
+    temporaries,
+)
 from launcher.plan.inter_op.cost_table import (
     CostTable,
     ParameterCost,
@@ -58,6 +64,7 @@ def cost_table(
     cluster: ClusterShape,
     model_sizes: Sequence[int],
     with_sequence: bool = True,
+    outer: NamedDims | None = None,
 ) -> CostTable:
     """Return the table of a step's layers.
 
@@ -66,6 +73,7 @@ def cost_table(
         cluster: the rates of the devices.
         model_sizes: sizes of the model axis.
         with_sequence: whether model axes that cut the data along its sequence are included.
+        outer: the named dimensions outside of the loss (`outer_dims`), if they are known.
     """
     loss = step.loss(1)
     dims = NamedDims(loss.equations) if with_sequence and max(model_sizes) > 1 else None
@@ -89,13 +97,14 @@ def cost_table(
             of = trace_stage(graph, loss, "none", _KINDS)
             inside = NamedDims(of.joint.equations)
             whole = as_one(of, _KINDS)
+            stored = stored_in(of), stored_in(whole)
             solved[key] = []
             for m, along in model_axes:
                 if dims is not None and along is not None:
                     cut = sequence_sharding(graph, loss, dims, along, m)
                 else:
                     cut = model_sharding(step, loss, graph, m, cluster, cluster.link_of_axis(m))
-                solved[key].append(_solve(graph, loss, cut, cluster, of, whole, inside))
+                solved[key].append(_solve(graph, loss, cut, cluster, (of, whole), stored, inside))
         batch = float(sum(nbytes(loss.invars[i].aval) for i in _of_batch(step, graph)))
         of_layer.append(
             [
@@ -111,7 +120,9 @@ def cost_table(
             )
             for f in fields(LayerCost)
         },
-        parameters=_parameters(step, loss, graphs, of_layer, [m for m, _ in model_axes]),
+        parameters=_parameters(
+            step, loss, graphs, of_layer, [m for m, _ in model_axes], outer or outer_dims(step)
+        ),
         num_distinct=len(solved),
         sequence=tuple(of is not None for _, of in model_axes),
     )
@@ -129,8 +140,8 @@ def _solve(
     loss: Loss,
     sharding: Sharding,
     cluster: ClusterShape,
-    of: StagePrograms,
-    whole: StagePrograms,
+    programs: tuple[StagePrograms, StagePrograms],
+    stored: tuple[Mapping[Kind, Stored], Mapping[Kind, Stored]],
     inside: NamedDims,
 ) -> _Solved:
     """Return the cost of a layer, sharded so, without its leaves of the batch.
@@ -140,8 +151,8 @@ def _solve(
         loss: the loss that it is a part of.
         sharding: the sharding of its forward pass.
         cluster: the rates of the devices.
-        of: its forward and backward pass as two task programs.
-        whole: both as one task program.
+        programs: its forward and backward pass as two task programs, and as one.
+        stored: what these store.
         inside: the named dimensions of its joint graph.
     """
     parameters = [loss.invars[i] for i in graph.wrt]
@@ -173,7 +184,7 @@ def _solve(
     def held(var: Var) -> float:
         return nbytes(var.aval) / parts(sharding.spec(var), sharding.sizes)
 
-    memory = _memory(of, whole, inside_of(of, loss, sharding, inside))
+    memory = _memory(programs, stored, inside_of(programs[0], loss, sharding, inside))
     cost = LayerCost(
         work_seconds=work[0],
         fixed_seconds=work[1],
@@ -198,10 +209,15 @@ def _solve(
     return _Solved(cost, tuple(sharding.spec(v) for v in parameters))
 
 
-def _memory(of: StagePrograms, whole: StagePrograms, cut: Sharding) -> dict[str, float]:
+def _memory(
+    programs: tuple[StagePrograms, StagePrograms],
+    stored: tuple[Mapping[Kind, Stored], Mapping[Kind, Stored]],
+    cut: Sharding,
+) -> dict[str, float]:
     """Return the fields of a `LayerCost` that say how much memory its task programs need."""
-    apart = temporaries(of, cut)
-    (together,) = temporaries(whole, cut).values()
+    of, whole = programs
+    apart = temporaries(of, cut, stored[0])
+    (together,) = temporaries(whole, cut, stored[1]).values()
     none = Temporaries(0.0, 0.0, 0.0, 0.0)
     found = {}
     for name, one in (
@@ -242,12 +258,13 @@ def _parameters(
     graphs: Sequence[StageGraph],
     solved: Sequence[Sequence[_Solved]],
     model_sizes: Sequence[int],
+    outer: NamedDims,
 ) -> tuple[Parameters, ...]:
     """Return the parameters of all layers, sharded along the model axis as their layers are.
 
     What several layers read is sharded as the first of them has it.
     """
-    optimizer, used = _optimizer_bytes(step, loss), _used_gradients(step, loss)
+    optimizer, used = _optimizer_bytes(step, loss, outer), _used_gradients(step, loss)
     readers: dict[int, list[int]] = {}
     for graph in graphs:
         for i in graph.wrt:
@@ -289,9 +306,8 @@ def _used_gradients(step: TracedStep, loss: Loss) -> set[int]:
     return {i for i, v in zip(loss.wrt, gradients, strict=True) if v in read}
 
 
-def _optimizer_bytes(step: TracedStep, loss: Loss) -> Mapping[int, float]:
+def _optimizer_bytes(step: TracedStep, loss: Loss, dims: NamedDims) -> Mapping[int, float]:
     """Return for each differentiated operand the bytes of what the optimizer keeps for it."""
-    dims = outer_dims(step)
     of_class: dict[int, int] = {}
     for i in loss.wrt:
         for c in dims.classes(step.loss_equation.invars[i]):

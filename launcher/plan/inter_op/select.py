@@ -78,10 +78,10 @@ def search(
         BatchError: no plan that was found can cut the batch as it says.
     """
     lead = lead_of(step)
-    problem = make_problem(lead, cluster, measured, wanted.num_stages)
+    builder = PlanBuilder(lead, cluster, measured, beside=step.parts)
+    problem = make_problem(lead, cluster, measured, wanted.num_stages, builder.outer_dims)
     built: list[tuple[Plan, Estimated]] = []
     refused: dict[int, BatchError] = {}
-    builder = PlanBuilder(lead, cluster, measured, beside=step.parts)
     most = cluster.memory_bytes or math.inf
     memory_searches = 0
     while memory_searches < _SEARCHES:

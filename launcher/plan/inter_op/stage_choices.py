@@ -132,8 +132,10 @@ def outline(
     found: list[tuple[np.ndarray, ...]] = []
     for zero, remat in itertools.product(ZERO_LEVELS, setting.remats):
         needs = stages.memory(zero, remat, [min(held)])
-        lost = np.where(needs <= (setting.memory_bytes or np.inf), 0.0, np.inf)
-        found.append(tuple(one + lost for one in stages.seconds(zero, remat, [max(hidden)])))
+        fits = needs <= (setting.memory_bytes or np.inf)
+        lost = np.where(fits, 0.0, np.inf)
+        every = stages.seconds(zero, remat, [max(hidden)]) if fits.any() else (lost, lost, lost)
+        found.append(tuple(one + lost for one in every))
     # By the mesh first, as `ways` has them, and without ZeRO levels of one replica.
     kept = [
         (k, way)
