@@ -3,7 +3,7 @@
 import functools
 import shutil
 import signal
-import time
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -16,9 +16,11 @@ from launcher.driver.loop import Cadence, is_evaluated, train
 from launcher.driver.plan_from_config import plan_of
 from launcher.driver.recorder import DivergedError, Recorder
 from launcher.driver.saving import Saving, contents
+from launcher.driver.wall_clock import WallClock
 from launcher.driver.workers import merged
 from launcher.log import lines_to
 from launcher.plan import local_shape
+from launcher.report.goodput import Goodput
 from launcher.stop import Stop
 from launcher.train import checkpoint
 from launcher.train.optimizer import build_optimizer
@@ -89,6 +91,7 @@ class Training:
         self.say = self.said.append
         self.stop = Stop()
         self.stop_after = stop_after
+        self.wall = None
 
     def run(self):
         config, finished = self.config, checkpoint.newest(self.folder).step or 0
@@ -100,7 +103,9 @@ class Training:
         worker.restore(str(self.folder), finished) if finished else worker.create()
         self.handle = Handle(worker, plan)
         skips = config.train.non_finite == "skip"
-        self.recorder = Recorder(self._log, config.train.log_every, lambda seconds: {}, skips)
+        self.recorder = Recorder(
+            self._log, config.train.log_every, lambda seconds: {}, skips, wall=self.wall
+        )
         try:
             describe = functools.partial(contents, config, plan)
             settings = config.train.checkpoint
@@ -190,19 +195,31 @@ def test_steps_are_sent_ahead_of_their_results_but_not_far(undisturbed):
 
 
 def test_a_slow_disk_is_time_that_saves_hold_training_up(tmp_path, monkeypatch):
-    write = TrainWorker._write
+    """By a clock on which a second passes whenever the driver waits for a save."""
+    write, writing = TrainWorker._write, TrainWorker.writing
+    now, waited_for, is_asked = [0.0], [], threading.Semaphore(0)
 
     def late(self, *given):
-        time.sleep(0.8)
+        assert is_asked.acquire(timeout=60)
         write(self, *given)
 
+    def asked(self, seconds):
+        if self._saving and self._saving not in waited_for:
+            waited_for.append(self._saving)
+            now[0] += 1.0
+            is_asked.release()
+        return writing(self, seconds)
+
     monkeypatch.setattr(TrainWorker, "_write", late)
-    wall = Training(tmp_path, "train.checkpoint.every_steps=2").run().recorder.wall
+    monkeypatch.setattr(TrainWorker, "writing", asked)
+    training = Training(tmp_path, "train.checkpoint.every_steps=2")
+    training.wall = WallClock(Goodput(), 0.0, lambda: now[0])
+    wall = training.run().recorder.wall
     assert wall.steps == 6
-    # The second save waits for the first; nothing waits for the third but the end of the run.
-    assert 0.3 < wall.held_up < wall.good.saving_seconds - 0.7
-    assert wall.good.training_seconds > 0
-    assert wall.good.evaluating_seconds > 0
+    # The second save waits for the first. The third is at the end, which waits for the second, too.
+    assert wall.good.saving_seconds == 3.0
+    assert wall.held_up == 1.0
+    assert wall.good.training_seconds == wall.good.evaluating_seconds == 0.0
 
 
 def test_the_last_state_is_saved(undisturbed):
