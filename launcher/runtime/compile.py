@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
+import functools
 import hashlib
 import os
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,9 +56,19 @@ class Compilation:
         }
         self._names = tuple(first)
         self._alike: dict[Any, list[_Program]] = {}
+        seen: dict[Any, tuple[_Program, Any]] = {}  # a program of each key, and its kind
         for name, run in first.items():
-            program = _lower(name, run, emitted, placement, offered)
-            self._alike.setdefault(program.kind(), []).append(program)
+            key = _same(name, run, emitted, placement, offered)
+            lower = functools.partial(_lower, name, run, emitted, placement, offered)
+            if key not in seen:
+                program = lower()
+                seen[key] = program, program.kind()
+            one, kind = seen[key]
+            arguments, results = _shardings(run, placement)
+            program = dataclasses.replace(
+                one, name=name, arguments=arguments, results=results, lower=lower
+            )
+            self._alike.setdefault(kind, []).append(program)
         self.programs = [
             pool.submit(compiled, group[0].lowered, group[0].options)
             for group in self._alike.values()
@@ -75,6 +87,33 @@ class Compilation:
         return {name: by_name[name] for name in self._names}
 
 
+def _same(name: str, run: Run, emitted: Emitted, placement: Placement, offered: Set[int]) -> Any:
+    """Return a key that is equal for programs that differ in their devices alone.
+
+    One of them has to be lowered.
+    """
+    if (key := emitted.alike.get(name)) is None:
+        return name
+    slots = [emitted.slots[slot] for slot in (*run.inputs, *run.outputs)]
+    types = tuple((slot.aval.shape, slot.aval.dtype, slot.spec) for slot in slots)
+    donated = tuple(k for k in run.donated if run.inputs[k] not in offered)
+    sharding, *_ = map(placement.sharding, (*run.inputs, *run.outputs))
+    where = tuple(sharding.mesh.shape.items()), _kinds(sharding)
+    mesh = None if sharding.is_fully_addressable else run.mesh
+    return key, where, mesh, len(run.inputs), types, donated
+
+
+def _shardings(
+    run: Run, placement: Placement
+) -> tuple[tuple[NamedSharding, ...], tuple[NamedSharding, ...]]:
+    """Return the shardings of a program's arguments and of its results."""
+    return tuple(map(placement.sharding, run.inputs)), tuple(map(placement.sharding, run.outputs))
+
+
+def _kinds(sharding: NamedSharding) -> tuple[str, ...]:
+    return tuple(device.device_kind for device in sharding.mesh.devices.flat)
+
+
 @dataclass(frozen=True)
 class _Program:
     """A program that is to be compiled.
@@ -85,6 +124,8 @@ class _Program:
         arguments: the shardings of its arguments.
         results: the shardings of its results.
         options: the compiler's.
+        lower: returns the program as it is lowered for its own devices; `lowered` may be for those
+            of a program that is alike.
     """
 
     name: str
@@ -92,6 +133,7 @@ class _Program:
     arguments: tuple[NamedSharding, ...]
     results: tuple[NamedSharding, ...]
     options: Mapping[str, Any]
+    lower: Callable[[], _Program] | None = None
 
     @property
     def placed(self) -> tuple[tuple[NamedSharding, ...], tuple[NamedSharding, ...]]:
@@ -108,7 +150,7 @@ class _Program:
         sharding = [*self.arguments, *self.results][0]
         if not sharding.is_fully_addressable:
             return self.name
-        kinds = tuple(device.device_kind for device in sharding.mesh.devices.flat)
+        kinds = _kinds(sharding)
         types = tuple((v.shape, v.dtype) for v in jax.tree.leaves(self.lowered.in_avals))
         options = tuple(sorted(self.options.items()))
         text = self.lowered.as_text().replace(f"@jit_{self.name}", "@jit", 1)
@@ -128,14 +170,16 @@ def _made(program: _Program, first: _Program, made: Any, kept: bytes | None) -> 
     """
     if program.placed == first.placed:
         return made
-    return loaded_for(made, *program.placed, kept) or compiled(program.lowered, program.options)[0]
+    if found := loaded_for(made, *program.placed, kept):
+        return found
+    own = program.lower() if program.lower else program
+    return compiled(own.lowered, own.options)[0]
 
 
 def _lower(
     name: str, run: Run, emitted: Emitted, placement: Placement, offered: Set[int]
 ) -> _Program:
-    arguments = tuple(placement.sharding(slot) for slot in run.inputs)
-    results = tuple(placement.sharding(slot) for slot in run.outputs)
+    arguments, results = _shardings(run, placement)
     fun = emitted.programs[name]
 
     def program(*flat: Any) -> tuple[Any, ...]:

@@ -17,7 +17,9 @@ import jax.numpy as jnp
 from launcher.partition.buckets import Bucket
 from launcher.partition.joint_graph import Name
 from launcher.partition.partitioned import PartitionedStep, partition
+from launcher.partition.pieces import Pieces, in_pieces
 from launcher.partition.stages import StageGraph
+from launcher.partition.update_pieces import split_segment
 from launcher.partition.update_placement import Segment
 from launcher.plan import Plan, ServerExchange, timeline
 from launcher.runtime.chain import chained
@@ -32,10 +34,11 @@ from launcher.runtime.instructions import (
     with_donations,
     with_frees,
 )
+from launcher.runtime.shared_programs import SharedPrograms
 from launcher.runtime.slots import Slots
-from launcher.runtime.stage_programs import StageProgram, stage_programs
+from launcher.runtime.stage_programs import StageProgram
 from launcher.schedule import Kind, Task
-from launcher.trace.jaxpr import Var, is_var, jaxpr_as_fun, program
+from launcher.trace.jaxpr import Var, is_var, jaxpr_as_fun, program, structure_text
 from launcher.trace.step import TracedStep
 
 
@@ -58,8 +61,9 @@ def emit(step: TracedStep, plan: Plan, rank: int = 0) -> Emitted:
 def _emit_part(step: TracedStep, plan: Plan, rank: int) -> Emitted:
     """Return the instructions of one loss, without donations and frees."""
     cut = partition(step.cut_at(plan.layer_ends), plan.assignment)
-    order = [timed.task for timed in timeline(plan)]
-    return _Emitter(cut, order, Slots(cut), plan.exchanges, rank).emit()
+    pieces = in_pieces(cut)
+    order = pieces.tasks([timed.task for timed in timeline(plan)])
+    return _Emitter(pieces, order, Slots(pieces.cut), plan.exchanges, rank).emit()
 
 
 def _with_lifetimes(emitted: Emitted, donated: Sequence[bool]) -> Emitted:
@@ -85,21 +89,32 @@ class _Emitter:
     """The instructions so far.
 
     Attributes:
+        pieces: the step, its stages cut into pieces where they are; `cut` is of these.
+        order: the tasks of its stages.
         planned: what workers exchange, by the plan.
         rank: this worker's number.
         copies: the gradients whose sum has taken the place of each replica's: their operands, and
             the slots with the copies.
     """
 
-    cut: PartitionedStep
+    pieces: Pieces
     order: Sequence[Task]
     slots: Slots
     planned: Sequence[ServerExchange]
     rank: int
     programs: dict[str, Callable[..., tuple[Any, ...]]] = field(default_factory=dict)
     summing: dict[str, tuple[Bucket, ...]] = field(default_factory=dict)
+    alike: dict[str, object] = field(default_factory=dict)
     copies: dict[Var, tuple[int, int]] = field(default_factory=dict)
     listed: list[Work] = field(default_factory=list)
+
+    @property
+    def cut(self) -> PartitionedStep:
+        return self.pieces.cut
+
+    @functools.cached_property
+    def shared(self) -> SharedPrograms:
+        return SharedPrograms(self.cut, self.pieces.names)
 
     @functools.cached_property
     def makers(self) -> dict[Var, list[int]]:
@@ -129,7 +144,9 @@ class _Emitter:
         self.listed += after
         self.sends(self.cut.update.part_sends)
         for i, segment in enumerate(self.cut.update.after):
-            self.segment(f"update.{i}", segment)
+            owners = self.pieces.owners
+            for k, one in enumerate(split_segment(segment, owners)):
+                self.segment(f"update.{i}.piece.{k}" if owners else f"update.{i}", one)
         results = []
         for atom, mesh in zip(self.cut.update.outvars, self.cut.update.out_homes, strict=True):
             slot = slots.of_outer(atom, mesh) if is_var(atom) else None
@@ -145,6 +162,7 @@ class _Emitter:
             results=tuple(results),
             slicing=self.cut.slicing,
             rank=self.rank,
+            alike=self.alike,
         )
 
     # -- around the pipeline ---------------------------------------------------------------------
@@ -175,7 +193,8 @@ class _Emitter:
 
     def segment(self, name: str, segment: Segment) -> None:
         of_outer, mesh, layout = self.slots.of_outer, segment.mesh, self.cut.layouts[segment.mesh]
-        fun = jaxpr_as_fun(program(segment.inputs, segment.equations, segment.outputs))
+        closed = program(segment.inputs, segment.equations, segment.outputs)
+        fun = jaxpr_as_fun(closed)
         copies = {k: self.copies[v] for k, v in enumerate(segment.inputs) if v in self.copies}
 
         stacked = {k for k, v in enumerate(segment.outputs) if self.slots.is_stacked(v)}
@@ -189,6 +208,9 @@ class _Emitter:
             return tuple(own(x, rank) if k in stacked else x for k, x in enumerate(found))
 
         self.programs[name] = whole
+        if ".piece." in name:
+            how = {"copies": [(k, layout.operand(i)) for k, (i, _) in copies.items()]}
+            self.alike[name] = structure_text(closed.jaxpr, how)
         inputs = [of_outer(v, mesh) for v in segment.inputs]
         for k, (_, slot) in copies.items():
             inputs[k] = slot
@@ -201,7 +223,7 @@ class _Emitter:
     def stage_programs(self) -> list[dict[Kind, StageProgram]]:
         """Return the programs of every stage; none without a loss."""
         stages = self.cut.stages if self.cut.loss.num_layers else ()
-        return [stage_programs(self.cut, graph.index) for graph in stages]
+        return [self.shared.programs(graph.index) for graph in stages]
 
     def pipeline(self, programs: Sequence[dict[Kind, StageProgram]]) -> None:
         if not programs:
@@ -223,8 +245,10 @@ class _Emitter:
 
     def begin(self, graph: StageGraph, programs: Mapping[Kind, StageProgram]) -> None:
         """Add a stage's programs, and emit the zeroing of its accumulators."""
+        name, key = self.pieces.names[graph.index], self.shared.key(graph.index)
         for made in (each for one in programs.values() for each in (one, one.last) if each):
             self.programs[made.name] = made.fun
+            self.alike[made.name] = key, made.name.removeprefix(name)
             self.slots.residuals.update(made.residuals)
             if made.buckets:
                 self.summing[made.name] = made.buckets
@@ -232,8 +256,9 @@ class _Emitter:
         if names:
             slots = tuple(self.slots.of_stage(name, graph, 0) for name in names)
             avals = [self.slots.slots[slot].aval for slot in slots]
-            zeros = f"stage.{graph.index}.zeros"
+            zeros = f"{name}.zeros"
             self.programs[zeros] = lambda: tuple(jnp.zeros(a.shape, a.dtype) for a in avals)
+            self.alike[zeros] = key, "zeros"
             self.listed.append(Run(graph.mesh, zeros, (), slots))
 
     def task(self, task: Task, made: StageProgram) -> None:
@@ -242,8 +267,9 @@ class _Emitter:
         outputs = [self.slots.of_stage(name, graph, m) for name in made.outputs]
         number = self.slots.number(m, graph.mesh)
         donated = tuple(1 + k for k in made.in_place)
+        of_stage = task._replace(stage=self.pieces.stage_of[task.stage])
         self.listed.append(
-            Run(graph.mesh, made.name, (number, *inputs), tuple(outputs), donated, task)
+            Run(graph.mesh, made.name, (number, *inputs), tuple(outputs), donated, of_stage)
         )
         self.send_on(graph, made.outputs, m)
 
@@ -257,7 +283,8 @@ class _Emitter:
         buckets = [b for order in unsummed for b in self.cut.buckets(graph.index, order)[1]]
         if not buckets:
             return
-        name, layout = f"stage.{graph.index}.reduce", self.cut.layouts[graph.mesh]
+        name = f"{self.pieces.names[graph.index]}.reduce"
+        layout = self.cut.layouts[graph.mesh]
         late = [i for bucket in buckets for i in bucket.operands]
 
         def summed(*parts: Any) -> tuple[Any, ...]:
@@ -265,6 +292,7 @@ class _Emitter:
             return tuple(found[i] for i in late)
 
         self.programs[name] = summed
+        self.alike[name] = self.shared.key(graph.index), "reduce"
         self.summing[name] = tuple(buckets)
         inputs = [self.slots.of_stage(Name("per_replica", i), graph, 0) for i in late]
         outputs = [self.slots.of_stage(Name("grad", i), graph, 0) for i in late]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from launcher.partition.buckets import Bucket
@@ -27,6 +27,7 @@ class Emitted:
             is None.
         slicing: how the batch is cut.
         rank: the number of the worker that it is for, where parameter servers sum.
+        alike: a key of some programs, equal for those that are the same function.
     """
 
     slots: tuple[Slot, ...]
@@ -39,3 +40,4 @@ class Emitted:
     results: tuple[tuple[int | None, Any, int], ...]
     slicing: Slicing
     rank: int
+    alike: Mapping[str, object] = field(default_factory=dict)

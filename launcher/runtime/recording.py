@@ -184,8 +184,11 @@ def _name(entry: Entry) -> str:
 
 
 def _run_name(run: Run) -> str:
-    task = run.task
-    return f"stage {task.stage} {task.kind.value} {task.microbatch}" if task else run.program
+    if (task := run.task) is None:
+        return run.program
+    _, _, piece = run.program.partition(".piece.")
+    what = f"stage {task.stage} {task.kind.value} {task.microbatch}"
+    return f"{what} piece {piece.partition('.')[0]}" if piece else what
 
 
 def matched(

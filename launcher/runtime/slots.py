@@ -87,7 +87,9 @@ class Slots:
             return self._per_replica((name, graph.index), graph.mesh, part.aval, spec)
         if name.kind == "residual":
             spec = self.residuals[name.of]
-            return self._per_replica((name, microbatch), graph.mesh, name.of.aval, spec)
+            return self._per_replica(
+                (name, graph.index, microbatch), graph.mesh, name.of.aval, spec
+            )
         return self.exchanged(name, graph.mesh, microbatch)
 
     def of_worker(self, part: Var, mesh: int) -> int:

@@ -75,21 +75,30 @@ class StageProgram:
         return tuple(k for k in places if self.inputs[k] in self.outputs)
 
 
-def stage_programs(cut: PartitionedStep, stage: int) -> dict[Kind, StageProgram]:
-    """Return the program that a stage runs for each kind of task.
-
-    A kind without a program has nothing to do.
-    """
-    of, inside = cut.programs(stage)
+def leaving(cut: PartitionedStep) -> set[int]:
+    """Return the operands whose gradients are sent to others, or returned, as they are."""
     taken = {var for var, _, _ in cut.update.part_sends} | {
         v for v in cut.update.outvars if is_var(v)
     }
-    leaving = {
+    return {
         i
         for (i, _), parts in cut.update.grad_parts.items()
         if cut.slicing.workers > 1 or not taken.isdisjoint(parts)
     }
-    maker = _Maker(cut.loss, cut.update.operands, cut.slicing, cut.layout(stage), leaving)
+
+
+def stage_programs(cut: PartitionedStep, stage: int, name: str) -> dict[Kind, StageProgram]:
+    """Return the program that a stage runs for each kind of task.
+
+    A kind without a program has nothing to do.
+
+    Args:
+        cut: the step.
+        stage: the stage.
+        name: what the names of its programs begin with.
+    """
+    of, inside = cut.programs(stage)
+    maker = _Maker(cut.loss, cut.update.operands, cut.slicing, cut.layout(stage), leaving(cut))
     together = Kind.FORWARD not in of.programs
     found: dict[Kind, StageProgram] = {}
     for kind, one_slice in of.programs.items():
@@ -98,7 +107,7 @@ def stage_programs(cut: PartitionedStep, stage: int) -> dict[Kind, StageProgram]
         buckets = cut.buckets(stage, gradient_order(one_slice))
         one_slice = dataclasses.replace(one_slice, closed=closed)
         left = {n.of: inside.spec(n.of) for n in one_slice.outputs if n.kind == "residual"}
-        found[kind] = maker.programs(f"stage.{stage}.{word}", one_slice, left, *buckets)
+        found[kind] = maker.programs(f"{name}.{word}", one_slice, left, *buckets)
     return found
 
 
@@ -106,8 +115,7 @@ def stage_programs(cut: PartitionedStep, stage: int) -> dict[Kind, StageProgram]
 class _Maker:
     """A maker of programs over a microbatch from task programs over a slice.
 
-    `leaving`: the operands whose gradients are sent to other meshes or workers, or returned, as
-    they are.
+    `leaving`: see the function of this name.
     """
 
     loss: Loss

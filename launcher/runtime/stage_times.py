@@ -49,7 +49,7 @@ def time_stages(entries: Sequence[Entry], slots: list[Any], key: int, plan: Plan
             stage = task.stage if task else first_stage[entry.instruction.mesh]
             busy[stage] += taken
             if task is not None:
-                seconds[task] = taken
+                seconds[task] = seconds.get(task, 0.0) + taken
     return StageTimes(tuple(busy), seconds)
 
 

@@ -95,6 +95,11 @@ def apply_layer_ends(loss: Loss, ends: LayerEnds) -> Loss:
     return dataclasses.replace(loss, layers=layers, num_layers=len(ends) + 1)
 
 
+def layer_ends_at(loss: Loss, cuts: Sequence[int]) -> LayerEnds:
+    """Return the ends of layers before these equations, counted among those of any layer."""
+    return _named(_own(loss), loss, cuts)
+
+
 def _own(loss: Loss) -> list[Equation]:
     """The equations that belong to a layer."""
     pairs = zip(loss.equations, loss.layers, strict=True)

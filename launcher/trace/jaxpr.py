@@ -227,6 +227,18 @@ def sub_jaxprs(eqn: Equation) -> Iterator[Jaxpr]:
                 yield item
 
 
+def captured(equations: Iterable[Equation]) -> Iterator[Any]:
+    """Yield the arrays that the programs inside of equations hold."""
+    for eqn in equations:
+        for value in jax.tree.leaves(
+            list(eqn.params.values()), is_leaf=lambda x: isinstance(x, ClosedJaxpr)
+        ):
+            if isinstance(value, ClosedJaxpr):
+                yield from value.consts
+        for jaxpr in sub_jaxprs(eqn):
+            yield from captured(jaxpr.eqns)
+
+
 def source_line(eqn: Equation) -> str:
     """Where the user wrote this equation: `file:line:column (function)`."""
     return source_info_util.summarize(eqn.source_info)

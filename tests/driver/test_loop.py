@@ -2,7 +2,7 @@
 
 import shutil
 import sys
-import time
+import threading
 from pathlib import Path
 
 import jax
@@ -12,6 +12,8 @@ import pytest
 from launcher.config.schema import Checkpoint, Train
 from launcher.driver.loop import Cadence, is_evaluated
 from launcher.driver.recorder import DivergedError
+from launcher.driver.wall_clock import WallClock
+from launcher.report.goodput import Goodput
 from launcher.train import checkpoint
 from launcher.train.optimizer import build_optimizer
 from launcher.train.program import build_program
@@ -95,19 +97,31 @@ def test_steps_are_sent_ahead_of_their_results_but_not_far(undisturbed):
 
 
 def test_a_slow_disk_is_time_that_saves_hold_training_up(tmp_path, monkeypatch):
-    write = TrainWorker._write
+    """By a clock on which a second passes whenever the driver waits for a save."""
+    write, writing = TrainWorker._write, TrainWorker.writing
+    now, waited_for, is_asked = [0.0], [], threading.Semaphore(0)
 
     def late(self, *given):
-        time.sleep(0.8)
+        assert is_asked.acquire(timeout=60)
         write(self, *given)
 
+    def asked(self, seconds):
+        if self._saving and self._saving not in waited_for:
+            waited_for.append(self._saving)
+            now[0] += 1.0
+            is_asked.release()
+        return writing(self, seconds)
+
     monkeypatch.setattr(TrainWorker, "_write", late)
-    wall = Training(tmp_path, "train.checkpoint.every_steps=2").run().recorder.wall
+    monkeypatch.setattr(TrainWorker, "writing", asked)
+    training = Training(tmp_path, "train.checkpoint.every_steps=2")
+    training.wall = WallClock(Goodput(), 0.0, lambda: now[0])
+    wall = training.run().recorder.wall
     assert wall.steps == 6
-    # The second save waits for the first; nothing waits for the third but the end of the run.
-    assert 0.3 < wall.held_up < wall.good.saving_seconds - 0.7
-    assert wall.good.training_seconds > 0
-    assert wall.good.evaluating_seconds > 0
+    # The second save waits for the first. The third is at the end, which waits for the second, too.
+    assert wall.good.saving_seconds == 3.0
+    assert wall.held_up == 1.0
+    assert wall.good.training_seconds == wall.good.evaluating_seconds == 0.0
 
 
 def test_the_last_state_is_saved(undisturbed):

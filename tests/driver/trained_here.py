@@ -77,6 +77,7 @@ class Training:
         self.say = self.said.append
         self.stop = Stop()
         self.stop_after = stop_after
+        self.wall = None
 
     def run(self):
         config, finished = self.config, checkpoint.newest(self.folder).step or 0

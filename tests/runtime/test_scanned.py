@@ -179,16 +179,6 @@ def unrolled_state(key):
     return params, scanned.OPTIMIZER.init(params)
 
 
-def test_stages_of_equal_layers_compile_once():
-    train = launcher.parallelize(step, method=stages(6, 6), devices=jax.devices()[:6])
-    state = jax.eval_shape(init, jax.random.key(0))
-    executable = train.executable(state, BATCHES[0])
-    texts = [text for name, text in executable.hlo_text().items() if "backward" in name]
-    bodies = {text.split("\n", 1)[1] for text in texts}
-    assert len(texts) == 6
-    assert len(bodies) <= 3 + 3  # the first, the last, and copies of one for other devices
-
-
 def test_scanned_and_unrolled_layers_train_alike():
     train = launcher.parallelize(unrolled_step, method=stages(4))
     state, losses = trained(train, jax.jit(unrolled_state)(jax.random.key(0)), 4)

@@ -41,7 +41,7 @@ class Calibration:
     Attributes:
         product_flops: FLOP/s by dtype and by the size of the square matrices.
         memory_bandwidth: bytes/s.
-        effective_parallelism: see `ClusterShape`.
+        effective_parallelism: see `ClusterShape`; None if it is not known: that of the shape.
         dispatch_overhead: see `ClusterShape`.
         all_reduce_seconds: seconds by bytes, over all devices; empty for one device.
         memory_bytes: memory that a worker's programs can have; None where it is shared.
@@ -65,8 +65,9 @@ class Calibration:
             memory_bytes=self.memory_bytes or shape.memory_bytes,
             intra_host=link,
             latency=latency,
-            effective_parallelism=self.effective_parallelism,
-            dispatch_overhead=self.dispatch_overhead,
+            # Where other work on the machine hid them, the nominal ones.
+            effective_parallelism=self.effective_parallelism or shape.effective_parallelism,
+            dispatch_overhead=self.dispatch_overhead or shape.dispatch_overhead,
         )
 
     def _link(self, shape: ClusterShape) -> tuple[float, float]:

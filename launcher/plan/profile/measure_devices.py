@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 _SIZES = {"cpu": (128, 256, 512), "cuda": (1024, 2048, 4096, 8192)}  # of square matrices
 _REDUCED = {"cpu": (1 << 12, 1 << 22), "cuda": (1 << 16, 1 << 28)}  # bytes
+_LEFT = 0.8  # of the cores' time, what a call has that other work does not disturb
 _COPIED = {"cpu": 1 << 23, "cuda": 1 << 28}  # bytes
-_NETWORK = {"cpu": (64, 32, 512), "cuda": (1024, 512, 8192)}  # its width, few rows, many rows
+_NETWORK = {"cpu": (64, 1, 512), "cuda": (1024, 512, 8192)}  # its width, few rows, many rows
+
+Call = tuple[float, float]  # its seconds, and the processor time of all threads
 
 
 def main(path: str) -> None:
@@ -34,8 +38,12 @@ def main(path: str) -> None:
     quick = request.get("quick", False)
     meter = Meter(count, longest=0.15, most=10) if quick else Meter(count)
     width, few, many = _NETWORK[platform]
-    network = {rows: meter.network_seconds(width, rows, count) for rows in (few, many)}
-    alone = meter.network_seconds(width, many, 1) if platform == "cpu" else None
+    cases = [(few, count), (many, count), *([(many, 1)] if platform == "cpu" else [])]
+    less, more, *rest = meter.timed_in_turn([meter.network(width, *case) for case in cases])
+    cores = len(os.sched_getaffinity(0)) if platform == "cpu" else 0
+    hidden = not is_undisturbed(count, cores, more)  # then these figures are left out
+    overhead = 0.0 if hidden else dispatch_overhead({few: min(less)[0], many: min(more)[0]})
+    parallelism = effective_parallelism(count, cores, rest[0], more) if rest else None
     # The rates are those of the largest products.
     sizes = _SIZES[platform][-1:] if quick else _SIZES[platform]
     found = {
@@ -44,29 +52,49 @@ def main(path: str) -> None:
             for dtype in ("bfloat16", "float32")
         },
         "memory_bandwidth": meter.copy_rate(_COPIED[platform]),
-        "effective_parallelism": alone and effective_parallelism(count, alone, network[many]),
-        "dispatch_overhead": dispatch_overhead(network),
+        "effective_parallelism": None if hidden else parallelism,
+        "dispatch_overhead": overhead,
         "all_reduce_seconds": {
-            str(n): meter.reduce_seconds(n) for n in _REDUCED[platform] if count > 1
+            str(n): meter.reduce_seconds(n) for n in _REDUCED[platform] if count > 1 and not hidden
         },
         "memory_bytes": (jax.devices()[0].memory_stats() or {}).get("bytes_limit"),
     }
     print(json.dumps(found))
 
 
-def effective_parallelism(count: int, one: float, every: float) -> float:
+def is_undisturbed(count: int, cores: int, every: Sequence[Call]) -> bool:
+    """Return whether other work left the cores to all devices for a call, as far as can be told.
+
+    Args:
+        count: number of devices.
+        cores: number of cores that they share; 0 if they have none.
+        every: calls of a task on each of all devices at once.
+    """
+    if not 0 < cores <= count:
+        return True
+    return max(busy / seconds for seconds, busy in every) >= _LEFT * cores
+
+
+def effective_parallelism(
+    count: int, cores: int, one: Sequence[Call], every: Sequence[Call]
+) -> float:
     """Return `ClusterShape.effective_parallelism` of these devices, from 1 to `count`.
 
     It is their number times the share of a task's time with all at work that the task takes alone.
     It is measured with a network, since a product alone may use all cores and element-wise
-    operations do not.
+    operations do not. Where cores are shared, it is told by how many of them one device uses in the
+    call that is disturbed least.
 
     Args:
         count: number of devices.
-        one: seconds of the task on one device.
-        every: seconds of the task on each of all devices at once.
+        cores: number of cores.
+        one: calls of the task on one device.
+        every: calls of the task on each of all devices at once.
     """
-    return min(max(1.0, count * one / every), count)
+    alone = min(one)[0] / min(every)[0]
+    if count >= cores:
+        alone = cores / max(busy / seconds for seconds, busy in one) / count
+    return min(max(1.0, count * alone), count)
 
 
 def dispatch_overhead(seconds: dict[int, float]) -> float:
@@ -90,7 +118,7 @@ class Meter:
         count: number of devices.
         longest: seconds that one figure may take, beside its first calls.
         fewest: number of calls that are timed, however long they take.
-        most: number of calls that are timed at most, and of a network's passes, which are short.
+        most: number of calls that are timed at most.
     """
 
     count: int
@@ -112,46 +140,69 @@ class Meter:
         return 2.0 * size / self.timed(lambda a: a + 1, x)
 
     def reduce_seconds(self, size: int) -> float:
-        """Return the seconds of an all-reduce of `size` bytes over all devices."""
+        """Return the seconds of an all-reduce of `size` bytes over all devices.
+
+        They are those in the median: how long devices wait for one another differs, and a step has
+        many such waits.
+        """
         import jax
         from jax.sharding import NamedSharding, PartitionSpec
 
         x = spread((self.count, size // 4), "float32", self.count)
         whole = NamedSharding(x.sharding.mesh, PartitionSpec())
-        return self.timed(lambda a: jax.lax.with_sharding_constraint(a.sum(0), whole), x)
+        compiled = jax.jit(lambda a: jax.lax.with_sharding_constraint(a.sum(0), whole))
+        (calls,) = self.timed_in_turn([lambda: jax.block_until_ready(compiled(x))])
+        return statistics.median(seconds for seconds, _ in calls)
 
-    def network_seconds(self, width: int, rows: int, count: int) -> float:
-        """Return the seconds of both passes of a small network on each of `count` devices."""
+    def network(self, width: int, rows: int, count: int) -> Callable[[], Any]:
+        """Return what runs both passes of a small network on each of `count` devices, compiled."""
         import jax
 
         layers = 4
         shapes = (width, 4 * width), (1, 4 * width), (4 * width, width), (1, width)
         weights = [[spread((count, *of), "float32", count) for of in shapes] for _ in range(layers)]
         x = spread((count, rows, width), "float32", count)
-        return self.timed(jax.value_and_grad(passes), (weights, x), self.most)
+        compiled = jax.jit(jax.value_and_grad(passes)).lower((weights, x)).compile()
+        return lambda: jax.block_until_ready(compiled((weights, x)))
 
-    def timed(self, fun: Callable[[Any], Any], x: Any, fewest: int = 0) -> float:
+    def timed_in_turn(self, runs: Sequence[Callable[[], Any]]) -> list[list[Call]]:
+        """Return the calls of each, called in turn: what else the machine does falls on all."""
+        for run in (*runs, *runs):
+            run()
+        rounds = [list(map(timed_call, runs)) for _ in range(max(self.most, self.fewest))]
+        return [list(of) for of in zip(*rounds, strict=True)]
+
+    def timed(self, fun: Callable[[Any], Any], x: Any) -> float:
         """Return the seconds of the fastest call, so that other work on the machine counts little.
+
+        On CPUs with a core or less for each device these are all at work all the time, and a call
+        takes at most its processor time on all cores: that is what other work changes least.
 
         Args:
             fun: what to compile and call.
             x: its argument.
-            fewest: number of calls, if it is more than `self.fewest`.
         """
         import jax
 
         compiled = jax.jit(fun).lower(x).compile()
+        cores = len(os.sched_getaffinity(0)) if jax.default_backend() == "cpu" else 0
         for _ in range(2):
             jax.block_until_ready(compiled(x))
         durations: list[float] = []
-        fewest = max(fewest, self.fewest)
-        while len(durations) < fewest or (
-            sum(durations) < self.longest and len(durations) < self.most
-        ):
-            began = time.perf_counter()
-            jax.block_until_ready(compiled(x))
-            durations.append(time.perf_counter() - began)
+        spent = 0.0
+        while len(durations) < self.fewest or (spent < self.longest and len(durations) < self.most):
+            seconds, busy = timed_call(lambda: jax.block_until_ready(compiled(x)))
+            spent += seconds
+            shared = 0 < cores <= self.count
+            durations.append(min(seconds, busy / cores) if shared and busy else seconds)
         return min(durations)
+
+
+def timed_call(run: Callable[[], Any]) -> Call:
+    """Call a function and return its times."""
+    began, before = time.perf_counter(), time.process_time()
+    run()
+    return time.perf_counter() - began, time.process_time() - before
 
 
 def passes(given: Any) -> Any:

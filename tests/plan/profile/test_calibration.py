@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -18,6 +19,11 @@ from launcher.plan.profile.calibration import (
     calibrated,
     keep_host_links,
     measure,
+)
+from launcher.plan.profile.measure_devices import (
+    dispatch_overhead,
+    effective_parallelism,
+    is_undisturbed,
 )
 
 VERSIONS = measurements.versions()
@@ -184,4 +190,37 @@ def test_this_machine_is_measured_and_remembered(folder: Path, quick: bool) -> N
     assert found.applied(shape).flops_fp32 == found.product_flops["float32"]["512"]
     assert path == kept(folder, 2)
     assert calibrated(shape) == found.applied(shape)
-    assert 1 <= (found.effective_parallelism or 0) <= 2
+    assert found.effective_parallelism is None or 1 <= found.effective_parallelism <= 2
+
+
+def test_cores_in_use_say_how_much_devices_slow_one_another() -> None:
+    """A device that uses one of two cores alone runs at twice the speed of four at work."""
+    every = [(2.0, 4.0), (4.0, 4.0)]  # seconds, processor seconds: the second was disturbed
+    assert effective_parallelism(4, 2, [(0.5, 1.0), (3.0, 1.0)], every) == 1.0
+    assert effective_parallelism(4, 2, [(1.0, 1.0), (3.0, 1.0)], every) == 2.0
+    assert effective_parallelism(4, 2, [(0.8, 1.0), (3.0, 1.0)], every) == pytest.approx(1.6)
+    assert effective_parallelism(2, 8, [(1.0, 2.0)], [(1.0, 4.0)]) == 2.0  # cores for all
+
+
+def test_what_other_work_hides_is_nominal() -> None:
+    never_alone = [(4.0, 4.0), (8.0, 4.0)]  # half of two cores at best
+    assert not is_undisturbed(4, 2, never_alone)
+    assert is_undisturbed(4, 2, [*never_alone, (2.0, 4.0)])
+    assert is_undisturbed(1, 2, never_alone)  # one device leaves a core idle by itself
+    assert is_undisturbed(4, 0, never_alone)  # GPUs
+    hidden = dataclasses.replace(
+        FOUND, effective_parallelism=None, dispatch_overhead=0.0, all_reduce_seconds={}
+    )
+    nominal = local_shape(4, 1, "cpu")
+    shape = hidden.applied(nominal)
+    assert shape.effective_parallelism == nominal.effective_parallelism
+    assert shape.dispatch_overhead == nominal.dispatch_overhead > 0
+    assert (shape.latency, shape.intra_host) == (nominal.latency, nominal.intra_host)
+    assert shape.flops_fp32 == FOUND.applied(nominal).flops_fp32
+
+
+def test_a_start_is_told_from_one_row() -> None:
+    """However much longer than its work the long program took, since other work disturbed it."""
+    for disturbed in (1.0, 10.0):
+        found = dispatch_overhead({1: 2.04e-3, 512: disturbed * 22.4e-3})
+        assert found == pytest.approx(2e-3, rel=0.25)

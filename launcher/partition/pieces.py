@@ -1,0 +1,201 @@
+"""Stages of a model with scanned layers, cut into pieces that are equal, and compile once.
+
+The iterations of a scan are the same program with other parameters, and so would be any number of
+them. As one program a stage would have as many copies of it as layers, and the first and the last
+stage, which do more, would compile theirs again. So a stage is cut at the ends of the iterations
+into *pieces*, a program for each kind of task each: what comes before them, a few at a time, and
+what comes after. Of all pieces that are equal, in any stage, one is traced, lowered and compiled.
+Pure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from launcher.partition.assignment import Assignment
+from launcher.partition.partitioned import PartitionedStep
+from launcher.partition.stages import StageGraph, cut_stages
+from launcher.partition.update import place_update
+from launcher.remat_name import WORDS
+from launcher.schedule import Kind, Task
+from launcher.trace import Loss
+from launcher.trace.auto_layers import LayerEnds, layer_ends_at
+from launcher.trace.jaxpr import Var, nbytes
+from launcher.trace.layers import ANY_LAYER
+
+MOST_LAYERS = 4
+"""Layers of a piece: each program's start takes some 0.1 ms, each layer in it time to compile."""
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """A step whose stages are cut into pieces.
+
+    Attributes:
+        cut: the step; its stages are the pieces.
+        stage_of: the plan's stage of each piece.
+        names: the name of each piece, by which its programs are known.
+    """
+
+    cut: PartitionedStep
+    stage_of: tuple[int, ...]
+    names: tuple[str, ...]
+
+    @property
+    def owners(self) -> dict[Var, int]:
+        """The piece of each parameter and gradient; none if the stages are whole."""
+        if not any(".piece." in name for name in self.names):
+            return {}
+        found: dict[Var, int] = {}
+        for (i, piece), parts in self.cut.update.grad_parts.items():
+            found |= dict.fromkeys((self.cut.step.operands[i], *parts), piece)
+        return found
+
+    def tasks(self, order: Sequence[Task]) -> list[Task]:
+        """Return the tasks of the pieces, given those of the stages."""
+        return _of_pieces(order, self.stage_of)
+
+
+def in_pieces(cut: PartitionedStep) -> Pieces:
+    """Cut the stages of a step whose scans are open; those of any other stay as they are."""
+    whole = tuple(range(len(cut.stages)))
+    unchanged = Pieces(cut, whole, tuple(f"stage.{s}" for s in whole))
+    step, assignment = cut.step, cut.assignment
+    plain = step.stacks is not None and step.layer_ends is None and cut.slicing.workers == 1
+    if not plain or not set(assignment.remat) <= set(WORDS):  # `full/2` would lose its pairs
+        return unchanged
+    ends = _iteration_ends(cut.loss)
+    if ends is None:
+        return unchanged
+    fine = step.cut_at(ends)
+    loss = fine.loss(cut.slicing.num_slices)
+    pieces, stage_of = _grouped(loss, _fine_layers(cut.loss, loss, assignment))
+    meshes = [assignment.mesh_of[s] for s in stage_of]
+    graphs = cut_stages(loss, pieces, meshes)
+    if len(graphs) == len(cut.stages) or _has_long_ways(graphs):
+        return unchanged
+    made = PartitionedStep(
+        step=fine,
+        assignment=_assigned(assignment, pieces, stage_of),
+        loss=loss,
+        stages=graphs,
+        layouts=cut.layouts,
+        update=place_update(fine, loss, graphs, cut.slicing),
+        tasks=tuple(tuple(_of_pieces(tasks, stage_of)) for tasks in cut.tasks),
+    )
+    number: Counter[int] = Counter()
+    names = []
+    for s in stage_of:
+        names.append(f"stage.{s}.piece.{number[s]}")
+        number[s] += 1
+    return Pieces(made, tuple(stage_of), tuple(names))
+
+
+def _iteration_ends(loss: Loss) -> LayerEnds | None:
+    """Return ends of layers that also part the first and the last iteration from what is around.
+
+    The first layer ends with an iteration as the second one is, and the last one begins so.
+    """
+    own = [(e, n) for e, n in zip(loss.equations, loss.layers, strict=True) if n != ANY_LAYER]
+    sizes = [len(list(each)) for _, each in itertools.groupby(own, key=lambda one: one[1])]
+    if loss.num_layers < 3 or len(sizes) != loss.num_layers:
+        return None
+    starts = [0, *itertools.accumulate(sizes)]
+    places = {*starts[1:-1], starts[1] - sizes[1], starts[-2] + sizes[-2]}
+    return layer_ends_at(loss, sorted(k for k in places if 0 < k < len(own)))
+
+
+def _fine_layers(coarse: Loss, fine: Loss, assignment: Assignment) -> list[list[int]]:
+    """Return the layers of `fine` that each stage has, whose layers are those of `coarse`."""
+    stage_of = {layer: s for s, layers in enumerate(assignment.layers) for layer in layers}
+    found: list[dict[int, None]] = [{} for _ in assignment.layers]
+    for old, new in zip(coarse.layers, fine.layers, strict=True):
+        if old != ANY_LAYER:
+            found[stage_of[old]][new] = None
+    return [sorted(layers) for layers in found]
+
+
+def _grouped(loss: Loss, of_stages: list[list[int]]) -> tuple[list[list[int]], list[int]]:
+    """Return the layers of each piece, and its stage.
+
+    Equal layers that follow each other are taken some at a time; layers that are like no other stay
+    together.
+    """
+    every = [layer for layers in of_stages for layer in layers]
+    alone = cut_stages(loss, [[layer] for layer in every])
+    kind = {layer: graph.structure for layer, graph in zip(every, alone, strict=True)}
+    count = Counter(kind.values())
+
+    def key(layer: int) -> str:
+        return kind[layer] if count[kind[layer]] > 1 else ""
+
+    runs = [
+        (s, word, list(run))
+        for s, layers in enumerate(of_stages)
+        for word, run in itertools.groupby(layers, key)
+    ]
+    pieces: list[list[int]] = []
+    stage_of: list[int] = []
+    for s, word, run in runs:
+        size = _size([len(other) for _, of, other in runs if of == word]) if word else len(run)
+        even = len(run) - len(run) % size
+        pieces += [run[k : k + size] for k in range(0, even, size)] + [[n] for n in run[even:]]
+        stage_of += [s] * (len(pieces) - len(stage_of))
+    return pieces, stage_of
+
+
+def _size(lengths: Sequence[int]) -> int:
+    """Return how many equal layers a piece has, given the lengths of the runs of such layers.
+
+    What is left of a run are pieces of one layer: four layers are compiled at most.
+    """
+    fits = [n for n in range(2, MOST_LAYERS + 1) if all(size % n == 0 for size in lengths)]
+    return max(fits, default=MOST_LAYERS - 1)
+
+
+def _has_long_ways(graphs: Sequence[StageGraph]) -> bool:
+    """Return whether gradients would come back to a piece from many others, to be added at its end.
+
+    As one program a stage adds each as soon as it is made.
+    """
+    carried = max((nbytes(v.aval) for g in graphs[1:] for v in g.activations_in[:1]), default=0)
+    return any(
+        len(readers) > 2 and v in graph.active and nbytes(v.aval) >= carried
+        for graph in graphs
+        for v, readers in zip(graph.activations_out, graph.consumers, strict=True)
+    )
+
+
+def _assigned(
+    assignment: Assignment, pieces: Sequence[Sequence[int]], stage_of: Sequence[int]
+) -> Assignment:
+    def each(of_stages: Sequence[_T]) -> tuple[_T, ...]:
+        return tuple(of_stages[s] for s in stage_of) if of_stages else ()
+
+    return dataclasses.replace(
+        assignment,
+        layers=tuple(map(tuple, pieces)),
+        mesh_of=each(assignment.mesh_of),
+        remat=each(assignment.remat),
+        zero=each(assignment.zero),
+        sequence=each(assignment.sequence),
+        shardings=each(assignment.shardings),
+    )
+
+
+def _of_pieces(tasks: Sequence[Task], stage_of: Sequence[int]) -> list[Task]:
+    pieces: dict[int, list[int]] = {}
+    for piece, stage in enumerate(stage_of):
+        pieces.setdefault(stage, []).append(piece)
+    found = []
+    for task in tasks:
+        of = pieces[task.stage]
+        found += [task._replace(stage=p) for p in (of if task.kind is Kind.FORWARD else of[::-1])]
+    return found
