@@ -61,3 +61,18 @@ def test_a_killed_sweep_of_trainings_ends_with_its_8_points_none_twice(tmp_path:
     assert [row["run"] for row in rows] == [f"s-{n}" for n in range(8)]
     found = yaml.safe_load((folder / "optimization_results.yaml").read_text())
     assert found["best_value"] == min(point.value for point in points)
+
+
+@pytest.mark.stress
+def test_the_points_of_a_sweep_compile_what_they_share_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    words = ("-m", "recipe=smoke", "train.eval_every=0", "wandb.mode=disabled", "run.id=s")
+    code, out, err = Launcher(tmp_path, *words, "run.seed=1,2").end()
+    assert (code, err) == (0, ""), out
+    kept = [path.stat() for path in (tmp_path / "cache").rglob("compiled/*/*-cache")]
+    assert len(kept) > 4
+    second = (tmp_path / "multirun" / "s" / "s-1" / "config.yaml").stat()
+    assert all(stat.st_mtime < second.st_mtime for stat in kept)
+    assert len(lines(tmp_path / "multirun" / "s" / "s-1")) == 3
