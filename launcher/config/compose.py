@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import yaml
 from hydra import compose
@@ -43,20 +43,23 @@ from launcher.config.overrides import (
 from launcher.config.replayed import with_runs_settings
 from launcher.config.schema import Config
 from launcher.config.search_path import searching
-from launcher.config.sweeper import Asked
 from launcher.config.switches import check_switches
 from launcher.config.translate import PRIMARY, translated
 from launcher.files import DamagedError
 
+if TYPE_CHECKING:
+    from launcher.config.sweeper import Asked
+
 # A user's `config.yaml` may name packages to Hydra as further folders; Hydra imports them before
 # anybody has looked at the file. What is said here comes first.
 NO_OTHER_FOLDERS = "hydra.searchpath=[]"
-# What Hydra itself would do with a run, by groups of its own: more to read and merge than ours.
+# What Hydra itself would do with a run, by groups of its own: more to read and merge than ours. Its
+# sweeper stays, as files may choose one for `-m`.
 _NOTHING_OF_HYDRA = tuple(
     f"~hydra/{group}"
     for group in (
         *("env", "help", "hydra_help", "hydra_logging"),
-        *("job_logging", "launcher", "output", "sweeper"),
+        *("job_logging", "launcher", "output"),
     )
 )
 
@@ -219,7 +222,7 @@ def _load(
     try:
         with searching(folders) as loader:
             defaults = loader.compute_defaults_list(PRIMARY, said, RunMode.RUN).defaults
-            sources += _sources(defaults, folders)
+            sources += sources_of(defaults, folders)
             for source in sources:
                 if not source.is_own:
                     refuse_useless(source, allowed["allow_commands"] is True)
@@ -248,7 +251,7 @@ def _allowed(overrides: Sequence[Override]) -> dict[str, Any]:
     return {name: said.get(name, getattr(Config(), name)) for name in COMMAND_LINE_ONLY}
 
 
-def _sources(defaults: Iterable[ResultDefault], folders: Sequence[Path]) -> Iterator[Source]:
+def sources_of(defaults: Iterable[ResultDefault], folders: Sequence[Path]) -> Iterator[Source]:
     """Yields the files that Hydra's defaults list stands for, without Hydra's own."""
     for default in defaults:
         name = str(default.config_path).removesuffix(".yaml")  # with which Hydra takes it, too

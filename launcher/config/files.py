@@ -18,6 +18,7 @@ from launcher.config.commands import COMMAND_LINE_ONLY, command_at, not_allowed
 from launcher.config.errors import ConfigError
 from launcher.config.keys import collections, text_keys
 from launcher.config.origin import Source, short
+from launcher.config.sweep_files import check_value, is_of_sweeper
 from launcher.files import DamagedError
 
 _ODD = re.compile(r"[+-]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")  # octal, base 60
@@ -42,8 +43,13 @@ def refuse_useless(source: Source, commands_allowed: bool) -> None:
     for key, node in _scalars(node_of(source.path), source.package):
         top = key.partition(".")[0]
         if section == "hydra" or top == "hydra" or _is_hydras_group(key, node):
+            if is_of_sweeper(key, group := _group(key)):
+                if group or key.startswith(f"{source.package}.defaults"):
+                    continue  # the file that it chooses is looked at itself
+                check_value(key, node, commands_allowed, _place(source.path, node))
+                continue
             raise ConfigError(
-                "hydra is Hydra's own section, which has no effect here",
+                "hydra is Hydra's own section, of which only hydra.sweeper has an effect here",
                 "Runs are placed by run.dir and run.id; sweeps are asked for with -m.",
                 where=_place(source.path, node),
             )
@@ -177,6 +183,12 @@ def _problem(file: Path) -> str:
         if not fine and not (isinstance(entry, yaml.MappingNode) and len(entry.value) == 1):
             return "has defaults with an entry that is not 'group: option'"
     return ""
+
+
+def scalars(source: Source) -> Iterator[tuple[str, str, yaml.ScalarNode]]:
+    """Yields every value of a file with its dotted key, and the group that it chooses from."""
+    for key, node in _scalars(source.node, source.package):
+        yield key, _group(key), node
 
 
 def _scalars(node: yaml.Node | None, key: str) -> Iterator[tuple[str, yaml.ScalarNode]]:

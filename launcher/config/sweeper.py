@@ -1,7 +1,8 @@
 """Sweeps by Hydra's plug-ins: a sweeper, its own or an installed one, asks for points to be run.
 
 What runs them is a Hydra launcher plug-in, which hands each batch of points to a function of ours.
-A sweeper sees the swept settings only: what the command line says beside them stays as typed.
+A sweeper sees the swept settings only: what the command line says beside them stays as typed. What
+is swept may also stand in a file, under `hydra.sweeper.params`.
 
 Hydra's own entry point is not used. It composes points without the schema, makes folders first, and
 ends with code 1 whatever is wrong; here a wrong setting ends with code 2 before anything is made.
@@ -24,20 +25,21 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
-from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
-from hydra.types import HydraContext, RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
+from hydra.types import HydraContext
+from omegaconf import DictConfig
 
-from launcher.config.errors import ConfigError, advice
 from launcher.config.folders import search_folders
-from launcher.config.overrides import COMMAND_LINE, parse, quoted
-from launcher.config.schema import MAXIMIZED
+from launcher.config.overrides import parse
 from launcher.config.search_path import searching
+from launcher.config.sweeper_settings import (
+    is_learning,
+    points_in_all,
+    refuse_unlisted,
+    sweeper_settings,
+)
 
-_GROUP = "hydra/sweeper"
 _OF_SWEEPER = re.compile(r"\+{0,2}hydra[./]sweeper\b")
 
 
@@ -146,20 +148,20 @@ def run_sweeper(
         Exception: whatever `run` raises.
     """
     ours, of_sweeper = split_arguments(arguments)
-    with searching(search_folders(config_dirs)) as loader, tempfile.TemporaryDirectory() as scratch:
+    folders = search_folders(config_dirs)
+    with searching(folders) as loader, tempfile.TemporaryDirectory() as scratch:
         overrides = parse(ours, loader)
-        node = _settings(of_sweeper, overrides, loader, Path(scratch))
-        learns = not node.hydra.sweeper._target_.endswith(".BasicSweeper")
+        node = sweeper_settings(of_sweeper, overrides, folders, loader, Path(scratch))
+        learns, number = is_learning(node), points_in_all(node)
         swept = [one for one in overrides if one.is_sweep_override()]
         if not learns:
-            _refuse_unlisted(swept)
-        total = _total(node)
+            refuse_unlisted(swept)
         raised: list[BaseException] = []
 
         def launch(jobs: Sequence[Sequence[str]]) -> Sequence[JobReturn]:
             asked = [Asked(tuple(job), _point(overrides, job)) for job in jobs]
             try:
-                return [_returned(o) for o in run(Batch(asked, total or len(asked), learns))]
+                return [_returned(o) for o in run(Batch(asked, number or len(asked), learns))]
             except BaseException as error:
                 raised.append(error)
                 raise
@@ -176,78 +178,6 @@ def run_sweeper(
                 raise SweeperError(f"{type(error).__name__}: {error}") from error
         for file in set(Path(scratch).iterdir()) - {Path(scratch, "multirun.yaml")}:
             shutil.copy(file, results() / file.name)  # what it found, without Hydra's own settings
-
-
-def _settings(
-    of_sweeper: Sequence[str], overrides: Sequence[Override], loader: ConfigLoader, scratch: Path
-) -> DictConfig:
-    """Return Hydra's own settings: of no file of settings, only what the command line says."""
-    said = [text.lstrip("+") for text in of_sweeper]
-    options = {text.partition("=")[2].strip() for text in said if text.startswith(f"{_GROUP}=")}
-    known = sorted(loader.get_group_options(_GROUP))
-    for option in options - set(known):
-        hint = ": pip install 'launcher[sweep]'" if option == "optuna" else ""
-        raise ConfigError(
-            f"There is no {_GROUP}={option}",
-            f"It is not installed{hint}." if hint else advice(option, known, "Installed are"),
-            where=COMMAND_LINE,
-        )
-    ours = f"hydra.sweep.dir={quoted(str(scratch))}"
-    try:
-        node = loader.load_configuration(None, [ours, *of_sweeper], RunMode.MULTIRUN)
-    except (HydraException, OmegaConfBaseException) as error:
-        problem = " ".join(str(error).split())
-        raise ConfigError(f"Hydra's sweeper: {problem}", where=COMMAND_LINE) from None
-    _fill_in(node.hydra.sweeper, said, overrides)
-    return node
-
-
-def _fill_in(sweeper: DictConfig, said: Sequence[str], overrides: Sequence[Override]) -> None:
-    """Set what the launcher knows better than the plug-in, unless the command line says it.
-
-    As many points at a time as `sweep.jobs`; a point that fails stops no other; and the same
-    points each time, so that a sweep can go on after it was killed.
-    """
-    if "storage" in sweeper and sweeper.storage is not None:
-        raise ConfigError(
-            "hydra.sweeper.storage would hold each point twice once the sweep goes on",
-            "Leave it out: sweep.json in the sweep's folder holds its points.",
-            where=COMMAND_LINE,
-        )
-    ours = {one.key_or_group: one.value() for one in overrides if not one.is_sweep_override()}
-    seed = ours.get("run.seed", 0)
-    jobs = ours.get("sweep.jobs", 1)
-    wanted = {"n_jobs": jobs, "num_workers": jobs, "max_failure_rate": 1.0, "seed": seed}
-    for place, prefix in ((sweeper, ""), (sweeper.get("sampler"), "sampler.")):
-        for name, value in wanted.items() if isinstance(place, DictConfig) else ():
-            is_said = any(text.startswith(f"hydra.sweeper.{prefix}{name}=") for text in said)
-            if name in place and not is_said:
-                with open_dict(place):
-                    place[name] = value
-    objective = str(ours.get("sweep.objective", ""))
-    if "direction" in sweeper and not any("direction=" in text for text in said):
-        sweeper.direction = "maximize" if objective in MAXIMIZED else "minimize"
-
-
-def _total(node: DictConfig) -> int | None:
-    """Return how many points a sweeper that learns will ask for, where it says so."""
-    for name in ("n_trials", "budget", "max_trials"):  # Optuna, Nevergrad, Ax
-        if isinstance(found := OmegaConf.select(node, f"hydra.sweeper.{name}"), int):
-            return found
-    return None
-
-
-def _refuse_unlisted(swept: Sequence[Override]) -> None:
-    """Raise ConfigError for what the basic sweeper cannot list value by value."""
-    for override in swept:
-        try:
-            list(override.sweep_string_iterator())
-        except HydraException:
-            raise ConfigError(
-                f"{override.input_line} cannot be listed value by value",
-                "Write the values with commas, range(start,stop,step) or choice(a,b).",
-                where=COMMAND_LINE,
-            ) from None
 
 
 def _point(overrides: Sequence[Override], job: Sequence[str]) -> tuple[str, ...]:

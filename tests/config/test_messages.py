@@ -545,7 +545,8 @@ FILES = [
         "recipe/mine.yaml",
         "# @package _global_\ntrain: {steps: 3}\nhydra:\n  run: {dir: here}\n",
         "recipe=mine",
-        "hydra is Hydra's own section, which has no effect here (in my_conf/recipe/mine.yaml:4). "
+        "hydra is Hydra's own section, of which only hydra.sweeper has an effect here "
+        "(in my_conf/recipe/mine.yaml:4). "
         "Runs are placed by run.dir and run.id; sweeps are asked for with -m.",
     ),
     (
@@ -566,14 +567,16 @@ FILES = [
         "recipe/mine.yaml",
         "# @package _global_\n<<: [{train: {steps: 3}}, {hydra: {run: {dir: here}}}]\n",
         "recipe=mine",
-        "hydra is Hydra's own section, which has no effect here (in my_conf/recipe/mine.yaml:2). "
+        "hydra is Hydra's own section, of which only hydra.sweeper has an effect here "
+        "(in my_conf/recipe/mine.yaml:2). "
         "Runs are placed by run.dir and run.id; sweeps are asked for with -m.",
     ),
     (
         "recipe/mine.yaml",
         "# @package _global_\n<<: {defaults: [override /hydra/launcher: basic]}\n",
         "recipe=mine",
-        "hydra is Hydra's own section, which has no effect here (in my_conf/recipe/mine.yaml:2). "
+        "hydra is Hydra's own section, of which only hydra.sweeper has an effect here "
+        "(in my_conf/recipe/mine.yaml:2). "
         "Runs are placed by run.dir and run.id; sweeps are asked for with -m.",
     ),
     (

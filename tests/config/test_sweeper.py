@@ -5,13 +5,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from launcher.config.compose import load
 from launcher.config.errors import ConfigError
 from launcher.config.sweeper import Batch, Outcome, SweeperError, run_sweeper
 
 OPTUNA = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=6")
 
 
-def swept(*arguments, objective=lambda values: 0.0, folder=Path("/nowhere")):
+def swept(*arguments, objective=lambda values: 0.0, folder=Path("/nowhere"), dirs=()):
     """The batches that were asked for, as lists of what the points set."""
     asked: list[Batch] = []
 
@@ -26,7 +27,7 @@ def swept(*arguments, objective=lambda values: 0.0, folder=Path("/nowhere")):
                 outcomes.append(Outcome(problem=str(error)))
         return outcomes
 
-    run_sweeper(arguments, (), run, lambda: folder)
+    run_sweeper(arguments, dirs, run, lambda: folder)
     return asked
 
 
@@ -114,3 +115,153 @@ def test_what_is_wrong_is_said_before_anything_is_asked_for(words, error):
 def test_a_sweeper_that_cannot_begin_says_why():
     with pytest.raises(SweeperError, match="irection"):
         swept(*OPTUNA, "hydra.sweeper.direction=up", "train.steps=1,2")
+
+
+@pytest.fixture
+def described(tmp_path, monkeypatch):
+    """Writes my_conf/recipe/mine.yaml and returns the folder."""
+
+    def write(text, name="recipe/mine"):
+        path = tmp_path / "my_conf" / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        head = "# @package _global_\n" if name.startswith("recipe") else ""
+        path.write_text(head + text)
+        return ["my_conf"]
+
+    monkeypatch.chdir(tmp_path)
+    return write
+
+
+BY_OPTUNA = """
+defaults:
+  - override /model: mlp
+  - override /dataset: synthetic
+  - override /hydra/sweeper: optuna
+  - override /hydra/sweeper/sampler: random
+hydra:
+  sweeper:
+    n_trials: 6
+    params:
+      optimizer.learning_rate: interval(0.001,0.1)
+      train.steps: choice(10,20)
+run: {seed: 3}
+sweep: {jobs: 2, objective: mfu}
+"""
+
+
+def test_a_sweep_by_optuna_is_described_in_a_recipe(described, tmp_path):
+    dirs, keys = described(BY_OPTUNA), {"optimizer.learning_rate", "train.steps"}
+
+    def objective(values):
+        return values["optimizer.learning_rate"]
+
+    first = swept("recipe=mine", objective=objective, folder=tmp_path, dirs=dirs)
+    assert [(len(batch.points), batch.total, batch.learns) for batch in first] == [(2, 6, True)] * 3
+    for batch in first:
+        for point in batch.points:
+            assert {text.partition("=")[0] for text in point.swept} == keys
+            assert point.overrides == ("recipe=mine", *point.swept)
+    found = yaml.safe_load((tmp_path / "optimization_results.yaml").read_text())
+    rates = [float(p.swept[0].partition("=")[2]) for batch in first for p in batch.points]
+    assert found["best_value"] == max(rates)  # as sweep.objective wants it
+    assert swept("recipe=mine", objective=objective, folder=tmp_path, dirs=dirs) == first  # seed 3
+    other = swept("recipe=mine", "run.seed=4", objective=objective, folder=tmp_path, dirs=dirs)
+    assert [b.points[0].swept for b in other] != [b.points[0].swept for b in first]
+    # One run of the recipe is a run: what it says of a sweep is for -m.
+    assert load(["recipe=mine"], dirs).model.name == "mlp"
+
+
+def test_the_command_line_beats_what_a_file_says_of_the_sweep(described, tmp_path):
+    words = ("recipe=mine", "hydra.sweeper.n_trials=2", "sweep.jobs=1", "train.steps=5")
+    batches = swept(*words, folder=tmp_path, dirs=described(BY_OPTUNA))
+    assert [(len(batch.points), batch.total) for batch in batches] == [(1, 2)] * 2
+    for batch in batches:  # what it fixes is not swept
+        assert [text.partition("=")[0] for text in batch.points[0].swept] == [
+            "optimizer.learning_rate"
+        ]
+    swept_there = ("train.steps=1,2", "optimizer.learning_rate=0.5")
+    text = "hydra: {sweeper: {params: {train.steps: '7,8', run.seed: 'range(0,2)'}}}"
+    (batch,) = swept("recipe=mine", *swept_there, dirs=described(text))
+    assert [point.swept for point in batch.points] == [
+        (f"run.seed={seed}", f"train.steps={steps}") for seed in (0, 1) for steps in (1, 2)
+    ]
+
+
+def test_a_file_of_ones_own_among_hydras_sweepers(described, tmp_path):
+    dirs = described("n_trials: 3\n", "hydra/sweeper/short")
+    described("defaults: [optuna]\nn_trials: 3\n", "hydra/sweeper/short")
+    words = ("hydra/sweeper=short", "train.steps=choice(1,2,3)")
+    batches = swept(*words, folder=tmp_path, dirs=dirs)
+    assert sum(len(batch.points) for batch in batches) == 3
+
+
+PLACE = "(in my_conf/recipe/mine.yaml:"
+OPTUNA_FILE = "defaults: [override /hydra/sweeper: optuna]\nhydra:\n  sweeper:\n    "
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (
+            f"{OPTUNA_FILE}sampler: {{_target_: os.system}}",
+            f"hydra.sweeper.sampler._target_ runs code, which no file may decide {PLACE}5). "
+            "If you trust the file, add allow_commands=true",
+        ),
+        (
+            f"{OPTUNA_FILE}custom_search_space: os.system",
+            f"hydra.sweeper.custom_search_space runs code, which no file may decide {PLACE}5)",
+        ),
+        (
+            f"{OPTUNA_FILE}sampler: ${{model.options}}",
+            f"hydra.sweeper.sampler: ${{model.options}} asks for another value, which has no "
+            f"effect here {PLACE}5). Write the value itself.",
+        ),
+        (
+            "hydra: {sweeper: {params: {allow_modules: '[os]'}}}",
+            f"allow_modules is for the command line alone {PLACE}2). Say it there.",
+        ),
+        (
+            "hydra: {sweeper: {params: {++allow_modules: '[os]'}}}",
+            f"hydra.sweeper.params: ++allow_modules is not the name of a setting {PLACE}2)",
+        ),
+        (
+            "hydra: {sweeper: {params: {cluster.slurm.setup: 'a,b'}}}",
+            f"cluster.slurm.setup runs code, which no file may decide {PLACE}2)",
+        ),
+        (
+            "hydra: {sweeper: {params: {cluster: 'choice({slurm:{setup:a}})'}}}",
+            f"cluster.slurm.setup runs code, which no file may decide {PLACE}2)",
+        ),
+        (
+            "hydra: {sweeper: {params: {train.steps: 'interval(1,3)'}}}",
+            f"train.steps=interval(1,3) cannot be listed value by value {PLACE}2)",
+        ),
+        (
+            "hydra: {sweeper: {params: {train.steps: '1,(2'}}}",
+            f"hydra.sweeper.params: train.steps=1,(2 cannot be read {PLACE}2)",
+        ),
+        (
+            f"{OPTUNA_FILE}n_trialz: 3",
+            f"Hydra's sweeper: Key 'n_trialz' not in 'OptunaSweeperConf' {PLACE}5)",
+        ),
+        (
+            "defaults: [override /hydra/sweeper: optunna]",
+            "There is no hydra/sweeper=optunna (in a file of settings). Did you mean optuna?",
+        ),
+        (
+            "hydra: {launcher: {n_jobs: 3}}",
+            "hydra is Hydra's own section, of which only hydra.sweeper has an effect here",
+        ),
+    ],
+)
+def test_what_a_file_may_not_say_of_a_sweep(described, text, error):
+    with pytest.raises(ConfigError) as caught:
+        swept("recipe=mine", dirs=described(text))
+    assert str(caught.value).startswith(error)
+
+
+def test_a_file_that_is_trusted_may_name_a_class(described, tmp_path):
+    text = f"{OPTUNA_FILE}sampler: {{_target_: optuna.samplers.TPESampler}}\n    n_trials: 2"
+    words = ("recipe=mine", "allow_commands=true", "train.steps=choice(1,2)")
+    batches = swept(*words, folder=tmp_path, dirs=described(text))
+    assert sum(len(batch.points) for batch in batches) == 2

@@ -4,6 +4,7 @@ Stages and links are in `tests/runtime/test_accounted.py`, all of them in two pr
 `tests/end_to_end/test_injected.py`.
 """
 
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -12,9 +13,13 @@ from types import SimpleNamespace
 import pytest
 
 from launcher.driver.accounts import Accounts
+from launcher.driver.learned import as_learned
+from launcher.driver.plan_from_config import plan_of
 from launcher.driver.recorder import Recorder
 from launcher.driver.timelines import Timelines
+from launcher.plan import local_shape
 from launcher.report.accounting import read_accounting
+from launcher.runtime import dispatch_table
 from launcher.spans import Clock
 from launcher.train import worker as worker_module
 from launcher.train.checkpoint import Background
@@ -42,10 +47,19 @@ class Accounted(Training):
             self._log, 1, lambda seconds: {}, timelines=timelines, wall=self.accounts.wall
         )
 
+    def plan_of(self, step):
+        shape = as_learned(self.config, local_shape(self.config.cluster.gpus, 1, "cpu"), step)
+        return plan_of(self.config.parallel, step, shape)
+
     def run(self):
         super().run()
-        self.accounts.finish(self.home, self.recorder.finished_steps, {})
-        found = read_accounting(self.home)
+        steady = [line["perf/step_seconds"] for line in self.lines[RECORDED + 1 :]]
+        measured = {"step_seconds_median": statistics.median(steady)} if steady else {}
+        self.accounts.finish(self.home, self.recorder.finished_steps, measured)
+        return read_accounting(self.home)
+
+    def run_and_add_up(self):
+        found = self.run()
         assert found.step == RECORDED
         step, predicted = found.measured_step_seconds, found.predicted_step_seconds
         assert sum(part.measured_seconds for part in found.parts) == pytest.approx(step)
@@ -92,7 +106,7 @@ def test_data_that_come_late_are_named(words, tmp_path, monkeypatch):
     own_rows = worker_module.own_rows
     monkeypatch.setattr(worker_module, "own_rows", lambda *given: late(own_rows(*given), 0.5))
     training = Accounted(tmp_path, "train.steps=4", *words)
-    found = training.run()
+    found = training.run_and_add_up()
     assert found.culprit == "data"
     assert "devices wait for their batch" in found.sentence
     assert found.part("data").measured_seconds > 0.5 * found.measured_step_seconds
@@ -111,7 +125,30 @@ SAVES = [
 @pytest.mark.parametrize(("what", "seconds", "words"), SAVES)
 def test_saves_that_are_slow_are_named(what, seconds, words, tmp_path, monkeypatch):
     monkeypatch.setattr(Background, what, late(getattr(Background, what), seconds))
-    found = Accounted(tmp_path, "train.steps=5", "train.checkpoint.every_steps=1", *words).run()
+    training = Accounted(tmp_path, "train.steps=5", "train.checkpoint.every_steps=1", *words)
+    found = training.run_and_add_up()
     assert found.culprit == "saves"
     assert "saves, which hold training up for" in found.sentence
     assert found.part("saves").measured_seconds > 0.5 * found.measured_step_seconds
+
+
+@pytest.mark.slow
+def test_the_error_of_the_second_plan_is_at_most_half_of_the_firsts(tmp_path, monkeypatch, caplog):
+    """Of a pair of trainings, whose programs are sent off so late that it decides their times."""
+
+    class Late(dispatch_table.Throttle):
+        def wrap(self, program, devices):
+            return late(super().wrap(program, devices), 0.02)
+
+    monkeypatch.setattr(dispatch_table, "Throttle", Late)
+    caplog.set_level("INFO")
+    errors = []
+    for name in ("first", "second"):
+        assert "times as long here before" not in caplog.text
+        (tmp_path / name).mkdir()
+        found = Accounted(tmp_path / name, "train.steps=10", *pipeline(2, 4)).run()
+        took = found.median_step_seconds
+        assert took > 0.2  # 12 programs
+        errors.append(abs(found.predicted_step_seconds - took) / took)
+    assert "times as long here before" in caplog.text
+    assert errors[1] <= errors[0] / 2

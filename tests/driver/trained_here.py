@@ -81,8 +81,7 @@ class Training:
 
     def run(self):
         config, finished = self.config, checkpoint.newest(self.folder).step or 0
-        shape = local_shape(config.cluster.gpus or 2, 1, "cpu")
-        plan = plan_of(config.parallel, build_program(config).train, shape)
+        plan = self.plan_of(build_program(config).train)
         worker = TrainWorker()
         worker.build(to_dict(config))
         worker.setup(plan.to_dict())
@@ -98,6 +97,10 @@ class Training:
         finally:
             self.handle.close()
         return self
+
+    def plan_of(self, step):
+        shape = local_shape(self.config.cluster.gpus or 2, 1, "cpu")
+        return plan_of(self.config.parallel, step, shape)
 
     def recorder_of(self, plan):
         settings = self.config.train
