@@ -20,7 +20,7 @@ from launcher.config.compose import load
 from launcher.config.errors import ConfigError
 from launcher.project.new import project_files, training_command, write_project
 from recipes import build_dataset, build_model
-from recipes.decoding import Sampling, build_decoder, generate
+from recipes.decoding import Generator, Sampling, build_decoder
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("model.options.num_layers=2", "model.options.width=16", "model.options.sequence_length=16")
@@ -149,7 +149,7 @@ def test_its_model_reads_and_writes(project: Path) -> None:
 
     network = Network(**config.model.options, dtype=jnp.float32)
     decoder = build_decoder(config.model, "fp32")
-    made = list(generate(decoder, params, [list(b"3+4="), list(b"1")], 3, Sampling(0.0)))
+    made = list(Generator(decoder, Sampling(0.0))(params, [list(b"3+4="), list(b"1")], 3))
     for prompt, row in zip((b"3+4=", b"1"), np.array(made).T, strict=True):
         text = np.array([*prompt, *row])[None]
         logits = network.apply({"params": params}, text)[0]
@@ -174,6 +174,7 @@ def test_it_trains_evaluates_and_writes_in_a_process(project: Path) -> None:
     assert "plan: auto" in launched(*SMALL, *few, "run.id=first")
     summary = json.loads((project / "outputs" / "first" / "summary.json").read_text())
     assert (summary["steps"], summary["exit_reason"]) == (2, "done")
+    assert (project / "outputs" / "first" / "samples" / "2.txt").read_text().startswith("3+4=")
     said = launched("task=generate", "run.id=first", "prompt='8+8='")
     assert said.splitlines()[1].startswith("8+8=")
     assert "accuracy" in launched("task=evaluate", "run.id=first", *SMALL)
