@@ -89,6 +89,7 @@ class Train:
     log_every: int = number(1, minimum=1)
     eval_every: int = number(50, minimum=0)  # 0: never
     eval_batches: int | None = number(8, minimum=1)  # null: all that is held out
+    sample_every: int | None = number(None, minimum=0)  # steps; null: at evaluations; 0: never
     check_replicas_every: int = number(0, minimum=0)  # 0: never
     # What follows a loss or gradient that is not finite: the end | the state stays as it was | the
     # newest checkpoint, and from there other batches.

@@ -24,6 +24,11 @@ def _is_slurm(config: Config) -> bool:
     return isinstance(config.cluster, SlurmCluster)
 
 
+def _samples(config: Config) -> bool:
+    every = config.train.sample_every
+    return bool(config.train.eval_every if every is None else every)
+
+
 def _decay(config: Config) -> str | None:
     """Return how the learning rate decays; None: an optimizer of the user's own decides that."""
     return getattr(config.optimizer, "decay", None)
@@ -115,11 +120,18 @@ SWITCHES = (
         "use that task",
     ),
     Switch(
-        ("generate", "prompt"),
+        tuple(f"generate.{name}" for name in ("step", "best", "ema", "prompts")),
         ("task",),
         lambda c: c.task == "generate",
         "that is for task=generate",
         "use that task",
+    ),
+    Switch(
+        ("generate", "prompt"),
+        ("task", "train.sample_every"),
+        lambda c: c.task == "generate" or _samples(c),
+        "that is for task=generate and the samples of a training",
+        "use that task, or set train.sample_every",
     ),
     Switch(
         ("prompt",),

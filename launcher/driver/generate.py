@@ -39,7 +39,7 @@ def generate_text(config: Config, console: Console) -> int:
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of what does not matter here
     tokenizer = tokenizer_of(settings.dataset)
     texts = _prompts(config, tokenizer)
-    prompts = [_encoded(tokenizer, text, settings) for text in texts]
+    prompts = [encoded(tokenizer, text, settings) for text in texts]
     tokens = tokens_of(config, settings, source, stored_plan(home), prompts, console)
     try:
         rows = _ended(tokens, tokenizer.end_token)
@@ -85,11 +85,16 @@ def _stream(prompt: str, tokenizer: Tokenizer, tokens: Iterable[int]) -> int:
     return code or answer(rest)
 
 
+def default_prompt(tokenizer: Tokenizer) -> str:
+    """Return what a text begins with where nothing is said: "" is the beginning of a document."""
+    return "import " if tokenizer.end_token is None else ""
+
+
 def _prompts(config: Config, tokenizer: Tokenizer) -> list[str]:
     """Return the texts to go on with; "" is the beginning of a document."""
     path = config.generate.prompts
     if path is None:
-        return config.prompt or ["import " if tokenizer.end_token is None else ""]
+        return config.prompt or [default_prompt(tokenizer)]
     file = Path(path).expanduser()
     if not file.is_file() or file.stat().st_size > _LARGEST:
         what = "is not a file" if not file.is_file() else f"has more than {_LARGEST:,} bytes"
@@ -106,7 +111,8 @@ def _prompts(config: Config, tokenizer: Tokenizer) -> list[str]:
     return lines
 
 
-def _encoded(tokenizer: Tokenizer, text: str, settings: Config) -> Sequence[int]:
+def encoded(tokenizer: Tokenizer, text: str, settings: Config) -> Sequence[int]:
+    """Return the tokens of a prompt; raise ConfigError if the run's model does not know them."""
     vocabulary: Any = getattr(settings.model, "vocab_size", None)
     tokens: list[int] = tokenizer.encode([text])[0].tolist()
     if not tokens and tokenizer.end_token is not None:

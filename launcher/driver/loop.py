@@ -56,7 +56,7 @@ def train(
     cadence = Cadence(settings.checkpoint, clock())
     calls: Calls = deque()
     step = saved = finished
-    num_batches, best = settings.eval_batches or 0, recorder.best
+    num_batches, best, samples = settings.eval_batches or 0, recorder.best, recorder.samples
     while step < settings.steps and not stop.requested and not (best and best.reason):
         step += 1
         if step in recorded:
@@ -69,6 +69,10 @@ def train(
                 calls.append(("evaluating", workers.submit("evaluate", batch)))
             if best and best.follows:
                 _finish(workers, calls, recorder)
+        if samples and samples.is_due(step):
+            calls.append(("training", workers.submit("flush")))
+            asked = samples.prompts, samples.most
+            calls.append(("sampling", workers.submit("sample", step, *asked)))
         is_best = bool(best and best.is_to_keep(step))
         if step < settings.steps and (cadence.is_due(step, clock()) or is_best):
             _finish(workers, calls, recorder)  # a step that diverged must not be saved
@@ -101,6 +105,10 @@ def _record_next(calls: Calls, recorder: Recorder) -> None:
     with recorder.spans.span("loop", "wait for the workers"):
         result = answers.result()
     with recorder.spans.span("loop", "log"):
+        if phase == "sampling":
+            recorder.lap("evaluating")
+            recorder.take_sample(result)
+            return
         recorder.lap(phase, result)
         recorder.record(result)
 

@@ -18,8 +18,10 @@ from launcher.spans import SpanRecorder
 if TYPE_CHECKING:
     from launcher.driver.best import Best
     from launcher.driver.hooks import Hooks
+    from launcher.driver.samples import Samples
     from launcher.driver.status import Status
     from launcher.driver.timelines import Timelines
+    from launcher.train.sampling import Sample
     from launcher.train.step_result import StepResult
 
 
@@ -59,6 +61,7 @@ class Followers:
     best: Best | None = None
     hooks: Hooks | None = None
     status: Status | None = None
+    samples: Samples | None = None
 
     def tell(self, result: StepResult, metrics: Metrics) -> None:
         """Tell of a step and its metrics."""
@@ -155,6 +158,16 @@ class Recorder:
     def best(self) -> Best | None:
         """What follows the evaluations; None: nothing depends on them."""
         return self._followers.best
+
+    @property
+    def samples(self) -> Samples | None:
+        """What the model writes; None: nothing."""
+        return self._followers.samples
+
+    def take_sample(self, sample: Sample) -> None:
+        """Take what the model has written after a step."""
+        if self._followers.samples:
+            self._followers.samples.take(sample)
 
     def lap(self, phase: str, result: StepResult | None = None) -> None:
         """Count the wall time since the last lap.

@@ -29,11 +29,13 @@ from launcher.driver.loop import warm_up
 from launcher.driver.pictures import ARTIFACTS, draw_pictures, draw_timeline
 from launcher.driver.recorder import FINITE, Followers, Recorder
 from launcher.driver.report_file import write_report
+from launcher.driver.samples import Samples
 from launcher.driver.timelines import Timelines
 from launcher.plan import Plan, describe_plan
 from launcher.report.accounting import Accounting
 from launcher.report.accounting_table import accounting_tables, in_summary, print_accounting
 from launcher.report.chosen import openers
+from launcher.report.console import line_printer
 from launcher.report.jsonl import METRICS, JsonlTracker, read_metrics
 from launcher.report.metrics import measured, performance
 from launcher.report.plan_record import beside_measured, plan_tables, predicted_memory
@@ -116,6 +118,13 @@ class RunLog:
         report = config.report
         steps, traced = report.timeline_steps or (), report.profiler_steps or ()
         self.hooks, self.best = Hooks(config.hooks), Best(config.train)
+        self._samples = Samples(
+            config,
+            home.path,
+            plan.num_parameters,
+            line_printer(console),
+            lambda *table: self._trackers.table(*table),
+        )
         self.recorder = Recorder(
             self._log,
             config.train.log_every,
@@ -123,7 +132,7 @@ class RunLog:
             skips=config.train.non_finite == "skip",
             timelines=Timelines(home.path, steps, traced, self.accounts.record),
             wall=self.accounts.wall,
-            followers=Followers(self.best, self.hooks, home.status),
+            followers=Followers(self.best, self.hooks, home.status, self._samples),
         )
         if home.status:
             home.status.tell(plan=describe_plan(plan), step=home.finished_steps)
@@ -250,6 +259,7 @@ class RunLog:
         summary, accounting = self._summary(reason, restarts, records, path)
         with ExitStack() as stack:  # each of these also where one before it fails
             resume_command = self._resume_command(reason)
+            stack.callback(self._samples.show_rest)
             stack.callback(print_summary, self._console, path, summary, resume_command)
             stack.callback(print_accounting, self._console, accounting)
             stack.callback(self._trackers.finish, summary.to_dict())

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 import jax
+
+from launcher.runtime import Copies
+from launcher.train.measured_here import memory_bytes
+from launcher.train.step_result import StepResult
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,29 @@ class Sent:
     wait_seconds: float
     stall_seconds: float
     digests: list[jax.Array]
+
+
+def finished(
+    sent: Sent, before: float, copies: Callable[[list[jax.Array]], Copies] | None
+) -> tuple[StepResult, float]:
+    """Wait for a step; return its result, and `time.perf_counter()` when it was complete.
+
+    Args:
+        sent: the step.
+        before: when the step before was complete.
+        copies: finishes the digests of its replicas, if there are any.
+    """
+    values, completed = sent.outcome.result()
+    metrics = {f"train/{name}": value for name, value in values.items()}
+    metrics |= {
+        "perf/step_seconds": completed - before,
+        **memory_bytes(),
+        "data/wait_seconds": sent.wait_seconds,
+        "data/stall_seconds": sent.stall_seconds,
+    }
+    completed_at = time.time() - (time.perf_counter() - completed)
+    made = (copies(sent.digests),) if copies and sent.digests else ()
+    return StepResult(sent.step, metrics, completed_at, copies=made), completed
 
 
 def stalled_seconds(waited: float, before: Sent | None) -> float:

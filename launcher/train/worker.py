@@ -37,11 +37,12 @@ from launcher.train import checkpoint
 from launcher.train.compiling import Compiling
 from launcher.train.evaluation import Evaluator
 from launcher.train.feed import Feeder
-from launcher.train.measured_here import fetched_metrics, memory_bytes
+from launcher.train.measured_here import fetched_metrics
 from launcher.train.program import Program, build_program
 from launcher.train.recordings import Recordings, trace_folder
 from launcher.train.rows import own_rows
-from launcher.train.sent import Sent, stalled_seconds
+from launcher.train.sampling import Sample, Sampler
+from launcher.train.sent import Sent, finished, stalled_seconds
 from launcher.train.start import averaged_model, with_stored_model
 from launcher.train.step import TrainState
 from launcher.train.step_result import StepResult, with_stage_times
@@ -70,6 +71,7 @@ class TrainWorker(Peer):
         self._stages: StageTimes | None = None
         self._trial: TriedPlan | None = None
         self._compiling: Compiling | None = None
+        self._sampler: Sampler | None = None
         # A thread of its own, to note when a step completes while the next one is being sent.
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="fetcher")
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="saver")
@@ -258,6 +260,13 @@ class TrainWorker(Peer):
         named = {f"eval/{name}": value for name, value in means.items()}
         return replace(self._before_evaluation, metrics=self._before_evaluation.metrics | named)
 
+    def sample(self, step: int, prompts: list[list[int]], most: int) -> Sample:
+        """Return how the model goes on with prompts, given as tokens, after `step`, the newest."""
+        if self._sampler is None:
+            self._sampler = Sampler(self._config, self._train.plan)
+        params = averaged_model(self._state, self._placed())["params"]
+        return Sample(step, self._sampler(params, prompts, most))
+
     def save(self, folder: str, step: int, metadata: dict[str, Any], token: str) -> None:
         """Begin to write this process's part of the newest state; return once it is copied.
 
@@ -329,18 +338,9 @@ class TrainWorker(Peer):
         if self._sent is None:
             return None
         sent, self._sent = self._sent, None
-        values, completed = sent.outcome.result()
-        before, self._completed = self._completed, completed
-        metrics = {f"train/{name}": value for name, value in values.items()}
-        metrics |= {
-            "perf/step_seconds": completed - before,
-            **memory_bytes(),
-            "data/wait_seconds": sent.wait_seconds,
-            "data/stall_seconds": sent.stall_seconds,
-        }
-        completed_at = time.time() - (time.perf_counter() - completed)
-        copies = (self._digester.finish(sent.digests),) if sent.digests else ()
-        return StepResult(sent.step, metrics, completed_at, copies=copies)
+        copies = self._digester.finish if sent.digests else None
+        result, self._completed = finished(sent, self._completed, copies)
+        return result
 
     def _with_times(self, result: StepResult | None) -> StepResult | None:
         """Return a result with the stage times, and with what was recorded and has been read."""

@@ -61,6 +61,7 @@ from launcher.train import checkpoint, text_worker, worker
 from launcher.train.checked_model import checked_loss, init_model
 from launcher.train.lora import with_adapters
 from launcher.train.program import build_steps
+from launcher.train.sampling import Sample
 from launcher.train.step_result import StepResult
 from launcher.train.worker import TrainWorker
 from recipes import InputError, Model, build_dataset, build_model
@@ -188,7 +189,7 @@ class FakeWorkers:
     what they save."""
 
     def __init__(self, told, third, handles, plan, check, timeout, *others):
-        self._told, self._third = told, third
+        self._told, self._third, self.plan = told, third, plan
         told.append(("timeout", timeout, others))
 
     def join(self):
@@ -215,6 +216,8 @@ class FakeWorkers:
             return 0.1
         if method == "saved":
             return "the disk is full."
+        if method == "sample":
+            return Sample(arguments[0], tuple((120,) for _ in arguments[1]))
         if method == "evaluate":
             return StepResult(self._newest, _metrics() | {"eval/loss": 1.0}, 0.0)
         if method != "step":
@@ -458,7 +461,7 @@ def generate_told(config: Config):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generate, "stored_model", lambda _, *which: told.append(which) or home)
-        patch.setattr(generate, "load_frozen", lambda path: config)
+        patch.setattr(generate, "run_settings", lambda *given: config)
         patch.setattr(generate, "tokenizer_of", lambda options: plain_bytes())
         for module in (text_tokens, text_worker):
             found = lambda *which: told.append(which) or stored  # noqa: E731

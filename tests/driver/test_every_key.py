@@ -252,6 +252,7 @@ def probes():
     yield "", "train.log_every", run(SHORT, 3)
     yield "", "train.eval_every", run(SHORT, 3)
     yield "", "train.eval_batches", run(SHORT, 2)
+    yield "", "train.sample_every", run(merged(merged(GPT, TEXT), SHORT), 3)
     yield "", "train.check_replicas_every", Probe(told.checks_told, SHORT, 2)
     for value in ("skip", "rollback"):
         diverges = functools.partial(told.run_told, third="diverges")

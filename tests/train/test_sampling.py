@@ -1,0 +1,47 @@
+"""What a model writes in the middle of a training is what its parameters say, wherever they lie."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from launcher.train.lora import merge
+from launcher.train.sampling import Sampler
+from recipes.decoding import Generator, Sampling, build_decoder
+
+sys.path.insert(0, str(Path(__file__).parent))
+from checkpoint_peer import Trainee
+
+WORDS = (
+    *("model=gpt", "dataset=text", f"dataset.path={__file__}", "model.hidden_size=16"),
+    *("model.num_layers=2", "model.num_heads=2", "model.sequence_length=32"),
+    *("optimizer.learning_rate=3e-2", "optimizer.lora.rank=2", "cluster.gpus=2"),
+)
+PLANS = {
+    "two_stages": ["parallel=manual", "parallel.num_stages=2"],
+    "zero3": ["parallel=zero3"],
+}
+
+
+@pytest.mark.parametrize("name", ["two_stages", pytest.param("zero3", marks=pytest.mark.slow)])
+def test_samples_are_the_text_of_the_gathered_parameters(name):
+    worker = Trainee([*WORDS, *PLANS[name]], model=()).worker
+    worker.create()
+    for step in (1, 2):
+        worker.step(step)
+    config = worker._config
+    greedy = dataclasses.replace(config.generate, temperature=0.0)
+    worker._sampler = Sampler(dataclasses.replace(config, generate=greedy), worker._train.plan)
+    worker.flush()
+    prompts = [list(b"def "), list(b"x")]
+    sample = worker.sample(2, prompts, 12)
+    params = merge(jax.tree.map(np.asarray, worker._state.params), config.optimizer.lora)
+    generator = Generator(build_decoder(config.model, "fp32"), Sampling(0.0))
+    rows = np.array(list(generator(params, prompts, 12))).T
+    assert (sample.step, sample.tokens) == (2, tuple(map(tuple, rows.tolist())))
+    worker.step(3)  # nothing was donated
+    assert np.isfinite(worker.flush().metrics["train/loss"])
+    worker.close()
