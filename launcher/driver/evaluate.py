@@ -104,7 +104,8 @@ def means(config: Config, dataset: Dataset, model: dict[str, Any]) -> dict[str, 
 
 def _derived(config: Config, loss: float) -> dict[str, float]:
     """Return what a mean loss of the next token stands for, in nats."""
-    if getattr(config.model, "vocab_size", None) is None:
+    is_masked = hasattr(config.model, "mask_every")
+    if is_masked or getattr(config.model, "vocab_size", None) is None:
         return {}
     found = {"perplexity": math.exp(min(loss, 700.0))}
     if config.dataset.name in _OF_BYTES:

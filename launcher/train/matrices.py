@@ -6,6 +6,7 @@ import math
 from typing import NamedTuple
 
 STACKED = "layers"  # what families name the module whose parameters a scan stacks
+_EXPERTS = "experts_"  # how the names of arrays begin that hold a matrix for each expert
 
 
 class Axes(NamedTuple):
@@ -33,7 +34,8 @@ def matrix_axes(name: str, shape: tuple[int, ...]) -> Axes | None:
     last ones the outputs; the cut is where the matrix is nearest to a square, which is right for
     products that read or make a whole hidden state.
     """
-    stack = int(STACKED in name.split("."))
+    words = name.split(".")
+    stack = (STACKED in words) + words[-1].startswith(_EXPERTS)
     inner = shape[stack:]
     if len(inner) < 2:
         return None

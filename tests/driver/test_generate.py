@@ -204,9 +204,12 @@ def test_an_evaluation_is_the_mean_over_what_is_held_out(runs, monkeypatch, caps
     assert (config.model, config.dataset) == (load(GPT_WORDS).model, load(GPT_WORDS).dataset)
     dataset = build_dataset(config.dataset, config.model, 1000, 0)
     model = build_model(config.model, "fp32")
-    loss = float(jax.jit(model.loss)(params["two_stages"], dataset.validation(0), None)[0])
+    loss, metrics = jax.jit(model.loss)(params["two_stages"], dataset.validation(0), None)
+    loss = float(loss)
     told = json.loads((folder / "outputs/two_stages/evaluation-2.json").read_text())
     assert told["loss"] == pytest.approx(loss, rel=1e-5)
+    assert told["accuracy"] == pytest.approx(float(metrics["accuracy"]), rel=1e-5)
+    assert 0 < told["accuracy"] < 1
     assert told["perplexity"] == pytest.approx(np.exp(loss), rel=1e-5)
     assert told["bits_per_byte"] == pytest.approx(loss / np.log(2), rel=1e-5)
     assert told["rows"] == dataset.validation.num_rows

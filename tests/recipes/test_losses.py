@@ -12,7 +12,7 @@ from launcher.config.errors import ConfigError
 from recipes import build_model
 from recipes.gpt_options import GPTOptions
 from recipes.llama_options import LlamaOptions
-from recipes.losses import scores_in_chunks
+from recipes.losses import mean_of, scores_in_chunks
 
 SIZES = {
     "vocab_size": 2048, "hidden_size": 16, "num_layers": 1, "num_heads": 2, "sequence_length": 64,
@@ -64,3 +64,24 @@ def test_in_16_bits_the_gradient_is_added_up_in_32():
 def test_chunks_that_are_not_equal_are_refused():
     with pytest.raises(ConfigError, match=r"model.loss_chunks=3"):
         from_dict({"model": {"name": "gpt", **SIZES, "loss_chunks": 3}})
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_the_accuracy_is_the_share_of_the_weights_whose_target_is_the_likeliest(chunks):
+    rng = np.random.default_rng(0)
+    hidden, matrix = rng.normal(size=(4, 8, 16)), rng.normal(size=(16, 32))
+    likeliest = (hidden @ matrix).argmax(-1)
+    is_right = rng.random((4, 8)) < 0.5
+    targets = jnp.asarray(np.where(is_right, likeliest, (likeliest + 1) % 32), jnp.int32)
+    weights = rng.random((4, 8)).astype(np.float32)
+    scores = scores_in_chunks(
+        jnp.float32(hidden), jnp.float32(matrix), targets, jnp.float32, chunks, evaluates=True
+    )
+    _, metrics = mean_of(scores, {})
+    assert float(metrics["accuracy"]) == pytest.approx(is_right.mean())
+    loss, metrics = mean_of(scores, {"weights": weights})
+    share = (is_right * weights).sum() / weights.sum()
+    assert float(metrics["accuracy"]) == pytest.approx(share, rel=1e-6)
+    assert float(metrics["weight"]) == pytest.approx(weights.sum(), rel=1e-6)
+    mean = (scores["loss"] * weights).sum() / weights.sum()
+    assert float(loss) == pytest.approx(float(mean), rel=1e-6)

@@ -1,12 +1,14 @@
 """What learns and how: groups, frozen parameters, adapters, averages, Muon, under every plan."""
 
 import functools
+import json
 import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import yaml
 from rich.console import Console
@@ -24,8 +26,10 @@ from launcher.train.step import init_state, make_train_step
 from launcher.train.worker import TrainWorker
 from recipes import InputError, build_model
 
-sys.path.insert(0, str(Path(__file__).parent))
-from checkpoint_peer import Trainee
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "runtime")]
+from checkpoint_peer import Trainee  # noqa: E402
+from launch import together  # noqa: E402
 
 GPT = (
     *("model=gpt", "model.vocab_size=32", "model.hidden_size=16", "model.num_layers=4"),
@@ -43,6 +47,8 @@ WAYS = {
     "lora": ["optimizer.lora.rank=2", "optimizer.ema=0.9"],
     "muon": ["optimizer=muon"],
     "wsd": ["optimizer.decay=wsd", "optimizer.decay_fraction=0.9"],
+    "lora_scanned": ["optimizer.lora.rank=2", "model.scan_layers=true"],
+    "muon_scanned": ["optimizer=muon", "model.scan_layers=true", "optimizer.ema=0.9"],
 }
 PLANS = {
     "manual": ["parallel=manual", "parallel.num_stages=2", "parallel.num_micro_batches=2"],
@@ -50,7 +56,12 @@ PLANS = {
     "three_d": ["parallel=three_d", "parallel.model=2", "parallel.pipeline=2"],
 }
 FAST = {("groups", "manual"), ("lora", "manual"), ("muon", "zero3")}
-SLOW = {("lora", "zero3"), ("lora", "three_d"), ("muon", "three_d"), ("ema", "zero3")}
+SLOW = {
+    ("lora", "zero3"),
+    ("lora_scanned", "manual"),
+    ("muon_scanned", "three_d"),
+    ("ema", "zero3"),
+}
 STEPS = 3
 
 
@@ -98,6 +109,29 @@ def test_a_plan_computes_what_one_device_does(way, method):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, want)
     moved = jax.tree.leaves(largest_change(want.params, states[0].params))
     assert max(moved) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("way", "method"),
+    [
+        pytest.param(way, method, marks=pytest.mark.slow if way == "ema" else pytest.mark.stress)
+        for way, method in [*((way, "zero3") for way in WAYS), ("lora", "manual")]
+    ],
+)
+def test_two_processes_compute_what_one_device_does(way, method, tmp_path):
+    words = [*GPT, *WAYS[way], *PLANS[method], "cluster.gpus=4", "cluster.hosts=2"]
+    jobs = [["create_and_save", str(tmp_path)]]
+    given = json.dumps({"words": words, "model": [], "jobs": jobs})
+    together(HERE / "checkpoint_peer.py", 2, 2, given=given)
+    _, states = one_device(way)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        saved = manager.restore(2, args=ocp.args.StandardRestore())
+    for part in ("params", "ema"):
+        if getattr(states[2], part) is not None:
+            want = jax.tree.map(np.asarray, getattr(states[2], part))
+            jax.tree.map(
+                lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), saved[part], want
+            )
 
 
 def test_what_is_frozen_stays_and_has_no_optimizer_state():
@@ -194,6 +228,8 @@ def test_muon_makes_updates_orthogonal_of_a_size_like_adams():
         ("a.linear_proj.kernel", (2, 8, 16), (0, 2)),
         ("a.linear_k.kernel", (64, 2, 8), (0, 1)),
         ("layers.mlp.kernel", (4, 16, 64), (1, 1)),
+        ("layers_0.experts.experts_up", (4, 16, 64), (1, 1)),
+        ("layers.experts.experts_up", (2, 4, 16, 64), (2, 1)),
         ("layers.norm.scale", (4, 16), None),
         ("bias", (16,), None),
     ],
