@@ -57,7 +57,7 @@ def _unfit(options: Any, precision: str) -> str:
             f"takes heads of a multiple of {_MULTIPLE} up to {_LARGEST_HEAD}, not of {size}: set "
             "model.num_heads or model.hidden_size"
         )
-    length = getattr(options, "attention_length", None) or getattr(options, "sequence_length", 0)
-    if length % 2:  # JAX's training rule refuses it
+    length = getattr(options, "attention_length", None) or getattr(options, "sequence_length", None)
+    if (length or 0) % 2:  # JAX's training rule refuses it
         return f"takes an even number of positions, not {length}"
     return ""
