@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any, cast
+from typing import Any
 
 from recipes import InputError
 
@@ -57,7 +57,7 @@ def _unfit(options: Any, precision: str) -> str:
             f"takes heads of a multiple of {_MULTIPLE} up to {_LARGEST_HEAD}, not of {size}: set "
             "model.num_heads or model.hidden_size"
         )
-    length = getattr(options, "attention_length", None) or getattr(options, "sequence_length", 0)
-    if cast(int, length) % 2:  # JAX's training rule refuses it
+    length = getattr(options, "attention_length", None) or getattr(options, "sequence_length", None)
+    if (length or 0) % 2:  # JAX's training rule refuses it
         return f"takes an even number of positions, not {length}"
     return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import NamedTuple
 
 from launcher.config.schema import Config
 from recipes import InputError
@@ -21,36 +22,59 @@ _NONE = TokenizerFiles({}, {})
 _log = logging.getLogger(__name__)
 
 
-def exported_tokenizer(settings: Config) -> TokenizerFiles:
-    """Return the files of a run's tokenizer; none, and a warning that says why, if it has gone.
+class NamedTokenizer(NamedTuple):
+    """A tokenizer by what `dataset.tokenizer` would name it.
 
-    It is the one that made the run's tokens. Of tokens that do not name theirs it is that of the
-    model that the run started from.
+    Attributes:
+        name: that.
+        chat_template: as `dataset.chat_template`.
+        ends_documents: of bytes, whether a token beyond them ends a document.
     """
-    dataset = settings.dataset
+
+    name: str
+    chat_template: str | None = None
+    ends_documents: bool = True
+
+
+def exported_tokenizer(settings: Config) -> TokenizerFiles:
+    """Return the files of a run's tokenizer; none, and a warning that says why, if it has gone."""
     try:
-        if isinstance(dataset, Bytes):
-            return tokenizer_files(BYTES, ends_documents=False)
-        if isinstance(dataset, Documents):
-            return _unchanged(Path(dataset.folder), dataset.tokenizer, dataset.chat_template)
-        folders: list[str] = []
-        if isinstance(dataset, Tokens):
-            folders = [dataset.path]
-        elif isinstance(dataset, Mixture):
-            folders = [part["path"] for part in dataset.parts.values()]
-        for folder in map(Path, folders):
-            if (folder / META).is_file():
-                return _unchanged(folder, None, None)
-        start = folder_of(settings.train.init_from or "")
-        if start is not None and (start / "tokenizer.json").is_file():
-            return tokenizer_files(str(start))
+        named = run_tokenizer(settings)
+        return tokenizer_files(*named) if named else _NONE
     except (InputError, OSError) as error:
         _log.warning(f"no tokenizer is written with the weights: {error}")
-    return _NONE
+        return _NONE
 
 
-def _unchanged(folder: Path, name: str | None, template: str | None) -> TokenizerFiles:
-    """Return the files of what made a folder of tokens; raises InputError if it is another now."""
+def run_tokenizer(settings: Config) -> NamedTokenizer | None:
+    """Return the tokenizer that made a run's tokens; None if there is none.
+
+    Of tokens that do not name theirs it is that of the model that the run started from.
+
+    Raises:
+        InputError: it has changed since, or is not there.
+        OSError: it cannot be read.
+    """
+    dataset = settings.dataset
+    if isinstance(dataset, Bytes):
+        return NamedTokenizer(BYTES, ends_documents=False)
+    if isinstance(dataset, Documents):
+        return _unchanged(Path(dataset.folder), dataset.tokenizer, dataset.chat_template)
+    folders: list[str] = []
+    if isinstance(dataset, Tokens):
+        folders = [dataset.path]
+    elif isinstance(dataset, Mixture):
+        folders = [part["path"] for part in dataset.parts.values()]
+    for folder in map(Path, folders):
+        if (folder / META).is_file():
+            return _unchanged(folder, None, None)
+    start = folder_of(settings.train.init_from or "")
+    has_one = start is not None and (start / "tokenizer.json").is_file()
+    return NamedTokenizer(str(start)) if has_one else None
+
+
+def _unchanged(folder: Path, name: str | None, template: str | None) -> NamedTokenizer:
+    """Return what made a folder of tokens; raises InputError if it is another now."""
     folder = folder.expanduser()
     if (folder / META).is_file():
         made = read_meta(folder, str(folder))
@@ -58,4 +82,4 @@ def _unchanged(folder: Path, name: str | None, template: str | None) -> Tokenize
         if tokenizer_fingerprint(name) != made.tokenizer_fingerprint:
             raise InputError(f"{name} is not what it was when {folder} was made")
     assert name is not None
-    return tokenizer_files(name, template)
+    return NamedTokenizer(name, template)

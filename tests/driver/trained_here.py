@@ -105,7 +105,11 @@ class Training:
     def recorder_of(self, plan):
         settings = self.config.train
         return Recorder(
-            self._log, settings.log_every, lambda seconds: {}, settings.non_finite == "skip"
+            self._log,
+            settings.log_every,
+            lambda seconds: {},
+            settings.non_finite == "skip",
+            wall=self.wall,
         )
 
     def _log(self, step, metrics):

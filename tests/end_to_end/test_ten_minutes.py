@@ -90,7 +90,7 @@ def test_five_commands_lead_to_a_tuned_model(tmp_path: Path) -> None:
     assert "generated_text" in said  # the model talks
     summary = json.loads((checkout / "outputs" / "tuned" / "summary.json").read_text())
     assert summary["steps"] == 20
-    assert summary["final_loss"] < 6  # of ln 4096 = 8.3 at the start
+    assert summary["final_loss"] < 7  # of ln 4096 = 8.3 at the start
     check = (
         "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; import torch\n"
         "model, words = M.from_pretrained('tuned_llama'), T.from_pretrained('tuned_llama')\n"
@@ -98,4 +98,4 @@ def test_five_commands_lead_to_a_tuned_model(tmp_path: Path) -> None:
         "print(model(tokens, labels=tokens).loss.item())"
     )
     (tmp_path / "check.py").write_text(check)
-    assert float(run(f"python {tmp_path / 'check.py'}")[0]) < 6  # what was learned is there
+    assert float(run(f"python {tmp_path / 'check.py'}")[0]) < 7  # what was learned is there

@@ -16,9 +16,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 import transformers_reference
 from test_hugging_face import KINDS, TOKENS, apply, random_params, read, write
 
+from launcher.config.compose import load
 from launcher.config.optimizers import Lora
 from launcher.testing import assert_allclose
 from launcher.train import checkpoint
+from launcher.train.lora import with_adapters
+from recipes import build_model
 
 pytestmark = [pytest.mark.devices, pytest.mark.stress]
 
@@ -79,3 +82,38 @@ def run(folder, *words):
     command = [sys.executable, "-m", "launcher", "run.id=mine", f"run.dir={folder}", *words]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_adapters_are_merged_into_what_transformers_loads(tmp_path):
+    """A Llama learns by adapters; the loss with them apart is the exported model's."""
+    torch, transformers = (pytest.importorskip(name) for name in ("torch", "transformers"))
+    options, start = KINDS["llama"], tmp_path / "start"
+    write(options, random_params(options), start)
+    words = ["model=llama", f"model.size=hf:{start}", f"train.init_from=hf:{start}"]
+    words += ["optimizer.lora.rank=3", "optimizer.lora.alpha=6", "dataset=synthetic"]
+    run(
+        tmp_path, *words, "train.steps=3", "train.global_batch_size=8", "train.eval_every=0",
+        "optimizer.warmup_steps=0", "optimizer.learning_rate=3e-2", "parallel=manual",
+        "parallel.num_stages=2", "parallel.num_micro_batches=2", "cluster=emulated",
+        "cluster.gpus=4", "wandb.mode=disabled",
+    )  # fmt: skip
+    run(tmp_path, "task=export", "export.format=hf", f"export.path={tmp_path}/there")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "there", dtype=torch.float32
+    )
+    before = transformers.AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
+    tokens = torch.tensor(np.concatenate([TOKENS, TOKENS[:, :4]], 1))
+    with torch.no_grad():
+        theirs, first = (one(tokens, labels=tokens).loss.item() for one in (model, before))
+    adapted = with_adapters(build_model(options, "fp32"), load(words).optimizer.lora)
+    where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        jax.eval_shape(adapted.init, jax.random.key(0)),
+    )
+    saved = tmp_path / "mine" / "checkpoints" / "3"
+    raw = checkpoint.restore_model(saved, {"params": like})["params"]
+    batch = {"tokens": tokens[:, :-1].numpy(), "targets": tokens[:, 1:].numpy()}
+    ours, _ = adapted.loss(raw, batch, None)
+    assert abs(float(ours) - theirs) < 1e-5
+    assert abs(first - theirs) > 1e-2
