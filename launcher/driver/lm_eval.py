@@ -26,7 +26,7 @@ from launcher.driver.export_tokenizer import run_tokenizer
 from launcher.train import checkpoint
 from recipes import build_model
 from recipes.corpus.tokenizers import load_tokenizer
-from recipes.decoding import Sampling, build_decoder, generate
+from recipes.decoding import Generator, Sampling, build_decoder
 from recipes.hugging_face import CONFIG, PREFIX, family_of, read_config
 
 _MOST_NEW = 256  # tokens, where a task does not say
@@ -49,6 +49,7 @@ class LanguageModel(LM):
         path = Path(where).expanduser()
         options, params, tokenizer = _theirs(path) if (path / CONFIG).exists() else _run(path)
         self._decoder = build_decoder(options, "fp32")
+        self._generator = Generator(self._decoder, Sampling(0))
         self._params = jax.device_put(params, jax.local_devices()[0])
         self._tokenizer = load_tokenizer(tokenizer)
         self._batch_size = batch_size
@@ -88,7 +89,7 @@ class LanguageModel(LM):
         prompt = self._encode(context) or [self._end()]
         made: list[int] = []
         text = ""
-        for (token,) in generate(self._decoder, self._params, [prompt], most, Sampling(0)):
+        for (token,) in self._generator(self._params, [prompt], most):
             if token == self._tokenizer.end_token:
                 break
             made.append(int(token))

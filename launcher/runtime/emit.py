@@ -38,8 +38,9 @@ from launcher.runtime.shared_programs import SharedPrograms
 from launcher.runtime.slots import Slots
 from launcher.runtime.stage_programs import StageProgram
 from launcher.schedule import Kind, Task
-from launcher.trace.jaxpr import Var, is_var, jaxpr_as_fun, program, structure_text
+from launcher.trace.jaxpr import Var, is_var, jaxpr_as_fun, program
 from launcher.trace.step import TracedStep
+from launcher.trace.structure_text import structure_text
 
 
 def emit(step: TracedStep, plan: Plan, rank: int = 0) -> Emitted:
