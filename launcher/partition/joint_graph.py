@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from launcher.partition.min_cut import is_cheap
 from launcher.partition.remat import is_checkpoint, segments
 from launcher.partition.sharding.layout import Layout
 from launcher.partition.sharding.named_dims import Spec
@@ -26,6 +27,7 @@ from launcher.trace.jaxpr import (
     is_var,
     jaxpr_as_fun,
     make_jaxpr,
+    needed,
     program,
 )
 
@@ -139,18 +141,22 @@ def _in_segments(graph: StageGraph, reads: Sequence[Var], remat: str) -> Callabl
 
     What is computed again together is a `jax.checkpoint` (Chen et al. 2016, arXiv 1604.06174): the
     backward pass holds the inputs of these segments and, one after another, what one of them
-    computes. The user's own checkpoints stand between them, so that nothing runs a third time.
+    computes. The user's own checkpoints stand between them, so that nothing runs a third time. What
+    depends on no value of the step, such as a causal mask, each segment makes for itself: from
+    another one it would be an input, and held.
     """
     cut = segments(graph.layers, remat)
     if all(segment.policy is None for segment in cut):
         return jaxpr_as_fun(program(list(reads), graph.equations, graph.outs))
+    fixed = _fixed(graph.equations)
     parts: list[tuple[list[Var], list[Var], Callable[..., Any]]] = []
     wanted = {v for v in graph.outs if is_var(v)}
     for segment in reversed(cut):
         made = [v for eqn in segment.equations for v in eqn.outvars if v in wanted]
-        given = free_vars(segment.equations)
+        equations = [*needed(fixed, free_vars(segment.equations)), *segment.equations]
+        given = free_vars(equations)
         wanted.update(given)
-        run = jaxpr_as_fun(program(given, segment.equations, made))
+        run = jaxpr_as_fun(program(given, equations, made))
         if segment.policy is not None:
             run = jax.checkpoint(run, policy=segment.policy)
         parts.insert(0, (given, made, run))
@@ -162,6 +168,17 @@ def _in_segments(graph: StageGraph, reads: Sequence[Var], remat: str) -> Callabl
         return [env[v] if is_var(v) else v.val for v in graph.outs]
 
     return forward
+
+
+def _fixed(equations: Sequence[Equation]) -> list[Equation]:
+    """Return the cheap equations that depend on nothing but one another."""
+    found: list[Equation] = []
+    made: set[Var] = set()
+    for eqn in equations:
+        if is_cheap(eqn) and all(v in made for v in eqn.invars if is_var(v)):
+            found.append(eqn)
+            made.update(eqn.outvars)
+    return found
 
 
 def input_spec(name: Name, layout: Layout) -> Spec:
