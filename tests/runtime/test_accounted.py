@@ -108,7 +108,11 @@ def slow_link(between):
     return slowed
 
 
-LINKS = [(0, 2, "gpipe", 96), (1, 4, "1f1b", 64), (2, 4, "zero_bubble", 64)]
+LINKS = [
+    (0, 2, "gpipe", 96),
+    pytest.param(1, 4, "1f1b", 64, marks=pytest.mark.slow),
+    pytest.param(2, 4, "zero_bubble", 64, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(("after", "layers", "schedule", "width"), LINKS)
