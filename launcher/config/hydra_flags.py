@@ -19,6 +19,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 
+from launcher.config.completion import SCRIPTS, completion_script
 from launcher.config.compose import NO_OTHER_FOLDERS, load
 from launcher.config.errors import ConfigError
 from launcher.config.folders import find_groups, search_folders
@@ -28,7 +29,7 @@ from launcher.config.sweeper import PointLauncher, split_arguments
 from launcher.config.translate import PRIMARY
 
 INFOS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-SHELLS = ("bash", "zsh", "fish")
+SHELLS = tuple(SCRIPTS)
 
 
 @contextmanager
@@ -113,19 +114,19 @@ def complete(commands: Sequence[str]) -> None:
     [(command, shell)] = asked
     if shell not in SHELLS:
         raise ConfigError(f"-sc {command}={shell}: no such shell", f"Use {', '.join(SHELLS)}.")
+    if command != "query":
+        sys.stdout.write(completion_script(shell, install=command == "install"))
+        return
     line = os.environ.get("COMP_LINE", "")
-    if command == "query" and not line:
+    if not line:
         raise ConfigError("-sc query is for a shell, which sets COMP_LINE", "Use -sc install.")
     typed, config_dirs = _typed(line)
-    if command == "query":
-        os.environ["COMP_LINE"] = typed  # whence Hydra's plug-ins take it
+    os.environ["COMP_LINE"] = typed  # whence Hydra's plug-ins take it
     try:
         with _hydra(search_folders(config_dirs)) as hydra:
             hydra.shell_completion(PRIMARY, list(commands))
     except (SystemExit, Exception):
-        if command != "query":
-            raise
-        # A line that is not yet right has no completion: a message would end up in the line.
+        return  # a line that is not yet right has no completion: a message would end up in the line
 
 
 def _typed(line: str) -> tuple[str, list[str]]:

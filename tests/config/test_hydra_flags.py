@@ -1,8 +1,5 @@
 """Hydra's flags: what is shown, where it was said, and what a shell offers to complete."""
 
-import os
-import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -137,39 +134,3 @@ def test_what_a_shell_is_offered(
     assert found >= offered
     assert offered or not found
     assert capfd.readouterr().err == ""
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shell_is_told_how_to_complete_and_how_to_forget(
-    shell: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    function = f"hydra_{'fish' if shell == 'fish' else 'bash'}_completion"
-    installs = shown(capfd, "-sc", f"install={shell}")
-    assert function in installs
-    assert "launcher" in installs.splitlines()[-1] or "-c launcher" in installs
-    assert function in shown(capfd, "-sc", f"uninstall={shell}")
-
-
-@pytest.mark.devices
-@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
-def test_bash_completes(tmp_path: Path) -> None:
-    program = tmp_path / "launcher"
-    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m launcher "$@"\n')
-    program.chmod(0o755)
-    script = """
-eval "$(launcher -sc install=bash)"
-complete -p launcher
-COMP_LINE="launcher model=ml" COMP_POINT=17 COMP_WORDS=(launcher model=ml) COMP_CWORD=1
-hydra_bash_completion
-printf '%s\\n' "${COMPREPLY[@]}"
-"""
-    result = subprocess.run(
-        ["bash", "--norc", "-c", script],
-        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    registered, *offered = result.stdout.split("\n")
-    assert registered.endswith("-F hydra_bash_completion launcher"), result.stderr
-    assert [one for one in offered if one] == ["model=mlp"]

@@ -176,5 +176,5 @@ def test_it_trains_evaluates_and_writes_in_a_process(project: Path) -> None:
     assert (summary["steps"], summary["exit_reason"]) == (2, "done")
     assert (project / "outputs" / "first" / "samples" / "2.txt").read_text().startswith("3+4=")
     said = launched("task=generate", "run.id=first", "prompt='8+8='")
-    assert said.splitlines()[1].startswith("8+8=")
+    assert "8+8=" in said
     assert "accuracy" in launched("task=evaluate", "run.id=first", *SMALL)

@@ -1,0 +1,85 @@
+"""What a shell offers to complete, in each shell that is here, on a terminal and by the key."""
+
+import fcntl
+import os
+import re
+import select
+import shlex
+import shutil
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+from launcher.__main__ import main
+
+STARTS = {
+    "bash": ["--norc", "--noprofile", "-i"],
+    "zsh": ["-f", "-i"],
+    "fish": ["--no-config", "-i"],
+}
+SOURCED = {"fish": "launcher -sc install=fish | source"}
+
+
+@pytest.mark.parametrize("shell", STARTS)
+def test_a_shell_is_told_how_to_complete_and_how_to_forget(
+    shell: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for what in ("install", "uninstall"):
+        assert main(["-sc", f"{what}={shell}"]) == 0
+        assert "_launcher_completion" in capfd.readouterr().out
+
+
+@pytest.mark.devices
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("command", ["launcher", "python -m launcher"])
+@pytest.mark.parametrize("shell", STARTS)
+def test_a_shell_completes_what_is_typed(shell: str, command: str, tmp_path: Path) -> None:
+    """On a terminal, by the key."""
+    if shutil.which(shell) is None:
+        pytest.skip(f"there is no {shell}")
+    for name, words in {"launcher": "-m launcher ", "python": ""}.items():
+        program = tmp_path / name
+        program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {words}"$@"\n')
+        program.chmod(0o755)
+    environ = os.environ | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "HOME": str(tmp_path),
+        "TERM": "dumb",
+        "PS1": "> ",
+    }
+    master, slave = os.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 200, 0, 0))
+    said = SOURCED.get(shell, f'eval "$(launcher -sc install={shell})"')
+    with subprocess.Popen(
+        [shell, *STARTS[shell]],
+        cwd=tmp_path,
+        env=environ,
+        pass_fds=[slave],
+        preexec_fn=lambda: os.login_tty(slave),
+    ) as process:
+        try:
+            os.write(master, f"{said}; echo re''ady\n".encode())
+            until(master, "ready")
+            os.write(master, f"echo {command} model=ml".encode()[5:] + b"\t")
+            until(master, "model=mlp")
+            os.write(master, b" recipe=smo\t")
+            until(master, "recipe=smoke")
+        finally:
+            process.kill()
+            os.close(slave)
+            os.close(master)
+
+
+def until(terminal: int, text: str) -> None:
+    """Read what a shell writes until the text is there."""
+    read, deadline = "", time.monotonic() + 100
+    while text not in re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", read):
+        assert time.monotonic() < deadline, read
+        if select.select([terminal], [], [], 1)[0]:
+            read += os.read(terminal, 1 << 16).decode(errors="replace")
