@@ -213,6 +213,7 @@ EXPERT = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
 KEY = "bert.encoder.layer.0.attention.self.key.bias"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "change", "words"),
     [
