@@ -22,11 +22,13 @@ SIZES = {  # parameters in thousand millions where the name does not say it
     "moe": dict.fromkeys(("380m", "690m", "1.3b", "2.4b", "10b", "27b", "70b"))
     | {"mixtral_8x7b": 46.7, "qwen3_30b_a3b": 30.5, "qwen3_235b_a22b": 235.1},
     "llama": {  # as their publishers count
-        "llama2_7b": 6.74, "llama2_13b": 13.0, "llama2_70b": 69.0, "llama3_1b": 1.24,
-        "llama3_3b": 3.21, "llama3_8b": 8.03, "llama3_70b": 70.6, "llama3_405b": 405.9,
-        "qwen2.5_0.5b": 0.494, "qwen2.5_7b": 7.62, "qwen2.5_72b": 72.7, "qwen3_0.6b": 0.596,
-        "qwen3_8b": 8.19, "qwen3_32b": 32.8, "mistral_7b": 7.24, "gemma_2b": 2.51,
-        "gemma_7b": 8.54, "mpt_7b": 6.65, "mpt_30b": 29.95,
+        "llama2_7b": 6.74, "llama2_13b": 13.02, "llama2_70b": 68.98, "llama3_1b": 1.24,
+        "llama3_3b": 3.21, "llama3_8b": 8.03, "llama3_70b": 70.55, "llama3_405b": 405.85,
+        "qwen2.5_0.5b": 0.494, "qwen2.5_1.5b": 1.54, "qwen2.5_3b": 3.09, "qwen2.5_7b": 7.62,
+        "qwen2.5_14b": 14.77, "qwen2.5_32b": 32.76, "qwen2.5_72b": 72.71, "qwen3_0.6b": 0.596,
+        "qwen3_1.7b": 1.72, "qwen3_4b": 4.02, "qwen3_8b": 8.19, "qwen3_14b": 14.77,
+        "qwen3_32b": 32.76, "mistral_7b": 7.24, "gemma_2b": 2.51, "gemma_7b": 8.54,
+        "mpt_7b": 6.65, "mpt_30b": 29.96,
     },
 }  # fmt: skip
 

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from launcher.trace.jaxpr import inline_calls
@@ -45,7 +44,7 @@ def init(model):
 
 def loss_of(model, params, batch, key=None):
     loss, metrics = jax.jit(model.loss)(params, batch, key)
-    assert metrics == {}
+    assert set(metrics) == ({"accuracy"} if key is None else set())
     return loss
 
 
@@ -134,24 +133,6 @@ def test_the_loss_is_the_mean_negative_log_probability_of_the_targets():
     log_probabilities = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     at_targets = np.take_along_axis(log_probabilities, batch["targets"][..., None], -1)
     np.testing.assert_allclose(loss_of(model, params, batch), -at_targets.mean(), rtol=1e-6)
-
-
-def test_a_few_steps_lower_the_loss():
-    model, optimizer = build(), optax.adam(1e-2)
-    params, batch = init(model), random_batch()
-    state = optimizer.init(params)
-
-    @jax.jit
-    def step(params, state):
-        (loss, _), grads = jax.value_and_grad(model.loss, has_aux=True)(params, batch, None)
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    losses = []
-    for _ in range(20):
-        params, state, loss = step(params, state)
-        losses.append(float(loss))
-    assert losses[-1] < losses[0] - 1
 
 
 def test_a_later_token_changes_no_earlier_logit():

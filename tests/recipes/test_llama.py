@@ -1,4 +1,4 @@
-"""`recipes/llama.py`: layers, loss, positions, windows, shared heads, and that it learns."""
+"""`recipes/llama.py`: layers, loss, positions, windows, shared heads."""
 
 import dataclasses
 import math
@@ -6,7 +6,6 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from launcher.config.compose import load
@@ -57,22 +56,10 @@ def test_each_block_is_a_pipeline_layer_and_one_array_crosses_each_boundary():
 
 
 @pytest.mark.parametrize("tie_embeddings", [True, False])
-def test_an_untrained_model_knows_nothing_and_learns(tie_embeddings):
-    model, optimizer = build(tie_embeddings=tie_embeddings), optax.adam(1e-2)
-    params, batch = init(model), random_batch()
-    state, losses = optimizer.init(params), []
-
-    @jax.jit
-    def step(params, state):
-        (loss, _), grads = jax.value_and_grad(model.loss, has_aux=True)(params, batch, None)
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    for _ in range(20):
-        params, state, loss = step(params, state)
-        losses.append(float(loss))
-    assert losses[0] == pytest.approx(math.log(256), abs=0.05)
-    assert losses[-1] < losses[0] - 1
+def test_an_untrained_model_knows_nothing(tie_embeddings):
+    model = build(tie_embeddings=tie_embeddings)
+    loss, _ = jax.jit(model.loss, static_argnums=2)(init(model), random_batch(), None)
+    assert float(loss) == pytest.approx(math.log(256), abs=0.05)
 
 
 @pytest.mark.parametrize("window", [0, 3])
@@ -157,24 +144,3 @@ def test_a_size_is_filled_and_a_setting_beats_it():
                   "dataset=synthetic"], []).model  # fmt: skip
     assert (found.num_layers, found.head_size, found.head_norm) == (2, 128, True)
     assert (found.tie_embeddings, found.rope_factor, found.mlp_size) == (False, 1.0, 12288)
-
-
-# In billions, as their publishers count them.
-PUBLISHED = {
-    "llama2_7b": 6.74, "llama2_13b": 13.02, "llama2_70b": 68.98, "llama3_1b": 1.24,
-    "llama3_3b": 3.21, "llama3_8b": 8.03, "llama3_70b": 70.55, "llama3_405b": 405.85,
-    "qwen2.5_0.5b": 0.494, "qwen2.5_1.5b": 1.54, "qwen2.5_3b": 3.09, "qwen2.5_7b": 7.62,
-    "qwen2.5_14b": 14.77, "qwen2.5_32b": 32.76, "qwen2.5_72b": 72.71, "qwen3_0.6b": 0.596,
-    "qwen3_1.7b": 1.72, "qwen3_4b": 4.02, "qwen3_8b": 8.19, "qwen3_14b": 14.77,
-    "qwen3_32b": 32.76, "mistral_7b": 7.24, "gemma_2b": 2.51, "gemma_7b": 8.54,
-    "mpt_7b": 6.65, "mpt_30b": 29.96,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("size", PUBLISHED)
-def test_sizes_have_the_published_number_of_parameters(size):
-    words = ["model=llama", f"model.size={size}", "dataset=synthetic", "model.scan_layers=true"]
-    model = build_model(load(words, []).model, "bf16")
-    params = jax.eval_shape(model.init, jax.random.key(0))
-    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
-    assert count / 1e9 == pytest.approx(PUBLISHED[size], rel=0.02)
