@@ -25,6 +25,8 @@ def _is_slurm(config: Config) -> bool:
 
 
 def _samples(config: Config) -> bool:
+    if config.task in ("calibrate", "evaluate", "export", "prepare_data", "tokenize"):
+        return False
     every = config.train.sample_every
     return bool(config.train.eval_every if every is None else every)
 

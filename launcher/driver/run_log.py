@@ -29,7 +29,6 @@ from launcher.driver.loop import warm_up
 from launcher.driver.pictures import ARTIFACTS, draw_pictures, draw_timeline
 from launcher.driver.recorder import FINITE, Followers, Recorder
 from launcher.driver.report_file import write_report
-from launcher.driver.samples import Samples
 from launcher.driver.timelines import Timelines
 from launcher.plan import Plan, describe_plan
 from launcher.report.accounting import Accounting
@@ -118,6 +117,8 @@ class RunLog:
         report = config.report
         steps, traced = report.timeline_steps or (), report.profiler_steps or ()
         self.hooks, self.best = Hooks(config.hooks), Best(config.train)
+        from launcher.driver.samples import Samples  # it reads checkpoints: not for planning
+
         self._samples = Samples(
             config,
             home.path,

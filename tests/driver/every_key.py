@@ -59,6 +59,7 @@ from launcher.submit.stop_early import LEAST_OTHERS, is_hopeless
 from launcher.trace.cudnn import described_cudnn
 from launcher.train import checkpoint, text_worker, worker
 from launcher.train.checked_model import checked_loss, init_model
+from launcher.train.checkpoint.hugging_face import Folder
 from launcher.train.lora import with_adapters
 from launcher.train.program import build_steps
 from launcher.train.sampling import Sample
@@ -414,7 +415,7 @@ def export_told(config: Config):
         patch.setattr(checkpoint, "resolve", lambda path: (path / "checkpoints" / "5", ()))
         patch.setattr(checkpoint, "FinishedModel", lambda path, lora, ema: (path, lora, ema))
         patch.setattr(checkpoint, "export_model", lambda *paths, private: told.append(paths))
-        patch.setattr("launcher.driver.export._theirs", lambda home: ({}, []))
+        patch.setattr("launcher.driver.export._theirs", lambda *_: Folder({}, [], {}))
         patch.setattr(
             checkpoint,
             "export_hugging_face",
@@ -431,7 +432,7 @@ def evaluate_told(config: Config):
     frozen = SimpleNamespace(optimizer=SimpleNamespace(lora=None), model=config.model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluate, "stored_model", lambda _, *which: told.append(which) or home)
-        patch.setattr(evaluate, "load_frozen", lambda path: frozen)
+        patch.setattr(evaluate, "run_settings", lambda config, home: frozen)
         patch.setattr(checkpoint, "FinishedModel", lambda *which: told.append(which) or found)
         patch.setattr(
             evaluate,

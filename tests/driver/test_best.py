@@ -17,7 +17,7 @@ from launcher.train.step_result import StepResult
 from recipes import InputError
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_loop import Training
+from trained_here import Training
 
 LEARNS, WORSENS = "optimizer.learning_rate=1e-2", "optimizer.learning_rate=30"
 
@@ -72,8 +72,8 @@ class Kept(Training):
     def run(self, monkeypatch):
         best = Best(self.config.train)
 
-        def recorder(*given):
-            return Recorder(*given, followers=Followers(best, self.hooks))
+        def recorder(*given, **named):
+            return Recorder(*given, followers=Followers(best, self.hooks), **named)
 
         def saving(*given):
             def saved(step):
@@ -84,10 +84,10 @@ class Kept(Training):
 
             return Saving(*given, saved=saved)
 
-        from test_loop import Saving
+        from trained_here import Saving
 
-        monkeypatch.setattr("test_loop.Recorder", recorder)
-        monkeypatch.setattr("test_loop.Saving", saving)
+        monkeypatch.setattr("trained_here.Recorder", recorder)
+        monkeypatch.setattr("trained_here.Saving", saving)
         self.best = best
         return super().run()
 

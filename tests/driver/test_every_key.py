@@ -159,6 +159,8 @@ def family_probes(model):
         in_16_bits = merged(base, {"train": {"precision": "bf16"}})
         if name in ("bert", "vit", "moe"):
             one_head = {"num_heads": 1} | ({"num_kv_heads": 1} if name == "moe" else {})
+            if name == "vit":
+                one_head |= {"image_size": 4}  # an even number of positions: one patch, one class
             fits = merged(in_16_bits, {"model": one_head})
             yield name, "model.attention", model(fits, "cudnn")
     slow_turns = {"name": "moe", "size": "s", "sizes": {"s": FAMILIES["moe"][0]}, "head_size": 64}

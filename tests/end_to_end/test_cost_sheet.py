@@ -15,11 +15,11 @@ from pages import ROOT, read_page
 
 from launcher.__main__ import main
 
-_, _, NET, _, _, DATA, NET_OPTIONS, DATA_OPTIONS = (
+*_, NET, _, _, DATA, NET_OPTIONS, DATA_OPTIONS = (
     block.text for block in read_page("recipes/README.md").of("python")
 )
 NET_YAML, DATA_YAML = (block.text for block in read_page("recipes/README.md").of("yaml"))
-_, CLUSTER_YAML = (block.text for block in read_page("conf/README.md").of("yaml"))
+*_, CLUSTER_YAML = (block.text for block in read_page("conf/README.md").of("yaml"))
 MODEL = {"recipes/net.py": NET, "recipes/net_options.py": NET_OPTIONS}
 MODEL |= {"conf/model/net.yaml": NET_YAML}
 DATASET = {"recipes/data.py": DATA, "recipes/data_options.py": DATA_OPTIONS}

@@ -55,10 +55,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the pages' reader stands: with what they tell him to write, and with the runs behind
     him that they have him make; of one no more than what settings are held against."""
     folder = tmp_path_factory.mktemp("reader")
-    recipe, cluster = CONF_PAGE.of("yaml")
-    for group, block in (("recipe", recipe), ("cluster", cluster)):
-        (folder / "my_conf" / group).mkdir(parents=True)
-        (folder / "my_conf" / group / "mine.yaml").write_text(block.text)
+    named = ("recipe/rates", "recipe/mine", "cluster/mine")
+    for name, block in zip(named, CONF_PAGE.of("yaml"), strict=True):
+        file = folder / "my_conf" / f"{name}.yaml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(block.text)
     (folder / "books").mkdir()
     (folder / "books" / "one.txt").write_text("Call me Ishmael. " * 1000)
     (folder / "README.md").write_text(BY_NAME["README.md"].text)
