@@ -512,6 +512,7 @@ def test_what_a_run_tells_depends_on_its_settings_alone(tmp_path, monkeypatch):
     assert metrics
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("option", "key", "probe"), PROBES, ids=[f"{option}.{key}" for option, key, _ in PROBES]
 )

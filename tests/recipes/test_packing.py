@@ -51,13 +51,14 @@ def packed(rng, rows=1):
 
 
 @pytest.mark.devices
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("family", ["gpt", "llama", "moe"])
 def test_a_documents_loss_is_what_it_is_alone(family, scan):
     model = build_model(options_of(family, scan), "fp32")
-    params = model.init(jax.random.key(0))
+    params, compiled = jax.jit(model.init)(jax.random.key(0)), jax.jit(model.loss)
     batch = packed(np.random.default_rng(0))
-    loss, metrics = jax.jit(lambda p, b: model.loss(p, b, None))(params, batch)
+    loss, metrics = compiled(params, batch, None)
     assert float(metrics["weight"]) == sum(LENGTHS) - len(LENGTHS) + 1
     total, start = 0.0, 0
     for index, length in enumerate(LENGTHS):
@@ -65,7 +66,7 @@ def test_a_documents_loss_is_what_it_is_alone(family, scan):
             length if index == len(LENGTHS) - 1 else length - 1
         )  # the last target is another's
         alone = {k: batch[k][:, start : start + length] for k in ("tokens", "targets", "weights")}
-        total += float(model.loss(params, alone, None)[0]) * counted
+        total += float(compiled(params, alone, None)[0]) * counted
         start += length
     np.testing.assert_allclose(float(loss), total / float(metrics["weight"]), rtol=1e-6)
 

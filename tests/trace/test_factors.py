@@ -372,6 +372,7 @@ def joined_axes(eqn, operands, whole, axes):
 CAREFUL = ("barrier", "reshape, transposed", "slice, strided", "max pool", "pool that pads")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES)
 def test_examples_are_along_the_axis_where_slices_make_the_whole(case):
     """For every choice of operands that depend on the batch, and of the axis of each.
