@@ -71,6 +71,7 @@ class Samples:
         """Show a sample, keep it, and hand it to the trackers."""
         assert self._tokenizer is not None
         said = [f"sample after step {sample.step}:"]
+        self._rows = [row for row in self._rows if row[0] < sample.step]  # made again
         for prompt, tokens in zip(self._texts, sample.tokens, strict=True):
             end = self._tokenizer.end_token
             kept = tokens[: tokens.index(end)] if end in tokens else tokens

@@ -56,6 +56,9 @@ def test_a_sample_is_shown_kept_and_handed_to_trackers(tmp_path):
     told.samples.take(Sample(8, (tuple(b"!"), tuple(b"?"))))
     rows = [(4, "abc\n\tdef"), (4, "b\x1b[31m"), (8, "a!"), (8, "b?")]
     assert told.tables[-1] == ("samples", ("step", "text"), rows)
+    told.samples.take(Sample(8, (tuple(b"."), tuple(b","))))  # again, after a restart
+    assert (tmp_path / "samples" / "8.txt").read_text() == "a.\n\nb,\n"
+    assert told.tables[-1][2] == [*rows[:2], (8, "a."), (8, "b,")]
 
 
 def test_the_last_sample_is_the_last_thing_shown(tmp_path):
