@@ -260,8 +260,11 @@ def test_a_status_tells_each_step_and_the_end(here):
         ({"phase": "training", "phase_done": None, "phase_total": None}, "one  training  step"),
         (
             {
-                **{"phase": "compiling", "phase_done": 3, "phase_total": 12},
-                **{"host": socket.gethostname(), "pid": 0},
+                "phase": "compiling",
+                "phase_done": 3,
+                "phase_total": 12,
+                "host": socket.gethostname(),
+                "pid": 0,
             },
             "one  died  step",
         ),
