@@ -44,7 +44,7 @@ def refuse_useless(source: Source, commands_allowed: bool) -> None:
         top = key.partition(".")[0]
         if section == "hydra" or top == "hydra" or _is_hydras_group(key, node):
             if is_of_sweeper(key, group := _group(key)):
-                if group or key.startswith(f"{source.package}.defaults"):
+                if group or key == f"{source.package}.defaults":
                     continue  # the file that it chooses is looked at itself
                 check_value(key, node, commands_allowed, _place(source.path, node))
                 continue

@@ -53,7 +53,7 @@ def sweeper_settings(
     fixed = [one for one in overrides if not one.is_sweep_override()]
     groups, own = find_groups(folders), find_groups(folders[-1:])
     words = [*(for_hydra(one, groups, own) for one in fixed), NO_OTHER_FOLDERS]
-    sources = _sources([*words, *of_sweeper], fixed, folders, loader)
+    sources = _sources([*words, *of_sweeper], of_sweeper, fixed, folders, loader)
     in_files = frozenset(_said_in(sources))
     ours = f"hydra.sweep.dir={quoted(str(scratch))}"
     try:
@@ -66,6 +66,12 @@ def sweeper_settings(
         where = (said_of and _place_of(sources, said_of[1])) or COMMAND_LINE
         raise ConfigError(f"Hydra's sweeper: {' '.join(problem.split())}", where=where) from None
     sweeper = node.hydra.sweeper
+    if not isinstance(OmegaConf.select(node, f"{SECTION}._target_"), str):
+        raise ConfigError(
+            f"{SECTION} names no class of a sweeper (_target_)",
+            f"Choose {GROUP}=basic, or an installed one.",
+            where=COMMAND_LINE,
+        )
     _fill_in(sweeper, said, in_files, _values(fixed, node))
     _settle_params(sweeper, overrides, sources, loader)
     return node
@@ -97,9 +103,15 @@ def _refuse_missing(options: set[str], loader: ConfigLoader, where: str = COMMAN
 
 
 def _sources(
-    words: Sequence[str], fixed: Sequence[Override], folders: Sequence[Path], loader: ConfigLoader
+    words: Sequence[str],
+    of_sweeper: Sequence[str],
+    fixed: Sequence[Override],
+    folders: Sequence[Path],
+    loader: ConfigLoader,
 ) -> list[Source]:
-    """Return the users' files that take part; none where what is wrong is the points' to say.
+    """Return the users' files that take part.
+
+    Where something else is wrong, which is the points' to say, these are the sweeper's alone.
 
     Raises:
         ConfigError: the sweeper that a file chooses is not there, or the file may run code.
@@ -107,21 +119,27 @@ def _sources(
     if len(folders) == 1:
         return []
     try:
-        defaults = loader.compute_defaults_list(PRIMARY, list(words), RunMode.MULTIRUN).defaults
-        found = [source for source in sources_of(defaults, folders) if not source.is_own]
+        found = _users_files(PRIMARY, words, folders, loader)
     except MissingConfigException as error:
         group, _, option = (error.missing_cfg_file or "").rpartition("/")
         if group == GROUP:
             _refuse_missing({option}, loader, "in a file of settings")
-        return []
+        found = _users_files(None, of_sweeper, folders, loader)
     except ConfigError:
         raise
     except Exception:
-        return []
+        found = _users_files(None, of_sweeper, folders, loader)
     allowed = any(one.key_or_group == "allow_commands" and one.value() is True for one in fixed)
     for source in found:
         refuse_useless(source, allowed)
     return found
+
+
+def _users_files(
+    primary: str | None, words: Sequence[str], folders: Sequence[Path], loader: ConfigLoader
+) -> list[Source]:
+    defaults = loader.compute_defaults_list(primary, list(words), RunMode.MULTIRUN).defaults
+    return [source for source in sources_of(defaults, folders) if not source.is_own]
 
 
 def _said_in(sources: Sequence[Source]) -> Iterator[str]:

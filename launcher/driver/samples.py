@@ -71,16 +71,20 @@ class Samples:
         """Show a sample, keep it, and hand it to the trackers."""
         assert self._tokenizer is not None
         said = [f"sample after step {sample.step}:"]
+        self._rows = [row for row in self._rows if row[0] < sample.step]  # made again
         for prompt, tokens in zip(self._texts, sample.tokens, strict=True):
             end = self._tokenizer.end_token
             kept = tokens[: tokens.index(end)] if end in tokens else tokens
             text = f"{prompt}{self._tokenizer.decode(kept)}"
             self._rows.append((sample.step, text))
             said += [f"  {line}" for line in printable(text)[:MOST_LINES]]
-        folder = self._folder / FOLDER
-        folder.mkdir(exist_ok=True)
         texts = [text for step, text in self._rows if step == sample.step]
-        write_whole(folder / f"{sample.step}.txt", "\n\n".join(texts) + "\n", durable=False)
+        folder = self._folder / FOLDER
+        try:
+            folder.mkdir(exist_ok=True)
+            write_whole(folder / f"{sample.step}.txt", "\n\n".join(texts) + "\n", durable=False)
+        except OSError as error:
+            _log.warning(f"the sample is not kept ({error.strerror}); the run goes on")
         self._rows = self._rows[-_MOST_ROWS:]
         self._table(FOLDER, ("step", "text"), self._rows)
         if sample.step < self._config.train.steps:

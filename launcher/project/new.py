@@ -125,6 +125,8 @@ def _check_name(name: str) -> None:
     problem = ""
     if not (name.isidentifier() and name.isascii()) or keyword.iskeyword(name):
         problem = "is no word that Python can import"
+    elif name.startswith("_"):  # `_self_` is Hydra's
+        problem = "does not begin with a letter"
     elif name in _OURS or name in sys.stdlib_module_names or _is_installed(name):
         problem = "is the name of a package that is there already"
     elif not _is_text(name):

@@ -102,12 +102,14 @@ def read_run(folder: Path) -> RunRecord:
     """Return what a run's folder tells."""
     problems: list[str] = []
     status, summary = (_read(folder / name, problems) for name in (STATUS, SUMMARY))
+    state = _state(folder, status, summary)
+    far = status if state == status.get("phase") else {}  # of one that has died nothing goes on
     record = RunRecord(
         id=folder.name,
         folder=folder,
-        state=_state(folder, status, summary),
-        phase_done=_of(float, status.get("phase_done")),
-        phase_total=_of(float, status.get("phase_total")),
+        state=state,
+        phase_done=_of(float, far.get("phase_done")),
+        phase_total=_of(float, far.get("phase_total")),
         step=_of(int, summary.get("steps"), status.get("step")),
         steps=_of(int, status.get("steps")),
         loss=_of(float, summary.get("final_loss"), status.get("loss")),

@@ -46,6 +46,7 @@ class _Chain:
     slots: list[Slot] = field(default_factory=list)
     programs: dict[str, Callable[..., tuple[Any, ...]]] = field(default_factory=dict)
     summing: dict[str, tuple[Bucket, ...]] = field(default_factory=dict)
+    alike: dict[str, object] = field(default_factory=dict)
     listed: list[Instruction] = field(default_factory=list)
     arguments: list[tuple[int, int]] = field(default_factory=list)
     batches: list[tuple[int, int, int | None]] = field(default_factory=list)
@@ -97,6 +98,7 @@ class _Chain:
         self._move(moves, f"{prefix}reshard")
         self.programs.update((prefix + name, fun) for name, fun in emitted.programs.items())
         self.summing.update((prefix + name, size) for name, size in emitted.summing.items())
+        self.alike.update((prefix + name, (prefix, key)) for name, key in emitted.alike.items())
         for x in emitted.instructions:
             self.listed.append(_renamed(x, renamed, mesh_of, prefix, first_stage))
         for v, (result, _, _) in zip(part.outvars, emitted.results, strict=True):
@@ -131,6 +133,7 @@ class _Chain:
             slots=tuple(self.slots),
             programs=self.programs,
             summing=self.summing,
+            alike=self.alike,
             instructions=tuple(self.listed),
             arguments=tuple(self.arguments),
             batches=tuple(self.batches),

@@ -38,7 +38,7 @@ from launcher.runtime.shared_programs import SharedPrograms
 from launcher.runtime.slots import Slots
 from launcher.runtime.stage_programs import StageProgram
 from launcher.schedule import Kind, Task
-from launcher.trace.jaxpr import Var, is_var, jaxpr_as_fun, program
+from launcher.trace.jaxpr import Var, captured, is_var, jaxpr_as_fun, program
 from launcher.trace.step import TracedStep
 from launcher.trace.structure_text import structure_text
 
@@ -210,7 +210,10 @@ class _Emitter:
 
         self.programs[name] = whole
         if ".piece." in name:
-            how = {"copies": [(k, layout.operand(i)) for k, (i, _) in copies.items()]}
+            how = {
+                "copies": [(k, layout.operand(i)) for k, (i, _) in copies.items()],
+                "held": [id(x) for x in captured(segment.equations)],
+            }
             self.alike[name] = structure_text(closed.jaxpr, how)
         inputs = [of_outer(v, mesh) for v in segment.inputs]
         for k, (_, slot) in copies.items():

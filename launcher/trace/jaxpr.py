@@ -228,8 +228,13 @@ def sub_jaxprs(eqn: Equation) -> Iterator[Jaxpr]:
 
 
 def captured(equations: Iterable[Equation]) -> Iterator[Any]:
-    """Yield the arrays that the programs inside of equations hold."""
+    """Yield what equations hold that their text does not tell: arrays, and rules of derivatives.
+
+    Two equations with the same rule hold the same object; one that is called for each of two
+    equations may do another thing for each, such as scale gradients by a number of its own.
+    """
     for eqn in equations:
+        yield from (eqn.params[name] for name in ("bwd", "jvp_jaxpr_fun") if name in eqn.params)
         for value in jax.tree.leaves(
             list(eqn.params.values()), is_leaf=lambda x: isinstance(x, ClosedJaxpr)
         ):

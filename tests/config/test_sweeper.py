@@ -260,6 +260,19 @@ def test_what_a_file_may_not_say_of_a_sweep(described, text, error):
     assert str(caught.value).startswith(error)
 
 
+@pytest.mark.parametrize("others", [(), ("recipe=nowhere",)])
+@pytest.mark.parametrize("text", ["_target_: os.system", "defaults_x: {_target_: os.system}"])
+def test_a_sweepers_file_runs_no_code_whatever_else_is_wrong(described, text, others):
+    dirs = described(text, "hydra/sweeper/odd")
+    with pytest.raises(ConfigError, match="_target_ runs code, which no file may decide"):
+        swept("hydra/sweeper=odd", *others, dirs=dirs)
+
+
+def test_a_sweepers_file_without_a_class_is_refused(described):
+    with pytest.raises(ConfigError, match="names no class of a sweeper"):
+        swept("hydra/sweeper=odd", dirs=described("max_batch_size: 3", "hydra/sweeper/odd"))
+
+
 def test_a_file_that_is_trusted_may_name_a_class(described, tmp_path):
     text = f"{OPTUNA_FILE}sampler: {{_target_: optuna.samplers.TPESampler}}\n    n_trials: 2"
     words = ("recipe=mine", "allow_commands=true", "train.steps=choice(1,2)")

@@ -56,6 +56,9 @@ def test_a_sample_is_shown_kept_and_handed_to_trackers(tmp_path):
     told.samples.take(Sample(8, (tuple(b"!"), tuple(b"?"))))
     rows = [(4, "abc\n\tdef"), (4, "b\x1b[31m"), (8, "a!"), (8, "b?")]
     assert told.tables[-1] == ("samples", ("step", "text"), rows)
+    told.samples.take(Sample(8, (tuple(b"."), tuple(b","))))  # again, after a restart
+    assert (tmp_path / "samples" / "8.txt").read_text() == "a.\n\nb,\n"
+    assert told.tables[-1][2] == [*rows[:2], (8, "a."), (8, "b,")]
 
 
 def test_the_last_sample_is_the_last_thing_shown(tmp_path):
@@ -107,3 +110,12 @@ def test_a_large_model_is_gathered_only_where_that_is_asked(tmp_path, caplog):
 
 def test_what_is_shown_holds_no_control_characters():
     assert printable("a\r\x00\u202eb\n\x9bc") == ["a\ufffd\ufffd\ufffdb", "\ufffdc"]
+
+
+def test_a_sample_that_cannot_be_kept_ends_no_run(tmp_path, caplog):
+    told = Told(tmp_path, "prompt=a")
+    assert told.due()
+    (tmp_path / "samples").write_text("a file")
+    told.samples.take(Sample(4, (tuple(b"bc"),)))
+    assert told.lines == ["sample after step 4:", "  abc"]
+    assert "the sample is not kept (File exists); the run goes on" in caplog.text

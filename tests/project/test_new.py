@@ -60,6 +60,7 @@ def test_it_says_what_it_wrote_and_the_command(
         ("2fast", "is no word that Python can import"),
         ("class", "is no word that Python can import"),
         ("größe", "is no word that Python can import"),
+        ("_self_", "does not begin with a letter"),
         ("numpy", "is the name of a package that is there already"),
         ("recipes", "is the name of a package that is there already"),
         ("json", "is the name of a package that is there already"),

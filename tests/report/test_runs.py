@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -257,6 +258,16 @@ def test_a_status_tells_each_step_and_the_end(here):
         ({"phase": "compiling", "phase_done": 3, "phase_total": 12}, "one  compiling 3 of 12  "),
         ({"phase": "planning", "phase_done": 0.25, "phase_total": 1.0}, "one  planning 25%  "),
         ({"phase": "training", "phase_done": None, "phase_total": None}, "one  training  step"),
+        (
+            {
+                "phase": "compiling",
+                "phase_done": 3,
+                "phase_total": 12,
+                "host": socket.gethostname(),
+                "pid": 0,
+            },
+            "one  died  step",
+        ),
     ],
 )
 def test_a_watched_run_tells_how_far_its_phase_is(here, about, said):

@@ -1,8 +1,10 @@
 """Stages that are equal are compiled once, and each runs on devices of its own."""
 
+import functools
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -95,3 +97,35 @@ def test_each_compilation_is_reported_as_it_is_done():
         assert waiting.result(timeout=60) == 2
     programs[2].set_result(None)
     assert wait_for_more(programs, 3) == 3
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def scaled_back(x, scale):
+    """`x`, whose gradient is scaled: a rule that the forward program does not tell."""
+    return x * 1.0
+
+
+scaled_back.defvjp(lambda x, _: (x * 1.0, None), lambda scale, _, seed: (seed * scale,))
+
+
+def test_stages_with_other_rules_of_derivatives_are_not_equal():
+    def loss(params, x):
+        for i, w in enumerate(params):
+            if i > 0:
+                launcher.mark_pipeline_boundary()
+            x = scaled_back(jnp.tanh(x @ w), float(i + 1))
+        return (x**2).mean()
+
+    def step(params, x):
+        grads = launcher.grad(loss)(params, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    params = list(np.random.default_rng(1).normal(size=(4, 4, 4)).astype(np.float32))
+    grads = jax.grad(loss)(params, X)
+    traced = trace_step(step, (params, X))
+    method = PipeshardParallel(2, stage_option=UniformStageOption(4))
+    plan = method.plan(traced, local_shape(4, 1, "cpu"))
+    executable = compile_step(traced, plan, jax.devices()[:4])
+    found = executable(*jax.device_put((params, X), executable.in_shardings))
+    for w, grad, new in zip(params, grads, found, strict=True):
+        np.testing.assert_allclose(new, w - 0.1 * grad, rtol=1e-5, atol=1e-6)
