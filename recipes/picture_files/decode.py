@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from launcher.files import DamagedError
 from launcher.npz import read_arrays
 from recipes import InputError
 
@@ -66,7 +65,7 @@ class Fitting:
         # A JPEG is decoded at a fraction of its size, where that is enough.
         enough = math.ceil(self.size / math.sqrt(self.smallest_crop))
         picture.draft(None, (enough, enough))
-        picture = picture.convert(_MODES[self.channels])
+        picture = _of_8_bits(picture).convert(_MODES[self.channels])
         box, side = None, (self.size, self.size)
         if rng is not None and self.smallest_crop < 1:
             box = _random_box(picture.size, self.smallest_crop, rng)
@@ -116,7 +115,7 @@ def open_picture(file: str, start: int, size: int, format: str) -> Image.Image:
         raise
     except FileNotFoundError:
         raise BadPictureError("it is missing") from None
-    except (OSError, ValueError, TypeError, DamagedError) as error:
+    except Exception as error:  # Pillow's refusal of huge pictures is of no class of the others
         raise BadPictureError(_words(error)) from None
 
 
@@ -132,8 +131,20 @@ def check_whole(picture: Image.Image) -> None:
     """Raise BadPictureError if a picture cannot be decoded."""
     try:
         picture.load()
+        _of_8_bits(picture)
     except Exception as error:
         raise BadPictureError(_words(error)) from None
+
+
+def _of_8_bits(picture: Image.Image) -> Image.Image:
+    """Return a grey picture of 16 bits with 8, to which Pillow would cut what is above 255."""
+    from PIL import Image
+
+    if picture.mode in ("I", "F"):
+        raise BadPictureError(f"its points are of Pillow's mode {picture.mode}, of no known range")
+    if not picture.mode.startswith("I;16"):
+        return picture
+    return Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
 
 
 @functools.lru_cache(None)
