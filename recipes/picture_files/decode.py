@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import math
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # by the number of channels
 _RATIOS = math.log(3 / 4), math.log(4 / 3)  # of a random part's sides
 _TRIES = 10
+_LOADING = threading.Lock()  # threads that all miss an .npz file would each hold a copy of it
 
 
 class BadPictureError(ValueError):
@@ -104,7 +106,9 @@ def open_picture(file: str, start: int, size: int, format: str) -> Image.Image:
 
     try:
         if format == "npz":
-            return Image.fromarray(_rows(file)[start].squeeze())
+            with _LOADING:
+                rows = _rows(file)
+            return Image.fromarray(rows[start].squeeze())
         with open(file, "rb") as stream:
             stream.seek(start)
             content = stream.read() if format == "folder" else stream.read(size)

@@ -3,12 +3,16 @@
 import io
 import os
 import tarfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from launcher.npz import read_arrays
 from launcher.train.rows import own_rows, shapes_of
 from recipes import (
     InputError,
@@ -18,6 +22,7 @@ from recipes import (
     needs_preparing,
     prepare_dataset,
 )
+from recipes.picture_files import decode
 from recipes.picture_files import index as index_module
 from recipes.picture_files.decode import Fitting
 from recipes.pictures_options import Pictures
@@ -255,6 +260,24 @@ def test_a_list_with_a_byte_order_mark_and_odd_names_of_folders_are_read(tmp_pat
     (folder / "dog").rename(folder / os.fsdecode(b"d\xf6g"))
     dataset = build_dataset(options(folder, validation_fraction=0.0), VIT, 30, 0)
     assert sorted(numbers_in(dataset.train(0))) == list(range(30))
+
+
+def test_threads_read_an_npz_file_once(tmp_path, monkeypatch):
+    path, reads, all_ask = made_by("npz", tmp_path / "data"), [], threading.Barrier(4)
+
+    def read(file, names):
+        reads.append(file)
+        time.sleep(0.05)  # in which the others would begin, too
+        return read_arrays(file, names)
+
+    def ask(_):
+        all_ask.wait(10)
+        return decode.open_picture(str(path / "a.npz"), 0, 0, "npz")
+
+    monkeypatch.setattr(decode, "read_arrays", read)
+    with ThreadPoolExecutor(4) as pool:
+        assert len(list(pool.map(ask, range(4)))) == 4
+    assert reads == [path / "a.npz"]
 
 
 def test_points_of_16_bits_are_read_with_their_eight_highest(tmp_path):
