@@ -154,11 +154,9 @@ def dimensions_in(named: str, name: str) -> dict[str, Any]:
         if family is not family_named(name):
             other = family.__name__.removeprefix("recipes.").removesuffix(_SUFFIX)
             raise DamagedError(f"it is a model={other}, not a model={name}")
-        return dict(family.options_of(config))
+        return options_in(family, config)
     except OSError as error:
         problem = f"{folder / CONFIG}: {error.strerror}"
-    except KeyError as error:
-        problem = f"{CONFIG} lacks {error}"
     except DamagedError as error:
         problem = str(error)
     raise ConfigError(
@@ -166,6 +164,22 @@ def dimensions_in(named: str, name: str) -> dict[str, Any]:
         f"Name a folder with a {CONFIG} and *.safetensors, as transformers writes it.",
         ["model.size"],
     )
+
+
+def options_in(family: ModuleType, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that a `config.json` stands for, by its family's module.
+
+    Raises:
+        DamagedError: it lacks something, or holds what the family cannot express.
+    """
+    try:
+        return dict(family.options_of(config))
+    except KeyError as error:
+        raise DamagedError(f"{CONFIG} lacks {error}") from None
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+        if isinstance(error, DamagedError):
+            raise
+        raise DamagedError(f"{CONFIG} holds a value that is no dimension ({error})") from None
 
 
 def _modules() -> Iterator[ModuleType]:

@@ -65,7 +65,7 @@ def run_tokenizer(settings: Config) -> NamedTokenizer | None:
         folders = [dataset.path]
     elif isinstance(dataset, Mixture):
         folders = [part["path"] for part in dataset.parts.values()]
-    for folder in map(Path, folders):
+    for folder in (Path(path).expanduser() for path in folders):
         if (folder / META).is_file():
             return _unchanged(folder, None, None)
     start = folder_of(settings.train.init_from or "")

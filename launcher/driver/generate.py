@@ -18,6 +18,7 @@ from launcher.output import answer
 from launcher.train import checkpoint
 from recipes import tokenizer_of
 from recipes.corpus.tokenizers import Tokenizer
+from recipes.decoding import build_decoder
 
 _LARGEST = 2**20  # bytes of a file of prompts
 
@@ -37,6 +38,7 @@ def generate_text(config: Config, console: Console) -> int:
     source, home = stored_model(config, asked.step, asked.best, "generate")
     settings = run_settings(config, home)
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of what does not matter here
+    build_decoder(settings.model, settings.train.precision)  # before any process is started
     tokenizer = tokenizer_of(settings.dataset)
     texts = _prompts(config, tokenizer)
     prompts = [encoded(tokenizer, text, settings) for text in texts]
@@ -44,11 +46,11 @@ def generate_text(config: Config, console: Console) -> int:
     try:
         rows = _ended(tokens, tokenizer.end_token)
         if len(texts) == 1:
-            return _stream(texts[0], tokenizer, (row[0] for row in rows))
+            return _stream(texts[0], prompts[0], tokenizer, (row[0] for row in rows))
         columns = zip(*list(rows), strict=True)
-        for text, column in zip(texts, columns, strict=True):
-            made = itertools.takewhile(lambda token: token != tokenizer.end_token, column)
-            if code := answer(f"{text}{tokenizer.decode(list(made))}\n"):
+        for text, prompt, column in zip(texts, prompts, columns, strict=True):
+            made = list(itertools.takewhile(lambda token: token != tokenizer.end_token, column))
+            if code := answer(f"{text}{decoded_after(text, prompt, tokenizer, made)}\n"):
                 return code
     except checkpoint.Mismatch as error:
         raise ConfigError(
@@ -70,19 +72,37 @@ def _ended(tokens: Iterable[list[int]], end_token: int | None) -> Iterator[list[
             return
 
 
-def _stream(prompt: str, tokenizer: Tokenizer, tokens: Iterable[int]) -> int:
+def _stream(text: str, prompt: Sequence[int], tokenizer: Tokenizer, tokens: Iterable[int]) -> int:
     """Print a prompt and what follows; a piece of text is printed when it is whole."""
-    code, made, shown = answer(prompt, end=""), [], ""
+    code, made, shown = answer(text, end=""), [], ""
     for token in tokens:
         if code:
             return code
         made.append(token)
-        text = tokenizer.decode(made)
-        whole = text.rstrip("\ufffd")  # the rest of a character may follow
+        following = decoded_after(text, prompt, tokenizer, made)
+        whole = following.rstrip("\ufffd")  # the rest of a character may follow
         if len(whole) > len(shown):
             code, shown = answer(whole[len(shown) :], end=""), whole
-    rest = tokenizer.decode(made)[len(shown) :]
+    rest = decoded_after(text, prompt, tokenizer, made)[len(shown) :]
     return code or answer(rest)
+
+
+def decoded_after(
+    text: str, prompt: Sequence[int], tokenizer: Tokenizer, made: Sequence[int]
+) -> str:
+    """Return the text of tokens that follow a prompt.
+
+    Both are decoded together: some tokenizers drop the space that a text begins with.
+
+    Args:
+        text: the prompt's text; of "" the tokens stand alone.
+        prompt: its tokens.
+        tokenizer: what has made them.
+        made: those that follow.
+    """
+    if not text:
+        return tokenizer.decode(made)
+    return tokenizer.decode([*prompt, *made])[len(tokenizer.decode(prompt)) :]
 
 
 def default_prompt(tokenizer: Tokenizer) -> str:

@@ -46,7 +46,7 @@ class LanguageModel(LM):
 
     def __init__(self, where: str, batch_size: int = 8) -> None:
         super().__init__()
-        path = Path(where).expanduser()
+        path = Path(where).expanduser().absolute()
         options, params, tokenizer = _theirs(path) if (path / CONFIG).exists() else _run(path)
         self._decoder = build_decoder(options, "fp32")
         self._generator = Generator(self._decoder, Sampling(0))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
-from launcher.driver.generate import default_prompt, encoded
+from launcher.driver.generate import decoded_after, default_prompt, encoded
 from launcher.driver.loop import is_evaluated
 from launcher.files import write_whole
 from launcher.train.sampling import Sample
@@ -72,10 +72,10 @@ class Samples:
         assert self._tokenizer is not None
         said = [f"sample after step {sample.step}:"]
         self._rows = [row for row in self._rows if row[0] < sample.step]  # made again
-        for prompt, tokens in zip(self._texts, sample.tokens, strict=True):
+        for begun, prompt, tokens in zip(self._texts, self.prompts, sample.tokens, strict=True):
             end = self._tokenizer.end_token
             kept = tokens[: tokens.index(end)] if end in tokens else tokens
-            text = f"{prompt}{self._tokenizer.decode(kept)}"
+            text = f"{begun}{decoded_after(begun, prompt, self._tokenizer, kept)}"
             self._rows.append((sample.step, text))
             said += [f"  {line}" for line in printable(text)[:MOST_LINES]]
         texts = [text for step, text in self._rows if step == sample.step]

@@ -119,5 +119,10 @@ def everywhere(leaf: Any) -> np.ndarray:
         (len(mesh.devices), *leaf.shape), NamedSharding(mesh, PartitionSpec("device")), rows
     )
     whole = NamedSharding(mesh, PartitionSpec())
-    summed = jax.jit(lambda x: x.sum(0, dtype=x.dtype), out_shardings=whole)(parts)
+    summed = jax.jit(_sum, out_shardings=whole)(parts)
     return np.asarray(summed.addressable_shards[0].data).view(leaf.dtype)
+
+
+def _sum(parts: jax.Array) -> jax.Array:
+    """Sum over devices; a function of the module's own is compiled once for all equal shapes."""
+    return parts.sum(0, dtype=parts.dtype)

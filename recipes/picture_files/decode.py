@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import io
 import math
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from launcher.files import DamagedError
 from launcher.npz import read_arrays
 from recipes import InputError
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # by the number of channels
 _RATIOS = math.log(3 / 4), math.log(4 / 3)  # of a random part's sides
 _TRIES = 10
+_LOADING = threading.Lock()  # threads that all miss an .npz file would each hold a copy of it
 
 
 class BadPictureError(ValueError):
@@ -66,7 +67,7 @@ class Fitting:
         # A JPEG is decoded at a fraction of its size, where that is enough.
         enough = math.ceil(self.size / math.sqrt(self.smallest_crop))
         picture.draft(None, (enough, enough))
-        picture = picture.convert(_MODES[self.channels])
+        picture = _of_8_bits(picture).convert(_MODES[self.channels])
         box, side = None, (self.size, self.size)
         if rng is not None and self.smallest_crop < 1:
             box = _random_box(picture.size, self.smallest_crop, rng)
@@ -105,7 +106,9 @@ def open_picture(file: str, start: int, size: int, format: str) -> Image.Image:
 
     try:
         if format == "npz":
-            return Image.fromarray(_rows(file)[start].squeeze())
+            with _LOADING:
+                rows = _rows(file)
+            return Image.fromarray(rows[start].squeeze())
         with open(file, "rb") as stream:
             stream.seek(start)
             content = stream.read() if format == "folder" else stream.read(size)
@@ -116,7 +119,7 @@ def open_picture(file: str, start: int, size: int, format: str) -> Image.Image:
         raise
     except FileNotFoundError:
         raise BadPictureError("it is missing") from None
-    except (OSError, ValueError, TypeError, DamagedError) as error:
+    except Exception as error:  # Pillow's refusal of huge pictures is of no class of the others
         raise BadPictureError(_words(error)) from None
 
 
@@ -132,8 +135,20 @@ def check_whole(picture: Image.Image) -> None:
     """Raise BadPictureError if a picture cannot be decoded."""
     try:
         picture.load()
+        _of_8_bits(picture)
     except Exception as error:
         raise BadPictureError(_words(error)) from None
+
+
+def _of_8_bits(picture: Image.Image) -> Image.Image:
+    """Return a grey picture of 16 bits with 8, to which Pillow would cut what is above 255."""
+    from PIL import Image
+
+    if picture.mode in ("I", "F"):
+        raise BadPictureError(f"its points are of Pillow's mode {picture.mode}, of no known range")
+    if not picture.mode.startswith("I;16"):
+        return picture
+    return Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
 
 
 @functools.lru_cache(None)

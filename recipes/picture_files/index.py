@@ -224,4 +224,4 @@ def _stamp(source: PictureSource) -> str:
         for path in (file, *below):
             status = path.stat()
             lines.append(f"{path} {status.st_size} {status.st_mtime_ns}")
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
+    return hashlib.sha256(os.fsencode("\n".join(lines))).hexdigest()[:32]

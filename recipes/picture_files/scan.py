@@ -97,16 +97,19 @@ def _folder(root: Path) -> Iterator[FoundPicture]:
 
 def _list(path: Path) -> Iterator[FoundPicture]:
     """Yield what a list names, `file_name` and `label` (as Hugging Face's metadata.csv)."""
-    with open(path, newline="") as file:
+    with open(path, newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
         rows = csv.DictReader(file)
-        for row in rows:
-            name, label = row.get("file_name"), row.get("label")
-            if name:
-                found = _file(path.parent / name, label or None)
-                yield found if not found.why else _bad_line(path, rows.line_num, found)
-            else:
-                missing = FoundPicture("", "", None, why="it names no file (column file_name)")
-                yield _bad_line(path, rows.line_num, missing)
+        try:
+            for row in rows:
+                name, label = row.get("file_name"), row.get("label")
+                if name:
+                    found = _file(path.parent / name, label or None)
+                    yield found if not found.why else _bad_line(path, rows.line_num, found)
+                else:
+                    missing = FoundPicture("", "", None, why="it names no file (column file_name)")
+                    yield _bad_line(path, rows.line_num, missing)
+        except csv.Error as error:
+            yield _bad_line(path, rows.line_num, FoundPicture("", "", None, why=str(error)))
 
 
 def _bad_line(path: Path, line: int, found: FoundPicture) -> FoundPicture:
@@ -119,6 +122,8 @@ def _file(path: Path, label: str | None) -> FoundPicture:
         size = path.stat().st_size
     except OSError as error:
         return FoundPicture(str(path), "", label, why=(error.strerror or "unreadable").lower())
+    except ValueError as error:  # no file has such a name
+        return FoundPicture(str(path), "", label, why=str(error))
     return FoundPicture(str(path), "", label, size=size, why="" if size else "it is empty")
 
 
@@ -128,7 +133,7 @@ def _tar(path: Path) -> Iterator[FoundPicture]:
     try:
         with tarfile.open(path, "r:") as archive:
             for member in archive:
-                if not member.isfile():
+                if not (member.isfile() or member.islnk() or member.issym()):
                     continue
                 folder, _, base = member.name.rpartition("/")
                 key, _, ending = base.partition(".")
@@ -136,7 +141,9 @@ def _tar(path: Path) -> Iterator[FoundPicture]:
                     yield from sample.found()
                     sample = _Sample(str(path), key, folder.rpartition("/")[2])
                 start, stop = member.offset_data, member.offset_data + member.size
-                if stop > whole:
+                if not member.isfile():
+                    sample.why, sample.name = "it is a link, which is not followed", member.name
+                elif stop > whole:
                     sample.why = f"it is cut short: {whole:,} bytes of {stop:,} are there"
                     sample.name = member.name
                 elif ending.lower() == _CLASS:
@@ -192,4 +199,5 @@ def _npz(path: Path) -> Iterator[FoundPicture]:
         return
     for row in range(shape[0]):
         label = None if labels is None else str(labels[row])
-        yield FoundPicture(str(path), f"row {row}", label, start=row)
+        why = f"its class is {label}" if label and label.startswith("-") else ""
+        yield FoundPicture(str(path), f"row {row}", label, start=row, why=why)

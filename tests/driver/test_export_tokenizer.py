@@ -20,6 +20,7 @@ DOCUMENTS = "dataset=jsonl", "dataset.path=talks.jsonl", "dataset.tokenizer=own/
 def prepared(tmp_path, monkeypatch):
     """Documents, their tokenizer and their tokens."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     lines = (json.dumps({"text": f"number {i}"}) for i in range(50))
     (tmp_path / "talks.jsonl").write_text("\n".join(lines))
     (tmp_path / "own").mkdir()
@@ -34,6 +35,7 @@ def prepared(tmp_path, monkeypatch):
     [
         (DOCUMENTS, "own"),
         (("dataset=tokens", "dataset.path=talks.jsonl.tokens"), "own"),
+        (("dataset=tokens", "dataset.path='~/talks.jsonl.tokens'"), "own"),
         (("dataset=mixture", "dataset.parts={a: {path: talks.jsonl.tokens}}"), "own"),
         (("dataset=tokens", "dataset.path=plain.bin", "train.init_from=hf:own"), "own"),
         (("dataset=tokens", "dataset.path=plain.bin"), None),

@@ -1,6 +1,7 @@
 """`task=generate`: whatever plan has trained a model, the text is that of a plain loop."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -14,13 +15,14 @@ from rich.console import Console
 from launcher.config.compose import load, to_dict
 from launcher.config.errors import ConfigError
 from launcher.driver.evaluate import evaluate
-from launcher.driver.generate import generate_text
+from launcher.driver.generate import decoded_after, generate_text
 from launcher.driver.text_tokens import stored_plan
 from launcher.report.console import make_console
 from launcher.train import checkpoint
 from launcher.train.text_layout import layout_of
 from launcher.train.text_model import TextModel
-from recipes import build_dataset, build_model
+from recipes import InputError, build_dataset, build_model
+from recipes.corpus.tokenizers import plain_bytes
 from recipes.decoding import Sampling
 from recipes.gpt import GPT
 from recipes.gpt_options import DIMENSIONS
@@ -183,6 +185,28 @@ def test_what_cannot_be_generated_is_one_line(runs, words, said, monkeypatch):
     monkeypatch.chdir(runs[0])
     with pytest.raises(ConfigError, match=said):
         generate_text(load(["task=generate", *words]), Console(quiet=True))
+
+
+def test_a_model_without_a_decoder_is_refused_before_any_process_is_started(runs, monkeypatch):
+    folder, params = runs
+    assert params["two_stages"]
+    shutil.copytree(folder / "outputs" / "two_stages", folder / "outputs" / "mixture")
+    settings = load(["model=moe", *GPT_WORDS[1:3], "run.id=mixture"])
+    (folder / "outputs" / "mixture" / "config.yaml").write_text(yaml.safe_dump(to_dict(settings)))
+    monkeypatch.chdir(folder)
+    with pytest.raises(
+        InputError, match=r"model\.name=moe cannot go on with a text: it has no dec"
+    ):
+        generate_text(load(["task=generate", "run.id=mixture"]), Console(quiet=True))
+
+
+def test_a_space_between_a_prompt_and_what_follows_stays():
+    def decode(tokens):  # as tokenizers of SentencePiece, which drop the first space
+        return "".join(f" {token}" for token in tokens)[1:]
+
+    tokenizer = plain_bytes()._replace(decode=decode)
+    assert decoded_after("1 2", [1, 2], tokenizer, [3, 4]) == " 3 4"
+    assert decoded_after("", [0], tokenizer, [3, 4]) == "3 4"
 
 
 def test_a_task_without_a_run_and_settings_without_an_effect_are_refused():

@@ -319,6 +319,8 @@ def test_settings_that_give_the_same_shapes_another_meaning_are_refused(tmp_path
         ('{"model_type": "gpt2"}', "it is a model=gpt, not a model=llama"),
         ('{"model_type": "llama"}', "config.json lacks 'vocab_size'"),
         ('{"model_type": "llama", "mlp_bias": true}', "mlp_bias=true is not built"),
+        ('{"model_type": "llama", "rope_scaling": 3}', "config.json holds a value that is no dim"),
+        ('{"model_type": "bert", "hidden_size": 0, "intermediate_size": 4}', "a value that is no"),
         (
             '{"model_type": "llama", "rope_scaling": {"rope_type": "yarn"}}',
             "the rotary positions 'yarn' are not built",
@@ -328,8 +330,9 @@ def test_settings_that_give_the_same_shapes_another_meaning_are_refused(tmp_path
 def test_a_config_that_cannot_be_used_is_refused(content, words, tmp_path):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
+    model = "model=bert" if "bert" in str(content) else "model=llama"
     with pytest.raises(ConfigError) as refused:
-        load(["model=llama", f"model.size=hf:{tmp_path}", "dataset=synthetic"], [])
+        load([model, f"model.size=hf:{tmp_path}", "dataset=synthetic"], [])
     assert f"model.size=hf:{tmp_path} cannot be used: " in str(refused.value)
     assert words in str(refused.value)
 

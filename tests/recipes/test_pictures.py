@@ -3,12 +3,16 @@
 import io
 import os
 import tarfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from launcher.npz import read_arrays
 from launcher.train.rows import own_rows, shapes_of
 from recipes import (
     InputError,
@@ -18,6 +22,7 @@ from recipes import (
     needs_preparing,
     prepare_dataset,
 )
+from recipes.picture_files import decode
 from recipes.picture_files import index as index_module
 from recipes.picture_files.decode import Fitting
 from recipes.pictures_options import Pictures
@@ -215,6 +220,72 @@ def test_what_is_wrong_in_tar_and_npz_files_is_named(tmp_path):
     np.savez(tmp_path / "x.npz", image=np.zeros((3, 4, 4, 3)), label=np.arange(3))
     with pytest.raises(InputError, match=r"x\.npz: 'image' is float64 \[3, 4, 4, 3\], and pict"):
         build_dataset(options(tmp_path / "x.npz", "npz"), VIT, 4, 0)
+
+
+def test_odd_files_are_refused_in_words(tmp_path, monkeypatch):
+    grey = SimpleNamespace(name="unet", image_size=4, channels=1)
+    (tmp_path / "flat").mkdir()
+    Image.new("F", (4, 4)).save(tmp_path / "flat" / "x.tiff")
+    given = options(tmp_path / "flat", validation_fraction=0.0)
+    with pytest.raises(InputError, match=r"x\.tiff: its points are of Pillow's mode F"):
+        build_dataset(given, grey, 1, 0).train(0)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 7)
+    with pytest.raises(InputError, match=r"x\.tiff: Image size \(16 pixels\) exceeds limit"):
+        build_dataset(given, grey, 1, 0).train(0)
+    listed = tmp_path / "all.csv"
+    for content, text in (
+        (b"file_name,label\na\0.png,x\n", "null byte"),
+        (b"file_name,label\n\xe9.png,x\n", "no such file"),
+        (b"file_name,label\n" + b"a" * 200_000 + b",x\n", "field larger than field limit"),
+    ):
+        listed.write_bytes(content)
+        with pytest.raises(InputError, match=rf"all\.csv, line \d: .*{text}"):
+            build_dataset(options(listed), grey, 1, 0)
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        info = tarfile.TarInfo("cat/1.png")
+        info.type, info.linkname = tarfile.LNKTYPE, "/etc/passwd"
+        archive.addfile(info)
+    with pytest.raises(InputError, match=r"a\.tar, cat/1\.png: it is a link, which is not fol"):
+        build_dataset(options(tmp_path / "a.tar", "tar"), VIT, 4, 0)
+    np.savez(tmp_path / "x.npz", image=np.zeros((2, 4, 4, 3), np.uint8), label=np.array([0, -1]))
+    with pytest.raises(InputError, match=r"x\.npz, row 1: its class is -1"):
+        build_dataset(options(tmp_path / "x.npz", "npz"), VIT, 4, 0)
+
+
+def test_a_list_with_a_byte_order_mark_and_odd_names_of_folders_are_read(tmp_path):
+    path = made_by("list", tmp_path / "listed")
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert sorted(numbers_in(build_dataset(options(path), VIT, 29, 0).train(0)))
+    folder = made_by("folder", tmp_path / "data")
+    (folder / "dog").rename(folder / os.fsdecode(b"d\xf6g"))
+    dataset = build_dataset(options(folder, validation_fraction=0.0), VIT, 30, 0)
+    assert sorted(numbers_in(dataset.train(0))) == list(range(30))
+
+
+def test_threads_read_an_npz_file_once(tmp_path, monkeypatch):
+    path, reads, all_ask = made_by("npz", tmp_path / "data"), [], threading.Barrier(4)
+
+    def read(file, names):
+        reads.append(file)
+        time.sleep(0.05)  # in which the others would begin, too
+        return read_arrays(file, names)
+
+    def ask(_):
+        all_ask.wait(10)
+        return decode.open_picture(str(path / "a.npz"), 0, 0, "npz")
+
+    monkeypatch.setattr(decode, "read_arrays", read)
+    with ThreadPoolExecutor(4) as pool:
+        assert len(list(pool.map(ask, range(4)))) == 4
+    assert reads == [path / "a.npz"]
+
+
+def test_points_of_16_bits_are_read_with_their_eight_highest(tmp_path):
+    values = (np.arange(16).reshape(4, 4) * 4096).astype(np.uint16)
+    Image.fromarray(values).save(tmp_path / "x.png")
+    grey = SimpleNamespace(name="unet", image_size=4, channels=1)
+    batch = build_dataset(options(tmp_path, validation_fraction=0.0), grey, 1, 0).train(0)
+    assert np.allclose(batch["image"][0, ..., 0], (values >> 8) / 255)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from safetensors.numpy import save
 
 from launcher.files import DamagedError, read_json, write_whole
 from launcher.npz import Header
-from recipes.hugging_face import CONFIG, Tensor, family_of, read_config
+from recipes.hugging_face import CONFIG, Tensor, family_of, options_in, read_config
 
 _INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
@@ -98,7 +98,7 @@ class HuggingFace:
     def _tensors(self) -> list[Tensor]:
         config = read_config(self._path)
         family = family_of(config)
-        return list(family.tensors(_options(family, config)))
+        return list(family.tensors(SimpleNamespace(**options_in(family, config))))
 
     def _kept(self) -> dict[str, tuple[Path, str]]:
         """Return the file of each array, and its name in it, by the name that it has today."""
@@ -211,14 +211,6 @@ def _groups(tensors: Sequence[Tensor], width: int, largest: int) -> Iterator[lis
         group.append(tensor)
         size += more
     yield group
-
-
-def _options(family: Any, config: Mapping[str, Any]) -> Any:
-    """Return what `tensors` reads: the settings that `config.json` stands for."""
-    try:
-        return SimpleNamespace(**family.options_of(config))
-    except KeyError as error:
-        raise DamagedError(f"{CONFIG} lacks {error}") from None
 
 
 @contextmanager
