@@ -106,6 +106,8 @@ OWN = {
 def wrong_values() -> Iterator[Case]:
     for key, kind, optional, metadata, beside in settings():
         values = [*WRONG[kind], *([] if optional else [None])]
+        if metadata.get("one_or_several"):  # a word stands for a list of it
+            values.remove("word")
         for value in values:
             yield Case(key, value, key, {k: v for k, v in beside.items() if k != key})
         if "choices" in metadata:

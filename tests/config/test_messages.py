@@ -61,7 +61,7 @@ COMMAND_LINES = [
     (
         "train=3",
         f"train must be a section of settings, not 3 {CLI}. train has: steps, global_batch_size, "
-        "precision, dry_steps, log_every, eval_every, eval_batches, check_replicas_every, "
+        "precision, dry_steps, log_every, eval_every, eval_batches, sample_every, check_replicas_every, "
         "non_finite, init_from, keep_best, stop_early, checkpoint.",
     ),
     # Bad choices and values out of bounds.
@@ -440,7 +440,7 @@ COMMAND_LINES = [
         "-m parallel.num_micro_batches=2,5",
         "parallel.num_micro_batches=5: train.global_batch_size=32 cannot be cut into "
         "parallel.num_micro_batches=5 equal microbatches (train.global_batch_size in "
-        f"{CONF}/config.yaml:38, parallel.num_micro_batches on the command line). "
+        f"{CONF}/config.yaml:42, parallel.num_micro_batches on the command line). "
         "Use train.global_batch_size=30 or 35.",
     ),
 ]

@@ -72,7 +72,7 @@ FAMILIES = {
     ),
     "bert": Family(
         "vocab_size=16 sequence_length=8 num_layers=2 num_heads=2 hidden_size=32 mask_every=4",
-        _LARGER, 1.8, 400, 3e-3,
+        _LARGER, 2.0, 400, 3e-3,
     ),
     "vit": Family(
         f"{_PICTURES} num_classes=4 patch_size=4 num_layers=2 num_heads=2 hidden_size=16",
