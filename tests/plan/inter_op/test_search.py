@@ -90,7 +90,7 @@ def network(seed):
 MINUTES = pytest.mark.stress  # since the bound is far below
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(10, rest="stress")
 @pytest.mark.parametrize(
     "seed", [pytest.param(n, marks=MINUTES) if n == 98 else n for n in range(200)]
 )
@@ -113,7 +113,7 @@ BUSY_LINK = pytest.mark.xfail(
 )
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(10, rest="stress")
 @pytest.mark.parametrize(
     "seed", [pytest.param(n, marks=BUSY_LINK) if n == 98 else n for n in range(200)]
 )
