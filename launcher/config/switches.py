@@ -25,8 +25,6 @@ def _is_slurm(config: Config) -> bool:
 
 
 def _samples(config: Config) -> bool:
-    if config.task in ("calibrate", "evaluate", "export", "prepare_data", "tokenize"):
-        return False
     every = config.train.sample_every
     return bool(config.train.eval_every if every is None else every)
 
@@ -240,7 +238,7 @@ def _value(config: Config, key: str) -> Any:
 
 def _default(config: Config, key: str) -> Any:
     section, _, name = key.rpartition(".")
-    for field in dataclasses.fields(_value(config, section)):
+    for field in dataclasses.fields(_value(config, section) if section else config):
         if field.name == name:
             made = field.default_factory
             return field.default if made is dataclasses.MISSING else made()

@@ -464,6 +464,7 @@ def generate_told(config: Config):
         patch.setattr(generate, "stored_model", lambda _, *which: told.append(which) or home)
         patch.setattr(generate, "run_settings", lambda *given: config)
         patch.setattr(generate, "tokenizer_of", lambda options: plain_bytes())
+        patch.setattr(generate, "build_decoder", lambda *given: None)
         for module in (text_tokens, text_worker):
             found = lambda *which: told.append(which) or stored  # noqa: E731
             patch.setattr(module, "FinishedModel", found)
