@@ -6,7 +6,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import hashlib
-import os
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +18,6 @@ from launcher.runtime.compat import compiled, loaded_for, overlap_options, with_
 from launcher.runtime.emitted import Emitted
 from launcher.runtime.instructions import Run, Send
 from launcher.runtime.placement import Placement
-
-
-def compile_programs(emitted: Emitted, placement: Placement) -> dict[str, Any]:
-    """Compile the programs that this process runs; return them by name."""
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        return Compilation(emitted, placement, pool).result()
 
 
 class Compilation:

@@ -35,8 +35,8 @@ class Sample:
 class Sampler:
     """Goes on with prompts by the parameters of a training; its programs are compiled once.
 
-    Parameters are gathered, an array at a time, and lie as for `task=generate`: as the plan shards
-    them. All processes of a group call it together.
+    Parameters are gathered, so that each process holds all of them for a moment, and lie as for
+    `task=generate`: as the plan shards them. All processes of a group call it together.
 
     Args:
         config: the run's settings, whose section `generate` says how to draw.

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from compiling import compile_programs
 
 import launcher
 from launcher.plan import local_shape
@@ -16,7 +17,6 @@ from launcher.plan.methods import (
     UniformStageOption,
     Zero2Parallel,
 )
-from launcher.runtime.compile import compile_programs
 from launcher.runtime.emit import emit
 from launcher.runtime.instructions import Free, Run
 from launcher.runtime.placement import make_placement

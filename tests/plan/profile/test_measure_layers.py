@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import compile_programs
 
 import launcher
 from launcher import measurements
@@ -32,7 +33,6 @@ from launcher.plan.methods import (
 from launcher.plan.profile import measure_layers as profile
 from launcher.plan.profile.layer_programs import layer_program
 from launcher.plan.profile.measured_layers import MeasuredLayers, Timing
-from launcher.runtime.compile import compile_programs
 from launcher.runtime.emit import emit
 from launcher.runtime.placement import make_placement
 from launcher.schedule import Kind

@@ -1,0 +1,13 @@
+"""A step's programs, compiled for what looks into them."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from launcher.runtime.compile import Compilation
+from launcher.runtime.emitted import Emitted
+from launcher.runtime.placement import Placement
+
+
+def compile_programs(emitted: Emitted, placement: Placement) -> dict[str, Any]:
+    with ThreadPoolExecutor(1) as pool:
+        return Compilation(emitted, placement, pool).result()
