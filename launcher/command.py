@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from launcher.config.schema import Config
 
 _EXAMPLES = """\
-Settings are key=value, options are group=option; the last word on a setting wins.
+Settings are key=value, options are group=option; the last value given for a setting wins.
 
 examples:
   launcher                                            train a small GPT on this machine
@@ -32,13 +32,13 @@ examples:
   launcher dataset=text dataset.path=/data/books      train on your own text
   launcher cluster=emulated cluster.gpus=8 task=plan  make and print the plan, train nothing
   launcher task=check recipe=smoke                    check the settings, do nothing else
-  launcher --cfg job model.size=125m                  print the settings that result
+  launcher --cfg job model.size=125m                  print the resulting settings
   launcher -m parallel.num_micro_batches=2,4          run both, then compare them
   launcher -m 'run.seed=range(0,4)' sweep.jobs=2      run all of these, two at a time
   launcher cluster=slurm cluster.hosts=2              submit to Slurm, on two nodes
   launcher --config-dir my_conf recipe=mine           use my_conf/recipe/mine.yaml
   launcher runs                                       list the runs here; launcher runs --help
-  launcher new my_project                             write a model, a dataset and settings of yours
+  launcher new my_project                             begin a project of your own
 """
 
 _EXIT_CODES = """
@@ -103,13 +103,20 @@ def _parser() -> argparse.ArgumentParser:
         "-c",
         "--cfg",
         choices=["job", "hydra", "all"],
-        help="print the settings that result (job), Hydra's own, or both, and stop",
+        help="print the resulting settings (job), Hydra's own, or both, and stop",
     )
     flag("-p", "--package", metavar="SECTION", help="with --cfg: only this section")
-    flag("--resolve", action="store_true", help="with --cfg: with values of the environment")
-    flag("--sources", action="store_true", help="with --cfg job: and where each was said")
+    flag("--resolve", action="store_true", help="with --cfg: with values from the environment")
+    flag("--sources", action="store_true", help="with --cfg job: also show where each was set")
     infos = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
-    flag("-i", "--info", nargs="?", const="all", choices=infos, help="print how settings come")
+    flag(
+        "-i",
+        "--info",
+        nargs="?",
+        const="all",
+        choices=infos,
+        help="print how settings are composed",
+    )
     flag("--hydra-help", action="store_true", help="show Hydra's help")
     flag(
         "-sc",
@@ -179,7 +186,7 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
 
 
 def _check(config: Config) -> int:
-    from launcher.driver.check import check
+    from launcher.driver.planning.check import check
 
     verdict = check(config, os.environ)
     if verdict.problem:

@@ -54,7 +54,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "programs, the update and the instructions of each worker.",
         allow_abbrev=False,
     )
-    words = "a run's folder (its config.yaml and plan.json), or settings as of `launcher`"
+    words = "a run's folder (its config.yaml and plan.json), or settings, as for `launcher`"
     parser.add_argument("words", nargs="*", metavar="FOLDER | key=value", help=words)
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="write a file for each of them there"
@@ -63,7 +63,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--hlo", action="store_true", help="compile as well, for CPU devices, and print the HLO"
     )
     parser.add_argument(
-        "-cd", "--config-dir", action="append", default=[], metavar="DIR", help="as of `launcher`"
+        "-cd", "--config-dir", action="append", default=[], metavar="DIR", help="as for `launcher`"
     )
     return parser.parse_intermixed_args(argv)
 
@@ -87,9 +87,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _of_run(folders: Sequence[str], settings: Sequence[str], hlo: bool) -> tuple[TracedStep, Plan]:
-    """The train step and the plan of a run, whose devices need not be here."""
+    """Return the train step and the plan of a run, whose devices need not be here."""
     from launcher.config.compose import load_frozen
-    from launcher.driver.replay import another_program, no_plan, read_plan
+    from launcher.driver.planning.replay import another_program, no_plan, read_plan
     from launcher.plan import Plan
     from launcher.train.program import build_program
 
@@ -114,13 +114,13 @@ def _of_run(folders: Sequence[str], settings: Sequence[str], hlo: bool) -> tuple
 def _of_settings(
     settings: Sequence[str], config_dirs: Sequence[str], hlo: bool
 ) -> tuple[TracedStep, Plan]:
-    """The train step of settings, and the plan that `task=plan` makes of them."""
+    """Return the train step of settings, and the plan that `task=plan` makes of them."""
     from rich.console import Console
 
     from launcher.config.compose import load
-    from launcher.driver.check import look
-    from launcher.driver.plan_from_config import plan_of
-    from launcher.driver.prepare import trace
+    from launcher.driver.planning.check import look
+    from launcher.driver.planning.plan_from_config import plan_of
+    from launcher.driver.planning.prepare import trace
     from launcher.log import lines_to
     from launcher.report.console import line_printer
 

@@ -24,7 +24,7 @@ from launcher.log import warn_once
 T = TypeVar("T")
 
 _PACKAGES = ("jax", "jaxlib", "launcher")
-_FORMAT = "3"  # of what the figures mean; to be raised with it
+_FORMAT = "4"  # of what the figures mean; to be raised with it
 
 _log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ def finite_number(value: Any, least: float = 0.0) -> float:
         ValueError: the value is not such a number.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{value!r} is no number")
+        raise ValueError(f"{value!r} is not a number")
     if not (math.isfinite(value) and value >= least):
         raise ValueError(f"{value} is not finite and at least {least}")
     return float(value)

@@ -112,7 +112,7 @@ def _members(archive: zipfile.ZipFile) -> Iterator[tuple[str, zipfile.ZipInfo]]:
     for info in archive.infolist():
         name = info.filename.removesuffix(_SUFFIX)
         if name == info.filename:
-            raise DamagedError(f"it holds {name!r}, which is no array")
+            raise DamagedError(f"it holds {name!r}, which is not an array")
         if name in seen:
             raise DamagedError(f"it holds {name!r} twice")
         if info.compress_type not in _COMPRESSION:

@@ -65,14 +65,13 @@ def parse_remat(name: str) -> RematName:
         )
     number = int(found["number"])
     if policy == "none":
-        raise ValueError(f"{name} computes nothing again; give none, or full{name[4:]}")
+        raise ValueError(f"{name} recomputes nothing; give none, or full{name[4:]}")
     if found["sign"] == ":":
         if number < 1:
-            raise ValueError(f"{name} computes no layer again; give none, or {policy}:1 and more")
+            raise ValueError(f"{name} recomputes no layer; give none, or {policy}:1 and more")
         return RematName(policy, first=number)
     if number < 2:
         raise ValueError(
-            f"{name} takes no layers together; give {policy} (each by itself), or {policy}/2 and "
-            "more"
+            f"{name} groups no layers; give {policy} (each by itself), or {policy}/2 and more"
         )
     return RematName(policy, every=number)

@@ -227,7 +227,7 @@ def tokenizer_of(options: Any) -> Tokenizer:
     found = getattr(_module("dataset", options), "tokenizer", None)
     if found is None:
         raise InputError(
-            f"dataset.name={options.name} is no text to go on with; name a run that has learned "
+            f"dataset.name={options.name} is not text to continue; name a run that was trained "
             "from text or tokens"
         )
     made: Tokenizer = found(_fields(options))

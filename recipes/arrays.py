@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from launcher.files import DamagedError
+from launcher.missing_path import missing_path
 from launcher.npz import Header, read_arrays, read_headers
 from recipes import Batches, Dataset, InputError
 from recipes.arrays_options import Arrays
@@ -121,7 +122,7 @@ def _find(options: Arrays, model_options: Any) -> _Split:
 def _headers(path: str) -> dict[str, Header]:
     file = Path(path).expanduser()
     if not file.exists():
-        raise InputError(f"dataset.path={path} does not exist; {_REMEDY}")
+        raise InputError(f"dataset.path={path} {missing_path(file)}; {_REMEDY}")
     try:
         headers = read_headers(file)
     except DamagedError as error:
@@ -201,7 +202,7 @@ def _converted(options: Arrays, model: Any, arrays: dict[str, np.ndarray]) -> di
             low, high = int(array.min()), int(array.max())
             if low < 0 or high >= model.vocab_size:
                 raise InputError(
-                    f"{where} holds {low if low < 0 else high}, which is no token of "
+                    f"{where} holds {low if low < 0 else high}, which is not a token of "
                     f"model.vocab_size={model.vocab_size}"
                 )
         converted[name] = array

@@ -7,14 +7,19 @@ from typing import Any
 
 from launcher.files import DamagedError
 from recipes.bert_options import BERTOptions
-from recipes.hugging_face import Tensor
+from recipes.hugging_face import Tensor, expect
 
 MODEL_TYPES = ("bert",)
+CHOICES = ("mask_token",)
 
-_EPSILON = 1e-12
-_ACTIVATION = "gelu"
 _KINDS = 2  # of sentences; a model here is told of one kind only
-# Of published files: heads that this model has not, and its own arrays written twice.
+_FIXED = {
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-12,
+    "type_vocab_size": _KINDS,
+    "tie_word_embeddings": True,
+}
+# Of published files: heads that this model lacks, and its own arrays written twice.
 _UNREAD = ("bert.pooler.", "cls.seq_relationship.", "cls.predictions.decoder.")
 _UNREAD_ENDS = (".position_ids",)
 
@@ -26,20 +31,14 @@ def options_of(config: Mapping[str, Any]) -> dict[str, Any]:
         DamagedError: it has what the family cannot express.
         KeyError: it lacks what is needed.
     """
-    for name, value in (
-        ("hidden_act", _ACTIVATION),
-        ("layer_norm_eps", _EPSILON),
-        ("type_vocab_size", _KINDS),
-        ("position_embedding_type", "absolute"),
-        ("tie_word_embeddings", True),
-        ("is_decoder", False),
-    ):
-        if config.get(name, value) != value:
-            raise DamagedError(f"{name}={config[name]} is not built")
+    expect(config, _FIXED | {"position_embedding_type": "absolute", "is_decoder": False})
     hidden, width = config["hidden_size"], config["intermediate_size"]
     if width % hidden:
-        raise DamagedError(f"intermediate_size={width} is no multiple of hidden_size={hidden}")
+        raise DamagedError(f"intermediate_size={width} is not a multiple of hidden_size={hidden}")
+    # transformers keeps it with the tokenizer, and in config.json whatever else it finds there.
+    mask = config.get("mask_token_id")
     return {
+        **({} if mask is None else {"mask_token": mask}),
         "vocab_size": config["vocab_size"],
         "sequence_length": config["max_position_embeddings"],
         "num_layers": config["num_hidden_layers"],
@@ -60,12 +59,10 @@ def config_of(options: BERTOptions) -> dict[str, Any]:
         "num_attention_heads": options.num_heads,
         "hidden_size": options.hidden_size,
         "intermediate_size": options.mlp_ratio * (options.hidden_size or 0),
-        "hidden_act": _ACTIVATION,
-        "layer_norm_eps": _EPSILON,
-        "type_vocab_size": _KINDS,
+        **_FIXED,
         "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0,
-        "tie_word_embeddings": True,
+        "mask_token_id": options.mask_token,
     }
 
 

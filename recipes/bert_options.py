@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from launcher.config.errors import ConfigError
 from launcher.config.families import register
 from launcher.config.fields import choice, number
-from recipes.sizes import SizedOptions
+from recipes.sizes import SizedOptions, uneven
 
 _DIMENSIONS = ("vocab_size", "sequence_length", "num_layers", "num_heads", "hidden_size")
+_FEATURES = {"mask_token": None}  # the tokenizer's, or the vocabulary's last
 
 
 @register
@@ -29,23 +30,20 @@ class BERTOptions(SizedOptions):
     hidden_size: int | None = number(None, minimum=1)
     mlp_ratio: int = number(4, minimum=1)
     mask_every: int = number(7, minimum=2)
+    mask_token: int | None = number(None, minimum=0)
     attention: str = choice("auto", "auto", "xla", "cudnn")
 
     dimensions: ClassVar[tuple[str, ...]] = _DIMENSIONS
-    shorthands: ClassVar = {"size": ("sizes", *_DIMENSIONS)}
-
-    @property
-    def layers(self) -> int:
-        """The number of pipeline layers: one more than the model's marks."""
-        assert self.num_layers is not None, "the size has not been filled in"
-        return self.num_layers
+    features: ClassVar[Mapping[str, Any]] = _FEATURES
+    optional: ClassVar[tuple[str, ...]] = tuple(_FEATURES)
 
     def check(self) -> Iterator[ConfigError]:
-        """Yield an error where the heads cannot be equal."""
-        if self.hidden_size and self.num_heads and self.hidden_size % self.num_heads:
+        """Yield an error where the heads cannot be equal, or the mask is no token."""
+        yield from uneven(self, ("hidden_size", "num_heads"))
+        if self.vocab_size and self.mask_token is not None and self.mask_token >= self.vocab_size:
             yield ConfigError(
-                f"model.hidden_size={self.hidden_size} cannot be cut into "
-                f"model.num_heads={self.num_heads} equal heads",
-                "Make it a multiple.",
-                ["model.hidden_size", "model.num_heads"],
+                f"model.mask_token={self.mask_token} is not in the vocabulary: tokens are below "
+                f"model.vocab_size={self.vocab_size}",
+                "Choose a smaller one, or leave it out.",
+                ["model.mask_token", "model.vocab_size"],
             )

@@ -64,15 +64,15 @@ def build_decoder(options: Any, precision: str) -> Decoder:
         build = users_function("model", options, "build_decoder")
         if build is None:
             raise InputError(
-                f"model.module={options.module} cannot go on with a text: it has no function "
+                f"model.module={options.module} cannot generate text: it has no function "
                 "build_decoder; write one, of recipes.decoding.without_cache"
             )
     else:
         name = f"{builder_of(type(options))}_decoder"
         if find_spec(name) is None:
             raise InputError(
-                f"model.name={options.name} cannot go on with a text: it has no decoder; "
-                "model=gpt and model=llama have one"
+                f"model.name={options.name} cannot generate text: it has no decoder; "
+                "model=gpt, model=llama and model=moe have one"
             )
         build = functools.partial(import_module(name).build_decoder, options)
     decoder: Decoder = build(precision)
@@ -215,54 +215,3 @@ class Generator:
         empty = jax.jit(lambda: decoder.cache(rows), **of_cache)
         self._read[rows] = empty, jax.jit(read, donate_argnums=1, **at)
         return self._read[rows]
-
-
-def visible(start: jax.Array, length: int, longest: int, window: int = 0) -> jax.Array:
-    """Return which cached positions a token sees, bool [batch, 1, length, longest].
-
-    Args:
-        start: the position of each row's first token, int32 [batch].
-        length: the number of tokens.
-        longest: the number of positions of the cache.
-        window: how many positions it sees at most, its own included; 0: all before it.
-    """
-    own = (start[:, None] + jnp.arange(length))[:, None, :, None]
-    others = jnp.arange(longest)
-    seen = others <= own
-    return seen & (own - others < window) if window else seen
-
-
-def remembered(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
-    """Return a cache with new keys or values, [batch, longest, heads, size], from `start` on."""
-    rows = jnp.arange(new.shape[0])[:, None]
-    places = start[:, None] + jnp.arange(new.shape[1])
-    return cache.at[rows, places].set(new.astype(cache.dtype), mode="drop")
-
-
-def attend(query: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array) -> jax.Array:
-    """Return what attention mixes, [batch, length, heads, size]; heads may share keys and values.
-
-    Args:
-        query: [batch, length, heads, size].
-        keys: [batch, longest, kv_heads, size].
-        values: as `keys`.
-        seen: of `visible`.
-    """
-    shared = query.shape[2] // keys.shape[2]
-    keys, values = (jnp.repeat(x, shared, axis=2) for x in (keys, values))
-    scores = jnp.einsum("bqnh,bknh->bnqk", query * query.shape[-1] ** -0.5, keys)
-    scores = jnp.where(seen, scores.astype(jnp.float32), -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
-    return jnp.einsum("bnqk,bknh->bqnh", weights, values)
-
-
-def layers_of(params: Any, count: int) -> list[Any]:
-    """Return the parameters of each block, whether they are stacked or apart."""
-    if "layers" in params:
-        return [jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]) for i in range(count)]
-    return [params[f"layers_{i}"] for i in range(count)]
-
-
-def last_of(x: jax.Array, last: jax.Array) -> jax.Array:
-    """Return the entry of each row at its last token, [batch, 1, hidden]."""
-    return jnp.take_along_axis(x, last[:, None, None], axis=1)

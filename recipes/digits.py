@@ -34,7 +34,7 @@ def check(options: Digits, model_options: Any, validation: bool) -> None:
     if hasattr(model_options, "image_size"):
         if model_options.image_size % SIDE:
             raise InputError(
-                f"model.image_size={model_options.image_size} is no multiple of {SIDE}, the "
+                f"model.image_size={model_options.image_size} is not a multiple of {SIDE}, the "
                 f"digits' own; set model.image_size={SIDE} or {4 * SIDE}"
             )
         wanted = {"num_classes": CLASSES}

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from launcher.missing_path import missing_path
 from recipes import InputError
 
 # Folders of the standard library that are not its source, or are its tests.
@@ -88,7 +89,7 @@ def find_text(path: str, pattern: str) -> list[FileSlice]:
         raise InputError(f"dataset.path={path} is neither a file nor a folder; name one of these")
     else:
         raise InputError(
-            f"dataset.path={path} does not exist; name a text file, "
+            f"dataset.path={path} {missing_path(root)}; name a text file, "
             "or a folder whose files fit dataset.pattern"
         )
     for candidate in paths:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from recipes import Model
 from recipes.blocks import blocks_in_a_row
-from recipes.gpt_options import DIMENSIONS, GPTOptions
+from recipes.gpt_options import GPTOptions
 from recipes.losses import next_token_loss
 from recipes.packing import Packed, packing_of, same_document
 
@@ -28,26 +28,24 @@ EPSILON = 1e-5
 class Attention(nn.Module):
     """Causal self-attention."""
 
-    num_heads: int
-    dropout: float
+    options: GPTOptions
     output_scale: float
     dtype: Any
-    fused: bool = False  # by cuDNN's kernel, which takes no dropout
 
     @nn.compact
     def __call__(self, x: jax.Array, deterministic: bool, packed: Packed = None) -> jax.Array:
         """Map float [batch, length, hidden] to the same; without dropout if `deterministic`."""
-        length, hidden = x.shape[-2:]
-        head_size = hidden // self.num_heads
+        (length, hidden), heads = x.shape[-2:], cast(int, self.options.num_heads)
+        head_size = hidden // heads
         qkv = nn.DenseGeneral(
-            (3, self.num_heads, head_size),
+            (3, heads, head_size),
             kernel_init=nn.initializers.normal(_INIT_SCALE),
             dtype=self.dtype,
             name="linear_qkv",
         )(x)
         query, key, value = (qkv[..., part, :, :] for part in range(3))
 
-        if self.fused and packed is None:
+        if self.options.attention == "cudnn" and packed is None:  # which takes no dropout
             mixed = jax.nn.dot_product_attention(
                 query, key, value, is_causal=True, implementation="cudnn"
             )
@@ -61,7 +59,7 @@ class Attention(nn.Module):
                 seen = seen & same_document(packed[0])
             scores = jnp.where(seen, scores.astype(jnp.float32), -jnp.inf)
             weights = jax.nn.softmax(scores, axis=-1).astype(self.dtype)
-            weights = nn.Dropout(self.dropout)(weights, deterministic)
+            weights = nn.Dropout(self.options.dropout)(weights, deterministic)
             mixed = jnp.einsum("bnqk,bknh->bqnh", weights, value)
         return nn.DenseGeneral(
             hidden,
@@ -75,7 +73,7 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """Two dense layers with GELU between them."""
 
-    ratio: int
+    options: GPTOptions
     output_scale: float
     dtype: Any
 
@@ -84,7 +82,7 @@ class FeedForward(nn.Module):
         """Map float [batch, length, hidden] to the same."""
         hidden = x.shape[-1]
         x = nn.Dense(
-            self.ratio * hidden,
+            self.options.mlp_ratio * hidden,
             kernel_init=nn.initializers.normal(_INIT_SCALE),
             dtype=self.dtype,
             name="linear_fc1",
@@ -100,12 +98,9 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """One transformer block."""
 
-    num_heads: int
-    mlp_ratio: int
-    dropout: float
+    options: GPTOptions
     output_scale: float
     dtype: Any
-    fused: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array, deterministic: bool, packed: Packed = None) -> jax.Array:
@@ -114,16 +109,9 @@ class Block(nn.Module):
         def norm(name: str) -> nn.LayerNorm:
             return nn.LayerNorm(epsilon=EPSILON, dtype=self.dtype, name=name)
 
-        attention = Attention(
-            self.num_heads,
-            self.dropout,
-            self.output_scale,
-            self.dtype,
-            self.fused,
-            name="self_attention",
-        )
-        mlp = FeedForward(self.mlp_ratio, self.output_scale, self.dtype, name="mlp")
-        drop = nn.Dropout(self.dropout)
+        shared = (self.options, self.output_scale, self.dtype)
+        attention = Attention(*shared, name="self_attention")
+        mlp, drop = FeedForward(*shared, name="mlp"), nn.Dropout(self.options.dropout)
         x = x + drop(attention(norm("input_layernorm")(x), deterministic, packed), deterministic)
         return x + drop(mlp(norm("pre_mlp_layernorm")(x)), deterministic)
 
@@ -135,17 +123,8 @@ class GPT(nn.Module):
     output layer to the last.
     """
 
-    vocab_size: int
-    sequence_length: int
-    num_layers: int
-    num_heads: int
-    hidden_size: int
-    mlp_ratio: int
-    dropout: float
-    tie_embeddings: bool
-    scan_layers: bool
+    options: GPTOptions
     dtype: Any
-    fused_attention: bool = False
 
     @nn.compact
     def __call__(
@@ -163,58 +142,42 @@ class GPT(nn.Module):
             packed: of rows that hold several documents, each token's document and its place there.
             with_logits: False: return the last hidden values, `dtype` [batch, length, hidden_size].
         """
-        normal = nn.initializers.normal(_INIT_SCALE)
+        options, normal = self.options, nn.initializers.normal(_INIT_SCALE)
+        num_layers, hidden = cast(int, options.num_layers), cast(int, options.hidden_size)
         words = nn.Embed(
-            self.vocab_size,
-            self.hidden_size,
+            cast(int, options.vocab_size),
+            hidden,
             embedding_init=normal,
             dtype=self.dtype,
             name="word_embeddings",
         )
         positions = self.param(
-            "position_embeddings", normal, (self.sequence_length, self.hidden_size)
+            "position_embeddings", normal, (cast(int, options.sequence_length), hidden)
         )
         places = positions[packed[1]] if packed else positions[: tokens.shape[1]]
         x = words(tokens) + places.astype(self.dtype)
-        x = nn.Dropout(self.dropout)(x, deterministic)
+        x = nn.Dropout(options.dropout)(x, deterministic)
 
         # The 2 * num_layers branches that are added to x keep its variance (GPT-2, section 2.3).
-        output_scale = _INIT_SCALE / (2 * self.num_layers) ** 0.5
-        block = functools.partial(
-            Block,
-            self.num_heads,
-            self.mlp_ratio,
-            self.dropout,
-            output_scale,
-            self.dtype,
-            self.fused_attention,
+        block = functools.partial(Block, options, _INIT_SCALE / (2 * num_layers) ** 0.5, self.dtype)
+        x = blocks_in_a_row(
+            self,
+            block,
+            num_layers,
+            x,
+            packed,
+            call=lambda module, x, packed: module(x, deterministic, packed),
+            draws=not deterministic and options.dropout > 0,
+            scanned=options.scan_layers,
         )
-        if self.scan_layers:
-            scanned = nn.scan(
-                lambda module, x: (module(x, deterministic, packed), None),
-                variable_axes={"params": 0},
-                split_rngs={"params": True, "dropout": True},
-                length=self.num_layers,
-            )
-            x, _ = scanned(block(name="layers"), x)
-        else:
-            x = blocks_in_a_row(
-                self,
-                block,
-                self.num_layers,
-                x,
-                packed,
-                call=lambda module, x, packed: module(x, deterministic, packed),
-                draws=not deterministic and self.dropout > 0,
-            )
 
         x = nn.LayerNorm(epsilon=EPSILON, dtype=self.dtype, name="final_layernorm")(x)
         if not with_logits:
             return x
-        if self.tie_embeddings:
+        if options.tie_embeddings:
             return words.attend(x)
         return nn.Dense(
-            self.vocab_size,
+            cast(int, options.vocab_size),
             use_bias=False,
             kernel_init=normal,
             dtype=self.dtype,
@@ -229,18 +192,10 @@ def build(options: GPTOptions, precision: str) -> Model:
     `positions`, attention keeps within documents, and with `weights` the mean is weighted.
 
     Args:
-        options: the dimensions, all of them set.
+        options: the settings, all of them set.
         precision: "fp32" or "bf16".
     """
-    gpt = GPT(
-        **{name: getattr(options, name) for name in DIMENSIONS},
-        mlp_ratio=options.mlp_ratio,
-        dropout=options.dropout,
-        tie_embeddings=options.tie_embeddings,
-        scan_layers=options.scan_layers,
-        dtype=jnp.bfloat16 if precision == "bf16" else jnp.float32,
-        fused_attention=options.attention == "cudnn",
-    )
+    gpt = GPT(options, jnp.bfloat16 if precision == "bf16" else jnp.float32)
 
     def init(key: jax.Array) -> Any:
         return gpt.init(key, jnp.zeros((1, 1), jnp.int32), deterministic=True)["params"]

@@ -1,4 +1,4 @@
-"""GPT as a decoder: the same blocks as in `gpt`, whose attention remembers keys and values."""
+"""GPT as a decoder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from recipes.decoding import Decoder, attend, last_of, layers_of, remembered, visible
+from recipes.cached_blocks import CachedBlocks
+from recipes.decoding import Decoder
 from recipes.gpt import EPSILON, FeedForward
 from recipes.gpt_options import GPTOptions
 
@@ -17,49 +18,41 @@ def build_decoder(options: GPTOptions, precision: str) -> Decoder:
     """Return a GPT that goes on with texts.
 
     Args:
-        options: the dimensions, all of them set.
+        options: the settings, all of them set.
         precision: "fp32" or "bf16".
     """
     dtype = jnp.bfloat16 if precision == "bf16" else jnp.float32
-    num_layers, hidden = cast(int, options.num_layers), cast(int, options.hidden_size)
-    heads, longest = cast(int, options.num_heads), cast(int, options.sequence_length)
-    normed, feed_forward = (
-        nn.LayerNorm(epsilon=EPSILON, dtype=dtype),
-        FeedForward(options.mlp_ratio, 0.0, dtype),
-    )
+    heads, hidden = cast(int, options.num_heads), cast(int, options.hidden_size)
+    layer_norm = nn.LayerNorm(epsilon=EPSILON, dtype=dtype)
+    mlp = FeedForward(options, 0.0, dtype)
+
+    def embed(params: Any, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        words = params["word_embeddings"]["embedding"].astype(dtype)
+        places = params["position_embeddings"].astype(dtype)
+        return cast(jax.Array, words[tokens] + places[positions])
 
     def norm(params: Any, x: jax.Array) -> jax.Array:
-        return cast(jax.Array, normed.apply({"params": params}, x))
+        return cast(jax.Array, layer_norm.apply({"params": params}, x))
 
-    def cache(batch: int) -> Any:
-        empty = jnp.zeros((batch, longest, heads, hidden // heads), dtype)
-        return [(empty, empty) for _ in range(num_layers)]
+    def qkv(
+        params: Any, x: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        del positions  # the embedding has them
+        dense = jax.tree.map(lambda leaf: leaf.astype(dtype), params["linear_qkv"])
+        made = jnp.einsum("bld,dpnh->blpnh", x, dense["kernel"]) + dense["bias"]
+        return made[:, :, 0], made[:, :, 1], made[:, :, 2]
 
-    def attention(params: Any, x: jax.Array, start: jax.Array, known: Any) -> tuple[Any, Any]:
-        weights = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-        qkv = jnp.einsum("bld,dpnh->blpnh", x, weights["linear_qkv"]["kernel"])
-        query, key, value = jnp.moveaxis(qkv + weights["linear_qkv"]["bias"], 2, 0)
-        keys, values = (remembered(*pair, start) for pair in zip(known, (key, value), strict=True))
-        mixed = attend(query, keys, values, visible(start, x.shape[1], longest))
-        out = jnp.einsum("blnh,nhd->bld", mixed, weights["linear_proj"]["kernel"])
-        return out + weights["linear_proj"]["bias"], (keys, values)
+    def feed_forward(params: Any, x: jax.Array) -> jax.Array:
+        return cast(jax.Array, mlp.apply({"params": params["mlp"]}, x))
 
-    def read(
-        params: Any, cache: Any, tokens: jax.Array, start: jax.Array, last: jax.Array
-    ) -> tuple[jax.Array, Any]:
-        words = params["word_embeddings"]["embedding"].astype(dtype)
-        positions = start[:, None] + jnp.arange(tokens.shape[1])
-        x = words[tokens] + params["position_embeddings"].astype(dtype)[positions]
-        new = []
-        for layer, known in zip(layers_of(params, num_layers), cache, strict=True):
-            inside = norm(layer["input_layernorm"], x)
-            mixed, both = attention(layer["self_attention"], inside, start, known)
-            new.append(both)
-            x = x + mixed
-            inside = norm(layer["pre_mlp_layernorm"], x)
-            x = x + cast(jax.Array, feed_forward.apply({"params": layer["mlp"]}, inside))
-        x = norm(params["final_layernorm"], last_of(x, last))
-        head = words.T if options.tie_embeddings else params["output_layer"]["kernel"]
-        return (x @ head.astype(dtype))[:, 0].astype(jnp.float32), new
-
-    return Decoder(cache, read, longest)
+    return CachedBlocks(
+        num_layers=cast(int, options.num_layers),
+        length=cast(int, options.sequence_length),
+        num_kv_heads=heads,
+        head_size=hidden // heads,
+        dtype=dtype,
+        embed=embed,
+        norm=norm,
+        heads=qkv,
+        feed_forward=feed_forward,
+    ).decoder()

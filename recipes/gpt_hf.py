@@ -7,12 +7,11 @@ from typing import Any
 
 from launcher.files import DamagedError
 from recipes.gpt_options import GPTOptions
-from recipes.hugging_face import Tensor
+from recipes.hugging_face import Tensor, expect
 
 MODEL_TYPES = ("gpt2",)
 
-_EPSILON = 1e-5
-_ACTIVATION = "gelu_new"
+_FIXED = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
 
 
 def options_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -22,17 +21,11 @@ def options_of(config: Mapping[str, Any]) -> dict[str, Any]:
         DamagedError: it has what the family cannot express.
         KeyError: it lacks what is needed.
     """
-    for name, value in (
-        ("activation_function", _ACTIVATION),
-        ("layer_norm_epsilon", _EPSILON),
-        ("scale_attn_by_inverse_layer_idx", False),
-    ):
-        if config.get(name, value) != value:
-            raise DamagedError(f"{name}={config[name]} is not built")
+    expect(config, _FIXED | {"scale_attn_by_inverse_layer_idx": False})
     hidden = config["n_embd"]
     width = config.get("n_inner") or 4 * hidden
     if width % hidden:
-        raise DamagedError(f"n_inner={width} is no multiple of n_embd={hidden}")
+        raise DamagedError(f"n_inner={width} is not a multiple of n_embd={hidden}")
     return {
         "vocab_size": config["vocab_size"],
         "sequence_length": config["n_positions"],
@@ -55,8 +48,7 @@ def config_of(options: GPTOptions) -> dict[str, Any]:
         "n_head": options.num_heads,
         "n_embd": options.hidden_size,
         "n_inner": options.mlp_ratio * (options.hidden_size or 0),
-        "activation_function": _ACTIVATION,
-        "layer_norm_epsilon": _EPSILON,
+        **_FIXED,
         "resid_pdrop": options.dropout,
         "attn_pdrop": options.dropout,
         "embd_pdrop": options.dropout,

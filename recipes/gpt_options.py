@@ -9,9 +9,9 @@ from typing import ClassVar
 from launcher.config.errors import ConfigError
 from launcher.config.families import register
 from launcher.config.fields import choice, number
-from recipes.sizes import SizedOptions, uneven_chunks
+from recipes.sizes import SizedOptions, uneven
 
-DIMENSIONS = ("vocab_size", "sequence_length", "num_layers", "num_heads", "hidden_size")
+_DIMENSIONS = ("vocab_size", "sequence_length", "num_layers", "num_heads", "hidden_size")
 
 
 @register
@@ -39,22 +39,8 @@ class GPTOptions(SizedOptions):
     attention: str = choice("auto", "auto", "xla", "cudnn")
 
     keeps_documents: ClassVar[bool] = True
-    dimensions: ClassVar = DIMENSIONS
-    shorthands: ClassVar = {"size": ("sizes", *DIMENSIONS)}
-
-    @property
-    def layers(self) -> int:
-        """The number of pipeline layers: one more than the model's marks."""
-        assert self.num_layers is not None, "the size has not been filled in"
-        return self.num_layers
+    dimensions: ClassVar[tuple[str, ...]] = _DIMENSIONS
 
     def check(self) -> Iterator[ConfigError]:
-        """Yield an error where the heads cannot be equal."""
-        yield from uneven_chunks(self.sequence_length, self.loss_chunks)
-        if self.hidden_size and self.num_heads and self.hidden_size % self.num_heads:
-            yield ConfigError(
-                f"model.hidden_size={self.hidden_size} cannot be cut into "
-                f"model.num_heads={self.num_heads} equal heads",
-                "Make it a multiple.",
-                ["model.hidden_size", "model.num_heads"],
-            )
+        """Yield an error where heads, or parts of the loss, cannot be equal."""
+        yield from uneven(self, ("hidden_size", "num_heads"), ("sequence_length", "loss_chunks"))

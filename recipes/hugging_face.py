@@ -30,6 +30,7 @@ import numpy as np
 import recipes
 from launcher.config.errors import ConfigError
 from launcher.files import DamagedError, read_json
+from launcher.missing_path import missing_path
 
 CONFIG = "config.json"
 PREFIX = "hf:"  # of a path that is a folder of this kind
@@ -157,6 +158,8 @@ def dimensions_in(named: str, name: str) -> dict[str, Any]:
         return options_in(family, config)
     except OSError as error:
         problem = f"{folder / CONFIG}: {error.strerror}"
+        if not folder.exists():
+            problem = f"{folder} {missing_path(folder)}"
     except DamagedError as error:
         problem = str(error)
     raise ConfigError(
@@ -179,7 +182,18 @@ def options_in(family: ModuleType, config: Mapping[str, Any]) -> dict[str, Any]:
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
         if isinstance(error, DamagedError):
             raise
-        raise DamagedError(f"{CONFIG} holds a value that is no dimension ({error})") from None
+        raise DamagedError(f"{CONFIG} holds a value that is not a dimension ({error})") from None
+
+
+def expect(config: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Refuse a `config.json` that says something else than these values, which are all there is.
+
+    Raises:
+        DamagedError: it does.
+    """
+    for name, value in values.items():
+        if config.get(name, value) != value:
+            raise DamagedError(f"{name}={config[name]} is not supported; {name}={value} is")
 
 
 def _modules() -> Iterator[ModuleType]:

@@ -10,6 +10,8 @@ import optax
 def classification(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Return the mean cross-entropy of classes, and the accuracy as a metric.
 
+    A picture counts as right if its class is the likeliest, of equals the first.
+
     Args:
         logits: float [batch, classes].
         labels: int32 [batch].

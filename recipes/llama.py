@@ -200,16 +200,7 @@ class Llama(nn.Module):
 
         # The 2 * num_layers branches that are added to x keep its variance (GPT-2, section 2.3).
         block = functools.partial(Block, options, INIT_SCALE / (2 * num_layers) ** 0.5, self.dtype)
-        if options.scan_layers:
-            scanned = nn.scan(
-                lambda module, x: (module(x, packed), None),
-                variable_axes={"params": 0},
-                split_rngs={"params": True},
-                length=num_layers,
-            )
-            x, _ = scanned(block(name="layers"), x)
-        else:
-            x = blocks_in_a_row(self, block, num_layers, x, packed)
+        x = blocks_in_a_row(self, block, num_layers, x, packed, scanned=options.scan_layers)
 
         epsilon = cast(float, options.norm_epsilon)
         x = nn.RMSNorm(epsilon=epsilon, dtype=self.dtype, name="final_layernorm")(x)

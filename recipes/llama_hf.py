@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from launcher.files import DamagedError
@@ -35,16 +35,16 @@ def options_of(config: Mapping[str, Any]) -> dict[str, Any]:
         KeyError: it lacks what is needed.
     """
     kind = config["model_type"]
-    rope = rope_of(config)
+    rope = _rope_of(config)
     if config.get("attention_bias") and kind != "qwen2":
         raise DamagedError("attention_bias=true puts a bias on the output of attention, too")
     if config.get("mlp_bias"):
-        raise DamagedError("mlp_bias=true is not built")
+        raise DamagedError("mlp_bias=true is not supported")
     activation = config.get("hidden_activation") or config.get("hidden_act", "silu")
     if kind == "gemma" and activation == "gelu":
         activation = "gelu_pytorch_tanh"  # the published files say gelu and mean this
     if activation not in _ACTIVATIONS or (activation == "gelu" and kind != "gemma"):
-        raise DamagedError(f"the activation {activation!r} is not built")
+        raise DamagedError(f"the activation {activation!r} is not supported")
     windowed = kind == "mistral" or config.get("use_sliding_window", False)
     return {
         "vocab_size": config["vocab_size"],
@@ -69,7 +69,7 @@ def options_of(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a `config.json` says of rotary positions; it has done so in two forms."""
     found = {"rope_theta": config.get("rope_theta", 10000.0)}
     for name in ("rope_scaling", "rope_parameters"):
@@ -78,24 +78,11 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "default":
         return {"rope_theta": found["rope_theta"]}
     if kind != "llama3":
-        raise DamagedError(f"the rotary positions {kind!r} are not built")
+        raise DamagedError(f"the rotary positions {kind!r} are not supported")
     for name, value in _ROPE.items():
         if found.get(name, value) != value:
             raise DamagedError(f"{name}={found[name]} of its rotary positions is not {value}")
     return found
-
-
-def rope_settings(options: LlamaOptions) -> dict[str, Any]:
-    """Return what a `config.json` says of rotary positions, in both forms."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": options.rope_base}
-    if options.rope_factor == 1.0:
-        return {"rope_theta": options.rope_base, "rope_parameters": rope}
-    scaling = {**_ROPE, "factor": options.rope_factor}
-    return {
-        "rope_theta": options.rope_base,
-        "rope_parameters": rope | scaling,
-        "rope_scaling": scaling,
-    }
 
 
 def config_of(options: LlamaOptions) -> dict[str, Any]:
@@ -105,9 +92,23 @@ def config_of(options: LlamaOptions) -> dict[str, Any]:
         DamagedError: `transformers` has no such model.
     """
     kind = _kind(options)
-    found: dict[str, Any] = {
-        "architectures": [_ARCHITECTURES[kind]],
-        "model_type": kind,
+    found = {"architectures": [_ARCHITECTURES[kind]], "model_type": kind, **common_config(options)}
+    if kind == "gemma":
+        found["hidden_activation"] = "gelu_pytorch_tanh"
+    if kind == "mistral":
+        found["sliding_window"] = options.sliding_window or None
+    elif options.sliding_window:
+        layers = options.num_layers or 0
+        found |= {"use_sliding_window": True, "sliding_window": options.sliding_window}
+        found |= {"max_window_layers": 0, "layer_types": ["sliding_attention"] * layers}
+    return found
+
+
+def common_config(options: LlamaOptions) -> dict[str, Any]:
+    """Return what the `config.json` of each of these models says, and that of one with experts."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": options.rope_base}
+    scaling = {**_ROPE, "factor": options.rope_factor} if options.rope_factor != 1.0 else {}
+    return {
         "vocab_size": options.vocab_size,
         "max_position_embeddings": options.sequence_length,
         "num_hidden_layers": options.num_layers,
@@ -118,20 +119,13 @@ def config_of(options: LlamaOptions) -> dict[str, Any]:
         "intermediate_size": options.mlp_size,
         "hidden_act": "silu" if options.activation == "silu" else "gelu_pytorch_tanh",
         "rms_norm_eps": options.norm_epsilon,
-        **rope_settings(options),
+        "rope_theta": options.rope_base,  # in both forms
+        "rope_parameters": rope | scaling,
+        **({"rope_scaling": scaling} if scaling else {}),
         "tie_word_embeddings": options.tie_embeddings,
         "attention_bias": False,
         "attention_dropout": 0.0,
     }
-    if kind == "gemma":
-        found["hidden_activation"] = "gelu_pytorch_tanh"
-    if kind == "mistral":
-        found["sliding_window"] = options.sliding_window or None
-    elif options.sliding_window:
-        layers = options.num_layers or 0
-        found |= {"use_sliding_window": True, "sliding_window": options.sliding_window}
-        found |= {"max_window_layers": 0, "layer_types": ["sliding_attention"] * layers}
-    return found
 
 
 def _kind(options: LlamaOptions) -> str:
@@ -155,11 +149,24 @@ def _kind(options: LlamaOptions) -> str:
 
 def tensors(options: LlamaOptions) -> Iterator[Tensor]:
     """Yield each array."""
+    mlp = list(feed_forward(options.hidden_size or 0, options.mlp_size or 0))
+    yield from tensors_around(options, lambda index: mlp)
+
+
+def tensors_around(
+    options: LlamaOptions, mlp: Callable[[int], Iterable[Tensor]]
+) -> Iterator[Tensor]:
+    """Yield each array of a model whose MLPs are its own.
+
+    Args:
+        options: the settings.
+        mlp: returns the arrays of a block's MLP, by their names in the block.
+    """
     hidden, vocabulary = options.hidden_size or 0, options.vocab_size or 0
     offset = 1.0 if options.scale_embeddings else 0.0  # Gemma stores its norms less 1
     yield Tensor("model.embed_tokens.weight", "word_embeddings.embedding", (vocabulary, hidden))
     for i in range(options.num_layers or 0):
-        for one in _block(options, hidden, offset):
+        for one in (*_attention_and_norms(options, hidden, offset), *mlp(i)):
             theirs, ours = f"model.layers.{i}.{one.theirs}", f"layers_{i}.{one.ours}"
             yield one._replace(theirs=theirs, ours=ours)
     yield Tensor("model.norm.weight", "final_layernorm.scale", (hidden,), offset=offset)
@@ -167,16 +174,8 @@ def tensors(options: LlamaOptions) -> Iterator[Tensor]:
         yield Tensor("lm_head.weight", "output_layer.kernel", (vocabulary, hidden), (1, 0))
 
 
-def _block(options: LlamaOptions, hidden: int, offset: float) -> Iterator[Tensor]:
-    """Yield the arrays of a block, by their names in it."""
-    yield from attention_and_norms(options, hidden, offset)
-    yield from feed_forward("mlp", "mlp", hidden, options.mlp_size or 0)
-
-
-def attention_and_norms(
-    options: LlamaOptions, hidden: int, offset: float = 0.0
-) -> Iterator[Tensor]:
-    """Yield the arrays of a block but for those of its MLP."""
+def _attention_and_norms(options: LlamaOptions, hidden: int, offset: float) -> Iterator[Tensor]:
+    """Yield the arrays of a block but for those of its MLP, by their names in it."""
     size = options.head_size or 0
     heads, shared = options.num_heads or 0, options.num_kv_heads or 0
     for name, count in (("q", heads), ("k", shared), ("v", shared)):
@@ -198,8 +197,8 @@ def attention_and_norms(
         yield Tensor(f"{theirs}.weight", f"{ours}.scale", (hidden,), offset=offset)
 
 
-def feed_forward(theirs: str, ours: str, hidden: int, width: int) -> Iterator[Tensor]:
-    """Yield the arrays of a gated MLP."""
+def feed_forward(hidden: int, width: int) -> Iterator[Tensor]:
+    """Yield the arrays of a gated MLP, by their names in its block."""
     for name in ("gate", "up", "down"):
         shape = (hidden, width) if name == "down" else (width, hidden)
-        yield Tensor(f"{theirs}.{name}_proj.weight", f"{ours}.linear_{name}.kernel", shape, (1, 0))
+        yield Tensor(f"mlp.{name}_proj.weight", f"mlp.linear_{name}.kernel", shape, (1, 0))

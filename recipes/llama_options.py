@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 from launcher.config.errors import ConfigError
 from launcher.config.families import register
 from launcher.config.fields import choice, number
-from recipes.sizes import SizedOptions, uneven_chunks
+from recipes.sizes import SizedOptions, uneven
 
 _DIMENSIONS = ("vocab_size", "sequence_length", "num_layers", "num_heads", "hidden_size")
 _FEATURES = {
@@ -67,15 +67,6 @@ class LlamaOptions(SizedOptions):
     keeps_documents: ClassVar[bool] = True
     dimensions: ClassVar[tuple[str, ...]] = _DIMENSIONS
     features: ClassVar[Mapping[str, Any]] = _FEATURES
-    shorthands: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "size": ("sizes", *_DIMENSIONS, *_FEATURES)
-    }
-
-    @property
-    def layers(self) -> int:
-        """The number of pipeline layers: one more than the model's marks."""
-        assert self.num_layers is not None, "the size has not been filled in"
-        return self.num_layers
 
     def filled(self) -> Self:
         """Return the settings with all of a size's set, also those that follow from others."""
@@ -94,14 +85,7 @@ class LlamaOptions(SizedOptions):
 
     def check(self) -> Iterator[ConfigError]:
         """Yield an error where heads cannot share keys, or a head's halves cannot be rotated."""
-        yield from uneven_chunks(self.sequence_length, self.loss_chunks)
-        if self.num_heads and self.num_kv_heads and self.num_heads % self.num_kv_heads:
-            yield ConfigError(
-                f"model.num_heads={self.num_heads} cannot share "
-                f"model.num_kv_heads={self.num_kv_heads} heads of keys and values equally",
-                "Make it a multiple.",
-                ["model.num_heads", "model.num_kv_heads"],
-            )
+        yield from uneven(self, ("num_heads", "num_kv_heads"), ("sequence_length", "loss_chunks"))
         if self.head_size and self.head_size % 2:
             yield ConfigError(
                 f"model.head_size={self.head_size} is odd; rotary positions turn pairs",

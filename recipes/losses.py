@@ -59,6 +59,8 @@ def mean_of(scores: Scores, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]
 def scores_of(logits: jax.Array, targets: jax.Array, evaluates: bool) -> Scores:
     """Return of each token its cross-entropy, and whether its target is the likeliest.
 
+    Of tokens that are equally likely the first is, as for argmax.
+
     Args:
         logits: float [batch, length, vocab_size].
         targets: int32 [batch, length].
@@ -66,9 +68,10 @@ def scores_of(logits: jax.Array, targets: jax.Array, evaluates: bool) -> Scores:
     """
     logits = logits.astype(jnp.float32)
     scores = {"loss": optax.softmax_cross_entropy_with_integer_labels(logits, targets)}
-    if evaluates:  # by the largest logit, which the loss needs, too
-        own = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-        scores["accuracy"] = (own >= logits.max(-1)).astype(jnp.float32)
+    if evaluates:  # by the largest logit, which the loss needs, too; of equals the first
+        largest, count = logits.max(-1, keepdims=True), logits.shape[-1]
+        likeliest = jnp.where(logits == largest, jnp.arange(count), count).min(-1)
+        scores["accuracy"] = (likeliest == targets).astype(jnp.float32)
     return scores
 
 

@@ -12,6 +12,8 @@ import numpy as np
 
 from recipes import Batches, Dataset, InputError, tokens
 from recipes.batches import held_out
+from recipes.corpus.files import find_corpus
+from recipes.corpus.meta import CorpusMeta
 from recipes.corpus.rows import RowMaker, rows_between
 from recipes.corpus.tokenizers import Tokenizer
 from recipes.masking import Gather, as_the_model_takes
@@ -23,13 +25,17 @@ if TYPE_CHECKING:
 
 
 class _MixedPart(NamedTuple):
-    """One corpus: its name and weight, its rows for training and held out, and what makes them."""
+    """One corpus: its name and weight, its rows for training and held out, what makes them, a mask.
+
+    The mask is that of the tokenizer that made its tokens; None: it has none.
+    """
 
     name: str
     weight: float
     train: int
     held: int
     makers: tuple[RowMaker, RowMaker]
+    mask_token: int | None
 
 
 def check(options: Mixture, model_options: Any, validation: bool) -> None:
@@ -40,6 +46,7 @@ def check(options: Mixture, model_options: Any, validation: bool) -> None:
         model_options: the model's settings.
         validation: whether the run evaluates.
     """
+    check_tokenizers(options)
     parts = list(_parts(options, model_options))
     if validation and not any(part.held for part in parts):
         raise InputError(
@@ -65,10 +72,11 @@ def build(options: Mixture, model_options: Any, global_batch_size: int, seed: in
         seed,
     )
     held = [part.held for part in parts]
-    gather = as_the_model_takes(model_options, _gather([part.makers[1] for part in parts], held))
-    train = as_the_model_takes(
-        model_options,
-        _gather([part.makers[0] for part in parts], [part.train for part in parts]),
+    masks = (part.mask_token for part in parts)  # of one tokenizer, where they tell of one
+    mask = next((mask for mask in masks if mask is not None), None)
+    train, gather = (
+        as_the_model_takes(model_options, _gather([part.makers[i] for part in parts], counts), mask)
+        for i, counts in enumerate(([part.train for part in parts], held))
     )
     total = sum(part.weight for part in parts)
     shares = ", ".join(
@@ -89,10 +97,28 @@ def fingerprint(options: Mixture) -> str:
 
 def tokenizer(options: Mixture) -> Tokenizer:
     """Return the tokenizer of all parts; raises InputError where they have not the same."""
+    check_tokenizers(options)
     found = [tokens.tokenizer(_tokens(options, part)) for part in options.parts.values()]
-    if len({one.fingerprint for one in found}) > 1:
-        raise InputError("dataset.parts were made by different tokenizers; prepare them by one")
     return found[0]
+
+
+def check_tokenizers(options: Mixture) -> None:
+    """Raise InputError if parts were made by different tokenizers, as far as they tell."""
+    first: tuple[str, CorpusMeta] | None = None
+    for name, part in options.parts.items():
+        key = f"dataset.parts.{name}.path"
+        meta = find_corpus(part["path"], options.dtype, key).meta
+        if meta is None:
+            continue
+        if first is not None and first[1].tokenizer_fingerprint != meta.tokenizer_fingerprint:
+            others, theirs = first
+            raise InputError(
+                f"dataset.parts.{others} was made by the tokenizer {theirs.tokenizer} "
+                f"({theirs.vocab_size:,} tokens) and dataset.parts.{name} by {meta.tokenizer} "
+                f"({meta.vocab_size:,} tokens), which is a different one; prepare both "
+                "with the same, with task=prepare_data"
+            )
+        first = first or (name, meta)
 
 
 @dataclass(frozen=True)
@@ -140,6 +166,7 @@ def _parts(options: Mixture, model_options: Any) -> Iterator[_MixedPart]:
             rows_between(0, ranges.train_stop, length),
             rows_between(ranges.validation_start, ranges.validation.count, length),
             tokens.row_makers(one, model_options, ranges),
+            ranges.mask_token,
         )
 
 
@@ -149,6 +176,7 @@ def _tokens(options: Mixture, part: dict[str, Any]) -> Tokens:
         dtype=options.dtype,
         packing=options.packing,
         end_token=options.end_token,
+        bad=options.bad,
         validation_fraction=options.validation_fraction,
     )
 

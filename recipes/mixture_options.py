@@ -22,6 +22,7 @@ class Mixture(TokenRows):
     dtype: str = choice("auto", "auto", "uint16", "uint32")
     packing: str = choice("stream", "stream", "documents")
     end_token: int | None = number(None, minimum=0)
+    bad: str = choice("refuse", "refuse", "skip")
     validation_fraction: float = number(0.05, minimum=0.0, maximum=0.9)
 
     switches = (IS_PACKED,)
@@ -38,7 +39,7 @@ class Mixture(TokenRows):
                 yield ConfigError(f"{where} names no path", example, [where])
             elif others := sorted(set(part) - {"path", "weight"}):
                 yield ConfigError(
-                    f"{where}.{others[0]} is no setting; a part has a path and a weight",
+                    f"{where}.{others[0]} is not a setting; a part has a path and a weight",
                     example,
                     [where],
                 )

@@ -12,7 +12,6 @@ from typing import Any
 from launcher.files import DamagedError
 from recipes import llama_hf
 from recipes.hugging_face import Tensor
-from recipes.llama_hf import attention_and_norms, feed_forward, rope_settings
 from recipes.moe_options import MoEOptions
 
 MODEL_TYPES = ("mixtral", "qwen3_moe")
@@ -38,11 +37,11 @@ def options_of(config: Mapping[str, Any]) -> dict[str, Any]:
     common = dict(config) | {"model_type": "qwen3" if qwen else "mistral"}
     found = llama_hf.options_of(common)
     if found["activation"] != "silu":
-        raise DamagedError(f"the activation {config['hidden_act']!r} is not built")
+        raise DamagedError(f"the activation {config['hidden_act']!r} is not supported")
     if qwen and not config.get("norm_topk_prob", False):
-        raise DamagedError("norm_topk_prob=false is not built: an expert's weights sum up to 1")
+        raise DamagedError("norm_topk_prob=false is not supported: an expert's weights sum up to 1")
     if config.get("mlp_only_layers"):
-        raise DamagedError("mlp_only_layers is not built; decoder_sparse_step is")
+        raise DamagedError("mlp_only_layers is not supported; decoder_sparse_step is")
     width = config["moe_intermediate_size"] if qwen else config["intermediate_size"]
     return {
         **found,
@@ -71,7 +70,6 @@ def config_of(options: MoEOptions) -> dict[str, Any]:
     if qwen:
         own = {
             "num_experts": options.num_experts,
-            "intermediate_size": options.mlp_size,
             "moe_intermediate_size": options.expert_size,
             "decoder_sparse_step": options.expert_every,
             "mlp_only_layers": [],
@@ -81,19 +79,7 @@ def config_of(options: MoEOptions) -> dict[str, Any]:
     return {
         "architectures": ["Qwen3MoeForCausalLM" if qwen else "MixtralForCausalLM"],
         "model_type": kind,
-        "vocab_size": options.vocab_size,
-        "max_position_embeddings": options.sequence_length,
-        "num_hidden_layers": options.num_layers,
-        "num_attention_heads": options.num_heads,
-        "hidden_size": options.hidden_size,
-        "num_key_value_heads": options.num_kv_heads,
-        "head_dim": options.head_size,
-        "hidden_act": "silu",
-        "rms_norm_eps": options.norm_epsilon,
-        **rope_settings(options),
-        "tie_word_embeddings": options.tie_embeddings,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
+        **llama_hf.common_config(options),
         "num_experts_per_tok": options.experts_per_token,
         "router_aux_loss_coef": options.balance_loss,
         **own,
@@ -115,28 +101,18 @@ def _kind(options: MoEOptions) -> str:
     if kind == "mixtral" and options.expert_every != 1:
         raise DamagedError("transformers has no Mixtral with model.expert_every other than 1")
     if kind == "qwen3_moe" and options.sliding_window:
-        raise DamagedError("a Qwen 3 with experts and model.sliding_window is not built")
+        raise DamagedError("a Qwen 3 with experts and model.sliding_window is not supported")
     return kind
 
 
 def tensors(options: MoEOptions) -> Iterator[Tensor]:
     """Yield each array."""
-    hidden, vocabulary = options.hidden_size or 0, options.vocab_size or 0
-    every = options.expert_every or 1
-    yield Tensor("model.embed_tokens.weight", "word_embeddings.embedding", (vocabulary, hidden))
-    for i in range(options.num_layers or 0):
-        has_experts = i % every == every - 1
-        block = _experts(options, hidden) if has_experts else _dense(options, hidden)
-        for one in (*attention_and_norms(options, hidden), *block):
-            theirs, ours = f"model.layers.{i}.{one.theirs}", f"layers_{i}.{one.ours}"
-            yield one._replace(theirs=theirs, ours=ours)
-    yield Tensor("model.norm.weight", "final_layernorm.scale", (hidden,))
-    if not options.tie_embeddings:
-        yield Tensor("lm_head.weight", "output_layer.kernel", (vocabulary, hidden), (1, 0))
-
-
-def _dense(options: MoEOptions, hidden: int) -> Iterator[Tensor]:
-    yield from feed_forward("mlp", "mlp", hidden, options.mlp_size or 0)
+    hidden, every = options.hidden_size or 0, options.expert_every or 1
+    experts = list(_experts(options, hidden))
+    dense = list(llama_hf.feed_forward(hidden, options.mlp_size or 0))
+    yield from llama_hf.tensors_around(
+        options, lambda index: experts if index % every == every - 1 else dense
+    )
 
 
 def _experts(options: MoEOptions, hidden: int) -> Iterator[Tensor]:

@@ -11,6 +11,7 @@ from launcher.config.errors import ConfigError
 from launcher.config.families import register
 from launcher.config.fields import number
 from recipes.llama_options import LlamaOptions
+from recipes.sizes import uneven
 
 _DIMENSIONS = (*LlamaOptions.dimensions, "num_experts")
 _FEATURES = {
@@ -46,9 +47,6 @@ class MoEOptions(LlamaOptions):
 
     dimensions: ClassVar[tuple[str, ...]] = _DIMENSIONS
     features: ClassVar[Mapping[str, Any]] = _FEATURES
-    shorthands: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "size": ("sizes", *_DIMENSIONS, *_FEATURES)
-    }
 
     def filled(self) -> Self:
         """Return the settings with all of a size's set, also those that follow from others."""
@@ -68,13 +66,7 @@ class MoEOptions(LlamaOptions):
                 f"model.experts_per_token={chosen} is more than model.num_experts={there}",
                 keys=["model.experts_per_token", "model.num_experts"],
             )
-        if self.group_size and self.sequence_length and self.sequence_length % self.group_size:
-            yield ConfigError(
-                f"model.sequence_length={self.sequence_length} cannot be cut into groups of "
-                f"model.group_size={self.group_size} tokens",
-                "Choose a divisor.",
-                ["model.group_size", "model.sequence_length"],
-            )
+        yield from uneven(self, ("sequence_length", "group_size"))
         if self.scan_layers and (self.expert_every or 1) > 1:
             yield ConfigError(
                 f"model.scan_layers=true needs equal layers, and only one in "

@@ -30,6 +30,7 @@ from recipes.picture_files.index import (
 )
 from recipes.picture_files.scan import source_files
 from recipes.pictures_options import Pictures
+from recipes.skipping import BadSampleError, Skipping
 
 if TYPE_CHECKING:
     from recipes import Batch
@@ -119,7 +120,8 @@ def build(options: Pictures, model_options: Any, global_batch_size: int, seed: i
 
     def rows(index: PictureIndex, numbers: np.ndarray, fitting: Fitting) -> _Rows:
         labels = _labels(options, model_options, index, split.train)
-        return _Rows(index, numbers, labels, fitting, options.format, seed)
+        skipping = Skipping(len(numbers), "pictures") if options.bad == "skip" else None
+        return _Rows(index, numbers, labels, fitting, options.format, seed, skipping)
 
     train = rows(split.train, split.train_numbers, fitting)
     count, held = len(split.train_numbers), len(split.held_numbers)
@@ -167,32 +169,40 @@ class _Rows:
     fitting: Fitting
     format: str
     seed: int
+    skipping: Skipping | None
 
     def __call__(self, which: np.ndarray) -> Batch:
         """Return the rows of these sample numbers; raises InputError for a bad picture."""
         passes, samples = np.divmod(which, len(self.numbers))
-        wanted = self.numbers[samples]
-        images = list(self._threads.map(self._image, wanted, passes))
+        try:
+            read = list(self._threads.map(self._read, samples, passes))
+        except BadSampleError as error:
+            raise refused_picture(str(error)) from None
+        images, numbers = zip(*read, strict=True)
         batch = {"image": np.stack(images)}
         if self.labels is not None:
-            batch["label"] = self.labels[wanted].astype(np.int32)
+            batch["label"] = self.labels[list(numbers)].astype(np.int32)
         return batch
 
     @functools.cached_property
     def _threads(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(min(_THREADS, len(os.sched_getaffinity(0))))
 
-    def _image(self, number: int, number_of_pass: int) -> np.ndarray:
-        rng = None
+    def _read(self, sample: int, number_of_pass: int) -> tuple[np.ndarray, int]:
+        read = functools.partial(self._picture, number_of_pass=int(number_of_pass))
+        return read(int(sample)) if self.skipping is None else self.skipping(read, int(sample))
+
+    def _picture(self, sample: int, number_of_pass: int) -> tuple[np.ndarray, int]:
+        """Return a sample's picture and that one's number; raises BadSampleError."""
+        number, rng, index = int(self.numbers[sample]), None, self.index
         if self.fitting.is_random:
-            rng = np.random.default_rng([self.seed, int(number_of_pass), int(number)])
-        index = self.index
+            rng = np.random.default_rng([self.seed, number_of_pass, number])
         file = index.files[index.file[number]]
         where = int(index.start[number]), int(index.size[number])
         try:
-            return decoded(open_picture(file, *where, self.format), self.fitting, rng)
+            return decoded(open_picture(file, *where, self.format), self.fitting, rng), number
         except BadPictureError as error:
-            raise refused_picture(f"{index.place(number)}: {error}") from None
+            raise BadSampleError(f"{index.place(number)}: {error}") from None
 
 
 def _sources(options: Pictures) -> list[PictureSource]:
@@ -246,7 +256,7 @@ def _labels(
     if unknown := [name for name in index.classes if name not in known]:
         raise InputError(
             f"dataset.validation_path={options.validation_path} has the class {unknown[0]!r}, "
-            f"which dataset.path={options.path} has not"
+            f"which dataset.path={options.path} does not have"
         )
     if known and (most := max(known.values())) >= wanted:
         raise InputError(

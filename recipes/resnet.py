@@ -20,7 +20,6 @@ from recipes import Model
 from recipes.images import classification
 from recipes.resnet_options import BLOCKS, ResNetOptions
 
-_BOTTLENECK = 50  # from this depth on
 _EPSILON = 1e-5
 _LARGE = 64  # pictures from here on are made smaller at once
 
@@ -106,7 +105,7 @@ class ResNet(nn.Module):
         x = nn.relu(_norm(train, options.momentum, self.dtype, "norm_first")(x))
         if is_large:
             x = nn.max_pool(x, (3, 3), (2, 2), "SAME")
-        factor = cast(int, options.width_factor) if depth >= _BOTTLENECK else 0
+        factor = cast(int, options.width_factor) if options.has_bottlenecks else 0
         index = 0
         for group, count in enumerate(BLOCKS[depth]):
             for k in range(count):

@@ -11,10 +11,10 @@ from recipes.sizes import SizedOptions
 
 _DIMENSIONS = ("depth", "width", "image_size", "num_classes")
 _FEATURES = {"width_factor": 1, "channels": 3}
-# Blocks of each of four groups by the depth; those from 50 on are bottlenecks.
+# Blocks of each of four groups by the depth.
 BLOCKS = {
-    10: (1, 1, 1, 1), 18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3),
-    152: (3, 8, 36, 3),
+    10: (1, 1, 1, 1), 14: (1, 1, 1, 1), 18: (2, 2, 2, 2), 26: (2, 2, 2, 2), 34: (3, 4, 6, 3),
+    50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3),
 }  # fmt: skip
 
 
@@ -36,10 +36,15 @@ class ResNetOptions(SizedOptions):
 
     dimensions: ClassVar[tuple[str, ...]] = _DIMENSIONS
     features: ClassVar = _FEATURES
-    shorthands: ClassVar = {"size": ("sizes", *_DIMENSIONS, *_FEATURES)}
 
     @property
     def layers(self) -> int:
         """The number of pipeline layers: one more than the model's marks."""
         assert self.depth is not None, "the size has not been filled in"
         return sum(BLOCKS[self.depth])
+
+    @property
+    def has_bottlenecks(self) -> bool:
+        """Whether a block has three convolutions; one that has not has two."""
+        assert self.depth is not None, "the size has not been filled in"
+        return self.depth == 2 + 3 * self.layers

@@ -27,12 +27,25 @@ class SizedOptions(ModelOptions):
     Attributes:
         dimensions: the whole numbers that a size, or the user, must give.
         features: the settings that a size may give, each with its value where it does not.
+        optional: the features that may stay None.
     """
 
     size: str | None
     sizes: dict[str, dict[str, Any]]
     dimensions: ClassVar[tuple[str, ...]]
     features: ClassVar[Mapping[str, Any]] = {}
+    optional: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        """Let a size stand for all that its row may hold."""
+        cls.shorthands = {"size": ("sizes", *cls.dimensions, *cls.features)}
+
+    @property
+    def layers(self) -> int:
+        """The number of pipeline layers: one more than the model's marks."""
+        found = getattr(self, "num_layers", None)
+        assert found is not None, "the size has not been filled in"
+        return int(found)
 
     def filled(self) -> Self:
         """Return the settings with every one of a row set; one that was set stays.
@@ -42,7 +55,8 @@ class SizedOptions(ModelOptions):
                 dimension that neither the user nor the size gives, a value of the wrong type.
         """
         settings = (*self.dimensions, *self.features)
-        is_full = all(getattr(self, name) is not None for name in settings)
+        needed = [name for name in settings if name not in self.optional]
+        is_full = all(getattr(self, name) is not None for name in needed)
         row = {} if is_full and self._from_files() else self._row()
         filled: dict[str, Any] = {}
         for name in settings:
@@ -107,12 +121,12 @@ class SizedOptions(ModelOptions):
             raise ConfigError(f"model.{name} must be one of {words}, not {value}", keys=[key])
 
 
-def uneven_chunks(sequence_length: int | None, chunks: int) -> Iterator[ConfigError]:
-    """Yield an error where positions cannot be cut into equal chunks for the loss."""
-    if sequence_length and sequence_length % chunks:
-        yield ConfigError(
-            f"model.sequence_length={sequence_length} cannot be cut into "
-            f"model.loss_chunks={chunks} equal parts",
-            "Choose a divisor.",
-            ["model.loss_chunks", "model.sequence_length"],
-        )
+def uneven(options: ModelOptions, *pairs: tuple[str, str]) -> Iterator[ConfigError]:
+    """Yield an error for each pair of settings whose first is not a multiple of its second."""
+    for whole, part in pairs:
+        a, b = getattr(options, whole), getattr(options, part)
+        if a and b and a % b:
+            yield ConfigError(
+                f"model.{whole}={a} must be a multiple of model.{part}={b}",
+                keys=[f"model.{whole}", f"model.{part}"],
+            )

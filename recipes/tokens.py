@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 from recipes import Batches, Dataset, InputError
@@ -12,6 +11,7 @@ from recipes.corpus.fingerprint import fingerprint_of
 from recipes.corpus.rows import RowMaker, rows_between
 from recipes.corpus.tokenizers import Tokenizer, load_tokenizer
 from recipes.masking import as_the_model_takes
+from recipes.skipping import Skipping
 from recipes.tokens_options import Tokens
 
 
@@ -22,6 +22,11 @@ class TokenRanges(NamedTuple):
     train_stop: int
     validation: Corpus
     validation_start: int
+
+    @property
+    def mask_token(self) -> int | None:
+        """The mask of the tokenizer that made them; None: it has none, or is not known."""
+        return self.train.meta.mask_token if self.train.meta is not None else None
 
 
 def check(options: Tokens, model_options: Any, validation: bool) -> None:
@@ -57,7 +62,7 @@ def build(options: Tokens, model_options: Any, global_batch_size: int, seed: int
     """
     ranges = find_ranges(options, model_options)
     makers = [
-        as_the_model_takes(model_options, maker)
+        as_the_model_takes(model_options, maker, ranges.mask_token)
         for maker in row_makers(options, model_options, ranges)
     ]
     length = model_options.sequence_length
@@ -132,19 +137,25 @@ def row_makers(
     """Return what makes rows for training and what makes held-out ones."""
     corpora = (ranges.train, ranges.validation)
     masked = any(corpus.meta is not None and corpus.meta.masked for corpus in corpora)
-    train, held = (
-        functools.partial(
-            RowMaker,
+    length = model_options.sequence_length
+
+    def maker(corpus: Corpus, first: int, stop: int) -> RowMaker:
+        skips = options.bad == "skip"
+        return RowMaker(
             Stream(corpus.files),
-            model_options.sequence_length,
+            length,
+            first,
             vocab_size=model_options.vocab_size,
             packed=options.packing == "documents",
             masked=masked,
             end_token=options.end_token,
+            skipping=Skipping(rows_between(first, stop, length), "rows") if skips else None,
         )
-        for corpus in corpora
+
+    held = ranges.validation
+    return maker(ranges.train, 0, ranges.train_stop), maker(
+        held, ranges.validation_start, held.count
     )
-    return train(first=0), held(first=ranges.validation_start)
 
 
 def check_vocabulary(source: str, vocab_size: int, model_options: Any) -> None:

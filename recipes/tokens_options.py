@@ -51,6 +51,7 @@ class Tokens(TokenRows):
     dtype: str = choice("auto", "auto", "uint16", "uint32")
     packing: str = choice("stream", "stream", "documents")
     end_token: int | None = number(None, minimum=0)
+    bad: str = choice("refuse", "refuse", "skip")
     validation_path: str | None = None
     validation_fraction: float = number(0.05, minimum=0.0, maximum=0.9)
 

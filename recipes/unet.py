@@ -22,7 +22,7 @@ from recipes.unet_options import GROUPS, UNetOptions
 _FIRST, _LAST = 1e-4, 0.02  # variances of the noise that is added in a step, for 1,000 steps
 
 
-def kept_share(time_steps: int) -> np.ndarray:
+def _kept_share(time_steps: int) -> np.ndarray:
     """Return how much of a picture's variance is left at each time, float32 [time_steps]."""
     scale = 1000 / time_steps
     added = np.linspace(_FIRST * scale, min(_LAST * scale, 0.999), time_steps)
@@ -105,7 +105,7 @@ def build(options: UNetOptions, precision: str) -> Model:
     net = UNet(options, jnp.bfloat16 if precision == "bf16" else jnp.float32)
     size, channels = cast(int, options.image_size), cast(int, options.channels)
     steps = cast(int, options.time_steps)
-    kept = kept_share(steps)
+    kept = _kept_share(steps)
 
     def init(key: jax.Array) -> Any:
         return net.init(key, jnp.zeros((1, size, size, channels)), jnp.zeros(1))["params"]

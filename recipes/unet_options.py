@@ -33,7 +33,6 @@ class UNetOptions(SizedOptions):
 
     dimensions: ClassVar[tuple[str, ...]] = _DIMENSIONS
     features: ClassVar = _FEATURES
-    shorthands: ClassVar = {"size": ("sizes", *_DIMENSIONS, *_FEATURES)}
 
     @property
     def layers(self) -> int:

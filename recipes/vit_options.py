@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from launcher.config.errors import ConfigError
 from launcher.config.families import register
 from launcher.config.fields import choice, number
-from recipes.sizes import SizedOptions
+from recipes.sizes import SizedOptions, uneven
 
 _DIMENSIONS = ("num_layers", "num_heads", "hidden_size", "patch_size", "image_size", "num_classes")
 _FEATURES = {"channels": 3}
@@ -35,13 +35,6 @@ class ViTOptions(SizedOptions):
 
     dimensions: ClassVar[tuple[str, ...]] = _DIMENSIONS
     features: ClassVar = _FEATURES
-    shorthands: ClassVar = {"size": ("sizes", *_DIMENSIONS, *_FEATURES)}
-
-    @property
-    def layers(self) -> int:
-        """The number of pipeline layers: one more than the model's marks."""
-        assert self.num_layers is not None, "the size has not been filled in"
-        return self.num_layers
 
     @property
     def attention_length(self) -> int:
@@ -52,14 +45,4 @@ class ViTOptions(SizedOptions):
 
     def check(self) -> Iterator[ConfigError]:
         """Yield an error where heads or patches cannot be equal."""
-        for whole, part, what in (
-            ("hidden_size", "num_heads", "heads"),
-            ("image_size", "patch_size", "patches"),
-        ):
-            a, b = getattr(self, whole), getattr(self, part)
-            if a and b and a % b:
-                yield ConfigError(
-                    f"model.{whole}={a} cannot be cut into equal {what} by model.{part}={b}",
-                    "Make it a multiple.",
-                    [f"model.{whole}", f"model.{part}"],
-                )
+        yield from uneven(self, ("hidden_size", "num_heads"), ("image_size", "patch_size"))

@@ -1,12 +1,14 @@
 """Brute force over all plans of a made-up search problem, with nothing of the search's own bounds.
 
 Stages are chosen one after another, in every way that the search may choose: layers, numbers of
-devices (some may stay idle), logical meshes, ZeRO levels, rematerialisation; under every schedule,
-number of microbatches and of common replicas. A beginning is left only where it needs more memory
-for its state alone than there is, or more time than asked for by what its devices compute, or by
-what one microbatch takes on its way there and back. What is complete is simulated as a plan is.
+devices (some may stay idle), logical meshes, ZeRO levels, how many of its first layers are computed
+again; under every schedule, number of microbatches and of common replicas. A beginning is left only
+where it needs more memory for its state alone than there is, or more time than asked for by what
+its devices compute, or by what one microbatch takes on its way there and back. What is complete is
+simulated as a plan is.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -16,13 +18,13 @@ import numpy as np
 
 from launcher.partition.assignment import Assignment, Submesh
 from launcher.plan.cost.formulas import activation_bytes, transfer_seconds
-from launcher.plan.inter_op.estimate import make_estimate
+from launcher.plan.inter_op.estimate import grouped_layers, make_estimate
+from launcher.plan.inter_op.layers_again import layers_again, remat_word
+from launcher.plan.inter_op.setting import Setting
 from launcher.plan.inter_op.stage_choices import ZERO_LEVELS
-from launcher.plan.inter_op.stage_costs import Setting, StageCosts
+from launcher.plan.inter_op.stage_costs import StageCosts
 from launcher.plan.inter_op.submeshes import place_submeshes
 from launcher.schedule import SCHEDULES, Kind, training_schedules
-
-REMATS = "none", "full"
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +35,7 @@ class Use:
     size: int
     m_index: int
     zero: int
-    remat: str
+    again: int
     forward: np.ndarray
     back: np.ndarray  # of the backward pass, what the stages before wait for
     whole: np.ndarray  # both passes
@@ -53,7 +55,8 @@ def seconds_of(assignment, problem):
 def least_seconds(problem, below, counts=None, schedules=None):
     """Return the least step of all plans that take less than `below`, and a plan that takes it.
 
-    If there is none, these are `below` and None.
+    If there is none, these are `below` and None. Plans that compute again more than they must are
+    not counted: one of their stages, the slower for it, may happen to order transfers better.
 
     Args:
         problem: the problem.
@@ -69,23 +72,40 @@ def least_seconds(problem, below, counts=None, schedules=None):
             continue
         known = {}
         for name in schedules or training_schedules():
-            setting = Setting(count, problem.batch_size, replicas, name, REMATS, None)
+            setting = Setting(count, problem.batch_size, replicas, name, (), None)
             of = SCHEDULES[name]
             alike = of.splits_backward, of.last_stage_alternates(count)
             if alike not in known:
                 known[alike] = list(uses_of(problem, setting))
             for assignment in plans_below(problem, setting, known[alike], lambda: best[0]):  # noqa: B023 (asked at once)
                 seconds = seconds_of(assignment, problem)
-                if seconds < best[0]:
+                if seconds < best[0] and computes_again_what_it_must(assignment, problem):
                     best = seconds, assignment
     return best
+
+
+def computes_again_what_it_must(assignment, problem):
+    """Return whether no stage fits with fewer layers computed again.
+
+    The last one may compute more again, to have both passes in one program.
+    """
+    groups = grouped_layers(assignment, problem)
+    for s, of in enumerate(groups[:-1]):
+        again = layers_again(assignment.remat[s], of)
+        if not again:
+            continue
+        fewer = (*assignment.remat[:s], remat_word(again - 1, of), *assignment.remat[s + 1 :])
+        other = make_estimate(dataclasses.replace(assignment, remat=fewer), problem)
+        if other.stages[s].memory_bytes <= (problem.memory_bytes or math.inf):
+            return False
+    return True
 
 
 def plans_below(problem, setting, uses, below):
     """Yield the plans that may take less than `below()` seconds."""
     of = SCHEDULES[setting.schedule]
     if of.splits_backward:
-        uses = [use for use in uses if use.remat == "none"]
+        uses = [use for use in uses if not use.again]
     if of.interleaves:
         yield from _interleaved(problem, setting, uses, below)
     elif uses:
@@ -103,21 +123,25 @@ def uses_of(problem, setting):
         if size % model or rows % data or data % setting.replicas:
             continue
         costs = StageCosts(table, m_index, problem.cluster, setting, data, goes_back)
-        for zero, remat in itertools.product(ZERO_LEVELS if data > 1 else (0,), REMATS):
-            passes = costs.passes(zero, remat)
+        levels, layers = ZERO_LEVELS if data > 1 else (0,), len(problem.groups)
+        # Without a limit only one program of both passes, which leaves little, is worth any.
+        is_limited = np.isfinite(problem.memory_bytes or np.inf)
+        counts = range(layers + 1) if is_limited else (0, layers)
+        for zero, again in itertools.product(levels, counts):
+            passes = costs.passes(zero, again)
             whole = passes.forward + passes.backward
             yield Use(
                 (data, model),
                 size,
                 m_index,
                 zero,
-                remat,
+                again,
                 forward=np.asarray(passes.forward),
                 back=np.asarray(passes.backward - passes.weight),
                 whole=np.asarray(whole),
-                once=costs.once(zero, remat),
-                held=costs.held(zero) + activation_bytes(1, *costs.working(remat)),
-                left=costs.working(remat)[0],
+                once=costs.once(zero, again),
+                held=costs.held(zero) + activation_bytes(1, *costs.working(again)),
+                left=costs.working(again)[0],
             )
 
 
@@ -150,6 +174,8 @@ def _chains(problem, setting, uses, below):
         sizes = tuple(use.size for _, _, use in stages)
         for end, use in itertools.product(range(first + 1, layers + 1), uses):
             idle, at = left - use.size, (first, end)
+            if use.again > end - first:
+                continue
             if idle < 0 or (end < layers and not idle) or use.held[at] > memory:
                 continue
             sent = 0.0
@@ -216,7 +242,8 @@ def _interleaved(problem, setting, uses, below):
             continue
         ends = np.linspace(0, layers, meshes * each + 1, dtype=int).tolist()
         at = list(itertools.pairwise(ends))
-        for use, last in itertools.product(uses, uses):
+        either = [use for use in uses if use.again in (0, layers)]
+        for use, last in itertools.product(either, either):
             alike = (use.shape, use.m_index, use.zero) == (last.shape, last.m_index, last.zero)
             if not alike or use.size * meshes > problem.cluster.num_devices:
                 continue
@@ -246,7 +273,7 @@ def assignment_of(problem, setting, stages, meshes):
         mesh_of=tuple(s % meshes for s in range(len(stages))),
         num_micro_batches=setting.num_micro_batches,
         schedule=setting.schedule,
-        remat=tuple(use.remat for _, _, use in stages),
+        remat=tuple(remat_word(use.again, groups[first:end]) for first, end, use in stages),
         zero=tuple(use.zero for _, _, use in stages),
         sequence=tuple(problem.table.is_sequence(use.m_index) for _, _, use in stages),
     )

@@ -43,7 +43,7 @@ def parts(text: str) -> dict[str, str]:
 
 def planned(folder: Path) -> Path:
     """The folder of a run that was planned with `WORDS`, as far as `debug` reads it."""
-    from launcher.driver.plan_from_config import plan_of
+    from launcher.driver.planning.plan_from_config import plan_of
     from launcher.plan import local_shape
     from launcher.train.program import build_program
 

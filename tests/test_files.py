@@ -18,6 +18,7 @@ from launcher.files import (
     read_text,
     write_whole,
 )
+from launcher.missing_path import missing_path
 
 
 def test_a_file_is_private_whole_and_on_the_disk_with_its_name(
@@ -150,3 +151,13 @@ def test_a_damaged_file_costs_none_that_was_set_aside_before(
     assert (tmp_path / "job.json.damaged").read_text() == "one"
     assert (tmp_path / "job.json.damaged-2").read_text() == "two"
     assert len(caplog.messages) == 2
+
+
+def test_what_does_not_exist_is_said_with_what_was_meant(tmp_path):
+    (tmp_path / "chats.jsonl").touch()
+    near = tmp_path / "chat.jsonl"
+    assert missing_path(near) == f"does not exist ({tmp_path / 'chats.jsonl'} does)"
+    assert missing_path(tmp_path / "pictures") == "does not exist"
+    assert missing_path(tmp_path / "none" / "x") == "does not exist"
+    (tmp_path / "link").symlink_to("nowhere")
+    assert missing_path(tmp_path / "link") == "does not exist"

@@ -78,7 +78,7 @@ def odd(tmp_path):
     yield path, pickle.dumps({"a": 1}), "it is not an .npz file (File is not a zip file)"
     yield path, whole, "it is not an .npz file (File is not a zip file)"
     for members, text in (
-        ({"a__txt": b"hello"}, "it holds 'a.txt', which is no array"),
+        ({"a__txt": b"hello"}, "it holds 'a.txt', which is not an array"),
         ({"a__npy": b"hello"}, "it does not hold plain arrays (EOF: reading magic string"),
         ({"a__npy": whole[:-8]}, "'a' is not as long as its shape says"),
         ({"a__npy": whole + b"12345678"}, "'a' is not as long as its shape says"),

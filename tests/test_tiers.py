@@ -1,11 +1,15 @@
 """The pure tests start no process and compile nothing for devices: one that does, fails."""
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parent
+# Without the plugins of other packages, which import half of what is installed.
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "xdist", "-n", "0"]
+ALONE = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 COMPILED = """
 import jax
 
@@ -52,9 +56,9 @@ def test_a_pure_test_that_is_none_fails(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     (tmp_path / "conftest.py").write_text((TESTS / "conftest.py").read_text())
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    devices: d\n    slow: s\n")
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "not devices", "-rA"]
     done = subprocess.run(
-        [*command, "--import-mode=importlib"],
+        [*PYTEST, "-m", "not devices", "-rA", "--import-mode=importlib"],
+        env=ALONE,
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -93,9 +97,9 @@ def test_every_case_of_a_sampled_test_is_in_one_tier(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text(f"[pytest]\nmarkers =\n{marks}")
 
     def cases(*asked: str) -> str:
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--collect-only", *asked]
+        command = [*PYTEST, "--collect-only", *asked]
         done = subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, check=False
+            command, cwd=tmp_path, env=ALONE, capture_output=True, text=True, check=False
         ).stdout
         found = {name: re.findall(rf"{name}\[(\d)\]", done) for name in ("of_many", "of_some")}
         return " ".join("".join(numbers) for numbers in found.values())

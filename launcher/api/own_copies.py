@@ -113,7 +113,7 @@ def slice_of(shards: Sequence[tuple[tuple[slice, ...], jax.Array]]) -> jax.Array
     starts = [sorted(set(along)) for along in zip(*by_place, strict=True)]
     if len(by_place) != math.prod(map(len, starts)):
         raise ValueError(
-            "what this worker holds of an array is no slice of it, because its devices are no "
+            "this worker's part of the array is not a slice of it, because its devices are not a "
             "block of the logical mesh; use launcher.foreach_replica"
         )
     (device,) = shards[0][1].devices()

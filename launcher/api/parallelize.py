@@ -204,7 +204,7 @@ class ParallelizedFunction:
             if type(leaf) is RemoteArray and not is_up():
                 raise SessionError(
                     f"{self._signature.path(i, dynamic)} of {self.__name__} is an array of workers "
-                    "whose session has ended; call launcher.init again and make it anew"
+                    "whose session has ended; call launcher.init again and create it again"
                 )
         key = tree, tuple(map(kind, leaves)), static, id(followed)
         if key not in self._variants:

@@ -101,11 +101,11 @@ class RayBackend:
         """Return each worker's digests of the replicated ones of these arrays.
 
         Raises:
-            TypeError: an array is of a session that was shut down.
+            TypeError: an array belongs to a session that was shut down.
         """
         for array in arrays.values():
             if array._owner is not self:
-                raise TypeError(f"{array!r} is of a session that was shut down")
+                raise TypeError(f"{array!r} belongs to a session that was shut down")
         numbers = {name: array.number for name, array in arrays.items()}
         return self.answers(self.send("digests", numbers))
 
@@ -181,7 +181,7 @@ class RayBackend:
 
     def _number_of(self, array: RemoteArray) -> int:
         if array._owner is not self:
-            raise TypeError(f"{array!r} is of a session that was shut down")
+            raise TypeError(f"{array!r} belongs to a session that was shut down")
         return array.number
 
     # -- steps ---------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ def check_replicas(tree: Any) -> None:
     Raises:
         ReplicaError: replicas differ; the message names an array by its path in the tree, the
             device that differs from most others, and its process.
-        TypeError: a handle is of a session that was shut down.
+        TypeError: a handle belongs to a session that was shut down.
         WorkerError: a worker failed.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
@@ -36,7 +36,9 @@ def check_replicas(tree: Any) -> None:
     if remote:
         backend = current()
         if not isinstance(backend, RayBackend):
-            raise TypeError(f"{next(iter(remote.values()))!r} is of a session that was shut down")
+            raise TypeError(
+                f"{next(iter(remote.values()))!r} belongs to a session that was shut down"
+            )
         parts += backend.digests(remote)
     if here:
         digester = Digester(here, gathered=jax.process_count() > 1)

@@ -179,7 +179,7 @@ def init(  # noqa: PLR0913 (what a script may ask for)
     }
     for name, number in numbers.items():
         if number is not None and number < 1:
-            raise SessionError(f"{name}={number} has to be at least 1")
+            raise SessionError(f"{name}={number} must be at least 1")
     demand = Demand(num_cpus, dict(resources or {}))
     _check_demands(cluster, demand)
     if cluster == "local":
@@ -233,10 +233,12 @@ def _check_demands(cluster: str, demand: Demand) -> None:
     }
     for name, amount in demands.items():
         if amount < 0 or (amount == 0 and name != "num_cpus"):
-            raise SessionError(f"{name}={amount:g} demands nothing; give more than 0, or leave it")
+            raise SessionError(
+                f"{name}={amount:g} demands nothing; give more than 0, or leave it out"
+            )
     for name in {"CPU", "GPU"} & {*demand.resources}:
         argument = {"CPU": "num_cpus", "GPU": "num_devices_per_node"}[name]
-        raise SessionError(f"resources[{name!r}] is not to be set that way: {argument}= says it")
+        raise SessionError(f"resources[{name!r}] cannot be set here: use {argument}=")
     if cluster == "local" and demand != NOTHING:
         raise SessionError(
             'num_cpus= and resources= are demands on a Ray, and cluster="local" is this process: '
@@ -274,7 +276,7 @@ def _workers(session: PrivateRay | AttachedRay, pool: DevicePool, step_timeout: 
         is_here = isinstance(session, PrivateRay)
         backend = RayBackend(group, _shape_of(pool), session.serve, is_here)
         text = "this belongs to a session that launcher.shutdown() has ended"
-        gone = SessionError(f"{text}; call launcher.init again and make it anew")
+        gone = SessionError(f"{text}; call launcher.init again and create it again")
         undo.callback(backend.close, gone)
         return _Held(backend, undo.pop_all().close)
 

@@ -136,9 +136,9 @@ class Signature:
         if not any(jax.dtypes.issubdtype(dtype, known) for known in _DTYPES):
             what = type(leaf).__name__ + (f" of {dtype}" if hasattr(leaf, "dtype") else "")
             raise TraceError(
-                f"{self.path(i, dynamic)} of {self.name} is a {what}, which is no array for JAX; "
-                "name its argument in static_argnums, or close over it (functools.partial) instead "
-                "of passing it"
+                f"{self.path(i, dynamic)} of {self.name} is a {what}, which JAX cannot take as "
+                "an array; name its argument in static_argnums, or close over it "
+                "(functools.partial) instead of passing it"
             )
 
     def path(self, leaf: int, dynamic: tuple[Any, ...]) -> str:

@@ -260,7 +260,7 @@ class StepWorker(Peer):
 
     def placement(self, number: int) -> str:
         """Return in words where an array lies."""
-        return describe_sharding(sharding_of(self._arrays[number]))
+        return _describe_sharding(sharding_of(self._arrays[number]))
 
     def ask(self, number: int, attribute: str, *arguments: Any) -> Any:
         """Return an attribute of a compiled step here or, for a method, its result."""
@@ -302,13 +302,13 @@ class StepWorker(Peer):
         self._arrays.update(enumerate(jax.tree.leaves(results), first))
 
 
-def describe_sharding(sharding: Any) -> str:
+def _describe_sharding(sharding: Any) -> str:
     """Return a sharding in words, such as "axis 0 over data, on devices 2, 3".
 
     The devices are counted as in the plan.
     """
     if rows := rows_of(sharding):
-        words = map(describe_sharding, rows)
+        words = map(_describe_sharding, rows)
         groups = itertools.groupby(enumerate(words), key=lambda row: row[1])
         parts = [(word, [i for i, _ in group]) for word, group in groups]
         return "; ".join(f"rows {at[0]} to {at[-1]}: {word}" for word, at in parts)

@@ -110,7 +110,7 @@ def find_devices(cluster: Cluster) -> DevicePool:
         here = find_allocation(os.environ) is not None and not cluster.slurm.emulated
         return slurm_pool(cluster, find_gpus(os.environ) if here else None)
     if isinstance(cluster, RayCluster):
-        return unasked_pool(cluster, find_gpus(os.environ))
+        return _unasked_pool(cluster, find_gpus(os.environ))
     return local_pool(cluster, find_gpus(os.environ), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
@@ -206,7 +206,7 @@ def slurm_pool(cluster: SlurmCluster, gpus: Gpus | None) -> DevicePool:
     )
 
 
-def unasked_pool(cluster: RayCluster, gpus: Gpus) -> DevicePool:
+def _unasked_pool(cluster: RayCluster, gpus: Gpus) -> DevicePool:
     """Return the devices of a Ray that is not asked for them: taken to be like those here.
 
     Args:

@@ -23,7 +23,7 @@ _WHOLE = "tag:yaml.org,2002:int"
 
 
 def node_of(path: Path) -> yaml.Node | None:
-    """Returns what the YAML file holds, with its places; None for an empty one.
+    """Return what the YAML file holds, with its places; None for an empty one.
 
     Merge keys (`<<`) are followed: what they bring in stands before a table's own names, which win.
 
@@ -39,7 +39,7 @@ def node_of(path: Path) -> yaml.Node | None:
 
 
 def tree_of(path: Path) -> Any:
-    """Returns what the YAML file stands for; raises like `node_of`."""
+    """Return what the YAML file stands for; raises like `node_of`."""
     loader = yaml.SafeLoader(read_text(path, _LARGEST))
     try:
         node = _composed(loader)
@@ -53,7 +53,7 @@ def tree_of(path: Path) -> Any:
 
 
 def is_too_deep(tree: Any) -> bool:
-    """Returns whether tables and lists that were not read from a file are beyond the bounds."""
+    """Return whether tables and lists that were not read from a file are beyond the bounds."""
     level = [tree]
     for _ in range(_DEEPEST):
         tables = [one for one in level if isinstance(one, dict)]
@@ -80,7 +80,7 @@ def _composed(loader: yaml.SafeLoader) -> yaml.Node | None:
 def _measure(
     node: yaml.Node, known: dict[int, tuple[int, int]], above: list[int]
 ) -> tuple[int, int]:
-    """Returns how many names and values a node stands for, and on how many levels."""
+    """Return how many names and values a node stands for, and on how many levels."""
     if id(node) in known:
         return known[id(node)]
     if id(node) in above:
@@ -113,7 +113,7 @@ def _measure(
 
 
 def _is_too_deep_inside(text: str) -> bool:
-    """Returns whether a text nests interpolations deeper than their parser can follow."""
+    """Return whether a text nests interpolations deeper than their parser can follow."""
     level = 0
     for bracket in re.findall(r"[][{}]", text) if "${" in text else ():
         level = level + 1 if bracket in "[{" else max(level - 1, 0)

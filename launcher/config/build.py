@@ -34,7 +34,7 @@ _MEANING = {
 
 
 def build(cls: type[T], tree: Any, key: str = "") -> T:
-    """Makes a `cls` from `tree`; what the tree leaves out takes the field's default.
+    """Make a `cls` from `tree`; what the tree leaves out takes the field's default.
 
     In `parallel`, whose settings know `auto`, a setting of another method may stand where it says
     nothing: where it is null, or `auto` if it knows that word. A sweep over methods needs that.
@@ -84,7 +84,7 @@ def _field_value(field: dataclasses.Field[Any], hint: Any, value: Any, key: str)
 
 
 def _variant(variants: Variants, tree: Any, key: str) -> type:
-    """Returns the class of the kind that the section `tree` names."""
+    """Return the class of the kind that the section `tree` names."""
     kinds, named = variants.classes, f"{key}.{variants.key}"
     kind = tree.get(variants.key) if isinstance(tree, Mapping) else tree
     if isinstance(kind, str) and kind in kinds:
@@ -124,7 +124,7 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
 
 
 def _name(name: Any, key: str) -> str:
-    """Returns a name in the table `key`."""
+    """Return a name in the table `key`."""
     if isinstance(name, str) and not name.isprintable():
         _check_line(name, f"A name in {key}")
     text: str = _convert(str, name, _join(key, str(name)))
@@ -132,7 +132,7 @@ def _name(name: Any, key: str) -> str:
 
 
 def _plain_data(value: Any, key: str) -> Any:
-    """Returns `value`, for a user's own module: whatever JSON can hold, as checkpoints keep it."""
+    """Return `value`, for a user's own module: whatever JSON can hold, as checkpoints keep it."""
     if isinstance(value, Mapping):
         return {_name(name, key): _plain_data(value[name], f"{key}.{name}") for name in value}
     if isinstance(value, list):
@@ -226,7 +226,7 @@ def _check_bounds(metadata: Mapping[str, Any], value: Any, key: str) -> None:
 
 
 def _check_choice(metadata: Mapping[str, Any], value: Any, key: str) -> None:
-    """Raises ConfigError for what is none of the words that a field accepts."""
+    """Raise ConfigError for what is none of the words that a field accepts."""
     choices, parse = metadata.get("choices"), metadata.get("parse")
     if not choices or value in choices:
         return
@@ -244,7 +244,7 @@ def _check_choice(metadata: Mapping[str, Any], value: Any, key: str) -> None:
 
 
 def _check_line(value: str, key: str) -> None:
-    """Raises ConfigError for text, also in lists and tables, that cannot be a line of a script."""
+    """Raise ConfigError for text, also in lists and tables, that cannot be a line of a script."""
     if not value.isprintable():
         raise ConfigError(f"{key} must be one line of plain text, not {shown(value)}", keys=[key])
 
@@ -254,7 +254,7 @@ def _plain(number: float) -> str:
 
 
 def _unknown(cls: type, section: str, name: str, value: Any) -> ConfigError:
-    """Returns the error for a name that `cls` lacks, with where it belongs or the nearest name."""
+    """Return the error for a name that `cls` lacks, with where it belongs or the nearest name."""
     key = _join(section, name)
     variants = _variants(cls, section)
     siblings = variants.classes
@@ -301,7 +301,7 @@ def _says_nothing(cls: type, section: str, name: Any, value: Any) -> bool:
 
 
 def _variants(cls: type, section: str) -> Variants:
-    """Returns all kinds of a section that `cls` is one kind of; none for any other class."""
+    """Return all kinds of a section that `cls` is one kind of; none for any other class."""
     for field in dataclasses.fields(Config):
         variants: Variants | None = field.metadata.get("variants")
         if field.name == section and variants and cls in variants.classes.values():
@@ -310,7 +310,7 @@ def _variants(cls: type, section: str) -> Variants:
 
 
 def _homes(siblings: Mapping[str, type], name: str) -> list[str]:
-    """Returns the kinds that have the setting."""
+    """Return the kinds that have the setting."""
     return [
         option
         for option, one in siblings.items()

@@ -25,7 +25,7 @@ _NOT_IN_SCRIPT = tuple(
 
 
 def check_environment(config: Config, texts: Mapping[Place, str]) -> None:
-    """Raises ConfigError for a setting of those at `texts` that a variable may not fill."""
+    """Raise ConfigError for a setting of those at `texts` that a variable may not fill."""
     for place, text in texts.items():
         key = dotted(place)
         if not _below(key, setting_keys()):

@@ -16,7 +16,7 @@ from launcher.schedule import training_schedules
 
 
 def check_parallel(config: Config) -> Iterator[ConfigError]:
-    """Yields what is wrong with `parallel`."""
+    """Yield what is wrong with `parallel`."""
     parallel = config.parallel
     if not isinstance(parallel, Planned):
         return
@@ -32,7 +32,7 @@ def check_parallel(config: Config) -> Iterator[ConfigError]:
 
 
 def _check_batch(config: Config, parallel: Planned) -> Iterator[ConfigError]:
-    """Checks that the batch divides into equal microbatches, and those into equal shares."""
+    """Check that the batch divides into equal microbatches, and those into equal shares."""
     gpus, batch = config.cluster.gpus, config.train.global_batch_size
     pieces = parallel.num_micro_batches or 1
     if batch % pieces:
@@ -53,7 +53,7 @@ def _check_batch(config: Config, parallel: Planned) -> Iterator[ConfigError]:
 
 
 def _check_stages(config: Config, parallel: Auto | Manual) -> Iterator[ConfigError]:
-    """Checks that every stage has a layer, and a device where the schedule needs one."""
+    """Check that every stage has a layer, and a device where the schedule needs one."""
     gpus = config.cluster.gpus
     layers = parallel.num_layers or config.model.layers
     stages = parallel.num_stages or 1
@@ -80,7 +80,7 @@ def _check_stages(config: Config, parallel: Auto | Manual) -> Iterator[ConfigErr
 
 
 def _check_mesh(config: Config, sizes: dict[str, int | None]) -> Iterator[ConfigError]:
-    """Checks that the axes of the logical mesh, by their names, cover the devices."""
+    """Check that the axes of the logical mesh, by their names, cover the devices."""
     gpus = config.cluster.gpus
     given = {name: size for name, size in sizes.items() if size}
     product = math.prod(given.values())
@@ -94,7 +94,7 @@ def _check_mesh(config: Config, sizes: dict[str, int | None]) -> Iterator[Config
 
 
 def _check_cost(config: Config, parallel: Planned) -> Iterator[ConfigError]:
-    """Checks that the devices are here that are to be measured."""
+    """Check that the devices are here that are to be measured."""
     cluster = config.cluster
     if parallel.cost == "profile" and isinstance(cluster, Described):
         yield ConfigError(
@@ -106,6 +106,6 @@ def _check_cost(config: Config, parallel: Planned) -> Iterator[ConfigError]:
 
 
 def _multiples(batch: int, pieces: int) -> str:
-    """Returns the multiples of `pieces` next to `batch`, in words."""
+    """Return the multiples of `pieces` next to `batch`, in words."""
     below = batch // pieces * pieces
     return f"{below} or {below + pieces}" if below else str(pieces)

@@ -44,7 +44,7 @@ _SBATCH_OPTIONS = {
 
 
 def check_slurm(config: Config) -> Iterator[ConfigError]:
-    """Yields what is wrong with `cluster.slurm`, and with the devices that a job asks for."""
+    """Yield what is wrong with `cluster.slurm`, and with the devices that a job asks for."""
     if not isinstance(config.cluster, SlurmCluster):
         return
     if config.cluster.gpus is None:
@@ -77,7 +77,7 @@ def _misspelt(slurm: Slurm) -> Iterator[ConfigError]:
 
 
 def _too_short(slurm: Slurm) -> Iterator[ConfigError]:
-    """Checks that a job is not told to save and end before it could train a step."""
+    """Check that a job is not told to save and end before it could train a step."""
     lead = int(slurm.signal.rpartition("@")[2])
     if slurm.time and 60 * minutes(slurm.time) <= lead:
         yield ConfigError(
@@ -108,8 +108,8 @@ def _extra(slurm: Slurm) -> Iterator[ConfigError]:
             remedy = "Write its name alone, such as mail-type, and its value behind it."
         elif name in _SBATCH_OPTIONS:
             setting = _SBATCH_OPTIONS[name]
-            problem = f"cluster.slurm.extra.{option} is not for you to set that way"
-            remedy = f"{setting} says it." if setting else "The launcher sets it itself."
+            problem = f"cluster.slurm.extra.{option} cannot be set here"
+            remedy = f"Use {setting}." if setting else "The launcher sets it itself."
         elif known:  # which sbatch takes it for
             problem = f"cluster.slurm.extra.{option} is short for {known[0]}"
             remedy = "Write options in full."

@@ -12,7 +12,7 @@ KNOWN = ("wandb", "tensorboard", "mlflow")
 
 
 def check_trackers(config: Config) -> Iterator[ConfigError]:
-    """Checks that each tracker is one of ours or a class that the command line allows to load."""
+    """Check that each tracker is one of ours or a class that the command line allows to load."""
     key = "report.trackers"
     names = config.report.trackers or []
     for name in names:
@@ -21,7 +21,7 @@ def check_trackers(config: Config) -> Iterator[ConfigError]:
             continue
         if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", name):
             yield ConfigError(
-                f"{key}: {name!r} is no tracker",
+                f"{key}: {name!r} is not a tracker",
                 f"{advice(name, KNOWN)} One of your own is written my_pkg.MyTracker.",
                 [key],
             )

@@ -30,14 +30,14 @@ _LONGEST_NAME = 255  # bytes, of a folder
 
 
 def check(config: Config) -> None:
-    """Raises the first contradiction in `config` as a ConfigError."""
+    """Raise the first contradiction in `config` as a ConfigError."""
     for rule in _RULES:
         for error in rule(config):
             raise error
 
 
 def _check_modules(config: Config) -> Iterator[ConfigError]:
-    """Checks that the user allows the code that settings name: a file may come from anywhere."""
+    """Check that the user allows the code that settings name: a file may come from anywhere."""
     named = [("hooks", module) for module in config.hooks]
     for key in ("model", "dataset", "optimizer"):
         section = getattr(config, key)
@@ -46,7 +46,7 @@ def _check_modules(config: Config) -> Iterator[ConfigError]:
         named.append((f"{key}.module", section.module))
         if "name" in section.options:
             yield ConfigError(
-                f"{key}.options.name is no option: there {key}.module stands",
+                f"{key}.options.name is reserved for {key}.module",
                 "Give it another name.",
                 [f"{key}.options.name"],
             )
@@ -95,7 +95,7 @@ def _check_optimizer(config: Config) -> Iterator[ConfigError]:
     optimizer = config.optimizer
     if optimizer.ema == 1:
         yield ConfigError(
-            "optimizer.ema=1 would keep the first parameters for ever",
+            "optimizer.ema=1 would keep the first parameters forever",
             "Use a number below 1, such as 0.999.",
             ["optimizer.ema"],
         )
@@ -120,14 +120,14 @@ def _check_best(config: Config) -> Iterator[ConfigError]:
     metric = config.train.keep_best
     if metric is not None and not metric.startswith("eval_"):
         yield ConfigError(
-            f"train.keep_best={metric} is no metric of an evaluation",
+            f"train.keep_best={metric} is not a metric of an evaluation",
             "Name one as eval_loss, with eval_ before its name.",
             ["train.keep_best"],
         )
 
 
 def _check_rollback(config: Config) -> Iterator[ConfigError]:
-    """Checks that a rollback, which is a restart, is allowed one."""
+    """Check that a rollback, which is a restart, is allowed one."""
     cluster, asked = config.cluster, config.train.non_finite == "rollback"
     if asked and isinstance(cluster, Machines) and cluster.max_restarts == 0:
         yield ConfigError(
@@ -142,7 +142,7 @@ def _check_cluster(config: Config) -> Iterator[ConfigError]:
     if isinstance(cluster, Local) and cluster.hosts > 1:
         yield ConfigError(
             f"cluster=local is this one machine, not cluster.hosts={cluster.hosts}",
-            "Use cluster=emulated to play several hosts on it.",
+            "Use cluster=emulated to emulate several hosts on it.",
             ["cluster.hosts"],
         )
     if cluster.gpus is not None and cluster.gpus % cluster.hosts:
@@ -162,19 +162,19 @@ def _check_cluster(config: Config) -> Iterator[ConfigError]:
 
 
 def _check_ray(config: Config) -> Iterator[ConfigError]:
-    """Checks the address of a Ray, and what workers demand of it."""
+    """Check the address of a Ray, and what workers demand of it."""
     cluster = config.cluster
     if not isinstance(cluster, RayCluster):
         return
     if problem := ray_address_problem(cluster.address):
         address = f"cluster.address={cluster.address}"
-        yield ConfigError(f"{address} is no address to use", problem, ["cluster.address"])
+        yield ConfigError(f"{address} is not a usable address", problem, ["cluster.address"])
     for name, amount in cluster.resources.items():
         if name in ("CPU", "GPU"):
             setting = {"CPU": "cluster.num_cpus", "GPU": "cluster.gpus"}[name]
             yield ConfigError(
-                f"cluster.resources.{name} is not for you to set that way",
-                f"{setting} says it.",
+                f"cluster.resources.{name} cannot be set here",
+                f"Use {setting}.",
                 ["cluster.resources"],
             )
         if amount <= 0:
@@ -186,7 +186,7 @@ def _check_ray(config: Config) -> Iterator[ConfigError]:
 
 
 def _check_described(config: Config) -> Iterator[ConfigError]:
-    """Checks that a described cluster has the figures that a plan for it rests on."""
+    """Check that a described cluster has the figures that a plan for it rests on."""
     cluster = config.cluster
     if not isinstance(cluster, Described):
         return

@@ -1,4 +1,4 @@
-"""The settings that run code, which no file may decide unless the command line says so.
+"""The settings that run code, which no file may set unless the command line says so.
 
 A settings file may come from anywhere. What it says of these is refused without `allow_commands`;
 what the command line says itself never is. `allow_modules` is the like for modules.
@@ -28,7 +28,7 @@ _COMMANDS = (
 
 
 def command_at(key: str, value: str) -> str | None:
-    """Returns the setting that runs code and that `value`, at `key` of a file, would decide."""
+    """Return the setting that runs code and that `value`, at `key` of a file, would decide."""
     for command in _COMMANDS:
         if f"{key}.".startswith(f"{command}."):
             return key
@@ -38,9 +38,9 @@ def command_at(key: str, value: str) -> str | None:
 
 
 def not_allowed(command: str, where: str = "") -> ConfigError:
-    """Returns the error for a file that decides `command`."""
+    """Return the error for a file that decides `command`."""
     return ConfigError(
-        f"{command} runs code, which no file may decide",
+        f"{command} runs code, so no file may set it",
         "If you trust the file, add allow_commands=true on the command line.",
         [command],
         where,
@@ -48,7 +48,7 @@ def not_allowed(command: str, where: str = "") -> ConfigError:
 
 
 def commands_in(config: Config) -> Iterator[str]:
-    """Yields the settings that run code and that `config` sets; of a table those in it."""
+    """Yield the settings that run code and that `config` sets; of a table those in it."""
     tree, untouched = dataclasses.asdict(config), dataclasses.asdict(Config(cluster=SlurmCluster()))
     for command in _COMMANDS:
         values, defaults = (dict(_leaves_at(one, command)) for one in (tree, untouched))

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 _BASH = r"""
 _launcher_completion() {
-    local line=${COMP_LINE:0:COMP_POINT} before word
-    local -a words=($line) program=(launcher)
+    local line=${COMP_LINE:0:COMP_POINT} before choice word
+    local -a words choices program=(launcher)
+    read -ra words <<< "$line"  # splits, and expands no * to the names of files
     [[ $line == *[[:space:]] ]] && words+=("")
     if [[ ${words[0]##*/} == python* ]]; then
         [[ ${words[1]-} == -m && ${words[2]-} == launcher ]] || return
@@ -18,8 +19,12 @@ _launcher_completion() {
     fi
     ((${#words[@]} > 1)) || return
     word=${words[-1]}
-    COMPREPLY=($(compgen -W "$(COMP_LINE="launcher ${words[*]:1}" COMP_POINT= \
-        "${program[@]}" -sc query=bash 2>/dev/null)" -- "$word"))
+    read -rd '' -a choices < <(COMP_LINE="launcher ${words[*]:1}" COMP_POINT= \
+        "${program[@]}" -sc query=bash 2>/dev/null)
+    COMPREPLY=()
+    for choice in "${choices[@]}"; do
+        [[ $choice == "$word"* ]] && COMPREPLY+=("$choice")
+    done
     if [[ $word == *=* && $COMP_WORDBREAKS == *=* ]]; then  # the shell replaces what follows it
         before=${word%"${word##*=}"}
         COMPREPLY=("${COMPREPLY[@]#"$before"}")

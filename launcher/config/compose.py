@@ -80,7 +80,7 @@ class Point:
 
 
 def load(argv_overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> Config:
-    """Returns the configuration of one run.
+    """Return the configuration of one run.
 
     Args:
         argv_overrides: `group=option` and `key=value` arguments, in Hydra's grammar.
@@ -95,7 +95,7 @@ def load(argv_overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> Conf
 def load_with_origin(
     argv_overrides: Sequence[str], config_dirs: Sequence[str] = ()
 ) -> tuple[Config, Origin]:
-    """Returns `load`, and where each setting was said."""
+    """Return `load`, and where each setting was said."""
     folders = search_folders(config_dirs)
     overrides = parse(argv_overrides)
     refuse_sweeps(overrides)
@@ -105,7 +105,7 @@ def load_with_origin(
 def load_points(
     asked: Sequence[Asked], config_dirs: Sequence[str] = ()
 ) -> tuple[list[Point], dict[str, ConfigError]]:
-    """Returns the runs of a sweep, and by their labels the errors of those that are wrong.
+    """Return the runs of a sweep, and by their labels the errors of those that are wrong.
 
     Args:
         asked: the points that a sweeper asks for.
@@ -128,7 +128,7 @@ def load_points(
 
 
 def load_frozen(path: Path, argv_overrides: Sequence[str] = ()) -> Config:
-    """Returns the settings that a run's `config.yaml` holds, resolved.
+    """Return the settings that a run's `config.yaml` holds, resolved.
 
     Only `allow_modules` and `allow_commands` do not come from there but from `argv_overrides`,
     which hold nothing else. Raises ConfigError.
@@ -164,7 +164,7 @@ def load_frozen(path: Path, argv_overrides: Sequence[str] = ()) -> Config:
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """Returns the resolved configuration as a plain tree that YAML and JSON can hold.
+    """Return the resolved configuration as a plain tree that YAML and JSON can hold.
 
     It is for another process of the run: it holds the values of variables.
     """
@@ -176,7 +176,7 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def to_written(config: Config) -> dict[str, Any]:
-    """Returns `to_dict` for a file, which `load_frozen` reads.
+    """Return `to_dict` for a file, which `load_frozen` reads.
 
     What comes from the environment is the interpolation that asks for it.
     """
@@ -184,7 +184,7 @@ def to_written(config: Config) -> dict[str, Any]:
 
 
 def redacted(config: Config) -> dict[str, Any]:
-    """Returns `to_written` for where others may read it.
+    """Return `to_written` for where others may read it.
 
     Of `cluster.slurm.env`, which hands keys and tokens to a job, it has only the names.
     """
@@ -196,7 +196,7 @@ def redacted(config: Config) -> dict[str, Any]:
 
 
 def from_dict(tree: Mapping[str, Any], texts: Mapping[Place, str] | None = None) -> Config:
-    """Returns the configuration of a tree by `to_dict`, as strictly as `load`.
+    """Return the configuration of a tree by `to_dict`, as strictly as `load`.
 
     Args:
         tree: the settings.
@@ -246,13 +246,13 @@ def _load(
 
 
 def _allowed(overrides: Sequence[Override]) -> dict[str, Any]:
-    """Returns what the command line allows: what a file says of it does not count."""
+    """Return what the command line allows: what a file says of it does not count."""
     said = {override.key_or_group: override.value() for override in overrides}
     return {name: said.get(name, getattr(Config(), name)) for name in COMMAND_LINE_ONLY}
 
 
 def sources_of(defaults: Iterable[ResultDefault], folders: Sequence[Path]) -> Iterator[Source]:
-    """Yields the files that Hydra's defaults list stands for, without Hydra's own."""
+    """Yield the files that Hydra's defaults list stands for, without Hydra's own."""
     for default in defaults:
         name = str(default.config_path).removesuffix(".yaml")  # with which Hydra takes it, too
         folder = next((one for one in folders if (one / f"{name}.yaml").is_file()), None)
@@ -265,11 +265,11 @@ def sources_of(defaults: Iterable[ResultDefault], folders: Sequence[Path]) -> It
 def _refuse_misplaced(
     tree: Mapping[Any, Any], groups: Mapping[str, Sequence[str]], sources: Sequence[Source]
 ) -> None:
-    """Refuses a recipe without its package line, which fills a section that sets nothing."""
+    """Refuse a recipe without its package line, which fills a section that sets nothing."""
     names = {field.name for field in dataclasses.fields(Config)}
     for source in sources:
         if source.package in groups and source.package in tree and source.package not in names:
             raise ConfigError(
-                f"{short(source.path)} sets {source.package}.*, which is no section",
+                f"{short(source.path)} sets {source.package}.*, which is not a section",
                 "Begin the file with the line '# @package _global_'.",
             )

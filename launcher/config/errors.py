@@ -37,12 +37,12 @@ class ConfigError(Exception):
         return f"{self.problem}{where}.{remedy}"
 
     def said(self, where: str) -> ConfigError:
-        """Returns the same error with the place where its settings were said."""
+        """Return the same error with the place where its settings were said."""
         return ConfigError(self.problem, self.remedy, self.keys, self.where or where)
 
 
 def closest(word: str, options: Iterable[str]) -> str | None:
-    """Returns the option that `word` was most likely meant to be; None if nothing is near."""
+    """Return the option that `word` was most likely meant to be; None if nothing is near."""
     folded = {option.casefold(): option for option in options}
     text = word.casefold()
     swapped = {f"{text[:i]}{text[i + 1 : i + 2]}{text[i]}{text[i + 2 :]}" for i in range(len(text))}
@@ -51,7 +51,7 @@ def closest(word: str, options: Iterable[str]) -> str | None:
 
 
 def advice(word: str, options: Sequence[str], label: str = "") -> str:
-    """Returns "Did you mean …?" if an option is near, otherwise all of them after `label`."""
+    """Return "Did you mean …?" if an option is near, otherwise all of them after `label`."""
     match = closest(word, options)
     if match is not None:
         return f"Did you mean {match}?"
@@ -59,12 +59,12 @@ def advice(word: str, options: Sequence[str], label: str = "") -> str:
 
 
 def listed(words: Sequence[str]) -> str:
-    """Returns the words as one reads them out: "a, b or c"."""
+    """Return the words as one reads them out: "a, b or c"."""
     return " or ".join(part for part in (", ".join(words[:-1]), words[-1]) if part)
 
 
 def shown(value: object) -> str:
-    """Returns `value` as its author wrote it: YAML's null, true and false, and text in quotes."""
+    """Return `value` as its author wrote it: YAML's null, true and false, and text in quotes."""
     if value is None:
         return "null"
     if isinstance(value, bool):

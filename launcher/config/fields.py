@@ -55,39 +55,39 @@ class Switch(NamedTuple):
 
 
 def settings_of(cls: Any) -> list[Field[Any]]:
-    """Returns the fields of a section that are settings."""
+    """Return the fields of a section that are settings."""
     return [found for found in fields(cls) if "internal" not in found.metadata]
 
 
 def key_of(found: Field[Any]) -> str:
-    """Returns the name of a setting; its field has `_` at the end where Python keeps the word."""
+    """Return the name of a setting; its field has `_` at the end where Python keeps the word."""
     return found.name.rstrip("_")
 
 
 def variants(key: str, classes: Mapping[str, type]) -> Mapping[str, Any]:
-    """Returns the metadata of a section of several kinds, which its setting `key` names."""
+    """Return the metadata of a section of several kinds, which its setting `key` names."""
     return {"variants": Variants(key, classes)}
 
 
 def choice(default: str, *choices: str) -> Any:
-    """Makes a text field that accepts only `choices`."""
+    """Make a text field that accepts only `choices`."""
     return field(default=default, metadata={"choices": choices})
 
 
 def number(default: Any, minimum: float | None = None, maximum: float | None = None) -> Any:
-    """Makes a number field with inclusive bounds; `None` leaves a side open."""
+    """Make a number field with inclusive bounds; `None` leaves a side open."""
     return field(default=default, metadata={"minimum": minimum, "maximum": maximum})
 
 
 def automatic(default: int | None = None, minimum: float = 1) -> Any:
-    """Makes a number field that `auto`, or null, leaves at its default."""
+    """Make a number field that `auto`, or null, leaves at its default."""
     return field(default=default, metadata={"minimum": minimum, "maximum": None, "auto": True})
 
 
 def automatic_choice(
     default: str, *choices: str, parse: Callable[[str], object] | None = None
 ) -> Any:
-    """Makes a text field that accepts only `choices`, and `auto` or null for its default.
+    """Make a text field that accepts only `choices`, and `auto` or null for its default.
 
     It also accepts what `parse` does, if given.
     """

@@ -61,8 +61,8 @@ def refuse_useless(source: Source, commands_allowed: bool) -> None:
             )
         if top in COMMAND_LINE_ONLY and node.value != "false":  # as `--cfg` prints it
             raise ConfigError(
-                f"{top} is for the command line alone: a file that allows itself would protect "
-                "from nothing",
+                f"{top} can be set only on the command line: a file that allows itself would "
+                "protect from nothing",
                 f"Write {top}={COMMAND_LINE_ONLY[top]} on the command line.",
                 where=_place(source.path, node),
             )
@@ -80,7 +80,7 @@ def refuse_useless(source: Source, commands_allowed: bool) -> None:
 
 
 def refuse_unreadable(path: Path) -> None:
-    """Raises ConfigError for a file that cannot hold settings at all, before anything loads it."""
+    """Raise ConfigError for a file that cannot hold settings at all, before anything loads it."""
     try:
         node_of(path)
     except OSError as error:
@@ -92,7 +92,7 @@ def refuse_unreadable(path: Path) -> None:
 
 
 def unusable(chosen: Sequence[str], folders: Sequence[Path]) -> ConfigError | None:
-    """Returns the first file that cannot hold settings at all, as an error.
+    """Return the first file that cannot hold settings at all, as an error.
 
     Args:
         chosen: the files that are looked at, by their names below `folders` (`recipe/mine`); those
@@ -113,7 +113,7 @@ def unusable(chosen: Sequence[str], folders: Sequence[Path]) -> ConfigError | No
 
 
 def _chosen_by(root: yaml.Node | None, group: str) -> Iterator[str]:
-    """Yields the files that the defaults list of a file in `group` names, without their folders."""
+    """Yield the files that the defaults list of a file in `group` names, without their folders."""
     for key, node in _scalars(root, ""):
         said, _, within = key.partition(".")
         if said != "defaults":
@@ -124,7 +124,7 @@ def _chosen_by(root: yaml.Node | None, group: str) -> Iterator[str]:
 
 
 def misshapen(sources: Sequence[Source]) -> ConfigError | None:
-    """Returns the first list where a table belongs, or the reverse, as an error.
+    """Return the first list where a table belongs, or the reverse, as an error.
 
     Hydra merges neither, nor names it.
     """
@@ -141,7 +141,7 @@ def misshapen(sources: Sequence[Source]) -> ConfigError | None:
 
 
 def choices(content: Any) -> dict[str, str]:
-    """Returns the options that a file's defaults list chooses, by group.
+    """Return the options that a file's defaults list chooses, by group.
 
     They stand there as `group: option` or `override /group: option`. `content` is the file's, as
     plain data.
@@ -156,7 +156,7 @@ def choices(content: Any) -> dict[str, str]:
 
 
 def _no_settings(file: Path, problem: str) -> ConfigError:
-    return ConfigError(f"{short(file)} {problem}", "It has to hold names and values.")
+    return ConfigError(f"{short(file)} {problem}", "It must hold names and values.")
 
 
 def _problem(file: Path) -> str:
@@ -171,13 +171,13 @@ def _problem(file: Path) -> str:
     if root is None:
         return ""
     if not isinstance(root, yaml.MappingNode):
-        return "is no table of settings"
+        return "does not hold settings"
     said = (value for name, value in reversed(root.value) if name.value == "defaults")
     defaults = next(said, None)
     if defaults is None:
         return ""
     if not isinstance(defaults, yaml.SequenceNode):
-        return "has defaults that are no list, such as [override /model: gpt]"
+        return "has defaults that are not a list, such as [override /model: gpt]"
     for entry in defaults.value:
         fine = isinstance(entry, yaml.ScalarNode) and entry.tag.endswith(":str")
         if not fine and not (isinstance(entry, yaml.MappingNode) and len(entry.value) == 1):
@@ -186,20 +186,20 @@ def _problem(file: Path) -> str:
 
 
 def scalars(source: Source) -> Iterator[tuple[str, str, yaml.ScalarNode]]:
-    """Yields every value of a file with its dotted key, and the group that it chooses from."""
+    """Yield every value of a file with its dotted key, and the group that it chooses from."""
     for key, node in _scalars(source.node, source.package):
         yield key, _group(key), node
 
 
 def _scalars(node: yaml.Node | None, key: str) -> Iterator[tuple[str, yaml.ScalarNode]]:
-    """Yields every value below `node` with its dotted key; those of a list have the list's."""
+    """Yield every value below `node` with its dotted key; those of a list have the list's."""
     for inner, found in _nodes(node, key):
         if isinstance(found, yaml.ScalarNode):
             yield inner, found
 
 
 def _nodes(node: yaml.Node | None, key: str) -> Iterator[tuple[str, yaml.Node]]:
-    """Yields `node` and everything below it, likewise."""
+    """Yield `node` and everything below it, likewise."""
     if node is not None:
         yield key, node
     if isinstance(node, yaml.SequenceNode):
@@ -211,7 +211,7 @@ def _nodes(node: yaml.Node | None, key: str) -> Iterator[tuple[str, yaml.Node]]:
 
 
 def _is_nothing(node: yaml.ScalarNode) -> bool:
-    """Returns whether a value is null or false."""
+    """Return whether a value is null or false."""
     return node.tag == _NULL or (node.tag == _BOOL and not yaml.safe_load(node.value))
 
 
@@ -220,7 +220,7 @@ def _is_hydras_group(key: str, node: yaml.ScalarNode) -> bool:
 
 
 def _switched_off(key: str, node: yaml.ScalarNode) -> str:
-    """Returns the group of which a defaults list chooses no option, though each run needs one.
+    """Return the group of which a defaults list chooses no option, though each run needs one.
 
     It is "" if there is none. Hydra leaves out what was chosen before, and the schema would fill it
     in again.
@@ -229,7 +229,7 @@ def _switched_off(key: str, node: yaml.ScalarNode) -> str:
 
 
 def _group(key: str) -> str:
-    """Returns which group an entry of a defaults list chooses from; "" for any other value."""
+    """Return which group an entry of a defaults list chooses from; "" for any other value."""
     said, _, word = key.partition(".")
     return (
         word.removeprefix("override ").lstrip("/").partition("@")[0] if said == "defaults" else ""

@@ -13,7 +13,7 @@ PARTS = {"device": "cluster"}
 
 
 def search_folders(config_dirs: Sequence[str]) -> tuple[Path, ...]:
-    """Returns the folders to search: the user's in the order given, then `conf/`."""
+    """Return the folders to search: the user's in the order given, then `conf/`."""
     folders = [Path(folder).absolute() for folder in config_dirs]
     for folder in folders:
         if not folder.is_dir():
@@ -26,7 +26,7 @@ def search_folders(config_dirs: Sequence[str]) -> tuple[Path, ...]:
 
 
 def find_groups(folders: Sequence[Path]) -> dict[str, list[str]]:
-    """Returns every config group with its options, both sorted: `{"model": ["gpt", "mlp"], …}`."""
+    """Return every config group with its options, both sorted: `{"model": ["gpt", "mlp"], …}`."""
     found: dict[str, set[str]] = {}
     for folder in folders:
         for file in folder.glob("*/*.yaml"):

@@ -27,7 +27,7 @@ _VARIABLE = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)\s*\}")
 
 
 def resolved(settings: DictConfig) -> tuple[dict[str, Any], dict[Place, str]]:
-    """Returns the settings resolved, and by place the text of those that ask the environment.
+    """Return the settings resolved, and by place the text of those that ask the environment.
 
     Raises what OmegaConf does.
     """
@@ -47,12 +47,12 @@ def resolved(settings: DictConfig) -> tuple[dict[str, Any], dict[Place, str]]:
 
 
 def noted(tree: Mapping[str, Any], texts: Mapping[Place, str]) -> FromEnvironment:
-    """Returns what of `tree`, which holds the values, is to be written as one of `texts`."""
+    """Return what of `tree`, which holds the values, is to be written as one of `texts`."""
     return {place: (text, value) for place, text in texts.items() for value in _values(tree, place)}
 
 
 def unresolved(tree: Mapping[str, Any], environment: FromEnvironment) -> dict[str, Any]:
-    """Returns `tree` as it is written down, to be resolved when it is read.
+    """Return `tree` as it is written down, to be resolved when it is read.
 
     What still is as it came from the environment becomes the text that asks for it; any other text
     is escaped, so that it is read as it is.
@@ -69,12 +69,12 @@ def unresolved(tree: Mapping[str, Any], environment: FromEnvironment) -> dict[st
 
 
 def dotted(place: Place) -> str:
-    """Returns the name of the setting at a place; in a list, the list's own."""
+    """Return the name of the setting at a place; in a list, the list's own."""
     return ".".join(map(str, itertools.takewhile(lambda name: isinstance(name, str), place)))
 
 
 def in_shell(text: str) -> str | None:
-    """Returns the interpolation `text` as a word of bash that asks for the same variables.
+    """Return the interpolation `text` as a word of bash that asks for the same variables.
 
     None if bash has no such word.
     """
@@ -88,7 +88,7 @@ def in_shell(text: str) -> str | None:
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Limits what the interpolations that are resolved inside may come to, all of them together.
+    """Limit what the interpolations that are resolved inside may come to, all of them together.
 
     A few lines in which each asks twice for the next may stand for any number of characters. Beyond
     the limit they raise InterpolationResolutionError.
@@ -119,7 +119,7 @@ def bounded() -> Iterator[None]:
 
 @contextmanager
 def _noted_variables() -> Iterator[list[str]]:
-    """Yields a list that grows by the variables that interpolations ask for inside."""
+    """Yield a list that grows by the variables that interpolations ask for inside."""
     names: list[str] = []
 
     def env(key: str, *default: Any) -> Any:
@@ -142,7 +142,7 @@ def _interpolations(tree: Any, place: Place = ()) -> Iterator[tuple[Place, str]]
 
 
 def _escaped(tree: Any) -> Any:
-    """Returns `tree` with every text so that OmegaConf reads it as it is."""
+    """Return `tree` with every text so that OmegaConf reads it as it is."""
     if isinstance(tree, str):
         return re.sub(r"(\\*)\$\{", r"\1\1\\${", tree)
     if isinstance(tree, Mapping):
@@ -151,7 +151,7 @@ def _escaped(tree: Any) -> Any:
 
 
 def _values(tree: Any, place: Place) -> list[Any]:
-    """Returns what is at a place: one value, or none."""
+    """Return what is at a place: one value, or none."""
     for name in place:
         try:
             tree = tree[name]

@@ -13,7 +13,7 @@ from launcher.config.schema import Config
 
 
 def _leaves(cls: Any, section: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the dotted name and the annotation of every setting below `cls`, of all variants."""
+    """Yield the dotted name and the annotation of every setting below `cls`, of all variants."""
     hints = typing.get_type_hints(cls)
     for field in settings_of(cls):
         name = key_of(field)
@@ -29,19 +29,19 @@ def _leaves(cls: Any, section: str = "") -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def setting_keys() -> tuple[str, ...]:
-    """Returns the dotted name of every setting, in order."""
+    """Return the dotted name of every setting, in order."""
     return tuple(dict.fromkeys(key for key, _ in _leaves(Config)))
 
 
 @functools.cache
 def text_keys() -> frozenset[str]:
-    """Returns the dotted names of the settings that hold text."""
+    """Return the dotted names of the settings that hold text."""
     return frozenset(key for key, hint in _leaves(Config) if hint in (str, str | None))
 
 
 @functools.cache
 def collections() -> Mapping[str, type]:
-    """Returns the dotted names of all sections and tables (dict), and of all lists."""
+    """Return the dotted names of all sections and tables (dict), and of all lists."""
     found: dict[str, type] = {}
     for key, hint in _leaves(Config):
         sections = key.split(".")[:-1]

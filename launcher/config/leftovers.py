@@ -25,7 +25,7 @@ Tree = dict[str, Any]
 def without_leftovers(
     tree: Tree, sources: Sequence[Source], overrides: Sequence[Override], groups: Mapping[str, Any]
 ) -> Tree:
-    """Returns the tree without what files say of options that are not chosen.
+    """Return the tree without what files say of options that are not chosen.
 
     Args:
         tree: composed of `sources` and `overrides`, and not yet resolved.
@@ -74,7 +74,7 @@ def _kinds(
     overrides: Sequence[Override],
     options: Mapping[str, Any],
 ) -> dict[str, Tree]:
-    """Returns the kinds of sections whose kind the user says; what another kind says is dropped.
+    """Return the kinds of sections whose kind the user says; what another kind says is dropped.
 
     The command line comes first, then the option that it chose, then the user's files.
 
@@ -102,7 +102,7 @@ def _kinds(
 
 
 def _is_chosen(source: Source, content: Any, group: str, option: str | None) -> bool:
-    """Returns whether a file is for the option that is chosen, where one is."""
+    """Return whether a file is for the option that is chosen, where one is."""
     if option is None or source.package == group:
         return True
     return choices(content).get(group, option) == option
@@ -113,7 +113,7 @@ def _content(source: Source) -> Any:
 
 
 def _part(source: Source, content: Any, group: str) -> Tree:
-    """Returns what a file says of the section `group`."""
+    """Return what a file says of the section `group`."""
     if not isinstance(content, dict):
         return {}
     part: Any = {name: value for name, value in content.items() if name != "defaults"}
@@ -124,7 +124,7 @@ def _part(source: Source, content: Any, group: str) -> Tree:
 
 
 def _said(overrides: Sequence[Override], group: str) -> Iterator[list[str]]:
-    """Yields the settings of the section that the command line sets, without the section's name."""
+    """Yield the settings of the section that the command line sets, without the section's name."""
     for override in overrides:
         section, _, key = override.key_or_group.partition(".")
         if section != group:
@@ -136,7 +136,7 @@ def _said(overrides: Sequence[Override], group: str) -> Iterator[list[str]]:
 
 
 def _only(tree: Any, names: Sequence[str]) -> Any:
-    """Returns `tree` with nothing in it but what these names lead to."""
+    """Return `tree` with nothing in it but what these names lead to."""
     return {names[0]: _only(tree[names[0]], names[1:])} if names else tree
 
 

@@ -86,7 +86,7 @@ class Slurm:
 
 
 def minutes(time: str) -> int:
-    """Returns a `Slurm.time`, such as 2d12h or 90m, in minutes."""
+    """Return a `Slurm.time`, such as 2d12h or 90m, in minutes."""
     parts = {unit: int(number) for number, unit in re.findall(r"(\d+)([dhm])", time)}
     return (parts.get("d", 0) * 24 + parts.get("h", 0)) * 60 + parts.get("m", 0)
 
@@ -186,7 +186,7 @@ class RayCluster(Hosts):
 
 
 def ray_address_problem(address: str) -> str:
-    """Returns what is wrong with the address of a Ray, and what to do; "" if nothing is."""
+    """Return what is wrong with the address of a Ray, and what to do; "" if nothing is."""
     if address.startswith("ray://"):
         return (
             "That is a Ray Client, which runs this program's calls in another process: run the "
@@ -225,17 +225,17 @@ CLUSTERS: dict[str, type[Cluster]] = {
 
 
 def machines_of(cluster: Cluster) -> Machines:
-    """Returns a cluster that is known to be one to train on."""
+    """Return a cluster that is known to be one to train on."""
     assert isinstance(cluster, Machines)
     return cluster
 
 
 def slurm_cluster(cluster: Cluster) -> SlurmCluster:
-    """Returns a cluster that is known to be Slurm's."""
+    """Return a cluster that is known to be Slurm's."""
     assert isinstance(cluster, SlurmCluster)
     return cluster
 
 
 def slurm_of(cluster: Cluster) -> Slurm:
-    """Returns what a job asks of Slurm, of a cluster that is known to be Slurm's."""
+    """Return what a job asks of Slurm, of a cluster that is known to be Slurm's."""
     return slurm_cluster(cluster).slurm

@@ -97,7 +97,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {}
 
 
 def optimizer(name: str, scaling: str, **settings: Any) -> type[Scheduled]:
-    """Makes the class of an optimizer, and makes it known by its name.
+    """Make the class of an optimizer, and makes it known by its name.
 
     Args:
         name: what the settings call it.

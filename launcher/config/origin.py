@@ -44,7 +44,7 @@ class Origin:
     groups: Collection[str]
 
     def of(self, keys: Sequence[str]) -> str:
-        """Returns where `keys` were said, in words; "" for defaults of the schema."""
+        """Return where `keys` were said, in words; "" for defaults of the schema."""
         found = {key: place for key in keys if (place := self._of_one(key))}
         if len(keys) == 1 or len(set(found.values())) == 1 == len(found) / len(keys):
             return next(iter(found.values()), "")
@@ -60,7 +60,7 @@ class Origin:
         return f"in {short(source.path)}:{_line(source, key)}"
 
     def rank(self, key: str) -> int:
-        """Returns how late `key` was said: `ON_COMMAND_LINE`, the place in `sources`, or -1."""
+        """Return how late `key` was said: `ON_COMMAND_LINE`, the place in `sources`, or -1."""
         for override in self.overrides:
             said, value = override.key_or_group, override.value()
             is_option = said in self.groups and not isinstance(value, dict)
@@ -72,19 +72,19 @@ class Origin:
         return next((place for place, source in places if _line(source, key)), -1)
 
     def is_users(self, key: str) -> bool:
-        """Returns whether `key` was said in a user's file, and not after that in one of ours."""
+        """Return whether `key` was said in a user's file, and not after that in one of ours."""
         rank = self.rank(key)
         return 0 <= rank < len(self.sources) and not self.sources[rank].is_own
 
 
 def short(path: Path) -> str:
-    """Returns `path` relative to the working directory if it is below it, otherwise in full."""
+    """Return `path` relative to the working directory if it is below it, otherwise in full."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the settings that a value sets, with their values; of a table those in it."""
+    """Yield the settings that a value sets, with their values; of a table those in it."""
     if not isinstance(value, dict) or not value:
         yield key, value
         return
@@ -97,7 +97,7 @@ def _related(said: str, key: str) -> bool:
 
 
 def _line(source: Source, key: str) -> int:
-    """Returns the line (from 1) at which `source` sets `key`; 0 if it does not."""
+    """Return the line (from 1) at which `source` sets `key`; 0 if it does not."""
     prefix = source.package.split(".") if source.package else []
     path = key.split(".")
     if path[: len(prefix)] != prefix:

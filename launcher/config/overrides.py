@@ -25,7 +25,7 @@ _LONGEST = 1000  # characters of what a message repeats
 
 
 def parse(texts: Sequence[str], loader: ConfigLoader | None = None) -> list[Override]:
-    """Reads each `group=option`, `key=value`, `+key=value`, `++key=value` and `~key`.
+    """Read each `group=option`, `key=value`, `+key=value`, `++key=value` and `~key`.
 
     Args:
         texts: the arguments as the shell handed them over.
@@ -55,7 +55,7 @@ def _parse_one(parser: OverridesParser, text: str) -> Override:
 
 
 def _refuse_useless(override: Override, text: str) -> None:
-    """Refuses what Hydra's grammar allows but what could change nothing here."""
+    """Refuse what Hydra's grammar allows but what could change nothing here."""
     if not override.key_or_group:
         problem, remedy = f"{text!r} has no name before its =", "Write key=value."
     elif override.key_or_group.split(".")[0].split("/")[0] == "hydra":
@@ -78,7 +78,7 @@ def _refuse_useless(override: Override, text: str) -> None:
 
 
 def _has_leading_zero(override: Override) -> bool:
-    """Returns whether a number has a 0 in front: YAML would read it in base 8, Hydra in base 10.
+    """Return whether a number has a 0 in front: YAML would read it in base 8, Hydra in base 10.
 
     Text stays as typed.
     """
@@ -89,7 +89,7 @@ def _has_leading_zero(override: Override) -> bool:
 def for_hydra(
     override: Override, groups: Mapping[str, Sequence[str]], own_groups: Collection[str]
 ) -> str:
-    """Returns the override as Hydra is to see it: options chosen, values forced in.
+    """Return the override as Hydra is to see it: options chosen, values forced in.
 
     An unquoted word for an option or a text setting is taken as typed: `run.id=1e3` means "1e3",
     not 1000.0. `+recipe=x` is `recipe=x`, because the defaults list has each of `own_groups`;
@@ -98,7 +98,7 @@ def for_hydra(
     key, value = override.key_or_group, (override.input_line or "").partition("=")[2].strip()
     if key in PARTS:
         raise ConfigError(
-            f"{key}={value} is no option of its own, but a part of files of the group {PARTS[key]}",
+            f"{key}={value} is not an option by itself: files of the group {PARTS[key]} use it",
             f"Name it there: defaults: [/{key}@_here_: {value}, _self_].",
             where=COMMAND_LINE,
         )
@@ -117,18 +117,18 @@ def for_hydra(
 
 
 def quoted(value: str) -> str:
-    """Returns `value` as one quoted string of the override grammar, whatever it holds."""
+    """Return `value` as one quoted string of the override grammar, whatever it holds."""
     return QuotedString(value, Quote.single).with_quotes()
 
 
 def written(value: str) -> str:
-    """Returns the text `value` as it is best typed: in quotes only if it needs them."""
+    """Return the text `value` as it is best typed: in quotes only if it needs them."""
     plain = re.fullmatch(r"[\w./-]+", value) and value.casefold() != "null"
     return value if plain else quoted(value)
 
 
 def refuse_sweeps(overrides: Sequence[Override]) -> None:
-    """Raises ConfigError for several values of a setting, of which one run takes one."""
+    """Raise ConfigError for several values of a setting, of which one run takes one."""
     for override in overrides:
         if override.is_sweep_override():
             raise ConfigError(

@@ -1,8 +1,8 @@
 """The settings of the section `parallel`: a class a method, with the fields that the method obeys.
 
 A part of `schema`, whose rules hold here as well. To add a method, write its class here, list it in
-`METHODS`, give it a file in `conf/parallel/`, and say in `driver.plan_from_config` which plan it
-stands for.
+`METHODS`, give it a file in `conf/parallel/`, and say in `driver.planning.plan_from_config` which
+plan it stands for.
 """
 
 from __future__ import annotations

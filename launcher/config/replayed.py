@@ -36,7 +36,7 @@ _HERE = (Local, Emulated)  # clusters that can be taken over: the others mean mo
 def with_runs_settings(
     tree: Tree, sources: Sequence[Source], overrides: Sequence[Override]
 ) -> Tree:
-    """Returns `tree` with what makes its program from the run that it is about.
+    """Return `tree` with what makes its program from the run that it is about.
 
     That is the model, the data and more, as far as neither the command line nor a recipe says a
     word of it. `tree` is not yet resolved.
@@ -79,20 +79,20 @@ def with_runs_settings(
 
 
 def _names_kind(section: str, said: Set[str]) -> bool:
-    """Returns whether the kind of a section is said: then the rest of it is, too."""
+    """Return whether the kind of a section is said: then the rest of it is, too."""
     (field,) = (field for field in dataclasses.fields(Config) if field.name == section)
     variants = field.metadata.get("variants")
     return variants is not None and f"{section}.{variants.key}" in said
 
 
 def _shorthands(model: Any) -> Mapping[str, Sequence[str]]:
-    """Returns the settings of a model that stand for others, each with those others."""
+    """Return the settings of a model that stand for others, each with those others."""
     kind = MODELS.get(str(model.get("name"))) if isinstance(model, Mapping) else None
     return kind.shorthands if kind else {}
 
 
 def _leaves(tree: Mapping[Any, Any], above: str = "") -> Iterator[str]:
-    """Yields the dotted keys of a tree's values."""
+    """Yield the dotted keys of a tree's values."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{above}{key}.")
@@ -101,7 +101,7 @@ def _leaves(tree: Mapping[Any, Any], above: str = "") -> Iterator[str]:
 
 
 def _laid_over(theirs: Any, ours: Any, said: Set[str], key: str) -> Any:
-    """Returns what the run says of `key`, and over it what is said of it here."""
+    """Return what the run says of `key`, and over it what is said of it here."""
     if key in said:
         return ours
     if not (isinstance(theirs, dict) and isinstance(ours, dict)):
@@ -117,7 +117,7 @@ def _laid_over(theirs: Any, ours: Any, said: Set[str], key: str) -> Any:
 
 
 def settings_beside(plan: str) -> Tree:
-    """Returns the settings of the run that a plan is of.
+    """Return the settings of the run that a plan is of.
 
     None if there is no such file, or it cannot be read: then the program alone tells whether the
     plan is for it.
@@ -132,7 +132,7 @@ def settings_beside(plan: str) -> Tree:
 
 
 def resolved_beside(plan: str) -> Tree:
-    """Returns `settings_beside` with the values of the variables that it asks for.
+    """Return `settings_beside` with the values of the variables that it asks for.
 
     None if they are not set here: then, too, the program alone tells.
     """
@@ -144,7 +144,7 @@ def resolved_beside(plan: str) -> Tree:
 
 
 def in_common(here: Mapping[str, Any], there: Mapping[str, Any]) -> Iterator[str]:
-    """Yields what a replay has in common with the run of its plan.
+    """Yield what a replay has in common with the run of its plan.
 
     That is, of what `here` may have from `there`: "model (but for dropout)", "train.steps=4".
     """
@@ -161,7 +161,7 @@ def in_common(here: Mapping[str, Any], there: Mapping[str, Any]) -> Iterator[str
 
 
 def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> Iterator[str]:
-    """Yields what makes `here` another program than `there`, both the settings of a run.
+    """Yield what makes `here` another program than `there`, both the settings of a run.
 
     Each says what is there and what is here, such as "model.num_layers=4 and not 2".
     """
@@ -180,7 +180,7 @@ def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> Iterator[s
 
 
 def _compared(section: str, settings: Mapping[str, Any]) -> list[str]:
-    """Returns the settings of a section but for shorthands: what they stand for says as much."""
+    """Return the settings of a section but for shorthands: what they stand for says as much."""
     shorthands = _shorthands(settings) if section == "model" else {}
     return [key for key in settings if key not in shorthands]
 
@@ -198,7 +198,7 @@ def _plain(value: Any) -> str:
 
 
 def _decays_over(settings: Mapping[str, Any]) -> int:
-    """Returns the number of steps that the learning rate's decay is computed from."""
+    """Return the number of steps that the learning rate's decay is computed from."""
     optimizer, steps = settings["optimizer"], settings["train"]["steps"]
     is_constant = optimizer.get("decay") == "constant"  # one of the user's own has no such setting
     return 0 if is_constant else max(1, steps - optimizer.get("warmup_steps", 0))

@@ -66,7 +66,9 @@ def _check_param(name: str, value: str, commands_allowed: bool, where: str) -> N
             where=where,
         )
     if name.partition(".")[0] in COMMAND_LINE_ONLY:
-        raise ConfigError(f"{name} is for the command line alone", "Say it there.", where=where)
+        raise ConfigError(
+            f"{name} can be set only on the command line", "Set it there.", where=where
+        )
     # A table may hold a command further below.
     command = command_at(name, "${" if "{" in value else value)
     if command is not None and not commands_allowed:

@@ -197,7 +197,7 @@ _OF_SWEEPS = ("sweep.objective", "sweep.jobs", "sweep.stop_early")
 
 
 def check_switches(config: Config, origin: Origin, in_sweep: bool = False) -> None:
-    """Raises ConfigError for the first setting that was said and has no effect."""
+    """Raise ConfigError for the first setting that was said and has no effect."""
     for key in () if in_sweep else _OF_SWEEPS:
         if origin.rank(key) == ON_COMMAND_LINE:
             raise ConfigError(
@@ -229,7 +229,7 @@ def _below(keys: tuple[str, ...]) -> Iterator[str]:
 
 
 def _value(config: Config, key: str) -> Any:
-    """Returns the value of a setting; None if the variant at hand has none such."""
+    """Return the value of a setting; None if the variant at hand has none such."""
     found: Any = config
     for name in key.split("."):
         found = getattr(found, name, None)

@@ -37,7 +37,7 @@ def translated(
     folders: Sequence[Path],
     sources: Sequence[Source],
 ) -> ConfigError:
-    """Returns the ConfigError that says what `error` means to the user; raises an unknown one.
+    """Return the ConfigError that says what `error` means to the user; raises an unknown one.
 
     `sources`: as many files as were found to take part.
     """
@@ -67,16 +67,16 @@ def translated(
         return found
     if isinstance(error, RecursionError):
         return ConfigError(
-            "The files that were chosen choose one another without end",
+            "The files that were chosen choose one another in a circle",
             "In its defaults a file may name another one of its group (- mine), not itself.",
         )
     if not isinstance(error, _HYDRA_ERRORS):
         raise error
-    return ConfigError(f"The settings cannot be put together: {' '.join(str(error).split())}")
+    return ConfigError(f"The settings cannot be composed: {' '.join(str(error).split())}")
 
 
 def _missing_group(file: str, group: str, folders: Sequence[Path]) -> ConfigError:
-    """Returns the error for a file whose defaults list overrides a group that there is not."""
+    """Return the error for a file whose defaults list overrides a group that there is not."""
     path = next((f / f"{file}.yaml" for f in folders if (f / f"{file}.yaml").is_file()), Path(file))
     return ConfigError(
         f"There is no group {group} for 'override /{group}' to choose from",
@@ -107,7 +107,7 @@ def _missing_option(
 
 
 def _chooses(file: Path, group: str, option: str) -> bool:
-    """Returns whether the file's defaults list has `group: option` or `override /group: option`."""
+    """Return whether the file's defaults list has `group: option` or `override /group: option`."""
     try:
         content = tree_of(file)
     except (yaml.YAMLError, OSError, DamagedError):

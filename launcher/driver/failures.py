@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from launcher.cluster.errors import HungError, RayEndedError, WorkerError
-from launcher.driver.recorder import DivergedError
+from launcher.driver.record.recorder import DivergedError
 from launcher.plan import Plan
 
 _FIRST_DELAY, _LONGEST_DELAY = 1.0, 60.0  # seconds

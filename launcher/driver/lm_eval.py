@@ -5,7 +5,8 @@
 
     lm_eval.simple_evaluate(model=LanguageModel("outputs/mine"), tasks=["lambada_openai"])
 
-The model is read onto one device of this process; its family must have a decoder.
+The model lies on the devices of this process, sharded as for `task=generate`; its family must have
+a decoder.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +23,16 @@ from lm_eval.api.model import LM
 
 from launcher.config.compose import load, load_frozen
 from launcher.config.errors import ConfigError
-from launcher.driver.export_tokenizer import run_tokenizer
+from launcher.driver.tasks.export_tokenizer import run_tokenizer
+from launcher.driver.tasks.model_workers import stored_plan
+from launcher.stacked_array import spec_at
 from launcher.train import checkpoint
+from launcher.train.model_layout import layout_of
+from launcher.train.names import flat_name, map_named
+from launcher.train.placed_model import ModelPlaces
 from recipes import build_model
 from recipes.corpus.tokenizers import load_tokenizer
-from recipes.decoding import Generator, Sampling, build_decoder
+from recipes.decoding import Generator, Sampling, TextPlaces, build_decoder
 from recipes.hugging_face import CONFIG, PREFIX, family_of, read_config
 
 _MOST_NEW = 256  # tokens, where a task does not say
@@ -47,13 +53,14 @@ class LanguageModel(LM):
     def __init__(self, where: str, batch_size: int = 8) -> None:
         super().__init__()
         path = Path(where).expanduser().absolute()
-        options, params, tokenizer = _theirs(path) if (path / CONFIG).exists() else _run(path)
-        self._decoder = build_decoder(options, "fp32")
-        self._generator = Generator(self._decoder, Sampling(0))
-        self._params = jax.device_put(params, jax.local_devices()[0])
-        self._tokenizer = load_tokenizer(tokenizer)
+        found = _theirs(path) if (path / CONFIG).exists() else _run(path)
+        self._decoder = build_decoder(found.options, "fp32")
+        self._params, self._places = found.params, found.places
+        at = TextPlaces(self._places.whole, self._places.of_cache)
+        self._generator = Generator(self._decoder, Sampling(0), at)
+        self._tokenizer = load_tokenizer(found.tokenizer)
         self._batch_size = batch_size
-        self._score = jax.jit(self._scores)
+        self._score = jax.jit(self._scores, out_shardings=self._places.whole)
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """Return of each continuation its log-probability, and whether it is the greedy one."""
@@ -134,8 +141,12 @@ class LanguageModel(LM):
             score = jnp.take_along_axis(jax.nn.log_softmax(logits), following, axis=1)[:, 0]
             return cache, (score, logits.argmax(-1))
 
-        places = jnp.arange(tokens.shape[1] - 1)
-        _, (scores, likeliest) = jax.lax.scan(read, self._decoder.cache(rows), places)
+        numbers = jnp.arange(tokens.shape[1] - 1)
+        cache = jax.tree.map(
+            lambda x: jax.lax.with_sharding_constraint(x, self._places.of_cache(x.shape)),
+            self._decoder.cache(rows),
+        )
+        _, (scores, likeliest) = jax.lax.scan(read, cache, numbers)
         return scores.T, likeliest.T
 
     def _encode(self, text: str) -> list[int]:
@@ -149,26 +160,41 @@ class LanguageModel(LM):
         return self._tokenizer.end_token
 
 
-def _run(path: Path) -> tuple[Any, Any, str]:
-    """Return the settings of a run's model, its parameters and the name of its tokenizer."""
+class _Found(NamedTuple):
+    """A model: its settings, its parameters and where they lie, and its tokenizer's name."""
+
+    options: Any
+    params: Any
+    places: ModelPlaces
+    tokenizer: str
+
+
+def _run(path: Path) -> _Found:
+    """Return the model of a run."""
     try:
         source, _ = checkpoint.resolve(path)
         home = path if (path / "config.yaml").exists() else path.parents[1]
         settings = load_frozen(home / "config.yaml")
         model = checkpoint.FinishedModel(source, settings.optimizer.lora, False)
     except (checkpoint.InitError, checkpoint.Mismatch, OSError) as error:
-        raise ConfigError(f"{path} is no run to evaluate: {error}") from None
+        raise ConfigError(f"{path} is not a run to evaluate: {error}") from None
     tokenizer = run_tokenizer(settings)
     if tokenizer is None:
         raise ConfigError(f"{path} has no tokenizer: dataset={settings.dataset.name} names none")
-    return settings.model, model.whole()["params"], tokenizer.name
+    devices = jax.local_devices()
+    places = ModelPlaces(layout_of(stored_plan(home), model.shapes, len(devices)), devices)
+    return _Found(settings.model, places.load(model)["params"], places, tokenizer.name)
 
 
-def _theirs(path: Path) -> tuple[Any, Any, str]:
-    """Return the same of a folder as `transformers` writes it."""
+def _theirs(path: Path) -> _Found:
+    """Return the model of a folder as `transformers` writes it."""
     family = family_of(read_config(path)).__name__.removeprefix("recipes.").removesuffix("_hf")
     options = load([f"model={family}", f"model.size={PREFIX}{path}", "dataset=synthetic"]).model
-    shapes = jax.eval_shape(build_model(options, "fp32").init, jax.random.key(0))
-    where = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes)
-    return options, checkpoint.restore_model(path, {"params": like})["params"], str(path)
+    model = {"params": jax.eval_shape(build_model(options, "fp32").init, jax.random.key(0))}
+    leaves = jax.tree_util.tree_leaves_with_path(model)
+    shapes = {flat_name(where): leaf.shape for where, leaf in leaves}
+    devices = jax.local_devices()
+    layout = layout_of(None, shapes, len(devices))
+    places = ModelPlaces(layout, devices)
+    like = map_named(lambda name, leaf: spec_at(leaf, places.of_model(name)), model)
+    return _Found(options, checkpoint.restore_model(path, like)["params"], places, str(path))

@@ -26,13 +26,13 @@ from launcher.config.errors import ConfigError
 from launcher.config.machines import RayCluster, machines_of
 from launcher.config.parallel import Planned
 from launcher.config.schema import Config, CustomDataset, CustomModel
-from launcher.driver import folder
-from launcher.driver.calibrated_first import is_kept, measures_first
-from launcher.driver.check import Inputs, look, os_error_text
-from launcher.driver.folder import RunFolder
-from launcher.driver.hooks import HookError, Hooks
-from launcher.driver.prepare_data import prepare_first
-from launcher.driver.status import Status
+from launcher.driver.folder import folder
+from launcher.driver.folder.folder import RunFolder
+from launcher.driver.folder.status import Status
+from launcher.driver.planning.calibrated_first import is_kept, measures_first
+from launcher.driver.planning.check import Inputs, look, os_error_text
+from launcher.driver.record.hooks import HookError, Hooks
+from launcher.driver.tasks.prepare_data import prepare_first
 from launcher.log import lines_to
 from launcher.output import complain
 from launcher.report.console import RunConsole, line_printer, make_console
@@ -41,7 +41,7 @@ from launcher.stop import Stop
 from recipes import InputError
 
 if TYPE_CHECKING:
-    from launcher.driver.prepare import Prepared
+    from launcher.driver.planning.prepare import Prepared
 
 _LEAVES = "Ctrl-C once more leaves at once"
 
@@ -72,25 +72,25 @@ def run(config: Config, stop: Stop, rendezvous: Rendezvous | None = None) -> int
             return _train(config, console, stop, rendezvous)
         with stop.interruptible():
             if config.task == "calibrate":
-                from launcher.driver.calibrate import calibrate
+                from launcher.driver.tasks.calibrate import calibrate
 
                 return calibrate(config.cluster, console)
             if config.task == "export":
-                from launcher.driver.export import export
+                from launcher.driver.tasks.export import export
 
                 return export(config, console)
             if config.task == "generate":
-                from launcher.driver.generate import generate_text
+                from launcher.driver.tasks.generate import generate_text
 
                 return generate_text(config, console)
             if config.task in ("prepare_data", "tokenize"):
-                from launcher.driver.prepare_data import prepare_data, tokenize
+                from launcher.driver.tasks.prepare_data import prepare_data, tokenize
 
                 return (prepare_data if config.task == "prepare_data" else tokenize)(
                     config, console
                 )
             if config.task == "evaluate":
-                from launcher.driver.evaluate import evaluate
+                from launcher.driver.tasks.evaluate import evaluate
 
                 return evaluate(config, console)
             return _plan(config, console)
@@ -111,7 +111,7 @@ def guarded(work: Callable[[], int]) -> int:
         message, code = str(error), 1
     except Exception as error:
         from launcher.driver.failures import FailedError
-        from launcher.driver.recorder import DivergedError
+        from launcher.driver.record.recorder import DivergedError
         from launcher.plan import PlanError
         from launcher.runtime import ReplicaError
         from launcher.trace import TraceError
@@ -125,9 +125,9 @@ def guarded(work: Callable[[], int]) -> int:
 
 
 def _plan(config: Config, console: Console) -> int:
-    from launcher.driver.plan_files import write_plan
-    from launcher.driver.prepare import prepare
-    from launcher.driver.run_log import write_planned
+    from launcher.driver.folder.plan_files import write_plan
+    from launcher.driver.planning.prepare import prepare
+    from launcher.driver.record.run_log import write_planned
 
     gc.freeze()  # what is imported stays: no collection need look through it
     ready = prepare(config, console, plan_only=True, finished=folder.check(config))
@@ -193,7 +193,7 @@ def _trace_and_plan(
 ) -> Prepared:
     """Trace and plan while Ray and then the workers start, if there is a session."""
     with stop.interruptible():
-        from launcher.driver.prepare import plan, trace
+        from launcher.driver.planning.prepare import plan, trace
         from launcher.runtime import why_not_kept
 
         if problem := why_not_kept():  # the workers' own warnings are only in their logs

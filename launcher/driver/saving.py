@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from launcher.cluster.errors import HungError
 from launcher.config.compose import redacted
 from launcher.config.schema import Checkpoint, Config
-from launcher.driver.identity import fingerprints
+from launcher.driver.folder.identity import fingerprints
 from launcher.plan import Plan
 from launcher.train.checkpoint import SaveError, clear_partial_saves
 

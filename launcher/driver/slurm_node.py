@@ -22,7 +22,7 @@ from launcher.cluster.slurm.rendezvous import Answer, ask, join, rejoin
 from launcher.config.errors import ConfigError
 from launcher.config.machines import slurm_of
 from launcher.config.schema import Config
-from launcher.driver.private_files import private_files
+from launcher.driver.folder.private_files import private_files
 from launcher.files import DamagedError
 from launcher.log import lines_to
 from launcher.output import complain

@@ -24,9 +24,9 @@ from launcher.cluster.slurm.attempts import (
 from launcher.cluster.slurm.rendezvous import open_rendezvous
 from launcher.config.machines import slurm_of
 from launcher.config.schema import Config
-from launcher.driver import folder
-from launcher.driver.make_folder import make_folder
-from launcher.driver.private_files import private_files
+from launcher.driver.folder import folder
+from launcher.driver.folder.make_folder import make_folder
+from launcher.driver.folder.private_files import private_files
 from launcher.driver.run import run
 from launcher.log import lines_to
 from launcher.output import complain

@@ -22,7 +22,6 @@ from launcher.config.compose import to_dict
 from launcher.config.errors import ConfigError
 from launcher.config.machines import Hosts, RayCluster, machines_of
 from launcher.config.schema import Config
-from launcher.driver import folder
 from launcher.driver.failures import (
     FailedError,
     Failure,
@@ -31,14 +30,16 @@ from launcher.driver.failures import (
     restart_text,
     run_with_restarts,
 )
-from launcher.driver.folder import RunFolder
+from launcher.driver.folder import folder
+from launcher.driver.folder.folder import RunFolder
+from launcher.driver.folder.plan_files import current_folder, write_plan, write_plan_alone
 from launcher.driver.loop import train
-from launcher.driver.plan_files import current_folder, write_plan, write_plan_alone
-from launcher.driver.prepare import Prepared
-from launcher.driver.recorder import DivergedError
-from launcher.driver.run_log import RunLog
+from launcher.driver.planning.candidates import knows_trials, of_run
+from launcher.driver.planning.prepare import Prepared
+from launcher.driver.record.recorder import DivergedError
+from launcher.driver.record.run_log import RunLog
 from launcher.driver.saving import Saving, contents
-from launcher.driver.tries import Tries, knows_trials, of_run
+from launcher.driver.tries import Tries
 from launcher.driver.workers import Answers, Workers, compile_everywhere, create_everywhere
 from launcher.log import lines_to
 from launcher.output import complain

@@ -79,7 +79,7 @@ class Assignment:
         return Submesh(devices[: len(devices) // workers], (data // workers, model))
 
     def tasks(self) -> Tasks:
-        """Returns for every submesh its tasks of a step, in order.
+        """Return for every submesh its tasks of a step, in order.
 
         Raises:
             PlanError: stages share submeshes, and the schedule has none do so, or in another order.
@@ -87,7 +87,7 @@ class Assignment:
         num_stages, count = len(self.layers), len(self.submeshes)
         if self.mesh_of != tuple(s % count for s in range(num_stages)):
             raise PlanError(
-                f"stages on the same devices must come round in turn; {num_stages} stages "
+                f"stages on the same devices must take turns; {num_stages} stages "
                 f"are on meshes {', '.join(map(str, self.mesh_of))}"
             )
         several = SCHEDULES[self.schedule].interleaves

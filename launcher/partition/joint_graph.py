@@ -61,7 +61,7 @@ class JointGraph:
     slices: frozenset[Var]
 
     def named(self, kind: str) -> list[Name]:
-        """The outputs of a kind."""
+        """Return the outputs of a kind."""
         return [name for name in self.outputs if name.kind == kind]
 
     @property
@@ -182,7 +182,7 @@ def _fixed(equations: Sequence[Equation]) -> list[Equation]:
 
 
 def input_spec(name: Name, layout: Layout) -> Spec:
-    """How an input of a joint program is cut over a submesh."""
+    """Return how an input of a joint program is cut over a submesh."""
     if name.kind == "operand":
         return layout.operand(name.of)
     if name.kind == "seed":

@@ -23,12 +23,12 @@ _ENDLESS = 1 << 30
 
 
 def is_cheap(eqn: Equation) -> bool:
-    """Whether an equation may be computed again rather than its value kept."""
+    """Return whether an equation may be computed again rather than its value kept."""
     return eqn.primitive.name in CHEAP
 
 
 def is_fused(eqn: Equation) -> bool:
-    """Whether the compiler computes an operand of an equation where it reads it."""
+    """Return whether the compiler computes an operand of an equation where it reads it."""
     return eqn.primitive.name in FUSED | REDUCTIONS
 
 
@@ -75,7 +75,7 @@ def kept_values(
 
 
 def _before_sink(pairs: np.ndarray, values: np.ndarray, source: int, sink: int) -> set[int]:
-    """The nodes behind the latest minimum cut: those from which more could flow to the sink."""
+    """Return the nodes behind the latest minimum cut, from which more could flow to the sink."""
     graph = coo_array((values, tuple(pairs)), shape=(sink + 1, sink + 1), dtype=np.int32).tocsr()
     spare = graph - maximum_flow(graph, source, sink).flow
     spare.eliminate_zeros()

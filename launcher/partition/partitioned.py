@@ -128,14 +128,14 @@ class PartitionedStep:
         return {i for i, axis in enumerate(self.loss.slice_axes) if axis is not None}
 
     def _grads(self, stage: int) -> list[int]:
-        """The operands whose gradients the step uses."""
+        """Return the operands whose gradients the step uses."""
         return [i for i in self.stages[stage].wrt if (i, stage) in self.update.grad_parts]
 
     def _results(self, stage: int) -> list[int]:
         return [i for i, s in self.update.result_parts if s == stage]
 
     def _varying(self, stage: int) -> list[int]:
-        """The operands that differ from slice to slice; of the only slice: may be data."""
+        """Return the operands that differ from slice to slice; of the only slice: may be data."""
         operands = self.stages[stage].operands
         if self.slicing.num_slices == 1:
             return [i for i in operands if i not in self.loss.wrt]

@@ -32,7 +32,7 @@ POLICIES: dict[str, Policy | None] = {
 
 
 def remat_of_stages(remat: str | Sequence[str], num_stages: int) -> tuple[str, ...]:
-    """The word for each stage, from one for all or one for each.
+    """Return the word for each stage, from one for all or one for each.
 
     Raises:
         PlanError: a word is unknown, or there are not as many as stages.
@@ -79,7 +79,7 @@ def segments(layers: Layers, remat: str) -> list[RematSegment]:
         again = name.first is None or i < name.first
         policy = POLICIES[name.policy] if again else None
         for eqn in equations:
-            own = policy is not None and is_own_checkpoint(eqn)
+            own = policy is not None and _is_own_checkpoint(eqn)
             key = None if policy is None or own else i // name.every
             if not found or key != together:
                 found.append(RematSegment([], None if own else policy))
@@ -116,7 +116,7 @@ def recomputed(layers: Layers, remat: str) -> Recomputed:
             if policy and not keeps(policy, eqn):
                 again.append(eqn)
                 kept.update(_kept_inside(eqn, policy))
-            elif policy is None and is_own_checkpoint(eqn):
+            elif policy is None and _is_own_checkpoint(eqn):
                 again.append(eqn)
                 kept.update(_kept_by_own(eqn))
     return Recomputed(again, frozenset(kept))
@@ -125,31 +125,31 @@ def recomputed(layers: Layers, remat: str) -> Recomputed:
 def own_layers(layers: Layers) -> int:
     """Return how many layers the model checkpoints itself: all of their products."""
     return sum(
-        any(map(is_own_checkpoint, layer))
-        and not matmul_flops(e for e in layer if not is_own_checkpoint(e))
+        any(map(_is_own_checkpoint, layer))
+        and not matmul_flops(e for e in layer if not _is_own_checkpoint(e))
         for layer in layers
     )
 
 
 def keeps(policy: Policy, eqn: Equation) -> bool:
-    """Whether a policy keeps an equation's results."""
+    """Return whether a policy keeps an equation's results."""
     said = policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
     return bool(said) and type(said).__name__ != "RecomputeType"
 
 
 def is_checkpoint(eqn: Equation) -> bool:
-    """Whether an equation is a `jax.checkpoint` that the user wrote, or its backward pass."""
+    """Return whether an equation is a `jax.checkpoint` of the user's, or its backward pass."""
     return "prevent_cse" in eqn.params
 
 
-def is_own_checkpoint(eqn: Equation) -> bool:
-    """Whether an equation of the loss is, or holds, a `jax.checkpoint` that the user wrote.
+def _is_own_checkpoint(eqn: Equation) -> bool:
+    """Return whether an equation of the loss is, or holds, a `jax.checkpoint` that the user wrote.
 
     Functions with derivatives of their own compute again what these say.
     """
     if is_checkpoint(eqn):
         return True
-    return eqn.primitive.name not in CALLS_WITH_RULES and any(map(is_own_checkpoint, _inside(eqn)))
+    return eqn.primitive.name not in CALLS_WITH_RULES and any(map(_is_own_checkpoint, _inside(eqn)))
 
 
 def _inside(eqn: Equation) -> Iterator[Equation]:
@@ -170,7 +170,7 @@ def _kept_by_own(eqn: Equation) -> Iterator[Equation]:
         )
         return
     for inner in _inside(eqn):
-        yield from _kept_by_own(inner) if is_own_checkpoint(inner) else _with_bodies(inner)
+        yield from _kept_by_own(inner) if _is_own_checkpoint(inner) else _with_bodies(inner)
 
 
 def _with_bodies(eqn: Equation) -> Iterator[Equation]:

@@ -36,7 +36,7 @@ class Slicing:
         return x.reshape(*lead, x.shape[0] // self.num_slices, *x.shape[1:])
 
     def own(self, stacked: Any, rank: int) -> Any:
-        """What a worker holds of what `stack` returns, `[microbatch, (replica,) rows, …]`."""
+        """Return a worker's part of what `stack` returns, `[microbatch, (replica,) rows, …]`."""
         if self.workers == 1:
             return stacked
         own = stacked[:, rank * self.own_replicas : (rank + 1) * self.own_replicas]

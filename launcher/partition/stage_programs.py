@@ -69,7 +69,7 @@ def as_one(of: StagePrograms, kinds: Set[Kind]) -> StagePrograms:
 def inside_of(
     of: StagePrograms, loss: Loss, sharding: Sharding, dims: NamedDims | None = None
 ) -> Sharding:
-    """The specs of a joint program's values, by those of its forward pass. `dims`: its own."""
+    """Return the specs of a joint program's values, by its forward pass's; `dims`: its own."""
     found = Sharding(dims or NamedDims(of.joint.equations), sharding.sizes)
     for name, var in of.joint.inputs.items():
         if name.kind != "seed":

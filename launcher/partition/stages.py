@@ -142,20 +142,19 @@ def cut_stages(
     for s, by_layer in enumerate(own):
         results = tuple(i for i, home in enumerate(result_stage) if home == s)
         equations = [eqn for layer in by_layer.values() for eqn in layer]
-        reads = free_vars(equations, [loss.outvars[i] for i in results])
+        read = free_vars(equations, [loss.outvars[i] for i in results])
         first, *others = by_layer.values() or [[]]  # a step without a loss has no layers
-        layers = (*needed(constant, reads), *first), *map(tuple, others)
+        layers = (*needed(constant, read), *first), *map(tuple, others)
         programs.append((layers, [eqn for layer in layers for eqn in layer], results))
     read_by = [free_vars(eqns, [loss.outvars[i] for i in results]) for _, eqns, results in programs]
+    reads = [set(read) for read in read_by]
+    operand_index = {v: i for i, v in enumerate(loss.invars)}
     active = _active(loss)
     graphs = []
     for s, (layers, equations, results) in enumerate(programs):
         out = [v for eqn in equations for v in eqn.outvars if made_in.get(v) == s]
-        consumers = {
-            v: tuple(t for t in range(s + 1, last + 1) if v in set(read_by[t])) for v in out
-        }
+        consumers = {v: tuple(t for t in range(s + 1, last + 1) if v in reads[t]) for v in out}
         activations_out = tuple(v for v in out if consumers[v])
-        operand_index = {v: i for i, v in enumerate(loss.invars)}
         operands = tuple(operand_index[v] for v in read_by[s] if v in operand_index)
         activations_in = tuple(v for v in read_by[s] if v in made_in and made_in[v] < s)
         graphs.append(

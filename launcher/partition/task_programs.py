@@ -91,15 +91,9 @@ def _put_off(joint: JointGraph, back: Sequence[Name], grads: Sequence[Name]) -> 
         return list(grads)
     late = dependents(joint.equations, joint.gradients_in)
     first = {id(e) for e in needed(joint.equations, [joint.outputs[name] for name in back])}
-
-    def own(name: Name) -> list[Equation]:
-        return [
-            e
-            for e in needed(joint.equations, [joint.outputs[name]])
-            if id(e) not in first and any(v in late for v in e.outvars)
-        ]
-
-    return [name for name in grads if matmul_flops(own(name))]
+    # Whatever one of these needs and is none of them needs none of them either.
+    rest = [e for e in joint.equations if id(e) not in first and any(v in late for v in e.outvars)]
+    return [name for name in grads if matmul_flops(needed(rest, [joint.outputs[name]]))]
 
 
 # A stage whose backward pass follows at once does both in one program, which costs one start less,
@@ -123,7 +117,7 @@ def runs_as_one(forward: TaskProgram, inside: Sharding) -> bool:
 
 
 def cut(joint: JointGraph, groups: Mapping[Kind, Sequence[Name]]) -> dict[Kind, TaskProgram]:
-    """The passes that make these groups of outputs, in the order in which they run."""
+    """Return the passes that make these groups of outputs, in the order in which they run."""
     wanted = [[joint.outputs[name] for name in names] for names in groups.values()]
     equations = needed(joint.equations, [atom for outs in wanted for atom in outs])
     late = dependents(equations, joint.gradients_in)
@@ -174,7 +168,7 @@ def _kept(
     wanted: Sequence[Sequence[Atom]],
     behind: Mapping[Var, Atom],
 ) -> set[Var]:
-    """What the first pass leaves of what does not depend on a gradient, `early`."""
+    """Return what the first pass leaves of what does not depend on a gradient, `early`."""
     ready = {v for e in early for v in e.outvars}
     first = {id(e) for e in (*early, *needed(equations, wanted[0]))}
 

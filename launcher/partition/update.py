@@ -85,10 +85,9 @@ def place_update(
         slicing: how the batch is cut.
         pinned: where arguments live that no stage reads.
     """
-    uses = [
-        list(dict.fromkeys(s.mesh for s in stages if i in s.operands))
-        for i in range(len(loss.invars))
-    ]
+    uses: list[list[int]] = [[] for _ in loss.invars]  # the meshes of the stages that read each
+    for mesh, i in dict.fromkeys((s.mesh, i) for s in stages for i in s.operands):
+        uses[i].append(mesh)
     home = stages[-1].mesh
     batch = frozenset(v for v, is_batch in zip(step.invars, step.batch, strict=True) if is_batch)
     arguments = frozenset(step.invars) - batch
@@ -220,7 +219,7 @@ def _combine(
 
 
 def _part(aval: Aval, slicing: Slicing, per_replica: bool) -> Var:
-    """What a stage leaves behind of a result or gradient."""
+    """Return what a stage leaves behind of a result or gradient."""
     lead = (slicing.replicas,) if per_replica and slicing.replicas > 1 else ()
     dtype = accumulator_dtype(aval.dtype) if slicing.num_slices > 1 else aval.dtype
     return Var(jax.core.ShapedArray((*lead, *aval.shape), dtype))

@@ -144,7 +144,7 @@ class Placer:
             self.source_sends[var, origin, mesh] = None
 
     def segments(self) -> tuple[Segment, ...]:
-        """The programs to run, in an order that can be followed."""
+        """Return the programs to run, in an order that can be followed."""
         levels = self._latest(self._earliest())
         groups: dict[tuple[int, int], list[int]] = {}
         for index, mesh in sorted(self._instances):

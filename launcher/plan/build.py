@@ -29,11 +29,11 @@ from launcher.plan.pipeline import Pipeline, estimated
 from launcher.plan.plan import Plan
 from launcher.plan.profile.measured_layers import MeasuredLayers
 from launcher.plan.server_exchanges import exchange_seconds, server_exchanges
-from launcher.plan.stage_plan import ServerExchange, StagePlan, Transfer
+from launcher.plan.stage_plan import ServerExchange, StagePlan
+from launcher.plan.transfers import transfers_of
 from launcher.schedule import SCHEDULES, Kind
 from launcher.trace import Loss
 from launcher.trace.cost import matmul_flops
-from launcher.trace.jaxpr import nbytes
 from launcher.trace.leaf_names import operand_names
 from launcher.trace.step import TracedStep
 from launcher.trace.without_gradient import no_gradient_note
@@ -115,7 +115,7 @@ class PlanBuilder:
             schedule=assignment.schedule,
             num_micro_batches=assignment.num_micro_batches,
             stages=stages,
-            transfers=_transfers(cut),
+            transfers=transfers_of(cut),
             cluster=vars(cluster).copy(),
             reduction=assignment.reduction,
         )
@@ -213,7 +213,13 @@ class PlanBuilder:
                     sum_collectives(sums[s].every, layout),
                     timing,
                 )
-            found.append(known[key])
+            seconds = known[key]
+            if self._measured:
+                alone = self._measured.effective_parallelism(
+                    cut.assignment.layers[s], self._cluster
+                )
+                seconds = dataclasses.replace(seconds, effective_parallelism=alone)
+            found.append(seconds)
         return found
 
     def _timing(self, cut: PartitionedStep, graph: StageGraph) -> tuple[float, float] | None:
@@ -237,7 +243,6 @@ class PlanBuilder:
         """Return one stage, given the parameters of every stage, and the seconds of exchanges."""
         s, assignment, cluster = graph.index, cut.assignment, self._cluster
         submesh, layout = assignment.submeshes[graph.mesh], cut.layouts[graph.mesh]
-        layers, measured = assignment.layers[s], self._measured
         beside = [counts[other.index] for other in cut.on_mesh(graph.mesh)]
         share = counts[s] / sum(beside) if any(beside) else 1 / len(beside)
         links = links_of(assignment.own_submesh(graph.mesh), cluster)
@@ -254,7 +259,7 @@ class PlanBuilder:
             through_servers,
         )
         return StagePlan(
-            layers=layers,
+            layers=assignment.layers[s],
             hosts=tuple(sorted({cluster.host_of(d) for d in submesh.devices})),
             devices=submesh.devices,
             logical_mesh=submesh.logical_mesh,
@@ -265,9 +270,6 @@ class PlanBuilder:
             memory_bytes=peak,
             num_parameters=counts[s],
             shardings=dict(assignment.shardings_of(s) or {}),
-            effective_parallelism=measured.effective_parallelism(layers, cluster)
-            if measured
-            else None,
         )
 
 
@@ -298,33 +300,3 @@ def _num_parameters(cut: PartitionedStep) -> list[int]:
         sum(cut.loss.invars[i].aval.size for i in wrt if owner.get(i, 0) == g.index)
         for g in cut.stages
     ]
-
-
-def _transfers(cut: PartitionedStep) -> tuple[Transfer, ...]:
-    """Return what is sent between meshes.
-
-    An activation is sent to a mesh once, and a gradient comes back from each stage that read it.
-    The rest of the step is sent from the first stage of a mesh to the first stage of another.
-    """
-    graphs, outer, trained = cut.stages, cut.update, bool(cut.loss.wrt)
-    every: dict[tuple[int, int], int] = {}
-    once: dict[tuple[int, int], int] = {}
-    for graph in graphs:
-        for v, consumers in zip(graph.activations_out, graph.consumers, strict=True):
-            size = nbytes(v.aval) * cut.slicing.replicas
-            abroad = [to for to in consumers if graphs[to].mesh != graph.mesh]
-            for to in {graphs[to].mesh: to for to in reversed(abroad)}.values():
-                every[graph.index, to] = every.get((graph.index, to), 0) + size
-            for to in abroad:
-                if trained and v in graph.active:
-                    every[to, graph.index] = every.get((to, graph.index), 0) + size
-    first = {g.mesh: g.index for g in reversed(graphs)}
-    sends = [*outer.argument_sends, *outer.part_sends]
-    for segment in (*outer.before, *outer.after):
-        sends += [(v, segment.mesh, to) for v, to in segment.sends]
-    for v, src, dst in sends:
-        link = first[src], first[dst]
-        once[link] = once.get(link, 0) + nbytes(v.aval)
-    return tuple(
-        Transfer(*link, every.get(link, 0), once.get(link, 0)) for link in sorted({*every, *once})
-    )

@@ -36,6 +36,8 @@ class ClusterShape:
             none slows another. In between it is that number times the share of a task's time with
             all at work that the task takes alone. The rates are those with all at work. None: each
             device has its own resources.
+        product_parallelism: the same of matrix products alone, in which a device may use more cores
+            than in what is done element by element; None: they are not told apart.
         dispatch_overhead: seconds that a program takes beside its work: its start, and the wait for
             the last of its devices.
         store_latency: seconds of an exchange through parameter servers, from put to get, beside its
@@ -61,6 +63,7 @@ class ClusterShape:
     inter_host: float
     latency: float
     effective_parallelism: float | None = None
+    product_parallelism: float | None = None
     dispatch_overhead: float = 10e-6
     store_latency: float = 1e-3
     store_put: float = 1e9
@@ -100,7 +103,11 @@ class ClusterShape:
         """
         fused = moved / 4  # a chain of element-wise operations is one pass
         other = max(other_flops / self.flops, fused / self.memory_bandwidth)
-        return product_flops / self.flops + product_flops_fp32 / self.flops_fp32 + other
+        return self.product_seconds(product_flops, product_flops_fp32) + other
+
+    def product_seconds(self, flops: float, flops_fp32: float) -> float:
+        """Return the seconds of matrix products on one device."""
+        return flops / self.flops + flops_fp32 / self.flops_fp32
 
 
 # Of a GPU without a datasheet, what it is taken to sustain; its memory is not known.

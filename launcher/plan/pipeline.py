@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,10 +69,9 @@ def timeline(plan: Pipeline | Plan) -> list[TimedTask]:
     def duration(task: Task) -> float:
         return seconds[task.stage][task.kind]
 
-    if cluster.effective_parallelism is None or not cluster.shares_machine:
+    if not cluster.shares_machine:
         return simulate(plan.tasks(), duration, transfer_ways(plan))
-    shares = [stage.effective_parallelism or cluster.effective_parallelism for stage in plan.stages]
-    machine = Shared(cluster.num_devices, [min(n, cluster.num_devices) for n in shares])
+    machine = _machine(cluster, [stage.effective_parallelism for stage in plan.stages])
     devices_of = [len(mesh) for mesh in plan.meshes]
     return simulate_shared(plan.tasks(), duration, transfer_ways(plan), devices_of, machine)
 
@@ -81,8 +82,35 @@ def measured_bubble(plan: Pipeline | Plan, seconds: Mapping[Task, float]) -> flo
     return bubble_fraction(measured, len(plan.meshes))
 
 
+def _machine(cluster: ClusterShape, shares: Sequence[float | None]) -> Shared:
+    """Return the machine that runs tasks of such effective parallelism; None: the cluster's."""
+    others, count = cluster.effective_parallelism or 1.0, cluster.num_devices
+    return Shared(count, [min(share or others, count) for share in shares])
+
+
+def _with_updates_at_once(pipeline: Pipeline) -> Pipeline:
+    """Return the pipeline with what its updates take on devices that share a machine.
+
+    They run at the same time, faster where devices are idle, and wait for the start of their
+    programs: what starts them is what computes. Devices of their own have been sent the update
+    while they were at work, and are as fast whatever others do.
+    """
+    cluster = ClusterShape(**pipeline.cluster)
+    if not cluster.shares_machine:
+        return pipeline
+    faster = _machine(cluster, [None]).speed(0, sum(map(len, pipeline.meshes)))
+    beside = Counter(pipeline.mesh_of)
+    stages = []
+    for stage, mesh in zip(pipeline.stages, pipeline.mesh_of, strict=True):
+        start = cluster.dispatch_overhead / beside[mesh] if stage.update_seconds else 0.0
+        seconds = (stage.update_seconds + start) / faster
+        stages.append(dataclasses.replace(stage, update_seconds=seconds))
+    return dataclasses.replace(pipeline, stages=tuple(stages))
+
+
 def estimated(pipeline: Pipeline) -> Estimate:
     """Return the pipeline with the predictions that its timeline makes."""
+    pipeline = _with_updates_at_once(pipeline)
     expected = timeline(pipeline)
     once: dict[tuple[int, ...], float] = {}
     for stage in pipeline.stages:

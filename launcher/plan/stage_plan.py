@@ -78,8 +78,8 @@ class StagePlan:
         shardings: `{argument leaf: for each dimension an axis, several, or None}`. The axes are
             "data" and "model"; a leaf that is not named is replicated on every device.
         collectives: predicted, those of the whole stage for one replica.
-        effective_parallelism: as in `ClusterShape`, for this stage's tasks, if it was
-            measured.
+        effective_parallelism: as in `ClusterShape`, for this stage's tasks; None: each device has
+            its own resources, or it is the cluster's.
         buckets: the gradients that are summed over the replicas together, in the order in which
             the backward pass makes them.
         exchange_seconds: predicted, of `update_seconds`, what goes through parameter servers.
@@ -204,6 +204,11 @@ class Staged:
         for stage, mesh in zip(self.stages, self.mesh_of, strict=True):
             found[mesh] += stage.forward_seconds + stage.backward_seconds
         return tuple(found)
+
+    @property
+    def busy_seconds(self) -> float:
+        """Predicted seconds of a step in which the busiest mesh works on microbatches."""
+        return self.num_micro_batches * max(self.mesh_seconds)
 
     def tasks(self) -> Tasks:
         """Return for every mesh its tasks of a step, in order.

@@ -15,6 +15,6 @@ def describe_plan(plan: Staged) -> str:
         f"{count} stage{'s' if count > 1 else ''} of {meshes}{' …' if len(shapes) > 3 else ''}",
         f"{plan.num_micro_batches} microbatch{'es' if plan.num_micro_batches > 1 else ''}",
         plan.schedule,
-        *(f"remat {name}" for name in remat),
+        *([f"remat {' and '.join(remat[:3])}{' …' if len(remat) > 3 else ''}"] if remat else []),
     ]
     return ", ".join(parts)

@@ -9,7 +9,9 @@ import argparse
 import importlib.util
 import keyword
 import math
+import os
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -66,7 +68,7 @@ def training_command(name: str) -> str:
 
 
 def write_project(folder: Path) -> list[str]:
-    """Write a project into a new folder; return its files.
+    """Write a project into a new folder, whole or not at all; return its files.
 
     Args:
         folder: the folder, which is not there or empty. Its name is the package's.
@@ -77,19 +79,26 @@ def write_project(folder: Path) -> list[str]:
     folder = folder.absolute()
     _check_name(folder.name)
     files = project_files(folder.name)
+    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     try:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        is_there = folder.exists()
+        if is_there and (not folder.is_dir() or any(folder.iterdir())):
             what = "is not empty" if folder.is_dir() else "is a file"
             raise ConfigError(f"{folder} {what}", "Name a folder that is not there yet.")
         for path, content in files.items():
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            with (folder / path).open("x", encoding="utf-8") as file:
-                file.write(content)
+            (partial / path).parent.mkdir(parents=True, exist_ok=True)
+            (partial / path).write_text(content, encoding="utf-8")
+        if is_there:  # it stays the same folder: somebody may stand in it
+            for entry in partial.iterdir():
+                entry.rename(folder / entry.name)
+        else:
+            partial.rename(folder)
     except OSError as error:
-        where = error.filename or folder
         raise ConfigError(
-            f"{where} cannot be written: {error.strerror}", "Name a folder that can be made."
+            f"{folder} cannot be written: {error.strerror}", "Name a folder that can be made."
         ) from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return list(files)
 
 
@@ -124,7 +133,7 @@ def _check_name(name: str) -> None:
     """Raise ConfigError for a name by which Python or YAML would find something else."""
     problem = ""
     if not (name.isidentifier() and name.isascii()) or keyword.iskeyword(name):
-        problem = "is no word that Python can import"
+        problem = "is not a name that Python can import"
     elif name.startswith("_"):  # `_self_` is Hydra's
         problem = "does not begin with a letter"
     elif name in _OURS or name in sys.stdlib_module_names or _is_installed(name):

@@ -184,7 +184,7 @@ class Accounting:
             own = {k: v for k, v in tree["goodput"].items() if k not in _DERIVED}
             return read(cls, {**tree, "goodput": own})
         except (LookupError, TypeError, AttributeError) as error:
-            raise DamagedError(f"this is no accounting: {error}") from error
+            raise DamagedError(f"this is not an accounting: {error}") from error
 
     def save(self, folder: Path) -> Path:
         """Write `accounting.json` into a run's folder, whole or not at all; return its path.

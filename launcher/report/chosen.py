@@ -51,7 +51,7 @@ def _own(name: str) -> Opener:
     try:
         found = getattr(import_module(module), last)
         if not callable(found):
-            raise TypeError(f"{last} is no class or function")
+            raise TypeError(f"{last} is not a class or function")
     except Exception as error:
         problem = f"report.trackers names {name}, which cannot be loaded: {error}"
         raise ConfigError(

@@ -34,18 +34,18 @@ def print_plan(console: Console, plan: Plan, tokens: int | None = None) -> None:
         tokens: tokens of a sample, None where samples have none.
     """
     console.print()
-    console.print(headline(plan), style="bold", soft_wrap=True)
+    console.print(_headline(plan), style="bold", soft_wrap=True)
     console.print(plan_table(plan))
     for words in (*shardings_in_words(plan), *plan.notes):
         console.print(words, soft_wrap=True)
     console.print(predictions(plan, tokens), soft_wrap=True)
     console.print(bottleneck(plan), soft_wrap=True)
-    for line in (bucket_line(plan), server_line(plan), certificate(plan)):
+    for line in (_bucket_line(plan), server_line(plan), _certificate(plan)):
         if line:
             console.print(line, soft_wrap=True)
     if plan.profiled:
         console.print("\nmeasured layers, in slices of so many rows:", soft_wrap=True)
-        console.print(profile_table(plan))
+        console.print(_profile_table(plan))
     if plan.runners_up:
         console.print("runners-up:", soft_wrap=True)
     for other in plan.runners_up:
@@ -72,7 +72,7 @@ def bottleneck(plan: Plan) -> str:
     )
 
 
-def certificate(plan: Plan) -> str:
+def _certificate(plan: Plan) -> str:
     """Return how near the plan is to the best one, in one line; "" where that is not known."""
     if plan.least_step_seconds is None:
         return ""
@@ -81,7 +81,7 @@ def certificate(plan: Plan) -> str:
     return f"within {within:.1%} of the best possible under this cost model"
 
 
-def bucket_line(plan: Plan) -> str:
+def _bucket_line(plan: Plan) -> str:
     """Return how gradients are summed over the replicas, in one line; "" if in one bucket a stage.
 
     The share is that of the sums once a step.
@@ -114,10 +114,10 @@ def server_line(plan: Plan) -> str:
     )
 
 
-def headline(plan: Plan) -> str:
+def _headline(plan: Plan) -> str:
     """Return the plan in one line: method, stages, schedule, microbatches, devices."""
     hosts = {host for stage in plan.stages for host in stage.hosts}
-    remat = {remat_in_words(stage) for stage in plan.stages}
+    remat = {_remat_in_words(stage) for stage in plan.stages}
     parts = [
         f"plan: {plan.method}",
         _plural(len(plan.stages), "stage"),
@@ -129,7 +129,7 @@ def headline(plan: Plan) -> str:
     return f"{', '.join(parts)} ({plan.cluster['name']})"
 
 
-def remat_in_words(stage: StagePlan) -> str:
+def _remat_in_words(stage: StagePlan) -> str:
     """Return what a stage's backward pass computes again: by the plan, by the model itself."""
     own = stage.own_checkpoints
     if own == len(stage.layers) and own:
@@ -156,7 +156,7 @@ def plan_table(plan: Plan) -> Table:
         ],
         "mesh": ["x".join(map(str, stage.logical_mesh)) for stage in plan.stages],
         "params": [count_text(stage.num_parameters) for stage in plan.stages],
-        "remat": [remat_in_words(stage) for stage in plan.stages],
+        "remat": [_remat_in_words(stage) for stage in plan.stages],
         "forward": [seconds_text(stage.forward_seconds) for stage in plan.stages],
         "backward": [seconds_text(stage.backward_seconds) for stage in plan.stages],
         "transfer": [*_transfers(plan)],
@@ -171,7 +171,7 @@ def plan_table(plan: Plan) -> Table:
     return table
 
 
-def profile_table(plan: Plan) -> Table:
+def _profile_table(plan: Plan) -> Table:
     """Return the measurements (`parallel.cost=profile`): a row a distinct layer, mesh and size."""
     table = plain_table()
     for name in ("layers", "model", "rows", "forward", "backward", ""):

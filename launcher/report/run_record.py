@@ -123,7 +123,7 @@ def read_run(folder: Path) -> RunRecord:
         host=_of(str, status.get("host")),
         job_id=_of(str, status.get("job_id"), summary.get("job_id")),
         updated_at=_of(float, status.get("updated_at")) or _modified(folder / SUMMARY),
-        note=read_note(folder),
+        note=_read_note(folder),
         problem=f"damaged: {'; '.join(problems)}" if problems else None,
     )
     if record.updated_at is None:
@@ -131,7 +131,7 @@ def read_run(folder: Path) -> RunRecord:
     return record
 
 
-def read_note(folder: Path) -> str | None:
+def _read_note(folder: Path) -> str | None:
     """Return what a user noted of a run."""
     try:
         return read_text(folder / NOTE, _LARGEST)[:_LONGEST_NOTE].strip() or None
@@ -193,7 +193,7 @@ def _read(path: Path, problems: list[str]) -> dict[str, Any]:
         problems.append(f"{path.name}: {error}")
         return {}
     if not isinstance(found, dict):
-        problems.append(f"{path.name} is no table")
+        problems.append(f"{path.name} is not a table")
         return {}
     return found
 

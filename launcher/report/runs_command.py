@@ -39,14 +39,14 @@ _CODES = {"done": 0, "planned": 0, "interrupted": 130, "preempted": 75}
 
 HELP = """\
   launcher runs                      all runs below outputs/ and multirun/, newest first
-  launcher runs show ID              all that is known of one
-  launcher runs best by=eval_loss    those that ended well, best first, by a field of summary.json
+  launcher runs show ID              everything known about one run
+  launcher runs best by=eval_loss    finished runs, best first, by a field of summary.json
   launcher runs compare A B [C …]    what differs: settings, plan, outcome; also of multirun/<sweep>
   launcher runs watch ID             follow one, from any terminal, to its end
-  launcher runs note ID "text"       note something of one; the list shows it
-  launcher runs rm ID [ID …]         remove folders, with all that is in them
+  launcher runs note ID "text"       add a note to a run; the list shows it
+  launcher runs rm ID [ID …]         remove folders and everything in them
 
-An ID may be shortened while it is clear, or be a folder.
+An ID may be shortened as long as it is unambiguous, or be a folder.
 """
 
 
@@ -168,7 +168,7 @@ def _best(roots: Sequence[Path], names: Sequence[str], as_json: bool) -> int:
         by = name.removeprefix("by=")
     fields = [n for n, kind in Summary.__annotations__.items() if "int" in kind or "float" in kind]
     if by not in fields:
-        raise ConfigError(f"by={by} is no number of summary.json", advice(by, fields))
+        raise ConfigError(f"by={by} is not a number in summary.json", advice(by, fields))
     rows = []
     for record in read_runs(roots):
         value = read_summary(record.folder).get(by)
@@ -220,7 +220,9 @@ def _remove(records: Sequence[RunRecord], yes: bool) -> int:
     named = ", ".join(shown_path(record.folder) for record in records)
     if not yes:
         if not sys.stdin.isatty():
-            raise ConfigError(f"Nobody can be asked here whether to remove {named}", "Add --yes.")
+            raise ConfigError(
+                f"Removing {named} needs a confirmation, and this is not a terminal", "Add --yes."
+            )
         if input(f"remove {named}, with checkpoints and all? [y/N] ").strip().lower() != "y":
             return answer("nothing was removed")
     for record in records:

@@ -55,7 +55,7 @@ class ConsoleTracker(Tracker):
         """Update the live display, and print a line where one is due."""
         now = self._clock()
         self._recent.append((now, step))
-        figures, left = figures_text(metrics), self._time_left()
+        figures, left = _figures_text(metrics), self._time_left()
         self._unprinted = f"step {step:>{len(str(self._steps))}}/{self._steps}  {figures}"
         if self._live:
             self._live.update(step, figures, left)
@@ -91,7 +91,7 @@ class ConsoleTracker(Tracker):
         return f"{clock_text((now - start) / (step - first) * (self._steps - step))} left"
 
 
-def figures_text(metrics: Metrics) -> str:
+def _figures_text(metrics: Metrics) -> str:
     """Return the newest figures in one line: loss, throughput, step time, evaluation."""
     parts = [f"loss {loss_text(metrics.get('train/loss')):<6}"]
     for unit in ("tokens", "samples"):

@@ -88,7 +88,7 @@ SCHEDULES: dict[str, Schedule] = {}
 
 
 def register(schedule: type[Schedule]) -> type[Schedule]:
-    """Makes a schedule known by its name, as a class decorator."""
+    """Make a schedule known by its name, as a class decorator."""
     SCHEDULES[schedule.name] = schedule()
     return schedule
 

@@ -34,7 +34,7 @@ class Shared:
     effective_parallelism: Sequence[float]
 
     def speed(self, stage: int, busy: int) -> float:
-        """How much faster than with every device at work a stage's task is while so many are."""
+        """Return how much faster a task is with this many devices at work than with every one."""
         alone = self.effective_parallelism[stage] / self.devices
         return 1.0 / (alone + (1.0 - alone) * (busy - 1) / (self.devices - 1))
 

@@ -82,7 +82,7 @@ def step_seconds(timeline: list[TimedTask]) -> float:
 
 
 def bubble_fraction(timeline: list[TimedTask], num_meshes: int) -> float:
-    """The share of the meshes' time in which they wait, 0 … 1."""
+    """Return the share of the meshes' time in which they wait, 0 … 1."""
     total = step_seconds(timeline) * num_meshes
     busy = sum(t.end - t.start for t in timeline)
     return 1.0 - busy / total if total else 0.0

@@ -21,7 +21,7 @@ def validate_tasks(name: str, tasks: Tasks, num_stages: int, num_micro_batches: 
     listed = [task for column in tasks for task in column]
     kinds = {task.kind for task in listed}
     if kinds != schedule.kinds:
-        raise ScheduleError(f"{name} is no whole step: it has only {kinds}")
+        raise ScheduleError(f"{name} is not a whole step: it has only {kinds}")
     triples = itertools.product(range(num_stages), range(num_micro_batches), kinds)
     if len(listed) != len(set(listed)) or set(listed) != {Task(*triple) for triple in triples}:
         raise ScheduleError(f"{name} does not run every task exactly once")

@@ -33,12 +33,12 @@ from launcher.config.errors import ConfigError
 from launcher.config.interpolation import in_shell
 from launcher.config.machines import slurm_cluster, slurm_of
 from launcher.config.schema import Config
-from launcher.driver import folder
-from launcher.driver.folder import RunFolder, delete_on_error
-from launcher.driver.make_folder import new_id
-from launcher.driver.plan_files import write_plan
-from launcher.driver.prepare import prepare
-from launcher.driver.private_files import private_files
+from launcher.driver.folder import folder
+from launcher.driver.folder.folder import RunFolder, delete_on_error
+from launcher.driver.folder.make_folder import new_id
+from launcher.driver.folder.plan_files import write_plan
+from launcher.driver.folder.private_files import private_files
+from launcher.driver.planning.prepare import prepare
 from launcher.driver.run import guarded
 from launcher.files import DamagedError, read_json, write_whole
 from launcher.log import lines_to

@@ -25,8 +25,8 @@ from launcher.config.compose import Point
 from launcher.config.errors import ConfigError
 from launcher.config.machines import slurm_cluster, slurm_of
 from launcher.config.schema import Config, Run, Sweep
-from launcher.driver.folder import delete_on_error
-from launcher.driver.private_files import OTHERS, private_files
+from launcher.driver.folder.folder import delete_on_error
+from launcher.driver.folder.private_files import OTHERS, private_files
 from launcher.driver.run import guarded
 from launcher.output import answer, complain
 from launcher.report.console import make_console

@@ -19,7 +19,7 @@ from launcher.config.errors import ConfigError
 from launcher.config.overrides import written
 from launcher.config.schema import MAXIMIZED, Config, Run
 from launcher.config.sweeper import Batch, Outcome
-from launcher.driver.private_files import private_files
+from launcher.driver.folder.private_files import private_files
 from launcher.files import make_private
 from launcher.output import answer, complain
 from launcher.report.console import make_console

@@ -13,7 +13,7 @@ from launcher.config.compose import Point
 from launcher.config.errors import ConfigError
 from launcher.config.machines import SlurmCluster, slurm_of
 from launcher.config.schema import Config, Run
-from launcher.driver.check import check
+from launcher.driver.planning.check import check
 from launcher.output import answer, complain
 
 _FOLDER = "multirun"  # unless run.dir says otherwise

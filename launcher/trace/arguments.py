@@ -32,7 +32,7 @@ class Arguments:
     donate_argnums: tuple[int, ...]
 
     def without_batch(self) -> Arguments:
-        """The same arguments, none of which is a batch."""
+        """Return the same arguments, none of which is a batch."""
         return dataclasses.replace(self, batch=(False,) * len(self.batch))
 
     def with_static(self, shapes: Sequence[Any]) -> tuple[Any, ...]:
@@ -110,8 +110,8 @@ def _shape_of(argument: int, path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         aval = jax.typeof(leaf)
     except TypeError:
         raise TraceError(
-            f"leaf {_text(path)} of argument {argument} is a {type(leaf).__name__}, which is no "
-            "array of numbers; name the argument in static_argnums, or close over the value "
+            f"leaf {_text(path)} of argument {argument} is a {type(leaf).__name__}, which is not "
+            "an array of numbers; name the argument in static_argnums, or close over the value "
             "(functools.partial)"
         ) from None
     weak = bool(getattr(aval, "weak_type", False))
@@ -123,7 +123,7 @@ def _text(path: Any) -> str:
 
 
 def batch_size(arguments: Arguments) -> int:
-    """The rows along axis 0 of the batch's leaves; 1 where there are none.
+    """Return the rows along axis 0 of the batch's leaves; 1 where there are none.
 
     Raises:
         BatchError: they differ, or are none.

@@ -101,7 +101,7 @@ def layer_ends_at(loss: Loss, cuts: Sequence[int]) -> LayerEnds:
 
 
 def _own(loss: Loss) -> list[Equation]:
-    """The equations that belong to a layer."""
+    """Return the equations that belong to a layer."""
     pairs = zip(loss.equations, loss.layers, strict=True)
     return [eqn for eqn, layer in pairs if layer != ANY_LAYER]
 
@@ -126,7 +126,7 @@ def _named(equations: Sequence[Equation], loss: Loss, cuts: Sequence[int]) -> La
 def _cut(
     equations: Sequence[Equation], loss: Loss, num_layers: int, eps: float
 ) -> tuple[float, list[int]]:
-    """The bytes that cross, and the cuts, each before an equation."""
+    """Return the bytes that cross, and the cuts, each before an equation."""
     crossing = _crossing(equations, loss)
     work = np.array([0.0, *itertools.accumulate(program_flops([eqn]) for eqn in equations)])
     places = _places(equations, crossing, num_layers)
@@ -184,7 +184,7 @@ def _places(equations: Sequence[Equation], crossing: np.ndarray, num_layers: int
 
 
 def _least_bound(done: np.ndarray, num_layers: int) -> float:
-    """The least work of the largest of so many layers, to a thousandth."""
+    """Return the least work of the largest of so many layers, to a thousandth."""
     steps = np.diff(done)
     low, high = float(steps.max()), float(done[-1])
     while high - low > 1e-3 * low and not math.isclose(low, high):

@@ -74,7 +74,7 @@ def bodies(eqn: Equation) -> list[Body]:
 
 
 def _called(eqn: Equation) -> Jaxpr | None:
-    """The function that a call calls."""
+    """Return the function that a call calls."""
     if eqn.primitive.name in CALLS | CALLS_WITH_RULES:
         for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
             found = eqn.params.get(key)

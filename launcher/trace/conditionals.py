@@ -13,7 +13,7 @@ from launcher.trace.jaxpr import ClosedJaxpr, Equation, inline_calls, is_var, ne
 
 
 def split_conditionals(equations: Sequence[Equation]) -> list[Equation]:
-    """The same program with every `cond` split by the arrays that its results depend on."""
+    """Return the same program with every `cond` split by the arrays that its results depend on."""
     return [part for eqn in equations for part in _split(eqn)]
 
 

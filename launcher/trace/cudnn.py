@@ -98,7 +98,7 @@ def _attention(
     params: dict[str, Any],
 ) -> tuple[Callable[..., Any], Callable[[Sequence[jax.Array]], list[jax.Array]]]:
     """Return XLA's attention of these parameters, and what brings operands into its layout."""
-    mask, window = mask_number(params), params["sliding_window_length"]
+    mask, window = _mask_number(params), params["sliding_window_length"]
 
     def read(operands: Sequence[jax.Array]) -> list[jax.Array]:
         *qkv, bias = operands
@@ -124,7 +124,7 @@ def _attention(
     return attend, read
 
 
-def mask_number(params: dict[str, Any]) -> int:
+def _mask_number(params: dict[str, Any]) -> int:
     """Return JAX's number of the mask of fused attention."""
     return int(getattr(params["mask_type"], "value", params["mask_type"]))
 
@@ -175,7 +175,7 @@ def attended_pairs(params: dict[str, Any], queries: int, keys: int) -> float:
         keys: their number.
     """
     window = min(params["sliding_window_length"] or keys, keys)
-    if mask_number(params) not in _CAUSAL and params["sliding_window_length"] is None:
+    if _mask_number(params) not in _CAUSAL and params["sliding_window_length"] is None:
         return float(queries * keys)
     if window < keys:
         return queries * window - window * window / 2

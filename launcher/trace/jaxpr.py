@@ -121,12 +121,12 @@ hide_from_source_lines(__file__)
 
 
 def is_var(atom: Atom) -> TypeIs[Var]:
-    """Whether an atom is a named value; else it is a literal."""
+    """Return whether an atom is a named value; else it is a literal."""
     return not isinstance(atom, Literal)
 
 
 def inline_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same program with every plain call (`jit`) replaced by its body, under fresh names.
+    """Return the same program with each plain call (`jit`) replaced by its body, under fresh names.
 
     An equation of a body is in the named scopes of its call. Where no line of the user's is known
     for it, it gets that of its call.
@@ -172,13 +172,13 @@ def inline_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def lift_constants(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same program with its captured constants as leading inputs."""
+    """Return the same program with its captured constants as leading inputs."""
     jaxpr = closed.jaxpr
     return program([*jaxpr.constvars, *jaxpr.invars], jaxpr.eqns, jaxpr.outvars)
 
 
 def needed(equations: Sequence[Equation], outs: Iterable[Atom]) -> list[Equation]:
-    """The equations that `outs` depend on, in their order."""
+    """Return the equations that `outs` depend on, in their order."""
     wanted = {v for v in outs if is_var(v)}
     kept: list[Equation] = []
     for eqn in reversed(equations):
@@ -198,7 +198,7 @@ def dependents(equations: Iterable[Equation], sources: Iterable[Var]) -> set[Var
 
 
 def free_vars(equations: Iterable[Equation], outs: Iterable[Atom] = ()) -> list[Var]:
-    """The variables that the equations and `outs` read and none defines, in order of first use."""
+    """Return the variables that the equations and `outs` read and none defines, by first use."""
     defined: set[Var] = set()
     free: dict[Var, None] = {}
     for eqn in equations:
@@ -218,7 +218,7 @@ def program(
 
 
 def sub_jaxprs(eqn: Equation) -> Iterator[Jaxpr]:
-    """The programs inside an equation's parameters (loop bodies, branches, calls)."""
+    """Return the programs inside an equation's parameters (loop bodies, branches, calls)."""
     for value in eqn.params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(item, ClosedJaxpr):

@@ -18,7 +18,7 @@ ANY_LAYER = -1
 
 
 def cut_layers(jaxpr: Jaxpr) -> tuple[list[Equation], list[int], int]:
-    """The needed equations of a flattened forward pass, the layer of each, and their number.
+    """Return the needed equations of a flattened forward pass, the layer of each, and their number.
 
     Returns:
         `(equations, layers, num_layers)`; `layers[i]` is `ANY_LAYER` for an equation that depends
@@ -67,7 +67,7 @@ def _refuse_uncuttable(eqn: Equation) -> None:
 
 
 def _impure(eqn: Equation) -> Equation | None:
-    """The equation, or the one in its body, that calls back to Python or has another effect."""
+    """Return the equation, or the one in its body, that calls Python or has another effect."""
     if eqn.primitive.name.endswith("_callback"):
         return eqn
     if eqn.primitive.name in KERNELS:

@@ -52,7 +52,7 @@ def _loss_inside(eqn: Equation) -> Equation | None:
 
 
 def with_named_operands(eqn: Equation, constants: dict[Var, Any]) -> Equation:
-    """The loss equation with a constant of its own for every operand that is a literal."""
+    """Return the loss equation with a constant of its own for every operand that is a literal."""
     operands = []
     for atom in eqn.invars:
         if not is_var(atom):

@@ -93,14 +93,14 @@ def open_scans(step: TracedStep) -> TracedStep | None:
         after=tuple(after),
         fingerprint=f"{step.fingerprint}{OPEN}",
         traces=step.traces.rewritten(
-            open_equation(step.traces.whole, positions),
-            lambda eqn: open_equation(eqn, positions),
+            _open_equation(step.traces.whole, positions),
+            lambda eqn: _open_equation(eqn, positions),
         ),
         losses={},
     )
 
 
-def open_equation(eqn: Equation, positions: Set[int]) -> Equation:
+def _open_equation(eqn: Equation, positions: Set[int]) -> Equation:
     """Return the equation of a loss with its scans open.
 
     Args:
@@ -176,7 +176,7 @@ def _opened_loss(
             operands += [rows[k] for k in range(rows.count)]
         else:
             operands.append(opener.whole(value))
-    opened = open_equation(eqn, positions)
+    opened = _open_equation(eqn, positions)
     gradients: dict[Var, Value] = {}
     made = opened.outvars[len(eqn.params["reduce"]) :]
     for i, v in zip(eqn.params["wrt"], eqn.outvars[len(eqn.params["reduce"]) :], strict=True):

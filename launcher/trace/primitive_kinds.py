@@ -56,6 +56,8 @@ FORMS = frozenset(("convert_element_type", "reshape", "squeeze", "transpose"))
 
 # The compiler fuses these into whatever reads them.
 FUSED = (ELEMENTWISE - _BY_LOOP) | _LAYOUT | BARRIERS | frozenset(("iota", "pad"))
+# The result repeats a smaller operand, or counts.
+BROADCASTS = frozenset(("broadcast_in_dim", "iota"))
 # Cheap enough to be recomputed in the backward pass, and computed once where two are the same. A
 # barrier is there to prevent just that.
 CHEAP = FUSED - BARRIERS

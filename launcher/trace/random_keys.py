@@ -17,7 +17,7 @@ from launcher.trace.primitive_kinds import SAME_ELEMENTS
 
 
 def is_typed(aval: Aval) -> bool:
-    """Whether a value is a typed key, or an array of them."""
+    """Return whether a value is a typed key, or an array of them."""
     return bool(jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key))
 
 

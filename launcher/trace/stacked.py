@@ -56,11 +56,11 @@ Value: TypeAlias = "Atom | LayerRows"
 
 def given_rows(v: Var) -> tuple[LayerRows, tuple[Var, ...]]:
     """Return an input as rows, and a variable for each of them."""
-    names = tuple(Var(row_aval(v.aval)) for _ in range(v.aval.shape[0]))
+    names = tuple(Var(_row_aval(v.aval)) for _ in range(v.aval.shape[0]))
     return LayerRows(v.aval, lambda i: names[i]), names
 
 
-def row_aval(aval: Any) -> Any:
+def _row_aval(aval: Any) -> Any:
     """Return the type of a row of an array."""
     return aval.update(shape=aval.shape[1:])
 
@@ -159,7 +159,7 @@ class Opener:
         for x in operands:
             cut = isinstance(x, LayerRows) or x.aval.shape == out.aval.shape
             reads.append(self.rows(x)[i] if cut and x.aval.shape else self.whole(x))
-        made = Var(row_aval(out.aval))
+        made = Var(_row_aval(out.aval))
         self.equations.append(eqn.replace(invars=reads, outvars=[made], params={**params}))
         return made
 

@@ -97,7 +97,7 @@ class TracedStep(Interface):
         return tuple(v for v in self.loss_equation.invars if is_var(v))  # as all of them are
 
     def loss(self, num_slices: int) -> Loss:
-        """The loss on one of `num_slices` equal slices of the batch (cached).
+        """Return the loss on one of `num_slices` equal slices of the batch (cached).
 
         Raises:
             BatchError: the batch does not divide, or slices cannot compute what the loss means.
@@ -126,11 +126,11 @@ class TracedStep(Interface):
         return self if self.stacks else open_scans(self) or self
 
     def planned_as(self, fingerprint: str) -> TracedStep:
-        """The step of which a plan with this fingerprint is, as far as it is one of this step."""
+        """Return the step as a plan with this fingerprint has it: with open scans, or as it is."""
         return self.opened if fingerprint.endswith(OPEN) else self
 
     def cut_at(self, ends: LayerEnds | None) -> TracedStep:
-        """The same step with layers that end elsewhere (`auto_layers`); None: at the marks."""
+        """Return the same step with its layers ended elsewhere (`auto_layers`); None: at marks."""
         return dataclasses.replace(self, layer_ends=ends)
 
 

@@ -18,7 +18,7 @@ _NOISE = re.compile(r"0x[0-9a-f]+|Var\(id=\d+\)")
 
 
 def structure_text(jaxpr: Jaxpr, extra: Mapping[str, Any] | None = None) -> str:
-    """The program as text, the same in every process: no addresses, no source lines.
+    """Return the program as text, the same in every process: no addresses, no source lines.
 
     JAX's own text takes many times as long.
     """

@@ -128,7 +128,7 @@ def may_need_whole_batch(eqn: Equation, batch_size: int, constants: Set[int]) ->
     jaxpr = eqn.params["jaxpr"].jaxpr
 
     def long(v: Atom) -> list[tuple[int, int]]:
-        """The dimensions that may be the examples, if the value has any."""
+        """Return the dimensions that may be the examples, if the value has any."""
         return [(d, n) for d, n in enumerate(v.aval.shape) if n % batch_size == 0]
 
     def is_plain(e: Equation) -> bool:

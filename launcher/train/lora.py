@@ -55,7 +55,7 @@ def with_adapters(model: Model, options: Lora) -> Model:
         return ({**params, ADAPTERS: new}, *state) if state else {**params, ADAPTERS: new}
 
     def loss(params: Any, *rest: Any) -> Any:
-        adapters = dict(_pairs(params[ADAPTERS]))
+        adapters = adapters_of(params)
         return _summed_at_first_use(model.loss, without_adapters(params), adapters, rest, options)
 
     return Model(init, loss, model.has_state)
@@ -68,17 +68,9 @@ def without_adapters(params: Any) -> Any:
     return {name: part for name, part in params.items() if name != ADAPTERS}
 
 
-def merge(params: Any, options: Lora) -> Any:
-    """Return the model's own parameters with the adapters added, if there are any."""
-    if without_adapters(params) is params:
-        return params
-    adapters = dict(_pairs(params[ADAPTERS]))
-    return map_named(
-        lambda name, kernel: (
-            adapted_kernel(kernel, *adapters[name], options) if name in adapters else kernel
-        ),
-        without_adapters(params),
-    )
+def adapters_of(params: Any) -> dict[str, tuple[Any, Any]]:
+    """Return the adapters among parameters, by the names of their kernels."""
+    return {} if without_adapters(params) is params else dict(_pairs(params[ADAPTERS]))
 
 
 def adapted_kernel(kernel: Any, a: Any, b: Any, options: Lora) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,11 @@ import numpy as np
 from launcher.config.schema import Config
 from launcher.plan import Plan
 from launcher.stacked_array import StackedArray
-from launcher.train.lora import merge
-from launcher.train.names import flat_name
-from launcher.train.text_layout import layout_of
-from launcher.train.text_model import TextModel, everywhere
-from recipes.decoding import Sampling
+from launcher.train.lora import adapted_kernel, adapters_of, without_adapters
+from launcher.train.model_layout import layout_of
+from launcher.train.names import flat_name, map_named
+from launcher.train.placed_model import ModelPlaces, everywhere
+from launcher.train.text_model import TextModel
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,9 @@ class Sample:
 class Sampler:
     """Goes on with prompts by the parameters of a training; its programs are compiled once.
 
-    Parameters are gathered, so that each process holds all of them for a moment, and lie as for
-    `task=generate`: as the plan shards them. All processes of a group call it together.
+    The parameters are copied to where they lie for `task=generate`, as the plan shards them. One
+    array, of a stack of layers one layer, is gathered at a time, and no process holds the whole
+    model. All processes of a group call it together.
 
     Args:
         config: the run's settings, whose section `generate` says how to draw.
@@ -45,8 +46,7 @@ class Sampler:
 
     def __init__(self, config: Config, plan: Plan) -> None:
         self._config, self._plan = config, plan
-        self._model: TextModel | None = None
-        self._takes_part = True
+        self._model: tuple[ModelPlaces, TextModel] | None = None
 
     def __call__(
         self, params: Any, prompts: Sequence[Sequence[int]], most: int
@@ -58,19 +58,40 @@ class Sampler:
             prompts: the tokens of each prompt.
             most: how many tokens to write.
         """
-        asked, devices = self._config.generate, jax.devices()
-        whole = jax.tree.map(everywhere, params, is_leaf=lambda x: isinstance(x, StackedArray))
-        whole = merge(whole, self._config.optimizer.lora)
-        if self._model is None:
-            leaves = jax.tree_util.tree_leaves_with_path(whole)
-            shapes = {f"params.{flat_name(path)}": np.shape(leaf) for path, leaf in leaves}
-            layout = layout_of(self._plan, shapes, len(devices))
-            used = devices[: layout.num_devices]
-            self._takes_part = any(d.process_index == jax.process_index() for d in used)
-            sampling = Sampling(asked.temperature, asked.top_k, asked.top_p)
-            self._model = TextModel(self._config, layout, sampling, devices)
-        if not self._takes_part:
+        placed = self.placed(params)
+        assert self._model is not None
+        if not self._model[0].whole.addressable_devices:
             return ()
-        placed = self._model.place(whole)
-        rows = list(self._model.generate(placed, prompts, most, asked.seed))
+        rows = list(self._model[1].generate(placed, prompts, most))
         return tuple(tuple(int(token) for token in column) for column in zip(*rows, strict=True))
+
+    def placed(self, params: Any) -> Any:
+        """Return the parameters, adapters added, where they are read; None elsewhere."""
+        own, adapters = without_adapters(params), adapters_of(params)
+        if self._model is None:
+            leaves = jax.tree_util.tree_leaves_with_path(own)
+            shapes = {f"params.{flat_name(path)}": leaf.shape for path, leaf in leaves}
+            layout = layout_of(self._plan, shapes, jax.device_count())
+            places = ModelPlaces(layout, jax.devices())
+            self._model = places, TextModel(self._config, places)
+        places, _ = self._model
+        return map_named(
+            lambda name, leaf: places.place(
+                f"params.{name}", leaf.shape, leaf.dtype, self._pieces(leaf, adapters.get(name))
+            ),
+            own,
+        )
+
+    def _pieces(
+        self, leaf: Any, adapter: tuple[Any, Any] | None
+    ) -> Iterator[tuple[int | None, np.ndarray]]:
+        """Yield the value of a parameter, its adapter added; of a stack, a row at a time."""
+        lora = self._config.optimizer.lora
+        factors = [everywhere(factor) for factor in adapter or ()]
+        stacked = isinstance(leaf, StackedArray)
+        for number, part in enumerate(leaf.rows) if stacked else [(None, leaf)]:
+            value = everywhere(part)
+            if factors:
+                a, b = factors if number is None else (factor[number] for factor in factors)
+                value = adapted_kernel(value, a, b, lora)
+            yield number, value

@@ -43,17 +43,17 @@ def with_stored_model(state: TrainState, placed: TrainState, path: Path) -> Trai
         *(placed.ema, state.params),
         is_leaf=lambda leaf: leaf is None,
     )
-    return replace(state, ema=placed_as(learning, placed.ema))
+    return replace(state, ema=_placed_as(learning, placed.ema))
 
 
 def averaged_model(state: TrainState, placed: TrainState) -> dict[str, Any]:
     """Return the model with the averages of its parameters, placed as the parameters are."""
     if state.ema is None:
         return state.model
-    return {**state.model, "params": placed_as(state.averaged["params"], placed.params)}
+    return {**state.model, "params": _placed_as(state.averaged["params"], placed.params)}
 
 
-def placed_as(tree: Any, like: Any) -> Any:
+def _placed_as(tree: Any, like: Any) -> Any:
     """Return copies of a tree's arrays, sharded over their devices as those of `like` are."""
 
     def move(leaf: Any, one: Any) -> Any:

@@ -229,7 +229,7 @@ def _check_stored(folder: Path, paths: Sequence[_Path], leaves: Sequence[Any]) -
     if not os.path.lexists(folder):
         raise RestoreError(f"{folder} does not exist")
     if not (folder / CHECKSUMS).exists() and not (folder / METADATA).exists():
-        raise RestoreError(f"{folder} is no checkpoint")
+        raise RestoreError(f"{folder} is not a checkpoint")
     if problem := checkpoint.damage(folder):
         raise RestoreError(f"{folder} is damaged: {problem}")
     try:
@@ -239,7 +239,7 @@ def _check_stored(folder: Path, paths: Sequence[_Path], leaves: Sequence[Any]) -
     wanted = {".".join(path): _spec(leaf) for path, leaf in zip(paths, leaves, strict=True)}
     for names, text in (
         (wanted.keys() - stored.keys(), "has no {}, which `like` has"),
-        (stored.keys() - wanted.keys(), "has {}, which `like` has not"),
+        (stored.keys() - wanted.keys(), "has {}, which `like` does not have"),
     ):
         if names:
             more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""

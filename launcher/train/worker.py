@@ -7,8 +7,7 @@ plain data.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +41,7 @@ from launcher.train.program import Program, build_program
 from launcher.train.recordings import Recordings, trace_folder
 from launcher.train.rows import own_rows
 from launcher.train.sampling import Sample, Sampler
+from launcher.train.saver import Saver
 from launcher.train.sent import Sent, finished, stalled_seconds
 from launcher.train.start import averaged_model, with_stored_model
 from launcher.train.step import TrainState
@@ -74,11 +74,9 @@ class TrainWorker(Peer):
         self._sampler: Sampler | None = None
         # A thread of its own, to note when a step completes while the next one is being sent.
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="fetcher")
-        self._saver = ThreadPoolExecutor(1, thread_name_prefix="saver")
         self._recordings = Recordings()
         self._spans = SpanRecorder()
-        self._saving: Future[None] | None = None
-        self._background: checkpoint.Background | None = None
+        self._saver = Saver(self._spans)
         self._before_evaluation: StepResult | None = None
         self._passed_over = 0
         self._completed = 0.0
@@ -113,7 +111,7 @@ class TrainWorker(Peer):
         settings = self._config.train.checkpoint
         saves = not self._servers or self._rank == 0
         if saves and (settings.every_steps or settings.every_minutes):  # during training
-            self._background = checkpoint.Background()
+            self._saver.start_process()
         if self._compiling is None:
             self.begin_setup(plan)
         assert self._compiling is not None
@@ -278,42 +276,23 @@ class TrainWorker(Peer):
             metadata: JSON-able metadata of the checkpoint.
             token: a new string for every save, the same in all processes.
         """
-        assert self._saving is None
         if self._servers and self._rank > 0:  # whose state is the first worker's
             return
         keep = self._config.train.checkpoint.keep
         writers = checkpoint.Writers(jax.process_index(), jax.process_count(), token)
-        # A save at the end of a run holds nothing up, so it is not worth starting a process.
-        writer = self._background or checkpoint  # both have `copy_to_host` and `save`
-        with self._spans.span("save", f"copy of the state after step {step}"):
-            state = writer.copy_to_host(self._state)
-        self._saving = self._saver.submit(
-            self._write, writer.save, Path(folder), step, state, metadata, keep, writers
-        )
-
-    def _write(self, save: Callable[..., None], folder: Path, step: int, *rest: Any) -> None:
-        with self._spans.span("save", f"state after step {step}"):
-            save(folder, step, *rest)
+        self._saver.begin(Path(folder), step, self._state, metadata, keep, writers)
 
     def writing(self, seconds: float) -> bool:
         """Wait for up to `seconds`; return whether the save is still being written."""
-        return bool(self._saving and wait([self._saving], seconds).not_done)
+        return self._saver.is_writing(seconds)
 
     def saved(self) -> str | None:
         """Wait for the save in progress; return why it failed, or None if it did not."""
-        saving, self._saving = self._saving, None
-        try:
-            if saving is not None:
-                saving.result()
-        except checkpoint.SaveError as error:
-            return str(error)
-        return None
+        return self._saver.finish()
 
     def close(self) -> None:
         """Stop the threads and leave the process group."""
-        self._saver.shutdown()
-        if self._background is not None:
-            self._background.close()
+        self._saver.close()
         self._fetcher.shutdown()
         self._recordings.close()
         self._feeder.close()

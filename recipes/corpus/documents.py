@@ -8,11 +8,12 @@ from __future__ import annotations
 import glob
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from launcher.missing_path import missing_path
 from recipes import InputError
 
 PIECE = 2**24  # bytes of source that are read as one
@@ -96,7 +97,9 @@ def find_sources(path: str, pattern: str | None, format: str) -> list[Path]:
     elif glob.has_magic(path):
         paths = [Path(p) for p in glob.glob(str(root), recursive=True) if Path(p).is_file()]
     else:
-        raise InputError(f"dataset.path={path} does not exist; name a file, a folder or a glob")
+        raise InputError(
+            f"dataset.path={path} {missing_path(root)}; name a file, a folder or a glob"
+        )
     if not paths:
         wanted = pattern or " or ".join(f"*{ending}" for ending in SUFFIXES[format])
         raise InputError(f"dataset.path={path} holds no file that fits {wanted}; name another")
@@ -139,7 +142,7 @@ def _text(piece: SourcePiece, field: str) -> Iterator[FoundDocument]:
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
-        yield FoundDocument(None, f"byte {error.start:,}", "it is no UTF-8")
+        yield FoundDocument(None, f"byte {error.start:,}", "it is not UTF-8")
         return
     yield (
         FoundDocument(text, "the file") if text else FoundDocument(None, "the file", "it is empty")
@@ -165,11 +168,15 @@ def _jsonl(piece: SourcePiece, field: str) -> Iterator[FoundDocument]:
             yield FoundDocument(value, f"byte {start:,}")
 
 
+def _lacks(kind: str, field: str, names: Iterable[str]) -> str:
+    return f"it has no {kind} {field!r} (dataset.field), it has {', '.join(names) or 'none'}"
+
+
 def _row(row: Any, field: str) -> Any:
     if not isinstance(row, dict):
-        raise ValueError("it is no table of fields")
+        raise ValueError("it is not a table of fields")
     if field not in row:
-        raise ValueError(f"it has no field {field!r}, it has {', '.join(map(str, row)) or 'none'}")
+        raise ValueError(_lacks("field", field, map(str, row)))
     if problem := _problem(row[field]):
         raise ValueError(f"{field!r} {problem}")
     return row[field]
@@ -197,7 +204,7 @@ def _parquet(piece: SourcePiece, field: str) -> Iterator[FoundDocument]:
         file = parquet.ParquetFile(piece.path)
         names = file.schema_arrow.names
         if field not in names:
-            raise ValueError(f"it has no column {field!r}, it has {', '.join(names) or 'none'}")
+            raise ValueError(_lacks("column", field, names))
         groups = range(piece.start, piece.stop if piece.stop >= 0 else file.num_row_groups)
         first = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
         batches = file.iter_batches(1024, row_groups=list(groups), columns=[field])
@@ -219,7 +226,7 @@ def _arrow_file(piece: SourcePiece, field: str) -> Iterator[FoundDocument]:
                 batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
             names = reader.schema.names
             if field not in names:
-                raise ValueError(f"it has no column {field!r}, it has {', '.join(names) or 'none'}")
+                raise ValueError(_lacks("column", field, names))
             index = names.index(field)
             yield from _rows((batch.column(index) for batch in batches), field, 0)
     except (OSError, ValueError) as error:

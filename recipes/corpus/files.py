@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from launcher.missing_path import missing_path
 from recipes import InputError
 from recipes.corpus.meta import META, CorpusMeta, read_meta
 
@@ -86,7 +87,8 @@ def find_corpus(path: str, dtype: str = "auto", key: str = "dataset.path") -> Co
     else:
         paths = [root] if root.is_file() else []
     if not paths:
-        what = "holds no .bin or .npy file" if root.is_dir() else "names no file"
+        missing = "names no file" if glob.has_magic(path) else missing_path(root)
+        what = "holds no .bin or .npy file" if root.is_dir() else missing
         raise InputError(f"{source} {what}; {_REMEDY}")
     files = [_plain(source, path, dtype) for path in paths]
     if not sum(file.count for file in files):
@@ -125,7 +127,7 @@ def _plain(source: str, path: Path, dtype: str) -> TokenFile:
     size = path.stat().st_size
     if size % kind.itemsize:
         raise InputError(
-            f"{source}: {path} holds {size:,} bytes, which is no whole number of {kind.name} "
+            f"{source}: {path} holds {size:,} bytes, which is not a whole number of {kind.name} "
             "tokens; it was cut short, or dataset.dtype is another"
         )
     return TokenFile(path, kind, 0, size // kind.itemsize)
@@ -141,7 +143,7 @@ def _npy(source: str, path: Path, dtype: str) -> TokenFile:
             shape, _, kind = read(file)
             offset = file.tell()
     except ValueError as error:
-        raise InputError(f"{source}: {path} is no .npy file ({error})") from None
+        raise InputError(f"{source}: {path} is not a .npy file ({error})") from None
     if len(shape) != 1 or kind.kind not in "iu":
         raise InputError(
             f"{source}: {path} holds {kind} {list(shape)}; tokens are integers in one dimension"

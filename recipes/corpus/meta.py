@@ -54,6 +54,7 @@ class CorpusMeta:
         settings: how documents were read.
         parts: the token files.
         fingerprint: of the content, all tokens.
+        mask_token: the tokenizer's that stands for tokens to be filled in; None: it has none.
     """
 
     tokenizer: str
@@ -66,6 +67,7 @@ class CorpusMeta:
     settings: str
     parts: tuple[TokenPart, ...]
     fingerprint: str
+    mask_token: int | None = None
 
     @property
     def tokens(self) -> int:

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from launcher.files import write_whole
+from launcher.files import FULL, write_whole
 from recipes import InputError
 from recipes.corpus.chat import Encoded, chat_encoder
 from recipes.corpus.documents import (
@@ -167,6 +167,7 @@ def _meta(
         settings=settings,
         parts=parts,
         fingerprint=_digest([_dtype(tokenizer).name, *[part.digest for part in parts]]),
+        mask_token=tokenizer.mask_token,
     )
 
 
@@ -218,7 +219,7 @@ def _make(work: Preparation, name: str, key: str, group: Sequence[SourcePiece]) 
     masks: list[np.ndarray] = []
     is_masked = False
     partial = base.with_suffix(".partial")
-    with open(partial, "wb") as file:
+    with _naming(partial), open(partial, "wb") as file:
         for piece in group:
             for tokens, learned in _encoded(work, piece, bad):
                 content = tokens.astype(dtype).tobytes()
@@ -242,6 +243,17 @@ def _make(work: Preparation, name: str, key: str, group: Sequence[SourcePiece]) 
     return part
 
 
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Have the error of a disk that is full name the file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 class _Bad:
     """What follows bad documents, and how many there were."""
 
@@ -251,7 +263,8 @@ class _Bad:
     def __call__(self, path: str, place: str, why: str) -> None:
         where = f"{path}, {place}: {why}" if place != "the file" else f"{path}: {why}"
         if self._work.bad == "refuse":
-            raise InputError(f"{where}; mend it, or leave bad documents out with dataset.bad=skip")
+            where = where.rstrip(".")  # of what a library says
+            raise InputError(f"{where}; fix it, or leave bad documents out with dataset.bad=skip")
         self.count += 1
         self.first = self.first or where
 

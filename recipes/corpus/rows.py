@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from recipes import InputError
 from recipes.corpus.files import Stream
+from recipes.skipping import BadSampleError, Skipping
 
 if TYPE_CHECKING:
     from recipes import Batch
@@ -32,6 +34,8 @@ class RowMaker:
         packed: whether attention is to keep within documents.
         masked: whether some tokens are not to be learned.
         end_token: what ends a document where the files do not tell.
+        skipping: has another row in the place of one with a token outside the vocabulary; None:
+            such a row is refused.
     """
 
     stream: Stream
@@ -41,6 +45,7 @@ class RowMaker:
     packed: bool = False
     masked: bool = False
     end_token: int | None = None
+    skipping: Skipping | None = None
 
     def __call__(self, which: np.ndarray) -> Batch:
         """Return the rows of these numbers.
@@ -49,9 +54,15 @@ class RowMaker:
             InputError: a token is not in the model's vocabulary.
         """
         width = self.length + 1
-        starts = [self.first + int(row) * self.length for row in which]
-        tokens = np.stack([self.stream.tokens(start, width) for start in starts])
-        self._check(tokens, starts)
+        read = self._row if self.skipping is None else functools.partial(self.skipping, self._row)
+        try:
+            starts, rows = zip(*(read(int(number)) for number in which), strict=True)
+        except BadSampleError as error:
+            raise InputError(
+                f"{error}; enlarge that, check dataset.dtype and the file, or leave such rows out "
+                "with dataset.bad=skip"
+            ) from None
+        tokens = np.stack(rows)
         batch = {
             "tokens": tokens[:, :-1].astype(np.int32),
             "targets": tokens[:, 1:].astype(np.int32),
@@ -79,15 +90,18 @@ class RowMaker:
         """Return the same, whose rows have weights even if all tokens are to be learned."""
         return replace(self, masked=True)
 
-    def _check(self, tokens: np.ndarray, starts: list[int]) -> None:
+    def _row(self, number: int) -> tuple[int, np.ndarray]:
+        """Return a row's first token's number and its tokens; raises BadSampleError."""
+        start = self.first + number * self.length
+        tokens = self.stream.tokens(start, self.length + 1)
         bad = (tokens < 0) | (tokens >= self.vocab_size)
         if not bad.any():
-            return
-        row, place = (int(x) for x in np.argwhere(bad)[0])
-        file, position = self.stream.place(starts[row] + place)
-        raise InputError(
-            f"{file.path}: token {position:,} is {tokens[row, place]}, which is none of "
-            f"model.vocab_size={self.vocab_size}; enlarge that, or check dataset.dtype and the file"
+            return start, tokens
+        place = int(bad.argmax())
+        file, position = self.stream.place(start + place)
+        raise BadSampleError(
+            f"{file.path}: token {position:,} is {tokens[place]}, which is outside "
+            f"model.vocab_size={self.vocab_size}"
         )
 
 

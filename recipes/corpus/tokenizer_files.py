@@ -26,10 +26,12 @@ class TokenizerFiles(NamedTuple):
     Attributes:
         files: the content of each file, by its name.
         special: what `config.json` says of it: the numbers of special tokens, or None.
+        mask_token: what stands for tokens that are to be filled in; None: it has none.
     """
 
     files: dict[str, bytes]
     special: dict[str, int | None]
+    mask_token: int | None = None
 
 
 def tokenizer_files(
@@ -64,12 +66,14 @@ def _copied(name: str) -> TokenizerFiles:
         files = {"tokenizer.json": path.read_bytes()}
     tree = json.loads(path.read_bytes() if path.is_file() else files["tokenizer.json"])
     numbers = _numbers(tree)
-    end = next((token for token, number in numbers.items() if number == loaded.end_token), None)
     if _SETTINGS not in files:
-        files[_SETTINGS] = _settings(end)
+        names = {number: token for token, number in numbers.items()}
+        roles = {"eos_token": loaded.end_token, "mask_token": loaded.mask_token}
+        files[_SETTINGS] = _settings({role: names[n] for role, n in roles.items() if n in names})
     ids = {f"{role}_token_id": numbers.get(loaded.special.get(f"{role}_token", ""))
            for role in ("bos", "pad")}  # fmt: skip
-    return TokenizerFiles(files, {**ids, "eos_token_id": loaded.end_token})
+    special = {**ids, "eos_token_id": loaded.end_token}
+    return TokenizerFiles(files, special, loaded.mask_token)
 
 
 def _numbers(tree: Any) -> dict[str, int]:
@@ -98,7 +102,7 @@ def _bytes_files(ends_documents: bool) -> TokenizerFiles:
     }
     files = {
         "tokenizer.json": json.dumps(tree, ensure_ascii=False, indent=1).encode(),
-        _SETTINGS: _settings(_END if ends_documents else None),
+        _SETTINGS: _settings({"eos_token": _END} if ends_documents else {}),
     }
     end = 256 if ends_documents else None
     return TokenizerFiles(files, {"bos_token_id": None, "pad_token_id": None, "eos_token_id": end})
@@ -115,13 +119,13 @@ def _byte_letters() -> dict[str, int]:
     return {chr(letters.get(byte, byte)): byte for byte in range(256)}
 
 
-def _settings(end: str | None) -> bytes:
+def _settings(special: dict[str, str]) -> bytes:
+    """Return `tokenizer_config.json` with special tokens by their roles."""
     tree: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
+        **special,
     }
-    if end is not None:
-        tree["eos_token"] = end
     return (json.dumps(tree, indent=2) + "\n").encode()
 
 

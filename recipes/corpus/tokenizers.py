@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from launcher.missing_path import missing_path
 from recipes import InputError
 
 BYTES = "bytes"
 _END_OF_BYTES = 256
-# Special tokens that end a document, where a tokenizer's folder names none.
+# Special tokens that a tokenizer's folder may not name: a mask, and the end of a document.
+_MASKS = ("[MASK]", "<mask>")
 _ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|im_end|>")
 # tiktoken's files hold ranks alone. Their number shows which pattern cuts the text, and which token
 # <|endoftext|> is.
@@ -47,6 +49,7 @@ class Tokenizer(NamedTuple):
         fingerprint: a digest of what it is made of.
         chat_template: how messages become text, in Jinja; None: it has none.
         special: special tokens by their roles, such as `bos_token`, for that template.
+        mask_token: what stands for tokens that are to be filled in; None: it has none.
     """
 
     encode: Callable[[Sequence[str]], list[np.ndarray]]
@@ -56,6 +59,7 @@ class Tokenizer(NamedTuple):
     fingerprint: str
     chat_template: str | None = None
     special: dict[str, str] = {}  # noqa: RUF012 (never changed)
+    mask_token: int | None = None
 
 
 def tokenizer_fingerprint(name: str) -> str:
@@ -98,8 +102,8 @@ def _file(name: str) -> Path:
         path = path / "tokenizer.json"
     if not path.is_file():
         raise InputError(
-            f"dataset.tokenizer={name}: {path} does not exist; name a tokenizer.json, a folder "
-            "with one, a .tiktoken file, or bytes"
+            f"dataset.tokenizer={name}: {path} {missing_path(path)}; name a tokenizer.json, "
+            "a folder with one, a .tiktoken file, or bytes"
         )
     return path
 
@@ -132,8 +136,12 @@ def _hugging_face(path: Path) -> Tokenizer:
         for key, value in settings.items()
         if key.endswith("_token") and isinstance(value, str | dict)
     }
-    ends = [special["eos_token"]] if "eos_token" in special else _ENDS
-    numbers = [found.token_to_id(end) for end in ends]
+
+    def number_of(role: str, usual: Sequence[str]) -> int | None:
+        names = [special[role]] if role in special else usual
+        numbers = (found.token_to_id(name) for name in names)
+        return next((number for number in numbers if number is not None), None)
+
     template = path.parent / "chat_template.jinja"
     chat = template.read_text() if template.is_file() else settings.get("chat_template")
 
@@ -146,10 +154,11 @@ def _hugging_face(path: Path) -> Tokenizer:
         encode,
         lambda tokens: found.decode([int(token) for token in tokens], skip_special_tokens=False),
         max(vocabulary.values(), default=-1) + 1,
-        next((number for number in numbers if number is not None), None),
+        number_of("eos_token", _ENDS),
         tokenizer_fingerprint(str(path)),
         chat if isinstance(chat, str) else None,
         special,
+        number_of("mask_token", _MASKS),
     )
 
 

@@ -55,6 +55,6 @@ def _texts(work: Preparation) -> Iterator[str]:
                     yield from (str(message.get("content", "")) for message in found.value)
                 elif work.bad == "refuse":
                     raise InputError(
-                        f"{piece.path}, {found.place}: {found.why}; mend it, or leave bad "
+                        f"{piece.path}, {found.place}: {found.why}; fix it, or leave bad "
                         "documents out with dataset.bad=skip"
                     )

@@ -67,7 +67,7 @@ class Fitting:
         # A JPEG is decoded at a fraction of its size, where that is enough.
         enough = math.ceil(self.size / math.sqrt(self.smallest_crop))
         picture.draft(None, (enough, enough))
-        picture = _of_8_bits(picture).convert(_MODES[self.channels])
+        picture = _of_8_bits(_upright(picture)).convert(_MODES[self.channels])
         box, side = None, (self.size, self.size)
         if rng is not None and self.smallest_crop < 1:
             box = _random_box(picture.size, self.smallest_crop, rng)
@@ -140,6 +140,32 @@ def check_whole(picture: Image.Image) -> None:
         raise BadPictureError(_words(error)) from None
 
 
+def _upright(picture: Image.Image) -> Image.Image:
+    """Return a picture turned as its camera was held.
+
+    Damaged EXIF is passed over, as it says nothing of the points. (`ImageOps.exif_transpose` would
+    write all of it anew, and fails where one tag is of another type than its name has.)
+    """
+    from PIL import ExifTags
+    from PIL.Image import Transpose
+
+    picture.load()
+    try:
+        orientation = picture.getexif().get(ExifTags.Base.Orientation)
+    except Exception:  # each damage has its own
+        return picture
+    turns = {
+        2: Transpose.FLIP_LEFT_RIGHT,
+        3: Transpose.ROTATE_180,
+        4: Transpose.FLIP_TOP_BOTTOM,
+        5: Transpose.TRANSPOSE,
+        6: Transpose.ROTATE_270,
+        7: Transpose.TRANSVERSE,
+        8: Transpose.ROTATE_90,
+    }
+    return picture.transpose(turns[orientation]) if orientation in turns else picture
+
+
 def _of_8_bits(picture: Image.Image) -> Image.Image:
     """Return a grey picture of 16 bits with 8, to which Pillow would cut what is above 255."""
     from PIL import Image
@@ -179,4 +205,4 @@ def _random_box(
 
 def _words(error: Exception) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
-    return "it is no picture that Pillow reads" if "cannot identify" in text else text
+    return "it is not a picture that Pillow reads" if "cannot identify" in text else text

@@ -134,7 +134,7 @@ def kept_index(source: PictureSource) -> PictureIndex | None:
 
 def refused_picture(what: str) -> InputError:
     """Return the error for a bad picture."""
-    return InputError(f"{what}; mend it, or leave bad pictures out with dataset.bad=skip")
+    return InputError(f"{what}; fix it, or leave bad pictures out with dataset.bad=skip")
 
 
 def index_fingerprint(source: PictureSource, index: PictureIndex) -> str:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from launcher.files import DamagedError
+from launcher.missing_path import missing_path
 from launcher.npz import read_arrays, read_headers
 from recipes import InputError
 
@@ -53,6 +54,11 @@ def source_files(path: str, format: str, key: str = "dataset.path") -> list[Path
         InputError: there are none.
     """
     root, suffix = Path(path).expanduser(), f".{format}"
+    if not root.exists() and not glob.has_magic(path):
+        raise InputError(
+            f"{key}={path} {missing_path(root)}; name a file, a folder or a glob, or say "
+            "dataset.format"
+        )
     if format == "folder":
         if not root.is_dir() and not (root.is_file() and root.suffix == _LIST):
             raise InputError(
@@ -155,7 +161,9 @@ def _tar(path: Path) -> Iterator[FoundPicture]:
             yield from sample.found()
     except tarfile.TarError as error:
         yield from sample.found()
-        yield FoundPicture(str(path), "", None, why=f"it is no whole plain tar file ({error})")
+        yield FoundPicture(
+            str(path), "", None, why=f"it is not a whole, uncompressed tar file ({error})"
+        )
 
 
 class _Sample:

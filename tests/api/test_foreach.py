@@ -144,7 +144,7 @@ def test_parts_that_make_no_slice_are_refused():
     mesh = Mesh(np.array(jax.devices()[:6]).reshape(3, 2), ("data", "model"))
     array = jax.device_put(np.ones((6, 6)), NamedSharding(mesh, PartitionSpec("data", "model")))
     shards = [(shard.index, shard.data) for shard in array.addressable_shards][:3]
-    with pytest.raises(ValueError, match=r"is no slice of it.*use launcher\.foreach_replica"):
+    with pytest.raises(ValueError, match=r"is not a slice of it.*use launcher\.foreach_replica"):
         slice_of(shards)
     keys = jax.device_put(
         jax.random.split(jax.random.key(0), 6), NamedSharding(mesh, PartitionSpec("data"))

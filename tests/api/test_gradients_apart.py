@@ -1,6 +1,7 @@
 """Gradients taken by one function and used by another equal the step that does both: in this
 process, and (slow) on two workers of two devices, started once for the module."""
 
+import itertools
 import json
 
 import jax
@@ -63,16 +64,21 @@ def session(request):
     launcher.shutdown()
 
 
+OTHERS = {  # of every pair of a method, an optimizer and what is followed a case runs by default
+    ("data", "sgd", "step"): pytest.mark.slow,
+    ("zero2", "adamw", "gradients"): pytest.mark.slow,
+    **{(method, "sgd", "gradients"): pytest.mark.stress for method in METHODS},
+    **{(method, "adamw", "step"): pytest.mark.stress for method in METHODS},
+}
+
+
 @pytest.mark.parametrize(
-    ("optimizer", "follows"),
+    ("method", "optimizer", "follows"),
     [
-        ("adamw", "gradients"),
-        ("sgd", "step"),
-        pytest.param("sgd", "gradients", marks=pytest.mark.slow),
-        pytest.param("adamw", "step", marks=pytest.mark.slow),
+        pytest.param(*case, marks=OTHERS.get(case, ()))
+        for case in itertools.product(METHODS, OPTIMIZERS, ("gradients", "step"))
     ],
 )
-@pytest.mark.parametrize("method", METHODS)
 def test_gradients_applied_apart_are_the_step(session, method, optimizer, follows):
     init, apply, step = functions(OPTIMIZERS[optimizer])
     whole = launcher.parallelize(step, method=METHODS[method])

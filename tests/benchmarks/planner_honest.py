@@ -75,7 +75,7 @@ def predictions(program: Any) -> tuple[list[list[float]], list[Any]]:
     """For every plan the seconds by each way to know them; and the plans to run."""
     from launcher.config.build import build
     from launcher.config.schema import Config
-    from launcher.driver.plan_from_config import plan_of
+    from launcher.driver.planning.plan_from_config import plan_of
     from launcher.plan import local_shape
     from launcher.plan.profile.calibration import measure
 

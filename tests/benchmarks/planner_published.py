@@ -23,7 +23,7 @@ import yaml
 
 import launcher
 from launcher.config.compose import load
-from launcher.driver.cluster_from_config import described_shape
+from launcher.driver.planning.cluster_from_config import described_shape
 from launcher.partition.assignment import Assignment, Submesh
 from launcher.partition.stages import group_layers
 from launcher.plan import ClusterShape, Plan, describe_plan
@@ -80,7 +80,7 @@ def traced(size: str) -> TracedStep:
     """The train step of a GPT, with Adam."""
     said = yaml.safe_load((CONF / "model/gpt.yaml").read_text(encoding="utf-8"))
     fields = {**said["sizes"][size], "mlp_ratio": 4, "dropout": 0.0, "tie_embeddings": True}
-    fields["scan_layers"] = False
+    fields |= {"scan_layers": False, "attention": "xla", "loss_chunks": 1}
     model = build_model(types.SimpleNamespace(name="gpt", **fields), "bf16")
     optimizer = optax.adam(1e-4)
 

@@ -48,7 +48,7 @@ def settings(width: int) -> list[str]:
 
 def planned(width: int, shape: Any) -> tuple[Any, Any]:
     from launcher.config.compose import load
-    from launcher.driver.plan_from_config import plan_of
+    from launcher.driver.planning.plan_from_config import plan_of
     from launcher.train.program import build_program
 
     config = load(settings(width))

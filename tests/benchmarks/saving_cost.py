@@ -20,7 +20,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
 
 from launcher.config.compose import load, to_dict  # noqa: E402
-from launcher.driver.plan_from_config import plan_of  # noqa: E402
+from launcher.driver.planning.plan_from_config import plan_of  # noqa: E402
 from launcher.driver.saving import contents  # noqa: E402
 from launcher.plan import local_shape  # noqa: E402
 from launcher.train.program import build_program  # noqa: E402
@@ -65,7 +65,7 @@ class Timed:
         busy, free = [], []
         for k in range(count):
             self.step += 1
-            saving = self.worker._saving is not None and not self.worker._saving.done()
+            saving = self.worker.writing(0)
             at = time.perf_counter()
             self.worker.step(self.step)
             if folder and k == 0:

@@ -40,11 +40,11 @@ import numpy as np  # noqa: E402
 import psutil  # noqa: E402
 
 from launcher.config.compose import load, to_dict  # noqa: E402
-from launcher.driver.folder import RunFolder  # noqa: E402
-from launcher.driver.plan_files import write_plan  # noqa: E402
-from launcher.driver.plan_from_config import plan_of  # noqa: E402
-from launcher.driver.run_log import RunLog  # noqa: E402
-from launcher.driver.status import Status  # noqa: E402
+from launcher.driver.folder.folder import RunFolder  # noqa: E402
+from launcher.driver.folder.plan_files import write_plan  # noqa: E402
+from launcher.driver.folder.status import Status  # noqa: E402
+from launcher.driver.planning.plan_from_config import plan_of  # noqa: E402
+from launcher.driver.record.run_log import RunLog  # noqa: E402
 from launcher.plan import local_shape  # noqa: E402
 from launcher.report.console import make_console  # noqa: E402
 from launcher.report.queued import QueuedTracker  # noqa: E402

@@ -324,7 +324,7 @@ def test_in_a_frozen_file(refused: Refused, tmp_path: Path) -> None:
     assert faults == []
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("command", "told"), ELSEWHERE, ids=[command for command, _ in ELSEWHERE])
 def test_what_is_not_there(command: str, told: str, refused: Refused, tmp_path: Path) -> None:
     inputs = tmp_path / "in puts"

@@ -49,7 +49,7 @@ def test_a_file_runs_code_only_where_the_command_line_allows_it(
     for allowed in ([], ["allow_commands=false"]):
         assert main([*words, *allowed]) == 2
         assert capsys.readouterr().err == (
-            f"launcher: {command} runs code, which no file may decide "
+            f"launcher: {command} runs code, so no file may set it "
             "(in my_conf/recipe/mine.yaml:2). "
             "If you trust the file, add allow_commands=true on the command line.\n"
         )
@@ -78,7 +78,7 @@ def test_what_the_command_line_adds_to_does_not_become_its_own(here: Path) -> No
     ],
 )
 def test_no_detour_leads_to_code(text: str, here: Path) -> None:
-    with pytest.raises(ConfigError, match=r"runs code|command line alone"):
+    with pytest.raises(ConfigError, match=r"runs code|only on the command line"):
         load([*recipe(here, text)[2:], *SLURM, "allow_modules=[m]"], [str(here / "my_conf")])
 
 
@@ -93,7 +93,7 @@ def test_a_file_named_with_its_extension_is_looked_at(
     if ":" in chosen:  # by the command line
         words[-1] = "recipe=val.yaml"
     assert main(words) == 2
-    assert "sweep.dir runs code, which no file may decide (in my_conf" in capsys.readouterr().err
+    assert "sweep.dir runs code, so no file may set it (in my_conf" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("way", ["/../../../elsewhere/evil", "{}/elsewhere/evil"])
@@ -181,7 +181,7 @@ def test_no_text_brings_a_line_of_its_own(
         ("comment=x --uid", "cannot name an option of sbatch"),
         ("--comment=x", "cannot name an option of sbatch"),
         ("outpu", "is short for output"),
-        ("output", "is not for you to set that way"),
+        ("output", "cannot be set here"),
     ],
 )
 def test_an_extra_option_is_one_option(name: str, told: str) -> None:

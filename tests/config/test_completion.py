@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from launcher.__main__ import main
+from launcher.config.completion import completion_script
 
 STARTS = {
     "bash": ["--norc", "--noprofile", "-i"],
@@ -35,7 +36,7 @@ def test_a_shell_is_told_how_to_complete_and_how_to_forget(
 
 
 @pytest.mark.devices
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("command", ["launcher", "python -m launcher"])
 @pytest.mark.parametrize("shell", STARTS)
 def test_a_shell_completes_what_is_typed(shell: str, command: str, tmp_path: Path) -> None:
@@ -74,6 +75,25 @@ def test_a_shell_completes_what_is_typed(shell: str, command: str, tmp_path: Pat
             process.kill()
             os.close(slave)
             os.close(master)
+
+
+@pytest.mark.devices  # starts a process
+def test_a_star_that_is_typed_is_no_glob(tmp_path: Path) -> None:
+    (tmp_path / "launcher").write_text('#!/bin/sh\necho "$COMP_LINE" > asked\necho "x=* x=b y=c"\n')
+    (tmp_path / "launcher").chmod(0o755)
+    (tmp_path / "x=file").touch()
+    line = "launcher a=* * x="
+    script = (
+        f"{completion_script('bash', install=True)}\n"
+        f"COMP_LINE='{line}' COMP_POINT={len(line)} COMP_WORDBREAKS=' '\n"
+        '_launcher_completion\nprintf "%s\\n" "${COMPREPLY[@]}"\n'
+    )
+    environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "--norc"], input=script, cwd=tmp_path, env=environ, capture_output=True, text=True
+    )
+    assert (tmp_path / "asked").read_text() == f"{line}\n"
+    assert done.stdout.splitlines() == ["x=*", "x=b"], done.stderr
 
 
 def until(terminal: int, text: str) -> None:

@@ -107,6 +107,7 @@ def test_what_is_wrong_ends_with_two(
     assert f"launcher: {error}" in capfd.readouterr().err
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("line", "offered"),
     [

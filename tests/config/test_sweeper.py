@@ -204,12 +204,12 @@ OPTUNA_FILE = "defaults: [override /hydra/sweeper: optuna]\nhydra:\n  sweeper:\n
     [
         (
             f"{OPTUNA_FILE}sampler: {{_target_: os.system}}",
-            f"hydra.sweeper.sampler._target_ runs code, which no file may decide {PLACE}5). "
+            f"hydra.sweeper.sampler._target_ runs code, so no file may set it {PLACE}5). "
             "If you trust the file, add allow_commands=true",
         ),
         (
             f"{OPTUNA_FILE}custom_search_space: os.system",
-            f"hydra.sweeper.custom_search_space runs code, which no file may decide {PLACE}5)",
+            f"hydra.sweeper.custom_search_space runs code, so no file may set it {PLACE}5)",
         ),
         (
             f"{OPTUNA_FILE}sampler: ${{model.options}}",
@@ -218,7 +218,7 @@ OPTUNA_FILE = "defaults: [override /hydra/sweeper: optuna]\nhydra:\n  sweeper:\n
         ),
         (
             "hydra: {sweeper: {params: {allow_modules: '[os]'}}}",
-            f"allow_modules is for the command line alone {PLACE}2). Say it there.",
+            f"allow_modules can be set only on the command line {PLACE}2). Set it there.",
         ),
         (
             "hydra: {sweeper: {params: {++allow_modules: '[os]'}}}",
@@ -226,11 +226,11 @@ OPTUNA_FILE = "defaults: [override /hydra/sweeper: optuna]\nhydra:\n  sweeper:\n
         ),
         (
             "hydra: {sweeper: {params: {cluster.slurm.setup: 'a,b'}}}",
-            f"cluster.slurm.setup runs code, which no file may decide {PLACE}2)",
+            f"cluster.slurm.setup runs code, so no file may set it {PLACE}2)",
         ),
         (
             "hydra: {sweeper: {params: {cluster: 'choice({slurm:{setup:a}})'}}}",
-            f"cluster.slurm.setup runs code, which no file may decide {PLACE}2)",
+            f"cluster.slurm.setup runs code, so no file may set it {PLACE}2)",
         ),
         (
             "hydra: {sweeper: {params: {train.steps: 'interval(1,3)'}}}",
@@ -264,7 +264,7 @@ def test_what_a_file_may_not_say_of_a_sweep(described, text, error):
 @pytest.mark.parametrize("text", ["_target_: os.system", "defaults_x: {_target_: os.system}"])
 def test_a_sweepers_file_runs_no_code_whatever_else_is_wrong(described, text, others):
     dirs = described(text, "hydra/sweeper/odd")
-    with pytest.raises(ConfigError, match="_target_ runs code, which no file may decide"):
+    with pytest.raises(ConfigError, match="_target_ runs code, so no file may set it"):
         swept("hydra/sweeper=odd", *others, dirs=dirs)
 
 

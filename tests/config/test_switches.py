@@ -63,6 +63,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("words", "key"), REFUSED, ids=lambda text: text.rpartition(" ")[2])
 def test_what_has_no_effect_is_refused(words: str, key: str) -> None:
     with pytest.raises(

@@ -31,24 +31,19 @@ from launcher.config.errors import ConfigError
 from launcher.config.machines import Described, Emulated
 from launcher.config.parallel import Data
 from launcher.config.schema import Config
-from launcher.driver import (
-    check,
-    evaluate,
-    folder,
-    generate,
-    prepare_data,
-    text_tokens,
-    training,
-)
-from launcher.driver.cluster_from_config import described_shape
-from launcher.driver.export import export
+from launcher.driver import training
 from launcher.driver.failures import run_with_restarts
-from launcher.driver.folder import RunFolder
-from launcher.driver.init_from import find_start
-from launcher.driver.plan_from_config import plan_of
-from launcher.driver.prepare import Prepared
-from launcher.driver.run_log import predicted_cost
-from launcher.driver.tries import plans_to_try
+from launcher.driver.folder import folder
+from launcher.driver.folder.folder import RunFolder
+from launcher.driver.planning import check
+from launcher.driver.planning.candidates import plans_to_try
+from launcher.driver.planning.cluster_from_config import described_shape
+from launcher.driver.planning.init_from import find_start
+from launcher.driver.planning.plan_from_config import plan_of
+from launcher.driver.planning.prepare import Prepared
+from launcher.driver.record.run_log import predicted_cost
+from launcher.driver.tasks import evaluate, generate, prepare_data
+from launcher.driver.tasks.export import export
 from launcher.plan import PlanError, local_shape
 from launcher.report.sweep_results import objective_of
 from launcher.stop import Stop
@@ -57,7 +52,7 @@ from launcher.submit.job import submit
 from launcher.submit.slots import find_slots
 from launcher.submit.stop_early import LEAST_OTHERS, is_hopeless
 from launcher.trace.cudnn import described_cudnn
-from launcher.train import checkpoint, text_worker, worker
+from launcher.train import checkpoint, worker
 from launcher.train.checked_model import checked_loss, init_model
 from launcher.train.checkpoint.hugging_face import Folder
 from launcher.train.lora import with_adapters
@@ -121,7 +116,11 @@ def _is_program(value) -> bool:
 
 
 def data_told(config: Config):
-    dataset, batch = _batch(config)
+    """The batches of a dataset, or what is wrong with it."""
+    try:
+        dataset, batch = _batch(config)
+    except InputError as error:
+        return str(error)
 
     def digest(batch):
         return {k: (v.shape, hashlib.sha256(v.tobytes()).hexdigest()) for k, v in batch.items()}
@@ -130,7 +129,7 @@ def data_told(config: Config):
 
 
 def pictures_told(config: Config):
-    """The batches of an album, or what is wrong with it."""
+    """The batches of an album."""
     rng = np.random.default_rng(0)
     for name in ("album", "other_album", "bad_album"):
         for label in ("a", "b"):
@@ -139,10 +138,7 @@ def pictures_told(config: Config):
                 points = rng.integers(256, size=(12, 16), dtype=np.uint8)
                 Image.fromarray(points).save(Path(name, label, f"{i}.png"))
     Path("bad_album/a/0.png").write_bytes(b"none")
-    try:
-        return data_told(config)
-    except InputError as error:
-        return str(error)
+    return data_told(config)
 
 
 def documents_told(config: Config):
@@ -399,9 +395,9 @@ def task_told(config: Config):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("launcher.config.compose.load", lambda *_: config)
         patch.setattr("launcher.command._check", lambda *_: called.append("check"))
-        tasks = "run._train", "run._plan", "calibrate.calibrate", "export.export"
-        others = "generate.generate_text", "prepare_data.prepare_data", "prepare_data.tokenize"
-        for name in (*tasks, *others, "evaluate.evaluate"):
+        data = "tasks.prepare_data.prepare_data", "tasks.prepare_data.tokenize"
+        stored = "tasks.export.export", "tasks.generate.generate_text", "tasks.evaluate.evaluate"
+        for name in ("run._train", "run._plan", "tasks.calibrate.calibrate", *data, *stored):
             patch.setattr(f"launcher.driver.{name}", lambda *_, name=name: called.append(name))
         command.run([], Stop())
     return called
@@ -415,7 +411,7 @@ def export_told(config: Config):
         patch.setattr(checkpoint, "resolve", lambda path: (path / "checkpoints" / "5", ()))
         patch.setattr(checkpoint, "FinishedModel", lambda path, lora, ema: (path, lora, ema))
         patch.setattr(checkpoint, "export_model", lambda *paths, private: told.append(paths))
-        patch.setattr("launcher.driver.export._theirs", lambda *_: Folder({}, [], {}))
+        patch.setattr("launcher.driver.tasks.export._theirs", lambda *_: Folder({}, [], {}))
         patch.setattr(
             checkpoint,
             "export_hugging_face",
@@ -428,17 +424,16 @@ def export_told(config: Config):
 def evaluate_told(config: Config):
     """Which checkpoint is evaluated on how much, and where that is written."""
     told, home = [], (Path("here"), Path("home"))
-    found = SimpleNamespace(whole=dict)
-    frozen = SimpleNamespace(optimizer=SimpleNamespace(lora=None), model=config.model)
+
+    @contextlib.contextmanager
+    def answers(kind, settings, source, plan, ema, counts, console):
+        told.append((source, ema, counts))
+        yield iter([[({"loss": (1.0, 1.0)}, 1)]])
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluate, "stored_model", lambda _, *which: told.append(which) or home)
-        patch.setattr(evaluate, "run_settings", lambda config, home: frozen)
-        patch.setattr(checkpoint, "FinishedModel", lambda *which: told.append(which) or found)
-        patch.setattr(
-            evaluate,
-            "means",
-            lambda config, *_: told.append(config.evaluate.batches) or {"loss": 1.0},
-        )
+        patch.setattr(evaluate, "run_settings", lambda *given: config)
+        patch.setattr(evaluate, "model_answers", answers)
         patch.setattr(evaluate, "write_whole", lambda path, *_: told.append(path))
         evaluate.evaluate(config, Console(file=io.StringIO()))
     return told
@@ -447,29 +442,18 @@ def evaluate_told(config: Config):
 def generate_told(config: Config):
     """By which checkpoint which text is gone on with, and how."""
     told, home = [], (Path("here"), Path("home"))
-    stored = SimpleNamespace(shapes={"params.w": (2,)})
 
-    class Model:
-        def __init__(self, settings, layout, sampling, devices):
-            told.append(sampling)
-
-        def load(self, model):
-            return {}
-
-        def generate(self, params, *given):
-            told.append(given)
-            return iter([])
+    @contextlib.contextmanager
+    def answers(kind, settings, source, plan, ema, given, console):
+        told.append((source, settings.generate, ema, given))
+        yield iter([])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generate, "stored_model", lambda _, *which: told.append(which) or home)
         patch.setattr(generate, "run_settings", lambda *given: config)
         patch.setattr(generate, "tokenizer_of", lambda options: plain_bytes())
         patch.setattr(generate, "build_decoder", lambda *given: None)
-        for module in (text_tokens, text_worker):
-            found = lambda *which: told.append(which) or stored  # noqa: E731
-            patch.setattr(module, "FinishedModel", found)
-        patch.setattr(text_tokens, "find_devices", lambda _: SimpleNamespace(num_devices=1))
-        patch.setattr(text_worker, "TextModel", Model)
+        patch.setattr(generate, "model_answers", answers)
         generate.generate_text(config, Console(file=io.StringIO()))
     return told
 

@@ -16,7 +16,7 @@ from launcher.driver.failures import (
     restart_text,
     run_with_restarts,
 )
-from launcher.driver.recorder import DivergedError
+from launcher.driver.record.recorder import DivergedError
 
 PLAN = SimpleNamespace(stages=[SimpleNamespace(hosts=hosts) for hosts in [(0,), (0,), (1,)]])
 

@@ -1,5 +1,6 @@
 """The loop with a real worker in this process: a small pipeline trained, stopped and resumed."""
 
+import functools
 import shutil
 import sys
 import threading
@@ -10,15 +11,16 @@ import numpy as np
 import pytest
 
 from launcher.config.schema import Checkpoint, Train
-from launcher.driver.loop import Cadence, is_evaluated
-from launcher.driver.recorder import DivergedError
-from launcher.driver.wall_clock import WallClock
+from launcher.driver.loop import Cadence
+from launcher.driver.record.recorder import DivergedError
+from launcher.driver.record.special_steps import is_evaluated
+from launcher.driver.record.wall_clock import WallClock
 from launcher.report.goodput import Goodput
 from launcher.train import checkpoint
 from launcher.train.optimizer import build_optimizer
 from launcher.train.program import build_program
+from launcher.train.saver import Saver
 from launcher.train.step import init_state, make_eval_step, make_train_step
-from launcher.train.worker import TrainWorker
 from recipes import build_dataset, build_model
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -35,7 +37,7 @@ def plain_training(config):
     skips = config.train.non_finite == "skip"
     step = jax.jit(make_train_step(model, optimizer, schedule, skips))
     evaluate = jax.jit(make_eval_step(model))
-    state = init_state(model, optimizer, program.seed)
+    state = jax.jit(functools.partial(init_state, model, optimizer))(program.seed)
     losses, evaluations = [], []
     for k in range(config.train.steps):
         state, metrics = step(state, program.dataset.train(k))
@@ -98,7 +100,7 @@ def test_steps_are_sent_ahead_of_their_results_but_not_far(undisturbed):
 
 def test_a_slow_disk_is_time_that_saves_hold_training_up(tmp_path, monkeypatch):
     """By a clock on which a second passes whenever the driver waits for a save."""
-    write, writing = TrainWorker._write, TrainWorker.writing
+    write, writing = Saver._write, Saver.is_writing
     now, waited_for, is_asked = [0.0], [], threading.Semaphore(0)
 
     def late(self, *given):
@@ -106,14 +108,14 @@ def test_a_slow_disk_is_time_that_saves_hold_training_up(tmp_path, monkeypatch):
         write(self, *given)
 
     def asked(self, seconds):
-        if self._saving and self._saving not in waited_for:
-            waited_for.append(self._saving)
+        if self._save and self._save not in waited_for:
+            waited_for.append(self._save)
             now[0] += 1.0
             is_asked.release()
         return writing(self, seconds)
 
-    monkeypatch.setattr(TrainWorker, "_write", late)
-    monkeypatch.setattr(TrainWorker, "writing", asked)
+    monkeypatch.setattr(Saver, "_write", late)
+    monkeypatch.setattr(Saver, "is_writing", asked)
     training = Training(tmp_path, "train.checkpoint.every_steps=2")
     training.wall = WallClock(Goodput(), 0.0, lambda: now[0])
     wall = training.run().recorder.wall
@@ -138,7 +140,7 @@ def test_an_interrupted_run_saves_and_goes_on_as_if_nothing_had_been(undisturbed
     assert first.losses() + second.losses() == undisturbed.losses()
 
 
-@pytest.mark.slow
+@pytest.mark.stress  # as tests/train/test_checkpoint_plans.py does
 def test_a_run_goes_on_with_other_stages(undisturbed, tmp_path):
     first = Training(tmp_path, stop_after=2).run()
     words = ("cluster.gpus=4", "parallel.num_stages=4", "parallel.num_micro_batches=4")
@@ -192,7 +194,7 @@ def test_the_last_step_is_saved_as_often_as_others_are_also_without_a_save_at_th
     assert sorted(int(path.name) for path in tmp_path.iterdir()) == [3, 6]
 
 
-@pytest.mark.slow
+@pytest.mark.stress  # as the test before the last does with a save at the end
 def test_a_last_step_that_was_due_and_cannot_be_saved_fails_the_run(tmp_path):
     words = ("train.checkpoint.every_steps=6", "train.checkpoint.at_end=false")
     training = Training(tmp_path / "checkpoints", *words)
@@ -211,7 +213,7 @@ def test_when_to_save():
     assert not Cadence(Checkpoint(), now=0.0).is_due(1000, 1e6)
 
 
-@pytest.mark.slow
+@pytest.mark.stress  # as the run below
 def test_a_run_that_diverges_saves_nothing(tmp_path):
     words = ("optimizer=sgd", "optimizer.learning_rate=1e38", "optimizer.clip_norm=null")
     training = Training(tmp_path, *words)
@@ -253,7 +255,6 @@ def test_a_step_that_goes_wrong_is_never_saved(bad_batch, tmp_path):
         *(
             pytest.param(words, marks=pytest.mark.slow)
             for words in [
-                ("parallel=zero3", ONE_STAGE),
                 (
                     *("parallel=three_d", "parallel.pipeline=2", "parallel.model=2"),
                     *(ONE_STAGE, "cluster.gpus=4"),
@@ -266,6 +267,7 @@ def test_a_step_that_goes_wrong_is_never_saved(bad_batch, tmp_path):
                 ("parallel.schedule=zero_bubble",),
                 ("parallel=data", ONE_STAGE),
                 ("parallel=zero2", ONE_STAGE),
+                ("parallel=zero3", ONE_STAGE),
                 ("parallel=shard", "parallel.data=1", "parallel.model=2", ONE_STAGE),
                 ("optimizer=adafactor",),
             ]

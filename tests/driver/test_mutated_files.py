@@ -19,10 +19,11 @@ from launcher.cluster.slurm.attempts import begin, finish
 from launcher.cluster.slurm.rendezvous import Rendezvous
 from launcher.config.compose import load
 from launcher.config.parallel import Replay
-from launcher.driver import folder, plan_files, training
-from launcher.driver.init_from import check_start, find_start
-from launcher.driver.plan_from_config import plan_of
-from launcher.driver.prepare import Prepared
+from launcher.driver import training
+from launcher.driver.folder import folder, plan_files
+from launcher.driver.planning.init_from import check_start, find_start
+from launcher.driver.planning.plan_from_config import plan_of
+from launcher.driver.planning.prepare import Prepared
 from launcher.driver.run import guarded
 from launcher.driver.saving import contents
 from launcher.output import complain
@@ -151,16 +152,16 @@ def attempt(job, stop):
 
 
 SEEDS = [
-    range(30),
-    *(pytest.param(range(n, n + 97), marks=pytest.mark.stress) for n in range(30, 1000, 97)),
+    range(12),
+    *(pytest.param(range(n, n + 97), marks=pytest.mark.stress) for n in range(12, 1000, 97)),
 ]
 
 
 @pytest.mark.parametrize("seeds", SEEDS, ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}")
 def test_every_door_answers_in_words(seeds, doors, monkeypatch, capsys):
     monkeypatch.setattr(training._Job, "_attempt", attempt)
-    monkeypatch.setattr("launcher.driver.pictures.plot_timeline", lambda *_: None)
-    monkeypatch.setattr("launcher.driver.pictures.plot_loss", lambda *_: None)
+    monkeypatch.setattr("launcher.driver.record.pictures.plot_timeline", lambda *_: None)
+    monkeypatch.setattr("launcher.driver.record.pictures.plot_loss", lambda *_: None)
     monkeypatch.setattr("launcher.train.checkpoint.write._LIMIT_SECONDS", 0.0)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)

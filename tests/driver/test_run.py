@@ -10,7 +10,8 @@ import pytest
 from launcher import measurements
 from launcher.cluster.errors import RayEndedError
 from launcher.config.compose import load
-from launcher.driver import prepare, run, training
+from launcher.driver import run, training
+from launcher.driver.planning import prepare
 from launcher.plan import PlanError
 from launcher.stop import Stop
 

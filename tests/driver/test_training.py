@@ -12,12 +12,14 @@ from launcher.cluster.slurm.attempts import read_attempts
 from launcher.cluster.slurm.rendezvous import Rendezvous
 from launcher.config.compose import load, load_frozen, to_dict
 from launcher.config.machines import Emulated
-from launcher.driver import folder, plan_files, run_log, training
+from launcher.driver import training
 from launcher.driver.failures import FailedError
-from launcher.driver.folder_handle import LostFolderError
-from launcher.driver.plan_from_config import plan_of
-from launcher.driver.prepare import Prepared
-from launcher.driver.recorder import DivergedError
+from launcher.driver.folder import folder, plan_files
+from launcher.driver.folder.folder_handle import LostFolderError
+from launcher.driver.planning.plan_from_config import plan_of
+from launcher.driver.planning.prepare import Prepared
+from launcher.driver.record import run_log
+from launcher.driver.record.recorder import DivergedError
 from launcher.plan import Plan, local_shape
 from launcher.report import TRACKERS
 from launcher.report.console import make_console

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from launcher.config.compose import load, to_dict
 from launcher.driver.loop import train
-from launcher.driver.plan_from_config import plan_of
-from launcher.driver.recorder import Recorder
+from launcher.driver.planning.plan_from_config import plan_of
+from launcher.driver.record.recorder import Recorder
 from launcher.driver.saving import Saving, contents
 from launcher.driver.workers import merged
 from launcher.log import lines_to

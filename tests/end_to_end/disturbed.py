@@ -22,7 +22,7 @@ MODEL = (
     "wandb.mode=disabled",
 )
 # Steps of 50 ms and more: whoever is to be killed in the middle of a run is found by then.
-SLOW = ("model.hidden_size=512", "model.num_layers=8", "train.global_batch_size=512")
+SLOW = ("model.hidden_size=384", "model.num_layers=8", "train.global_batch_size=512")
 WORDS = (*MODEL, f"train.steps={STEPS}", "train.checkpoint.every_steps=5", "run.id=one")
 
 

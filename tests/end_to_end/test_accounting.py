@@ -1,4 +1,4 @@
-"""A run in two processes is held against its plan: events, sums, traces, and the next plan."""
+"""A run in two processes is held against its plan: events, sums and traces."""
 
 import itertools
 import json
@@ -25,16 +25,8 @@ def test_a_run_in_two_processes_is_held_against_its_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    errors = []
-    for name in ("first", "second"):
-        code, out, err = Launcher(tmp_path, *WORDS, f"run.id={name}").end()
-        assert (code, err) == (0, ""), out
-        summary = json.loads((tmp_path / "outputs" / name / "summary.json").read_text())
-        took = summary["step_seconds_median"]
-        errors.append(abs(summary["predicted_step_seconds"] - took) / took)
-        assert ("times as long here before" in out) == (name == "second")
-    assert errors[1] <= max(errors[0] / 2, 0.4)  # a busy machine is not the same twice
-
+    code, out, err = Launcher(tmp_path, *WORDS, "run.id=first").end()
+    assert (code, err) == (0, ""), out
     folder = tmp_path / "outputs" / "first"
     found, summary = read_accounting(folder), json.loads((folder / "summary.json").read_text())
     assert found.step == 9

@@ -50,15 +50,15 @@ def test_a_packed_mixture_resumes_on_other_hosts_and_not_with_other_data(tmp_pat
         prepare_corpus(Preparation(source, None, *given), 1)
     parts = "dataset.parts={a: {path: a, weight: 2}, b: {path: b}}"
     data = ("dataset=mixture", parts, "dataset.packing=documents", *PLAN)
-    for number, (steps, hosts) in enumerate([(8, 1), (3, 1), (5, 2), (8, 1)]):
+    for number, (steps, hosts) in enumerate([(6, 1), (3, 1), (6, 2)]):
         run = "undisturbed" if number == 0 else "resumed"
         words = (f"run.id={run}", f"train.steps={steps}", f"cluster.hosts={hosts}")
         code, err = launched(tmp_path, *data, *words)
         assert code == 0, err
     wanted, resumed = (losses(tmp_path / "outputs" / run) for run in ("undisturbed", "resumed"))
-    assert len(wanted) == 8
+    assert len(wanted) == 6
     np.testing.assert_allclose(resumed, wanted, rtol=1e-5)
-    assert len(set(wanted)) == 8
+    assert len(set(wanted)) == 6
 
     tokens = bytearray((tmp_path / "a" / "00000.bin").read_bytes())
     (tmp_path / "a.parquet").unlink()
@@ -68,7 +68,7 @@ def test_a_packed_mixture_resumes_on_other_hosts_and_not_with_other_data(tmp_pat
     assert (tmp_path / "a" / "00000.bin").read_bytes() != tokens
     code, err = launched(tmp_path, *data, "run.id=resumed", "train.steps=9")
     assert code == 2
-    assert "the data of dataset=mixture has changed since run.id=resumed reached step 8" in err
+    assert "the data of dataset=mixture has changed since run.id=resumed reached step 6" in err
 
 
 @pytest.mark.slow
@@ -79,7 +79,7 @@ def test_a_bad_token_ends_a_run_with_its_file_and_position_and_no_traceback(tmp_
     words = ("dataset=tokens", "dataset.path=a.bin", "train.steps=30", *PLAN)
     code, err = launched(tmp_path, *words)
     assert code == 1
-    assert "a.bin: token 500 is 300, which is none of model.vocab_size=257" in err
+    assert "a.bin: token 500 is 300, which is outside model.vocab_size=257" in err
     assert "Traceback" not in err
 
 

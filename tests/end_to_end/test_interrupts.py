@@ -58,8 +58,8 @@ class Running:
     ("task", "phase"),
     [
         ("check", None),
-        ("plan", None),
-        ("plan", "reading the data and tracing"),
+        pytest.param("plan", None, marks=pytest.mark.stress),
+        pytest.param("plan", "reading the data and tracing", marks=pytest.mark.slow),
         ("plan", "planning"),
         pytest.param("train", "starting Ray", marks=pytest.mark.stress),
         pytest.param("train", "compiling", marks=pytest.mark.slow),

@@ -13,6 +13,8 @@ import jax
 import orbax.checkpoint as ocp
 import pytest
 
+from launcher.__main__ import main
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -62,13 +64,8 @@ def test_the_readmes_model_trains_in_two_stages(folder: Path) -> None:
     assert len(json.loads((home / "plan.json").read_text())["stages"]) == 2
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        pytest.param("normed", marks=pytest.mark.slow),
-        pytest.param("nnx_net", marks=pytest.mark.stress),
-    ],
-)
+@pytest.mark.stress  # as tests/train/test_model_state.py does in this process
+@pytest.mark.parametrize("module", ["normed", "nnx_net"])
 def test_the_readmes_models_with_state_train_and_go_on(folder: Path, module: str) -> None:
     words = shlex.split(
         COMMAND.partition("-m launcher")[2].replace("my_pkg.net", f"my_pkg.{module}")
@@ -100,7 +97,9 @@ def test_a_module_without_the_function_is_refused(folder: Path) -> None:
     assert not (folder / "outputs").exists()
 
 
-def test_data_without_validation_is_refused_before_anything_starts(folder: Path) -> None:
+def test_data_without_validation_is_refused_before_anything_starts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "my_pkg" / "data.py").write_text(
         "import numpy as np\n"
         "from recipes import Dataset\n"
@@ -110,9 +109,10 @@ def test_data_without_validation_is_refused_before_anything_starts(folder: Path)
         "    return Dataset(lambda k: {'x': x, 'y': y}, None, 'ones')\n"
     )
     words = shlex.split(COMMAND.partition("-m launcher")[2].replace("dataset=synthetic", ""))
-    result = launcher(folder, *words, "dataset=custom", "dataset.module=my_pkg.data")
-    assert result.returncode == 2
-    assert result.stderr == (
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    assert main([*words, "dataset=custom", "dataset.module=my_pkg.data"]) == 2
+    assert capsys.readouterr().err == (
         "launcher: train.eval_every=50 evaluates, and dataset.name=custom holds nothing out for "
         "that; have its build return validation batches, or set train.eval_every=0\n"
     )

@@ -11,7 +11,7 @@ import pytest
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
-from launcher.driver.plan_from_config import plan_of
+from launcher.driver.planning.plan_from_config import plan_of
 from launcher.plan import PlanError, local_shape
 from launcher.train.optimizer import build_optimizer
 from launcher.train.program import build_program

@@ -102,7 +102,7 @@ def test_what_is_tested_is_found() -> None:
     assert len(shown) >= 7  # the walk through compilation
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_is_accepted(
     command: str,
@@ -150,7 +150,7 @@ def test_every_other_command_names_what_exists() -> None:
     assert [mark for mark in named if mark not in marks] == []
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_python_runs(program: list[Block], folder: Path) -> None:
     flags = os.environ["XLA_FLAGS"].split()
@@ -181,6 +181,8 @@ def test_a_model_of_ones_own_makes_steps(
 def test_a_dataset_of_ones_own_gives_batches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one in recipes/README.md; its model is trained by test_own_code.py."""
     monkeypatch.syspath_prepend(folder)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "my_pkg"]:
+        monkeypatch.delitem(sys.modules, name)  # of another test
     words = ["model=mlp", "dataset=custom", "dataset.module=my_pkg.data", "train.eval_every=0"]
     program = build_program(load([*words, "allow_modules=[my_pkg]"]))
     assert program.dataset.train(0)["x"].shape == (32, 32)

@@ -7,8 +7,8 @@ import pytest
 
 from launcher.__main__ import main
 from launcher.config.compose import load
-from launcher.driver.folder import RunFolder
-from launcher.driver.make_folder import make_folder
+from launcher.driver.folder.folder import RunFolder
+from launcher.driver.folder.make_folder import make_folder
 from launcher.submit.job import read_job, script_for, write_script
 
 SETTINGS = ("cluster=slurm", "cluster.hosts=2", "cluster.gpus=16", "model.num_layers=4")

@@ -89,8 +89,8 @@ def wait_for(condition, seconds: float = 120) -> None:
     ("sent", "wanted", "code"),
     [
         (signal.SIGINT, "SIGINT", 130),
-        (signal.SIGTERM, "SIGTERM", 75),
-        (signal.SIGUSR1, "SIGTERM", 75),
+        pytest.param(signal.SIGTERM, "SIGTERM", 75, marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR1, "SIGTERM", 75, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_ends_the_run_in_progress_and_the_sweep_in_good_order(

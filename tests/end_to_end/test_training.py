@@ -179,6 +179,7 @@ def test_a_complete_run_has_nothing_left_to_do(
     assert summary(run) == before
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("more", "code", "told"),
     [

@@ -101,8 +101,13 @@ def run(
     return tmp_path / "outputs" / name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["data", "parameter_server"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param("data", marks=pytest.mark.slow),
+        pytest.param("parameter_server", marks=pytest.mark.stress),
+    ],
+)
 def test_an_init_that_differs_by_process_is_the_first_ones(tmp_path: Path, method: str) -> None:
     home = run(
         *(tmp_path, "two", 2, "null"),  # whose replicas are checked from the first step on
@@ -157,8 +162,10 @@ def test_a_run_whose_replicas_part_ends_and_names_step_array_and_process(tmp_pat
     assert not list((home / "checkpoints").glob(told[1]))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("scans", ["false", "true"])
+@pytest.mark.parametrize(
+    "scans",
+    [pytest.param("false", marks=pytest.mark.stress), pytest.param("true", marks=pytest.mark.slow)],
+)
 def test_replicas_of_stages_on_two_hosts_are_checked_at_each_step(
     tmp_path: Path, scans: str
 ) -> None:

@@ -18,8 +18,8 @@ from parity.step import HERE, RATES, arrays_of, check, check_on_workers
 
 import launcher
 from launcher.config.compose import load, to_dict
-from launcher.driver.init_from import check_start
-from launcher.driver.plan_from_config import plan_of
+from launcher.driver.planning.init_from import check_start
+from launcher.driver.planning.plan_from_config import plan_of
 from launcher.plan import local_shape
 from launcher.plan.methods import (
     DataParallel,
@@ -137,7 +137,7 @@ def test_ten_steps_in_float32_by_settings(name, words):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", [pytest.param("toy", marks=pytest.mark.stress), "mlp"])
 def test_two_processes_of_the_command_in_float32(name, tmp_path):
     """2 × 2 devices; and what they end with is exported."""
     words = settings(name, "run.id=run", "cluster.gpus=4", "cluster.hosts=2")

@@ -96,7 +96,7 @@ def test_a_plan_is_the_assignment_that_it_was_made_of():
     ("changed", "words"),
     [
         ({"layers": ((0,), (1,), (3,), (2,))}, "stages hold layers"),
-        ({"mesh_of": (0, 1, 1, 0)}, "come round in turn"),
+        ({"mesh_of": (0, 1, 1, 0)}, "must take turns"),
         ({"schedule": "2f2b"}, "2f2b"),
         ({"remat": ("none", "some", "none", "none")}, "stage 1: remat some is not one of"),
         ({"submeshes": tuple(Submesh((i // 2,), (1, 1)) for i in range(4))}, "in two submeshes"),

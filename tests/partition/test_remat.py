@@ -112,6 +112,7 @@ ONCE = 3 * 2 * LAYERS - 1
         ("looped", "selective", 8),
     ],
 )
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stages", [1, 2])
 def test_products_run_again_once_and_as_many_as_are_predicted(model, remat, again, stages):
     if model != "own" and remat == "full:1":  # of each stage
@@ -185,9 +186,9 @@ def test_words():
         ("ful/2", "parallel.remat=ful/2 is not one of .*full/2 .*; did you mean full?"),
         ("full/", "parallel.remat=full/ is not one of"),
         ("full/2:3", "parallel.remat=full/2:3 is not one of"),
-        ("full/1", "parallel.remat=full/1 takes no layers together; give full (each by itself)"),
-        ("full:0", "parallel.remat=full:0 computes no layer again; give none, or full:1 and more"),
-        ("none/2", "parallel.remat=none/2 computes nothing again; give none, or full/2"),
+        ("full/1", "parallel.remat=full/1 groups no layers; give full (each by itself)"),
+        ("full:0", "parallel.remat=full:0 recomputes no layer; give none, or full:1 and more"),
+        ("none/2", "parallel.remat=none/2 recomputes nothing; give none, or full/2"),
         ("full/5", "parallel.remat=full/5 asks for 5 layers .* the largest has 4; .* full/4"),
         ("full:9", "parallel.remat=full:9 asks for 9 layers .* the largest has 4; .* full:4"),
     ],
@@ -200,5 +201,5 @@ def test_what_cannot_be_is_named(remat, words):
 def test_a_plan_that_was_edited_is_checked():
     step, plan = planned()
     stage = dataclasses.replace(plan.stages[0], remat="full/1")
-    with pytest.raises(PlanError, match="stage 0: remat full/1 takes no layers together"):
+    with pytest.raises(PlanError, match="stage 0: remat full/1 groups no layers"):
         dataclasses.replace(plan, stages=(stage,)).validate(step)

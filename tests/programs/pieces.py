@@ -140,18 +140,3 @@ def drawn_by_slices(init: Any, build_by: Any, batch: Any, **options: Any) -> Pro
         reference=lambda count: build_by(functools.partial(by_slices, count), jax.value_and_grad),
         **options,
     )
-
-
-def filled(shapes: Any) -> Any:
-    """A network's first parameters by their shapes: threefry would be most of what to compile."""
-    rng = np.random.default_rng(0)
-
-    def of(path: Any, x: Any) -> np.ndarray:
-        last = jax.tree_util.keystr(path[-1:])
-        if x.ndim > 1:
-            return (rng.normal(size=x.shape) / np.sqrt(x.shape[-2])).astype(x.dtype)
-        if "scale" in last or "var" in last:
-            return np.ones(x.shape, x.dtype)
-        return np.zeros(x.shape, x.dtype)
-
-    return jax.tree_util.tree_map_with_path(of, shapes)

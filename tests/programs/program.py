@@ -72,19 +72,20 @@ def several_slices(match: str, error: type[Exception] = BatchError) -> dict[str,
     return {name: Refused(match, error) for name in METHODS if name != "auto"}
 
 
-def cases(programs: Mapping[str, Program], every: int = 5) -> list[Any]:
+def cases(programs: Mapping[str, Program], every: int = 8) -> list[Any]:
     """Every program by every method, as parameters of a test.
 
     Without being asked for one program in `every` runs, in two stages of two replicas each, which
-    tell the most, or by data parallelism where they are refused. Every program is slow by one
-    method, in turn; all else is for `stress`.
+    tell the most, or by data parallelism where they are refused. Every other program is slow by
+    one method, in turn; all else is for `stress`.
     """
 
     def marks(i: int, program: Program, method: str) -> Any:
         told_most = "data" if "stages" in program.refused else "stages"
         if i % every == 0 and method == told_most:
             return []
-        return [pytest.mark.slow if i % len(METHODS) == place[method] else pytest.mark.stress]
+        in_turn = i % 2 == 0 and i // 2 % len(METHODS) == place[method]
+        return [pytest.mark.slow if in_turn else pytest.mark.stress]
 
     place = {method: i for i, method in enumerate(METHODS)}
     return [

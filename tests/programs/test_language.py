@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from filled import filled
 from flax.training import common_utils, train_state
-from programs.pieces import drawn_by_slices, filled
+from programs.pieces import drawn_by_slices
 from programs.program import ROWS, Program, cases, check
 
 import launcher

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from filled import filled
 from flax import nnx
 from flax.training import train_state
 from programs.pieces import (
@@ -18,7 +19,6 @@ from programs.pieces import (
     WIDTH,
     batch,
     drawn_by_slices,
-    filled,
     net,
     normal,
     of_loss,

@@ -1,5 +1,6 @@
 """`launcher new`: what is written is a project that works, and what cannot be one is refused."""
 
+import errno
 import json
 import os
 import re
@@ -56,10 +57,10 @@ def test_it_says_what_it_wrote_and_the_command(
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("my-project", "is no word that Python can import"),
-        ("2fast", "is no word that Python can import"),
-        ("class", "is no word that Python can import"),
-        ("größe", "is no word that Python can import"),
+        ("my-project", "is not a name that Python can import"),
+        ("2fast", "is not a name that Python can import"),
+        ("class", "is not a name that Python can import"),
+        ("größe", "is not a name that Python can import"),
         ("_self_", "does not begin with a letter"),
         ("numpy", "is the name of a package that is there already"),
         ("recipes", "is the name of a package that is there already"),
@@ -91,6 +92,24 @@ def test_what_is_there_is_not_written_over(tmp_path: Path) -> None:
         write_project(tmp_path / "plain" / "sums")
     assert [p.name for p in (tmp_path / "full").iterdir()] == ["notes"]
     assert write_project(tmp_path / "empty")
+
+
+def test_a_project_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "empty").mkdir()
+    write_text = Path.write_text
+
+    def on_a_full_disk(path: Path, text: str, **given: object) -> int:
+        if path.name == "data.py":
+            write_text(path, text[:10])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_text(path, text, encoding="utf-8")
+
+    monkeypatch.setattr(Path, "write_text", on_a_full_disk)
+    for name in ("sums", "empty"):
+        with pytest.raises(ConfigError, match=f"{name} cannot be written: No space left on device"):
+            write_project(tmp_path / name)
+    assert [*tmp_path.iterdir()] == [tmp_path / "empty"]
+    assert not any((tmp_path / "empty").iterdir())
 
 
 def test_a_command_line_without_a_folder_teaches(capsys: pytest.CaptureFixture[str]) -> None:

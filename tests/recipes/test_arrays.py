@@ -85,8 +85,16 @@ def test_a_model_takes_what_its_settings_say_or_all_or_what_is_named(file):
             ": 'y' has the shape [20, 1], and the model takes [rows, 2]; set model.output_size, or",
         ),
         (GPT, {"tokens": TOKENS, "targets": TOKENS * 1.0}, ": 'targets' is of type float64; the"),
-        (GPT, {"tokens": TOKENS, "targets": TOKENS + 1}, ": 'targets' holds 7, which is no token"),
-        (GPT, {"tokens": TOKENS - 1, "targets": TOKENS}, ": 'tokens' holds -1, which is no token"),
+        (
+            GPT,
+            {"tokens": TOKENS, "targets": TOKENS + 1},
+            ": 'targets' holds 7, which is not a token",
+        ),
+        (
+            GPT,
+            {"tokens": TOKENS - 1, "targets": TOKENS},
+            ": 'tokens' holds -1, which is not a token",
+        ),
         (OTHER, {"ids": np.full(9, 2**40)}, ": 'ids' holds numbers that do not fit into int32"),
         (OTHER, {"x": np.array([{}], object)}, " cannot be used: 'x' holds Python objects, which"),
     ],

@@ -32,7 +32,7 @@ def test_pictures_and_vectors_are_the_same_digits():
 @pytest.mark.parametrize(
     ("model", "text"),
     [
-        (SimpleNamespace(name="vit", image_size=9), "model.image_size=9 is no multiple of 8"),
+        (SimpleNamespace(name="vit", image_size=9), "model.image_size=9 is not a multiple of 8"),
         (SimpleNamespace(name="vit", image_size=8, num_classes=3), "need model.num_classes=10"),
         (SimpleNamespace(name="mlp", input_size=3, output_size=10), "need model.input_size=64"),
         (SimpleNamespace(name="odd"), "model.name=odd does not take digits"),

@@ -57,7 +57,7 @@ def test_what_is_prepared_trains_and_has_its_tokenizer(given):
 def test_bad_documents_are_counted_in_what_is_said(given):
     with open(given.path, "a") as file:
         file.write('{"text": ""}\n{\n')
-    with pytest.raises(InputError, match=r"a\.jsonl, line 41: 'text' is empty; mend it"):
+    with pytest.raises(InputError, match=r"a\.jsonl, line 41: 'text' is empty; fix it"):
         prepare_dataset(given, 1, lambda share: None)
     skipping = Documents(path=given.path, bad="skip")
     said = prepare_dataset(skipping, 1, lambda share: None)
@@ -66,5 +66,5 @@ def test_bad_documents_are_counted_in_what_is_said(given):
 
 
 def test_what_is_no_text_has_no_tokenizer():
-    with pytest.raises(InputError, match=r"dataset\.name=synthetic is no text to go on with"):
+    with pytest.raises(InputError, match=r"dataset\.name=synthetic is not text to continue"):
         tokenizer_of(SimpleNamespace(name="synthetic"))

@@ -84,7 +84,7 @@ FAMILIES = {
         "depth=18 width=16 image_size=16 num_classes=10", 0.1, 40, by_slice=True,
     ),
     "wide_resnet": Family(
-        f"{_PICTURES} num_classes=4 depth=50 width=2 width_factor=2",
+        "image_size=16 channels=2 num_classes=4 depth=14 width=4 width_factor=2",
         "depth=50 width=8 width_factor=2 image_size=16 num_classes=10", 0.1, 20, by_slice=True,
     ),
     "unet": Family(
@@ -148,9 +148,10 @@ def on_one_device(name, slices):
 
 
 FAST = {("toy", "manual")}
-SLOW = {
-    *(("moe", "manual"), ("bert", "three_d"), ("vit", "zero3"), ("unet", "auto")),
-    *(("resnet", "two_processes"), ("mlp", "zero3_in_two_processes")),
+SLOW = {  # with it each family once, and each way twice, zero3 in two processes once
+    *(("resnet", "manual"), ("bert", "three_d"), ("moe", "zero3"), ("vit", "auto")),
+    *(("llama", "three_d"), ("moe_dropless", "zero3"), ("wide_resnet", "zero3"), ("unet", "auto")),
+    *(("toy", "two_processes"), ("mlp", "two_processes"), ("gpt", "zero3_in_two_processes")),
 }
 
 
@@ -207,7 +208,7 @@ def in_two_processes(given, folder):
     return knows[0], knows[1], knows[2][1]
 
 
-LEARNS_SLOW = {"gpt", "moe", "bert", "resnet", "unet", "toy", "mlp"}
+LEARNS_SLOW = {"gpt", "moe", "bert", "resnet", "unet", "toy"}
 
 
 @pytest.mark.devices(1)
@@ -237,19 +238,26 @@ def key():
 
 
 OFF = {
-    ("unet", "one_stage"): "the estimate of long skips on one device is 18 % over",
-    ("mlp", "one_stage"): "the estimate is 15.3 % under: the update's temporary arrays",
+    ("mlp", "one_stage"): "15.3 % under: XLA:CPU's schedule for many threads squares all gradients"
+    " for their norm at once; with xla_cpu_enable_concurrency_optimized_scheduler=false it is 0.3 %"
+    " over",
+    ("mlp", "replicas"): "36 % under: no estimate counts temporary arrays of the update",
+    ("toy", "replicas"): "35 % under, as the MLP",
 }
 PLANS = "two_stages", "one_stage", "replicas"
+MEASURED_SLOW = {
+    *(("gpt", "two_stages"), ("moe", "replicas"), ("vit", "one_stage"), ("resnet", "two_stages"))
+}
 
 
 @pytest.mark.devices(2)
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
-        pytest.param(name, plan, marks=pytest.mark.stress if (m + k) % 5 else pytest.mark.slow)
-        for m, name in enumerate(FAMILIES)
-        for k, plan in enumerate(PLANS)
+        pytest.param(name, plan, marks=pytest.mark.slow if slow else pytest.mark.stress)
+        for name in FAMILIES
+        for plan in PLANS
+        for slow in [(name, plan) in MEASURED_SLOW]
     ],
 )
 def test_its_memory_is_estimated_within_fifteen_percent(name, plan, request):

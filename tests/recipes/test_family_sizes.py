@@ -1,5 +1,6 @@
 """A size of a family has the parameters of its name."""
 
+import dataclasses
 import math
 
 import jax
@@ -40,24 +41,23 @@ def named(size):
     return float(number) * unit, 0.5 * 10.0**-digits * unit
 
 
-def count(family, size, words):
-    """Thousand millions of parameters; of a deep model by two depths, since layers are alike."""
-    options = load([f"model={family}", f"model.size={size}", *words, "dataset=synthetic"]).model
+def count(options):
+    """Thousand millions of parameters."""
     model = build_model(options, "fp32")
     made = jax.eval_shape(model.init, jax.random.key(0))
     params = made[0] if model.has_state else made
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)) / 1e9
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(10, rest="stress")
 @pytest.mark.parametrize(("family", "size"), [(f, s) for f, sizes in SIZES.items() for s in sizes])
 def test_a_size_has_the_parameters_of_its_name(family, size):
     said = SIZES[family][size]
     want, slack = (said, 0.0) if said else named(size)
+    options = load([f"model={family}", f"model.size={size}", "dataset=synthetic"]).model
     if family in ("resnet", "wide_resnet"):
-        found = count(family, size, [])
-    else:  # layers, or pairs of them, are alike: two shallow ones tell
-        layers = load([f"model={family}", f"model.size={size}", "dataset=synthetic"]).model.layers
-        few, more = (count(family, size, [f"model.num_layers={n}"]) for n in (2, 4))
-        found = few + (more - few) / 2 * (layers - 2)
+        found = count(options)
+    else:  # layers, or pairs of them, are alike: two shallow models tell
+        few, more = (count(dataclasses.replace(options, num_layers=n)) for n in (2, 4))
+        found = few + (more - few) / 2 * (options.layers - 2)
     assert abs(found - want) <= max(0.02 * want, slack)

@@ -1,36 +1,31 @@
 """`recipes/gpt.py`: layers, loss, precision, causality, dropout, and that it learns."""
 
 import math
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from filled import filled_params
 
 from launcher.trace.jaxpr import inline_calls
 from recipes import build_model
 from recipes.gpt import GPT
+from recipes.gpt_options import GPTOptions
 
 pytestmark = pytest.mark.devices
 TINY = {
-    "name": "gpt",
     "vocab_size": 256,
     "sequence_length": 16,
     "num_layers": 2,
     "num_heads": 2,
     "hidden_size": 16,
-    "mlp_ratio": 4,
-    "dropout": 0.0,
-    "tie_embeddings": True,
-    "scan_layers": False,
     "attention": "xla",
-    "loss_chunks": 1,
 }
 
 
 def build(precision="fp32", **changes):
-    return build_model(SimpleNamespace(**{**TINY, **changes}), precision)
+    return build_model(GPTOptions(**{**TINY, **changes}), precision)
 
 
 def random_batch(rows=4, length=16, vocabulary=256):
@@ -49,8 +44,7 @@ def loss_of(model, params, batch, key=None):
 
 
 def make_gpt(dtype=jnp.float32):
-    others = ("name", "attention", "loss_chunks")
-    return GPT(**{key: TINY[key] for key in TINY if key not in others}, dtype=dtype)
+    return GPT(GPTOptions(**TINY), dtype)
 
 
 @jax.jit
@@ -118,7 +112,7 @@ def test_parameters_have_megatron_names_and_an_axis_of_heads():
     }
 
 
-@pytest.mark.parametrize("tie_embeddings", [True, False])
+@pytest.mark.parametrize("tie_embeddings", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_an_untrained_model_knows_nothing(tie_embeddings):
     model = build(tie_embeddings=tie_embeddings)
     loss = loss_of(model, init(model), random_batch())
@@ -187,14 +181,12 @@ def test_dropout_needs_a_key_and_follows_it():
     assert len({loss(model), loss(model, seed=1), loss(model, seed=2)}) == 3
 
 
-@pytest.mark.parametrize("tie_embeddings", [True, False])
-def test_scanned_layers_compute_what_layers_in_a_row_do(tie_embeddings):
-    changes = {"num_layers": 3, "tie_embeddings": tie_embeddings}
-    scanned, apart = build(scan_layers=True, **changes), build(**changes)
-    params, batch = dict(init(scanned)), random_batch()
+def test_scanned_layers_compute_what_layers_in_a_row_do():
+    scanned, apart = build(scan_layers=True, num_layers=3), build(num_layers=3)
+    params, batch = dict(filled_params(scanned)), random_batch()
     stacked = params.pop("layers")
     layers = {f"layers_{i}": jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(3)}
-    assert jax.tree.structure({**params, **layers}) == jax.tree.structure(init(apart))
+    assert jax.tree.structure({**params, **layers}) == jax.tree.structure(filled_params(apart))
     expected = loss_of(apart, {**params, **layers}, batch)
     found = loss_of(scanned, {**params, "layers": stacked}, batch)
     assert float(found) == pytest.approx(float(expected), rel=1e-6)

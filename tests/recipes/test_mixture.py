@@ -64,12 +64,12 @@ def test_refuses_parts_that_cannot_be_used(tmp_path):
 
     assert "dataset.parts names nothing" in errors({})[0]
     assert "dataset.parts.a names no path" in errors({"a": 3})[0]
-    assert "dataset.parts.a.wait is no setting" in errors({"a": {"path": "x", "wait": 2}})[0]
+    assert "dataset.parts.a.wait is not a setting" in errors({"a": {"path": "x", "wait": 2}})[0]
     assert (
         "dataset.parts.a.weight=0 must be a number above 0"
         in (errors({"a": {"path": "x", "weight": 0}})[0])
     )
-    with pytest.raises(InputError, match=r"^dataset\.parts\.b\.path=none names no file"):
+    with pytest.raises(InputError, match=r"^dataset\.parts\.b\.path=none does not exist"):
         check_dataset(Mixture(parts={"b": {"path": "none"}}), MODEL, validation=False)
 
 
@@ -130,4 +130,17 @@ def test_a_tokenizer_of_another_vocabulary_is_refused(prepared):
         f"dataset.parts.a.path={path}, made by {meta['tokenizer']}, has {meta['vocab_size']} "
         "tokens, more than model.vocab_size=300; "
         f"set model.vocab_size={meta['vocab_size']} or more"
+    )
+
+
+def test_parts_of_different_tokenizers_are_refused_with_both_named(prepared, tmp_path):
+    source, out = str(tmp_path / "a.parquet"), str(tmp_path / "c")
+    prepare_corpus(Preparation(source, None, "parquet", "text", "bytes", None, "refuse", out), 1)
+    mixed = Mixture(parts={**prepared.parts, "c": {"path": out}}, packing="documents")
+    with pytest.raises(InputError) as error:
+        check_dataset(mixed, MODEL, validation=False)
+    assert str(error.value) == (
+        f"dataset.parts.a was made by the tokenizer {tmp_path / 'tokenizer.json'} (301 tokens) and "
+        "dataset.parts.c by bytes (257 tokens), which is a different one; prepare both with "
+        "the same, with task=prepare_data"
     )

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from filled import filled_params
 
 import launcher
 from recipes import build_model
@@ -51,12 +52,12 @@ def packed(rng, rows=1):
 
 
 @pytest.mark.devices
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(3, rest="stress")
 @pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.parametrize("family", ["gpt", "llama", "moe"])
+@pytest.mark.parametrize("family", ["gpt", "llama", pytest.param("moe", marks=pytest.mark.slow)])
 def test_a_documents_loss_is_what_it_is_alone(family, scan):
     model = build_model(options_of(family, scan), "fp32")
-    params, compiled = jax.jit(model.init)(jax.random.key(0)), jax.jit(model.loss)
+    params, compiled = filled_params(model), jax.jit(model.loss)
     batch = packed(np.random.default_rng(0))
     loss, metrics = compiled(params, batch, None)
     assert float(metrics["weight"]) == sum(LENGTHS) - len(LENGTHS) + 1
@@ -74,14 +75,17 @@ def test_a_documents_loss_is_what_it_is_alone(family, scan):
 @pytest.mark.devices
 @pytest.mark.parametrize(
     "family",
-    ["llama", "bert", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gpt", "moe"))],
+    [
+        *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama", "bert", "moe")),
+        pytest.param("gpt", marks=pytest.mark.stress),
+    ],
 )
 def test_packed_rows_train_the_same_in_a_pipeline_of_microbatches(family):
     """The rows' weights differ: the mean is over all of the batch, not over microbatches."""
     model = build_model(options_of(family), "fp32")
     batch = packed(np.random.default_rng(1), rows=4)
     batch["weights"] = batch["weights"].at[0].set(0.0)
-    params = model.init(jax.random.key(0))
+    params = filled_params(model)
 
     def step(params, batch):
         (loss, _), grads = launcher.value_and_grad(model.loss, has_aux=True)(params, batch, None)

@@ -2,6 +2,7 @@
 
 import io
 import os
+import struct
 import tarfile
 import threading
 import time
@@ -156,6 +157,30 @@ def test_pictures_are_cropped_padded_or_stretched_and_normalised():
     assert found == {0, 1}
 
 
+def test_a_picture_is_turned_as_its_camera_was_held(tmp_path):
+    wide = Image.new("L", (8, 4))
+    wide.paste(255, (0, 0, 4, 4))  # white on its left
+    exif = wide.getexif()
+    exif[0x0112] = 6  # is to be turned by 90 degrees to the right: white at its top
+    wide.save(tmp_path / "a.png", exif=exif)
+    points = Fitting(8, 1, "stretch").array(Image.open(tmp_path / "a.png"), None)[..., 0]
+    assert points[0].min() == 1
+    assert points[7].max() == 0
+
+
+def test_a_damaged_tag_of_a_whole_picture_is_passed_over(tmp_path):
+    wide = Image.new("L", (8, 4))
+    wide.paste(255, (0, 0, 4, 4))
+    turned, damaged = (0x0112, 3, 1, 6, 0), (0x0100, 2, 4)  # the width is text
+    exif = b"Exif\0\0MM\0*" + struct.pack(">LH", 8, 2) + struct.pack(">HHLHH", *turned)
+    exif += struct.pack(">HHL", *damaged) + b"abc\0" + bytes(4)
+    wide.save(tmp_path / "a.jpg", exif=exif, quality=100)
+    picture = Image.open(tmp_path / "a.jpg")
+    decode.check_whole(picture)
+    points = Fitting(8, 1, "stretch").array(Image.open(tmp_path / "a.jpg"), None)[..., 0]
+    assert points[0].min() > 0.9
+
+
 def spoil(format, path):
     """Make picture 4 of a source bad; what is said of it."""
     if format == "folder":
@@ -190,7 +215,7 @@ def test_a_bad_picture_is_refused_by_file_and_place_or_skipped_and_counted(tmp_p
     said = str(error.value)
     assert place in said
     assert why in said
-    assert said.endswith("mend it, or leave bad pictures out with dataset.bad=skip")
+    assert said.endswith("fix it, or leave bad pictures out with dataset.bad=skip")
     given = options(path, format, validation_fraction=0.0, bad="skip")
     assert needs_preparing(given)
     line = prepare_dataset(given, 1, lambda share: None)
@@ -201,6 +226,27 @@ def test_a_bad_picture_is_refused_by_file_and_place_or_skipped_and_counted(tmp_p
     assert "29 pictures of 3 classes (1 bad ones are left out" in dataset.describe
 
 
+def test_the_next_good_picture_stands_in_for_one_that_turns_bad_later(tmp_path, caplog):
+    path = made_by("folder", tmp_path / "data")
+    given = options(path, "folder", validation_fraction=0.0, bad="skip", flip=True)
+    prepare_dataset(given, 1, lambda share: None)
+    before = build_dataset(given, VIT, 30, 0).train
+    wanted = [before(k) for k in range(2)]
+    (path / "cat" / "004.png").write_bytes(b"none")
+    (path / "cat" / "007.png").write_bytes(b"none")
+    whole = build_dataset(given, VIT, 30, 0).train
+    found = [whole(k) for k in range(2)]
+    for one, other in zip(wanted, found, strict=True):
+        # Numbers of pictures are by class: birds 0, 3, … and then cats 1, 4, 7, 10, …
+        numbers = [10 if n in (4, 7) else n for n in numbers_in(one)]
+        assert numbers_in(other).tolist() == numbers
+        np.testing.assert_array_equal(other["label"], np.array(numbers) % 3)
+    again = build_dataset(given, VIT, 30, 0).train  # as another process, which begins later
+    rows = own_rows(again, shapes_of(again, 30), np.arange(10, 20))(1)
+    np.testing.assert_array_equal(rows["image"][10:20], found[1]["image"][10:20])
+    assert "bad pictures so far in this process: 2" in caplog.records[1].getMessage()
+
+
 def test_what_is_wrong_in_tar_and_npz_files_is_named(tmp_path):
     path = made_by("tar", tmp_path / "data")
     whole = (tmp_path / "data" / "a.tar").read_bytes()
@@ -209,7 +255,7 @@ def test_what_is_wrong_in_tar_and_npz_files_is_named(tmp_path):
     with pytest.raises(InputError, match=r"a\.tar, 010\.png: it is cut short: [\d,]+ bytes of"):
         build_dataset(options(path, "tar"), VIT, 4, 0)
     (tmp_path / "data" / "a.tar").write_bytes(b"no tar file" * 100)
-    with pytest.raises(InputError, match=r"a\.tar: it is no whole plain tar file"):
+    with pytest.raises(InputError, match=r"a\.tar: it is not a whole, uncompressed tar file"):
         build_dataset(options(path, "tar"), VIT, 4, 0)
     with tarfile.open(tmp_path / "data" / "a.tar", "w") as archive:
         info = tarfile.TarInfo("7.cls")
@@ -294,8 +340,8 @@ def test_points_of_16_bits_are_read_with_their_eight_highest(tmp_path):
         (SimpleNamespace(name="mlp", input_size=4), {}, "model.name=mlp does not take pictures"),
         (SimpleNamespace(**{**vars(VIT), "channels": 2}), {}, "takes 2 channels"),
         (SimpleNamespace(**{**vars(VIT), "num_classes": 2}), {}, "set model.num_classes=3"),
-        (VIT, {"path": "none"}, "dataset.path=none is neither a folder of pictures nor"),
-        (VIT, {"path": "none", "format": "tar"}, r"dataset.path=none names no file \*\.tar"),
+        (VIT, {"path": "none"}, "dataset.path=none does not exist; name a file"),
+        (VIT, {"path": "none", "format": "tar"}, "dataset.path=none does not exist; name a file"),
         (VIT, {"validation_fraction": 0.0}, "holds out no picture to evaluate on"),
         (VIT, {"validation_path": "other"}, "has the class 'fish', which"),
         (VIT, {"path": "flat"}, "has no class, and model.name=vit learns classes"),

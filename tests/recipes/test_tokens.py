@@ -108,9 +108,35 @@ def test_a_token_out_of_the_vocabulary_is_named_with_file_and_position(tmp_path)
     with pytest.raises(InputError) as error:
         batches(0)
     assert str(error.value) == (
-        f"{tmp_path / 'b.bin'}: token 10 is 1000, which is none of model.vocab_size=1000; "
-        "enlarge that, or check dataset.dtype and the file"
+        f"{tmp_path / 'b.bin'}: token 10 is 1000, which is outside model.vocab_size=1000; "
+        "enlarge that, check dataset.dtype and the file, or leave such rows out with "
+        "dataset.bad=skip"
     )
+
+
+def test_the_next_good_row_stands_in_for_one_with_a_token_out_of_the_vocabulary(tmp_path, caplog):
+    tokens = np.arange(41)  # ten rows
+    tokens[[8, 20, 38]] = 1000  # rows share them: in rows 1 and 2, 4 and 5, and 9
+    written(tmp_path / "a.bin", tokens)
+    given = Tokens(path=str(tmp_path), bad="skip", validation_fraction=0.0)
+    train = build_dataset(given, model(), 10, 0).train
+    rows = [(4 * i, *range(4 * i + 1, 4 * i + 5)) for i in range(10)]
+    rows[1] = rows[2] = rows[3]
+    rows[4] = rows[5] = rows[6]
+    rows[9] = rows[0]
+    assert rows_of(train, 1) == sorted(rows)
+    train(1)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 3  # the first, the second and the fourth of five
+    assert "bad rows so far in this process: 4" in told[2]
+    later = build_dataset(given, model(), 10, 0).train  # as another process, which begins later
+    wanted = train(2)
+    parts = [own_rows(later, shapes_of(later, 10), np.arange(a, a + 5))(2) for a in (0, 5)]
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(sum(part[name] for part in parts), array)
+    written(tmp_path / "a.bin", [1000] * 41)
+    with pytest.raises(InputError, match="tried 10 rows from there on and found no good one"):
+        build_dataset(given, model(), 10, 0).train(0)
 
 
 def test_a_file_that_is_cut_short_while_it_is_read_is_named(tmp_path):
@@ -124,7 +150,7 @@ def test_a_file_that_is_cut_short_while_it_is_read_is_named(tmp_path):
 def test_refuses_files_that_hold_no_tokens(tmp_path):
     path = tmp_path / "none.bin"
     remedy = "name a folder that task=prepare_data wrote, or .bin or .npy files of tokens"
-    assert refusal(Tokens(path=str(path))) == f"dataset.path={path} names no file; {remedy}"
+    assert refusal(Tokens(path=str(path))) == f"dataset.path={path} does not exist; {remedy}"
     assert refusal(Tokens(path=str(tmp_path))) == (
         f"dataset.path={tmp_path} holds no .bin or .npy file; {remedy}"
     )
@@ -134,7 +160,7 @@ def test_refuses_files_that_hold_no_tokens(tmp_path):
     )
     path.write_bytes(b"123")
     assert refusal(Tokens(path=str(path))) == (
-        f"dataset.path={path}: {path} holds 3 bytes, which is no whole number of uint16 tokens; "
+        f"dataset.path={path}: {path} holds 3 bytes, which is not a whole number of uint16 tokens; "
         "it was cut short, or dataset.dtype is another"
     )
     other = tmp_path / "a.npy"
@@ -147,7 +173,7 @@ def test_refuses_files_that_hold_no_tokens(tmp_path):
     other.write_bytes(other.read_bytes()[:-1])
     assert "is cut short: 187 bytes for 30 tokens of uint16" in refusal(Tokens(path=str(other)))
     other.write_bytes(b"nothing")
-    assert "is no .npy file" in refusal(Tokens(path=str(other)))
+    assert "is not a .npy file" in refusal(Tokens(path=str(other)))
 
 
 def test_refuses_what_does_not_fit_the_model_or_holds_too_little(tmp_path):

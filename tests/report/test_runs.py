@@ -15,7 +15,7 @@ import pytest
 import launcher
 from launcher.command import run as command
 from launcher.config.errors import ConfigError
-from launcher.driver.status import Status
+from launcher.driver.folder.status import Status
 from launcher.report.console import Phase
 from launcher.report.run_record import ended_well, read_run
 from launcher.report.runs_command import _line, main
@@ -106,7 +106,8 @@ def test_a_process_that_is_gone_has_died(here):
 @pytest.mark.devices  # a process
 def test_a_launcher_that_is_killed_has_died(here):
     text = (
-        "import sys, time; from pathlib import Path; from launcher.driver.status import Status\n"
+        "import sys, time; from pathlib import Path\n"
+        "from launcher.driver.folder.status import Status\n"
         "from launcher.report.console import Phase\n"
         "with Status(Path('r'), 9) as s: s.phase(Phase.COMPILING); print(flush=1); time.sleep(99)"
     )
@@ -289,7 +290,7 @@ def test_a_status_that_cannot_be_written_ends_nothing(here, monkeypatch, caplog)
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("launcher.driver.status.write_whole", full)
+    monkeypatch.setattr("launcher.driver.folder.status.write_whole", full)
     with Status(Path("r"), 10) as status:
         status.phase(Phase.TRAINING)
         status.end("done")

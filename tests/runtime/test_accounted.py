@@ -11,7 +11,7 @@ import pytest
 
 import launcher
 from launcher.config.compose import load, to_dict
-from launcher.driver.plan_from_config import plan_of
+from launcher.driver.planning.plan_from_config import plan_of
 from launcher.plan import local_shape
 from launcher.report.account import Known, account
 from launcher.report.timeline import ProcessSpans, Timeline
@@ -74,7 +74,11 @@ def assert_named(culprit, plan, timeline):
     return found.sentence
 
 
-STAGES = [(0, 2, "1f1b", 64), (1, 2, "gpipe", 96), (2, 4, "zero_bubble", 64)]
+STAGES = [
+    (0, 2, "1f1b", 64),
+    pytest.param(1, 2, "gpipe", 96, marks=pytest.mark.stress),
+    pytest.param(2, 4, "zero_bubble", 64, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(("slow", "layers", "schedule", "width"), STAGES)
@@ -110,7 +114,7 @@ def slow_link(between):
 
 LINKS = [
     (0, 2, "gpipe", 96),
-    pytest.param(1, 4, "1f1b", 64, marks=pytest.mark.slow),
+    pytest.param(1, 4, "1f1b", 64, marks=pytest.mark.stress),
     pytest.param(2, 4, "zero_bubble", 64, marks=pytest.mark.slow),
 ]
 
@@ -140,7 +144,7 @@ def test_the_events_of_four_stages_are_in_the_order_of_1f1b():
             assert ran == [(t.stage, t.microbatch, t.kind.value) for t in tasks]
 
 
-@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_data_that_comes_late_is_named(monkeypatch, micro_batches):
     def late(*given):
         make = own_rows(*given)

@@ -98,7 +98,8 @@ def check(kind, marked, method):
 def cases(methods, default=()):
     for kind in ("linen", "nnx"):
         for name, method in methods.items():
-            by_hand = pytest.mark.slow if name in ("zero3", "auto") else pytest.mark.stress
+            once = {"linen": "zero3", "nnx": "auto"}[kind]
+            by_hand = pytest.mark.slow if name == once else pytest.mark.stress
             marks = [] if (kind, name) in default else [by_hand]
             yield pytest.param(kind, method, marks=marks, id=f"{kind}-{name}")
 

@@ -1,5 +1,7 @@
 """Checkpointing: a stage holds its layers' inputs, and computes one layer at a time again."""
 
+import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -11,16 +13,16 @@ import launcher
 
 WIDTH, ROWS, LAYERS = 64, 512, 24
 FEW = 4  # layers of what is only to be equal
-REMATS = "none", "selective", "full", "full/2", "full/4", "full:12"
+REMATS = "none", "selective", "full"
+IN_PARTS = "full/4", "full:12"  # of some layers together, and of some layers alone
 
 
 def init(layers=LAYERS):
-    def layer(key):
-        shapes = (WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH)
-        keys = jax.random.split(key, 2)
-        return [jax.random.normal(k, s) / s[0] for k, s in zip(keys, shapes, strict=True)]
-
-    return [layer(key) for key in jax.random.split(jax.random.key(0), layers)]
+    rng, shapes = np.random.default_rng(0), ((WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH))
+    return [
+        [(rng.normal(size=shape) / shape[0]).astype(np.float32) for shape in shapes]
+        for _ in range(layers)
+    ]
 
 
 def loss(params, x):
@@ -60,6 +62,7 @@ class Compiled(NamedTuple):
     value: float
 
 
+@functools.cache
 def compiled(remat, layers=LAYERS):
     run, params = made(launcher.DataParallel(remat=remat)), init(layers)
     executable = run.executable(params, BATCH)
@@ -75,50 +78,58 @@ def compiled(remat, layers=LAYERS):
     )
 
 
-@pytest.fixture(scope="module")
-def of():
-    return {remat: compiled(remat) for remat in REMATS}
-
-
-def test_the_only_stage_holds_the_inputs_of_its_layers_and_one_layer(of):
+@pytest.mark.slow
+def test_the_only_stage_holds_the_inputs_of_its_layers_and_one_layer():
     inputs, one = (LAYERS - 1) * BATCH.nbytes, compiled("none", layers=1)  # the batch is there
-    assert of["full"].bytes == pytest.approx(inputs + one.bytes, rel=0.1)
+    assert compiled("full").bytes == pytest.approx(inputs + one.bytes, rel=0.1)
+    assert compiled("full").bytes < compiled("selective").bytes < compiled("none").bytes
 
 
-def test_some_layers_together_hold_fewer_inputs_and_more_layers_at_once(of):
+@pytest.mark.slow
+def test_some_layers_together_hold_fewer_inputs_and_more_layers_at_once():
     """Of four: six inputs, and four layers; the fewer are computed again, the less is saved."""
     four = compiled("none", layers=4)
-    assert of["full/4"].bytes == pytest.approx(5 * BATCH.nbytes + four.bytes, rel=0.1)
-    assert of["full"].bytes < of["full:12"].bytes < of["none"].bytes
-    assert of["full"].bytes < of["selective"].bytes < of["none"].bytes
+    assert compiled("full/4").bytes == pytest.approx(5 * BATCH.nbytes + four.bytes, rel=0.1)
+    assert compiled("full").bytes < compiled("full:12").bytes < compiled("none").bytes
 
 
-@pytest.mark.parametrize("remat", REMATS)
-def test_the_estimate_is_within_a_tenth(of, remat):
-    assert of[remat].predicted_bytes == pytest.approx(of[remat].bytes, rel=0.1)
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", [*REMATS, *IN_PARTS])
+def test_the_estimate_is_within_a_tenth(remat):
+    assert compiled(remat).predicted_bytes == pytest.approx(compiled(remat).bytes, rel=0.1)
 
 
-def test_computing_again_costs_a_third(of):
+def cost(remat):
+    """Operations, as a multiple of those without computing again."""
+    return compiled(remat).flops / compiled("none").flops
+
+
+@pytest.mark.slow
+def test_computing_again_costs_a_third():
     """Of the operations; `tests/benchmarks/checkpointing.py` measures seconds."""
-    cost = {remat: of[remat].flops / of["none"].flops for remat in REMATS}
-    assert 1.3 < cost["full"] <= 1.36
-    assert 1.3 < cost["full/4"] <= 1.36
-    assert cost["full:12"] == pytest.approx((1 + cost["full"]) / 2, rel=0.02)
-    assert 1.0 < cost["selective"] < 1.05
+    assert 1.3 < cost("full") <= 1.36
+    assert 1.0 < cost("selective") < 1.05
 
 
-def test_losses_are_equal(of):
-    for remat in REMATS:
-        assert of[remat].value == pytest.approx(of["none"].value, rel=1e-6)
+@pytest.mark.slow
+def test_computing_some_layers_again_costs_their_share():
+    assert 1.3 < cost("full/4") <= 1.36
+    assert cost("full:12") == pytest.approx((1 + cost("full")) / 2, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", [*REMATS, *IN_PARTS])
+def test_losses_are_equal(remat):
+    assert compiled(remat).value == pytest.approx(compiled("none").value, rel=1e-6)
 
 
 @pytest.mark.parametrize(
     ("method", "devices"),
     [
         (launcher.DataParallel(num_micro_batches=2, remat="full"), 2),
-        (launcher.DataParallel(remat="selective"), 1),
-        (launcher.DataParallel(remat="full/3"), 1),
-        (launcher.Zero3Parallel(remat="full"), 2),
+        pytest.param(launcher.DataParallel(remat="selective"), 1, marks=pytest.mark.stress),
+        pytest.param(launcher.DataParallel(remat="full/3"), 1, marks=pytest.mark.slow),
+        pytest.param(launcher.Zero3Parallel(remat="full"), 2, marks=pytest.mark.slow),
         (
             launcher.ThreeDParallel(pipeline=2, num_micro_batches=2, remat=("selective", "full:1")),
             2,
@@ -127,10 +138,38 @@ def test_losses_are_equal(of):
     ids=["data", "selective", "by_three", "zero3", "stages"],
 )
 def test_training_is_that_of_one_device(method, devices):
+    check_training(method, devices, FEW)
+
+
+def check_training(method, devices, layers):
     run, plain = made(method, devices), jax.jit(step_of_jax)
-    got = want = init(FEW)
+    got = want = init(layers)
     for _ in range(2):
         (got, a), (want, b) = run(got, BATCH), plain(want, BATCH)
         np.testing.assert_allclose(jax.device_get(a), b, rtol=1e-6)
     for a, b in zip(jax.tree.leaves(jax.device_get(got)), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+class InMemory(NamedTuple):
+    """The search's plan for devices of so many bytes."""
+
+    memory_bytes: int
+
+    def plan(self, step, cluster):
+        method = launcher.PipeshardParallel(1, stage_option="auto", schedule="auto", remat="auto")
+        return method.plan(step, dataclasses.replace(cluster, memory_bytes=self.memory_bytes))
+
+
+def test_the_search_computes_as_few_layers_again_as_fit():
+    """Where all layers fit only if they are computed again, some suffice, and that is faster."""
+    none, full = (
+        made(launcher.DataParallel(remat=remat)).plan(init(8), BATCH) for remat in ("none", "full")
+    )
+    most, least = (plan.stages[0].memory_bytes for plan in (none, full))
+    method = InMemory((most + least) // 2)
+    plan = made(method).plan(init(8), BATCH)
+    assert plan.stages[0].remat in {f"full:{n}" for n in range(1, 8)}
+    assert least < plan.stages[0].memory_bytes <= method.memory_bytes < most
+    assert plan.predicted_step_seconds < full.predicted_step_seconds
+    check_training(method, 1, layers=8)

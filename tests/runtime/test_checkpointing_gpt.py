@@ -8,7 +8,7 @@ import launcher
 from recipes import gpt
 from recipes.gpt_options import GPTOptions
 
-BLOCKS, ROWS, LENGTH, WIDTH = 24, 8, 128, 64
+BLOCKS, ROWS, LENGTH, WIDTH = 8, 8, 128, 64
 TOKENS = np.zeros((ROWS, LENGTH), np.int32)
 BATCH = {"tokens": TOKENS, "targets": TOKENS}
 

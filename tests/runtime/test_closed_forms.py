@@ -193,7 +193,7 @@ MESHES = [
     for case in CASES
     for mesh in [(1, 4), (2, 2)]
     for by_hand in [pytest.mark.slow if mesh == (1, 4) else pytest.mark.stress]
-    for marks in [[] if mesh == (2, 2) and case in ("block", "conv", "moe") else [by_hand]]
+    for marks in [[] if mesh == (2, 2) and case in ("block", "moe") else [by_hand]]
 ]
 
 

@@ -182,7 +182,7 @@ CASES = {
 @pytest.mark.parametrize(
     ("model", "case"),
     [
-        pytest.param(model, case, marks=pytest.mark.stress if (k + m) % 3 else pytest.mark.slow)
+        pytest.param(model, case, marks=pytest.mark.stress if (k + m) % 6 else pytest.mark.slow)
         for m, model in enumerate((gpt, moe, conv))
         for k, case in enumerate(CASES)
     ],

@@ -89,7 +89,7 @@ def run(step, state, case):
     return jax.device_get(state), history
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("name", "method"), list(pairs()))
 def test_parity(name, method):
     case, (how, devices, slices) = CASES[name], METHODS[method]

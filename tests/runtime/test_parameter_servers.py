@@ -78,11 +78,11 @@ def equal(got, want):
 
 
 SPLITS = [  # workers, microbatches, settings
-    (2, 1, {}),
+    pytest.param(2, 1, {}, marks=pytest.mark.stress),
     (2, 2, {"bucket_bytes": LAYER, "servers": 2}),
     pytest.param(4, 1, {"bucket_bytes": 0, "servers": 3}, marks=pytest.mark.slow),
-    pytest.param(4, 2, {"servers": 1}, marks=pytest.mark.slow),
-    pytest.param(2, 4, {"bucket_bytes": 2 * LAYER}, marks=pytest.mark.slow),
+    pytest.param(4, 2, {"servers": 1}, marks=pytest.mark.stress),
+    pytest.param(2, 4, {"bucket_bytes": 2 * LAYER}, marks=pytest.mark.stress),
 ]
 
 
@@ -122,9 +122,8 @@ def test_two_runs_are_equal_whatever_arrives_first():
     equal(*(after_descent(method, 4, seed=seed) for seed in (1, 2)))
 
 
-@pytest.mark.parametrize("workers", [2, 4])
-def test_gradients_are_those_of_one_device(workers):
-    ours = after_descent(ParameterServer(2, bucket_bytes=0), workers)
+def test_gradients_are_those_of_one_device():
+    ours = after_descent(ParameterServer(2, bucket_bytes=0), 4)
     params, value = jax.jit(descent)(start(), BATCHES[0])
     same(ours, (params, [value]))
 

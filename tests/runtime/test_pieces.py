@@ -119,6 +119,7 @@ def test_stages_compile_what_one_stage_does(monkeypatch):
         assert size(of_stages) <= 1.2 * size(one)
 
 
+@pytest.mark.slow
 @pytest.mark.devices
 def test_deeper_models_compile_no_more(monkeypatch):
     few, _ = compiles(2, monkeypatch, 8)

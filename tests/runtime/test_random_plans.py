@@ -48,7 +48,7 @@ def test_a_random_plan_computes_what_one_device_does(traced, seed):
     assert_same(found[0], serial("chain"))
 
 
-@pytest.mark.parametrize("seed", range(100, 112))
+@pytest.mark.parametrize("seed", range(100, 106))
 def test_nothing_waits_for_what_comes_later(traced, seed):
     """Every process follows its part of one list in which each value is made before it is used, so
     that no two can wait for each other."""

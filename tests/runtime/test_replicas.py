@@ -18,7 +18,7 @@ from launcher.runtime.replicas import (
 )
 
 MESH = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
-TYPES = "float32", "bfloat16", "int8", "uint16", "int32", "bool", "complex64", "float8_e4m3fn"
+TYPES = "bool", "int8", "int32", "bfloat16", "uint16", "float32", "complex64", "float8_e4m3fn"
 
 
 def placed(value, *spec):
@@ -83,6 +83,7 @@ def test_values_that_change_places_are_another_digest():
         assert len(found({"whole": changed(arrays["whole"], 1, by)})) == 1
 
 
+@pytest.mark.sampled(3, rest="stress")
 @pytest.mark.parametrize("dtype", TYPES)
 def test_any_type_has_words_and_comes_back_of_them(dtype):
     values = jnp.asarray([[0.0, 1, 1], [1, 0, 1]], dtype)

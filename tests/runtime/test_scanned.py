@@ -1,5 +1,6 @@
 """Models whose blocks are one scan run as pipelines, and are to their caller what they were."""
 
+import functools
 import sys
 from pathlib import Path
 
@@ -46,6 +47,16 @@ METHODS = {
     "data": launcher.DataParallel(),
     "zero3": launcher.Zero3Parallel(),
 }
+BY_HAND = {
+    **dict.fromkeys(("5 stages", "3d"), pytest.mark.slow),
+    **dict.fromkeys(("remat", "data", "zero3"), pytest.mark.stress),
+}
+
+
+@functools.cache
+def parallel(count):
+    """The step in so many stages, compiled once for all tests."""
+    return launcher.parallelize(step, method=stages(count))
 
 
 def trained(train, state, count, first=0):
@@ -56,7 +67,9 @@ def trained(train, state, count, first=0):
     return state, losses
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=BY_HAND.get(name, ())) for name in METHODS]
+)
 def test_training_is_that_of_one_device(name):
     devices = jax.devices()[: 5 if name == "5 stages" else 8]
     train = launcher.parallelize(step, method=METHODS[name], devices=devices)
@@ -67,7 +80,7 @@ def test_training_is_that_of_one_device(name):
 
 
 def test_each_stage_holds_its_own_layers_alone():
-    train = launcher.parallelize(step, method=stages(4))
+    train = parallel(4)
     state = train.create(init, jax.random.key(0), like=BATCHES[0])
     devices = jax.devices()
     weights = state[0]["blocks"]["w"]
@@ -79,7 +92,7 @@ def test_each_stage_holds_its_own_layers_alone():
 
 
 def test_a_state_of_the_callers_own_is_cut_and_comes_back_in_its_structure():
-    train = launcher.parallelize(step, method=stages(2))
+    train = parallel(2)
     given = jax.jit(init)(jax.random.key(0))
     state, losses = trained(train, given, 2)
     assert jax.tree.structure(state) == jax.tree.structure(given)
@@ -93,7 +106,7 @@ def test_a_state_of_the_callers_own_is_cut_and_comes_back_in_its_structure():
 
 
 def test_an_evaluation_finds_the_layers_where_they_are():
-    train = launcher.parallelize(step, method=stages(4))
+    train = parallel(4)
     state, _ = trained(train, train.create(init, jax.random.key(0), like=BATCHES[0]), 1)
     held_out = launcher.parallelize(evaluate, method=train, donate_argnums=())
     expected = jax.jit(evaluate)(serial(1)[0], BATCHES[1])
@@ -103,7 +116,7 @@ def test_an_evaluation_finds_the_layers_where_they_are():
 
 
 def test_a_step_that_takes_a_stacked_array_whole_gets_it():
-    train = launcher.parallelize(step, method=stages(2))
+    train = parallel(2)
     state, _ = trained(train, train.create(init, jax.random.key(0), like=BATCHES[0]), 1)
 
     def other(state, x):  # no scan
@@ -115,14 +128,14 @@ def test_a_step_that_takes_a_stacked_array_whole_gets_it():
 
 
 def test_flax_serializes_a_state():
-    train = launcher.parallelize(step, method=stages(2))
+    train = parallel(2)
     state = train.create(init, jax.random.key(0), like=BATCHES[0])
     found = serialization.from_bytes(state, serialization.to_bytes(state))
     assert_allclose(found, state, rtol=0)
 
 
 def test_used_up_rows_are_said():
-    train = launcher.parallelize(step, method=stages(2))
+    train = parallel(2)
     state = train.create(init, jax.random.key(0), like=BATCHES[0])
     train(state, BATCHES[0])
     assert state[0]["blocks"]["w"].is_deleted()
@@ -139,7 +152,7 @@ def test_a_warm_up_and_a_check_of_replicas_change_nothing():
 
 
 def test_a_checkpoint_is_that_of_one_device_and_of_any_plan(tmp_path):
-    train = launcher.parallelize(step, method=stages(4))
+    train = parallel(4)
     state, _ = trained(train, train.create(init, jax.random.key(0), like=BATCHES[0]), 2)
     launcher.save(tmp_path / "stages", state)
     plain = ocp.PyTreeCheckpointer().restore(tmp_path / "stages" / "default")
@@ -147,8 +160,8 @@ def test_a_checkpoint_is_that_of_one_device_and_of_any_plan(tmp_path):
     assert plain["0"]["blocks"]["w"].shape == (LAYERS, 8, 8)
     assert_allclose(plain["0"], expected[0], rtol=1e-4, atol=1e-6)
     launcher.save(tmp_path / "one", expected)
-    for folder, method in (("one", stages(2)), ("stages", launcher.DataParallel())):
-        other = launcher.parallelize(step, method=method)
+    whole = launcher.parallelize(step, method=launcher.DataParallel())
+    for folder, other in (("one", parallel(2)), ("stages", whole)):
         like = other.create(init, jax.random.key(1), like=BATCHES[0])
         found = launcher.restore(tmp_path / folder, like=like)
         assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
@@ -179,6 +192,7 @@ def unrolled_state(key):
     return params, scanned.OPTIMIZER.init(params)
 
 
+@pytest.mark.slow
 def test_scanned_and_unrolled_layers_train_alike():
     train = launcher.parallelize(unrolled_step, method=stages(4))
     state, losses = trained(train, jax.jit(unrolled_state)(jax.random.key(0)), 4)

@@ -41,7 +41,8 @@ def pairs():
     for make, name in itertools.product(STEPS, METHODS):
         if (make.__name__, name) not in REFUSED:
             default = (make.__name__, name) in DEFAULT
-            by_hand = pytest.mark.slow if name == "stages" else pytest.mark.stress
+            slow = name == "stages" and make in STEPS[::2]
+            by_hand = pytest.mark.slow if slow else pytest.mark.stress
             marks = [] if default else [by_hand]
             yield pytest.param(make, METHODS[name], marks=marks, id=f"{make.__name__}-{name}")
 

@@ -30,20 +30,20 @@ METHODS = {
     "data, 1": (4, DataParallel(1)),
     "data, 2": (4, DataParallel(2)),
     "zero2, 1": (4, Zero2Parallel(1)),
+    "zero3, 2": (4, Zero3Parallel(2)),
     "zero2, 2": (4, Zero2Parallel(2)),
     "zero3, 1": (4, Zero3Parallel(1)),
-    "zero3, 2": (4, Zero3Parallel(2)),
     "shard": (2, ShardParallel(2)),
     "shard 2x2": (4, ShardParallel(2, (2, 2))),
     "3d": (8, ThreeDParallel(2, 2, 2, num_micro_batches=2)),
 }
-FAST_GPT, SLOW_GPT = {"zero2, 2"}, {"zero3, 2", "shard 2x2", "3d"}
+SLOW_GPT = {"zero2, 2", "shard 2x2", "3d"}
 GRID = [
     pytest.param(name, method, marks=marks, id=f"{name}-{method}")
     for name in ("mlp", "gpt_short")
     for method in METHODS
     for by_hand in [pytest.mark.slow if method in SLOW_GPT else pytest.mark.stress]
-    for marks in [[] if name == "mlp" or method in FAST_GPT else [by_hand]]
+    for marks in [[] if name == "mlp" else [by_hand]]
 ]
 
 
@@ -92,7 +92,7 @@ def live_bytes(state):
     return dict(found)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(3, rest="stress")
 @pytest.mark.parametrize(("name", "method"), GRID)
 def test_each_device_holds_what_the_plan_says(name, method):
     traced, executable = compiled(name, method)

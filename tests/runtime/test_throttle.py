@@ -61,7 +61,7 @@ def test_many_programs_over_several_devices_of_one_process():
 @pytest.mark.parametrize(
     ("devices", "transport"),
     [
-        pytest.param(1, "pull", marks=pytest.mark.slow),
+        pytest.param(1, "pull", marks=pytest.mark.stress),
         pytest.param(2, "pull", marks=pytest.mark.slow),
         pytest.param(1, "collective", marks=pytest.mark.stress),
         pytest.param(2, "collective", marks=pytest.mark.stress),

@@ -30,16 +30,19 @@ def test_bytes_that_cross_are_those_of_the_routes(peers):
         assert any(sent)
 
 
+@pytest.mark.slow
 def test_arrays_that_go_together_are_one_message(peers):
     assert [peer["messages"] for peer in peers] == [1, 0]
 
 
+@pytest.mark.slow
 def test_bytes_of_a_step_are_those_of_the_plan(peers):
     for peer in peers:
         assert peer["sent"] == peer["planned"]
         assert all(peer["sent"])
 
 
+@pytest.mark.slow
 def test_two_executables_take_turns_on_one_state(peers):
     state, losses = jax.jit(init)(jax.random.key(0)), []
     for batch in BATCHES:
@@ -49,6 +52,7 @@ def test_two_executables_take_turns_on_one_state(peers):
         np.testing.assert_allclose(found, losses, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_repeated_calls_leave_nothing_behind(peers):
     """As many arrays after each turn, and every key offered is pulled, once."""
     for peer in peers:
@@ -59,11 +63,13 @@ def test_repeated_calls_leave_nothing_behind(peers):
         assert len(set(one["offered"])) == len(one["offered"])
 
 
+@pytest.mark.slow
 def test_random_keys_go_by_both_ways(peers):
     """To each of the two devices, one key and two of four."""
     assert [peer["keys"] for peer in peers] == [[0, 0], [4, 4]]
 
 
+@pytest.mark.slow
 def test_processes_pass_barriers_for_a_move_that_is_new(peers):
     assert [peer["barriers"] for peer in peers] == [
         [2, 2, "ProcessMismatchError"],

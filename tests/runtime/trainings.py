@@ -12,6 +12,7 @@ import tiny
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # also where another process imports this
 import several
+from filled import filled_params
 
 import launcher
 from recipes import build_model
@@ -50,7 +51,8 @@ def _recipe(name):
     model = build_model(options, "fp32")
 
     def init(key):
-        return first_state(model.init(key))
+        del key
+        return first_state(filled_params(model, std=0.02 if options.name == "gpt" else None))
 
     def step(state, batch):
         return update(state, lambda p: model.loss(p, batch, None)[0])

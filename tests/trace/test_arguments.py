@@ -110,7 +110,7 @@ def test_static_arguments_are_python_values():
     ("args", "options", "words"),
     [
         (({"w": W, "name": "x"}, X), {}, r"leaf \['name'\] of argument 0 is a str.*static_argnums"),
-        ((W, X, np.array("x")), {}, "argument 2 is a ndarray, which is no array of numbers"),
+        ((W, X, np.array("x")), {}, "argument 2 is a ndarray, which is not an array of numbers"),
         ((W, X, len), {}, "argument 2 is a builtin_function"),
         ((W, X), {"batch_argnums": (3,)}, "batch_argnums names argument 3"),
         ((W, X), {"static_argnums": (0,)}, "static_argnums and by donate_argnums"),

@@ -197,7 +197,7 @@ EQUAL = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9, rest="stress")
 @pytest.mark.parametrize("name", EQUAL)
 def test_equal(name):
     out = EQUAL[name](PARAMS, BATCH)

@@ -119,7 +119,7 @@ EQUAL = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4, rest="stress")
 @pytest.mark.parametrize("name", EQUAL)
 def test_equal(name):
     check(EQUAL[name], PARAMS, BATCH, 4)
@@ -300,7 +300,7 @@ def test_a_random_mask_and_its_sum_are_of_the_same_draw():
 @pytest.mark.parametrize(
     "name",
     [  # every third also without being asked for
-        pytest.param(name, marks=[pytest.mark.stress] if i % 3 else [])
+        pytest.param(name, marks=[pytest.mark.stress] if i % 5 else [])
         for i, name in enumerate(EQUAL)
     ],
 )

@@ -124,6 +124,7 @@ ANY_ORDER = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ANY_ORDER)
 def test_what_is_made_of_the_batch_is_cut_in_any_order(name):
     def step(w, batch):

@@ -120,7 +120,7 @@ def outcome(seed):
 @pytest.mark.parametrize(
     "first",
     [
-        pytest.param(first, marks=[pytest.mark.stress if k % 3 else pytest.mark.slow] if k else [])
+        pytest.param(first, marks=[pytest.mark.stress if k % 6 else pytest.mark.slow] if k else [])
         for k, first in enumerate(range(0, SEEDS, GROUP))
     ],
 )

@@ -20,7 +20,7 @@ import psutil
 from jax._src import distributed
 
 from launcher.config.compose import load, to_dict
-from launcher.driver.plan_from_config import plan_of
+from launcher.driver.planning.plan_from_config import plan_of
 from launcher.plan import local_shape
 from launcher.train.program import build_program
 from launcher.train.worker import TrainWorker

@@ -159,6 +159,7 @@ def test_it_ends_with_the_process_that_started_it():
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_it_ends_without_a_word_where_nobody_asks_any_more():
     """As after a worker's death: its log is quoted."""
     asking, served = Pipe()

@@ -13,13 +13,13 @@ import pytest
 
 from launcher.config.compose import load, to_dict
 from launcher.config.errors import ConfigError
-from launcher.driver import folder
-from launcher.driver.init_from import check_start, find_start
+from launcher.driver.folder import folder
+from launcher.driver.planning.init_from import check_start, find_start
 from launcher.train import checkpoint
 from launcher.train.checkpoint import integrity
 from launcher.train.step import TrainState
 
-FLIPS = 200
+FLIPS = 80
 
 
 def state():
@@ -31,19 +31,31 @@ def positions(step):
     return {"data": {"next_batch": step}, "metrics": {"next_step": step + 1}}
 
 
-@pytest.fixture
-def config(tmp_path):
-    words = ["model=mlp", "dataset=synthetic", f"run.dir={tmp_path}/outputs", "run.id=mine"]
-    return load(words)
+@pytest.fixture(scope="module")
+def settings():
+    return load(["model=mlp", "dataset=synthetic", "run.id=mine"])
 
 
 @pytest.fixture
-def checkpoints(config):
+def config(settings, tmp_path):
+    return replace(settings, run=replace(settings.run, dir=f"{tmp_path}/outputs"))
+
+
+@pytest.fixture(scope="module")
+def saved(settings, tmp_path_factory):
     """Two checkpoints of the run, after 3 and after 6 steps."""
-    path = Path(config.run.dir, "mine", "checkpoints")
+    path = tmp_path_factory.mktemp("saved")
     for step in (3, 6):
-        metadata = {"config": to_dict(config), **positions(step)}
+        metadata = {"config": to_dict(settings), **positions(step)}
         checkpoint.save(path, step, checkpoint.copy_to_host(state()), metadata)
+    return path
+
+
+@pytest.fixture
+def checkpoints(config, saved):
+    """A copy of them, where the run looks for its own."""
+    path = Path(config.run.dir, "mine", "checkpoints")
+    shutil.copytree(saved, path)
     return path
 
 
@@ -153,7 +165,7 @@ def test_what_nothing_can_start_from_is_named(config, checkpoints, tmp_path):
     ("params", "told"),
     [
         ({"w": (20, 31), "b": (3,)}, "params.w is (20, 30) there and (20, 31) in the model"),
-        ({"w": (20, 30)}, "it has params.b, which the model has not"),
+        ({"w": (20, 30)}, "it has params.b, which the model does not have"),
         ({"w": (20, 30), "b": (3,), "c": (1,)}, "it has no params.c, which the model has"),
     ],
 )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from launcher.config.compose import load, to_dict
-from launcher.driver.plan_from_config import plan_of
+from launcher.driver.planning.plan_from_config import plan_of
 from launcher.plan import local_shape
 from launcher.train.program import build_program
 from launcher.train.worker import TrainWorker
@@ -61,7 +61,7 @@ def loss_of(worker, config, batch):
 @pytest.mark.parametrize(
     "plan",
     [
-        pytest.param(DATA, id="data"),
+        pytest.param(DATA, id="data", marks=pytest.mark.slow),
         pytest.param(STAGES, id="stages"),
         pytest.param(SHARD, id="shard", marks=pytest.mark.slow),
     ],
@@ -76,7 +76,7 @@ def test_every_held_out_row_counts_once(plan):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", [DATA, SHARD, STAGES], ids=["data", "shard", "stages"])
+@pytest.mark.parametrize("plan", [SHARD, STAGES], ids=["shard", "stages"])
 def test_every_held_out_sequence_of_a_text_counts_once(plan, tmp_path):
     length, text = 8, tmp_path / "a.txt"
     text.write_bytes(np.random.default_rng(0).integers(97, 123, 16 * 101 * length, "u1").tobytes())

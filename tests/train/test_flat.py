@@ -12,8 +12,8 @@ from rich.console import Console
 
 from launcher.config.compose import load
 from launcher.config.errors import ConfigError
-from launcher.driver.export import export
-from launcher.driver.init_from import check_start, find_start
+from launcher.driver.planning.init_from import check_start, find_start
+from launcher.driver.tasks.export import export
 from launcher.train import checkpoint
 from launcher.train.step import TrainState
 
@@ -113,7 +113,7 @@ def test_a_file_of_ones_own_may_hold_other_arrays_and_wider_types(tmp_path):
     [
         ({"params.scale": None}, "it has no params.scale, which the model has"),
         (dict.fromkeys(NAMES), "it has no model_state.count, params.layers.0.kernel, params.lay"),
-        ({"params.bias": np.ones(2)}, "it has params.bias, which the model has not"),
+        ({"params.bias": np.ones(2)}, "it has params.bias, which the model does not have"),
         ({"params.scale": np.ones(4)}, "params.scale is (4,) there and (3,) in the model"),
         ({"params.scale": np.ones(3, complex)}, "params.scale is of type complex128 there and bf"),
         (

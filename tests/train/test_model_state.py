@@ -1,5 +1,6 @@
 """Models with state (batch statistics, counters): trained with, kept, and what is refused."""
 
+import functools
 import sys
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def one_device(words, steps):
 
     optimizer, schedule = build_optimizer(config.optimizer, config.train.steps)
     step = jax.jit(make_train_step(model._replace(loss=loss), optimizer, schedule))
-    states = [init_state(model, optimizer, program.seed)]
+    states = [jax.jit(functools.partial(init_state, model, optimizer))(program.seed)]
     for k in range(steps):
         states.append(step(states[-1], program.dataset.train(k))[0])
     return states
@@ -249,7 +250,7 @@ def test_what_cannot_be_a_model_with_state_is_refused_in_one_line(model, text):
     [
         (
             {"params": jnp.ones(3)},
-            "it has model_state.count, model_state.mean, which the model has not",
+            "it has model_state.count, model_state.mean, which the model does not have",
         ),
         (
             {"params": jnp.ones(3), "model_state": {"count": jnp.int32(0), "mean": jnp.zeros(4)}},

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from launcher.config.compose import load, to_dict
-from launcher.driver.plan_from_config import plan_of
-from launcher.driver.recorder import Recorder
+from launcher.driver.planning.plan_from_config import plan_of
+from launcher.driver.record.recorder import Recorder
 from launcher.driver.workers import merged
 from launcher.plan import local_shape
 from launcher.runtime import ReplicaError

@@ -2,17 +2,20 @@
 
 import dataclasses
 import sys
+import weakref
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from launcher.train.lora import merge
+from launcher.stacked_array import StackedArray
+from launcher.train import sampling
 from launcher.train.sampling import Sampler
 from recipes.decoding import Generator, Sampling, build_decoder
 
 sys.path.insert(0, str(Path(__file__).parent))
+from adapted import merge
 from checkpoint_peer import Trainee
 
 WORDS = (
@@ -44,4 +47,30 @@ def test_samples_are_the_text_of_the_gathered_parameters(name):
     assert (sample.step, sample.tokens) == (2, tuple(map(tuple, rows.tolist())))
     worker.step(3)  # nothing was donated
     assert np.isfinite(worker.flush().metrics["train/loss"])
+    worker.close()
+
+
+def test_one_layer_of_a_model_is_gathered_at_a_time(monkeypatch):
+    words = "model.scan_layers=true", "optimizer.lora.rank=0", *PLANS["two_stages"]
+    worker = Trainee([*WORDS, *words], model=()).worker
+    worker.create()
+    params, gathered, alive = worker._state.params, [], []
+    everywhere = sampling.everywhere
+
+    def watched(leaf):
+        alive.append(sum(ref() is not None for ref in gathered))
+        value = np.array(everywhere(leaf))
+        gathered.append(weakref.ref(value))
+        return value
+
+    monkeypatch.setattr(sampling, "everywhere", watched)
+    placed = Sampler(worker._config, worker._train.plan).placed(params)
+    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, StackedArray))
+    stacks = [leaf for leaf in leaves if isinstance(leaf, StackedArray)]
+    assert len(gathered) == len(leaves) + sum(len(leaf.rows) - 1 for leaf in stacks)
+    assert stacks
+    assert max(alive) <= 1
+    for one, leaf in zip(jax.tree.leaves(placed), leaves, strict=True):
+        np.testing.assert_array_equal(one, leaf)
+    assert {d for leaf in jax.tree.leaves(placed) for d in leaf.devices()} == {*jax.devices()[:2]}
     worker.close()

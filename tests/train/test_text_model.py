@@ -1,5 +1,6 @@
-"""`launcher/train/text_layout.py` and `text_model.py`: where a model that speaks lies."""
+"""`launcher/train/model_layout.py`, `text_model.py`: where a model that speaks lies."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -10,11 +11,10 @@ import numpy as np
 import pytest
 
 from launcher.config.compose import load
-from launcher.train.names import flat_name
+from launcher.train.model_layout import ModelLayout, layout_of
+from launcher.train.placed_model import ModelPlaces, everywhere
 from launcher.train.program import build_program
-from launcher.train.text_layout import TextLayout, layout_of
-from launcher.train.text_model import TextModel, everywhere
-from recipes.decoding import Sampling
+from launcher.train.text_model import TextModel
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "runtime")]
@@ -50,7 +50,7 @@ def test_a_plan_of_one_mesh_says_where_its_model_lies():
     four = (0, 1, 2, 3)
     shard = plan_of(stage(four, (2, 2), w=(None, "model"), b=("model",)))
     specs = {"params.w": (None, "model"), "params.b": ("model",), "params.odd": (None, None)}
-    assert layout_of(shard, SHAPES, 4) == TextLayout({"model": 2}, specs)
+    assert layout_of(shard, SHAPES, 4) == ModelLayout({"model": 2}, specs)
     zero = plan_of(stage(four, (4, 1), w=(None, "data"), b=("data",)))
     assert layout_of(zero, SHAPES, 4).sizes == {"data": 4}
     data = plan_of(stage(four, (4, 1), w=(None, None)))
@@ -104,9 +104,9 @@ def test_processes_of_a_training_speak_as_one_device_does(words, share):
     config = load([*GPT, *text, "cluster=emulated", "cluster.gpus=1"])
     program = build_program(config)
     params = jax.jit(program.init)(program.seed).params
-    names = [flat_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    layout = TextLayout({}, {f"params.{name}": () for name in names})
-    model = TextModel(config, layout, Sampling(temperature=0), jax.devices())
-    wanted = [row.tolist() for row in model.generate(model.place(params), prompts, 8)]
+    greedy = dataclasses.replace(config.generate, temperature=0.0)
+    places = ModelPlaces(ModelLayout({}, {}), jax.devices())
+    model = TextModel(dataclasses.replace(config, generate=greedy), places)
+    wanted = [row.tolist() for row in model.generate(params, prompts, 8)]
     assert [tokens for tokens, _ in told] == [wanted] * 2
     assert all(of_device <= share for _, of_device in told)

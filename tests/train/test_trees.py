@@ -56,7 +56,7 @@ def test_another_tree_and_a_damaged_checkpoint_are_refused(tmp_path):
     path = tmp_path / "x"
     launcher.save(path, {"w": jnp.ones(3), "b": jnp.ones(2)})
     for like, text in (
-        ({"w": jnp.ones(3)}, "has b, which `like` has not"),
+        ({"w": jnp.ones(3)}, "has b, which `like` does not have"),
         ({"w": jnp.ones(3), "b": jnp.ones(2), "c": 1}, "has no c, which `like` has"),
         (
             {"w": jnp.ones(4), "b": jnp.ones(2)},
@@ -71,7 +71,7 @@ def test_another_tree_and_a_damaged_checkpoint_are_refused(tmp_path):
         launcher.restore(path, like={"w": jnp.ones(3), "b": jnp.ones(2)})
     with pytest.raises(launcher.RestoreError, match="does not exist"):
         launcher.restore(tmp_path / "none", like=1.0)
-    with pytest.raises(launcher.RestoreError, match="is no checkpoint"):
+    with pytest.raises(launcher.RestoreError, match="is not a checkpoint"):
         launcher.restore(tmp_path, like=1.0)
 
 

@@ -6,6 +6,7 @@ reads `words` (settings), `model` (more of them) and `prompts` as JSON from stan
 prints the tokens, and the share of the parameters that a device of it holds.
 """
 
+import dataclasses
 import json
 import os
 import sys
@@ -18,22 +19,18 @@ if __name__ == "__main__":
 import jax
 from checkpoint_peer import Trainee, joined
 
-from launcher.train.names import flat_name
-from launcher.train.text_layout import layout_of
-from launcher.train.text_model import TextModel
-from recipes.decoding import Sampling
+from launcher.train.sampling import Sampler
 
 if __name__ == "__main__":
     given = json.load(sys.stdin)
     worker = Trainee(given["words"], joined(), model=given["model"]).worker
     worker.create()
-    params = worker._state.params
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    shapes = {f"params.{flat_name(path)}": leaf.shape for path, leaf in leaves}
-    layout = layout_of(worker._train.plan, shapes, jax.device_count())
-    model = TextModel(worker._config, layout, Sampling(temperature=0), jax.devices())
-    placed = model.place(params)
-    tokens = [row.tolist() for row in model.generate(placed, given["prompts"], 8)]
+    greedy = dataclasses.replace(worker._config.generate, temperature=0.0)
+    config = dataclasses.replace(worker._config, generate=greedy)
+    sampler = Sampler(config, worker._train.plan)
+    placed = sampler.placed(worker._state.params)
+    tokens = sampler(worker._state.params, given["prompts"], 8)
+    tokens = [list(row) for row in zip(*tokens, strict=True)]
     leaves = jax.tree.leaves(placed)
     own = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
     print(json.dumps([tokens, own / sum(leaf.nbytes for leaf in leaves)]), flush=True)

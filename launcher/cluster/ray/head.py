@@ -184,7 +184,7 @@ def watch(given: argparse.Namespace, ray: subprocess.Popen[bytes]) -> bool:
         for caller in [caller for caller in callers if caller in ready]:
             callers.remove(caller)
             with suppress(OSError):  # gone again
-                if answer_task(caller, json.dumps({"ray": address, "logs": given.logs})):
+                if _answer_task(caller, json.dumps({"ray": address, "logs": given.logs})):
                     joined.append(caller)
                     continue
             caller.close()
@@ -196,7 +196,7 @@ def watch(given: argparse.Namespace, ray: subprocess.Popen[bytes]) -> bool:
     return bool(address)
 
 
-def answer_task(caller: socket.socket, body: str) -> bool:
+def _answer_task(caller: socket.socket, body: str) -> bool:
     """Answer a caller that can be read from, if it is a task of this job; return whether it is."""
     caller.setblocking(False)
     nonce, _, given = caller.recv(_ASKED_BYTES).partition(b" ")

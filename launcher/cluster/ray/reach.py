@@ -40,7 +40,7 @@ def reach(address: str, limit: StartLimit) -> list[Node]:
         ClusterError: no Ray can be reached there, or it is of another version.
     """
     if problem := ray_address_problem(address):
-        raise ClusterError(f"{address} is no address to use. {problem}")
+        raise ClusterError(f"{address} is not a usable address. {problem}")
     if address != "auto":
         _listens(address)
     timeout = limit.seconds

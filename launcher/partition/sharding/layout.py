@@ -25,7 +25,7 @@ DATA, ROWS, MODEL = AXES = "data", "rows", "model"
 
 
 def outer_dims(step: TracedStep) -> NamedDims:
-    """The named dimensions outside of the loss, where a gradient runs with what it is of."""
+    """Return the named dimensions outside of the loss, where a gradient runs with what it is of."""
     dims = NamedDims([*step.before, *step.after])
     for var, gradient in gradients(step).items():
         dims.link(var, gradient)
@@ -33,7 +33,7 @@ def outer_dims(step: TracedStep) -> NamedDims:
 
 
 def gradients(step: TracedStep) -> dict[Var, Var]:
-    """What is differentiated, and its gradient."""
+    """Return what is differentiated, and its gradient."""
     eqn = step.loss_equation
     wrt = [eqn.invars[i] for i in eqn.params["wrt"]]
     return dict(zip(wrt, eqn.outvars[len(eqn.params["reduce"]) :], strict=True))
@@ -51,7 +51,7 @@ def batch_axes(step: TracedStep, loss: Loss) -> tuple[int | None, ...]:
 
 
 def mesh_sizes(logical_mesh: tuple[int, int], replicas: int) -> dict[str, int]:
-    """The devices along each axis of a submesh."""
+    """Return the devices along each axis of a submesh."""
     return {DATA: replicas, ROWS: logical_mesh[0] // replicas, MODEL: logical_mesh[1]}
 
 
@@ -69,11 +69,13 @@ class Layout:
     explicit: Mapping[Var, Spec]
     outer_dims: NamedDims
     loss_dims: NamedDims
+    _gradients: Mapping[Var, Var] = field(init=False)
     _outer: Sharding = field(init=False)
     _loss: Sharding = field(init=False)
     _batch_axes: tuple[int | None, ...] = field(init=False)
 
     def __post_init__(self) -> None:
+        self._gradients = gradients(self.step)
         self._batch_axes = batch_axes(self.step, self.loss)
         self._outer = Sharding(self.outer_dims, self.sizes)
         for var, spec in self.explicit.items():
@@ -100,19 +102,19 @@ class Layout:
         return without(self.outer(self._holder(i)), DATA, ROWS)
 
     def is_gathered(self, i: int) -> bool:
-        """Whether an operand is cut along data where it is kept."""
+        """Return whether an operand is cut along data where it is kept."""
         return self.loss.slice_axes[i] is None and _cuts(self.outer(self._holder(i)), DATA)
 
     def is_scattered(self, i: int) -> bool:
-        """Whether an operand's gradient ends up cut along the replicas."""
+        """Return whether an operand's gradient ends up cut along the replicas."""
         return self.sizes[DATA] > 1 and _cuts(self.gradient(i), DATA)
 
     def gradient(self, i: int) -> Spec:
         """An operand's gradient, once it is whole."""
-        return self.outer(gradients(self.step)[self._holder(i)])
+        return self.outer(self._gradients[self._holder(i)])
 
     def inside(self, equations: Iterable[Equation], seeds: Mapping[Var, Spec]) -> Sharding:
-        """The specs of another program, by those of its inputs."""
+        """Return the specs of another program, by those of its inputs."""
         found = Sharding(NamedDims(equations), self.sizes)
         for var, spec in seeds.items():
             found.seed(var, spec)
@@ -130,7 +132,7 @@ class Layout:
 def layouts(
     step: TracedStep, loss: Loss, assignment: Assignment, outer: NamedDims
 ) -> tuple[Layout, ...]:
-    """Returns the layout of every submesh. `outer`: see `outer_dims`."""
+    """Return the layout of every submesh. `outer`: see `outer_dims`."""
     names = dict(zip(leaf_names(step), step.invars, strict=True))
     inner = NamedDims(loss.equations)
     found = []

@@ -57,26 +57,26 @@ class NamedDims:
         self._visit(equations, 0, 1)
 
     def classes(self, atom: Atom, scope: int = 0) -> tuple[int, ...]:
-        """The class of each dimension of a value; of a literal there are none."""
+        """Return the class of each dimension of a value; of a literal there are none."""
         if not is_var(atom) or not getattr(atom.aval, "shape", ()):
             return ()
         first = self._node(atom, scope)
         return tuple(self._find(first + d) for d in range(len(atom.aval.shape)))
 
     def size(self, of: int) -> int:
-        """The greatest common divisor of a class's lengths: into how many parts it can be cut."""
+        """Return the greatest common divisor of a class's lengths: the parts it can be cut into."""
         return self._size[self._find(of)]
 
     def source(self, scope: int, var: Var) -> Holder:
-        """The value that this one is another form of, or itself."""
+        """Return the value that this one is another form of, or itself."""
         return self._source.get((scope, var), (scope, var))
 
     def is_fixed(self, scope: int, var: Var) -> bool:
-        """Whether no gradient flows to a value, by the program's own word."""
+        """Return whether no gradient flows to a value, by the program's own word."""
         return self.source(scope, var) in self._fixed
 
     def inner_scopes(self, scope: int, eqn: Equation) -> Sequence[int]:
-        """The scopes of an equation's bodies."""
+        """Return the scopes of an equation's bodies."""
         return self._inner.get((scope, eqn.outvars[0]), ()) if eqn.outvars else ()
 
     def link(self, a: Var, b: Var) -> None:
@@ -192,7 +192,7 @@ class Sharding:
 
 
 def axes(axis: Axis) -> tuple[str, ...]:
-    """The mesh axes of one dimension."""
+    """Return the mesh axes of one dimension."""
     return (axis,) if isinstance(axis, str) else axis or ()
 
 

@@ -33,7 +33,7 @@ class Execution:
 
 
 def execution(use: Use, sharding: Sharding) -> Execution:
-    """How `use` runs under `sharding`; an unknown equation is computed whole, everywhere."""
+    """Return how `use` runs under `sharding`; an unknown equation is computed whole, everywhere."""
     ins = tuple(sharding.spec(v, use.scope) for v in use.eqn.invars)
     outs = tuple(sharding.spec(v, use.scope) for v in use.eqn.outvars)
     if not any(map(any, (*ins, *outs))):
@@ -70,14 +70,14 @@ def _cut(dims: list[list[list[str]]], places: Iterable[Place], axis: str) -> Non
 
 
 def _is_long(place: Place, use: Use) -> bool:
-    """Whether a dimension of an operand can be cut: it is not that of a literal or stretched."""
+    """Return whether an operand's dimension can be cut: it is not a literal's, or stretched."""
     i, d = place
     shape = use.eqn.invars[i].aval.shape
     return d < len(shape) and shape[d] != 1
 
 
 def _common(dims: list[Axis]) -> list[str]:
-    """The axes that all of these dimensions are cut along."""
+    """Return the axes that all of these dimensions are cut along."""
     if not dims:
         return []
     first, *others = map(axes, dims)

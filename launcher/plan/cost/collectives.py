@@ -311,6 +311,11 @@ def work_seconds(found: Load, cluster: ClusterShape) -> float:
     )
 
 
+def product_seconds(found: Load, cluster: ClusterShape) -> float:
+    """Return the part of `work_seconds` that matrix products take."""
+    return cluster.product_seconds(found.product_flops, found.product_flops_fp32)
+
+
 def crossing_seconds(
     sums: Iterable[Collective], sizes: Mapping[str, int], cluster: ClusterShape, link: float
 ) -> float:

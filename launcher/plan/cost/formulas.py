@@ -104,6 +104,20 @@ def beside_seconds(backward: Amount, cluster: ClusterShape) -> Amount:
     return backward if cluster.effective_parallelism is None else 0.0 * backward
 
 
+def stage_parallelism(products: Amount, total: Amount, cluster: ClusterShape) -> Amount | None:
+    """Return `ClusterShape.effective_parallelism` of a stage's passes: the mean over their seconds.
+
+    Args:
+        products: seconds of their matrix products.
+        total: seconds of the passes.
+        cluster: the devices; None is returned where each has its own resources.
+    """
+    others = cluster.effective_parallelism
+    if others is None or cluster.product_parallelism is None:
+        return others
+    return others + (cluster.product_parallelism - others) * products / total
+
+
 def transfer_seconds(
     size: Amount,
     parts: tuple[int, int],

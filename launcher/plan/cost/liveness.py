@@ -5,8 +5,8 @@ This is an estimate of what the compiler makes of it. Pure.
 Equations run in their order. A chain of element-wise ones is fused into what reads it, so that it
 takes no memory. A value is stored where a matrix product, a loop or the caller reads it, where it
 is a matrix product's or a sum's result, and where it would otherwise be computed twice: from
-several others (the rule of XLA's instruction fusion), or broadcast for a sum, which a library's
-routine computes.
+several others that are no broadcasts (the rule of XLA's instruction fusion), or for a sum, which a
+library's routine computes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence, Set
 
 from launcher.trace.jaxpr import Atom, Equation, Var, is_var
-from launcher.trace.primitive_kinds import CHEAP, COSTLY, FUSED, REDUCTIONS
+from launcher.trace.primitive_kinds import (
+    BROADCASTS,
+    CHEAP,
+    COSTLY,
+    FUSED,
+    PARTIAL_SUMS,
+    REDUCTIONS,
+)
 
 Size = Callable[[Var], float]
 
@@ -107,6 +114,8 @@ def _kept(equations: Sequence[Equation], outs: Iterable[Atom]) -> set[Var]:
             kept.update(v for v in eqn.invars if is_var(v) and v in defined)
         if eqn.primitive.name not in FUSED:
             kept.update(eqn.outvars)
+    spread = {v for eqn in equations if _spreads(eqn) for v in eqn.outvars}
+    sums = {v for eqn in equations if eqn.primitive.name in PARTIAL_SUMS for v in eqn.outvars}
     # Of each value what is stored that it is fused into: if that is one, it is computed once.
     into: dict[Var, set[object]] = {v: set() for v in defined}
     for eqn in reversed(equations):
@@ -114,13 +123,21 @@ def _kept(equations: Sequence[Equation], outs: Iterable[Atom]) -> set[Var]:
             out = eqn.outvars[0]
             sources = {v for v in eqn.invars if is_var(v) and v.aval.size > 1}
             grown = sum(v.aval.size for v in sources) < out.aval.size
-            dear = len(sources) > 1 or eqn.primitive.name in COSTLY or (sources and grown)
+            full = {v for v in sources if v.aval.size >= out.aval.size} - spread
+            summed = full and into[out] & sums
+            dear = len(full) > 1 or eqn.primitive.name in COSTLY or (sources and grown) or summed
             if dear and len(into[out]) > 1:
                 kept.add(out)
         for v in {v for v in eqn.invars if is_var(v) and v in defined}:
             for out in eqn.outvars:
                 into[v] |= _stored(out, kept, turned) or into[out]
     return kept
+
+
+def _spreads(eqn: Equation) -> bool:
+    """Return whether the result is a broadcast, which is computed again at no cost."""
+    read = max((v.aval.size for v in eqn.invars), default=1)
+    return eqn.primitive.name in BROADCASTS and read < eqn.outvars[0].aval.size
 
 
 def _stored(v: Var, kept: Set[Var], turned: Set[Var]) -> set[object]:

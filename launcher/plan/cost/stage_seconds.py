@@ -20,9 +20,16 @@ from launcher.plan.cost.collectives import (
     is_active,
     loads,
     loads_again,
+    product_seconds,
     work_seconds,
 )
-from launcher.plan.cost.formulas import Links, PassParts, pass_seconds, ring_links
+from launcher.plan.cost.formulas import (
+    Links,
+    PassParts,
+    pass_seconds,
+    ring_links,
+    stage_parallelism,
+)
 from launcher.plan.stage_plan import Collectives
 from launcher.trace import Loss
 from launcher.trace.jaxpr import nbytes
@@ -42,6 +49,7 @@ class StageSeconds:
     backward_seconds: float
     backward_weight_seconds: float
     collectives: tuple[Collectives, ...]
+    effective_parallelism: float | None = None
 
 
 def stage_seconds(
@@ -89,6 +97,8 @@ def stage_seconds(
     active = [found for use, found in program if is_active(use, flows)]
     own = sum(backward_work_seconds(found, cluster) for found in active)
     more = sum(work_seconds(found, cluster) for found in repeated)
+    products = sum(product_seconds(found, cluster) for found in [f for _, f in program] + repeated)
+    products += sum(found.backward_share * product_seconds(found, cluster) for found in active)
     summed, summed_back = forward, backward
     if measured:  # on meshes without replicas, whose sums along the model axis are in it
         more = more * measured[0] / work if work else 0.0
@@ -111,14 +121,23 @@ def stage_seconds(
     )
     when_forward = _summary("forward", [*forward, *gathers])
     if not (graph.wrt or graph.active_in):
-        return StageSeconds(float(made.forward), 0.0, 0.0, when_forward)
+        products = sum(product_seconds(found, cluster) for _, found in program)
+        alone = _parallelism(products, float(made.forward), cluster)
+        return StageSeconds(float(made.forward), 0.0, 0.0, when_forward, alone)
+    total = float(made.forward + made.backward)
     crossing = [*(() if as_one else gathers), *sums_in_every]
     return StageSeconds(
         forward_seconds=float(made.forward),
         backward_seconds=float(made.backward),
         backward_weight_seconds=float(made.weight) if graph.wrt else 0.0,
         collectives=when_forward + _summary("backward", [*backward, *crossing]),
+        effective_parallelism=None if measured else _parallelism(products, total, cluster),
     )
+
+
+def _parallelism(products: float, total: float, cluster: ClusterShape) -> float | None:
+    found = stage_parallelism(products, total, cluster)
+    return None if found is None else float(found)
 
 
 def _crossing_seconds(

@@ -1,4 +1,7 @@
-"""Stages that end a layer earlier or later than the search's joined layers let them. Pure."""
+"""Decisions for single layers, where the search joins some: what a stage computes again, its ends.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +10,30 @@ import itertools
 from collections.abc import Iterator
 
 from launcher.partition.assignment import Assignment
-from launcher.plan.inter_op.climb import climbed
+from launcher.plan.inter_op.climb import climbed, ungrouped
 from launcher.plan.inter_op.problem import Problem
 from launcher.plan.pipeline import Estimate
 
 
-def with_moved_boundaries(
-    assignment: Assignment, estimate: Estimate, problem: Problem
+def by_single_layers(
+    assignment: Assignment, estimate: Estimate, problem: Problem, refit: bool
 ) -> tuple[Assignment, Estimate]:
     """Return the plan with its stages' ends moved a layer at a time, as long as it gets faster.
 
     The search joins neighbouring layers where there are many, so that a stage may be a layer too
-    long. Where it does not, and where no move helps, the plan is returned as it was given.
+    long, or compute some too many again. Where it does not, and where no move helps, the plan is
+    returned as it was given.
+
+    Args:
+        assignment: the plan.
+        estimate: its estimate.
+        problem: the problem.
+        refit: whether it is open which layers are computed again.
     """
+    whole, first = ungrouped(problem), [assignment] if refit else []
     if problem.unjoined is None or len(assignment.layers) == 1:
-        return assignment, estimate
-    layers = tuple((i,) for i in range(problem.unjoined.num_layers))
-    whole = dataclasses.replace(problem, table=problem.unjoined, groups=layers, unjoined=None)
-    return climbed(assignment, estimate, whole, _moves, [_evened(assignment)])
+        return climbed(assignment, estimate, whole, lambda of: iter(()), first, refit)
+    return climbed(assignment, estimate, whole, _moves, [*first, _evened(assignment)], refit)
 
 
 def _evened(assignment: Assignment) -> Assignment:

@@ -8,16 +8,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from launcher.partition.assignment import Assignment
 from launcher.plan.errors import UnmeasuredError
-from launcher.plan.inter_op.estimate import make_pipeline
+from launcher.plan.inter_op.estimate import grouped_layers, make_pipeline
+from launcher.plan.inter_op.layers_again import remat_word
 from launcher.plan.inter_op.problem import Problem
 from launcher.plan.pipeline import Estimate, estimated
 
 _MOST_TASKS = 60_000  # of all simulated timelines
 _LEAST_GAIN = 1e-4  # of the step, for a move to be made
+_ROUNDING = 1e-9  # relative, of sums in another order
 
 
 def climbed(
@@ -26,6 +28,7 @@ def climbed(
     problem: Problem,
     moves: Callable[[Assignment], Iterator[Assignment]],
     first: Iterable[Assignment] = (),
+    refit: bool = False,
 ) -> tuple[Assignment, Estimate]:
     """Return the plan that no move makes faster, with its estimate.
 
@@ -35,27 +38,88 @@ def climbed(
         problem: the problem.
         moves: yields the plans that are one move away from a plan.
         first: plans that are tried before.
+        refit: whether each plan is tried with as few layers computed again as fit (`fewest_again`).
     """
     left = _MOST_TASKS
     upcoming: Iterator[Assignment] = itertools.chain(first, moves(assignment))
     while (moved := next(upcoming, None)) is not None and left > 0:
         try:
-            pipeline = make_pipeline(moved, problem)
+            fitted = fewest_again(moved, problem) if refit else moved
+            if fitted is None:
+                continue
+            moved, pipeline = fitted, make_pipeline(fitted, problem)
         except UnmeasuredError:
             continue
         needed = max(stage.memory_bytes for stage in pipeline.stages)
         if needed > (problem.memory_bytes or math.inf):
             continue
+        if moved == assignment:
+            continue
         left -= 2 * len(moved.layers) * moved.num_micro_batches
+        most = (1 - _LEAST_GAIN) * estimate.predicted_step_seconds
+        if not problem.cluster.shares_machine and pipeline.busy_seconds > most * (1 + _ROUNDING):
+            continue  # whatever its timeline is: one device works longer
         other = estimated(pipeline)
-        if other.predicted_step_seconds <= (1 - _LEAST_GAIN) * estimate.predicted_step_seconds:
+        if other.predicted_step_seconds <= most:
             assignment, estimate, upcoming = moved, other, moves(moved)
     return assignment, estimate
 
 
-def with_less_again(assignment: Assignment) -> Iterator[Assignment]:
-    """Yield the plans in which one stage more computes nothing again."""
-    remat = assignment.remat
-    for s, word in enumerate(remat):
-        if word != "none":
-            yield dataclasses.replace(assignment, remat=(*remat[:s], "none", *remat[s + 1 :]))
+def fewest_again(
+    assignment: Assignment, problem: Problem, memory: Sequence[float] | None = None
+) -> Assignment | None:
+    """Return the assignment with as few layers computed again as fit the memory; None: none fit.
+
+    They are each stage's first ones. Stages on one submesh are decided one after another, those on
+    others at once, each by bisection.
+
+    Args:
+        assignment: the assignment; what its stages compute again is not kept.
+        problem: the problem.
+        memory: the bytes that each stage may take; by default what a device has.
+
+    Raises:
+        UnmeasuredError: a layer could not be measured.
+    """
+    most = memory or [problem.memory_bytes or math.inf] * len(assignment.layers)
+    groups = grouped_layers(assignment, problem)
+
+    def with_counts(counts: Sequence[int]) -> Assignment:
+        words = map(remat_word, counts, groups)
+        return dataclasses.replace(assignment, remat=tuple(words))
+
+    def fits(counts: Sequence[int]) -> list[bool]:
+        stages = make_pipeline(with_counts(counts), problem).stages
+        return [stage.memory_bytes <= of for stage, of in zip(stages, most, strict=True)]
+
+    if all(fits(none := [0] * len(groups))):
+        return with_counts(none)
+    high = [len(of) for of in groups]
+    if not all(fits(high)):
+        return None
+    together = len(assignment.submeshes)
+    for turn in range(0, len(groups), together):
+        low = [-1] * together  # too few
+        while True:
+            pairs = zip(low, high[turn : turn + together], strict=True)
+            open_ones = [s for s, (least, enough) in enumerate(pairs) if enough - least > 1]
+            if not open_ones:
+                break
+            tried = [*high]
+            for s in open_ones:
+                tried[turn + s] = (low[s] + high[turn + s]) // 2
+            fit = fits(tried)
+            for s in open_ones:
+                if fit[turn + s]:
+                    high[turn + s] = tried[turn + s]
+                else:
+                    low[s] = tried[turn + s]
+    return with_counts(high)
+
+
+def ungrouped(problem: Problem) -> Problem:
+    """Return the problem of the step's own layers, none of which are joined."""
+    if problem.unjoined is None:
+        return problem
+    layers = tuple((i,) for i in range(problem.unjoined.num_layers))
+    return dataclasses.replace(problem, table=problem.unjoined, groups=layers, unjoined=None)

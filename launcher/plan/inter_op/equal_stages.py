@@ -6,15 +6,17 @@ links the search comes late to those that each have hosts of their own. Pure.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from dataclasses import dataclass
 
 import numpy as np
 
 from launcher.partition.assignment import Assignment, Submesh
+from launcher.plan.inter_op.layers_again import FEWEST
 from launcher.plan.inter_op.problem import Problem
+from launcher.plan.inter_op.setting import Setting
 from launcher.plan.inter_op.stage_choices import Outline, StageChoice
-from launcher.plan.inter_op.stage_costs import Setting
 from launcher.plan.inter_op.submeshes import place_submeshes
 
 
@@ -38,8 +40,9 @@ class EqualStages:
 def equal_stages(problem: Problem, setting: Setting, known: Outline) -> list[EqualStages]:
     """Return the best pipelines on all devices and whole hosts.
 
-    They are one for each number of stages and policy of rematerialisation: which of them fits the
-    memory, only an estimate tells.
+    They are one for each number of stages and policy of rematerialisation; where it is open how
+    many layers are computed again, with all and with none. Which of them fits the memory, only an
+    estimate tells.
     """
     cluster, of = problem.cluster, known.candidates
     sizes, remats = np.array(of.sizes), np.array([one.remat for one in known.choices])
@@ -54,8 +57,14 @@ def equal_stages(problem: Problem, setting: Setting, known: Outline) -> list[Equ
         every = seconds.sum(0) + rest.max(0)
         best = int(every.argmin())
         if np.isfinite(every[best]):
-            choice = known.choices[int(ways[best])]
-            found.append(EqualStages(float(every[best]), stages, setting, choice))
+            words = ("none", "full") if remat == FEWEST else (remat,)
+            one = known.choices[int(ways[best])]
+            found += [
+                EqualStages(
+                    float(every[best]), stages, setting, dataclasses.replace(one, remat=word)
+                )
+                for word in words
+            ]
     return found
 
 

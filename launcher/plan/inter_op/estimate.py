@@ -7,19 +7,23 @@ which plans are worth building, also between schedules.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from launcher.partition.assignment import Assignment
-from launcher.plan.cost.mesh_memory import mesh_activation_bytes
+from launcher.plan.cost.formulas import stage_parallelism
 from launcher.plan.cost.stage_memory import Footprint
 from launcher.plan.cost.stage_seconds import links_of
+from launcher.plan.inter_op.layers_again import layers_again
 from launcher.plan.inter_op.problem import Problem
-from launcher.plan.inter_op.stage_costs import Setting, StageCosts
+from launcher.plan.inter_op.setting import Setting
+from launcher.plan.inter_op.stage_costs import StageCosts
 from launcher.plan.pipeline import Estimate, Pipeline, estimated
 from launcher.plan.stage_plan import StagePlan, Transfer
-from launcher.schedule import Kind, backward_follows
+from launcher.schedule import Kind, backward_follows, make_tasks
 
 
 def make_estimate(assignment: Assignment, problem: Problem) -> Estimate:
@@ -34,23 +38,27 @@ def make_pipeline(assignment: Assignment, problem: Problem) -> Pipeline:
         UnmeasuredError: one of its layers could not be measured.
     """
     first = {group[0]: at for at, group in enumerate(problem.groups)}
-    end = {group[-1]: at + 1 for at, group in enumerate(problem.groups)}
-    tasks = assignment.tasks()
-    last = len(assignment.layers) - 1
-    goes_back = backward_follows(tasks[assignment.mesh_of[last]], last)
+    groups = grouped_layers(assignment, problem)
+    goes_back, moments = _moments(
+        assignment.schedule,
+        len(assignment.layers),
+        len(assignment.submeshes),
+        assignment.num_micro_batches,
+    )
     stages, crossing, footprints = [], [], {}
-    for s, layers in enumerate(assignment.layers):
-        at = first[layers[0]], end[layers[-1]]
+    for s, of_stage in enumerate(groups):
+        at = first[of_stage[0][0]], first[of_stage[0][0]] + len(of_stage)
         costs = _costs(assignment, s, problem, goes_back)
-        stages.append(_stage(assignment, s, at, costs, problem))
-        footprints[s] = _footprint(costs, at, assignment.remat[s], is_first=s == 0)
+        again = layers_again(assignment.remat[s], of_stage)
+        stages.append(_stage(assignment, s, at, costs, again, problem))
+        footprints[s] = _footprint(costs, at, again, is_first=s == 0)
         crossing.append(int(costs.sent()[at]))
-    held = [0.0] * len(tasks)
+    held = [0.0] * len(moments)
     for stage, mesh in zip(stages, assignment.mesh_of, strict=True):
         held[mesh] += stage.memory_bytes
     peaks = [
-        int(always + mesh_activation_bytes(footprints, of_mesh))
-        for always, of_mesh in zip(held, tasks, strict=True)
+        int(always + max(_activation_bytes(footprints, *of) for of in of_mesh))
+        for always, of_mesh in zip(held, moments, strict=True)
     ]
     return Pipeline(
         method=assignment.method,
@@ -64,6 +72,51 @@ def make_pipeline(assignment: Assignment, problem: Problem) -> Pipeline:
         cluster=vars(problem.cluster).copy(),
         reduction=assignment.reduction,
     )
+
+
+# The microbatches that are held, by stage, when a task begins; its stage and kind.
+Moment = tuple[tuple[tuple[int, int], ...], int, Kind]
+_MORE_HELD = {
+    Kind.FORWARD: 1,
+    Kind.BACKWARD_INPUT: 0,
+    Kind.BACKWARD: -1,
+    Kind.BACKWARD_WEIGHT: -1,
+}
+
+
+@functools.lru_cache(maxsize=256)
+def _moments(
+    schedule: str, num_stages: int, num_meshes: int, num_micro_batches: int
+) -> tuple[bool, list[set[Moment]]]:
+    """Return what the memory of a schedule depends on.
+
+    That is whether each backward pass of the last stage directly follows its forward pass, and the
+    distinct moments of every mesh, which are far fewer than its tasks.
+    """
+    tasks, last = make_tasks(schedule, num_stages, num_meshes, num_micro_batches), num_stages - 1
+    found: list[set[Moment]] = []
+    for of_mesh in tasks:
+        held, moments = dict.fromkeys(sorted({task.stage for task in of_mesh}), 0), set()
+        for stage, _, kind in of_mesh:
+            moments.add((tuple(held.items()), stage, kind))
+            held[stage] += _MORE_HELD[kind]
+        found.append(moments)
+    return backward_follows(tasks[last % num_meshes], last), found
+
+
+def _activation_bytes(
+    footprints: Mapping[int, Footprint], held: Sequence[tuple[int, int]], at: int, kind: Kind
+) -> float:
+    """Return the activation memory of a mesh while a task of stage `at` runs."""
+    before = sum(count * footprints[stage].left[Kind.FORWARD] for stage, count in held)
+    return before + footprints[at].working.get(kind, 0.0)
+
+
+def grouped_layers(assignment: Assignment, problem: Problem) -> list[tuple[tuple[int, ...], ...]]:
+    """Return of every stage the step's layers in each layer of the problem's table."""
+    ends = {group[-1]: at + 1 for at, group in enumerate(problem.groups)}
+    at = [0, *(ends[layers[-1]] for layers in assignment.layers)]
+    return [problem.groups[first:end] for first, end in itertools.pairwise(at)]
 
 
 def _transfers(
@@ -131,13 +184,15 @@ def _costs(assignment: Assignment, s: int, problem: Problem, goes_back: bool) ->
     return problem.costs(m_index, setting, data, goes_back, links)
 
 
-def _footprint(costs: StageCosts, at: tuple[int, int], remat: str, is_first: bool) -> Footprint:
+def _footprint(costs: StageCosts, at: tuple[int, int], again: int, is_first: bool) -> Footprint:
     """Return the memory of a stage of the layer groups `at[0] … at[1] - 1`.
+
+    The first `again` of them are computed again.
 
     Of a backward pass in two tasks the first is taken to need what the whole does, and the second
     to let go of everything. The first stage has the second one only.
     """
-    left, forward, backward = (float(size[at]) for size in costs.working(remat))
+    left, forward, backward = (float(size[at]) for size in costs.working(again))
     working = {Kind.FORWARD: forward, Kind.BACKWARD: backward}
     change = {Kind.FORWARD: left, Kind.BACKWARD: -left, Kind.BACKWARD_WEIGHT: -left}
     working[Kind.BACKWARD_WEIGHT] = backward if is_first else 0.0
@@ -147,9 +202,14 @@ def _footprint(costs: StageCosts, at: tuple[int, int], remat: str, is_first: boo
 
 
 def _stage(
-    assignment: Assignment, s: int, at: tuple[int, int], costs: StageCosts, problem: Problem
+    assignment: Assignment,
+    s: int,
+    at: tuple[int, int],
+    costs: StageCosts,
+    again: int,
+    problem: Problem,
 ) -> StagePlan:
-    """Return stage `s`, of the layer groups `at[0] … at[1] - 1`.
+    """Return stage `s`, of the layer groups `at[0] … at[1] - 1`, of which some run again.
 
     Its memory is what is held all through the step.
     """
@@ -157,7 +217,12 @@ def _stage(
     layers, cluster, measured = assignment.layers[s], problem.cluster, problem.table.measured
     if measured:
         measured.check(layers, submesh.logical_mesh[1])
-    passes = costs.passes(zero, assignment.remat[s])
+    passes = costs.passes(zero, again)
+    if measured:
+        alone = measured.effective_parallelism(layers, cluster)
+    else:
+        total = float(np.asarray(passes.forward + passes.backward)[at])
+        alone = _parallelism(assignment, s, at, again, total, problem)
     return StagePlan(
         layers=layers,
         hosts=tuple(sorted({cluster.host_of(device) for device in submesh.devices})),
@@ -167,9 +232,31 @@ def _stage(
         forward_seconds=float(np.asarray(passes.forward)[at]),
         backward_seconds=float(np.asarray(passes.backward)[at]),
         backward_weight_seconds=float(np.asarray(passes.weight)[at]),
-        update_seconds=float(costs.once(zero, assignment.remat[s])[at]),
+        update_seconds=float(costs.once(zero, again)[at]),
         memory_bytes=int(costs.held(zero)[at]),
         num_parameters=0,
         shardings={},
-        effective_parallelism=measured.effective_parallelism(layers, cluster) if measured else None,
+        effective_parallelism=alone,
     )
+
+
+def _parallelism(
+    assignment: Assignment, s: int, at: tuple[int, int], again: int, total: float, problem: Problem
+) -> float | None:
+    """Return the effective parallelism of stage `s`, whose passes take `total` seconds.
+
+    What is computed again has the same share of products as the rest.
+    """
+    (data, model), table = assignment.submeshes[assignment.mesh_of[s]].logical_mesh, problem.table
+    of = table.spans[table.index(model, assignment.sequence_of(s))]
+    slices = assignment.num_micro_batches * data
+
+    def seconds(name: str, fixed: str, at: tuple[int, int] = at) -> float:
+        return float(of[f"{name}_seconds"][at]) / slices + float(of[fixed][at])
+
+    products, work = seconds("product", "fixed_product_seconds"), seconds("work", "fixed_seconds")
+    if again and work:
+        repeated = seconds("work", "fixed_seconds", (at[0], at[0] + again))
+        products *= 1 + repeated / (work + seconds("back", "fixed_back_seconds"))
+    found = stage_parallelism(products, total, problem.cluster)
+    return None if found is None else float(found)

@@ -1,6 +1,7 @@
-"""Pipelines with several short stages on each of some equal submeshes, and what they take at least.
+"""Pipelines with several short stages on each of some submeshes, and what they take at least.
 
-The layers are cut into equal runs, which go round the submeshes in turn. Pure.
+The stages go round the submeshes in turn. Equal runs of layers on equal submeshes are searched with
+a bound; others, unequal ones too, are made from a pipeline with a stage on each. Pure.
 """
 
 from __future__ import annotations
@@ -13,15 +14,19 @@ from collections.abc import Iterator
 import numpy as np
 
 from launcher.partition.assignment import Assignment, Submesh
+from launcher.plan.inter_op.cost_table import CostTable
 from launcher.plan.inter_op.problem import Problem, Wanted
-from launcher.plan.inter_op.stage_choices import ZERO_LEVELS, splits
-from launcher.plan.inter_op.stage_costs import Setting, StageCosts
+from launcher.plan.inter_op.setting import Setting
+from launcher.plan.inter_op.stage_choices import ZERO_LEVELS, count_again, splits
+from launcher.plan.inter_op.stage_costs import StageCosts
 from launcher.plan.inter_op.submeshes import place_submeshes
+from launcher.remat_name import parse_remat
 from launcher.schedule import SCHEDULES, Schedule
 
 _MOST_STAGES_A_MESH = 4
 
 Bounded = tuple[float, Assignment]
+Groups = tuple[tuple[int, ...], ...]
 
 
 def interleaved_plans(
@@ -47,9 +52,10 @@ def interleaved_plans(
         data, rest = divmod(size, table.model_sizes[m_index])
         if rest or not cuts or not splits(setting, data):
             continue
-        costs = StageCosts(table, m_index, problem.cluster, setting, data, False)
+        # The last stage's passes may be one program: see `backward_follows`.
+        costs = StageCosts(table, m_index, problem.cluster, setting, data, back_at_once=True)
         for zero in ZERO_LEVELS if data > 1 else (0,):
-            bounds = _Bounds(costs, zero, setting)
+            bounds = _Bounds(costs, zero, setting, table)
             for remats, (meshes, each) in itertools.product(bounds.remats, cuts):
                 seconds = bounds.least(remats, meshes, meshes * each)
                 if seconds < below:
@@ -60,7 +66,7 @@ def interleaved_plans(
 
 def _cuts(layers: int, most_meshes: int) -> Iterator[tuple[int, int]]:
     """Yield numbers of submeshes, and of stages on each, that cut the layers into equal runs."""
-    for meshes in range(2, most_meshes + 1):
+    for meshes in range(2, min(most_meshes, layers // 2) + 1):
         for each in range(2, _MOST_STAGES_A_MESH + 1):
             if layers % (meshes * each) == 0:
                 yield meshes, each
@@ -69,13 +75,14 @@ def _cuts(layers: int, most_meshes: int) -> Iterator[tuple[int, int]]:
 class _Bounds:
     """What pipelines take at least whose stages use their devices in the same way."""
 
-    def __init__(self, costs: StageCosts, zero: int, setting: Setting) -> None:
+    def __init__(self, costs: StageCosts, zero: int, setting: Setting, table: CostTable) -> None:
         self._count, self._schedule = setting.num_micro_batches, SCHEDULES[setting.schedule]
         self._held, self._memory = costs.held(zero), setting.memory_bytes or np.inf
-        self._left = {remat: costs.working(remat)[0] for remat in setting.remats}
-        passes = {remat: costs.passes(zero, remat) for remat in setting.remats}
+        again = {remat: count_again(remat, table) for remat in setting.remats}
+        self._left = {remat: costs.working(count)[0] for remat, count in again.items()}
+        passes = {remat: costs.passes(zero, count) for remat, count in again.items()}
         self._one = {r: np.asarray(of.forward + of.backward) for r, of in passes.items()}
-        self._once = {remat: costs.once(zero, remat) for remat in setting.remats}
+        self._once = {remat: costs.once(zero, count) for remat, count in again.items()}
 
     @property
     def remats(self) -> Iterator[tuple[str, str]]:
@@ -127,7 +134,7 @@ def _assignment(problem: Problem, setting: Setting, way: Way, meshes: int, each:
     model, stages = problem.table.model_sizes[m_index], meshes * each
     return Assignment(
         method="auto",
-        layers=_runs(problem.groups, stages),
+        layers=_turns(problem.groups, (len(problem.groups) // meshes,) * meshes, each),
         submeshes=tuple(
             Submesh(devices, (data, model))
             for devices in place_submeshes([data * model] * meshes, problem.cluster)
@@ -142,37 +149,60 @@ def _assignment(problem: Problem, setting: Setting, way: Way, meshes: int, each:
     )
 
 
-@functools.cache
-def _runs(groups: tuple[tuple[int, ...], ...], stages: int) -> tuple[tuple[int, ...], ...]:
-    """Return the layers of so many equal runs of groups."""
-    run = len(groups) // stages
-    parts = (groups[at : at + run] for at in range(0, len(groups), run))
-    return tuple(tuple(layer for group in part for layer in group) for part in parts)
-
-
 def interleaved_like(
     assignment: Assignment, problem: Problem, wanted: Wanted, schedule: str
 ) -> Iterator[Assignment]:
-    """Yield the interleaved pipelines on the submeshes of another one, used in the same way.
+    """Yield the interleaved pipelines on the submeshes of another one, which may be unequal.
 
-    There are none unless all its submeshes are used alike.
+    Each submesh is used in the same way and holds as many groups of layers, in several stages; or
+    all hold equally many. None has several stages of the given one.
     """
-    count, groups = len(assignment.submeshes), problem.groups
-    shapes = {submesh.logical_mesh for submesh in assignment.submeshes}
-    alike = max(len(set(assignment.zero)), len(set(assignment.sequence))) <= 1
-    if len(shapes) > 1 or not alike or wanted.num_stages is not None:
+    count, total = len(assignment.submeshes), len(problem.groups)
+    if wanted.num_stages is not None:
         return
-    # The last stage does both passes at once, and holds few microbatches.
-    (remat, *others) = set(assignment.remat[:-1])
+    # Stages are shorter: where some layers were computed again all are. The last stage does both
+    # passes at once, and holds few microbatches, unlike those before it.
+    *remats, last = (wanted.remat or parse_remat(word).policy for word in assignment.remat)
     for each in range(2, _MOST_STAGES_A_MESH + 1):
-        if others or len(groups) % (each * count):
-            continue
-        yield dataclasses.replace(
-            assignment,
-            layers=_runs(groups, each * count),
-            mesh_of=tuple(s % count for s in range(each * count)),
-            schedule=schedule,
-            remat=(*(remat,) * (each * count - 1), assignment.remat[-1]),
-            zero=assignment.zero[:1] * (each * count),
-            sequence=assignment.sequence[:1] * (each * count),
-        )
+        stages = each * count
+        shares = {(total // count,) * count} if total % stages == 0 else set()
+        if held := _groups_held(assignment, problem.groups):
+            shares.add(held)
+        for share in sorted(shares):
+            if min(share) < each:
+                continue
+            yield dataclasses.replace(
+                assignment,
+                layers=_turns(problem.groups, share, each),
+                mesh_of=tuple(s % count for s in range(stages)),
+                schedule=schedule,
+                remat=(*((*remats, remats[-1]) * each)[:-1], last),
+                zero=assignment.zero * each,
+                sequence=assignment.sequence * each,
+            )
+
+
+def _groups_held(assignment: Assignment, groups: Groups) -> tuple[int, ...] | None:
+    """Return how many groups each stage holds; None if one ends within a group."""
+    ends = {group[-1]: k + 1 for k, group in enumerate(groups)}
+    if not all(layers[-1] in ends for layers in assignment.layers):
+        return None
+    of_stages = [0, *(ends[layers[-1]] for layers in assignment.layers)]
+    return tuple(end - first for first, end in itertools.pairwise(of_stages))
+
+
+@functools.cache
+def _turns(groups: Groups, share: tuple[int, ...], each: int) -> tuple[tuple[int, ...], ...]:
+    """Return the layers of every stage where submeshes take turns, as evenly as can be.
+
+    Args:
+        groups: the layers that stay together.
+        share: how many groups each submesh holds.
+        each: number of stages of each.
+    """
+    lengths = [held // each + (turn < held % each) for turn in range(each) for held in share]
+    upcoming = iter(groups)
+    return tuple(
+        tuple(layer for group in itertools.islice(upcoming, length) for layer in group)
+        for length in lengths
+    )

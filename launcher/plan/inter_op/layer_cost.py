@@ -16,6 +16,8 @@ class LayerCost:
             of parameters alone.
         back_seconds: the same as `work_seconds` of the backward pass.
         fixed_back_seconds: the same as `fixed_seconds` of the backward pass.
+        product_seconds: the part of `work_seconds` and `back_seconds` that matrix products take.
+        fixed_product_seconds: the same of `fixed_seconds` and `fixed_back_seconds`.
         forward_bytes: bytes all-reduced along the model axis in the forward pass; what is gathered
             or scattered counts half.
         backward_bytes: the same in the backward pass.
@@ -46,6 +48,8 @@ class LayerCost:
     fixed_seconds: float
     back_seconds: float
     fixed_back_seconds: float
+    product_seconds: float
+    fixed_product_seconds: float
     forward_bytes: float
     backward_bytes: float
     fixed_backward_bytes: float

@@ -26,6 +26,7 @@ from launcher.plan.cost.collectives import (
     flow,
     is_active,
     loads,
+    product_seconds,
     work_seconds,
 )
 from launcher.plan.cost.stage_memory import (
@@ -158,14 +159,16 @@ def _solve(
     parameters = [loss.invars[i] for i in graph.wrt]
     flows = flow(graph.equations, [*parameters, *graph.active_in])
     varying = dependence(graph.equations, _varying(graph, loss))
-    work, back = [0.0, 0.0], [0.0, 0.0]  # of all rows, and of every slice
+    work, back, products = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]  # of all rows, and of every slice
     forward: list[tuple[Use, Collective]] = []
     backward: list[tuple[Use, Collective]] = []
     for use, found in loads(sharding, flows):
         fixed = not is_active(use, varying)
         work[fixed] += work_seconds(found, cluster)
+        products[fixed] += product_seconds(found, cluster)
         if is_active(use, flows):
             back[fixed] += backward_work_seconds(found, cluster)
+            products[fixed] += found.backward_share * product_seconds(found, cluster)
         forward += [(use, c) for c in found.forward]
         backward += [(use, c) for c in found.backward if is_active(use, flows)]
     repeated = [(use, c) for use, c in backward if c.again]
@@ -190,6 +193,8 @@ def _solve(
         fixed_seconds=work[1],
         back_seconds=back[0],
         fixed_back_seconds=back[1],
+        product_seconds=products[0],
+        fixed_product_seconds=products[1],
         forward_bytes=moved(forward, fixed=False),
         backward_bytes=moved(backward, fixed=False),
         fixed_backward_bytes=moved(backward, fixed=True),

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,11 +21,13 @@ from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.cost.formulas import Links
 from launcher.plan.inter_op.cost_table import CostTable
 from launcher.plan.inter_op.layer_cost import PER_SAMPLE
-from launcher.plan.inter_op.stage_choices import Outline, Priced, StageChoice, outline, price
-from launcher.plan.inter_op.stage_costs import Setting, StageCosts
+from launcher.plan.inter_op.layers_again import FEWEST, remat_word
+from launcher.plan.inter_op.setting import Setting
+from launcher.plan.inter_op.stage_choices import Outline, Outlines, Priced, StageChoice, price
+from launcher.plan.inter_op.stage_costs import StageCosts
 from launcher.plan.inter_op.stage_dp import BestStages, best_stages, lower_bound
 from launcher.plan.inter_op.submeshes import place_submeshes
-from launcher.schedule import DEFAULT_SCHEDULE
+from launcher.schedule import DEFAULT_SCHEDULE, SCHEDULES
 
 _MOST_SLICES_TRIED = 1024
 _MOST_DIVISORS = 20
@@ -119,11 +121,13 @@ def best_of(
     devices = problem.cluster.num_devices
     promising: list[tuple[float, int, Setting, Outline]] = []
     schedule = wanted.schedule or DEFAULT_SCHEDULE
-    for k, setting in enumerate(settings(problem, wanted, schedule)):
-        known = outline(problem.table, problem.cluster, setting, problem.sizes)
-        least = sum(lower_bound(known.candidates, devices))
-        if np.isfinite(least):
-            promising.append((least, k, setting, known))
+    for alike in alike_but_replicas(settings(problem, wanted, schedule)):
+        outlines = Outlines(problem.table, problem.cluster, problem.sizes, alike[0])
+        for setting in alike:
+            known = outlines.of(setting)
+            least = sum(lower_bound(known.candidates, devices))
+            if np.isfinite(least):
+                promising.append((least, len(promising), setting, known))
     promising.sort(key=lambda one: one[:2])
     distinct: dict[object, Candidate] = {}
     for k, (least, _, setting, known) in enumerate(promising):
@@ -163,10 +167,23 @@ def settings(problem: Problem, wanted: Wanted, schedule: str) -> Iterator[Settin
             batch_size=batch_size,
             replicas=replicas,
             schedule=schedule,
-            remats=(wanted.remat,) if wanted.remat else ("none", "full"),
+            remats=remat_choices(wanted, schedule),
             memory_bytes=problem.memory_bytes,
             reduction=wanted.reduction,
         )
+
+
+def alike_but_replicas(every: Iterable[Setting]) -> Iterator[list[Setting]]:
+    """Yield the settings in a row that differ in their replicas alone."""
+    for _, alike in itertools.groupby(every, lambda one: dataclasses.replace(one, replicas=1)):
+        yield list(alike)
+
+
+def remat_choices(wanted: Wanted, schedule: str) -> tuple[str, ...]:
+    """Return the words for rematerialisation that a stage may have under a schedule."""
+    if wanted.remat:
+        return (wanted.remat,)
+    return ("none", "full") if SCHEDULES[schedule].interleaves else (FEWEST,)
 
 
 def spread_divisors(number: int, most: int) -> list[int]:
@@ -190,13 +207,17 @@ def candidate_of(
     """Return stages that were found as an assignment."""
     count = len(found.stages)
     at = [(count - 1 - s, *stage) for s, stage in enumerate(found.stages)]
-    choices = tuple(priced.choices[int(priced.chosen[i])] for i in at)
+    groups = [problem.groups[first:end] for first, end, _ in found.stages]
+    chosen = [priced.choices[int(priced.chosen[i])] for i in at]
+    choices = tuple(
+        dataclasses.replace(one, remat=remat_word(int(priced.again[i]), of))
+        if one.remat == FEWEST
+        else one
+        for one, i, of in zip(chosen, at, groups, strict=True)
+    )
     sizes = [priced.candidates.sizes[j] for _, _, j in found.stages]
     devices = place_submeshes(sizes, problem.cluster)
-    layers = tuple(
-        tuple(layer for group in problem.groups[first:end] for layer in group)
-        for first, end, _ in found.stages
-    )
+    layers = tuple(tuple(layer for group in of for layer in group) for of in groups)
     assignment = Assignment(
         method="auto",
         layers=layers,

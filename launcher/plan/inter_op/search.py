@@ -13,10 +13,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from launcher.partition.assignment import Assignment
 from launcher.plan.errors import UnmeasuredError
-from launcher.plan.inter_op.boundaries import with_moved_boundaries
-from launcher.plan.inter_op.climb import climbed, with_less_again
+from launcher.plan.inter_op.boundaries import by_single_layers
 from launcher.plan.inter_op.equal_stages import EqualStages, assignment_of, equal_stages
 from launcher.plan.inter_op.estimate import make_estimate
 from launcher.plan.inter_op.interleaved import interleaved_plans
@@ -24,12 +25,14 @@ from launcher.plan.inter_op.problem import (
     Problem,
     Progress,
     Wanted,
+    alike_but_replicas,
     best_of,
     candidate_of,
+    remat_choices,
     settings,
 )
-from launcher.plan.inter_op.stage_choices import Outline, Priced, outline, price
-from launcher.plan.inter_op.stage_costs import Setting
+from launcher.plan.inter_op.setting import Setting
+from launcher.plan.inter_op.stage_choices import Outline, Outlines, Priced, hidden_forwards, price
 from launcher.plan.inter_op.stage_dp import BestStages, best_stages, least_cover, lower_bound
 from launcher.plan.inter_op.stage_enumeration import (
     Crossings,
@@ -38,7 +41,7 @@ from launcher.plan.inter_op.stage_enumeration import (
 )
 from launcher.plan.inter_op.variants import on_few_devices, recounted, schedule_variants
 from launcher.plan.pipeline import Estimate
-from launcher.schedule import DEFAULT_SCHEDULE, SCHEDULES
+from launcher.schedule import DEFAULT_SCHEDULE, SCHEDULES, Schedule
 
 Estimated = tuple[Assignment, Estimate]
 Bounded = tuple[float, Assignment | None]  # neither this nor what comes later is below the seconds
@@ -158,16 +161,14 @@ class Found:
         self.tasks = before
 
     def climb(self, wanted: Wanted) -> None:
-        """Add the best plan with fewer stages that compute again, and other ends of its stages.
+        """Add the best plan with fewer layers that are computed again, and other ends of stages.
 
-        They may end between joined layers.
+        Either may end between joined layers.
         """
-        if self.estimates and wanted.remat is None:
-            better, estimate = climbed(*self.ranked[0], self.problem, with_less_again)
-            self.estimates[better] = estimate
         if self.estimates:
-            moved, estimate = with_moved_boundaries(*self.ranked[0], self.problem)
-            self.estimates[moved] = estimate
+            is_open = wanted.remat is None
+            better, estimate = by_single_layers(*self.ranked[0], self.problem, is_open)
+            self.estimates[better] = estimate
 
 
 def find_plans(problem: Problem, wanted: Wanted, progress: Progress = lambda share: None) -> Found:
@@ -230,34 +231,50 @@ def _branches(
     """Yield what there is to search, each with a lower bound."""
     asked = wanted.schedule
     others = [one for one in SCHEDULES.values() if one.improves_1f1b and not asked]
-    devices = problem.cluster.num_devices
-    for setting in settings(problem, wanted, asked or DEFAULT_SCHEDULE):
-        known = outline(problem.table, problem.cluster, setting, problem.sizes)
-        least = sum(lower_bound(known.candidates, devices))
-        if problem.cluster.hosts > 1:
-            found.equal += equal_stages(problem, setting, known)
-        if math.isfinite(least):
-            yield least, _stages(problem, wanted, setting, known, found)
-        taken = least_cover(known.device_seconds)
-        least = taken / devices
-        for other in others if math.isfinite(least) else ():
-            under = dataclasses.replace(setting, schedule=other.name)
-            if other.interleaves:
-                yield least, _interleaved(problem, wanted, under, taken, found)
+    devices, of = problem.cluster.num_devices, (problem.table, problem.cluster, problem.sizes)
+    for alike in alike_but_replicas(settings(problem, wanted, asked or DEFAULT_SCHEDULE)):
+        outlines = Outlines(*of, alike[0])
+        outlines_under = [Outlines(*of, _under(other, alike[0], wanted)) for other in others]
+        for setting in alike:
+            known = outlines.of(setting)
+            least = sum(lower_bound(known.candidates, devices))
+            if problem.cluster.hosts > 1:
+                found.equal += equal_stages(problem, setting, known)
+            if not math.isfinite(least):
                 continue
-            if other.splits_backward:  # it is for what is not computed again
-                under = dataclasses.replace(under, remats=tuple({"none"} & set(under.remats)))
-            yield least, _stages(problem, wanted, under, None, found)
+            yield least, _stages(problem, wanted, setting, known, found)
+            taken = least_cover(known.device_seconds)
+            for other, every in zip(others, outlines_under, strict=True):
+                under = _under(other, setting, wanted)
+                if other.interleaves:
+                    branch = _interleaved(problem, wanted, under, taken, found)
+                else:
+                    branch = _stages_under(problem, wanted, under, every, found)
+                yield taken / devices, branch
+
+
+def _under(schedule: Schedule, setting: Setting, wanted: Wanted) -> Setting:
+    """Return a setting under another schedule."""
+    remats = remat_choices(wanted, schedule.name)
+    if schedule.splits_backward:  # it is for what is not computed again
+        remats = ("none",) if wanted.remat in (None, "none") else ()
+    return dataclasses.replace(setting, schedule=schedule.name, remats=remats)
+
+
+def _stages_under(
+    problem: Problem, wanted: Wanted, setting: Setting, outlines: Outlines, found: Found
+) -> Iterator[Bounded]:
+    """Yield plans under a schedule that the setting was not outlined for yet."""
+    known = outlines.of(setting)
+    yield sum(lower_bound(known.candidates, problem.cluster.num_devices)), None
+    yield from _stages(problem, wanted, setting, known, found)
 
 
 def _stages(
-    problem: Problem, wanted: Wanted, setting: Setting, known: Outline | None, found: Found
+    problem: Problem, wanted: Wanted, setting: Setting, known: Outline, found: Found
 ) -> Iterator[Bounded]:
     """Yield plans by what they take at least, the best stages first."""
     devices, of = problem.cluster.num_devices, (problem.table, problem.cluster, setting)
-    if known is None:
-        known = outline(*of, problem.sizes)
-        yield sum(lower_bound(known.candidates, devices)), None
     useful = known.useful(devices, found.limit)
     priced = price(*of, problem.sizes, useful=useful)
     yield sum(lower_bound(priced.candidates, devices)), None
@@ -301,9 +318,11 @@ def _crossings(problem: Problem, setting: Setting) -> Crossings | None:
     if cluster.hosts == 1 or cluster.devices_per_host == 1:
         return None
     sent = problem.table.of["sent_bytes"].min(0)[:-1] / count
-    return Crossings.of(
-        sent / cluster.inter_host, sent / cluster.intra_host, count - 1, cluster.devices_per_host
-    )
+    depth = min(problem.table.num_layers, cluster.num_devices)
+    hidden = np.array(hidden_forwards(setting, depth, cluster))
+    behind = np.minimum(np.arange(problem.table.num_layers + 1), depth - 1)
+    sends, local = sent / cluster.inter_host, sent / cluster.intra_host
+    return Crossings.of(sends, local, count - 1, hidden[behind], cluster.devices_per_host)
 
 
 def _interleaved(

@@ -13,6 +13,8 @@ from launcher.plan.errors import TooLargeError
 from launcher.plan.further import lead_of
 from launcher.plan.inter_op.alternatives import next_best
 from launcher.plan.inter_op.auto import make_problem
+from launcher.plan.inter_op.climb import fewest_again, ungrouped
+from launcher.plan.inter_op.estimate import make_estimate
 from launcher.plan.inter_op.fewer_rows import fewer_rows_note
 from launcher.plan.inter_op.infeasible import nothing_fits
 from launcher.plan.inter_op.problem import Problem, Wanted
@@ -24,6 +26,7 @@ from launcher.plan.plan import Plan, RunnerUp
 from launcher.plan.profile.measured_layers import MeasuredLayers
 from launcher.plan.stage_plan import Staged
 from launcher.plan.words import describe_plan
+from launcher.remat_name import parse_remat
 from launcher.trace.errors import BatchError, JoinedError
 from launcher.trace.step import TracedStep
 
@@ -33,6 +36,7 @@ _MOST_BUILT = 3  # of those that fit
 # with it. So a plan that was taken to fit may not.
 _SEARCHES = 3  # at most: the next where nothing that was built fits
 _MARGIN = 0.98  # of the memory that the next one gets
+_REFITS = 3  # at most, of what a plan computes again
 _PRECISION = 1.002  # relative error of an estimate's seconds: plans within it are not told apart
 
 
@@ -91,7 +95,9 @@ def search(
             raise nothing_fits(problem, wanted)
         if not estimates:
             break
-        tried, refusals = _build(builder, estimates, most, lambda: progress(0.9))
+        tried, refusals = _build(
+            builder, estimates, most, lambda: progress(0.9), None if wanted.remat else problem
+        )
         built, refused = tried or built, refused | refusals
         if problem.sliced and any(isinstance(error, JoinedError) for error in refusals.values()):
             problem = dataclasses.replace(problem, sliced=False)
@@ -108,7 +114,7 @@ def search(
                 (best, chosen[0]),
                 *(next_best(builder, best, chosen, built, estimates, more) if more > 0 else ()),
             ]
-        problem = _with_less_memory(problem, [plan for plan, _ in built])
+        problem = _with_less_memory(problem, built)
         memory_searches += 1
     if built:
         raise _too_large(built)
@@ -151,9 +157,20 @@ def _selected(
 
 
 def _build(
-    builder: PlanBuilder, estimates: Sequence[Estimated], most: float, progress: Callable[[], None]
+    builder: PlanBuilder,
+    estimates: Sequence[Estimated],
+    most: float,
+    progress: Callable[[], None],
+    problem: Problem | None,
 ) -> tuple[list[tuple[Plan, Estimated]], dict[int, BatchError]]:
     """Build the most promising plans, until one fits the memory and none promises to be faster.
+
+    Args:
+        builder: builds plans.
+        estimates: the estimates, best first.
+        most: the bytes of a device.
+        progress: called after each.
+        problem: the problem, if what a plan computes again may be changed so that it fits.
 
     Returns:
         The plans, and why the batch cannot be cut into a number of slices, by that number.
@@ -167,6 +184,14 @@ def _build(
         try:
             if num_slices not in refused:
                 built.append((builder.build(estimate[0]), estimate))
+                for _ in range(_REFITS if problem else 0):
+                    if built[-1][0].missing_bytes <= 0:
+                        break
+                    assert problem is not None
+                    leaner = _leaner(*built[-1], problem)
+                    if leaner is None:
+                        break
+                    built.append((builder.build(leaner[0]), leaner))
         except BatchError as error:
             refused[num_slices] = error
         progress()
@@ -185,6 +210,27 @@ def _build(
     return built, refused
 
 
+def _leaner(plan: Plan, of: Estimated, problem: Problem) -> Estimated | None:
+    """Return a plan that was built with more layers computed again, and its estimate.
+
+    They are as many as make up for what the estimate of each stage's memory was too low by. None:
+    they do not suffice.
+    """
+    assignment, estimate = of
+    most = problem.cluster.memory_bytes or math.inf
+    allowed = [
+        float(said.memory_bytes)
+        if stage.memory_bytes <= most
+        else _MARGIN * most * said.memory_bytes / stage.memory_bytes
+        for said, stage in zip(estimate.stages, plan.stages, strict=True)
+    ]
+    whole = ungrouped(problem)
+    leaner = fewest_again(assignment, whole, allowed)
+    if leaner is None or leaner == assignment:
+        return None
+    return leaner, make_estimate(leaner, whole)
+
+
 def _expected_bytes(estimate: Estimated, built: Sequence[tuple[Plan, Estimated]]) -> float:
     """Return the bytes that a plan is expected to need on a device.
 
@@ -194,10 +240,15 @@ def _expected_bytes(estimate: Estimated, built: Sequence[tuple[Plan, Estimated]]
     alike = [
         (_most_bytes(plan), _most_bytes(one[1]))
         for plan, one in built
-        if set(one[0].remat) == set(estimate[0].remat)
+        if _policies(one) == _policies(estimate)
     ]
     short = max((needed / said for needed, said in alike if said), default=1.0)
     return _most_bytes(estimate[1]) * max(1.0, short)
+
+
+def _policies(of: Estimated) -> set[str]:
+    """Return the policies of rematerialisation, of however many layers."""
+    return {parse_remat(word).policy for word in of[0].remat}
 
 
 def _settled(built: Sequence[tuple[Plan, Estimated]], after: Estimated) -> bool:
@@ -208,12 +259,13 @@ def _settled(built: Sequence[tuple[Plan, Estimated]], after: Estimated) -> bool:
     return bool(fitting) and (enough or min(fitting) <= promised * _PRECISION)
 
 
-def _with_less_memory(problem: Problem, plans: Sequence[Plan]) -> Problem:
+def _with_less_memory(problem: Problem, built: Sequence[tuple[Plan, Estimated]]) -> Problem:
     """Return the problem with less memory, by as much as the search underestimated the plans."""
     assert problem.memory_bytes is not None
     assert problem.cluster.memory_bytes is not None
-    share = problem.cluster.memory_bytes / min(map(_most_bytes, plans))
-    return dataclasses.replace(problem, memory_bytes=_MARGIN * share * problem.memory_bytes)
+    share = max(_most_bytes(said) / _most_bytes(plan) for plan, (_, said) in built)
+    least = min(problem.memory_bytes, share * problem.cluster.memory_bytes)
+    return dataclasses.replace(problem, memory_bytes=_MARGIN * least)
 
 
 def _too_large(built: Sequence[tuple[Plan, Estimated]]) -> TooLargeError:
@@ -262,7 +314,7 @@ def _most_bytes(plan: Staged) -> int:
 
 def _why(plan: Plan | Estimate, best: Plan | Estimate) -> str:
     """Return what costs a plan most time, compared with the best one."""
-    busy = [_busiest(p) for p in (plan, best)]
+    busy = [p.busy_seconds for p in (plan, best)]
     once = [max(stage.update_seconds for stage in p.stages) for p in (plan, best)]
     crossing = [max(link_seconds(p).values(), default=0.0) for p in (plan, best)]
     waiting = [p.predicted_bubble_fraction * p.predicted_step_seconds for p in (plan, best)]
@@ -277,7 +329,3 @@ def _why(plan: Plan | Estimate, best: Plan | Estimate) -> str:
     }
     words = max(reasons, key=lambda reason: reasons[reason])
     return words if reasons[words] > 0 else "it is as good within the model's precision"
-
-
-def _busiest(plan: Staged) -> float:
-    return plan.num_micro_batches * max(plan.mesh_seconds)

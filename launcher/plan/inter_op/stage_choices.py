@@ -6,6 +6,8 @@ are chosen here, so that the stage search sees few prices. Pure.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,8 +16,10 @@ import numpy as np
 
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.inter_op.cost_table import CostTable
+from launcher.plan.inter_op.layers_again import FEWEST, layers_again
 from launcher.plan.inter_op.many_stage_costs import ManyStageCosts
-from launcher.plan.inter_op.stage_costs import Setting, StageCosts
+from launcher.plan.inter_op.setting import Setting
+from launcher.plan.inter_op.stage_costs import StageCosts
 from launcher.plan.inter_op.stage_dp import Candidates, rests, with_others
 from launcher.schedule import SCHEDULES
 
@@ -42,12 +46,14 @@ class Priced:
         choices: the choices.
         chosen: the choice of each candidate, as a position in `choices`.
         memory: the memory of each candidate.
+        again: how many of its layers each candidate computes again.
     """
 
     candidates: Candidates
     choices: tuple[StageChoice, ...]
     chosen: np.ndarray
     memory: np.ndarray
+    again: np.ndarray
 
 
 def submesh_sizes(cluster: ClusterShape) -> tuple[int, ...]:
@@ -112,46 +118,92 @@ class Outline:
         return np.asarray(least < limit * (1 + _ROUNDING))
 
 
-def outline(
-    table: CostTable, cluster: ClusterShape, setting: Setting, sizes: tuple[int, ...]
-) -> Outline:
-    """Return the least prices of every stage of the table's layers, in a fraction of the time."""
-    depth, shape = min(table.num_layers, cluster.num_devices), table.num_layers
-    hidden, held = hidden_forwards(setting, depth, cluster), in_flight(setting, depth)
-    meshes = [
-        (m_index, size // model)
-        for size in sizes
-        for m_index, model in enumerate(table.model_sizes)
-        if size % model == 0 and splits(setting, size // model)
-    ]
-    if not meshes:
-        none = np.zeros((0, 0, 0, 0))
-        return Outline(Candidates((), none, none), (), np.full((shape, shape + 1), np.inf))
-    goes_back = SCHEDULES[setting.schedule].last_stage_alternates(setting.num_micro_batches)
-    stages = ManyStageCosts(table, meshes, cluster, setting, goes_back)
-    found: list[tuple[np.ndarray, ...]] = []
-    for zero, remat in itertools.product(ZERO_LEVELS, setting.remats):
-        needs = stages.memory(zero, remat, [min(held)])
-        fits = needs <= (setting.memory_bytes or np.inf)
-        lost = np.where(fits, 0.0, np.inf)
-        every = stages.seconds(zero, remat, [max(hidden)]) if fits.any() else (lost, lost, lost)
-        found.append(tuple(one + lost for one in every))
-    # By the mesh first, as `ways` has them, and without ZeRO levels of one replica.
-    kept = [
-        (k, way)
-        for k, (_, data) in enumerate(meshes)
-        for way in range(len(found))
-        if data > 1 or way < len(setting.remats)
-    ]
-    at = tuple(way for _, way in kept), tuple(k for k, _ in kept)
-    seconds, rest, work = (np.stack(of)[at] for of in zip(*found, strict=True))
-    counts = tuple(table.model_sizes[meshes[k][0]] * meshes[k][1] for k, _ in kept)
-    device_seconds = (work * np.array(counts)[:, None, None]).min(0)
-    laid = (np.moveaxis(of, 0, -1)[None] for of in (seconds, rest))
-    uses = list(itertools.product(ZERO_LEVELS, setting.remats))
-    axes = [(data, table.model_sizes[m], table.is_sequence(m)) for m, data in meshes]
-    choices = [StageChoice(axes[k][:2], *uses[way], axes[k][2]) for k, way in kept]
-    return Outline(Candidates(counts, *laid), tuple(choices), device_seconds)
+class Outlines:
+    """Outlines of every stage of the table's layers, in a fraction of the time of their prices.
+
+    They are of settings that differ in their replicas alone: what these do not change is computed
+    once, when the first is asked for.
+    """
+
+    def __init__(
+        self, table: CostTable, cluster: ClusterShape, sizes: tuple[int, ...], setting: Setting
+    ) -> None:
+        """Keep the problem.
+
+        Args:
+            table: the costs of the layers.
+            cluster: the devices.
+            sizes: the numbers of devices that a stage may have.
+            setting: one of the settings.
+        """
+        self._table, self._cluster, self._setting = table, cluster, setting
+        every = dataclasses.replace(setting, replicas=1)
+        self._meshes = [
+            (m_index, size // model)
+            for size in sizes
+            for m_index, model in enumerate(table.model_sizes)
+            if size % model == 0 and splits(every, size // model)
+        ]
+        self._uses = list(itertools.product(ZERO_LEVELS, setting.remats))
+
+    @functools.cached_property
+    def _stages(self) -> ManyStageCosts:
+        setting = self._setting
+        goes_back = SCHEDULES[setting.schedule].last_stage_alternates(setting.num_micro_batches)
+        return ManyStageCosts(self._table, self._meshes, self._cluster, setting, goes_back)
+
+    @functools.cached_property
+    def _lost(self) -> list[np.ndarray]:
+        """For each use 0 where it may fit the memory, else infinite, `[mesh, first, end]`."""
+        held = min(in_flight(self._setting, self._depth))
+        most = self._setting.memory_bytes or np.inf
+        needs = (
+            self._needs(zero, count_again(remat, self._table), held) for zero, remat in self._uses
+        )
+        return [np.where(needed <= most, 0.0, np.inf) for needed in needs]
+
+    def _needs(self, zero: int, again: int | None, held: int) -> np.ndarray:
+        """Return the peak bytes on a device at least, `[mesh, first, end]`."""
+        if again is None:
+            return self._stages.least_memory(zero)
+        return self._stages.memory(zero, again, [held])
+
+    @property
+    def _depth(self) -> int:
+        return min(self._table.num_layers, self._cluster.num_devices)
+
+    def of(self, setting: Setting) -> Outline:
+        """Return the outline in one of the settings."""
+        table, count = self._table, self._table.num_layers
+        at = [k for k, (_, data) in enumerate(self._meshes) if splits(setting, data)]
+        meshes = [self._meshes[k] for k in at]
+        if not meshes:
+            none = np.zeros((0, 0, 0, 0))
+            return Outline(Candidates((), none, none), (), np.full((count, count + 1), np.inf))
+        stages = self._stages.of_replicas(setting, at)
+        hidden = max(hidden_forwards(setting, self._depth, self._cluster))
+        found: list[tuple[np.ndarray, ...]] = []
+        for (zero, remat), every in zip(self._uses, self._lost, strict=True):
+            lost = every[at]
+            fits = np.isfinite(lost).any()
+            again = count_again(remat, table)
+            seconds = stages.seconds(zero, again, [hidden]) if fits else (lost,) * 3
+            found.append(tuple(one + lost for one in seconds))
+        # By the mesh first, as `ways` has them, and without ZeRO levels of one replica.
+        kept = [
+            (k, way)
+            for k, (_, data) in enumerate(meshes)
+            for way in range(len(found))
+            if data > 1 or way < len(setting.remats)
+        ]
+        by_way = tuple(way for _, way in kept), tuple(k for k, _ in kept)
+        first, rest, work = (np.stack(of)[by_way] for of in zip(*found, strict=True))
+        counts = tuple(table.model_sizes[meshes[k][0]] * meshes[k][1] for k, _ in kept)
+        device_seconds = (work * np.array(counts)[:, None, None]).min(0)
+        laid = (np.moveaxis(of, 0, -1)[None] for of in (first, rest))
+        axes = [(data, table.model_sizes[m], table.is_sequence(m)) for m, data in meshes]
+        choices = [StageChoice(axes[k][:2], *self._uses[way], axes[k][2]) for k, way in kept]
+        return Outline(Candidates(counts, *laid), tuple(choices), device_seconds)
 
 
 def price(
@@ -183,15 +235,16 @@ def price(
         fronts.extend((size, way) for way in (listed if beaten else _fronts(listed)))
     if not fronts:
         none = np.zeros((0, 0, 0, 0))
-        return Priced(Candidates((), none, none), (), none, none)
+        return Priced(Candidates((), none, none), (), none, none, none)
     stacked = {name: np.stack([front[name] for _, front in fronts], -1) for name in fronts[0][1]}
     of_sizes = tuple(size for size, _ in fronts)
     found = Candidates(of_sizes, stacked["seconds"], stacked["rest"], stacked["once"])
     chosen = stacked["chosen"].astype(np.int32)
-    return Priced(found, tuple(choices), chosen, stacked["memory"])
+    return Priced(found, tuple(choices), chosen, stacked["memory"], stacked["again"])
 
 
-Way = dict[str, np.ndarray]  # seconds, rest, once, memory, chosen, `[stages behind, first, end]`
+# seconds, rest, once, memory, chosen, again, each `[stages behind, first, end]`
+Way = dict[str, np.ndarray]
 
 
 def ways(
@@ -226,13 +279,25 @@ def ways(
                 if not useful[:, :, at].any():
                     continue
                 lost = np.where(useful[:, :, at], 0.0, np.inf)
-            one, other, _ = stage.seconds(zero, remat, hidden)
-            needs = stage.memory(zero, remat, held)
+            count = count_again(remat, table)
+            if count is None:
+                wanted = None if useful is None else useful[:, :, at]
+                again, needs = stage.fewest_again(zero, held, wanted)
+            else:
+                again, needs = count, stage.memory(zero, count, held)
+            one, other, _ = stage.seconds(zero, again, hidden)
+            _, once = stage.timed(zero, again)
             lost = lost + np.where(needs <= (setting.memory_bytes or np.inf), 0.0, np.inf)
-            chosen = np.full(needs.shape, at)
-            timed = {"seconds": one + lost, "rest": other + lost}
-            once = np.broadcast_to(stage.once(zero, remat), needs.shape)
-            yield {**timed, "once": once, "memory": needs, "chosen": chosen}
+            timed = {"seconds": one + lost, "rest": other + lost, "memory": needs}
+            fixed = {"once": once, "chosen": np.array(at), "again": np.asarray(again)}
+            yield timed | {name: np.broadcast_to(of, needs.shape) for name, of in fixed.items()}
+
+
+def count_again(remat: str, table: CostTable) -> int | None:
+    """Return how many layers of each stage are computed again; None: as few as fit."""
+    if remat == FEWEST:
+        return None
+    return layers_again(remat, table.groups or [(i,) for i in range(table.num_layers)])
 
 
 def _fronts(listed: Sequence[Way]) -> Iterator[Way]:

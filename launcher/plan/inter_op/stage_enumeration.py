@@ -30,7 +30,8 @@ class Crossings:
     Attributes:
         devices_per_host: the devices of a host.
         extra: `[crossings]`: seconds that the first microbatch takes more, at least.
-        rest: `[crossings]`: seconds in which a link is busy with the others, at least.
+        rest: `[whether the last stage is of less than a host, crossings]`: seconds in which a link
+            is busy with the others, at least.
     """
 
     devices_per_host: int
@@ -38,13 +39,16 @@ class Crossings:
     rest: np.ndarray
 
     @classmethod
-    def of(cls, sends: np.ndarray, local: np.ndarray, others: int, each: int) -> Crossings:
+    def of(
+        cls, sends: np.ndarray, local: np.ndarray, others: int, hidden: np.ndarray, each: int
+    ) -> Crossings:
         """Return the costs, the cheapest boundaries first.
 
         Args:
             sends: seconds of a microbatch between hosts, by the layer before.
             local: the same inside a host, at most.
             others: the number of microbatches but the first.
+            hidden: the forward passes that the first round trip hides, by the layers after it.
             each: the devices of a host.
         """
         extra = np.cumsum(np.sort(np.maximum(2 * (sends - local), 0.0)))
@@ -52,8 +56,41 @@ class Crossings:
         return cls(
             each,
             np.concatenate([[0.0], extra, never]),
-            np.concatenate([[0.0], others * np.sort(sends), never]),
+            _busiest_link(sends, others, hidden),
         )
+
+
+def _busiest_link(sends: np.ndarray, others: int, hidden: np.ndarray) -> np.ndarray:
+    """Return `Crossings.rest`.
+
+    Of each host that stages share take neighbours on it that do not have any on it beside them. The
+    host's link to the others carries activations from the last of them and gradients from the
+    first, and the link from the others the same at the other ends. When the first gradient crosses
+    a boundary, all others still have to, and so do the activations at the other boundary but those
+    that are ahead of it. The least of the busiest hosts is sought: from layer to layer, with the
+    neighbours of one host more each time.
+    """
+    count = len(sends) + 1
+    # Nothing comes to the first layer or leaves the last.
+    at = np.concatenate([[0.0], sends, [0.0]])
+    before, after = at[:, None], at
+    behind = count - np.arange(count + 1)[:, None]  # the first of the neighbours has one layer less
+    ahead, further = hidden[np.maximum(behind - 1, 0)], hidden[behind]
+    busy = np.maximum(
+        others * before + np.maximum(others - ahead, 0) * after,
+        others * after + np.maximum(others - further, 0) * before,
+    )
+    busy[np.tri(count + 1, dtype=bool)] = np.inf  # `[first, end]` of the neighbours
+    least = np.zeros(count + 1)  # of the hosts so far, with layers before each
+    found = np.full((2, count + 1), np.inf)
+    found[:, 0] = 0.0
+    for crossings in range(1, count):
+        reached = np.maximum(least[:, None], busy).min(0)
+        reached[-1] = np.inf
+        found[0, crossings] = reached.min()
+        least = np.minimum.accumulate(reached)
+        found[1, crossings] = np.maximum(least, busy[:, -1]).min()
+    return found
 
 
 def enumeration_cells(candidates: Candidates, num_devices: int) -> int:
@@ -184,7 +221,7 @@ class _Before:
                 own = looked_up(self._sharing, (hosts + more) * each - sharing)
                 before = [np.maximum(*pair) for pair in zip(before, own, strict=True)]
             crossed = np.clip(hosts + more - ends, 0, len(costs.extra) - 1)
-            busiest = np.maximum(np.maximum(rest, before[1]), costs.rest[crossed])
+            busiest = np.maximum(np.maximum(rest, before[1]), costs.rest[ends, crossed])
             sent = total + before[0] + costs.extra[crossed]
             np.minimum(found, sent + busiest + np.maximum(done, before[2]), out=found)
         return found

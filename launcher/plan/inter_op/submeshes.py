@@ -1,13 +1,12 @@
-"""Which devices each submesh of a pipeline gets.
-
-Pure.
-"""
+"""Which devices each submesh of a pipeline gets, and their links. Pure."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from launcher.plan.cluster_shape import ClusterShape
+from launcher.plan.cost.formulas import Links, ring_links
 
 
 def place_submeshes(sizes: Sequence[int], cluster: ClusterShape) -> list[tuple[int, ...]]:
@@ -39,3 +38,10 @@ def place_submeshes(sizes: Sequence[int], cluster: ClusterShape) -> list[tuple[i
 def _in_order(sizes: Sequence[int]) -> list[tuple[int, ...]]:
     firsts = [sum(sizes[:i]) for i in range(len(sizes))]
     return [tuple(range(first, first + size)) for first, size in zip(firsts, sizes, strict=True)]
+
+
+@functools.cache
+def links_within(data: int, model: int, cluster: ClusterShape) -> Links:
+    """Return the links of a submesh that takes the devices in order, from the first of a host."""
+    hosts = [cluster.host_of(device) for device in range(data * model)]
+    return ring_links(hosts, model, cluster)

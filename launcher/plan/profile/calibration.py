@@ -42,6 +42,7 @@ class Calibration:
         product_flops: FLOP/s by dtype and by the size of the square matrices.
         memory_bandwidth: bytes/s.
         effective_parallelism: see `ClusterShape`; None if it is not known: that of the shape.
+        product_parallelism: the same.
         dispatch_overhead: see `ClusterShape`.
         all_reduce_seconds: seconds by bytes, over all devices; empty for one device.
         memory_bytes: memory that a worker's programs can have; None where it is shared.
@@ -50,6 +51,7 @@ class Calibration:
     product_flops: dict[str, dict[str, float]]
     memory_bandwidth: float
     effective_parallelism: float | None
+    product_parallelism: float | None
     dispatch_overhead: float
     all_reduce_seconds: dict[str, float]
     memory_bytes: int | None
@@ -67,6 +69,7 @@ class Calibration:
             latency=latency,
             # Where other work on the machine hid them, the nominal ones.
             effective_parallelism=self.effective_parallelism or shape.effective_parallelism,
+            product_parallelism=self.product_parallelism or shape.product_parallelism,
             dispatch_overhead=self.dispatch_overhead or shape.dispatch_overhead,
         )
 
@@ -221,17 +224,19 @@ def _kept(tree: dict[str, Any]) -> Calibration:
     The file may hold anything; errors are those that `measurements.read_cached` expects.
     """
     products, memory = tree["product_flops"], tree["memory_bytes"]
-    parallelism = tree["effective_parallelism"]
     return Calibration(
         product_flops={dtype: _by_size(products[dtype]) for dtype in ("bfloat16", "float32")},
         memory_bandwidth=measurements.positive(tree["memory_bandwidth"]),
-        effective_parallelism=None
-        if parallelism is None
-        else measurements.finite_number(parallelism, 1.0),
+        effective_parallelism=_parallelism(tree["effective_parallelism"]),
+        product_parallelism=_parallelism(tree["product_parallelism"]),
         dispatch_overhead=measurements.finite_number(tree["dispatch_overhead"]),
         all_reduce_seconds=_by_size(tree["all_reduce_seconds"]),
         memory_bytes=None if memory is None else int(measurements.positive(memory)),
     )
+
+
+def _parallelism(value: Any) -> float | None:
+    return None if value is None else measurements.finite_number(value, 1.0)
 
 
 def _by_size(tree: dict[str, Any]) -> dict[str, float]:

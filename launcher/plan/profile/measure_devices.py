@@ -38,21 +38,29 @@ def main(path: str) -> None:
     quick = request.get("quick", False)
     meter = Meter(count, longest=0.15, most=10) if quick else Meter(count)
     width, few, many = _NETWORK[platform]
-    cases = [(few, count), (many, count), *([(many, 1)] if platform == "cpu" else [])]
-    less, more, *rest = meter.timed_in_turn([meter.network(width, *case) for case in cases])
+    # Of products, the rates are those of the largest.
+    sizes = _SIZES[platform][-1:] if quick else _SIZES[platform]
+    runs = [meter.network(width, rows, count) for rows in (few, many)]
+    if platform == "cpu":  # what a device takes while the others are idle
+        runs += [meter.network(width, many, 1)]
+        runs += [meter.product(sizes[-1], "float32", of) for of in (count, 1)]
+    less, more, *rest = meter.timed_in_turn(runs)
     cores = len(os.sched_getaffinity(0)) if platform == "cpu" else 0
     hidden = not is_undisturbed(count, cores, more)  # then these figures are left out
     overhead = 0.0 if hidden else dispatch_overhead({few: min(less)[0], many: min(more)[0]})
-    parallelism = effective_parallelism(count, cores, rest[0], more) if rest else None
-    # The rates are those of the largest products.
-    sizes = _SIZES[platform][-1:] if quick else _SIZES[platform]
+    alone = in_products = None
+    if rest and not hidden:
+        network, products, product = rest
+        alone = effective_parallelism(count, cores, network, more)
+        in_products = min(alone, effective_parallelism(count, cores, product, products))
     found = {
         "product_flops": {
             dtype: {str(n): meter.product_rate(n, dtype) for n in sizes}
             for dtype in ("bfloat16", "float32")
         },
         "memory_bandwidth": meter.copy_rate(_COPIED[platform]),
-        "effective_parallelism": None if hidden else parallelism,
+        "effective_parallelism": alone,
+        "product_parallelism": in_products,
         "dispatch_overhead": overhead,
         "all_reduce_seconds": {
             str(n): meter.reduce_seconds(n) for n in _REDUCED[platform] if count > 1 and not hidden
@@ -81,9 +89,9 @@ def effective_parallelism(
     """Return `ClusterShape.effective_parallelism` of these devices, from 1 to `count`.
 
     It is their number times the share of a task's time with all at work that the task takes alone.
-    It is measured with a network, since a product alone may use all cores and element-wise
-    operations do not. Where cores are shared, it is told by how many of them one device uses in the
-    call that is disturbed least.
+    A product alone may use all cores, and element-wise operations do not: the task is a network,
+    and a product for `product_parallelism`. Where cores are shared, it is told by how many of them
+    one device uses in the call that is disturbed least.
 
     Args:
         count: number of devices.
@@ -128,11 +136,16 @@ class Meter:
 
     def product_rate(self, size: int, dtype: str) -> float:
         """Return the FLOP/s of each device in products of square matrices."""
-        import jax.numpy as jnp
-
         x = spread((self.count, size, size), dtype, self.count)
-        seconds = self.timed(lambda a: jnp.einsum("nij,njk->nik", a, a), x)
-        return 2.0 * size**3 / seconds
+        return 2.0 * size**3 / self.timed(squared, x)
+
+    def product(self, size: int, dtype: str, count: int) -> Callable[[], Any]:
+        """Return what runs a product of square matrices on each of `count` devices, compiled."""
+        import jax
+
+        x = spread((count, size, size), dtype, count)
+        compiled = jax.jit(squared).lower(x).compile()
+        return lambda: jax.block_until_ready(compiled(x))
 
     def copy_rate(self, size: int) -> float:
         """Return the bytes/s that each device reads and writes in one pass over `size` bytes."""
@@ -203,6 +216,13 @@ def timed_call(run: Callable[[], Any]) -> Call:
     began, before = time.perf_counter(), time.process_time()
     run()
     return time.perf_counter() - began, time.process_time() - before
+
+
+def squared(x: Any) -> Any:
+    """Return the squares of matrices."""
+    import jax.numpy as jnp
+
+    return jnp.einsum("nij,njk->nik", x, x)
 
 
 def passes(given: Any) -> Any:

@@ -125,7 +125,7 @@ def chart(
                     f"{one.name}, {x_name} {named(x)}: {shown(y)}",
                     one.best is not None and y == one.best,
                 )
-                for x, y in thinned(points)
+                for x, y in _thinned(points)
             ),
             one.is_joined and len(points) > 1,
         )
@@ -157,7 +157,7 @@ def metric(records: Sequence[Mapping[str, Any]], key: str, name: str, css: str) 
     return Series(name, css, points)
 
 
-def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return every n-th point, and the last one, where there are too many to draw."""
     every = -(-len(points) // MOST_POINTS)
     found = list(points[::every])

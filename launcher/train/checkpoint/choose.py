@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.files import DamagedError
+from launcher.missing_path import missing_path
 from launcher.npz import read_headers
 from launcher.train.checkpoint.account import Account, read_account
 from launcher.train.checkpoint.integrity import damage
@@ -84,7 +85,7 @@ def resolve(path: Path, thorough: bool = True) -> tuple[Path, tuple[str, ...]]:
 
 def _resolved(path: Path, thorough: bool) -> tuple[Path, tuple[str, ...]]:
     if not path.exists():
-        raise InitError("does not exist")
+        raise InitError(missing_path(path))
     if not path.is_dir():
         try:
             read_headers(path)

@@ -219,7 +219,7 @@ def _opened(file: Path) -> Iterator[Any]:
         with safe_open(file, framework="np") as archive:
             yield archive
     except SafetensorError as error:
-        raise DamagedError(f"{file.name} is no whole safetensors file ({error})") from None
+        raise DamagedError(f"{file.name} is not a whole safetensors file ({error})") from None
 
 
 def _dtype(name: str) -> np.dtype:

@@ -110,7 +110,7 @@ def check_model(path: Path, like: Mapping[str, Any]) -> None:
         raise Mismatch(f"it has no {first_of(missing)}, which the model has")
     used = {name for source in found.values() for name in names_of(source)}
     if further := sorted(stored.keys() - used):
-        raise Mismatch(f"it has {first_of(further)}, which the model has not")
+        raise Mismatch(f"it has {first_of(further)}, which the model does not have")
     for name, leaf in wanted.items():
         one, source = stored[names_of(found[name])[0]], found[name]
         shape = tuple(one.shape)

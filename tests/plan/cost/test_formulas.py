@@ -12,6 +12,7 @@ from launcher.plan.cost.formulas import (
     PassParts,
     activation_bytes,
     all_reduce_seconds,
+    exposed_seconds,
     gather_seconds,
     pass_seconds,
     peak_in_turn,
@@ -45,6 +46,16 @@ def test_a_ring_sends_a_part_at_a_time(devices):
     of_three = 3 * ring(30.0, devices, 100.0, 0.5)
     assert found == pytest.approx([ring(800.0, devices, 100.0, 0.5), 0.0, of_three])
     assert gather_seconds(sizes, devices, 100.0, 0.5, counts) == pytest.approx(found / 2)
+
+
+@pytest.mark.parametrize("buckets", [1, 2, 5])
+@pytest.mark.parametrize("backward", [0.0, 3.0, 40.0])
+def test_a_bucket_is_summed_once_it_is_complete_and_the_link_is_free(buckets, backward):
+    """All sums take 10 s: beside the pass, longer than it, or after it."""
+    free = 0.0
+    for number in range(1, buckets + 1):
+        free = max(free, backward * number / buckets) + 10.0 / buckets
+    assert exposed_seconds(10.0, buckets, backward) == pytest.approx(free - backward)
 
 
 @pytest.mark.parametrize(

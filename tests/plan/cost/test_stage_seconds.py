@@ -12,8 +12,11 @@ from launcher.plan import local_shape, timeline
 from launcher.plan.build import PlanBuilder, build_plan
 from launcher.plan.cost.formulas import Links
 from launcher.plan.cost.stage_seconds import links_of
+from launcher.plan.inter_op.auto import make_problem
+from launcher.plan.inter_op.estimate import make_estimate
 from launcher.plan.inter_op.layer_costs import cost_table
-from launcher.plan.inter_op.stage_costs import Setting, StageCosts
+from launcher.plan.inter_op.setting import Setting
+from launcher.plan.inter_op.stage_costs import StageCosts
 from launcher.plan.profile.measured_layers import MeasuredLayers, Timing
 from launcher.trace import trace_step
 
@@ -86,10 +89,10 @@ def test_a_stage_over_hosts_costs_what_the_search_took_it_to_cost(mesh):
     setting = Setting(4, BATCH, data, "1f1b", (), None)
     costs = StageCosts(table, table.index(model, False), HOSTS, setting, data, True)
     (stage,) = plan.stages
-    passes = costs.passes(0, "none")
+    passes = costs.passes(0, 0)
     assert stage.forward_seconds == pytest.approx(passes.forward[0, LAYERS], rel=1e-3)
     assert stage.backward_seconds == pytest.approx(passes.backward[0, LAYERS], rel=1e-3)
-    once = costs.once(0, "none")
+    once = costs.once(0, 0)
     assert stage.update_seconds == pytest.approx(once[0, LAYERS], rel=1e-3)
 
 
@@ -116,6 +119,41 @@ def test_a_mesh_updates_its_state_once_however_many_stages_it_has():
     for mesh in range(2):
         own = several.stages[mesh].update_seconds + several.stages[mesh + 2].update_seconds
         assert own == pytest.approx(plain.stages[mesh].update_seconds)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_a_stage_alone_is_as_much_faster_as_its_products_and_its_other_work_are(remat):
+    """What the search and the plan say; all cores are used in products, and half in other work."""
+    shared = dataclasses.replace(
+        local_shape(4, 1, "cpu"), effective_parallelism=2.0, product_parallelism=1.0
+    )
+    alone = dataclasses.replace(assignment(Submesh((0,), (1, 1))), remat=(remat,))
+    (stage,) = build_plan(TRACED, alone, shared).stages
+    again = 1 if remat == "full" else 0  # of the forward pass
+    products = (3 + again) * 2 * BATCH / 4 * sum(p.size for p in PARAMS) / shared.flops_fp32
+    share = products / (stage.forward_seconds + stage.backward_seconds)
+    assert stage.effective_parallelism == pytest.approx(2.0 - share, rel=1e-6)
+    (found,) = make_estimate(alone, make_problem(TRACED, shared)).stages
+    assert found.effective_parallelism == pytest.approx(2.0 - share, rel=0.02)
+    assert build_plan(TRACED, alone, HOSTS).stages[0].effective_parallelism is None
+
+
+def test_updates_on_a_shared_machine_are_started_and_faster_where_devices_idle():
+    """One device of four alone takes half of what it takes with all at work."""
+    shared = dataclasses.replace(
+        local_shape(4, 1, "cpu"), effective_parallelism=2.0, dispatch_overhead=0.25
+    )
+    one, apart = (
+        build_plan(TRACED, assignment(Submesh((0,), (1, 1))), cluster).stages[0].update_seconds
+        for cluster in (shared, dataclasses.replace(shared, effective_parallelism=None))
+    )
+    assert one == pytest.approx((apart + 0.25) / 2)
+    every = [Submesh((d,), (1, 1)) for d in range(4)]
+    plan = build_plan(TRACED, assignment(*every), shared)
+    plain = build_plan(TRACED, assignment(*every), HOSTS)
+    rate = HOSTS.memory_bandwidth / shared.memory_bandwidth
+    for stage, other in zip(plan.stages, plain.stages, strict=True):
+        assert stage.update_seconds == pytest.approx(0.25 + other.update_seconds * rate)
 
 
 def test_a_stage_that_others_read_is_not_one_that_the_next_alone_reads():

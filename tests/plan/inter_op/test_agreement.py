@@ -96,7 +96,7 @@ def assignment_of(rng, step, cluster, zeros):
     cuts = sorted(rng.choice(np.arange(1, layers), count - 1, replace=False).tolist())
     runs = zip((0, *cuts), (*cuts, layers), strict=True)
     schedule = str(rng.choice(["gpipe", "1f1b", "eager_1f1b", "zero_bubble"]))
-    remats = ["none"] if schedule == "zero_bubble" else ["none", "full"]
+    remats = ["none"] if schedule == "zero_bubble" else ["none", "full", "full:1"]
     return Assignment(
         method="auto",
         layers=tuple(tuple(range(first, end)) for first, end in runs),
@@ -129,7 +129,7 @@ def sharded_alike(step, stage, table):
     return alone == together
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(5, rest="stress")
 @pytest.mark.parametrize("seed", range(30))
 def test_an_estimate_is_the_plans_own_prediction(seed):
     rng = np.random.default_rng(seed)

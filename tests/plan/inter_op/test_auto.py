@@ -1,5 +1,7 @@
 """What the whole search can be asked for, on a traced step."""
 
+import dataclasses
+
 from layered import layered_step
 
 from launcher.plan import local_shape
@@ -21,3 +23,14 @@ def test_devices_that_share_a_machine_may_idle():
     assert auto_plans(large, shape, None, "auto", "auto")[0].num_devices == 4
     every = auto_plans(small, shape, None, "auto", "auto", num_stages=2)[0]
     assert len(every.stages) == 2
+
+
+def test_products_that_use_all_cores_by_themselves_are_left_to_one_device():
+    """A machine whose network uses one of two cores alone, and its products both."""
+    step = layered_step([(512, 512)] * 4, 256)
+    shape = dataclasses.replace(
+        local_shape(4, 1, "cpu"), effective_parallelism=2.0, dispatch_overhead=5e-4, latency=2e-5
+    )
+    assert auto_plans(step, shape, None, "auto", "auto")[0].num_devices > 1
+    apart = dataclasses.replace(shape, product_parallelism=1.0)
+    assert auto_plans(step, apart, None, "auto", "auto")[0].num_devices == 1

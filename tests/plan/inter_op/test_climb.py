@@ -1,6 +1,7 @@
-"""A plan is climbed from a decision at a time: nothing that fits is a single move better."""
+"""Plans near one that was found: with fewer layers computed again, or other microbatches."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from exhaustive import seconds_of
 from random_problems import random_layers
 
 from launcher.partition.assignment import Assignment, Submesh
-from launcher.plan.inter_op.climb import climbed, with_less_again
+from launcher.plan.inter_op.climb import climbed, fewest_again
 from launcher.plan.inter_op.estimate import make_estimate, make_pipeline
 from launcher.plan.inter_op.problem import Wanted
 from launcher.plan.inter_op.search import Found
@@ -37,18 +38,55 @@ def four_stages(seed, share):
     return assignment, dataclasses.replace(whole, memory_bytes=memory)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])
 @pytest.mark.parametrize("seed", range(4))
-def test_as_few_stages_compute_again_as_fit(seed, share):
+def test_as_few_layers_are_computed_again_as_fit(seed, share):
     assignment, problem = four_stages(seed, share)
-    estimate = make_estimate(assignment, problem)
-    found, better = climbed(assignment, estimate, problem, with_less_again)
-    assert seconds_of(found, problem) == better.predicted_step_seconds < np.inf
-    assert better.predicted_step_seconds <= estimate.predicted_step_seconds
-    for other in with_less_again(found):
-        assert seconds_of(other, problem) >= 0.999 * better.predicted_step_seconds
+    found = fewest_again(assignment, problem)
+    words = "none", "full:1", "full"
+    every = (dataclasses.replace(assignment, remat=of) for of in itertools.product(words, repeat=4))
+    assert seconds_of(found, problem) == min(seconds_of(one, problem) for one in every)
     if share == 1.0:
-        assert better.predicted_step_seconds < estimate.predicted_step_seconds
+        assert set(found.remat) == {"none"}
+
+
+def test_nothing_fits_where_computing_all_again_does_not():
+    assignment, problem = four_stages(0, share=0.0)
+    less = dataclasses.replace(problem, memory_bytes=0.99 * problem.memory_bytes)
+    assert fewest_again(assignment, less) is None
+
+
+def test_stages_on_one_submesh_share_its_memory():
+    assignment, problem = four_stages(0, share=0.6)
+    layers = tuple((i,) for i in range(8))
+    assignment = dataclasses.replace(
+        assignment,
+        layers=layers,
+        mesh_of=(0, 1, 2, 3) * 2,
+        schedule="interleaved_1f1b",
+        remat=("full",) * 8,
+        zero=(0,) * 8,
+        sequence=(False,) * 8,
+    )
+    found = fewest_again(assignment, problem)
+    assert seconds_of(found, problem) < np.inf
+    for s, word in enumerate(found.remat):
+        if word == "full":
+            other = (*found.remat[:s], "none", *found.remat[s + 1 :])
+            assert seconds_of(dataclasses.replace(found, remat=other), problem) == np.inf
+
+
+def test_what_a_machine_shared_with_idle_devices_takes_is_left_to_the_timeline():
+    """Its tasks are faster than what each takes with all devices at work."""
+    assignment, problem = four_stages(0, share=1.0)
+    cluster = dataclasses.replace(
+        problem.cluster, devices_per_host=8, effective_parallelism=1.0, dispatch_overhead=0.0
+    )
+    shared = dataclasses.replace(problem, cluster=cluster)
+    estimate = make_estimate(assignment, shared)
+    less, faster = climbed(assignment, estimate, shared, lambda of: iter(()), [assignment], True)
+    assert set(less.remat) == {"none"}
+    assert faster.predicted_step_seconds < estimate.predicted_step_seconds
 
 
 def test_microbatches_are_counted_up_and_down_from_the_best_plan():

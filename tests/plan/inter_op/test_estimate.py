@@ -15,6 +15,7 @@ from launcher.plan.errors import TooLargeError
 from launcher.plan.inter_op import infeasible
 from launcher.plan.inter_op.auto import make_problem
 from launcher.plan.inter_op.estimate import make_estimate
+from launcher.plan.inter_op.interleaved import interleaved_like
 from launcher.plan.inter_op.problem import Wanted
 from launcher.plan.inter_op.search import find_plans
 from launcher.plan.inter_op.select import best_plan
@@ -152,6 +153,27 @@ def test_short_stages_in_turn_are_found_where_the_bubble_is_large(step):
     assert [
         o.schedule for o in schedule_variants(assignment, problem, Wanted(schedule="1f1b"))
     ] == ["1f1b"]
+
+
+def test_unequal_submeshes_take_turns_with_as_many_layers_as_they_had(step):
+    """Two devices and one and one: four, two and two of the layers, also in the faster plan."""
+    problem = make_problem(step, CLUSTER)
+    given = assignment_of(
+        problem,
+        (1, 1),
+        3,
+        layers=((0, 1, 2, 3), (4, 5), (6, 7)),
+        submeshes=(Submesh((0, 1), (2, 1)), Submesh((2,), (1, 1)), Submesh((3,), (1, 1))),
+        remat=("full", "none", "none"),
+    )
+    (found,) = interleaved_like(given, problem, Wanted(), "interleaved_1f1b")
+    assert found.layers == ((0, 1), (2,), (3,), (4, 5), (6,), (7,))
+    assert found.mesh_of == (0, 1, 2) * 2
+    assert found.remat == ("full", "none", "none") * 2
+    plan = build_plan(step, found, CLUSTER)
+    seconds = make_estimate(found, problem).predicted_step_seconds
+    assert seconds == pytest.approx(plan.predicted_step_seconds, rel=0.005)
+    assert seconds < make_estimate(given, problem).predicted_step_seconds
 
 
 def test_the_runners_up_are_not_better(step):

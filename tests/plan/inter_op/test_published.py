@@ -9,8 +9,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from planner_published import POINTS, cluster_of, published, restricted, traced
 
+from launcher.config.compose import load
+from launcher.driver.planning.cluster_from_config import described_shape
+from launcher.driver.planning.plan_from_config import plan_of
 from launcher.plan.inter_op.problem import Wanted
 from launcher.plan.inter_op.select import best_plan
+from launcher.train.program import build_program
 
 SUSTAINED = 0.4  # of the datasheet's peak; any
 
@@ -50,3 +54,15 @@ def test_both_kinds_of_parallelism_beat_either_alone():
     ]
     assert speeds[0] == max(speeds)
     assert point.auto == max(point.auto, point.intra, point.inter)
+
+
+@pytest.mark.slow
+def test_a_gpt_of_thirteen_billion_parameters_fits_eight_devices_of_80_gb():
+    words = "model=gpt model.size=15b model.sequence_length=2048 model.scan_layers=true"
+    words += " train.precision=bf16 train.global_batch_size=64 dataset=synthetic cluster=h100_8"
+    config = load([*words.split(), "task=plan"])
+    cluster = described_shape(config.cluster)
+    program = build_program(config, cluster.device_kind)
+    plan = plan_of(config.parallel, program.train, cluster)
+    assert plan.num_parameters >= 13e9
+    assert max(stage.memory_bytes for stage in plan.stages) <= cluster.memory_bytes <= 80 * 2**30

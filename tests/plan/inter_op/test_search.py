@@ -1,18 +1,19 @@
 """The search finds what simulating every plan of its space finds, and proves how near it is."""
 
 import dataclasses
+import functools
 import itertools
 
 import numpy as np
 import pytest
 from exhaustive import least_seconds, seconds_of
-from random_problems import middle_problem, random_problem
+from random_problems import middle_problem, random_layers, random_problem
 
 from launcher.plan.inter_op.estimate import make_estimate
 from launcher.plan.inter_op.interleaved import interleaved_plans
 from launcher.plan.inter_op.problem import Wanted, candidate_of, settings
-from launcher.plan.inter_op.search import find_plans
-from launcher.plan.inter_op.stage_choices import price
+from launcher.plan.inter_op.search import _crossings, find_plans
+from launcher.plan.inter_op.stage_choices import price, submesh_sizes
 from launcher.plan.inter_op.stage_dp import BestStages, Candidates, objective
 from launcher.plan.inter_op.stage_enumeration import stages_by_objective
 
@@ -62,7 +63,7 @@ def choices_of_stages(candidates: Candidates, devices):
     yield from before(layers, devices, ())
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10, rest="stress")
 @pytest.mark.parametrize("seed", range(200))
 def test_the_best_plan_is_that_of_brute_force_and_the_bound_is_tight(seed):
     problem, wanted = small_problem(seed, most=10)
@@ -82,22 +83,45 @@ def test_the_best_plan_is_that_of_brute_force_and_the_bound_is_tight(seed):
         assert 0.99 * least <= found.least_seconds <= least * (1 + 1e-9)
 
 
-def network(seed):
-    """4 to 8 layers on up to 8 devices, links and memory at random."""
-    return middle_problem(np.random.default_rng(seed), (4, 8), most_devices=8)
+@functools.cache
+def solved(seed):
+    """4 to 8 layers on up to 8 devices, links and memory at random; and what the search finds."""
+    problem = middle_problem(np.random.default_rng(seed), (4, 8), most_devices=8)
+    return problem, find_plans(problem, Wanted())
 
 
-MINUTES = pytest.mark.stress  # since the bound is far below
-
-
-@pytest.mark.sampled(10, rest="stress")
-@pytest.mark.parametrize(
-    "seed", [pytest.param(n, marks=MINUTES) if n == 98 else n for n in range(200)]
+BUSY_LINK = pytest.mark.xfail(
+    reason="the bound is 14 % low: of the links of the hosts in the middle (104 s of the "
+    "pipeline's 137 s) it counts what follows the first gradient both ways, with as many "
+    "activations ahead of that as the most stages would send; and either host's link waits for "
+    "the other's, which no sum tells",
+    strict=True,
 )
+
+
+GPIPE = pytest.mark.xfail(
+    reason="gpipe, which the search leaves out unless it is asked for, is 1.7 % faster", strict=True
+)
+
+
+def networks(of_98=(), of_108=()):
+    """The seeds of `solved`: 5 by default, 15 slow. That of 98 takes minutes by brute force, since
+    its bound is far below."""
+
+    def marks(seed):
+        if seed == 98:
+            return [pytest.mark.stress, *of_98]
+        if seed == 108:
+            return [pytest.mark.stress, *of_108]
+        return [] if seed % 40 == 0 else [pytest.mark.stress if seed % 10 else pytest.mark.slow]
+
+    return [pytest.param(seed, marks=marks(seed)) for seed in range(200)]
+
+
+@pytest.mark.parametrize("seed", networks(of_108=[GPIPE]))
 def test_no_plan_is_below_the_bound_nor_faster_than_the_one_found(seed):
     """Of all divisors of the batch and all schedules; by 1 %."""
-    problem = network(seed)
-    found = find_plans(problem, Wanted())
+    problem, found = solved(seed)
     if np.isinf(found.best):
         assert least_seconds(problem, np.inf) == (np.inf, None)
         return
@@ -105,20 +129,9 @@ def test_no_plan_is_below_the_bound_nor_faster_than_the_one_found(seed):
     assert least_seconds(problem, limit) == (limit, None)
 
 
-BUSY_LINK = pytest.mark.xfail(
-    reason="the bound is 18 % low: the links of the hosts in the middle carry activations on and "
-    "gradients back (104 s of the pipeline's 137 s), of which it counts one direction. Both "
-    "would leave it about 5 % low: either host's link waits for the other's, which no sum tells",
-    strict=True,
-)
-
-
-@pytest.mark.sampled(10, rest="stress")
-@pytest.mark.parametrize(
-    "seed", [pytest.param(n, marks=BUSY_LINK) if n == 98 else n for n in range(200)]
-)
+@pytest.mark.parametrize("seed", networks(of_98=[BUSY_LINK]))
 def test_the_bound_is_at_most_one_percent_below_the_plan(seed):
-    found = find_plans(network(seed), Wanted())
+    _, found = solved(seed)
     assert np.isinf(found.best) or found.best <= found.least_seconds / 0.99
 
 
@@ -130,6 +143,33 @@ def test_no_plan_is_faster_than_its_bound(seed):
         if assignment.num_replicas == setting.replicas:  # else another setting has it, too
             seconds = make_estimate(assignment, problem).predicted_step_seconds
             assert bound <= seconds * (1 + 1e-9), assignment
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_plan_is_faster_than_its_bound_where_links_between_hosts_are_slow(seed):
+    """Which the activations and the gradients of stages that share a host go over."""
+    rng = np.random.default_rng(seed)
+    problem = middle_problem(rng, (4, 6), most_devices=6)
+    cluster = dataclasses.replace(problem.cluster, hosts=3, devices_per_host=2)
+    slow = dataclasses.replace(cluster, inter_host=cluster.inter_host / 10 ** rng.uniform(0, 2))
+    problem = dataclasses.replace(
+        problem, cluster=slow, sizes=submesh_sizes(slow), memory_bytes=np.inf, unjoined=None
+    )
+    for schedule in SCHEDULES:
+        for setting in list(settings(problem, Wanted(), schedule))[::3]:
+            if setting.replicas > 1 or setting.num_micro_batches > 32:
+                continue
+            priced = price(problem.table, slow, setting, problem.sizes, beaten=True)
+            found = stages_by_objective(
+                priced.candidates, 6, lambda: np.inf, 300, crossings=_crossings(problem, setting)
+            )
+            for bound, one in itertools.islice(found, 0, None, 5):
+                if one is None:
+                    continue
+                assignment = candidate_of(one, priced, setting, problem).assignment
+                if assignment.num_replicas == setting.replicas:
+                    seconds = make_estimate(assignment, problem).predicted_step_seconds
+                    assert bound <= seconds * (1 + 1e-9), assignment
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -146,6 +186,20 @@ def test_no_interleaved_plan_is_faster_than_its_bound(seed):
                 assert bound <= seconds * (1 + 1e-9), assignment
     layers, devices = len(problem.groups), problem.cluster.num_devices
     assert checked or layers != 4 or devices == 1
+
+
+@pytest.mark.parametrize("remat", [None, "full:1"])
+def test_no_interleaved_plan_of_eight_layers_is_faster_than_its_bound(remat):
+    """Its last stage may run both passes as one program; of others one layer may run again."""
+    whole = random_layers(np.random.default_rng(2), 8, hosts=1, each=4, batch=8)
+    problem, wanted = dataclasses.replace(whole, memory_bytes=np.inf), Wanted(remat=remat)
+    checked = 0
+    for setting in settings(problem, wanted, "interleaved_1f1b"):
+        for bound, assignment in interleaved_plans(problem, wanted, setting, np.inf)[:20]:
+            if assignment.num_replicas == setting.replicas:
+                checked += 1
+                assert bound <= seconds_of(assignment, problem) * (1 + 1e-9), assignment
+    assert checked
 
 
 @pytest.mark.parametrize("seed", range(60))

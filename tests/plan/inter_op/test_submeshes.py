@@ -14,7 +14,7 @@ def cluster_of(hosts, each):
     return dataclasses.replace(local_shape(1, 1, "cpu"), hosts=hosts, devices_per_host=each)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(30))
 def test_every_choice_of_sizes_has_a_place(seed):
     rng = np.random.default_rng(seed)
     cluster = cluster_of(int(rng.integers(1, 5)), int(rng.choice([1, 2, 4, 6, 8])))
@@ -45,3 +45,4 @@ def test_neighbours_share_a_host():
         (8, 9, 10, 11),
         (12, 13, 14, 15),
     ]
+    assert place_submeshes((2, 4, 4, 2), cluster_of(2, 8))[2:] == [(8, 9, 10, 11), (12, 13)]

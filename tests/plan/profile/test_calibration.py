@@ -31,6 +31,7 @@ FOUND = Calibration(
     product_flops={"bfloat16": {"128": 1e9, "1024": 4e9}, "float32": {"128": 1e9, "1024": 2e9}},
     memory_bandwidth=3e9,
     effective_parallelism=2.0,
+    product_parallelism=1.5,
     dispatch_overhead=3e-4,
     all_reduce_seconds={"4096": 1e-3, "4194304": 9e-3},
     memory_bytes=None,
@@ -58,7 +59,8 @@ def test_without_a_calibration_rates_are_nominal(caplog: pytest.LogCaptureFixtur
 def test_the_figures_stand_in_the_shape() -> None:
     shape = FOUND.applied(local_shape(4, 1, "cpu"))
     assert (shape.flops, shape.flops_fp32, shape.memory_bandwidth) == (4e9, 2e9, 3e9)
-    assert (shape.effective_parallelism, shape.dispatch_overhead) == (2.0, 3e-4)
+    assert (shape.effective_parallelism, shape.product_parallelism) == (2.0, 1.5)
+    assert shape.dispatch_overhead == 3e-4
 
 
 def test_the_link_gives_back_the_all_reduces_it_was_measured_by() -> None:
@@ -128,6 +130,7 @@ def test_links_that_noise_hides_stay_nominal() -> None:
                 {"all_reduce_seconds": {"4096": 1e-3, "4194304": -1.0}},
                 {"all_reduce_seconds": {"4096": 1e-3}},
                 {"effective_parallelism": "x"},
+                {"product_parallelism": 0.5},
                 {"dispatch_overhead": None},
                 {"memory_bytes": -1},
             )
@@ -181,8 +184,10 @@ def test_devices_that_cannot_be_measured_are_one_message(
 
 
 @pytest.mark.devices
-@pytest.mark.slow
-@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize(
+    "quick",
+    [pytest.param(True, marks=pytest.mark.slow), pytest.param(False, marks=pytest.mark.stress)],
+)
 def test_this_machine_is_measured_and_remembered(folder: Path, quick: bool) -> None:
     shape = local_shape(2, 1, "cpu")
     found, path = measure(shape, quick)
@@ -190,7 +195,9 @@ def test_this_machine_is_measured_and_remembered(folder: Path, quick: bool) -> N
     assert found.applied(shape).flops_fp32 == found.product_flops["float32"]["512"]
     assert path == kept(folder, 2)
     assert calibrated(shape) == found.applied(shape)
-    assert found.effective_parallelism is None or 1 <= found.effective_parallelism <= 2
+    alone, in_products = found.effective_parallelism, found.product_parallelism
+    assert (alone is None) == (in_products is None)
+    assert alone is None or 1 <= in_products <= alone <= 2
 
 
 def test_cores_in_use_say_how_much_devices_slow_one_another() -> None:
@@ -209,11 +216,16 @@ def test_what_other_work_hides_is_nominal() -> None:
     assert is_undisturbed(1, 2, never_alone)  # one device leaves a core idle by itself
     assert is_undisturbed(4, 0, never_alone)  # GPUs
     hidden = dataclasses.replace(
-        FOUND, effective_parallelism=None, dispatch_overhead=0.0, all_reduce_seconds={}
+        FOUND,
+        effective_parallelism=None,
+        product_parallelism=None,
+        dispatch_overhead=0.0,
+        all_reduce_seconds={},
     )
     nominal = local_shape(4, 1, "cpu")
     shape = hidden.applied(nominal)
     assert shape.effective_parallelism == nominal.effective_parallelism
+    assert shape.product_parallelism is None
     assert shape.dispatch_overhead == nominal.dispatch_overhead > 0
     assert (shape.latency, shape.intra_host) == (nominal.latency, nominal.intra_host)
     assert shape.flops_fp32 == FOUND.applied(nominal).flops_fp32

@@ -19,6 +19,7 @@ FOUND = {
     "product_flops": {"bfloat16": {"512": 4e9}, "float32": {"512": 2e9}},
     "memory_bandwidth": 3e9,
     "effective_parallelism": 2.0,
+    "product_parallelism": 1.5,
     "dispatch_overhead": 3e-4,
     "all_reduce_seconds": {"4096": 1e-3, "4194304": 9e-3},
     "memory_bytes": None,

@@ -18,7 +18,7 @@ from compiling import compile_programs
 import launcher
 from launcher import measurements
 from launcher.config.parallel import Data
-from launcher.driver.plan_from_config import plan_of
+from launcher.driver.planning.plan_from_config import plan_of
 from launcher.partition.stages import cut_stages
 from launcher.plan import PlanError, local_shape
 from launcher.plan.build import repriced
@@ -87,7 +87,6 @@ def test_distinct_layers_are_measured_once_and_then_remembered(
     assert caplog.messages == []
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -100,13 +99,22 @@ def test_distinct_layers_are_measured_once_and_then_remembered(
     ],
 )
 def test_a_cache_that_cannot_be_used_is_ignored_and_said(
-    own_cache: Path, change: Any, words: str, caplog: pytest.LogCaptureFixture
+    own_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Any,
+    words: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    step = traced(1)
-    profile.measure_layers(step, shape(1), (1,), 1)
+    step, measured = traced(1), []
+    timing = Timing(((BATCH, 0.01, 0.02),))
+    monkeypatch.setattr(profile, "_measured", lambda *given: measured.append(given) or timing)
+    for _ in range(2):  # the second time it is known
+        profile.measure_layers(step, shape(1), (1,), 1)
+    assert len(measured) == 1
     file = min((own_cache / "profile").iterdir())
     file.write_text(change(file.read_text()))
     profile.measure_layers(step, shape(1), (1,), 1)
+    assert len(measured) == 2
     assert caplog.messages == [f"{file} {words}"]
     assert json.loads(file.read_text())["versions"] == measurements.versions()
 
@@ -232,6 +240,7 @@ def test_what_is_timed_is_what_the_runtime_runs(data: int, model: int) -> None:
         assert room.temp_size_in_bytes == needed.temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_plans_rest_on_what_was_measured() -> None:
     """Of a method that is given, and of the search."""
     step, cluster = traced(2), shape(1)

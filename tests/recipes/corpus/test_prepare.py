@@ -183,7 +183,7 @@ def bad_sources(folder):
         "cut.parquet": "Parquet magic bytes not found in footer",
         "empty.jsonl": "the file is empty",
         "bad.jsonl": "line 3: ",
-        "latin.txt": "byte 3: it is no UTF-8",
+        "latin.txt": "byte 3: it is not UTF-8",
         "zero.txt": "it is empty",
     }
 
@@ -199,7 +199,7 @@ def test_bad_documents_are_refused_by_file_and_place_or_skipped_and_counted(tmp_
         said = str(error.value)
         assert str(tmp_path / name) in said, said
         assert text.removeprefix("the file ") in said, said
-        assert said.endswith("mend it, or leave bad documents out with dataset.bad=skip")
+        assert said.endswith("fix it, or leave bad documents out with dataset.bad=skip")
         assert "\n" not in said
         assert not (tmp_path / f"{name}.out" / "meta.json").exists()
     both = tmp_path / "both"
@@ -215,10 +215,22 @@ def test_bad_documents_are_refused_by_file_and_place_or_skipped_and_counted(tmp_
     assert fine.exists()
 
 
+def test_a_full_disk_is_said_with_the_file(tmp_path):
+    lines(tmp_path / "a.jsonl", TEXTS)
+    prepare_corpus(work(tmp_path / "a.jsonl", tmp_path / "out"), 1)
+    (part,) = (tmp_path / "out").glob("*.bin")
+    (tmp_path / "full").mkdir()
+    file = tmp_path / "full" / f"{part.stem}.partial"
+    file.symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device") as error:
+        prepare_corpus(work(tmp_path / "a.jsonl", tmp_path / "full"), 1)
+    assert error.value.filename == str(file)
+
+
 def test_lines_are_counted_also_in_later_pieces(tmp_path, small_pieces):
     source = lines(tmp_path / "a.jsonl", TEXTS)
     source.write_text(source.read_text() + "[]\n")
-    with pytest.raises(InputError, match=rf"a\.jsonl, line {len(TEXTS) + 1}: it is no table"):
+    with pytest.raises(InputError, match=rf"a\.jsonl, line {len(TEXTS) + 1}: it is not a table"):
         prepare_corpus(work(source, tmp_path / "out"), 1)
 
 
@@ -228,7 +240,7 @@ def test_a_missing_source_column_or_tokenizer_is_named(tmp_path):
     with pytest.raises(InputError, match=r"holds no file that fits \*\.jsonl or"):
         prepare_corpus(work(tmp_path, tmp_path / "out"), 1)
     pq.write_table(pa.table({"body": TEXTS}), tmp_path / "a.parquet")
-    with pytest.raises(InputError, match="it has no column 'text', it has body"):
+    with pytest.raises(InputError, match=r"it has no column 'text' \(dataset\.field\), it has"):
         prepare_corpus(work(tmp_path, tmp_path / "out", format="parquet"), 1)
     lines(tmp_path / "a.jsonl", TEXTS)
     with pytest.raises(InputError, match=r"dataset\.tokenizer=x: x does not exist; name a token"):

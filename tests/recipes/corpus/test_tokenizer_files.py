@@ -41,7 +41,7 @@ def test_the_files_are_the_same_tokenizer(kind, tmp_path):
     if not kind.startswith("bytes"):
         folder = trained(tmp_path / "theirs")
         name = str(folder / "tokenizer.json") if kind == "file" else str(folder)
-    files, special = tokenizer_files(name, ends_documents=kind != "bytes, no end")
+    files, special, _ = tokenizer_files(name, ends_documents=kind != "bytes, no end")
     again = load_tokenizer(written(files, tmp_path / "again"))
     own = load_tokenizer(name)
     assert again.encode([TEXT])[0].tolist() == own.encode([TEXT])[0].tolist()
@@ -57,7 +57,7 @@ def test_settings_and_the_trained_chat_template_go_with_it(tmp_path):
         json.dumps({"bos_token": "<s>", "eos_token": "</s>", "chat_template": "old"})
     )
     (folder / "model.safetensors").write_bytes(b"not of the tokenizer")
-    files, special = tokenizer_files(str(folder), "chatml")
+    files, special, _ = tokenizer_files(str(folder), "chatml")
     assert special == {"bos_token_id": 0, "pad_token_id": None, "eos_token_id": 1}
     assert sorted(files) == ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json"]
     assert load_tokenizer(written(files, tmp_path / "again")).chat_template == TEMPLATES["chatml"]

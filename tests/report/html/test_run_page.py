@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launcher.config.compose import load, to_dict
-from launcher.driver.plan_from_config import plan_of
+from launcher.driver.planning.plan_from_config import plan_of
 from launcher.plan import local_shape, timeline
 from launcher.report.account import Known, account
 from launcher.report.goodput import Goodput

@@ -1,0 +1,190 @@
+"""Checks of the settings on this machine that need no tracing.
+
+`task=check` does these and no more, in a fraction of a second and without JAX, Ray or a user's
+module. A run begins with the same checks, in `look`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from launcher.cluster.devices import DevicePool, find_devices
+from launcher.cluster.ray.demand import check_demand, demand_of
+from launcher.cluster.ray.reach import choose_pool, gpus_of, reach
+from launcher.cluster.ray.waiting import StartLimit
+from launcher.cluster.slurm.allocation import find_allocation
+from launcher.config.check_parallel import check_parallel
+from launcher.config.errors import ConfigError
+from launcher.config.machines import Described, RayCluster, SlurmCluster
+from launcher.config.optimizers import CustomOptimizer
+from launcher.config.parallel import Replay
+from launcher.config.schema import Config, CustomDataset, CustomModel
+from launcher.driver.folder import folder
+from launcher.driver.planning.init_from import find_start
+from launcher.driver.planning.replay import check_program, check_replay_devices, read_plan
+from launcher.log import lines_to
+from launcher.report.chosen import check_libraries, openers
+from recipes import InputError, check_dataset, find_module, needs_preparing
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of a check.
+
+    Attributes:
+        lines: what the run would report of this machine, and at the end what was not checked.
+        problem: what is wrong, as the run would report it; empty if nothing is.
+        code: the exit code of that problem, 0 if there is none.
+    """
+
+    lines: tuple[str, ...] = ()
+    problem: str = ""
+    code: int = 0
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run starts with.
+
+    Attributes:
+        pool: the devices there are, or None if the run is only planned.
+        init_from: the checkpoint that the first parameters come from.
+    """
+
+    pool: DevicePool | None
+    init_from: Path | None
+
+
+def look(config: Config, finished: int, plan_only: bool = False) -> Inputs:
+    """Look at the data, the devices and the checkpoint to start from, cheapest first.
+
+    A line about each is logged.
+
+    Args:
+        config: the settings.
+        finished: how many steps the run has finished.
+        plan_only: whether the cluster may be a described one, which is not here.
+
+    Raises:
+        ConfigError: a setting does not fit this machine.
+        ClusterError: the Ray of `cluster=ray` cannot be reached, or has not these devices.
+        recipes.InputError: the data does not fit the model.
+        OSError: a file cannot be read.
+    """
+    check_libraries(config.report.trackers or ())
+    if not plan_only:
+        openers(config.report.trackers or ())  # a class of the user's is imported
+    check_dataset(config.dataset, config.model, validation=config.train.eval_every > 0)
+    pool = find_pool(config, plan_only)
+    return Inputs(pool, find_start(config, finished))
+
+
+def check(config: Config, environ: Mapping[str, str]) -> Verdict:
+    """Check everything that a run checks before it traces, as far as it takes only a moment."""
+    try:
+        return Verdict(tuple(_lines(config, environ)))
+    except (ConfigError, InputError) as error:
+        return Verdict(problem=str(error), code=2)
+    except OSError as error:
+        return Verdict(problem=os_error_text(error), code=1)
+
+
+def os_error_text(error: OSError) -> str:
+    """Return the file, if the error names one, and the reason."""
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{where}{error.strerror or error}"
+
+
+def _lines(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
+    said: list[str] = []
+    finished = folder.check(config, thorough=False)
+    if finished >= config.train.steps:
+        yield f"run {config.run.id} is complete, {finished} of {config.train.steps} steps"
+    for section, options in (("model", config.model), ("dataset", config.dataset)):
+        if isinstance(options, CustomModel | CustomDataset):
+            find_module(f"{section}.module", options.module)
+    if isinstance(config.optimizer, CustomOptimizer):
+        find_module("optimizer.module", config.optimizer.module)
+    for hook in config.hooks:
+        find_module("hooks", hook)
+    check_libraries(config.report.trackers or ())
+    if not isinstance(config.dataset, CustomDataset):
+        check_dataset(config.dataset, config.model, validation=config.train.eval_every > 0)
+    with lines_to(said.append):
+        find_pool(config, plan_only=True)
+        init_from = find_start(config, finished, thorough=False)
+    yield from said
+    goes_on = bool(finished or init_from)
+    yield f"not checked: {'; '.join(_not_checked(config, goes_on, environ))}"
+
+
+def find_pool(config: Config, plan_only: bool) -> DevicePool | None:
+    """Return the devices there are; None if a described cluster is only planned for.
+
+    Args:
+        config: the settings.
+        plan_only: whether the cluster may be a described one.
+
+    Raises:
+        ConfigError: the devices asked for are not here, or do not fit the parallel method.
+        ClusterError: the Ray of `cluster=ray` cannot be reached, or has not these devices.
+    """
+    cluster = config.cluster
+    pool: DevicePool | None
+    if isinstance(cluster, RayCluster) and not plan_only:
+        pool = _ray_pool(cluster)
+    else:
+        pool = None if plan_only and isinstance(cluster, Described) else find_devices(cluster)
+    if pool:
+        if pool.note:
+            _log.info(pool.note)
+        cluster = replace(cluster, gpus=pool.num_devices)
+    for note in config.dataset.notes(config.model):
+        _log.info(note)
+    for error in check_parallel(replace(config, cluster=cluster)):
+        raise error
+    if isinstance(config.parallel, Replay):
+        assert cluster.gpus is not None
+        path, each = config.parallel.plan, cluster.gpus // cluster.hosts
+        plan = read_plan(path)
+        check_program(config, path)
+        check_replay_devices(path, plan, cluster.hosts, each)
+    return pool
+
+
+def _ray_pool(cluster: RayCluster) -> DevicePool:
+    """Return the devices of a Ray's nodes, which are asked for them."""
+    nodes = reach(cluster.address, StartLimit(cluster.start_timeout))
+    devices = None if cluster.gpus is None else cluster.gpus // cluster.hosts
+    pool = choose_pool(nodes, cluster.hosts, devices)
+    check_demand(demand_of(cluster).bundle(gpus_of(pool)), pool, nodes)
+    spread = f", {pool.hosts} workers" if pool.hosts > 1 else ""
+    note = f"on the Ray at {cluster.address}: {pool.num_devices} times {pool.device_name}{spread}"
+    return replace(pool, note=note)
+
+
+def _not_checked(config: Config, goes_on: bool, environ: Mapping[str, str]) -> Iterator[str]:
+    custom = [
+        o for o in (config.model, config.dataset) if isinstance(o, CustomModel | CustomDataset)
+    ]
+    if custom:
+        yield f"the contents of {' and '.join(dict.fromkeys(o.module for o in custom))}"
+    elif needs_preparing(config.dataset):
+        yield "what the training first makes of its data (task=prepare_data does that alone)"
+    if goes_on:
+        yield "the arrays of the checkpoint"
+    if isinstance(config.cluster, Described):
+        yield f"the devices, as cluster={config.cluster.title} is not here"
+    if isinstance(config.cluster, SlurmCluster) and find_allocation(environ) is None:
+        yield "the resources of Slurm"
+    if isinstance(config.cluster, RayCluster):
+        yield "the Ray at cluster.address and its devices"
+    if isinstance(config.parallel, Replay):
+        yield "whether the plan fits the model's program"
+    else:
+        yield "the plan and the memory that it needs (task=plan)"

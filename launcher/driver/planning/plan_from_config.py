@@ -1,0 +1,213 @@
+"""Makes the plan that the `parallel` section asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from launcher.config.errors import ConfigError
+from launcher.config.parallel import (
+    Auto,
+    Data,
+    Manual,
+    Parallel,
+    Pipelined,
+    Planned,
+    Replay,
+    Served,
+    Shard,
+    ThreeD,
+    Zero2,
+    Zero3,
+)
+from launcher.driver.planning.replay import (
+    another_program,
+    check_replay_devices,
+    no_plan,
+    read_plan,
+)
+from launcher.partition.reduction import Reduction
+from launcher.plan import ClusterShape, Plan, PlanError
+from launcher.plan.auto_plan import auto_plans
+from launcher.plan.build import build_plan, repriced
+from launcher.plan.errors import TooLargeError
+from launcher.plan.methods import (
+    DataParallel,
+    ParameterServer,
+    PipeshardParallel,
+    ShardParallel,
+    ThreeDParallel,
+    UniformStageOption,
+    Zero2Parallel,
+    Zero3Parallel,
+)
+from launcher.plan.options import AutoLayerOption, ManualLayerOption, numbered_layers
+from launcher.plan.profile.measure_layers import measure_layers
+from launcher.trace import TracedStep
+
+
+def plan_of(
+    parallel: Parallel,
+    step: TracedStep,
+    cluster: ClusterShape,
+    progress: Callable[[float], None] = lambda share: None,
+    nothing_fits: Callable[[str], None] | None = None,
+) -> Plan:
+    """Return the plan that the settings ask for; see `plans_of`."""
+    return plans_of(parallel, step, cluster, progress, nothing_fits)[0]
+
+
+def plans_of(
+    parallel: Parallel,
+    step: TracedStep,
+    cluster: ClusterShape,
+    progress: Callable[[float], None] = lambda share: None,
+    nothing_fits: Callable[[str], None] | None = None,
+    how_many: Callable[[Plan], int] = lambda best: 1,
+) -> list[Plan]:
+    """Return the plan that the settings ask for and, of a search, others that are worth trying.
+
+    Args:
+        parallel: the settings.
+        step: the traced train step.
+        cluster: the devices to plan for.
+        progress: called with the share of a search that is done, 0 … 1.
+        nothing_fits: called with the reason if no plan that a search finds fits the memory; the one
+            that exceeds it least is then returned. None: that is an error, unless
+            `parallel.allow_over_memory`.
+        how_many: returns how many plans a search returns, given the best.
+
+    Raises:
+        ConfigError: the plan to replay cannot be read, or is not one for this program and cluster.
+        PlanError, BatchError: there is no such plan.
+    """
+    if isinstance(parallel, Replay):
+        return [_replayed(parallel, step, cluster)]
+    if isinstance(parallel, Pipelined):
+        step = step.opened
+    if isinstance(parallel, Auto):
+        if nothing_fits is None and parallel.allow_over_memory:
+            nothing_fits = _as_allowed
+        return _searched(parallel, step, cluster, progress, nothing_fits, how_many)
+    assert isinstance(parallel, Planned)
+    plan = _planned(parallel, step, cluster)
+    if parallel.cost != "profile":
+        return [plan]
+    step = step.cut_at(plan.layer_ends)
+    sizes = sorted({stage.logical_mesh[1] for stage in plan.stages})
+    measured = measure_layers(step, cluster, sizes, plan.num_micro_batches, progress)
+    return [repriced(step, plan, measured)]
+
+
+def _as_allowed(why: str) -> None:
+    """Accept a plan that does not fit without a message, as the settings allow it."""
+
+
+def _searched(
+    parallel: Auto,
+    step: TracedStep,
+    cluster: ClusterShape,
+    progress: Callable[[float], None],
+    nothing_fits: Callable[[str], None] | None,
+    how_many: Callable[[Plan], int],
+) -> list[Plan]:
+    step = _layers(parallel, step, parallel.num_stages).layered(step)
+    try:
+        return auto_plans(
+            step,
+            cluster,
+            parallel.num_micro_batches,
+            parallel.schedule,
+            parallel.remat,
+            parallel.cost,
+            progress,
+            parallel.num_stages,
+            Reduction(parallel.bucket_bytes, parallel.reduce_dtype),
+            how_many,
+        )
+    except TooLargeError as error:
+        if nothing_fits is None:
+            raise
+        nothing_fits(str(error))
+        return [build_plan(step, error.assignment, cluster)]
+
+
+def _planned(parallel: Planned, step: TracedStep, cluster: ClusterShape) -> Plan:
+    """Return the plan of a method that searches for nothing."""
+    count, remat = parallel.num_micro_batches or 1, parallel.remat
+    sums: Any = {"bucket_bytes": parallel.bucket_bytes, "reduce_dtype": parallel.reduce_dtype}
+    match parallel:
+        case Manual():
+            return PipeshardParallel(
+                count,
+                _layers(parallel, step, parallel.num_stages),
+                UniformStageOption(parallel.num_stages, parallel.stages_per_mesh),
+                parallel.schedule,
+                remat,
+                **sums,
+            ).plan(step, cluster)
+        case ThreeD():
+            step = _layers(parallel, step, parallel.pipeline).layered(step)
+            sizes = _sizes(parallel, cluster.num_devices)
+            return ThreeDParallel(*sizes, count, parallel.schedule, remat, **sums).plan(
+                step, cluster
+            )
+        case Shard():
+            shape = _shape(parallel, cluster.num_devices)
+            return ShardParallel(count, shape, remat, **sums).plan(step, cluster)
+        case Served():
+            return ParameterServer(count, remat, parallel.servers, **sums).plan(step, cluster)
+        case Zero3():
+            return Zero3Parallel(count, remat, **sums).plan(step, cluster)
+        case Zero2():
+            return Zero2Parallel(count, remat, **sums).plan(step, cluster)
+        case Data():
+            return DataParallel(count, remat, **sums).plan(step, cluster)
+    raise TypeError(f"{type(parallel).__name__} has no plan here")
+
+
+def _layers(
+    parallel: Pipelined, step: TracedStep, num_stages: int | None
+) -> ManualLayerOption | AutoLayerOption:
+    return numbered_layers(step, parallel.num_layers, num_stages)
+
+
+def _shape(parallel: Shard, num_devices: int) -> tuple[int, int] | None:
+    """Return (data, model), or None if neither is given."""
+    if parallel.data is None and parallel.model is None:
+        return None
+    data = parallel.data or max(1, num_devices // (parallel.model or 1))
+    return data, parallel.model or max(1, num_devices // data)
+
+
+def _sizes(parallel: ThreeD, num_devices: int) -> tuple[int, int, int]:
+    """Return (data, model, pipeline), with the sizes that are not given filled in.
+
+    The remaining devices go to data, otherwise to pipeline, otherwise to model.
+    """
+    data, model, pipeline = parallel.data, parallel.model, parallel.pipeline
+    left = max(1, num_devices // ((data or 1) * (model or 1) * (pipeline or 1)))
+    if data is None:
+        return left, model or 1, pipeline or 1
+    if pipeline is None:
+        return data, model or 1, left
+    return data, model or left, pipeline
+
+
+def _replayed(parallel: Replay, step: TracedStep, cluster: ClusterShape) -> Plan:
+    path = parallel.plan
+    tree = read_plan(path)
+    try:
+        plan = Plan.from_dict(tree)
+    except ValueError as error:  # DamagedError and PlanError are one
+        raise no_plan(path, str(error)) from error
+    step = step.planned_as(plan.fingerprint)
+    if plan.fingerprint != step.fingerprint:
+        raise another_program(path)
+    check_replay_devices(path, tree, cluster.hosts, cluster.devices_per_host)
+    try:
+        plan.validate(step)
+    except PlanError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"parallel.plan={path}: {reason}", "", ["parallel.plan"]) from error
+    return plan

@@ -1,0 +1,78 @@
+"""The best evaluation so far: which checkpoint is kept for it, and when a run ends early."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from launcher.config.schema import Train
+from launcher.report.run_record import STOPPED_EARLY
+from recipes import InputError
+
+_ANY = "eval/loss"  # of every evaluation
+
+
+class Best:
+    """Follows a metric of the evaluations: one that is named an accuracy rises, any other falls.
+
+    Args:
+        settings: the section `train`.
+
+    Attributes:
+        step: the step of the best evaluation; None before the first one.
+        value: its metric.
+        reason: why the run is to end early, None while it is not.
+    """
+
+    def __init__(self, settings: Train) -> None:
+        self._keeps, self._patience = settings.keep_best is not None, settings.stop_early
+        self._setting = settings.keep_best or "eval_loss"
+        self.metric = self._setting.replace("eval_", "eval/", 1)
+        self._sign = -1.0 if "accuracy" in self._setting else 1.0
+        self.begin([])
+
+    def begin(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Begin anew after the steps that were recorded, each a table of metrics."""
+        self.step: int | None = None
+        self.value = float("nan")
+        self.reason: str | None = None
+        self._since = 0
+        for record in records:
+            self.add(record["step"], record)
+
+    @property
+    def follows(self) -> bool:
+        """Whether what follows an evaluation depends on it."""
+        return self._keeps or self._patience > 0
+
+    def is_to_keep(self, step: int) -> bool:
+        """Return whether the state after a step is the best, and is to be saved."""
+        return self._keeps and self.step == step
+
+    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Take the metrics of a step.
+
+        Raises:
+            InputError: its evaluation does not have the metric.
+        """
+        if _ANY not in metrics or not self.follows:
+            return
+        if self.metric not in metrics:
+            there = [name.replace("/", "_") for name in metrics if name.startswith("eval/")]
+            raise InputError(
+                f"train.keep_best={self._setting} is not a metric of this model's evaluations; "
+                f"it is one of {', '.join(there)}"
+            )
+        value = metrics[self.metric]
+        if value is not None and (self.step is None or self._is_better(value)):
+            self.step, self.value, self._since = step, float(value), 0
+        else:
+            self._since += 1
+        if self._patience and self._since >= self._patience:
+            self.reason = (
+                f"{STOPPED_EARLY}: {self._setting} is no better than the {self.value:.6g} of step "
+                f"{self.step} after {self._since} further evaluations"
+            )
+
+    def _is_better(self, value: float) -> bool:
+        return self._sign * value < self._sign * self.value

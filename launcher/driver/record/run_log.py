@@ -1,0 +1,322 @@
+"""The record of a run under way: trackers, performance, and the summary at its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+
+from launcher.cluster.slurm.allocation import Allocation
+from launcher.cluster.slurm.script import SCRIPT
+from launcher.config.compose import redacted
+from launcher.config.schema import Config
+from launcher.driver.folder.folder import RunFolder
+from launcher.driver.record.accounts import Accounts
+from launcher.driver.record.best import Best
+from launcher.driver.record.hooks import Hooks
+from launcher.driver.record.pictures import ARTIFACTS, draw_pictures, draw_timeline
+from launcher.driver.record.recorder import FINITE, Followers, Recorder
+from launcher.driver.record.report_file import write_report
+from launcher.driver.record.special_steps import warm_up
+from launcher.driver.record.timelines import Timelines
+from launcher.plan import Plan, describe_plan
+from launcher.report.accounting import Accounting
+from launcher.report.accounting_table import accounting_tables, in_summary, print_accounting
+from launcher.report.chosen import openers
+from launcher.report.console import line_printer
+from launcher.report.jsonl import METRICS, JsonlTracker, read_metrics
+from launcher.report.metrics import measured, performance
+from launcher.report.plan_record import beside_measured, plan_tables, predicted_memory
+from launcher.report.registry import TrackedRun, open_trackers
+from launcher.report.step_lines import ConsoleTracker
+from launcher.report.summary import Summary, print_summary, write_summary
+from launcher.report.tracker import CompositeTracker, Metrics, Tracker
+from launcher.stop import ENDINGS
+from launcher.train import checkpoint
+
+
+def write_planned(home: RunFolder, config: Config, plan: Plan, plan_seconds: float) -> Summary:
+    """Write the result of planning alone: the timeline's plot and the summary, which it returns."""
+    draw_timeline(plan, home.path, home.id)
+    summary = Summary(
+        home.id,
+        "planned",
+        **predicted(plan),
+        plan_seconds=plan_seconds,
+        predicted_cost=predicted_cost(config, plan),
+    )
+    write_summary(home.path, summary)
+    write_report(home.path, summary, plan, redacted(config))
+    return summary
+
+
+def predicted_cost(config: Config, plan: Plan) -> float | None:
+    """Return what the run's steps cost by the plan, None where no price is given."""
+    price = config.cluster.price_per_device_hour
+    hours = plan.predicted_step_seconds * config.train.steps / 3600
+    return None if price is None else hours * plan.num_devices * price
+
+
+def predicted(plan: Plan) -> dict[str, Any]:
+    """Return the fields of a summary that follow from the plan alone."""
+    return {
+        "predicted_step_seconds": plan.predicted_step_seconds,
+        "predicted_samples_per_second": plan.predicted_samples_per_second,
+        "predicted_bubble_fraction": plan.predicted_bubble_fraction,
+        "predicted_peak_memory_bytes": predicted_memory(plan),
+        "peak_memory_of": "process" if plan.cluster["device_kind"] == "cpu" else "device",
+        "num_parameters": plan.num_parameters,
+    }
+
+
+class RunLog:
+    """Records a run's steps, attempt after attempt, and sums the run up.
+
+    Every tracker is handed the same: the plan's tables, each logged step, the comparison with the
+    predictions, the plots and the summary.
+
+    Attributes:
+        recorder: takes the steps' results from the loop.
+        accounts: where the time goes.
+        compile_seconds: compile time of the newest attempt, None before.
+        failed_saves: a line for each checkpoint that could not be saved.
+        hooks: the run's hooks.
+        best: follows its evaluations.
+    """
+
+    def __init__(
+        self,
+        home: RunFolder,
+        config: Config,
+        plan: Plan,
+        plan_seconds: float,
+        console: Console,
+        allocation: Allocation | None,
+    ) -> None:
+        self._home, self._config, self._console = home, config, console
+        self._plan, self._plan_seconds, self._allocation = plan, plan_seconds, allocation
+        self._metrics: JsonlTracker | None = None
+        self._registered: tuple[Tracker, ...] = ()
+        self._shown: ConsoleTracker | None = None  # lives for an attempt, the others for the run
+        self._warm_up: set[int] = set()  # steps, of all attempts
+        self.compile_seconds: float | None = None
+        self.failed_saves: list[str] = []
+        self._restarts: list[str] = []
+        self.accounts = Accounts(home, config, plan, plan_seconds)
+        report = config.report
+        steps, traced = report.timeline_steps or (), report.profiler_steps or ()
+        self.hooks, self.best = Hooks(config.hooks), Best(config.train)
+        from launcher.driver.record.samples import Samples  # it reads checkpoints: not for planning
+
+        self._samples = Samples(
+            config,
+            home.path,
+            plan.num_parameters,
+            line_printer(console),
+            lambda *table: self._trackers.table(*table),
+        )
+        self.recorder = Recorder(
+            self._log,
+            config.train.log_every,
+            self._performance(),
+            skips=config.train.non_finite == "skip",
+            timelines=Timelines(home.path, steps, traced, self.accounts.record),
+            wall=self.accounts.wall,
+            followers=Followers(self.best, self.hooks, home.status, self._samples),
+        )
+        if home.status:
+            home.status.tell(plan=describe_plan(plan), step=home.finished_steps)
+        self._begin(home.finished_steps)
+
+    def _begin(self, finished_steps: int) -> None:
+        """Let the record go on after `finished_steps`."""
+        self.recorder.begin(finished_steps)
+        records = read_metrics(self._home.path / METRICS) if finished_steps else []
+        self.best.begin(record for record in records if record["step"] <= finished_steps)
+
+    def saved(self, step: int) -> None:
+        """Note that the state after `step` is saved: whether it is the best, and for the hooks."""
+        if self.best.is_to_keep(step):
+            folder = self._home.checkpoints
+            checkpoint.write_best(folder, step, self.best.metric, self.best.value)
+        self.hooks.saved(step, self._home.checkpoints / str(step))
+
+    def open(self, finished_steps: int) -> None:
+        """Prepare for an attempt that begins after `finished_steps`; later steps are logged again.
+
+        The trackers are opened by the first attempt and live as long as the run.
+
+        Raises:
+            OSError: the metrics cannot be written.
+        """
+        path, first_step = self._home.path, finished_steps + 1
+        self._warm_up.update(warm_up(finished_steps, self._config.train.dry_steps))
+        timelines = self.recorder.timelines
+        for step in timelines.steps | timelines.traced if timelines else ():
+            self._warm_up.update((step, step + 1))  # beside it, what was recorded is read
+        if self._metrics:
+            self._trackers.rewind(first_step)
+            return
+        self._metrics = JsonlTracker(path / METRICS, first_step)
+        # Nothing in `wandb` may be a secret, and its tracker obeys the values.
+        config = redacted(self._config) | {"wandb": dataclasses.asdict(self._config.wandb)}
+        run = TrackedRun(self._home.id, path, config)
+        chosen = openers(self._config.report.trackers or ())
+        self._registered = open_trackers(run, chosen)
+        for name, table in plan_tables(self._plan).items():
+            self._trackers.table(name, *table)
+
+    @property
+    def _trackers(self) -> CompositeTracker:
+        return CompositeTracker(
+            tuple(filter(None, (self._metrics, self._shown, *self._registered)))
+        )
+
+    def show(self, finished_steps: int) -> None:
+        """Show the steps of the attempt on the console from now on."""
+        self.accounts.started(self.compile_seconds)
+        steps = self._config.train.steps
+        self._shown = ConsoleTracker(self._console, steps, finished_steps + 1)
+
+    def close(self, finished_steps: int, why: str) -> None:
+        """End an attempt that failed; the next one begins after `finished_steps`.
+
+        Args:
+            finished_steps: the step that the checkpoint holds.
+            why: what failed, and what follows, for the trackers' alert.
+        """
+        self._restarts.append(why)
+        self._trackers.alert(f"{self._home.id}: restart", why)
+        self._begin(finished_steps)
+        self.accounts.wall.lose(finished_steps)
+        if self._shown:
+            self._shown.finish({})
+        self._shown = None
+        if self._home.status:
+            self._home.status.restart(finished_steps)
+
+    def sync(self) -> None:
+        """Wait until the metrics are on the disk: no checkpoint may be newer than they are.
+
+        Raises:
+            LostFolderError: the run's folder is gone.
+        """
+        self._home.check()
+        if self._metrics:
+            self._metrics.sync()
+        self.accounts.write(self.recorder.finished_steps)
+
+    def _log(self, step: int, metrics: Metrics) -> None:
+        self._home.check()
+        if tokens := self._tokens():
+            metrics = {**metrics, "perf/tokens": step * tokens}
+        self._trackers.log(step, metrics)
+        for key in FINITE:
+            if not math.isfinite(metrics.get(key) or 0.0):
+                title = f"{self._home.id}: {key} is not finite at step {step}"
+                self._trackers.alert(title, f"train.non_finite={self._config.train.non_finite}")
+                break
+
+    def _tokens(self) -> int | None:
+        """Return the tokens of a batch, None where samples have none."""
+        length = getattr(self._config.model, "sequence_length", None)
+        return length and self._config.train.global_batch_size * length
+
+    def _performance(self) -> Callable[[float], Metrics]:
+        return functools.partial(
+            performance,
+            samples=self._config.train.global_batch_size,
+            tokens=self._tokens(),
+            flops=self._plan.flops_per_step,
+            devices=self._plan.num_devices,
+            peak_flops=self._plan.cluster["peak_flops"],
+        )
+
+    def sum_up(self, reason: str, restarts: int, path: Path) -> None:
+        """Finish the trackers, write the plots and the summary, and print it.
+
+        Args:
+            reason: the run's `exit_reason`.
+            restarts: number of restarts by this process.
+            path: the run's folder, which may have been moved.
+        """
+        if self._home.status:
+            self._home.status.end(reason)
+        metrics = path / METRICS
+        if self._metrics:
+            self._metrics.move(metrics)
+        records = self._metrics.records() if self._metrics else read_metrics(metrics)
+        summary, accounting = self._summary(reason, restarts, records, path)
+        with ExitStack() as stack:  # each of these also where one before it fails
+            resume_command = self._resume_command(reason)
+            stack.callback(self._samples.show_rest)
+            stack.callback(print_summary, self._console, path, summary, resume_command)
+            stack.callback(print_accounting, self._console, accounting)
+            stack.callback(self._trackers.finish, summary.to_dict())
+            write_summary(path, summary)
+            settings = redacted(self._config)
+            about = self._plan, settings, records, accounting, self._restarts
+            write_report(path, summary, *about)
+            pictures = draw_pictures(path, self._plan, records, summary.peak_memory_bytes)
+            last = records[-1] if records else {}
+            compared = beside_measured(self._plan, summary, last)
+            self._trackers.table("plan/beside_measured", *compared)
+            for name, table in accounting_tables(accounting).items():
+                self._trackers.table(name, *table)
+            for name, picture in pictures.items():
+                self._trackers.image(name, picture)
+            for name, file in ARTIFACTS.items():
+                if (path / file).exists():
+                    self._trackers.artifact(name, path / file)
+
+    def _summary(
+        self, reason: str, restarts: int, records: list[dict[str, Any]], path: Path
+    ) -> tuple[Summary, Accounting]:
+        before = self._home.finished_steps
+        plan, started = self._plan, psutil.Process().create_time()
+        first_step_at = self.recorder.first_step_at
+        allocation = self._allocation
+        found = measured(records, self._performance(), before, self._warm_up)
+        accounting = self.accounts.finish(path, self.recorder.finished_steps, found)
+        summary = Summary(
+            run_id=self._home.id,
+            exit_reason=reason,
+            restarts=(allocation.restarts if allocation else 0) + restarts,
+            failed_saves=len(self.failed_saves),
+            save_error=self.failed_saves[-1] if self.failed_saves else None,
+            job_id=allocation.job_id if allocation else None,
+            nodes=allocation.nodes if allocation else (),
+            **found,
+            **in_summary(accounting),
+            **predicted(plan),
+            predicted_cost=predicted_cost(self._config, plan),
+            plan_seconds=self._plan_seconds,
+            compile_seconds=self.compile_seconds,
+            time_to_first_step_seconds=first_step_at and first_step_at - started,
+            total_seconds=time.time() - started,
+        )
+        fields = self._trackers.summary_fields()
+        known = {k: v for k, v in fields.items() if k in vars(summary)}
+        return replace(summary, **known), accounting
+
+    def _resume_command(self, reason: str) -> str | None:
+        if not reason.startswith(tuple(word for _, word in ENDINGS.values())):
+            return None
+        if self._allocation is not None:
+            script = self._home.path / SCRIPT
+            return shlex.join(["sbatch", str(script)]) if script.exists() else None
+        program = Path(sys.argv[0]).name
+        command = [program] if program == "launcher" else ["python", "-m", "launcher"]
+        settings = [word for word in sys.argv[1:] if not word.startswith("run.id=")]
+        return shlex.join([*command, *settings, f"run.id={self._home.id}"])

@@ -1,0 +1,132 @@
+"""Samples of a run: what its model writes, shown and kept as it learns."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from launcher.config.errors import ConfigError
+from launcher.config.schema import Config
+from launcher.driver.record.special_steps import is_evaluated
+from launcher.driver.tasks.generate import decoded_after, default_prompt, encoded
+from launcher.files import write_whole
+from launcher.train.sampling import Sample
+from recipes import InputError, tokenizer_of
+from recipes.corpus.tokenizers import Tokenizer
+from recipes.decoding import build_decoder
+
+FOLDER = "samples"  # in the run's folder
+LARGEST = 2**31  # bytes of parameters that are moved for a sample nobody asked for
+MOST_LINES = 12  # of a text on the console
+_MOST_ROWS = 100  # of the table that trackers get
+
+_log = logging.getLogger(__name__)
+
+
+class Samples:
+    """Says when the model is to write, and takes what it has written.
+
+    Args:
+        config: the run's settings.
+        folder: the run's.
+        num_parameters: the model's.
+        say: prints a line.
+        table: takes a table, for trackers.
+
+    Attributes:
+        unsaid: what is still to be shown: the sample after the last step, at the run's end.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        num_parameters: int,
+        say: Callable[[str], object],
+        table: Callable[[str, Sequence[str], Sequence[Sequence[object]]], object],
+    ) -> None:
+        self._config, self._folder, self._say, self._table = config, folder, say, table
+        self._bytes = 4 * num_parameters
+        self._tokenizer: Tokenizer | None = None
+        self._texts: list[str] = []
+        self._rows: list[tuple[int, str]] = []
+        self._can: bool | None = None
+        self.prompts: list[list[int]] = []
+        self.most = 0
+        self.unsaid: list[str] = []
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the model is to write after `step`."""
+        train, every = self._config.train, self._config.train.sample_every
+        if every is None:
+            due = is_evaluated(step, train)
+        else:
+            due = every > 0 and (step % every == 0 or step == train.steps)
+        if due and self._can is None:
+            self._can = self._prepare()
+        return due and bool(self._can)
+
+    def take(self, sample: Sample) -> None:
+        """Show a sample, keep it, and hand it to the trackers."""
+        assert self._tokenizer is not None
+        said = [f"sample after step {sample.step}:"]
+        self._rows = [row for row in self._rows if row[0] < sample.step]  # made again
+        for begun, prompt, tokens in zip(self._texts, self.prompts, sample.tokens, strict=True):
+            end = self._tokenizer.end_token
+            kept = tokens[: tokens.index(end)] if end in tokens else tokens
+            text = f"{begun}{decoded_after(begun, prompt, self._tokenizer, kept)}"
+            self._rows.append((sample.step, text))
+            said += [f"  {line}" for line in printable(text)[:MOST_LINES]]
+        texts = [text for step, text in self._rows if step == sample.step]
+        folder = self._folder / FOLDER
+        try:
+            folder.mkdir(exist_ok=True)
+            write_whole(folder / f"{sample.step}.txt", "\n\n".join(texts) + "\n", durable=False)
+        except OSError as error:
+            _log.warning(f"the sample is not kept ({error.strerror}); the run goes on")
+        self._rows = self._rows[-_MOST_ROWS:]
+        self._table(FOLDER, ("step", "text"), self._rows)
+        if sample.step < self._config.train.steps:
+            self._show(said)
+        else:
+            self.unsaid = said
+
+    def show_rest(self) -> None:
+        """Show the sample after the last step, if it has not been shown."""
+        self._show(["", *self.unsaid] if self.unsaid else [])
+        self.unsaid = []
+
+    def _show(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            self._say(line)
+
+    def _prepare(self) -> bool:
+        """Find out whether and from which texts the model can go on."""
+        config = self._config
+        asked = config.train.sample_every is not None
+        if self._bytes > LARGEST and not asked:
+            _log.info(
+                f"no samples: the model has {self._bytes / 2**30:.1f} GiB of parameters, which "
+                "would be moved for each; train.sample_every=… asks for them all the same"
+            )
+            return False
+        try:
+            self._tokenizer = tokenizer_of(config.dataset)
+            decoder = build_decoder(config.model, config.train.precision)
+            self._texts = config.prompt or [default_prompt(self._tokenizer)]
+            self.prompts = [list(encoded(self._tokenizer, text, config)) for text in self._texts]
+        except (InputError, ConfigError) as error:
+            if asked:
+                _log.info(f"no samples: {error}")
+            return False
+        # Longer texts would have to be read anew.
+        longest = max(len(prompt) for prompt in self.prompts)
+        self.most = max(1, min(config.generate.max_new_tokens, decoder.length - longest))
+        return True
+
+
+def printable(text: str) -> list[str]:
+    """Return the lines of a text, without what a terminal would obey."""
+    lines = text.expandtabs(4).split("\n")
+    return ["".join(c if c.isprintable() else "\ufffd" for c in line) for line in lines]

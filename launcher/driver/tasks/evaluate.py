@@ -1,0 +1,153 @@
+"""`task=evaluate`: a checkpoint's loss on held-out data, the run's own or another.
+
+The model lies as its plan shards it, as for `task=generate`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from launcher.config.errors import ConfigError
+from launcher.config.schema import Config
+from launcher.driver.tasks.export_tokenizer import warn_of_other_tokens
+from launcher.driver.tasks.model_workers import model_answers, stored_plan
+from launcher.driver.tasks.stored_model import refused, run_settings, stored_model
+from launcher.files import write_whole
+from launcher.plan import Plan
+from launcher.report.console import status
+from launcher.train import checkpoint
+from launcher.train.model_workers import EvaluationWorker, Means
+from recipes import Batches, Dataset, InputError, build_dataset
+
+_OF_BYTES = "text", "stdlib_text"
+
+
+def evaluate(config: Config, console: Console) -> int:
+    """Print what the run's model comes to on held-out data, and write it; return the exit code.
+
+    Raises:
+        ConfigError: there is no such checkpoint.
+        InputError: the data cannot be used, or holds nothing out.
+        OSError: a file cannot be read or written.
+    """
+    asked = config.evaluate
+    source, home = stored_model(config, asked.step, asked.best, "evaluate")
+    _check_model_is_theirs(config, home)
+    target = _target(config, home / f"evaluation-{source.name}.json")
+    settings = run_settings(config, home)
+    warn_of_other_tokens(settings, config)
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of what does not matter here
+    size = config.train.global_batch_size
+    dataset = build_dataset(config.dataset, config.model, size, config.run.seed)
+    batches, plan = _batches(config, dataset), stored_plan(home)
+    given = replace(config, optimizer=settings.optimizer)
+    counts = batches, _rows(size, plan)
+    asked_of = EvaluationWorker, given, source, plan, asked.ema, counts, console
+    try:
+        with model_answers(*asked_of) as told, status(console, f"evaluating {source}") as advance:
+            found = means(_counted(told, lambda done: advance(done, batches, "batches")))
+    except checkpoint.Mismatch as error:
+        raise refused(config, f"cannot be evaluated: {source}: {error}", "evaluate") from None
+    found |= _derived(config, found["loss"])
+    about = {"checkpoint": str(source), "dataset": config.dataset.name, "data": dataset.describe}
+    write_whole(target, json.dumps({**about, **found}, indent=2) + "\n", not config.run.shared)
+    for name, value in found.items():
+        console.print(f"{name:<14} {value:.6g}")
+    console.print(f"written to {target}", soft_wrap=True)
+    return 0
+
+
+def _target(config: Config, default: Path) -> Path:
+    """Return the file to write; raises ConfigError if it cannot be made, before all the work."""
+    if config.evaluate.path is None:
+        return default
+    target = Path(config.evaluate.path).expanduser()
+    if not target.parent.is_dir() or target.is_dir():
+        what = "it is a folder" if target.is_dir() else f"{target.parent} is not a folder"
+        raise ConfigError(
+            f"evaluate.path={config.evaluate.path} cannot be written: {what}",
+            "Name a file in a folder that is there.",
+            ["evaluate.path"],
+        )
+    return target
+
+
+def means(batches: Iterable[list[Means]]) -> dict[str, float]:
+    """Return the means over all rows of the model's metrics, and `rows`, their number.
+
+    Args:
+        batches: of each batch what its pieces come to.
+
+    Raises:
+        InputError: there is no row.
+    """
+    pieces = [piece for batch in batches for piece in batch]
+    if not pieces:
+        raise InputError("the data holds out no row to evaluate on")
+    found = {}
+    for name in pieces[0][0]:
+        values, weights = zip(*(metrics[name] for metrics, _ in pieces), strict=True)
+        found[name] = float(np.average(values, weights=weights))
+    return {**found, "rows": sum(rows for _, rows in pieces)}
+
+
+def _counted(batches: Iterable[list[Means]], tell: Callable[[int], None]) -> Iterator[list[Means]]:
+    """Yield batches, and tell how many there have been."""
+    for number, batch in enumerate(batches, start=1):
+        yield batch
+        tell(number)
+
+
+def _batches(config: Config, dataset: Dataset) -> int:
+    """Return the number of batches to evaluate on.
+
+    Raises:
+        InputError: nothing is held out, or it has no end and no number of batches is given.
+    """
+    held_out, most = dataset.validation, config.evaluate.batches
+    named = f"dataset.name={config.dataset.name}"
+    if held_out is None:
+        raise InputError(f"{named} holds nothing out to evaluate on; raise its validation_fraction")
+    there = held_out.num_rows if isinstance(held_out, Batches) else None
+    if there is not None:
+        all_batches = -(-there // config.train.global_batch_size)
+        return all_batches if most is None else min(most, all_batches)
+    if most is None:
+        raise InputError(f"{named} does not say how much it holds out; set evaluate.batches")
+    return most
+
+
+def _rows(batch_size: int, plan: Plan | None) -> int:
+    """Return how many rows are evaluated together: as many as a device has of a microbatch."""
+    slices = 1 if plan is None else plan.num_micro_batches * plan.num_replicas
+    return max(1, batch_size // slices)
+
+
+def _derived(config: Config, loss: float) -> dict[str, float]:
+    """Return what a mean loss of the next token stands for, in nats."""
+    is_masked = hasattr(config.model, "mask_every")
+    if is_masked or getattr(config.model, "vocab_size", None) is None:
+        return {}
+    found = {"perplexity": math.exp(min(loss, 700.0))}
+    if config.dataset.name in _OF_BYTES:
+        found["bits_per_byte"] = loss / math.log(2)
+    return found
+
+
+def _check_model_is_theirs(config: Config, home: Path) -> None:
+    """Raise ConfigError if the settings say another model than the run's."""
+    theirs = run_settings(config, home).model
+    if theirs != config.model:
+        raise ConfigError(
+            f"the settings of the model are not those of run.id={config.run.id}",
+            "Leave them out: they are the run's own.",
+            ["model.name"],
+        )

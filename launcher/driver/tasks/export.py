@@ -1,0 +1,98 @@
+"""`task=export`: write the weights of a run's checkpoint for other programs.
+
+They go to one `.npz` file, or to a folder as Hugging Face's `transformers` reads it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from rich.console import Console
+
+from launcher.config.errors import ConfigError
+from launcher.config.optimizers import Lora
+from launcher.config.schema import Config
+from launcher.driver.folder.private_files import private_files
+from launcher.driver.tasks.export_tokenizer import exported_tokenizer
+from launcher.driver.tasks.stored_model import refused, run_settings, stored_model
+from launcher.files import DamagedError
+from launcher.report.console import status
+from launcher.train import checkpoint
+from launcher.train.checkpoint.hugging_face import Folder
+from recipes.hugging_face import family_named
+from recipes.masking import with_mask_token
+
+
+def export(config: Config, console: Console) -> int:
+    """Write the model of the run's newest checkpoint, or of `export.step`; return the exit code.
+
+    Raises:
+        ConfigError: there is no such checkpoint, its model has no such format, or what is to be
+            written cannot be made where it is wanted.
+        OSError: it cannot be written.
+    """
+    asked = config.export
+    source, home = stored_model(config, asked.step, asked.best, "export")
+    target = _target(config, home, source)
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of what does not matter here
+    private = not config.run.shared
+    theirs = _theirs(config, home) if config.export.format == "hf" else None
+    with private_files(config.run), status(console, f"writing {target}"):
+        try:
+            is_there = (home / "config.yaml").exists()
+            lora = run_settings(config, home).optimizer.lora if is_there else Lora()
+            model = checkpoint.FinishedModel(source, lora, config.export.ema)
+            if theirs is None:
+                count = checkpoint.export_model(model, target, private=private)
+            else:
+                count = checkpoint.export_hugging_face(
+                    model, target, theirs, dtype=config.export.dtype, private=private
+                )
+        except checkpoint.Mismatch as error:
+            problem = f"cannot be exported: {source}: {error}"
+            raise refused(config, problem, "export") from None
+    console.print(f"{count} arrays of {source} are in {target}", soft_wrap=True)
+    return 0
+
+
+def _theirs(config: Config, home: Path) -> Folder:
+    """Return what a folder of a run's model is to hold.
+
+    Raises:
+        ConfigError: `transformers` has no such model.
+    """
+    settings = run_settings(config, home)
+    options = settings.model
+    family = family_named(options.name)
+    try:
+        if family is None:
+            raise DamagedError(f"model={options.name} has no form there")
+        tokenizer = exported_tokenizer(settings)
+        options = with_mask_token(options, tokenizer.mask_token)
+        described, tensors = family.config_of(options), list(family.tensors(options))
+    except DamagedError as error:
+        raise ConfigError(
+            f"export.format=hf is not for this run: {error}",
+            "Use export.format=npz.",
+            ["export.format"],
+        ) from None
+    return Folder({**described, **tokenizer.special}, tensors, tokenizer.files)
+
+
+def _target(config: Config, home: Path, source: Path) -> Path:
+    """Return the file or folder to write; refuse to write over another than the run's own file."""
+    is_folder = config.export.format == "hf"
+    if config.export.path is None and not is_folder:
+        return home / f"weights-{source.name}.npz"
+    named = config.export.path or str(home / f"hf-{source.name}")
+    target = Path(named).expanduser()
+    if os.path.lexists(target):
+        what = "folder" if is_folder else "file"
+        problem, remedy = "is there already", f"Name another {what}, or delete it first."
+    elif config.export.path and not target.parent.is_dir():
+        problem, remedy = f"cannot be made: {target.parent} is not a folder", "Make it first."
+    else:
+        return target
+    raise ConfigError(f"export.path={named} {problem}", remedy, ["export.path"])

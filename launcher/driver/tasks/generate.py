@@ -1,0 +1,162 @@
+"""`task=generate`: go on with texts, by a run's checkpoint, under the run's own plan."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from launcher.config.errors import ConfigError
+from launcher.config.schema import Config
+from launcher.driver.tasks.model_workers import model_answers, stored_plan
+from launcher.driver.tasks.stored_model import run_settings, stored_model
+from launcher.output import answer
+from launcher.train import checkpoint
+from launcher.train.model_workers import TextWorker
+from recipes import tokenizer_of
+from recipes.corpus.tokenizers import Tokenizer
+from recipes.decoding import build_decoder
+
+_LARGEST = 2**20  # bytes of a file of prompts
+
+
+def generate_text(config: Config, console: Console) -> int:
+    """Print how the model goes on with the prompts; return the exit code.
+
+    A single prompt's text is printed as it is made, several when all of them are. A text ends with
+    the token that ends a document.
+
+    Raises:
+        ConfigError: there is no such checkpoint, or the prompts cannot be used.
+        InputError: the model has no decoder, or its data is no text.
+        OSError: a file cannot be read.
+    """
+    asked = config.generate
+    source, home = stored_model(config, asked.step, asked.best, "generate")
+    settings = run_settings(config, home)
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of what does not matter here
+    build_decoder(settings.model, settings.train.precision)  # before any process is started
+    tokenizer = tokenizer_of(settings.dataset)
+    texts = _prompts(config, tokenizer)
+    prompts = [encoded(tokenizer, text, settings) for text in texts]
+    # The run's method may not fit the devices of this task, and its plan says all that is needed.
+    given = replace(settings, generate=asked, cluster=config.cluster, parallel=config.parallel)
+    asked_of = TextWorker, given, source, stored_plan(home), asked.ema, (prompts,), console
+    try:
+        with model_answers(*asked_of) as tokens:
+            return _printed(texts, prompts, tokenizer, _ended(tokens, tokenizer.end_token))
+    except checkpoint.Mismatch as error:
+        raise ConfigError(
+            f"run.id={config.run.id} cannot generate: {source}: {error}", "", ["run.id"]
+        ) from None
+
+
+def _printed(
+    texts: Sequence[str],
+    prompts: Sequence[Sequence[int]],
+    tokenizer: Tokenizer,
+    rows: Iterator[list[int]],
+) -> int:
+    """Print prompts with what follows; return the exit code."""
+    if len(texts) == 1:
+        return _stream(texts[0], prompts[0], tokenizer, (row[0] for row in rows))
+    columns = zip(*list(rows), strict=True)
+    for text, prompt, column in zip(texts, prompts, columns, strict=True):
+        made = list(itertools.takewhile(lambda token: token != tokenizer.end_token, column))
+        if code := answer(f"{text}{decoded_after(text, prompt, tokenizer, made)}\n"):
+            return code
+    return 0
+
+
+def _ended(tokens: Iterable[list[int]], end_token: int | None) -> Iterator[list[int]]:
+    """Yield tokens, those of all prompts, until all texts have ended."""
+    open_rows: set[int] | None = None
+    for row in tokens:
+        open_rows = set(range(len(row))) if open_rows is None else open_rows
+        open_rows -= {index for index, token in enumerate(row) if token == end_token}
+        if not open_rows and len(row) == 1:
+            return
+        yield row
+        if not open_rows:
+            return
+
+
+def _stream(text: str, prompt: Sequence[int], tokenizer: Tokenizer, tokens: Iterable[int]) -> int:
+    """Print a prompt and what follows; a piece of text is printed when it is whole."""
+    code, made, shown = answer(text, end=""), [], ""
+    for token in tokens:
+        if code:
+            return code
+        made.append(token)
+        following = decoded_after(text, prompt, tokenizer, made)
+        whole = following.rstrip("\ufffd")  # the rest of a character may follow
+        if len(whole) > len(shown):
+            code, shown = answer(whole[len(shown) :], end=""), whole
+    rest = decoded_after(text, prompt, tokenizer, made)[len(shown) :]
+    return code or answer(rest)
+
+
+def decoded_after(
+    text: str, prompt: Sequence[int], tokenizer: Tokenizer, made: Sequence[int]
+) -> str:
+    """Return the text of tokens that follow a prompt.
+
+    Both are decoded together: some tokenizers drop the space that a text begins with.
+
+    Args:
+        text: the prompt's text; of "" the tokens stand alone.
+        prompt: its tokens.
+        tokenizer: what has made them.
+        made: those that follow.
+    """
+    if not text:
+        return tokenizer.decode(made)
+    return tokenizer.decode([*prompt, *made])[len(tokenizer.decode(prompt)) :]
+
+
+def default_prompt(tokenizer: Tokenizer) -> str:
+    """Return what a text begins with where nothing is said: "" is the beginning of a document."""
+    return "import " if tokenizer.end_token is None else ""
+
+
+def _prompts(config: Config, tokenizer: Tokenizer) -> list[str]:
+    """Return the texts to go on with; "" is the beginning of a document."""
+    path = config.generate.prompts
+    if path is None:
+        return config.prompt or [default_prompt(tokenizer)]
+    file = Path(path).expanduser()
+    if not file.is_file() or file.stat().st_size > _LARGEST:
+        what = "is not a file" if not file.is_file() else f"has more than {_LARGEST:,} bytes"
+        raise ConfigError(
+            f"generate.prompts={path} {what}",
+            "Name a text file with a prompt a line.",
+            ["generate.prompts"],
+        )
+    lines = [line for line in file.read_text("utf-8", "replace").splitlines() if line]
+    if not lines:
+        raise ConfigError(
+            f"generate.prompts={path} holds no prompt", "Write one a line.", ["generate.prompts"]
+        )
+    return lines
+
+
+def encoded(tokenizer: Tokenizer, text: str, settings: Config) -> Sequence[int]:
+    """Return the tokens of a prompt; raise ConfigError if the run's model does not know them."""
+    vocabulary: Any = getattr(settings.model, "vocab_size", None)
+    tokens: list[int] = tokenizer.encode([text])[0].tolist()
+    if not tokens and tokenizer.end_token is not None:
+        tokens = [tokenizer.end_token]
+    if not tokens:
+        raise ConfigError("prompt holds an empty text", "Write what it begins with.", ["prompt"])
+    if vocabulary and max(tokens) >= vocabulary:
+        raise ConfigError(
+            f"prompt has the token {max(tokens)}, and the model knows {vocabulary}",
+            "The run's tokenizer makes more tokens than its model takes.",
+            ["prompt"],
+        )
+    return tokens

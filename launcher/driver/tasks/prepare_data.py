@@ -1,0 +1,92 @@
+"""`task=prepare_data`, which a training begins with where needed, and `task=tokenize`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from launcher.config.errors import ConfigError
+from launcher.config.schema import Config
+from launcher.report.console import status
+from recipes import needs_preparing, prepare_dataset
+
+if TYPE_CHECKING:
+    from recipes.documents_options import Documents
+
+
+def prepare_data(config: Config, console: Console) -> int:
+    """Make of the data what a training needs, or what is missing of it; return the exit code.
+
+    Raises:
+        ConfigError: nothing is ever made of this data.
+        recipes.InputError: it, or the tokenizer, cannot be used.
+        OSError: a file cannot be read or written.
+    """
+    if not _prepare_here(config, console):
+        raise ConfigError(
+            f"task={config.task} is for documents and pictures, and of dataset="
+            f"{config.dataset.name} nothing is made",
+            "Use dataset=jsonl, parquet, arrow, documents, pictures or webdataset.",
+            ["task", "dataset.name"],
+        )
+    return 0
+
+
+def prepare_first(config: Config, console: Console) -> None:
+    """Prepare the data of a training, where that has not been done; raises as `prepare_data`."""
+    if needs_preparing(config.dataset):
+        _prepare_here(config, console)
+
+
+def _prepare_here(config: Config, console: Console) -> bool:
+    """Prepare the data, and say what there is now; return whether there is anything to prepare."""
+    source = getattr(config.dataset, "path", config.dataset.name)
+    processes = config.prepare.processes or len(os.sched_getaffinity(0))
+    with status(console, f"preparing {source}") as progress:
+        made = prepare_dataset(config.dataset, processes, progress)
+    for line in (made or "").splitlines():
+        console.print(line, soft_wrap=True)
+    return made is not None
+
+
+def tokenize(config: Config, console: Console) -> int:
+    """Train a tokenizer on the documents of `dataset`; return the exit code.
+
+    Raises:
+        ConfigError: the dataset has no documents, or the file cannot be made.
+        recipes.InputError: they cannot be used.
+        OSError: a file cannot be read or written.
+    """
+    from recipes.corpus.train_tokenizer import train_tokenizer
+    from recipes.documents import preparation
+
+    options, path = _documents(config), Path(config.tokenize.path).expanduser()
+    if os.path.lexists(path) or not path.parent.is_dir():
+        is_there = os.path.lexists(path)
+        raise ConfigError(
+            f"tokenize.path={config.tokenize.path} "
+            + (
+                "is there already" if is_there else f"cannot be made: {path.parent} is not a folder"
+            ),
+            "Name another file." if is_there else "Make it first.",
+            ["tokenize.path"],
+        )
+    with status(console, f"training a tokenizer on {options.path}"):
+        size = train_tokenizer(preparation(options), config.tokenize.vocab_size, path)
+    console.print(f"a tokenizer of {size:,} tokens is in {path}", soft_wrap=True)
+    return 0
+
+
+def _documents(config: Config) -> Documents:
+    from recipes.documents_options import Documents
+
+    if not isinstance(config.dataset, Documents):
+        raise ConfigError(
+            f"task={config.task} is for documents, and dataset={config.dataset.name} has none",
+            "Use dataset=jsonl, parquet, arrow or documents.",
+            ["task", "dataset.name"],
+        )
+    return config.dataset

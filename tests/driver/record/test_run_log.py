@@ -1,0 +1,282 @@
+"""What a run hands to its trackers: the same to each, in order, whatever one of them does."""
+
+import csv
+import inspect
+import json
+from types import SimpleNamespace
+
+import pytest
+import wandb
+
+from launcher.config.compose import load
+from launcher.driver.folder.folder import RunFolder
+from launcher.driver.planning.plan_from_config import plan_of
+from launcher.driver.record.run_log import RunLog
+from launcher.plan import local_shape
+from launcher.report import TRACKERS, Tracker, register
+from launcher.report.console import make_console
+from launcher.report.registry import TrackedRun, open_trackers
+from launcher.train.program import build_program
+from launcher.train.step_result import StepResult
+
+WORDS = ["model=mlp", "dataset=synthetic", "parallel=data", "cluster=emulated", "run.id=mine"]
+
+
+@pytest.fixture(scope="module")
+def plan():
+    config = load(WORDS)
+    return plan_of(config.parallel, build_program(config).train, local_shape(2, 1, "cpu"))
+
+
+@pytest.fixture
+def home(tmp_path):
+    path = tmp_path / "outputs" / "mine"
+    path.mkdir(parents=True)
+    return RunFolder(path)
+
+
+def result(step, **more):
+    metrics = {"train/loss": 4.0 / step, "train/grad_norm": 1.0, "perf/step_seconds": 0.5, **more}
+    return StepResult(step, metrics, completed_at=1000.0 + step)
+
+
+def run_through(home, plan, *words, reason="done"):
+    """A run of five steps, of which a failure has the third and fourth done again."""
+    config = load([*WORDS, "train.steps=5", "train.log_every=1", *words])
+    log = RunLog(home, config, plan, 0.25, make_console(), None)
+    for finished, steps in ((0, (1, 2, 3, 4)), (2, (3, 4, 5))):
+        if finished:
+            log.close(finished, "worker 0 died")
+        log.open(finished)
+        log.show(finished)
+        for step in steps:
+            log.recorder.record(result(step))
+    log.sum_up(reason, 1, home.path)
+    return json.loads((home.path / "summary.json").read_text())
+
+
+class FakeRun:
+    """What stands in for wandb's run: it keeps what it is given, an event a thing."""
+
+    def __init__(self, **given):
+        self.given, self.events, self.id = given, [], given["id"]
+        self.url = "https://wandb.example/mine"
+        self.summary = SimpleNamespace(update=lambda values: self.add("summary", values))
+
+    def add(self, *event):
+        self.events.append(event)
+
+    def log(self, data, step=None, commit=None):
+        numbers = {}
+        for name, value in data.items():
+            if isinstance(value, wandb.Table):
+                self.add("table", name, value.columns, value.data, commit)
+            elif isinstance(value, wandb.Image):
+                self.add("image", name, value.format, commit)
+            else:
+                numbers[name] = value
+        if numbers:
+            self.add("log", step, numbers)
+
+    def define_metric(self, name, step_metric=None):
+        self.add("axis", name, step_metric)
+
+    def log_artifact(self, artifact):
+        self.add("artifact", artifact.type, artifact.name)
+
+    def alert(self, title, text, level, wait_duration):
+        self.add("alert", title, text)
+
+    def finish(self, exit_code):
+        self.add("finish", exit_code)
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """The runs that are begun with wandb."""
+    runs = []
+
+    def init(**given):
+        runs.append(FakeRun(**given))
+        return runs[-1]
+
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setattr(wandb, "setup", lambda settings: None)
+    return runs
+
+
+def test_weights_and_biases_gets_tables_steps_once_pictures_and_the_summary(home, plan, recorded):
+    summary = run_through(home, plan, "wandb.tags=[fast]", "wandb.mode=offline")
+    (run,) = recorded
+    assert run.given["id"] == run.given["name"] == "mine"
+    assert (run.given["mode"], run.given["tags"]) == ("offline", ["fast"])
+    assert run.given["config"]["train"]["steps"] == 5
+    assert run.given["dir"] == home.path
+    names = [(kind, name) for kind, name, *_ in run.events]
+    assert names == [
+        *(("axis", name) for name in ("step", "perf/tokens", "*")),
+        ("table", "plan/stages"),
+        ("table", "plan/shardings"),
+        *(("log", step) for step in (1, 2, 3, 4)),
+        ("alert", "mine: restart"),
+        ("log", 5),
+        ("table", "plan/beside_measured"),
+        ("image", "plots/timeline"),
+        ("image", "plots/memory"),
+        ("image", "plots/loss"),
+        ("artifact", "accounting"),
+        ("artifact", "report"),
+        ("summary", run.events[-2][1]),
+        ("finish", 0),
+    ]
+    assert {event[-1] for event in run.events if event[0] in ("table", "image")} == {False}
+    assert {event[2] for event in run.events if event[0] == "image"} == {"png"}
+    assert run.events[3][2][:3] == ["stage", "layers", "hosts"]
+    assert run.events[3][3][0][:3] == [0, "0-3", 1]
+    *_, columns, rows, _ = run.events[11]
+    assert columns == ["what", "predicted", "measured", "off"]
+    assert rows[0][:3] == ["step_seconds", plan.predicted_step_seconds, 0.5]
+    samples = load(WORDS).train.global_batch_size
+    assert run.events[6] == (
+        "log",
+        2,
+        {
+            "step": 2,
+            "train/loss": 2.0,
+            "train/grad_norm": 1.0,
+            "perf/step_seconds": 0.5,
+            "perf/samples_per_second": samples / 0.5,
+        },
+    )
+    known = {key: value for key, value in summary.items() if value is not None}
+    assert json.loads(json.dumps(run.events[-2][1])) == known
+    assert summary["wandb_sync_command"] == f"wandb sync {home.path}/wandb/offline-run-*"
+    assert summary["wandb_url"] is None
+
+
+def test_a_failed_run_ends_so_in_weights_and_biases(home, plan, recorded):
+    run_through(home, plan, "wandb.mode=offline", reason="worker_0 died")
+    assert recorded[0].events[-1] == ("finish", 1)
+
+
+def test_a_recording_that_fails_is_said_once_and_ends_no_run(home, plan, recorded, said):
+    record = FakeRun.log
+
+    def log(self, data, step=None, commit=None):
+        if step == 2:
+            raise OSError("the service is gone\nand more")
+        record(self, data, step, commit)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeRun, "log", log)
+        summary = run_through(home, plan, "wandb.mode=offline")
+    assert [event[:2] for event in recorded[0].events[5:]] == [("log", 1)]
+    assert said == ["wandb: the service is gone; the run is no longer recorded there"]
+    assert (summary["exit_reason"], summary["steps"]) == ("done", 5)
+    assert summary["wandb_sync_command"]  # what was recorded before can be uploaded
+
+
+class CsvTracker(Tracker):
+    """A user's own: tables and metrics as CSV files below the run's folder."""
+
+    def __init__(self, run):
+        self.folder, self.steps = run.folder / "csv", {}
+        self.folder.mkdir()
+
+    def table(self, name, columns, rows):
+        with open(self.folder / f"{name.replace('/', '.')}.csv", "w", newline="") as file:
+            csv.writer(file).writerows([columns, *rows])
+
+    def rewind(self, first_step):
+        self.steps = {step: line for step, line in self.steps.items() if step < first_step}
+
+    def log(self, step, metrics):
+        self.steps[step] = {"step": step, **metrics}
+
+    def image(self, name, path):
+        (self.folder / path.name).write_bytes(path.read_bytes())
+
+    def finish(self, summary):
+        names = dict.fromkeys(key for line in self.steps.values() for key in line)
+        rows = [[line.get(name) for name in names] for line in self.steps.values()]
+        self.table("metrics", [*names], rows)
+        self.table("summary", [*summary], [[*summary.values()]])
+
+
+def read_csv(path):
+    with open(path, newline="") as file:
+        return [*csv.DictReader(file)]
+
+
+def test_a_tracker_of_ones_own_is_a_class_and_a_line(home, plan, monkeypatch):
+    assert len(inspect.getsource(CsvTracker).splitlines()) <= 40
+    monkeypatch.setattr("launcher.report.registry.TRACKERS", {**TRACKERS})
+    register("csv")(CsvTracker)
+    summary = run_through(home, plan, "wandb.mode=disabled")
+    folder = home.path / "csv"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "loss.png",
+        "memory.png",
+        "metrics.csv",
+        "plan.beside_measured.csv",
+        "plan.shardings.csv",
+        "plan.stages.csv",
+        "summary.csv",
+        "timeline.png",
+    ]
+    lines = read_csv(folder / "metrics.csv")
+    assert [(line["step"], float(line["train/loss"])) for line in lines] == [
+        (str(step), 4.0 / step) for step in (1, 2, 3, 4, 5)
+    ]
+    assert read_csv(folder / "plan.stages.csv")[0]["layers"] == "0-3"
+    assert read_csv(folder / "summary.csv")[0]["final_loss"] == str(summary["final_loss"])
+    assert (folder / "loss.png").read_bytes() == (home.path / "plots" / "loss.png").read_bytes()
+
+
+def test_fields_that_no_summary_has_are_left_out(home, plan, monkeypatch):
+    class Linked(Tracker):
+        def summary_fields(self):
+            return {"wandb_url": "https://mine", "other": 1, "exit_reason": "mine"}
+
+    monkeypatch.setitem(TRACKERS, "linked", lambda run: Linked())
+    summary = run_through(home, plan, "wandb.mode=disabled")
+    assert summary["wandb_url"] == "https://mine"
+    assert "other" not in summary
+    assert summary["exit_reason"] != "mine"
+
+
+def test_fields_that_are_none_of_the_kind_end_no_run(home, plan, monkeypatch):
+    class Empty(Tracker):
+        def summary_fields(self):
+            return None
+
+    monkeypatch.setitem(TRACKERS, "empty", lambda run: Empty())
+    assert run_through(home, plan, "wandb.mode=disabled")["wandb_url"] is None
+
+
+def test_the_mode_of_wandb_may_come_from_the_environment(home, plan, monkeypatch, said):
+    monkeypatch.setenv("RECORDING", "disabled")
+    run_through(home, plan, "wandb.mode=${oc.env:RECORDING}")
+    assert said == []
+
+
+MODULE = """
+import launcher.report
+from recipes.mlp import build
+
+@launcher.report.register("mine")
+class Mine(launcher.report.Tracker):
+    def __init__(self, run):
+        self.id = run.id
+"""
+
+
+def test_the_module_of_a_users_model_may_register_one(tmp_path, monkeypatch):
+    (tmp_path / "net_with_tracker.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("launcher.report.registry.TRACKERS", {})
+    fields = "{input_size: 4, widths: [4], output_size: 2, output_relu: false}"
+    words = ["model=custom", "model.module=net_with_tracker", f"model.options={fields}"]
+    build_program(load([*words, "dataset=synthetic", "allow_modules=[net_with_tracker]"]))
+    run = TrackedRun("r", tmp_path, {"wandb": {"mode": "disabled"}})
+    assert [type(tracker).__name__ for tracker in open_trackers(run)] == ["QueuedTracker"]

@@ -1,0 +1,46 @@
+"""Outlines of several settings at once are what each stage costs alone, to the last bit."""
+
+import numpy as np
+import pytest
+from random_problems import random_problem
+
+from launcher.plan.inter_op.layers_again import FEWEST
+from launcher.plan.inter_op.many_stage_costs import ManyStageCosts
+from launcher.plan.inter_op.problem import Wanted, alike_but_replicas, settings
+from launcher.plan.inter_op.stage_choices import Outlines, hidden_forwards
+from launcher.schedule import SCHEDULES
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("seed", range(5))
+def test_replicas_change_what_they_change_and_nothing_else(seed, schedule):
+    problem = random_problem(np.random.default_rng(seed))
+    seen = set()
+    for alike in alike_but_replicas(settings(problem, Wanted(), schedule)):
+        assert [one.replicas for one in alike] == sorted({one.replicas for one in alike})
+        outlines = Outlines(problem.table, problem.cluster, problem.sizes, alike[0])
+        for setting in reversed(alike):  # in any order
+            known = outlines.of(setting)
+            seen.add(setting.replicas)
+            device_seconds = np.full(problem.table.spans[0]["work_seconds"].shape, np.inf)
+            for k, choice in enumerate(known.choices):
+                first, rest, work = alone(problem, setting, choice)
+                np.testing.assert_array_equal(known.candidates.seconds[0, :, :, k], first)
+                np.testing.assert_array_equal(known.candidates.rest[0, :, :, k], rest)
+                device_seconds = np.minimum(device_seconds, work * known.candidates.sizes[k])
+            np.testing.assert_array_equal(known.device_seconds, device_seconds)
+    assert problem.cluster.num_devices == 1 or len(seen) > 1
+
+
+def alone(problem, setting, choice):
+    """Return the seconds of a choice on its mesh alone, infinite where it cannot fit."""
+    cluster, (data, model) = problem.cluster, choice.logical_mesh
+    depth, count = min(problem.table.num_layers, cluster.num_devices), setting.num_micro_batches
+    goes_back = SCHEDULES[setting.schedule].last_stage_alternates(count)
+    mesh = problem.table.index(model, choice.sequence), data
+    costs = ManyStageCosts(problem.table, [mesh], cluster, setting, goes_back)
+    hidden = max(hidden_forwards(setting, depth, cluster))
+    assert choice.remat == FEWEST
+    most = setting.memory_bytes or np.inf
+    lost = np.where(costs.least_memory(choice.zero)[0] <= most, 0.0, np.inf)
+    return [of[0] + lost for of in costs.seconds(choice.zero, None, [hidden])]
