@@ -64,10 +64,7 @@ class Accounts:
     def write(self, finished: int) -> None:
         """Write what is known after `finished` steps; a full disk costs a warning."""
         self._finished = finished
-        try:
-            self.result(self._folder, {}).save(self._folder)
-        except OSError as error:
-            _log.warning(f"the accounting cannot be written: {error}")
+        _save(self.result(self._folder, {}), self._folder)
 
     def result(self, folder: Path, measured: Mapping[str, Any]) -> Accounting:
         """Return the accounting as far as it is known.
@@ -90,14 +87,24 @@ class Accounts:
         return replace(found, finished_steps=self._finished)
 
     def finish(self, folder: Path, finished: int, measured: Mapping[str, Any]) -> Accounting:
-        """Return the accounting of the run, and write it; call it last."""
+        """Return the accounting of the run, and write it; call it last.
+
+        A full disk costs a warning here, too.
+        """
         self.wall.lap("starting")
         self._finished = finished
         found = self.result(folder, measured)
         if os.path.isdir(folder):
-            found.save(folder)
+            _save(found, folder)
         learn(self._config, self._plan, found, self.wall.steps)
         return found
+
+
+def _save(found: Accounting, folder: Path) -> None:
+    try:
+        found.save(folder)
+    except OSError as error:
+        _log.warning(f"the accounting cannot be written: {error}")
 
 
 def _newest(folder: Path) -> tuple[int | None, Sequence[ProcessSpans]]:

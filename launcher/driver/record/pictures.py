@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from launcher.report.plots import plot_loss
 from launcher.report.summary import REPORT
 from launcher.report.timeline import FILE, read_timeline
 from launcher.report.timeline_plot import plot_timeline
+
+_log = logging.getLogger(__name__)
 
 # What trackers record of a run's folder, by name.
 ARTIFACTS = {
@@ -43,7 +47,9 @@ def draw_timeline(plan: Plan, folder: Path, run_id: str) -> Path:
 def draw_pictures(
     folder: Path, plan: Plan, records: Sequence[dict[str, Any]], peak: int | None
 ) -> dict[str, Path]:
-    """Draw a run's pictures into its folder; return their paths by name.
+    """Draw a run's pictures into its folder; return the paths by name of those that are drawn.
+
+    What prevents one, such as a full disk, is said in a line, and ends no run.
 
     Args:
         folder: the run's folder.
@@ -52,10 +58,16 @@ def draw_pictures(
         peak: the measured peak of memory in bytes, None where it is unknown.
     """
     run_id, plots = folder.name, folder / "plots"
-    pictures = {
-        "plots/timeline": draw_timeline(plan, folder, run_id),
-        "plots/memory": plot_memory(plan, peak, plots / "memory.png", run_id),
+    drawn = {
+        "timeline": functools.partial(draw_timeline, plan, folder, run_id),
+        "memory": functools.partial(plot_memory, plan, peak, plots / "memory.png", run_id),
     }
     if records:
-        pictures["plots/loss"] = plot_loss(records, plots / "loss.png", run_id)
+        drawn["loss"] = functools.partial(plot_loss, records, plots / "loss.png", run_id)
+    pictures = {}
+    for name, draw in drawn.items():
+        try:
+            pictures[f"plots/{name}"] = draw()
+        except OSError as error:
+            _log.warning(f"plots/{name}.png cannot be written: {error.strerror}")
     return pictures

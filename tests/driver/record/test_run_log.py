@@ -208,6 +208,23 @@ def read_csv(path):
         return [*csv.DictReader(file)]
 
 
+def test_pictures_and_an_accounting_that_cannot_be_written_end_no_record(home, plan, said):
+    """As on a disk that is full by then: each is said in a line, and the summary is there."""
+    (home.path / "plots" / "loss.png").mkdir(parents=True)
+    (home.path / "accounting.json").mkdir()
+    assert run_through(home, plan, "wandb.mode=disabled")["exit_reason"] == "done"
+    assert [line for line in said if "cannot be written" in line] == [
+        f"the accounting cannot be written: [Errno 21] Is a directory: "
+        f"'{home.path / 'accounting.json'}'",
+        "plots/loss.png cannot be written: Is a directory",
+    ]
+    assert sorted(path.name for path in (home.path / "plots").glob("*.png")) == [
+        "loss.png",
+        "memory.png",
+        "timeline.png",
+    ]
+
+
 def test_a_tracker_of_ones_own_is_a_class_and_a_line(home, plan, monkeypatch):
     assert len(inspect.getsource(CsvTracker).splitlines()) <= 40
     monkeypatch.setattr("launcher.report.registry.TRACKERS", {**TRACKERS})
