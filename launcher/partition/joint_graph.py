@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
 from launcher.partition.min_cut import is_cheap
-from launcher.partition.remat import is_checkpoint, segments
+from launcher.partition.remat import Policy, is_checkpoint, segments
 from launcher.partition.sharding.layout import Layout
 from launcher.partition.sharding.named_dims import Spec
 from launcher.partition.stages import StageGraph
@@ -22,6 +22,7 @@ from launcher.trace.jaxpr import (
     ClosedJaxpr,
     Equation,
     Var,
+    captured,
     free_vars,
     inline_calls,
     is_var,
@@ -30,6 +31,10 @@ from launcher.trace.jaxpr import (
     needed,
     program,
 )
+from launcher.trace.structure_text import structure_text
+
+# The functions of segments by what they compute, kept for as long as a step is planned.
+Known: TypeAlias = dict[object, Callable[..., Any]]
 
 
 class Name(NamedTuple):
@@ -77,6 +82,7 @@ def trace_joint(
     varying: Sequence[int],
     remat: str,
     open_checkpoints: bool,
+    known: Known | None = None,
 ) -> JointGraph:
     """Trace a stage's forward and backward pass as one program.
 
@@ -90,12 +96,15 @@ def trace_joint(
         varying: the operands that differ from slice to slice.
         remat: what the pullback computes again, a word of `remat_name`.
         open_checkpoints: whether a `jax.checkpoint` may be cut, too.
+        known: of what is traced with the same memo, equal layers are differentiated once: faster,
+            but an equation may have the source line and the scopes of another layer's. None: each
+            by itself.
     """
     reads = {
         **{Name("operand", i): loss.invars[i] for i in graph.operands},
         **{Name("activation", v): v for v in graph.activations_in},
     }
-    forward = _in_segments(graph, list(reads.values()), remat)
+    forward = _in_segments(graph, list(reads.values()), remat, known)
     made = [Name("activation", v) for v in graph.activations_out]
     made += [Name("result", i) for i in graph.results]
     wrt = [Name("operand", i) for i in grads] + [Name("activation", v) for v in graph.active_in]
@@ -136,7 +145,9 @@ def trace_joint(
     )
 
 
-def _in_segments(graph: StageGraph, reads: Sequence[Var], remat: str) -> Callable[..., list[Any]]:
+def _in_segments(
+    graph: StageGraph, reads: Sequence[Var], remat: str, known: Known | None
+) -> Callable[..., list[Any]]:
     """Return the stage's forward pass, a function of `reads` that returns `graph.outs`.
 
     What is computed again together is a `jax.checkpoint` (Chen et al. 2016, arXiv 1604.06174): the
@@ -145,8 +156,8 @@ def _in_segments(graph: StageGraph, reads: Sequence[Var], remat: str) -> Callabl
     depends on no value of the step, such as a causal mask, each segment makes for itself: from
     another one it would be an input, and held.
     """
-    cut = segments(graph.layers, remat)
-    if all(segment.policy is None for segment in cut):
+    cut = segments(graph.layers, remat, by_layer=known is not None)
+    if known is None and all(segment.policy is None for segment in cut):
         return jaxpr_as_fun(program(list(reads), graph.equations, graph.outs))
     fixed = _fixed(graph.equations)
     parts: list[tuple[list[Var], list[Var], Callable[..., Any]]] = []
@@ -156,9 +167,12 @@ def _in_segments(graph: StageGraph, reads: Sequence[Var], remat: str) -> Callabl
         equations = [*needed(fixed, free_vars(segment.equations)), *segment.equations]
         given = free_vars(equations)
         wanted.update(given)
-        run = jaxpr_as_fun(program(given, equations, made))
-        if segment.policy is not None:
-            run = jax.checkpoint(run, policy=segment.policy)
+        closed = program(given, equations, made)
+        run = (
+            _run_of(closed, segment.policy)
+            if known is None
+            else _known_run(closed, segment.policy, known)
+        )
         parts.insert(0, (given, made, run))
 
     def forward(*values: Any) -> list[Any]:
@@ -168,6 +182,20 @@ def _in_segments(graph: StageGraph, reads: Sequence[Var], remat: str) -> Callabl
         return [env[v] if is_var(v) else v.val for v in graph.outs]
 
     return forward
+
+
+def _run_of(closed: ClosedJaxpr, policy: Policy | None) -> Callable[..., Any]:
+    """Return the function of a segment."""
+    run = jaxpr_as_fun(closed)
+    return run if policy is None else jax.checkpoint(run, policy=policy)
+
+
+def _known_run(closed: ClosedJaxpr, policy: Policy | None, known: Known) -> Callable[..., Any]:
+    """Return one function for equal segments, whose derivative JAX keeps."""
+    key = structure_text(closed.jaxpr), policy, tuple(map(id, captured(closed.eqns)))
+    if key not in known:
+        known[key] = jax.jit(_run_of(closed, policy))
+    return known[key]
 
 
 def _fixed(equations: Sequence[Equation]) -> list[Equation]:

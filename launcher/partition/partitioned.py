@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from launcher.partition.assignment import Assignment
 from launcher.partition.buckets import Bucket, in_buckets, is_summed_in_every
-from launcher.partition.joint_graph import Name, input_spec
+from launcher.partition.joint_graph import Known, Name, input_spec
 from launcher.partition.sharding.layout import Layout, layouts, outer_dims
 from launcher.partition.sharding.named_dims import NamedDims, Sharding, Spec
 from launcher.partition.slicing import Slicing
-from launcher.partition.stage_programs import StagePrograms, as_one, trace_stage
+from launcher.partition.stage_programs import StagePrograms, Wanted, as_one, trace_stage
 from launcher.partition.stages import StageGraph, cut_stages
 from launcher.partition.task_programs import runs_as_one
 from launcher.partition.update import UpdateProgram, place_update
@@ -71,19 +71,16 @@ class PartitionedStep:
         graph = self.stages[stage]
         return not graph.activations_out and backward_follows(self.tasks[graph.mesh], stage)
 
-    def programs(self, stage: int) -> tuple[StagePrograms, Sharding]:
-        """Return a stage's task programs on one slice of the batch, and its joint graph's specs."""
+    def programs(self, stage: int, known: Known | None = None) -> tuple[StagePrograms, Sharding]:
+        """Return a stage's task programs on one slice of the batch, and its joint graph's specs.
+
+        `known` is the memo of `trace_joint`, for programs that are priced and not run.
+        """
         graph, layout, kinds = self.stages[stage], self.layout(stage), self.kinds(stage)
         at_once = self.goes_back_at_once(stage)
-        of = trace_stage(
-            graph,
-            self.loss,
-            self.assignment.remat[stage],
-            kinds,
-            grads=self._grads(stage),
-            varying=self._varying(stage),
-            results=self._results(stage),
-        )
+        wanted = Wanted(self._grads(stage), self._varying(stage), self._results(stage))
+        remat = self.assignment.remat[stage]
+        of = trace_stage(graph, self.loss, remat, kinds, wanted, known)
         seeds = {v: input_spec(name, layout) for name, v in of.joint.inputs.items()}
         inside = layout.inside(of.joint.equations, seeds)
         if at_once and runs_as_one(of.programs[Kind.FORWARD], inside):

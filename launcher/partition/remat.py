@@ -65,12 +65,13 @@ class RematSegment:
     policy: Policy | None
 
 
-def segments(layers: Layers, remat: str) -> list[RematSegment]:
+def segments(layers: Layers, remat: str, by_layer: bool = False) -> list[RematSegment]:
     """Cut a stage's forward pass into what is computed again together, and what is not.
 
     Args:
         layers: the equations of each of its layers.
         remat: the word.
+        by_layer: whether what is not computed again is cut where layers end, too.
     """
     name = parse_remat(remat)
     found: list[RematSegment] = []
@@ -80,7 +81,8 @@ def segments(layers: Layers, remat: str) -> list[RematSegment]:
         policy = POLICIES[name.policy] if again else None
         for eqn in equations:
             own = policy is not None and _is_own_checkpoint(eqn)
-            key = None if policy is None or own else i // name.every
+            kept = policy is None or own
+            key = ("kept", i if by_layer else None) if kept else i // name.every
             if not found or key != together:
                 found.append(RematSegment([], None if own else policy))
                 together = key

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from launcher.partition.joint_graph import JointGraph, trace_joint
+from launcher.partition.joint_graph import JointGraph, Known, trace_joint
 from launcher.partition.sharding.named_dims import NamedDims, Sharding
 from launcher.partition.stages import StageGraph
 from launcher.partition.task_programs import TaskProgram, cut, outputs_by_kind
@@ -29,14 +29,28 @@ class StagePrograms:
     sliced: Set[int]
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """What of a stage a step uses.
+
+    Attributes:
+        grads: the operands whose gradients are wanted.
+        varying: the operands that differ from slice to slice.
+        results: the results of the loss that are wanted.
+    """
+
+    grads: Sequence[int]
+    varying: Sequence[int]
+    results: Sequence[int]
+
+
 def trace_stage(
     graph: StageGraph,
     loss: Loss,
     remat: str,
     kinds: Set[Kind],
-    grads: Sequence[int] | None = None,
-    varying: Sequence[int] | None = None,
-    results: Sequence[int] | None = None,
+    wanted: Wanted | None = None,
+    known: Known | None = None,
 ) -> StagePrograms:
     """Trace a stage, and cut it into a program for each kind of task.
 
@@ -45,19 +59,18 @@ def trace_stage(
         loss: the loss that it is a part of.
         remat: what the backward pass computes again, a word of `remat_name`.
         kinds: those that the schedule has.
-        grads: the operands whose gradients are wanted; by default all.
-        varying: the operands that differ from slice to slice; by default all but parameters.
-        results: those of the loss that are wanted; by default all.
+        wanted: what the step uses; by default all, and all but the parameters differ from slice
+            to slice.
+        known: see `trace_joint`.
     """
-    grads = graph.wrt if grads is None else grads
-    results = graph.results if results is None else results
     sliced = {i for i in graph.operands if loss.slice_axes[i] is not None}
-    if varying is None:
+    if wanted is None:
         varying = [i for i in graph.operands if i in sliced or i not in loss.wrt]
+        wanted = Wanted(graph.wrt, varying, graph.results)
     parts = Kind.BACKWARD_WEIGHT in kinds
-    joint = trace_joint(graph, loss, grads, varying, remat, open_checkpoints=parts)
-    programs = cut(joint, outputs_by_kind(joint, results, kinds, together=False))
-    return StagePrograms(joint, programs, results, sliced)
+    joint = trace_joint(graph, loss, wanted.grads, wanted.varying, remat, parts, known)
+    programs = cut(joint, outputs_by_kind(joint, wanted.results, kinds, together=False))
+    return StagePrograms(joint, programs, wanted.results, sliced)
 
 
 def as_one(of: StagePrograms, kinds: Set[Kind]) -> StagePrograms:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from launcher.partition.assignment import Assignment
 from launcher.partition.buckets import gradient_order
+from launcher.partition.joint_graph import Known
 from launcher.partition.partitioned import PartitionedStep, partition
 from launcher.partition.remat import Recomputed, own_layers, recomputed
 from launcher.partition.sharding.layout import outer_dims
@@ -76,6 +77,7 @@ class PlanBuilder:
         self._cluster = measured.shape(cluster) if measured else cluster
         self._measured = measured
         self._beside = beside
+        self._differentiated: Known = {}
         self._known: dict[object, tuple[Footprint, tuple[tuple[int, ...], ...]]] = {}
 
     def build(self, assignment: Assignment, kept: KeptShardings | None = None) -> Plan:
@@ -155,7 +157,7 @@ class PlanBuilder:
         """Return the memory of a stage's task programs, and the sums of its gradients."""
         key, operands = cut.likeness(stage), cut.stages[stage].operands
         if key not in self._known:
-            of, inside = cut.programs(stage)
+            of, inside = cut.programs(stage, self._differentiated)
             place = {i: k for k, i in enumerate(operands)}
             orders = [gradient_order(one) for one in of.programs.values()]
             places = tuple(tuple(place[i] for i in order) for order in orders)

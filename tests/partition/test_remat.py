@@ -5,10 +5,12 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import launcher
 from launcher.partition.errors import PlanError
+from launcher.partition.joint_graph import trace_joint
 from launcher.partition.partitioned import partition
 from launcher.partition.remat import recomputed, segments
 from launcher.plan import local_shape
@@ -16,6 +18,7 @@ from launcher.plan.plan import Plan
 from launcher.remat_name import WORDS, RematName, parse_remat
 from launcher.trace import trace_step
 from launcher.trace.cost import matmul_flops
+from launcher.trace.jaxpr import jaxpr_as_fun, program
 
 LAYERS, WIDTH, ROWS = 4, 16, 64
 DOTS = jax.checkpoint_policies.dots_saveable
@@ -71,13 +74,20 @@ def planned(model="plain", remat="none", stages=1):
 
 
 def products(step, plan):
-    """The products of a slice in all task programs, and those that are predicted to be repeated."""
+    """The products of a slice in all task programs, and those that are predicted to be repeated.
+
+    They are as many where equal layers are differentiated once, as the planner does it.
+    """
     cut = partition(step, plan.assignment)
-    run = sum(
-        matmul_flops(one.closed.jaxpr.eqns)
-        for graph in cut.stages
-        for one in cut.programs(graph.index)[0].programs.values()
+    run, planned = (
+        sum(
+            matmul_flops(one.closed.jaxpr.eqns)
+            for graph in cut.stages
+            for one in cut.programs(graph.index, known)[0].programs.values()
+        )
+        for known in (None, {})
     )
+    assert run == planned
     again = sum(recomputed(g.layers, plan.stages[g.index].remat).matmul_flops for g in cut.stages)
     each = PRODUCT / cut.slicing.num_slices
     return run / each, again / each
@@ -122,6 +132,39 @@ def test_products_run_again_once_and_as_many_as_are_predicted(model, remat, agai
     assert predicted == again
     # A loop has the gradient of its first input, too.
     assert run == pytest.approx(ONCE + again + (model == "looped"))
+
+
+@pytest.mark.parametrize(
+    ("model", "remat", "distinct"), [("plain", "full:2", 3), ("half", "none", 2)]
+)
+def test_equal_layers_are_differentiated_once_and_the_program_is_the_same(model, remat, distinct):
+    """Computed again or not, of which the last also makes the loss."""
+    step, plan = planned(model, remat)
+    (graph,) = partition(step, plan.assignment).stages
+    loss, known = step.loss(1), {}
+    data = [i for i in graph.operands if i not in loss.wrt]
+    joints = [
+        trace_joint(graph, loss, graph.wrt, data, remat, open_checkpoints=False, known=memo)
+        for memo in (None, known)
+    ]
+    assert len(known) == distinct
+    rng = np.random.default_rng(0)
+    values = {
+        n: jnp.asarray(rng.normal(size=v.aval.shape), "float32")
+        for n, v in joints[0].inputs.items()
+    }
+    results = []
+    for joint in joints:
+        names, outs = list(joint.inputs), list(joint.outputs)
+        run = jaxpr_as_fun(
+            program(
+                [joint.inputs[n] for n in names], joint.equations, [joint.outputs[n] for n in outs]
+            )
+        )
+        results.append(dict(zip(outs, run(*(values[n] for n in names)), strict=True)))
+    assert len(joints[0].named("grad")) == 2 * LAYERS
+    for name, value in results[0].items():
+        np.testing.assert_allclose(results[1][name], value, rtol=1e-6, err_msg=str(name))
 
 
 def test_a_layer_is_cut_at_the_models_own_checkpoints():
