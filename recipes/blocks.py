@@ -49,18 +49,23 @@ def blocks_in_a_row(
             length=count,
         )
         return scan(make(name="layers"), x)[0]
-    # While parameters or intermediate values are written, each block is itself.
-    writes = any(map(parent.is_mutable_collection, ("params", "intermediates")))
-    kept = None if writes or draws else jax.jit(_function(make, call))
+    first = parent.is_initializing()
+    kept = jax.jit(_function(make, call)), jax.jit(_first_function(make, call))
+    # While intermediate values are written, each block is itself.
+    shared = first or not (draws or parent.is_mutable_collection("intermediates"))
     for index in range(count):
         if index > 0:
             mark_pipeline_boundary()
         name = f"layers_{index}"
-        if kept is None:
+        if not shared:
             x = call(make(name=name), x, *arrays)
-        else:
-            with jax.named_scope(name):
-                x = kept(parent.variables["params"][name], x, *arrays)
+            continue
+        with jax.named_scope(name):
+            if first:
+                x, made = kept[1](parent.make_rng("params"), x, *arrays)
+                parent.param(name, lambda key, made=made: made)
+            else:
+                x = kept[0](parent.variables["params"][name], x, *arrays)
     return x
 
 
@@ -69,5 +74,17 @@ def _function(make: Callable[..., nn.Module], call: Callable[..., Any]) -> Calla
 
     def block(params: Any, *given: Any) -> Any:
         return nn.apply(call, make(parent=None))({"params": params}, *given)
+
+    return block
+
+
+def _first_function(
+    make: Callable[..., nn.Module], call: Callable[..., Any]
+) -> Callable[..., tuple[Any, Any]]:
+    """Return a function of a random key and a block's input: its result, and its parameters."""
+
+    def block(key: jax.Array, *given: Any) -> tuple[Any, Any]:
+        out, made = nn.init_with_output(call, make(parent=None))({"params": key}, *given)
+        return out, made["params"]
 
     return block
