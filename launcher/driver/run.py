@@ -36,6 +36,7 @@ from launcher.driver.tasks.prepare_data import prepare_first
 from launcher.log import lines_to
 from launcher.output import complain
 from launcher.report.console import RunConsole, line_printer, make_console
+from launcher.report.plot_process import PlotProcess
 from launcher.report.summary import REPORT
 from launcher.stop import Stop
 from recipes import InputError
@@ -127,20 +128,22 @@ def guarded(work: Callable[[], int]) -> int:
 def _plan(config: Config, console: Console) -> int:
     from launcher.driver.folder.plan_files import write_plan
     from launcher.driver.planning.prepare import prepare
+    from launcher.driver.record.pictures import TIMELINE
     from launcher.driver.record.run_log import write_planned
 
     gc.freeze()  # what is imported stays: no collection need look through it
-    ready = prepare(config, console, plan_only=True, finished=folder.check(config))
-    with folder.claim(config) as home:
-        write_plan(home, config, ready.plan)
-        planned = write_planned(home, config, ready.plan, ready.plan_seconds)
-        if planned.predicted_cost is not None:
-            steps, cost = config.train.steps, planned.predicted_cost
-            console.print(f"{steps} steps: predicted cost {cost:,.2f}", soft_wrap=True)
-        console.print(f"\nthe plan is in {home.path / 'plan.json'}", soft_wrap=True)
-        picture = home.path / "plots" / "timeline.png"
-        console.print(f"its timeline is in {picture}", soft_wrap=True)
-        console.print(f"its report is in {home.path / REPORT}", soft_wrap=True)
+    finished = folder.check(config)
+    with PlotProcess() as plots:
+        ready = prepare(config, console, plan_only=True, finished=finished)
+        with folder.claim(config) as home:
+            write_plan(home, config, ready.plan)
+            planned = write_planned(home, config, ready.plan, ready.plan_seconds, plots)
+    if planned.predicted_cost is not None:
+        steps, cost = config.train.steps, planned.predicted_cost
+        console.print(f"{steps} steps: predicted cost {cost:,.2f}", soft_wrap=True)
+    console.print(f"\nthe plan is in {home.path / 'plan.json'}", soft_wrap=True)
+    console.print(f"its timeline is in {home.path / TIMELINE}", soft_wrap=True)
+    console.print(f"its report is in {home.path / REPORT}", soft_wrap=True)
     if ready.problem:
         complain(ready.problem)
     return int(bool(ready.problem))

@@ -1,7 +1,7 @@
 """What did a run do? Trackers, the plan as a table, the closing summary, plots and sweeps.
 
-Reports read plans and settings and write files and text. They start nothing and import neither JAX
-nor Ray.
+Reports read plans and settings and write files and text. They start nothing but a process that
+draws, and import neither JAX nor Ray.
 
 To record runs elsewhere, write a `Tracker`. `report.trackers=[my_pkg.MyTracker]` opens it for one
 run; if it is registered by `@register`, in a module of yours that is imported before the run

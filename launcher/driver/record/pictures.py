@@ -16,6 +16,8 @@ from launcher.report.summary import REPORT
 from launcher.report.timeline import FILE, read_timeline
 from launcher.report.timeline_plot import plot_timeline
 
+TIMELINE = Path("plots/timeline.png")
+
 _log = logging.getLogger(__name__)
 
 # What trackers record of a run's folder, by name.
@@ -34,7 +36,7 @@ def draw_timeline(plan: Plan, folder: Path, run_id: str) -> Path:
 
     Below it is the recorded step, the last one, if there is one.
     """
-    path, recorded = folder / "plots" / "timeline.png", read_timeline(folder / FILE)
+    path, recorded = folder / TIMELINE, read_timeline(folder / FILE)
     return plot_timeline(
         timeline(plan),
         path,

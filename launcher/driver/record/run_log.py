@@ -25,12 +25,12 @@ from launcher.driver.folder.folder import RunFolder
 from launcher.driver.record.accounts import Accounts
 from launcher.driver.record.best import Best
 from launcher.driver.record.hooks import Hooks
-from launcher.driver.record.pictures import ARTIFACTS, draw_pictures, draw_timeline
+from launcher.driver.record.pictures import ARTIFACTS, TIMELINE, draw_pictures
 from launcher.driver.record.recorder import FINITE, Followers, Recorder
 from launcher.driver.record.report_file import write_report
 from launcher.driver.record.special_steps import warm_up
 from launcher.driver.record.timelines import Timelines
-from launcher.plan import Plan, describe_plan
+from launcher.plan import Plan, describe_plan, timeline
 from launcher.report.accounting import Accounting
 from launcher.report.accounting_table import accounting_tables, in_summary, print_accounting
 from launcher.report.chosen import openers
@@ -38,6 +38,7 @@ from launcher.report.console import line_printer
 from launcher.report.jsonl import METRICS, JsonlTracker, read_metrics
 from launcher.report.metrics import measured, performance
 from launcher.report.plan_record import beside_measured, plan_tables, predicted_memory
+from launcher.report.plot_process import PlotProcess
 from launcher.report.registry import TrackedRun, open_trackers
 from launcher.report.step_lines import ConsoleTracker
 from launcher.report.summary import Summary, print_summary, write_summary
@@ -46,9 +47,12 @@ from launcher.stop import ENDINGS
 from launcher.train import checkpoint
 
 
-def write_planned(home: RunFolder, config: Config, plan: Plan, plan_seconds: float) -> Summary:
+def write_planned(
+    home: RunFolder, config: Config, plan: Plan, plan_seconds: float, plots: PlotProcess
+) -> Summary:
     """Write the result of planning alone: the timeline's plot and the summary, which it returns."""
-    draw_timeline(plan, home.path, home.id)
+    expected, path = timeline(plan), home.path / TIMELINE
+    plots.draw(expected, path, home.id, plan.predicted_step_seconds)
     summary = Summary(
         home.id,
         "planned",
@@ -58,6 +62,7 @@ def write_planned(home: RunFolder, config: Config, plan: Plan, plan_seconds: flo
     )
     write_summary(home.path, summary)
     write_report(home.path, summary, plan, redacted(config))
+    plots.wait()
     return summary
 
 
