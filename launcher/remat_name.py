@@ -1,7 +1,8 @@
 """Words for rematerialisation: a policy, and how many layers it takes together, or at all.
 
 `full` computes every layer again by itself, `full/2` every two layers together, and `full:2` the
-first two layers of each stage (the uniform and the block method of Megatron-LM).
+first two layers of each stage (the uniform and the block method of Megatron-LM). `full:2+selective`
+does to the other layers what `selective` says.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ WORDS = (
     "everything_saveable",
     "nothing_saveable",
 )
-_NUMBERED = re.compile(r"(?P<policy>\w+)(?P<sign>[/:])(?P<number>\d+)", re.ASCII)
+_NUMBERED = re.compile(
+    r"(?P<policy>\w+)(?:/(?P<every>\d+)|:(?P<first>\d+)(?:\+(?P<rest>\w+))?)", re.ASCII
+)
 
 
 @dataclass(frozen=True)
@@ -32,17 +35,23 @@ class RematName:
     Attributes:
         policy: one of `WORDS`.
         every: how many consecutive layers are computed again together.
-        first: how many of a stage's layers are computed again, from its first; None: all.
+        first: how many of a stage's layers are computed again so, from its first; None: all.
+        rest: the policy of the others.
     """
 
     policy: str
     every: int = 1
     first: int | None = None
+    rest: str = "none"
 
     @property
     def layers(self) -> int:
         """The layers that a stage needs for the word to mean what it says."""
-        return self.first or self.every
+        return (self.first or self.every) + (self.rest != "none")
+
+    def policy_of(self, layer: int) -> str:
+        """Return the policy of a stage's layer, by its number in the stage."""
+        return self.policy if self.first is None or layer < self.first else self.rest
 
 
 @functools.cache
@@ -56,20 +65,23 @@ def parse_remat(name: str) -> RematName:
         return RematName(name)
     found = _NUMBERED.fullmatch(name)
     policy = found["policy"] if found else name
-    if found is None or policy not in WORDS:
+    rest = (found and found["rest"]) or "none"
+    if found is None or policy not in WORDS or rest not in WORDS:
         near = difflib.get_close_matches(re.split("[/:]", name)[0], WORDS, 1)
         raise ValueError(
             f"{name} is not one of {', '.join(WORDS)}, nor one of these with a number: full/2 "
-            f"(every 2 layers together), full:2 (the first 2 layers of each stage)"
+            "(every 2 layers together), full:2 (the first 2 layers of each stage), "
+            "full:2+selective (the others selectively)"
             + (f"; did you mean {near[0]}?" if near else "")
         )
-    number = int(found["number"])
     if policy == "none":
         raise ValueError(f"{name} recomputes nothing; give none, or full{name[4:]}")
-    if found["sign"] == ":":
-        if number < 1:
-            raise ValueError(f"{name} recomputes no layer; give none, or {policy}:1 and more")
-        return RematName(policy, first=number)
+    if found["first"]:
+        first = int(found["first"])
+        if first < 1:
+            raise ValueError(f"{name} recomputes no layer; give {rest}, or {policy}:1 and more")
+        return RematName(policy, first=first, rest=rest)
+    number = int(found["every"])
     if number < 2:
         raise ValueError(
             f"{name} groups no layers; give {policy} (each by itself), or {policy}/2 and more"

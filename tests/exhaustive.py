@@ -2,10 +2,10 @@
 
 Stages are chosen one after another, in every way that the search may choose: layers, numbers of
 devices (some may stay idle), logical meshes, ZeRO levels, how many of its first layers are computed
-again; under every schedule, number of microbatches and of common replicas. A beginning is left only
-where it needs more memory for its state alone than there is, or more time than asked for by what
-its devices compute, or by what one microbatch takes on its way there and back. What is complete is
-simulated as a plan is.
+again in full, and whether the others are selectively; under every schedule, number of microbatches
+and of common replicas. A beginning is left only where it needs more memory for its state alone than
+there is, or more time than asked for by what its devices compute, or by what one microbatch takes
+on its way there and back. What is complete is simulated as a plan is.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ import numpy as np
 
 from launcher.partition.assignment import Assignment, Submesh
 from launcher.plan.cost.formulas import activation_bytes, transfer_seconds
-from launcher.plan.inter_op.estimate import grouped_layers, make_estimate
-from launcher.plan.inter_op.layers_again import layers_again, remat_word
+from launcher.plan.inter_op.estimate import grouped_layers, make_estimate, make_pipeline
+from launcher.plan.inter_op.layers_again import in_full, layers_again, remat_word
 from launcher.plan.inter_op.setting import Setting
 from launcher.plan.inter_op.stage_choices import ZERO_LEVELS
 from launcher.plan.inter_op.stage_costs import StageCosts
@@ -85,20 +85,27 @@ def least_seconds(problem, below, counts=None, schedules=None):
 
 
 def computes_again_what_it_must(assignment, problem):
-    """Return whether no stage fits with fewer layers computed again.
+    """Return whether no stage fits that computes less again, by its seconds.
 
     The last one may compute more again, to have both passes in one program.
     """
-    groups = grouped_layers(assignment, problem)
+    groups, own = grouped_layers(assignment, problem), make_pipeline(assignment, problem).stages
+    selective, most = problem.table.selective, problem.memory_bytes or math.inf
     for s, of in enumerate(groups[:-1]):
-        again = layers_again(assignment.remat[s], of)
-        if not again:
+        if not layers_again(assignment.remat[s], of, selective):
             continue
-        fewer = (*assignment.remat[:s], remat_word(again - 1, of), *assignment.remat[s + 1 :])
-        other = make_estimate(dataclasses.replace(assignment, remat=fewer), problem)
-        if other.stages[s].memory_bytes <= (problem.memory_bytes or math.inf):
-            return False
+        for again in numbers(len(of), selective):
+            word = remat_word(again, of)
+            changed = (*assignment.remat[:s], word, *assignment.remat[s + 1 :])
+            other = make_pipeline(dataclasses.replace(assignment, remat=changed), problem).stages[s]
+            if other.memory_bytes <= most and other.backward_seconds < own[s].backward_seconds:
+                return False
     return True
+
+
+def numbers(layers, selective):
+    """Return all that a stage of so many layers may compute again."""
+    return [*range(layers + 1), *((~n for n in range(layers)) if selective else ())]
 
 
 def plans_below(problem, setting, uses, below):
@@ -126,7 +133,8 @@ def uses_of(problem, setting):
         levels, layers = ZERO_LEVELS if data > 1 else (0,), len(problem.groups)
         # Without a limit only one program of both passes, which leaves little, is worth any.
         is_limited = np.isfinite(problem.memory_bytes or np.inf)
-        counts = range(layers + 1) if is_limited else (0, layers)
+        every = numbers(layers, table.selective)
+        counts = every if is_limited else [n for n in every if n in (0, layers, ~0)]
         for zero, again in itertools.product(levels, counts):
             passes = costs.passes(zero, again)
             whole = passes.forward + passes.backward
@@ -174,7 +182,7 @@ def _chains(problem, setting, uses, below):
         sizes = tuple(use.size for _, _, use in stages)
         for end, use in itertools.product(range(first + 1, layers + 1), uses):
             idle, at = left - use.size, (first, end)
-            if use.again > end - first:
+            if in_full(use.again) > end - first - (use.again < 0):
                 continue
             if idle < 0 or (end < layers and not idle) or use.held[at] > memory:
                 continue

@@ -39,7 +39,8 @@ def random_problem(rng):
     cluster, layers = cluster_of(hosts, each), int(rng.integers(1, 6))
     models = tuple(n for n in range(1, each + 1) if each % n == 0)
     cut = np.array(models)[:, None] ** rng.uniform(0, 1, (1, layers))
-    of = {f.name: rng.uniform(1, 20, (1, layers)) / cut for f in fields(LayerCost)}
+    names = [f.name for f in fields(LayerCost) if f.default is dataclasses.MISSING]
+    of = {name: rng.uniform(1, 20, (1, layers)) / cut for name in names}
     whole = np.ones((len(models), 1))
     for name in ("forward_sums", "backward_sums"):
         of[name] = rng.integers(0, 4, (1, layers)) * whole
@@ -57,8 +58,21 @@ def random_problem(rng):
     memory = rng.choice([np.inf, 120.0, 60.0, 30.0])
     groups = tuple((i,) for i in range(layers))
     batch = int(rng.choice([2, 4, 6]))
-    table = CostTable(models, of, parameters, layers)
+    table = with_selective(CostTable(models, of, parameters, layers), rng.spawn(1)[0])
     return Problem(table, groups, batch, cluster, submesh_sizes(cluster), memory)
+
+
+def with_selective(table, rng):
+    """Return every other table with layers that may be computed again selectively."""
+    of, shape = dict(table.of), (1, table.num_layers)
+    if is_so := bool(rng.random() < 0.5):
+        of["selective_seconds"] = of["work_seconds"] * rng.uniform(0.02, 0.5, shape)
+        of["selective_bytes"] = of["forward_bytes"] * rng.uniform(0, 0.5, shape)
+        of["kept_bytes"] = of["left_bytes"] * rng.uniform(0.1, 0.9, shape)
+        of["selective_peak_bytes"] = of["layer_peak_bytes"] * rng.uniform(0.2, 1.1, shape)
+    names = [f.name for f in fields(LayerCost) if f.default is not dataclasses.MISSING]
+    none = np.zeros_like(of["work_seconds"])
+    return dataclasses.replace(table, of=dict.fromkeys(names, none) | of, selective=is_so)
 
 
 def random_layers(rng, layers, hosts, each, batch):
@@ -81,7 +95,8 @@ def random_layers(rng, layers, hosts, each, batch):
     def amount(low, high, of=scale):
         return rng.uniform(low, high) * of * np.ones((len(models), layers))
 
-    of = {f.name: np.zeros((len(models), layers)) for f in fields(LayerCost)}
+    names = [f.name for f in fields(LayerCost) if f.default is dataclasses.MISSING]
+    of = {name: np.zeros((len(models), layers)) for name in names}
     work = amount(5, 20)
     of |= {"work_seconds": work / cut, "back_seconds": 2 * work / cut}
     of |= {"fixed_seconds": amount(0, 0.02) / cut, "fixed_back_seconds": amount(0, 0.02) / cut}
@@ -111,7 +126,7 @@ def random_layers(rng, layers, hosts, each, batch):
         )
         for i in range(layers)
     )
-    table = CostTable(models, of, parameters, layers)
+    table = with_selective(CostTable(models, of, parameters, layers), rng.spawn(1)[0])
     cluster = dataclasses.replace(cluster_of(hosts, each), **rates)
     state = float(sum(one.of["parameter_bytes"][0] * 4 for one in parameters))
     least = state / cluster.num_devices + float(of["left_bytes"][0].sum()) / batch

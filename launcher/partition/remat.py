@@ -77,8 +77,7 @@ def segments(layers: Layers, remat: str, by_layer: bool = False) -> list[RematSe
     found: list[RematSegment] = []
     together: object = None  # what the equations of one segment have in common
     for i, equations in enumerate(layers):
-        again = name.first is None or i < name.first
-        policy = POLICIES[name.policy] if again else None
+        policy = POLICIES[name.policy_of(i)]
         for eqn in equations:
             own = policy is not None and _is_own_checkpoint(eqn)
             kept = policy is None or own

@@ -82,8 +82,9 @@ def _check_remat(assignment: Assignment) -> None:
         pairs = zip(assignment.remat, assignment.layers, strict=True)
         most, wanted = max(len(of) for remat, of in pairs if remat == name), parse_remat(name)
         if wanted.layers > max(most, 1):
-            sign = "/" if wanted.first is None else ":"
-            less = wanted.policy if most == 1 else f"{wanted.policy}{sign}{most}"
+            sign, rest = "/" if wanted.first is None else ":", wanted.rest != "none"
+            less = wanted.policy if most == 1 else f"{wanted.policy}{sign}{most - rest}"
+            less += f"+{wanted.rest}" if rest and most > 1 else ""
             raise PlanError(
                 f"parallel.remat={name} asks for {wanted.layers} layers of a stage, and the "
                 f"largest has {most}; give at most {less}"

@@ -67,7 +67,8 @@ class StagePlan:
         logical_mesh: the submesh's shape as (data, model).
         remat: what the backward pass computes again, a word of `remat_name`: "none", "full",
             "selective", or everything but what a policy of `jax.checkpoint_policies` keeps, layer
-            by layer; "full/2" every two layers together, "full:2" the first two layers.
+            by layer; "full/2" every two layers together, "full:2" the first two layers,
+            "full:2+selective" the others besides, selectively.
         forward_seconds: predicted forward pass of one microbatch.
         backward_seconds: predicted backward pass of one microbatch.
         backward_weight_seconds: the part of `backward_seconds` that may wait

@@ -76,6 +76,19 @@ class Schedule(abc.ABC):
         there = [t.microbatch for t in tasks[:back]].index(tasks[back].microbatch)
         return back - there - 1
 
+    def round_trips(self, behind: int, num_micro_batches: int) -> int:
+        """Return how many round trips a mesh waits for one after another, beside the first.
+
+        Each is of one microbatch, from its forward pass through all meshes behind to the end of its
+        backward pass. Where not all are in flight at once, some can only follow others; 0 is always
+        true.
+
+        Args:
+            behind: number of meshes after it.
+            num_micro_batches: number of microbatches.
+        """
+        return 0
+
     def last_stage_alternates(self, num_micro_batches: int) -> bool:
         """Return whether each backward pass of the last stage directly follows its forward pass.
 

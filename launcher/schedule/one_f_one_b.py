@@ -38,6 +38,10 @@ class OneFOneB(Schedule):
         """Return the microbatches of the warm-up."""
         return min(self.ahead * behind, num_micro_batches - 1)
 
+    def round_trips(self, behind: int, num_micro_batches: int) -> int:
+        """Return how often as many as may be in flight follow one another."""
+        return (num_micro_batches - 1) // (self.ahead * behind + 1)
+
 
 class EagerOneFOneB(OneFOneB):
     """Run 1F1B twice as far ahead, by `2 (num_meshes - s) - 1` microbatches at most.

@@ -120,12 +120,14 @@ ONCE = 3 * 2 * LAYERS - 1
         ("looped", "none", 8),
         ("looped", "full", 8),
         ("looped", "selective", 8),
+        ("plain", "full:1+selective", 2),
+        ("half", "full:1+selective", 5),
     ],
 )
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("stages", [1, 2])
 def test_products_run_again_once_and_as_many_as_are_predicted(model, remat, again, stages):
-    if model != "own" and remat == "full:1":  # of each stage
+    if model != "own" and remat.startswith("full:1"):  # of each stage
         without = 4 if model == "half" else 0
         again = without + stages * (again - without)
     run, predicted = products(*planned(model, remat, stages))
@@ -165,6 +167,15 @@ def test_equal_layers_are_differentiated_once_and_the_program_is_the_same(model,
     assert len(joints[0].named("grad")) == 2 * LAYERS
     for name, value in results[0].items():
         np.testing.assert_allclose(results[1][name], value, rtol=1e-6, err_msg=str(name))
+
+
+def test_the_other_layers_have_a_policy_of_their_own():
+    step, plan = planned()
+    (graph,) = partition(step, plan.assignment).stages
+    keep_products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    cut = segments(graph.layers, "full:1+selective")
+    nothing = jax.checkpoint_policies.nothing_saveable
+    assert [one.policy for one in cut] == [nothing, *[keep_products] * (LAYERS - 1)]
 
 
 def test_a_layer_is_cut_at_the_models_own_checkpoints():
@@ -207,7 +218,7 @@ def test_a_plan_counts_the_models_own():
     assert own.backward_seconds == pytest.approx(full.backward_seconds, rel=0.05)
 
 
-@pytest.mark.parametrize("remat", ["full/2", "selective:1"])
+@pytest.mark.parametrize("remat", ["full/2", "selective:1", "full:1+selective"])
 def test_a_plan_is_replayed_as_it_was(remat):
     step, plan = planned(remat=remat)
     again = Plan.from_dict(plan.to_dict())
@@ -220,6 +231,7 @@ def test_words():
     assert {parse_remat(word) for word in WORDS} == {RematName(word) for word in WORDS}
     assert parse_remat("full/4") == RematName("full", every=4)
     assert parse_remat("selective:3") == RematName("selective", first=3)
+    assert parse_remat("full:3+selective") == RematName("full", first=3, rest="selective")
 
 
 @pytest.mark.parametrize(
@@ -234,6 +246,10 @@ def test_words():
         ("none/2", "parallel.remat=none/2 recomputes nothing; give none, or full/2"),
         ("full/5", "parallel.remat=full/5 asks for 5 layers .* the largest has 4; .* full/4"),
         ("full:9", "parallel.remat=full:9 asks for 9 layers .* the largest has 4; .* full:4"),
+        ("full:0+selective", "parallel.remat=full:0+selective recomputes no layer; give selective"),
+        ("full/2+selective", "parallel.remat=full/2+selective is not one of .*full:2+selective"),
+        ("full:2+some", "parallel.remat=full:2+some is not one of"),
+        ("full:4+selective", "asks for 5 layers .* the largest has 4; give at most full:3+selec"),
     ],
 )
 def test_what_cannot_be_is_named(remat, words):

@@ -131,7 +131,9 @@ def test_losses_are_equal(remat):
         pytest.param(launcher.DataParallel(remat="full/3"), 1, marks=pytest.mark.slow),
         pytest.param(launcher.Zero3Parallel(remat="full"), 2, marks=pytest.mark.slow),
         (
-            launcher.ThreeDParallel(pipeline=2, num_micro_batches=2, remat=("selective", "full:1")),
+            launcher.ThreeDParallel(
+                pipeline=2, num_micro_batches=2, remat=("full:1+selective", "full:1")
+            ),
             2,
         ),
     ],

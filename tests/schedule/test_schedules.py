@@ -197,3 +197,26 @@ def test_the_first_round_trip_hides_the_forward_passes_that_its_tasks_say(name):
             first = next(t for t in tasks if t.kind is not Kind.FORWARD)
             at = tasks.index(first), tasks.index(Task(earlier, first.microbatch, Kind.FORWARD))
             assert at[0] - at[1] - 1 == counted
+
+
+@pytest.mark.parametrize("name", training_schedules(interleaves=False))
+def test_round_trips_follow_one_another(name):
+    """From the last microbatch's forward pass to the backward pass before it, and so on."""
+    schedule = SCHEDULES[name]
+    for earlier, behind, count in itertools.product(range(2), range(5), MICRO_BATCHES):
+        tasks = schedule.tasks(earlier + behind + 1, count)[earlier]
+        backs = {
+            task.microbatch: at
+            for at, task in reversed(list(enumerate(tasks)))
+            if task.kind is not Kind.FORWARD
+        }
+        microbatch, trips = count - 1, 0
+        while True:
+            at = tasks.index(Task(earlier, microbatch, Kind.FORWARD))
+            done = [m for m, back in backs.items() if back < at]
+            if not done:
+                break
+            microbatch, trips = max(done), trips + 1
+        assert schedule.round_trips(behind, count) <= trips, (earlier, behind, count)
+        if name in ("1f1b", "eager_1f1b"):
+            assert schedule.round_trips(behind, count) == trips

@@ -16,6 +16,7 @@ from launcher.plan.inter_op.estimate import grouped_layers, make_pipeline
 from launcher.plan.inter_op.layers_again import remat_word
 from launcher.plan.inter_op.problem import Problem
 from launcher.plan.pipeline import Estimate, estimated
+from launcher.plan.stage_plan import StagePlan
 
 _MOST_TASKS = 60_000  # of all simulated timelines
 _LEAST_GAIN = 1e-4  # of the step, for a move to be made
@@ -68,10 +69,10 @@ def climbed(
 def fewest_again(
     assignment: Assignment, problem: Problem, memory: Sequence[float] | None = None
 ) -> Assignment | None:
-    """Return the assignment with as few layers computed again as fit the memory; None: none fit.
+    """Return the assignment with as little computed again as fits the memory; None: nothing fits.
 
-    They are each stage's first ones. Stages on one submesh are decided one after another, those on
-    others at once, each by bisection.
+    Of each stage these are the first layers in full, and the others selectively if that is faster.
+    Stages on one submesh are decided one after another, those on others at once, each by bisection.
 
     Args:
         assignment: the assignment; what its stages compute again is not kept.
@@ -82,23 +83,53 @@ def fewest_again(
         UnmeasuredError: a layer could not be measured.
     """
     most = memory or [problem.memory_bytes or math.inf] * len(assignment.layers)
-    groups = grouped_layers(assignment, problem)
+    groups, together = grouped_layers(assignment, problem), len(assignment.submeshes)
+    lengths = [len(of) for of in groups]
 
-    def with_counts(counts: Sequence[int]) -> Assignment:
-        words = map(remat_word, counts, groups)
-        return dataclasses.replace(assignment, remat=tuple(words))
+    def with_numbers(again: Sequence[int]) -> Assignment:
+        return dataclasses.replace(assignment, remat=tuple(map(remat_word, again, groups)))
 
-    def fits(counts: Sequence[int]) -> list[bool]:
-        stages = make_pipeline(with_counts(counts), problem).stages
-        return [stage.memory_bytes <= of for stage, of in zip(stages, most, strict=True)]
+    def stages(again: Sequence[int]) -> Sequence[StagePlan]:
+        return make_pipeline(with_numbers(again), problem).stages
 
-    if all(fits(none := [0] * len(groups))):
-        return with_counts(none)
-    high = [len(of) for of in groups]
-    if not all(fits(high)):
+    def fits(again: Sequence[int]) -> list[bool]:
+        return [stage.memory_bytes <= of for stage, of in zip(stages(again), most, strict=True)]
+
+    if all(fits(nothing := [0] * len(groups))):
+        return with_numbers(nothing)
+    if not all(fits(lengths)):
         return None
-    together = len(assignment.submeshes)
-    for turn in range(0, len(groups), together):
+    found = _least([range(length + 1) for length in lengths], fits, together)
+    if problem.table.selective:
+        ladders = [(0, *(~full for full in range(length)), length) for length in lengths]
+        other = _least(ladders, fits, together)
+        times = [
+            [stage.forward_seconds + stage.backward_seconds for stage in stages(again)]
+            for again in (found, other)
+        ]
+        for mesh in range(together):
+            of_mesh = slice(mesh, None, together)
+            if sum(times[1][of_mesh]) < sum(times[0][of_mesh]):
+                found[of_mesh] = other[of_mesh]
+    return with_numbers(found)
+
+
+def _least(
+    ladders: Sequence[Sequence[int]], fits: Callable[[Sequence[int]], list[bool]], together: int
+) -> list[int]:
+    """Return of every stage the first number in its ladder with which it fits; the last ones fit.
+
+    Args:
+        ladders: numbers for what is computed again, of every stage.
+        fits: returns which stages fit with such numbers.
+        together: how many stages are decided at once.
+    """
+    high = [len(ladder) - 1 for ladder in ladders]
+
+    def numbers(at: Sequence[int]) -> list[int]:
+        return [ladder[k] for ladder, k in zip(ladders, at, strict=True)]
+
+    for turn in range(0, len(ladders), together):
         low = [-1] * together  # too few
         while True:
             pairs = zip(low, high[turn : turn + together], strict=True)
@@ -108,13 +139,13 @@ def fewest_again(
             tried = [*high]
             for s in open_ones:
                 tried[turn + s] = (low[s] + high[turn + s]) // 2
-            fit = fits(tried)
+            fit = fits(numbers(tried))
             for s in open_ones:
                 if fit[turn + s]:
                     high[turn + s] = tried[turn + s]
                 else:
                     low[s] = tried[turn + s]
-    return with_counts(high)
+    return numbers(high)
 
 
 def ungrouped(problem: Problem) -> Problem:

@@ -73,6 +73,7 @@ class CostTable:
         num_distinct: number of layers that are different programs.
         sequence: whether each model axis cuts the data along its sequence, and not the parameters;
             empty: none does.
+        selective: whether it is known what layers cost that are computed again selectively.
         groups: the step's layers in each layer of the table; empty: the same.
         measured: the layers' measured seconds, instead of the cost model's.
     """
@@ -82,6 +83,7 @@ class CostTable:
     parameters: tuple[Parameters, ...]
     num_distinct: int
     sequence: tuple[bool, ...] = ()
+    selective: bool = False
     groups: tuple[tuple[int, ...], ...] = ()
     measured: MeasuredLayers | None = None
 
@@ -158,16 +160,24 @@ class CostTable:
             return peak_in_turn(peak, left, early)
         return peak_in_turn(peak, early, np.zeros(self.num_layers))
 
-    def layer_peak_bytes(self, m_index: int, slices: int) -> np.ndarray:
-        """Return the most that both passes of one of the layers need, `[first, end]`.
+    def layer_peak_bytes(self, m_index: int, name: str, slices: int) -> np.ndarray:
+        """Return the most that a layer needs in the backward pass as it runs again, `[first, end]`.
 
         Args:
             m_index: the number of the model axis.
+            name: "layer" where it runs again in full, or "selective".
             slices: number of slices of the batch.
         """
         of = self.spans[m_index]
-        by_rows = of["fixed_layer_early_bytes"] + of["layer_peak_bytes"] / slices
-        return np.asarray(np.maximum(of["fixed_layer_peak_bytes"], by_rows))
+        by_rows = of[f"fixed_{name}_early_bytes"] + of[f"{name}_peak_bytes"] / slices
+        return np.asarray(np.maximum(of[f"fixed_{name}_peak_bytes"], by_rows))
+
+    def selective_share(self, m_index: int, slices: int) -> np.ndarray:
+        """Return the share of the forward pass that runs again selectively, `[first, end]`."""
+        of = self.spans[m_index]
+        again = of["selective_seconds"] / slices + of["fixed_selective_seconds"]
+        whole = of["work_seconds"] / slices + of["fixed_seconds"]
+        return np.asarray(np.divide(again, whole, out=np.zeros_like(whole), where=whole > 0))
 
     @functools.cached_property
     def parameter_spans(self) -> Callable[[int, int], dict[str, np.ndarray]]:

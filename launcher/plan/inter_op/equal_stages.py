@@ -40,8 +40,8 @@ class EqualStages:
 def equal_stages(problem: Problem, setting: Setting, known: Outline) -> list[EqualStages]:
     """Return the best pipelines on all devices and whole hosts.
 
-    They are one for each number of stages and policy of rematerialisation; where it is open how
-    many layers are computed again, with all and with none. Which of them fits the memory, only an
+    They are one for each number of stages and policy of rematerialisation; where it is open what is
+    computed again, with all, selectively and with nothing. Which of them fits the memory, only an
     estimate tells.
     """
     cluster, of = problem.cluster, known.candidates
@@ -57,7 +57,8 @@ def equal_stages(problem: Problem, setting: Setting, known: Outline) -> list[Equ
         every = seconds.sum(0) + rest.max(0)
         best = int(every.argmin())
         if np.isfinite(every[best]):
-            words = ("none", "full") if remat == FEWEST else (remat,)
+            some = ("selective",) if problem.table.selective else ()
+            words = ("none", *some, "full") if remat == FEWEST else (remat,)
             one = known.choices[int(ways[best])]
             found += [
                 EqualStages(

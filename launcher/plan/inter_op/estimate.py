@@ -17,7 +17,7 @@ from launcher.partition.assignment import Assignment
 from launcher.plan.cost.formulas import stage_parallelism
 from launcher.plan.cost.stage_memory import Footprint
 from launcher.plan.cost.stage_seconds import links_of
-from launcher.plan.inter_op.layers_again import layers_again
+from launcher.plan.inter_op.layers_again import in_full, layers_again
 from launcher.plan.inter_op.problem import Problem
 from launcher.plan.inter_op.setting import Setting
 from launcher.plan.inter_op.stage_costs import StageCosts
@@ -49,7 +49,7 @@ def make_pipeline(assignment: Assignment, problem: Problem) -> Pipeline:
     for s, of_stage in enumerate(groups):
         at = first[of_stage[0][0]], first[of_stage[0][0]] + len(of_stage)
         costs = _costs(assignment, s, problem, goes_back)
-        again = layers_again(assignment.remat[s], of_stage)
+        again = layers_again(assignment.remat[s], of_stage, problem.table.selective)
         stages.append(_stage(assignment, s, at, costs, again, problem))
         footprints[s] = _footprint(costs, at, again, is_first=s == 0)
         crossing.append(int(costs.sent()[at]))
@@ -187,7 +187,7 @@ def _costs(assignment: Assignment, s: int, problem: Problem, goes_back: bool) ->
 def _footprint(costs: StageCosts, at: tuple[int, int], again: int, is_first: bool) -> Footprint:
     """Return the memory of a stage of the layer groups `at[0] … at[1] - 1`.
 
-    The first `again` of them are computed again.
+    Of them is computed again what the number `again` says (`layers_again`).
 
     Of a backward pass in two tasks the first is taken to need what the whole does, and the second
     to let go of everything. The first stage has the second one only.
@@ -256,7 +256,10 @@ def _parallelism(
 
     products, work = seconds("product", "fixed_product_seconds"), seconds("work", "fixed_seconds")
     if again and work:
-        repeated = seconds("work", "fixed_seconds", (at[0], at[0] + again))
+        first = in_full(again)
+        repeated = seconds("work", "fixed_seconds", (at[0], at[0] + int(first)))
+        if again < 0:
+            repeated += seconds("selective", "fixed_selective_seconds", (at[0] + int(first), at[1]))
         products *= 1 + repeated / (work + seconds("back", "fixed_back_seconds"))
     found = stage_parallelism(products, total, problem.cluster)
     return None if found is None else float(found)

@@ -40,6 +40,15 @@ class LayerCost:
         input_bytes: bytes of the activations that the layer reads.
         checkpoint_bytes: the same; of several layers, of all of them.
         layer_peak_bytes: `whole_peak_bytes`; of several layers, the most of any; and so on.
+        selective_seconds: the part of `work_seconds` that runs again where the layer is computed
+            again selectively.
+        fixed_selective_seconds: the same of `fixed_seconds`.
+        selective_bytes: the part of `forward_bytes` that is all-reduced again there.
+        selective_sums: number of all-reduces of `selective_bytes`.
+        kept_bytes: what the forward pass leaves there beside the activations that the layer reads.
+        selective_peak_bytes: `backward_peak_bytes` there; of several layers, the most of any.
+        fixed_selective_peak_bytes: the part of it that every slice needs.
+        fixed_selective_early_bytes: `fixed_backward_early_bytes` there.
         sent_bytes: bytes of the activations that cross to the next layer, unsharded.
         batch_bytes: bytes of the leaves of the batch that the layer reads.
     """
@@ -78,9 +87,21 @@ class LayerCost:
     fixed_layer_early_bytes: float
     sent_bytes: float
     batch_bytes: float
+    selective_seconds: float = 0.0
+    fixed_selective_seconds: float = 0.0
+    selective_bytes: float = 0.0
+    selective_sums: float = 0.0
+    kept_bytes: float = 0.0
+    selective_peak_bytes: float = 0.0
+    fixed_selective_peak_bytes: float = 0.0
+    fixed_selective_early_bytes: float = 0.0
 
 
-LARGEST = "layer_peak_bytes", "fixed_layer_peak_bytes", "fixed_layer_early_bytes"
+LARGEST = tuple(
+    f"{kind}_bytes"
+    for name in ("layer", "selective")
+    for kind in (f"{name}_peak", f"fixed_{name}_peak", f"fixed_{name}_early")
+)
 PER_SAMPLE = tuple(
     f.name
     for f in dataclasses.fields(LayerCost)

@@ -43,6 +43,7 @@ from launcher.plan.inter_op.cost_table import (
     joined,
 )
 from launcher.plan.inter_op.layer_cost import LayerCost
+from launcher.plan.inter_op.selective_costs import SelectiveCosts, has_attention
 from launcher.plan.intra_op.sequence_parallel import sequence_class, sequence_sharding
 from launcher.plan.intra_op.stage_shardings import model_sharding
 from launcher.schedule import Kind
@@ -83,6 +84,7 @@ def cost_table(
         found = ((m, sequence_class(step, loss, dims, m)) for m in model_sizes if m > 1)
         model_axes += [(m, of) for m, of in found if of is not None]
     graphs = cut_stages(loss, [(i,) for i in range(loss.num_layers)])
+    selective = cluster.memory_bytes is not None and has_attention(loss.equations)
     rows_of = batch_axes(step, loss)
     solved: dict[object, list[_Solved]] = {}
     of_layer: list[list[_Solved]] = []
@@ -98,6 +100,7 @@ def cost_table(
             of = trace_stage(graph, loss, "none", _KINDS)
             inside = NamedDims(of.joint.equations)
             whole = as_one(of, _KINDS)
+            saving = SelectiveCosts(graph, loss, _varying(graph, loss)) if selective else None
             stored = stored_in(of), stored_in(whole)
             solved[key] = []
             for m, along in model_axes:
@@ -105,7 +108,11 @@ def cost_table(
                     cut = sequence_sharding(graph, loss, dims, along, m)
                 else:
                     cut = model_sharding(step, loss, graph, m, cluster, cluster.link_of_axis(m))
-                solved[key].append(_solve(graph, loss, cut, cluster, (of, whole), stored, inside))
+                one = _solve(graph, loss, cut, cluster, (of, whole), stored, inside)
+                if saving:
+                    more = saving.costs(cut, cluster)
+                    one = dataclasses.replace(one, cost=dataclasses.replace(one.cost, **more))
+                solved[key].append(one)
         batch = float(sum(nbytes(loss.invars[i].aval) for i in _of_batch(step, graph)))
         of_layer.append(
             [
@@ -126,6 +133,7 @@ def cost_table(
         ),
         num_distinct=len(solved),
         sequence=tuple(of is not None for _, of in model_axes),
+        selective=selective,
     )
 
 

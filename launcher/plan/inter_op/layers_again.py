@@ -1,7 +1,8 @@
-"""How many layers of a stage are computed again: the first ones, as few as the memory asks for.
+"""What a stage computes again: its first layers in full, and the others selectively or not at all.
 
-The words are those of `remat_name`; the search counts in layers of its own table, each of which may
-be several of the step's. Pure.
+As little as the memory asks for. It is one number: `n` for the first n layers, `~n` (-1 - n) if the
+others are computed again selectively. The words are those of `remat_name`; the search counts in
+layers of its own table, each of which may be several of the step's. Pure.
 """
 
 from __future__ import annotations
@@ -13,58 +14,89 @@ import numpy as np
 from launcher.remat_name import parse_remat
 
 FEWEST = "fewest"  # for the search to choose from, beside the words of `remat_name`
+Count = int | np.ndarray  # an array: a number each, along a leading axis
 
 
-def layers_again(word: str, groups: Sequence[Sequence[int]]) -> int:
-    """Return how many layers of a stage are computed again.
+def layers_again(word: str, groups: Sequence[Sequence[int]], selective: bool) -> int:
+    """Return the number for what a stage computes again.
 
     Args:
         word: what the stage computes again.
         groups: the step's layers in each of the stage's.
+        selective: whether it is known what layers cost that are computed again selectively; else
+            they are taken to be so in full, or as they are by a policy that is none of these.
     """
     name = parse_remat(word)
     if name.policy == "none":
         return 0
+    if selective and word == "selective":
+        return ~0
     most, ends = name.first or np.inf, np.cumsum([len(group) for group in groups])
-    return min(int((ends < most).sum()) + 1, len(groups))
+    first = min(int((ends < most).sum()) + 1, len(groups))
+    return ~first if selective and name.rest == "selective" and first < len(groups) else first
 
 
 def remat_word(again: int, groups: Sequence[Sequence[int]]) -> str:
-    """Return the word for a stage that computes so many of its layers again; see `layers_again`."""
-    if again == 0:
-        return "none"
-    if again >= len(groups):
+    """Return the word for the number of a stage; see `layers_again`."""
+    first, rest = (again, "none") if again >= 0 else (~again, "selective")
+    if first == 0:
+        return rest
+    if first >= len(groups):
         return "full"
-    return f"full:{sum(map(len, groups[:again]))}"
+    word = f"full:{sum(map(len, groups[:first]))}"
+    return word if rest == "none" else f"{word}+{rest}"
 
 
-def first_layers(of: np.ndarray, count: int | None) -> np.ndarray:
+def every_number(most: int, selective: bool) -> np.ndarray:
+    """Return the numbers for stages of up to so many layers, each at its own place (`of[again]`).
+
+    Args:
+        most: the layers.
+        selective: whether they may be computed again selectively.
+    """
+    full = np.arange(most + 1)
+    return np.concatenate([full, ~full[:most][::-1]]) if selective else full
+
+
+def in_full(again: Count) -> Count:
+    """Return how many layers are computed again in full."""
+    return np.maximum(again, ~again) if isinstance(again, np.ndarray) else max(again, ~again)
+
+
+def at_all(again: Count, most: int) -> Count:
+    """Return how many layers are computed again, in full or selectively, of up to so many."""
+    if isinstance(again, np.ndarray):
+        return np.where(again < 0, most, again)
+    return most if again < 0 else again
+
+
+def first_layers(of: np.ndarray, count: Count) -> np.ndarray:
     """Return the costs of each stage's first layers.
 
     Args:
         of: the costs of whole stages, `[first, end]`; or the same on several meshes.
-        count: number of layers; None: each number, along a leading axis.
+        count: number of layers.
     """
-    if count == 0:
+    if isinstance(count, int) and count == 0:
         return np.zeros_like(of)
     first, end = np.ogrid[: of.shape[-2], : of.shape[-1]]
-    if count is not None and count >= len(first):
+    if isinstance(count, int) and count >= len(first):
         return of
     return np.asarray(of[..., first, _cut(first, end, count)])
 
 
-def other_layers(of: np.ndarray, count: int | None) -> np.ndarray:
+def other_layers(of: np.ndarray, count: Count) -> np.ndarray:
     """Return the costs of each stage's layers behind the first `count`; see `first_layers`."""
-    if count == 0:
+    if isinstance(count, int) and count == 0:
         return of
     first, end = np.ogrid[: of.shape[-2], : of.shape[-1]]
-    if count is not None and count >= len(first):
+    if isinstance(count, int) and count >= len(first):
         return np.zeros_like(of)
     padded = np.concatenate([of, np.zeros_like(of[..., :1, :])], -2)  # no stage begins at the end
     return np.asarray(padded[..., _cut(first, end, count), end])
 
 
-def _cut(first: np.ndarray, end: np.ndarray, count: int | None) -> np.ndarray:
+def _cut(first: np.ndarray, end: np.ndarray, count: Count) -> np.ndarray:
     """Return where the other layers begin."""
-    counts = np.arange(len(first) + 1)[:, None, None] if count is None else count
+    counts = count if isinstance(count, int) else count[:, None, None]
     return np.asarray(np.minimum(first + counts, np.maximum(first, end)))

@@ -14,6 +14,7 @@ import numpy as np
 from launcher.partition.task_programs import MOST_INSIDE
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.inter_op.cost_table import PARAMETER_FIELDS, CostTable
+from launcher.plan.inter_op.layers_again import Count
 from launcher.plan.inter_op.setting import Setting
 from launcher.plan.inter_op.stage_costs import StageCosts
 
@@ -61,11 +62,8 @@ class ManyStageCosts(StageCosts):
         at = [m_index for m_index, _ in meshes]
         self._of = {name: of[at] for name, of in table.stacked_spans.items()}
 
-    def _again(self, of: np.ndarray, again: int | None) -> np.ndarray:
-        return super()._again(of, again or 0)
-
-    def _kept(self, of: np.ndarray, again: int | None) -> np.ndarray:
-        return super()._kept(of, again or 0)
+    def _numbers(self, again: int | None) -> Count:
+        return again or 0
 
     def _as_one(self, again: int | None) -> np.ndarray:
         if again is not None:
@@ -90,6 +88,12 @@ class ManyStageCosts(StageCosts):
     def _layer_peak(self) -> np.ndarray:
         return np.stack([one._layer_peak() for one in self._every])
 
+    def _selective_peak(self) -> np.ndarray:
+        return np.stack([one._selective_peak() for one in self._every])
+
+    def _selective_work(self) -> np.ndarray:
+        return np.stack([one._selective_work() for one in self._every])
+
     def least_memory(self, zero: int) -> np.ndarray:
         """Return a lower bound on the peak bytes, whichever layers are computed again.
 
@@ -99,6 +103,8 @@ class ManyStageCosts(StageCosts):
         layers = np.arange(self._table.num_layers)
 
         peaks = [self._layer_peak(), *(self._peak(name) for name in ("backward", "whole"))]
+        if self._table.selective:  # which leaves more than the layers' inputs
+            peaks.append(self._selective_peak())
         one = np.minimum.reduce([of[..., layers, layers + 1] for of in peaks])
         left = self._least_sums("checkpoint_bytes", "left_bytes")
         left = np.where(self._as_one(None), 0.0, left)
@@ -145,8 +151,8 @@ class _OfReplicas(StageCosts):
         self._of = {name: every._of[name][kept] for name in PARAMETER_FIELDS}
         self._every, self._at = every, kept
 
-    def _again(self, of: np.ndarray, again: int | None) -> np.ndarray:
-        return self._every._again(of, again)
+    def _numbers(self, again: int | None) -> Count:
+        return self._every._numbers(again)
 
     def _as_one(self, again: int | None) -> np.ndarray:
         return self._every._as_one(again)[self._at]
@@ -154,6 +160,10 @@ class _OfReplicas(StageCosts):
     @functools.cached_property
     def _both_passes(self) -> tuple[np.ndarray, ...]:
         return tuple(seconds[self._at] for seconds in self._every._both_passes)
+
+    @functools.cached_property
+    def _selective_parts(self) -> tuple[np.ndarray, ...]:
+        return tuple(seconds[self._at] for seconds in self._every._selective_parts)
 
     @functools.cached_property
     def _crossing_seconds(self) -> tuple[np.ndarray, ...]:

@@ -301,6 +301,7 @@ def _stages(
         _MOST_EXPANDED,
         wanted.num_stages,
         _crossings(problem, setting),
+        _round_trips(problem, setting),
     )
     for objective, one in following:
         yield bounded(one, every) if one else (objective, None)
@@ -310,6 +311,13 @@ def _on_one_host(problem: Problem) -> Problem:
     cluster = dataclasses.replace(problem.cluster, hosts=1)
     sizes = tuple(size for size in problem.sizes if size <= cluster.devices_per_host)
     return dataclasses.replace(problem, cluster=cluster, sizes=sizes, unjoined=None)
+
+
+def _round_trips(problem: Problem, setting: Setting) -> list[int]:
+    """Return the round trips that follow a stage's first one, by the number of stages behind."""
+    schedule, count = SCHEDULES[setting.schedule], setting.num_micro_batches
+    depth = min(problem.table.num_layers, problem.cluster.num_devices)
+    return [schedule.round_trips(behind, count) for behind in range(depth)]
 
 
 def _crossings(problem: Problem, setting: Setting) -> Crossings | None:

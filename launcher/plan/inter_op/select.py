@@ -248,7 +248,8 @@ def _expected_bytes(estimate: Estimated, built: Sequence[tuple[Plan, Estimated]]
 
 def _policies(of: Estimated) -> set[str]:
     """Return the policies of rematerialisation, of however many layers."""
-    return {parse_remat(word).policy for word in of[0].remat}
+    words = map(parse_remat, of[0].remat)
+    return {policy for word in words for policy in (word.policy, word.rest)}
 
 
 def _settled(built: Sequence[tuple[Plan, Estimated]], after: Estimated) -> bool:

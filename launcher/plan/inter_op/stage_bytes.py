@@ -15,7 +15,14 @@ from launcher.partition.task_programs import MOST_INSIDE
 from launcher.plan.cluster_shape import ClusterShape
 from launcher.plan.cost.formulas import Amount, activation_bytes, sharded_bytes
 from launcher.plan.inter_op.cost_table import PARAMETER_FIELDS, CostTable
-from launcher.plan.inter_op.layers_again import first_layers, other_layers
+from launcher.plan.inter_op.layers_again import (
+    Count,
+    at_all,
+    every_number,
+    first_layers,
+    in_full,
+    other_layers,
+)
 from launcher.plan.inter_op.setting import Setting
 from launcher.schedule import SCHEDULES
 
@@ -23,7 +30,7 @@ from launcher.schedule import SCHEDULES
 class StageBytes:
     """Bytes of all stages on one logical mesh: arrays `[first, end]`.
 
-    `again` is how many of a stage's layers are computed again, the first ones; None: each number,
+    `again` is what of a stage is computed again, as a number (`layers_again`); None: each number,
     along a leading axis.
     """
 
@@ -49,19 +56,45 @@ class StageBytes:
         self._goes_back = is_last & back_at_once
 
     def _again(self, of: np.ndarray, again: int | None) -> np.ndarray:
-        """Return the costs, `[first, end]`, of the layers that are computed again."""
-        return first_layers(of, again)
+        """Return the costs, `[first, end]`, of the layers that are computed again in full."""
+        return first_layers(of, in_full(self._numbers(again)))
 
     def _kept(self, of: np.ndarray, again: int | None) -> np.ndarray:
-        """Return the costs of the other layers of a stage."""
-        return other_layers(of, again)
+        """Return the costs of the layers of a stage that are not computed again."""
+        return self._others(of, again, selectively=False)
+
+    def _selectively(self, of: np.ndarray, again: int | None) -> np.ndarray:
+        """Return the costs of the layers of a stage that are computed again selectively."""
+        return self._others(of, again, selectively=True)
+
+    def _either(self, of: np.ndarray, again: int | None) -> np.ndarray:
+        """Return the costs of the layers of a stage that are computed again in either way."""
+        return first_layers(of, at_all(self._numbers(again), self._table.num_layers))
+
+    def _others(self, of: np.ndarray, again: int | None, selectively: bool) -> np.ndarray:
+        numbers = self._numbers(again)
+        if isinstance(numbers, int):
+            is_so = (numbers < 0) == selectively
+            return other_layers(of, in_full(numbers)) if is_so else np.zeros_like(of)
+        is_so = ((numbers < 0) == selectively)[:, None, None]
+        return np.where(is_so, other_layers(of, in_full(numbers)), 0.0)
+
+    def _numbers(self, again: int | None) -> Count:
+        if again is not None:
+            return again
+        return every_number(self._table.num_layers, self._table.selective)
+
+    def _may_be_selective(self, again: int | None) -> bool:
+        return bool(np.min(self._numbers(again)) < 0)
 
     def _as_one(self, again: int | None) -> np.ndarray:
         """Return whether both passes are one task program: see `task_programs.runs_as_one`."""
         left = self._kept(self._a_slice("residual_bytes"), again)
         if again != 0:  # the first layer's input is there
             inputs = self._a_slice("checkpoint_bytes") - self._a_slice("input_bytes")
-            left = left + np.maximum(self._again(inputs, again), 0.0)
+            left = left + np.maximum(self._either(inputs, again), 0.0)
+        if self._may_be_selective(again):
+            left = left + self._selectively(self._a_slice("kept_bytes"), again)
         return np.asarray(self._goes_back & (left <= MOST_INSIDE))
 
     def _a_slice(self, name: str) -> np.ndarray:
@@ -72,7 +105,10 @@ class StageBytes:
         return self._table.peak_bytes(self._m_index, name, self._slices)
 
     def _layer_peak(self) -> np.ndarray:
-        return self._table.layer_peak_bytes(self._m_index, self._slices)
+        return self._table.layer_peak_bytes(self._m_index, "layer", self._slices)
+
+    def _selective_peak(self) -> np.ndarray:
+        return self._table.layer_peak_bytes(self._m_index, "selective", self._slices)
 
     def _divisible(self) -> Mapping[str, np.ndarray]:
         return self._table.parameter_spans(self._m_index, self._data)
@@ -100,17 +136,20 @@ class StageBytes:
     def working(self) -> Callable[[int | None], tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """What a forward pass leaves, and what either pass needs on top, in bytes.
 
-        By how many of a stage's layers are computed again; None: see `passes`.
+        By what of a stage is computed again; None: see `passes`.
         """
         return functools.cache(self._working)
 
     def _working(self, again: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         # Of what is computed again the layers' inputs are left, and one layer is there at a time.
-        inputs = self._again(self._a_slice("checkpoint_bytes"), again)
+        inputs = self._either(self._a_slice("checkpoint_bytes"), again)
         one = self._again(self._layer_peak(), again)
         whole, forward, backward = (
             self._kept(self._peak(name), again) for name in ("whole", "forward", "backward")
         )
+        if self._may_be_selective(again):
+            inputs = inputs + self._selectively(self._a_slice("kept_bytes"), again)
+            one = np.maximum(one, self._selectively(self._selective_peak(), again))
         left = inputs + self._kept(self._a_slice("left_bytes"), again)
         whole, forward = inputs + np.maximum(whole, one), inputs + forward
         backward = np.maximum(backward, one)
@@ -127,7 +166,7 @@ class StageBytes:
 
         Args:
             zero: ZeRO level: 0, 2 or 3.
-            again: how many of a stage's layers are computed again, the first ones.
+            again: what of a stage is computed again (`layers_again`).
             in_flight: the microbatches whose activations a stage holds, by the stages behind it.
         """
         held = np.array(in_flight)[:, None, None]

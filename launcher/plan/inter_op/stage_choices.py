@@ -46,7 +46,7 @@ class Priced:
         choices: the choices.
         chosen: the choice of each candidate, as a position in `choices`.
         memory: the memory of each candidate.
-        again: how many of its layers each candidate computes again.
+        again: what each candidate computes again, as a number (`layers_again`).
     """
 
     candidates: Candidates
@@ -294,10 +294,11 @@ def ways(
 
 
 def count_again(remat: str, table: CostTable) -> int | None:
-    """Return how many layers of each stage are computed again; None: as few as fit."""
+    """Return what of each stage is computed again, as a number; None: as little as fits."""
     if remat == FEWEST:
         return None
-    return layers_again(remat, table.groups or [(i,) for i in range(table.num_layers)])
+    groups = table.groups or [(i,) for i in range(table.num_layers)]
+    return layers_again(remat, groups, table.selective)
 
 
 def _fronts(listed: Sequence[Way]) -> Iterator[Way]:

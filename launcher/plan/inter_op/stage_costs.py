@@ -79,8 +79,8 @@ class StageCosts(StageBytes):
 
         Args:
             zero: ZeRO level: 0, 2 or 3.
-            again: how many of a stage's layers are computed again, the first ones; or the same of
-                each stage, `[stages behind, first, end]`.
+            again: what of a stage is computed again (`layers_again`); or the same of each stage,
+                `[stages behind, first, end]`.
             hidden: the forward passes that the first round trip hides, by the stages behind.
 
         Returns:
@@ -118,8 +118,8 @@ class StageCosts(StageBytes):
 
         Args:
             zero: ZeRO level: 0, 2 or 3.
-            again: how many of a stage's layers are computed again, the first ones; None: each
-                number, along a leading axis.
+            again: what of a stage is computed again (`layers_again`); None: each number, along a
+                leading axis.
         """
         return self._passes(zero == 3, again)  # the other levels are the update's
 
@@ -132,7 +132,10 @@ class StageCosts(StageBytes):
         work, back, sums, sums_back, repeated = self._both_passes
         as_one = self._as_one(again)
         sums_back = sums_back + np.where(as_one, 0.0, repeated) + self._again(sums, again)
-        sums_back = sums_back + self._row_sums
+        sums_back, more = sums_back + self._row_sums, self._again(work, again)
+        if self._may_be_selective(again):
+            own, own_sums = (self._selectively(of, again) for of in self._selective_parts)
+            sums_back, more = sums_back + own_sums, more + own
         gather: Amount = 0.0
         scatter: Amount = 0.0
         if gathers:
@@ -140,7 +143,7 @@ class StageCosts(StageBytes):
             size, count = cut["parameter_bytes"], cut["parameters"]
             gather = gather_seconds(size, self._data, *self._ring, count)
             scatter = self._scatter_seconds(cut)
-        parts = PassParts(work, back, self._again(work, again), sums, sums_back, gather, scatter)
+        parts = PassParts(work, back, more, sums, sums_back, gather, scatter)
         splits = self._schedule.splits_backward
         return pass_seconds(parts, self._cluster.dispatch_overhead, as_one, self._is_first, splits)
 
@@ -159,6 +162,13 @@ class StageCosts(StageBytes):
         return *self._work(), sums, sums_back, repeated
 
     @functools.cached_property
+    def _selective_parts(self) -> tuple[np.ndarray, ...]:
+        """The seconds of what layers compute and sum again selectively."""
+        bytes_again = self._a_slice("selective_bytes")
+        sums = self._along_model(bytes_again, self._of["selective_sums"])
+        return self._selective_work(), sums
+
+    @functools.cached_property
     def _row_sums(self) -> Amount:
         """The seconds to sum gradients along the axis that cuts the rows of every microbatch."""
         of, rows_axis = self._of, self._data // self._setting.replicas
@@ -174,6 +184,10 @@ class StageCosts(StageBytes):
         rows = self._setting.batch_size / self._slices
         return self._table.work_seconds(self._m_index, self._slices, rows)
 
+    def _selective_work(self) -> np.ndarray:
+        share = self._table.selective_share(self._m_index, self._slices)
+        return np.asarray(self._work()[0] * share)
+
     def sent(self) -> np.ndarray:
         """Return the bytes of one microbatch to the next stage."""
         return np.asarray(self._of["sent_bytes"] / self._setting.num_micro_batches)
@@ -181,7 +195,7 @@ class StageCosts(StageBytes):
     def fewest_again(
         self, zero: int, in_flight: Sequence[int], wanted: np.ndarray | None
     ) -> tuple[int | np.ndarray, np.ndarray]:
-        """Return how many layers each stage computes again, so that it fits at the least time.
+        """Return what each stage computes again, so that it fits at the least time.
 
         Where nothing fits, it computes none again.
 
@@ -191,7 +205,8 @@ class StageCosts(StageBytes):
             wanted: the stages that matter, `[first, end]`; None: all.
 
         Returns:
-            The numbers of layers, and the peak bytes, both `[stages behind, first, end]`.
+            The numbers for it (`layers_again`), and the peak bytes, both `[stages behind, first,
+            end]`.
         """
         most, needs = self._setting.memory_bytes or np.inf, self.memory(zero, 0, in_flight)
         change = needs > most
@@ -209,12 +224,13 @@ class StageCosts(StageBytes):
         if not fewest.any():
             return 0, needs
         again = np.zeros(needs.shape, int)
-        again[at], needs[at] = fewest, np.take_along_axis(each, fewest[None], 0)[0]
+        again[at] = np.asarray(self._numbers(None))[fewest]
+        needs[at] = np.take_along_axis(each, fewest[None], 0)[0]
         return again, needs
 
     @functools.cached_property
     def once(self) -> Callable[[int, int | None], np.ndarray]:
-        """The seconds of what is done once a step, by ZeRO level and number of layers again.
+        """The seconds of what is done once a step, by ZeRO level and what is computed again.
 
         Gradients are summed over the replicas beside the backward pass, and the update reads and
         writes the state.

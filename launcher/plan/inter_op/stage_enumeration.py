@@ -105,6 +105,7 @@ def stages_by_objective(
     most_expanded: int,
     num_stages: int | None = None,
     crossings: Crossings | None = None,
+    round_trips: Sequence[int] = (),
 ) -> Iterator[tuple[float, BestStages | None]]:
     """Yield the choices of stages that cover all layers, by growing objective, which comes first.
 
@@ -117,6 +118,8 @@ def stages_by_objective(
         most_expanded: after how many beginnings to give up.
         num_stages: how many stages; None: any number.
         crossings: what crossing hosts costs, if there are several.
+        round_trips: by the number of stages behind, how many microbatches go through a stage and
+            these and back, each after the one before, beside the first microbatch.
     """
     seconds = candidates.seconds
     rest, once = _parted(candidates)
@@ -141,6 +144,8 @@ def stages_by_objective(
             continue
         left = num_devices - used - sizes
         sums, other = total + seconds[s, :end, end], np.maximum(rest[s, :end, end], most)
+        if s < len(round_trips) and round_trips[s]:  # through this stage and those behind it
+            other = np.maximum(other, round_trips[s] * sums)
         there = sums, other, np.maximum(once[s, :end, end], done)
         after = [sizes[j] for _, _, j in stages]
         values = before.least(s + 1, slice(end), there, used + sizes, after, sizes)

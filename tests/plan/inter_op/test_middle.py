@@ -77,6 +77,12 @@ def plans_by_hand(problem):
             yield plan_of(problem, ends, *way, (remat,) * stages, (zero,) * stages)
 
 
+def words(problem, *full):
+    """What a stage may compute again."""
+    some = ("selective", "full:2+selective") if problem.table.selective else ()
+    return ["none", *full, *some]
+
+
 def random_plan(problem, rng):
     """Any stages on any submeshes, some devices idle."""
     layers, left, shapes = len(problem.groups), problem.cluster.num_devices, []
@@ -91,7 +97,7 @@ def random_plan(problem, rng):
         return random_plan(problem, rng)
     cuts = np.sort(rng.choice(np.arange(1, layers), stages - 1, replace=False)).tolist()
     schedule = str(rng.choice([s for s in training_schedules() if not SCHEDULES[s].interleaves]))
-    remats = ["none"] if SCHEDULES[schedule].splits_backward else ["none", "full"]
+    remats = ["none"] if SCHEDULES[schedule].splits_backward else words(problem, "full")
     remat = tuple(rng.choice(remats, stages).tolist())
     zero = tuple(int(rng.choice([0, 2, 3])) if data > 1 else 0 for data, _ in shapes)
     return plan_of(problem, [*cuts, layers], shapes, count, schedule, remat, zero)
@@ -105,7 +111,7 @@ def changed(problem, plan, rng):
         if kind == 0 and s < len(ends) - 1:
             ends[s] += int(rng.choice([-2, -1, 1, 2]))
         elif kind == 1 and not SCHEDULES[plan.schedule].splits_backward:
-            other = str(rng.choice(["none", "full:1", "full:2", "full"]))
+            other = str(rng.choice(words(problem, "full:1", "full:2", "full")))
             plan = dataclasses.replace(plan, remat=(*plan.remat[:s], other, *plan.remat[s + 1 :]))
         elif kind == 2:
             count = int(rng.choice(divisors(problem.batch_size)))
@@ -131,7 +137,7 @@ def least_possible(plan, problem):
             problem.table.index(model, False), _setting(plan, problem), data, False, None
         )
         at = layers[0], layers[-1] + 1
-        again = layers_again(plan.remat[s], [(i,) for i in layers])
+        again = layers_again(plan.remat[s], [(i,) for i in layers], problem.table.selective)
         passes = costs.passes(plan.zero[s], again)
         # Both passes may be one program, and start once.
         whole = passes.forward[at] + passes.backward[at] - problem.cluster.dispatch_overhead
