@@ -132,7 +132,7 @@ def print_summary(
         resume_command: the command that resumes the run, where there is one.
     """
     done = ended_well(summary.exit_reason)
-    ending = f"{summary.steps} steps"
+    ending = f"{summary.steps} step{'' if summary.steps == 1 else 's'}"
     if summary.total_seconds is not None:
         ending += f" in {clock_text(summary.total_seconds)}"
     console.print()
