@@ -137,7 +137,7 @@ def print_summary(
         ending += f" in {clock_text(summary.total_seconds)}"
     console.print()
     style = "bold green" if done else "bold red"
-    console.print(f"{summary.exit_reason}: {ending}", style=style, soft_wrap=True)
+    console.print(f"{summary.exit_reason.rstrip('.')}: {ending}", style=style, soft_wrap=True)
     for name, value in [*_results(summary), *_whereabouts(run_dir, summary, resume_command)]:
         console.print(Text.assemble((f"  {name:<10}  ", "dim"), value), soft_wrap=True)
 

@@ -189,7 +189,7 @@ Q = "model.layers.1.self_attn.q_proj.weight"
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda a: a.pop(Q), "it has no params.layers_1.self_attention.linear_q.kernel"),
+        (lambda a: a.pop(Q), f"it has no {Q}"),
         (lambda a: a.update(extra=a[Q]), "it has extra, which the model does not have"),
         (lambda a: a.update({Q: a[Q][:-1]}), f"{Q} is (31, 32), and (32, 32) by config.json"),
         (lambda a: a.update({Q: a[Q].astype("i4")}), f"{Q} is of type I32"),
@@ -207,6 +207,14 @@ def test_an_array_that_is_not_as_it_should_be_is_named(change, words, tmp_path):
 
 EXPERT = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
 KEY = "bert.encoder.layer.0.attention.self.key.bias"
+
+
+def test_a_missing_file_of_several_is_named(tmp_path):
+    write(KINDS["llama"], random_params(KINDS["llama"]), tmp_path / "parts", largest=16_000)
+    lost = sorted((tmp_path / "parts").glob("*.safetensors"))[1]
+    lost.unlink()
+    with pytest.raises(ConfigError, match=f"it has no {lost.name}, which .*json names"):
+        read(KINDS["llama"], tmp_path / "parts")
 
 
 @pytest.mark.sampled(2)
