@@ -299,8 +299,8 @@ def users_module(key: str, name: str, functions: Sequence[str]) -> ModuleType:
     try:
         module = import_module(name)
     except Exception as error:
-        is_missing = isinstance(error, ModuleNotFoundError) and error.name is not None
-        if is_missing and f"{name}.".startswith(f"{error.name}."):
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{name}.".startswith(f"{missing}."):
             raise _not_found(key, name) from None
         raise InputError(f"{key}={name} cannot be imported: {_told(error)}") from error
     for function in functions:
