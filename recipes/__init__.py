@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -293,20 +294,29 @@ def users_module(key: str, name: str, functions: Sequence[str]) -> ModuleType:
     Whether it may be loaded has been decided before.
 
     Raises:
-        InputError: it is not there, or lacks a function.
+        InputError: it is not there, cannot be imported, or lacks a function.
     """
     try:
         module = import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module is there, and lacks another
-        raise _not_found(key, name) from None
+    except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{name}.".startswith(f"{missing}."):
+            raise _not_found(key, name) from None
+        raise InputError(f"{key}={name} cannot be imported: {_told(error)}") from error
     for function in functions:
         if not callable(getattr(module, function, None)):
             example = {"model": "mlp", "dataset": "synthetic"}.get(key.split(".")[0])
             remedy = f"write one as recipes/{example}.py does" if example else "write one"
             raise InputError(f"{key}={name} has no function {function}; {remedy}")
     return module
+
+
+def _told(error: Exception) -> str:
+    """Return an exception of a user's module with the line of code that raised it."""
+    *_, frame = traceback.extract_tb(error.__traceback__)
+    text = f"{type(error).__name__}: {error}".removesuffix(": ")
+    # A SyntaxError names its own line; nothing of that module has run.
+    return text if isinstance(error, SyntaxError) else f"{text} ({frame.filename}:{frame.lineno})"
 
 
 def _not_found(key: str, name: str) -> InputError:

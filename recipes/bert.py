@@ -49,7 +49,7 @@ class BERT(nn.Module):
         block = functools.partial(
             EncoderBlock,
             cast(int, options.num_heads),
-            options.mlp_ratio * hidden,
+            cast(int, options.mlp_ratio) * hidden,
             _EPSILON,
             False,
             options.attention,

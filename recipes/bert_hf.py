@@ -58,7 +58,7 @@ def config_of(options: BERTOptions) -> dict[str, Any]:
         "num_hidden_layers": options.num_layers,
         "num_attention_heads": options.num_heads,
         "hidden_size": options.hidden_size,
-        "intermediate_size": options.mlp_ratio * (options.hidden_size or 0),
+        "intermediate_size": (options.mlp_ratio or 0) * (options.hidden_size or 0),
         **_FIXED,
         "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0,
@@ -97,7 +97,7 @@ def tensors(options: BERTOptions) -> Iterator[Tensor]:
 
 def _block(options: BERTOptions, hidden: int) -> Iterator[Tensor]:
     """Yield the arrays of a block, by their names in it; queries, keys and values are one here."""
-    heads, width = options.num_heads or 1, options.mlp_ratio * hidden
+    heads, width = options.num_heads or 1, (options.mlp_ratio or 0) * hidden
     size = hidden // heads
     for number, name in enumerate(("query", "key", "value")):
         theirs, ours = f"attention.self.{name}", "linear_qkv"

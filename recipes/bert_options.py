@@ -12,7 +12,10 @@ from launcher.config.fields import choice, number
 from recipes.sizes import SizedOptions, uneven
 
 _DIMENSIONS = ("vocab_size", "sequence_length", "num_layers", "num_heads", "hidden_size")
-_FEATURES = {"mask_token": None}  # the tokenizer's, or the vocabulary's last
+_FEATURES = {
+    "mlp_ratio": 4,
+    "mask_token": None,  # the tokenizer's, or the vocabulary's last
+}
 
 
 @register
@@ -28,14 +31,14 @@ class BERTOptions(SizedOptions):
     num_layers: int | None = number(None, minimum=1, maximum=1000)
     num_heads: int | None = number(None, minimum=1)
     hidden_size: int | None = number(None, minimum=1)
-    mlp_ratio: int = number(4, minimum=1)
+    mlp_ratio: int | None = number(None, minimum=1)
     mask_every: int = number(7, minimum=2)
     mask_token: int | None = number(None, minimum=0)
     attention: str = choice("auto", "auto", "xla", "cudnn")
 
     dimensions: ClassVar[tuple[str, ...]] = _DIMENSIONS
     features: ClassVar[Mapping[str, Any]] = _FEATURES
-    optional: ClassVar[tuple[str, ...]] = tuple(_FEATURES)
+    optional: ClassVar[tuple[str, ...]] = ("mask_token",)
 
     def check(self) -> Iterator[ConfigError]:
         """Yield an error where the heads cannot be equal, or the mask is no token."""

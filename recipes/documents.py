@@ -52,11 +52,15 @@ def prepare(options: Documents, processes: int, progress: Callable[[float], None
     """
     meta = prepare_corpus(preparation(options), processes, progress)
     bad = next((part.first_bad for part in meta.parts if part.first_bad), "")
-    left_out = f"{meta.skipped:,} bad documents were left out, first {bad}\n"
+    left_out = f"left out: {_several(meta.skipped, 'bad document')}, first {bad}\n"
     return (
-        f"{left_out if meta.skipped else ''}{meta.documents:,} documents, {meta.tokens:,} tokens "
-        f"of {meta.vocab_size:,} are in {options.folder}"
+        f"{left_out if meta.skipped else ''}{_several(meta.documents, 'document')}, "
+        f"{meta.tokens:,} tokens of {meta.vocab_size:,} are in {options.folder}"
     )
+
+
+def _several(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def build(options: Documents, model_options: Any, global_batch_size: int, seed: int) -> Dataset:

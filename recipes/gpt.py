@@ -82,7 +82,7 @@ class FeedForward(nn.Module):
         """Map float [batch, length, hidden] to the same."""
         hidden = x.shape[-1]
         x = nn.Dense(
-            self.options.mlp_ratio * hidden,
+            cast(int, self.options.mlp_ratio) * hidden,
             kernel_init=nn.initializers.normal(_INIT_SCALE),
             dtype=self.dtype,
             name="linear_fc1",

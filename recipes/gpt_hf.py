@@ -21,7 +21,7 @@ def options_of(config: Mapping[str, Any]) -> dict[str, Any]:
         DamagedError: it has what the family cannot express.
         KeyError: it lacks what is needed.
     """
-    expect(config, _FIXED | {"scale_attn_by_inverse_layer_idx": False})
+    expect(config, _FIXED | {"scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True})
     hidden = config["n_embd"]
     width = config.get("n_inner") or 4 * hidden
     if width % hidden:
@@ -47,7 +47,7 @@ def config_of(options: GPTOptions) -> dict[str, Any]:
         "n_layer": options.num_layers,
         "n_head": options.num_heads,
         "n_embd": options.hidden_size,
-        "n_inner": options.mlp_ratio * (options.hidden_size or 0),
+        "n_inner": (options.mlp_ratio or 0) * (options.hidden_size or 0),
         **_FIXED,
         "resid_pdrop": options.dropout,
         "attn_pdrop": options.dropout,
@@ -74,7 +74,7 @@ def tensors(options: GPTOptions) -> Iterator[Tensor]:
 def _block(options: GPTOptions, hidden: int) -> Iterator[Tensor]:
     """Yield the arrays of a block, by their names in it; matrices are [inputs, outputs] there."""
     heads = options.num_heads or 1
-    size, width = hidden // heads, options.mlp_ratio * hidden
+    size, width = hidden // heads, (options.mlp_ratio or 0) * hidden
     qkv, mixed = "self_attention.linear_qkv", "self_attention.linear_proj"
     yield from _norm("ln_1", "input_layernorm", hidden)
     yield from _norm("ln_2", "pre_mlp_layernorm", hidden)

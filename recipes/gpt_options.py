@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from launcher.config.errors import ConfigError
 from launcher.config.families import register
@@ -12,6 +12,7 @@ from launcher.config.fields import choice, number
 from recipes.sizes import SizedOptions, uneven
 
 _DIMENSIONS = ("vocab_size", "sequence_length", "num_layers", "num_heads", "hidden_size")
+_FEATURES = {"mlp_ratio": 4, "tie_embeddings": True}
 
 
 @register
@@ -24,22 +25,23 @@ class GPTOptions(SizedOptions):
 
     name: str = "gpt"
     size: str | None = "nano"
-    sizes: dict[str, dict[str, int]] = field(default_factory=dict)
+    sizes: dict[str, dict[str, Any]] = field(default_factory=dict)
     vocab_size: int | None = number(None, minimum=2)
     sequence_length: int | None = number(None, minimum=1)
     # Each is traced by itself: more than the deepest published (DeepNet, 2022) would take hours.
     num_layers: int | None = number(None, minimum=1, maximum=1000)
     num_heads: int | None = number(None, minimum=1)
     hidden_size: int | None = number(None, minimum=1)
-    mlp_ratio: int = number(4, minimum=1)
+    mlp_ratio: int | None = number(None, minimum=1)
     dropout: float = number(0.0, minimum=0.0, maximum=1.0)
-    tie_embeddings: bool = True
+    tie_embeddings: bool | None = None
     scan_layers: bool = False
     loss_chunks: int = number(1, minimum=1)
     attention: str = choice("auto", "auto", "xla", "cudnn")
 
     keeps_documents: ClassVar[bool] = True
     dimensions: ClassVar[tuple[str, ...]] = _DIMENSIONS
+    features: ClassVar[Mapping[str, Any]] = _FEATURES
 
     def check(self) -> Iterator[ConfigError]:
         """Yield an error where heads, or parts of the loss, cannot be equal."""

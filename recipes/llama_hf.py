@@ -45,7 +45,6 @@ def options_of(config: Mapping[str, Any]) -> dict[str, Any]:
         activation = "gelu_pytorch_tanh"  # the published files say gelu and mean this
     if activation not in _ACTIVATIONS or (activation == "gelu" and kind != "gemma"):
         raise DamagedError(f"the activation {activation!r} is not supported")
-    windowed = kind == "mistral" or config.get("use_sliding_window", False)
     return {
         "vocab_size": config["vocab_size"],
         "sequence_length": min(config.get("max_position_embeddings", 2048), 4096),
@@ -61,7 +60,7 @@ def options_of(config: Mapping[str, Any]) -> dict[str, Any]:
         "norm_epsilon": config.get("rms_norm_eps", 1e-6),
         "rope_base": float(rope.get("rope_theta", 10000.0)),
         "rope_factor": float(rope.get("factor", 1.0)),
-        "sliding_window": (config.get("sliding_window") or 0) if windowed else 0,
+        "sliding_window": _window_of(config),
         "qkv_bias": kind == "qwen2",
         "head_norm": kind == "qwen3",
         "scale_embeddings": kind == "gemma",
@@ -83,6 +82,30 @@ def _rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
         if found.get(name, value) != value:
             raise DamagedError(f"{name}={found[name]} of its rotary positions is not {value}")
     return found
+
+
+def _window_of(config: Mapping[str, Any]) -> int:
+    """Return how many positions a token sees in each layer, 0 for all.
+
+    Qwen's first `max_window_layers` have no window, or `layer_types` says which have.
+
+    Raises:
+        DamagedError: some layers have a window and others do not.
+    """
+    window: int = config.get("sliding_window") or 0
+    if config["model_type"] == "mistral":
+        return window
+    if not window or not config.get("use_sliding_window", False):
+        return 0
+    count, first = config["num_hidden_layers"], config.get("max_window_layers", 28)
+    said = [f"{'sliding' if i >= first else 'full'}_attention" for i in range(count)]
+    kinds = set(config.get("layer_types") or said)
+    if len(kinds) > 1:
+        raise DamagedError(
+            "layers with and without a sliding window are not supported together "
+            "(layer_types, max_window_layers)"
+        )
+    return window if kinds == {"sliding_attention"} else 0
 
 
 def config_of(options: LlamaOptions) -> dict[str, Any]:

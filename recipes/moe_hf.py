@@ -35,6 +35,7 @@ def options_of(config: Mapping[str, Any]) -> dict[str, Any]:
     qwen = config["model_type"] == "qwen3_moe"
     count = "num_local_experts" if "num_local_experts" in config or not qwen else "num_experts"
     common = dict(config) | {"model_type": "qwen3" if qwen else "mistral"}
+    common |= {"max_window_layers": 0, "layer_types": None}  # a window is that of all layers
     found = llama_hf.options_of(common)
     if found["activation"] != "silu":
         raise DamagedError(f"the activation {config['hidden_act']!r} is not supported")

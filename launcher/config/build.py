@@ -76,9 +76,9 @@ def _field_value(field: dataclasses.Field[Any], hint: Any, value: Any, key: str)
         return build(_variant(variants, value, key), value, key)
     if field.metadata.get("auto") and value in ("auto", None):
         return field.default
-    if field.metadata.get("one_or_several") and isinstance(value, str):
+    if field.metadata.get("one_or_several") and isinstance(value, str | bool | int | float):
         value = [value]
-    converted = _convert(hint, value, key)
+    converted = _convert(hint, value, key, bool(field.metadata.get("lines")))
     _check_bounds(field.metadata, converted, key)
     return converted
 
@@ -96,10 +96,10 @@ def _variant(variants: Variants, tree: Any, key: str) -> type:
     raise ConfigError(problem, f"Choose one with {key}=OPTION.", [named])
 
 
-def _convert(hint: Any, value: Any, key: str) -> Any:
+def _convert(hint: Any, value: Any, key: str, lines: bool = False) -> Any:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         inner = [option for option in typing.get_args(hint) if option is not type(None)]
-        return None if value is None else _convert(inner[0], value, key)
+        return None if value is None else _convert(inner[0], value, key, lines)
     if dataclasses.is_dataclass(hint):
         return build(hint, value, key)  # type: ignore[arg-type]
     if hint is Any:
@@ -111,14 +111,14 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
             _name(name, key): _convert(inner_hint, value[name], f"{key}.{name}") for name in value
         }
     if kind is list and isinstance(value, Sequence) and not isinstance(value, str):
-        return [_convert(typing.get_args(hint)[0], item, key) for item in value]
+        return [_convert(typing.get_args(hint)[0], item, key, lines) for item in value]
     if kind in _SCALARS:
         try:
             converted = _SCALARS[kind](value)
         except ValueError:
             raise _wrong_type(kind, value, key) from None
         if kind is str:
-            _check_line(converted, key)
+            _check_line(re.sub(r"[\n\t]", " ", converted) if lines else converted, key)
         return converted
     raise _wrong_type(kind, value, key)
 

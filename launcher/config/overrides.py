@@ -43,15 +43,22 @@ def _parse_one(parser: OverridesParser, text: str) -> Override:
         if len(text) > _LONGEST:
             remedy = "Write what is as long as that in a file of settings."
         elif equals:
-            remedy = (
-                f"Quote special characters, inside the shell's own quotes: \"{key}='{value}'\"."
-            )
+            quoted = _quoted(key, value)
+            remedy = f"Quote special characters, inside the shell's own quotes: {quoted}."
         else:
             remedy = "Settings are written key=value, for example train.steps=100."
         problem = f"{shown(text)} cannot be read as key=value"
         raise ConfigError(problem, remedy, where=COMMAND_LINE) from None
     _refuse_useless(override, text)
     return override
+
+
+def _quoted(key: str, value: str) -> str:
+    """Return an argument as a shell takes it whose value Hydra reads as it stands."""
+    if "'" in value and '"' not in value:
+        return f'"{key}=\\"{value}\\""'
+    inner = value.replace("'", "\\'").replace('"', '\\"')
+    return f"\"{key}='{inner}'\""
 
 
 def _refuse_useless(override: Override, text: str) -> None:

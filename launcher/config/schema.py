@@ -240,7 +240,7 @@ class Config:
     allow_modules: list[str] = field(default_factory=list)
     allow_commands: bool = False
     hooks: list[str] = field(default_factory=list)
-    prompt: list[str] | None = field(default=None, metadata={"one_or_several": True})
+    prompt: list[str] | None = field(default=None, metadata={"one_or_several": True, "lines": True})
     run: Run = field(default_factory=Run)
     model: ModelOptions = field(default_factory=MODELS["gpt"], metadata=variants("name", MODELS))
     dataset: DatasetOptions = field(

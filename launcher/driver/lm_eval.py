@@ -67,8 +67,9 @@ class LanguageModel(LM):
         asked = []
         for context, continuation in (request.args for request in requests):
             # Words may join where both meet, so both are read as one text, and as much is scored
-            # as the continuation has added.
-            whole, before = self._encode(context + continuation), len(self._encode(context))
+            # as the continuation has added; blanks between them belong to it, as in lm-eval.
+            before = len(self._encode(context.rstrip()))
+            whole = self._encode(context + continuation)
             first = [] if before or self._tokenizer.end_token is None else [self._end()]
             asked.append(([*first, *whole], max(before + len(first), 1)))
         return self._likelihoods(asked)

@@ -175,12 +175,19 @@ class _PlainLines:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         taken = seconds_text(time.monotonic() - self._began)
-        ending = f"failed after {taken}" if kind else taken
+        ending = _ending(kind, taken)
         if isinstance(self._console, RunConsole):
             if self._console.open_line != self._text:  # something else was printed
                 ending = f"{self._text} ... {ending}"
             self._console.open_line = ""
         self._console.print(ending, soft_wrap=True)
+
+
+def _ending(kind: type[BaseException] | None, taken: str) -> str:
+    """Return how a phase has ended, that an exception of this class left."""
+    if kind is None:
+        return taken
+    return f"{'stopped' if issubclass(kind, KeyboardInterrupt) else 'failed'} after {taken}"
 
 
 class _Bar:
@@ -217,7 +224,7 @@ class _Bar:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._progress.stop()
         taken = seconds_text(time.monotonic() - self._began)
-        ending = f"failed after {taken}" if kind else taken
+        ending = _ending(kind, taken)
         line = Text(f"{self._text}{self._unit} ... ").append(ending, style="dim")
         self._console.print(line, soft_wrap=True)
 

@@ -132,12 +132,12 @@ def print_summary(
         resume_command: the command that resumes the run, where there is one.
     """
     done = ended_well(summary.exit_reason)
-    ending = f"{summary.steps} steps"
+    ending = f"{summary.steps} step{'' if summary.steps == 1 else 's'}"
     if summary.total_seconds is not None:
         ending += f" in {clock_text(summary.total_seconds)}"
     console.print()
     style = "bold green" if done else "bold red"
-    console.print(f"{summary.exit_reason}: {ending}", style=style, soft_wrap=True)
+    console.print(f"{summary.exit_reason.rstrip('.')}: {ending}", style=style, soft_wrap=True)
     for name, value in [*_results(summary), *_whereabouts(run_dir, summary, resume_command)]:
         console.print(Text.assemble((f"  {name:<10}  ", "dim"), value), soft_wrap=True)
 

@@ -18,8 +18,9 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -177,23 +178,32 @@ def _made(todo: dict[str, Any], processes: int) -> Iterator[TokenPart]:
         yield from (_make(*given) for given in todo.values())
         return
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(min(processes, len(todo)), context, _begin)
+    theirs, ours = context.Pipe(duplex=False)
+    pool = ProcessPoolExecutor(min(processes, len(todo)), context, _begin, (theirs,))
     try:
         for future in as_completed([pool.submit(_make, *given) for given in todo.values()]):
             yield future.result()
+    except KeyboardInterrupt:
+        ours.close()  # nobody waits for what is half done
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
+        theirs.close()
+        ours.close()
 
 
-def _begin() -> None:
-    """Prepare a process of the pool: Ctrl-C is the parent's, and its end is ours."""
+def _begin(parents: Connection) -> None:
+    """Prepare a process of the pool: Ctrl-C is the parent's.
+
+    Args:
+        parents: ends when the parent does, or no longer wants anything.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    parent = multiprocessing.parent_process()
-    assert parent is not None
 
     def watch() -> None:
-        parent.join()
+        with suppress(EOFError, OSError):
+            parents.recv_bytes()
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

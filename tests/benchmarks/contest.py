@@ -21,7 +21,7 @@ SIZES = GPTOptions(
     num_heads=4,
     sequence_length=128,
     tie_embeddings=False,
-)
+).filled()
 TINY = dataclasses.replace(SIZES, hidden_size=16, sequence_length=8)
 
 

@@ -128,7 +128,7 @@ def test_the_examples_of_the_help_are_right(
 def test_the_defaults_of_yaml_and_schema_agree() -> None:
     composed = load([])
     assert isinstance(composed.model, GPTOptions)
-    unfilled = {"vocab_size", "sequence_length", "num_layers", "num_heads", "hidden_size"}
+    unfilled = (*GPTOptions.dimensions, *GPTOptions.features)
     model = dataclasses.replace(composed.model, **dict.fromkeys(unfilled))
     assert dataclasses.replace(composed, model=model) == build(Config, {})
     assert load(["model=mlp", "dataset=synthetic"]).model == MLPOptions()

@@ -136,6 +136,15 @@ COMMAND_LINES = [
         f"'wandb.name=(x' cannot be read as key=value {CLI}. "
         "Quote special characters, inside the shell's own quotes: \"wandb.name='(x'\".",
     ),
+    (
+        "prompt=it's",
+        f'"prompt=it\'s" cannot be read as key=value {CLI}. '
+        'Quote special characters, inside the shell\'s own quotes: "prompt=\\"it\'s\\"".',
+    ),
+    (
+        "prompt=42",
+        f"prompt must be text, but the unquoted value is read as 42 {CLI}. Put it in quotes.",
+    ),
     ("=3", f"'=3' has no name before its = {CLI}. Write key=value."),
     (
         "train.steps=1,2",

@@ -76,6 +76,7 @@ def test_likelihoods_and_texts_are_those_of_the_logits(model):
     tokens = np.array([list(b"one two")])
     scores = np.log(transformers_reference.softmax(transformers_reference.logits(model, tokens)[0]))
     [(value, _)] = asked("loglikelihood", ("one", " two"))
+    assert asked("loglikelihood", ("one ", "two")) == [(value, _)]
     wanted = sum(scores[i, tokens[0, i + 1]] for i in range(2, 6))
     assert value == pytest.approx(wanted, abs=1e-3)
     [rolled] = asked("loglikelihood_rolling", ("one two",))

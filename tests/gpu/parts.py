@@ -84,7 +84,7 @@ def memory():
     """Whether the state is donated, and the device's bytes after each step."""
     options = GPTOptions(
         vocab_size=256, hidden_size=256, num_layers=4, num_heads=4, sequence_length=128
-    )
+    ).filled()
     model = build_model(options, "fp32")
     text = np.random.default_rng(0).integers(0, 256, (8, 129), dtype=np.int32)
     batch = {"tokens": text[:, :-1], "targets": text[:, 1:]}
@@ -216,7 +216,7 @@ def small():
     """A step and what makes its state, a batch, and the traced step."""
     options = GPTOptions(
         vocab_size=256, hidden_size=64, num_layers=2, num_heads=2, sequence_length=32
-    )
+    ).filled()
     model = build_model(options, "fp32")
     text = np.random.default_rng(0).integers(0, 256, (4, 33), dtype=np.int32)
     batch = {"tokens": text[:, :-1], "targets": text[:, 1:]}

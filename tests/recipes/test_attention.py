@@ -22,7 +22,7 @@ SIZES = {
     "vocab_size": 32, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "sequence_length": 16,
 }  # fmt: skip
 OPTIONS = {
-    "gpt": GPTOptions(**SIZES),
+    "gpt": GPTOptions(**SIZES).filled(),
     "llama": LlamaOptions(**SIZES, num_kv_heads=2).filled(),
 }
 HAVE_IT = (

@@ -31,12 +31,15 @@ PICTURES = {
     "label": jax.ShapeDtypeStruct((ROWS,), jnp.int32),
 }
 CASES = {
-    "gpt": (GPTOptions(size=None, **TEXT), texts()),
-    "gpt, packed": (GPTOptions(size=None, **TEXT), texts("segments", "positions", "weights")),
-    "gpt, fused": (GPTOptions(size=None, attention="cudnn", **TEXT), texts()),
+    "gpt": (GPTOptions(size=None, **TEXT).filled(), texts()),
+    "gpt, packed": (
+        GPTOptions(size=None, **TEXT).filled(),
+        texts("segments", "positions", "weights"),
+    ),
+    "gpt, fused": (GPTOptions(size=None, attention="cudnn", **TEXT).filled(), texts()),
     "llama": (LlamaOptions(**TEXT), texts()),
     "llama, packed": (LlamaOptions(**TEXT), texts("segments", "positions", "weights")),
-    "bert": (BERTOptions(size=None, **TEXT), texts("weights")),
+    "bert": (BERTOptions(size=None, **TEXT).filled(), texts("weights")),
     "vit": (
         ViTOptions(size=None, **SHAPE, image_size=8, channels=2, num_classes=4, patch_size=4),
         PICTURES,
@@ -66,7 +69,7 @@ def test_blocks_are_traced_once_and_are_the_same_program(name, monkeypatch):
 
 
 def test_blocks_that_draw_numbers_draw_different_ones():
-    options = GPTOptions(size=None, dropout=0.5, **TEXT)
+    options = GPTOptions(size=None, dropout=0.5, **TEXT).filled()
     program = inline_calls(program_of(options, texts(), jax.random.key(0)))
     folds = [e for e in program.eqns if e.primitive.name == "random_fold_in"]
     numbers = {str(e.invars[1]) for e in folds}

@@ -22,8 +22,8 @@ from recipes.moe_options import MoEOptions
 SMALL = {"vocab_size": 40, "sequence_length": 16, "num_layers": 2, "num_heads": 4}
 SMALL |= {"hidden_size": 16}
 MODELS = {
-    "gpt": GPTOptions(**SMALL),
-    "gpt_untied_scan": GPTOptions(**SMALL, tie_embeddings=False, scan_layers=True),
+    "gpt": GPTOptions(**SMALL).filled(),
+    "gpt_untied_scan": GPTOptions(**SMALL, tie_embeddings=False, scan_layers=True).filled(),
     "llama": LlamaOptions(**SMALL, num_kv_heads=2).filled(),
     "qwen": LlamaOptions(**SMALL, head_norm=True, qkv_bias=True, tie_embeddings=True).filled(),
     "mistral": LlamaOptions(**SMALL, sliding_window=3, scan_layers=True).filled(),

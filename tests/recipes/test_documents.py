@@ -61,7 +61,7 @@ def test_bad_documents_are_counted_in_what_is_said(given):
         prepare_dataset(given, 1, lambda share: None)
     skipping = Documents(path=given.path, bad="skip")
     said = prepare_dataset(skipping, 1, lambda share: None)
-    assert said.startswith("2 bad documents were left out, first ")
+    assert said.startswith("left out: 2 bad documents, first ")
     assert "a.jsonl, line 41: 'text' is empty" in said
 
 

@@ -25,7 +25,7 @@ TINY = {
 
 
 def build(precision="fp32", **changes):
-    return build_model(GPTOptions(**{**TINY, **changes}), precision)
+    return build_model(GPTOptions(**{**TINY, **changes}).filled(), precision)
 
 
 def random_batch(rows=4, length=16, vocabulary=256):
@@ -44,7 +44,7 @@ def loss_of(model, params, batch, key=None):
 
 
 def make_gpt(dtype=jnp.float32):
-    return GPT(GPTOptions(**TINY), dtype)
+    return GPT(GPTOptions(**TINY).filled(), dtype)
 
 
 @jax.jit

@@ -65,7 +65,7 @@ KINDS = {
         expert_every=2,
         experts_per_token=3,
     ).filled(),
-    "bert": BERTOptions(**SMALL),
+    "bert": BERTOptions(**SMALL).filled(),
     "gpt2": GPTOptions(**SMALL).filled(),
     "gpt2, untied": GPTOptions(**SMALL, tie_embeddings=False, mlp_ratio=2).filled(),
 }
@@ -138,8 +138,6 @@ def test_the_settings_come_from_its_config(kind, tmp_path):
     write(options, random_params(options), tmp_path / "theirs")
     name = options.name
     words = ["model=" + name, f"model.size=hf:{tmp_path}/theirs", "dataset=synthetic"]
-    if name == "gpt":  # these are no part of a GPT's size; a weight that has another is refused
-        words += [f"model.{key}={getattr(options, key)}" for key in ("mlp_ratio", "tie_embeddings")]
     found = load(words, []).model
     assert dataclasses.replace(found, size=None) == options
 
@@ -191,7 +189,7 @@ Q = "model.layers.1.self_attn.q_proj.weight"
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda a: a.pop(Q), "it has no params.layers_1.self_attention.linear_q.kernel"),
+        (lambda a: a.pop(Q), f"it has no {Q}"),
         (lambda a: a.update(extra=a[Q]), "it has extra, which the model does not have"),
         (lambda a: a.update({Q: a[Q][:-1]}), f"{Q} is (31, 32), and (32, 32) by config.json"),
         (lambda a: a.update({Q: a[Q].astype("i4")}), f"{Q} is of type I32"),
@@ -209,6 +207,14 @@ def test_an_array_that_is_not_as_it_should_be_is_named(change, words, tmp_path):
 
 EXPERT = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
 KEY = "bert.encoder.layer.0.attention.self.key.bias"
+
+
+def test_a_missing_file_of_several_is_named(tmp_path):
+    write(KINDS["llama"], random_params(KINDS["llama"]), tmp_path / "parts", largest=16_000)
+    lost = sorted((tmp_path / "parts").glob("*.safetensors"))[1]
+    lost.unlink()
+    with pytest.raises(ConfigError, match=f"it has no {lost.name}, which .*json names"):
+        read(KINDS["llama"], tmp_path / "parts")
 
 
 @pytest.mark.sampled(2)
@@ -269,6 +275,21 @@ def test_weights_may_be_used_with_another_capacity(tmp_path):
         ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers is not supported"),
         ("mixtral", {"hidden_act": "relu"}, "the activation 'relu' is not supported"),
         ("bert", {"hidden_act": "gelu_new"}, "hidden_act=gelu_new is not supported"),
+        ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=False is not supported"),
+        (
+            "qwen3",
+            {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+            "layers with and without a sliding window",
+        ),
+        (
+            "qwen2",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 5,
+                "layer_types": ["full_attention", "sliding_attention"],
+            },
+            "layers with and without a sliding window",
+        ),
         (
             "bert",
             {"intermediate_size": 50},
@@ -282,6 +303,26 @@ def test_what_these_families_cannot_express_is_refused(kind, change, words, tmp_
     (tmp_path / "config.json").write_text(json.dumps(content))
     with pytest.raises(ConfigError, match=words):
         load([f"model={KINDS[kind].name}", f"model.size=hf:{tmp_path}", "dataset=synthetic"])
+
+
+@pytest.mark.parametrize(
+    ("layers", "window"),
+    [
+        ({"max_window_layers": 2}, 0),
+        ({"max_window_layers": 0}, 5),
+        ({}, 0),
+        ({"max_window_layers": 0, "use_sliding_window": False}, 0),
+        ({"layer_types": ["sliding_attention"] * 2}, 5),
+    ],
+)
+def test_a_window_is_taken_where_all_layers_have_it(layers, window, tmp_path):
+    content = family_named("llama").config_of(KINDS["qwen3"])
+    content |= {"use_sliding_window": True, "sliding_window": 5} | layers
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert (
+        load(["model=llama", f"model.size=hf:{tmp_path}", "dataset=synthetic"]).model.sliding_window
+        == window
+    )
 
 
 @pytest.mark.parametrize(

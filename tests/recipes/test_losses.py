@@ -20,8 +20,8 @@ SIZES = {
     "vocab_size": 2048, "hidden_size": 16, "num_layers": 1, "num_heads": 2, "sequence_length": 64,
 }  # fmt: skip
 OPTIONS = {
-    "gpt_tied": GPTOptions(**SIZES),
-    "gpt_untied": GPTOptions(**SIZES, tie_embeddings=False),
+    "gpt_tied": GPTOptions(**SIZES).filled(),
+    "gpt_untied": GPTOptions(**SIZES, tie_embeddings=False).filled(),
     "llama": LlamaOptions(**SIZES).filled(),
 }
 

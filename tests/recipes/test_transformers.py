@@ -55,8 +55,6 @@ def test_a_model_trained_in_two_stages_is_the_same_there(kind, tmp_path):
     options, params, start = KINDS[kind], random_params(KINDS[kind]), tmp_path / "start"
     write(options, params, start)
     words = [f"model={options.name}", f"model.size=hf:{start}", f"train.init_from=hf:{start}"]
-    if options.name == "gpt":
-        words += [f"model.{key}={getattr(options, key)}" for key in ("mlp_ratio", "tie_embeddings")]
     run(
         tmp_path, *words, "dataset=synthetic", "train.steps=1", "train.global_batch_size=8",
         "train.eval_every=0", "optimizer.warmup_steps=0", "optimizer.learning_rate=1e-2",

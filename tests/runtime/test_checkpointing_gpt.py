@@ -22,7 +22,7 @@ def compiled(remat, blocks=BLOCKS):
         hidden_size=WIDTH,
         vocab_size=64,
         sequence_length=LENGTH,
-    )
+    ).filled()
     model = gpt.build(options, "fp32")
 
     def step(params, batch):

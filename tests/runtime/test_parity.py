@@ -31,8 +31,8 @@ SMALL_GPT = {
 }
 MODELS = {
     "mlp": MLPOptions(input_size=8, hidden_size=16, output_size=4, num_layers=4),
-    "gpt_tied": GPTOptions(**SMALL_GPT, tie_embeddings=True),
-    "gpt_untied": GPTOptions(**SMALL_GPT, tie_embeddings=False),
+    "gpt_tied": GPTOptions(**SMALL_GPT, tie_embeddings=True).filled(),
+    "gpt_untied": GPTOptions(**SMALL_GPT, tie_embeddings=False).filled(),
 }
 GRID = list(itertools.product((1, 2, 4), (1, 4, 8), ("gpipe", "1f1b")))
 # The others are for `stress`: methods and schedules have their own comparisons with one device.

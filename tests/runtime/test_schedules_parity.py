@@ -28,7 +28,7 @@ MODELS = {
         sequence_length=8,
         mlp_ratio=2,
         tie_embeddings=True,
-    ),
+    ).filled(),
 }
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-3, weight_decay=0.1))
 

@@ -26,10 +26,10 @@ _GPT = {
 }  # fmt: skip
 RECIPES = {
     "mlp": MLPOptions(input_size=8, hidden_size=16, output_size=4, num_layers=4),
-    "gpt_tied": GPTOptions(**_GPT, tie_embeddings=True),
-    "gpt_untied": GPTOptions(**_GPT, tie_embeddings=False),
-    "gpt_chunks": GPTOptions(**_GPT, tie_embeddings=True, loss_chunks=2),
-    "gpt_short": GPTOptions(**_GPT | {"num_layers": 2}, tie_embeddings=False),
+    "gpt_tied": GPTOptions(**_GPT, tie_embeddings=True).filled(),
+    "gpt_untied": GPTOptions(**_GPT, tie_embeddings=False).filled(),
+    "gpt_chunks": GPTOptions(**_GPT, tie_embeddings=True, loss_chunks=2).filled(),
+    "gpt_short": GPTOptions(**_GPT | {"num_layers": 2}, tie_embeddings=False).filled(),
 }
 OPTIMIZER = optax.chain(
     optax.clip_by_global_norm(0.5), optax.adamw(optax.linear_schedule(1e-2, 1e-3, 8), eps=1e-4)

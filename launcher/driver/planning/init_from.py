@@ -21,6 +21,10 @@ _ARRAYS_REMEDY = (
     "An array has the name and the shape of a leaf of the model's; task=export writes such a file "
     "of a run."
 )
+_FOLDERS_REMEDY = (
+    f"Save or load the folder anew, and take the settings from its {CONFIG}, by "
+    f"model.size={PREFIX}<folder>."
+)
 
 _log = logging.getLogger(__name__)
 
@@ -113,6 +117,13 @@ def check_start(named: str | None, path: Path, model: Mapping[str, Any]) -> None
     except checkpoint.Mismatch as error:
         raise ConfigError(
             f"{_KEY}={named} does not fit the model: {error}",
-            _RUNS_REMEDY if (path / METADATA).exists() else _ARRAYS_REMEDY,
+            _remedy(path),
             [_KEY],
         ) from None
+
+
+def _remedy(path: Path) -> str:
+    """Return what helps where the arrays of a start are not those of the model."""
+    if (path / METADATA).exists():
+        return _RUNS_REMEDY
+    return _FOLDERS_REMEDY if (path / CONFIG).exists() else _ARRAYS_REMEDY

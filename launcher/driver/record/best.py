@@ -69,9 +69,10 @@ class Best:
         else:
             self._since += 1
         if self._patience and self._since >= self._patience:
+            several = "" if self._since == 1 else "s"
             self.reason = (
                 f"{STOPPED_EARLY}: {self._setting} is no better than the {self.value:.6g} of step "
-                f"{self.step} after {self._since} further evaluations"
+                f"{self.step} after {self._since} further evaluation{several}"
             )
 
     def _is_better(self, value: float) -> bool:

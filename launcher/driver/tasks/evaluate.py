@@ -19,6 +19,7 @@ from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.driver.tasks.export_tokenizer import warn_of_other_tokens
 from launcher.driver.tasks.model_workers import model_answers, stored_plan
+from launcher.driver.tasks.prepare_data import prepare_first
 from launcher.driver.tasks.stored_model import refused, run_settings, stored_model
 from launcher.files import write_whole
 from launcher.plan import Plan
@@ -45,6 +46,7 @@ def evaluate(config: Config, console: Console) -> int:
     settings = run_settings(config, home)
     warn_of_other_tokens(settings, config)
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of what does not matter here
+    prepare_first(config, console)
     size = config.train.global_batch_size
     dataset = build_dataset(config.dataset, config.model, size, config.run.seed)
     batches, plan = _batches(config, dataset), stored_plan(home)

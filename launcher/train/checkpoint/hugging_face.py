@@ -65,9 +65,9 @@ class HuggingFace:
                         tensor = by_name.get(name)
                         header = _header(archive.get_slice(stored), name, tensor)
                         found[f"params.{tensor.ours}" if tensor else name] = header
-        for tensor in tensors:  # where one of several is missing, the others do not show it
-            if tensor.part and tensor.theirs not in kept and f"params.{tensor.ours}" in found:
-                raise DamagedError(f"it has no {tensor.theirs}")
+        for name in by_name:
+            if name not in kept:
+                raise DamagedError(f"it has no {name}")
         return found
 
     @contextmanager
@@ -127,6 +127,9 @@ class HuggingFace:
             if not isinstance(file, str) or Path(file).name != file:
                 raise DamagedError(f"{_INDEX} names {file!r}, which is not a file beside it")
             found[name] = self._path / file
+        for file in dict.fromkeys(found.values()):
+            if not file.exists():
+                raise DamagedError(f"it has no {file.name}, which {_INDEX} names")
         return found
 
 

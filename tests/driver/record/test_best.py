@@ -140,6 +140,9 @@ def test_a_hook_that_fails_is_named_with_its_line(tmp_path, monkeypatch):
         "def on_step(step, metrics):\n    raise ValueError('x')\n"
     )
     (tmp_path / "no_hook.py").write_text("")
+    (tmp_path / "broken_hook.py").write_text("\nx = 1 / 0\n")
+    (tmp_path / "cut_hook.py").write_text("def on_step(\n")
+    (tmp_path / "poor_hook.py").write_text("import not_there\n")
     monkeypatch.syspath_prepend(tmp_path)
     hooks = Hooks(["bad_hook"])
     with pytest.raises(HookError) as error:
@@ -151,6 +154,16 @@ def test_a_hook_that_fails_is_named_with_its_line(tmp_path, monkeypatch):
     )
     with pytest.raises(InputError, match=r"hooks=\[no_hook\] has no function on_step"):
         Hooks(["no_hook"])
+    with pytest.raises(InputError) as error:
+        Hooks(["broken_hook"])
+    assert str(error.value) == (
+        "hooks=broken_hook cannot be imported: ZeroDivisionError: division by zero "
+        f"({tmp_path}/broken_hook.py:2)"
+    )
+    with pytest.raises(InputError, match=r"SyntaxError: .* \(cut_hook.py, line 1\)$"):
+        Hooks(["cut_hook"])
+    with pytest.raises(InputError, match=r"No module named 'not_there' \(.*poor_hook.py:1\)$"):
+        Hooks(["poor_hook"])
     with pytest.raises(InputError, match="hooks=not_there is not found"):
         Hooks(["not_there"])
     with pytest.raises(ConfigError, match=r"hooks=my\.hook is code that this run is not allowed"):

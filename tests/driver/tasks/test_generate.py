@@ -269,6 +269,11 @@ def test_an_evaluation_is_the_mean_over_what_is_held_out(runs, monkeypatch, caps
     other = load([*words, "dataset.path=other.txt", "evaluate.path=other.json"])
     assert evaluate(other, make_console()) == 0
     assert json.loads(Path("other.json").read_text())["loss"] != told["loss"]
+    (folder / "talks.jsonl").write_text('{"text": "one"}\n')
+    unprepared = load([*words, "dataset=jsonl", "dataset.path=talks.jsonl"])
+    with pytest.raises(InputError, match=r"has 257 tokens, more than model\.vocab_size=256"):
+        evaluate(unprepared, make_console())
+    assert Path("talks.jsonl.tokens/meta.json").exists()
     with pytest.raises(ConfigError, match=r"the model are not those of run\.id=one"):
         evaluate(load([*words, "model.num_heads=4"]), make_console())
     with pytest.raises(ConfigError, match=r"evaluate\.path=no/a\.json cannot be written: no is no"):

@@ -59,7 +59,7 @@ def gpt():
     """A step that holds more than its parameters; one to plan takes seconds."""
     options = GPTOptions(
         vocab_size=64, hidden_size=64, num_layers=8, num_heads=4, sequence_length=32, mlp_ratio=4
-    )
+    ).filled()
     model = build_model(options, "fp32")
     text = jax.ShapeDtypeStruct((BATCH, 32), jnp.int32)
 

@@ -65,7 +65,7 @@ def test_a_gpt_is_cut_as_megatron_cuts_it(devices, tied):
     options = GPTOptions(
         vocab_size=512, hidden_size=64, num_layers=2, num_heads=4, sequence_length=16,
         mlp_ratio=4, tie_embeddings=tied,
-    )  # fmt: skip
+    ).filled()  # fmt: skip
     want = {f"layers_{i}.{name}": spec for i in range(2) for name, spec in BLOCK.items()}
     if tied:
         want["word_embeddings.embedding"] = ("model", None)

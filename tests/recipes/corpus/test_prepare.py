@@ -157,6 +157,34 @@ def test_a_killed_run_leaves_no_processes_and_goes_on(tmp_path):
     assert texts_in(tmp_path / "out") == TEXTS * 300 * 12
 
 
+@pytest.mark.devices
+def test_ctrl_c_waits_for_nothing_that_is_half_done(tmp_path):
+    for index in range(2):
+        lines(tmp_path / f"{index}.jsonl", TEXTS)
+    given = tuple(vars(work(tmp_path, tmp_path / "out")).values())
+    code = (
+        "import os, time\nfrom recipes.corpus import documents, prepare\n"
+        "documents.pieces_of.__defaults__ = (1,)\n"
+        "def _make(*_):\n"
+        "    print(os.getpid(), flush=True)\n"
+        "    time.sleep(1000)\n"
+        "_make.__module__, prepare._make = prepare.__name__, _make\n"
+        "if __name__ == '__main__':\n"
+        f"    prepare.prepare_corpus(prepare.Preparation(*{given!r}), 2)\n"
+    )
+    (tmp_path / "prepare.py").write_text(code)
+    running = subprocess.Popen(
+        [sys.executable, tmp_path / "prepare.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
+    )  # fmt: skip
+    children = [int(running.stdout.readline()) for _ in range(2)]
+    running.send_signal(signal.SIGINT)
+    _, err = running.communicate(timeout=60)
+    assert "KeyboardInterrupt" in err
+    assert "leaked" not in err
+    assert not any(is_alive(pid) for pid in children)
+
+
 def is_alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
