@@ -22,6 +22,7 @@ from launcher.plan.cost.stage_seconds import (
     stage_seconds,
     stage_update_seconds,
 )
+from launcher.plan.cost.update_memory import UpdateMemory
 from launcher.plan.gradient_sums import GradientSums, gradient_sums, sum_collectives
 from launcher.plan.intra_op.stage_shardings import StageShardings
 from launcher.plan.notes import plan_notes
@@ -147,6 +148,10 @@ class PlanBuilder:
         return no_gradient_note(self._step)
 
     @functools.cached_property
+    def _update_memory(self) -> UpdateMemory:
+        return UpdateMemory(self._step, self._cluster.runs_as_soon)
+
+    @functools.cached_property
     def outer_dims(self) -> NamedDims:
         """The named dimensions outside of the loss."""
         return outer_dims(self._step)
@@ -174,7 +179,8 @@ class PlanBuilder:
         programs = [self._programs(cut, graph.index) for graph in cut.stages]
         footprints = {s: memory for s, (memory, _) in enumerate(programs)}
         sums = [of_stage for _, of_stage in programs]
-        peaks = [mesh_memory(cut, mesh, footprints) for mesh in range(len(cut.layouts))]
+        of = dict(enumerate(sums)), self._update_memory
+        peaks = [mesh_memory(cut, mesh, footprints, *of) for mesh in range(len(cut.layouts))]
         timed, counts = self._seconds(cut, again, footprints, sums), _num_parameters(cut)
         through = exchange_seconds(crossing, cut.assignment.reduction, self._cluster)
         return tuple(

@@ -7,6 +7,9 @@ takes no memory. A value is stored where a matrix product, a loop or the caller 
 is a matrix product's or a sum's result, and where it would otherwise be computed twice: from
 several others that are no broadcasts (the rule of XLA's instruction fusion), or for a sum, which a
 library's routine computes.
+
+XLA:CPU, for its many threads, runs equations as soon as it can instead, and stores whatever is
+computed for a sum.
 """
 
 from __future__ import annotations
@@ -33,13 +36,18 @@ class Liveness:
         equations: the program, in order.
         outs: what the caller gets, which is held to the end.
         at_once: what is added to an accumulator as soon as it is computed.
+        as_soon: whether equations run as soon as they can, and sums read what is stored.
     """
 
     def __init__(
-        self, equations: Sequence[Equation], outs: Iterable[Atom], at_once: Iterable[Atom] = ()
+        self,
+        equations: Sequence[Equation],
+        outs: Iterable[Atom],
+        at_once: Iterable[Atom] = (),
+        as_soon: bool = False,
     ) -> None:
-        self.equations = _once(equations)
-        kept = _kept(self.equations, [*outs, *at_once])
+        self.equations = _as_soon(_once(equations)) if as_soon else _once(equations)
+        kept = _kept(self.equations, [*outs, *at_once], as_soon)
         behind = _behind(self.equations, kept)
         end = len(self.equations)
         last: dict[Var, int] = {}
@@ -58,11 +66,14 @@ class Liveness:
         # Copies of what is there from the start are made at the start.
         self._first = [[v for v in copied if v not in defined] for copied in turned]
         self._turned = [[v for v in copied if v in defined] for copied in turned]
+        every = self._made, self._dying, self._first, self._turned
+        self._events = [k for k, of in enumerate(zip(*every, strict=True)) if any(of)]
 
     def peak(self, size: Size) -> float:
         """Return the most bytes that the values take at one time; `size` returns those of one."""
         level = peak = sum(size(v) for copied in self._first for v in copied)
-        for place, eqn in enumerate(self.equations):
+        for place in self._events:
+            eqn = self.equations[place]
             made = sum(map(size, self._made[place]))
             freed = sum(map(size, self._dying[place]))
             written_over = made and eqn.primitive.name in FUSED
@@ -103,14 +114,23 @@ def _once(equations: Sequence[Equation]) -> list[Equation]:
     return found
 
 
-def _kept(equations: Sequence[Equation], outs: Iterable[Atom]) -> set[Var]:
-    """Return the values that are stored."""
+def _as_soon(equations: Sequence[Equation]) -> list[Equation]:
+    """Return the equations by how many run before them, at least."""
+    level: dict[Var, int] = {}
+    for eqn in equations:
+        own = 1 + max((level.get(v, 0) for v in eqn.invars if is_var(v)), default=0)
+        level.update(dict.fromkeys(eqn.outvars, own))
+    return sorted(equations, key=lambda eqn: level[eqn.outvars[0]] if eqn.outvars else 0)
+
+
+def _kept(equations: Sequence[Equation], outs: Iterable[Atom], of_sums: bool) -> set[Var]:
+    """Return the values that are stored; `of_sums`: with all that sums read."""
     defined = {v for eqn in equations for v in eqn.outvars}
     kept = {v for v in outs if is_var(v) and v in defined}
     turned = {v for eqn in equations for v in _turned(eqn)}
     for eqn in equations:
         fuses = eqn.primitive.name in FUSED or eqn.primitive.name in REDUCTIONS
-        if not fuses:
+        if not fuses or (of_sums and eqn.primitive.name in REDUCTIONS):
             kept.update(v for v in eqn.invars if is_var(v) and v in defined)
         if eqn.primitive.name not in FUSED:
             kept.update(eqn.outvars)

@@ -73,6 +73,7 @@ class CostTable:
         num_distinct: number of layers that are different programs.
         sequence: whether each model axis cuts the data along its sequence, and not the parameters;
             empty: none does.
+        update_share: bytes that the update stores, of those of the gradients.
         groups: the step's layers in each layer of the table; empty: the same.
         measured: the layers' measured seconds, instead of the cost model's.
     """
@@ -82,6 +83,7 @@ class CostTable:
     parameters: tuple[Parameters, ...]
     num_distinct: int
     sequence: tuple[bool, ...] = ()
+    update_share: float = 0.0
     groups: tuple[tuple[int, ...], ...] = ()
     measured: MeasuredLayers | None = None
 
