@@ -29,7 +29,7 @@ from launcher.runtime.collectives import constrained, copied, sum_buckets
 from launcher.runtime.partial_sums import emitted_locally
 from launcher.schedule import Kind
 from launcher.trace import Loss
-from launcher.trace.jaxpr import Var, is_var
+from launcher.trace.jaxpr import Var
 
 _SUMS = ("result", "grad", "per_replica")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 
@@ -98,7 +99,7 @@ def accumulators(layers: Sequence[int]) -> int:
 
     Neighbouring layers are taken to be a piece.
     """
-    return 1 + sum(b > a + 1 for a, b in zip(layers, layers[1:], strict=False))
+    return 1 + sum(b > a + 1 for a, b in itertools.pairwise(layers))
 
 
 def _stores(eqn: Equation, as_soon: bool) -> bool:
