@@ -22,6 +22,7 @@ from launcher.trace.primitive_kinds import (
     CHEAP,
     COSTLY,
     FUSED,
+    IN_STEPS,
     PARTIAL_SUMS,
     REDUCTIONS,
 )
@@ -66,7 +67,8 @@ class Liveness:
         # Copies of what is there from the start are made at the start.
         self._first = [[v for v in copied if v not in defined] for copied in turned]
         self._turned = [[v for v in copied if v in defined] for copied in turned]
-        every = self._made, self._dying, self._first, self._turned
+        self._steps = [eqn.outvars * IN_STEPS.get(eqn.primitive.name, 0) for eqn in self.equations]
+        every = self._made, self._dying, self._first, self._turned, self._steps
         self._events = [k for k, of in enumerate(zip(*every, strict=True)) if any(of)]
 
     def peak(self, size: Size) -> float:
@@ -78,8 +80,8 @@ class Liveness:
             freed = sum(map(size, self._dying[place]))
             written_over = made and eqn.primitive.name in FUSED
             level += made
-            copied = sum(map(size, self._turned[place]))
-            peak = max(peak, level + copied - (min(made, freed) if written_over else 0.0))
+            beside = sum(map(size, (*self._turned[place], *self._steps[place])))
+            peak = max(peak, level + beside - (min(made, freed) if written_over else 0.0))
             level -= freed + sum(map(size, self._first[place]))
         return peak
 

@@ -45,7 +45,7 @@ def mesh_memory(
     graphs, layout, loss = cut.on_mesh(mesh), cut.layouts[mesh], cut.loss
     gathered = max(_gathered_bytes(graph, loss, layout) for graph in graphs)
     pieces = may_have_pieces(cut)
-    used = [i for graph in graphs for i in _accumulated(cut, graph, pieces)] if loss.wrt else []
+    used = [i for graph in graphs for i in accumulated(cut, graph)] if loss.wrt else []
     grads = sum(_gradient_bytes(i, cut, layout, summed=False) for i in used)
     summed = sum(_gradient_bytes(i, cut, layout, summed=True) for i in used)
     exchanged = _exchanged_bytes(cut, grads)
@@ -112,9 +112,9 @@ def _is_afresh(cut: PartitionedStep) -> bool:
     return cut.slicing.micro_batches == 1
 
 
-def _accumulated(cut: PartitionedStep, graph: StageGraph, pieces: bool) -> Iterator[int]:
+def accumulated(cut: PartitionedStep, graph: StageGraph) -> Iterator[int]:
     """Yield the operands whose gradients a stage accumulates, once for each accumulator."""
-    layers = layers_reading(graph, cut.loss) if pieces else {}
+    layers = layers_reading(graph, cut.loss) if may_have_pieces(cut) else {}
     for i in graph.wrt:
         if (i, graph.index) in cut.update.grad_parts:
             yield from [i] * (accumulators(layers[i]) if i in layers else 1)
