@@ -158,13 +158,14 @@ class PlanBuilder:
 
     def _programs(self, cut: PartitionedStep, stage: int) -> tuple[Footprint, GradientSums]:
         """Return the memory of a stage's task programs, and the sums of its gradients."""
-        key, operands = cut.likeness(stage), cut.stages[stage].operands
+        afresh = cut.slicing.num_slices == 1
+        key, operands = (cut.likeness(stage), afresh), cut.stages[stage].operands
         if key not in self._known:
             of, inside = cut.programs(stage)
             place = {i: k for k, i in enumerate(operands)}
             orders = [gradient_order(one) for one in of.programs.values()]
             places = tuple(tuple(place[i] for i in order) for order in orders)
-            self._known[key] = footprint(of, inside), places
+            self._known[key] = footprint(of, inside, afresh), places
         memory, places = self._known[key]
         orders = [tuple(operands[k] for k in order) for order in places]
         return memory, gradient_sums(cut, stage, orders)

@@ -14,7 +14,7 @@ computed for a sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 
 from launcher.trace.jaxpr import Atom, Equation, Var, is_var
 from launcher.trace.primitive_kinds import (
@@ -28,6 +28,7 @@ from launcher.trace.primitive_kinds import (
 )
 
 Size = Callable[[Var], float]
+_MOMENTS = 24  # of a program, at which is looked what buffers are free
 
 
 class Liveness:
@@ -73,17 +74,46 @@ class Liveness:
 
     def peak(self, size: Size) -> float:
         """Return the most bytes that the values take at one time; `size` returns those of one."""
-        level = peak = sum(size(v) for copied in self._first for v in copied)
+        return max((level for _, level in self._levels(size)), default=0.0)
+
+    def peak_beside(self, buffers: Sequence[Var], size: Size) -> float:
+        """Return the peak where there is room for each of these values all the time.
+
+        Until a value is made, its buffer can hold another one. Some moments are looked at.
+
+        Args:
+            buffers: results of the program.
+            size: returns the bytes of a value.
+        """
+        made = {v: place for place, of in enumerate(self._made) for v in of}
+        levels, peak = list(self._levels(size)), 0.0
+        each = -(-len(levels) // _MOMENTS)
+        for first in range(0, len(levels), each):
+            place, level = max(levels[first : first + each], key=lambda of: of[1])
+            if level > peak:
+                free = [size(v) for v in buffers if made.get(v, -1) > place]
+                peak = max(peak, level - _housed(list(map(size, self._there(place))), free))
+        return peak
+
+    def _there(self, place: int) -> set[Var]:
+        """Return the values just before the equation number `place`."""
+        there = {v for copied in self._first[place:] for v in copied}
+        for made, dying in zip(self._made[:place], self._dying[:place], strict=True):
+            there = there.union(made).difference(dying) if made or dying else there
+        return there
+
+    def _levels(self, size: Size) -> Iterator[tuple[int, float]]:
+        """Yield equations, by number, and the bytes of all values while they run."""
+        level = sum(size(v) for copied in self._first for v in copied)
+        yield 0, level
         for place in self._events:
-            eqn = self.equations[place]
             made = sum(map(size, self._made[place]))
             freed = sum(map(size, self._dying[place]))
-            written_over = made and eqn.primitive.name in FUSED
+            written_over = made and self.equations[place].primitive.name in FUSED
             level += made
             beside = sum(map(size, (*self._turned[place], *self._steps[place])))
-            peak = max(peak, level + beside - (min(made, freed) if written_over else 0.0))
+            yield place, level + beside - (min(made, freed) if written_over else 0.0)
             level -= freed + sum(map(size, self._first[place]))
-        return peak
 
     def held(self, place: int, size: Size) -> float:
         """Return the bytes that the values take just before the equation number `place`."""
@@ -91,6 +121,16 @@ class Liveness:
         for made, dying in zip(self._made[:place], self._dying[:place], strict=True):
             level += sum(map(size, made)) - sum(map(size, dying))
         return level
+
+
+def _housed(values: Sequence[float], buffers: Sequence[float]) -> float:
+    """Return the bytes of the values for which there is a buffer, the largest first."""
+    total, free = 0.0, sorted(buffers)
+    for value in sorted(values, reverse=True):
+        if free and value <= free[-1]:
+            free.pop()
+            total += value
+    return total
 
 
 def _once(equations: Sequence[Equation]) -> list[Equation]:
