@@ -86,13 +86,18 @@ class Liveness:
             size: returns the bytes of a value.
         """
         made = {v: place for place, of in enumerate(self._made) for v in of}
-        levels, peak = list(self._levels(size)), 0.0
+
+        def other(v: Var, own: Set[Var] = frozenset(buffers)) -> float:
+            return 0.0 if v in own else size(v)
+
+        levels, peak = list(self._levels(other)), 0.0
         each = -(-len(levels) // _MOMENTS)
         for first in range(0, len(levels), each):
             place, level = max(levels[first : first + each], key=lambda of: of[1])
             if level > peak:
                 free = [size(v) for v in buffers if made.get(v, -1) > place]
-                peak = max(peak, level - _housed(list(map(size, self._there(place))), free))
+                there = self._there(place).union(self._made[place])
+                peak = max(peak, level - _housed(list(map(other, there)), free))
         return peak
 
     def _there(self, place: int) -> set[Var]:
