@@ -105,7 +105,7 @@ class ManyStageCosts(StageCosts):
         left = np.where(self._as_one(None), 0.0, left)
         inside = np.where(self._end[:, 1:] > self._first, one[:, None, :], 0.0)
         peak = np.pad(np.maximum.accumulate(inside, -1), ((0, 0), (0, 0), (1, 0)))
-        return np.maximum(self.held(zero) + left + peak, self.around(zero))
+        return np.asarray(np.maximum(self.held(zero) + left + peak, self.around(zero)))
 
     def _gradients(self, zero: int) -> tuple[Amount, Amount, Amount]:
         """Return the least of what `StageBytes` returns with any number of replicas."""

@@ -159,7 +159,7 @@ class StageBytes:
         """
         held = np.array(in_flight)[:, None, None]
         running = self.held(zero) + activation_bytes(held, *self.working(again))
-        return np.maximum(running, self.around(zero))
+        return np.asarray(np.maximum(running, self.around(zero)))
 
     def _sharded(self, zero: int) -> Mapping[str, np.ndarray]:
         """Return what is sharded along data at a ZeRO level, by the fields of `ParameterCost`.
