@@ -7,7 +7,7 @@ prices the buckets and the runtime sums them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -84,6 +84,14 @@ def in_buckets(
     for kind in list(filling):
         close(kind)
     return tuple(bucket for _, bucket in sorted(done, key=lambda one: one[0]))
+
+
+def are_packed(buckets: Sequence[Bucket]) -> bool:
+    """Return whether a program packs the gradients that it all-reduces, and keeps them apart.
+
+    All in one bucket, they are left to XLA, which combines them without a copy.
+    """
+    return sum(bucket.collective == "all-reduce" for bucket in buckets) > 1
 
 
 def _crossing(loss: Loss, layout: Layout, i: int, by: Reduction) -> tuple[str, int]:

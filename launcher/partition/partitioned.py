@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from launcher.partition.update import UpdateProgram, place_update
 from launcher.partition.validate import validate
 from launcher.schedule import Kind, Tasks, backward_follows
 from launcher.trace import Loss, TracedStep
+from launcher.trace.jaxpr import is_var
 
 Choose = Callable[[Loss, StageGraph], Mapping[str, Spec]]
 Buckets = tuple[Bucket, ...]
@@ -123,6 +125,17 @@ class PartitionedStep:
     def sliced(self) -> Set[int]:
         """The operands of which each slice reads its rows."""
         return {i for i, axis in enumerate(self.loss.slice_axes) if axis is not None}
+
+    @functools.cached_property
+    def leaving(self) -> Set[int]:
+        """The operands whose gradients are sent to others, or returned, as they are."""
+        taken = {var for var, _, _ in self.update.part_sends}
+        taken |= {v for v in self.update.outvars if is_var(v)}
+        return {
+            i
+            for (i, _), parts in self.update.grad_parts.items()
+            if self.slicing.workers > 1 or not taken.isdisjoint(parts)
+        }
 
     def _grads(self, stage: int) -> list[int]:
         """Return the operands whose gradients the step uses."""

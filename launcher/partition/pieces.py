@@ -63,13 +63,19 @@ class Pieces:
         return _of_pieces(order, self.stage_of)
 
 
+def may_have_pieces(cut: PartitionedStep) -> bool:
+    """Return whether the stages of a step may be cut: its scans are open, and it says no more."""
+    step = cut.step
+    plain = step.stacks is not None and step.layer_ends is None and cut.slicing.workers == 1
+    return plain and set(cut.assignment.remat) <= set(WORDS)  # `full/2` would lose its pairs
+
+
 def in_pieces(cut: PartitionedStep) -> Pieces:
     """Cut the stages of a step whose scans are open; those of any other stay as they are."""
     whole = tuple(range(len(cut.stages)))
     unchanged = Pieces(cut, whole, tuple(f"stage.{s}" for s in whole))
     step, assignment = cut.step, cut.assignment
-    plain = step.stacks is not None and step.layer_ends is None and cut.slicing.workers == 1
-    if not plain or not set(assignment.remat) <= set(WORDS):  # `full/2` would lose its pairs
+    if not may_have_pieces(cut):
         return unchanged
     ends = _iteration_ends(cut.loss)
     if ends is None:

@@ -23,6 +23,7 @@ from launcher.plan.cost.stage_seconds import (
     stage_seconds,
     stage_update_seconds,
 )
+from launcher.plan.cost.update_memory import UpdateMemory
 from launcher.plan.gradient_sums import GradientSums, gradient_sums, sum_collectives
 from launcher.plan.intra_op.stage_shardings import StageShardings
 from launcher.plan.notes import plan_notes
@@ -149,19 +150,24 @@ class PlanBuilder:
         return no_gradient_note(self._step)
 
     @functools.cached_property
+    def _update_memory(self) -> UpdateMemory:
+        return UpdateMemory(self._step, self._cluster.runs_as_soon)
+
+    @functools.cached_property
     def outer_dims(self) -> NamedDims:
         """The named dimensions outside of the loss."""
         return outer_dims(self._step)
 
     def _programs(self, cut: PartitionedStep, stage: int) -> tuple[Footprint, GradientSums]:
         """Return the memory of a stage's task programs, and the sums of its gradients."""
-        key, operands = cut.likeness(stage), cut.stages[stage].operands
+        afresh = cut.slicing.num_slices == 1
+        key, operands = (cut.likeness(stage), afresh), cut.stages[stage].operands
         if key not in self._known:
             of, inside = cut.programs(stage, self._differentiated)
             place = {i: k for k, i in enumerate(operands)}
             orders = [gradient_order(one) for one in of.programs.values()]
             places = tuple(tuple(place[i] for i in order) for order in orders)
-            self._known[key] = footprint(of, inside), places
+            self._known[key] = footprint(of, inside, afresh), places
         memory, places = self._known[key]
         orders = [tuple(operands[k] for k in order) for order in places]
         return memory, gradient_sums(cut, stage, orders)
@@ -176,7 +182,8 @@ class PlanBuilder:
         programs = [self._programs(cut, graph.index) for graph in cut.stages]
         footprints = {s: memory for s, (memory, _) in enumerate(programs)}
         sums = [of_stage for _, of_stage in programs]
-        peaks = [mesh_memory(cut, mesh, footprints) for mesh in range(len(cut.layouts))]
+        of = dict(enumerate(sums)), self._update_memory
+        peaks = [mesh_memory(cut, mesh, footprints, *of) for mesh in range(len(cut.layouts))]
         timed, counts = self._seconds(cut, again, footprints, sums), _num_parameters(cut)
         through = exchange_seconds(crossing, cut.assignment.reduction, self._cluster)
         return tuple(

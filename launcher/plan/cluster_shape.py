@@ -77,6 +77,11 @@ class ClusterShape:
         return self.hosts * self.devices_per_host
 
     @property
+    def runs_as_soon(self) -> bool:
+        """Whether the compiler orders a program for many threads: see `plan.cost.liveness`."""
+        return self.device_kind == "cpu"
+
+    @property
     def shares_machine(self) -> bool:
         """Whether its devices slow one another: see `schedule.shared_machine`."""
         return self.effective_parallelism is not None and self.num_devices > 1

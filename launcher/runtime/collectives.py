@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from launcher.partition.buckets import Bucket, scatter_dim
+from launcher.partition.buckets import Bucket, are_packed, scatter_dim
 from launcher.partition.sharding.layout import DATA, ROWS, Layout
 from launcher.partition.sharding.named_dims import Spec, axes
 
@@ -56,14 +56,6 @@ def sum_buckets(
             summed = _sum_bucket(layout, bucket, of_bucket, packs)
         found.update(zip(bucket.operands, summed, strict=True))
     return found
-
-
-def are_packed(buckets: Sequence[Bucket]) -> bool:
-    """Return whether a program packs the gradients that it all-reduces, and keeps them apart.
-
-    All in one bucket, they are left to XLA, which combines them without a copy.
-    """
-    return sum(bucket.collective == "all-reduce" for bucket in buckets) > 1
 
 
 def _sum_bucket(layout: Layout, bucket: Bucket, parts: Sequence[Any], packs: bool) -> list[Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from launcher.runtime.collectives import are_packed
+from launcher.partition.buckets import are_packed
 from launcher.runtime.compat import compiled, loaded_for, overlap_options, with_barriers_kept
 from launcher.runtime.emitted import Emitted
 from launcher.runtime.instructions import Run, Send

@@ -11,7 +11,7 @@ from launcher.partition.buckets import Bucket
 from launcher.partition.joint_graph import Name
 from launcher.partition.partitioned import PartitionedStep
 from launcher.partition.stages import StageGraph
-from launcher.runtime.stage_programs import StageProgram, leaving, stage_programs
+from launcher.runtime.stage_programs import StageProgram, stage_programs
 from launcher.schedule import Kind
 from launcher.trace.jaxpr import captured
 
@@ -45,7 +45,7 @@ class SharedPrograms:
 
     def key(self, stage: int) -> str:
         """Return a key that is equal for stages whose programs are the same functions."""
-        cut, layout, apart = self.cut, self.cut.layout(stage), leaving(self.cut)
+        cut, layout, apart = self.cut, self.cut.layout(stage), self.cut.leaving
         graph = cut.stages[stage]
         how = [
             (

@@ -29,7 +29,7 @@ from launcher.runtime.collectives import constrained, copied, sum_buckets
 from launcher.runtime.partial_sums import emitted_locally
 from launcher.schedule import Kind
 from launcher.trace import Loss
-from launcher.trace.jaxpr import Var, is_var
+from launcher.trace.jaxpr import Var
 
 _SUMS = ("result", "grad", "per_replica")
 
@@ -75,18 +75,6 @@ class StageProgram:
         return tuple(k for k in places if self.inputs[k] in self.outputs)
 
 
-def leaving(cut: PartitionedStep) -> set[int]:
-    """Return the operands whose gradients are sent to others, or returned, as they are."""
-    taken = {var for var, _, _ in cut.update.part_sends} | {
-        v for v in cut.update.outvars if is_var(v)
-    }
-    return {
-        i
-        for (i, _), parts in cut.update.grad_parts.items()
-        if cut.slicing.workers > 1 or not taken.isdisjoint(parts)
-    }
-
-
 def stage_programs(cut: PartitionedStep, stage: int, name: str) -> dict[Kind, StageProgram]:
     """Return the program that a stage runs for each kind of task.
 
@@ -98,7 +86,7 @@ def stage_programs(cut: PartitionedStep, stage: int, name: str) -> dict[Kind, St
         name: what the names of its programs begin with.
     """
     of, inside = cut.programs(stage)
-    maker = _Maker(cut.loss, cut.update.operands, cut.slicing, cut.layout(stage), leaving(cut))
+    maker = _Maker(cut.loss, cut.update.operands, cut.slicing, cut.layout(stage), cut.leaving)
     together = Kind.FORWARD not in of.programs
     found: dict[Kind, StageProgram] = {}
     for kind, one_slice in of.programs.items():
@@ -115,7 +103,7 @@ def stage_programs(cut: PartitionedStep, stage: int, name: str) -> dict[Kind, St
 class _Maker:
     """A maker of programs over a microbatch from task programs over a slice.
 
-    `leaving`: see the function of this name.
+    `leaving`: see `PartitionedStep.leaving`.
     """
 
     loss: Loss

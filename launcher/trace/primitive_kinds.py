@@ -36,6 +36,8 @@ COSTLY = frozenset((
     "cos", "cosh", "digamma", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "lgamma", "log",
     "log1p", "logistic", "pow", "rsqrt", "sin", "sinh", "sqrt", "tan", "tanh",
 ))
+# Element-wise ones that XLA expands to several, of which so many results are stored.
+IN_STEPS = {"erfc": 3}
 
 # Each result is an operand, unchanged.
 BARRIERS = frozenset(("optimization_barrier",))

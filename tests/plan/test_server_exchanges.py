@@ -77,9 +77,8 @@ def test_the_plan_is_one_stage_of_all_devices():
 
 
 def test_gradients_are_on_devices_twice():
-    assert planned().stages[0].memory_bytes >= (
-        DataParallel().plan(STEP, SHAPE).stages[0].memory_bytes + LAYERS * LAYER
-    )
+    """A worker's own and the sums, beside the parameters."""
+    assert planned().stages[0].memory_bytes >= 3 * LAYERS * LAYER
 
 
 def test_a_plan_survives_json():

@@ -12,10 +12,12 @@ from compiling import compile_programs
 import launcher
 from launcher.plan import local_shape
 from launcher.plan.methods import (
+    DataParallel,
     PipeshardParallel,
     ShardParallel,
     UniformStageOption,
     Zero2Parallel,
+    Zero3Parallel,
 )
 from launcher.runtime.emit import emit
 from launcher.runtime.instructions import Free, Run
@@ -24,15 +26,14 @@ from launcher.trace import trace_step
 from recipes import build_model
 
 LAYERS, BATCH = 4, 32
+ADAM = optax.adam(1e-3)
 
 
 def floats(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def trained(loss, params, batch):
-    optimizer = optax.adam(1e-3)
-
+def trained(loss, params, batch, optimizer=ADAM):
     def step(state, batch):
         params, kept = state
         value, grads = launcher.value_and_grad(loss)(params, batch)
@@ -54,6 +55,22 @@ def in_layers(layer, params, shape):
         return ((x - batch["y"]) ** 2).mean()
 
     return trained(loss, [params] * LAYERS, {name: floats(*shape) for name in "xy"})
+
+
+def heavy(width=64, batch=16):
+    """Layers that have more parameters than activations, whose gradients have a norm."""
+
+    def loss(params, batch):
+        x = batch["x"]
+        for i, (up, down) in enumerate(params):
+            if i:
+                launcher.mark_pipeline_boundary()
+            x = x + jnp.tanh(jax.nn.gelu(x @ up) @ down)
+        return ((x - batch["y"]) ** 2).mean()
+
+    params = [(floats(width, 4 * width), floats(4 * width, width))] * LAYERS
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+    return trained(loss, params, {name: floats(batch, width) for name in "xy"}, clipped)
 
 
 def gpt():
@@ -179,6 +196,22 @@ CASES = {
 }
 
 
+SMALL = 1 << 17  # bytes of a bucket: of two gradients
+HEAVY = {
+    "one_stage": CASES["one_stage"],
+    "two_stages": CASES["two_stages"],
+    "one_microbatch": ShardParallel(1, (1, 1)),
+    "one_microbatch_again": ShardParallel(1, (1, 1), remat="full"),
+    "data": DataParallel(4),
+    "data_in_buckets": DataParallel(4, bucket_bytes=SMALL),
+    "data_in_one_microbatch": DataParallel(1),
+    "replicas": CASES["replicas"],
+    "replicas_in_buckets": Zero2Parallel(4, bucket_bytes=SMALL),
+    "replicas_in_one_microbatch": Zero2Parallel(1),
+    "zero3": Zero3Parallel(4),
+}
+
+
 @pytest.mark.parametrize(
     ("model", "case"),
     [
@@ -192,14 +225,21 @@ def test_the_estimate_is_within_a_tenth(model, case):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", HEAVY)
+def test_what_the_update_needs_is_counted(case):
+    check(heavy(), case)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["two_stages", "replicas"])
 def test_the_state_of_a_model_is_counted(case):
     check(averaged(), case, within=0.15)
 
 
 def check(step, case, within=0.1):
-    cluster = local_shape(1 if case == "one_stage" else 2, 1, "cpu")
-    plan = CASES[case].plan(step, cluster)
+    method = {**CASES, **HEAVY}[case]
+    cluster = local_shape(1 if case.startswith("one") else 2, 1, "cpu")
+    plan = method.plan(step, cluster)
     needed = measured(step, plan)
     for devices, bytes_measured in zip(plan.meshes, needed, strict=True):
         (estimate,) = {s.memory_bytes for s in plan.stages if s.devices == devices}

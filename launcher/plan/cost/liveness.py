@@ -7,11 +7,14 @@ takes no memory. A value is stored where a matrix product, a loop or the caller 
 is a matrix product's or a sum's result, and where it would otherwise be computed twice: from
 several others that are no broadcasts (the rule of XLA's instruction fusion), or for a sum, which a
 library's routine computes.
+
+XLA:CPU, for its many threads, runs equations as soon as it can instead, and stores whatever is
+computed for a sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 
 from launcher.trace.jaxpr import Atom, Equation, Var, is_var
 from launcher.trace.primitive_kinds import (
@@ -19,11 +22,13 @@ from launcher.trace.primitive_kinds import (
     CHEAP,
     COSTLY,
     FUSED,
+    IN_STEPS,
     PARTIAL_SUMS,
     REDUCTIONS,
 )
 
 Size = Callable[[Var], float]
+_MOMENTS = 24  # of a program, at which is looked what buffers are free
 
 
 class Liveness:
@@ -33,13 +38,18 @@ class Liveness:
         equations: the program, in order.
         outs: what the caller gets, which is held to the end.
         at_once: what is added to an accumulator as soon as it is computed.
+        as_soon: whether equations run as soon as they can, and sums read what is stored.
     """
 
     def __init__(
-        self, equations: Sequence[Equation], outs: Iterable[Atom], at_once: Iterable[Atom] = ()
+        self,
+        equations: Sequence[Equation],
+        outs: Iterable[Atom],
+        at_once: Iterable[Atom] = (),
+        as_soon: bool = False,
     ) -> None:
-        self.equations = _once(equations)
-        kept = _kept(self.equations, [*outs, *at_once])
+        self.equations = _as_soon(_once(equations)) if as_soon else _once(equations)
+        kept = _kept(self.equations, [*outs, *at_once], as_soon)
         behind = _behind(self.equations, kept)
         end = len(self.equations)
         last: dict[Var, int] = {}
@@ -58,19 +68,57 @@ class Liveness:
         # Copies of what is there from the start are made at the start.
         self._first = [[v for v in copied if v not in defined] for copied in turned]
         self._turned = [[v for v in copied if v in defined] for copied in turned]
+        self._steps = [eqn.outvars * IN_STEPS.get(eqn.primitive.name, 0) for eqn in self.equations]
+        every = self._made, self._dying, self._first, self._turned, self._steps
+        self._events = [k for k, of in enumerate(zip(*every, strict=True)) if any(of)]
 
     def peak(self, size: Size) -> float:
         """Return the most bytes that the values take at one time; `size` returns those of one."""
-        level = peak = sum(size(v) for copied in self._first for v in copied)
-        for place, eqn in enumerate(self.equations):
+        return max((level for _, level in self._levels(size)), default=0.0)
+
+    def peak_beside(self, buffers: Sequence[Var], size: Size) -> float:
+        """Return the peak where there is room for each of these values all the time.
+
+        Until a value is made, its buffer can hold another one. Some moments are looked at.
+
+        Args:
+            buffers: results of the program.
+            size: returns the bytes of a value.
+        """
+        made = {v: place for place, of in enumerate(self._made) for v in of}
+
+        def other(v: Var, own: Set[Var] = frozenset(buffers)) -> float:
+            return 0.0 if v in own else size(v)
+
+        levels, peak = list(self._levels(other)), 0.0
+        each = -(-len(levels) // _MOMENTS)
+        for first in range(0, len(levels), each):
+            place, level = max(levels[first : first + each], key=lambda of: of[1])
+            if level > peak:
+                free = [size(v) for v in buffers if made.get(v, -1) > place]
+                there = self._there(place).union(self._made[place])
+                peak = max(peak, level - _housed(list(map(other, there)), free))
+        return peak
+
+    def _there(self, place: int) -> set[Var]:
+        """Return the values just before the equation number `place`."""
+        there = {v for copied in self._first[place:] for v in copied}
+        for made, dying in zip(self._made[:place], self._dying[:place], strict=True):
+            there = there.union(made).difference(dying) if made or dying else there
+        return there
+
+    def _levels(self, size: Size) -> Iterator[tuple[int, float]]:
+        """Yield equations, by number, and the bytes of all values while they run."""
+        level = sum(size(v) for copied in self._first for v in copied)
+        yield 0, level
+        for place in self._events:
             made = sum(map(size, self._made[place]))
             freed = sum(map(size, self._dying[place]))
-            written_over = made and eqn.primitive.name in FUSED
+            written_over = made and self.equations[place].primitive.name in FUSED
             level += made
-            copied = sum(map(size, self._turned[place]))
-            peak = max(peak, level + copied - (min(made, freed) if written_over else 0.0))
+            beside = sum(map(size, (*self._turned[place], *self._steps[place])))
+            yield place, level + beside - (min(made, freed) if written_over else 0.0)
             level -= freed + sum(map(size, self._first[place]))
-        return peak
 
     def held(self, place: int, size: Size) -> float:
         """Return the bytes that the values take just before the equation number `place`."""
@@ -78,6 +126,16 @@ class Liveness:
         for made, dying in zip(self._made[:place], self._dying[:place], strict=True):
             level += sum(map(size, made)) - sum(map(size, dying))
         return level
+
+
+def _housed(values: Sequence[float], buffers: Sequence[float]) -> float:
+    """Return the bytes of the values for which there is a buffer, the largest first."""
+    total, free = 0.0, sorted(buffers)
+    for value in sorted(values, reverse=True):
+        if free and value <= free[-1]:
+            free.pop()
+            total += value
+    return total
 
 
 def _once(equations: Sequence[Equation]) -> list[Equation]:
@@ -103,14 +161,23 @@ def _once(equations: Sequence[Equation]) -> list[Equation]:
     return found
 
 
-def _kept(equations: Sequence[Equation], outs: Iterable[Atom]) -> set[Var]:
-    """Return the values that are stored."""
+def _as_soon(equations: Sequence[Equation]) -> list[Equation]:
+    """Return the equations by how many run before them, at least."""
+    level: dict[Var, int] = {}
+    for eqn in equations:
+        own = 1 + max((level.get(v, 0) for v in eqn.invars if is_var(v)), default=0)
+        level.update(dict.fromkeys(eqn.outvars, own))
+    return sorted(equations, key=lambda eqn: level[eqn.outvars[0]] if eqn.outvars else 0)
+
+
+def _kept(equations: Sequence[Equation], outs: Iterable[Atom], of_sums: bool) -> set[Var]:
+    """Return the values that are stored; `of_sums`: with all that sums read."""
     defined = {v for eqn in equations for v in eqn.outvars}
     kept = {v for v in outs if is_var(v) and v in defined}
     turned = {v for eqn in equations for v in _turned(eqn)}
     for eqn in equations:
         fuses = eqn.primitive.name in FUSED or eqn.primitive.name in REDUCTIONS
-        if not fuses:
+        if not fuses or (of_sums and eqn.primitive.name in REDUCTIONS):
             kept.update(v for v in eqn.invars if is_var(v) and v in defined)
         if eqn.primitive.name not in FUSED:
             kept.update(eqn.outvars)

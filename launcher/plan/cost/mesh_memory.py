@@ -2,38 +2,122 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
+from launcher.partition.buckets import Bucket, are_packed
 from launcher.partition.partitioned import PartitionedStep
-from launcher.partition.sharding.layout import ROWS, Layout
+from launcher.partition.pieces import may_have_pieces
+from launcher.partition.sharding.layout import DATA, ROWS, Layout
 from launcher.partition.sharding.named_dims import parts
 from launcher.partition.slicing import accumulator_dtype
 from launcher.partition.stages import StageGraph
 from launcher.plan.cost.stage_memory import Footprint
+from launcher.plan.cost.update_memory import UpdateMemory, accumulators, layers_reading
+from launcher.plan.gradient_sums import GradientSums
 from launcher.schedule import Task
 from launcher.trace import Loss
 from launcher.trace.jaxpr import nbytes
 
 
-def mesh_memory(cut: PartitionedStep, mesh: int, footprints: Mapping[int, Footprint]) -> int:
+def mesh_memory(
+    cut: PartitionedStep,
+    mesh: int,
+    footprints: Mapping[int, Footprint],
+    sums: Mapping[int, GradientSums],
+    update: UpdateMemory,
+) -> int:
     """Return the peak memory of one device of a submesh, in bytes.
 
-    It holds the state that lives there, the accumulators (of gradients, and of results, such as a
-    model's new state), the activations of the microbatches in flight, and the peak temporaries of
-    the tasks.
+    It holds the state that lives there all through the step. While tasks run there are also the
+    batch, the accumulators (of gradients, and of results, such as a model's new state), the
+    activations of the microbatches in flight, and the peak temporaries of the tasks. Then there are
+    the gradients as they are summed over the replicas, and at last the sums with what the update
+    stores.
 
     Args:
         cut: the partitioned step.
         mesh: index of the submesh.
         footprints: the footprint of each of its stages, by stage.
+        sums: the sums of the gradients of each of its stages, by stage.
+        update: what the step's update stores.
     """
     graphs, layout, loss = cut.on_mesh(mesh), cut.layouts[mesh], cut.loss
     gathered = max(_gathered_bytes(graph, loss, layout) for graph in graphs)
-    used = [i for graph in graphs for i in graph.wrt if (i, graph.index) in cut.update.grad_parts]
-    grads = sum(_gradient_bytes(i, loss, layout) for i in used)
-    held = _state_bytes(cut, graphs, layout) + gathered + (grads if loss.wrt else 0)
-    held += _result_bytes(cut, mesh) + _exchanged_bytes(cut, grads if loss.wrt else 0)
-    return held + int(mesh_activation_bytes(footprints, cut.tasks[mesh]))
+    pieces = may_have_pieces(cut)
+    used = [i for graph in graphs for i in accumulated(cut, graph)] if loss.wrt else []
+    grads = sum(_gradient_bytes(i, cut, layout, summed=False) for i in used)
+    summed = sum(_gradient_bytes(i, cut, layout, summed=True) for i in used)
+    exchanged = _exchanged_bytes(cut, grads)
+    batch, state = _held_bytes(cut, graphs, layout)
+    held = state + _result_bytes(cut, mesh) + exchanged
+    of_sums = [
+        _sums(cut, graph.index, sums[graph.index].once, layout)
+        for graph in graphs
+        if cut.slicing.own_replicas > 1
+    ]
+    made = summed if _is_afresh(cut) else grads
+    beside = sum(one.fresh for one in of_sums if one.beside) + max(
+        (one.working for one in of_sums if one.beside), default=0.0
+    )
+    running = batch + gathered + made + beside + mesh_activation_bytes(footprints, cut.tasks[mesh])
+    summing = max((one.fresh + one.working for one in of_sums if not one.beside), default=0.0)
+    updating = summed + update.bytes(cut, mesh, pieces)
+    return int(held + max(running, grads + summing, updating))
+
+
+class _Sums(NamedTuple):
+    """What summing a stage's gradients over the replicas needs.
+
+    Attributes:
+        fresh: bytes of the sums that do not take the place of each replica's gradients.
+        working: bytes of the temporaries.
+        beside: whether the last backward pass does it, rather than a program of its own.
+    """
+
+    fresh: float
+    working: float
+    beside: bool
+
+
+def _sums(cut: PartitionedStep, stage: int, once: Sequence[Bucket], layout: Layout) -> _Sums:
+    """Return what the buckets that a stage sums once a step need.
+
+    A bucket is packed, and what the collective makes of it unpacked, except one alone that is
+    all-reduced. The gradients of the only microbatch are there before they are summed.
+    """
+    afresh, packs, replicas = _is_afresh(cut), are_packed(once), layout.sizes[DATA]
+
+    def working(bucket: Bucket) -> float:
+        scatters = bucket.collective == "reduce-scatter"
+        if afresh:
+            return bucket.nbytes * (2 if packs or scatters else 1)
+        return bucket.nbytes * (1 + 1 / replicas if scatters else 2 if packs else 0)
+
+    beside = afresh or len(once) > 1
+    fresh = 0
+    if not afresh:  # those of the only microbatch are counted as the gradients
+        away = cut.leaving
+        fresh = sum(
+            _gradient_bytes(i, cut, layout, summed=True)
+            for bucket in once
+            for i in bucket.operands
+            if not beside or i in away or layout.is_scattered(i)
+        )
+    return _Sums(fresh, max(map(working, once), default=0.0), beside)
+
+
+def _is_afresh(cut: PartitionedStep) -> bool:
+    """Return whether the only microbatch makes the gradients, and nothing is accumulated."""
+    return cut.slicing.micro_batches == 1
+
+
+def accumulated(cut: PartitionedStep, graph: StageGraph) -> Iterator[int]:
+    """Yield the operands whose gradients a stage accumulates, once for each accumulator."""
+    layers = layers_reading(graph, cut.loss) if may_have_pieces(cut) else {}
+    for i in graph.wrt:
+        if (i, graph.index) in cut.update.grad_parts:
+            yield from [i] * (accumulators(layers[i]) if i in layers else 1)
 
 
 def mesh_activation_bytes(footprints: Mapping[int, Footprint], tasks: Sequence[Task]) -> float:
@@ -61,11 +145,13 @@ def _exchanged_bytes(cut: PartitionedStep, grads: int) -> int:
     return grads + sum(nbytes(v.aval) for v, _ in cut.update.given if v not in cut.step.constants)
 
 
-def _state_bytes(cut: PartitionedStep, graphs: Sequence[StageGraph], layout: Layout) -> int:
-    """Return the bytes that a device holds all through the step.
+def _held_bytes(
+    cut: PartitionedStep, graphs: Sequence[StageGraph], layout: Layout
+) -> tuple[int, int]:
+    """Return the bytes of the batch, and those that a device holds all through the step.
 
-    They are the arguments that live on the mesh or are sent there, and the batch, of which each
-    replica has its rows.
+    The latter are the arguments that live on the mesh or are sent there. Of the batch each replica
+    has its rows.
     """
     (mesh,), outer = {graph.mesh for graph in graphs}, cut.update
     whole = [v for v, home in outer.homes.items() if home == mesh]
@@ -75,7 +161,7 @@ def _state_bytes(cut: PartitionedStep, graphs: Sequence[StageGraph], layout: Lay
             batch += nbytes(operand.value.aval) // (cut.slicing.replicas * layout.sizes[ROWS])
         elif outer.homes.get(operand.value, mesh) != mesh:
             whole.append(operand.value)
-    return batch + sum(nbytes(v.aval) // parts(layout.outer(v), layout.sizes) for v in whole)
+    return batch, sum(nbytes(v.aval) // parts(layout.outer(v), layout.sizes) for v in whole)
 
 
 def _result_bytes(cut: PartitionedStep, mesh: int) -> int:
@@ -92,11 +178,13 @@ def _result_bytes(cut: PartitionedStep, mesh: int) -> int:
     return total
 
 
-def _gradient_bytes(i: int, loss: Loss, layout: Layout) -> int:
-    """Return the bytes of one gradient as it is accumulated."""
-    aval = loss.invars[i].aval
-    spec = layout.gradient(i) if layout.is_gathered(i) else layout.operand(i)
-    size: int = aval.size * accumulator_dtype(aval.dtype).itemsize
+def _gradient_bytes(i: int, cut: PartitionedStep, layout: Layout, summed: bool) -> int:
+    """Return the bytes of one gradient as it is accumulated, or summed over the replicas."""
+    aval = cut.loss.invars[i].aval
+    whole = layout.is_gathered(i) or (summed and layout.is_scattered(i))
+    spec = layout.gradient(i) if whole else layout.operand(i)
+    dtype = accumulator_dtype(aval.dtype) if cut.slicing.num_slices > 1 else aval.dtype
+    size: int = aval.size * dtype.itemsize
     return size // parts(spec, layout.sizes)
 
 

@@ -74,6 +74,7 @@ class CostTable:
         sequence: whether each model axis cuts the data along its sequence, and not the parameters;
             empty: none does.
         selective: whether it is known what layers cost that are computed again selectively.
+        update_share: bytes that the update stores, of those of the gradients.
         groups: the step's layers in each layer of the table; empty: the same.
         measured: the layers' measured seconds, instead of the cost model's.
     """
@@ -84,6 +85,7 @@ class CostTable:
     num_distinct: int
     sequence: tuple[bool, ...] = ()
     selective: bool = False
+    update_share: float = 0.0
     groups: tuple[tuple[int, ...], ...] = ()
     measured: MeasuredLayers | None = None
 

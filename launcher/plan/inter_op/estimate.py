@@ -45,20 +45,22 @@ def make_pipeline(assignment: Assignment, problem: Problem) -> Pipeline:
         len(assignment.submeshes),
         assignment.num_micro_batches,
     )
-    stages, crossing, footprints = [], [], {}
+    stages, arounds, crossing, footprints = [], [], [], {}
     for s, of_stage in enumerate(groups):
         at = first[of_stage[0][0]], first[of_stage[0][0]] + len(of_stage)
         costs = _costs(assignment, s, problem, goes_back)
         again = layers_again(assignment.remat[s], of_stage, problem.table.selective)
         stages.append(_stage(assignment, s, at, costs, again, problem))
+        arounds.append(float(costs.around(assignment.zero_of(s))[at]))
         footprints[s] = _footprint(costs, at, again, is_first=s == 0)
         crossing.append(int(costs.sent()[at]))
-    held = [0.0] * len(moments)
-    for stage, mesh in zip(stages, assignment.mesh_of, strict=True):
+    held, after = [0.0] * len(moments), [0.0] * len(moments)
+    for stage, around, mesh in zip(stages, arounds, assignment.mesh_of, strict=True):
         held[mesh] += stage.memory_bytes
+        after[mesh] += around
     peaks = [
-        int(always + max(_activation_bytes(footprints, *of) for of in of_mesh))
-        for always, of_mesh in zip(held, moments, strict=True)
+        int(max(always + max(_activation_bytes(footprints, *of) for of in of_mesh), around))
+        for always, around, of_mesh in zip(held, after, moments, strict=True)
     ]
     return Pipeline(
         method=assignment.method,
@@ -211,7 +213,7 @@ def _stage(
 ) -> StagePlan:
     """Return stage `s`, of the layer groups `at[0] … at[1] - 1`, of which some run again.
 
-    Its memory is what is held all through the step.
+    Its memory is what is held while tasks run, beside activations.
     """
     submesh, zero = assignment.submeshes[assignment.mesh_of[s]], assignment.zero_of(s)
     layers, cluster, measured = assignment.layers[s], problem.cluster, problem.table.measured

@@ -36,6 +36,7 @@ from launcher.plan.cost.stage_memory import (
     stored_in,
     temporaries,
 )
+from launcher.plan.cost.update_memory import UpdateMemory
 from launcher.plan.inter_op.cost_table import (
     CostTable,
     ParameterCost,
@@ -134,6 +135,7 @@ def cost_table(
         num_distinct=len(solved),
         sequence=tuple(of is not None for _, of in model_axes),
         selective=selective,
+        update_share=UpdateMemory(step, cluster.runs_as_soon).share,
     )
 
 

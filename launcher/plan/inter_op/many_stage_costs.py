@@ -13,6 +13,7 @@ import numpy as np
 
 from launcher.partition.task_programs import MOST_INSIDE
 from launcher.plan.cluster_shape import ClusterShape
+from launcher.plan.cost.formulas import Amount, sharded_bytes
 from launcher.plan.inter_op.cost_table import PARAMETER_FIELDS, CostTable
 from launcher.plan.inter_op.layers_again import Count
 from launcher.plan.inter_op.setting import Setting
@@ -110,7 +111,14 @@ class ManyStageCosts(StageCosts):
         left = np.where(self._as_one(None), 0.0, left)
         inside = np.where(self._end[:, 1:] > self._first, one[:, None, :], 0.0)
         peak = np.pad(np.maximum.accumulate(inside, -1), ((0, 0), (0, 0), (1, 0)))
-        return np.asarray(self.held(zero) + left + peak)
+        return np.asarray(np.maximum(self.held(zero) + left + peak, self.around(zero)))
+
+    def _gradients(self, zero: int) -> tuple[Amount, Amount, Amount]:
+        """Return the least of what `StageBytes` returns with any number of replicas."""
+        whole, cut = self._of["gradient_bytes"], self._sharded(zero)["gradient_bytes"]
+        summed = sharded_bytes(whole, cut, self._data)
+        afresh = zero == 3 or self._setting.num_micro_batches == 1
+        return summed if afresh else whole, summed, summed
 
     @functools.cached_property
     def _cut(self) -> Mapping[str, np.ndarray]:

@@ -114,23 +114,50 @@ class StageBytes:
         return self._table.parameter_spans(self._m_index, self._data)
 
     def held(self, zero: int) -> np.ndarray:
-        """Return the bytes that a device holds all through the step."""
-        return self._held(zero)
+        """Return the bytes that a device holds while tasks run, beside activations."""
+        return self._held(zero)[0]
+
+    def around(self, zero: int) -> np.ndarray:
+        """Return the most bytes that a device holds after its last task."""
+        return self._held(zero)[1]
 
     @functools.cached_property
-    def _held(self) -> Callable[[int], np.ndarray]:
+    def _held(self) -> Callable[[int], tuple[np.ndarray, np.ndarray]]:
         return functools.cache(self._held_bytes)
 
-    def _held_bytes(self, zero: int) -> np.ndarray:
+    def _held_bytes(self, zero: int) -> tuple[np.ndarray, np.ndarray]:
         of, cut, data = self._of, self._sharded(zero), self._data
-        parameters: Amount = of["parameter_bytes"]
-        gradients: Amount = of["gradient_bytes"]
-        optimizer = sharded_bytes(of["optimizer_bytes"], cut["optimizer_bytes"], data)
+        state: Amount = of["parameter_bytes"]
+        whole: Amount = 0.0
         if zero == 3:  # a pass has them whole, and their gradients
+            state = sharded_bytes(state, cut["parameter_bytes"], data)
             whole = 2 * cut["parameter_bytes"]
-            parameters = sharded_bytes(parameters, cut["parameter_bytes"], data) + whole
-            gradients = sharded_bytes(gradients, cut["gradient_bytes"], data)
-        return np.asarray(of["batch_bytes"] / data + parameters + optimizer + gradients)
+        state = state + sharded_bytes(of["optimizer_bytes"], cut["optimizer_bytes"], data)
+        running, summing, updating = self._gradients(zero)
+        updating = updating * (1 + self._table.update_share)
+        return (
+            np.asarray(of["batch_bytes"] / data + state + whole + running),
+            np.asarray(state + np.maximum(summing, updating)),
+        )
+
+    def _gradients(self, zero: int) -> tuple[Amount, Amount, Amount]:
+        """Return the bytes of gradients while tasks run, as they are summed, and of the sums.
+
+        See `cost.mesh_memory` about what sums need.
+        """
+        whole, cut = self._of["gradient_bytes"], self._sharded(zero)["gradient_bytes"]
+        summed = sharded_bytes(whole, cut, self._data)
+        if zero == 3:
+            return summed, summed, summed
+        if self._setting.replicas == 1:
+            return whole, whole, summed
+        limit = self._setting.reduction.bucket_bytes
+        alone, largest = whole <= limit, np.minimum(whole, limit)  # one bucket, or several
+        if self._setting.num_micro_batches == 1:
+            return summed + np.where(alone & (cut == 0), 1, 2) * largest, summed, summed
+        packed = cut * (1 + 1 / self._data)
+        running = whole + np.where(alone, 0.0, cut / self._data + 2 * largest)
+        return running, whole + np.where(alone, summed + packed, 0.0), summed
 
     @functools.cached_property
     def working(self) -> Callable[[int | None], tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -170,7 +197,8 @@ class StageBytes:
             in_flight: the microbatches whose activations a stage holds, by the stages behind it.
         """
         held = np.array(in_flight)[:, None, None]
-        return np.asarray(self.held(zero) + activation_bytes(held, *self.working(again)))
+        running = self.held(zero) + activation_bytes(held, *self.working(again))
+        return np.asarray(np.maximum(running, self.around(zero)))
 
     def _sharded(self, zero: int) -> Mapping[str, np.ndarray]:
         """Return what is sharded along data at a ZeRO level, by the fields of `ParameterCost`.

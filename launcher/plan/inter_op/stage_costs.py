@@ -219,6 +219,7 @@ class StageCosts(StageBytes):
         held = np.array(in_flight)[behind]
         working = (of[:, first, end] for of in self.working(None))
         each = self.held(zero)[first, end] + activation_bytes(held, *working)
+        each = np.maximum(each, self.around(zero)[first, end])
         backward = np.asarray(self.passes(zero, None).backward)[:, first, end]
         fewest = np.where(each <= most, backward, np.inf).argmin(0)
         if not fewest.any():

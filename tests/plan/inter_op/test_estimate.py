@@ -240,8 +240,12 @@ def test_what_would_fit_is_only_searched_for_to_be_shown(step, monkeypatch):
     assert str(caught.value)
     assert len(asked) == 1
     # A first search that takes plans to need less than they do, and a second that finds none.
-    held = StageCosts.held
-    monkeypatch.setattr(StageCosts, "held", lambda self, zero: 0.01 * held(self, zero))
+    held = StageCosts._held_bytes
+
+    def less(self, zero):
+        return tuple(0.01 * each for each in held(self, zero))
+
+    monkeypatch.setattr(StageCosts, "_held_bytes", less)
     with pytest.raises(TooLargeError, match="Use more devices"):
         best_plan(step, none, Wanted())
     assert len(asked) == 1
