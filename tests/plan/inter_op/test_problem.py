@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from random_problems import random_problem
 
-from launcher.plan.inter_op.layers_again import remat_word
+from launcher.plan.inter_op.layers_again import every_number, remat_word
 from launcher.plan.inter_op.problem import Wanted, best_of, spread_divisors
 from launcher.plan.inter_op.setting import Setting
 from launcher.plan.inter_op.stage_choices import ways
@@ -17,7 +17,8 @@ def brute_force(problem, wanted):
     cluster, batch = problem.cluster, problem.batch_size
     layers = len(problem.groups)
     counts = [wanted.num_micro_batches] if wanted.num_micro_batches else [1, 2, 3, 4, 6]
-    least, remats = np.inf, tuple(remat_word(n, problem.groups) for n in range(layers + 1))
+    numbers = every_number(layers, problem.table.selective)
+    least, remats = np.inf, tuple(remat_word(int(n), problem.groups) for n in numbers)
     for count, replicas in itertools.product(counts, range(1, cluster.num_devices + 1)):
         if batch % (count * replicas):
             continue
