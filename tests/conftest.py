@@ -7,6 +7,7 @@ a plan's program all the same says so with the mark, or fails. Of the many cases
 
 import collections
 import copy
+import gc
 import os
 import signal
 import sys
@@ -14,7 +15,6 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import yaml
 
 # Before any test imports JAX, which reads them once.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -54,6 +54,18 @@ def pytest_xdist_auto_num_workers(config):
     return 0 if 0 < len(named) <= 2 else min(len(os.sched_getaffinity(0)) + 1, _MOST_AT_ONCE)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session):
+    """What collecting makes, thousands of tests and all modules, stays: it is not looked through
+    for what is no longer needed, neither meanwhile, a sixth of the time, nor ever after."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Mark what needs devices; leave out what is to be asked for."""
@@ -84,22 +96,24 @@ def _sample(items):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _yaml_is_parsed_once():
-    """The files of `conf`, by PyYAML's own parser, are a quarter of what composing them takes."""
-    known, load = {}, yaml.load
+def _settings_are_parsed_once():
+    """The files of `conf`: PyYAML's own parser and OmegaConf are a third of composing."""
+    from omegaconf import OmegaConf
 
-    def load_once(stream, Loader):
-        if not hasattr(stream, "seek"):
-            return load(stream, Loader)
-        start = stream.tell()
-        key = (stream.read(), Loader.__name__, *sorted(Loader.yaml_constructors, key=str))
-        if key not in known:
-            stream.seek(start)  # the stream itself, whose name errors tell
-            known[key] = load(stream, Loader)
-        return copy.deepcopy(known[key])
+    known, load = {}, OmegaConf.load
+
+    def load_once(file):
+        if not hasattr(file, "seek"):
+            with open(file, encoding="utf-8") as opened:
+                return load_once(opened)
+        start, text = file.tell(), file.read()
+        if text not in known:
+            file.seek(start)  # the file itself, whose name errors tell
+            known[text] = load(file)
+        return copy.deepcopy(known[text])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(yaml, "load", load_once)
+        patch.setattr(OmegaConf, "load", load_once)
         yield
 
 

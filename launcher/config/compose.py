@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import yaml
-from hydra import compose
 from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.types import Override
-from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -42,7 +40,7 @@ from launcher.config.overrides import (
 )
 from launcher.config.replayed import with_runs_settings
 from launcher.config.schema import Config
-from launcher.config.search_path import searching
+from launcher.config.search_path import composed, searching
 from launcher.config.switches import check_switches
 from launcher.config.translate import PRIMARY, translated
 from launcher.files import DamagedError
@@ -219,14 +217,16 @@ def _load(
     said += NO_OTHER_FOLDERS, *_NOTHING_OF_HYDRA
     allowed = _allowed(overrides)
     sources: list[Source] = []
+
+    def look(defaults: Sequence[ResultDefault]) -> None:
+        sources.extend(sources_of(defaults, folders))
+        for source in sources:
+            if not source.is_own:
+                refuse_useless(source, allowed["allow_commands"] is True)
+
     try:
         with searching(folders) as loader:
-            defaults = loader.compute_defaults_list(PRIMARY, said, RunMode.RUN).defaults
-            sources += sources_of(defaults, folders)
-            for source in sources:
-                if not source.is_own:
-                    refuse_useless(source, allowed["allow_commands"] is True)
-            tree = cast(Tree, OmegaConf.to_container(compose(PRIMARY, said)))
+            tree = cast(Tree, OmegaConf.to_container(composed(loader, PRIMARY, said, look)))
         tree = without_leftovers(tree, sources, overrides, groups)
         tree = with_runs_settings(tree, sources, overrides)
         tree, texts = resolved(OmegaConf.create(tree))

@@ -6,19 +6,24 @@ edited file must take effect, so the user's folders go first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path, PurePosixPath
 
 from hydra import initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import IConfigRepository
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
+from hydra.core.default_element import ResultDefault
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
+from omegaconf import DictConfig, open_dict
 
 from launcher.config.errors import ConfigError
 from launcher.config.files import refuse_unreadable
@@ -58,7 +63,7 @@ class _UserFolders(SearchPathPlugin):
 
 @contextmanager
 def searching(folders: Sequence[Path]) -> Iterator[ConfigLoader]:
-    """Has `hydra.compose` read `folders` inside, the last of which is the project's.
+    """Has Hydra read `folders` inside, the last of which is the project's.
 
     A sweeper composes nothing while its points are composed, so one may stand inside another.
     """
@@ -73,3 +78,43 @@ def searching(folders: Sequence[Path]) -> Iterator[ConfigLoader]:
     finally:
         GlobalHydra.instance().hydra = outer
         _user_folders.reset(token)
+
+
+class _Looked(ConfigLoaderImpl):
+    """Composes after somebody has looked at which files it will merge.
+
+    Hydra's own `compute_defaults_list` would find them a second time, a third of the time that
+    composing takes.
+    """
+
+    def __init__(self, loader: ConfigLoader, look: Callable[[Sequence[ResultDefault]], None]):
+        super().__init__(loader.get_search_path())
+        self._look = look
+
+    def _compose_config_from_defaults_list(
+        self, defaults: list[ResultDefault], repo: IConfigRepository
+    ) -> DictConfig:
+        self._look(defaults)
+        return super()._compose_config_from_defaults_list(defaults, repo)
+
+
+def composed(
+    loader: ConfigLoader,
+    primary: str,
+    overrides: Sequence[str],
+    look: Callable[[Sequence[ResultDefault]], None],
+) -> DictConfig:
+    """Return the settings that Hydra composes inside `searching`, without its own.
+
+    Args:
+        loader: what `searching` gives.
+        primary: the name of the file to begin with.
+        overrides: the command line as Hydra is to see it.
+        look: is shown the files that take part, in order, before any is merged; it may raise.
+    """
+    found = _Looked(loader, look).load_configuration(
+        primary, list(overrides), RunMode.RUN, from_shell=False
+    )
+    with open_dict(found):
+        del found["hydra"]
+    return found

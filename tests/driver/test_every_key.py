@@ -532,7 +532,7 @@ def told_before(probe):
     return probe.shows(config_of(probe.base))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("option", "key", "probe"), PROBES, ids=[f"{option}.{key}" for option, key, _ in PROBES]
 )

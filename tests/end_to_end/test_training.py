@@ -197,8 +197,10 @@ def test_a_complete_run_has_nothing_left_to_do(
     ],
 )
 def test_what_cannot_be_done_is_one_line_and_leaves_nothing_behind(
-    run: Path, folder: Path, more: list[str], code: int, told: str, capsys, monkeypatch
+    request, folder: Path, more: list[str], code: int, told: str, capsys, monkeypatch
 ) -> None:
+    if "run.id=fox" in more:
+        request.getfixturevalue("run")
     monkeypatch.chdir(folder)
     before = sorted(folder.rglob("*"))
     assert main([*TINY_GPT, *more]) == code

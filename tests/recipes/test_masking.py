@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -23,12 +24,12 @@ JSONL = "dataset=jsonl", "dataset.path=talks.jsonl", "dataset.validation_fractio
 MASK = {"a": 258, "b": 256}
 
 
-@pytest.fixture(autouse=True)
-def prepared(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
     """Documents as tokens by two tokenizers that differ in the number of `[MASK]`, and by bytes."""
-    monkeypatch.chdir(tmp_path)
+    home = tmp_path_factory.mktemp("prepared")
     lines = (json.dumps({"text": f"number {i}"}) for i in range(20))
-    (tmp_path / "talks.jsonl").write_text("\n".join(lines))
+    (home / "talks.jsonl").write_text("\n".join(lines))
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     for name, mask in MASK.items():
         made = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
@@ -36,10 +37,20 @@ def prepared(tmp_path, monkeypatch):
         made.decoder = decoders.ByteLevel()
         before = ["</s>", "<pad>"][: mask - 256]
         made.add_special_tokens([AddedToken(token) for token in [*before, "[MASK]"]])
-        (tmp_path / name).mkdir()
-        made.save(str(tmp_path / name / "tokenizer.json"))
-        prepare_corpus(preparation(load([*BERT, *data_of(name)]).dataset), 1)
-    prepare_corpus(preparation(load([*BERT, *data_of("bytes")]).dataset), 1)
+        (home / name).mkdir()
+        made.save(str(home / name / "tokenizer.json"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        for name in (*MASK, "bytes"):
+            prepare_corpus(preparation(load([*BERT, *data_of(name)]).dataset), 1)
+    return home
+
+
+@pytest.fixture(autouse=True)
+def folder(prepared, tmp_path, monkeypatch):
+    """A copy of what is prepared, where the test stands."""
+    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
 
 
 def data_of(tokenizer):

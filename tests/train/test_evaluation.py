@@ -76,7 +76,13 @@ def test_every_held_out_row_counts_once(plan):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", [SHARD, STAGES], ids=["shard", "stages"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(SHARD, id="shard"),
+        pytest.param(STAGES, id="stages", marks=pytest.mark.stress),
+    ],
+)
 def test_every_held_out_sequence_of_a_text_counts_once(plan, tmp_path):
     length, text = 8, tmp_path / "a.txt"
     text.write_bytes(np.random.default_rng(0).integers(97, 123, 16 * 101 * length, "u1").tobytes())

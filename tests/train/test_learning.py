@@ -59,10 +59,8 @@ PLANS = {
 FAST = {("lora", "manual"), ("muon", "zero3")}
 SLOW = {
     ("groups", "manual"),
-    ("lora", "zero3"),
     ("lora_scanned", "manual"),
     ("muon_scanned", "three_d"),
-    ("ema", "zero3"),
 }
 STEPS = 3
 

@@ -29,7 +29,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", ["two_stages", pytest.param("zero3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["two_stages", pytest.param("zero3", marks=pytest.mark.stress)])
 def test_samples_are_the_text_of_the_gathered_parameters(name):
     worker = Trainee([*WORDS, *PLANS[name]], model=()).worker
     worker.create()

@@ -1,5 +1,6 @@
 """Whose folder is it: every rule of `run.id` and `run.resume`, and its words."""
 
+import functools
 import json
 import os
 import re
@@ -23,9 +24,14 @@ from launcher.train import checkpoint
 from launcher.train.step import TrainState
 
 
+@functools.cache
+def composed():
+    return load(["model=mlp", "dataset=synthetic"])
+
+
 @pytest.fixture
 def config(tmp_path):
-    return load(["model=mlp", "dataset=synthetic", f"run.dir={tmp_path}/outputs"])
+    return replace(composed(), run=replace(composed().run, dir=f"{tmp_path}/outputs"))
 
 
 def named(config, run_id="mine", **fields):

@@ -64,8 +64,9 @@ RUNS = {name: [*GPT_WORDS, *words] for name, words in PLANS.items()} | {
     for kind, factor in (("moe", 1), ("dropless", 0))
     for name in ("one", "two_stages", "zero3")
 }
-FAST = "one", "two_stages"
-SLOW = "zero3", "shard", "three_d", "moe-two_stages", "dropless-zero3"
+# One device: `test_a_text_is_printed_under_the_runs_own_settings`.
+FAST = ("two_stages",)
+SLOW = "three_d", "moe-two_stages", "dropless-zero3"
 GREEDY = "generate.temperature=0", "generate.max_new_tokens=20"
 
 
@@ -280,7 +281,7 @@ def test_an_evaluation_is_the_mean_over_what_is_held_out(runs, monkeypatch, caps
         evaluate(load([*words, "evaluate.path=no/a.json"]), make_console())
 
 
-@pytest.mark.parametrize("name", ["two_stages", "zero3"])
+@pytest.mark.parametrize("name", ["two_stages", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_an_evaluation_is_the_same_where_no_device_holds_the_model(runs, name, monkeypatch):
     folder, params = runs
     assert params[name]

@@ -56,7 +56,7 @@ def test_both_kinds_of_parallelism_beat_either_alone():
     assert point.auto == max(point.auto, point.intra, point.inter)
 
 
-@pytest.mark.slow
+@pytest.mark.stress  # tests/driver/planning/test_largest_gpt.py plans one for devices of 80 GB, too
 def test_a_gpt_of_thirteen_billion_parameters_fits_eight_devices_of_80_gb():
     words = "model=gpt model.size=15b model.sequence_length=2048 model.scan_layers=true"
     words += " train.precision=bf16 train.global_batch_size=64 dataset=synthetic cluster=h100_8"

@@ -133,6 +133,7 @@ def test_no_plan_is_faster_than_its_bound(seed):
             assert bound <= seconds * (1 + 1e-9), assignment
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(12))
 def test_no_plan_is_faster_than_its_bound_where_links_between_hosts_are_slow(seed):
     """Which the activations and the gradients of stages that share a host go over."""
