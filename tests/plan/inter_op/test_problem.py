@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+from exhaustive import numbers
 from random_problems import random_problem
 
 from launcher.plan.inter_op.layers_again import remat_word
@@ -17,7 +18,8 @@ def brute_force(problem, wanted):
     cluster, batch = problem.cluster, problem.batch_size
     layers = len(problem.groups)
     counts = [wanted.num_micro_batches] if wanted.num_micro_batches else [1, 2, 3, 4, 6]
-    least, remats = np.inf, tuple(remat_word(n, problem.groups) for n in range(layers + 1))
+    every_again = numbers(layers, problem.table.selective)
+    least, remats = np.inf, tuple(remat_word(n, problem.groups) for n in every_again)
     for count, replicas in itertools.product(counts, range(1, cluster.num_devices + 1)):
         if batch % (count * replicas):
             continue
