@@ -56,11 +56,11 @@ PLANS = {
     "zero3": ["parallel=zero3"],
     "three_d": ["parallel=three_d", "parallel.model=2", "parallel.pipeline=2"],
 }
-FAST = {("lora", "manual"), ("muon", "zero3")}
+FAST = {("lora", "manual")}
 SLOW = {
     ("groups", "manual"),
     ("lora_scanned", "manual"),
-    ("muon_scanned", "three_d"),
+    ("muon", "zero3"),
 }
 STEPS = 3
 
