@@ -7,7 +7,9 @@ layers of its own table, each of which may be several of the step's. Pure.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -79,24 +81,43 @@ def first_layers(of: np.ndarray, count: Count) -> np.ndarray:
     """
     if isinstance(count, int) and count == 0:
         return np.zeros_like(of)
-    first, end = np.ogrid[: of.shape[-2], : of.shape[-1]]
-    if isinstance(count, int) and count >= len(first):
+    if isinstance(count, int) and count >= of.shape[-2]:
         return of
-    return np.asarray(of[..., first, _cut(first, end, count)])
+    return _taken(of, _places(of, count).first)
 
 
 def other_layers(of: np.ndarray, count: Count) -> np.ndarray:
     """Return the costs of each stage's layers behind the first `count`; see `first_layers`."""
     if isinstance(count, int) and count == 0:
         return of
-    first, end = np.ogrid[: of.shape[-2], : of.shape[-1]]
-    if isinstance(count, int) and count >= len(first):
+    if isinstance(count, int) and count >= of.shape[-2]:
         return np.zeros_like(of)
     padded = np.concatenate([of, np.zeros_like(of[..., :1, :])], -2)  # no stage begins at the end
-    return np.asarray(padded[..., _cut(first, end, count), end])
+    return _taken(padded, _places(of, count).others)
 
 
-def _cut(first: np.ndarray, end: np.ndarray, count: Count) -> np.ndarray:
-    """Return where the other layers begin."""
-    counts = count if isinstance(count, int) else count[:, None, None]
-    return np.asarray(np.minimum(first + counts, np.maximum(first, end)))
+class _Places(NamedTuple):
+    """Where the costs of each stage's parts are in those of all stages, flattened."""
+
+    first: np.ndarray
+    others: np.ndarray
+
+
+def _places(of: np.ndarray, count: Count) -> _Places:
+    """Return where the first `count` layers of every stage are, and the others."""
+    if isinstance(count, int):
+        return _kept_cut(of.shape[-2], of.shape[-1], count)
+    return _cut(of.shape[-2], of.shape[-1], count[:, None, None])
+
+
+def _cut(firsts: int, ends: int, count: Count) -> _Places:
+    first, end = np.ogrid[:firsts, :ends]
+    others = np.minimum(first + count, np.maximum(first, end))
+    return _Places(first * ends + others, others * ends + end)
+
+
+_kept_cut = functools.lru_cache(maxsize=4096)(_cut)
+
+
+def _taken(of: np.ndarray, places: np.ndarray) -> np.ndarray:
+    return np.take(of.reshape(*of.shape[:-2], -1), places, axis=-1)
