@@ -24,14 +24,23 @@ _NOT_IN_SCRIPT = tuple(
 )
 
 
+def check_sizes(texts: Mapping[Place, str]) -> None:
+    """Raise ConfigError for an entry of the table of sizes that a variable fills.
+
+    What is found wrong with it is said with its value, and it is copied to where the model's own
+    dimensions are: this comes before.
+    """
+    for key in map(dotted, texts):
+        if _below(key, ("model.sizes",)):
+            raise _refused(key, "is a table of sizes, not one model's", "Set the model's own.")
+
+
 def check_environment(config: Config, texts: Mapping[Place, str]) -> None:
     """Raise ConfigError for a setting of those at `texts` that a variable may not fill."""
     for place, text in texts.items():
         key = dotted(place)
         if not _below(key, setting_keys()):
             raise _refused(key, "is a whole section, which no variable can hold", "Write it out.")
-        if _below(key, ("model.sizes",)):  # copied to where the model's own dimensions are
-            raise _refused(key, "is a table of sizes, not one model's", "Set the model's own.")
         if _below(key, _SHOWN):
             raise _refused(key, "is shown and sent to others", _by_the_shell(key))
         if not isinstance(config.cluster, SlurmCluster):

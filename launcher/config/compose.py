@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from launcher.config.bounded import tree_of
 from launcher.config.build import build
-from launcher.config.check_environment import check_environment
+from launcher.config.check_environment import check_environment, check_sizes
 from launcher.config.checks import check
 from launcher.config.commands import COMMAND_LINE_ONLY, commands_in, not_allowed
 from launcher.config.errors import ConfigError
@@ -231,6 +231,7 @@ def _load(
         tree = with_runs_settings(tree, sources, overrides)
         tree, texts = resolved(OmegaConf.create(tree))
         _refuse_misplaced(tree, groups, sources)
+        check_sizes(texts)
         config = from_dict(tree | allowed, texts)
         origin = Origin(sources, overrides, groups)
         for command in () if config.allow_commands else commands_in(config):

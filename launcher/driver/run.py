@@ -127,14 +127,14 @@ def guarded(work: Callable[[], int]) -> int:
 
 def _plan(config: Config, console: Console) -> int:
     from launcher.driver.folder.plan_files import write_plan
-    from launcher.driver.planning.prepare import prepare
+    from launcher.driver.planning.prepare import plan, trace
     from launcher.driver.record.pictures import TIMELINE
     from launcher.driver.record.run_log import write_planned
 
     gc.freeze()  # what is imported stays: no collection need look through it
-    finished = folder.check(config)
+    found = look(config, folder.check(config), plan_only=True)
     with PlotProcess() as plots:
-        ready = prepare(config, console, plan_only=True, finished=finished)
+        ready = plan(config, console, trace(config, console, found), plan_only=True)
         with folder.claim(config) as home:
             write_plan(home, config, ready.plan)
             planned = write_planned(home, config, ready.plan, ready.plan_seconds, plots)

@@ -16,7 +16,7 @@ from launcher.partition.joint_graph import Known, Name, input_spec
 from launcher.partition.sharding.layout import Layout, layouts, outer_dims
 from launcher.partition.sharding.named_dims import NamedDims, Sharding, Spec
 from launcher.partition.slicing import Slicing
-from launcher.partition.stage_programs import StagePrograms, Wanted, as_one, trace_stage
+from launcher.partition.stage_programs import StagePrograms, StageUse, as_one, trace_stage
 from launcher.partition.stages import StageGraph, cut_stages
 from launcher.partition.task_programs import runs_as_one
 from launcher.partition.update import UpdateProgram, place_update
@@ -80,7 +80,7 @@ class PartitionedStep:
         """
         graph, layout, kinds = self.stages[stage], self.layout(stage), self.kinds(stage)
         at_once = self.goes_back_at_once(stage)
-        wanted = Wanted(self._grads(stage), self._varying(stage), self._results(stage))
+        wanted = StageUse(self._grads(stage), self._varying(stage), self._results(stage))
         remat = self.assignment.remat[stage]
         of = trace_stage(graph, self.loss, remat, kinds, wanted, known)
         seeds = {v: input_spec(name, layout) for name, v in of.joint.inputs.items()}

@@ -30,7 +30,7 @@ class StagePrograms:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class StageUse:
     """What of a stage a step uses.
 
     Attributes:
@@ -49,7 +49,7 @@ def trace_stage(
     loss: Loss,
     remat: str,
     kinds: Set[Kind],
-    wanted: Wanted | None = None,
+    wanted: StageUse | None = None,
     known: Known | None = None,
 ) -> StagePrograms:
     """Trace a stage, and cut it into a program for each kind of task.
@@ -66,7 +66,7 @@ def trace_stage(
     sliced = {i for i in graph.operands if loss.slice_axes[i] is not None}
     if wanted is None:
         varying = [i for i in graph.operands if i in sliced or i not in loss.wrt]
-        wanted = Wanted(graph.wrt, varying, graph.results)
+        wanted = StageUse(graph.wrt, varying, graph.results)
     parts = Kind.BACKWARD_WEIGHT in kinds
     joint = trace_joint(graph, loss, wanted.grads, wanted.varying, remat, parts, known)
     programs = cut(joint, outputs_by_kind(joint, wanted.results, kinds, together=False))

@@ -12,15 +12,10 @@ import functools
 import hashlib
 import json
 import logging
-import multiprocessing
 import os
-import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +33,7 @@ from recipes.corpus.documents import (
     stamp_of,
 )
 from recipes.corpus.meta import META, CorpusMeta, TokenPart, read_meta, write_meta
+from recipes.corpus.pool import results_of
 from recipes.corpus.tokenizers import Tokenizer, load_tokenizer, tokenizer_fingerprint
 
 _log = logging.getLogger(__name__)
@@ -124,7 +120,7 @@ def prepare_corpus(
             for name, group in zip(keys, groups, strict=True)
             if name not in done
         }
-        for part in _made(todo, processes):
+        for part in results_of(_make, list(todo.values()), processes):
             done[part.name] = part
             progress(sum(sizes[name] for name in done) / max(1, sum(sizes.values())))
         parts = tuple(done[name] for name in keys)
@@ -170,43 +166,6 @@ def _meta(
         fingerprint=_digest([_dtype(tokenizer).name, *[part.digest for part in parts]]),
         mask_token=tokenizer.mask_token,
     )
-
-
-def _made(todo: dict[str, Any], processes: int) -> Iterator[TokenPart]:
-    """Yield the parts as they are made."""
-    if processes == 1 or len(todo) <= 1:
-        yield from (_make(*given) for given in todo.values())
-        return
-    context = multiprocessing.get_context("spawn")
-    theirs, ours = context.Pipe(duplex=False)
-    pool = ProcessPoolExecutor(min(processes, len(todo)), context, _begin, (theirs,))
-    try:
-        for future in as_completed([pool.submit(_make, *given) for given in todo.values()]):
-            yield future.result()
-    except KeyboardInterrupt:
-        ours.close()  # nobody waits for what is half done
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
-        theirs.close()
-        ours.close()
-
-
-def _begin(parents: Connection) -> None:
-    """Prepare a process of the pool: Ctrl-C is the parent's.
-
-    Args:
-        parents: ends when the parent does, or no longer wants anything.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-
-    def watch() -> None:
-        with suppress(EOFError, OSError):
-            parents.recv_bytes()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 @functools.lru_cache(1)

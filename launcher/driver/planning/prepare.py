@@ -69,15 +69,12 @@ class Traced:
     seconds: float
 
 
-def prepare(
-    config: Config, console: Console, plan_only: bool = False, finished: int = 0
-) -> Prepared:
+def prepare(config: Config, console: Console, finished: int = 0) -> Prepared:
     """Look at what is here, trace and plan; show the plan.
 
     Args:
         config: checked settings.
         console: where progress and the plan are shown.
-        plan_only: whether the cluster may be a described one, which is not here.
         finished: how many steps the run has finished.
 
     Raises:
@@ -87,8 +84,7 @@ def prepare(
         PlanError: there is no plan that fits.
         OSError: a file cannot be read.
     """
-    found = look(config, finished, plan_only)
-    return plan(config, console, trace(config, console, found), plan_only)
+    return plan(config, console, trace(config, console, look(config, finished)))
 
 
 def trace(config: Config, console: Console, found: Inputs, measures: bool = False) -> Traced:
@@ -112,7 +108,14 @@ def trace(config: Config, console: Console, found: Inputs, measures: bool = Fals
 
 
 def plan(config: Config, console: Console, traced: Traced, plan_only: bool = False) -> Prepared:
-    """Plan what was traced and show the plan; raise like `prepare`."""
+    """Plan what was traced and show the plan; raise like `prepare`.
+
+    Args:
+        config: checked settings.
+        console: where progress and the plan are shown.
+        traced: what was traced.
+        plan_only: whether the cluster may be a described one, which is not here.
+    """
     program, cluster = traced.program, traced.cluster
     began = time.perf_counter()
     nothing_fits: list[str] = []
