@@ -1,4 +1,4 @@
-"""A size of a family has the parameters of its name."""
+"""A size of a family has the parameters of its name, and a plan."""
 
 import dataclasses
 import math
@@ -7,6 +7,9 @@ import jax
 import pytest
 
 from launcher.config.compose import load
+from launcher.driver.planning.cluster_from_config import shape_of
+from launcher.driver.planning.plan_from_config import plan_of
+from launcher.train.program import build_program
 from recipes import build_model
 
 SIZES = {  # parameters in thousand millions where the name does not say it
@@ -61,3 +64,26 @@ def test_a_size_has_the_parameters_of_its_name(family, size):
         few, more = (count(dataclasses.replace(options, num_layers=n)) for n in (2, 4))
         found = few + (more - few) / 2 * (options.layers - 2)
     assert abs(found - want) <= max(0.02 * want, slack)
+
+
+# By the most parameters, in thousand millions: 16 bytes each, and room for activations.
+CLUSTERS = {"h100_8": 15, "h100_8_x16": 150, "h100_8_x128": math.inf}
+
+
+def cluster_for(params):
+    """The smallest named cluster of 80 GB devices that so many thousand millions ask for."""
+    return next(name for name, most in CLUSTERS.items() if params <= most)
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize(("family", "size"), [(f, s) for f, sizes in SIZES.items() for s in sizes])
+def test_a_size_has_a_plan_on_a_cluster_that_fits_it(family, size):
+    cluster = cluster_for(SIZES[family][size] or named(size)[0])
+    words = [f"model={family}", f"model.size={size}", "dataset=synthetic", f"cluster={cluster}"]
+    words += ["train.precision=bf16", "train.global_batch_size=512", "train.eval_every=0"]
+    words += ["model.scan_layers=true"] if family in ("gpt", "llama", "moe") else []
+    config = load([*words, "task=plan", "parallel=auto"])
+    shape = shape_of(config, None, None)
+    plan = plan_of(config.parallel, build_program(config, shape.device_kind).train, shape)
+    assert plan.missing_bytes <= 0
+    assert plan.num_devices == shape.num_devices

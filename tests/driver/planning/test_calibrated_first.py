@@ -103,5 +103,5 @@ def test_a_plan_alone_measures_nothing_and_says_what_would(
 
 
 def test_only_trainings_measure(measured: list[object]) -> None:
-    prepare.prepare(load([*HERE, "parallel=data"]), make_console(), plan_only=True)
+    prepare.prepare(load([*HERE, "parallel=data"]), make_console())
     assert measured == []
