@@ -44,7 +44,8 @@ WAYS = {
         "{pattern: 'layers_1.*', frozen: true}, {pattern: '*embed*', weight_decay: 0.3}]"
     ],
     "train_only": ["optimizer.train_only=layers_1.*"],
-    "ema": ["optimizer.ema=0.5"],
+    # Of a gradient far below eps Adam's step is small, and not its rounding's sign.
+    "ema": ["optimizer.ema=0.5", "optimizer.eps=1e-6"],
     "lora": ["optimizer.lora.rank=2", "optimizer.ema=0.9"],
     "muon": ["optimizer=muon"],
     "wsd": ["optimizer.decay=wsd", "optimizer.decay_fraction=0.9"],
