@@ -81,7 +81,7 @@ def test_a_size_has_a_plan_on_a_cluster_that_fits_it(family, size):
     cluster = cluster_for(SIZES[family][size] or named(size)[0])
     words = [f"model={family}", f"model.size={size}", "dataset=synthetic", f"cluster={cluster}"]
     words += ["train.precision=bf16", "train.global_batch_size=512", "train.eval_every=0"]
-    words += ["model.scan_layers=true"] if family in ("gpt", "llama", "moe") else []
+    words += ["model.scan_layers=true"] if family in ("gpt", "llama") else []
     config = load([*words, "task=plan", "parallel=auto"])
     shape = shape_of(config, None, None)
     plan = plan_of(config.parallel, build_program(config, shape.device_kind).train, shape)
