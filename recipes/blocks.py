@@ -49,10 +49,10 @@ def blocks_in_a_row(
             length=count,
         )
         return scan(make(name="layers"), x)[0]
-    first = parent.is_initializing()
-    kept = jax.jit(_function(make, call)), jax.jit(_first_function(make, call))
+    begins = parent.is_initializing()
+    begin, apply = jax.jit(_first_function(make, call)), jax.jit(_function(make, call))
     # While intermediate values are written, each block is itself.
-    shared = first or not (draws or parent.is_mutable_collection("intermediates"))
+    shared = begins or not (draws or parent.is_mutable_collection("intermediates"))
     for index in range(count):
         if index > 0:
             mark_pipeline_boundary()
@@ -61,11 +61,11 @@ def blocks_in_a_row(
             x = call(make(name=name), x, *arrays)
             continue
         with jax.named_scope(name):
-            if first:
-                x, made = kept[1](parent.make_rng("params"), x, *arrays)
+            if begins:
+                x, made = begin(parent.make_rng("params"), x, *arrays)
                 parent.param(name, lambda key, made=made: made)
             else:
-                x = kept[0](parent.variables["params"][name], x, *arrays)
+                x = apply(parent.variables["params"][name], x, *arrays)
     return x
 
 

@@ -54,6 +54,25 @@ def program_of(options, batch, key=None):
         return jax.make_jaxpr(model.loss)(params, batch, key)
 
 
+@pytest.mark.devices
+@pytest.mark.parametrize("name", ["gpt", "llama", "bert", "vit"])
+def test_blocks_begin_with_numbers_of_their_own_by_one_program(name, monkeypatch):
+    options, _ = CASES[name]
+    made = []
+    first = blocks._first_function
+    monkeypatch.setattr(
+        blocks, "_first_function", lambda *of: lambda *given: made.append(1) or first(*of)(*given)
+    )
+    params = jax.jit(build_model(options.filled(), "fp32").init)(jax.random.key(0))
+    assert len(made) == 1
+    one, *others = (params[f"layers_{i}"] for i in range(LAYERS))
+    for other in others:
+        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+            drawn = jnp.ptp(a) > 0  # not the zeros of a bias, nor the ones of a norm
+            assert a.shape == b.shape
+            assert not drawn or float(jnp.max(jnp.abs(a - b))) > 0
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_blocks_are_traced_once_and_are_the_same_program(name, monkeypatch):
     options, batch = CASES[name]
