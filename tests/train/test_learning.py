@@ -47,7 +47,7 @@ WAYS = {
     # Of a gradient far below eps Adam's step is small, and not its rounding's sign.
     "ema": ["optimizer.ema=0.5", "optimizer.eps=1e-6"],
     "lora": ["optimizer.lora.rank=2", "optimizer.ema=0.9"],
-    "muon": ["optimizer=muon"],
+    "muon": ["optimizer=muon", "optimizer.eps=1e-6"],
     "wsd": ["optimizer.decay=wsd", "optimizer.decay_fraction=0.9"],
     "lora_scanned": ["optimizer.lora.rank=2", "model.scan_layers=true"],
     "muon_scanned": ["optimizer=muon", "model.scan_layers=true", "optimizer.ema=0.9"],
