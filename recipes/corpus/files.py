@@ -18,8 +18,10 @@ import numpy as np
 
 from launcher.missing_path import missing_path
 from recipes import InputError
+from recipes.corpus.documents import SUFFIXES
 from recipes.corpus.meta import META, CorpusMeta, read_meta
 
+ENDINGS = (".bin", ".npy")
 _OPEN_FILES = 64
 _REMEDY = "name a folder that task=prepare_data wrote, or .bin or .npy files of tokens"
 
@@ -69,9 +71,10 @@ def find_corpus(path: str, dtype: str = "auto", key: str = "dataset.path") -> Co
     """Return the token files that `path` names, by name, from their sizes and headers alone.
 
     Args:
-        path: a folder that `task=prepare_data` wrote, a file, a folder of .bin and .npy files, or a
-            glob.
-        dtype: of .bin files, "uint16" or "uint32"; "auto": uint16, as nanoGPT writes them.
+        path: a folder that `task=prepare_data` wrote, a .bin or .npy file, a folder of such files,
+            or a glob.
+        dtype: of .bin files, "uint16" or "uint32"; "auto": what the prepared folder that
+            they are of says, or uint16, as nanoGPT writes them.
         key: the setting that names it.
 
     Raises:
@@ -81,7 +84,7 @@ def find_corpus(path: str, dtype: str = "auto", key: str = "dataset.path") -> Co
     if (root / META).is_file():
         return _prepared(source, root)
     if root.is_dir():
-        paths = sorted(p for p in root.iterdir() if p.suffix in (".bin", ".npy") and p.is_file())
+        paths = sorted(p for p in root.iterdir() if p.suffix in ENDINGS and p.is_file())
     elif glob.has_magic(path):
         paths = sorted(Path(p) for p in glob.glob(str(root), recursive=True) if Path(p).is_file())
     else:
@@ -90,10 +93,25 @@ def find_corpus(path: str, dtype: str = "auto", key: str = "dataset.path") -> Co
         missing = "names no file" if glob.has_magic(path) else missing_path(root)
         what = "holds no .bin or .npy file" if root.is_dir() else missing
         raise InputError(f"{source} {what}; {_REMEDY}")
-    files = [_plain(source, path, dtype) for path in paths]
+    for file in paths:
+        if file.suffix not in ENDINGS:
+            raise InputError(f"{source}: {file} is no file of tokens; {_remedy_for(file)}")
+    files = [_plain(source, file, dtype) for file in paths]
     if not sum(file.count for file in files):
         raise InputError(f"{source} holds no tokens ({paths[0]} is empty); {_REMEDY}")
     return Corpus(source, tuple(file for file in files if file.count))
+
+
+def _remedy_for(file: Path) -> str:
+    """Return what to do with a file that holds no tokens."""
+    for format, endings in SUFFIXES.items():
+        if file.suffix in endings:
+            named = f"documents dataset.format={format}" if format == "text" else format
+            return (
+                f"make tokens of its documents with task=prepare_data dataset={named}, and name "
+                "the folder that this writes"
+            )
+    return _REMEDY
 
 
 def _prepared(source: str, root: Path) -> Corpus:
@@ -123,7 +141,11 @@ def _plain(source: str, path: Path, dtype: str) -> TokenFile:
         raise InputError(f"{source}: you may not read {path}; change its permissions")
     if path.suffix == ".npy":
         return _npy(source, path, dtype)
-    kind = np.dtype("uint16" if dtype == "auto" else dtype).newbyteorder("<")
+    if dtype == "auto":
+        is_part = path.with_suffix(".ends").is_file() and (path.parent / META).is_file()
+        kind = read_meta(path.parent, source).dtype if is_part else np.dtype("<u2")
+    else:
+        kind = np.dtype(dtype).newbyteorder("<")
     size = path.stat().st_size
     if size % kind.itemsize:
         raise InputError(
