@@ -18,8 +18,8 @@ import numpy as np
 
 from launcher.missing_path import missing_path
 from recipes import InputError
-from recipes.corpus.documents import SUFFIXES
 from recipes.corpus.meta import META, CorpusMeta, read_meta
+from recipes.corpus.sources import SUFFIXES
 
 ENDINGS = (".bin", ".npy")
 _OPEN_FILES = 64

@@ -1,10 +1,12 @@
 """`recipes/documents.py`: what is checked before the documents are tokens, and after."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from launcher.config.compose import load
 from recipes import (
     InputError,
     build_dataset,
@@ -37,6 +39,20 @@ def test_documents_are_checked_before_they_are_tokens(given):
         check_dataset(Documents(path=given.path, tokenizer="x"), MODEL, validation=True)
     with pytest.raises(InputError, match=r"are not made yet .*; run this command with task=prep"):
         build_dataset(given, MODEL, 4, 0)  # as for a plan
+
+
+def test_a_glob_is_asked_for_a_folder_of_tokens_and_then_trains(given, tmp_path):
+    path = str(tmp_path / "*.jsonl")
+    model = load(["dataset=synthetic"]).model
+    (error,) = Documents(path=path).check(model)
+    assert str(error).startswith(f"dataset.path={path} is a glob, which tells no folder for its")
+    assert "such as dataset.tokens=" in str(error)
+    named = replace(given, path=path, tokens=str(tmp_path / "out"))
+    assert prepare_dataset(named, 1, lambda share: None).startswith("40 documents, ")
+    check_dataset(named, MODEL, validation=True)
+    assert build_dataset(named, MODEL, 4, 0).train(0)["tokens"].shape == (4, 8)
+    (tmp_path / "a[1].jsonl").write_text('{"text": "a"}\n')  # a name that looks like a glob
+    assert not list(Documents(path=str(tmp_path / "a[1].jsonl")).check(model))
 
 
 def test_what_is_prepared_trains_and_has_its_tokenizer(given):
