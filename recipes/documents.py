@@ -94,6 +94,11 @@ def fingerprint(options: Documents) -> str:
     return tokens.fingerprint(_tokens(options))
 
 
+def bytes_per_target(options: Documents, model_options: Any, rows: int) -> float | None:
+    """Return the bytes of text of a held-out target; see `recipes.tokens.bytes_per_target`."""
+    return tokens.bytes_per_target(_tokens(options), model_options, rows)
+
+
 def tokenizer(options: Documents) -> Tokenizer:
     """Return the tokenizer that the settings name."""
     return load_tokenizer(options.tokenizer)

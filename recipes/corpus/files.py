@@ -37,6 +37,7 @@ class TokenFile:
         count: the number of tokens.
         ends: where the number of the token behind each document is, int64; None: not known.
         mask: a byte a token, 1 where it is to be learned, 0 where not; None: all are.
+        text: where the text of each document ends, in bytes of UTF-8, int64; None: not known.
     """
 
     path: Path
@@ -45,6 +46,7 @@ class TokenFile:
     count: int
     ends: Path | None = None
     mask: Path | None = None
+    text: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -127,10 +129,10 @@ def _prepared(source: str, root: Path) -> Corpus:
                 f"{meta.dtype}; run task=prepare_data again"
             )
         mask = root / f"{part.name}.mask" if meta.masked else None
+        text = root / f"{part.name}.bytes" if part.text_bytes is not None else None
+        ends = root / f"{part.name}.ends"
         if part.tokens:
-            files.append(
-                TokenFile(file, meta.dtype, 0, part.tokens, root / f"{part.name}.ends", mask)
-            )
+            files.append(TokenFile(file, meta.dtype, 0, part.tokens, ends, mask, text))
     if not files:
         raise InputError(f"{source} holds no tokens; prepare a corpus with documents in it")
     return Corpus(source, tuple(files), meta)
@@ -236,6 +238,22 @@ class Stream:
             for file, first, number, _ in self._ranges(start, count)
         ]
         return np.concatenate(pieces)
+
+    def text_bytes(self, start: int, count: int) -> float | None:
+        """Return how long the text of a range of tokens is as UTF-8; None where it is not known.
+
+        Of a document that lies partly in the range the share of its tokens counts.
+        """
+        total = 0.0
+        for file, first, number, _ in self._ranges(start, count):
+            if file.ends is None or file.text is None:
+                return None
+            ends, text = (np.fromfile(path, np.int64) for path in (file.ends, file.text))
+            if len(ends) != len(text):
+                raise InputError(f"{file.text} is cut short; run task=prepare_data again")
+            places = np.interp([first, first + number], [0, *ends], [0, *text])
+            total += float(places[1] - places[0])
+        return total
 
     def begins(self, start: int, tokens: np.ndarray, end_token: int | None) -> np.ndarray:
         """Return where documents begin in a range, bool as `tokens`; the first always does.
