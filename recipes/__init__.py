@@ -237,24 +237,20 @@ def tokenizer_of(options: Any) -> Tokenizer:
 
 
 def bytes_per_target(options: Any, model_options: Any, rows: int) -> float | None:
-    """Return how much text a target of held-out rows stands for, in the mean.
+    """Return the mean bytes of text that a target of the first held-out rows stands for.
+
+    None where that is not known, or some of the text is not predicted.
 
     Args:
         options: the settings of the section `dataset`.
         model_options: the settings of the section `model`.
-        rows: how many of the held-out rows, the first ones.
-
-    Returns:
-        The bytes of UTF-8; None where that is not known, or some of it is not predicted.
+        rows: how many rows.
 
     Raises:
         InputError: the data cannot be used.
     """
     found = getattr(_module("dataset", options), "bytes_per_target", None)
-    if found is None:
-        return None
-    size: float | None = found(_fields(options), _fields(model_options), rows)
-    return size
+    return found(_fields(options), _fields(model_options), rows) if found else None
 
 
 def find_module(key: str, name: str) -> None:
