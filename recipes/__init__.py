@@ -5,7 +5,8 @@ dataclass; it is imported to check them, so it imports neither JAX nor Grain. `<
 what they describe: a model's has `build(options, precision) -> Model`, a dataset's has
 `check(options, model_options, validation)` and `build(options, model_options, global_batch_size,
 seed) -> Dataset`, `fingerprint(options) -> str` where its content may change, and
-`tokenizer(options) -> Tokenizer` where it is text; `is_prepared(options) -> bool` and
+`tokenizer(options) -> Tokenizer` where it is text; `bytes_per_target(options, model_options, rows)
+-> float | None` where the text has a length; `is_prepared(options) -> bool` and
 `prepare(options, processes, progress) -> str` where something is made of the data once. A module of
 the user's own is named by the setting `model.module` or `dataset.module` and has the same
 functions.
@@ -233,6 +234,23 @@ def tokenizer_of(options: Any) -> Tokenizer:
         )
     made: Tokenizer = found(_fields(options))
     return made
+
+
+def bytes_per_target(options: Any, model_options: Any, rows: int) -> float | None:
+    """Return the mean bytes of text that a target of the first held-out rows stands for.
+
+    None where that is not known, or some of the text is not predicted.
+
+    Args:
+        options: the settings of the section `dataset`.
+        model_options: the settings of the section `model`.
+        rows: how many rows.
+
+    Raises:
+        InputError: the data cannot be used.
+    """
+    found = getattr(_module("dataset", options), "bytes_per_target", None)
+    return found(_fields(options), _fields(model_options), rows) if found else None
 
 
 def find_module(key: str, name: str) -> None:

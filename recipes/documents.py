@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from recipes import Dataset, InputError, tokens
-from recipes.corpus.documents import find_sources
 from recipes.corpus.prepare import Preparation, prepare_corpus, up_to_date
+from recipes.corpus.saved_datasets import read_split
+from recipes.corpus.sources import find_sources
 from recipes.corpus.tokenizers import Tokenizer, load_tokenizer
 from recipes.documents_options import Documents
 from recipes.tokens_options import Tokens
@@ -48,13 +49,15 @@ def prepare(options: Documents, processes: int, progress: Callable[[float], None
     """Tokenise the documents, or what is missing of them; see `prepare_corpus`.
 
     Returns:
-        What there is now, in a line, and in another what was left out.
+        What there is now, in a line, and before it which split was read and what was left out.
     """
     meta = prepare_corpus(preparation(options), processes, progress)
     bad = next((part.first_bad for part in meta.parts if part.first_bad), "")
     left_out = f"left out: {_several(meta.skipped, 'bad document')}, first {bad}\n"
+    split = read_split(options.path) if options.format == "arrow" and not options.pattern else None
+    which = f"the split {split.name} is read, of {', '.join(split.names)}\n" if split else ""
     return (
-        f"{left_out if meta.skipped else ''}{_several(meta.documents, 'document')}, "
+        f"{which}{left_out if meta.skipped else ''}{_several(meta.documents, 'document')}, "
         f"{meta.tokens:,} tokens of {meta.vocab_size:,} are in {options.folder}"
     )
 
@@ -89,6 +92,11 @@ def build(options: Documents, model_options: Any, global_batch_size: int, seed: 
 def fingerprint(options: Documents) -> str:
     """Return a digest of the tokens."""
     return tokens.fingerprint(_tokens(options))
+
+
+def bytes_per_target(options: Documents, model_options: Any, rows: int) -> float | None:
+    """Return the bytes of text of a held-out target; see `recipes.tokens.bytes_per_target`."""
+    return tokens.bytes_per_target(_tokens(options), model_options, rows)
 
 
 def tokenizer(options: Documents) -> Tokenizer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from launcher.config.errors import ConfigError
 from launcher.config.families import ModelOptions, register
@@ -37,9 +38,10 @@ class Documents(TokenRows):
     def check(self, model: ModelOptions) -> Iterator[ConfigError]:
         """Yield an error also for a glob without a folder of tokens."""
         yield from super().check(model)
-        if self.tokens is None and glob.has_magic(self.path):
+        is_glob = glob.has_magic(self.path) and not Path(self.path).expanduser().exists()
+        if self.tokens is None and is_glob:
             yield ConfigError(
                 f"dataset.path={self.path} is a glob, which tells no folder for its tokens",
-                "Name one with dataset.tokens.",
+                "Name one, such as dataset.tokens=talks.tokens.",
                 ["dataset.path"],
             )

@@ -95,6 +95,18 @@ def fingerprint(options: Mixture) -> str:
     return " ".join(tokens.fingerprint(_tokens(options, part)) for part in options.parts.values())
 
 
+def bytes_per_target(options: Mixture, model_options: Any, rows: int) -> float | None:
+    """Return the mean bytes of text of a held-out target; None where a part does not know them."""
+    total, left = 0.0, rows
+    for part in _parts(options, model_options):
+        own, one = min(left, part.held), _tokens(options, options.parts[part.name])
+        size = tokens.bytes_per_target(one, model_options, own) if own else 0.0
+        if size is None:
+            return None
+        total, left = total + own * size, left - own
+    return total / rows
+
+
 def tokenizer(options: Mixture) -> Tokenizer:
     """Return the tokenizer of all parts; raises InputError where they have not the same."""
     check_tokenizers(options)

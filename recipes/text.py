@@ -76,6 +76,11 @@ def build(
     )
 
 
+def bytes_per_target(options: StdlibText | Text, model_options: Any, rows: int) -> float:
+    """Return the bytes of text that a target stands for: one."""
+    return 1.0
+
+
 def tokenizer(options: StdlibText | Text) -> Tokenizer:
     """Return bytes as tokens."""
     return plain_bytes()

@@ -89,6 +89,20 @@ def fingerprint(options: Tokens) -> str:
     )
 
 
+def bytes_per_target(options: Tokens, model_options: Any, rows: int) -> float | None:
+    """Return the mean bytes of text that a target of the first held-out rows stands for.
+
+    None where that is not known, or some tokens are not predicted.
+    """
+    ranges = find_ranges(options, model_options)
+    meta = ranges.validation.meta
+    if meta is None or meta.masked or options.packing == "documents":
+        return None
+    stream, count = Stream(ranges.validation.files), rows * model_options.sequence_length
+    size = stream.text_bytes(ranges.validation_start + 1, count)
+    return None if size is None else size / count
+
+
 def tokenizer(options: Tokens) -> Tokenizer:
     """Return the tokenizer that the folder names; raises InputError where it names none."""
     meta = find_corpus(options.path, options.dtype).meta

@@ -10,6 +10,7 @@ import numpy as np
 
 from recipes import InputError
 from recipes.corpus.tokenizers import Tokenizer
+from recipes.corpus.values import check_text
 
 # Named templates, for tokenizers that bring none.
 TEMPLATES = {
@@ -41,8 +42,9 @@ def chat_encoder(
     render = _renderer(tokenizer, template)
 
     def encode(messages: Sequence[Mapping[str, str]]) -> Encoded:
-        """Encode messages; raises ValueError for what are none."""
-        _check(messages)
+        """Encode messages, as `checked_value` returns them; raises ValueError for bad ones."""
+        if not any(message["role"] == "assistant" for message in messages):
+            raise ValueError("no message is the assistant's, so that nothing is to be learned")
         parts, learned, before = [], [], ""
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
@@ -56,25 +58,20 @@ def chat_encoder(
         end = render(messages, False)
         if end.startswith(before) and len(end) > len(before):
             parts, learned = [*parts, end[len(before) :]], [*learned, False]
+        check_text(end)
         made = tokenizer.encode(parts)
         mask = [np.full(len(one), is_ours) for one, is_ours in zip(made, learned, strict=True)]
-        return np.concatenate(made), np.concatenate(mask)
+        tokens = np.concatenate(made)
+        if not len(tokens):
+            raise ValueError("it has no token")
+        return tokens, np.concatenate(mask)
 
     return encode
 
 
-def _check(messages: Any) -> None:
-    for message in messages:
-        if not isinstance(message, dict) or not all(
-            isinstance(message.get(key), str) for key in ("role", "content")
-        ):
-            raise ValueError("a message has no role and content that are text")
-    if not any(message["role"] == "assistant" for message in messages):
-        raise ValueError("no message is the assistant's, so that nothing is to be learned")
-
-
 def _renderer(tokenizer: Tokenizer, template: str | None) -> Callable[[Any, bool], str]:
     try:
+        from jinja2 import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError:
         raise InputError("messages need the package jinja2; pip install 'launcher[data]'") from None
@@ -94,14 +91,21 @@ def _renderer(tokenizer: Tokenizer, template: str | None) -> Callable[[Any, bool
         raise ValueError(message)
 
     environment.globals["raise_exception"] = fail
-    compiled = environment.from_string(text)
+    try:
+        compiled = environment.from_string(text)
+    except TemplateError as error:
+        named = "the tokenizer's" if template is None else f"dataset.chat_template={template}"
+        raise InputError(f"{named}: no chat template of Jinja ({error}); name another") from None
 
     def render(messages: Any, prompts: bool) -> str:
         # Templates speak of the first message; without any they fail, and there is nothing to say.
         if not messages and not prompts:
             return ""
-        return compiled.render(
-            messages=messages, add_generation_prompt=prompts, **tokenizer.special
-        )
+        try:
+            return compiled.render(
+                messages=messages, add_generation_prompt=prompts, **tokenizer.special
+            )
+        except (TemplateError, TypeError, LookupError) as error:
+            raise ValueError(f"the chat template fails on it: {error}") from None
 
     return render

@@ -1,44 +1,18 @@
-"""Documents in the files that people have: text, JSON lines, Parquet, Arrow.
-
-Files are cut into pieces that can be read apart: ranges of bytes or of row groups.
-"""
+"""Documents in the files that people have: text, JSON lines, Parquet, Arrow."""
 
 from __future__ import annotations
 
-import glob
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launcher.missing_path import missing_path
 from recipes import InputError
+from recipes.corpus.sources import SourcePiece, arrow_module
+from recipes.corpus.values import checked_value
 
-PIECE = 2**24  # bytes of source that are read as one
-SUFFIXES = {
-    "text": (".txt",),
-    "jsonl": (".jsonl", ".json", ".ndjson"),
-    "parquet": (".parquet",),
-    "arrow": (".arrow",),
-}
-
-
-class SourcePiece(NamedTuple):
-    """A part of one file.
-
-    Attributes:
-        path: the file.
-        start: the first byte, or row group.
-        stop: the byte, or row group, behind the last.
-        size: its bytes, about.
-    """
-
-    path: str
-    start: int
-    stop: int
-    size: int
+_WHOLE = "the file"
 
 
 class FoundDocument(NamedTuple):
@@ -46,13 +20,26 @@ class FoundDocument(NamedTuple):
 
     Attributes:
         value: text, or messages; None if it is bad.
-        place: where it is in the file, such as "line 3".
+        place: where it is in the file, in words, such as "row 3"; of JSON lines its first byte.
         why: what is wrong with it.
+        lost: how many documents there would be, if it is bad.
     """
 
     value: Any
-    place: str
+    place: str | int
     why: str = ""
+    lost: int = 1
+
+    def problem(self, path: str) -> str:
+        """Return the file, the place in it and what is wrong there, in a line."""
+        # Lines are counted only here: those before a piece are read for it.
+        place = f"line {_line(path, self.place)}" if isinstance(self.place, int) else self.place
+        return f"{path}: {self.why}" if place == _WHOLE else f"{path}, {place}: {self.why}"
+
+    def refusal(self, path: str) -> InputError:
+        """Return the error that names it and says what to do."""
+        told = self.problem(path).rstrip(".")  # of what a library says
+        return InputError(f"{told}; fix it, or leave bad documents out with dataset.bad=skip")
 
 
 @dataclass(frozen=True)
@@ -76,67 +63,6 @@ class Reading:
         return _READERS[self.format](piece, self.field)
 
 
-def find_sources(path: str, pattern: str | None, format: str) -> list[Path]:
-    """Return the source files: one file, those that a glob fits, or those below a folder, by name.
-
-    Args:
-        path: what `dataset.path` names.
-        pattern: which files of a folder; None: those with an ending of the format.
-        format: text, jsonl, parquet or arrow.
-
-    Raises:
-        InputError: there are none.
-    """
-    root = Path(path).expanduser()
-    if root.is_file():
-        return [root]
-    if root.is_dir():
-        endings = SUFFIXES[format]
-        found = root.glob(pattern) if pattern else root.rglob("*")
-        paths = [p for p in found if p.is_file() and (pattern or p.suffix in endings)]
-    elif glob.has_magic(path):
-        paths = [Path(p) for p in glob.glob(str(root), recursive=True) if Path(p).is_file()]
-    else:
-        raise InputError(
-            f"dataset.path={path} {missing_path(root)}; name a file, a folder or a glob"
-        )
-    if not paths:
-        wanted = pattern or " or ".join(f"*{ending}" for ending in SUFFIXES[format])
-        raise InputError(f"dataset.path={path} holds no file that fits {wanted}; name another")
-    return sorted(paths)
-
-
-def pieces_of(paths: list[Path], format: str, size: int = PIECE) -> list[list[SourcePiece]]:
-    """Return groups of pieces of about `size` bytes, in the order of the files."""
-    groups: list[list[SourcePiece]] = [[]]
-    for path in paths:
-        for piece in _cut(path, format, size):
-            if groups[-1] and sum(one.size for one in groups[-1]) + piece.size > size:
-                groups.append([])
-            groups[-1].append(piece)
-    return groups
-
-
-def _cut(path: Path, format: str, size: int) -> Iterator[SourcePiece]:
-    whole = path.stat().st_size
-    if format == "jsonl":
-        for start in range(0, max(whole, 1), size):
-            stop = min(start + size, whole)
-            yield SourcePiece(str(path), start, stop, stop - start)
-        return
-    count = 1
-    if format == "parquet":
-        try:
-            count = _arrow("pyarrow.parquet").ParquetFile(path).num_row_groups
-        except (OSError, ValueError):
-            count = 0  # damaged: said when it is read
-    if count <= 1:
-        yield SourcePiece(str(path), 0, -1, whole)
-        return
-    for group in range(count):
-        yield SourcePiece(str(path), group, group + 1, whole // count)
-
-
 def _text(piece: SourcePiece, field: str) -> Iterator[FoundDocument]:
     content = Path(piece.path).read_bytes()
     try:
@@ -144,15 +70,13 @@ def _text(piece: SourcePiece, field: str) -> Iterator[FoundDocument]:
     except UnicodeDecodeError as error:
         yield FoundDocument(None, f"byte {error.start:,}", "it is not UTF-8")
         return
-    yield (
-        FoundDocument(text, "the file") if text else FoundDocument(None, "the file", "it is empty")
-    )
+    yield (FoundDocument(text, _WHOLE) if text else FoundDocument(None, _WHOLE, "it is empty"))
 
 
 def _jsonl(piece: SourcePiece, field: str) -> Iterator[FoundDocument]:
     with open(piece.path, "rb") as file:
         if piece.start == piece.stop:
-            yield FoundDocument(None, "the file", "it is empty")
+            yield FoundDocument(None, _WHOLE, "it is empty")
         if piece.start:  # a line belongs to the piece in which it begins
             file.seek(piece.start - 1)
             file.readline()
@@ -161,33 +85,31 @@ def _jsonl(piece: SourcePiece, field: str) -> Iterator[FoundDocument]:
             if not line.strip():
                 continue
             try:
-                value = _row(json.loads(line), field)
+                yield FoundDocument(_row(json.loads(line), field), start)
+            except RecursionError:
+                yield FoundDocument(None, start, "it is nested too deeply")
             except ValueError as error:
-                yield FoundDocument(None, f"line {_line(piece.path, start)}", str(error))
-                continue
-            yield FoundDocument(value, f"byte {start:,}")
+                yield FoundDocument(None, start, str(error))
 
 
 def _lacks(kind: str, field: str, names: Iterable[str]) -> str:
-    return f"it has no {kind} {field!r} (dataset.field), it has {', '.join(names) or 'none'}"
+    told = ", ".join(names).encode(errors="backslashreplace").decode() or "none"
+    return f"it has no {kind} {field!r} (dataset.field), it has {told}"
 
 
 def _row(row: Any, field: str) -> Any:
     if not isinstance(row, dict):
         raise ValueError("it is not a table of fields")
     if field not in row:
-        raise ValueError(_lacks("field", field, map(str, row)))
-    if problem := _problem(row[field]):
-        raise ValueError(f"{field!r} {problem}")
-    return row[field]
+        raise ValueError(_lacks("field", field, row))
+    return _value(row[field], field)
 
 
-def _problem(value: Any) -> str:
-    if value is None:
-        return "is null"
-    if not isinstance(value, str | list):
-        return f"is of type {type(value).__name__}, neither text nor a list of messages"
-    return "" if value else "is empty"
+def _value(value: Any, field: str) -> Any:
+    try:
+        return checked_value(value)
+    except ValueError as error:
+        raise ValueError(f"{field!r} {error}") from None
 
 
 def _line(path: str, offset: int) -> int:
@@ -199,22 +121,38 @@ def _line(path: str, offset: int) -> int:
 
 
 def _parquet(piece: SourcePiece, field: str) -> Iterator[FoundDocument]:
-    parquet = _arrow("pyarrow.parquet")
+    parquet = arrow_module("pyarrow.parquet")
     try:
         file = parquet.ParquetFile(piece.path)
-        names = file.schema_arrow.names
-        if field not in names:
-            raise ValueError(_lacks("column", field, names))
-        groups = range(piece.start, piece.stop if piece.stop >= 0 else file.num_row_groups)
-        first = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
-        batches = file.iter_batches(1024, row_groups=list(groups), columns=[field])
-        yield from _rows((batch.column(0) for batch in batches), field, first)
     except (OSError, ValueError) as error:  # pyarrow's errors are one or the other
-        yield FoundDocument(None, "the file", " ".join(str(error).split()))
+        yield FoundDocument(None, _WHOLE, _one_line(error))
+        return
+    count = file.num_row_groups
+    groups = range(piece.start, piece.stop if piece.stop >= 0 else count)
+    rows = [file.metadata.row_group(group).num_rows for group in range(count)]
+    if field not in file.schema_arrow.names:
+        why = _lacks("column", field, file.schema_arrow.names)
+        yield FoundDocument(None, _WHOLE, why, lost=sum(rows[groups.start : groups.stop]))
+        return
+    for group in groups:
+        row, stop = sum(rows[:group]), sum(rows[: group + 1])
+        try:
+            batches = file.iter_batches(1024, row_groups=[group], columns=[field])
+            for found in _rows((batch.column(0) for batch in batches), field, row):
+                yield found
+                row += 1
+        except (OSError, ValueError) as error:
+            place = f"row group {group}, rows {row:,} to {stop - 1:,}"
+            yield FoundDocument(None, place, _one_line(error), lost=stop - row)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _arrow_file(piece: SourcePiece, field: str) -> Iterator[FoundDocument]:
-    ipc, arrow = _arrow("pyarrow.ipc"), _arrow("pyarrow")
+    ipc, arrow = arrow_module("pyarrow.ipc"), arrow_module("pyarrow")
+    row = 0
     try:
         with arrow.memory_map(piece.path) as source:
             try:
@@ -228,40 +166,25 @@ def _arrow_file(piece: SourcePiece, field: str) -> Iterator[FoundDocument]:
             if field not in names:
                 raise ValueError(_lacks("column", field, names))
             index = names.index(field)
-            yield from _rows((batch.column(index) for batch in batches), field, 0)
+            for found in _rows((batch.column(index) for batch in batches), field, 0):
+                yield found
+                row += 1
     except (OSError, ValueError) as error:
-        yield FoundDocument(None, "the file", " ".join(str(error).split()))
+        place = f"all from row {row:,} on" if row else _WHOLE
+        yield FoundDocument(None, place, _one_line(error))
 
 
 def _rows(columns: Iterator[Any], field: str, row: int) -> Iterator[FoundDocument]:
     for column in columns:
-        for value in column.to_pylist():
-            problem = _problem(value)
+        for cell in column:
             place = f"row {row:,}"
-            yield (
-                FoundDocument(None, place, f"{field!r} {problem}")
-                if problem
-                else FoundDocument(value, place)
-            )
+            try:
+                yield FoundDocument(_value(cell.as_py(), field), place)
+            except UnicodeDecodeError:
+                yield FoundDocument(None, place, f"{field!r} is not UTF-8")
+            except ValueError as error:
+                yield FoundDocument(None, place, str(error))
             row += 1
-
-
-def _arrow(module: str) -> Any:
-    from importlib import import_module
-
-    try:
-        return import_module(module)
-    except ImportError:
-        raise InputError(
-            "dataset=parquet and dataset=arrow need the package pyarrow; "
-            "pip install 'launcher[data]'"
-        ) from None
-
-
-def stamp_of(path: str | Path) -> str:
-    """Return what tells that a file has changed: its name, size and time, wherever it lies."""
-    status = os.stat(path)
-    return f"{Path(path).name} {status.st_size} {status.st_mtime_ns}"
 
 
 _READERS: dict[str, Callable[[SourcePiece, str], Iterator[FoundDocument]]] = {

@@ -19,7 +19,9 @@ import numpy as np
 from launcher.missing_path import missing_path
 from recipes import InputError
 from recipes.corpus.meta import META, CorpusMeta, read_meta
+from recipes.corpus.sources import SUFFIXES
 
+ENDINGS = (".bin", ".npy")
 _OPEN_FILES = 64
 _REMEDY = "name a folder that task=prepare_data wrote, or .bin or .npy files of tokens"
 
@@ -35,6 +37,7 @@ class TokenFile:
         count: the number of tokens.
         ends: where the number of the token behind each document is, int64; None: not known.
         mask: a byte a token, 1 where it is to be learned, 0 where not; None: all are.
+        text: where the text of each document ends, in bytes of UTF-8, int64; None: not known.
     """
 
     path: Path
@@ -43,6 +46,7 @@ class TokenFile:
     count: int
     ends: Path | None = None
     mask: Path | None = None
+    text: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -69,9 +73,10 @@ def find_corpus(path: str, dtype: str = "auto", key: str = "dataset.path") -> Co
     """Return the token files that `path` names, by name, from their sizes and headers alone.
 
     Args:
-        path: a folder that `task=prepare_data` wrote, a file, a folder of .bin and .npy files, or a
-            glob.
-        dtype: of .bin files, "uint16" or "uint32"; "auto": uint16, as nanoGPT writes them.
+        path: a folder that `task=prepare_data` wrote, a .bin or .npy file, a folder of such files,
+            or a glob.
+        dtype: of .bin files, "uint16" or "uint32"; "auto": what the prepared folder that
+            they are of says, or uint16, as nanoGPT writes them.
         key: the setting that names it.
 
     Raises:
@@ -81,7 +86,7 @@ def find_corpus(path: str, dtype: str = "auto", key: str = "dataset.path") -> Co
     if (root / META).is_file():
         return _prepared(source, root)
     if root.is_dir():
-        paths = sorted(p for p in root.iterdir() if p.suffix in (".bin", ".npy") and p.is_file())
+        paths = sorted(p for p in root.iterdir() if p.suffix in ENDINGS and p.is_file())
     elif glob.has_magic(path):
         paths = sorted(Path(p) for p in glob.glob(str(root), recursive=True) if Path(p).is_file())
     else:
@@ -90,10 +95,25 @@ def find_corpus(path: str, dtype: str = "auto", key: str = "dataset.path") -> Co
         missing = "names no file" if glob.has_magic(path) else missing_path(root)
         what = "holds no .bin or .npy file" if root.is_dir() else missing
         raise InputError(f"{source} {what}; {_REMEDY}")
-    files = [_plain(source, path, dtype) for path in paths]
+    for file in paths:
+        if file.suffix not in ENDINGS:
+            raise InputError(f"{source}: {file} is no file of tokens; {_remedy_for(file)}")
+    files = [_plain(source, file, dtype) for file in paths]
     if not sum(file.count for file in files):
         raise InputError(f"{source} holds no tokens ({paths[0]} is empty); {_REMEDY}")
     return Corpus(source, tuple(file for file in files if file.count))
+
+
+def _remedy_for(file: Path) -> str:
+    """Return what to do with a file that holds no tokens."""
+    for format, endings in SUFFIXES.items():
+        if file.suffix in endings:
+            named = f"documents dataset.format={format}" if format == "text" else format
+            return (
+                f"make tokens of its documents with task=prepare_data dataset={named}, and name "
+                "the folder that this writes"
+            )
+    return _REMEDY
 
 
 def _prepared(source: str, root: Path) -> Corpus:
@@ -109,10 +129,10 @@ def _prepared(source: str, root: Path) -> Corpus:
                 f"{meta.dtype}; run task=prepare_data again"
             )
         mask = root / f"{part.name}.mask" if meta.masked else None
+        text = root / f"{part.name}.bytes" if part.text_bytes is not None else None
+        ends = root / f"{part.name}.ends"
         if part.tokens:
-            files.append(
-                TokenFile(file, meta.dtype, 0, part.tokens, root / f"{part.name}.ends", mask)
-            )
+            files.append(TokenFile(file, meta.dtype, 0, part.tokens, ends, mask, text))
     if not files:
         raise InputError(f"{source} holds no tokens; prepare a corpus with documents in it")
     return Corpus(source, tuple(files), meta)
@@ -123,7 +143,11 @@ def _plain(source: str, path: Path, dtype: str) -> TokenFile:
         raise InputError(f"{source}: you may not read {path}; change its permissions")
     if path.suffix == ".npy":
         return _npy(source, path, dtype)
-    kind = np.dtype("uint16" if dtype == "auto" else dtype).newbyteorder("<")
+    if dtype == "auto":
+        is_part = path.with_suffix(".ends").is_file() and (path.parent / META).is_file()
+        kind = read_meta(path.parent, source).dtype if is_part else np.dtype("<u2")
+    else:
+        kind = np.dtype(dtype).newbyteorder("<")
     size = path.stat().st_size
     if size % kind.itemsize:
         raise InputError(
@@ -214,6 +238,22 @@ class Stream:
             for file, first, number, _ in self._ranges(start, count)
         ]
         return np.concatenate(pieces)
+
+    def text_bytes(self, start: int, count: int) -> float | None:
+        """Return how long the text of a range of tokens is as UTF-8; None where it is not known.
+
+        Of a document that lies partly in the range the share of its tokens counts.
+        """
+        total = 0.0
+        for file, first, number, _ in self._ranges(start, count):
+            if file.ends is None or file.text is None:
+                return None
+            ends, text = (np.fromfile(path, np.int64) for path in (file.ends, file.text))
+            if len(ends) != len(text):
+                raise InputError(f"{file.text} is cut short; run task=prepare_data again")
+            places = np.interp([first, first + number], [0, *ends], [0, *text])
+            total += float(places[1] - places[0])
+        return total
 
     def begins(self, start: int, tokens: np.ndarray, end_token: int | None) -> np.ndarray:
         """Return where documents begin in a range, bool as `tokens`; the first always does.

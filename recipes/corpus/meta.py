@@ -14,6 +14,7 @@ from recipes import InputError
 
 META = "meta.json"
 _FORMAT = 1
+_COUNTS = ("tokens", "documents", "skipped", "text_bytes")  # of all parts, for people
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class TokenPart:
         skipped: the number of bad documents that were left out.
         first_bad: the first of them, and why.
         digest: of the tokens, SHA-256.
+        text_bytes: the length of the documents as UTF-8, of which `<name>.bytes` has where each
+            ends; None: they are conversations, or it was not counted.
     """
 
     name: str
@@ -37,6 +40,7 @@ class TokenPart:
     skipped: int
     first_bad: str
     digest: str
+    text_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,13 @@ class CorpusMeta:
         return sum(part.documents for part in self.parts)
 
     @property
+    def text_bytes(self) -> int | None:
+        """The length of all documents as UTF-8; None: it is not known of all."""
+        sizes = [part.text_bytes for part in self.parts]
+        known = [size for size in sizes if size is not None]
+        return sum(known) if len(known) == len(sizes) else None
+
+    @property
     def skipped(self) -> int:
         """The number of all bad documents that were left out."""
         return sum(part.skipped for part in self.parts)
@@ -87,7 +98,7 @@ class CorpusMeta:
 
 def write_meta(root: Path, meta: CorpusMeta) -> None:
     """Write `meta.json`, whole or not at all."""
-    counts = {"tokens": meta.tokens, "documents": meta.documents, "skipped": meta.skipped}
+    counts = {name: getattr(meta, name) for name in _COUNTS}
     tree = {"format": _FORMAT, **asdict(meta), "dtype": meta.dtype.name, **counts}
     write_whole(root / META, json.dumps(tree, indent=1) + "\n")
 
@@ -102,8 +113,8 @@ def read_meta(root: Path, source: str) -> CorpusMeta:
         tree: dict[str, Any] = json.loads((root / META).read_text())
         if tree.pop("format") != _FORMAT:
             raise ValueError("it was written by another version")
-        for count in ("tokens", "documents", "skipped"):
-            tree.pop(count)
+        for count in _COUNTS:
+            tree.pop(count, None)
         parts = tuple(TokenPart(**part) for part in tree.pop("parts"))
         return CorpusMeta(**(tree | {"dtype": np.dtype(tree["dtype"]), "parts": parts}))
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -1,15 +1,16 @@
 """Turn a corpus into a folder of token files, in parallel; a killed run goes on where it was.
 
 The folder holds, for each part of the source: `<part>.bin`, its tokens; `<part>.ends`, where its
-documents end; `<part>.mask` of conversations; and `<part>.json`, which is written last and says
-what the part was made of. `meta.json` is written when all parts are there.
+documents end; `<part>.bytes`, where their text ends; `<part>.mask` of conversations; and
+`<part>.json`, which is written last and says what the part was made of. `meta.json` is written when
+all parts are there.
 """
 
 from __future__ import annotations
 
 import fcntl
-import functools
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -23,23 +24,15 @@ import numpy as np
 
 from launcher.files import FULL, write_whole
 from recipes import InputError
-from recipes.corpus.chat import Encoded, chat_encoder
-from recipes.corpus.documents import (
-    FoundDocument,
-    Reading,
-    SourcePiece,
-    find_sources,
-    pieces_of,
-    stamp_of,
-)
+from recipes.corpus.encoded import BadDocuments, encoded_documents
 from recipes.corpus.meta import META, CorpusMeta, TokenPart, read_meta, write_meta
 from recipes.corpus.pool import results_of
+from recipes.corpus.sources import SourcePiece, find_sources, pieces_of, stamp_of
 from recipes.corpus.tokenizers import Tokenizer, load_tokenizer, tokenizer_fingerprint
 
 _log = logging.getLogger(__name__)
 
-_AT_ONCE = 256  # documents that are tokenised in one call
-_ENDINGS = (".bin", ".ends", ".mask", ".json")
+_ENDINGS = (".bin", ".ends", ".bytes", ".mask", ".json")
 
 
 @dataclass(frozen=True)
@@ -116,7 +109,7 @@ def prepare_corpus(
         (work.folder / META).unlink(missing_ok=True)  # no mixture of old and new is ever complete
         sizes = {name: sum(p.size for p in group) for name, group in zip(keys, groups, strict=True)}
         todo = {
-            name: (work, name, keys[name], tuple(group))
+            name: (work, name, keys[name], tuple(group), _dtype(tokenizer))
             for name, group in zip(keys, groups, strict=True)
             if name not in done
         }
@@ -168,46 +161,43 @@ def _meta(
     )
 
 
-@functools.lru_cache(1)
-def _encoder(name: str, template: str | None) -> tuple[Tokenizer, Callable[[Any], Encoded]]:
-    tokenizer = load_tokenizer(name)
-    made: list[Callable[[Any], Encoded]] = []
-
-    def chat(messages: Any) -> Encoded:
-        made[:] = made or [chat_encoder(tokenizer, template)]
-        return made[0](messages)
-
-    return tokenizer, chat
-
-
-def _make(work: Preparation, name: str, key: str, group: Sequence[SourcePiece]) -> TokenPart:
+def _make(
+    work: Preparation, name: str, key: str, group: Sequence[SourcePiece], dtype: np.dtype
+) -> TokenPart:
     """Write the files of one part."""
-    tokenizer, _ = _encoder(work.tokenizer, work.chat_template)
-    dtype, base = _dtype(tokenizer), work.folder / name
-    digest, ends, count, bad = hashlib.sha256(), [], 0, _Bad(work)
+    base = work.folder / name
+    digest, count, bad = hashlib.sha256(), 0, BadDocuments(refuse=work.bad == "refuse")
+    ends: list[int] = []
+    sizes: list[int | None] = []
     masks: list[np.ndarray] = []
     is_masked = False
     partial = base.with_suffix(".partial")
     with _naming(partial), open(partial, "wb") as file:
         for piece in group:
-            for tokens, learned in _encoded(work, piece, bad):
+            for tokens, text_bytes, learned in encoded_documents(work, piece, bad):
                 content = tokens.astype(dtype).tobytes()
                 file.write(content)
                 digest.update(content)
                 count += len(tokens)
                 ends.append(count)
+                sizes.append(text_bytes)
                 is_masked = is_masked or learned is not None
                 masks.append(np.ones(len(tokens), np.uint8) if learned is None else learned)
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, base.with_suffix(".bin"))
     write_whole(base.with_suffix(".ends"), np.array(ends, np.int64).tobytes())
-    base.with_suffix(".mask").unlink(missing_ok=True)
+    for ending in (".mask", ".bytes"):
+        base.with_suffix(ending).unlink(missing_ok=True)
+    text = list(itertools.accumulate(size for size in sizes if size is not None))
     if is_masked:
         mask = np.concatenate(masks).astype(np.uint8).tobytes()
         digest.update(mask)
         write_whole(base.with_suffix(".mask"), mask)
-    part = TokenPart(name, key, count, len(ends), bad.count, bad.first, digest.hexdigest())
+    else:
+        write_whole(base.with_suffix(".bytes"), np.array(text, np.int64).tobytes())
+    total = None if is_masked else sum(text[-1:])
+    part = TokenPart(name, key, count, len(ends), bad.count, bad.first, digest.hexdigest(), total)
     write_whole(base.with_suffix(".json"), json.dumps(asdict(part)))
     return part
 
@@ -223,60 +213,6 @@ def _naming(path: Path) -> Iterator[None]:
         raise
 
 
-class _Bad:
-    """What follows bad documents, and how many there were."""
-
-    def __init__(self, work: Preparation) -> None:
-        self._work, self.count, self.first = work, 0, ""
-
-    def __call__(self, path: str, place: str, why: str) -> None:
-        where = f"{path}, {place}: {why}" if place != "the file" else f"{path}: {why}"
-        if self._work.bad == "refuse":
-            where = where.rstrip(".")  # of what a library says
-            raise InputError(f"{where}; fix it, or leave bad documents out with dataset.bad=skip")
-        self.count += 1
-        self.first = self.first or where
-
-
-def _encoded(
-    work: Preparation, piece: SourcePiece, bad: _Bad
-) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-    """Yield the tokens of each document, and for conversations which are to be learned."""
-    tokenizer, chat = _encoder(work.tokenizer, work.chat_template)
-    end = np.array([] if tokenizer.end_token is None else [tokenizer.end_token], np.int64)
-    waiting: list[FoundDocument] = []
-
-    def flush() -> Iterator[tuple[np.ndarray, None]]:
-        made = tokenizer.encode([one.value for one in waiting])
-        for one, tokens in zip(waiting, made, strict=True):
-            if len(tokens):
-                yield np.concatenate([tokens, end]), None
-            else:
-                bad(piece.path, one.place, "it has no token")
-        waiting.clear()
-
-    for found in Reading(work.format, work.field).documents(piece):
-        if found.value is None:
-            bad(piece.path, found.place, found.why)
-        elif isinstance(found.value, str):
-            waiting.append(found)
-            if len(waiting) == _AT_ONCE:
-                yield from flush()
-        else:
-            yield from flush()
-            try:
-                tokens, learned = chat(found.value)
-            except InputError:
-                raise
-            except ValueError as error:
-                bad(piece.path, found.place, str(error))
-                continue
-            # The end of the last answer is to be learned as well.
-            last = np.full(len(end), learned[-1])
-            yield np.concatenate([tokens, end]), np.concatenate([learned, last])
-    yield from flush()
-
-
 def _dtype(tokenizer: Tokenizer) -> np.dtype:
     return np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
 
@@ -287,10 +223,12 @@ def _finished(work: Preparation, name: str, key: str) -> TokenPart | None:
     try:
         part = TokenPart(**json.loads(base.with_suffix(".json").read_text()))
         size = base.with_suffix(".ends").stat().st_size
+        told = part.text_bytes is not None
+        sizes = base.with_suffix(".bytes").stat().st_size if told else size
         bytes_each = base.with_suffix(".bin").stat().st_size / max(part.tokens, 1)
     except (OSError, ValueError, TypeError):
         return None
-    is_whole = size == 8 * part.documents and (bytes_each in (2, 4) or not part.tokens)
+    is_whole = size == sizes == 8 * part.documents and (bytes_each in (2, 4) or not part.tokens)
     return part if part.key == key and is_whole else None
 
 

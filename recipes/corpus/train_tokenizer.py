@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from launcher.files import write_whole
-from recipes import InputError
-from recipes.corpus.documents import Reading, find_sources, pieces_of
+from recipes.corpus.documents import Reading
 from recipes.corpus.prepare import Preparation
+from recipes.corpus.sources import find_sources, pieces_of
 
 _END = "<|endoftext|>"
 
@@ -52,9 +52,6 @@ def _texts(work: Preparation) -> Iterator[str]:
                 if isinstance(found.value, str):
                     yield found.value
                 elif found.value is not None:
-                    yield from (str(message.get("content", "")) for message in found.value)
+                    yield from (message["content"] for message in found.value)
                 elif work.bad == "refuse":
-                    raise InputError(
-                        f"{piece.path}, {found.place}: {found.why}; fix it, or leave bad "
-                        "documents out with dataset.bad=skip"
-                    )
+                    raise found.refusal(piece.path)

@@ -117,6 +117,59 @@ def test_a_training_on_documents_prepares_them_and_its_model_speaks(tmp_path: Pa
     assert "the data of dataset=documents has changed since run.id=r reached step 2" in err
 
 
+STREAM = """\
+import itertools
+import os
+from pathlib import Path
+
+import numpy as np
+
+from recipes import Dataset
+from recipes.streams import StreamedBatches
+
+
+def check(options, model_options, validation):
+    pass
+
+
+def build(options, model_options, global_batch_size, seed):
+    def begin(taken):
+        with Path("begun.txt").open("a") as file:
+            file.write(f"{os.getpid()} {taken}\\n")
+        return map(batch, itertools.count(taken))
+
+    def batch(k):
+        x = np.random.default_rng(k).normal(size=(global_batch_size, model_options.input_size))
+        x = x.astype(np.float32)
+        return {"x": x, "y": x[:, : model_options.output_size]}
+
+    return Dataset(StreamedBatches(begin), None, "a stream of vectors")
+"""
+
+
+@pytest.mark.slow
+def test_a_stream_is_resumed_by_count_on_other_hosts(tmp_path: Path) -> None:
+    (tmp_path / "my_pkg").mkdir()
+    (tmp_path / "my_pkg" / "stream.py").write_text(STREAM)
+    data = ("model=mlp", "dataset=custom", "dataset.module=my_pkg.stream", "allow_modules=[my_pkg]")
+    words = (*data, *(word for word in TINY if not word.startswith("model.")), *PLAN)
+    begun = tmp_path / "begun.txt"
+    for number, (steps, hosts) in enumerate([(6, 1), (3, 1), (6, 2)]):
+        run = "undisturbed" if number == 0 else "resumed"
+        begun.write_text("")
+        of_run = (f"run.id={run}", f"train.steps={steps}", f"cluster.hosts={hosts}")
+        code, _, err = Launcher(tmp_path, *words, *of_run).end()
+        assert code == 0, err
+    wanted, resumed = (losses(tmp_path / "outputs" / run) for run in ("undisturbed", "resumed"))
+    assert len(set(wanted)) == 6
+    np.testing.assert_allclose(resumed, wanted, rtol=1e-5)
+    # Each worker read the stream once from where the run had come to; batch 0 shows the shapes.
+    starts: dict[str, list[str]] = {}
+    for process, taken in map(str.split, begun.read_text().splitlines()):
+        starts.setdefault(process, []).append(taken)
+    assert sum(own[-1] == "3" and own.count("3") == 1 for own in starts.values()) == 2, starts
+
+
 @pytest.mark.stress
 def test_pictures_train_resume_on_other_hosts_and_not_with_other_data(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)

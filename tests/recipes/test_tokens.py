@@ -9,6 +9,7 @@ from launcher.config.compose import load
 from launcher.config.errors import ConfigError
 from launcher.train.rows import own_rows, shapes_of
 from recipes import InputError, build_dataset, check_dataset
+from recipes.corpus.meta import CorpusMeta, TokenPart, write_meta
 from recipes.mixture_options import Mixture
 from recipes.text_options import Text
 from recipes.tokens_options import Tokens
@@ -99,6 +100,40 @@ def test_packed_rows_keep_documents_apart(tmp_path):
         "weights": [1, 1, 0, 1, 0, 1, 1, 1],
     }
     assert {array.dtype.name for array in batch.values()} == {"int32", "float32"}
+
+
+def test_a_prepared_folders_file_has_the_folders_type(tmp_path):
+    part = TokenPart("00000", "", 41, 1, 0, "", "")
+    kind = np.dtype("<u4")
+    write_meta(tmp_path, CorpusMeta("t", "", 70000, None, kind, False, "", "", (part,), ""))
+    written(tmp_path / "00000.bin", np.arange(100, 141), kind)
+    written(tmp_path / "00000.ends", [41], np.int64)
+    options = Tokens(path=str(tmp_path / "*.bin"), validation_fraction=0.0)
+    batch = build_dataset(options, model(), 10, 0).train(0)
+    assert sorted(batch["tokens"].ravel()) == list(range(100, 140))
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("talks.jsonl", "task=prepare_data dataset=jsonl, and name the folder that this writes"),
+        ("a.parquet", "task=prepare_data dataset=parquet, and name"),
+        ("a.txt", "task=prepare_data dataset=documents dataset.format=text, and name"),
+        ("meta.pkl", "name a folder that task=prepare_data wrote, or .bin or .npy files of tokens"),
+    ],
+)
+def test_a_file_of_another_kind_is_never_read_as_tokens(tmp_path, name, remedy):
+    (tmp_path / name).write_bytes(b'{"text": "a"}\n' * 20)
+    written(tmp_path / "b.bin", np.arange(100))
+    anything = model(vocab_size=70000)
+    for path in (tmp_path / name, tmp_path / "*"):
+        said = refusal(Tokens(path=str(path)), anything)
+        assert said.startswith(f"dataset.path={path}: {tmp_path / name} is no file of tokens; ")
+        assert remedy in said
+    mixture = Mixture(parts={"web": {"path": str(tmp_path / name)}})
+    assert refusal(mixture, anything).startswith(f"dataset.parts.web.path={tmp_path / name}: ")
+    held = Tokens(path=str(tmp_path / "b.bin"), validation_path=str(tmp_path / name))
+    assert refusal(held, anything).startswith(f"dataset.validation_path={tmp_path / name}: ")
 
 
 def test_a_token_out_of_the_vocabulary_is_named_with_file_and_position(tmp_path):

@@ -9,6 +9,7 @@ from typing import Any
 
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
+from launcher.driver.planning.start_tokenizer import check_tokenizer
 from launcher.files import DamagedError
 from launcher.train import checkpoint
 from launcher.train.checkpoint.layout import METADATA
@@ -40,7 +41,9 @@ def find_start(config: Config, finished: int, thorough: bool = True) -> Path | N
         thorough: whether to read all files and compare their checksums.
 
     Raises:
-        ConfigError: `train.init_from` is no intact checkpoint and no file of arrays.
+        ConfigError: `train.init_from` is no intact checkpoint and no file of arrays, or a model
+            that has learned other tokens than the data's.
+        InputError: a tokenizer cannot be read.
     """
     named = config.train.init_from
     if named is None:
@@ -66,6 +69,8 @@ def find_start(config: Config, finished: int, thorough: bool = True) -> Path | N
         ) from None
     for line in damaged:
         _log.warning(line)
+    if (path / CONFIG).exists():
+        check_tokenizer(config.dataset, named, path)
     _log.info(f"parameters from {path}")
     return path.absolute()
 

@@ -26,9 +26,7 @@ from launcher.plan import Plan
 from launcher.report.console import status
 from launcher.train import checkpoint
 from launcher.train.model_workers import EvaluationWorker, Means
-from recipes import Batches, Dataset, InputError, build_dataset
-
-_OF_BYTES = "text", "stdlib_text"
+from recipes import Batches, Dataset, InputError, build_dataset, bytes_per_target
 
 
 def evaluate(config: Config, console: Console) -> int:
@@ -58,7 +56,7 @@ def evaluate(config: Config, console: Console) -> int:
             found = means(_counted(told, lambda done: advance(done, batches, "batches")))
     except checkpoint.Mismatch as error:
         raise refused(config, f"cannot be evaluated: {source}: {error}", "evaluate") from None
-    found |= _derived(config, found["loss"])
+    found |= _derived(config, found["loss"], int(found["rows"]))
     about = {"checkpoint": str(source), "dataset": config.dataset.name, "data": dataset.describe}
     write_whole(target, json.dumps({**about, **found}, indent=2) + "\n", not config.run.shared)
     for name, value in found.items():
@@ -133,14 +131,14 @@ def _rows(batch_size: int, plan: Plan | None) -> int:
     return max(1, batch_size // slices)
 
 
-def _derived(config: Config, loss: float) -> dict[str, float]:
+def _derived(config: Config, loss: float, rows: int) -> dict[str, float]:
     """Return what a mean loss of the next token stands for, in nats."""
     is_masked = hasattr(config.model, "mask_every")
     if is_masked or getattr(config.model, "vocab_size", None) is None:
         return {}
     found = {"perplexity": math.exp(min(loss, 700.0))}
-    if config.dataset.name in _OF_BYTES:
-        found["bits_per_byte"] = loss / math.log(2)
+    if size := bytes_per_target(config.dataset, config.model, rows):
+        found["bits_per_byte"] = loss / (math.log(2) * size)
     return found
 
 

@@ -17,10 +17,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from recipes import InputError
-from recipes.corpus import documents
+from recipes.corpus import sources
 from recipes.corpus.files import Stream, find_corpus
 from recipes.corpus.prepare import Preparation, prepare_corpus, up_to_date
 from recipes.corpus.tokenizers import load_tokenizer
+from recipes.corpus.train_tokenizer import train_tokenizer
 
 TEXTS = [f"document {i} " * (1 + i % 5) for i in range(40)]
 
@@ -51,7 +52,7 @@ def written(folder):
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(documents.pieces_of, "__defaults__", (300,))
+    monkeypatch.setattr(sources.pieces_of, "__defaults__", (300,))
 
 
 @pytest.mark.parametrize("format", ["jsonl", "parquet", "arrow", "stream", "text"])
@@ -90,11 +91,11 @@ def test_processes_write_what_one_writes(tmp_path, small_pieces):
 
 
 def test_it_goes_on_and_makes_again_only_what_changed(tmp_path, small_pieces):
-    sources = tmp_path / "s"
-    sources.mkdir()
+    folder = tmp_path / "s"
+    folder.mkdir()
     for name in "abc":
-        lines(sources / f"{name}.jsonl", [f"{name} {text}" for text in TEXTS[:5]])
-    given = work(sources, tmp_path / "out")
+        lines(folder / f"{name}.jsonl", [f"{name} {text}" for text in TEXTS[:5]])
+    given = work(folder, tmp_path / "out")
     prepare_corpus(given, 1)
     whole = written(tmp_path / "out")
     (tmp_path / "out" / "meta.json").unlink()
@@ -104,13 +105,13 @@ def test_it_goes_on_and_makes_again_only_what_changed(tmp_path, small_pieces):
     assert written(tmp_path / "out") == whole
     assert (tmp_path / "out" / "00000.bin").stat().st_mtime_ns == kept
     assert up_to_date(given)
-    lines(sources / "c.jsonl", ["other"])
+    lines(folder / "c.jsonl", ["other"])
     assert up_to_date(given) is None
     assert up_to_date(replace(given, field="x")) is None
     prepare_corpus(given, 1)
     assert texts_in(tmp_path / "out")[-1] == "other"
     assert (tmp_path / "out" / "00000.bin").stat().st_mtime_ns == kept
-    (sources / "b.jsonl").unlink()
+    (folder / "b.jsonl").unlink()
     prepare_corpus(given, 1)
     assert len(texts_in(tmp_path / "out")) == 6
     assert {p.stem for p in (tmp_path / "out").glob("*.bin")} == {
@@ -120,15 +121,15 @@ def test_it_goes_on_and_makes_again_only_what_changed(tmp_path, small_pieces):
 
 @pytest.mark.devices
 def test_a_killed_run_leaves_no_processes_and_goes_on(tmp_path):
-    sources = tmp_path / "s"
-    sources.mkdir()
+    folder = tmp_path / "s"
+    folder.mkdir()
     for index in range(12):
-        lines(sources / f"{index:02}.jsonl", TEXTS * 300)
-    given = tuple(vars(work(sources, tmp_path / "out")).values())
+        lines(folder / f"{index:02}.jsonl", TEXTS * 300)
+    given = tuple(vars(work(folder, tmp_path / "out")).values())
     code = (
-        "import sys\nfrom recipes.corpus import documents\n"
+        "import sys\nfrom recipes.corpus import sources\n"
         "from recipes.corpus.prepare import Preparation, prepare_corpus\n"
-        "documents.pieces_of.__defaults__ = (10**5,)\n"
+        "sources.pieces_of.__defaults__ = (10**5,)\n"
         "if __name__ == '__main__':\n"
         f"    prepare_corpus(Preparation(*{given!r}), 2)\n"
     )
@@ -163,8 +164,8 @@ def test_ctrl_c_waits_for_nothing_that_is_half_done(tmp_path):
         lines(tmp_path / f"{index}.jsonl", TEXTS)
     given = tuple(vars(work(tmp_path, tmp_path / "out")).values())
     code = (
-        "import os, time\nfrom recipes.corpus import documents, prepare\n"
-        "documents.pieces_of.__defaults__ = (1,)\n"
+        "import os, time\nfrom recipes.corpus import prepare, sources\n"
+        "sources.pieces_of.__defaults__ = (1,)\n"
         "def _make(*_):\n"
         "    print(os.getpid(), flush=True)\n"
         "    time.sleep(1000)\n"
@@ -241,6 +242,100 @@ def test_bad_documents_are_refused_by_file_and_place_or_skipped_and_counted(tmp_
     with pytest.raises(InputError, match=r"holds no document \(.*empty\.jsonl: it is empty\)"):
         prepare_corpus(work(tmp_path / "empty.jsonl", tmp_path / "o", bad="skip"), 1)
     assert fine.exists()
+
+
+DEEP = '{"text": ' + "[" * 200_000 + "]" * 200_000 + "}"
+BAD_LINES = {
+    "deep": (DEEP, "it is nested too deeply"),
+    "half": (
+        '{"text": "ab \\ud800 cd"}',
+        r"'text' has half of a surrogate pair (\ud800) at character 3",
+    ),
+    "name": (
+        '{"\\ud800": 1}',
+        r"it has no field 'text' (dataset.field), it has \ud800",
+    ),
+}
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "tokenizer.json", "tokenize"])
+@pytest.mark.parametrize("kind", BAD_LINES)
+def test_json_that_is_no_text_is_a_bad_document_for_every_tokenizer(tmp_path, kind, tokenizer):
+    source, out = lines(tmp_path / "a.jsonl", ["fine", "good"]), tmp_path / "tokenizer.json"
+    train_tokenizer(work(source, "unused"), 300, out)
+    with open(source, "a") as file:
+        file.write(BAD_LINES[kind][0] + "\n")
+
+    def read(bad):
+        if tokenizer == "tokenize":
+            return train_tokenizer(work(source, "unused", bad=bad), 300, out)
+        name = str(out) if tokenizer == "tokenizer.json" else tokenizer
+        return prepare_corpus(work(source, tmp_path / "out", tokenizer=name, bad=bad), 1)
+
+    with pytest.raises(InputError) as error:
+        read("refuse")
+    assert str(error.value) == (
+        f"{source}, line 3: {BAD_LINES[kind][1]}; fix it, or leave bad documents out with "
+        "dataset.bad=skip"
+    )
+    found = read("skip")
+    assert tokenizer == "tokenize" or (found.documents, found.skipped) == (2, 1)
+
+
+def test_a_damaged_row_group_is_named_and_all_its_rows_are_counted(tmp_path):
+    source = tmp_path / "a.parquet"
+    texts = [f"row {i} " * 20 for i in range(150)]
+    pq.write_table(pa.table({"text": texts}), source, row_group_size=50, use_dictionary=False)
+    column = pq.ParquetFile(source).metadata.row_group(1).column(0)
+    content = bytearray(source.read_bytes())
+    start, size = column.data_page_offset, column.total_compressed_size
+    content[start + 40 : start + size] = b"\xff" * (size - 40)
+    source.write_bytes(content)
+    with pytest.raises(InputError, match=r"a\.parquet, row group 1, rows 50 to 99: .*; fix it"):
+        prepare_corpus(work(source, tmp_path / "out", format="parquet"), 1)
+    meta = prepare_corpus(work(source, tmp_path / "out", format="parquet", bad="skip"), 1)
+    assert (meta.documents, meta.skipped) == (100, 50)
+    assert texts_in(tmp_path / "out") == texts[:50] + texts[100:]
+    lacking = work(source, tmp_path / "none", format="parquet", bad="skip", field="body")
+    with pytest.raises(InputError, match="holds no document"):
+        prepare_corpus(lacking, 1)
+    pq.write_table(pa.table({"body": ["fine"] * 3}), tmp_path / "b.parquet")
+    glob = work(tmp_path / "*.parquet", tmp_path / "out", format="parquet", bad="skip")
+    assert prepare_corpus(glob, 1).skipped == 53
+
+
+def test_a_row_that_is_not_utf8_is_one_bad_document(tmp_path):
+    cells = pa.array([b"fine", b"caf\xe9", b"good"], pa.binary())
+    column = pa.Array.from_buffers(pa.string(), 3, cells.buffers())
+    table = pa.table({"text": column})
+    with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as writer:
+        writer.write_table(table)
+    given = work(tmp_path / "a.arrow", tmp_path / "out", format="arrow", bad="skip")
+    meta = prepare_corpus(given, 1)
+    assert (meta.documents, meta.skipped) == (2, 1)
+    assert meta.parts[0].first_bad.endswith("a.arrow, row 1: 'text' is not UTF-8")
+
+
+def test_a_glob_takes_the_documents_of_the_files_that_fit(tmp_path):
+    for name in ("a.jsonl", "b.jsonl", "other.txt"):
+        lines(tmp_path / name, [f"of {name}"])
+    (tmp_path / "deep").mkdir()
+    lines(tmp_path / "deep" / "c.jsonl", ["of c"])
+    prepare_corpus(work(tmp_path / "*.jsonl", tmp_path / "out"), 1)
+    assert texts_in(tmp_path / "out") == ["of a.jsonl", "of b.jsonl"]
+    prepare_corpus(work(f"{tmp_path}/**/*.jsonl", tmp_path / "out"), 1)
+    assert texts_in(tmp_path / "out") == ["of a.jsonl", "of b.jsonl", "of c"]
+
+
+def test_the_length_of_the_text_is_recorded(tmp_path, small_pieces):
+    texts = [f"é{text}" for text in TEXTS]
+    meta = prepare_corpus(work(lines(tmp_path / "a.jsonl", texts), tmp_path / "out"), 1)
+    sizes = [len(text.encode()) for text in texts]
+    assert meta.text_bytes == sum(sizes)
+    assert json.loads((tmp_path / "out" / "meta.json").read_text())["text_bytes"] == sum(sizes)
+    ends = [np.fromfile(tmp_path / "out" / f"{part.name}.bytes", np.int64) for part in meta.parts]
+    assert len(meta.parts) > 1
+    assert np.concatenate([np.diff(one, prepend=0) for one in ends]).tolist() == sizes
 
 
 def test_a_full_disk_is_said_with_the_file(tmp_path):

@@ -2,6 +2,7 @@
 
 import base64
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -113,8 +114,6 @@ def test_answers_alone_are_learned(template):
 
 def test_bad_conversations_and_templates_are_refused(tmp_path):
     encode = chat_encoder(load_tokenizer("bytes"), "plain")
-    with pytest.raises(ValueError, match="no role and content"):
-        encode([{"role": "user"}])
     with pytest.raises(ValueError, match="no message is the assistant's"):
         encode(TALK[:1])
     with pytest.raises(InputError, match="the tokenizer brings no chat template; name a file"):
@@ -125,6 +124,67 @@ def test_bad_conversations_and_templates_are_refused(tmp_path):
     file.write_text("{{ messages | length }}")
     with pytest.raises(ValueError, match="changes what was said before an answer"):
         chat_encoder(load_tokenizer("bytes"), str(file))(TALK)
+
+
+def test_a_template_that_fails_is_the_conversations_fault_and_one_that_is_none_is_named(tmp_path):
+    file = tmp_path / "t.jinja"
+    file.write_text("{{ messages[0].tools[0] }}")
+    with pytest.raises(ValueError, match=r"the chat template fails on it: .*tools"):
+        chat_encoder(load_tokenizer("bytes"), str(file))(TALK)
+    file.write_text("")
+    with pytest.raises(ValueError, match="it has no token"):
+        chat_encoder(load_tokenizer("bytes"), str(file))(TALK)
+    file.write_text("{% for %}")
+    with pytest.raises(InputError, match=r"t\.jinja: no chat template of Jinja \(.*; name anoth"):
+        chat_encoder(load_tokenizer("bytes"), str(file))
+
+
+def test_parts_of_text_are_joined_to_the_content_of_a_message(tmp_path):
+    source, out = tmp_path / "a.jsonl", str(tmp_path / "out")
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    talk = [TALK[0], {"role": "assistant", "content": parts}]
+    source.write_text(json.dumps({"messages": talk}) + "\n")
+    work = Preparation(str(source), None, "jsonl", "messages", "bytes", "plain", "refuse", out)
+    meta = prepare_corpus(work, 1)
+    tokens = Stream(find_corpus(out).files).tokens(0, meta.tokens - 1)
+    assert load_tokenizer("bytes").decode(tokens.tolist()) == "user: hi\nassistant: hello\n"
+    assert meta.text_bytes is None  # of conversations
+
+
+@pytest.mark.parametrize(
+    ("messages", "why"),
+    [
+        ([{"role": "user"}], "'messages' has no content that is text in message 1"),
+        ([TALK[0], "hi"], "'messages' has no role that is text in message 2"),
+        (
+            [{"role": "user", "content": None}],
+            "'messages' has no content that is text in message 1",
+        ),
+        (
+            [TALK[0], {"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
+            "'messages' has a part of type 'image_url' in message 2; only text can be learned",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "text"}]}],
+            "'messages' has a part without text in message 1",
+        ),
+        (
+            [{"role": "user", "content": "\ud800"}],
+            r"'messages' has half of a surrogate pair (\ud800) at character 0 "
+            "in message 1",
+        ),
+        (TALK[:1], "no message is the assistant's, so that nothing is to be learned"),
+    ],
+)
+def test_a_bad_conversation_is_named_by_line_and_message(tmp_path, messages, why):
+    source, out = tmp_path / "a.jsonl", str(tmp_path / "out")
+    rows = [TALK, TALK, messages]
+    source.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    work = Preparation(str(source), None, "jsonl", "messages", "bytes", "plain", "refuse", out)
+    with pytest.raises(InputError) as error:
+        prepare_corpus(work, 1)
+    assert str(error.value).startswith(f"{source}, line 3: {why}; fix it")
+    assert prepare_corpus(replace(work, bad="skip"), 1).skipped == 1
 
 
 def test_a_prepared_conversation_weighs_its_answers_alone(tmp_path):
