@@ -10,7 +10,7 @@ from typing import Any
 
 from launcher.partition.reduction import Reduction
 from launcher.plan.cluster_shape import ClusterShape
-from launcher.plan.links import once_seconds, transfer_ways
+from launcher.plan.links import link_seconds, longest_update, once_seconds, transfer_ways
 from launcher.plan.plan import Plan
 from launcher.plan.stage_plan import Staged, StagePlan, Transfer
 from launcher.schedule import (
@@ -44,7 +44,7 @@ class Estimate(Pipeline):
 
     Attributes:
         predicted_step_seconds: seconds of the simulated timeline, of the longest update, and of the
-            transfers once a step.
+            transfers once a step; or those in which a link is occupied, if they are more.
         predicted_bubble_fraction: idle share of the pipeline, 0 … 1.
     """
 
@@ -112,11 +112,9 @@ def estimated(pipeline: Pipeline) -> Estimate:
     """Return the pipeline with the predictions that its timeline makes."""
     pipeline = _with_updates_at_once(pipeline)
     expected = timeline(pipeline)
-    once: dict[tuple[int, ...], float] = {}
-    for stage in pipeline.stages:
-        once[stage.devices] = once.get(stage.devices, 0.0) + stage.update_seconds
+    seconds = step_seconds(expected) + longest_update(pipeline) + once_seconds(pipeline)
     return Estimate(
         **vars(pipeline),
-        predicted_step_seconds=step_seconds(expected) + max(once.values()) + once_seconds(pipeline),
+        predicted_step_seconds=max([seconds, *link_seconds(pipeline).values()]),
         predicted_bubble_fraction=bubble_fraction(expected, len(pipeline.meshes)),
     )

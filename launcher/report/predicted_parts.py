@@ -39,7 +39,8 @@ def update_shares(plan: Plan) -> dict[int, float]:
 
 def _add(found: StepSeconds, plan: Plan) -> None:
     """Add the parts of one loss's pipeline."""
-    from launcher.plan.links import once_seconds  # imports JAX, which is loaded by now
+    # These import JAX, which is loaded by now.
+    from launcher.plan.links import link_seconds, longest_update, once_seconds
     from launcher.plan.pipeline import timeline
 
     expected = timeline(plan)
@@ -47,7 +48,14 @@ def _add(found: StepSeconds, plan: Plan) -> None:
     for timed in expected:
         by_mesh[timed.mesh].append(timed)
     ends = {timed.task: timed.end for timed in expected}
-    pipeline, once = max(ends.values(), default=0.0), once_seconds(plan)
+    pipeline, longest, once = (
+        max(ends.values(), default=0.0),
+        longest_update(plan),
+        once_seconds(plan),
+    )
+    # What crosses the busiest link may take longer than anything else.
+    busiest = max(link_seconds(plan).values(), default=0.0)
+    once = max(once, busiest - pipeline - longest)
     mesh_of, meshes = plan.mesh_of, plan.meshes
     updates = [
         sum(stage.update_seconds for stage in plan.stages if stage.devices == devices)
@@ -77,9 +85,9 @@ def _add(found: StepSeconds, plan: Plan) -> None:
             passes = sums["forward"] + sums["backward"]
             summed += min(passes / nominal, 1.0) * in_passes if nominal else 0.0
             summed += min(sums["update"], stage.update_seconds)
-        tail = pipeline - now + max(updates) - updates[mesh]
+        tail = pipeline - now + longest - updates[mesh]
         idle += tail + once
-        total = pipeline + max(updates) + once
+        total = pipeline + longest + once
         parts = {
             "compute": total - idle - summed,
             "collectives": summed,
