@@ -39,28 +39,20 @@ def update_shares(plan: Plan) -> dict[int, float]:
 
 def _add(found: StepSeconds, plan: Plan) -> None:
     """Add the parts of one loss's pipeline."""
-    # These import JAX, which is loaded by now.
-    from launcher.plan.links import link_seconds, longest_update, once_seconds
-    from launcher.plan.pipeline import timeline
+    from launcher.plan.pipeline import timeline, whole_step_seconds  # import JAX: loaded by now
 
     expected = timeline(plan)
     by_mesh: dict[int, list[TimedTask]] = defaultdict(list)
     for timed in expected:
         by_mesh[timed.mesh].append(timed)
     ends = {timed.task: timed.end for timed in expected}
-    pipeline, longest, once = (
-        max(ends.values(), default=0.0),
-        longest_update(plan),
-        once_seconds(plan),
-    )
-    # What crosses the busiest link may take longer than anything else.
-    busiest = max(link_seconds(plan).values(), default=0.0)
-    once = max(once, busiest - pipeline - longest)
+    pipeline, total = max(ends.values(), default=0.0), whole_step_seconds(plan, expected)
     mesh_of, meshes = plan.mesh_of, plan.meshes
     updates = [
         sum(stage.update_seconds for stage in plan.stages if stage.devices == devices)
         for devices in meshes
     ]
+    once = total - pipeline - max(updates)  # in which links alone are occupied
     for mesh, devices in enumerate(meshes):
         share, now = len(devices) / plan.num_devices, 0.0
         busy: dict[Kind, dict[int, float]] = defaultdict(lambda: defaultdict(float))
@@ -85,9 +77,8 @@ def _add(found: StepSeconds, plan: Plan) -> None:
             passes = sums["forward"] + sums["backward"]
             summed += min(passes / nominal, 1.0) * in_passes if nominal else 0.0
             summed += min(sums["update"], stage.update_seconds)
-        tail = pipeline - now + longest - updates[mesh]
+        tail = pipeline - now + max(updates) - updates[mesh]
         idle += tail + once
-        total = pipeline + longest + once
         parts = {
             "compute": total - idle - summed,
             "collectives": summed,

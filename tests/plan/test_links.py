@@ -18,7 +18,7 @@ from launcher.plan.cost.stage_seconds import links_of
 from launcher.plan.inter_op.auto import make_problem
 from launcher.plan.inter_op.estimate import make_estimate
 from launcher.plan.inter_op.problem import Wanted
-from launcher.plan.inter_op.select import best_plan
+from launcher.plan.inter_op.select import _why, best_plan
 from launcher.plan.links import link_seconds, once_seconds
 from launcher.plan.pipeline import Pipeline, estimated, timeline
 from launcher.plan.stage_plan import RingSeconds, StagePlan, Transfer
@@ -297,6 +297,22 @@ def test_collectives_and_transfers_of_a_host_share_its_link(
     assert needed <= plan.predicted_step_seconds < 1.2 * needed
     estimate = make_estimate(assignment, make_problem(step, cluster))
     assert estimate.predicted_step_seconds == pytest.approx(plan.predicted_step_seconds, rel=2e-3)
+
+
+def test_the_busiest_link_of_a_runner_up_counts_collectives():
+    """ZeRO-3 on hosts of its own, and on hosts that the meshes share."""
+    step, cluster = traced(rows=64), cluster_of(2, 2, **FAST, latency=1e-9)
+    apart, shared = (
+        build_plan(
+            step,
+            assignment_of(tuple(Submesh(of, (2, 1)) for of in meshes), 4, zero=(3, 3)),
+            cluster,
+        )
+        for meshes in [((0, 1), (2, 3)), ((0, 2), (1, 3))]
+    )
+    busiest = [max(link_seconds(plan).values()) for plan in (shared, apart)]
+    words = "its busiest link takes {:.3g} s a step, not {:.3g}"
+    assert _why(shared, apart) == words.format(*busiest)
 
 
 def random_assignment(rng, cluster):
