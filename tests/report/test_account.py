@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import io
+import re
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from launcher.report.account import Known, account
 from launcher.report.accounting_table import accounting_tables, in_summary, print_accounting
 from launcher.report.console import make_console
 from launcher.report.goodput import Goodput
+from launcher.report.plan_table import bottleneck
 from launcher.report.predicted_parts import predicted_seconds
 from launcher.report.timeline import ProcessSpans
 from launcher.schedule import step_seconds
@@ -74,6 +76,7 @@ def test_what_waits_for_a_link_is_part_of_the_transfers():
     assert sum(found.parts.values()) == pytest.approx(length)
     assert found.parts["residue"] == pytest.approx(0, abs=1e-9 * length)
     assert [row.step_seconds for row in found.stages.values()] == pytest.approx([length] * 2)
+    assert re.search("; the link (from|to) host 1 is occupied", bottleneck(plan))
 
 
 def test_stages_on_the_same_devices_have_each_others_time_in_their_rows():
