@@ -10,7 +10,7 @@ from typing import Any
 
 from launcher.partition.reduction import Reduction
 from launcher.plan.cluster_shape import ClusterShape
-from launcher.plan.links import once_seconds, transfer_ways
+from launcher.plan.links import link_seconds, longest_update, once_seconds, transfer_ways
 from launcher.plan.plan import Plan
 from launcher.plan.stage_plan import Staged, StagePlan, Transfer
 from launcher.schedule import (
@@ -43,8 +43,7 @@ class Estimate(Pipeline):
     """A pipeline and its predicted step.
 
     Attributes:
-        predicted_step_seconds: seconds of the simulated timeline, of the longest update, and of the
-            transfers once a step.
+        predicted_step_seconds: see `whole_step_seconds`.
         predicted_bubble_fraction: idle share of the pipeline, 0 … 1.
     """
 
@@ -108,15 +107,22 @@ def _with_updates_at_once(pipeline: Pipeline) -> Pipeline:
     return dataclasses.replace(pipeline, stages=tuple(stages))
 
 
+def whole_step_seconds(plan: Pipeline | Plan, expected: list[TimedTask]) -> float:
+    """Return the predicted seconds of a step, given its timeline.
+
+    They are those of the timeline, of the longest update, and of the transfers once a step; or
+    those in which a link is occupied, if they are more.
+    """
+    seconds = step_seconds(expected) + longest_update(plan) + once_seconds(plan)
+    return max([seconds, *link_seconds(plan).values()])
+
+
 def estimated(pipeline: Pipeline) -> Estimate:
     """Return the pipeline with the predictions that its timeline makes."""
     pipeline = _with_updates_at_once(pipeline)
     expected = timeline(pipeline)
-    once: dict[tuple[int, ...], float] = {}
-    for stage in pipeline.stages:
-        once[stage.devices] = once.get(stage.devices, 0.0) + stage.update_seconds
     return Estimate(
         **vars(pipeline),
-        predicted_step_seconds=step_seconds(expected) + max(once.values()) + once_seconds(pipeline),
+        predicted_step_seconds=whole_step_seconds(pipeline, expected),
         predicted_bubble_fraction=bubble_fraction(expected, len(pipeline.meshes)),
     )

@@ -55,6 +55,22 @@ class SummedTogether:
 
 
 @dataclass(frozen=True)
+class RingSeconds:
+    """Seconds in which collectives occupy the links of their rings, which latency does not.
+
+    Attributes:
+        model: those along the model axis.
+        data: those along the data axis.
+    """
+
+    model: float = 0.0
+    data: float = 0.0
+
+
+NO_RINGS = RingSeconds()
+
+
+@dataclass(frozen=True)
 class StagePlan:
     """One stage: its layers and its submesh.
 
@@ -88,6 +104,8 @@ class StagePlan:
             `nn.remat`); `remat` is about the others.
         hidden_seconds: predicted, of the sums once a step, what runs under the last microbatch's
             backward pass; the rest is in `update_seconds`.
+        pass_rings: predicted, of the collectives of a microbatch's passes.
+        once_rings: predicted, of the collectives once a step, hidden ones included.
     """
 
     layers: tuple[int, ...]
@@ -108,6 +126,8 @@ class StagePlan:
     hidden_seconds: float = 0.0
     exchange_seconds: float = 0.0
     own_checkpoints: int = 0
+    pass_rings: RingSeconds = NO_RINGS
+    once_rings: RingSeconds = NO_RINGS
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,9 @@ def print_plan(console: Console, plan: Plan, tokens: int | None = None) -> None:
 
 
 def bottleneck(plan: Plan) -> str:
-    """Return which stage limits the step, in one line."""
+    """Return which stage limits the step, in one line, and which link does if one takes longer."""
+    from launcher.plan.links import link_seconds  # imports JAX, which is loaded by now
+
     each = plan.mesh_seconds
     slowest = max(range(len(each)), key=each.__getitem__)
     busy = plan.num_micro_batches * each[slowest]
@@ -66,9 +68,11 @@ def bottleneck(plan: Plan) -> str:
     once = max(stage.update_seconds for stage in plan.stages)
     # Devices that share a machine are faster than these seconds while others wait.
     share = percent_text(min(1.0, busy / plan.predicted_step_seconds))
+    link, occupied = max(link_seconds(plan).items(), key=lambda one: one[1], default=("", 0.0))
+    slower = f"; the link {link} is occupied {seconds_text(occupied)}"
     return (
         f"bottleneck: stage{'s' if of[1:] else ''} {ranges_text(of)}, busy {share} of the step; "
-        f"gradient sums and update {seconds_text(once)}"
+        f"gradient sums and update {seconds_text(once)}{slower if occupied > busy + once else ''}"
     )
 
 

@@ -39,20 +39,20 @@ def update_shares(plan: Plan) -> dict[int, float]:
 
 def _add(found: StepSeconds, plan: Plan) -> None:
     """Add the parts of one loss's pipeline."""
-    from launcher.plan.links import once_seconds  # imports JAX, which is loaded by now
-    from launcher.plan.pipeline import timeline
+    from launcher.plan.pipeline import timeline, whole_step_seconds  # import JAX: loaded by now
 
     expected = timeline(plan)
     by_mesh: dict[int, list[TimedTask]] = defaultdict(list)
     for timed in expected:
         by_mesh[timed.mesh].append(timed)
     ends = {timed.task: timed.end for timed in expected}
-    pipeline, once = max(ends.values(), default=0.0), once_seconds(plan)
+    pipeline, total = max(ends.values(), default=0.0), whole_step_seconds(plan, expected)
     mesh_of, meshes = plan.mesh_of, plan.meshes
     updates = [
         sum(stage.update_seconds for stage in plan.stages if stage.devices == devices)
         for devices in meshes
     ]
+    once = total - pipeline - max(updates)  # in which links alone are occupied
     for mesh, devices in enumerate(meshes):
         share, now = len(devices) / plan.num_devices, 0.0
         busy: dict[Kind, dict[int, float]] = defaultdict(lambda: defaultdict(float))
@@ -79,7 +79,6 @@ def _add(found: StepSeconds, plan: Plan) -> None:
             summed += min(sums["update"], stage.update_seconds)
         tail = pipeline - now + max(updates) - updates[mesh]
         idle += tail + once
-        total = pipeline + max(updates) + once
         parts = {
             "compute": total - idle - summed,
             "collectives": summed,

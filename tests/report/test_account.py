@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import io
+import re
 import sys
 from pathlib import Path
 
@@ -11,12 +12,15 @@ from layered import layered_step
 
 import launcher
 from launcher.plan import local_shape
+from launcher.plan.pipeline import timeline
 from launcher.report.account import Known, account
 from launcher.report.accounting_table import accounting_tables, in_summary, print_accounting
 from launcher.report.console import make_console
 from launcher.report.goodput import Goodput
+from launcher.report.plan_table import bottleneck
 from launcher.report.predicted_parts import predicted_seconds
 from launcher.report.timeline import ProcessSpans
+from launcher.schedule import step_seconds
 from launcher.spans import Clock
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -57,6 +61,22 @@ def test_the_parts_of_a_plan_are_its_step(schedule, devices, shared):
     for stage, row in zip(plan.stages, found.stages.values(), strict=True):
         if not shared:
             assert row.forward_seconds == pytest.approx(8 * stage.forward_seconds)
+
+
+def test_what_waits_for_a_link_is_part_of_the_transfers():
+    """Gradients of both stages are summed over the link of the host that they share."""
+    rates = {"inter_host": 1e6, "effective_parallelism": None}
+    cluster = dataclasses.replace(local_shape(6, 3, "cpu"), **rates)
+    step = layered_step(SHAPES, 48, updated=range(8))
+    stages = launcher.UniformStageOption(2)
+    plan = launcher.PipeshardParallel(num_micro_batches=8, stage_option=stages).plan(step, cluster)
+    found, longest = predicted_seconds(plan), max(s.update_seconds for s in plan.stages)
+    length = plan.predicted_step_seconds
+    assert found.parts["transfers"] > length - step_seconds(timeline(plan)) - longest > 0.1 * length
+    assert sum(found.parts.values()) == pytest.approx(length)
+    assert found.parts["residue"] == pytest.approx(0, abs=1e-9 * length)
+    assert [row.step_seconds for row in found.stages.values()] == pytest.approx([length] * 2)
+    assert re.search("; the link (from|to) host 1 is occupied", bottleneck(plan))
 
 
 def test_stages_on_the_same_devices_have_each_others_time_in_their_rows():

@@ -6,7 +6,9 @@ search; they broadcast. Sizes are in bytes, rates in bytes/s, and times in secon
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -37,12 +39,31 @@ def ring_links(hosts: Sequence[int], model: int, cluster: ClusterShape) -> Links
         model: size of the model axis, whose devices stand side by side.
         cluster: the rates of the links.
     """
-    if len(set(hosts)) == 1:
-        return Links(cluster.intra_host, cluster.intra_host)
-    rings = [hosts[at : at + model] for at in range(0, len(hosts), model)]
-    inside = all(len(set(ring)) == 1 for ring in rings)
-    beside = min(model, cluster.devices_per_host)  # rings along data, one for each place of model
-    return Links(cluster.intra_host if inside else cluster.inter_host, cluster.inter_host / beside)
+    return Links(
+        *(
+            cluster.inter_host / max(hops.values()) if hops else cluster.intra_host
+            for hops in ring_hops(tuple(hosts), model)
+        )
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def ring_hops(hosts: tuple[int, ...], model: int) -> tuple[Mapping[int, int], Mapping[int, int]]:
+    """Return how often the rings along model, and those along data, leave each host.
+
+    They enter it as often. Hosts that no ring leaves are not named.
+
+    Args:
+        hosts: see `ring_links`.
+        model: see `ring_links`.
+    """
+    count, along_model, along_data = len(hosts), Counter[int](), Counter[int]()
+    if len(set(hosts)) > 1:
+        for at, host in enumerate(hosts):
+            row = at - at % model
+            along_model[host] += hosts[row + (at + 1) % model] != host
+            along_data[host] += hosts[(at + model) % count] != host
+    return +along_model, +along_data
 
 
 def all_reduce_seconds(

@@ -30,7 +30,7 @@ from launcher.plan.cost.formulas import (
     ring_links,
     stage_parallelism,
 )
-from launcher.plan.stage_plan import Collectives
+from launcher.plan.stage_plan import NO_RINGS, Collectives, RingSeconds
 from launcher.trace import Loss
 from launcher.trace.jaxpr import nbytes
 
@@ -50,6 +50,7 @@ class StageSeconds:
     backward_weight_seconds: float
     collectives: tuple[Collectives, ...]
     effective_parallelism: float | None = None
+    pass_rings: RingSeconds = NO_RINGS
 
 
 def stage_seconds(
@@ -123,7 +124,8 @@ def stage_seconds(
     if not (graph.wrt or graph.active_in):
         products = sum(product_seconds(found, cluster) for _, found in program)
         alone = _parallelism(products, float(made.forward), cluster)
-        return StageSeconds(float(made.forward), 0.0, 0.0, when_forward, alone)
+        rings = _ring_seconds([*summed, *gathers], layout, links)
+        return StageSeconds(float(made.forward), 0.0, 0.0, when_forward, alone, rings)
     total = float(made.forward + made.backward)
     crossing = [*(() if as_one else gathers), *sums_in_every]
     return StageSeconds(
@@ -132,6 +134,7 @@ def stage_seconds(
         backward_weight_seconds=float(made.weight) if graph.wrt else 0.0,
         collectives=when_forward + _summary("backward", [*backward, *crossing]),
         effective_parallelism=None if measured else _parallelism(products, total, cluster),
+        pass_rings=_ring_seconds([*summed, *gathers, *summed_back, *crossing], layout, links),
     )
 
 
@@ -147,6 +150,18 @@ def _crossing_seconds(
     return sum(
         one.seconds(layout.sizes, links.model if one.axis == MODEL else links.data, cluster.latency)
         for one in found
+    )
+
+
+def _ring_seconds(found: Sequence[Collective], layout: Layout, links: Links) -> RingSeconds:
+    """Return for how long collectives occupy the links of their rings."""
+    along_model = [one for one in found if one.axis == MODEL]
+    along_data = [one for one in found if one.axis != MODEL]
+    return RingSeconds(
+        *(
+            sum((one.seconds(layout.sizes, rate, 0.0) for one in of), 0.0)
+            for of, rate in ((along_model, links.model), (along_data, links.data))
+        )
     )
 
 
@@ -189,12 +204,14 @@ class UpdateSeconds:
         hidden_seconds: see `StagePlan`.
         exchange_seconds: see `StagePlan`.
         collectives: see `StagePlan`.
+        once_rings: see `StagePlan`.
     """
 
     update_seconds: float
     hidden_seconds: float
     exchange_seconds: float
     collectives: tuple[Collectives, ...]
+    once_rings: RingSeconds = NO_RINGS
 
 
 def stage_update_seconds(
@@ -242,4 +259,5 @@ def stage_update_seconds(
     once = formulas.update_seconds(crossing, share * state, cluster.memory_bandwidth)
     summary = _summary("update", [*sums, *gathers])
     once = float(once) + exchange_seconds
-    return UpdateSeconds(once, summing - exposed, exchange_seconds, summary)
+    rings = _ring_seconds([*sums, *gathers], layout, links)
+    return UpdateSeconds(once, summing - exposed, exchange_seconds, summary, rings)

@@ -22,7 +22,7 @@ from launcher.plan.inter_op.problem import Problem
 from launcher.plan.inter_op.setting import Setting
 from launcher.plan.inter_op.stage_costs import StageCosts
 from launcher.plan.pipeline import Estimate, Pipeline, estimated
-from launcher.plan.stage_plan import StagePlan, Transfer
+from launcher.plan.stage_plan import RingSeconds, StagePlan, Transfer
 from launcher.schedule import Kind, backward_follows, make_tasks
 
 
@@ -225,6 +225,7 @@ def _stage(
     else:
         total = float(np.asarray(passes.forward + passes.backward)[at])
         alone = _parallelism(assignment, s, at, again, total, problem)
+    pass_rings = (float(np.asarray(of)[at]) for of in costs.pass_rings(zero, again))
     return StagePlan(
         layers=layers,
         hosts=tuple(sorted({cluster.host_of(device) for device in submesh.devices})),
@@ -239,6 +240,9 @@ def _stage(
         num_parameters=0,
         shardings={},
         effective_parallelism=alone,
+        hidden_seconds=float(costs.hidden(zero, again)[at]),
+        pass_rings=RingSeconds(*pass_rings),
+        once_rings=RingSeconds(0.0, float(np.asarray(costs.once_rings(zero))[at])),
     )
 
 

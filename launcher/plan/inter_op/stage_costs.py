@@ -29,11 +29,11 @@ from launcher.plan.cost.formulas import (
 )
 from launcher.plan.inter_op.cost_table import CostTable
 from launcher.plan.inter_op.setting import Setting
-from launcher.plan.inter_op.stage_bytes import StageBytes
+from launcher.plan.inter_op.stage_rings import StageRings
 from launcher.plan.inter_op.submeshes import links_within
 
 
-class StageCosts(StageBytes):
+class StageCosts(StageRings):
     """Costs of all stages on one logical mesh: arrays `[first, end]`, in seconds and bytes."""
 
     def __init__(
@@ -244,6 +244,12 @@ class StageCosts(StageBytes):
         exposed = exposed_seconds(sums, buckets, beside_seconds(backward, self._cluster))
         return np.asarray(update_seconds(exposed + gathers, held, self._cluster.memory_bandwidth))
 
+    def hidden(self, zero: int, again: int) -> np.ndarray:
+        """Return the seconds of the sums once a step that run under a backward pass."""
+        sums, buckets, _, _ = self._once_parts(zero)
+        backward = beside_seconds(self.passes(zero, again).backward, self._cluster)
+        return np.asarray(sums - exposed_seconds(sums, buckets, backward))
+
     @functools.cached_property
     def _once_parts(self) -> Callable[[int], tuple[Amount, Amount, Amount, Amount]]:
         return functools.cache(self._parts_of_once)
@@ -269,10 +275,6 @@ class StageCosts(StageBytes):
         """Return the number of buckets of gradients, by their bytes as they are accumulated."""
         limit = self._setting.reduction.bucket_bytes
         return bucket_count(self._crossing(size), count, limit)
-
-    def _crossing(self, size: Amount) -> Amount:
-        """Return the bytes that cross, of gradients of 32 bits."""
-        return size / 2 if self._setting.reduction.dtype == "bf16" else size
 
     @property
     def _ring(self) -> tuple[float, float]:

@@ -64,8 +64,12 @@ def test_a_bucket_is_summed_once_it_is_complete_and_the_link_is_free(buckets, ba
         ((0, 0, 0, 0), 2, Links(100.0, 100.0)),
         ((0, 0, 0, 0, 1, 1, 1, 1), 1, Links(100.0, 20.0)),
         ((0, 0, 0, 0, 1, 1, 1, 1), 4, Links(100.0, 5.0)),
-        ((0, 0, 0, 0, 1, 1, 1, 1), 8, Links(20.0, 5.0)),
-        ((0, 1), 2, Links(20.0, 10.0)),
+        ((0, 0, 0, 0, 1, 1, 1, 1), 8, Links(20.0, 100.0)),
+        ((0, 1), 2, Links(20.0, 100.0)),
+        ((0, 1, 1, 1), 2, Links(20.0, 20.0)),  # the second ring along data stays on host 1
+        ((0, 1, 0, 1), 1, Links(100.0, 10.0)),  # the ring leaves each host twice
+        ((0, 0, 0, 0, 1, 1), 3, Links(20.0, 10.0)),
+        ((0, 0, 0, 0, 1, 1, 1, 1, 2), 3, Links(10.0, 20 / 3)),  # two rings cross host 1's link
     ],
 )
 def test_a_ring_that_leaves_a_host_shares_its_link(hosts, model, links):

@@ -19,6 +19,7 @@ from launcher.trace import trace_step
 from launcher.trace.leaf_names import leaf_names
 
 SECONDS = "forward_seconds", "backward_seconds", "backward_weight_seconds", "update_seconds"
+RINGS = "pass_rings", "once_rings"
 
 
 def traced(rng):
@@ -143,6 +144,11 @@ def test_an_estimate_is_the_plans_own_prediction(seed):
             continue
         for name in SECONDS:
             assert getattr(known, name) == pytest.approx(getattr(built, name), rel=2e-3), name
+        for name in RINGS:
+            rings = vars(getattr(built, name))
+            assert vars(getattr(known, name)) == pytest.approx(rings, rel=2e-3), name
+        whole = built.update_seconds + built.hidden_seconds
+        assert known.update_seconds + known.hidden_seconds == pytest.approx(whole, rel=2e-3)
     sent = {
         link: s
         for link, s in microbatch_transfer_seconds(plan).items()
