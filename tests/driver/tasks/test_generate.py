@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -267,9 +268,16 @@ def test_an_evaluation_is_the_mean_over_what_is_held_out(runs, monkeypatch, caps
     assert told["rows"] == dataset.validation.num_rows
     assert f"{told['loss']:.6g}" in capsys.readouterr().out
     (folder / "other.txt").write_text("import os\n" * 2000)
-    other = load([*words, "dataset.path=other.txt", "evaluate.path=other.json"])
-    assert evaluate(other, make_console()) == 0
+    other = [*words, "dataset.path=other.txt"]
+    assert evaluate(load([*other, "evaluate.path=other.json"]), make_console()) == 0
     assert json.loads(Path("other.json").read_text())["loss"] != told["loss"]
+    for fraction in (0.2, 0.3, 0.3):
+        of_other = load([*other, f"dataset.validation_fraction={fraction}"])
+        assert evaluate(of_other, make_console()) == 0
+    kept = {file.name for file in Path("outputs/one").glob("evaluation-2*")}
+    assert len(kept) == 3  # one of each data
+    assert all(re.fullmatch(r"evaluation-2(-text-[0-9a-f]{8})?\.json", name) for name in kept)
+    assert json.loads(Path("outputs/one/evaluation-2.json").read_text()) == told
     (folder / "talks.jsonl").write_text('{"text": "one"}\n')
     unprepared = load([*words, "dataset=jsonl", "dataset.path=talks.jsonl"])
     with pytest.raises(InputError, match=r"has 257 tokens, more than model\.vocab_size=256"):
