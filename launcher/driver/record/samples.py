@@ -11,6 +11,7 @@ from launcher.config.schema import Config
 from launcher.driver.record.special_steps import is_evaluated
 from launcher.driver.tasks.generate import decoded_after, default_prompt, encoded
 from launcher.files import write_whole
+from launcher.output import without_control
 from launcher.train.sampling import Sample, problem_of
 from recipes import InputError, tokenizer_of
 from recipes.corpus.tokenizers import Tokenizer
@@ -144,5 +145,4 @@ class Samples:
 
 def printable(text: str) -> list[str]:
     """Return the lines of a text, without what a terminal would obey."""
-    lines = text.expandtabs(4).split("\n")
-    return ["".join(c if c.isprintable() else "\ufffd" for c in line) for line in lines]
+    return without_control(text.expandtabs(4)).split("\n")

@@ -10,12 +10,13 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 
+from launcher.config.compose import to_dict
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.driver.tasks.export_tokenizer import warn_of_other_tokens
@@ -72,7 +73,7 @@ def _other_data(config: Config, settings: Config) -> str:
     """Return what tells the file of other data than the run's from that of its own, which stays."""
     if config.dataset == settings.dataset:
         return ""
-    said = json.dumps(asdict(config.dataset), sort_keys=True, default=str)
+    said = json.dumps(to_dict(config)["dataset"], sort_keys=True)
     return f"-{config.dataset.name}-{hashlib.sha256(said.encode()).hexdigest()[:8]}"
 
 
