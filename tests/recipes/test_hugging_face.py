@@ -1,9 +1,12 @@
 """Weights between our models and Hugging Face's folders: equal logits, and what is refused."""
 
+import contextlib
 import dataclasses
 import json
 import sys
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +22,7 @@ from launcher.driver.planning.init_from import check_start, find_start
 from launcher.driver.tasks.export import export
 from launcher.testing import assert_allclose
 from launcher.train import checkpoint
+from launcher.train.checkpoint import hugging_face
 from launcher.train.checkpoint.hugging_face import Folder, write_hugging_face
 from launcher.train.step import TrainState
 from recipes import build_model
@@ -155,6 +159,58 @@ def test_several_files_are_one_model(tmp_path):
     for one, other in zip(*(jax.tree.leaves(read(options, tmp_path / f))
                             for f in ("whole", "parts")), strict=True):  # fmt: skip
         np.testing.assert_array_equal(one, other)
+
+
+class Held:
+    """Counts, as each array or file of them is read, what is held of those before."""
+
+    def __init__(self):
+        self._refs, self.held = [], []
+
+    def reads(self, *arrays):
+        self.held.append(sum(ref() is not None for ref in self._refs))
+        copies = [np.array(array) for array in arrays]  # views keep these alive
+        self._refs += map(weakref.ref, copies)
+        return copies
+
+
+@pytest.mark.parametrize(
+    ("kind", "scan", "most"),
+    [("llama", False, 0), ("llama", True, 1), ("mixtral", False, 3)],  # the parts of an array
+)
+def test_no_two_arrays_that_are_read_are_held_at_a_time(kind, scan, most, tmp_path, monkeypatch):
+    options = KINDS[kind]
+    write(options, random_params(options), tmp_path / "theirs")
+    held, opened = Held(), hugging_face._opened
+
+    @contextlib.contextmanager
+    def watched(file):
+        with opened(file) as archive:
+            yield SimpleNamespace(
+                keys=archive.keys,
+                get_slice=archive.get_slice,
+                get_tensor=lambda name: held.reads(archive.get_tensor(name))[0],
+            )
+
+    monkeypatch.setattr(hugging_face, "_opened", watched)
+    read(dataclasses.replace(options, scan_layers=scan), tmp_path / "theirs")
+    assert len(held.held) == len(list(family_named(options.name).tensors(options)))
+    assert max(held.held) <= most
+
+
+def test_the_arrays_of_one_file_are_held_at_a_time_as_they_are_written(tmp_path):
+    options, held, sizes = KINDS["llama"], Held(), []
+    family, arrays = family_named("llama"), flat(random_params(KINDS["llama"]))
+
+    def get(names):
+        sizes.append(sum(arrays[name].nbytes for name in names))
+        return dict(zip(names, held.reads(*(arrays[name] for name in names)), strict=True))
+
+    folder = Folder(family.config_of(options), list(family.tensors(options)))
+    write_hugging_face(tmp_path / "theirs", folder, get, "float32", private=False, largest=16_000)
+    assert len(sizes) > 2
+    assert max(sizes) <= 16_000
+    assert max(held.held) == 0
 
 
 def test_bfloat16_is_written_and_read(tmp_path):
