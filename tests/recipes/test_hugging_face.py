@@ -39,7 +39,9 @@ from recipes.moe import MoE
 from recipes.moe_options import MoEOptions
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 import transformers_reference
+from checkpoint_peer import Trainee
 
 pytestmark = pytest.mark.devices
 
@@ -464,6 +466,43 @@ def test_a_run_is_exported_as_transformers_reads_it(scan_layers, tmp_path, monke
         assert (home / "hf-3" / name).is_file()
     with pytest.raises(ConfigError, match="is there already"):
         export(asked, Console(quiet=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_model_from_there_goes_back_trained_in_two_stages_of_two_devices(
+    kind, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    options, home = KINDS[kind], tmp_path / "outputs" / "mine"
+    params = random_params(options)
+    write(options, params, tmp_path / "start")
+    words = [
+        *(f"model={options.name}", "model.size=hf:start", "train.init_from=hf:start"),
+        *("dataset=synthetic", "optimizer.warmup_steps=0", "optimizer.learning_rate=1e-2"),
+        *("parallel=manual", "parallel.num_stages=2", "parallel.num_micro_batches=2"),
+        *("cluster.gpus=4", "run.id=mine"),
+    ]
+    trainee = Trainee(words, model=())
+    assert trainee.slices() == 4
+    trainee.worker.create("start")
+    trainee.worker.step(1)
+    trainee.worker.flush()
+    (home / "checkpoints").mkdir(parents=True)
+    trainee.worker.save(str(home / "checkpoints"), 1, {"config": {}}, "a")
+    assert trainee.worker.saved() is None
+    trained = jax.tree.map(np.asarray, trainee.worker._state.params)
+    trainee.worker.close()
+    (home / "config.yaml").write_text(yaml.safe_dump(to_written(load(words))))
+    for one, other in zip(jax.tree.leaves(trained), jax.tree.leaves(params), strict=True):
+        assert 0 < np.abs(one - other).max() < 0.02  # a step of Adam from there
+    asked = load(["task=export", "run.id=mine", "export.format=hf"])
+    assert export(asked, Console(quiet=True)) == 0
+    ours = apply(options, trained, TOKENS)
+    theirs = transformers_reference.logits(home / "hf-1", TOKENS)
+    assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+    before = transformers_reference.logits(tmp_path / "start", TOKENS)
+    assert np.abs(theirs - before).max() > 1e-2
 
 
 def test_what_transformers_lacks_is_refused(tmp_path):
