@@ -30,6 +30,11 @@ def answer(text: str, end: str = "\n") -> int:
     return 0
 
 
+def without_control(text: str) -> str:
+    """Return a text without what a terminal would obey; lines and tabs stay."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
 def complain(text: str) -> None:
     """Print `launcher: <text>` on standard error, if anybody reads that."""
     if sys.stderr is None:

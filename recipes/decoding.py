@@ -8,7 +8,9 @@ and a dataset of text `tokenizer(options) -> Tokenizer` in its own.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,6 +22,8 @@ import numpy as np
 
 from launcher.config.families import builder_of
 from recipes import InputError, users_function
+
+_SHORT = 16  # tokens that take less time one by one than a program takes to compile for them
 
 
 class Decoder(NamedTuple):
@@ -129,6 +133,11 @@ def draw(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
     return jax.random.categorical(key, logits).astype(jnp.int32)
 
 
+def _width(length: int) -> int:
+    """Return how many tokens to read at a time of texts, the longest of which has so many."""
+    return 1 if length <= _SHORT else length
+
+
 class TextPlaces(NamedTuple):
     """Where the arrays of a generation lie.
 
@@ -142,7 +151,10 @@ class TextPlaces(NamedTuple):
 
 
 class Generator:
-    """Goes on with texts; its programs are compiled at first use and stay.
+    """Goes on with texts; its programs are compiled for the parameters of its first call, and stay.
+
+    Compiling takes longer than writing many a text. So all programs that a text will need are
+    compiled at its beginning, in threads, and short texts need none but that for single tokens.
 
     Args:
         decoder: the model.
@@ -154,7 +166,10 @@ class Generator:
         self, decoder: Decoder, sampling: Sampling, places: TextPlaces | None = None
     ) -> None:
         self._decoder, self._sampling, self._places = decoder, sampling, places
-        self._read: dict[int, Any] = {}  # by the number of rows
+        self._compiler = ThreadPoolExecutor(os.cpu_count(), "launcher-generator")
+        # By the number of rows; and by that and the number of tokens of each.
+        self._empty: dict[int, Future[Any]] = {}
+        self._read: dict[tuple[int, int], Future[Any]] = {}
 
     def __call__(
         self, params: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int = 0
@@ -173,45 +188,82 @@ class Generator:
         longest = self._decoder.length
         half = max(longest // 2, 1)
         texts = [list(prompt)[-longest:] for prompt in prompts]
-        empty, read = self._programs(len(texts))
-        cache, lengths = None, np.zeros(len(texts), np.int32)
+        rows, first = len(texts), max(map(len, texts))
+        self._begin(params, rows, _width(first))
+        if max_new_tokens > 1:
+            self._begin(params, rows, 1)
+        if first + max_new_tokens - 1 > longest:
+            self._begin(params, rows, _width(half))
+        cache, known = None, np.zeros(rows, np.int32)
         for number in range(max_new_tokens):
             own = np.array([seed, number], np.uint32)
-            if cache is None or max(lengths) >= longest:
+            if cache is None or max(known) >= longest:
                 if cache is not None:
                     texts = [text[-half:] for text in texts]
-                cache, lengths = empty(), np.array([len(t) for t in texts], np.int32)
-                tokens = np.zeros((len(texts), max(lengths)), np.int32)
-                for row, text in zip(tokens, texts, strict=True):
-                    row[: len(text)] = text
-                new, cache = read(params, cache, tokens, np.zeros_like(lengths), lengths - 1, own)
+                known = np.array([len(text) for text in texts], np.int32)
+                drawn, cache = self._read_all(params, texts, known, own)
             else:
                 tokens = np.array([text[-1:] for text in texts], np.int32)
-                new, cache = read(params, cache, tokens, lengths, np.zeros_like(lengths), own)
-                lengths = lengths + 1
-            drawn = np.asarray(new)
+                read = self._begin(params, rows, 1).result()
+                new, cache = read(params, cache, tokens, known, np.zeros_like(known), own)
+                drawn, known = np.asarray(new), known + 1
             for text, token in zip(texts, drawn, strict=True):
                 text.append(int(token))
             yield drawn
 
-    def _programs(self, rows: int) -> tuple[Any, Any]:
-        """Return what makes an empty cache, and what reads tokens and draws the next."""
-        if rows in self._read:
-            return self._read[rows]
-        decoder, sampling = self._decoder, self._sampling
+    def _read_all(
+        self, params: Any, texts: Sequence[Sequence[int]], lengths: np.ndarray, own: np.ndarray
+    ) -> tuple[np.ndarray, Any]:
+        """Read texts of these lengths; return the token after each, and the cache."""
+        rows, longest = len(texts), int(max(lengths))
+        tokens = np.zeros((rows, longest), np.int32)
+        for row, text in zip(tokens, texts, strict=True):
+            row[: len(text)] = text
+        drawn, cache = np.zeros(rows, np.int32), self._empty[rows].result()()
+        width = _width(longest)
+        read = self._begin(params, rows, width).result()
+        for start in range(0, longest, width):
+            last = lengths - 1 - start
+            piece, begins = tokens[:, start : start + width], np.full_like(lengths, start)
+            new, cache = read(params, cache, piece, begins, np.clip(last, 0, width - 1), own)
+            drawn = np.where((last >= 0) & (last < width), np.asarray(new), drawn)
+        return drawn, cache
+
+    def _begin(self, params: Any, rows: int, length: int) -> Future[Any]:
+        """Begin to compile what reads `length` tokens of each row and draws the next, if need be.
+
+        Returns:
+            The program, which takes the parameters, a cache, tokens, `start` and `last` as
+            `Decoder.read` does, and what the random key is made of.
+        """
+        if (rows, length) in self._read:
+            return self._read[rows, length]
+        decoder, sampling, places = self._decoder, self._sampling, self._places
+        cache = jax.eval_shape(lambda: decoder.cache(rows))
+        of_cache: dict[str, Any] = {}
+        of_read: dict[str, Any] = {}
+        if places is not None:
+            where = jax.tree.map(lambda leaf: places.cache(leaf.shape), cache)
+            cache = jax.tree.map(
+                lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at),
+                cache,
+                where,
+            )
+            of_cache, of_read = {"out_shardings": where}, {"out_shardings": (places.whole, where)}
 
         def read(params: Any, cache: Any, tokens: Any, start: Any, last: Any, own: Any) -> Any:
             logits, cache = decoder.read(params, cache, tokens, start, last)
             key = jax.random.fold_in(jax.random.key(own[0]), own[1])
             return draw(logits, key, sampling), cache
 
-        at: dict[str, Any] = {}
-        of_cache: dict[str, Any] = {}
-        if (places := self._places) is not None:
-            shapes = jax.eval_shape(lambda: decoder.cache(rows))
-            where = jax.tree.map(lambda leaf: places.cache(leaf.shape), shapes)
-            at = {"out_shardings": (places.whole, where)}
-            of_cache = {"out_shardings": where}
-        empty = jax.jit(lambda: decoder.cache(rows), **of_cache)
-        self._read[rows] = empty, jax.jit(read, donate_argnums=1, **at)
-        return self._read[rows]
+        def compile_read() -> Any:
+            row = np.zeros(rows, np.int32)
+            tokens, own = np.zeros((rows, length), np.int32), np.zeros(2, np.uint32)
+            program = jax.jit(read, donate_argnums=1, **of_read)
+            return program.lower(params, cache, tokens, row, row, own).compile()
+
+        if rows not in self._empty:
+            empty = jax.jit(lambda: decoder.cache(rows), **of_cache)
+            self._empty[rows] = self._compiler.submit(lambda: empty.lower().compile())
+        self._read[rows, length] = self._compiler.submit(compile_read)
+        return self._read[rows, length]

@@ -162,7 +162,7 @@ class Evaluate:
     best: bool = False  # those that train.keep_best has kept
     ema: bool = False  # the averages that optimizer.ema keeps, in place of the parameters
     batches: int | None = number(None, minimum=1)  # null: all that is held out
-    path: str | None = None  # null: evaluation-<step>.json in the run's folder
+    path: str | None = None  # null: evaluation-<step>.json, or with the data's name
 
 
 @dataclass(frozen=True)

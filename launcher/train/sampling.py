@@ -26,10 +26,12 @@ class Sample:
     Attributes:
         step: after which step.
         tokens: what follows each prompt.
+        problem: why there is nothing, in a line; "" where there is.
     """
 
     step: int
-    tokens: tuple[tuple[int, ...], ...]
+    tokens: tuple[tuple[int, ...], ...] = ()
+    problem: str = ""
 
 
 class Sampler:
@@ -47,6 +49,23 @@ class Sampler:
     def __init__(self, config: Config, plan: Plan) -> None:
         self._config, self._plan = config, plan
         self._model: tuple[ModelPlaces, TextModel] | None = None
+
+    def sample(self, step: int, params: Any, prompts: Sequence[Sequence[int]], most: int) -> Sample:
+        """Return the sample after `step`, or why there is none: that ends no training.
+
+        Args:
+            step: the newest step.
+            params: as `__call__` takes them, and so are the others.
+            prompts: the tokens of each prompt.
+            most: how many tokens to write.
+        """
+        try:
+            return Sample(step, self(params, prompts, most))
+        except Exception as error:  # of any class: the decoder may be the user's
+            of_this_process = isinstance(error, jax.errors.JaxRuntimeError | MemoryError)
+            if of_this_process and jax.process_count() > 1:
+                raise  # the others may wait for this one; what is in the code all of them meet
+            return Sample(step, problem=problem_of(error))
 
     def __call__(
         self, params: Any, prompts: Sequence[Sequence[int]], most: int
@@ -95,3 +114,9 @@ class Sampler:
                 a, b = factors if number is None else (factor[number] for factor in factors)
                 value = adapted_kernel(value, a, b, lora)
             yield number, value
+
+
+def problem_of(error: Exception) -> str:
+    """Return an error's class and the first line of its text."""
+    first, *_ = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__

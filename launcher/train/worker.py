@@ -263,7 +263,7 @@ class TrainWorker(Peer):
         if self._sampler is None:
             self._sampler = Sampler(self._config, self._train.plan)
         params = averaged_model(self._state, self._placed())["params"]
-        return Sample(step, self._sampler(params, prompts, most))
+        return self._sampler.sample(step, params, prompts, most)
 
     def save(self, folder: str, step: int, metadata: dict[str, Any], token: str) -> None:
         """Begin to write this process's part of the newest state; return once it is copied.

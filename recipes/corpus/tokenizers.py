@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +44,7 @@ class Tokenizer(NamedTuple):
 
     Attributes:
         encode: texts to tokens, an integer array each, without tokens at either end.
-        decode: tokens to text; what is none stands as U+FFFD.
+        decode: tokens to text; a token that it does not have stands as U+FFFD.
         vocab_size: all tokens are smaller.
         end_token: what is put behind each document; None: nothing.
         fingerprint: a digest of what it is made of.
@@ -150,9 +151,10 @@ def _hugging_face(path: Path) -> Tokenizer:
         return [np.array(one.ids, np.int64) for one in made]
 
     vocabulary = found.get_vocab(with_added_tokens=True)
+    decode = functools.partial(found.decode, skip_special_tokens=False)
     return Tokenizer(
         encode,
-        lambda tokens: found.decode([int(token) for token in tokens], skip_special_tokens=False),
+        _total(decode, vocabulary.values()),
         max(vocabulary.values(), default=-1) + 1,
         number_of("eos_token", _ENDS),
         tokenizer_fingerprint(str(path)),
@@ -160,6 +162,24 @@ def _hugging_face(path: Path) -> Tokenizer:
         special,
         number_of("mask_token", _MASKS),
     )
+
+
+def _total(
+    decode: Callable[[list[int]], str], known: Iterable[int]
+) -> Callable[[Sequence[int]], str]:
+    """Return `decode` for any tokens: those that are not known stand as U+FFFD.
+
+    A model's vocabulary is often padded, so it may write numbers that its tokenizer does not have.
+    """
+    has = frozenset(known).__contains__
+
+    def decode_any(tokens: Sequence[int]) -> str:
+        runs = itertools.groupby((int(token) for token in tokens), has)
+        return "".join(
+            decode(list(run)) if is_known else "\ufffd" * len(list(run)) for is_known, run in runs
+        )
+
+    return decode_any
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -192,7 +212,7 @@ def _tiktoken(path: Path) -> Tokenizer:
 
     return Tokenizer(
         encode,
-        lambda tokens: found.decode([int(token) for token in tokens]),
+        _total(found.decode, [*ranks.values(), end]),
         found.n_vocab,
         end,
         tokenizer_fingerprint(str(path)),

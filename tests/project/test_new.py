@@ -153,6 +153,7 @@ def test_every_command_of_its_page_is_accepted(project: Path, capsys) -> None:
     assert "not checked: the contents of sums.model and sums.data" in capsys.readouterr().out
 
 
+@pytest.mark.devices
 def test_its_model_reads_and_writes(project: Path) -> None:
     config = load(
         [*words_of(training_command("sums"))[2:], *SMALL, "train.global_batch_size=8"], ["conf"]

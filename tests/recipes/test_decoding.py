@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from filled import filled_params
 
-from recipes import InputError, build_model
+from recipes import InputError, build_model, decoding
 from recipes.decoding import Generator, Sampling, build_decoder, draw
 from recipes.gpt import GPT
 from recipes.gpt_options import GPTOptions
@@ -69,10 +69,12 @@ def trained(options):
     return jax.tree.map(lambda x: x + 0.2 * rng.normal(size=x.shape).astype(np.float32), params)
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize(
     "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
 )
-def test_greedy_tokens_are_those_of_the_whole_model(name):
+def test_greedy_tokens_are_those_of_the_whole_model(name, monkeypatch):
+    monkeypatch.setattr(decoding, "_SHORT", 2)
     options = MODELS[name]
     params = trained(options)
     logits = whole(options, params)
@@ -99,6 +101,7 @@ def test_a_decoder_reads_as_the_model_does_in_bf16(name):
     np.testing.assert_allclose(read[0], want, atol=0.1 * float(jnp.max(jnp.abs(want))))
 
 
+@pytest.mark.devices
 def test_a_text_that_outgrows_the_model_goes_on_from_its_newer_half():
     options = MODELS["gpt"]
     params = trained(options)
@@ -112,6 +115,40 @@ def test_a_text_that_outgrows_the_model_goes_on_from_its_newer_half():
             window = window[-8:]
         assert token == int(jnp.argmax(logits(window)[-1]))
         window.append(token)
+
+
+@pytest.mark.devices
+def test_a_short_prompt_is_read_a_token_at_a_time_and_by_the_program_for_what_follows(monkeypatch):
+    options = dataclasses.replace(MODELS["gpt"], num_layers=1)
+    params, decoder = trained(options), build_decoder(options, "fp32")
+
+    def told(sampling):
+        generator = Generator(decoder, sampling)
+        made = np.array(list(generator(params, PROMPTS, 14))).tolist()
+        return made, {length for _, length in generator._read}
+
+    short = [told(Sampling(temperature)) for temperature in (0, 1)]
+    assert [lengths for _, lengths in short] == [{1}, {1}]
+    monkeypatch.setattr(decoding, "_SHORT", 2)
+    at_once = [told(Sampling(temperature)) for temperature in (0, 1)]
+    assert [lengths for _, lengths in at_once] == [{5, 1, 8}, {5, 1, 8}]
+    assert [made for made, _ in short] == [made for made, _ in at_once]
+
+
+@pytest.mark.devices
+def test_all_programs_of_a_text_are_compiled_at_its_beginning(monkeypatch):
+    monkeypatch.setattr(decoding, "_SHORT", 2)
+    options = dataclasses.replace(MODELS["gpt"], num_layers=1)
+    generator = Generator(build_decoder(options, "fp32"), Sampling(0))
+    params = trained(options)
+    for most, lengths in ((1, {5}), (12, {5, 1}), (13, {5, 1, 8})):
+        made = generator(params, [[5] * 5, [1]], most)
+        next(made)
+        assert {length for _, length in generator._read} == lengths
+        for _ in made:
+            assert {length for _, length in generator._read} == lengths
+    assert len(list(generator(params, [[5] * 16], 3))) == 3
+    assert {length for rows, length in generator._read if rows == 1} == {16, 1, 8}
 
 
 LOGITS = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]]))
@@ -137,6 +174,7 @@ def test_tokens_are_drawn_as_asked(sampling, drawn):
         np.testing.assert_allclose(jnp.mean(tokens == 0), 0.5, atol=0.08)
 
 
+@pytest.mark.devices
 def test_the_same_seed_draws_the_same():
     options = MODELS["gpt"]
     params, decoder = trained(options), build_decoder(options, "fp32")

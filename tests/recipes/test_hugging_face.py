@@ -1,9 +1,12 @@
 """Weights between our models and Hugging Face's folders: equal logits, and what is refused."""
 
+import contextlib
 import dataclasses
 import json
 import sys
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +22,7 @@ from launcher.driver.planning.init_from import check_start, find_start
 from launcher.driver.tasks.export import export
 from launcher.testing import assert_allclose
 from launcher.train import checkpoint
+from launcher.train.checkpoint import hugging_face
 from launcher.train.checkpoint.hugging_face import Folder, write_hugging_face
 from launcher.train.step import TrainState
 from recipes import build_model
@@ -35,7 +39,9 @@ from recipes.moe import MoE
 from recipes.moe_options import MoEOptions
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 import transformers_reference
+from checkpoint_peer import Trainee
 
 pytestmark = pytest.mark.devices
 
@@ -155,6 +161,58 @@ def test_several_files_are_one_model(tmp_path):
     for one, other in zip(*(jax.tree.leaves(read(options, tmp_path / f))
                             for f in ("whole", "parts")), strict=True):  # fmt: skip
         np.testing.assert_array_equal(one, other)
+
+
+class Held:
+    """Counts, as each array or file of them is read, what is held of those before."""
+
+    def __init__(self):
+        self._refs, self.held = [], []
+
+    def reads(self, *arrays):
+        self.held.append(sum(ref() is not None for ref in self._refs))
+        copies = [np.array(array) for array in arrays]  # views keep these alive
+        self._refs += map(weakref.ref, copies)
+        return copies
+
+
+@pytest.mark.parametrize(
+    ("kind", "scan", "most"),
+    [("llama", False, 0), ("llama", True, 1), ("mixtral", False, 3)],  # the parts of an array
+)
+def test_no_two_arrays_that_are_read_are_held_at_a_time(kind, scan, most, tmp_path, monkeypatch):
+    options = KINDS[kind]
+    write(options, random_params(options), tmp_path / "theirs")
+    held, opened = Held(), hugging_face._opened
+
+    @contextlib.contextmanager
+    def watched(file):
+        with opened(file) as archive:
+            yield SimpleNamespace(
+                keys=archive.keys,
+                get_slice=archive.get_slice,
+                get_tensor=lambda name: held.reads(archive.get_tensor(name))[0],
+            )
+
+    monkeypatch.setattr(hugging_face, "_opened", watched)
+    read(dataclasses.replace(options, scan_layers=scan), tmp_path / "theirs")
+    assert len(held.held) == len(list(family_named(options.name).tensors(options)))
+    assert max(held.held) <= most
+
+
+def test_the_arrays_of_one_file_are_held_at_a_time_as_they_are_written(tmp_path):
+    options, held, sizes = KINDS["llama"], Held(), []
+    family, arrays = family_named("llama"), flat(random_params(KINDS["llama"]))
+
+    def get(names):
+        sizes.append(sum(arrays[name].nbytes for name in names))
+        return dict(zip(names, held.reads(*(arrays[name] for name in names)), strict=True))
+
+    folder = Folder(family.config_of(options), list(family.tensors(options)))
+    write_hugging_face(tmp_path / "theirs", folder, get, "float32", private=False, largest=16_000)
+    assert len(sizes) > 2
+    assert max(sizes) <= 16_000
+    assert max(held.held) == 0
 
 
 def test_bfloat16_is_written_and_read(tmp_path):
@@ -408,6 +466,43 @@ def test_a_run_is_exported_as_transformers_reads_it(scan_layers, tmp_path, monke
         assert (home / "hf-3" / name).is_file()
     with pytest.raises(ConfigError, match="is there already"):
         export(asked, Console(quiet=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_model_from_there_goes_back_trained_in_two_stages_of_two_devices(
+    kind, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    options, home = KINDS[kind], tmp_path / "outputs" / "mine"
+    params = random_params(options)
+    write(options, params, tmp_path / "start")
+    words = [
+        *(f"model={options.name}", "model.size=hf:start", "train.init_from=hf:start"),
+        *("dataset=synthetic", "optimizer.warmup_steps=0", "optimizer.learning_rate=1e-2"),
+        *("parallel=manual", "parallel.num_stages=2", "parallel.num_micro_batches=2"),
+        *("cluster.gpus=4", "run.id=mine"),
+    ]
+    trainee = Trainee(words, model=())
+    assert trainee.slices() == 4
+    trainee.worker.create("start")
+    trainee.worker.step(1)
+    trainee.worker.flush()
+    (home / "checkpoints").mkdir(parents=True)
+    trainee.worker.save(str(home / "checkpoints"), 1, {"config": {}}, "a")
+    assert trainee.worker.saved() is None
+    trained = jax.tree.map(np.asarray, trainee.worker._state.params)
+    trainee.worker.close()
+    (home / "config.yaml").write_text(yaml.safe_dump(to_written(load(words))))
+    for one, other in zip(jax.tree.leaves(trained), jax.tree.leaves(params), strict=True):
+        assert 0 < np.abs(one - other).max() < 0.02  # a step of Adam from there
+    asked = load(["task=export", "run.id=mine", "export.format=hf"])
+    assert export(asked, Console(quiet=True)) == 0
+    ours = apply(options, trained, TOKENS)
+    theirs = transformers_reference.logits(home / "hf-1", TOKENS)
+    assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+    before = transformers_reference.logits(tmp_path / "start", TOKENS)
+    assert np.abs(theirs - before).max() > 1e-2
 
 
 def test_what_transformers_lacks_is_refused(tmp_path):

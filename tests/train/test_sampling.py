@@ -4,14 +4,16 @@ import dataclasses
 import sys
 import weakref
 from pathlib import Path
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 
+from launcher.config.compose import load
 from launcher.stacked_array import StackedArray
 from launcher.train import sampling
-from launcher.train.sampling import Sampler
+from launcher.train.sampling import Sample, Sampler
 from recipes.decoding import Generator, Sampling, build_decoder
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -74,3 +76,16 @@ def test_one_layer_of_a_model_is_gathered_at_a_time(monkeypatch):
         np.testing.assert_array_equal(one, leaf)
     assert {d for leaf in jax.tree.leaves(placed) for d in leaf.devices()} == {*jax.devices()[:2]}
     worker.close()
+
+
+def test_a_decoder_that_fails_is_told_and_not_raised(monkeypatch):
+    sampler = Sampler(load([*WORDS, *PLANS["zero3"]]), plan=None)
+    broken = Exception(), TypeError("shapes (3,) and (4,)\nand more"), MemoryError()
+    for error, problem in zip(
+        broken, ("Exception", "TypeError: shapes (3,) and (4,)", "MemoryError"), strict=True
+    ):
+        monkeypatch.setattr(Sampler, "placed", mock.Mock(side_effect=error))
+        assert sampler.sample(3, {}, [[1]], 2) == Sample(3, problem=problem)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(MemoryError):  # the other process would wait for this one
+        sampler.sample(3, {}, [[1]], 2)

@@ -19,7 +19,7 @@ from launcher.cluster.slurm.allocation import find_allocation
 from launcher.config.check_parallel import check_parallel
 from launcher.config.errors import ConfigError
 from launcher.config.machines import Described, RayCluster, SlurmCluster
-from launcher.config.optimizers import CustomOptimizer
+from launcher.config.optimizers import CustomOptimizer, Optimizer, Scheduled
 from launcher.config.parallel import Replay
 from launcher.config.schema import Config, CustomDataset, CustomModel
 from launcher.driver.folder import folder
@@ -176,6 +176,8 @@ def _not_checked(config: Config, goes_on: bool, environ: Mapping[str, str]) -> I
         yield f"the contents of {' and '.join(dict.fromkeys(o.module for o in custom))}"
     elif needs_preparing(config.dataset):
         yield "what the training first makes of its data (task=prepare_data does that alone)"
+    if patterns := list(_patterns(config.optimizer)):
+        yield f"whether a parameter fits {' and '.join(patterns)}"
     if goes_on:
         yield "the arrays of the checkpoint"
     if isinstance(config.cluster, Described):
@@ -188,3 +190,13 @@ def _not_checked(config: Config, goes_on: bool, environ: Mapping[str, str]) -> I
         yield "whether the plan fits the model's program"
     else:
         yield "the plan and the memory that it needs (task=plan)"
+
+
+def _patterns(options: Optimizer) -> Iterator[str]:
+    """Yield the settings whose patterns are compared with the names of the model's parameters."""
+    if isinstance(options, Scheduled) and options.groups:
+        yield "optimizer.groups"
+    if options.train_only is not None:
+        yield "optimizer.train_only"
+    if options.lora.rank:
+        yield "optimizer.lora.pattern"

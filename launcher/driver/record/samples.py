@@ -11,7 +11,8 @@ from launcher.config.schema import Config
 from launcher.driver.record.special_steps import is_evaluated
 from launcher.driver.tasks.generate import decoded_after, default_prompt, encoded
 from launcher.files import write_whole
-from launcher.train.sampling import Sample
+from launcher.output import without_control
+from launcher.train.sampling import Sample, problem_of
 from recipes import InputError, tokenizer_of
 from recipes.corpus.tokenizers import Tokenizer
 from recipes.decoding import build_decoder
@@ -68,7 +69,20 @@ class Samples:
         return due and bool(self._can)
 
     def take(self, sample: Sample) -> None:
-        """Show a sample, keep it, and hand it to the trackers."""
+        """Show a sample, keep it, and hand it to the trackers; what cannot be is a warning."""
+        try:
+            if sample.problem:
+                self._can = False  # it would be the same each time
+                _log.warning(f"the model writes no samples ({sample.problem}); the run goes on")
+            else:
+                self._take(sample)
+        except Exception as error:  # of any class: the tokenizer may be the user's
+            _log.warning(
+                f"the sample after step {sample.step} cannot be shown ({problem_of(error)}); "
+                "the run goes on"
+            )
+
+    def _take(self, sample: Sample) -> None:
         assert self._tokenizer is not None
         said = [f"sample after step {sample.step}:"]
         self._rows = [row for row in self._rows if row[0] < sample.step]  # made again
@@ -120,6 +134,9 @@ class Samples:
             if asked:
                 _log.info(f"no samples: {error}")
             return False
+        except Exception as error:  # of any class: decoder and tokenizer may be the user's
+            _log.warning(f"no samples: {problem_of(error)}; the run goes on")
+            return False
         # Longer texts would have to be read anew.
         longest = max(len(prompt) for prompt in self.prompts)
         self.most = max(1, min(config.generate.max_new_tokens, decoder.length - longest))
@@ -128,5 +145,4 @@ class Samples:
 
 def printable(text: str) -> list[str]:
     """Return the lines of a text, without what a terminal would obey."""
-    lines = text.expandtabs(4).split("\n")
-    return ["".join(c if c.isprintable() else "\ufffd" for c in line) for line in lines]
+    return without_control(text.expandtabs(4)).split("\n")

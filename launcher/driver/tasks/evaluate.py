@@ -5,6 +5,7 @@ The model lies as its plan shards it, as for `task=generate`.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
+from launcher.config.compose import to_dict
 from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.driver.tasks.export_tokenizer import warn_of_other_tokens
@@ -40,8 +42,8 @@ def evaluate(config: Config, console: Console) -> int:
     asked = config.evaluate
     source, home = stored_model(config, asked.step, asked.best, "evaluate")
     _check_model_is_theirs(config, home)
-    target = _target(config, home / f"evaluation-{source.name}.json")
     settings = run_settings(config, home)
+    target = _target(config, home / f"evaluation-{source.name}{_other_data(config, settings)}.json")
     warn_of_other_tokens(settings, config)
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of what does not matter here
     prepare_first(config, console)
@@ -63,6 +65,14 @@ def evaluate(config: Config, console: Console) -> int:
         console.print(f"{name:<14} {value:.6g}")
     console.print(f"written to {target}", soft_wrap=True)
     return 0
+
+
+def _other_data(config: Config, settings: Config) -> str:
+    """Return what tells the file of other data than the run's from that of its own, which stays."""
+    if config.dataset == settings.dataset:
+        return ""
+    said = json.dumps(to_dict(config)["dataset"], sort_keys=True)
+    return f"-{config.dataset.name}-{hashlib.sha256(said.encode()).hexdigest()[:8]}"
 
 
 def _target(config: Config, default: Path) -> Path:

@@ -15,7 +15,8 @@ from launcher.config.errors import ConfigError
 from launcher.config.schema import Config
 from launcher.driver.tasks.model_workers import model_answers, stored_plan
 from launcher.driver.tasks.stored_model import run_settings, stored_model
-from launcher.output import answer
+from launcher.output import answer, without_control
+from launcher.report.console import status
 from launcher.train import checkpoint
 from launcher.train.model_workers import TextWorker
 from recipes import tokenizer_of
@@ -49,26 +50,35 @@ def generate_text(config: Config, console: Console) -> int:
     asked_of = TextWorker, given, source, stored_plan(home), asked.ema, (prompts,), console
     try:
         with model_answers(*asked_of) as tokens:
-            return _printed(texts, prompts, tokenizer, _ended(tokens, tokenizer.end_token))
+            rows = _ended(tokens, tokenizer.end_token)
+            with status(console, "compiling"):
+                made = list(itertools.islice(rows, 1))
+            if len(texts) == 1:
+                following = (row[0] for row in itertools.chain(made, rows))
+                return _stream(texts[0], prompts[0], tokenizer, following)
+            with status(console, "writing") as advance:
+                for row in rows:
+                    made.append(row)
+                    advance(len(made), asked.max_new_tokens, "tokens")
+            return _print_all(texts, prompts, tokenizer, made)
     except checkpoint.Mismatch as error:
         raise ConfigError(
             f"run.id={config.run.id} cannot generate: {source}: {error}", "", ["run.id"]
         ) from None
 
 
-def _printed(
+def _print_all(
     texts: Sequence[str],
     prompts: Sequence[Sequence[int]],
     tokenizer: Tokenizer,
-    rows: Iterator[list[int]],
+    rows: Sequence[list[int]],
 ) -> int:
-    """Print prompts with what follows; return the exit code."""
-    if len(texts) == 1:
-        return _stream(texts[0], prompts[0], tokenizer, (row[0] for row in rows))
-    columns = zip(*list(rows), strict=True)
-    for text, prompt, column in zip(texts, prompts, columns, strict=True):
+    """Print prompts with what follows, of which `rows` holds a token of each; return the code."""
+    for number, (text, prompt) in enumerate(zip(texts, prompts, strict=True)):
+        column = (row[number] for row in rows)
         made = list(itertools.takewhile(lambda token: token != tokenizer.end_token, column))
-        if code := answer(f"{text}{decoded_after(text, prompt, tokenizer, made)}\n"):
+        following = decoded_after(text, prompt, tokenizer, made)
+        if code := answer(f"{without_control(text + following)}\n"):
             return code
     return 0
 
@@ -88,7 +98,7 @@ def _ended(tokens: Iterable[list[int]], end_token: int | None) -> Iterator[list[
 
 def _stream(text: str, prompt: Sequence[int], tokenizer: Tokenizer, tokens: Iterable[int]) -> int:
     """Print a prompt and what follows; a piece of text is printed when it is whole."""
-    code, made, shown = answer(text, end=""), [], ""
+    code, made, shown = answer(without_control(text), end=""), [], ""
     for token in tokens:
         if code:
             return code
@@ -96,9 +106,9 @@ def _stream(text: str, prompt: Sequence[int], tokenizer: Tokenizer, tokens: Iter
         following = decoded_after(text, prompt, tokenizer, made)
         whole = following.rstrip("\ufffd")  # the rest of a character may follow
         if len(whole) > len(shown):
-            code, shown = answer(whole[len(shown) :], end=""), whole
+            code, shown = answer(without_control(whole[len(shown) :]), end=""), whole
     rest = decoded_after(text, prompt, tokenizer, made)[len(shown) :]
-    return code or answer(rest)
+    return code or answer(without_control(rest))
 
 
 def decoded_after(

@@ -180,14 +180,8 @@ def write_hugging_face(
         for number, group in enumerate(groups, 1):
             many = len(groups) > 1
             file = f"model-{number:05}-of-{len(groups):05}.safetensors" if many else _WHOLE
-            read = arrays(list(dict.fromkeys(f"params.{tensor.ours}" for tensor in group)))
-            found = {
-                t.theirs: t.to_theirs(np.asarray(read[f"params.{t.ours}"])).astype(_dtype(dtype))
-                for t in group
-            }
-            size += sum(array.nbytes for array in found.values())
-            weight_map |= dict.fromkeys(found, file)
-            write_whole(partial / file, save(found, {"format": "pt"}), private)
+            size += _write_file(partial / file, group, arrays, _dtype(dtype), private)
+            weight_map |= dict.fromkeys((tensor.theirs for tensor in group), file)
         if len(groups) > 1:
             index = {"metadata": {"total_size": size}, "weight_map": weight_map}
             write_whole(partial / _INDEX, json.dumps(index, indent=2), private)
@@ -200,6 +194,23 @@ def write_hugging_face(
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return len(folder.tensors)
+
+
+def _write_file(
+    file: Path,
+    group: Sequence[Tensor],
+    arrays: Callable[[Sequence[str]], Mapping[str, np.ndarray]],
+    dtype: np.dtype,
+    private: bool,
+) -> int:
+    """Write the arrays of one file, of which nothing is held after that; return their bytes."""
+    read = arrays(list(dict.fromkeys(f"params.{tensor.ours}" for tensor in group)))
+    found = {
+        tensor.theirs: tensor.to_theirs(np.asarray(read[f"params.{tensor.ours}"])).astype(dtype)
+        for tensor in group
+    }
+    write_whole(file, save(found, {"format": "pt"}), private)
+    return sum(array.nbytes for array in found.values())
 
 
 def _groups(tensors: Sequence[Tensor], width: int, largest: int) -> Iterator[list[Tensor]]:

@@ -70,6 +70,12 @@ def test_what_was_not_looked_at_is_said(here: Path) -> None:
     assert said(*SMOKE, "cluster=h100_8")[1] == (
         f"not checked: the devices, as cluster=h100_8 is not here; {plan}"
     )
+    patterns = ("optimizer.groups=[{pattern: nothing.*, learning_rate: 1}]",)
+    patterns += ("optimizer.train_only=nothing",)
+    assert said(*SMOKE, *patterns)[1].endswith(
+        "; not checked: whether a parameter fits optimizer.groups and optimizer.train_only; " + plan
+    )
+    assert "a parameter fits optimizer.lora.pattern;" in said(*SMOKE, "optimizer.lora.rank=2")[1]
     assert f"not checked: the resources of Slurm; {plan}" in said(*SMOKE, "cluster=slurm")[1]
 
 

@@ -5,6 +5,7 @@ import logging
 import pytest
 
 from launcher.config.compose import load
+from launcher.driver.record import samples
 from launcher.driver.record.samples import LARGEST, MOST_LINES, Samples, printable
 from launcher.train.sampling import Sample
 
@@ -119,3 +120,44 @@ def test_a_sample_that_cannot_be_kept_ends_no_run(tmp_path, caplog):
     told.samples.take(Sample(4, (tuple(b"bc"),)))
     assert told.lines == ["sample after step 4:", "  abc"]
     assert "the sample is not kept (File exists); the run goes on" in caplog.text
+
+
+def failing(problem):
+    """A function that raises `problem`."""
+
+    def fail(*_):
+        raise problem
+
+    return fail
+
+
+def test_a_text_that_cannot_be_decoded_ends_no_run(tmp_path, caplog):
+    told = Told(tmp_path, "prompt=a")
+    assert told.due()
+    whole = told.samples._tokenizer
+    told.samples._tokenizer = whole._replace(decode=failing(KeyError("Invalid token: 737")))
+    told.samples.take(Sample(4, ((98, 737),)))
+    assert told.lines == []
+    (line,) = caplog.messages
+    assert line == (
+        "the sample after step 4 cannot be shown (KeyError: 'Invalid token: 737'); the run goes on"
+    )
+    told.samples._tokenizer = whole
+    told.samples.take(Sample(8, ((98,),)))
+    assert told.lines == ["sample after step 8:", "  ab"]
+
+
+def test_a_model_that_fails_to_write_is_not_asked_again(tmp_path, caplog):
+    told = Told(tmp_path, "prompt=a")
+    assert told.samples.is_due(4)
+    told.samples.take(Sample(4, problem="TypeError: no such shape"))
+    assert caplog.messages == [
+        "the model writes no samples (TypeError: no such shape); the run goes on"
+    ]
+    assert (told.lines, told.due()) == ([], [])
+
+
+def test_a_tokenizer_that_fails_ends_no_run(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(samples, "tokenizer_of", failing(ValueError("not mine\nat all")))
+    assert Told(tmp_path).due() == []
+    assert caplog.messages == ["no samples: ValueError: not mine; the run goes on"]

@@ -1,8 +1,10 @@
 """`task=generate`: whatever plan has trained a model, the text is that of a plain loop."""
 
+import contextlib
 import dataclasses
 import functools
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -16,6 +18,7 @@ from rich.console import Console
 
 from launcher.config.compose import load, to_dict
 from launcher.config.errors import ConfigError
+from launcher.driver.tasks import generate
 from launcher.driver.tasks.evaluate import evaluate, means
 from launcher.driver.tasks.generate import decoded_after, generate_text
 from launcher.driver.tasks.model_workers import stored_plan
@@ -66,7 +69,7 @@ RUNS = {name: [*GPT_WORDS, *words] for name, words in PLANS.items()} | {
 }
 # One device: `test_a_text_is_printed_under_the_runs_own_settings`.
 FAST = ("two_stages",)
-SLOW = "three_d", "moe-two_stages", "dropless-zero3"
+SLOW = "zero3", "three_d", "moe-two_stages", "dropless-zero3"
 GREEDY = "generate.temperature=0", "generate.max_new_tokens=20"
 
 
@@ -202,6 +205,42 @@ def test_prompts_of_a_file_are_read_together(runs, monkeypatch, capsys):
     assert generated(capsys, *words, "prompt=[def f,import os]") == both
 
 
+def answering(monkeypatch, *columns):
+    """Have the model of the run `one` go on with prompts by these bytes."""
+
+    @contextlib.contextmanager
+    def answers(*_):
+        yield iter([list(row) for row in zip(*columns, strict=True)])
+
+    monkeypatch.setattr(generate, "model_answers", answers)
+
+
+def test_what_is_printed_holds_no_control_characters(runs, monkeypatch, capsys):
+    monkeypatch.chdir(runs[0])
+    masked = "a\ufffd[2Jb\n\tc\ufffd"
+    answering(monkeypatch, b"\x1b[2Jb\n\tc\x07")
+    assert generated(capsys, "run.id=one", "prompt=a") == f"{masked}\n"
+    answering(monkeypatch, *[b"\x1b[2Jb\n\tc\x07"] * 2)
+    words = "run.id=one", "prompt=[a,a]", "generate.max_new_tokens=8"
+    assert generated(capsys, *words) == f"{masked}\n\n" * 2
+
+
+def test_several_texts_tell_how_far_they_are(runs, monkeypatch):
+    monkeypatch.chdir(runs[0])
+    answering(monkeypatch, b"bcd", b"fgh")
+    told, done = [], []
+
+    @contextlib.contextmanager
+    def status(console, text):
+        told.append(text)
+        yield lambda *progress: done.append(progress)
+
+    monkeypatch.setattr(generate, "status", status)
+    words = "task=generate", "run.id=one", "generate.max_new_tokens=3", "prompt=[a,e]"
+    assert generate_text(load(words), Console(quiet=True)) == 0
+    assert (told, done) == (["compiling", "writing"], [(2, 3, "tokens"), (3, 3, "tokens")])
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -267,9 +306,16 @@ def test_an_evaluation_is_the_mean_over_what_is_held_out(runs, monkeypatch, caps
     assert told["rows"] == dataset.validation.num_rows
     assert f"{told['loss']:.6g}" in capsys.readouterr().out
     (folder / "other.txt").write_text("import os\n" * 2000)
-    other = load([*words, "dataset.path=other.txt", "evaluate.path=other.json"])
-    assert evaluate(other, make_console()) == 0
+    other = [*words, "dataset.path=other.txt"]
+    assert evaluate(load([*other, "evaluate.path=other.json"]), make_console()) == 0
     assert json.loads(Path("other.json").read_text())["loss"] != told["loss"]
+    for fraction in (0.2, 0.3, 0.3):
+        of_other = load([*other, f"dataset.validation_fraction={fraction}"])
+        assert evaluate(of_other, make_console()) == 0
+    kept = {file.name for file in Path("outputs/one").glob("evaluation-2*")}
+    assert len(kept) == 3  # one of each data
+    assert all(re.fullmatch(r"evaluation-2(-text-[0-9a-f]{8})?\.json", name) for name in kept)
+    assert json.loads(Path("outputs/one/evaluation-2.json").read_text()) == told
     (folder / "talks.jsonl").write_text('{"text": "one"}\n')
     unprepared = load([*words, "dataset=jsonl", "dataset.path=talks.jsonl"])
     with pytest.raises(InputError, match=r"has 257 tokens, more than model\.vocab_size=256"):

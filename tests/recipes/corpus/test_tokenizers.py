@@ -36,14 +36,19 @@ def trained(tmp_path):
     return tmp_path / "tokenizer.json"
 
 
-@pytest.mark.parametrize("kind", ["bytes", "file", "folder", "tiktoken"])
-def test_every_tokenizer_gives_the_text_back(trained, kind):
-    path = trained
+def named(trained, kind):
+    """The name of a tokenizer of each kind."""
     if kind == "tiktoken":
         path = trained.with_name("small.tiktoken")
         tokens = [bytes([i]) for i in range(256)] + [b"He", b"ll", b"Hell"]
         path.write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % i for i, t in enumerate(tokens)))
-    name = {"bytes": "bytes", "folder": str(trained.parent)}.get(kind, str(path))
+        return str(path)
+    return {"bytes": "bytes", "folder": str(trained.parent)}.get(kind, str(trained))
+
+
+@pytest.mark.parametrize("kind", ["bytes", "file", "folder", "tiktoken"])
+def test_every_tokenizer_gives_the_text_back(trained, kind):
+    name = named(trained, kind)
     tokenizer = load_tokenizer(name)
     encoded = tokenizer.encode([TEXT, "x"])
     assert tokenizer.decode(encoded[0]) == TEXT
@@ -53,6 +58,16 @@ def test_every_tokenizer_gives_the_text_back(trained, kind):
     assert tokenizer.fingerprint == tokenizer_fingerprint(name)
     if kind != "bytes":
         assert len(encoded[0]) < len(TEXT.encode())
+
+
+@pytest.mark.parametrize("kind", ["bytes", "file", "tiktoken"])
+def test_a_token_that_a_tokenizer_does_not_have_stands_as_one_character(trained, kind):
+    tokenizer = load_tokenizer(named(trained, kind))
+    one, two = (tokenizer.encode([text])[0].tolist() for text in ("He", "x"))
+    unknown = tokenizer.vocab_size + 477  # of a model whose vocabulary is padded
+    assert tokenizer.decode([unknown, *one, unknown, unknown, *two]) == "\ufffdHe\ufffd\ufffdx"
+    assert tokenizer.decode(np.array([unknown])) == "\ufffd"
+    assert tokenizer.decode([]) == ""
 
 
 def test_bytes_are_text_and_half_a_character_is_none():
