@@ -163,7 +163,13 @@ def slots_text(step: TracedStep, emitted: Emitted) -> str:
 
 
 def instructions_text(emitted: Emitted, plan: Plan, worker: int) -> str:
-    """Return the instruction list of one worker, the process of host number `worker`."""
+    """Return the instruction list of one worker, the process of host number `worker`.
+
+    Args:
+        emitted: the instructions of all workers, in whose slots it is told.
+        plan: the plan.
+        worker: the number of the worker.
+    """
     from launcher.runtime.instructions import Free, Send
 
     each = int(plan.cluster["devices_per_host"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +22,18 @@ from launcher.trace.jaxpr import Var, is_var
 from launcher.trace.step import TracedStep
 
 
-def chained(step: TracedStep, plan: Plan, parts: Sequence[Emitted]) -> Emitted:
-    """Return the instructions of a step, given those of its parts."""
-    chain, meshes, first_stage = _Chain(step), plan.all_meshes, 0
+def chained(
+    step: TracedStep, plan: Plan, parts: Sequence[Emitted], here: AbstractSet[int]
+) -> Emitted:
+    """Return the instructions of a step, given those of its parts.
+
+    Args:
+        step: the step.
+        plan: its plan.
+        parts: a worker's instructions of each part.
+        here: the meshes of the plan on which the worker has a device.
+    """
+    chain, meshes, first_stage = _Chain(step, here), plan.all_meshes, 0
     for number, (part, part_plan, emitted) in enumerate(
         zip(step.parts, plan.parts, parts, strict=True)
     ):
@@ -38,11 +48,17 @@ class _Chain:
     """The instructions so far.
 
     Attributes:
+        here: the worker's meshes.
+        turns: the number of turns so far.
+        read: the slots of arguments that are read so far.
         at: the slot of each value that one part hands on to another.
         given: the slots of batch leaves and constants that a part has been given.
     """
 
     step: TracedStep
+    here: AbstractSet[int]
+    turns: int = 0
+    read: set[int] = field(default_factory=set)
     slots: list[Slot] = field(default_factory=list)
     programs: dict[str, Callable[..., tuple[Any, ...]]] = field(default_factory=dict)
     summing: dict[str, tuple[Bucket, ...]] = field(default_factory=dict)
@@ -85,6 +101,8 @@ class _Chain:
             else:
                 renamed[slot] = self._new(slots[slot])
                 moves.append((self.at[var], renamed[slot]))
+            if i in emitted.used:
+                self.read.add(renamed[slot])
         for i, slot, axis in emitted.batches:
             leaf = index[part.invars[i]]
             is_new, renamed[slot] = self._given(("batch", leaf, axis), slots[slot])
@@ -100,7 +118,8 @@ class _Chain:
         self.summing.update((prefix + name, size) for name, size in emitted.summing.items())
         self.alike.update((prefix + name, (prefix, key)) for name, key in emitted.alike.items())
         for x in emitted.instructions:
-            self.listed.append(_renamed(x, renamed, mesh_of, prefix, first_stage))
+            self.listed.append(_renamed(x, renamed, mesh_of, prefix, first_stage, self.turns))
+        self.turns += emitted.turns
         for v, (result, _, _) in zip(part.outvars, emitted.results, strict=True):
             if is_var(v) and result is not None:
                 self.at[v] = renamed[result]
@@ -128,6 +147,7 @@ class _Chain:
                 slot = moves[-1][1]
             results.append((slot, None, self.slots[slot].mesh))
         self._move(moves, "reshard")
+        read = self.read | {slot for slot, _, _ in results}
         return dataclasses.replace(
             first,
             slots=tuple(self.slots),
@@ -135,7 +155,9 @@ class _Chain:
             summing=self.summing,
             alike=self.alike,
             instructions=tuple(self.listed),
+            turns=self.turns,
             arguments=tuple(self.arguments),
+            used=frozenset(i for i, slot in self.arguments if slot in read),
             batches=tuple(self.batches),
             constants=tuple(self.constants),
             results=tuple(results),
@@ -162,16 +184,20 @@ class _Chain:
         """Send values to other meshes; reshard those that stay on theirs by a program `name`."""
         links: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for src, dst in moves:
+            self.read.add(src)
             link = self.slots[src].mesh, self.slots[dst].mesh
             links.setdefault(link, []).append((src, dst))
-        for (src, dst), pairs in links.items():
+        for turn, ((src, dst), pairs) in enumerate(links.items(), self.turns):
+            if self.here.isdisjoint((src, dst)):
+                continue
             inputs, outputs = zip(*pairs, strict=True)
             if src != dst:
-                self.listed.append(Send(src, dst, inputs, outputs))
+                self.listed.append(Send(src, dst, inputs, outputs, turn))
                 continue
             program = f"{name}.{src}"
             self.programs[program] = lambda *values: values
-            self.listed.append(Run(src, program, inputs, outputs))
+            self.listed.append(Run(src, program, inputs, outputs, turn=turn))
+        self.turns += len(links)
 
 
 def _plain(spec: Spec) -> tuple[tuple[str, ...], ...]:
@@ -186,6 +212,7 @@ def _renamed(
     mesh_of: Sequence[int],
     prefix: str,
     first_stage: int,
+    first_turn: int,
 ) -> Instruction:
     """Return an instruction of a part with the numbers and names of the whole step."""
     if isinstance(x, Run):
@@ -197,6 +224,7 @@ def _renamed(
             inputs=tuple(slots[s] for s in x.inputs),
             outputs=tuple(slots[s] for s in x.outputs),
             task=task,
+            turn=first_turn + x.turn,
         )
     if isinstance(x, Exchange):
         return dataclasses.replace(
@@ -205,6 +233,7 @@ def _renamed(
             specs=tuple(dataclasses.replace(s, name=prefix + s.name) for s in x.specs),
             inputs=tuple(slots[s] for s in x.inputs),
             outputs=tuple(slots[s] for s in x.outputs),
+            turn=first_turn + x.turn,
         )
     assert isinstance(x, Send)
     return Send(
@@ -212,4 +241,5 @@ def _renamed(
         mesh_of[x.dst],
         tuple(slots[s] for s in x.inputs),
         tuple(slots[s] for s in x.outputs),
+        first_turn + x.turn,
     )

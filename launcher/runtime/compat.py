@@ -78,35 +78,34 @@ def is_nan_error(error: Exception) -> bool:
     return type(error).__name__ == "InternalFloatingPointError"
 
 
-def agree(name: str, value: str) -> bool:
-    """Wait until every process has called this; return whether all of them gave the same value.
+def told_by_all(name: str, own: str) -> list[str]:
+    """Wait until every process has called this, and return the texts of all.
 
     Each `name` can be used once.
 
     It uses the key-value store that `jax.distributed` has for itself. The public alternative,
-    `multihost_utils.sync_global_devices`, is a program over all devices of all processes, which on
+    `multihost_utils.process_allgather`, is a program over all devices of all processes, which on
     GPUs takes memory on each for a communicator that nothing else needs.
     """
     if jax.process_count() == 1:
-        return True
+        return [own]
     try:
         from jax._src import distributed
 
         store: Any = distributed.global_state.client
         tell, wait, read = store.key_value_set, store.wait_at_barrier, store.key_value_dir_get
     except (AttributeError, ImportError):
-        return _agree_by_devices(name, value)
-    tell(f"{name}/{jax.process_index()}", value)
+        return _gathered(own)
+    tell(f"{name}/{jax.process_index()}", own)
     wait(name, _A_DAY)
-    return len({each for _, each in read(f"{name}/")}) == 1
+    return [told for _, told in read(f"{name}/")]
 
 
-def _agree_by_devices(name: str, value: str) -> bool:
-    try:
-        multihost_utils.sync_global_devices(f"{name}: {value}")
-    except AssertionError:
-        return False
-    return True
+def _gathered(own: str) -> list[str]:
+    data, gather = np.frombuffer(own.encode(), np.uint8), multihost_utils.process_allgather
+    longest = int(np.max(gather(np.int32(data.size))))
+    every = gather(np.pad(data, (0, longest - data.size)))
+    return [bytes(row).rstrip(b"\0").decode() for row in np.asarray(every)]
 
 
 class _Read(threading.local):

@@ -13,6 +13,7 @@ import jax
 from launcher.plan import Plan, PlanError
 from launcher.runtime.compile import Compilation
 from launcher.runtime.emit import emit
+from launcher.runtime.emitted import Emitted
 from launcher.runtime.exchange import Servers
 from launcher.runtime.executable import Executable, Ways
 from launcher.runtime.placement import make_placement
@@ -80,7 +81,7 @@ class StepCompilation:
         step = _checked(step, plan, devices, ways.servers)
         with jax.transfer_guard("allow"):  # of the programs' constants
             self._step = step.cut_at(plan.layer_ends)
-            self._emitted = emit(self._step, plan, ways.servers.rank if ways.servers else 0)
+            self._emitted = _emitted(self._step, plan, devices, ways.servers)
             self._placement = make_placement(plan, devices, self._emitted.slots)
             self._compilation = Compilation(self._emitted, self._placement, pool)
         self.programs: list[Future[Any]] = self._compilation.programs
@@ -102,6 +103,16 @@ def wait_for_more(programs: Sequence[Future[Any]], seen: int) -> int:
     while waiting and len(programs) - len(waiting) <= seen:
         waiting = list(wait(waiting, return_when=FIRST_COMPLETED).not_done)
     return len(programs) - len(waiting)
+
+
+def _emitted(
+    step: TracedStep, plan: Plan, devices: Sequence[jax.Device], servers: Servers | None
+) -> Emitted:
+    """Return the instructions of this process."""
+    if servers:
+        return emit(step, plan, servers.rank)
+    own = {n for n, device in enumerate(devices) if device.process_index == jax.process_index()}
+    return emit(step, plan, devices=own)
 
 
 def _checked(

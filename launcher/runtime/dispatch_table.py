@@ -1,7 +1,6 @@
 """The dispatch table that a call follows.
 
-It is this process's part of the instructions, with everything looked up that can be known before
-the call.
+It is this process's instruction list, with everything looked up that can be known before the call.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from launcher.plan import PlanError
 from launcher.runtime.emitted import Emitted
 from launcher.runtime.exchange import Servers
 from launcher.runtime.exchanging import Exchanging, exchange_pool
-from launcher.runtime.instructions import Exchange, Free, Instruction, Run, Send
-from launcher.runtime.order import digest, parts_of, prove
+from launcher.runtime.instructions import Free, Instruction, Run, Send
+from launcher.runtime.order import digest, digests, prove
 from launcher.runtime.placement import Placement
 from launcher.runtime.throttle import Throttle
 from launcher.runtime.transfer import RemoteTransfer, absent, is_here, local_transfer, place_array
@@ -35,7 +34,8 @@ class Entry(NamedTuple):
         call: what to call; None if the entry only drops the arrays of its inputs.
         inputs: the slots to read.
         outputs: the slots to write.
-        keyed: whether `call` also takes the first transfer key, or the number, of the step's call.
+        keyed: whether `call` also takes the key of the step's call, which is its number if there
+            are parameter servers.
     """
 
     instruction: Instruction
@@ -51,7 +51,7 @@ class Table:
 
     Attributes:
         entries: what to do, in order.
-        num_keys: the number of transfer keys that one call takes, over all processes.
+        num_keys: the number of transfer keys that one call takes, the same in all processes.
         slots: the initial contents of the slots: the constants.
         arguments: `(argument leaf, slot, sharding)` of those that the step reads or returns.
         batches: `(argument leaf, slot, sharding, stacked along axis | None)`.
@@ -82,7 +82,7 @@ def build_table(
     """Build the dispatch table of this process.
 
     Args:
-        emitted: the step's instructions and programs.
+        emitted: this process's instructions and programs.
         placement: where its slots live.
         compiled: the compiled programs of this process, by name.
         donated: for each argument leaf, whether a call may consume it.
@@ -95,12 +95,13 @@ def build_table(
     """
     outlives = {slot for slot, _, _ in emitted.results}
     outlives |= {slot for i, slot in emitted.arguments if not donated[i]}
-    entries, exchanges = _entries(emitted, placement, compiled, outlives, transport, servers, spans)
+    entries, shipments = _entries(emitted, placement, compiled, outlives, transport, servers, spans)
     _prove(entries, emitted, placement)
     if transport is not None:
-        descriptions = [exchange.description for exchange in exchanges]
-        order = digest(emitted.instructions, placement.owners, emitted.slots, descriptions)
-        transport.open(exchanges, order)
+        told, owners = {n: x.description for n, x in shipments.items()}, placement.owners
+        together = digests(emitted.instructions, owners, emitted.slots, told)
+        order = digest(emitted.turns, owners)
+        transport.open(list(shipments.values()), order, together)
     slots: list[Any] = [None] * len(emitted.slots)
     for value, slot in emitted.constants:
         if is_here(placement.sharding(slot)):
@@ -109,13 +110,11 @@ def build_table(
     if transport is not None:
         transport.barrier("open")  # nothing is left that can fail
     sharding = placement.sharding
-    used = {slot for x in emitted.instructions if not isinstance(x, Free) for slot in x.inputs}
-    used |= {slot for slot, _, _ in emitted.results if slot is not None}
     return Table(
         entries=entries,
-        num_keys=sum(exchange.num_keys for exchange in exchanges),
+        num_keys=emitted.turns,
         slots=slots,
-        arguments=tuple((i, s, sharding(s)) for i, s in emitted.arguments if s in used),
+        arguments=tuple((i, s, sharding(s)) for i, s in emitted.arguments if i in emitted.used),
         batches=tuple((i, slot, sharding(slot), axis) for i, slot, axis in emitted.batches),
         results=tuple(
             None if i in fixed else slot for i, (slot, _, _) in enumerate(emitted.results)
@@ -133,24 +132,21 @@ def _entries(
     transport: Transport | None,
     servers: Servers | None,
     spans: SpanRecorder,
-) -> tuple[tuple[Entry, ...], list[Shipment]]:
-    """Return the entries of this process and the exchanges of all processes."""
+) -> tuple[tuple[Entry, ...], dict[int, Shipment]]:
+    """Return the entries, and what goes to other processes and comes from them, by turn."""
     throttle = Throttle()
     programs = {
         x.program: throttle.wrap(compiled[x.program], placement.meshes[x.mesh].local_devices)
         for x in emitted.instructions
-        if isinstance(x, Run) and x.program in compiled
+        if isinstance(x, Run)
     }
-    mine = set(parts_of(emitted.instructions, placement.owners).get(jax.process_index(), ()))
-    entries, exchanges = [], []
+    entries, shipments = [], {}
     pool = exchange_pool()  # without threads until there is an exchange
-    offset = 0  # of a transfer's keys among those of one call
-    for number, x in enumerate(emitted.instructions):
+    for x in emitted.instructions:
+        call: Any
         if isinstance(x, Run):
-            if number in mine:
-                entries.append(Entry(x, programs[x.program], x.inputs, x.outputs, False))
+            entries.append(Entry(x, programs[x.program], x.inputs, x.outputs, False))
         elif isinstance(x, Send):
-            call: Any
             avals = [placement.slots[slot].aval for slot in x.inputs]
             src = [placement.sharding(slot) for slot in x.inputs]
             dst = [placement.sharding(slot) for slot in x.outputs]
@@ -158,32 +154,27 @@ def _entries(
                 call = local_transfer(avals, src, dst)
             elif transport is None:
                 raise PlanError("stages of different processes need a transport to exchange arrays")
-            else:  # made also for transfers elsewhere: all processes count the same keys
+            else:
                 lasting = [slot in outlives for slot in x.inputs]
-                call = RemoteTransfer(avals, src, dst, transport, offset, lasting)
-                offset += call.num_keys
-                exchanges.append(call.exchange)
-            if number in mine:
-                entries.append(
-                    Entry(x, call, x.inputs, x.outputs, isinstance(call, RemoteTransfer))
-                )
-        elif isinstance(x, Exchange):
+                call = RemoteTransfer(avals, src, dst, transport, x.turn, lasting)
+                shipments[x.turn] = call.exchange
+            entries.append(Entry(x, call, x.inputs, x.outputs, x.turn in shipments))
+        elif isinstance(x, Free):
+            entries.append(Entry(x, None, x.slots, (), False))
+        else:
             assert servers is not None  # `compile_step` has checked it
             call = Exchanging(x, placement, servers, pool, spans)
             entries.append(Entry(x, call, x.inputs, x.outputs, True))
-        else:
-            entries.append(Entry(x, None, x.slots, (), False))
-    return tuple(entries), exchanges
+    return tuple(entries), shipments
 
 
 def _prove(entries: Sequence[Entry], emitted: Emitted, placement: Placement) -> None:
     """Prove, from the entries as they were built, that this process does not deadlock."""
-    position = {id(x): i for i, x in enumerate(emitted.instructions)}
-    done = [position[id(x)] for x, *_ in entries if not isinstance(x, Free)]
+    done = [x for x, *_ in entries if not isinstance(x, Free)]
+    here = {mesh for mesh in range(len(placement.meshes)) if placement.runs_here(mesh)}
     given = [slot for _, slot in (*emitted.arguments, *emitted.constants)]
     given += [slot for _, slot, _ in emitted.batches]
-    own = {jax.process_index(): done}
-    prove(emitted.instructions, placement.owners, own, emitted.slots, given)
+    prove(emitted.instructions, done, here, emitted.slots, given)
 
 
 def _fixed(emitted: Emitted, placement: Placement) -> dict[int, jax.Array]:

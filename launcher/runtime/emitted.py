@@ -13,18 +13,20 @@ from launcher.runtime.instructions import Instruction, Slot
 
 @dataclass(frozen=True, eq=False)
 class Emitted:
-    """A step that is ready to be compiled.
+    """A step that is ready to be compiled by one worker.
 
     Attributes:
         slots: what each slot holds.
         programs: the function of every program, by name.
         summing: the buckets of the programs that sum gradients over the replicas, by name.
-        instructions: what runs, in order.
-        arguments: `(argument leaf, slot)`: where each is put before the step.
+        instructions: what the worker runs, in order.
+        turns: the number of turns of all workers' instructions.
+        arguments: `(argument leaf, slot)`: where each is put before the step, here or elsewhere.
+        used: the argument leaves, of these, that a worker reads or that are results.
         batches: `(argument leaf, slot, stacked along axis | None)`: copies of batch leaves.
         constants: `(array, slot)`, put once.
-        results: for each result leaf `(slot, literal, mesh)`, where either the slot or the literal
-            is None.
+        results: for each result leaf, here or elsewhere, `(slot, literal, mesh)`, where either the
+            slot or the literal is None.
         slicing: how the batch is cut.
         rank: the number of the worker that it is for, where parameter servers sum.
         alike: a key of some programs, equal for those that are the same function.
@@ -34,7 +36,9 @@ class Emitted:
     programs: dict[str, Callable[..., tuple[Any, ...]]]
     summing: dict[str, tuple[Bucket, ...]]
     instructions: tuple[Instruction, ...]
+    turns: int
     arguments: tuple[tuple[int, int], ...]
+    used: frozenset[int]
     batches: tuple[tuple[int, int, int | None], ...]
     constants: tuple[tuple[Any, int], ...]
     results: tuple[tuple[int | None, Any, int], ...]

@@ -58,7 +58,7 @@ class Executable:
         compile_seconds: how long compilation took.
         in_shardings: a pytree like the arguments: where each leaf lives; None for the batch, and a
             `StackedSharding` for one whose rows are apart.
-        used: the argument leaves that a call reads or returns, but for the batch.
+        used: the argument leaves that a call reads or returns, in any process, but for the batch.
         spans: takes what `record` and the threads of the runtime record.
     """
 
@@ -82,7 +82,7 @@ class Executable:
         flat = [where.get(i) for i in range(len(whole.in_avals))]
         stacked = self._caller.by_leaf(flat, StackedSharding)
         self.in_shardings = self._caller.arguments(stacked)
-        used = {i for i, _, _ in self._table.arguments}
+        used = emitted.used
         any_used = self._caller.by_leaf([i in used for i in range(len(flat))], any)
         self.used = frozenset(i for i, is_used in enumerate(any_used) if is_used)
 

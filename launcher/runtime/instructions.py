@@ -2,6 +2,9 @@
 
 Instructions address *slots*: numbered places that hold one array each. What a slot holds (shape,
 mesh, spec) is known before the first step.
+
+An instruction has a *turn*: its place in the order that all workers follow. Each does what it takes
+part in by ascending turns.
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ class Run:
         donated: the positions, among `inputs`, of the arguments that are donated.
         task: the task of the pipeline that the program is for; None for the programs around the
             pipeline.
+        turn: its turn.
     """
 
     mesh: int
@@ -53,6 +57,7 @@ class Run:
     outputs: tuple[int, ...]
     donated: tuple[int, ...] = ()
     task: Task | None = None
+    turn: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ class Send:
     dst: int
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    turn: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,7 @@ class Exchange:
         inputs: the slots of this worker's arrays.
         outputs: the slots of what they become.
         micro_batches: of how many microbatches, one after another, each array holds the replicas.
+        turn: its turn.
     """
 
     mesh: int
@@ -86,6 +93,7 @@ class Exchange:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     micro_batches: int = 1
+    turn: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The one order that all processes follow, and the proof that none of them deadlocks. Pure.
 
-It is the order of the instruction list, which is that of the plan's simulated timeline. Each
-process does its part of it: the instructions in which one of its devices takes part. Transfers by
+It is the order of the plan's simulated timeline: each instruction has its turn in it. Each process
+lists only the instructions in which one of its devices takes part, by ascending turns. Transfers by
 collectives (`runtime.permute`) are told apart only by their order, so two transfers that are
 swapped in one process mean silently wrong data, or a process that waits for ever.
 """
@@ -11,110 +11,118 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any
 
 from launcher.plan import PlanError
-from launcher.runtime.instructions import Exchange, Free, Instruction, Run, Send, Slot
-
-Parts = Mapping[int, Sequence[int]]  # process -> places in the list of instructions
-
-
-def parts_of(instructions: Sequence[Instruction], owners: Sequence[Set[int]]) -> Parts:
-    """Return what each process does, in order.
-
-    Args:
-        instructions: the instruction list.
-        owners: for every mesh, the processes that own one of its devices.
-    """
-    parts: dict[int, list[int]] = {process: [] for process in sorted(set().union(*owners))}
-    for place, x in enumerate(instructions):
-        for process in _together(x, owners):
-            parts[process].append(place)
-    return parts
+from launcher.runtime.instructions import Free, Instruction, Run, Send, Slot, Work
 
 
 def prove(
     instructions: Sequence[Instruction],
-    owners: Sequence[Set[int]],
-    parts: Parts,
+    done: Iterable[Work],
+    here: Set[int],
     slots: Sequence[Slot],
     given: Iterable[int],
 ) -> None:
-    """Prove that processes that do these parts all finish, with the right arrays.
+    """Prove that a process that does this finishes, with the right arrays, if all prove theirs.
 
-    Each process may prove its own part alone, if all have shown by the `digest` that they follow
-    one list.
+    All must also have shown by `digests` that what they do together has the same turns.
 
-    The proof: take the first instruction in the list that is not done yet. Its arrays were made
-    before it, on the mesh that reads them, and each process that takes part in it has done
-    everything before it. So it is done next, however long any process waits for it, and so on to
-    the last one. What two processes do together they do in the same order, so that neither mistakes
-    one transfer for another.
+    The proof: take, of the instructions that are not done yet, that of the lowest turn. Each
+    process that takes part in it has done everything before it, and has made or got the arrays
+    that it gives. So it is done next, however long any process waits for it, and so on to the last
+    one. What two processes do together they do in the same order, so that neither mistakes one
+    transfer for another.
 
     Args:
-        instructions: the instruction list.
-        owners: for every mesh, the processes that own one of its devices.
-        parts: what each process does, as positions in the list.
+        instructions: the instruction list of the process.
+        done: what the process does, in order.
+        here: the meshes on which it has a device.
         slots: what each slot holds.
         given: the slots that are filled before the first instruction.
 
     Raises:
         PlanError: an instruction is out of order, or reads what is not there.
     """
-    wanted_of = parts_of(instructions, owners)
-    for process, places in parts.items():
-        for wanted, found in itertools.zip_longest(wanted_of.get(process, ()), places):
-            if wanted != found:
-                raise PlanError(
-                    f"process {process} has to do {_told(wanted, instructions)} and does "
-                    f"{_told(found, instructions)}"
-                )
+    listed = (x for x in instructions if not isinstance(x, Free))
+    turn = -1
+    for wanted, found in itertools.zip_longest(listed, done):
+        if wanted is not found:
+            raise PlanError(f"this process has to do {_told(wanted)} and does {_told(found)}")
+        if wanted is None or wanted.turn <= turn:
+            raise PlanError(f"this process does {_told(wanted)} after turn {turn}")
+        turn = wanted.turn
     there = set(given)
-    for place, x in enumerate(instructions):
+    for x in instructions:
         if isinstance(x, Free):
             there.difference_update(x.slots)
             continue
-        here, to = (x.src, x.dst) if isinstance(x, Send) else (x.mesh, x.mesh)
-        absent = [s for s in x.inputs if s not in there or slots[s].mesh != here]
+        at, to = (x.src, x.dst) if isinstance(x, Send) else (x.mesh, x.mesh)
+        read = there.union(x.inputs) if at not in here else there  # elsewhere: another proves it
+        absent = [s for s in x.inputs if s not in read or slots[s].mesh != at]
         if absent or any(slots[s].mesh != to for s in x.outputs):
-            raise PlanError(f"{_told(place, instructions)} needs slots {absent}, not there")
+            raise PlanError(f"{_told(x)} needs slots {absent}, not there")
         there.update(x.outputs)
 
 
-def digest(
+def digest(turns: int, owners: Sequence[Set[int]]) -> str:
+    """Return a hash of what all processes know alike.
+
+    Args:
+        turns: the number of turns.
+        owners: for every mesh, the processes that own one of its devices.
+    """
+    return hashlib.sha256(repr((turns, list(map(sorted, owners)))).encode()).hexdigest()
+
+
+def digests(
     instructions: Sequence[Instruction],
     owners: Sequence[Set[int]],
     slots: Sequence[Slot],
-    exchanges: Sequence[str],
-) -> str:
-    """Return a hash that is equal for processes that follow the same order.
+    shipments: Mapping[int, str],
+) -> dict[str, int]:
+    """Return a hash of what a process does together with each group of others.
 
-    Their arrays are also of the same kinds, and the same pieces go between the same devices.
+    All processes of a group return the same one if they do the same together, at the same turns,
+    with arrays of the same kinds, and the same pieces go between the same devices.
 
     Args:
-        instructions: the instruction list.
+        instructions: the instruction list of the process.
         owners: for every mesh, the processes that own one of its devices.
         slots: what each slot holds.
-        exchanges: the descriptions of the exchanges, `Shipment.description`.
+        shipments: by turn, what goes between processes, `Shipment.description`.
+
+    Returns:
+        By hash, the number of processes of the group.
     """
-    kinds = [(s.mesh, s.aval.shape, str(s.aval.dtype), s.spec) for s in slots]
-    text = repr((instructions, list(map(sorted, owners)), kinds, list(exchanges)))
-    return hashlib.sha256(text.encode()).hexdigest()
+    hashes = {}
+    numbers: dict[tuple[int, ...], dict[int, int]] = {}  # of a group's slots, by their turns
+    for x in instructions:
+        if isinstance(x, Free):
+            continue
+        meshes = (x.src, x.dst) if isinstance(x, Send) else (x.mesh,)
+        group = tuple(sorted(set().union(*(owners[mesh] for mesh in meshes))))
+        if len(group) == 1:
+            continue
+        own = numbers.setdefault(group, {})
+        arrays = [(own.setdefault(s, len(own)), *_kind(slots[s])) for s in (*x.inputs, *x.outputs)]
+        what = (x.program, x.donated) if isinstance(x, Run) else shipments.get(x.turn)
+        told = x.turn, meshes, what, len(x.inputs), arrays
+        if group not in hashes:
+            hashes[group] = hashlib.sha256(repr(group).encode())
+        hashes[group].update(repr(told).encode())
+    return {found.hexdigest(): len(group) for group, found in hashes.items()}
 
 
-def _together(x: Instruction, owners: Sequence[Set[int]]) -> Set[int]:
-    """Return the processes that do an instruction together. Freeing a slot waits for nobody."""
-    if isinstance(x, Free):
-        return set()
-    return owners[x.src] | owners[x.dst] if isinstance(x, Send) else owners[x.mesh]
+def _kind(slot: Slot) -> tuple[Any, ...]:
+    return slot.mesh, slot.aval.shape, str(slot.aval.dtype), slot.spec
 
 
-def _told(place: int | None, instructions: Sequence[Instruction]) -> str:
-    if place is None:
+def _told(x: Work | None) -> str:
+    if x is None:
         return "nothing"
-    x = instructions[place]
     if isinstance(x, Run):
-        return f"instruction {place}, {x.program} on mesh {x.mesh}"
+        return f"instruction {x.turn}, {x.program} on mesh {x.mesh}"
     if isinstance(x, Send):
-        return f"instruction {place}, a transfer from mesh {x.src} to {x.dst}"
-    what = "an exchange" if isinstance(x, Exchange) else "the end of slots"
-    return f"instruction {place}, {what}"
+        return f"instruction {x.turn}, a transfer from mesh {x.src} to {x.dst}"
+    return f"instruction {x.turn}, an exchange"

@@ -18,7 +18,7 @@ import concurrent.futures
 import functools
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,11 +26,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from launcher.runtime.throttle import Throttle
-from launcher.runtime.transport import CheckedBarrier, Parcel, Parts, Shipment
+from launcher.runtime.transport import NOTHING, CheckedBarrier, Parcel, Parts, Shipment
 
 _AXIS = "device"
-_MOST = 4096  # programs that are kept, of which those of microbatches and layers are the same few
-
 
 Zero = Callable[[jax.Device, "Round"], jax.Array]
 
@@ -77,7 +75,9 @@ class PermuteTransport(CheckedBarrier):
 
     def __init__(self) -> None:
         super().__init__()
-        self._program = functools.lru_cache(_MOST)(_Program)
+        # All are kept, of which those of microbatches and layers are the same few: what one process
+        # forgets, others must not remember as open.
+        self._program = functools.cache(_Program)
         self._opened: set[tuple[jax.Device, ...]] = set()
         self._zeros: weakref.WeakValueDictionary[Any, jax.Array] = weakref.WeakValueDictionary()
         self._throttle = Throttle()
@@ -90,30 +90,34 @@ class PermuteTransport(CheckedBarrier):
         program = self._program(devices, tuple(found for found, _ in rounds))
         return _Permutes(program, [numbers for _, numbers in rounds], self._zero)
 
-    def open(self, exchanges: Sequence[Shipment], order: str) -> None:
+    def open(
+        self,
+        exchanges: Sequence[Shipment],
+        order: str,
+        together: Mapping[str, int] | None = None,
+    ) -> None:
         """Compile the exchanges, then open the communicator of each group of devices.
 
         They are opened one after another, once all processes have compiled. See `Transport`.
         """
         programs = dict.fromkeys(x.program for x in exchanges if isinstance(x, _Permutes))
-        new = [x for x in programs if not x.is_open]
-        here = [x for x in new if x.is_here]
+        new = [x for x in programs if x.is_here and x.run is None]
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            compiled = list(pool.map(_Program.compiled, here))
-        self.barrier(order)
-        for program, run in zip(here, compiled, strict=True):
+            compiled = list(pool.map(_Program.compiled, new))
+        self.barrier(order, together or NOTHING)
+        for program, run in zip(new, compiled, strict=True):
             program.run = self._throttle.wrap(run, program.local)
-        for program in new:
-            program.is_open = True
+        if together is None:
+            for program in programs:
+                program.is_open = True
         groups = {x.devices: x for x in reversed(new)}
         for devices in sorted(groups.keys() - self._opened, key=lambda g: [d.id for d in g]):
             self._opened.add(devices)
-            if groups[devices].is_here:
-                jax.block_until_ready(groups[devices].first(self._zero))
+            jax.block_until_ready(groups[devices].first(self._zero))
 
     def reserve(self, count: int) -> int:
         """See `Transport`. Nothing here has a key."""
-        return count
+        return 0
 
     def _zero(self, device: jax.Device, of: Round) -> jax.Array:
         """Return zeros of a round's kind, one array that all its users share."""
@@ -133,7 +137,7 @@ class _Program:
         local: the devices that are this process's.
         run: the compiled program, once there is one.
         is_here: whether this process takes part.
-        is_open: whether all processes have compiled it.
+        is_open: whether all processes have opened it, of this one and those that take no part.
         ends: for each round, both positions of each pair among `local`; None for a device of
             another process.
     """
@@ -201,8 +205,6 @@ class _Permutes:
         zero: makes what idle devices send.
     """
 
-    num_keys = 0
-
     def __init__(self, program: _Program, numbers: list[list[int]], zero: Zero) -> None:
         self.program = program
         self._numbers = numbers
@@ -216,7 +218,7 @@ class _Permutes:
 
     @property
     def is_open(self) -> bool:
-        """Whether all processes have compiled it."""
+        """Whether all processes have opened it."""
         return self.program.is_open
 
     def __call__(self, key: int, parts: Parts) -> Parts:

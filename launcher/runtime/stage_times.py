@@ -35,7 +35,7 @@ def time_stages(entries: Sequence[Entry], slots: list[Any], key: int, plan: Plan
     Args:
         entries: the entries.
         slots: the arrays, which are there.
-        key: the first transfer key of the step's call.
+        key: the key of the step's call.
         plan: the plan.
     """
     seconds: dict[Task, float] = {}

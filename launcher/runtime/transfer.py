@@ -86,8 +86,8 @@ def _cut_alike(aval: Any, src: NamedSharding, dst: NamedSharding) -> bool:
 class RemoteTransfer:
     """A transfer in which several processes take part.
 
-    It is called with the first key of the step's call and with the arrays, of which those that live
-    in other processes may be None. All that goes from one process to another goes together, by one
+    It is called with the key of the step's call and with the arrays, of which those that live in
+    other processes may be None. All that goes from one process to another goes together, by one
     exchange of the transport.
 
     Args:
@@ -95,12 +95,11 @@ class RemoteTransfer:
         src: the sharding of each array at the source.
         dst: the sharding of each array at the destination.
         transport: what moves arrays between processes.
-        offset: the position of this transfer's first key among the keys of one call.
+        turn: the position of this transfer's key among the keys of one call.
         outlives: for each array, whether it is there after the step; by default all are.
 
     Attributes:
         exchange: what goes between processes; it must be opened before the first call.
-        num_keys: the number of keys that the transfer takes.
     """
 
     def __init__(
@@ -109,15 +108,14 @@ class RemoteTransfer:
         src: Sequence[NamedSharding],
         dst: Sequence[NamedSharding],
         transport: Transport,
-        offset: int,
+        turn: int,
         outlives: Sequence[bool] | None = None,
     ) -> None:
         outlives = [True] * len(avals) if outlives is None else outlives
         self._legs = [_Leg(*parts) for parts in zip(avals, src, dst, outlives, strict=True)]
         parcels = [(k, n, x) for k, leg in enumerate(self._legs) for n, x in leg.parcels()]
         self.exchange = transport.bind([parcel for _, _, parcel in parcels])
-        self._offset = offset
-        self.num_keys = self.exchange.num_keys
+        self._turn = turn
         me = jax.process_index()
         numbered = list(enumerate(parcels))
         self._out = [(i, k, n) for i, (k, n, x) in numbered if x.src.process_index == me]
@@ -127,12 +125,12 @@ class RemoteTransfer:
         """Transfer the arrays; return them at the destination.
 
         Args:
-            key: the first key of the step's call.
+            key: the key of the step's call.
             arrays: the arrays at the source; those that live in other processes may be None.
         """
         parts = [leg.cut(x) for leg, x in zip(self._legs, arrays, strict=True)]
         out = {i: parts[k][n] for i, k, n in self._out}
-        for i, part in self.exchange(key + self._offset, out).items():
+        for i, part in self.exchange(key + self._turn, out).items():
             k, n = self._where[i]
             parts[k][n] = part
         return [leg.joined(found) for leg, found in zip(self._legs, parts, strict=True)]
@@ -244,7 +242,7 @@ def move(
         with fail_together(transport):
             transport.open([transfer.exchange], transfer.exchange.description)
             transport.barrier("open")
-    return transfer(transport.reserve(transfer.num_keys), list(arrays))
+    return transfer(transport.reserve(1), list(arrays))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -10,9 +10,12 @@ default this machine's own loopback, and the keys can start at a number that nob
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import jax
@@ -20,7 +23,7 @@ from jax.experimental import transfer
 from jax.sharding import SingleDeviceSharding
 
 from launcher.plan import PlanError
-from launcher.runtime.compat import agree
+from launcher.runtime.compat import told_by_all
 
 
 @dataclass(frozen=True)
@@ -43,23 +46,22 @@ class Parcel:
 
 
 Parts = dict[int, jax.Array]  # by the number of their parcel
+NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 class Shipment(Protocol):
     """Parcels that go together, bound to this process.
 
     Attributes:
-        num_keys: how many keys they take.
         description: what goes from where to where, and how; the same in all processes.
-        is_open: whether it can be called, which changes in all processes together.
+        is_open: whether all processes have opened such parcels, which changes in all together.
     """
 
-    num_keys: int
     description: str
 
     @property
     def is_open(self) -> bool:
-        """Whether it can be called."""
+        """Whether all processes have opened such parcels."""
         ...
 
     def __call__(self, key: int, parts: Parts) -> Parts:
@@ -68,7 +70,7 @@ class Shipment(Protocol):
         If the devices allow it, this returns at once, and the arrays are filled later.
 
         Args:
-            key: the first of the exchange's keys.
+            key: the exchange's key.
             parts: the arrays to send, by the number of their parcel, each on the device that its
                 parcel names.
         """
@@ -77,29 +79,40 @@ class Shipment(Protocol):
 class Transport(Protocol):
     """The interface that the runtime needs to move arrays between processes.
 
-    All processes bind, open and call alike: the same things in the same order, including those that
-    only other processes exchange.
+    A process binds the exchanges in which it takes part. All processes that take part in one bind
+    and call it alike, in one order; all processes open, pass barriers and reserve alike.
     """
 
     def bind(self, parcels: Sequence[Parcel]) -> Shipment:
         """Prepare an exchange."""
 
-    def open(self, exchanges: Sequence[Shipment], order: str) -> None:
-        """Make exchanges ready to be called, then pass the `barrier` of their `order`."""
+    def open(
+        self,
+        exchanges: Sequence[Shipment],
+        order: str,
+        together: Mapping[str, int] | None = None,
+    ) -> None:
+        """Make exchanges ready to be called, then pass the `barrier`.
 
-    def barrier(self, order: str) -> None:
+        Args:
+            exchanges: this process's; without `together`, those of all processes.
+            order: see `barrier`.
+            together: see `barrier`.
+        """
+
+    def barrier(self, order: str, together: Mapping[str, int] = NOTHING) -> None:
         """Wait until every process has reached this barrier.
 
         Args:
-            order: the order that this process follows, such as a `runtime.order.digest`; "" if this
-                process failed.
+            order: what all processes have to give alike; "" if this process failed.
+            together: `runtime.order.digests`, each of which so many processes have to give.
 
         Raises:
-            ProcessMismatchError: the processes do not all give the same order.
+            ProcessMismatchError: they do not.
         """
 
     def reserve(self, count: int) -> int:
-        """Reserve `count` new keys, each of which is used once, and return the first."""
+        """Reserve new keys for `count` exchanges and return the first."""
 
 
 class ProcessMismatchError(PlanError):
@@ -112,10 +125,13 @@ class CheckedBarrier:
     def __init__(self) -> None:
         self._passed = 0
 
-    def barrier(self, order: str) -> None:
+    def barrier(self, order: str, together: Mapping[str, int] = NOTHING) -> None:
         """See `Transport`."""
         self._passed += 1
-        if not agree(f"launcher/{type(self).__name__}/{self._passed}", order):
+        own = json.dumps({**together, order: jax.process_count()})
+        every = told_by_all(f"launcher/{type(self).__name__}/{self._passed}", own)
+        given = Counter(each for told in every for each in json.loads(told).items())
+        if any(found != wanted for (_, wanted), found in given.items()):
             raise ProcessMismatchError(
                 "the processes would not run this plan alike: one of them failed, or has other "
                 "code or other versions of the libraries"
@@ -150,7 +166,7 @@ class PullTransport(CheckedBarrier):
         client = jax.local_devices()[0].client
         self._server = transfer.start_transfer_server(client, f"{bind}:0", [f"{bind}:0"])
         self._peers: list[Any] = []
-        self._reserved = 0
+        self._first, self._reserved = 0, 0
 
     @property
     def address(self) -> str:
@@ -162,10 +178,10 @@ class PullTransport(CheckedBarrier):
 
         Args:
             addresses: the addresses of all processes, in the order of `jax.process_index()`.
-            first_key: the first key that is reserved, the same in all processes.
+            first_key: the first key that the server knows, the same in all processes.
         """
         me = jax.process_index()
-        self._reserved = first_key
+        self._first = first_key
         self._peers = [
             None if i == me else self._server.connect(address)
             for i, address in enumerate(addresses)
@@ -175,34 +191,49 @@ class PullTransport(CheckedBarrier):
         """See `Transport`."""
         return _Pulls(self, parcels)
 
-    def open(self, exchanges: Sequence[Shipment], order: str) -> None:
+    def open(
+        self,
+        exchanges: Sequence[Shipment],
+        order: str,
+        together: Mapping[str, int] | None = None,
+    ) -> None:
         """Pass the barrier; nothing has to be prepared. See `Transport`."""
-        self.barrier(order)
+        self.barrier(order, together or NOTHING)
 
     def reserve(self, count: int) -> int:
         """See `Transport`."""
         self._reserved += count
         return self._reserved - count
 
-    def send(self, key: int, arrays: list[jax.Array]) -> None:
-        """Offer arrays of this process under a key that is used once; return at once."""
-        self._server.await_pull(key, arrays)
+    def send(self, key: int, process: int, arrays: list[jax.Array]) -> None:
+        """Offer a process arrays of this one, those of one exchange; return at once.
+
+        Args:
+            key: the exchange's key.
+            process: the process that gets them.
+            arrays: the arrays.
+        """
+        self._server.await_pull(self._offered(key, process), arrays)
 
     def recv(self, key: int, process: int, like: list[jax.ShapeDtypeStruct]) -> list[jax.Array]:
-        """Return the arrays that a process offers under a key; they are filled later.
+        """Return the arrays that a process offers this one; they are filled later.
 
         This returns at once.
 
         Args:
-            key: the key.
+            key: the exchange's key.
             process: the process that offers them.
             like: the shapes and shardings of the arrays.
         """
-        return list(self._peers[process].pull(key, like))
+        return list(self._peers[process].pull(self._offered(key, jax.process_index()), like))
+
+    def _offered(self, key: int, process: int) -> int:
+        """Return the server's own key, which is used once, of what a process gets."""
+        return self._first + key * len(self._peers) + process
 
 
 class _Pulls:
-    """An exchange by keys: all parcels from one process to another share one message and key."""
+    """An exchange by keys: all parcels from one process to another go in one message."""
 
     is_open = True
 
@@ -212,27 +243,26 @@ class _Pulls:
         for n, parcel in enumerate(parcels):
             link = parcel.src.process_index, parcel.dst.process_index
             links.setdefault(link, []).append(n)
-        self.num_keys = len(links)
         self.description = repr(
             [(link, [str(parcels[n]) for n in found]) for link, found in links.items()]
         )
-        me, numbered = jax.process_index(), list(enumerate(links.items()))
-        self._out = [(key, found) for key, ((a, _), found) in numbered if a == me]
+        me = jax.process_index()
+        self._out = [(b, found) for (a, b), found in links.items() if a == me]
         # An array is read when it is pulled, and a step may be called that donates it before that.
         self._copied = {n for n, parcel in enumerate(parcels) if parcel.outlives}
         self._in = [
-            (key, a, found, [_like(parcels[n]) for n in found])
-            for key, ((a, b), found) in numbered
+            (a, found, [_like(parcels[n]) for n in found])
+            for (a, b), found in links.items()
             if b == me
         ]
 
     def __call__(self, key: int, parts: Parts) -> Parts:
-        for at, found in self._out:
+        for process, found in self._out:
             offered = [parts[n].copy() if n in self._copied else parts[n] for n in found]
-            self._transport.send(key + at, offered)
+            self._transport.send(key, process, offered)
         arrived: Parts = {}
-        for at, process, found, like in self._in:
-            arrays = self._transport.recv(key + at, process, like)
+        for process, found, like in self._in:
+            arrays = self._transport.recv(key, process, like)
             arrived.update(zip(found, arrays, strict=True))
         return arrived
 

@@ -107,8 +107,8 @@ def by(transport, size):
     is_first = jax.process_index() == 0
 
     def there_and_back(array):
-        arrived = there(transport.reserve(there.num_keys), {0: array} if is_first else {})
-        again = back(transport.reserve(back.num_keys), arrived)
+        arrived = there(transport.reserve(1), {0: array} if is_first else {})
+        again = back(transport.reserve(1), arrived)
         return (again if is_first else arrived)[0]
 
     return there_and_back

@@ -81,7 +81,7 @@ def test_parcels_of_all_kinds_arrive():
                 n: jax.device_put(v, x.src)
                 for n, (v, x) in enumerate(zip(values, parcels, strict=True))
             }
-            arrived = exchange(way.reserve(exchange.num_keys), parts)
+            arrived = exchange(way.reserve(1), parts)
             assert sorted(arrived) == list(range(len(parcels)))
             for n, (value, parcel) in enumerate(zip(values, parcels, strict=True)):
                 assert arrived[n].devices() == {parcel.dst}
@@ -101,6 +101,19 @@ def test_equal_exchanges_share_a_program_and_devices_meet_once(monkeypatch):
     way.open(exchanges, "")
     assert len(lowered) == 3
     assert [[device.id for device in devices] for devices in ran] == [[a.id, b.id], [b.id, c.id]]
+
+
+def test_what_a_step_opens_is_not_open_for_all():
+    """Processes that take no part have not opened it, and yet may have to for a move like it."""
+    way, (a, b) = PermuteTransport(), jax.devices()[:2]
+    parcels = [Parcel(a, b, (3,), jnp.dtype("float32"))]
+    exchange = way.bind(parcels)
+    way.open([exchange], "", {})
+    assert not exchange.is_open
+    (arrived,) = exchange(0, {0: jax.device_put(jnp.ones(3, "float32"), a)}).values()
+    assert arrived.devices() == {b}
+    way.open([way.bind(parcels)], "")
+    assert exchange.is_open
 
 
 def test_an_exchange_leaves_nothing_behind():
@@ -133,11 +146,21 @@ def way_of(lowered, ran):
     return compiled
 
 
-@pytest.mark.parametrize("own", ["a", "b"])
-def test_processes_of_other_orders_are_told(monkeypatch, own):
-    """Process 0 comes with the order "a"."""
+@pytest.mark.parametrize(
+    ("own", "with_other", "fits"),
+    [
+        ("a", {"b": 2}, True),
+        ("a", {"b": 2, "c": 1}, True),  # what it does alone
+        ("", {"b": 2}, False),
+        ("a", {"c": 2}, False),
+        ("a", {}, False),
+        ("a", {"b": 2, "c": 2}, False),
+    ],
+)
+def test_processes_of_other_orders_are_told(monkeypatch, own, with_other, fits):
+    """Process 0 comes with the order "a", and with "b" for what both do together."""
     name = "launcher/PermuteTransport/1"
-    held, reached = {f"{name}/0": "a"}, []
+    held, reached = {f"{name}/0": json.dumps({"a": 2, "b": 2})}, []
 
     class Store:
         def key_value_set(self, name, value):
@@ -155,11 +178,11 @@ def test_processes_of_other_orders_are_told(monkeypatch, own):
     monkeypatch.setattr("jax._src.distributed.global_state.client", Store())
     way = PermuteTransport.__new__(PermuteTransport)
     transport.CheckedBarrier.__init__(way)
-    if own == "a":
-        way.barrier(own)
+    if fits:
+        way.barrier(own, with_other)
     else:
         with pytest.raises(ProcessMismatchError, match="would not run this plan alike"):
-            way.barrier(own)
+            way.barrier(own, with_other)
     assert reached == [name]
 
 
@@ -179,18 +202,15 @@ def test_a_process_that_fails_tells_the_others():
 
 
 def test_a_jax_without_the_private_store_asks_the_devices(monkeypatch):
-    names = []
+    others = [9, np.frombuffer(b"the other", np.uint8)]
+
+    def gather(own):
+        return np.stack([own, others.pop(0)])
+
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.delattr("jax._src.distributed.global_state")
-    monkeypatch.setattr(compat.multihost_utils, "sync_global_devices", names.append)
-    assert compat.agree("one", "a")
-
-    def differs(name):
-        raise AssertionError(name)
-
-    monkeypatch.setattr(compat.multihost_utils, "sync_global_devices", differs)
-    assert not compat.agree("two", "a")
-    assert names == ["one: a"]
+    monkeypatch.setattr(compat.multihost_utils, "process_allgather", gather)
+    assert compat.told_by_all("one", "own") == ["own", "the other"]
 
 
 # -- several processes -----------------------------------------------------------------------------

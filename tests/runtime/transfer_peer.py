@@ -45,10 +45,10 @@ class Counted(PullTransport):
         self.bytes = 0
         self.offered, self.pulled = collections.Counter(), collections.Counter()
 
-    def send(self, key, arrays):
+    def send(self, key, process, arrays):
         self.bytes += sum(x.nbytes for x in arrays)
         self.offered[key] += 1
-        super().send(key, arrays)
+        super().send(key, process, arrays)
 
     def recv(self, key, process, like):
         self.pulled[key] += 1
@@ -134,9 +134,9 @@ class NotingTransport(PermuteTransport):
         super().__init__()
         self.orders = []
 
-    def barrier(self, order):
+    def barrier(self, order, *together):
         self.orders.append(order)
-        super().barrier(order)
+        super().barrier(order, *together)
 
 
 def barriers():

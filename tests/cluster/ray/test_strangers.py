@@ -75,13 +75,13 @@ while True:
 """
 
 MET = '''
-"""Workers that have met, and the number that their next message goes by."""
+"""Workers that have met, and the number that their first message goes by."""
 from launcher.cluster.process_group import Peer
 
 
 class Met(Peer):
     def key(self):
-        return self._transport.reserve(0)
+        return self._transport._first
 '''
 
 
