@@ -167,7 +167,7 @@ def test_ctrl_c_waits_for_nothing_that_is_half_done(tmp_path):
         "import os, time\nfrom recipes.corpus import prepare, sources\n"
         "sources.pieces_of.__defaults__ = (1,)\n"
         "def _make(*_):\n"
-        "    print(os.getpid(), flush=True)\n"
+        "    os.write(1, b'%d\\n' % os.getpid())  # in one piece, beside another's\n"
         "    time.sleep(1000)\n"
         "_make.__module__, prepare._make = prepare.__name__, _make\n"
         "if __name__ == '__main__':\n"
