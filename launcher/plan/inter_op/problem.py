@@ -180,7 +180,13 @@ def alike_but_replicas(every: Iterable[Setting]) -> Iterator[list[Setting]]:
 
 
 def remat_choices(wanted: Wanted, schedule: str) -> tuple[str, ...]:
-    """Return the words for rematerialisation that a stage may have under a schedule."""
+    """Return the words for rematerialisation that a stage may have under a schedule.
+
+    A schedule that splits backward passes is searched for what is not computed again, unless it is
+    asked for: there may be none.
+    """
+    if SCHEDULES[schedule].splits_backward and wanted.schedule is None:
+        return ("none",) if wanted.remat in (None, "none") else ()
     if wanted.remat:
         return (wanted.remat,)
     return ("none", "full") if SCHEDULES[schedule].interleaves else (FEWEST,)

@@ -230,7 +230,11 @@ def _branches(
 ) -> Iterator[tuple[float, Iterator[Bounded]]]:
     """Yield what there is to search, each with a lower bound."""
     asked = wanted.schedule
-    others = [one for one in SCHEDULES.values() if one.improves_1f1b and not asked]
+    others = [
+        one
+        for one in SCHEDULES.values()
+        if one.improves_1f1b and not asked and remat_choices(wanted, one.name)
+    ]
     devices, of = problem.cluster.num_devices, (problem.table, problem.cluster, problem.sizes)
     for alike in alike_but_replicas(settings(problem, wanted, asked or DEFAULT_SCHEDULE)):
         outlines = Outlines(*of, alike[0])
@@ -256,8 +260,6 @@ def _branches(
 def _under(schedule: Schedule, setting: Setting, wanted: Wanted) -> Setting:
     """Return a setting under another schedule."""
     remats = remat_choices(wanted, schedule.name)
-    if schedule.splits_backward:  # it is for what is not computed again
-        remats = ("none",) if wanted.remat in (None, "none") else ()
     return dataclasses.replace(setting, schedule=schedule.name, remats=remats)
 
 

@@ -34,8 +34,6 @@ def every_plan(problem, wanted):
     devices = problem.cluster.num_devices
     for schedule in SCHEDULES:
         for setting in settings(problem, wanted, schedule):
-            if schedule == "zero_bubble":
-                setting = dataclasses.replace(setting, remats=("none",))
             priced = price(problem.table, problem.cluster, setting, problem.sizes, beaten=True)
             for stages in choices_of_stages(priced.candidates, devices):
                 at = [(len(stages) - 1 - s, *stage) for s, stage in enumerate(stages)]
@@ -81,6 +79,19 @@ def test_the_best_plan_is_that_of_brute_force_and_the_bound_is_tight(seed):
     least = min(least, found.best)
     if np.isfinite(least):
         assert 0.99 * least <= found.least_seconds <= least * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize(
+    "remat", ["none", "full", "selective", "full/2", "full:2", "dots_saveable"]
+)
+def test_an_open_schedule_is_searched_with_any_policy_that_is_fixed(remat, hosts):
+    problem = random_layers(np.random.default_rng(1), 4, hosts, each=2, batch=8)
+    problem = dataclasses.replace(problem, memory_bytes=np.inf)
+    found = find_plans(problem, Wanted(remat=remat))
+    assert found.least_seconds <= found.best < np.inf
+    assert {word for plan in found.estimates for word in plan.remat} == {remat}
+    assert remat == "none" or "zero_bubble" not in {plan.schedule for plan in found.estimates}
 
 
 @functools.cache
