@@ -14,15 +14,15 @@ import numpy as np
 from launcher.partition.errors import PlanError
 from launcher.plan.cluster_shape import LOCAL, ClusterShape
 from launcher.plan.errors import TooLargeError
+from launcher.plan.inter_op.divisors import spread_divisors
 from launcher.plan.inter_op.problem import (
     Candidate,
     Problem,
     Wanted,
     best_of,
     of_batch,
-    spread_divisors,
 )
-from launcher.plan.inter_op.stage_choices import submesh_sizes
+from launcher.plan.inter_op.submeshes import submesh_sizes
 
 _MOST_MEMORY = 10000  # times what there is; beyond it any amount is tried
 _PRECISION = 1.01
@@ -156,7 +156,8 @@ def _devices(problem: Problem, wanted: Wanted) -> str:
     while times < _MOST_TIMES:
         times *= 2
         more = dataclasses.replace(cluster, hosts=cluster.hosts * times)
-        if best_of(dataclasses.replace(problem, cluster=more, sizes=submesh_sizes(more)), wanted):
+        sizes = submesh_sizes(more, problem.batch_size)
+        if best_of(dataclasses.replace(problem, cluster=more, sizes=sizes), wanted):
             return _as_settings(cluster, more)
     return ""
 

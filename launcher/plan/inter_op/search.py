@@ -39,6 +39,7 @@ from launcher.plan.inter_op.stage_enumeration import (
     enumeration_cells,
     stages_by_objective,
 )
+from launcher.plan.inter_op.submeshes import submesh_sizes
 from launcher.plan.inter_op.variants import on_few_devices, recounted, schedule_variants
 from launcher.plan.pipeline import Estimate
 from launcher.schedule import DEFAULT_SCHEDULE, SCHEDULES, Schedule
@@ -311,7 +312,7 @@ def _stages(
 
 def _on_one_host(problem: Problem) -> Problem:
     cluster = dataclasses.replace(problem.cluster, hosts=1)
-    sizes = tuple(size for size in problem.sizes if size <= cluster.devices_per_host)
+    sizes = submesh_sizes(cluster, problem.batch_size)
     return dataclasses.replace(problem, cluster=cluster, sizes=sizes, unjoined=None)
 
 

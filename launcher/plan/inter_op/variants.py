@@ -12,8 +12,9 @@ import math
 from collections.abc import Iterator
 
 from launcher.partition.assignment import Assignment, Submesh
+from launcher.plan.inter_op.divisors import spread_divisors
 from launcher.plan.inter_op.interleaved import interleaved_like
-from launcher.plan.inter_op.problem import Problem, Wanted, spread_divisors
+from launcher.plan.inter_op.problem import Problem, Wanted
 from launcher.schedule import DEFAULT_SCHEDULE, SCHEDULES
 
 

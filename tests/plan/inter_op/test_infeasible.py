@@ -12,7 +12,7 @@ from launcher.plan.inter_op.cost_table import CostTable, Parameters
 from launcher.plan.inter_op.infeasible import _batch, nothing_fits
 from launcher.plan.inter_op.layer_cost import LayerCost
 from launcher.plan.inter_op.problem import Problem, Wanted, best_of, of_batch
-from launcher.plan.inter_op.stage_choices import submesh_sizes
+from launcher.plan.inter_op.submeshes import submesh_sizes
 
 GIB = 2**30
 
@@ -31,7 +31,7 @@ def problem_of(memory_gib, residual=6.0, state=1.0, batch=8):
     cluster = dataclasses.replace(local_shape(2, 1, "cpu"), memory_bytes=int(memory_gib * GIB))
     groups = tuple((i,) for i in range(4))
     table = CostTable((1,), of, parameters, 1)
-    return Problem(table, groups, batch, cluster, submesh_sizes(cluster), memory_gib * GIB)
+    return Problem(table, groups, batch, cluster, submesh_sizes(cluster, batch), memory_gib * GIB)
 
 
 def test_what_was_asked_for_too_much_is_left_to_the_search():
@@ -51,7 +51,7 @@ def test_advice_that_is_followed_helps(memory):
     advice = message.split("This would fit: ")[1]
     if found := re.search(r"cluster.hosts=(\d+)", advice):
         more = dataclasses.replace(problem.cluster, hosts=int(found[1]))
-        sizes = submesh_sizes(more)
+        sizes = submesh_sizes(more, problem.batch_size)
         assert best_of(dataclasses.replace(problem, cluster=more, sizes=sizes), Wanted())
     if found := re.search(r"train.global_batch_size=(\d+)", advice):
         assert best_of(of_batch(problem, int(found[1])), Wanted())
