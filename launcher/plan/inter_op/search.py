@@ -153,11 +153,11 @@ class Found:
         self.tasks = before
 
     def reschedule(self, wanted: Wanted) -> None:
-        """Add the best plan under every other schedule."""
+        """Add the best plan under every other schedule, also those that have no bound."""
         before = self.tasks
         for given, _ in self.ranked[:1] if self.estimates else ():
             if len(given.layers) == len(given.submeshes):  # else only one schedule runs them
-                for plan in schedule_variants(given, self.problem, wanted):
+                for plan in schedule_variants(given, self.problem, wanted, every=True):
                     self.add(plan)
         self.tasks = before
 
