@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from launcher.plan.inter_op.search import Estimated
+from launcher.plan.inter_op.found import Estimated
 from launcher.plan.links import link_seconds
 from launcher.plan.pipeline import Estimate
 from launcher.plan.plan import Plan, RunnerUp

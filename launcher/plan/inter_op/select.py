@@ -17,10 +17,11 @@ from launcher.plan.inter_op.auto import make_problem
 from launcher.plan.inter_op.climb import fewest_again, ungrouped
 from launcher.plan.inter_op.estimate import make_estimate
 from launcher.plan.inter_op.fewer_rows import fewer_rows_note
+from launcher.plan.inter_op.found import Estimated, Found
 from launcher.plan.inter_op.infeasible import leanest, nothing_fits
 from launcher.plan.inter_op.problem import Problem, Wanted
 from launcher.plan.inter_op.runners_up import most_bytes, runners_up
-from launcher.plan.inter_op.search import Estimated, Found, find_plans, plans_on_one_machine
+from launcher.plan.inter_op.search import find_plans, plans_on_one_machine
 from launcher.plan.notes import refused_notes
 from launcher.plan.plan import Plan
 from launcher.plan.profile.measured_layers import MeasuredLayers
